@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megagrpo.actor.layers.draft import gather_context
-from megagrpo.actor.megatron.model import HiddenStatesModel
+from megagrpo.actor.megatron.body import Body
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.algo.logprob import (
     VocabularyShard,
@@ -50,7 +50,7 @@ class TokenValues:
 LossOfTokens = Callable[[MicroBatch, TokenValues], Loss]
 # Computes the loss of one micro-batch from its hidden states [s / tp, b, h], on the last pipeline
 # stage.
-LastStage = Callable[[MicroBatch, HiddenStatesModel, Tensor], Loss]
+LastStage = Callable[[MicroBatch, Body, Tensor], Loss]
 
 
 def over_tokens(
@@ -65,7 +65,7 @@ def over_tokens(
     with_candidates: those of the tokens that distillation compares, too.
     """
 
-    def from_hidden(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
+    def from_hidden(micro: MicroBatch, chunk: Body, hidden: Tensor) -> Loss:
         flat = micro.targets.flat
         places = micro.target_grid
         tokens = micro.padded(batch.tokens).flatten()[places].long()[:, None]
@@ -112,7 +112,7 @@ def with_draft(
     """Returns `of_model` with the draft's loss added where the draft ran: its mean KL over the
     update's tokens."""
 
-    def from_hidden(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
+    def from_hidden(micro: MicroBatch, chunk: Body, hidden: Tensor) -> Loss:
         loss, sums = of_model(micro, chunk, hidden)
         drafted = chunk.take_drafted()
         if drafted is None:
@@ -135,7 +135,7 @@ def with_draft(
 
 def token_values(
     actor: MegatronActor,
-    chunk: HiddenStatesModel,
+    chunk: Body,
     hidden: Tensor,
     flat: Tensor,
     tokens: Tensor,

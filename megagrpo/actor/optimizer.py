@@ -20,12 +20,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megagrpo.actor.layers.draft import OF_DRAFT
+from megagrpo.actor.megatron.body import Body
 from megagrpo.actor.megatron.internals_0_19 import find_by_dtype
-from megagrpo.actor.megatron.model import HiddenStatesModel
 
 
 def wrap_chunks(
-    chunks: list[HiddenStatesModel],
+    chunks: list[Body],
     transformer: TransformerConfig,
     ddp: DistributedDataParallelConfig,
 ) -> list[DistributedDataParallel]:
@@ -64,7 +64,7 @@ def _start_gather(wrapper: DistributedDataParallel, *_: object) -> None:
         wrapper.start_param_sync()
 
 
-def _gather_output_weight(wrapper: DistributedDataParallel, chunk: HiddenStatesModel) -> None:
+def _gather_output_weight(wrapper: DistributedDataParallel, chunk: Body) -> None:
     """Completes the output weight with the forward that ends before it: our head calls no module
     that would."""
     if not chunk.post_process:

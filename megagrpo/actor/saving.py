@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megagrpo.actor.layers.lora import sharded_adapters
 from megagrpo.actor.megatron import internals_0_19
-from megagrpo.actor.megatron.model import HiddenStatesModel
+from megagrpo.actor.megatron.body import Body
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.optimizer import optimizer_tensors
 
@@ -281,7 +281,7 @@ def load_actor(actor: MegatronActor, folder: Path, with_optimizer: bool = True) 
         tensor_parallel.get_cuda_rng_tracker().set_states(rng["tensor_parallel"])
 
 
-def _load_chunk(actor: MegatronActor, chunk: HiddenStatesModel, state: dict) -> None:
+def _load_chunk(actor: MegatronActor, chunk: Body, state: dict) -> None:
     """Loads tensors; raises ValueError when one is missing or unknown.
 
     Of Transformer Engine's modules some have an `_extra_state` beside their tensors (scales of

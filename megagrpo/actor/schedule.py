@@ -12,7 +12,7 @@ from torch import Tensor
 from megagrpo.actor.head import LastStage
 from megagrpo.actor.layers.attention import PackedSequences
 from megagrpo.actor.layers.draft import following
-from megagrpo.actor.megatron.model import HiddenStatesModel
+from megagrpo.actor.megatron.body import Body
 from megagrpo.actor.megatron.vision import Sight
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.routing.tokens import MicroBatchScope
@@ -114,7 +114,7 @@ def _forward(
 
 
 def _loss(
-    on_last_stage: LastStage, micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor
+    on_last_stage: LastStage, micro: MicroBatch, chunk: Body, hidden: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     value, sums = on_last_stage(micro, chunk, hidden)
     # 0 tokens: Megatron divides by nothing

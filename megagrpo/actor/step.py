@@ -14,7 +14,7 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from megagrpo.actor.head import Loss, TokenValues, gathered, over_tokens, with_draft
-from megagrpo.actor.megatron.model import HiddenStatesModel
+from megagrpo.actor.megatron.body import Body
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.schedule import from_last_stage, run_schedule, sum_over_ranks
 from megagrpo.algo.loss import (
@@ -79,7 +79,7 @@ def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
     parts: list[Tensor] = []
     index = torch.full((len(batch.tokens),), -1, device=actor.mesh.device)
 
-    def keep(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
+    def keep(micro: MicroBatch, chunk: Body, hidden: Tensor) -> Loss:
         flat = micro.targets.flat
         seen = sum(len(part) for part in parts)
         grid = torch.full((len(micro.members) * micro.longest,), -1, device=flat.device)

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -29,6 +28,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 from torch.nn import Module, Parameter, ParameterDict
 
+from megagrpo.actor.megatron.body import Body
 from megagrpo.config.actor import LoraConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.loading import RankPlace
@@ -136,7 +136,7 @@ class Adapters(Module):
 
 
 def add_adapters(
-    chunk: GPTModel, arch: Architecture, lora: LoraConfig, place: RankPlace, dtype: torch.dtype
+    chunk: Body, arch: Architecture, lora: LoraConfig, place: RankPlace, dtype: torch.dtype
 ) -> None:
     """Freezes a chunk and gives adapters, uninitialised, to those of its layers that hold a
     target."""
@@ -159,7 +159,7 @@ def _want_gradient(module: Module, inputs: tuple, output: Tensor) -> Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
-def _sites(chunk: GPTModel, arch: Architecture) -> Iterator[_Site]:
+def _sites(chunk: Body, arch: Architecture) -> Iterator[_Site]:
     queries = arch.num_heads // arch.num_kv_heads
     dim = arch.head_dim
     for layer in chunk.decoder.layers:
@@ -192,7 +192,7 @@ def _rows(linear: Linear) -> Tensor:
     return torch.arange(len(linear.weight), device="cpu")
 
 
-def all_adapters(chunks: list[GPTModel]) -> list[Adapters]:
+def all_adapters(chunks: list[Body]) -> list[Adapters]:
     """Returns the adapters of this rank's layers."""
     return [
         module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapters)
@@ -204,7 +204,7 @@ def is_adapter(parameter_name: str) -> bool:
     return f".{_CHILD}." in parameter_name
 
 
-def load_adapters(chunks: list[GPTModel], hf: Mapping[str, Tensor]) -> None:
+def load_adapters(chunks: list[Body], hf: Mapping[str, Tensor]) -> None:
     """Copies this rank's slices of whole A and B, by HF names, into the adapters: only slices and
     copies."""
     with torch.no_grad():
@@ -242,7 +242,7 @@ class InitialAdapters(Mapping[str, Tensor]):
 
 
 @contextmanager
-def merged(chunks: list[GPTModel]) -> Iterator[None]:
+def merged(chunks: list[Body]) -> Iterator[None]:
     """Lets the weights be W + alpha / rank * B A inside, the adapters off; W comes back bit for bit
     whatever happens.
 
@@ -264,7 +264,7 @@ def merged(chunks: list[GPTModel]) -> Iterator[None]:
 
 
 @contextmanager
-def adapters_off(chunks: list[GPTModel]) -> Iterator[None]:
+def adapters_off(chunks: list[Body]) -> Iterator[None]:
     """Lets the model compute without its adapters inside."""
     every = all_adapters(chunks)
     try:
@@ -276,7 +276,7 @@ def adapters_off(chunks: list[GPTModel]) -> Iterator[None]:
             adapters.enabled = True
 
 
-def sum_expert_replicas(chunks: list[GPTModel]) -> None:
+def sum_expert_replicas(chunks: list[Body]) -> None:
     """Collective over expert-tensor-parallel ranks. Sums the gradients of their replicated
     parameters.
 
@@ -301,7 +301,7 @@ def sum_expert_replicas(chunks: list[GPTModel]) -> None:
         gradient.copy_(total.view_as(gradient))
 
 
-def sharded_adapters(chunk: GPTModel) -> dict[str, ShardedTensor]:
+def sharded_adapters(chunk: Body) -> dict[str, ShardedTensor]:
     """Returns the parameters of a chunk that a checkpoint holds, by their names in it; frozen ones
     are the HF model's.
 

@@ -1,9 +1,8 @@
 """Every use of a private name of Megatron-Core 0.19, each with its reason; a new version of
 Megatron means a new file.
 
-Three private names stay elsewhere because a subclass overrides them: HiddenStatesModel._preprocess
-and ._postprocess (model.py), and the attribute `router_replay` of TopKRouter, which is public but
-undocumented (routing/replay.py).
+One stays elsewhere: the attribute `router_replay` of TopKRouter, which is public but undocumented
+(routing/replay.py).
 """
 
 import logging
@@ -45,7 +44,6 @@ if not _installed.startswith(_VERSION):
 
 # modules that warn every run of classes and forms which a later version will replace
 _ADVISORS = (
-    "models.gpt.gpt_model",
     "transformer.transformer_layer",
     "distributed.distributed_data_parallel",
     "dist_checkpointing.strategies.torch",

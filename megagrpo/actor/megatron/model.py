@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -21,14 +20,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megagrpo.actor.layers.draft import DraftLayer, Following, embed, mark_parameters
+from megagrpo.actor.layers.draft import DraftLayer, mark_parameters
 from megagrpo.actor.layers.gated_delta import GatedDelta
 from megagrpo.actor.layers.lora import add_adapters, is_adapter
 from megagrpo.actor.layers.sparse_attention import Indexer
 from megagrpo.actor.layers.specs import block_spec, layer_modules
 from megagrpo.actor.megatron import internals_0_19
+from megagrpo.actor.megatron.body import Body
 from megagrpo.actor.megatron.fields import Kernels
-from megagrpo.actor.megatron.vision import SeeingLayer, Sight, Tower
+from megagrpo.actor.megatron.vision import SeeingLayer, Tower
 from megagrpo.config.actor import ActorConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.family import Family
@@ -39,116 +39,19 @@ from megagrpo.families.tensors import draft_norms
 _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
 
 
-class HiddenStatesModel(GPTModel):
-    """Ends a GPTModel at the hidden states: logits of all tokens are never held, see
-    algo/logprob.py.
-
-    A vision-language model has the module `visual` on the first stage, and its forward gets the
-    micro-batch's Sight. A model with a draft has it on the last stage; a forward that gets what
-    follows its tokens runs it, too.
-    """
-
-    draft: DraftLayer | None  # set by build_chunk
-    _sight: Sight | None = None  # of the forward under way
-    _following: Following | None = None
-    _drafted: tuple[Tensor, Following] | None = None
-
-    def forward(
-        self, *args, sight: Sight | None = None, following: Following | None = None, **kwargs
-    ) -> Tensor:
-        """As GPTModel's; sight: of a vision-language model; following: for the draft."""
-        self._sight = sight
-        self._following = following
-        if sight is not None and self.pre_process:
-            kwargs["extra_block_kwargs"] = {"attention_bias": sight}  # see SeeingLayer
-        return super().forward(*args, **kwargs)
-
-    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args, **kwargs) -> tuple:
-        sight = self._sight
-        self._sight = None
-        if sight is None:
-            return super()._preprocess(input_ids, position_ids, *args, **kwargs)
-        if self.pre_process:
-            embedded = self.embedding(input_ids=input_ids, position_ids=position_ids)
-            kwargs["decoder_input"] = sight.with_features(embedded, self.visual)
-        hidden, _, *rest = super()._preprocess(input_ids, position_ids, *args, **kwargs)
-        return (hidden, sight.angles, *rest)
-
-    def _postprocess(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
-        following = self._following
-        self._following = None
-        if self.draft is not None and following is not None:
-            attention = {
-                name: kwargs[name]
-                for name in ("attention_mask", "rotary_pos_emb", "packed_seq_params")
-            }
-            embedded = embed(self._input_embedding(), following.tokens)
-            self._drafted = self.draft(hidden_states.detach(), embedded, **attention), following
-        return hidden_states
-
-    def take_drafted(self) -> tuple[Tensor, Following] | None:
-        """Returns, once, the draft's hidden states [s / tp, b, h] of the last forward; None if it
-        did not run."""
-        drafted = self._drafted
-        self._drafted = None
-        return drafted
-
-    def _input_embedding(self) -> Tensor:
-        """Returns this rank's rows [padded vocab / tp, hidden] of the input embedding; on the
-        draft's stage."""
-        if self.pre_process:
-            return self.embedding.word_embeddings.weight
-        if self.share_embeddings_and_output_weights:
-            return self.shared_embedding_or_output_weight()
-        assert self.draft is not None and self.draft.embedding is not None
-        return self.draft.embedding
-
-    def output_weight(self) -> Tensor:
-        """Returns this rank's rows [padded vocab / tp, hidden]; on the last pipeline stage."""
-        if self.share_embeddings_and_output_weights:
-            return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
-
-
 def build_chunk(
     arch: Architecture,
     actor: ActorConfig,
     config: TransformerConfig,
     vp_stage: int | None,
     transformer_engine: bool,
-) -> HiddenStatesModel:
+) -> Body:
     """Builds this rank's model of one pipeline stage (`vp_stage` with virtual ones), its weights
     uninitialised."""
-    scaling = (
-        arch.rope_scaling if arch.mla is None else None
-    )  # latent attention's is in the configuration
-    tp = config.tensor_model_parallel_size
-    chunk = HiddenStatesModel(
-        config,
-        block_spec(
-            config,
-            vp_stage,
-            transformer_engine,
-            TransformerLayer if arch.vision is None else SeeingLayer,
-            arch.norm_over_heads,
-        ),
-        vocab_size=-(-arch.vocab_size // tp) * tp,
-        max_sequence_length=arch.max_positions,
-        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-        post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        share_embeddings_and_output_weights=arch.tied,
-        position_embedding_type="rope" if arch.vision is None else "none",  # Sight has the angles
-        scatter_embedding_sequence_parallel=arch.vision
-        is None,  # Sight does it, with features of images inserted
-        rotary_percent=arch.rotary_fraction,
-        rotary_base=arch.rope_theta,
-        rope_scaling=scaling is not None,
-        rope_scaling_factor=scaling["factor"] if scaling else 8.0,
-        vp_stage=vp_stage,
-    )
-    with_draft = arch.draft and chunk.post_process
-    chunk.draft = None
-    if with_draft:  # its layer is like the model's last one
+    layer = TransformerLayer if arch.vision is None else SeeingLayer
+    layers = block_spec(config, vp_stage, transformer_engine, layer, arch.norm_over_heads)
+    chunk = Body(arch, config, layers, vp_stage)
+    if arch.draft and chunk.post_process:  # its layer is like the model's last one
         chunk.draft = DraftLayer(
             config, layer_modules(config, transformer_engine, TransformerLayer), vp_stage
         )
@@ -174,7 +77,7 @@ def build_chunk(
     return chunk
 
 
-def _mark_whole_weights(chunk: HiddenStatesModel) -> None:
+def _mark_whole_weights(chunk: Body) -> None:
     """Marks latent attention's down projections as held whole by every tensor-parallel rank.
 
     Transformer Engine marks each linear layer's weight as a shard. The gradient norm would count
@@ -193,7 +96,7 @@ def build_chunks(
     transformer: TransformerConfig,
     kernels: Kernels,
     device: torch.device,
-) -> list[HiddenStatesModel]:
+) -> list[Body]:
     """Builds this rank's models of all its pipeline stages on `device`, in the actor's dtype,
     uninitialised."""
     stages = range(config.parallel.vpp) if config.parallel.vpp > 1 else [None]
@@ -208,7 +111,7 @@ def build_chunks(
     return [_in_bfloat16(chunk) for chunk in chunks] if transformer.bf16 else chunks
 
 
-def _in_bfloat16(chunk: HiddenStatesModel) -> HiddenStatesModel:
+def _in_bfloat16(chunk: Body) -> Body:
     """Casts a chunk except the biases of its routers, the norms of its indexers, the decays of its
     gated delta nets and the frequencies of its tower."""
     chunk.bfloat16()
@@ -226,7 +129,7 @@ def _in_bfloat16(chunk: HiddenStatesModel) -> HiddenStatesModel:
     return chunk
 
 
-def routers(chunks: Sequence[HiddenStatesModel]) -> dict[int, TopKRouter]:
+def routers(chunks: Sequence[Body]) -> dict[int, TopKRouter]:
     """Returns the routers of the chunks by the numbers of their layers in the whole model, from
     0."""
     layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
@@ -237,9 +140,7 @@ def routers(chunks: Sequence[HiddenStatesModel]) -> dict[int, TopKRouter]:
     }
 
 
-def chunk_parameters(
-    chunks: list[HiddenStatesModel], of_adapters: bool = False
-) -> dict[str, Tensor]:
+def chunk_parameters(chunks: list[Body], of_adapters: bool = False) -> dict[str, Tensor]:
     """Returns a rank's live tensors of the HF model, or of adapters, by a name that is unique on
     it.
 
@@ -255,7 +156,7 @@ def chunk_parameters(
     }
 
 
-def load_hf(chunks: list[HiddenStatesModel], arch: Architecture, hf: Mapping[str, Tensor]) -> None:
+def load_hf(chunks: list[Body], arch: Architecture, hf: Mapping[str, Tensor]) -> None:
     """Copies this rank's slices of the HF tensors (checkpoint names and shapes) into the chunks'
     parameters."""
     place = _place()
