@@ -70,14 +70,14 @@ FAULTS = (
         "value = -advantages * (mean[:, None] + kept - kept.detach()).exp()",
         "value = (-_mean_of_sequences(advantages, inputs.mask) * "
         "_mean_of_sequences(kept, inputs.mask).exp())[:, None].expand_as(kept)",
-        ("unit/test_algo_loss.py::test_gmpo_learns_from_the_advantage_of_each_token",),
+        ("unit/test_distillation_losses.py::test_gmpo_learns_from_the_advantage_of_each_token",),
     ),
     Fault(
         "plain sum over the top k",
         "algo/loss.py",
         "gaps = gaps - ahead.exp() + behind.exp()",
         "gaps = gaps * 1.0",
-        ("unit/test_streams.py::test_the_teacher_is_where_distillation_ends",),
+        ("unit/test_distillation_losses.py::test_the_teacher_is_where_distillation_ends",),
     ),
     Fault(
         "token-mean divided by sequences",
