@@ -106,11 +106,7 @@ def gmpo(inputs: PolicyInputs, options: GmpoLoss) -> TokenLoss:
     kept = torch.where(advantages < 0, log_ratio.clamp(min=low), log_ratio.clamp(max=high))
     mean = _mean_of_sequences(kept.detach(), inputs.mask)
     value = -advantages * (mean[:, None] + kept - kept.detach()).exp()
-    clipped = {
-        "low": (advantages < 0) & (log_ratio < low),
-        "high": (advantages > 0) & (log_ratio > high),
-    }
-    return TokenLoss(value, clipped)
+    return TokenLoss(value, {"low": kept > log_ratio, "high": kept < log_ratio})
 
 
 def dppo(inputs: PolicyInputs, options: DppoLoss) -> TokenLoss:

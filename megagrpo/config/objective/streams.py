@@ -25,7 +25,7 @@ class DistillationConfig(Section):
     """reverse_kl: the policy loss with A = log p_teacher - log p_old of the sampled token.
     student_topk: sum of p (log p - log p_teacher) - p + p_teacher over the policy's top_k most
     probable tokens. teacher_topk: sum of p_teacher (log p_teacher - log p) - p_teacher + p over the
-    teacher's. _sum: without the last two terms, as in verl; not 0 in gradient at p = p_teacher."""
+    teacher's. _sum: without the last two terms, as in verl: the gradient at the teacher is not 0."""
     top_k: int = Field(default=16, ge=1, le=256)
     """Tokens of each position that all but reverse_kl compare."""
     logprob_min: Number = LOGPROB_MIN
