@@ -1,4 +1,4 @@
-"""Plants 36 faults, one at a time, and runs the tests that must find them.
+"""Plants 38 faults, one at a time, and runs the tests that must find them.
 
     python bench/plant.py [--only TEXT]
 
@@ -63,6 +63,21 @@ FAULTS = (
         "mask).sum(1) / mask.sum(1).clamp(min=1)",
         "mask).mean(1)",
         LOSS,
+    ),
+    Fault(
+        "mean of a sequence's advantages",
+        "algo/policy_loss.py",
+        "value = -advantages * (mean[:, None] + kept - kept.detach()).exp()",
+        "value = (-_mean_of_sequences(advantages, inputs.mask) * "
+        "_mean_of_sequences(kept, inputs.mask).exp())[:, None].expand_as(kept)",
+        ("unit/test_distillation_losses.py::test_gmpo_learns_from_the_advantage_of_each_token",),
+    ),
+    Fault(
+        "plain sum over the top k",
+        "algo/loss.py",
+        "gaps = gaps - ahead.exp() + behind.exp()",
+        "gaps = gaps * 1.0",
+        ("unit/test_distillation_losses.py::test_the_teacher_is_where_distillation_ends",),
     ),
     Fault(
         "token-mean divided by sequences",

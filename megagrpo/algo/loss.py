@@ -39,9 +39,8 @@ class LossInputs:
     rollout_logprobs: Tensor  # of the engine
     ref_logprobs: Tensor | None = None
     full_kl: Tensor | None = None  # nats, estimator "full": exact KL over the vocabulary
-    policy_weights: Tensor | None = (
-        None  # correction of the trainer/rollout mismatch, see correction.py
-    )
+    # correction of the trainer/rollout mismatch, see correction.py
+    policy_weights: Tensor | None = None
     rl_weights: Tensor | None = None  # of the component rl, see StreamInputs; 0: not of it; None: 1
     # [n] int64, tokens of the row's rollout that denominators count: more than those of the row if
     # the rollout has other rows, or if rejected tokens stay in them
@@ -239,19 +238,18 @@ def stream_losses(
     for name, number in counts.items():
         weights = streams.weights[name]
         mask = weights != 0
-        logprobs = _of(inputs.logprobs, mask)
+        own = _without_masked(inputs, mask)
+        value: Tensor | None
         match name:
             case "cross_entropy":
-                value = -logprobs
+                value = -own.logprobs
             case "reference_kl":
-                kl = algorithm.kl
-                reference = _of(inputs.ref_logprobs, mask)
-                value = kl_penalty(logprobs, reference, kl.estimator, kl.value_clamp)
+                value = _kl_to_reference(own, algorithm)
             case _:
-                value = _distillation(inputs, streams, mask, algorithm)
-                gap = _of(streams.teacher_logprobs, mask) - _of(inputs.old_logprobs, mask)
+                value = _distillation(own, streams, mask, algorithm)
+                gap = _of(streams.teacher_logprobs, mask) - own.old_logprobs
                 sums["stream/distillation_kl"] = -gap.double().sum() / max(number, 1)
-        share = _of(value * weights, mask).sum(dtype=torch.float64) / max(number, 1)
+        share = (_of(value, mask) * weights).sum(dtype=torch.float64) / max(number, 1)
         sums[f"loss/{name}"] = share.detach()
         loss = loss + share
     return loss, sums
@@ -260,7 +258,7 @@ def stream_losses(
 def _distillation(
     inputs: LossInputs, streams: StreamInputs, mask: Tensor, algorithm: AlgorithmConfig
 ) -> Tensor:
-    """Returns the loss of every token [n, S].
+    """Returns the loss of every token [n, S]; inputs: 0 off the mask.
 
     That of reverse_kl takes the correction of the trainer/rollout mismatch as the policy loss does.
     """
@@ -269,21 +267,32 @@ def _distillation(
     if options.loss != "reverse_kl":
         return _of(streams.candidate_gaps, mask)
     most = math.inf if options.loss_max is None else options.loss_max
-    old, teacher = (_of(x, mask) for x in (inputs.old_logprobs, streams.teacher_logprobs))
-    logprobs, rollout = (_of(x, mask) for x in (inputs.logprobs, inputs.rollout_logprobs))
-    advantages = (teacher - old).clamp(-most, most)
-    policy_inputs = PolicyInputs(logprobs, old, advantages, mask, rollout)
-    value = token_loss(policy_inputs, algorithm.loss).value
+    old = inputs.old_logprobs
+    advantages = (_of(streams.teacher_logprobs, mask) - old).clamp(-most, most)
+    policy = PolicyInputs(inputs.logprobs, old, advantages, mask, inputs.rollout_logprobs)
+    value = token_loss(policy, algorithm.loss).value
     return value if inputs.policy_weights is None else value * inputs.policy_weights
 
 
 def candidate_gaps(logprobs: Tensor, teacher: Tensor, options: DistillationConfig) -> Tensor:
     """Returns the loss of positions [R] from the log-probabilities of k tokens at each, [R, k]: the
-    policy's and the teacher's. verl's docs/algo/opd.md, arXiv 2306.13649."""
-    policy, teacher = (x.clamp(min=options.logprob_min) for x in (logprobs, teacher))
-    ahead, behind = (policy, teacher) if options.loss == "student_topk" else (teacher, policy)
+    policy's and the teacher's. arXiv 2606.30406, eq. 5; the plain sums: verl's docs/algo/opd.md.
+
+    A token's share of the generalized KL, p log(p / q) - p + q, is least, 0, at p = q. Without
+    - p + q its gradient there is that of p, and the sum of k of many p can fall. A token that the
+    policy alone finds improbable is not clamped: it would have no gradient.
+    """
+    plain, least = options.loss.endswith("_sum"), options.logprob_min
+    clamped = logprobs.clamp(min=least)
+    policy = clamped if plain else torch.where(teacher > least, logprobs, clamped)
+    teacher = teacher.clamp(min=least)
+    of_policy = options.candidates == "student_topk"
+    ahead, behind = (policy, teacher) if of_policy else (teacher, policy)
+    gaps = ahead.exp() * (ahead - behind)
+    if not plain:
+        gaps = gaps - ahead.exp() + behind.exp()
     most = math.inf if options.loss_max is None else options.loss_max
-    return (ahead.exp() * (ahead - behind)).sum(-1).clamp(-most, most)
+    return gaps.sum(-1).clamp(-most, most)
 
 
 def _of(values: Tensor | None, mask: Tensor) -> Tensor:

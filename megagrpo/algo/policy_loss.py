@@ -94,17 +94,19 @@ def gspo(inputs: PolicyInputs, options: GspoLoss) -> TokenLoss:
 
 
 def gmpo(inputs: PolicyInputs, options: GmpoLoss) -> TokenLoss:
-    """Returns -A exp(mean_t s min(s log rho, s clip(log rho))) on every token, s the sign of A, A its
-    mean over the sequence. arXiv 2507.20673, eq. 4."""
-    mask = inputs.mask
+    """Returns -A sg[g] exp(c - sg[c]), c = s min(s log rho, s clip(log rho)), s the sign of A, and g
+    = exp(mean_t c). arXiv 2507.20673, eq. 4.
+
+    The value has the sequence's ratio and the gradient is the token's, as in gspo, so that A may
+    differ by token. The sum over a sequence has the gradient of eq. 4 if it does not.
+    """
+    advantages = inputs.advantages
     log_ratio = (inputs.logprobs - inputs.old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     low, high = -options.clip_ratio_low, options.clip_ratio_high
-    sign = inputs.advantages.sign()
-    chosen = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(low, high))
-    ratio = _mean_of_sequences(chosen, mask).exp()
-    value = -_mean_of_sequences(inputs.advantages, mask) * ratio
-    clipped = {"low": (sign < 0) & (log_ratio < low), "high": (sign > 0) & (log_ratio > high)}
-    return TokenLoss(value[:, None].expand_as(log_ratio), clipped)
+    kept = torch.where(advantages < 0, log_ratio.clamp(min=low), log_ratio.clamp(max=high))
+    mean = _mean_of_sequences(kept.detach(), inputs.mask)
+    value = -advantages * (mean[:, None] + kept - kept.detach()).exp()
+    return TokenLoss(value, {"low": kept > log_ratio, "high": kept < log_ratio})
 
 
 def dppo(inputs: PolicyInputs, options: DppoLoss) -> TokenLoss:

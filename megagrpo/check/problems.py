@@ -345,8 +345,7 @@ def _read_lines(data: DataConfig, config: ExperimentConfig, problems: list[str])
 
 def _teachers_of_rows(config: ExperimentConfig, rows: Sequence[Row]) -> Iterator[str]:
     """Yields which rows name teachers that do not exist, or several that no loss mixes."""
-    distillation = config.algorithm.distillation
-    own_sets = distillation is not None and distillation.loss == "teacher_topk"
+    own_sets = config.scoring[1] == "teacher_topk"
     for row in rows:
         names = [name for name, _ in row.teachers]
         yield from unknown_teachers(row, config.teachers)

@@ -302,6 +302,11 @@ class AlgorithmConfig(Section):
         in_loss = self.kl.loss_coef or "reference_kl" in self.components
         if in_loss and self.kl.estimator == "k1":
             out.append("the gradient of k1 as a loss is 0 in expectation; use k2, k3 or k1+")
+        if self.distillation is not None and self.distillation.loss.endswith("_sum"):
+            out.append(
+                f"distillation.loss {self.distillation.loss} moves a policy away from a teacher that it "
+                f"equals; use {self.distillation.candidates}"
+            )
         if self.dynamic_sampling is not None and self.components:
             out.append(
                 "dynamic_sampling drops groups by their rewards, and with them demonstrations and "

@@ -308,7 +308,7 @@ class ExperimentConfig(Section):
         if distillation is None:
             return False, "", 0
         every_row = self.data.teacher_key is None
-        return every_row, distillation.loss, distillation.num_candidates
+        return every_row, distillation.candidates, distillation.num_candidates
 
     @property
     def num_servers(self) -> int:

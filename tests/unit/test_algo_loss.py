@@ -108,6 +108,24 @@ def test_token_loss(options, ratio, advantage, value, gradient):
     )
 
 
+def test_gmpo_has_the_gradient_of_the_paper():
+    """Equation 4 of one sequence with one advantage: -A exp(mean of clipped log-ratios)."""
+    mask = torch.tensor([[True, True, False, True]])
+    old = torch.tensor([[-1.0, -2.0, -3.0, -0.5]], dtype=torch.float64)
+    for advantage in (2.0, -2.0):
+        logp = (old + torch.tensor([[0.1, 0.5, 9.0, -0.4]])).requires_grad_()
+        adv = torch.full_like(old, advantage)
+        value = token_loss(PolicyInputs(logp, old, adv, mask), GMPO).value
+        counts = count_denominators(mask.sum(1), alone, 1.0)
+        loss = aggregate(value, mask, "seq-mean-token-mean", counts)
+        (gradient,) = torch.autograd.grad(loss, logp)
+        clipped = [0.1, 0.3, -0.4] if advantage > 0 else [0.1, 0.5, -0.2]
+        inside = [1, 0, 0, 1] if advantage > 0 else [1, 1, 0, 0]
+        right = -advantage * math.exp(sum(clipped) / 3)
+        assert loss.item() == pytest.approx(right)
+        assert gradient[0].tolist() == pytest.approx([right / 3 * each for each in inside])
+
+
 def test_gspo_uses_one_ratio_per_sequence():
     logp = torch.tensor(
         [[-1.0, -2.0, -9.0], [-1.0, -1.0, -1.0]], dtype=torch.float64, requires_grad=True

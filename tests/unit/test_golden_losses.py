@@ -103,8 +103,9 @@ BY_SEQUENCE = ("gspo", "geo_mean")  # whatever verl's aggregation
 def is_verl(case):
     offered = ("vanilla", "gspo", "cispo", "gpg", "sapo", "dppo_tv", "dppo_kl")
     if case["source"].endswith("geo_mean"):
-        # its weights are geometric means too, an empty row counts, ratios have no limit
-        conventions = ("is_weights", "one_empty_row", "extreme_ratios")
+        # its weights are geometric means too, an empty row counts, ratios have no limit, and
+        # advantages that differ by token are replaced by their mean
+        conventions = ("is_weights", "one_empty_row", "extreme_ratios", "tokenadv")
         return not any(name in case["case"] for name in conventions)
     return case["source"].startswith("verl") and case["source"].endswith(offered)
 

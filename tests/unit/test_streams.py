@@ -13,7 +13,6 @@ from megagrpo.algo.loss import (
     Denominators,
     LossInputs,
     StreamInputs,
-    candidate_gaps,
     count_streams,
     objective,
     stream_losses,
@@ -27,13 +26,11 @@ from megagrpo.check.problems import preflight
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.data import DataConfig
-from megagrpo.config.objective.streams import DistillationConfig
 from megagrpo.data.prompts import refuse_long_demonstration
 from megagrpo.data.rows import read_rows
 from megagrpo.monitor.dump import read_dump, write_dump
 from megagrpo.types import AlgoState, Outcome, Prompt, RolloutGroup, Sample, TeacherScores
 from tests.experiments import experiment
-from tests.unit.golden_cases import cases, close, tensor
 from tests.unit.test_batch import ALONE
 
 CE = {"component": "cross_entropy"}
@@ -85,50 +82,6 @@ def test_reverse_kl_is_the_policy_loss_of_the_teachers_lead():
     )
 
 
-@pytest.mark.parametrize("loss", ["student_topk", "teacher_topk"])
-def test_candidates_are_compared_as_distributions_are(loss: str):
-    """Over the whole vocabulary the sums are the two KL divergences, whose gradients by the logits
-    are known: p (log p / q - KL), and p - q."""
-    logits = torch.tensor([0.3, -1.0, 0.5, 0.0], dtype=torch.float64, requires_grad=True)
-    policy = logits.log_softmax(0)
-    teacher = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64).log()
-    gaps = candidate_gaps(policy[None], teacher[None], DistillationConfig(loss=loss, top_k=4))
-    (gradient,) = torch.autograd.grad(gaps.sum(), logits)
-    p, q = policy.detach().exp(), teacher.exp()
-    gap = p.log() - teacher
-    if loss == "student_topk":
-        kl, by_logits = (p * gap).sum(), p * (gap - (p * gap).sum())
-    else:
-        kl, by_logits = -(q * gap).sum(), p - q
-    torch.testing.assert_close(gaps[0], kl)
-    torch.testing.assert_close(gradient, by_logits)
-
-
-@pytest.mark.parametrize("case", cases("distillation.json"))
-def test_candidates_as_verl_compares_them(case: dict):
-    student = tensor(case["inputs"]["student_topk"]).requires_grad_()
-    params = case["params"]
-    options = DistillationConfig(
-        loss="teacher_topk" if params["loss_mode"] == "forward" else "student_topk",
-        top_k=student.shape[-1],
-        logprob_min=params["log_prob_min"],
-    )
-    gaps = candidate_gaps(student, tensor(case["inputs"]["teacher_topk"]), options)
-    (gradient,) = torch.autograd.grad(gaps.sum(), student)
-    close(gaps, case["outputs"]["losses"])
-    close(gradient, case["outputs"]["grad_student_topk"])
-
-
-def test_candidates_are_limited():
-    """An improbable candidate counts as one of logprob_min, and a token as at most loss_max."""
-    policy = torch.tensor([[-0.1, -50.0]], dtype=torch.float64)
-    teacher = torch.tensor([[-9.0, -0.2]], dtype=torch.float64)
-    right = math.exp(-4) * (-4 + 0.1) + math.exp(-0.2) * (-0.2 + 4)
-    for limit, value in ((None, right), (1.5, 1.5)):
-        options = DistillationConfig(loss="teacher_topk", top_k=2, logprob_min=-4.0, loss_max=limit)
-        assert float(candidate_gaps(policy, teacher, options)) == pytest.approx(value)
-
-
 def test_candidates_enter_with_their_weights():
     """Only on the component's tokens, whatever stands elsewhere."""
     logprobs = row(-1.0, -0.5, -2.0).requires_grad_()
@@ -173,6 +126,26 @@ def test_a_mixture_is_the_sum_of_its_components():
     ratio = [math.exp(0.1), math.exp(-0.1)]
     assert float(rl) == pytest.approx(-(0.5 * ratio[0] - 0.5 * ratio[1]) / 5)
     assert of_rl[0].tolist() == pytest.approx([-0.5 * ratio[0] / 5, 0.5 * ratio[1] / 5, 0.0])
+
+
+@pytest.mark.parametrize("importance", [False, True])
+def test_a_stream_of_reference_kl_is_the_kl_of_the_loss(importance: bool):
+    """The ratio corrects its gradient, too, when the policy is no longer the one that sampled."""
+    logprobs = row(-1.0, -2.0, -0.5).requires_grad_()
+    inputs = inputs_of(logprobs, row(-2.0, -1.0, -0.5), row(1, 1, 1))
+    kl = {"estimator": "k3+", "importance": importance}
+    weights = {"reference_kl": row(0.1, 0.1, 0.1)}
+    algorithm = algorithm_of(kl=kl, streams=[{"component": "reference_kl"}])
+    of_stream = share_of(inputs, StreamInputs(weights), algorithm, {"reference_kl": 3})
+    inputs = replace(inputs, advantages=row(0, 0, 0))
+    loss, _ = objective(inputs, algorithm_of(kl=kl | {"loss_coef": 0.1}), Denominators(3, 1, 1.0))
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert of_stream[0] == pytest.approx(float(loss))
+    torch.testing.assert_close(of_stream[1], gradient[0])
+    ratios = [math.e, 1 / math.e, 1.0] if importance else [1.0, 1.0, 1.0]
+    gaps = [0.2, -1.8, 2.5]  # log p - log p_reference, the gradient of k2
+    right = [0.1 * ratio * gap / 3 for ratio, gap in zip(ratios, gaps, strict=True)]
+    assert of_stream[1].tolist() == pytest.approx(right)
 
 
 def group_of(**prompt) -> RolloutGroup:

@@ -44,7 +44,8 @@ class GspoLoss(Variant):
 
 
 class GmpoLoss(Variant):
-    """The geometric mean of a sequence's ratios, each clipped. arXiv 2507.20673."""
+    """The geometric mean of a sequence's ratios, each clipped. arXiv 2507.20673. A token learns from
+    its own advantage."""
 
     formula = "-A exp(mean s min(s log rho, s clip(log rho))), s = sign A"
     aggregations: ClassVar[tuple[Aggregation, ...] | None] = ("seq-mean-token-mean",)

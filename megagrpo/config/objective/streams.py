@@ -19,16 +19,21 @@ class DistillationConfig(Section):
     """On-policy distillation from `teachers`: a component of the loss on the tokens of rows that
     have one."""
 
-    loss: Literal["reverse_kl", "student_topk", "teacher_topk"] = "reverse_kl"
+    loss: Literal[
+        "reverse_kl", "student_topk", "teacher_topk", "student_topk_sum", "teacher_topk_sum"
+    ] = "reverse_kl"
     """reverse_kl: the policy loss with A = log p_teacher - log p_old of the sampled token.
-    student_topk: sum of p (log p - log p_teacher) over the policy's top_k most probable tokens.
-    teacher_topk: sum of p_teacher (log p_teacher - log p) over the teacher's."""
+    student_topk: sum of p (log p - log p_teacher) - p + p_teacher over the policy's top_k most
+    probable tokens. teacher_topk: sum of p_teacher (log p_teacher - log p) - p_teacher + p over the
+    teacher's. _sum: without the last two terms, as in verl: the gradient at the teacher is not 0."""
     top_k: int = Field(default=16, ge=1, le=256)
-    """Tokens of each position that the two others compare."""
+    """Tokens of each position that all but reverse_kl compare."""
     logprob_min: Number = LOGPROB_MIN
-    """Smallest log-probability that they see."""
+    """Smallest log-probability of the teacher, and with _sum of the policy, that they see. Tokens
+    that both find less probable count 0."""
     loss_max: PositiveFloat | None = None
-    """Largest loss of a token, and largest advantage of reverse_kl, either way."""
+    """Largest loss of a token, which has no gradient beyond it, and largest advantage of reverse_kl,
+    either way."""
 
     @property
     def num_candidates(self) -> int:
@@ -36,12 +41,19 @@ class DistillationConfig(Section):
         return 0 if self.loss == "reverse_kl" else self.top_k
 
     @property
+    def candidates(self) -> str:
+        """The loss whose tokens teachers score: those of a plain sum are of the loss without _sum."""
+        return self.loss.removesuffix("_sum")
+
+    @property
     def formula(self) -> str:
         """The loss of a token, as AlgorithmConfig.formula writes it."""
         return {
             "reverse_kl": "policy loss of A = log p_T - log p_old",
-            "student_topk": f"sum_top{self.top_k} p (log p - log p_T)",
-            "teacher_topk": f"sum_top{self.top_k} p_T (log p_T - log p)",
+            "student_topk": f"sum_top{self.top_k} [p (log p - log p_T) - p + p_T]",
+            "teacher_topk": f"sum_top{self.top_k} [p_T (log p_T - log p) - p_T + p]",
+            "student_topk_sum": f"sum_top{self.top_k} p (log p - log p_T)",
+            "teacher_topk_sum": f"sum_top{self.top_k} p_T (log p_T - log p)",
         }[self.loss]
 
 

@@ -56,7 +56,7 @@ def teacher_rules(experiment: "ExperimentConfig") -> list[Rule]:
     paths = [name for name, teacher in teachers.items() if teacher.path]
     urls = [name for name, teacher in teachers.items() if teacher.url]
     odd = [name for name in teachers if not re.fullmatch("[a-z][a-z0-9_]*", name)]
-    ids_given = distillation is not None and distillation.loss == "student_topk"
+    ids_given = experiment.scoring[1] == "student_topk"
     return [
         Rule(
             odd,
