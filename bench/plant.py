@@ -1,4 +1,4 @@
-"""Plants 36 faults, one at a time, and runs the tests that must find them.
+"""Plants 38 faults, one at a time, and runs the tests that must find them.
 
     python bench/plant.py [--only TEXT]
 
@@ -283,6 +283,20 @@ FAULTS = (
         "return [_item(item) for item in value]",
         "return list(value)",
         ("unit/test_messages.py",),
+    ),
+    Fault(
+        "an environment's words replace the whole conversation",
+        "rollout/agents/renderer.py",
+        "[*asked[:-1], {**asked[-1]",
+        "[{**asked[-1]",
+        ("unit/test_whole_conversations.py",),
+    ),
+    Fault(
+        "a judge reads the last message alone",
+        "rewards/graders/judge.py",
+        "as_messages(prompt.question)",
+        "as_messages(prompt.question)[-1:]",
+        ("unit/test_rewards_services.py::test_the_judge_reads_the_whole_conversation",),
     ),
     Fault(
         "the words of an environment are trained",

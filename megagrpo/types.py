@@ -74,16 +74,21 @@ class Prompt(WithArrays):
     # of data.extra_key: for graders with `extra_info`
     extra: dict[str, object] = field(default_factory=dict)
     images: tuple[ImageRef, ...] = ()  # in the order of their tokens
-    short_ids: np.ndarray | None = (
-        None  # int32, one pad an image: what engines are sent; None: token_ids
-    )
-    messages: list[dict] = field(default_factory=list)  # of `text`; []: it has no chat template
-    question: str = ""  # what environments and judges get: the last message, before the template
+    # int32, one pad an image: what engines are sent; None: token_ids
+    short_ids: np.ndarray | None = None
+    # of `text`, an image as {"type": "image"}; []: it has no chat template
+    messages: list[dict] = field(default_factory=list)
+    tools: list[dict] = field(default_factory=list)  # of its row, for the chat template
     # names and weights (they sum to 1) of the teachers that score its responses
     teachers: tuple[tuple[str, float], ...] = ()
     # by component of the loss: factors of the weights of its tokens; a component left out has 1
     weights: dict[str, float] = field(default_factory=dict)
     demonstration: np.ndarray | None = None  # [T] int32, a response to learn; None: it has none
+
+    @property
+    def question(self) -> str | list[dict]:
+        """Returns its messages; its text without a chat template."""
+        return self.messages or self.text
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,17 +135,15 @@ class Sample(WithArrays):
     finish_reason: str  # "stop" | "length"
     weight_version: int  # of the weights that sampled its first token: the number of finished steps
     text: str  # decoded without special tokens; what the grader sees
-    loss_mask: np.ndarray | None = (
-        None  # [T] bool, False on a tool's tokens; None: every token was sampled
-    )
+    # [T] bool, False on a tool's tokens; None: every token was sampled
+    loss_mask: np.ndarray | None = None
     # (token, version), ascending: from this token on, newer weights sampled the rest
     newer: tuple[tuple[int, int], ...] = ()
     # [prompt + T - 1, MoE layers, k] uint8 or int16: the engine's experts of every token of prompt
     # and response except the last, which it never read; actor.routing_replay: rollout
     routed_experts: np.ndarray | None = None
-    rollout: int | None = (
-        None  # index of its rollout within the group; None: its own index, one sample a rollout
-    )
+    # index of its rollout within the group; None: its own index, one sample a rollout
+    rollout: int | None = None
     prompt_ids: np.ndarray | None = None  # int32, what it continues; None: the group's prompt
     # tokens, from its first on, that an earlier sample of its rollout has: context, of no component
     shared: int = 0
@@ -201,9 +204,8 @@ class RolloutGroup:
     prompt: Prompt
     samples: tuple[Sample, ...]  # in order of their index, [G] if every rollout has one
     outcomes: tuple[Outcome, ...]  # [G], of the rollouts
-    greedy: Sample | None = (
-        None  # only with advantage "remax": a response at temperature 0, never trained on
-    )
+    # only with advantage "remax": a response at temperature 0, never trained on
+    greedy: Sample | None = None
     greedy_outcome: Outcome | None = None
 
     @property
@@ -287,12 +289,10 @@ class Rewards:
 
     values: "Tensor"  # [N] float64, 0 if not valid
     valid: "Tensor"  # [N] bool, the outcome was a score
-    greedy: "Tensor | None" = (
-        None  # [N] float64, of the group's greedy response; only with advantage "remax"
-    )
-    tokens: "Tensor | None" = (
-        None  # [T] float64, shares of the values that belong to tokens; None: graders gave none
-    )
+    # [N] float64, of the group's greedy response; only with advantage "remax"
+    greedy: "Tensor | None" = None
+    # [T] float64, shares of the values that belong to tokens; None: graders gave none
+    tokens: "Tensor | None" = None
     # [N, K] float64, the scores of K graders, and their weights [K]; None: nothing reads them
     parts: "Tensor | None" = None
     weights: "Tensor | None" = None
@@ -348,13 +348,11 @@ class Batch:
     rollout_logprobs: "Tensor"  # [T] float32, 0 off the response
     rewards: Rewards
     truncated: "Tensor"  # [N] bool, the response ended by length
-    lags: "Tensor | None" = (
-        None  # [T] int32, weight versions between sampling and training; None: all are 0
-    )
+    # [T] int32, weight versions between sampling and training; None: all are 0
+    lags: "Tensor | None" = None
     advantages: "Tensor | None" = None  # [T] float32, 0 off the loss mask
-    old_logprobs: "Tensor | None" = (
-        None  # [T] float32, by the actor before the first update of the step
-    )
+    # [T] float32, by the actor before the first update of the step
+    old_logprobs: "Tensor | None" = None
     ref_logprobs: "Tensor | None" = None  # [T] float32, by the reference model
     reference: ReferenceStates | None = None  # KL estimator "full", instead of ref_logprobs
     correction: Correction = Correction()
@@ -446,9 +444,8 @@ class MicroBatch:
     target_grid: "Tensor"  # [R] int64, indices of the targets in the flattened [n, S]
     longest: int  # S, of the whole Batch: a sum over a row has the same bits in every micro-batch
     max_seqlen: int = 0  # tokens of the longest sequence, padding included
-    rope_positions: "Tensor | None" = (
-        None  # [3, b, s] int64: in time, height, width; only of vision-language models
-    )
+    # [3, b, s] int64: in time, height, width; only of vision-language models
+    rope_positions: "Tensor | None" = None
     images: MicroImages | None = None  # None: of a text-only model
 
     def to(self, device: "torch.device") -> "MicroBatch":

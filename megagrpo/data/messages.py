@@ -13,8 +13,14 @@ from megagrpo.config.data import DataConfig
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase
 
+IMAGE_TEXT = "<image>"  # in a prompt's text: an image of the row's column comes here
 Message = dict  # {"role", "content", ...}, as in OpenAI's chat completions
 Tools = Sequence[Message] | None  # {"type": "function", "function": {"name", "parameters", ...}}
+
+
+def as_messages(said: str | Sequence[Message]) -> Sequence[Message]:
+    """Returns messages; a text is one of the user."""
+    return [{"role": "user", "content": said}] if isinstance(said, str) else said
 
 
 def checked_messages(messages: Sequence[Message]) -> list[Message]:
@@ -30,13 +36,12 @@ def checked_messages(messages: Sequence[Message]) -> list[Message]:
     return found
 
 
-def with_system_prompt(data: DataConfig, messages: Sequence[Message]) -> list[Message]:
-    """Returns messages that begin with data.system_prompt, unless they have a system message of
-    their own."""
-    own = any(message.get("role") == "system" for message in messages)
-    if data.system_prompt is None or own:
+def with_system(others: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
+    """Returns messages that begin with the system's of others, unless they have one of their
+    own."""
+    if any(message["role"] == "system" for message in messages):
         return list(messages)
-    return [{"role": "system", "content": data.system_prompt}, *messages]
+    return [*(message for message in others if message["role"] == "system"), *messages]
 
 
 def render_messages(
@@ -93,8 +98,18 @@ def text_of(message: Message) -> str:
 
 
 def words_of(message: Message) -> str:
-    """Returns the texts in the content of a message, images left out."""
-    return "".join(str(part.get("text", "")) for part in _parts(message))
+    """Returns the texts in the content of a message, with `<image>` for each image, and its calls
+    of tools as JSON."""
+    calls = [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls", ())]
+    text = "".join(str(part.get("text", IMAGE_TEXT)) for part in _parts(message))
+    return "\n".join([text, *calls])
+
+
+def transcript(messages: Sequence[Message]) -> str:
+    """Returns the words of one message; of several, those of each behind its role."""
+    if len(messages) == 1:
+        return words_of(messages[0])
+    return "\n\n".join(f"{message['role']}: {words_of(message)}" for message in messages)
 
 
 def _parts(message: Message) -> list:

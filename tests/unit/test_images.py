@@ -24,6 +24,7 @@ from megagrpo.config.fields import complaints
 from megagrpo.config.schema import DataConfig
 from megagrpo.data import prompts as prompts_module
 from megagrpo.data.images import ImageStore
+from megagrpo.data.messages import transcript
 from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.families.model import Model
 from megagrpo.monitor.metrics import Metrics
@@ -124,6 +125,9 @@ def test_every_way_to_write_an_image_is_the_same_prompt(model, load, tmp_path):
     prompts, store = load(*rows)
     assert len({prompt.images for prompt in prompts}) == 1 and len(prompts[0].images) == 1
     assert len({prompt.text for prompt in prompts}) == 1
+    asked = [{"role": "user", "content": [image, text]}]
+    assert all(prompt.messages == asked for prompt in prompts), "no bytes, which checkpoints hold"
+    assert transcript(asked) == "<image>How many?", "as a judge reads it"
     table = pyarrow.table(
         {
             "prompt": ["<image>How many?"],
