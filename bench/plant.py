@@ -294,8 +294,8 @@ FAULTS = (
     Fault(
         "a judge reads the last message alone",
         "rewards/graders/judge.py",
-        "as_messages(prompt.question)",
-        "as_messages(prompt.question)[-1:]",
+        "prompt.transcript",
+        "prompt.words",
         ("unit/test_rewards_services.py::test_the_judge_reads_the_whole_conversation",),
     ),
     Fault(

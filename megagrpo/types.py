@@ -7,6 +7,7 @@ other, without padding. Index t belongs to tokens[t]; only `targets` in batching
 shifts. Log-probabilities are natural logarithms.
 """
 
+import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:  # this file loads without torch
     import torch
     from torch import Tensor
 
+IMAGE_TEXT = "<image>"  # in a prompt's text: an image of the row's column comes here
 # ascending: the groups that one optimizer update trains on, as in Batch.group_ids
 GroupIds = tuple[int, ...]
 Pass = tuple[GroupIds, ...]  # the updates of one pass over a step's groups
@@ -43,6 +45,20 @@ class WithArrays:
         )
 
     __hash__ = None  # type: ignore[assignment]  # as for every class that defines __eq__
+
+
+def parts_of(message: dict) -> list:
+    """Returns the parts of a message's content, which may be one text or missing."""
+    content = message.get("content") or ""
+    return [{"text": content}] if isinstance(content, str) else content
+
+
+def words_of(message: dict) -> str:
+    """Returns the texts in the content of a message, with `<image>` for each image, and its calls
+    of tools as JSON."""
+    calls = [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls", ())]
+    text = "".join(str(part.get("text", IMAGE_TEXT)) for part in parts_of(message))
+    return "\n".join([text, *calls])
 
 
 @dataclass(frozen=True)
@@ -89,6 +105,18 @@ class Prompt(WithArrays):
     def question(self) -> str | list[dict]:
         """Returns its messages; its text without a chat template."""
         return self.messages or self.text
+
+    @property
+    def words(self) -> str:
+        """Returns the words of its last message; its text without a chat template."""
+        return words_of(self.messages[-1]) if self.messages else self.text
+
+    @property
+    def transcript(self) -> str:
+        """Returns its words; of several messages, those of each behind its role."""
+        if len(self.messages) < 2:
+            return self.words
+        return "\n\n".join(f"{one['role']}: {words_of(one)}" for one in self.messages)
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megagrpo.data.messages import IMAGE_TEXT
 from megagrpo.families.architecture import HfConfig
 from megagrpo.families.model import Model
 from megagrpo.system.errors import explained
 from megagrpo.system.run_folder import whole_file, write_whole
-from megagrpo.types import ImageRef
+from megagrpo.types import IMAGE_TEXT, ImageRef
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megagrpo.config.data import DataConfig
+from megagrpo.types import parts_of
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase
 
-IMAGE_TEXT = "<image>"  # in a prompt's text: an image of the row's column comes here
 Message = dict  # {"role", "content", ...}, as in OpenAI's chat completions
 Tools = Sequence[Message] | None  # {"type": "function", "function": {"name", "parameters", ...}}
 
@@ -91,30 +91,10 @@ def has_unknown(
 def text_of(message: Message) -> str:
     """Returns the content of a message as text. Raises ValueError for a content of another kind,
     such as images."""
-    texts = [part.get("text") if isinstance(part, dict) else None for part in _parts(message)]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts_of(message)]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"the content of a message is a text, not {message['content']!r:.80}")
     return "".join(map(str, texts))
-
-
-def words_of(message: Message) -> str:
-    """Returns the texts in the content of a message, with `<image>` for each image, and its calls
-    of tools as JSON."""
-    calls = [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls", ())]
-    text = "".join(str(part.get("text", IMAGE_TEXT)) for part in _parts(message))
-    return "\n".join([text, *calls])
-
-
-def transcript(messages: Sequence[Message]) -> str:
-    """Returns the words of one message; of several, those of each behind its role."""
-    if len(messages) == 1:
-        return words_of(messages[0])
-    return "\n\n".join(f"{message['role']}: {words_of(message)}" for message in messages)
-
-
-def _parts(message: Message) -> list:
-    content = message.get("content") or ""
-    return [{"text": content}] if isinstance(content, str) else content
 
 
 def without_nulls(message: Message) -> Message:

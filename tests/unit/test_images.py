@@ -24,7 +24,6 @@ from megagrpo.config.fields import complaints
 from megagrpo.config.schema import DataConfig
 from megagrpo.data import prompts as prompts_module
 from megagrpo.data.images import ImageStore
-from megagrpo.data.messages import transcript
 from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.families.model import Model
 from megagrpo.monitor.metrics import Metrics
@@ -127,7 +126,7 @@ def test_every_way_to_write_an_image_is_the_same_prompt(model, load, tmp_path):
     assert len({prompt.text for prompt in prompts}) == 1
     asked = [{"role": "user", "content": [image, text]}]
     assert all(prompt.messages == asked for prompt in prompts), "no bytes, which checkpoints hold"
-    assert transcript(asked) == "<image>How many?", "as a judge reads it"
+    assert prompts[0].transcript == "<image>How many?", "as a judge reads it"
     table = pyarrow.table(
         {
             "prompt": ["<image>How many?"],

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from test_built_in_environments import COMMAND, url  # noqa: F401  a fixture
 from examples.laptop.model import character_tokenizer
 from megagrpo.config.reward import RewardConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.data.messages import transcript
 from megagrpo.data.prompts import load_prompts
 from megagrpo.environments.answers import answer_grader
 from megagrpo.rewards.pool import RewardPool
@@ -194,11 +194,13 @@ def test_a_reward_function_of_trl_gets_the_whole_conversation(trls, tmp_path):
 
 
 def test_a_transcript_has_roles_and_calls_of_tools_if_there_are_several_messages():
-    assert transcript(TALK[-1:]) == QUESTION
-    assert transcript(TALK) == (
+    prompt = Prompt(0, "a text", (1,), "")
+    assert prompt.transcript == "a text"
+    assert replace(prompt, messages=TALK[-1:]).transcript == QUESTION
+    assert replace(prompt, messages=TALK).transcript == (
         "system: Answer in hexadecimal.\n\nuser: Let x be 20.\n\nassistant: Noted.\n\n"
         f"user: {QUESTION}"
     )
     image = {"role": "user", "content": [{"type": "text", "text": "Is "}, {"type": "image"}]}
-    calls, seen = transcript([TOOL_USED[2], image]).split("\n\n")
+    calls, seen = replace(prompt, messages=[TOOL_USED[2], image]).transcript.split("\n\n")
     assert (calls, seen) == (f"assistant: \n{json.dumps(CALL)}", "user: Is <image>")

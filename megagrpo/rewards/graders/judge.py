@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 
 from megagrpo.config.reward import GraderArgs, JudgeOptions
-from megagrpo.data.messages import as_messages, transcript
 from megagrpo.rewards.services import ServiceError, ServiceGrader
 from megagrpo.rewards.workers import Graded
 from megagrpo.system.errors import explained
@@ -52,8 +51,7 @@ class JudgeGrader(ServiceGrader):
         """Returns the score in the judge's reply and the end of that reply. Raises ServiceError or
         TimeoutError."""
         options = self._options
-        asked = transcript(as_messages(prompt.question))
-        content = render(self._template, asked, text, prompt.answer)
+        content = render(self._template, prompt.transcript, text, prompt.answer)
         system = (
             [{"role": "system", "content": options.system}] if options.system is not None else []
         )

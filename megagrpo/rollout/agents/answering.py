@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from megagrpo.data.messages import as_messages, words_of
+from megagrpo.data.messages import as_messages
 from megagrpo.rollout.response import Response, SampleTurn
 from megagrpo.types import Outcome, Prompt
 
@@ -63,10 +63,9 @@ class RolloutTask:
     def row(self) -> dict[str, object]:
         """Returns the row of its prompt, as environments and agents get it."""
         prompt = self.prompt
-        messages = as_messages(prompt.question)
         return {
-            "prompt": words_of(messages[-1]),
-            "messages": messages,
+            "prompt": prompt.words,
+            "messages": as_messages(prompt.question),
             "tools": prompt.tools,
             "answer": prompt.answer,
             "source": prompt.source,
