@@ -300,6 +300,20 @@ FAULTS = (
         ("unit/test_messages.py",),
     ),
     Fault(
+        "an environment's words replace the whole conversation",
+        "rollout/agents/renderer.py",
+        "[*asked[:-1], {**asked[-1]",
+        "[{**asked[-1]",
+        ("unit/test_whole_conversations.py",),
+    ),
+    Fault(
+        "a judge reads the last message alone",
+        "rewards/graders/judge.py",
+        "prompt.transcript",
+        "prompt.words",
+        ("unit/test_rewards_services.py::test_the_judge_reads_the_whole_conversation",),
+    ),
+    Fault(
         "the words of an environment are trained",
         "rollout/agents/answering.py",
         "self.add(said, sampled=False)",

@@ -7,6 +7,7 @@ other, without padding. Index t belongs to tokens[t]; only `targets` in batching
 shifts. Log-probabilities are natural logarithms.
 """
 
+import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:  # this file loads without torch
     import torch
     from torch import Tensor
 
+IMAGE_TEXT = "<image>"  # in a prompt's text: an image of the row's column comes here
 # ascending: the groups that one optimizer update trains on, as in Batch.group_ids
 GroupIds = tuple[int, ...]
 Pass = tuple[GroupIds, ...]  # the updates of one pass over a step's groups
@@ -43,6 +45,20 @@ class WithArrays:
         )
 
     __hash__ = None  # type: ignore[assignment]  # as for every class that defines __eq__
+
+
+def parts_of(message: dict) -> list:
+    """Returns the parts of a message's content, which may be one text or missing."""
+    content = message.get("content") or ""
+    return [{"text": content}] if isinstance(content, str) else content
+
+
+def words_of(message: dict) -> str:
+    """Returns the texts in the content of a message, with `<image>` for each image, and its calls
+    of tools as JSON."""
+    calls = [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls", ())]
+    text = "".join(str(part.get("text", IMAGE_TEXT)) for part in parts_of(message))
+    return "\n".join([text, *calls])
 
 
 @dataclass(frozen=True)
@@ -74,16 +90,33 @@ class Prompt(WithArrays):
     # of data.extra_key: for graders with `extra_info`
     extra: dict[str, object] = field(default_factory=dict)
     images: tuple[ImageRef, ...] = ()  # in the order of their tokens
-    short_ids: np.ndarray | None = (
-        None  # int32, one pad an image: what engines are sent; None: token_ids
-    )
-    messages: list[dict] = field(default_factory=list)  # of `text`; []: it has no chat template
-    question: str = ""  # what environments and judges get: the last message, before the template
+    # int32, one pad an image: what engines are sent; None: token_ids
+    short_ids: np.ndarray | None = None
+    # of `text`, an image as {"type": "image"}; []: it has no chat template
+    messages: list[dict] = field(default_factory=list)
+    tools: list[dict] = field(default_factory=list)  # of its row, for the chat template
     # names and weights (they sum to 1) of the teachers that score its responses
     teachers: tuple[tuple[str, float], ...] = ()
     # by component of the loss: factors of the weights of its tokens; a component left out has 1
     weights: dict[str, float] = field(default_factory=dict)
     demonstration: np.ndarray | None = None  # [T] int32, a response to learn; None: it has none
+
+    @property
+    def question(self) -> str | list[dict]:
+        """Returns its messages; its text without a chat template."""
+        return self.messages or self.text
+
+    @property
+    def words(self) -> str:
+        """Returns the words of its last message; its text without a chat template."""
+        return words_of(self.messages[-1]) if self.messages else self.text
+
+    @property
+    def transcript(self) -> str:
+        """Returns its words; of several messages, those of each behind its role."""
+        if len(self.messages) < 2:
+            return self.words
+        return "\n\n".join(f"{one['role']}: {words_of(one)}" for one in self.messages)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,17 +163,15 @@ class Sample(WithArrays):
     finish_reason: str  # "stop" | "length"
     weight_version: int  # of the weights that sampled its first token: the number of finished steps
     text: str  # decoded without special tokens; what the grader sees
-    loss_mask: np.ndarray | None = (
-        None  # [T] bool, False on a tool's tokens; None: every token was sampled
-    )
+    # [T] bool, False on a tool's tokens; None: every token was sampled
+    loss_mask: np.ndarray | None = None
     # (token, version), ascending: from this token on, newer weights sampled the rest
     newer: tuple[tuple[int, int], ...] = ()
     # [prompt + T - 1, MoE layers, k] uint8 or int16: the engine's experts of every token of prompt
     # and response except the last, which it never read; actor.routing_replay: rollout
     routed_experts: np.ndarray | None = None
-    rollout: int | None = (
-        None  # index of its rollout within the group; None: its own index, one sample a rollout
-    )
+    # index of its rollout within the group; None: its own index, one sample a rollout
+    rollout: int | None = None
     prompt_ids: np.ndarray | None = None  # int32, what it continues; None: the group's prompt
     # tokens, from its first on, that an earlier sample of its rollout has: context, of no component
     shared: int = 0
@@ -201,9 +232,8 @@ class RolloutGroup:
     prompt: Prompt
     samples: tuple[Sample, ...]  # in order of their index, [G] if every rollout has one
     outcomes: tuple[Outcome, ...]  # [G], of the rollouts
-    greedy: Sample | None = (
-        None  # only with advantage "remax": a response at temperature 0, never trained on
-    )
+    # only with advantage "remax": a response at temperature 0, never trained on
+    greedy: Sample | None = None
     greedy_outcome: Outcome | None = None
 
     @property
@@ -287,12 +317,10 @@ class Rewards:
 
     values: "Tensor"  # [N] float64, 0 if not valid
     valid: "Tensor"  # [N] bool, the outcome was a score
-    greedy: "Tensor | None" = (
-        None  # [N] float64, of the group's greedy response; only with advantage "remax"
-    )
-    tokens: "Tensor | None" = (
-        None  # [T] float64, shares of the values that belong to tokens; None: graders gave none
-    )
+    # [N] float64, of the group's greedy response; only with advantage "remax"
+    greedy: "Tensor | None" = None
+    # [T] float64, shares of the values that belong to tokens; None: graders gave none
+    tokens: "Tensor | None" = None
     # [N, K] float64, the scores of K graders, and their weights [K]; None: nothing reads them
     parts: "Tensor | None" = None
     weights: "Tensor | None" = None
@@ -348,13 +376,11 @@ class Batch:
     rollout_logprobs: "Tensor"  # [T] float32, 0 off the response
     rewards: Rewards
     truncated: "Tensor"  # [N] bool, the response ended by length
-    lags: "Tensor | None" = (
-        None  # [T] int32, weight versions between sampling and training; None: all are 0
-    )
+    # [T] int32, weight versions between sampling and training; None: all are 0
+    lags: "Tensor | None" = None
     advantages: "Tensor | None" = None  # [T] float32, 0 off the loss mask
-    old_logprobs: "Tensor | None" = (
-        None  # [T] float32, by the actor before the first update of the step
-    )
+    # [T] float32, by the actor before the first update of the step
+    old_logprobs: "Tensor | None" = None
     ref_logprobs: "Tensor | None" = None  # [T] float32, by the reference model
     reference: ReferenceStates | None = None  # KL estimator "full", instead of ref_logprobs
     correction: Correction = Correction()
@@ -446,9 +472,8 @@ class MicroBatch:
     target_grid: "Tensor"  # [R] int64, indices of the targets in the flattened [n, S]
     longest: int  # S, of the whole Batch: a sum over a row has the same bits in every micro-batch
     max_seqlen: int = 0  # tokens of the longest sequence, padding included
-    rope_positions: "Tensor | None" = (
-        None  # [3, b, s] int64: in time, height, width; only of vision-language models
-    )
+    # [3, b, s] int64: in time, height, width; only of vision-language models
+    rope_positions: "Tensor | None" = None
     images: MicroImages | None = None  # None: of a text-only model
 
     def to(self, device: "torch.device") -> "MicroBatch":

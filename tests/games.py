@@ -177,3 +177,19 @@ class Sums:
         self.turn += 1
         reward = sum(c in "01234" for c in text) / max(len(text), 1)
         return f"{self.turn}+{len(text) % 10}=", reward, self.turn == 3
+
+
+class Opens:
+    """Begins with words of its own, or with the row's conversation and a message more; the second
+    turn is the last."""
+
+    def __init__(self, row: dict, seed: int, whole: bool = False):
+        self.row, self.whole, self.turns = row, whole, 0
+
+    def reset(self) -> object:
+        more = {"role": "user", "content": "More?"}
+        return [*self.row["messages"][1:], more] if self.whole else "Map: " + self.row["prompt"]
+
+    def step(self, text: str):
+        self.turns += 1
+        return "on", 0.0, self.turns == 2

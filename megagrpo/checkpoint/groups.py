@@ -79,6 +79,7 @@ def _group(record: Record) -> RolloutGroup:
     greedy_outcome = record["greedy_outcome"]
     prompt = record["prompt"]
     location = prompt.pop(_LOCATION, "")
+    prompt.pop("question", None)  # of older checkpoints
     extra = json.loads(prompt.pop("extra"))
     images = tuple(
         ImageRef(image["key"], image["start"], tuple(image["grid"]))

@@ -99,7 +99,8 @@ class JudgeOptions(ServiceOptions):
     model: str
     """As the endpoint names it."""
     prompt_file: str
-    """File with the judge's prompt, into which {prompt}, {response} and {answer} are put."""
+    """File with the judge's prompt, into which {prompt} (the conversation), {response} and {answer}
+    are put."""
     system: str | None = None
     """System message before it."""
     pattern: str = (

@@ -36,8 +36,8 @@ class EnvironmentConfig(Section):
     args: dict[str, str | int | float | bool] = Field(default={})
     """Its keyword arguments."""
     history: Literal["all", "last"] = "all"
-    """What a turn sees: all before it (one sample a rollout), or the environment's last message
-    (one sample a turn)."""
+    """What a turn sees: all before it (one sample a rollout), or the row with the environment's
+    last message in place of its own (one sample a turn)."""
     max_turns: PositiveInt = 8
     """Turns of the model; then the rewards so far count."""
     rewards: bool = True

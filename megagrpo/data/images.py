@@ -25,7 +25,7 @@ from megagrpo.families.architecture import HfConfig
 from megagrpo.families.model import Model
 from megagrpo.system.errors import explained
 from megagrpo.system.run_folder import whole_file, write_whole
-from megagrpo.types import ImageRef
+from megagrpo.types import IMAGE_TEXT, ImageRef
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from megagrpo.monitor.metrics import Metrics
 from megagrpo.system.torchvision import prepare_torchvision, torchvision_problem
 
-IMAGE_TEXT = "<image>"  # in a prompt's text: an image of the row's column comes here
 _IMAGE_PART = {"type": "image"}
 _PIXELS_KEPT = 64  # images; one of 1,024 tokens takes 19 MB as patches
 _URIS_KEPT = 256  # images; the samples of a prompt are requested close together
@@ -71,9 +70,8 @@ def images_apart(
                         yield {"type": "text", "text": text}
             elif kind in ("image", "image_url"):
                 source = part.get(kind) or part.get("path") or part.get("url")
-                source = (
-                    source["url"] if kind == "image_url" and isinstance(source, dict) else source
-                )
+                if kind == "image_url" and isinstance(source, dict):
+                    source = source["url"]
                 wanted += source is None
                 sources.append(next(rest, None) if source is None else source)
                 yield _IMAGE_PART

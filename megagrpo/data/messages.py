@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megagrpo.config.data import DataConfig
+from megagrpo.types import parts_of
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase
 
 Message = dict  # {"role", "content", ...}, as in OpenAI's chat completions
 Tools = Sequence[Message] | None  # {"type": "function", "function": {"name", "parameters", ...}}
+
+
+def as_messages(said: str | Sequence[Message]) -> Sequence[Message]:
+    """Returns messages; a text is one of the user."""
+    return [{"role": "user", "content": said}] if isinstance(said, str) else said
 
 
 def checked_messages(messages: Sequence[Message]) -> list[Message]:
@@ -30,13 +36,12 @@ def checked_messages(messages: Sequence[Message]) -> list[Message]:
     return found
 
 
-def with_system_prompt(data: DataConfig, messages: Sequence[Message]) -> list[Message]:
-    """Returns messages that begin with data.system_prompt, unless they have a system message of
-    their own."""
-    own = any(message.get("role") == "system" for message in messages)
-    if data.system_prompt is None or own:
+def with_system(others: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
+    """Returns messages that begin with the system's of others, unless they have one of their
+    own."""
+    if any(message["role"] == "system" for message in messages):
         return list(messages)
-    return [{"role": "system", "content": data.system_prompt}, *messages]
+    return [*(message for message in others if message["role"] == "system"), *messages]
 
 
 def render_messages(
@@ -86,20 +91,10 @@ def has_unknown(
 def text_of(message: Message) -> str:
     """Returns the content of a message as text. Raises ValueError for a content of another kind,
     such as images."""
-    texts = [part.get("text") if isinstance(part, dict) else None for part in _parts(message)]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts_of(message)]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"the content of a message is a text, not {message['content']!r:.80}")
     return "".join(map(str, texts))
-
-
-def words_of(message: Message) -> str:
-    """Returns the texts in the content of a message, images left out."""
-    return "".join(str(part.get("text", "")) for part in _parts(message))
-
-
-def _parts(message: Message) -> list:
-    content = message.get("content") or ""
-    return [{"text": content}] if isinstance(content, str) else content
 
 
 def without_nulls(message: Message) -> Message:

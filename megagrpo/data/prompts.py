@@ -20,10 +20,10 @@ from megagrpo.config.schema import DataConfig
 from megagrpo.data.images import ImageStore, image_bytes, images_apart
 from megagrpo.data.messages import (
     Message,
+    as_messages,
     has_unknown,
     render_messages,
-    with_system_prompt,
-    words_of,
+    with_system,
 )
 from megagrpo.data.rows import Row, fingerprint, iterate_rows, unknown_teachers
 from megagrpo.families.architecture import text_part
@@ -238,33 +238,31 @@ def render_rows(
     problems: those of rows are added to it instead of raised, and the rows left out.
     """
     parts = data.parts
-    rendered: list[tuple[Row, list[Message], str, list[object]]] = []
+    rendered: list[tuple[Row, str, list[Message], list[object]]] = []
     for row in rows:
         with collected(problems):
-            chat = _chat(parts[row.of], row)
-            rendered.append((row, chat, *_render(parts[row.of], tokenizer, row, chat)))
-    tokens = _tokenize(data, tokenizer, [text for _, _, text, _ in rendered])
+            rendered.append((row, *_render(parts[row.of], tokenizer, row)))
+    tokens = _tokenize(data, tokenizer, [text for _, text, _, _ in rendered])
     found: list[tuple[Prompt, list[object]]] = []
-    for (row, chat, text, images), ids in zip(rendered, tokens, strict=True):
+    for (row, text, messages, images), ids in zip(rendered, tokens, strict=True):
         with collected(problems):
             _refuse_tokens(tokenizer, row, text, ids[data.add_bos :])
-            # Messages are for agents, which refuse images: those may hold their bytes, which no
-            # checkpoint should.
-            messages = chat if parts[row.of].chat_template and not images else None
-            of_row = (row.answer, row.grader, row.location, row.source, row.extra)
             prompt = Prompt(
                 row.id,
                 text,
                 ids,
-                *of_row,
-                question=words_of(chat[-1]),
+                row.answer,
+                row.grader,
+                row.location,
+                row.source,
+                row.extra,
+                messages=messages,
+                tools=list(row.tools),
                 teachers=row.teachers,
                 weights=row.weights,
                 demonstration=_demonstrated(tokenizer, row),
             )
-            found.append(
-                (prompt if messages is None else replace(prompt, messages=messages), images)
-            )
+            found.append((prompt, images))
     return _with_images(store, found, problems)
 
 
@@ -384,28 +382,19 @@ def _expanded(store: ImageStore | None, prompt: Prompt, sources: list[object]) -
 
 
 def _chat(data: DataConfig, row: Row) -> list[Message]:
-    """Returns the messages of a row, which is a list of them, or one text of the user."""
-    if isinstance(row.prompt, str):
-        text = data.prompt_template.replace("{prompt}", row.prompt)
-        messages: list[Message] = [{"role": "user", "content": text}]
-    else:
-        messages = _templated(data, row.location, row.prompt)
-    return with_system_prompt(data, messages) if data.chat_template else messages
-
-
-def _templated(data: DataConfig, location: str, own: Sequence[Message]) -> list[Message]:
-    """Returns a row's messages with data.prompt_template around the last one of the user."""
-    messages = [dict(message) for message in own]
-    if data.prompt_template == "{prompt}":
-        return messages
-    users = [message for message in messages if message["role"] == "user"]
-    if not users or not isinstance(users[-1].get("content"), str):
-        raise ValueError(
-            f"{location}: data.prompt_template needs a message of the user that is a text; "
-            "this row has none"
-        )
-    users[-1]["content"] = data.prompt_template.replace("{prompt}", users[-1]["content"])
-    return messages
+    """Returns the messages of a row, with data.prompt_template around the last one of the user."""
+    messages = [dict(message) for message in as_messages(row.prompt)]
+    if data.prompt_template != "{prompt}":
+        users = [message for message in messages if message["role"] == "user"]
+        if not users or not isinstance(users[-1].get("content"), str):
+            raise ValueError(
+                f"{row.location}: data.prompt_template needs a message of the user that is a text; "
+                "this row has none"
+            )
+        users[-1]["content"] = data.prompt_template.replace("{prompt}", users[-1]["content"])
+    prompt = data.system_prompt
+    system = [] if prompt is None else [{"role": "system", "content": prompt}]
+    return with_system(system, messages)
 
 
 def require_template(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -415,16 +404,18 @@ def require_template(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> 
 
 
 def _render(
-    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", row: Row, chat: list[Message]
-) -> tuple[str, list[object]]:
-    """Returns the text to tokenise, and the sources of its images."""
+    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", row: Row
+) -> tuple[str, list[Message], list[object]]:
+    """Returns the text to tokenise, its messages with a chat template, and the sources of its
+    images, which no checkpoint should hold."""
+    chat = _chat(data, row)
     if not data.chat_template:
-        return str(chat[-1]["content"]), []
+        return str(chat[-1]["content"]), [], []
     require_template(data, tokenizer)
     apart, sources = images_apart(chat, row.images, data.images_key is not None, row.location)
     messages = [dict(message) for message in apart]
     with explained(f"{row.location}: the chat template refuses this prompt"):
-        return render_messages(data, tokenizer, messages, tools=row.tools), sources
+        return render_messages(data, tokenizer, messages, tools=row.tools), messages, sources
 
 
 def _tokenize(

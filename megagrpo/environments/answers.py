@@ -15,9 +15,8 @@ def answer_grader(grader: str, row: Mapping[str, object]) -> Callable[[str], flo
     load_grader(grader, {})  # an unknown one is refused before the rollout
 
     def reward(text: str) -> float:
-        graded = grade(
-            "grade", grader, {}, [text, *(row[key] for key in ("answer", "source", "extra"))]
-        )
+        of_row = [row[key] for key in ("answer", "source", "extra", "messages")]
+        graded = grade("grade", grader, {}, [text, *of_row, True])
         if graded.status != "score" or graded.spans or graded.tokens:
             raise RuntimeError(
                 graded.detail or f"{grader} rewards parts of a text, and an answer has one reward"

@@ -22,6 +22,7 @@ from megagrpo.environments.python_programs import PythonPrograms
 from megagrpo.rewards.graders import format as form
 from megagrpo.rewards.graders import math
 from megagrpo.rewards.graders.judge import render
+from megagrpo.rollout.agents.answering import RolloutTask
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.sandbox.grader import grade
 from tests.unit.test_messages import CALL, END, PLAIN, SPELLED, TEMPLATES, TOOLS_USED, as_object
@@ -111,7 +112,7 @@ def question(prompt: object, **keys) -> str:
         path=rows_file([{"prompt": prompt, "answer": ""}]), chat_template=True, **keys
     )
     (found,) = load_prompts(data, tokenizer()).prompts
-    row = {"prompt": found.question, "answer": "", "source": "", "extra": {}}
+    row = RolloutTask(found, hash, None, 1, str).row
     return PythonPrograms(row, 0, "exact").reset().rpartition("\n\n")[2]
 
 

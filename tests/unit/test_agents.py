@@ -27,6 +27,7 @@ from tests.experiments import ROOT, live_children, until
 TOKENIZER = character_tokenizer("0123456789HL?+-:= userasitnm<>|\n")
 EOS = TOKENIZER.eos_token_id
 PLAIN = DataConfig(path="rows.jsonl")
+PROMPT = Prompt(0, "?", (1,), "")
 
 
 def ids(text: str, end: bool = False) -> list[int]:
@@ -327,7 +328,7 @@ def chat(template: str) -> tuple:
 def test_half_a_character_is_replaced_and_a_whole_one_in_two_halves_is_kept():
     """What JSON from JavaScript may hold: tokenizers raise for it, and UTF-8 has none."""
     tokenizer = character_tokenizer("ab\U0001f600\ufffd")
-    ids = Renderer(tokenizer, PLAIN, True).start("a\ud83d\ude00b\ud83d").tolist()
+    ids = Renderer(tokenizer, PLAIN, True).start("a\ud83d\ude00b\ud83d", PROMPT).tolist()
     assert tokenizer.decode(ids) == "a\U0001f600b\ufffd"
 
 
@@ -340,7 +341,7 @@ def test_a_template_that_cannot_be_continued_is_refused(template, named):
     with pytest.raises(ValueError, match=named):
         Renderer(tokenizer, data, True)
     assert (
-        Renderer(tokenizer, data, False).start("3").tolist()
+        Renderer(tokenizer, data, False).start("3", PROMPT).tolist()
         == tokenizer("<user>3\n<assistant>")["input_ids"]
     )
 

@@ -17,7 +17,7 @@ from megagrpo.rollout.agents import Unavailable
 from megagrpo.sandbox.sandbox import isolation
 from tests.mcp_server import NOTICE, answer
 
-ROW = {"prompt": "2 + 3?", "answer": "5", "source": "", "extra": {}}
+ROW = {"prompt": "2 + 3?", "answer": "5", "source": "", "extra": {}, "messages": []}
 COMMAND = f"{sys.executable} {Path(__file__).parents[1] / 'mcp_server.py'}"
 
 
@@ -263,7 +263,7 @@ def test_its_errors_and_a_server_that_is_gone(url: str):
         OpenEnv(LEVEL_ROW, 7, "ws://127.0.0.1:1/ws")
 
 
-QUESTION = {"prompt": "17 * 23?", "answer": "391", "source": "", "extra": {}}
+QUESTION = ROW | {"prompt": "17 * 23?", "answer": "391"}
 
 
 def block(program: str) -> str:

@@ -21,6 +21,8 @@ def test_groups_come_back_as_they_were(tmp_path):
         "gsm8k",
         {"level": [1, "x"], "array": [5, 4, 3]},
         images=images,
+        messages=[{"role": "user", "content": "1+1="}],
+        tools=[{"type": "function", "function": {"name": "add"}}],
     )
     samples = tuple(
         Sample(i, generator.integers(0, 150_000, n), -generator.random(n), "stop", 3, "é", mask)
@@ -47,6 +49,10 @@ def test_groups_come_back_as_they_were(tmp_path):
     write_groups(tmp_path / "groups.npz", groups)
     found = read_groups(tmp_path / "groups.npz")
     assert found == groups
+    vars(prompt)["question"] = "1+1="  # as older checkpoints have it
+    write_groups(tmp_path / "older.npz", groups)
+    del vars(prompt)["question"]
+    assert read_groups(tmp_path / "older.npz") == groups
     odd = replace(
         prompt, extra={"value": float("nan"), "\0array": ["int32", 0, 1], "half": "\ud83d"}
     )

@@ -7,7 +7,6 @@ import random
 import pytest
 
 from megagrpo.config.data import DataConfig
-from megagrpo.data.messages import with_system_prompt
 from megagrpo.data.prompts import load_prompts
 from megagrpo.rewards.graders import gsm8k, math
 from megagrpo.rollout.agents.renderer import Renderer
@@ -161,8 +160,11 @@ def test_the_same_messages_are_the_same_ids_everywhere(template, system_prompt):
         prompts = load_prompts(data, made).prompts
         found.append([prompt.token_ids.tolist() for prompt in prompts])
     renderer = Renderer(made, data, False)
-    found.append([renderer.start(messages).tolist() for messages in said])  # an environment's
-    agents = [with_system_prompt(data, messages) for messages in said]
-    found.append([renderer.begin(messages).tolist() for messages in agents])
+    pairs = list(zip(said, prompts, strict=True))
+    found.append([renderer.start(messages, prompt).tolist() for messages, prompt in pairs])
+    found.append(
+        [renderer.start(prompt.messages[-1]["content"], prompt).tolist() for prompt in prompts]
+    )
+    found.append([renderer.begin(prompt.messages).tolist() for prompt in prompts])  # an agent's
     assert all(ids == found[0] for ids in found)
     assert not any(word in prompt.text for prompt in prompts for word in ("None", "null"))

@@ -124,6 +124,9 @@ def test_every_way_to_write_an_image_is_the_same_prompt(model, load, tmp_path):
     prompts, store = load(*rows)
     assert len({prompt.images for prompt in prompts}) == 1 and len(prompts[0].images) == 1
     assert len({prompt.text for prompt in prompts}) == 1
+    asked = [{"role": "user", "content": [image, text]}]
+    assert all(prompt.messages == asked for prompt in prompts), "no bytes, which checkpoints hold"
+    assert prompts[0].transcript == "<image>How many?", "as a judge reads it"
     table = pyarrow.table(
         {
             "prompt": ["<image>How many?"],

@@ -13,6 +13,7 @@ from megagrpo.data.messages import checked_messages
 from megagrpo.data.prompts import load_prompts
 from megagrpo.data.texts import decoder
 from megagrpo.families.model import Model
+from megagrpo.rollout.agents.answering import RolloutTask
 from megagrpo.rollout.agents.renderer import Renderer
 
 END = "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -192,7 +193,8 @@ def test_environments_get_the_question_as_it_was_before_the_template(tmp_path, p
     data = DataConfig(
         path=written(tmp_path / "q.jsonl", rows), chat_template=True, system_prompt="add"
     )
-    assert [p.question for p in load_prompts(data, plain).prompts] == ["2+3", "2+3"]
+    prompts = load_prompts(data, plain).prompts
+    assert [RolloutTask(p, hash, None, 1, str).row["prompt"] for p in prompts] == ["2+3", "2+3"]
 
 
 @pytest.fixture

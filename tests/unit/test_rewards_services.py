@@ -3,6 +3,7 @@
 import json
 import logging
 import time
+from dataclasses import replace
 
 import pytest
 from hostile_services import SERVICES, serving
@@ -17,7 +18,7 @@ from tests.experiments import experiment
 TEMPLATE = "Question: {prompt}\nReference: {answer}\nResponse: {response}\nWrite 'Score: N'."
 
 
-PROMPT = Prompt(id=0, text="q", token_ids=(1,), answer="a", question="q")
+PROMPT = Prompt(id=0, text="q", token_ids=(1,), answer="a")
 
 
 def scores(body: dict) -> dict:
@@ -164,6 +165,25 @@ def test_the_judge_is_asked_as_openai_clients_ask(tmp_path, monkeypatch, caplog,
         *(o.detail for o in outcomes),
     ]
     assert not any("very-secret" in text for text in said)
+
+
+def test_the_judge_reads_the_whole_conversation(tmp_path):
+    said = [("system", "Be brief."), ("user", "x is 2."), ("assistant", "Noted."), ("user", "x+3?")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    (tmp_path / "judge.txt").write_text(TEMPLATE)
+    args = {"model": "m", "prompt_file": str(tmp_path / "judge.txt"), "timeout_s": 60.0}
+    with (
+        serving(completion("Score: 1"), []) as server,
+        pool(server, "judge", **args) as rewards,
+    ):
+        for asked in (messages, messages[-1:]):
+            prompt = replace(PROMPT, messages=asked)
+            assert rewards.submit(prompt, "5").result(timeout=60).value == 1.0
+    whole, question = (body["messages"][0]["content"] for body in server.bodies)
+    assert whole.startswith(
+        "Question: system: Be brief.\n\nuser: x is 2.\n\nassistant: Noted.\n\nuser: x+3?\nReference"
+    )
+    assert question.startswith("Question: x+3?\nReference")
 
 
 def test_the_key_must_be_there(tmp_path, monkeypatch):

@@ -51,7 +51,7 @@ class JudgeGrader(ServiceGrader):
         """Returns the score in the judge's reply and the end of that reply. Raises ServiceError or
         TimeoutError."""
         options = self._options
-        content = render(self._template, prompt.question, text, prompt.answer)
+        content = render(self._template, prompt.transcript, text, prompt.answer)
         system = (
             [{"role": "system", "content": options.system}] if options.system is not None else []
         )

@@ -62,7 +62,7 @@ def call_grader(function: GraderFunction, args: GraderArgs, inputs: Sequence[obj
     """Returns what the grader says of a response.
 
     inputs: its text and answer; then the source and the extra values of its row, for graders that
-    name them; then the prompt's last message, and whether the prompt is a chat, for TRL's.
+    name them; then the prompt, its messages if it is a chat, and whether it is one, for TRL's.
     """
     if _is_trls(function):
         return _from_trl(function(**_columns(function, args, inputs), **args))
@@ -86,11 +86,9 @@ def _columns(
     which has them, else the answer."""
     text, answer, _, extra, *of_prompt = inputs
     question, chat = of_prompt or ("", False)
-    spoken = [{"role": "assistant", "content": text}]
-    asked = [{"role": "user", "content": question}]
     known: dict[str, object] = {
-        "completions": spoken if chat else text,
-        "prompts": asked if chat else question,
+        "completions": [{"role": "assistant", "content": text}] if chat else text,
+        "prompts": question,
     }
     row = extra if isinstance(extra, dict) else {}
     parameters = inspect.signature(function).parameters.values()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from megagrpo.data.messages import as_messages
 from megagrpo.rollout.response import Response, SampleTurn
 from megagrpo.types import Outcome, Prompt
 
@@ -63,7 +64,9 @@ class RolloutTask:
         """Returns the row of its prompt, as environments and agents get it."""
         prompt = self.prompt
         return {
-            "prompt": prompt.question,
+            "prompt": prompt.words,
+            "messages": as_messages(prompt.question),
+            "tools": prompt.tools,
             "answer": prompt.answer,
             "source": prompt.source,
             "extra": prompt.extra,

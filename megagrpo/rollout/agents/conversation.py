@@ -51,10 +51,8 @@ class ChatTurn:
     number: int = 0  # turns begun before it
     response: Response = field(default_factory=lambda: SamplePart(None).response)
     message: Message = field(default_factory=dict)  # which the agent was sent
-    answer: tuple[bytes, bytes] = (
-        b"",
-        b"",
-    )  # digests of the message without its reasoning, and of that
+    # digests of the message without its reasoning, and of that
+    answer: tuple[bytes, bytes] = (b"", b"")
     text: str = ""  # which the message was parsed from
     followers: list["ChatTurn"] = field(default_factory=list)
     num_begun: int = 0  # followers, those that are being sampled included
@@ -95,12 +93,10 @@ class Conversation:
         self._since, self._waited_s = 0.0, 0.0
         self.closed = False
         self.stopped = ""  # by which limit the last request was refused, or its turn cut
-        self._stopped_at: ChatTurn | None = (
-            None  # the turn that it would have continued, or that was cut
-        )
-        self.failed: asyncio.Future[None] = (
-            asyncio.get_running_loop().create_future()
-        )  # if the engines gave no sample
+        # the turn that it would have continued, or that was cut
+        self._stopped_at: ChatTurn | None = None
+        # if the engines gave no sample
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def waited_s(self) -> float:
@@ -131,12 +127,10 @@ class Conversation:
     def samples(self) -> tuple[list[SamplePart], dict[int, int]]:
         """Returns the samples, and for each turn the index of its last token among the tokens of
         all responses."""
-        parts, ends, before, stopped_at = (
-            list[SamplePart](),
-            dict[int, int](),
-            0,
-            -1,
-        )  # the last one, if no path ends there
+        parts = list[SamplePart]()
+        ends = dict[int, int]()
+        before = 0
+        stopped_at = -1  # the last one, if no path ends there
         for leaf in sorted(
             (turn for turn in self._turns if not turn.followers), key=lambda turn: turn.number
         ):
@@ -203,11 +197,8 @@ class Conversation:
         parent.num_begun += 1
         with ExitStack() as unfinished:
             unfinished.callback(parent.take_back)
-            context, known = (
-                turn.context(),
-                0 if turn.before is None else turn.before.num_tokens - 1,
-            )
-            turn.response = await self._task.turn(turn.number, context, room, known)
+            known = 0 if turn.before is None else turn.before.num_tokens - 1
+            turn.response = await self._task.turn(turn.number, turn.context(), room, known)
             turn.text = self._task.decode(turn.response.token_ids)
             turn.message = await self._parse(turn.text, tools, f"c{turn.number:05}")
             unfinished.pop_all()

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, ParamSpec, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from megagrpo.types import Outcome
 if TYPE_CHECKING:  # it pulls in torch, which the processes of environments need not
     from megagrpo.monitor.metrics import Metrics
 
-P = ParamSpec("P")
 _MODULE = "megagrpo.rollout.agents.worker"
 _BUILT_IN = "megagrpo.environments"
 BUILT_IN = {
@@ -99,9 +98,7 @@ class EpisodeResult:
 
     def outcome(self, by_turn: bool) -> Outcome:
         """Returns the sum of the rewards; by_turn: each belongs to the last token of its turn."""
-        token_rewards = (
-            tuple((index, reward) for index, reward in self.rewards if reward) if by_turn else ()
-        )
+        token_rewards = tuple(each for each in self.rewards if each[1] and by_turn)
         rewards = tuple(reward for _, reward in self.rewards)
         return Outcome("score", sum(rewards), self.stopped, {}, token_rewards, self.end, rewards)
 
@@ -190,14 +187,17 @@ class Environments:
             fresh = number == 0 or config.history == "last"
             if fresh:
                 result.parts.append(
-                    SamplePart(None if said is None else _rendered(renderer.start, said))
+                    SamplePart(
+                        None if said is None else _rendered(renderer.start, said, task.prompt)
+                    )
                 )
             part, known = result.parts[-1], 0
             begin = task.prompt.token_ids if part.prompt_ids is None else part.prompt_ids
             if not fresh:
-                known = len(begin) + len(part.response.token_ids) - 1
-                ids = _rendered(renderer.after_turn, said or "", part.response.token_ids)
-                if len(part.response.token_ids) + len(ids) >= task.max_tokens:
+                answer = part.response.token_ids
+                known = len(begin) + len(answer) - 1
+                ids = _rendered(renderer.after_turn, said or "", answer, task.prompt.tools)
+                if len(answer) + len(ids) >= task.max_tokens:
                     return result.stop("tokens", "no room for another turn")
                 part.add_said(ids)
             context = np.concatenate([begin, part.response.token_ids])
@@ -297,9 +297,9 @@ class Episode:
         return result
 
 
-def _rendered(render: Callable[P, np.ndarray], *said: P.args, **more: P.kwargs) -> np.ndarray:
+def _rendered(render: Callable[..., np.ndarray], *said: object) -> np.ndarray:
     """Returns the ids of what an environment said, whose fault it is if they cannot be made."""
     try:
-        return render(*said, **more)
+        return render(*said)
     except ValueError as exc:
         raise EnvironmentFailed("error", str(exc)) from exc

@@ -112,7 +112,8 @@ class Programs:
         began = time.monotonic()
         with ExitStack() as stack:
             base_url, key = stack.enter_context(self._gateway.session(talk))
-            given = {"base_url": base_url, "key": key, "row": _row(task)}
+            row = task.row | {"seed": task.seed_of("agent")}
+            given = {"base_url": base_url, "key": key, "row": row}
             call = asyncio.ensure_future(process.call(given | self._args))
             stack.callback(call.cancel)
             awaited: list[asyncio.Future] = [call, talk.failed]
@@ -141,9 +142,3 @@ class Programs:
         return Outcome(
             "error", detail="; ".join(filter(None, (talk.stopped, f"{function} raised {error}")))
         )
-
-
-def _row(task: RolloutTask) -> dict[str, object]:
-    prompt = task.prompt
-    messages = prompt.messages or [{"role": "user", "content": prompt.text}]
-    return task.row | {"messages": messages, "seed": task.seed_of("agent")}

@@ -10,14 +10,16 @@ from megagrpo.config.data import DataConfig
 from megagrpo.data.messages import (
     Message,
     Tools,
+    as_messages,
     checked_messages,
     has_unknown,
     render_messages,
     text_of,
-    with_system_prompt,
+    with_system,
 )
 from megagrpo.data.rows import well_formed
 from megagrpo.system.errors import explained
+from megagrpo.types import Prompt
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase
@@ -42,19 +44,18 @@ class Renderer:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", data: DataConfig, continues: bool):
         self._tokenizer, self._data = tokenizer, data
-        self._before = (
-            ""  # what the template writes after the end of an answer, before the next message
-        )
+        self.max_prompt_tokens = data.max_prompt_tokens  # of a first message
+        # what the template writes after the end of an answer, before the next message
+        self._before = ""
         if data.chat_template and continues:
             self._before = self._checked()
 
-    def start(self, said: Observation) -> np.ndarray:
-        """Returns the ids [T] int32 of a first message, ready for the model's turn. Raises
-        ValueError."""
-        messages = _messages(said)
-        if self._data.chat_template:
-            messages = with_system_prompt(self._data, messages)
-        ids = self.begin(messages)
+    def start(self, said: Observation, prompt: Prompt) -> np.ndarray:
+        """Returns the ids [T] int32 of a prompt in which an environment has said something, ready
+        for the model's turn. Raises ValueError."""
+        if prompt.messages:
+            said = _begun(said, prompt.messages)
+        ids = self.begin(said, prompt.tools)
         if len(ids) > (longest := self.max_prompt_tokens):
             raise ValueError(
                 f"an environment began with {len(ids)} tokens, more than data.max_prompt_tokens "
@@ -66,9 +67,9 @@ class Renderer:
         """Returns the ids [T] int32 of a conversation as it is, ready for the model's turn. Raises
         ValueError."""
         if self._data.chat_template:
-            return np.array(self._encode(self._render(_messages(messages), True, tools)), np.int32)
+            return self._encode(self._render(as_messages(messages), True, tools))
         begin = [self._tokenizer.bos_token_id] if self._data.add_bos else []
-        return np.array([*begin, *self._encode(_text(messages, tools))], np.int32)
+        return self._encode(_text(messages, tools), begin)
 
     def after_turn(self, said: Observation, answer: np.ndarray, tools: Tools = None) -> np.ndarray:
         """Returns the ids [T] int32 that follow an answer which ended by itself. Raises ValueError.
@@ -77,12 +78,9 @@ class Renderer:
         it (sampling.stop, sampling.stop_token_ids), that end comes first.
         """
         if not self._data.chat_template:
-            return np.array(self._encode(_text(said, tools)), np.int32)
-        probe, messages, end = (
-            _PROBE,
-            _messages(said),
-            str(self._tokenizer.eos_token) + self._before,
-        )
+            return self._encode(_text(said, tools))
+        probe, messages = _PROBE, as_messages(said)
+        end = str(self._tokenizer.eos_token) + self._before
         if called := [message["tool_call_id"] for message in messages if "tool_call_id" in message]:
             function = {
                 "name": "probe",
@@ -94,16 +92,12 @@ class Renderer:
         whole = self._render([*probe, *messages], True, tools)
         if not before.endswith(end) or not whole.startswith(before):
             raise ValueError(
-                "the chat template writes a turn with tools in another way when more follow"
+                "the chat template writes a turn with tools in another way when more follow; take "
+                "history: last, or another template"
             )
-        ids = self._encode(self._before + whole.removeprefix(before))
-        ended = len(answer) > 0 and answer[-1] == self._tokenizer.eos_token_id
-        return np.array(ids if ended else [self._tokenizer.eos_token_id, *ids], np.int32)
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        """Returns the limit of a first message, in tokens."""
-        return self._data.max_prompt_tokens
+        eos = self._tokenizer.eos_token_id
+        begin = [] if len(answer) and answer[-1] == eos else [eos]
+        return self._encode(self._before + whole.removeprefix(before), begin)
 
     def _checked(self) -> str:
         """Returns what the template writes after the end of sequence of an answer."""
@@ -111,17 +105,13 @@ class Renderer:
         asked, answered = self._render(question, ready=True), self._render(_PROBE)
         longer = self._render([*_PROBE, {"role": "user", "content": "more"}], ready=True)
         if not answered.startswith(asked + answer + end) or not longer.startswith(answered):
-            found = (
-                f"after {asked[-40:]!r} it writes {answered[len(asked) - 8 :]!r:.120}, not "
-                "the "
-                f"answer and {end!r}"
-            )
+            wrote = answered[len(asked) - 8 :]
+            found = f"after {asked[-40:]!r} it writes {wrote!r:.120}, not the answer and {end!r}"
             if answered.startswith(asked + answer + end):
                 found = "it writes earlier turns in another way when more follow"
             raise ValueError(
                 f"the chat template cannot be continued turn by turn: {found}. Take another one, "
-                "or "
-                "history: last (sampling.environment or sampling.agent), where every turn is a "
+                "or history: last (sampling.environment or sampling.agent), where every turn is a "
                 "sample of its own"
             )
         return answered[len(asked + answer + end) :]
@@ -129,32 +119,32 @@ class Renderer:
     def _render(self, messages: Sequence[Message], ready: bool = False, tools: Tools = None) -> str:
         refused = "data.chat_template: it refuses the messages of an environment or agent"
         with explained(refused):
-            chat = [_for_template(message) for message in checked_messages(messages)]
+            checked = checked_messages(messages)
+            chat = [{**message, "content": text_of(message)} for message in checked]
             return render_messages(self._data, self._tokenizer, chat, ready, tools)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, begin: Sequence[int] = ()) -> np.ndarray:
         ids = self._tokenizer(well_formed(text), add_special_tokens=False)["input_ids"]
         if has_unknown(self._tokenizer, text, ids):
             raise ValueError(
                 f"the tokenizer does not know every character of {text!r:.80}, said to the model"
             )
-        return ids
+        return np.array([*begin, *ids], np.int32)
 
 
-def _messages(said: Observation) -> list[Message]:
-    return (
-        [{"role": "user", "content": said}]
-        if isinstance(said, str)
-        else [dict(message) for message in said]
-    )
+def _begun(said: Observation, asked: Sequence[Message]) -> Observation:
+    """Returns the conversation of a prompt in which an environment has spoken: its messages after
+    the prompt's system message, unless they have their own; or the prompt's messages with its text
+    in place of the last one, or after it if it is the system's."""
+    if not isinstance(said, str):
+        return with_system(asked, said)
+    if asked[-1]["role"] == "system":
+        asked = [*asked, {"role": "user"}]
+    text_of(asked[-1])  # refuses images, which would be lost
+    return [*asked[:-1], {**asked[-1], "content": said}]
 
 
 def _text(said: Observation, tools: Tools) -> str:
     if tools:
         raise ValueError("tools are written by a chat template: set data.chat_template: true")
     return said if isinstance(said, str) else "".join(text_of(message) for message in said)
-
-
-def _for_template(message: Message) -> Message:
-    """Returns a message whose content is a text: images are refused."""
-    return {**message, "content": text_of(message)}
