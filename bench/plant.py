@@ -1,4 +1,4 @@
-"""Plants 38 faults, one at a time, and runs the tests that must find them.
+"""Plants faults, one at a time, and runs the tests that must find them.
 
     python bench/plant.py [--only TEXT]
 
@@ -177,6 +177,13 @@ FAULTS = (
         "(low - edge, high - low)",
         "(low - begin, high - low)",
         ("unit/test_weights_record.py",),
+    ),
+    Fault(
+        "a stranger's message is believed",
+        "weights/wire/mailbox.py",
+        "if not hmac.compare_digest(value[:_MAC_BYTES], self._mac(name, data).encode()):",
+        "if not data:",
+        ("unit/test_weights_mailbox.py::test_digests_of_a_stranger_prove_nothing",),
     ),
     Fault(
         "sign of the router's bias",

@@ -28,6 +28,7 @@ from megagrpo.weights.transports.reshard_plan import TransferPlan
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import GroupLimits
 from megagrpo.weights.wire.handover import Handover, take_batches
+from megagrpo.weights.wire.mailbox import Mailbox
 from megagrpo.weights.wire.messages import Message
 from megagrpo.weights.wire.moving import pack
 
@@ -106,7 +107,7 @@ def reshard_end(figures: Figures, setting: Setting) -> None:
         slot=0,
         kind=0,
         carriers=(),
-        store=("127.0.0.1", store.port),
+        store=("127.0.0.1", store.port, "kit"),
         patience_s=_LIMIT_S,
         limits=GroupLimits(_LIMIT_S),
         left_s=_LIMIT_S,
@@ -141,7 +142,13 @@ def handover(figures: Figures, setting: Setting) -> None:
         live = {"w": _values(setting).to(device)}
         start = time.perf_counter()
         end = Handover(
-            store, "kit", _plan(setting), device, Deadline(_LIMIT_S), _LIMIT_S, cut=lambda: ""
+            Mailbox(store, "kit"),
+            "kit",
+            _plan(setting),
+            device,
+            Deadline(_LIMIT_S),
+            _LIMIT_S,
+            cut=lambda: "",
         )
         for number in _plan(setting):
             for message, memory in end.start(number):
@@ -166,7 +173,8 @@ def _take(setting: Setting, store: TCPStore, rank: int) -> int:
     device, expected = setting.torch_device(), _values(setting)
     live = {"w": torch.zeros_like(expected).to(device)}
     batches = list(_plan(setting).values())
-    take_batches(store, "kit", batches, live, device, Deadline(_LIMIT_S), _LIMIT_S)
+    mailbox = Mailbox(store, "kit")
+    take_batches(mailbox, "kit", batches, live, device, Deadline(_LIMIT_S), _LIMIT_S)
     return int((live["w"].cpu() != expected).sum())
 
 

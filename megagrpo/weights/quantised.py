@@ -8,6 +8,7 @@ blocks.py). Transports and digests treat both as any other tensors.
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -26,9 +27,10 @@ from megagrpo.weights.blocks import (
     whole_grid,
 )
 from megagrpo.weights.copies.record import Copy, Specs
-from megagrpo.weights.copies.views import row_major
+from megagrpo.weights.copies.views import extent, row_major
 
 _AT_ONCE = 1 << 24  # elements of a temporary in float32
+_TWIN = " in FP8"  # ends the name of a parameter's buffer
 
 
 def quantised_specs(specs: Specs, names: Set[str]) -> Specs:
@@ -54,7 +56,7 @@ def quantised_copies(copies: Sequence[Copy], specs: Specs, names: Set[str]) -> l
     their scales."""
     found = [copy for copy in copies if copy.hf not in names]
     mine = [copy for copy in copies if copy.hf in names]
-    found += [Copy(c.hf, c.start, c.size, _twin(c.parameter), c.offset, c.strides) for c in mine]
+    found += [_twin_of(copy) for copy in mine]
     for copy in mine:  # scales lie in a grid of the whole tensor
         blocks = grid_of(copy.start, copy.size)
         strides = row_major(whole_grid(specs[copy.hf][0]))
@@ -133,15 +135,13 @@ class _QuantisedView:
         live = self._weights.parameters()
         device = self._mesh.device
         buffers = {
-            _twin(name): torch.empty(_extent(live[name]), dtype=FP8, device=device)
+            name + _TWIN: torch.empty(extent(live[name]), dtype=FP8, device=device)
             for name in self._quantised
         }
         scales = self._scales(live)
-        for part, of_part in self._with_scales(scales):
-            twin = Copy(
-                part.hf, part.start, part.size, _twin(part.parameter), part.offset, part.strides
-            )
-            twin.view(buffers).copy_(quantise(part.view(live), part.start, of_part))
+        for part in self._parts:
+            of_part = scales[part.hf][grid_of(part.start, part.size).slices]
+            _twin_of(part).view(buffers).copy_(quantise(part.view(live), part.start, of_part))
         self._buffers = buffers | {name + SCALES: of_tensor for name, of_tensor in scales.items()}
 
     def _scales(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -163,11 +163,6 @@ class _QuantisedView:
             for part, (name, grid) in zip(parts, self._grids.items(), strict=True)
         }
 
-    def _with_scales(self, scales: Mapping[str, Tensor]) -> Iterator[tuple[Copy, Tensor]]:
-        """Yields every part of this rank's slices with the scales of its blocks."""
-        for part in self._parts:
-            yield part, scales[part.hf][grid_of(part.start, part.size).slices]
-
     def _share(self, maxima: Tensor) -> None:
         """Collective. Gives each block the largest of all ranks' maxima: its rows or columns may be
         cut within it."""
@@ -175,10 +170,6 @@ class _QuantisedView:
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
 
 
-def _twin(parameter: str) -> str:
-    return f"{parameter} in FP8"
-
-
-def _extent(parameter: Tensor) -> int:
-    """Returns the elements from the first to the last of a parameter in memory."""
-    return sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)) + 1
+def _twin_of(copy: Copy) -> Copy:
+    """Returns the same slice of the parameter's buffer."""
+    return replace(copy, parameter=copy.parameter + _TWIN)

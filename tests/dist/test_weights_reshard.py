@@ -17,7 +17,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed import TCPStore
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_engine import FakeEngine, FakeFleet, exchange_config, running, write_checkpoint
@@ -29,7 +28,7 @@ from megagrpo.weights.engines import loader
 from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.transports.reshard import _TrainerEnd
 from megagrpo.weights.wire.group import EngineGroup, Receive
-from megagrpo.weights.wire.mailbox import decode
+from megagrpo.weights.wire.mailbox import decode, open_mailbox
 from tests.dist.test_weights_gather import FFN, HIDDEN, LAYERS, SPECS, VOCAB, ToyActor, hf_tensors
 from tests.dist.workers.counted import counted_calls
 from tests.dist.workers.launch import run_meshes
@@ -110,8 +109,7 @@ def dies_once(engine: FakeEngine, while_joining: bool) -> None:
             return
         engine.run = loader.run
         if while_joining and "size" in request:  # it says that it is ready, but never comes
-            store = TCPStore(*request["mailbox"], wait_for_workers=False)
-            store.set(f"{request['group']}/ready/1", "")
+            open_mailbox(request["mailbox"], 10).set(f"{request['group']}/ready/1")
         loader.engine_end(model).leave()
         raise SystemExit("the process is gone")
 

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-from datetime import timedelta
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ import aiohttp
 import pytest
 import torch
 from fake_engine import FakeEngine, running
-from torch.distributed import TCPStore
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from examples.laptop.model import make_tiny_model
@@ -33,7 +31,7 @@ from megagrpo.weights.transports.reshard_plan import Nearness
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import PeerLost
 from megagrpo.weights.wire.handover import Handover, take_batches
-from megagrpo.weights.wire.mailbox import listening_store
+from megagrpo.weights.wire.mailbox import Mailbox, listening_store, open_mailbox
 from megagrpo.weights.wire.messages import Message
 from megagrpo.weights.wire.shared_buffer import Place, SharedBuffer, open_shared
 from tests.experiments import QUICKSTART
@@ -200,8 +198,8 @@ def test_torch_opens_a_cuda_handle_by_what_we_send():
 
 
 def test_an_engine_rank_that_goes_away_holds_up_nobody():
-    store = listening_store("127.0.0.1", 30)
-    other = TCPStore("127.0.0.1", store.port, wait_for_workers=False, timeout=timedelta(seconds=10))
+    store = Mailbox(listening_store("127.0.0.1", 30))
+    other = open_mailbox(store.access, 10)
     live = {"a": torch.zeros(40)}
     batches = {
         n: [Message(0, n, torch.float32, (ParameterSlice("a", 10 * n, (10,), (1,)),))]

@@ -1,6 +1,7 @@
 """Transports through the real exchange into fake engines, and that one is a class and a row: a toy
 one."""
 
+import ssl
 import sys
 import threading
 import time
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -16,10 +18,11 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from fake_engine import FakeEngine, FusedModel, OneTrainer, ReceivingEnd, running
+from fake_engine import FakeEngine, FakeFleet, FusedModel, OneTrainer, ReceivingEnd, running
 
 from megagrpo.config.schema import WeightsConfig
 from megagrpo.mesh import LeaderError
+from megagrpo.weights.engines import fleet
 from megagrpo.weights.engines.client import EngineConnection, EngineDown
 from megagrpo.weights.engines.loader import engine_end
 from megagrpo.weights.exchange import TRANSPORTS
@@ -27,7 +30,7 @@ from megagrpo.weights.transports import broadcast as transport_broadcast
 from megagrpo.weights.transports import disk
 from megagrpo.weights.transports.protocol import TrainerWeights
 from megagrpo.weights.wire.clock import Deadline
-from megagrpo.weights.wire.mailbox import Mailbox
+from megagrpo.weights.wire.mailbox import Mailbox, listening_store
 from megagrpo.weights.wire.moving import Traffic
 
 
@@ -388,7 +391,7 @@ def test_an_engine_that_is_given_up_with_two_calls_open_ends_both(engine):
     hangs = threading.Event()
     engine.more["/slow"] = lambda body: hangs.wait(20)
     connection = EngineConnection(
-        engine.info, 1, Mailbox("127.0.0.1", 20.0), engine.api_key, patience_s=20.0
+        engine.info, 1, Mailbox(listening_store("127.0.0.1", 20.0)), engine.api_key, patience_s=20.0
     )
     connection.deadline = Deadline(20.0)
     with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
@@ -402,3 +405,38 @@ def test_an_engine_that_is_given_up_with_two_calls_open_ends_both(engine):
             with pytest.raises(EngineDown, match="does not answer /slow"):
                 call.result(10)
     assert connection.asked == ""
+
+
+def test_a_connection_to_an_engine_loads_no_certificates(engine, monkeypatch):
+    """Engines speak plain HTTP; an unused TLS context takes 50 ms, for each of a thousand."""
+    monkeypatch.setattr(ssl, "create_default_context", lambda *args, **kwargs: pytest.fail("TLS"))
+    mailbox = Mailbox(listening_store("127.0.0.1", 20.0))
+    connection = EngineConnection(engine.info, 1, mailbox, engine.api_key, patience_s=20.0)
+    connection.deadline = Deadline(20.0)
+    connection.begin()
+    assert engine.updating
+    connection.close()
+
+
+def begin_with(others: threading.Barrier, engine: FakeEngine, body: dict) -> None:
+    others.wait()
+    engine.updating = True
+
+
+def test_no_engine_waits_for_another_to_be_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(fleet, "_LEAVE_S", 120.0)  # else the second would be asked meanwhile
+    both = threading.Barrier(2, timeout=60)
+    engines = [FakeEngine(), FakeEngine()]
+    rollout = {"num_engines": 2, "min_healthy_engines": 2}
+    live = {name: torch.zeros(4, 4) for name in SHAPES}
+    with ExitStack() as stack:
+        for engine in engines:
+            stack.enter_context(running(engine))
+        registry = FakeFleet(engines)
+        trainer = OneTrainer(tmp_path, registry, "reshard", live, SHAPES, rollout=rollout)
+        trainer.publish()
+        for engine in engines:
+            engine.more["/begin_weight_update"] = partial(begin_with, both, engine)
+        trainer.exchange.close()
+    assert not both.broken and not any(engine_end(engine.model).link for engine in engines)
+    assert registry.lost == []

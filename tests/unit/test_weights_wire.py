@@ -145,7 +145,7 @@ def test_ranks_that_do_not_meet_over_gloo_are_lost_at_the_limit():
 def test_a_store_that_does_not_answer_in_time_is_a_lost_peer():
     """At a deadline that is over torch has its own error, which would end the run."""
     limits = GroupLimits(0.2)
-    link = Link("w", "http://e", 1, 0, 0, (), ("127.0.0.1", 9), 1.0, limits, 0.01, "t")
+    link = Link("w", "http://e", 1, 0, 0, (), ("127.0.0.1", 9, ""), 1.0, limits, 0.01, "t")
     with pytest.raises(PeerLost, match="no connection to the store for http://e"):
         link.open_store()
 

@@ -6,19 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
 import torch
 from torch import Tensor
 
 from megagrpo.data.images import ImageStore
-from megagrpo.rollout.control import bearer
 from megagrpo.tools.bisect import hooks
 from megagrpo.tools.bisect.hooks import Tap
 from megagrpo.tools.bisect.points import TOWER
 from megagrpo.types import EngineInfo, Prompt
 from megagrpo.weights.engines.client import EngineConnection
 from megagrpo.weights.wire.clock import Deadline
-from megagrpo.weights.wire.mailbox import Mailbox, address_towards
+from megagrpo.weights.wire.mailbox import Mailbox, address_towards, listening_store
 
 _PASSES = Tap("passes", "model.embed_tokens", "out")  # has a row for each token
 
@@ -68,14 +66,11 @@ class ProbedEngine:
         limit_s: float,
         images: ImageStore | None = None,
     ):
-        mailbox = Mailbox(address_towards(info.url), limit_s)
+        mailbox = Mailbox(listening_store(address_towards(info.url), limit_s))
         self._engine = EngineConnection(info, tp, mailbox, api_key, limit_s)
         self._folder = folder
         self._limit_s = limit_s
         self._images = images
-        self._http = httpx.Client(
-            base_url=info.url, trust_env=False, headers=bearer(api_key), timeout=limit_s
-        )
 
     def sample(
         self, prompts: Sequence[Prompt], max_new_tokens: int, stop: Sequence[int] = ()
@@ -129,12 +124,10 @@ class ProbedEngine:
 
     def resume(self) -> None:
         """Resumes generation, which a failed verification leaves paused."""
-        self._engine.deadline = Deadline(self._limit_s)
-        self._engine.post("/continue_generation")
+        self._engine.post("/continue_generation", timeout_s=self._limit_s)
 
     def close(self) -> None:
         """Closes the connections; the engine keeps running."""
-        self._http.close()
         self._engine.close()
 
     def _request(self, operation: str, requests: list[dict]) -> list[dict]:
@@ -158,12 +151,7 @@ class ProbedEngine:
         if prompt.images:
             assert self._images is not None, "the prompts were loaded with a store"
             body["image_data"] = [self._images.uri(image.key) for image in prompt.images]
-        answer = self._http.post("/generate", json=body)
-        if answer.status_code != 200:
-            raise RuntimeError(
-                f"{self._engine} rejects a request: {answer.status_code} {answer.text[:1000]}"
-            )
-        return answer.json()
+        return self._engine.post("/generate", body, self._limit_s).json()
 
 
 def only_prefills(seen: dict[str, list[Tensor]], lengths: Sequence[int]) -> dict[str, list[Tensor]]:

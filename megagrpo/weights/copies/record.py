@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo.weights.copies.storages import Computed, TracedStorages, storage_id
-from megagrpo.weights.copies.views import Box, ParameterSlice, naming, overlap, split_into_boxes
+from megagrpo.weights.copies.views import (
+    Box,
+    ParameterSlice,
+    extent,
+    naming,
+    overlap,
+    split_into_boxes,
+)
 
 Load = Callable[[Mapping[str, Tensor]], object]
 Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # HF tensors: name -> shape and dtype
@@ -143,12 +150,8 @@ class _Recorder(TorchDispatchMode):
         self.parameters: dict[int, list[tuple[str, range]]] = {}
         for name, tensor in parameters.items():
             start = int(tensor.storage_offset())
-            stop = (
-                start
-                + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-                + 1
-            )
-            self.parameters.setdefault(storage_id(tensor), []).append((name, range(start, stop)))
+            elements = range(start, start + extent(tensor))
+            self.parameters.setdefault(storage_id(tensor), []).append((name, elements))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -128,6 +128,11 @@ class ParameterSlice:
         )
 
 
+def extent(tensor: Tensor) -> int:
+    """Returns the elements from the first to the last of a tensor in memory."""
+    return sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+
+
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the strides of a contiguous tensor, in elements."""
     return tuple(prod(shape[k + 1 :]) for k in range(len(shape)))

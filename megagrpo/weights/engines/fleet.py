@@ -12,7 +12,7 @@ from megagrpo.weights.copies.record import Copy, Specs
 from megagrpo.weights.engines.client import EngineConnection, EngineDown, EngineRefused
 from megagrpo.weights.transports.protocol import Transport
 from megagrpo.weights.wire.clock import Deadline
-from megagrpo.weights.wire.mailbox import Mailbox, address_towards
+from megagrpo.weights.wire.mailbox import Mailbox, address_towards, listening_store
 
 _POLL_S = 0.5
 _LEAVE_S = 10.0
@@ -215,16 +215,23 @@ class EngineFleet:
     def close(self) -> None:
         """Ends all connections, after the transport's `leave`. The engines stay as they are; a dead
         one is no error."""
-        for engine in self._connections.values():
+
+        def leave(engine: EngineConnection) -> None:
             engine.deadline = Deadline(_LEAVE_S)
             with suppress(EngineDown, EngineRefused):
                 self._transport.leave(engine)
             self._end(engine)
+
+        self._lost.clear()
+        self._round = list(self._connections)
+        self.each(leave)
         self._connections.clear()
 
     def _connect(self, info: EngineInfo) -> EngineConnection:
         if self._mailbox is None:
-            self._mailbox = Mailbox(address_towards(info.url), self._config.weights.timeout_s)
+            self._mailbox = Mailbox(
+                listening_store(address_towards(info.url), self._config.weights.timeout_s)
+            )
         tp = self._config.rollout.tp
         key = self._registry.api_key
         engine = EngineConnection(info, tp, self._mailbox, key, self._patience_s)

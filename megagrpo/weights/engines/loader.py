@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, field
-from datetime import timedelta
 from importlib import import_module
 from threading import Lock
 from typing import cast
@@ -21,8 +20,8 @@ from typing import cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from torch._C
 
+from megagrpo.system.processes import route_address
 from megagrpo.weights.copies.record import Copy, Recording, Specs, coverage_problems, record
 from megagrpo.weights.copies.views import Box, row_major
 from megagrpo.weights.digests.batches import CopyBatches
@@ -41,7 +40,7 @@ from megagrpo.weights.engines.formats import format_problems
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import EngineGroup, GroupLimits, PeerLost, join_group
 from megagrpo.weights.wire.handover import take_batches
-from megagrpo.weights.wire.mailbox import address_towards, decode, encode
+from megagrpo.weights.wire.mailbox import Mailbox, decode, open_mailbox
 from megagrpo.weights.wire.messages import Batches, ReceiveRequest, decode_batches
 from megagrpo.weights.wire.moving import receive_batches
 from megagrpo.weights.wire.shared_buffer import place_of
@@ -64,21 +63,16 @@ def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None
     # no mailbox: the trainer's deadline ends its wait
     with _reported(lambda text: print(text, file=sys.stderr)):
         request = decode(bytes(dict(named_tensors)["request"].cpu().numpy()))
-        draft = None
-        if request["draft"] and request["reply"] not in _models:
+        key, draft = request["reply"], None
+        if request["draft"] and key not in _models:
             _models.clear()
-            _models[request["reply"]] = model
+            _models[key] = model
             return
         if request["draft"]:
-            model, draft = _models.pop(request["reply"]), model
-        mailbox: tuple[str, int] = tuple(request["mailbox"])
-        store = TCPStore(*mailbox, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
-
-        def reply(answer: dict) -> None:
-            store.set(request["reply"], encode(answer))  # type: ignore[arg-type]  # takes bytes; torch's stub says str
-
-        with _reported(lambda text: reply({"error": text})):
-            reply({"answer": engine_end(model, draft).answer(request, store)})
+            model, draft = _models.pop(key), model
+        store = open_mailbox(request["mailbox"], _CONNECT_S)
+        with _reported(lambda text: store.set(key, {"error": text})):
+            store.set(key, {"answer": engine_end(model, draft).answer(request, store)})
 
 
 @contextmanager
@@ -133,7 +127,7 @@ class EngineEnd:
         self.recorded: _Recorded  # from the first request on
         self.link: _Link | None = None
 
-    def answer(self, request: dict, store: TCPStore) -> dict:
+    def answer(self, request: dict, store: Mailbox) -> dict:
         """Runs the operation that a request names.
 
         A request with a `module` runs an operation of that module's OPERATIONS, on the model
@@ -144,10 +138,8 @@ class EngineEnd:
             assert model is not None, "SGLang passes the model with every request"
             return import_module(request["module"]).OPERATIONS[request["operation"]](model, request)
         operations: dict[str, Callable[[], dict]] = {
-            "record": lambda: self.record(request, decode(store.get(request["specs"]))),
-            "receive": lambda: self.receive(
-                cast(ReceiveRequest, request), store, tuple(request["mailbox"])
-            ),
+            "record": lambda: self.record(request, store.get(request["specs"])),
+            "receive": lambda: self.receive(cast(ReceiveRequest, request), store),
             "digest": self.digest,
             "leave": self.leave,
         }
@@ -187,13 +179,13 @@ class EngineEnd:
             "post_load": hasattr(model, "post_load_weights"),
         }
 
-    def receive(self, request: ReceiveRequest, store: TCPStore, mailbox: tuple[str, int]) -> dict:
+    def receive(self, request: ReceiveRequest, store: Mailbox) -> dict:
         """Fills the live parameters from the trainers. Returns the peak staged bytes, or why the
         trainers were lost."""
         live = live_tensors(self._model)
         lost = ""
         try:
-            staging_bytes = self._take(request, store, mailbox, live)
+            staging_bytes = self._take(request, store, live)
         except PeerLost as exc:
             lost = str(exc)
         if lost:  # outside the handler: the exception keeps frames alive that keep the group alive
@@ -259,19 +251,13 @@ class EngineEnd:
             link.group.abort()
         return {}
 
-    def _take(
-        self,
-        request: ReceiveRequest,
-        store: TCPStore,
-        mailbox: tuple[str, int],
-        live: dict[str, Tensor],
-    ) -> int:
+    def _take(self, request: ReceiveRequest, store: Mailbox, live: dict[str, Tensor]) -> int:
         """Receives all slices once, joining the trainers first if need be. Returns the peak staged
         bytes."""
         deadline = Deadline(request["left_s"])
         patience_s = request["patience_s"]
         if self.link is None or self.link.name != request["group"]:
-            self.link = self._join(request, store, mailbox)
+            self.link = self._join(request, store)
         model = self._model
         recorded = self.recorded
         device = next(model.parameters()).device
@@ -300,21 +286,21 @@ class EngineEnd:
             recorded.computed = _digests_of(recorded.recording.computed, live_tensors(model))
         return staging_bytes + sum(tensor.nbytes for tensor in sent.values())
 
-    def _join(self, request: ReceiveRequest, store: TCPStore, mailbox: tuple[str, int]) -> _Link:
+    def _join(self, request: ReceiveRequest, store: Mailbox) -> _Link:
         """Replaces the link of earlier trainers: reads the new one's batches, and joins its group
         if it has one."""
         self.leave()
-        batches = decode_batches(decode(store.get(request["plan"])))
-        store.delete_key(request["plan"])
+        batches = decode_batches(store.take(request["plan"], _CONNECT_S))
         name = request["group"]
         if "memory" in request:
             return _Link(name, None, batches)
         device = next(self._model.parameters()).device
         trainers = request["size"] - request["num_ranks"]
-        store.set(f"{name}/ready/{request['rank'] - trainers}", "")
-        address = address_towards(f"tcp://{mailbox[0]}:{mailbox[1]}")
+        store.set(f"{name}/ready/{request['rank'] - trainers}")
+        plain = store.plain
+        address = route_address(plain.host, plain.port)
         limits = GroupLimits(request["join_s"], request["max_ctas"])
-        group = join_group(store, name, request["rank"], request["size"], device, address, limits)
+        group = join_group(plain, name, request["rank"], request["size"], device, address, limits)
         group.set_timeout(request["left_s"])
         return _Link(name, group, batches)
 

@@ -179,21 +179,18 @@ class IpcTransport(LinkTransport):
         if device.type == "cuda":
             torch.cuda.set_device(device)  # each thread has its own
         for index, link in enumerate(links):
-            carried = [
-                rank
-                for rank, carrier in enumerate(link.carriers)
-                if carrier == self._weights.mesh.rank
-            ]
-            flag = CutFlag(link) if carried else None
-            for rank in carried:
+            for rank, carrier in enumerate(link.carriers):
+                if carrier != self._weights.mesh.rank:
+                    continue
+                store = link.open_store()
                 handover = Handover(
-                    link.open_store(),
+                    store,
                     _key(link, rank),
                     self._plan(link).received_by(rank),
                     device,
                     Deadline(link.left_s),
                     link.patience_s,
-                    cut=lambda flag=flag: flag.reason,  # type: ignore[misc]  # of this link, not of the last one
+                    cut=CutFlag(link, store).reason,
                 )
                 stack.callback(handover.close)
                 handovers[_Destination(index, rank)] = handover

@@ -7,9 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from torch._C
 
 from megagrpo.config.rollout import engine_number
 from megagrpo.weights.engines.client import EngineConnection, EngineDown
@@ -24,6 +21,7 @@ from megagrpo.weights.transports.reshard_plan import (
 )
 from megagrpo.weights.wire.clock import Deadline, PhaseTimer
 from megagrpo.weights.wire.group import GroupLimits, PeerLost, lost_if_cut
+from megagrpo.weights.wire.mailbox import Access, Mailbox, open_mailbox
 from megagrpo.weights.wire.messages import encode_batches
 from megagrpo.weights.wire.moving import Traffic
 
@@ -41,18 +39,17 @@ class Link:
     kind: int  # of its copy list, see EngineFleet.kinds
     # by engine rank, the trainer rank that shares its memory; () if none needs to
     carriers: tuple[int, ...]
-    store: tuple[str, int]  # address and port on rank 0
+    store: Access  # on rank 0
     patience_s: float  # for one batch
     limits: GroupLimits
     left_s: float  # for the whole transfer
     transfer: str  # unique, for keys in the store
 
-    def open_store(self, timeout_s: float | None = None) -> TCPStore:
+    def open_store(self, timeout_s: float | None = None) -> Mailbox:
         """Connects to the store on rank 0; timeout_s: of the connection and of each request. Raises
         PeerLost."""
-        limit = timedelta(seconds=timeout_s or self.left_s)
         with lost_if_cut(f"no connection to the store for {self.url}"):
-            return TCPStore(*self.store, wait_for_workers=False, timeout=limit)
+            return open_mailbox(self.store, timeout_s or self.left_s)
 
 
 class LinkTransport(ABC):
@@ -130,7 +127,7 @@ class LinkTransport(ABC):
             slot=slot,
             kind=engine.kind,
             carriers=self._carriers(engine, slot),
-            store=(engine.mailbox.address, engine.mailbox.port),
+            store=engine.mailbox.access,
             patience_s=min(
                 engine.patience + limits.join_s, engine.deadline.left
             ),  # the links before it may have to join
@@ -239,19 +236,18 @@ class CutFlag:
     """Cuts a link for all its ranks, through the store on rank 0. As a context manager: an
     exception inside cuts it."""
 
-    def __init__(self, link: Link, store: TCPStore | None = None):
+    def __init__(self, link: Link, store: Mailbox | None = None):
         self._key = f"{link.name}/cut"
         self._store = store or link.open_store()
 
     def cut(self, reason: str) -> None:
         """Cuts the link, unless it is cut already."""
-        if not self.reason:
+        if not self.reason():
             self._store.set(self._key, reason or "unknown")
 
-    @property
     def reason(self) -> str:
         """Returns why the link is cut, "" while it is not."""
-        return self._store.get(self._key).decode() if self._store.check([self._key]) else ""
+        return self._store.get(self._key) if self._store.has(self._key) else ""
 
     def __enter__(self) -> "CutFlag":
         return self
@@ -263,7 +259,7 @@ class CutFlag:
     def wait_until(self, done: Callable[[], bool], deadline: Deadline, what: str) -> None:
         """Polls until `done`. Raises PeerLost if the link is cut or the deadline is over."""
         while not done():
-            if reason := self.reason:
+            if reason := self.reason():
                 raise PeerLost(reason)
             if deadline.over:
                 raise PeerLost(f"waited {deadline.seconds:.0f} s for {what}")

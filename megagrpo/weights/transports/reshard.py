@@ -203,10 +203,12 @@ class _TrainerEnd:
             size = self._num_trainers + link.num_ranks
             here = address_towards(link.url)
             flag.wait_until(
-                lambda: store.check(ready), Deadline(link.limits.join_s), f"{link.url} to join"
+                lambda: store.has(*ready), Deadline(link.limits.join_s), f"{link.url} to join"
             )
             with turn() if device.type == "cuda" else nullcontext():
-                group = join_group(store, link.name, self._rank, size, device, here, link.limits)
+                group = join_group(
+                    store.plain, link.name, self._rank, size, device, here, link.limits
+                )
                 self._group = group
                 group.connect()
             group.set_timeout(link.left_s)

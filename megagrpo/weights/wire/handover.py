@@ -10,16 +10,15 @@ trainer rank 0 order it:
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]  # re-exported from torch._C
+from torch.distributed import DistStoreError
 
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import PeerLost, lost_if_cut
-from megagrpo.weights.wire.mailbox import decode, encode
+from megagrpo.weights.wire.mailbox import Mailbox
 from megagrpo.weights.wire.messages import Batches, Message
 from megagrpo.weights.wire.moving import unpack
 from megagrpo.weights.wire.shared_buffer import SharedBuffer, open_shared
@@ -40,7 +39,7 @@ class Handover:
 
     def __init__(
         self,
-        store: Store,
+        store: Mailbox,
         key: str,
         batches: Mapping[int, list[Message]],
         device: torch.device,
@@ -60,7 +59,7 @@ class Handover:
         self.lost = ""
         self.num_bytes = _HALVES * self._half
         self._buffer = SharedBuffer(self.num_bytes, device)
-        store.set(f"{key}/handle", encode(self._buffer.handle))  # type: ignore[arg-type]  # takes bytes
+        store.set(f"{key}/handle", self._buffer.handle)
 
     def start(self, number: int) -> list[tuple[Message, Tensor]]:
         """Returns the messages of a batch, each with its memory [n], once the engine has left
@@ -79,7 +78,7 @@ class Handover:
         if number in self._index:
             _finish(self._device)
             if not self.lost:
-                self._store.set(f"{self._key}/offered/{self._index[number]}", "")
+                self._store.set(f"{self._key}/offered/{self._index[number]}")
 
     def close(self) -> None:
         """Waits until the engine rank has closed its end, and frees the memory."""
@@ -90,7 +89,7 @@ class Handover:
         ]
         with self._noting_loss(), lost_if_cut(_STORE_GONE):
             for word in ("handle", "closed", *words):
-                self._store.delete_key(f"{self._key}/{word}")
+                self._store.delete(f"{self._key}/{word}")
 
     def _expect(self, word: str) -> None:
         if not self.lost:
@@ -106,7 +105,7 @@ class Handover:
 
 
 def take_batches(
-    store: Store,
+    store: Mailbox,
     key: str,
     batches: Batches,
     parameters: Mapping[str, Tensor],
@@ -118,20 +117,20 @@ def take_batches(
     share no memory."""
     _wait_for(store, f"{key}/handle", deadline, patience_s)
     half = _half_bytes(batches)
-    with open_shared(decode(store.get(f"{key}/handle")), device) as memory:
+    with open_shared(store.get(f"{key}/handle"), device) as memory:
         for index, batch in enumerate(batches):
             _wait_for(store, f"{key}/offered/{index}", deadline, patience_s)
             for message, values in _parts(batch, memory, index % _HALVES * half):
                 unpack(message, values, parameters)
             _finish(device)
-            store.set(f"{key}/taken/{index}", "")
+            store.set(f"{key}/taken/{index}")
             del values
         del memory
-    store.set(f"{key}/closed", "")
+    store.set(f"{key}/closed")
 
 
 def _wait_for(
-    store: Store,
+    store: Mailbox,
     key: str,
     deadline: Deadline,
     patience_s: float,
@@ -141,7 +140,7 @@ def _wait_for(
     limit = deadline.part(patience_s)
     while True:
         with lost_if_cut(_STORE_GONE), suppress(DistStoreError):
-            store.wait([key], timedelta(seconds=min(_LOOK_S, limit.left)))
+            store.wait(key, min(_LOOK_S, limit.left))
             return
         if reason := cut():
             raise PeerLost(reason)

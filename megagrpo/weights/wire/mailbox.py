@@ -1,12 +1,14 @@
 """Requests to engine ranks and their answers across hosts, by a TCPStore on trainer rank 0.
 
 SGLang's HTTP answers carry no data from a custom weight loader, and tensors shared through memory
-reach one host only. The store itself refuses a message above 32 MiB.
+reach one host only. The store refuses a message above 32 MiB; it demands no key, so messages carry
+a MAC.
 """
 
+import hmac
 import json
+import secrets
 import socket
-import uuid
 import zlib
 from datetime import timedelta
 from typing import Any
@@ -15,34 +17,84 @@ from urllib.parse import urlsplit
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from torch._C
 
 from megagrpo.system.processes import route_address
+from megagrpo.weights.wire.group import PeerLost
+
+_MAC_BYTES = 64  # hexadecimal digits of a SHA-256
+
+# Address and port of a store, and the secret of those who may write into it. It travels in requests
+# to engines, which demand the run's key, and between trainer ranks.
+Access = tuple[str, int, str]
 
 
 class Mailbox:
-    """Stores messages at trainer rank 0, which listens at `address` only. `timeout_s` bounds every
-    wait."""
+    """Messages in `plain`, the store of trainer rank 0, between processes that have the secret.
 
-    def __init__(self, address: str, timeout_s: float):
-        self.address = address
-        self.store = listening_store(address, timeout_s)
-        self.port = self.store.port
+    Others can list, read and delete what the store holds, but not add to it: a name in the store is
+    the MAC of a key, so none can be guessed, and a value begins with the MAC of its name and bytes.
+    No key is used for two messages, so an old message is of no use either.
+    secret: None to make one.
+    """
+
+    def __init__(self, plain: TCPStore, secret: str | None = None):
+        self.plain = plain  # for torch's process groups, without MACs
+        self.access: Access = plain.host, plain.port, secret or secrets.token_hex(32)
 
     def new_key(self, what: str) -> str:
         """Returns a key for one message about `what`."""
-        return f"{what}/{uuid.uuid4().hex}"  # secret: only its receiver can answer
+        return f"{what}/{secrets.token_hex(16)}"
 
     def put(self, what: str, message: object) -> str:
         """Stores a message until its key is deleted. Returns the key."""
         key = self.new_key(what)
-        self.store.set(key, encode(message))  # type: ignore[arg-type]  # takes bytes; torch's stub says str
+        self.set(key, message)
         return key
 
     def take(self, key: str, timeout_s: float) -> Any:
-        """Returns the message under `key` and forgets it. Raises torch.distributed.DistStoreError
-        if none comes."""
-        self.store.wait([key], timedelta(seconds=timeout_s))
-        message = decode(self.store.get(key))
-        self.store.delete_key(key)
+        """Returns the message under `key` and forgets it. Raises as `wait` and `get` do."""
+        self.wait(key, timeout_s)
+        message = self.get(key)
+        self.delete(key)
         return message
+
+    def set(self, key: str, message: object = None) -> None:
+        """Stores a message that JSON can express."""
+        name, data = self._mac(key), encode(message)
+        self.plain.set(name, self._mac(name, data).encode() + data)  # type: ignore[arg-type]  # takes bytes; torch's stub says str
+
+    def get(self, key: str) -> Any:
+        """Returns the message under `key`. Raises PeerLost if a process without the secret wrote
+        it."""
+        value = self.plain.get(name := self._mac(key))
+        data = value[_MAC_BYTES:]
+        if not hmac.compare_digest(value[:_MAC_BYTES], self._mac(name, data).encode()):
+            raise PeerLost(
+                f"a process without the run's secret has overwritten {key} in the store of trainer "
+                "rank 0: let no stranger reach the ports of rollout.host, see docs/security.md"
+            )
+        return decode(data)
+
+    def wait(self, key: str, timeout_s: float) -> None:
+        """Returns when `key` has a message. Raises torch.distributed.DistStoreError if none
+        comes."""
+        self.plain.wait([self._mac(key)], timedelta(seconds=timeout_s))
+
+    def has(self, *keys: str) -> bool:
+        """Returns whether all `keys` have a message."""
+        return self.plain.check([self._mac(key) for key in keys])
+
+    def delete(self, key: str) -> None:
+        """Forgets the message under `key`, if there is one."""
+        self.plain.delete_key(self._mac(key))
+
+    def _mac(self, text: str, data: bytes = b"") -> str:
+        return hmac.digest(self.access[2].encode(), text.encode() + data, "sha256").hex()
+
+
+def open_mailbox(access: Access, timeout_s: float) -> Mailbox:
+    """Connects to the mailbox of trainer rank 0. timeout_s: of the connection and each request."""
+    address, port, secret = access
+    limit = timedelta(seconds=timeout_s)
+    return Mailbox(TCPStore(address, port, wait_for_workers=False, timeout=limit), secret)
 
 
 def listening_store(address: str, timeout_s: float) -> TCPStore:
