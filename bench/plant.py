@@ -300,6 +300,29 @@ FAULTS = (
         ),
     ),
     Fault(
+        "a checkpoint that is gone is not missed",
+        "checkpoint/folder.py",
+        'any(root.glob(f"{saved.read_text()}*"))',
+        'any(run.path.glob("*"))',
+        ("unit/test_checkpoint_places.py::test_the_newest_checkpoint_is_missed",),
+    ),
+    Fault(
+        "an error leaves the loop before the finished steps are saved",
+        "run.py",
+        "if self.actor.updates_done == self.updates_done:",
+        "if self.state is None:",
+        ("unit/test_dispatch.py::test_finished_steps_are_saved_unless_their_weights_are_gone",),
+    ),
+    Fault(
+        "the learning rate ends as if all updates had been made by this start",
+        "actor/start.py",
+        "actor.num_updates = actor.updates_done + steps_left",
+        "actor.num_updates = steps_left",
+        (
+            "unit/test_checkpoint.py::test_the_schedule_ends_with_the_last_step_whatever_was_made_before",
+        ),
+    ),
+    Fault(
         "nulls inside lists stay",
         "data/messages.py",
         "return [_item(item) for item in value]",

@@ -486,7 +486,7 @@ def lead(case: dict, folder: str, url: str) -> None:
         sampler.arch = model.arch if of.experts else None
         source = RolloutSource(config, mesh, control, sampler, lambda version, ids: None)
         stack.callback(source.close)
-        record = stack.enter_context(closing(RolloutLog(config.run_folder, 0, 1, decode=decode)))
+        record = stack.enter_context(closing(RolloutLog(config.run_folder, 0, decode)))
         # imports, and starts processes
         warm = source.next(0, prompts[:1], 0, of.prompts)
         updates = (((0,),),)
@@ -496,7 +496,7 @@ def lead(case: dict, folder: str, url: str) -> None:
         httpx.get(f"{engines}/seen")
         sampling = source._background._thread
         gc.collect()
-        gc.freeze()  # as start_run does
+        gc.freeze()  # as a run does
         base = resident("VmRSS")
 
         @contextmanager

@@ -2,10 +2,12 @@
 of training."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from math import comb
 
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.metrics import by_source
+from megagrpo.rollout.source import EvaluationStopped
 from megagrpo.run import Run
 from megagrpo.types import RolloutGroup
 
@@ -16,21 +18,24 @@ def evaluate(run: Run) -> dict[str, float]:
 
     An evaluation is due before the first step, every `eval.every` steps, and after the last. The
     values of a second one with `eval.num_as_trained` samples, drawn as in training, are
-    eval_as_trained/.
+    eval_as_trained/. A stop request ends it without values: the next start, at the same step,
+    makes it.
     """
     config = run.config.eval
     step = run.state.step
     if config is None or (step % config.every and step != run.num_steps):
         return {}
     metrics = Metrics()
-    groups = run.evaluation_groups()
-    evaluation_metrics(metrics, "eval", groups, config.num_samples)
-    for name, part in by_source(groups, run.eval_sources):
-        evaluation_metrics(metrics, f"eval_{name}", part, config.num_samples)
-    if number := config.num_as_trained:
-        groups = run.evaluation_groups(as_trained=True)
-        evaluation_metrics(metrics, "eval_as_trained", groups, number)
-    return metrics.reduced(run.mesh.reduce)
+    with suppress(EvaluationStopped):
+        groups = run.evaluation_groups()
+        evaluation_metrics(metrics, "eval", groups, config.num_samples)
+        for name, part in by_source(groups, run.eval_sources):
+            evaluation_metrics(metrics, f"eval_{name}", part, config.num_samples)
+        if number := config.num_as_trained:
+            groups = run.evaluation_groups(as_trained=True)
+            evaluation_metrics(metrics, "eval_as_trained", groups, number)
+        return metrics.reduced(run.mesh.reduce)
+    return {}
 
 
 def evaluation_metrics(

@@ -1,6 +1,5 @@
 """Builds the parts of the loop from the configuration on every rank, user errors first."""
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.saving import save_actor
-from megagrpo.actor.start import initial_weights, make_actor, steps_in_all
+from megagrpo.actor.start import initial_weights, make_actor, plan_schedule, steps_in_all
 from megagrpo.actor.step import holds_token_values
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.rows import LossNeeds
@@ -57,7 +56,7 @@ from megagrpo.rollout.source import RolloutSource, UpdateEngines
 from megagrpo.system import environment
 from megagrpo.system.progress import Progress
 from megagrpo.system.stop_request import STOP_FILE, StopRequest
-from megagrpo.types import Batch, RolloutGroup, TrainState, Updates
+from megagrpo.types import AlgoState, Batch, RolloutGroup, TrainState, Updates
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.exchange import Exchange
 
@@ -199,6 +198,7 @@ class Run:
     actor: MegatronActor
     state: TrainState
     num_steps: int  # after which it ends
+    updates_done: int  # in the finished steps
     inputs: Inputs
     control: ServiceControl
     sampling: Sampling
@@ -240,36 +240,47 @@ class Run:
         report = self.exchange.publish(self.state.step)
         return {f"publish/{name}": value for name, value in report.items()}
 
-    def next_groups(self, metrics: Metrics) -> list[RolloutGroup]:
-        """Collective. Returns this rank's share of the step's groups, sampled and scored.
+    def next_groups(self, metrics: Metrics) -> StepGroups:
+        """Collective. Returns this rank's share of the step's groups, sampled and scored, and takes
+        the GPUs back that engines share with trainers."""
+        sampled = self.sampling.next_groups(self.state, metrics, self._steps_left)
+        if self.config.rollout.colocate:
+            limit_s = _sleep_limit_s(self.config)
+            self.mesh.from_main(lambda: self.control.sleep(limit_s), "put engines to sleep")
+        return sampled
 
-        If that fails, it saves the state of the finished steps before it raises RunStopped on every
-        rank.
-        """
+    @property
+    def _steps_left(self) -> int:
+        return self.num_steps - self.state.step
+
+    def finish_step(self, sampled: StepGroups, algo_state: AlgoState) -> None:
+        """Makes `state` that after the step, whose updates are made. Not earlier: until then it is
+        that of the weights, and a checkpoint of the steps before holds the groups."""
+        state = self.state
+        state.step += 1
+        state.data_cursor = sampled.data_cursor
+        state.surplus = sampled.surplus
+        state.curriculum = sampled.curriculum
+        state.algo_state = algo_state
+        self.updates_done = self.actor.updates_done
+        plan_schedule(self.actor, self.config.train, self._steps_left)
+        self.sampling.source.drop_consumed()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Collective. Saves the finished steps if a RunStopped, which every rank raises, ends the
+        block; unless updates of an unfinished step have changed the weights."""
         try:
-            return self._sampled(metrics)
+            yield
         except RunStopped as stopped:
             try:
-                self.checkpointer.save_now(self.state)
+                if self.actor.updates_done == self.updates_done:
+                    self.checkpointer.save_now(self.state)
+                self.checkpointer.complete()
             except LeaderError as exc:
                 problem = f"the state after step {self.state.step} could not be saved: {exc}"
                 raise RunStopped(f"{stopped}\nand {problem}") from stopped
             raise
-
-    def _sampled(self, metrics: Metrics) -> list[RolloutGroup]:
-        """Collective. Samples, and then takes the GPUs back that engines share with trainers."""
-        state = self.state
-        chosen = self.sampling.next_groups(state, metrics, self.num_steps - state.step)
-        if self.config.rollout.colocate:
-            limit_s = _sleep_limit_s(self.config)
-            self.mesh.from_main(lambda: self.control.sleep(limit_s), "put engines to sleep")
-        # Not before: until the step can begin, a checkpoint of the steps before it holds its
-        # groups.
-        state.data_cursor = chosen.data_cursor
-        state.surplus = chosen.surplus
-        state.curriculum = chosen.curriculum
-        self.sampling.source.drop_consumed()
-        return chosen.groups
 
     def build_batch(self, groups: Sequence[RolloutGroup], updates: Updates) -> Batch:
         """Collective. Returns this rank's share of the step's samples, with their lags if weights
@@ -283,6 +294,7 @@ class Run:
         """Collective. Returns this rank's groups of the evaluation, or of the one that samples as
         training does."""
         self.enter("evaluate")
+        self.sampling.source.asked = self.asked
         return self.sampling.evaluation_groups(self.state.step, as_trained)
 
     @property
@@ -325,15 +337,16 @@ class Run:
                 )
             self.recording.note(text)
 
-    def checkpoint(self) -> None:
-        """Collective. Saves on schedule and after the last step."""
-        self.checkpointer.on_schedule(self.state)
+    def asked(self) -> bool:
+        """Local. Returns whether this node received a stop request."""
+        return self.stop_request is not None and self.stop_request.made()
 
     def stopping(self) -> bool:
-        """Collective. Returns whether a node received a stop request (pre-emption, time limit), and
-        then saves."""
+        """Collective. Returns whether a node received a stop request (pre-emption, time limit)
+        before the last step and its evaluation, and then saves."""
         request = self.stop_request
-        if not self.mesh.any_true(request is not None and request.made()):
+        done = self._steps_left == 0 and self.config.eval is None
+        if done or not self.mesh.any_true(self.asked()):
             return False
         self.checkpointer.save_now(self.state)
         final = self.mesh.any_true(request is not None and request.final())
@@ -364,7 +377,8 @@ def start_run(
     inputs = Inputs.load(config)
     actor, weights, state = _loaded_actor(config, inputs, device, progress)
     mesh = actor.mesh
-    num_steps = steps_in_all(config, len(inputs.prompts), state, actor)
+    num_steps = steps_in_all(config, len(inputs.prompts), state)
+    plan_schedule(actor, config.train, num_steps - state.step)
     with ExitStack() as stack:
         console = None
         if mesh.is_main:
@@ -389,25 +403,27 @@ def start_run(
         stack.callback(exchange.close)  # else engines wait in the group for a trainer that ended
         watchdog.waits += [sampling.source.waiting, exchange.waiting]
         recording.open(inputs.tokenizer, inputs.decode, holds_token_values())
-        schedule = SaveSchedule(num_steps, state.step)
-        gc.collect()
-        gc.freeze()  # libraries and the model: a scan of them holds up requests for 0.2 s
-        yield Run(
+        run = Run(
             config=config,
             actor=actor,
             state=state,
             num_steps=num_steps,
+            updates_done=actor.updates_done,
             inputs=inputs,
             control=control,
             sampling=sampling,
             exchange=exchange,
             recording=recording,
-            checkpointer=_checkpointer(config, actor, sampling, recording, schedule),
+            checkpointer=_checkpointer(
+                config, actor, sampling, recording, SaveSchedule(num_steps, state.step)
+            ),
             watchdog=watchdog,
             progress=progress,
             alarm=MismatchAlarm(config, actor.arch.is_moe),
             stop_request=StopRequest(Path(path)) if (path := environment.get(STOP_FILE)) else None,
         )
+        with run.saving():
+            yield run
 
 
 def _loaded_actor(
@@ -416,8 +432,7 @@ def _loaded_actor(
     """Collective. Returns the actor, with the weights of a checkpoint or of the model, and what the
     run continues from."""
     progress.enter(f"{config.actor.world_size} trainer ranks meet and build the model")
-    num_steps = config.train.steps(len(inputs.prompts))
-    actor = make_actor(config, inputs.model.arch, num_steps, device)
+    actor = make_actor(config, inputs.model.arch, device)
     actor.images = inputs.images.pixels if inputs.images else None
     _refuse_other_rows(actor.mesh.gather_world(list(inputs.prompts.rows)))
     progress.enter("loads weights")

@@ -1,5 +1,7 @@
 """The loop. Everything it calls is built in run.py."""
 
+from contextlib import ExitStack
+
 from megagrpo.actor.step import update, with_logprobs
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.algo.kl import with_current_kl_coef
@@ -17,34 +19,34 @@ def train(run: Run) -> None:
     temperature, max_tokens = config.sampling.temperature, config.sampling.max_response_tokens
     run.publish()  # returns only when these weights are verified in every engine
     run.log(evaluate(run))
-    for step in range(state.step, run.num_steps):
+    for step in range(state.step, run.num_steps + 1):
         timer, metrics = StepTimer(on_phase=run.enter), Metrics()
         with timer.phase("checkpoint"):
-            run.checkpoint()  # here the last step's samples and metrics are on disk
-        if run.stopping():  # pre-emption or the time limit: saved, and continued by the next start
+            run.checkpointer.on_schedule(state)  # the last step's record is on disk
+        if run.stopping() or step == run.num_steps:  # asked to stop: saved, the next start goes on
             break
         with timer.phase("rollout"):
-            groups = run.next_groups(metrics)  # this rank's share: sampled, scored
+            sampled = run.next_groups(metrics)  # this rank's share: sampled, scored
         updates = plan_updates(config.train, config.seed, step)  # groups of each update and pass
-        batch = run.build_batch(groups, updates)  # samples balanced over ranks by cost
+        batch = run.build_batch(sampled.groups, updates)  # samples balanced over ranks by cost
         if config.reward.shuffle:  # the control experiment: rewards without information
             batch = shuffle_rewards(batch, config.seed, step, mesh)
         algorithm = with_current_kl_coef(config.algorithm, state.algo_state)
         with timer.phase("logprobs"):
             batch = with_logprobs(actor, batch, algorithm, temperature)
-        # the all-reduce of group statistics
-        batch, state.algo_state, values = with_advantages(
+        batch, algo_state, values = with_advantages(  # the all-reduce of group statistics
             batch, algorithm, mesh.reduce, state.algo_state, max_tokens
         )
         with timer.phase("update"):
             measured, logprobs = update(actor, batch, algorithm, temperature, max_tokens)
-        values |= measured
+        values |= measured | metrics.reduced(mesh.reduce)
         run.inspect_update(batch, algorithm, values, logprobs)  # not finite: dumped; halt or go on
-        state.step += 1
-        with timer.phase("publish"):
-            values |= run.publish()
-        with timer.phase("evaluate"):
-            values |= evaluate(run)
-        timer.record(metrics, batch.lengths.sum())
-        run.log(values | metrics.reduced(mesh.reduce), groups)
-    run.checkpoint()
+        run.finish_step(sampled, algo_state)
+        with ExitStack() as end:
+            end.callback(run.log, values, sampled.groups)  # also if one of these fails
+            with timer.phase("publish"):
+                values |= run.publish()
+            with timer.phase("evaluate"):
+                values |= evaluate(run)
+            timer.record(metrics, batch.lengths.sum())
+            values |= metrics.reduced(mesh.reduce)

@@ -8,6 +8,7 @@ import torch
 from megagrpo.config.schema import LogConfig
 from megagrpo.monitor.record import StepLog
 from megagrpo.monitor.rollouts import RolloutLog
+from megagrpo.monitor.run_record import cut_record
 from megagrpo.monitor.trained import TrainedLog
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
@@ -91,11 +92,10 @@ def made_batch(groups: list[RolloutGroup], difference: float = 2e-3) -> Batch:
 def make_run(path: Path, num_steps: int = 5, start_step: int = 0) -> RunFolder:
     """A run of two ranks and two engines."""
     folder = RunFolder(path)
+    cut_record(folder, start_step)
     log = StepLog(folder, LogConfig(tensorboard=False), start_step)
-    rollouts = RolloutLog(folder, 0, 1, start_step)
-    trained = TrainedLog(
-        folder, 0, 1, 2, lambda ids: [{5: " one", 6: "<b>", 9: "é"}[i] for i in ids], start_step
-    )
+    rollouts = RolloutLog(folder, 0)
+    trained = TrainedLog(folder, 0, 2, lambda ids: [{5: " one", 6: "<b>", 9: "é"}[i] for i in ids])
     for step in range(start_step + 1, num_steps + 1):
         log.write(step, {"reward/mean": step / 10})
         groups = made_groups(step)

@@ -6,22 +6,20 @@ import torch
 
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig, TrainConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.types import TrainState
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 
 
-def make_actor(
-    config: ExperimentConfig, arch: Architecture, num_steps: int, device: torch.device
-) -> MegatronActor:
-    """Collective. Makes the experiment's actor, without weights. num_steps: after which its
-    schedule ends."""
+def make_actor(config: ExperimentConfig, arch: Architecture, device: torch.device) -> MegatronActor:
+    """Collective. Makes the experiment's actor, without weights. plan_schedule sets where its
+    learning-rate schedule ends."""
     return MegatronActor(
         arch=arch,
         config=config.actor,
         optimizer=config.actor.optimizer,
-        num_updates=num_steps * config.train.updates_of_step,
+        num_updates=0,
         seed=config.seed,
         device=device,
     )
@@ -43,19 +41,18 @@ def initial_weights(
     return weights
 
 
-def steps_in_all(
-    config: ExperimentConfig, num_prompts: int, state: TrainState, actor: MegatronActor
-) -> int:
+def plan_schedule(actor: MegatronActor, train: TrainConfig, steps_left: int) -> None:
+    """Lets the learning-rate schedule end with the last of the steps that are left, whatever number
+    of updates was made before: earlier starts may have made others a step, and some are skipped."""
+    actor.num_updates = actor.updates_done + steps_left * train.updates_of_step
+
+
+def steps_in_all(config: ExperimentConfig, num_prompts: int, state: TrainState) -> int:
     """Returns after how many steps a resumed run ends: with train.num_epochs when all prompts were
-    taken that often, also if earlier steps took another number of them; then the learning-rate
-    schedule ends there, too.
-    """
+    taken that often, also if earlier steps took another number of them."""
     train = config.train
-    planned = train.steps(num_prompts)
     if train.num_epochs is None or config.algorithm.dynamic_sampling is not None:
-        return planned  # dynamic sampling takes as many prompts as it must
+        # dynamic sampling takes as many prompts as it must
+        return train.steps(num_prompts)
     left = train.num_epochs * num_prompts - state.data_cursor
-    found = state.step + max(-(-left // train.num_prompts_per_step), 0)
-    if found != planned:
-        actor.num_updates = actor.updates_done + (found - state.step) * train.updates_of_step
-    return found
+    return state.step + max(-(-left // train.num_prompts_per_step), 0)

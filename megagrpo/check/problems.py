@@ -25,6 +25,7 @@ from megagrpo.families.table import (
     model_problems,
     read_description,
 )
+from megagrpo.monitor.record import read_metrics
 from megagrpo.rewards.graders.table import check_answer, check_grader, load_group_grader
 from megagrpo.rollout.agents.environments import load_environment
 from megagrpo.rollout.agents.program_worker import load_program
@@ -82,6 +83,11 @@ def finished(config: ExperimentConfig) -> str:
     done = step_of(last)
     if done < steps:
         return ""
+    if done == steps and config.eval is not None:
+        with suppress(ValueError, IndexError):  # of a record that is not there, or damaged
+            # the last evaluation failed, or a stop request ended it
+            if "eval/accuracy" not in read_metrics(config.run_folder)[-1]:
+                return ""
     return (
         f"{done} of {steps} steps are done, in {config.run_folder.path}; raise train.num_steps, or "
         "name another output_dir"

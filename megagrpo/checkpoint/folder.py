@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
+from megagrpo.system.run_folder import RunFolder
+
 PARTIAL = ".partial"
 REPLACED = f".replaced{PARTIAL}"
 OTHER_DATA = "other_data"  # of checkpoint.resume
@@ -52,7 +54,17 @@ def restore_replaced(root: Path) -> None:
 
 
 def place_problem(root: Path, directory: str | None) -> str:
-    """Returns why the checkpoints of a run folder cannot be in `checkpoint.dir`; "" if they can."""
+    """Returns why the checkpoints of a run folder cannot be in `checkpoint.dir`, or that the newest
+    one is lost; "" if neither."""
+    run = RunFolder(root.parent)
+    saved = run.last_checkpoint
+    if saved.exists() and not any(root.glob(f"{saved.read_text()}*")):
+        return (
+            f"output_dir {run.path} has the record of {max(run.rollout_files(), default=0)} steps, but "
+            f"{saved.read_text()}, the checkpoint that was saved last, is not in {root.resolve()}. "
+            "Put it back or correct checkpoint.dir; to begin anew, name another output_dir; if it is "
+            f"lost, remove {saved}, and the run goes on from {latest(root) or 'step 0'}"
+        )
     if directory is None or (root.is_symlink() and root.resolve() == Path(directory).resolve()):
         return ""
     if root.is_symlink() or root.exists():
@@ -99,7 +111,7 @@ def layout_problem(folder: Path, own: Layout) -> str:
         if step_of(p) < step_of(folder) and (p / "manifest.json").is_file()
     ]
     older = [p.name for p in whole if is_reshardable(p)]
-    there = f"; or move it away: {older[-1]} beside it can be loaded by any layout" if older else ""
+    there = f"; or rename it: {older[-1]} beside it can be loaded by any layout" if older else ""
     return (
         f"checkpoint {folder} can be loaded by its own layout alone ({_in_words(saved)}), this run "
         "has another "

@@ -80,18 +80,23 @@ def find_checkpoint(config: ExperimentConfig, mesh: Mesh) -> Path | None:
     initial weights.
 
     Raises ValueError if `checkpoint.resume` is never and the run folder holds checkpoints of an
-    earlier start: a folder has one history.
+    earlier start: a folder has one history. LeaderError, before anything is removed, if the newest
+    one that was saved is not there.
     """
     options = config.checkpoint
     root = config.run_folder.checkpoints
-    mesh.from_main(lambda: put_in_place(root, options.dir), f"put checkpoints into {options.dir}")
-    mesh.from_main(lambda: restore_replaced(root), f"look for checkpoints in {root}")
-    own = latest_checkpoint(config, mesh)
+
+    def find() -> Path | None:
+        put_in_place(root, options.dir)
+        restore_replaced(root)
+        return latest(root)
+
+    own = mesh.from_main(find, f"look for checkpoints in {root}")
     again = environment.get_int("TORCHELASTIC_RESTART_COUNT", 0) or environment.get_int(
         "SLURM_RESTART_COUNT", 0
     )
     if own is not None and options.resume == "never" and not again:
-        remedy = "choose another output_dir, or move that folder away"
+        remedy = "name another output_dir"
         raise ValueError(f"checkpoint.resume is never, but {own} is there; {remedy}")
     return own or (Path(options.load) if options.load else None)
 

@@ -47,7 +47,7 @@ from megagrpo.config.fields import complaints
 from megagrpo.config.schema import CheckpointConfig
 from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.system.errors import translated
-from megagrpo.system.run_folder import sync
+from megagrpo.system.run_folder import RunFolder, sync, write_whole
 from megagrpo.types import AlgoState, RowResults, TrainState
 
 if TYPE_CHECKING:  # it pulls in Megatron
@@ -118,18 +118,18 @@ class Checkpointer:
         """Collective. Saves after every options.every steps and after the last; completes a save
         that is written."""
         if self._pending is not None and self._pending.ready():
-            self._complete()
+            self.complete()
         last = state.step == self._schedule.num_steps
         if (self._options.every and state.step % self._options.every == 0) or last:
             self._save(state, last)
         if last or not self._schedule.background:
-            self._complete()
+            self.complete()
 
     def save_now(self, state: TrainState) -> None:
         """Collective. Saves `state`, the last of this start, unless it is saved already; returns
         when it is written."""
         self._save(state, last=True)
-        self._complete()
+        self.complete()
 
     def _save(self, state: TrainState, last: bool) -> None:
         choice = self._options.reshardable
@@ -138,30 +138,31 @@ class Checkpointer:
             reshardable and self._saved_for_one_layout(state.step)
         ):
             return
-        self._complete()  # one at a time: a pending save holds a copy of the whole state
+        self.complete()  # one at a time: a pending save holds a copy of the whole state
 
         def plan(part: Path) -> "ActorSave":
             return self._plan_save(part, reshardable)
 
         whole = self._gather_state(state)
+        self._saved_step = state.step  # also if it fails: the error is not met a second time
         self._pending = PendingSave(
             self._root, whole, self._identity, self._options, plan, self._mesh
         )
-        self._saved_step = state.step
 
     def _saved_for_one_layout(self, step: int) -> bool:
         """Collective. Returns whether other layouts cannot load the finished checkpoint of a
         step."""
-        self._complete()
+        self.complete()
         folder = checkpoint_folder(self._root, step)
         return self._mesh.from_main(
             lambda: folder.is_dir() and not is_reshardable(folder), f"checkpoint {folder}"
         )
 
-    def _complete(self) -> None:
-        if self._pending is not None:
-            self._pending.finish()
-            self._pending = None
+    def complete(self) -> None:
+        """Collective. Waits for the save that is being written, if any."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.finish()
 
 
 class PendingSave:
@@ -256,6 +257,8 @@ class PendingSave:
             stack.callback(restore_replaced, self.target.parent)  # if the new one did not come
             os.replace(self.partial, self.target)
         sync(self.target.parent)
+        # before older ones go: whenever a start looks, the one that is named here is there
+        write_whole(RunFolder(self.target.parent.parent).last_checkpoint, self.target.name)
         interrupted = self.target.parent.glob(f"step_*{PARTIAL}")
         for folder in [*_superfluous(self.target, self._options), *interrupted]:
             shutil.rmtree(folder, ignore_errors=True)

@@ -16,8 +16,7 @@ from megagrpo.system.run_folder import RunFolder
 class StepLog:
     """Writes metrics.jsonl and tensorboard/. Only on the main rank.
 
-    A run that resumes after `start_step` finished steps drops the entries of later steps; a new run
-    (0) drops all.
+    A run that resumes after `start_step` finished steps drops the entries of later steps.
     """
 
     def __init__(self, folder: RunFolder, config: LogConfig, start_step: int = 0) -> None:
@@ -31,9 +30,7 @@ class StepLog:
                 SummaryWriter,
             )  # imports for seconds; only the main rank needs it
 
-            self._board = SummaryWriter(
-                str(folder.tensorboard), purge_step=start_step + 1 if start_step else 0
-            )
+            self._board = SummaryWriter(str(folder.tensorboard), purge_step=start_step + 1)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Appends an entry; readers merge entries of one step. Non-finite values are written as

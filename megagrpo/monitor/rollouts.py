@@ -25,31 +25,13 @@ Decode = Callable[[np.ndarray], str]
 
 
 class RolloutLog(BackgroundWriter):
-    """Writes the samples of one replica.
+    """Writes the samples of one replica. decode: token ids -> text."""
 
-    A run that resumes after `start_step` finished steps (0: a new run) drops this replica's files
-    of later steps, and replica 0 those of replicas beyond `num_replicas`, left by an earlier start.
-    decode: token ids -> text.
-    """
-
-    def __init__(
-        self,
-        folder: RunFolder,
-        replica: int,
-        num_replicas: int,
-        start_step: int = 0,
-        decode: Decode = str,
-    ) -> None:
+    def __init__(self, folder: RunFolder, replica: int, decode: Decode = str) -> None:
         super().__init__("rollouts")
         self._folder = folder
         self._replica = replica
         self._decode = decode
-        last_kept = start_step if start_step > 0 else -1
-        for step, files in folder.rollout_files().items():
-            for writer, path in files.items():
-                ours = writer == replica or (replica == 0 and writer >= num_replicas)
-                if step > last_kept and ours:
-                    path.unlink()
 
     def write(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Starts writing this replica's groups of a step."""

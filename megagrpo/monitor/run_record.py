@@ -1,6 +1,7 @@
 """The record of a run: the main rank's metrics, each replica's groups and trained samples."""
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from types import TracebackType
@@ -14,8 +15,10 @@ from megagrpo.monitor.alarms import HealthWatch
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.record import StepLog
 from megagrpo.monitor.rollouts import Decode, RolloutLog
+from megagrpo.monitor.step_lines import drop_later_steps
 from megagrpo.monitor.trained import TrainedLog
 from megagrpo.monitor.wandb_log import WandbLog
+from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Batch, RolloutGroup
 
 if TYPE_CHECKING:
@@ -65,21 +68,22 @@ class RunRecord:
     def open(
         self, tokenizer: "PreTrainedTokenizerBase", decode: Decode, has_token_values: bool
     ) -> None:
-        """Opens this rank's logs. decode: as graded texts are decoded. has_token_values: whether
-        updates leave the values of the replica's tokens on this rank."""
+        """Collective. Cuts the record of earlier starts, and opens this rank's logs. decode: as
+        graded texts are decoded. has_token_values: whether updates leave the values of the
+        replica's tokens on this rank."""
         config = self._config
         mesh = self._mesh
         start = self._start_step
-        replica = (self.folder, mesh.dp_rank, mesh.dp_size)
+        mesh.from_main(lambda: cut_record(self.folder, start), "cut the record")
 
         def pieces(token_ids: Sequence[int]) -> list[str]:
             return [str(tokenizer.decode([token])) for token in token_ids]
 
         if has_token_values:
-            trained = TrainedLog(*replica, config.log.tokens, pieces, start)
+            trained = TrainedLog(self.folder, mesh.dp_rank, config.log.tokens, pieces)
             self._trained = self._stack.enter_context(closing(trained))
         if mesh.is_leader:
-            rollouts = RolloutLog(*replica, start, decode)
+            rollouts = RolloutLog(self.folder, mesh.dp_rank, decode)
             self._rollouts = self._stack.enter_context(closing(rollouts))
         if console := self._console:
             steps = self._stack.enter_context(closing(StepLog(self.folder, config.log, start)))
@@ -111,3 +115,24 @@ class RunRecord:
         checkpoint again."""
         if self._rollouts is not None:
             self._rollouts.flush()
+
+
+def cut_record(folder: RunFolder, num_steps: int) -> None:
+    """Leaves the samples of the first `num_steps` steps. With 0, moves the record aside: that of a
+    start which ended before its first checkpoint."""
+    files = folder.rollout_files()
+    if num_steps == 0 and files:
+        aside = folder.path / time.strftime("unsaved_%Y%m%d_%H%M%S")
+        aside.mkdir()
+        for path in (folder.metrics, folder.tensorboard, folder.rollouts, folder.trained):
+            if path.exists():
+                path.rename(aside / path.name)
+        print(
+            f"{max(files)} steps were made and not saved; their record is now in {aside}",
+            flush=True,
+        )
+        return
+    for path in folder.trained_files().values():
+        drop_later_steps(path, num_steps)
+    for path in (path for step in files if step > num_steps for path in files[step].values()):
+        path.unlink()

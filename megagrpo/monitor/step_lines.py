@@ -36,17 +36,12 @@ class BackgroundWriter:
 
 
 class StepLines(BackgroundWriter):
-    """Appends to `path`, which no other process writes.
+    """Appends to `path`, which no other process writes."""
 
-    A run that resumes after `start_step` finished steps drops the lines of later steps; a new run
-    (0) drops all.
-    """
-
-    def __init__(self, path: Path, start_step: int = 0) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__(path.stem)
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        drop_later_steps(path, start_step)
 
     def append(self, step: int, make: Callable[[], dict]) -> None:
         """Appends the result of `make` as the line of `step`; the background thread calls it."""
@@ -58,30 +53,21 @@ class StepLines(BackgroundWriter):
 
 
 def drop_later_steps(path: Path, start_step: int) -> None:
-    """Truncates the file before an incomplete last line, or the first of a step after `start_step`;
-    0 keeps nothing.
+    """Truncates the file before an incomplete last line, or the first of a step after
+    `start_step`.
 
     Raises ValueError with the number of a broken line: what comes after it is not dropped unasked.
     """
     if not path.exists():
         return
     keep = 0
-    if start_step > 0:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n") or _step_of(path, number, line) > start_step:
-                    break
-                keep += len(line)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n") or _step_of(path, number, line) > start_step:
+                break
+            keep += len(line)
     with path.open("r+b") as file:
         file.truncate(keep)
-
-
-def drop_absent(files: dict[int, Path], present: int, start_step: int) -> None:
-    """Drops later steps from the files of writers beyond the first `present`, left by an earlier
-    start."""
-    for number, path in files.items():
-        if number >= present:
-            drop_later_steps(path, start_step)
 
 
 def read_step_lines(path: Path) -> Iterator[dict]:

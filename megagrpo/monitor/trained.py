@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.algo.statistics import row_sums
-from megagrpo.monitor.step_lines import StepLines, drop_absent
+from megagrpo.monitor.step_lines import StepLines
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Batch
 
@@ -27,22 +27,17 @@ class TrainedLog(StepLines):
     """Writes the record of one data-parallel rank. Not collective: readers join samples by id.
 
     num_groups: number of groups of a step, over all ranks, whose tokens are recorded. pieces: token
-    ids -> the text of each token. start_step: see StepLines. A line that cannot be written ends the
-    record and not the run.
+    ids -> the text of each token. A line that cannot be written ends the record and not the run.
     """
 
     def __init__(
         self,
         folder: RunFolder,
         replica: int,
-        num_replicas: int,
         num_groups: int,
         pieces: Callable[[Sequence[int]], Iterable[str]],
-        start_step: int = 0,
     ) -> None:
-        super().__init__(folder.trained_file(replica), start_step)
-        if replica == 0:
-            drop_absent(folder.trained_files(), num_replicas, start_step)
+        super().__init__(folder.trained_file(replica))
         self._num_groups = num_groups
         self._pieces = pieces
         self._shown: set[int] = set()

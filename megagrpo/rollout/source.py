@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.mesh import Mesh
+from megagrpo.mesh import Mesh, RunStopped
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.admission import BatchDeadline
 from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnreachable
@@ -25,11 +25,15 @@ from megagrpo.types import LOADS, Prompt, RolloutGroup
 
 _FIRST_POLL_S = 0.02  # pause after the first meeting of all ranks
 _POLL_S = 0.2  # longest pause
-_LOOK_S = 1.0  # between the main rank's looks at the service
+_LOOK_S = 1.0  # between looks at the service, and for a stop request
 _UNREACHABLE_S = 30.0  # a control endpoint that is silent for longer ends the run
 
 # Collective. Brings weights of a version to the engines whose ids the main rank gives.
 UpdateEngines = Callable[[int, list[str]], object]
+
+
+class EvaluationStopped(RunStopped):
+    """Raised on every rank: a node received a stop request during an evaluation."""
 
 
 class RolloutSource:
@@ -58,6 +62,7 @@ class RolloutSource:
         self._sampler = sampler
         self._update_engines = update_engines
         self._alive = alive
+        self.asked: Callable[[], bool] = lambda: False  # whether this node received a stop request
         self._last_answer = time.monotonic()
         self._next_look = self._last_answer
         self._awaited: Sequence[SampledBatch] = []
@@ -161,7 +166,7 @@ class RolloutSource:
         """Returns this rank's share of `num_samples` responses to each prompt, with the same seeds
         every time.
 
-        Raises LeaderError on every rank.
+        Raises LeaderError on every rank, EvaluationStopped once `asked` is true on any.
         """
         job = SamplingJob("evaluate", 0, version, params, num_samples)
         return self._take(self._begin(job, prompts, range(len(prompts))), version)
@@ -296,16 +301,22 @@ class RolloutSource:
         """Meets all ranks once; returns whether to wait further. Arguments and errors: see
         `_wait`."""
         error = ""
-        acts = False
+        acts = stops = False
         if version is not None:
             problems = [batch.problem for batch in batches if batch.problem]
             error = f"rank {self._mesh.rank}, {what}: {problems[0]}" if problems else ""
         unfinished = not all(batch.done for batch in batches)
-        if self._mesh.is_main and not error and time.monotonic() >= self._next_look:
-            error, acts = self._look_at_engines(version)
+        if not error and time.monotonic() >= self._next_look:
+            stops = [batch.job.purpose for batch in batches] == ["evaluate"] and self.asked()
+            if self._mesh.is_main:
+                error, acts = self._look_at_engines(version)
             self._next_look = time.monotonic() + _LOOK_S
-        waiting, failed, someone_acts = self._mesh.largest(unfinished, bool(error), acts)
+        waiting, failed, someone_acts, stopped = self._mesh.largest(
+            unfinished, bool(error), acts, stops
+        )
         self._alive()
+        if stopped:
+            raise EvaluationStopped
         if failed:
             self._mesh.raise_any(error)
         if not waiting or (someone_acts and version is None):

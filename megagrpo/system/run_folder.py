@@ -2,7 +2,9 @@
 
 config.yaml     the resolved experiment          metrics.jsonl  tensorboard/  rollouts/  summary.md
 curve.png
-checkpoints/    step_000010/ ..., or a link       dumps/         step_000012/ ...: batches for
+checkpoints/    step_000010/ ..., or a link       last_checkpoint  name of the newest one
+unsaved_20260131_235959/  record of a start that ended before its first checkpoint
+dumps/         step_000012/ ...: batches for
 `megagrpo replay`
 weights/        published by transport `disk`    sft/           metrics of the supervised warm-up
 images/         of the prompts, as engines and trainers see them: PNG files named after their
@@ -136,6 +138,7 @@ class RunFolder:
     config = _Inside("config.yaml")
     lock = _Inside(".lock")  # held by the launcher that trains into this folder
     checkpoints = _Inside("checkpoints")
+    last_checkpoint = _Inside("last_checkpoint")
     weights = _Inside("weights")
     engine_model = _Inside("engine_model")
     images = _Inside("images")
@@ -143,6 +146,7 @@ class RunFolder:
     tensorboard = _Inside("tensorboard")
     wandb_id = _Inside("wandb_id")
     rollouts = _Inside("rollouts")
+    trained = _Inside("trained")
     view = _Inside("view.html")
     summary = _Inside("summary.md")
     curve = _Inside("curve.png")
@@ -182,11 +186,11 @@ class RunFolder:
 
     def trained_file(self, replica: int) -> Path:
         """Advantages and tokens of the samples that data-parallel rank `replica` trained on."""
-        return self.path / "trained" / f"replica_{replica}.jsonl"
+        return self.trained / f"replica_{replica}.jsonl"
 
     def trained_files(self) -> dict[int, Path]:
         """The files of all data-parallel ranks, by rank."""
-        return _numbered(self.path / "trained", "replica_")
+        return _numbered(self.trained, "replica_")
 
     def log(self, name: str) -> Path:
         """The output of child `name`: "service", "trainer", or on node 1 of several "trainer-1"."""

@@ -30,7 +30,7 @@ def export(
             "export --lora writes adapters, but the experiment has no actor.lora: all weights are "
             "trained"
         )
-    actor = make_actor(config, config.read_model().arch, 1, device)
+    actor = make_actor(config, config.read_model().arch, device)
     found = source or latest_checkpoint(config, actor.mesh)
     if found is None:
         root = config.run_folder.checkpoints

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from megagrpo.actor.start import initial_weights, make_actor
+from megagrpo.actor.start import initial_weights, make_actor, plan_schedule
 from megagrpo.actor.step import update, with_reference
 from megagrpo.checkpoint.resume import latest_checkpoint, load_checkpoint
 from megagrpo.config.schema import ExperimentConfig
@@ -26,13 +26,14 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     model = config.read_model()
     images = ImageStore.of(model, config.run_folder.images)
     num_prompts = len(load_prompts(config.data, load_tokenizer(model), images)) if by_epochs else 0
-    actor = make_actor(config, model.arch, config.train.steps(num_prompts), device)
+    actor = make_actor(config, model.arch, device)
     actor.images = images.pixels if images else None
     version = 0
     source = latest_checkpoint(config, actor.mesh, dump.weight_version)
     initial_weights(config, dump.algorithm, source, actor)
     if source is not None:
         version = load_checkpoint(config, source, actor).step
+    plan_schedule(actor, config.train, config.train.steps(num_prompts) - version)
     batch = dump.batch(actor.mesh, actor.routed_layers)
     sampling = config.sampling
     if dump.algorithm.uses_reference and dump.algorithm.kl.estimator == "full":

@@ -303,6 +303,7 @@ def reached_before(folder: Path, end: int, middle: int) -> int:
     for path in (folder / "checkpoints").glob("step_*"):
         if int(path.name.removeprefix("step_")[:6]) > middle:
             shutil.rmtree(path)
+    (folder / "last_checkpoint").unlink()
     return middle
 
 

@@ -14,19 +14,18 @@ import pytest
 import torch
 
 from megagrpo.actor import start as starting
-from megagrpo.actor.start import steps_in_all
+from megagrpo.actor.megatron_actor import learning_rate
+from megagrpo.actor.start import plan_schedule, steps_in_all
 from megagrpo.checkpoint import resume as beginning
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.folder import (
     data_problem,
     is_reshardable,
     latest,
-    place_problem,
-    put_in_place,
     restore_replaced,
 )
 from megagrpo.checkpoint.save import Checkpointer, PendingSave, RunIdentity, SaveSchedule, load
-from megagrpo.config.schema import CheckpointConfig
+from megagrpo.config.schema import CheckpointConfig, OptimizerConfig
 from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.types import AlgoState, Prompt, RolloutGroup, Sample, TrainState
 from tests.experiments import experiment
@@ -445,8 +444,34 @@ def test_epochs_end_with_the_prompts_also_if_steps_took_other_numbers_of_them(wa
     """Two epochs of 100 prompts, stopped after 10 steps of 10."""
     state = TrainState(step=10, data_cursor=100)
     config = experiment(train={"num_epochs": 2, "num_steps": None, "num_prompts_per_step": wanted})
-    actor = SimpleNamespace(updates_done=10, num_updates=20)
-    assert steps_in_all(config, 100, state, actor) == actor.num_updates == steps
+    assert steps_in_all(config, 100, state) == steps
+
+
+def test_the_schedule_ends_with_the_last_step_whatever_was_made_before():
+    """Two of ten updates were skipped; then with another number of updates a step."""
+    train = experiment(train={"num_updates_per_step": 2}).train
+    actor = SimpleNamespace(updates_done=8)
+    plan_schedule(actor, train, steps_left=3)
+    assert actor.num_updates == 14
+    options = OptimizerConfig(lr=1e-3, lr_schedule="linear", min_lr=1e-4)
+    assert learning_rate(options, 13, actor.num_updates) == options.min_lr
+    plan_schedule(actor, train.model_copy(update={"num_updates_per_step": 1}), steps_left=3)
+    rates = [learning_rate(options, update, actor.num_updates) for update in (8, 9, 10)]
+    assert rates[0] > rates[1] > rates[2] == options.min_lr
+
+
+def test_a_save_that_failed_is_not_tried_again_by_the_error_that_it_raised(tmp_path: Path):
+    planned = []
+
+    def plan(folder: Path, reshardable: bool) -> Plan:
+        planned.append(folder)
+        return Plan(folder, fault="write")
+
+    saver = checkpointer(tmp_path, plan, every=2)
+    with pytest.raises(LeaderError, match="disk full"):
+        saver.on_schedule(TrainState(step=2))
+    saver.save_now(TrainState(step=2))
+    assert len(planned) == 1 and saved(tmp_path) == []
 
 
 def test_more_groups_than_a_step_takes_would_get_too_old(start, tmp_path, monkeypatch):
@@ -459,28 +484,6 @@ def test_more_groups_than_a_step_takes_would_get_too_old(start, tmp_path, monkey
         ):
             start(sections=few | {"rollout": {"max_staleness": staleness}})
     assert len(start(sections=few | {"algorithm": {}})[0].surplus) == 3, "which no step takes"
-
-
-def test_checkpoints_on_another_disk_are_found_in_the_run_folder(tmp_path: Path):
-    root = tmp_path / "run" / "checkpoints"
-    other = tmp_path / "scratch" / "mine"
-    put_in_place(root, None)
-    assert not root.exists()
-    put_in_place(root, str(other))
-    (other / "step_000010").mkdir()
-    assert latest(root) == root / "step_000010"
-    for directory in (str(other), None):  # of a run that goes on, and of one that says no more
-        put_in_place(root, directory)
-        assert latest(root) == root / "step_000010"
-    with pytest.raises(
-        ValueError, match=r"this run's checkpoints are in .*scratch/mine: move them"
-    ):
-        put_in_place(root, str(tmp_path / "third"))
-    assert not (tmp_path / "third").exists()
-    new = tmp_path / "other run" / "checkpoints"
-    assert "has another run's step_000010; name an empty folder" in place_problem(new, str(other))
-    new.mkdir(parents=True)
-    assert "move them there and remove" in place_problem(new, str(tmp_path / "third"))
 
 
 def test_a_run_begins_where_checkpoint_dir_says(start, tmp_path):

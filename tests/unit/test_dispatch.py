@@ -13,6 +13,7 @@ from aiohttp import web
 from fake_service import FakeService, running
 from sampling import MESH, digits, experiment, prompt_set, source_of, take
 
+from megagrpo.actor.megatron_actor import NonFiniteUpdate
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import LeaderError, RunStopped
@@ -292,10 +293,39 @@ def test_a_step_whose_gpus_do_not_come_back_is_saved_as_not_begun():
         run = object.__new__(Run)
         # /sleep is no path of the fake service
         vars(run).update(
-            config=config, actor=SimpleNamespace(mesh=MESH), state=TrainState(step=3, data_cursor=6), num_steps=6,
-            sampling=owner, control=service.control,
-            checkpointer=SimpleNamespace(save_now=lambda state: saved.append((state.step, state.data_cursor))),
+            config=config, actor=SimpleNamespace(mesh=MESH, updates_done=3), updates_done=3,
+            state=TrainState(step=3, data_cursor=6), num_steps=6, sampling=owner, control=service.control,
+            checkpointer=saver(saved),
         )  # fmt: skip
-        with pytest.raises(RunStopped, match="put engines to sleep"):
+        with pytest.raises(RunStopped, match="put engines to sleep"), run.saving():
             run.next_groups(Metrics())
-        assert saved == [(3, 6)]
+        assert saved == [(3, 6), "written"]
+
+
+def saver(saved: list) -> SimpleNamespace:
+    """What saves a run, as far as an error asks it."""
+    return SimpleNamespace(
+        save_now=lambda state: saved.append((state.step, state.data_cursor)),
+        complete=lambda: saved.append("written"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "made", "expected"),
+    [
+        (NonFiniteUpdate("of the only update"), 0, [(3, 6), "written"]),
+        (NonFiniteUpdate("of the second update"), 1, ["written"]),  # weights between two versions
+        (LeaderError("of a publish"), 0, [(3, 6), "written"]),
+        (RuntimeError("of one rank"), 0, []),  # others would wait for it
+    ],
+)
+def test_finished_steps_are_saved_unless_their_weights_are_gone(error, made, expected):
+    saved = []
+    run = object.__new__(Run)
+    vars(run).update(
+        actor=SimpleNamespace(updates_done=8 + made), updates_done=8,
+        state=TrainState(step=3, data_cursor=6), checkpointer=saver(saved),
+    )  # fmt: skip
+    with pytest.raises(type(error), match=str(error)), run.saving():
+        raise error
+    assert saved == expected

@@ -295,7 +295,7 @@ def test_view_shows_the_images_of_the_prompts(load, tmp_path):
     groups = [
         RolloutGroup(number, prompt, (sample,), (outcome,)) for number, prompt in enumerate(prompts)
     ]
-    with closing(RolloutLog(RunFolder(tmp_path), 0, 1)) as log:
+    with closing(RolloutLog(RunFolder(tmp_path), 0)) as log:
         log.write(1, groups)
     (key,) = (ref.key for ref in prompts[0].images)
     shown, _ = read_samples(RunFolder(tmp_path), 1e6)

@@ -19,7 +19,7 @@ from megagrpo.evaluation import evaluation_metrics
 from megagrpo.monitor.metrics import Metrics, StepTimer
 from megagrpo.monitor.record import StepLog, read_metrics
 from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
-from megagrpo.monitor.run_record import RunRecord
+from megagrpo.monitor.run_record import RunRecord, cut_record
 from megagrpo.monitor.step_lines import StepLines
 from megagrpo.rollout.metrics import by_source
 from megagrpo.run import _refuse_other_rows
@@ -124,7 +124,7 @@ def test_entries_are_merged_by_step_and_a_resume_drops_later_ones(tmp_path):
     last = [{"step": 2, "eval/accuracy": 0.5}, {"step": 3, "reward/mean": 40.0}]
     assert read_metrics(folder) == [first, merged, *last]
     StepLog(folder, FILES_ONLY, start_step=0)
-    assert read_metrics(folder) == []
+    assert read_metrics(folder) == [first], "which the new start makes again"
 
 
 def test_broken_line_is_named(tmp_path):
@@ -143,7 +143,7 @@ def test_rollout_lines(tmp_path):
     group = RolloutGroup(
         0, prompt, samples, (Outcome("score", 1.0), Outcome("timeout", detail="10 s"))
     )
-    with closing(RolloutLog(RunFolder(tmp_path), 0, 1)) as log:
+    with closing(RolloutLog(RunFolder(tmp_path), 0)) as log:
         log.write(12, [group])
     (line,) = (tmp_path / "rollouts" / "step_000012.replica_0.jsonl").read_text().splitlines()
     record = json.loads(line)
@@ -157,8 +157,8 @@ def test_rollout_lines(tmp_path):
 def test_samples_of_all_replicas_are_one_record(tmp_path):
     folder, prompt = RunFolder(tmp_path), Prompt(7, "", (1,), "")
 
-    def write(replica, num_replicas, groups, start_step=0, steps=(1, 2, 3)):
-        with closing(RolloutLog(folder, replica, num_replicas, start_step)) as log:
+    def write(replica, groups, steps=(1, 2, 3)):
+        with closing(RolloutLog(folder, replica)) as log:
             for step in steps:
                 log.write(step, [RolloutGroup(number, prompt, (), ()) for number in groups])
 
@@ -168,18 +168,20 @@ def test_samples_of_all_replicas_are_one_record(tmp_path):
             for record in read_rollouts(folder.rollout_files().get(step, {}).values())
         ]
 
-    write(0, 2, [3, 0])
-    write(1, 2, [2, 1])
+    write(0, [3, 0])
+    write(1, [2, 1])
     assert [found(step) for step in (1, 2, 3, 4)] == [[0, 1, 2, 3]] * 3 + [[]]
-    write(0, 1, [1, 0], start_step=1, steps=[2])  # goes on after step 1 with one replica
+    cut_record(folder, 1)  # goes on after step 1 with one replica
+    write(0, [1, 0], steps=[2])
     assert [found(step) for step in (1, 2, 3)] == [[0, 1, 2, 3], [0, 1], []]
-    write(0, 1, [], steps=[])  # begins anew
-    assert list(folder.rollouts.iterdir()) == []
+    cut_record(folder, 0)  # begins anew
+    (aside,) = tmp_path.iterdir()
+    assert sorted(RunFolder(aside).rollout_files()) == [1, 2]
 
 
 def test_samples_that_cannot_be_written_are_an_error(tmp_path):
     folder = RunFolder(tmp_path)
-    log = RolloutLog(folder, 0, 1)
+    log = RolloutLog(folder, 0)
     folder.rollouts.write_text("a file where a folder should be")
     log.write(1, [])
     for wait in (log.flush, log.close):

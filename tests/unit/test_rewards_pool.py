@@ -255,7 +255,7 @@ def test_the_reward_is_the_weighted_sum_and_an_error_of_one_is_the_outcome(tmp_p
 
     samples = tuple(Sample(i, (3,), (-0.1,), "stop", 0, "t") for i in range(4))
     group = RolloutGroup(0, prompt(), samples, tuple(outcomes))
-    with closing(RolloutLog(RunFolder(tmp_path), 0, 1)) as log:
+    with closing(RolloutLog(RunFolder(tmp_path), 0)) as log:
         log.write(1, [group])
     record = json.loads((tmp_path / "rollouts" / "step_000001.replica_0.jsonl").read_text())[
         "samples"

@@ -238,7 +238,7 @@ def test_checkpoints_keep_experts_and_logs_do_not(tmp_path: Path):
     write_groups(tmp_path / "ahead.npz", groups)
     found = read_groups(tmp_path / "ahead.npz")
     assert found == groups and found[0].samples[0].routed_experts.dtype == np.uint8
-    log = RolloutLog(RunFolder(tmp_path), 0, 1)
+    log = RolloutLog(RunFolder(tmp_path), 0)
     log.write(1, groups)
     log.close()
     assert "routed" not in json.dumps(

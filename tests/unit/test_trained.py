@@ -7,6 +7,7 @@ import pytest
 import torch
 from made_run import made_batch, made_groups, make_run
 
+from megagrpo.monitor.run_record import cut_record
 from megagrpo.monitor.step_lines import StepLines, read_step_lines
 from megagrpo.monitor.trained import TrainedLog
 from megagrpo.system.run_folder import RunFolder
@@ -24,7 +25,7 @@ def test_a_resumed_run_replaces_what_it_makes_again(tmp_path):
     assert [line["step"] for line in read_step_lines(path)] == [1, 2, 3, 4, 5, 6]
     other = folder.trained_file(1)
     other.write_text(path.read_text())
-    TrainedLog(folder, 0, 1, 2, lambda ids: [], 3).close()  # replica 1 is gone
+    cut_record(folder, 3)  # replica 1 is gone
     assert [line["step"] for line in read_step_lines(other)] == [1, 2, 3]
     make_run(tmp_path, num_steps=1)
     assert [line["step"] for line in read_step_lines(path)] == [1]
@@ -55,7 +56,7 @@ def trained(
     tmp_path, batches, num_groups: int = 1, logprobs: torch.Tensor | None = None
 ) -> list[dict]:
     with closing(
-        TrainedLog(RunFolder(tmp_path), 0, 1, num_groups, lambda ids: [f"<{i}>" for i in ids])
+        TrainedLog(RunFolder(tmp_path), 0, num_groups, lambda ids: [f"<{i}>" for i in ids])
     ) as log:
         for step, batch in enumerate(batches, start=1):
             log.write(step, batch, batch.old_logprobs if logprobs is None else logprobs)
@@ -65,7 +66,7 @@ def trained(
 def test_a_line_that_cannot_be_written_ends_the_record_and_not_the_run(tmp_path, capsys):
     batch = made_batch(made_groups(1), difference=0.25)
     file = RunFolder(tmp_path).trained_file(0)
-    with closing(TrainedLog(RunFolder(tmp_path), 0, 1, 1, lambda ids: map(str, ids))) as log:
+    with closing(TrainedLog(RunFolder(tmp_path), 0, 1, lambda ids: map(str, ids))) as log:
         for step in range(1, 4):
             log.write(step, batch, batch.old_logprobs)
             if step == 1:

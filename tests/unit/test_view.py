@@ -94,7 +94,7 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     folder = RunFolder(tmp_path / "without")  # tokens switched off
     with (
         closing(StepLog(folder, LogConfig(tensorboard=False))) as log,
-        closing(RolloutLog(folder, 0, 1)) as samples,
+        closing(RolloutLog(folder, 0)) as samples,
     ):
         log.write(1, {"reward/mean": 0.5})
         samples.write(1, made_groups(1))
@@ -105,7 +105,7 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
 
 def test_samples_are_bounded_in_bytes_and_spread_over_steps(tmp_path):
     folder = RunFolder(tmp_path)
-    with closing(RolloutLog(folder, 0, 1)) as log:
+    with closing(RolloutLog(folder, 0)) as log:
         for step in range(1, 301):
             log.write(step, made_groups(step, num_groups=6))
     data, notes = read_samples(folder, 150_000)
@@ -139,7 +139,7 @@ def test_a_rollout_with_an_environment_is_a_conversation(tmp_path):
     cut = Outcome("error", detail="the tool is gone", end="error", turn_rewards=(0.5,))
     group = RolloutGroup(0, prompt, (replace(grown, rollout=0), *walk), (outcome, cut))
     with closing(
-        RolloutLog(RunFolder(tmp_path), 0, 1, decode=lambda ids: "".join(map(str, ids)))
+        RolloutLog(RunFolder(tmp_path), 0, decode=lambda ids: "".join(map(str, ids)))
     ) as log:
         log.write(1, [group])
     samples = read_samples(RunFolder(tmp_path), 50_000)[0]["groups"][0]["samples"]
@@ -158,7 +158,7 @@ def test_a_rollout_with_an_environment_is_a_conversation(tmp_path):
 def test_half_a_character_in_a_graders_detail_is_shown(tmp_path):
     (group,) = made_groups(1, num_groups=1)
     outcomes = (replace(group.outcomes[0], detail="cut \ud83d"), *group.outcomes[1:])
-    with closing(RolloutLog(RunFolder(tmp_path), 0, 1)) as log:
+    with closing(RolloutLog(RunFolder(tmp_path), 0)) as log:
         log.write(1, [replace(group, outcomes=outcomes)])
     samples = read_samples(RunFolder(tmp_path), 50_000)[0]["groups"][0]["samples"]
     assert samples[0]["outcome"]["detail"] == "cut \ud83d"
@@ -171,7 +171,7 @@ def test_half_a_character_in_a_graders_detail_is_shown(tmp_path):
 def test_one_huge_response_does_not_fill_the_page(tmp_path):
     (group,) = made_groups(1, num_groups=1)
     long = replace(group.samples[0], text="x" * 1_000_000)
-    with closing(RolloutLog(RunFolder(tmp_path), 0, 1)) as log:
+    with closing(RolloutLog(RunFolder(tmp_path), 0)) as log:
         log.write(1, [replace(group, samples=(long, *group.samples[1:]))])
     data, _ = read_samples(RunFolder(tmp_path), 50_000)
     text = data["groups"][0]["samples"][0]["text"]

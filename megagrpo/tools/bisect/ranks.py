@@ -34,7 +34,7 @@ def bisect_ranks(config: ExperimentConfig, args: Namespace, device: torch.device
     images = ImageStore.of(model, config.run_folder.images)
     prompts = load_prompts(config.data, load_tokenizer(model), images)
     chosen = prompts.batch(0, min(args.prompts, len(prompts)), config.seed)
-    actor = make_actor(config, model.arch, 1, device)
+    actor = make_actor(config, model.arch, device)
     actor.images = images.pixels if images else None
     weights = load_initial_weights(actor, config.model.path)
     version = 0

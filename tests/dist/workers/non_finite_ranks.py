@@ -89,6 +89,7 @@ def inspect(actor: MegatronActor, job: dict, policy: str, batch: Batch, values: 
     state = TrainState(step=WEIGHT_VERSION)
     absent = dict.fromkeys(
         (
+            "updates_done",
             "inputs",
             "control",
             "sampling",

@@ -1,0 +1,79 @@
+"""One rank of a start of a run: the real loop beside a service over HTTP. Only the exchange is
+played: it says which weights it would publish."""
+
+from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
+
+# isort: split
+
+import hashlib
+import os
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from megagrpo import run as run_module
+from megagrpo.actor.megatron_actor import leave_distributed
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.mesh import Mesh, RunStopped
+from megagrpo.run import start_run
+from megagrpo.system.progress import Progress
+from megagrpo.system.stop_request import STOP_FILE
+from megagrpo.train import train
+from tests.dist.workers.harness import answer
+
+
+def main(folder: Path) -> None:
+    answer(folder, one_start)
+
+
+def one_start(job: dict, store: Path) -> dict:
+    """The digests of published weights by version, and why the start ended, "" at its end.
+
+    job: experiment, URL, path of the stop request; the version whose publish fails, if any.
+    """
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    meeting = dist.FileStore(str(store), world)
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world)
+    config = ExperimentConfig.model_validate(job["experiment"])
+    published: dict[int, str] = {}
+    actor, error = None, ""
+
+    class Exchange:
+        def __init__(self, config, mesh: Mesh, weights, control, folder):
+            self.mesh, self.weights, self.control = mesh, weights, control
+
+        def publish(self, version: int, only: list[str] | None = None) -> dict[str, float]:
+            self.mesh.from_main(lambda: self.tell(version), "publish")
+            digest = hashlib.sha256()
+            for _, weights in sorted(self.weights.parameters().items()):
+                digest.update(weights.detach().contiguous().view(torch.uint8).numpy().tobytes())
+            published[version] = digest.hexdigest()
+            return {}
+
+        def tell(self, version: int) -> None:
+            if version == job["fails"]:
+                raise TimeoutError("no engine took the weights")
+            self.control.mark_ready("engine-0", 1, version)
+
+        def waiting(self) -> str:
+            return ""
+
+        def close(self) -> None:
+            pass
+
+    variables = {"MEGAGRPO_API_KEY": "key", STOP_FILE: job["stop_file"]}
+    try:
+        with (
+            patch.object(run_module, "Exchange", Exchange),
+            patch.dict(os.environ, variables),
+            start_run(config, job["url"], DEVICE, Progress("t", enabled=False)) as run,
+        ):
+            actor = run.actor
+            train(run)
+    except RunStopped as exc:
+        error = str(exc)
+    finally:
+        leave_distributed(actor)
+    return {"error": error, "published": published}
