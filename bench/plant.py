@@ -1,4 +1,4 @@
-"""Plants 36 faults, one at a time, and runs the tests that must find them.
+"""Plants faults, one at a time, and runs the tests that must find them.
 
     python bench/plant.py [--only TEXT]
 
@@ -27,6 +27,7 @@ LOSS, ADVANTAGE = (
     ("unit/test_algo_advantage.py", "unit/test_algo_statistics.py"),
 )
 BATCH, DIGEST = ("unit/test_batch.py",), ("unit/test_weights_digest.py",)
+ENDS = "unit/test_launcher.py::test_no_later_request_or_signal_changes_how_a_stopped_run_ends"
 DRAFT, ROUNDING = ("dist/test_draft.py",), ("dist/test_fp8_engines.py",)
 
 
@@ -290,6 +291,20 @@ FAULTS = (
         "self.add(said, sampled=False)",
         "self.add(said, sampled=True)",
         ("unit/test_agents.py::test_a_rollout_is_one_sample_that_grows",),
+    ),
+    Fault(
+        "a request undoes the grant before it",
+        "system/stop_request.py",
+        "        self._made.touch()",
+        "        self.withdraw()\n        self._made.touch()",
+        (ENDS,),
+    ),
+    Fault(
+        "a launcher that exits dies of the next signal",
+        "cluster/supervise.py",
+        "        if not self._ask:\n            for",
+        "        if True:\n            for",
+        (ENDS,),
     ),
 )
 
