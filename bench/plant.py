@@ -27,7 +27,10 @@ LOSS, ADVANTAGE = (
     ("unit/test_algo_advantage.py", "unit/test_algo_statistics.py"),
 )
 BATCH, DIGEST = ("unit/test_batch.py",), ("unit/test_weights_digest.py",)
-ENDS = "unit/test_launcher.py::test_no_later_request_or_signal_changes_how_a_stopped_run_ends"
+ENDS, BESIDE = (
+    "unit/test_launcher.py::test_no_later_request_or_signal_changes_how_a_stopped_run_ends",
+    "unit/test_launcher.py::test_a_command_beside_a_run_has_an_experiment_of_its_own",
+)
 DRAFT, ROUNDING = ("dist/test_draft.py",), ("dist/test_fp8_engines.py",)
 
 
@@ -305,6 +308,13 @@ FAULTS = (
         "        if not self._ask:\n            for",
         "        if True:\n            for",
         (ENDS,),
+    ),
+    Fault(
+        "an export writes the run's experiment",
+        "cluster/machine.py",
+        "    with Launch(folder, name, end=ENDING",
+        "    write_experiment(config)\n    with Launch(folder, name, end=ENDING",
+        (BESIDE,),
     ),
 )
 

@@ -17,9 +17,10 @@ import pytest
 
 from megagrpo import cli
 from megagrpo.check.problems import finished
-from megagrpo.cluster import nodes
+from megagrpo.cluster import machine, nodes
 from megagrpo.cluster.machine import _devices, alone_in, run, write_experiment
 from megagrpo.cluster.supervise import _SIGNALS, Child, Launch
+from megagrpo.config.load import load_config
 from megagrpo.config.schema import CheckpointConfig, ExperimentConfig
 from megagrpo.system.environment import child_environment
 from megagrpo.system.processes import (
@@ -35,7 +36,7 @@ from megagrpo.system.stop_request import ENDED, STOPPED, StopRequest
 from megagrpo.tools.status import print_status
 from megagrpo.tools.stop import stop
 from tests import experiments
-from tests.experiments import python, until
+from tests.experiments import QUICKSTART, python, until
 
 
 @pytest.fixture(autouse=True)
@@ -520,6 +521,31 @@ time.sleep(600)
     process.kill()
     process.wait(10)
     until(lambda: not is_live(child), 10)
+
+
+# In torchrun's place: notes the words of the ranks that it is to start.
+_NOTES_WORDS = "import json, sys; json.dump(sys.argv[2:], open(sys.argv[1], 'w'))"
+
+
+@pytest.mark.parametrize("words", [["export", "out", "--lora"], ["replay", "dump"], ["sft"]])
+def test_a_command_beside_a_run_has_an_experiment_of_its_own(words, tmp_path, monkeypatch):
+    """The run's ranks restart from config.yaml, even if they are lost while another command runs."""
+    (tmp_path / "torchrun.py").write_text(_NOTES_WORDS)
+    noted = tmp_path / "words.json"
+    monkeypatch.setattr(machine, "torchrun", lambda ranks: [str(tmp_path / "torchrun.py"), noted])
+    where = [f"output_dir={tmp_path / 'run'}", "actor.device=cpu"]
+    trained = load_config(QUICKSTART, where)
+    own = ["actor.world_size=1", "actor.parallel={}", "actor.optimizer.lr=1e-3"]
+    changes = [word for change in [*where, *own] for word in ("--set", change)]
+    with alone_in(trained.run_folder):
+        write_experiment(trained)
+        assert cli.main([words[0], str(QUICKSTART), *words[1:], *changes]) == 0
+    assert load_config(trained.run_folder.config) == trained
+    noted_words = json.loads(noted.read_text())
+    of_rank = noted_words[noted_words.index("megagrpo.cli") + 1 :]
+    args = cli._parser(of_rank).parse_args(of_rank)
+    assert [args.command, *words[1:2]] == words[:2]
+    assert load_config(args.config, args.overrides) == load_config(QUICKSTART, [*where, *own])
 
 
 # Runs that have nothing left to do, on one rank.
