@@ -27,6 +27,10 @@ LOSS, ADVANTAGE = (
     ("unit/test_algo_advantage.py", "unit/test_algo_statistics.py"),
 )
 BATCH, DIGEST = ("unit/test_batch.py",), ("unit/test_weights_digest.py",)
+ENDS, BESIDE = (
+    "unit/test_launcher.py::test_no_later_request_or_signal_changes_how_a_stopped_run_ends",
+    "unit/test_launcher.py::test_a_command_beside_a_run_has_an_experiment_of_its_own",
+)
 DRAFT, ROUNDING = ("dist/test_draft.py",), ("dist/test_fp8_engines.py",)
 
 
@@ -349,6 +353,27 @@ FAULTS = (
         "self.add(said, sampled=False)",
         "self.add(said, sampled=True)",
         ("unit/test_agents.py::test_a_rollout_is_one_sample_that_grows",),
+    ),
+    Fault(
+        "a request undoes the grant before it",
+        "system/stop_request.py",
+        "        self._made.touch()",
+        "        self.withdraw()\n        self._made.touch()",
+        (ENDS,),
+    ),
+    Fault(
+        "a launcher that exits dies of the next signal",
+        "cluster/supervise.py",
+        "        if not self._ask:\n            for",
+        "        if True:\n            for",
+        (ENDS,),
+    ),
+    Fault(
+        "an export writes the run's experiment",
+        "cluster/machine.py",
+        "    with Launch(folder, name, end=ENDING",
+        "    write_experiment(config)\n    with Launch(folder, name, end=ENDING",
+        (BESIDE,),
     ),
 )
 

@@ -112,6 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         command = _parsers(parser)[args.command]
         hint = did_you_mean(unknown[0], command.option_strings)
         command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    args.words = words[1:]  # for the children of a launcher
     # a leader has a connection for each request in flight, and login shells allow 1024 files
     raise_file_limit()
     try:
@@ -342,22 +343,13 @@ def _node(args: argparse.Namespace) -> Node:
     return Node(args.node_rank, args.nnodes, args.node_addr, args.master_addr, args.master_port)
 
 
-def _experiment_words(args: argparse.Namespace) -> list[str]:
-    """Returns the command-line words that name the experiment, for a child process."""
-    return [args.config, *(word for override in args.overrides for word in ("--set", override))]
-
-
 def _run(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    return (
-        run(config)
-        if args.master_addr is None
-        else run_node(config, _experiment_words(args), _node(args))
-    )
+    return run(config) if args.master_addr is None else run_node(config, args.words, _node(args))
 
 
 def _serve(args: argparse.Namespace, config: ExperimentConfig) -> int:
     if args.master_addr is not None and args.ray_address is None:
-        return serve_node(config, _experiment_words(args), _node(args))
+        return serve_node(config, args.words, _node(args))
     from megagrpo.rollout.service.server import serve
 
     return serve(config, config.run_folder.path, args.ray_address)
@@ -366,8 +358,7 @@ def _serve(args: argparse.Namespace, config: ExperimentConfig) -> int:
 def _train(args: argparse.Namespace, config: ExperimentConfig) -> int:
     if under_torchrun():
         return train_main(config, args.service)
-    service = ["--service", args.service] if args.service else []
-    return train_node(config, [*_experiment_words(args), *service], _node(args))
+    return train_node(config, args.words, _node(args))
 
 
 def _submit(args: argparse.Namespace, config: ExperimentConfig) -> int:
@@ -384,30 +375,28 @@ def _submit(args: argparse.Namespace, config: ExperimentConfig) -> int:
     )
     given = {name: getattr(args, name) for name in names}
     request = Request(**given, options=tuple(args.sbatch), srun_options=tuple(args.srun))
-    args.config = str(Path(args.config).absolute())
-    return submit(config, _experiment_words(args), request, args.dry_run)
+    changes = (word for override in args.overrides for word in ("--set", override))
+    words = [str(Path(args.config).absolute()), *changes]
+    return submit(config, words, request, args.dry_run)
 
 
 def _sft(args: argparse.Namespace, config: ExperimentConfig) -> int:
     if config.sft is None:
         raise ValueError(f"{args.config} has no sft section: there is no warm-up to run")
-    return sft_main(config) if under_torchrun() else train_ranks(config, ["sft"])
+    return sft_main(config) if under_torchrun() else train_ranks(config, "sft", args.words)
 
 
 def _export(args: argparse.Namespace, config: ExperimentConfig) -> int:
     if under_torchrun():
         return export_main(config, args.checkpoint, args.output, args.lora)
-    checkpoint = ["--checkpoint", args.checkpoint] if args.checkpoint else []
-    return train_ranks(
-        config, ["export", args.output, *checkpoint, *(["--lora"] if args.lora else [])]
-    )
+    return train_ranks(config, "export", args.words)
 
 
 def _replay(args: argparse.Namespace, config: ExperimentConfig) -> int:
     return (
         replay_main(config, args.dump)
         if under_torchrun()
-        else train_ranks(config, ["replay", args.dump])
+        else train_ranks(config, "replay", args.words)
     )
 
 

@@ -235,33 +235,26 @@ def _this_node(config: ExperimentConfig, visible: list[str]) -> Nodes:
     return Nodes(max(len(visible), ranks) if may_share else len(visible), 1, 0)
 
 
-def train_ranks(config: ExperimentConfig, command: list[str]) -> int:
+def train_ranks(config: ExperimentConfig, name: str, words: list[str]) -> int:
     """Runs a collective subcommand (sft, export) as `actor.world_size` ranks on this machine;
-    returns its exit status.
+    returns its exit status. words: its arguments, with the experiment.
 
-    Raises ValueError if the machine has GPUs, but fewer than ranks.
+    It does not write config.yaml, from which a run in the same folder restarts its ranks. Raises
+    ValueError if the machine has GPUs, but fewer than ranks.
     """
-    name, *rest = command
     ranks = config.actor.world_size
     gpus = 0 if config.actor.device == "cpu" else len(visible_gpus())
     if 0 < gpus < ranks:
         lacking = f"{gpus} GPU(s) are visible for {ranks} ranks (actor.world_size)"
-        remedy = (
-            f"`torchrun --nnodes N --nproc-per-node {gpus} ... -m megagrpo.cli {name} ...` "
-            "on "
-            "each of them"
-        )
+        remedy = f"`torchrun --nnodes N --nproc-per-node {gpus} ... -m megagrpo.cli {name} ...`"
         raise ValueError(
-            f"`megagrpo {name}` runs on one machine: {lacking}. Over several nodes start {remedy}"
+            f"`megagrpo {name}` runs on one machine: {lacking}. Over several nodes start {remedy} on each"
         )
     folder = config.run_folder
-    dump_config(config, folder.config)
     with Launch(folder, name, end=ENDING, ranks=name) as launch:
         options = [*torchrun(ranks), *ALONE]
-        command = [name, str(folder.config), *rest]
-        return launch.watch(
-            launch.start_ranks(command, options, trainer_variables(config, ranks if gpus else 0))
-        )
+        env = trainer_variables(config, ranks if gpus else 0)
+        return launch.watch(launch.start_ranks([name, *words], options, env))
     return launch.status
 
 

@@ -104,9 +104,9 @@ def run_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
     ranks = config.actor.world_size // node.number
     shared = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[:ranks])} if gpus else {}
     with alone_in(folder) if node.rank == 0 else nullcontext():
-        if node.rank == 0:
-            write_experiment(config)
         with _launch_of_trainers(folder, "run", node, _GRACE_S) as launch:
+            if node.rank == 0:
+                write_experiment(config)
             needed = _start_service(launch, config, arguments, node, shared)
             trainers = replace(node, first_port=node.first_port + _TO_TRAINERS)
             return launch.watch(
@@ -130,9 +130,9 @@ def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     if is_finished(config):
         return 0
     with alone_in(folder) if node.rank == 0 else nullcontext():
-        if node.rank == 0:
-            dump_config(config, folder.config)
         with _launch_of_trainers(folder, "train", node) as launch:
+            if node.rank == 0:
+                dump_config(config, folder.config)
             return launch.watch(_start_trainers(launch, config, arguments, node, {}))
         return launch.status
 

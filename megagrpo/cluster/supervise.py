@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from megagrpo.system import environment
+from megagrpo.system.errors import collected, translated
 from megagrpo.system.processes import last_lines, spawn, stop_tree
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import STOP_FILE, StopRequest
@@ -42,10 +43,11 @@ class Launch:
     """A context manager that starts children, ends them at its exit, and handles signals meanwhile.
 
     A signal of `end` leaves the block, with `status` 128 + its number as in a shell. A signal of
-    `ask` creates the stop request; a TERM or INT after the request also leaves the block. A signal of
-    `unheard` does nothing. During clean-up all signals are ignored: it ends the children in reverse
-    order with their descendants, by force after `grace_s` seconds, and removes the folders of
-    `remove_at_end`.
+    `ask` makes the stop request; a TERM or INT after the request also leaves the block. A request
+    that the ranks have granted decides the status, whatever ends the block. A signal of `unheard`
+    does nothing. During clean-up all signals are ignored: it ends the children in reverse order with
+    their descendants, by force after `grace_s` seconds, and removes the folders of `remove_at_end`.
+    After a launch with `ask` they stay ignored: Slurm's job repeats USR1 until the process has exited.
 
     `command` is the megagrpo command of this launcher. `ranks` names the log, the stop request and
     the error reports of start_ranks.
@@ -91,28 +93,26 @@ class Launch:
         _ignore_signals()
         if isinstance(exc, _Ended):
             print(f"megagrpo {self._command}: {exc.args[0].name}; stopping", file=sys.stderr)
-            self.status = 128 + exc.args[0]
         while self._children:
             self.end(self._children[-1])
         for folder in self._scratch:
             shutil.rmtree(folder, ignore_errors=True)
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)
+        if isinstance(exc, _Ended):
+            self.status = self._stopped() or 128 + exc.args[0]
+        if not self._ask:
+            for number, handler in self._old_handlers.items():
+                signal.signal(number, handler)
         return isinstance(exc, _Ended)
 
     def remove_at_end(self, folder: Path) -> None:
         """Removes `folder` after all children have ended."""
         self._scratch.append(folder)
 
-    def start(self, command: list[str], name: str, env: dict[str, str] | None = None) -> Child:
+    def start(self, command: list[str], name: str, env: dict[str, str]) -> Child:
         """Starts a subcommand of megagrpo as one process with the log `name`."""
-        return self._start(
-            ["-m", "megagrpo.cli", *command], self._folder.log(name), None, env or {}
-        )
+        return self._start(["-m", "megagrpo.cli", *command], self._folder.log(name), None, env)
 
-    def start_ranks(
-        self, command: list[str], torchrun: list[str], env: dict[str, str] | None = None
-    ) -> Child:
+    def start_ranks(self, command: list[str], torchrun: list[str], env: dict[str, str]) -> Child:
         """Starts a subcommand of megagrpo as ranks under torchrun; rank 0's standard output is this
         terminal's.
 
@@ -124,9 +124,7 @@ class Launch:
             stale.unlink(missing_ok=True)  # another node may have removed it
         stop_file = {STOP_FILE: str(self._folder.stop_request(self._ranks))} if self._ask else {}
         arguments = [*torchrun, "-m", "megagrpo.cli", *command]
-        return self._start(
-            arguments, self._folder.log(self._ranks), reports, stop_file | (env or {})
-        )
+        return self._start(arguments, self._folder.log(self._ranks), reports, stop_file | env)
 
     def spawn(
         self, command: list[str], log: Path, env: dict[str, str], reports: str | None = None
@@ -163,17 +161,20 @@ class Launch:
                     stop_tree(main.process.pid)  # torchrun would restart the ranks
                 look_at = time.monotonic() + _LOOK_S
             time.sleep(_POLL_S)
+        _ignore_signals()  # the status is decided
         self._print_pages(known)
-        if main.process.returncode != 0:
-            return self._failed(main)
-        if self._ask and (granted := self._request.granted()):
-            answer, status = granted
-            print(
-                f"megagrpo: stopped as requested, {answer}; the same command resumes from there",
-                file=sys.stderr,
-            )
-            return status
-        return 0
+        return self._failed(main) if main.process.returncode != 0 else self._stopped()
+
+    def _stopped(self) -> int:
+        """Returns the status of a granted stop request, which it prints; 0 if none was granted."""
+        if not self._ask or (granted := self._request.granted()) is None:
+            return 0
+        answer, status = granted
+        print(
+            f"megagrpo: stopped as requested, {answer}; the same command resumes from there",
+            file=sys.stderr,
+        )
+        return status
 
     def _print_pages(self, known: set[Path]) -> None:
         """Prints the first paragraphs of new pages, and adds these to `known`."""
@@ -204,19 +205,23 @@ class Launch:
         reason = last_lines(child.log) if first is None else first.read_text().rstrip()
         status = f"{child.log.stem} ended with status {child.process.returncode}"
         print(f"megagrpo: {status}\n{reason}\nwhole log: {child.log}", file=sys.stderr)
-        return 1
+        return self._stopped() or 1
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
         _ignore_signals()
         raise _Ended(signal.Signals(number))
 
     def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
-        if number in (signal.SIGTERM, signal.SIGINT) and self._request.made():
-            self._leave(number, frame)
-        self._request.make()
-        if number == signal.SIGINT:
-            said = "saves after this step and ends; Ctrl-C again ends it at once"
-            print(f"megagrpo {self._command}: {said}", file=sys.stderr)
+        said = list[str]()
+        # a full or read-only file system ends no run that could be saved later
+        with collected(said), translated("not asked to stop, ask again", OSError):
+            if number in (signal.SIGTERM, signal.SIGINT) and self._request.made():
+                self._leave(number, frame)
+            self._request.make()
+        if number == signal.SIGINT and not said:
+            said.append("saves after this step and ends; Ctrl-C again ends it at once")
+        for line in said:
+            print(f"megagrpo {self._command}: {line}", file=sys.stderr)
 
 
 # torchrun's options for ranks of one machine. By default their address is the host name, which need

@@ -20,7 +20,7 @@ certify/        written by `megagrpo certify`    logs/          of every process
 bisect/         a run folder of `megagrpo bisect`: also report.md, report.json
 try/            a run folder of `megagrpo try`
 logs/trainer.log, service.log, engine-0.node-0.log ...
-logs/trainer.stop_request                        stop request of one node, see stop_request.py
+logs/trainer.stop_request, .stop_final, .stop_granted    the stop request of one node
 logs/error_trainer_rank3.txt, .final.txt         why a rank failed; "final": a restart would fail
 again
 logs/deadline_TIME.txt, logs/ranks/              which rank waits for which, see

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,9 +17,10 @@ import pytest
 
 from megagrpo import cli
 from megagrpo.check.problems import finished
-from megagrpo.cluster import nodes
+from megagrpo.cluster import machine, nodes
 from megagrpo.cluster.machine import _devices, alone_in, run, write_experiment
-from megagrpo.cluster.supervise import Child, Launch
+from megagrpo.cluster.supervise import _SIGNALS, Child, Launch
+from megagrpo.config.load import load_config
 from megagrpo.config.schema import CheckpointConfig, ExperimentConfig
 from megagrpo.system.environment import child_environment
 from megagrpo.system.processes import (
@@ -34,7 +36,16 @@ from megagrpo.system.stop_request import ENDED, STOPPED, StopRequest
 from megagrpo.tools.status import print_status
 from megagrpo.tools.stop import stop
 from tests import experiments
-from tests.experiments import until
+from tests.experiments import QUICKSTART, python, until
+
+
+@pytest.fixture(autouse=True)
+def handlers_of_pytest():
+    """A launch that takes stop requests leaves all signals ignored."""
+    old = {number: signal.getsignal(number) for number in _SIGNALS}
+    yield
+    for number, handler in old.items():
+        signal.signal(number, handler)
 
 
 def experiment(transport: str) -> ExperimentConfig:
@@ -189,20 +200,140 @@ def test_a_signal_ends_with_the_status_that_shells_know(number, status, tmp_path
 
 @pytest.mark.parametrize("final, status", [(False, STOPPED), (True, ENDED)])
 def test_a_stop_request_lets_ranks_finish_and_a_second_term_ends(final, status, tmp_path, capsys):
-    """final: `megagrpo stop` wrote it on another node."""
+    """final: `megagrpo stop` wrote it on another node. What fails once the run is saved changes
+    nothing."""
     folder = RunFolder(tmp_path)
     request = StopRequest(folder.stop_request("trainer"))
-    for times in (1, 2):
+    for program in ("true", "false", "sleep"):
         with Launch(folder, "train", end=(), ask=(signal.SIGUSR1, signal.SIGTERM)) as launch:
             assert not request.made(), "that of an earlier launch is withdrawn"
-            child = launch.spawn(["true"], tmp_path / "log", {})
+            child = launch.spawn([program, "60"], tmp_path / "log", {})
             signal.raise_signal(signal.SIGTERM)
-            request.grant(3, final)
-            if times == 2:
+            if program == "sleep":
                 signal.raise_signal(signal.SIGTERM)
+            request.grant(3, final)
             assert launch.watch(child) == status
             assert "stopped as requested, saved after step 3" in capsys.readouterr().err
-    assert launch.status == 143
+    assert launch.status == 143 and request.granted() is None
+
+
+def test_a_stop_request_that_cannot_be_written_ends_no_run(tmp_path, capsys):
+    folder = RunFolder(tmp_path)
+    request = StopRequest(folder.stop_request("trainer"))
+    with Launch(folder, "run", end=(), ask=(signal.SIGUSR1, signal.SIGINT)) as launch:
+        folder.logs.rmdir()
+        for number in (signal.SIGUSR1, signal.SIGINT):
+            signal.raise_signal(number)
+            (said,) = capsys.readouterr().err.splitlines()
+            assert said.startswith("megagrpo run: not asked to stop, ask again: [Errno 2] ")
+        folder.logs.mkdir()
+        signal.raise_signal(signal.SIGUSR1)
+        assert request.made()
+    assert launch.status == 1, "the block has no other end"
+
+
+# A launcher, and ranks that stop as asked; at each moment they wait until the test goes on.
+_LAUNCHER = """
+import signal, sys, time
+from pathlib import Path
+from megagrpo.cluster.machine import alone_in
+from megagrpo.cluster.supervise import Launch
+from megagrpo.system.run_folder import RunFolder
+
+path, ranks = Path(sys.argv[1]), sys.argv[2]
+folder = RunFolder(path)
+ask = (signal.SIGUSR1, signal.SIGINT)
+launch = Launch(folder, "run", end=(signal.SIGTERM, signal.SIGUSR2), ask=ask)
+with alone_in(folder), launch:
+    command = [sys.executable, "-c", ranks, str(path)]
+    launch.status = launch.watch(launch.spawn(command, folder.log("trainer"), {}, "trainer"))
+(path / "ended").touch()
+while not (path / "ended.go").exists():
+    time.sleep(0.01)
+sys.exit(launch.status)
+"""
+_RANKS = """
+import sys, time
+from pathlib import Path
+from megagrpo.system.run_folder import RunFolder
+from megagrpo.system.stop_request import StopRequest
+
+path = Path(sys.argv[1])
+request = StopRequest(RunFolder(path).stop_request("trainer"))
+
+def wait(moment):
+    (path / moment).touch()
+    while not (path / f"{moment}.go").exists():
+        time.sleep(0.01)
+
+wait("up")
+while not request.made():
+    time.sleep(0.01)
+wait("saving")
+final = request.final()
+wait("granting")
+request.grant(3, final)
+wait("granted")
+"""
+_USR1, _INT, _TERM, _USR2 = signal.SIGUSR1, signal.SIGINT, signal.SIGTERM, signal.SIGUSR2
+
+
+@pytest.mark.parametrize(
+    "asks, status",
+    [
+        ({"up": [_USR1]}, STOPPED),
+        ({"up": [_INT], "granted": [_INT, _INT]}, STOPPED),
+        ({"up": [_USR1], "granted": [_TERM, _USR2]}, STOPPED),
+        ({"up": ["stop"]}, ENDED),
+        ({"up": [_INT], "saving": ["stop"]}, ENDED),
+        ({"up": [_USR1], "granting": ["stop"]}, ENDED),
+        ({"up": [_USR1], "granted": ["stop", _INT]}, ENDED),
+        ({"up": [_INT], "saving": [_INT]}, 130),
+    ],
+)
+def test_no_later_request_or_signal_changes_how_a_stopped_run_ends(asks, status, tmp_path):
+    """As under Slurm, whose job repeats USR1 until the launcher has exited."""
+    path = tmp_path / "run"
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", _LAUNCHER, path, _RANKS],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=child_environment(),
+    )
+    sent = 0
+    asked = threading.Event()
+    over = (path / "ended").exists
+
+    def repeat() -> None:
+        nonlocal sent
+        asked.wait()
+        while launcher.poll() is None:
+            launcher.send_signal(_USR1)
+            sent += 1
+            time.sleep(0.002)
+
+    repeats = threading.Thread(target=repeat)
+    repeats.start()
+    try:
+        for moment in ("up", "saving", "granting", "granted", "ended"):
+            met = (path / moment).exists
+            until(lambda met=met: met() or over() or launcher.poll() is not None, 60)
+            for number in asks.get(moment, [_INT, _TERM, _USR2] if moment == "ended" else []):
+                if number == "stop":
+                    stop(path, now=False)
+                else:
+                    launcher.send_signal(number)
+            until(StopRequest(RunFolder(path).stop_request("trainer")).made, 60)
+            asked.set()
+            until(lambda before=sent: sent > before + 20 or launcher.poll() is not None, 60)
+            (path / f"{moment}.go").touch()
+        said = launcher.communicate(timeout=60)[1]
+    finally:
+        asked.set()
+        launcher.kill()
+        repeats.join()
+    assert launcher.returncode == status, said
+    assert ("stopped as requested, saved after step 3" in said) == (status != 130)
 
 
 def test_the_first_ctrl_c_saves_and_the_second_ends(tmp_path, capsys):
@@ -390,3 +521,60 @@ time.sleep(600)
     process.kill()
     process.wait(10)
     until(lambda: not is_live(child), 10)
+
+
+# In torchrun's place: notes the words of the ranks that it is to start.
+_NOTES_WORDS = "import json, sys; json.dump(sys.argv[2:], open(sys.argv[1], 'w'))"
+
+
+@pytest.mark.parametrize("words", [["export", "out", "--lora"], ["replay", "dump"], ["sft"]])
+def test_a_command_beside_a_run_has_an_experiment_of_its_own(words, tmp_path, monkeypatch):
+    """The run's ranks restart from config.yaml, even if they are lost while another command runs."""
+    (tmp_path / "torchrun.py").write_text(_NOTES_WORDS)
+    noted = tmp_path / "words.json"
+    monkeypatch.setattr(machine, "torchrun", lambda ranks: [str(tmp_path / "torchrun.py"), noted])
+    where = [f"output_dir={tmp_path / 'run'}", "actor.device=cpu"]
+    trained = load_config(QUICKSTART, where)
+    own = ["actor.world_size=1", "actor.parallel={}", "actor.optimizer.lr=1e-3"]
+    changes = [word for change in [*where, *own] for word in ("--set", change)]
+    with alone_in(trained.run_folder):
+        write_experiment(trained)
+        assert cli.main([words[0], str(QUICKSTART), *words[1:], *changes]) == 0
+    assert load_config(trained.run_folder.config) == trained
+    noted_words = json.loads(noted.read_text())
+    of_rank = noted_words[noted_words.index("megagrpo.cli") + 1 :]
+    args = cli._parser(of_rank).parse_args(of_rank)
+    assert [args.command, *words[1:2]] == words[:2]
+    assert load_config(args.config, args.overrides) == load_config(QUICKSTART, [*where, *own])
+
+
+# Runs that have nothing left to do, on one rank.
+_FINISHED_RUNS = """
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+from megagrpo.tasks.ranks import train_main
+from tests.experiments import experiment
+
+run = SimpleNamespace(mesh=SimpleNamespace(is_main=True))
+sys.modules["megagrpo.run"] = SimpleNamespace(start_run=lambda *_: nullcontext(run))
+sys.modules["megagrpo.train"] = SimpleNamespace(train=lambda run: None)
+for folder in sys.argv[1:]:
+    assert train_main(experiment(output_dir=folder, actor={"device": "cpu"}), None) == 0
+"""
+
+
+def test_a_report_that_cannot_be_written_fails_no_finished_run(tmp_path):
+    lines = {
+        "cut": '{"step": 1, "rew\n{"step": 2}\n',
+        "blocked": '{"step": 1, "reward/mean": 0.5}\n',
+    }
+    folders = [tmp_path / name for name in lines]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(lines[folder.name])
+    (tmp_path / "blocked" / "summary.md").mkdir()
+    said = python("-c", _FINISHED_RUNS, *folders).splitlines()
+    notes = [line for line in said if line.startswith("no summary: ")]
+    for folder, note in zip(folders, notes, strict=True):
+        assert note.endswith(f"; `megagrpo report {folder}` writes it")

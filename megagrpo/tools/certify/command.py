@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megagrpo.cluster.machine import train_ranks
+from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig
 from megagrpo.system.arguments import positive
 from megagrpo.system.environment import under_torchrun
@@ -53,7 +54,10 @@ def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = N
         (subfolder / "cases.json").write_text(
             json.dumps([asdict(case) for case in cases if case.ranks == world])
         )
-        if train_ranks(_of_world(config, folder / "model", subfolder, world), ["certify"]) != 0:
+        of_world = _of_world(config, folder / "model", subfolder, world)
+        file = of_world.run_folder.config
+        dump_config(of_world, file)
+        if train_ranks(of_world, "certify", [str(file)]) != 0:
             return 1  # the launcher has reported why
         results += json.loads((subfolder / "results.json").read_text())
     text, passed = write_certificate(
