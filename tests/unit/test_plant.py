@@ -19,10 +19,10 @@ def test_a_fault_applies_and_its_tests_exist(fault: Fault):
 
 
 def test_faults_are_in_many_rooms():
-    assert len({fault.name for fault in FAULTS}) == 36
+    assert len({fault.name for fault in FAULTS}) == 40
     assert {fault.file.partition("/")[0] for fault in FAULTS} == {
         *("algo", "batching", "weights", "actor", "tools", "cpu", "sandbox", "environments"),
-        *("check", "system", "rollout", "run.py", "data"),
+        *("check", "system", "rollout", "run.py", "data", "rewards", "config"),
     }
 
 
