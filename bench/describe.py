@@ -247,7 +247,7 @@ def _bound(number: float) -> str:
 
 def _member(member: object) -> str:
     if get_origin(member) is Literal:
-        return ", ".join(f"`{value}`" for value in get_args(member))
+        return ", ".join(f"`{value}`" for value in get_args(member) if value != "")
     if get_origin(member) is list:
         item = members(get_args(member)[0])[0]
         return f"list of {_member(item)}{'' if get_origin(item) is Literal else 's'}"

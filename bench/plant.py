@@ -375,6 +375,36 @@ FAULTS = (
         "    write_experiment(config)\n    with Launch(folder, name, end=ENDING",
         (BESIDE,),
     ),
+    Fault(
+        "a function called like a service is not called",
+        "rewards/pool.py",
+        "entry.grader in SERVICES:\n            return",
+        "entry.short_name in self._services:\n            return",
+        ("unit/test_rewards_pool.py::test_a_function_that_is_called_like_a_service_is_called",),
+    ),
+    Fault(
+        "any text names a parser of tool calls",
+        "config/rollout.py",
+        'ToolParser = Literal[("", *names.split())]',
+        "ToolParser = str",
+        ("unit/test_tool_parsers.py::test_a_parser_that_sglang_does_not_have_is_refused",),
+    ),
+    Fault(
+        "a tool that no parser reads turns calls into text",
+        "rollout/agents/parsers.py",
+        'named = tool["function"]',
+        'named = tool.get("function", {"name": None})',
+        ("unit/test_tool_parsers.py::test_a_tool_that_is_no_function_is_refused",),
+    ),
+    Fault(
+        "a parser that raises gives an empty message",
+        "rollout/agents/parsers.py",
+        "message |= found or {}",
+        'message |= found or {"content": ""}',
+        (
+            "unit/test_tool_parsers.py::test_a_turn_that_no_parser_reads_is_its_text_and_holds_no_other",
+        ),
+    ),
 )
 
 

@@ -25,9 +25,8 @@ from megagrpo.rollout.service.engine_command import (
     ServerPlace,
     engine_command,
     engine_environment,
-    engine_python_path,
+    environment_without_gpu,
 )
-from megagrpo.system.environment import child_environment
 
 _ON_GPU = ServerPlace(0, "127.0.0.1", 30000, "127.0.0.1:30001", cuda=True, num_cores=1)
 _ON_CPU = replace(_ON_GPU, cuda=False)
@@ -106,21 +105,9 @@ def _judged(
     return [(tuple(path), problem) for path, problem in json.loads(said.splitlines()[-1])]
 
 
-def dry_run(config: ExperimentConfig, module: str, job: object, problem: str) -> str:
-    """Returns the output of a dry run of the rollout service, in a process as an engine's that sees
-    no GPU. job: JSON.
-
-    Raises ValueError if it fails: `problem` and the end of SGLang's output.
-    """
-    return _answer(f"megagrpo.rollout.service.{module}", job, _as_engine(config), problem)
-
-
 def _as_engine(config: ExperimentConfig) -> dict[str, str]:
     """Returns the environment of an engine's process that sees no GPU."""
-    no_gpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return child_environment(
-        engine_environment(config, _ON_CPU) | no_gpu, python_path=engine_python_path(_ON_CPU)
-    )
+    return environment_without_gpu() | engine_environment(config, _ON_CPU)
 
 
 def _answer(module: str, job: object, environment: dict[str, str] | None, problem: str) -> str:
@@ -167,7 +154,8 @@ def resolve_all(
         resolved = Path(name) / "resolved.json"
         job = {"servers": servers, "device": device, "output": str(resolved)}
         problem = "SGLang does not resolve these arguments"
-        dry_run(configs[0], "arguments_dry_run", job, problem)
+        environment = _as_engine(configs[0])
+        _answer("megagrpo.rollout.service.arguments_dry_run", job, environment, problem)
         return json.loads(resolved.read_text())
 
 

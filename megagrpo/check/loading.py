@@ -5,11 +5,12 @@ It imports transformers, and with it torch: some seconds. problems.py, which run
 start, does not.
 """
 
+import asyncio
 import json
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megagrpo.check.libraries import dry_run
 from megagrpo.check.problems import model_folder, named_first
 from megagrpo.checkpoint.folder import data_problem, latest
 from megagrpo.config.fields import complaints
@@ -38,7 +38,9 @@ from megagrpo.data.texts import decoder
 from megagrpo.families.model import Model
 from megagrpo.rewards.trial_texts import first_of_each, grade_trial_texts
 from megagrpo.rollout.agents.make import make_answering
+from megagrpo.rollout.agents.parsers import TurnParsers
 from megagrpo.rollout.agents.renderer import Renderer
+from megagrpo.rollout.generation import GenerationFailed
 from megagrpo.system.errors import collected, translated
 from megagrpo.system.worker_process import WorkerError
 
@@ -254,7 +256,7 @@ def _try_tool_turn(
         turn = turn.removeprefix(render_messages(data, tokenizer, _ASKED, ready, [_TOOL]))
     decode = decoder(tokenizer, model, config.sampling.skip_special_tokens)
     text = decode(np.array(tokenizer(turn, add_special_tokens=False)["input_ids"]))
-    calls = _parsed_by_sglang(config, {"text": text, "tools": [_TOOL], "parser": agent.tool_parser})
+    calls = _parsed_by_sglang(text, agent.tool_parser)
     if calls != [["add", _ARGUMENTS]]:
         raise ValueError(
             f"sampling.agent.tool_parser {agent.tool_parser}: in the turn that the chat template "
@@ -263,9 +265,14 @@ def _try_tool_turn(
     trial.loaded.append(f"a tool call, written by the template, parsed by {agent.tool_parser}")
 
 
-def _parsed_by_sglang(config: ExperimentConfig, job: dict[str, object]) -> list[object]:
+def _parsed_by_sglang(text: str, tool_parser: str) -> list[list[object]]:
     """Returns [name, arguments] of the calls that SGLang's parser finds. Raises ValueError."""
-    problem = "sampling.agent.tool_parser: SGLang does not parse a tool call"
-    said = dry_run(config, "parsers_dry_run", [job], problem)
-    (calls,) = json.loads(said.splitlines()[-1])
-    return calls
+    with (
+        closing(TurnParsers(tool_parser, "")) as parsers,
+        translated("a tool call is not parsed", GenerationFailed),
+    ):
+        message = asyncio.run(parsers.message(text, [_TOOL], ""))
+    return [
+        [call["function"]["name"], json.loads(call["function"]["arguments"])]
+        for call in message.get("tool_calls", ())
+    ]

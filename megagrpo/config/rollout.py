@@ -22,6 +22,23 @@ from megagrpo.config.fields import (
 if TYPE_CHECKING:
     from megagrpo.config.schema import ExperimentConfig
 
+    ToolParser = str
+    ReasoningParser = str
+else:  # names of SGLang 0.5.21's registries, whose import takes seconds
+    names = """
+        apertus2509 cohere_command4 deepseekv3 deepseekv31 deepseekv32 deepseekv4 deepseekv41 dots
+        glm glm45 glm47 gpt-oss k2_horizon kimi_k2 kimi_k3 lfm2 ling3 llama3 mimo minicpm5 mistral
+        muse poolside_v1 pythonic qwen qwen25 qwen3_coder spark25 step3 step3p5 minimax-m2
+        minimax-m3 nanbeige trinity interns1 hermes hunyuan gigachat3 gigachat35 gemma4 inkling
+        iquest_q1"""
+    ToolParser = Literal[("", *names.split())]
+    names = """
+        apertus2509 deepseek-r1 deepseek-v3 deepseek-v4 deepseek-v41 dots glm45 ling3 hunyuan
+        gpt-oss k2_horizon kimi kimi_k2 kimi_k3 mimo muse poolside_v1 qwen3 qwen3-thinking minimax
+        minimax-append-think minimax-m3 nanbeige step3 step3p5 mistral nemotron_3
+        granite_thinking_parser interns1 gemma4 inkling iquest_q1 cohere_command4 gigachat35"""
+    ReasoningParser = Literal[("", *names.split())]
+
 _BESIDE_TRAINERS = 0.6  # of a GPU's memory
 _KERNELS_COMPILED_S = 3600.0  # FP8's, on GPUs at the first start on a node
 
@@ -103,10 +120,10 @@ class AgentConfig(Section):
     truncated_reward: Number | None = None
     """Reward if a limit of tokens or turns made the program fail; default: an error, without a
     reward."""
-    tool_parser: str = ""
+    tool_parser: ToolParser = ""
     """SGLang's parser of the model's tool calls, such as qwen25; default: its text is the
     message."""
-    reasoning_parser: str = ""
+    reasoning_parser: ReasoningParser = ""
     """SGLang's parser of reasoning, such as qwen3."""
     workers: Processes = 2
     """Processes of each sampling rank; each runs many programs."""

@@ -109,7 +109,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         return [entry]
 
     async def _graded(self, entry: GraderConfig, prompt: Prompt, text: str) -> Graded:
-        if entry.short_name in self._services:
+        if entry.grader in SERVICES:
             return await self._services[entry.short_name].outcome(prompt, text)
         of_prompt = (prompt.question or prompt.text, bool(prompt.messages))
         inputs = (text, prompt.answer, prompt.source, prompt.extra, *of_prompt)

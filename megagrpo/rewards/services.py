@@ -121,7 +121,7 @@ class ServiceGrader(ABC):
             )
         try:
             return json.loads(data)
-        except ValueError as exc:  # also bytes that are no text
+        except (ValueError, RecursionError) as exc:  # also bytes that are no text
             raise ServiceError(
                 f"{self.location} answered something else than JSON: {said!r}"
             ) from exc

@@ -77,7 +77,7 @@ class Sampler:
         decode: Callable[[np.ndarray], str],
         answering: Answering | None = None,
     ):
-        self._config, self._num_leaders, self._control = config, num_leaders, control
+        self._config, self._num_leaders = config, num_leaders
         self._grader = grader
         self._decode = decode
         self._answering: Answering = answering or NoAnswer()
@@ -248,7 +248,6 @@ class Sampler:
             self._turns(rollout),
             job.params.max_tokens,
             self._decode,
-            self._control,
         )
 
     def _affinities(self, num_samples: int) -> Sequence[Affinity | None]:

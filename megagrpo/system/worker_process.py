@@ -29,7 +29,7 @@ T = TypeVar("T")
 Value = Any  # what JSON can hold
 Answer = tuple[Value, str | None]  # a value, or why there is none
 
-START_TIMEOUT_S = 120.0  # an import (sympy on a busy machine), not a call
+START_TIMEOUT_S = 300.0  # an import (SGLang on a busy machine), not a call
 GRACE_S = 5.0  # for a cancelled call to end by itself
 LONGEST_LINE = 2**28  # bytes
 _END_S = 10.0  # for a killed process to be gone

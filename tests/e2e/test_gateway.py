@@ -1,8 +1,6 @@
 """Agent programs in front of a real engine: what an agent saw is what is trained on, bit for
 bit."""
 
-import asyncio
-import json
 from collections.abc import Sequence
 from functools import partial
 
@@ -14,7 +12,6 @@ from tiny_model import EOS
 from transformers import AutoTokenizer
 
 from megagrpo.rollout.agents.make import make_answering
-from megagrpo.rollout.agents.parsers import EngineParsers
 from megagrpo.types import Prompt, RolloutGroup
 
 pytestmark = pytest.mark.timeout(1200)
@@ -95,32 +92,3 @@ def test_a_program_samples_the_bits_of_the_same_environment_and_branches_are_tra
             found = logprobs_by(tiny_model, [*prompt, *sample.token_ids])[len(prompt) - 1 :].numpy()
             differences.append(np.abs(found - sample.logprobs)[sample.loss_mask])
     assert np.concatenate(differences).mean() <= 5e-6
-
-
-def test_an_engine_parses_turns_and_no_text_is_lost(service):
-    service.set_version(1)
-    tool = {
-        "name": "add",
-        "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
-    }
-
-    def parsed(text: str, reasoning: str = "") -> dict:
-        async def ask() -> dict:
-            parsers = EngineParsers(service.control, "qwen25", reasoning)
-            return await parsers.message(text, [{"type": "function", "function": tool}], "c1-")
-
-        return asyncio.run(ask())
-
-    def call(name: str, x: object) -> str:
-        return f'<tool_call>\n{{"name": "{name}", "arguments": {{"x": {x}}}}}\n</tool_call>'
-
-    message = parsed(f"<think>two sums</think>{call('add', 1)}\n{call('add', 2)}", "qwen3")
-    assert message["reasoning_content"].strip() == "two sums" and not message["content"].strip()
-    assert [each["id"] for each in message["tool_calls"]] == ["c1-000", "c1-001"]
-    functions = [each["function"] for each in message["tool_calls"]]
-    assert [(of["name"], json.loads(of["arguments"])) for of in functions] == [
-        ("add", {"x": 1}),
-        ("add", {"x": 2}),
-    ]
-    for text in ("12", f"so {call('unknown', 1)}", f"so {call('add', 'oops}')}"):
-        assert parsed(text) == {"role": "assistant", "content": text}

@@ -124,6 +124,8 @@ SERVICES = {
     "answers another schema": (['{"score": 1}'], "error", """answered {'score': 1}"""),
     "gives too few scores": (['{"scores": []}'], "error", "gave 0 scores for 1 responses"),
     "gives NaN": (['{"scores": [NaN]}'], "error", "gave the score nan, not a finite number"),
+    "gives an integer beyond all floats": (['{"scores": [1' + "0" * 400 + "]}"], "error", "gave the score 1000"),
+    "nests its answer without end": (["[" * 100_000], "error", "answered something else than JSON"),
     "gives a text as score": (['{"scores": ["1.0"]}'], "error", "gave the score '1.0', not a "
                                                                 "finite number"),
 }  # fmt: skip

@@ -67,8 +67,8 @@ ONLY_IN = {
     "megatron": r"actor/|cpu/trainer\.py|tools/bisect/capture\.py",
     "ray": r"rollout/service/",
     # a dry run builds the engine's model or resolves its arguments as on a GPU, in a process of its own
-    "sglang": r"weights/engines/loader\.py|rollout/service/(engine_process|engine_words|scoring|\w+_dry_run)\.py"
-    r"|cpu/engine/",
+    "sglang": r"weights/engines/loader\.py|cpu/engine/"
+    r"|rollout/service/(engine_process|engine_words|scoring|parser_worker|\w+_dry_run)\.py",
     "sgl_kernel": r"cpu/engine/",
     "simdjson": r"rollout/answer_arrays\.py",
     "triton": r"weights/digests/triton_kernel\.py",

@@ -19,6 +19,7 @@ from megagrpo.rollout.agents.answering import RolloutTask
 from megagrpo.rollout.agents.chat import ANTHROPIC, OPENAI
 from megagrpo.rollout.agents.conversation import ChatTurn, Conversation, Refused
 from megagrpo.rollout.agents.gateway import Gateway
+from megagrpo.rollout.agents.parsers import TurnParsers
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.response import Response, SampleTurn
 from megagrpo.types import Prompt
@@ -76,7 +77,7 @@ def talk(*texts: str, **limits) -> tuple[Conversation, list[list[int]]]:
         ]
         return {"role": "assistant", "content": "", "tool_calls": calls}
 
-    max_tokens = limits.pop("max_tokens", 100)
+    max_tokens, parse = limits.pop("max_tokens", 100), limits.pop("parse", parse)
     config = AgentConfig(function="of_no_module:function", **{"max_turns": 9} | limits)
     decode = lambda tokens: TOKENIZER.decode(tokens, skip_special_tokens=True)  # noqa: E731
     task = task_of(sample, max_tokens, decode)
@@ -282,6 +283,25 @@ def test_a_body_that_is_no_object_is_the_agents_mistake(path):
 
     status, answer = asyncio.run(run())
     assert status == 400 and "JSON object" in answer["error"]["message"]
+
+
+def test_a_tool_that_no_parser_reads_is_the_agents_mistake():
+    """Coding clients send tools that their own server would run."""
+    tools = [*TOOLS, {"type": "web_search"}]
+
+    async def run() -> tuple[int, dict]:
+        parse = TurnParsers("qwen25", "").message
+        gateway, (conversation, _) = Gateway("127.0.0.1", "policy"), talk("12", parse=parse)
+        gateway.start()
+        with gateway.session(conversation) as (url, key):
+            body = {"messages": [USER], "tools": tools}
+            said = await asyncio.to_thread(post, url, "chat/completions", key, body)
+        assert not conversation._turns
+        return said
+
+    status, answer = asyncio.run(run())
+    assert status == 400
+    assert "leave out the tool {'type': 'web_search'}" in answer["error"]["message"]
 
 
 CONVERSATIONS = 500

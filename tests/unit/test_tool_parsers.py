@@ -3,25 +3,34 @@ supported family, with tokenizers whose markers are special tokens."""
 
 import asyncio
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
-from types import SimpleNamespace
+from contextlib import closing
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from examples.laptop.model import character_tokenizer
-from megagrpo.check import libraries, loading
+from megagrpo.algo.statistics import alone
+from megagrpo.check import loading
 from megagrpo.check.loading import LoadingTest
 from megagrpo.config.data import DataConfig
+from megagrpo.config.load import ConfigError, load_config
+from megagrpo.config.rollout import AgentConfig
 from megagrpo.data.messages import render_messages
 from megagrpo.data.texts import decoder
 from megagrpo.families.model import Model
 from megagrpo.families.table import FAMILIES
-from megagrpo.rollout.agents.parsers import EngineParsers
-from megagrpo.rollout.service.engine_command import engine_environment, engine_python_path
-from megagrpo.system.environment import child_environment
-from tests.experiments import experiment
+from megagrpo.monitor.metrics import Metrics
+from megagrpo.rollout.agents.parsers import TurnParsers
+from megagrpo.rollout.agents.programs import Programs
+from megagrpo.rollout.generation import GenerationFailed
+from megagrpo.rollout.service.engine_command import environment_without_gpu
+from tests.experiments import ROOT, experiment, until
 
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 QWEN = (
@@ -167,14 +176,23 @@ TOOL = {
         },
     },
 }
+KIMIS = {
+    what: "<|tool_calls_section_begin|>"
+    + "".join(
+        f"<|tool_call_begin|>functions.look_up:{number}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        for number in numbers
+    )
+    + "<|tool_calls_section_end|>"
+    for what, numbers in {"named": "45", "named twice": "44"}.items()
+} | {"degenerate": "functions." * 100_000}
 ARGUMENTS = [{"word": "a b", "number": 2}, {"word": 'say "é"\n'}]
 PROGRAM = """
 import json, sys
-from megagrpo.rollout.service.parsers_dry_run import calls_in
-from sglang.srt.parser.reasoning_parser import ReasoningParser
-calls, thoughts = json.load(sys.stdin)
-found = [ReasoningParser(model_type=parser).parse_non_stream(text) for parser, text in thoughts]
-print(json.dumps([[calls_in(**job) for job in calls], found]))
+from sglang.srt.function_call.parser_names import TOOL_CALL_PARSER_NAMES
+from sglang.srt.parser.reasoning_parser_names import REASONING_PARSER_NAMES
+from megagrpo.rollout.service.parser_worker import parse
+names = TOOL_CALL_PARSER_NAMES, REASONING_PARSER_NAMES
+print(json.dumps([names, [parse(*turn) for turn in json.load(sys.stdin)]]))
 """
 
 
@@ -223,9 +241,10 @@ def turn_of(tokenizer, number: int, content: str = "") -> str:
 
 @pytest.fixture(scope="module")
 def parsed(tmp_path_factory):
-    """What SGLang's parsers find, in one process for all tests: {(name, what): result}."""
+    """What the parsers make of turns, in one process for all tests: {(name, what): message's parts},
+    and SGLang's names."""
     folder = tmp_path_factory.mktemp("model")
-    calls, thoughts = {}, {}
+    turns = {}
     for name, (_, parser, *_) in MODELS.items():
         tokenizer = tokenizer_of(name)
         texts = {"one": heard(tokenizer, turn_of(tokenizer, 1), folder)}
@@ -235,24 +254,29 @@ def parsed(tmp_path_factory):
         texts["stripped"] = heard(tokenizer, turn_of(tokenizer, 1), folder, True)
         texts["none"] = "I do not know."
         for what, text in texts.items():
-            calls[name, what] = {"text": text, "tools": [TOOL], "parser": parser}
+            turns[name, what] = text, [TOOL["function"]], "c-", parser, ""
     for name, parser in REASONING.items():
         text = "<think>2 and 3</think>five" + MODELS[name][2]
-        thoughts[name, "thought"] = parser, heard(tokenizer_of(name), text, folder)
+        turns[name, "thought"] = heard(tokenizer_of(name), text, folder), [], "", "", parser
+    for what, text in KIMIS.items():
+        turns["Kimi-K2", what] = text, [TOOL["function"]], "c-", "kimi_k2", ""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        input=json.dumps([list(calls.values()), list(thoughts.values())]),
-        env=child_environment(
-            engine_environment(experiment(), libraries._ON_CPU),
-            python_path=engine_python_path(libraries._ON_CPU),
-        ),
+        input=json.dumps(list(turns.values())),
+        env=environment_without_gpu(),
         stdout=subprocess.PIPE,
         text=True,
         timeout=300,
         check=True,
     )
-    of_calls, of_thoughts = json.loads(done.stdout.splitlines()[-1])
-    return dict(zip([*calls, *thoughts], [*of_calls, *of_thoughts], strict=True))
+    names, found = json.loads(done.stdout.splitlines()[-1])
+    return dict(zip(turns, found, strict=True)) | {"names": names}
+
+
+def calls_of(message: dict) -> list[list[object]]:
+    """[name, arguments] of the calls of a message, or of its parts."""
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    return [[function["name"], json.loads(function["arguments"])] for function in functions]
 
 
 def test_every_family_has_a_template_here():
@@ -264,17 +288,17 @@ def test_calls_are_found_where_markers_are_special_tokens(parsed, name):
     wanted = [["look_up", dict(arguments)] for arguments in ARGUMENTS]
     if name in ("MiniMax-M2", "DeepSeek-V3.2"):  # SGLang's parsers drop a value's last line break
         wanted[1][1]["word"] = wanted[1][1]["word"].rstrip("\n")
-    assert parsed[name, "one"] == wanted[:1]
-    assert parsed.get((name, "two"), wanted) == wanted
-    assert parsed.get((name, "said"), wanted[:1]) == wanted[:1]
-    assert parsed[name, "none"] == []
+    for what, expected in (("one", wanted[:1]), ("two", wanted), ("said", wanted[:1])):
+        if (name, what) in parsed:
+            assert calls_of(parsed[name, what]) == expected
+    assert parsed[name, "none"] == {}, "the text is the message"
     # with the other choice of sampling.skip_special_tokens only Llama's, which has no markers
-    assert bool(parsed[name, "stripped"]) == (name == "Llama-3.1")
+    assert bool(calls_of(parsed[name, "stripped"])) == (name == "Llama-3.1")
 
 
 @pytest.mark.parametrize("name", REASONING)
 def test_reasoning_is_found_where_its_tags_are_special_tokens(parsed, name):
-    assert parsed[name, "thought"] == ["2 and 3", "five"]
+    assert parsed[name, "thought"] == {"content": "five", "reasoning_content": "2 and 3"}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -285,7 +309,7 @@ def test_check_tries_a_turn_with_a_tool(name, history, tmp_path, monkeypatch):
     config = experiment(data={"path": "a.jsonl", "chat_template": True}, sampling={"agent": agent})
     jobs = []
     monkeypatch.setattr(
-        loading, "_parsed_by_sglang", lambda _, job: jobs.append(job) or [["add", {"a": 2}]]
+        loading, "_parsed_by_sglang", lambda *job: jobs.append(job) or [["add", {"a": 2}]]
     )
     trial = LoadingTest()
     model = Model(tmp_path, tmp_path, {}, False)
@@ -294,49 +318,109 @@ def test_check_tries_a_turn_with_a_tool(name, history, tmp_path, monkeypatch):
             loading._try_tool_turn(config, config.sampling.agent, model, tokenizer_of(name), trial)
         return
     loading._try_tool_turn(config, config.sampling.agent, model, tokenizer_of(name), trial)
-    (job,) = jobs
-    assert "add" in job["text"] and MODELS[name][2] not in job["text"]
+    ((text, by),) = jobs
+    assert "add" in text and MODELS[name][2] not in text and by == parser
     assert trial.loaded == [f"a tool call, written by the template, parsed by {parser}"]
     monkeypatch.setattr(loading, "_parsed_by_sglang", lambda *_: [])
     with pytest.raises(ValueError, match=f"tool_parser {parser}: in the turn .* it finds no call"):
         loading._try_tool_turn(config, config.sampling.agent, model, tokenizer_of(name), trial)
 
 
-def test_kimis_calls_keep_the_names_that_the_model_gave_them():
-    parsers = EngineParsers(None, "kimi_k2")
-    text = "".join(
-        f"<|tool_call_begin|>functions.add:{number}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
-        for number in (4, 5)
-    )
-    call = {"name": "add", "parameters": "{}"}
+def test_kimis_calls_keep_the_names_that_the_model_gave_them(parsed):
+    def ids(what: str) -> list[str]:
+        return [call["id"] for call in parsed["Kimi-K2", what]["tool_calls"]]
 
-    def ids(text: str) -> list[str]:
-        async def ask(*_):
-            return {"calls": [call, call], "normal_text": ""}
-
-        parsers._ask = ask
-        message = asyncio.run(parsers.message(text, [TOOL], "c00001"))
-        return [each["id"] for each in message["tool_calls"]]
-
-    assert ids(text) == ["functions.add:4", "functions.add:5"]
-    assert ids(text.replace(":5", ":4")) == ids("of another model") == ["c00001000", "c00001001"]
+    assert ids("named") == ["functions.look_up:4", "functions.look_up:5"]
+    assert ids("named twice") == ["c-000", "c-001"]
+    assert parsed["Kimi-K2", "degenerate"] == {}
 
 
-def test_no_engine_that_is_ready_is_no_try(monkeypatch):
-    """Engines restart for minutes, and a run may wait for them."""
-    monkeypatch.setattr("megagrpo.rollout.agents.parsers._PAUSE_S", 0.0)
-    looks = []
+def test_a_parser_that_sglang_does_not_have_is_refused(parsed):
+    """By every command: the experiment cannot be read."""
+    keys = ("tool_parser", "reasoning_parser")
+    for key, names in zip(keys, parsed["names"], strict=True):
+        choices = get_args(AgentConfig.model_fields[key].annotation)
+        assert sorted(choices) == sorted(["", *names])
+    wrong = "{function: 'a:b', tool_parser: qwen_25, reasoning_parser: qwen_3}"
+    settings = ["sampling.environment=null", f"sampling.agent={wrong}"]
+    with pytest.raises(ConfigError) as error:
+        load_config(ROOT / "configs" / "lake.yaml", settings)
+    for key, name in zip(keys, ("qwen25", "qwen3"), strict=True):
+        assert re.search(f"agent.{key} = .*: not a choice; did you mean '{name}'", str(error.value))
 
-    class Restarting:
-        api_key = "k"
 
-        def status(self) -> SimpleNamespace:
-            looks.append(None)
-            if len(looks) > 50:
-                raise LookupError("enough")
-            starting = SimpleNamespace(state="starting", url="")
-            return SimpleNamespace(engines_of=lambda teacher: [starting])
+CALL = '<tool_call>\n{"name": "look_up", "arguments": {"number": 2}}\n</tool_call>'
+FOUND = [["look_up", {"number": 2}]]
 
-    parsers = EngineParsers(Restarting(), "qwen25")
-    with pytest.raises(LookupError):
-        asyncio.run(parsers.message("<tool_call>", [TOOL], "c"))
+
+def test_a_turn_that_no_parser_reads_is_its_text_and_holds_no_other():
+    """In real processes: one ends the turn and answers on, one is killed."""
+    degenerate = "<tool_call>\n" * 16_000  # 32k tokens
+
+    def pids() -> list[int]:
+        return [slot.process._process.pid for slot in parsers._slots if slot.process is not None]
+
+    async def turns() -> None:
+        def parsing(text: str, tools=(TOOL,)) -> asyncio.Task:
+            return asyncio.create_task(parsers.message(text, tools, "c1-"))
+
+        assert await parsing("12", None) == {"role": "assistant", "content": "12"}
+        thought = await parsing(f"<think>two sums</think>so {CALL}\n{CALL}")
+        assert thought["reasoning_content"] == "two sums" and thought["content"] == "so"
+        assert [call["id"] for call in thought["tool_calls"]] == ["c1-000", "c1-001"]
+        assert calls_of(thought) == FOUND * 2
+        assert len(pids()) == 1, "the second starts with a turn that finds none idle"
+        for text in ("12", f"so {CALL.replace('look_up', 'unknown')}", "so <tool_call>\n{oops"):
+            assert await parsing(text) == {"role": "assistant", "content": text}
+
+        await asyncio.gather(parsing(CALL), parsing(CALL))
+        before, slow = pids(), parsing(degenerate)
+        assert len(before) == 2
+        await asyncio.sleep(0)
+        assert calls_of(await parsing(CALL)) == FOUND
+        assert not slow.done(), "the other process answers meanwhile"
+        assert parsers.unparsed == 0
+        assert await slow == {"role": "assistant", "content": degenerate}
+        assert parsers.unparsed == 1 and pids() == before
+        assert calls_of(await parsing(CALL)) == FOUND, "it reads the next turn"
+
+        lost = parsing(degenerate)
+        await asyncio.sleep(0.1)
+        os.kill(pids()[0], signal.SIGKILL)
+        assert await lost == {"role": "assistant", "content": degenerate}
+        assert parsers.unparsed == 2
+        both = await asyncio.gather(parsing(CALL), parsing(CALL))
+        assert [calls_of(message) for message in both] == [FOUND] * 2 and before[0] not in pids()
+
+    with closing(TurnParsers("qwen25", "qwen3")) as parsers:
+        asyncio.run(turns())
+    until(lambda: not pids())
+
+
+def test_parsers_that_do_not_start_end_the_run():
+    with (
+        closing(TurnParsers("qwen_25", "")) as parsers,
+        pytest.raises(GenerationFailed, match="tool_parser.*: SGLang's parsers do not start"),
+    ):
+        asyncio.run(parsers.message(CALL, [TOOL], ""))
+
+
+def test_turns_that_no_parser_reads_are_counted():
+    agent = AgentConfig(function="of_no_module:function", tool_parser="qwen25")
+    programs, counts = Programs(agent, None, "127.0.0.1", "policy"), []
+    programs._parsers.unparsed = 3
+    for _ in range(2):
+        programs.add_metrics(metrics := Metrics())
+        counts.append(metrics.reduced(alone)["agent/unparsed_turns"])
+    programs.close()
+    assert counts == [3, 0]
+
+
+@pytest.mark.parametrize("tool", [{"type": "web_search"}, {"type": "function", "name": "f"}, 3])
+def test_a_tool_that_is_no_function_is_refused(tool):
+    """An engine would refuse it as well; as text, the whole run's calls would be lost."""
+    for tools in ([TOOL, tool], [tool]):
+        with pytest.raises(ValueError, match="read functions; leave out the tool"):
+            asyncio.run(TurnParsers("qwen25", "").message(CALL, tools, ""))
+    found = asyncio.run(TurnParsers("", "").message(CALL, [tool], ""))
+    assert found["content"] == CALL, "without a parser only the chat template reads tools"

@@ -6,7 +6,7 @@ Request: {"samples": [{"prompt": text, "response": text, "answer": text}, ...]}.
 """
 
 import asyncio
-import math
+import sys
 from contextlib import suppress
 
 from megagrpo.config.reward import GraderArgs, HttpOptions
@@ -39,7 +39,7 @@ class HttpGrader(ServiceGrader):
         ]  # a caller that gives up does not end the others' request
         if isinstance(score, Exception):
             raise score
-        if not isinstance(score, bool | int | float) or not math.isfinite(score):
+        if not isinstance(score, bool | int | float) or not abs(score) <= sys.float_info.max:
             raise ServiceError(f"{self.location} gave the score {score!r:.60}, not a finite number")
         return Graded("score", (float(score),))
 

@@ -10,9 +10,8 @@ from megagrpo.data.messages import as_messages
 from megagrpo.rollout.response import Response, SampleTurn
 from megagrpo.types import Outcome, Prompt
 
-if TYPE_CHECKING:  # they pull in torch and an HTTP client
+if TYPE_CHECKING:  # it pulls in torch
     from megagrpo.monitor.metrics import Metrics
-    from megagrpo.rollout.control import ServiceControl
 
 
 def _nothing() -> Response:
@@ -57,7 +56,6 @@ class RolloutTask:
     turn: SampleTurn
     max_tokens: int  # of a sample's response, with what was said to the model
     decode: Callable[[np.ndarray], str]  # ids of a turn -> text
-    control: "ServiceControl | None" = None  # of the engines that parse an agent's turns
 
     @property
     def row(self) -> dict[str, object]:

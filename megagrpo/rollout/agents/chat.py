@@ -64,8 +64,8 @@ def _write_openai(turn: ChatTurn, body: Body, model: str) -> Body:
         "message": turn.message,
         "finish_reason": _finish(turn),
         "logprobs": None,
+        "text": turn.text,  # as no parser has seen it
     }
-    choice["text"] = turn.text  # whatever a parser made of it
     answer: dict[str, object] = {
         "id": f"chatcmpl-{turn.number}",
         "object": "chat.completion",

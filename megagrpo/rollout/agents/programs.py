@@ -12,7 +12,7 @@ from megagrpo.config.rollout import AgentConfig
 from megagrpo.rollout.agents.answering import RolloutTask, SamplePart
 from megagrpo.rollout.agents.conversation import Conversation
 from megagrpo.rollout.agents.gateway import Gateway
-from megagrpo.rollout.agents.parsers import EngineParsers
+from megagrpo.rollout.agents.parsers import TurnParsers
 from megagrpo.rollout.agents.program_worker import COMMAND
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.system.worker_process import WorkerError, WorkerProcess, WorkerSlot, python_module
@@ -45,12 +45,14 @@ class Programs:
         self._spare: list[WorkerSlot] = []  # of programs that began again
         self._open = asyncio.Semaphore(_OPEN)
         self._alone = asyncio.Semaphore(_ALONE)
-        self._parsers: EngineParsers | None = None
+        self._parsers = TurnParsers(config.tool_parser, config.reasoning_parser)
         self._ended, self._seconds, self._waited_s = 0, 0.0, 0.0  # since the last `add_metrics`
 
     def add_metrics(self, metrics: "Metrics") -> None:
-        """Adds the mean seconds of programs since the last time, without and in the engines'
-        time."""
+        """Adds the mean seconds of programs since the last time, without and in the engines' time,
+        and the turns that the parsers could not read."""
+        metrics.add_sum("agent/unparsed_turns", self._parsers.unparsed)
+        self._parsers.unparsed = 0
         metrics.add_mean("agent/program_s", self._seconds, self._ended)
         metrics.add_mean("agent/engines_s", self._waited_s, self._ended)
         self._ended, self._seconds, self._waited_s = 0, 0.0, 0.0
@@ -59,6 +61,7 @@ class Programs:
         """Ends all processes, after the loop has ended."""
         for slot in [*self._running, *self._spare]:
             slot.close()
+        self._parsers.close()
         self._gateway.close()
 
     async def rollout(self, task: RolloutTask) -> tuple[Sequence[SamplePart], Outcome | None]:
@@ -69,10 +72,6 @@ class Programs:
         Raises GenerationFailed.
         """
         self._gateway.start()
-        if self._parsers is None:
-            config = self.config
-            assert task.control is not None, "the sampler has one"
-            self._parsers = EngineParsers(task.control, config.tool_parser, config.reasoning_parser)
         outcome, talk = None, None
         for place in (self._shared, self._own):
             async with self._open, place() as slot:

@@ -24,6 +24,7 @@ from megagrpo.families.table import (
 from megagrpo.system.environment import (
     SCORES_AT,
     WEIGHT_LOADER,
+    child_environment,
     get,
     without_expandable_segments,
 )
@@ -230,6 +231,12 @@ def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str
 def engine_python_path(place: ServerPlace) -> list[str]:
     """Returns the folders that come first on the server process's PYTHONPATH."""
     return [] if place.cuda else [str(_stand_ins().FOLDER)]
+
+
+def environment_without_gpu() -> dict[str, str]:
+    """Returns the environment of a process that imports SGLang and sees no GPU."""
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return child_environment(hidden, [str(_stand_ins().FOLDER)])
 
 
 def _stand_ins() -> ModuleType:

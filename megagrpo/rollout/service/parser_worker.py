@@ -1,0 +1,74 @@
+"""The process that parses turns of the model by SGLang's own parsers: `python -m
+megagrpo.rollout.service.parser_worker FD TOOL_PARSER REASONING_PARSER`.
+
+Some parsers take the square of the length of a degenerate turn: in an engine they would hold its
+requests and its health check. Written against sglang 0.5.21.
+"""
+
+import logging
+import re
+import signal
+import sys
+from collections.abc import Sequence
+
+from sglang.srt.entrypoints.openai.protocol import Tool
+from sglang.srt.function_call.function_call_parser import FunctionCallParser
+from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+from megagrpo.system.worker_process import answer_calls
+
+# Kimi-K2 names its calls itself, and its template repeats the name before a tool's output.
+_OWN_IDS = re.compile(r"functions\.[\w.-]{1,128}:\d{1,9}(?=\s*<\|tool_call_argument_begin\|>)")
+_CPU_S = 2.0  # for a turn; a good one of 1 MB takes 0.06
+
+
+def parse(
+    text: str, functions: Sequence[dict], prefix: str, tool_parser: str, reasoning_parser: str
+) -> dict[str, object]:
+    """Returns what an engine's endpoints find in a turn, as parts of its message. prefix: of the
+    ids of its calls. An empty name: no such parser.
+
+    Raises ValueError for an unknown parser, and what a parser raises.
+    """
+    message: dict[str, object] = {}
+    if reasoning_parser:
+        reasoning, rest = ReasoningParser(reasoning_parser).parse_non_stream(text)
+        if reasoning:
+            text = rest or ""
+            message = {"content": text, "reasoning_content": reasoning}
+    if tool_parser:
+        tools = [Tool(function=function) for function in functions]
+        content, found = FunctionCallParser(tools, tool_parser).parse_non_stream(text)
+        ids = _OWN_IDS.findall(text)
+        if len(set(ids)) != len(found):
+            ids = [f"{prefix}{index:03}" for index in range(len(found))]
+        calls = [
+            {
+                "id": call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.parameters},
+            }
+            for call_id, call in zip(ids, found, strict=True)
+        ]
+        if calls:
+            message |= {"content": content or "", "tool_calls": calls}
+    return message
+
+
+def main(fd: int, *parsers: str) -> None:
+    """Answers calls [text, functions, prefix] until the socket is closed. Raises ValueError for an
+    unknown parser."""
+    parse("", (), "", *parsers)
+    logging.disable()  # they log the text that they cannot read
+    # an exit, which ends the parser only, because some parsers catch every Exception
+    signal.signal(signal.SIGVTALRM, lambda *_: sys.exit())
+
+    def answer(turn: Sequence) -> object:
+        signal.setitimer(signal.ITIMER_VIRTUAL, _CPU_S)
+        return parse(*turn, *parsers)
+
+    answer_calls(fd, answer)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])
