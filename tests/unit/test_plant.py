@@ -22,7 +22,17 @@ def test_faults_are_in_many_rooms():
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     assert {fault.file.partition("/")[0] for fault in FAULTS} == {
         *("algo", "batching", "weights", "actor", "tools", "cpu", "sandbox", "environments"),
-        *("check", "system", "rollout", "run.py", "data", "rewards", "checkpoint", "cluster"),
+        *(
+            "check",
+            "system",
+            "rollout",
+            "run.py",
+            "data",
+            "rewards",
+            "checkpoint",
+            "cluster",
+            "config",
+        ),
     }
 
 
