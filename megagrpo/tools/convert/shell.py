@@ -11,35 +11,34 @@ from posixpath import basename, dirname, join, normpath
 from tree_sitter import Node
 
 from megagrpo.system.environment import for_a_bare_shell
+from megagrpo.system.errors import translated
 from megagrpo.tools.convert.shell_words import (
     QUOTED,
     UNKNOWN,
+    Answer,
+    Nodes,
     State,
     Value,
     calculated,
     expand,
     fits,
     is_known,
-    kept,
     marks_in,
     parsed,
     plain,
+    plain_words,
     quoted,
+    quoted_text,
     raw,
     source,
     tested,
-    text_of,
     words,
 )
 
 _LONGEST = 100_000  # text of a variable
 _MOST_COMMANDS = 20_000
 _COUNTED = re.compile(r"for \(\( *(\w+) *= *0 *; *\1 *< *\$?\{?(\w+)\}? *; *\1\+\+ *\)\)")
-_LISTS = "variable_assignments declaration_command compound_statement do_group else_clause"
-
-
-class _Leaves(Exception):
-    """exit, return, break or continue, its argument."""
+_LISTS = "variable_assignments declaration_command compound_statement do_group else_clause ERROR"
 
 
 def trainer_command(path: Path, trainers: str, example: str) -> tuple[list[str], list[str]]:
@@ -53,15 +52,12 @@ def trainer_command(path: Path, trainers: str, example: str) -> tuple[list[str],
     variables: dict[str, Value] = {**for_a_bare_shell(), "HOME": "~", "PWD": str(Path.cwd())}
     variables |= {"0": str(path.absolute()), "BASH_SOURCE": str(path.absolute())}
     state = State(variables, _substituted, trainers.split("|"))
-    ends = ""
-    try:
+    with translated(f"{path} is nested too deeply", RecursionError):
         _each(state, _read(state, path.read_text(encoding="utf-8")))
-    except RecursionError:
-        ends = "; it is nested too deeply"
-    except _Leaves as leaves:
-        names = ", ".join(text for text in state.marks if re.fullmatch(r"\$[A-Za-z_]\w*", text))
-        ends = f"; it ends by `{leaves}`" + (f", without {names}" if names else "")
     if not state.commands:
+        names = ", ".join(text for text in state.marks if re.fullmatch(r"\$[A-Za-z_]\w*", text))
+        without = f", without {names}" if names else ""
+        ends = f"; it ends by `{state.leaving[0]}`{without}" if state.leaving else ""
         raise ValueError(f"{path}: has no command `{example}`{ends}")
     found = state.commands[0]
     start = [_is_trainer(state, word) for word in found].index(True)
@@ -77,14 +73,14 @@ def trainer_command(path: Path, trainers: str, example: str) -> tuple[list[str],
     said = [*state.notes, *(note + ", ".join(options) for note, options in notes.items())]
     if len(state.commands) > 1:
         said.append(f"{len(state.commands)} commands start a trainer; this is the first")
-    return kept(found[start:]), said
+    return plain_words(found[start:]), said
 
 
 def _is_trainer(state: State, word: str) -> bool:
     return any(fnmatchcase(plain(word), trainer) for trainer in state.trainers)
 
 
-def _read(state: State, text: str) -> Sequence[Node]:
+def _read(state: State, text: str) -> Nodes:
     program = parsed(text)
     if program.has_error:
         file = state.variables["BASH_SOURCE"]
@@ -96,31 +92,24 @@ def _subshell(state: State, output: list[str] | None = None) -> State:
     return replace(state, variables=dict(state.variables), output=output)
 
 
-def _until(state: State, nodes: Sequence[Node], *ends: str) -> bool | None:
-    """Evaluates commands up to one of these ends."""
-    try:
-        return _each(state, nodes)
-    except _Leaves as leaves:
-        if str(leaves) not in ends:
-            raise
-    return True
+def _until(state: State, nodes: Nodes, *ends: str) -> Answer:
+    """Evaluates commands up to one of these ends; without them, up to any."""
+    answer = _each(state, nodes)
+    if not ends or state.leaving[:1] == [*ends]:
+        state.leaving.clear()
+    return answer
 
 
-def _contained(state: State, nodes: Sequence[Node]) -> bool | None:
-    """Evaluates commands that end nothing else."""
-    return _until(state, nodes, "exit", "return", "break", "continue")
-
-
-def _each(state: State, nodes: Sequence[Node]) -> bool | None:
+def _each(state: State, nodes: Nodes) -> Answer:
     """Evaluates commands; returns the last one's answer."""
-    answer: bool | None = True
+    answer: Answer = True
     for node in nodes:
-        if node.is_named and node.type != "comment":
+        if node.is_named and node.type != "comment" and not state.leaving:
             answer = _run(state, node)
     return answer
 
 
-def _run(state: State, node: Node) -> bool | None:
+def _run(state: State, node: Node) -> Answer:
     """Evaluates a command, or a list of them."""
     if next(state.steps) > _MOST_COMMANDS:
         raise ValueError(
@@ -136,10 +125,10 @@ def _run(state: State, node: Node) -> bool | None:
             return _each(state, node.children_by_field_name("body"))
         case "pipeline":
             for stage in node.named_children:
-                _contained(_subshell(state), [stage])
+                _until(_subshell(state), [stage])
             return _unknown(state, node)
         case "subshell":
-            return _contained(_subshell(state, state.output), node.named_children)
+            return _until(_subshell(state, state.output), node.named_children)
         case "function_definition":
             state.functions[source(node.children_by_field_name("name")[0])] = node
         case "compound_statement" if node.children[0].type == "((":
@@ -152,16 +141,14 @@ def _run(state: State, node: Node) -> bool | None:
     return _each(state, node.named_children) if node.type in _LISTS else True
 
 
-def _unknown(state: State, _: Node) -> bool | None:
+def _unknown(state: State, _: Node) -> Answer:
     """Returns the answer of a program, which writes what only a run could tell."""
     if state.output is not None:
         state.output.append(state.asked)
     return None
 
 
-def _decided(
-    state: State, asked: Node, answer: bool | None, yes: Sequence[Node], no: Sequence[Node]
-) -> bool | None:
+def _decided(state: State, asked: Node, answer: Answer, yes: Nodes, no: Nodes) -> Answer:
     """Evaluates one of two branches. If only a run could tell which, no is assumed, and noted if it
     may count; then yes is only tried, and no ends nothing."""
     if answer is not None:
@@ -172,12 +159,12 @@ def _decided(
         what = state.meaning(state.mark(UNKNOWN, source(asked), asked))
         state.notes[f"taken as false, because nothing runs: {what}"] = None
     tried = replace(_subshell(state), notes={})
-    taken = _contained(state, no)
-    _contained(tried, yes)
+    taken = _until(state, no)
+    _until(tried, yes)
     return taken
 
 
-def _both(state: State, node: Node) -> bool | None:
+def _both(state: State, node: Node) -> Answer:
     """Evaluates `a && b` or `a || b`."""
     first, operator, *_, second = node.children
     written = len(state.output or ())
@@ -189,7 +176,7 @@ def _both(state: State, node: Node) -> bool | None:
     return _decided(state, first, answer, [second], []) and answer
 
 
-def _condition(state: State, node: Node) -> bool | None:
+def _condition(state: State, node: Node) -> Answer:
     """Evaluates an if or elif with the clauses after it."""
     then = [child.type for child in node.children].index("then")
     body = [child for child in node.children[then:] if not child.type.endswith("_clause")]
@@ -200,7 +187,7 @@ def _condition(state: State, node: Node) -> bool | None:
     return _decided(state, node.named_children[0], answer, body, clauses[:1])
 
 
-def _case(state: State, node: Node) -> bool | None:
+def _case(state: State, node: Node) -> Answer:
     """Evaluates a case; what only a run could tell fits no pattern but `*`."""
     value = expand(state, node.named_children[0], True)
     taken: list[Node] = []
@@ -216,7 +203,7 @@ def _case(state: State, node: Node) -> bool | None:
     return _decided(state, node.named_children[0], answer, others, taken)
 
 
-def _loop(state: State, node: Node) -> bool | None:
+def _loop(state: State, node: Node) -> Answer:
     """Evaluates a for over words, or `for ((i=0; i<N; i++))`; of others, the body is only tried."""
     body = node.children_by_field_name("body")
     named = node.children_by_field_name("variable")
@@ -229,29 +216,27 @@ def _loop(state: State, node: Node) -> bool | None:
     if not turns or not all(map(is_known, turns)):
         return _decided(state, node, None, body, [])
     for turn in turns:
+        if state.leaving:
+            break
         state.variables[name] = raw(turn)
-        try:
-            _until(state, body, "continue")
-        except _Leaves as leaves:
-            if str(leaves) == "break":
-                break
-            raise
+        _until(state, body, "continue")
+    _until(state, [], "break")
     return True
 
 
-def _command(state: State, node: Node) -> bool | None:
+def _command(state: State, node: Node) -> Answer:
     """Evaluates a command: bash's own, a function, or a program."""
-    inside = [each for each in node.children if not re.search("assign|redirect", each.type)]
-    parts = words(state, inside)
-    name, *args = kept(parts) or [":"]
+    named = [each for each in node.children if not re.search("assign|redirect", each.type)]
+    parts = words(state, named)
+    name, *args = plain_words(parts) or [":"]
     if name in (*state.functions, "source", "."):
-        _each(state, node.named_children)  # its own variables
+        _each(state, [each for each in node.children if each.type == "variable_assignment"])
     if name in state.functions:
         called = replace(state, arguments=parts[1:])
         return _until(called, state.functions[name].children_by_field_name("body"), "return")
     match name:
         case "exit" | "return" | "break" | "continue":
-            raise _Leaves(name)
+            state.leaving.append(name)
         case "cd":
             state.variables["PWD"] = _path(state, raw(parts[-1]) if args else "~")
         case "source" | ".":
@@ -274,7 +259,7 @@ def _command(state: State, node: Node) -> bool | None:
     return True
 
 
-def _program(state: State, node: Node, parts: list[str]) -> bool | None:
+def _program(state: State, node: Node, parts: list[str]) -> Answer:
     """Notes a command if it starts a trainer; one may be in a text, as of `bash -c`."""
     for part in parts:
         found = raw(part).split()
@@ -306,9 +291,8 @@ def _source(state: State, name: str) -> None:
 def _substituted(state: State, node: Node) -> str:
     """Returns what `$(...)` becomes."""
     output: list[str] = []
-    text = re.sub(r"^(`|\$\()|(`|\))$", "", source(node)).strip()
-    asked = state.mark(UNKNOWN, f"$({text})", node)
-    _contained(replace(_subshell(state, output), asked=asked), node.named_children)
+    asked = state.mark(UNKNOWN, source(node), node)
+    _until(replace(_subshell(state, output), asked=asked), node.named_children)
     return "".join(output).rstrip("\n")
 
 
@@ -323,9 +307,9 @@ def _assign(state: State, node: Node) -> bool:
         value = [*items, *words(state, given[0].named_children)]
     elif index:
         number = int(index[:-1]) if re.fullmatch(r"\d{1,3}]", index) else len(items)
-        value = [*items[:number], QUOTED + quoted(text_of(state, given)), *items[number + 1 :]]
+        value = [*items[:number], QUOTED + quoted(quoted_text(state, given)), *items[number + 1 :]]
     else:
-        value = raw("".join(items[:1])) + text_of(state, given)
+        value = raw("".join(items[:1])) + quoted_text(state, given)
     if sum(map(len, value)) > _LONGEST:
         raise ValueError(
             f"{state.variables['0']}: ${name} gets too long; give the trainer's command alone"
@@ -336,7 +320,7 @@ def _assign(state: State, node: Node) -> bool:
 
 def _written(state: State, name: str, parts: Sequence[str]) -> bool:
     """Writes what a simple command writes; returns False for another program."""
-    match name, kept(parts):
+    match name, plain_words(parts):
         case "echo", [*texts]:
             text = " ".join(text for text in texts if text not in ("-n", "-e"))
         case "pwd", _:
@@ -361,7 +345,7 @@ def _path(state: State, path: str) -> str:
     return normpath(join(str(state.variables["PWD"]), plain(path)))
 
 
-_HANDLERS: dict[str, Callable[[State, Node], bool | None]] = {
+_HANDLERS: dict[str, Callable[[State, Node], Answer]] = {
     "command": _command,
     "list": _both,
     "if_statement": _condition,

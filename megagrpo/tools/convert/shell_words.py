@@ -6,6 +6,7 @@ is kept if it is empty, and marks for what is not known, each an index into `Sta
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import translate
 from functools import cache
@@ -17,12 +18,19 @@ import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
 Value = str | list[str]  # the words of an array have their signs
+Answer = bool | None  # None: only a run could tell
+Nodes = Sequence[Node]
 EMPTY, UNKNOWN = 0xE000, 0xE800  # kinds of marks: a variable that is not set, a program's output
 QUOTED = "\uf8ff"
 _SPACES = str.maketrans(" \t\n", "\uf8fc\uf8fd\uf8fe")
 _RAW = str.maketrans({"\uf8fc": " ", "\uf8fd": "\t", "\uf8fe": "\n", QUOTED: None})
 _MARK = re.compile("[\ue000-\uefff]")
-_NAMES = re.compile(r"(\\.)|\$(\w+)", re.DOTALL)
+_QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*\""""
+# what is quoted, or a comment; an escaped character; a variable
+_PIECES = re.compile(rf"({_QUOTED}|(?<!\S)\#[^\n]*|\\\n)|\\(.)|\$(\w+)", re.DOTALL)
+_EXPANSION = r"\$\(+[^()\n]*\)+|\$\{[^{}\n]*\}"
+_ASSIGNMENT = rf"\w+=(?:{_QUOTED}|{_EXPANSION}|\\[^\n]|[^\s'\"()\\;&|])*"
+_SEVERAL = re.compile(rf"(?m)(?<!\S)({_ASSIGNMENT}[ \t]+{_ASSIGNMENT})[ \t]*$")
 _COMPARED = {"-eq": eq, "-ne": ne, "-lt": lt, "-le": le, "-gt": gt, "-ge": ge}
 _COMPUTED = {
     "+": add,
@@ -48,6 +56,7 @@ class State:
     trainers: Sequence[str]
     commands: list[list[str]] = field(default_factory=list)  # of trainers: words with their signs
     notes: dict[str, None] = field(default_factory=dict)
+    leaving: list[str] = field(default_factory=list)  # by exit, return, break or continue
     steps: Iterator[int] = field(default_factory=count)
     marks: dict[str, str] = field(default_factory=dict)  # what they stand for -> that with its line
     functions: dict[str, Node] = field(default_factory=dict)
@@ -74,10 +83,17 @@ def _parser() -> Parser:
 
 
 def parsed(text: str) -> Node:
-    """Returns the syntax tree of a script. The grammar may take `a/$NAME/b` apart, but not
-    `a/${NAME}/b`, so that is what it gets."""
-    braced = _NAMES.sub(lambda match: match[1] or f"${{{match[2]}}}", plain(text))
-    return _parser().parse(braced.encode()).root_node
+    """Returns the syntax tree of a script. The grammar may take `a/$NAME/b`, "a"\\b and x-`y` apart,
+    and a line of assignments for those of a command below it, so these are written otherwise."""
+    text = _SEVERAL.sub(r"\1;", re.sub(r"`([^`\n]*)`", r"$(\1)", plain(text)))
+    return _parser().parse(_PIECES.sub(_rewritten, text).encode()).root_node
+
+
+def _rewritten(match: re.Match[str]) -> str:
+    same, escaped, name = match.groups()
+    if escaped:
+        return f'"{escaped}"' if escaped == "'" else f"'{escaped}'"
+    return same or f"${{{name}}}"
 
 
 def source(node: Node) -> str:
@@ -100,13 +116,13 @@ def quoted(text: str) -> str:
     return text.translate(_SPACES)
 
 
-def words(state: State, nodes: Sequence[Node]) -> list[str]:
+def words(state: State, nodes: Nodes) -> list[str]:
     """Returns the words that words become, with their signs."""
     text = " ".join(expand(state, node) for node in nodes)
     return [word for word in re.split(r"[ \t\n]+", text) if word]
 
 
-def kept(parts: Sequence[str]) -> list[str]:
+def plain_words(parts: Sequence[str]) -> list[str]:
     """Returns words without signs and marks, but for those that were only a mark."""
     return [plain(part) for part in parts if QUOTED in part or plain(part)]
 
@@ -121,7 +137,7 @@ def is_known(text: str) -> bool:
     return not re.search("[\ue800-\uefff]", text)
 
 
-def text_of(state: State, nodes: Sequence[Node]) -> str:
+def quoted_text(state: State, nodes: Nodes) -> str:
     """Returns what words become between quotes, with marks only."""
     return raw("".join(expand(state, node, True) for node in nodes))
 
@@ -163,7 +179,7 @@ def expand(state: State, node: Node, inside: bool = False) -> str:
             found = state.mark(UNKNOWN, text, node)
         case _:  # a space at its beginning is part of a word in ${NAME:-one word}
             text = (node.text or b"").decode()
-            return re.sub(r"\\(.)", lambda m: quoted(m[1].strip("\n")), text, flags=re.DOTALL)
+            return text.replace("\\\n", "")
     return quoted(found) if inside else found
 
 
@@ -211,7 +227,7 @@ def _value(state: State, name: str, node: Node) -> Value | None:
     return raw("".join(value[:1])) if value and first else value
 
 
-def _glob(state: State, nodes: Sequence[Node]) -> str:
+def _glob(state: State, nodes: Nodes) -> str:
     """Returns a pattern in which what is quoted stands for itself."""
     found = ""
     for node in nodes:
@@ -220,18 +236,18 @@ def _glob(state: State, nodes: Sequence[Node]) -> str:
         elif node.type == "concatenation":
             found += _glob(state, node.children)
         else:
-            text = plain(text_of(state, [node]))
+            text = plain(quoted_text(state, [node]))
             found += re.sub(r"([*?[])", r"[\1]", text) if "string" in node.type else text
     return found
 
 
-def fits(state: State, text: str, nodes: Sequence[Node]) -> bool:
+def fits(state: State, text: str, nodes: Nodes) -> bool:
     """Returns whether a text is what one of several patterns, between `|`, stands for."""
     globs = _glob(state, nodes).split("|")
     return any(re.match(translate(glob), plain(text)) for glob in globs)
 
 
-def tested(state: State, node: Node) -> bool | None:
+def tested(state: State, node: Node) -> Answer:
     """Returns the answer of a test, or of a part of it; None if only a run could tell."""
     sign = node.child_by_field_name("operator")
     named = [each for each in node.named_children if each != sign]
@@ -244,7 +260,7 @@ def tested(state: State, node: Node) -> bool | None:
         if operator == "!":
             return None if None in sides else not sides[0]
         return stop if stop in sides else None if None in sides else not stop
-    texts = [text_of(state, [each]) for each in named]
+    texts = [quoted_text(state, [each]) for each in named]
     if not is_known("".join(texts)) or any("_expression" in each.type for each in named):
         return None
     first, second = plain(texts[0]), plain("".join(texts[1:]))
@@ -260,11 +276,10 @@ def tested(state: State, node: Node) -> bool | None:
 def calculated(state: State, node: Node) -> str:
     """Returns what `$((...))` becomes, with the marks of what it reads."""
     read: list[str] = []
-    try:
+    with suppress(ValueError, ArithmeticError):
         return str(int(_number(state, node, read))) + marks_in("".join(read))
-    except (ValueError, ArithmeticError):
-        unknown = (sign for sign in "".join(read) if not is_known(sign))
-        return next(unknown, "") or state.mark(UNKNOWN, source(node), node)
+    unknown = (sign for sign in "".join(read) if not is_known(sign))
+    return next(unknown, "") or state.mark(UNKNOWN, source(node), node)
 
 
 def _number(state: State, node: Node, read: list[str]) -> int:
@@ -277,7 +292,7 @@ def _number(state: State, node: Node, read: list[str]) -> int:
     if node.type == "binary_expression" and operator in _COMPUTED:
         left, right = (_number(state, child, read) for child in children)
         return _COMPUTED[operator](left, right)
-    text = source(node) if "expan" not in node.type else text_of(state, [node])
+    text = source(node) if "expan" not in node.type else quoted_text(state, [node])
     if text.isidentifier():
         text = "".join(state.variables.get(text) or state.mark(EMPTY, f"${text}", node))
     read.append(text)
