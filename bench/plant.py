@@ -405,6 +405,20 @@ FAULTS = (
             "unit/test_tool_parsers.py::test_a_turn_that_no_parser_reads_is_its_text_and_holds_no_other",
         ),
     ),
+    Fault(
+        "a converted script sources any file",
+        "tools/convert/shell.py",
+        "if real.is_relative_to(within.resolve()) and real.is_file():",
+        "if real.is_file():",
+        ("unit/test_convert_shell.py",),
+    ),
+    Fault(
+        "a program's answer counts as yes",
+        "tools/convert/shell.py",
+        "taken = _until(state, no)",
+        "taken = _until(state, yes)",
+        ("unit/test_convert_shell.py",),
+    ),
 )
 
 
