@@ -6,9 +6,9 @@ before a start.
 
 Each is a checkout, which this project does not contain. Of verl: every script that starts main_ppo,
 but for those of PPO (a critic) and of images (their models are refused); of ROLL: every RLVR
-experiment on text; of slime and miles: every script that starts train.py. A converted experiment is checked on the description of its model where
-configs/models has one of the same name, and on two rows of data as the framework writes them;
-missing files and packages count as no problem.
+experiment on text; of slime and miles: every script that starts train.py. A converted experiment is
+checked on the description of its model where configs/models has one of the same name, and on two
+rows of data as the framework writes them; missing files and packages count as no problem.
 """
 
 import argparse

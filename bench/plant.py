@@ -226,9 +226,9 @@ FAULTS = (
     ),
     Fault(
         "draft trains the model",
-        "actor/megatron/model.py",
-        "self.draft(hidden_states.detach(), embedded",
-        "self.draft(hidden_states, embedded",
+        "actor/megatron/body.py",
+        "self.draft(hidden.detach(), embedded",
+        "self.draft(hidden, embedded",
         DRAFT,
     ),
     Fault(

@@ -244,8 +244,8 @@ def _add_tool(commands: _Commands, name: str, tool: _Tool, imported: bool) -> No
 
 def _add_training(commands: _Commands) -> None:
     text = (
-        "serve and train on this machine, and clean up; with --master-addr, this node's part "
-        "of a colocated run"
+        "serve and train on this machine, and clean up; with --master-addr, this node's "
+        "part of a colocated run"
     )
     _add_node(commands.add_with_config("run", _run, text), "", 30000)
     text = "start the rollout service and watch over it; with --master-addr, this node's part of it"
@@ -263,8 +263,8 @@ def _add_submit(commands: _Commands) -> None:
         "submit", _submit, "run the experiment as a Slurm job"
     ).add_argument
     kinds = (
-        "first nodes train, last ones sample; heterogeneous job; one node; engines on the "
-        "trainers' nodes"
+        "first nodes train, last ones sample; heterogeneous job; one node; "
+        "engines on the trainers' nodes"
     )
     option(
         "--kind",
@@ -278,8 +278,8 @@ def _add_submit(commands: _Commands) -> None:
         help="nodes with engines only; default: as few as suffice",
     )
     gpus = (
-        "of every node; 0: the job requests none; default: cluster.gpus_per_node, if the "
-        "experiment needs GPUs"
+        "of every node; 0: the job requests none; default: cluster.gpus_per_node, if "
+        "the experiment needs GPUs"
     )
     option("--gpus-per-node", type=int, help=gpus)
     option("--time", help="time limit, in sbatch's format")

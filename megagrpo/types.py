@@ -226,9 +226,8 @@ class RolloutGroup:
     """The G rollouts of one prompt, which are each other's baseline, with their outcomes; mostly a
     sample each."""
 
-    group_id: (
-        int  # the index of its prompt in the run, over all epochs; in an evaluation, in its prompts
-    )
+    # the index of its prompt in the run, over all epochs; in an evaluation, in its prompts
+    group_id: int
     prompt: Prompt
     samples: tuple[Sample, ...]  # in order of their index, [G] if every rollout has one
     outcomes: tuple[Outcome, ...]  # [G], of the rollouts
@@ -460,9 +459,8 @@ class MicroBatch:
 
     tokens: "Tensor"  # [b, s] int64, 0 as padding
     positions: "Tensor"  # [b, s] int64, from 0 in every sequence
-    cu_seqlens: (
-        "Tensor | None"  # [k + 1] int32 if packed: starts of the k sequences and the end; else None
-    )
+    # [k + 1] int32 if packed: starts of the k sequences and the end; else None
+    cu_seqlens: "Tensor | None"
     rows: "Tensor"  # [b, s] int64, the sample each position belongs to; -1 padding
     columns: "Tensor"  # [b, s] int64, the index in the sample; -1 padding
     targets: Targets

@@ -58,9 +58,9 @@ def _admits_transformer_engine() -> bool:
                 del sys.modules[name]
     if reason:
         warnings.warn(
-            f"Transformer Engine {version} is installed, but {reason}. Layers are torch's; install "
-            "another (bash "
-            "launch/build_te.sh), or set actor.transformer_engine: true to use it all the same",
+            f"Transformer Engine {version} is installed, but {reason}. Layers are torch's; "
+            "install another (bash launch/build_te.sh), or set actor.transformer_engine: "
+            "true to use it all the same",
             stacklevel=2,
         )
     return not reason
@@ -89,8 +89,8 @@ def prepare_host(
     if torch.cuda.is_available():
         if device == "cpu":
             raise ValueError(
-                "actor.device is cpu, but CUDA was at work in this process before it could be "
-                "hidden"
+                "actor.device is cpu, but CUDA was at work in this process "
+                "before it could be hidden"
             )
         if transformer_engine is False or (
             transformer_engine == "auto" and not _admits_transformer_engine()
@@ -138,11 +138,10 @@ def refuse_training_without_gpu(config: ActorConfig, device: torch.device) -> No
     """
     if device.type == "cpu" and config.dtype == "bfloat16" and config.device == "auto":
         raise ValueError(
-            f"actor.dtype is bfloat16, but no GPU is visible here: {why_no_gpu()}. Ask the "
-            "scheduler for GPUs (Slurm: "
-            "--gpus-per-node), bring the driver up to torch's CUDA (megagrpo doctor prints both), "
-            "or set actor.device: "
-            "cpu to train on the CPU all the same"
+            f"actor.dtype is bfloat16, but no GPU is visible here: {why_no_gpu()}. Ask "
+            "the scheduler for GPUs (Slurm: --gpus-per-node), bring the driver up to "
+            "torch's CUDA (megagrpo doctor prints both), or set actor.device: cpu to "
+            "train on the CPU all the same"
         )
 
 
@@ -180,7 +179,6 @@ def slow_attention(packing: bool, deterministic: bool) -> str:
     )
     return (
         f"Transformer Engine fuses no attention of {what} on GPUs of compute capability "
-        f"{major}.{minor}: scores of all "
-        "pairs of tokens would be held, and context parallelism fails; pip install flash-attn, or "
-        f"choose {remedy}"
+        f"{major}.{minor}: scores of all pairs of tokens would be held, and context parallelism "
+        f"fails; pip install flash-attn, or choose {remedy}"
     )

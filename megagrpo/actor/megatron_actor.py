@@ -54,8 +54,8 @@ def start_distributed(config: ActorConfig, device: torch.device) -> Mesh:
     p = config.parallel
     if device.type == "cpu" and p.etp > 1 and (p.ep > 1 or p.etp > p.tp):
         raise ValueError(
-            f"on a CPU actor.parallel.etp {p.etp} works with ep 1 and tp >= etp only: gloo gathers "
-            "no unequal sizes"
+            f"on a CPU actor.parallel.etp {p.etp} works with ep 1 and tp >= etp only: gloo "
+            "gathers no unequal sizes"
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -69,9 +69,8 @@ def start_distributed(config: ActorConfig, device: torch.device) -> Mesh:
         else:
             alone = dist.HashStore()  # type: ignore[attr-defined]  # torch does not declare the export
             dist.init_process_group(backend, timeout=deadline, store=alone, rank=0, world_size=1)
-        if (
-            device.type == "cuda"
-        ):  # one communicator of all ranks, else point-to-point messages make one for every pair
+        # one communicator of all ranks, else point-to-point messages make one for every pair
+        if device.type == "cuda":
             dist.all_reduce(torch.zeros(1, device=device))
     make_parallel_groups(config)
     return make_mesh(
@@ -165,13 +164,11 @@ class MegatronActor:
         self.model = wrap_chunks(self.chunks, self.transformer, ddp_settings)
         self.optimizer = build_optimizer(self.model, optimizer_settings, config.lora is not None)
         self.update_state = UpdateState(self.model, self.optimizer, device)
-        self._to_gather = (
-            False  # whether parameters of other ranks lag behind this rank's own shards
-        )
+        # whether parameters of other ranks lag behind this rank's own shards
+        self._to_gather = False
         self.updates_done = 0
-        self.as_reference: Callable[[], AbstractContextManager[None]] | None = (
-            None  # set by keep_reference
-        )
+        # set by keep_reference
+        self.as_reference: Callable[[], AbstractContextManager[None]] | None = None
         found = routers(self.chunks)
         arch = self.arch
         self.router_scope = scope = RouterScope(found)
@@ -185,9 +182,8 @@ class MegatronActor:
         self.routing = (
             None if config.routing_replay is None else RoutingReplay(found, scope, arch, device)
         )
-        self.images: Callable[[str], Tensor] | None = (
-            None  # pixels [patches, values] of an image by its key
-        )
+        # pixels [patches, values] of an image by its key
+        self.images: Callable[[str], Tensor] | None = None
 
     @property
     def routed_layers(self) -> tuple[int, ...]:
@@ -278,9 +274,8 @@ class MegatronActor:
         if self.config.lora is None:
             vision = self.arch.vision
             trained = self.config.trained_vision
-            frozen = (
-                () if self.config.trains_draft else (layer_prefix(self.arch.num_layers),)
-            )  # a draft's tensors
+            # a draft's tensors
+            frozen = () if self.config.trains_draft else (layer_prefix(self.arch.num_layers),)
             untrained = {
                 spec.name
                 for spec in model_tensors(self.arch)

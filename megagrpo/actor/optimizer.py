@@ -91,9 +91,8 @@ def build_optimizer(
     }
     optimizer = get_megatron_optimizer(settings, model, config_overrides=groups)
     find_by_dtype(optimizer)
-    if (
-        with_adapters
-    ):  # if only experts have adapters, the dense optimizer is a stub without a state
+    # if only experts have adapters, the dense optimizer is a stub without a state
+    if with_adapters:
         parts = optimizer.chained_optimizers
         optimizer.chained_optimizers = [part for part in parts if not part.is_stub_optimizer]
     return optimizer

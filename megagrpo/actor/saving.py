@@ -81,8 +81,8 @@ def _check_kind_of_optimizer(actor: MegatronActor, metadata: dict, folder: Path)
             for name in names
         )
         raise ValueError(
-            f"checkpoint {folder} was written with other settings in actor.optimizer.megatron: "
-            f"{text}"
+            f"checkpoint {folder} was written with other settings in "
+            f"actor.optimizer.megatron: {text}"
         )
 
 
@@ -144,9 +144,8 @@ class ActorSave:
                     file.flush()
                     os.fsync(file.fileno())
             except (OSError, RuntimeError) as exc:  # torch wraps the first in the second
-                first: BaseException = (
-                    exc  # the full disk, not torch's error while closing its archive
-                )
+                # the full disk, not torch's error while closing its archive
+                first: BaseException = exc
                 while first.__context__ is not None:
                     first = first.__context__
                 raise first from None
@@ -307,9 +306,8 @@ def _load_optimizer_state(actor: MegatronActor, state: dict, form: str) -> None:
     one; and the count that it restores is one tensor shared by all parameters, which torch then
     increases once for each of them.
     """
-    parts = (
-        actor.optimizer.chained_optimizers
-    )  # of dense and expert parameters, where there are both
+    # of dense and expert parameters, where there are both
+    parts = actor.optimizer.chained_optimizers
     if not isinstance(parts[0], DistributedOptimizer):
         actor.optimizer.load_state_dict(state)
         _use_configured_betas(parts)

@@ -34,9 +34,10 @@ class ScheduleClock:
         backward, or of the whole schedule; others are ignored.
         """
 
+        # Megatron may ask for a barrier, which would be felt
         def start(
             barrier: bool = False,
-        ) -> None:  # Megatron may ask for a barrier, which would be felt
+        ) -> None:
             if name in (*_COMPUTE, "forward-backward"):
                 self.start(name)
 

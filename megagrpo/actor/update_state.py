@@ -35,9 +35,8 @@ class UpdateState:
         self._optimizer = optimizer
         self._device = device
         self._buffer = HostBuffer([], device)
-        self._on_host: dict[
-            int, tuple[UntypedStorage, Tensor]
-        ] = {}  # bytes, by their storage's identity
+        # bytes, by their storage's identity
+        self._on_host: dict[int, tuple[UntypedStorage, Tensor]] = {}
         self.away = False
 
     def offload(self) -> None:

@@ -55,16 +55,14 @@ class EstimatorInputs:
     A response is a rollout: the tokens of its samples one after the other, if it has several.
     """
 
-    rewards: (
-        Tensor  # [N] float64, of the last sampled token, after every reward step; 0 where not valid
-    )
+    # [N] float64, of the last sampled token, after every reward step; 0 where not valid
+    rewards: Tensor
     # [T] float64, rewards of tokens from graders minus the token-level KL times its coefficient; 0
     # off `sampled`
     token_rewards: Tensor | None
     totals: Tensor  # [N] float64, r_i = sum_t R_it: rewards plus the row sums of token_rewards
-    greedy_rewards: (
-        Tensor | None
-    )  # [N] float64, of the greedy response to the same prompt; see needs_greedy_response
+    # [N] float64, of the greedy response to the same prompt; see needs_greedy_response
+    greedy_rewards: Tensor | None
     # [N, K] float64, the scores of K graders, and [K], their weights; see reads_parts
     parts: Tensor | None
     weights: Tensor | None

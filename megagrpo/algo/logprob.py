@@ -23,12 +23,10 @@ class VocabularyShard(NamedTuple):
     vocabulary on."""
 
     start: int = 0
-    size: int | None = (
-        None  # of the real vocabulary, columns beyond it are padding; None: no padding
-    )
-    reduce: Reduce | None = (
-        None  # over tensor-parallel ranks, which must all see the same hidden and targets
-    )
+    # of the real vocabulary, columns beyond it are padding; None: no padding
+    size: int | None = None
+    # over tensor-parallel ranks, which must all see the same hidden and targets
+    reduce: Reduce | None = None
 
     def columns(self, weight: Tensor) -> int:
         """Counts the rows of weight [V_local, H] that are not padding."""
@@ -100,9 +98,8 @@ class _LogProbs(torch.autograd.Function):
         entropy = (log_mass - moment / mass).masked_fill(ignored[:, 0], 0.0)
         ctx.save_for_backward(hidden, weight, local_targets, ignored, log_z, entropy)
         ctx.options = (temperature, chunk_tokens, columns)
-        ctx.set_materialize_grads(
-            False
-        )  # what the loss does not use has no gradient, and costs nothing in backward
+        # what the loss does not use has no gradient, and costs nothing in backward
+        ctx.set_materialize_grads(False)
         return (chosen - log_z[:, None]).masked_fill(ignored, 0.0), entropy
 
     @staticmethod
@@ -225,9 +222,8 @@ class _FullKl(torch.autograd.Function):
         for (rows, cols, logits), (_, _, ref_logits) in pairs:
             logits -= log_z[rows, None]
             ref_logits -= ref_log_z[rows, None]
-            factor = (
-                (logits - ref_logits).sub_(kl[rows, None]).mul_(scale[rows, None])
-            )  # d KL = p (log p - log q - KL)
+            # d KL = p (log p - log q - KL)
+            factor = (logits - ref_logits).sub_(kl[rows, None]).mul_(scale[rows, None])
             grad = logits.exp_().mul_(factor)
             _accumulate(grad_hidden[rows], grad, weight[cols])
             if grad_weight is not None:
@@ -294,9 +290,8 @@ def _tiles(
             logits = buffer[: shape[0] * shape[1]].view(shape)
             _matmul(hidden[rows], weight[cols].t(), logits)
             if temperature != 1.0:
-                logits.div_(
-                    temperature
-                )  # divided, not multiplied by 1/temperature, as the engine does it
+                # divided, not multiplied by 1/temperature, as the engine does it
+                logits.div_(temperature)
             yield rows, cols, logits
 
 

@@ -97,9 +97,8 @@ def objective(
     policy = token_loss(policy_inputs, algorithm.loss)
     value = policy.value if inputs.policy_weights is None else policy.value * inputs.policy_weights
     terms = {"policy": value}
-    if (
-        algorithm.entropy_coef
-    ):  # at 0 the entropy has no gradient, and the head's backward leaves it out
+    # at 0 the entropy has no gradient, and the head's backward leaves it out
+    if algorithm.entropy_coef:
         terms["entropy"] = -algorithm.entropy_coef * inputs.entropy
     kl = _kl_to_reference(inputs, algorithm)
     if kl is not None and algorithm.kl.loss_coef:
@@ -282,7 +281,8 @@ def candidate_gaps(logprobs: Tensor, teacher: Tensor, options: DistillationConfi
     - p + q its gradient there is that of p, and the sum of k of many p can fall. A token that the
     policy alone finds improbable is not clamped: it would have no gradient.
     """
-    plain, least = options.loss.endswith("_sum"), options.logprob_min
+    plain = options.loss.endswith("_sum")
+    least = options.logprob_min
     clamped = logprobs.clamp(min=least)
     policy = clamped if plain else torch.where(teacher > least, logprobs, clamped)
     teacher = teacher.clamp(min=least)

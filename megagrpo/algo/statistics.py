@@ -16,9 +16,8 @@ from torch import Tensor
 # All-reduce over data-parallel ranks: (tensor, "sum" | "max" | "min") -> new tensor; exact for
 # int64.
 Reduce = Callable[[Tensor, str], Tensor]
-_Block = tuple[
-    Tensor, Tensor | None
-]  # values [n] and their groups [n]; None: all of a single group, at most _BLOCK
+# values [n] and their groups [n]; None: all of a single group, at most _BLOCK
+_Block = tuple[Tensor, Tensor | None]
 
 LIMB_BITS = 30
 NUM_LIMBS = 3
@@ -45,9 +44,8 @@ class GroupStatistics:
     std: Tensor  # 0 where count <= ddof
     min: Tensor
     max: Tensor
-    degenerate: (
-        Tensor  # bool, max - min <= 1e-12 max|value|; not `std > 0`, since np.std([0.7] * 6) > 0
-    )
+    # bool, max - min <= 1e-12 max|value|; not `std > 0`, since np.std([0.7] * 6) > 0
+    degenerate: Tensor
 
 
 @dataclass(frozen=True)
@@ -181,9 +179,8 @@ def _range_of_ends(ends: Tensor, reduce: Reduce) -> tuple[Tensor, Tensor]:
     G]."""
     lowest = torch.finfo(torch.float64).min
     ends = reduce(ends, "max")
-    assert bool((ends < LARGEST).all()), (
-        "a valid value is not finite"
-    )  # NaN fails the comparison too
+    # NaN fails the comparison too
+    assert bool((ends < LARGEST).all()), "a valid value is not finite"
     ends = ends.masked_fill(ends == lowest, 0.0)
     return 0.0 - ends[0], ends[1] + 0.0  # never -0.0, whose place among zeros depends on the order
 
@@ -249,9 +246,8 @@ def _sums_of_scaled(
             if ids is None:
                 limb += whole.sum().long()  # exact: whole numbers, together below 2^53
             elif len(limb) == 1:
-                limb += (
-                    whole.long().sum()
-                )  # scattering millions of tokens into one place would be serial
+                # scattering millions of tokens into one place would be serial
+                limb += whole.long().sum()
             else:
                 limb.scatter_add_(0, ids, whole.long())
     totals = reduce(totals, "sum")

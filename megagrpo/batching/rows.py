@@ -44,18 +44,16 @@ class SampleRow:
     response: np.ndarray  # [T] int32
     response_mask: np.ndarray | None  # [T] bool, False on tokens of a tool; None: all were sampled
     logprobs: np.ndarray  # [T] float32, by the engine
-    versions: (
-        np.ndarray | None
-    )  # [T] int32, of the weights that sampled; None if nothing reads them, or nothing was sampled
+    # [T] int32, of the weights that sampled; None if nothing reads them, or nothing was sampled
+    versions: np.ndarray | None
     reward: float  # of its rollout
     valid: bool
     truncated: bool
     greedy_reward: float  # of the group's greedy response; NaN where there is none
     token_rewards: tuple[tuple[int, float], ...]  # as in Outcome, of its own tokens
     parts: tuple[float, ...]  # scores of its rollout, by grader
-    routed_experts: (
-        np.ndarray | None
-    )  # of this rank's layers, as in Sample; None if unknown or never read
+    # of this rank's layers, as in Sample; None if unknown or never read
+    routed_experts: np.ndarray | None
     images: tuple[ImageRef, ...]  # of its prompt
     weights: dict[str, np.ndarray]  # by component of the loss: [T] float32; {}: rl alone
     teacher: TeacherScores | None

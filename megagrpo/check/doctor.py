@@ -205,14 +205,14 @@ def gpu_findings(answer: Answer) -> list[Finding]:
     driver = driver_version()
     least = _DRIVERS.get(int(cuda.partition(".")[0])) if cuda else None
     remedy = (
-        f"CUDA {cuda} of this torch needs a newer driver: update it, or take a torch for an older "
-        "CUDA"
+        f"CUDA {cuda} of this torch needs a newer driver: update it, or take a "
+        "torch for an older CUDA"
         if driver
         else "install NVIDIA's driver, or start the container with its GPUs (docker --gpus all)"
     )
     blind = (
-        "torch cannot use the machine's GPUs: see the lines above, CUDA_VISIBLE_DEVICES, and the "
-        "job's options"
+        "torch cannot use the machine's GPUs: see the lines above, "
+        "CUDA_VISIBLE_DEVICES, and the job's options"
     )
     gpus = answer["gpus"]
     seen = f"{len(gpus)}: {', '.join(sorted(set(gpus)))}" if gpus else answer["why"] or "none"

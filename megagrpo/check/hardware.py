@@ -37,9 +37,8 @@ _NIC = "NVIDIA ConnectX-7, 400 Gb/s a GPU, as in the DGX H100 and DGX B200 data 
 HARDWARE = {
     "H100": Hardware(
         "NVIDIA H100 80GB HBM3", 81_559, (9, 0), 132, 989, 67, 3.35, Rates(50, 450),
-        "NVIDIA H100 data sheet, SXM: 1,979 TFLOPS bf16 with sparsity, 67 fp32, 3.35 TB/s, NVLink "
-        "900 GB/s "
-        f"both ways; {_NIC}",
+        "NVIDIA H100 data sheet, SXM: 1,979 TFLOPS bf16 with sparsity, 67 fp32, 3.35 TB/s, "
+        f"NVLink 900 GB/s both ways; {_NIC}",
     ),
     "H200": Hardware(
         "NVIDIA H200", 143_771, (9, 0), 132, 989, 67, 4.8, Rates(50, 450),
@@ -62,12 +61,10 @@ HARDWARE = {
 # Estimates; without an auxiliary loss and replay the fullest expert rank gets this many times the
 # mean of tokens.
 EXPERT_IMBALANCE = 1.3
-FRAGMENTATION = (
-    0.04  # share of memory that PyTorch's allocator cannot use, with expandable segments
-)
-HOST_GB_S = (
-    55.0  # between a GPU and its host's pinned memory: PCIe 5.0 x16, 63 GB/s in one direction
-)
+# share of memory that PyTorch's allocator cannot use, with expandable segments
+FRAGMENTATION = 0.04
+# between a GPU and its host's pinned memory: PCIe 5.0 x16, 63 GB/s in one direction
+HOST_GB_S = 55.0
 HOST_MEMORY_GB_S = 400.0  # of a node's own memory, for Adam on the host: two sockets, estimated
 CONTEXT_BYTES = 1.5e9  # CUDA context, NCCL communicators and library handles before the weights
 

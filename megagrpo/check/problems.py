@@ -109,8 +109,8 @@ def describe_model(config: ExperimentConfig) -> dict[str, object]:
     description = model_description(config)
     if description is None:
         raise ValueError(
-            f"model.path: {config.model.path} holds no config.json; no other file of the model is "
-            "needed"
+            f"model.path: {config.model.path} holds no config.json; no other "
+            "file of the model is needed"
         )
     problems = check_against_model(config, description)
     if problems:
@@ -177,14 +177,14 @@ def _length_problems(config: ExperimentConfig, arch: Architecture) -> Iterator[s
     for section, length in longest_samples(config).items():
         if length > arch.max_positions:
             yield (
-                f"{section}: up to {length} tokens, but the model has {arch.max_positions} "
-                "positions"
+                f"{section}: up to {length} tokens, but the model has "
+                f"{arch.max_positions} positions"
             )
         for key, limit in limits.items():
             if isinstance(limit, int) and length > limit:
                 yield (
-                    f"{section}: up to {length} tokens, but an engine's {what[key]} {limit} "
-                    f"(rollout.sglang.{key})"
+                    f"{section}: up to {length} tokens, but an engine's {what[key]} "
+                    f"{limit} (rollout.sglang.{key})"
                 )
 
 
@@ -246,14 +246,14 @@ def _teacher_problems(
                 )
             if longest > (limit := min(arch.max_positions, given or math.inf) - _SPARED):
                 yield (
-                    f"{key} scores up to {limit} tokens ({_SPARED} below its positions), and samples "
-                    f"have up to {longest}"
+                    f"{key} scores up to {limit} tokens ({_SPARED} below its positions), and "
+                    f"samples have up to {longest}"
                 )
         vocabulary = hf.get("vocab_size") or (hf.get("text_config") or {}).get("vocab_size")
         if vocabulary is not None and (largest_token_id or 0) >= vocabulary:
             yield (
-                f"{key} has {vocabulary} embeddings (vocab_size), but {tokenizer} token id "
-                f"{largest_token_id}"
+                f"{key} has {vocabulary} embeddings (vocab_size), but {tokenizer} "
+                f"token id {largest_token_id}"
             )
         if tokenizer.is_dir() and (problem := different_tokens(folder, tokenizer)):
             yield f"{key} {problem}; distillation needs the same ids for the same tokens"
@@ -295,8 +295,8 @@ def _missing_packages(config: ExperimentConfig) -> Iterator[str]:
     # without an origin it is a folder of that name in the working directory
     if wandb is not None and (spec is None or spec.origin is None):
         yield (
-            "log.wandb: the package wandb is not installed; `pip install wandb`, or remove "
-            "log.wandb"
+            "log.wandb: the package wandb is not installed; `pip install "
+            "wandb`, or remove log.wandb"
         )
 
 

@@ -113,12 +113,10 @@ def layout_problem(folder: Path, own: Layout) -> str:
     older = [p.name for p in whole if is_reshardable(p)]
     there = f"; or rename it: {older[-1]} beside it can be loaded by any layout" if older else ""
     return (
-        f"checkpoint {folder} can be loaded by its own layout alone ({_in_words(saved)}), this run "
-        "has another "
-        f"({_in_words(own)}). Start it once more under its own layout and ask it to stop (SIGUSR1 "
-        "to the launcher), "
-        "with checkpoint.reshardable last or always: it then saves in the form that any layout "
-        f"loads{there}"
+        f"checkpoint {folder} can be loaded by its own layout alone ({_in_words(saved)}), this "
+        f"run has another ({_in_words(own)}). Start it once more under its own layout and ask it "
+        "to stop (SIGUSR1 to the launcher), with checkpoint.reshardable last or always: it then "
+        f"saves in the form that any layout loads{there}"
     )
 
 

@@ -134,8 +134,8 @@ def resume(
         raise ValueError(f"checkpoint {source} has {groups}, {limit}")
     if len(young) < len(state.surplus) and actor.mesh.is_main:
         left_out = (
-            f"{len(state.surplus) - len(young)} groups that were sampled for a later step "
-            "are left out"
+            f"{len(state.surplus) - len(young)} groups that were sampled for a "
+            "later step are left out"
         )
         print(
             f"{left_out}: their weights are older than rollout.max_staleness allows now, or "

@@ -26,9 +26,8 @@ from megagrpo.system.run_folder import RunFolder
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
 _POLL_S = 0.2
-_DEAD_LOCK_S = (
-    150.0  # a file server may hold the lock of a dead node; Slurm restarts its job elsewhere
-)
+# a file server may hold the lock of a dead node; Slurm restarts its job elsewhere
+_DEAD_LOCK_S = 150.0
 _SERVICE_GRACE_S = 30.0  # for engines and Ray to end in order
 
 
@@ -59,9 +58,10 @@ def run(config: ExperimentConfig) -> int:
 
 def refuse_what_cannot_run(config: ExperimentConfig, nodes: Nodes) -> None:
     """Raises ValueError with everything that is known to fail on these nodes."""
+    # its import takes seconds, during which signals would be missed
     from megagrpo.check.problems import (
         preflight,
-    )  # its import takes seconds, during which signals would be missed
+    )
 
     if problems := preflight(config, nodes):
         raise ValueError("this experiment cannot run:\n  " + "\n  ".join(problems))

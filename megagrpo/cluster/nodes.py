@@ -57,13 +57,13 @@ class Node:
     def __post_init__(self):
         if not 0 <= self.rank < self.number:
             raise ValueError(
-                f"node rank {self.rank} of {self.number} nodes: ranks go from 0 to "
-                f"{self.number - 1}"
+                f"node rank {self.rank} of {self.number} nodes: ranks go "
+                f"from 0 to {self.number - 1}"
             )
         if self.number > 1 and not self.first_address:
             raise ValueError(
-                f"{self.number} nodes need the address of node 0: give --master-addr or set "
-                "MASTER_ADDR"
+                f"{self.number} nodes need the address of node 0: give "
+                "--master-addr or set MASTER_ADDR"
             )
 
     @cached_property
@@ -193,9 +193,8 @@ def _start_trainers(
             node.own_address,
         ]
         if own is not None and environment.get("GLOO_SOCKET_IFNAME") is None:
-            env["GLOO_SOCKET_IFNAME"] = (
-                own  # gloo's default is the host name's address, often 127.0.0.1
-            )
+            # gloo's default is the host name's address, often 127.0.0.1
+            env["GLOO_SOCKET_IFNAME"] = own
     else:
         env = trainer_variables(config, on_gpus, towards_engines) | env
         options += ALONE
@@ -241,8 +240,8 @@ def _ray_environment(node: Node) -> dict[str, str]:
         return env
     if node.number > 1:
         raise ValueError(
-            "Ray needs a common token: set RAY_AUTH_TOKEN to one long random text on all rollout "
-            "nodes"
+            "Ray needs a common token: set RAY_AUTH_TOKEN to one long random "
+            "text on all rollout nodes"
         )
     return env | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
 

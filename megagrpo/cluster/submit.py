@@ -32,14 +32,12 @@ class Request:
     kind: str | None = None  # a key of SCRIPTS; None, as for the nodes: what the experiment takes
     trainer_nodes: int | None = None
     rollout_nodes: int | None = None
-    gpus_per_node: int | None = (
-        None  # None: cluster.gpus_per_node, if the experiment needs GPUs; 0: none requested
-    )
+    # None: cluster.gpus_per_node, if the experiment needs GPUs; 0: none requested
+    gpus_per_node: int | None = None
     time: str | None = None
     partition: str | None = None
-    grace_s: int = (
-        300  # before the time limit or pre-emption: for the rest of a step and a checkpoint
-    )
+    # before the time limit or pre-emption: for the rest of a step and a checkpoint
+    grace_s: int = 300
     options: tuple[str, ...] = ()  # further options of sbatch, for every node
     srun_options: tuple[str, ...] = ()  # and of every srun, such as --container-image=...
 
@@ -56,8 +54,8 @@ def submit(config: ExperimentConfig, experiment: list[str], request: Request, dr
     scripts = Path(megagrpo.__file__).parent.parent / "slurm"
     if not scripts.is_dir():
         problems.append(
-            f"{scripts} is missing: submit from a checkout of the repository, not an installed "
-            "package"
+            f"{scripts} is missing: submit from a checkout of the repository, "
+            "not an installed package"
         )
     if not dry_run and shutil.which("sbatch") is None:
         problems.append("sbatch is not on the PATH: submit from a login node, or use --dry-run")
@@ -113,8 +111,8 @@ def misfits(config: ExperimentConfig, request: Request) -> list[str]:
         problems.append(f"--kind {request.kind}: {together[request.kind]}; omit --rollout-nodes")
     if config.rollout.colocate and request.kind in ("one-job", "het"):
         problems.append(
-            f"--kind {request.kind} is for engines on nodes of their own; rollout.colocate wants "
-            "colocated"
+            f"--kind {request.kind} is for engines on nodes of their own; "
+            "rollout.colocate wants colocated"
         )
     if request.kind == "colocated" and not config.rollout.colocate:
         problems.append("--kind colocated wants rollout.colocate: true")

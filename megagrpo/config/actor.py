@@ -89,8 +89,8 @@ class ParallelConfig(Section):
         uneven = [n for n in stages if n % self.vpp]
         if uneven:
             raise ValueError(
-                f"a stage of {uneven[0]} layers does not divide into vpp = {self.vpp} virtual "
-                "stages"
+                f"a stage of {uneven[0]} layers does not divide into vpp = "
+                f"{self.vpp} virtual stages"
             )
         return stages
 

@@ -309,8 +309,8 @@ class AlgorithmConfig(Section):
             )
         if self.dynamic_sampling is not None and self.components:
             out.append(
-                "dynamic_sampling drops groups by their rewards, and with them demonstrations and "
-                "teachers' scores"
+                "dynamic_sampling drops groups by their rewards, and with them "
+                "demonstrations and teachers' scores"
             )
         if self.dynamic_sampling and self.advantage.reads_parts:
             out.append(

@@ -54,9 +54,8 @@ TopK = Annotated[int, Field(ge=-1, le=MOST), AfterValidator(lambda number: numbe
 Aggregation = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
-LibrarySettings = dict[
-    str, Any
-]  # fields of a library by its own names; config/libraries checks their values
+# fields of a library by its own names; config/libraries checks their values
+LibrarySettings = dict[str, Any]
 RULES_LATER = {"rules": "later"}  # a context of validation in which broken_rules judges instead
 KeyPath = tuple[str | int, ...]  # of a value in an experiment: ("sampling", "stop", 0)
 KeyItems = list[tuple[KeyPath, object]]
@@ -113,9 +112,8 @@ class Variant(Section):
     the program."""
 
     formula: ClassVar[str]  # in the papers' notation, for AlgorithmConfig.formula
-    aggregations: ClassVar[tuple[Aggregation, ...] | None] = (
-        None  # those the paper's objective needs; None: any
-    )
+    # those the paper's objective needs; None: any
+    aggregations: ClassVar[tuple[Aggregation, ...] | None] = None
     # given for another aggregation, with its name, the variant's and those that are the paper's
     aggregation_advice: ClassVar[str] = (
         "{name} is the paper's objective with aggregation {papers} only; here it is {aggregation}"

@@ -84,9 +84,8 @@ def _adapters(arch: Architecture, config: ActorConfig) -> Iterator[str]:
     of_experts = {"gate_proj", "up_proj", "down_proj"} & set(config.lora.targets)
     if arch.is_moe and of_experts and p.tp % p.etp:
         yield (
-            "actor.lora has targets in experts, which needs an actor.parallel.etp that divides tp "
-            f"= {p.tp}; "
-            f"{p.etp} does not: the gradient norm would count their adapters twice"
+            "actor.lora has targets in experts, which needs an actor.parallel.etp that divides "
+            f"tp = {p.tp}; {p.etp} does not: the gradient norm would count their adapters twice"
         )
     if arch.mla is None and arch.num_kv_heads < p.tp:
         yield (
@@ -104,8 +103,8 @@ def _adapters(arch: Architecture, config: ActorConfig) -> Iterator[str]:
                 )
     if not FAMILIES[arch.family].TAKES_ADAPTERS:
         yield (
-            f"actor.lora is not supported with a {arch.family} model: train all weights, or "
-            "another family"
+            f"actor.lora is not supported with a {arch.family} model: train all "
+            "weights, or another family"
         )
 
 
@@ -116,8 +115,8 @@ def _vision(arch: Architecture, config: ActorConfig) -> Iterator[str]:
         return
     if config.megatron.get("apply_rope_fusion"):
         yield (
-            "actor.megatron.apply_rope_fusion: the fused kernel does not know positions of "
-            "images; remove it"
+            "actor.megatron.apply_rope_fusion: the fused kernel does not know "
+            "positions of images; remove it"
         )
     p = config.parallel
     needed = arch.vision.deepstack
@@ -126,10 +125,8 @@ def _vision(arch: Architecture, config: ActorConfig) -> Iterator[str]:
         if first < needed:
             yield (
                 f"actor.parallel: the first stage has {first} layers (of its first virtual one), "
-                "but features of "
-                f"images are added behind the model's first {needed}, where the tower is; take "
-                "fewer stages, or raise "
-                "first_stage_layers"
+                f"but features of images are added behind the model's first {needed}, where the "
+                "tower is; take fewer stages, or raise first_stage_layers"
             )
 
 
@@ -161,9 +158,8 @@ def _experts(arch: Architecture, config: ActorConfig) -> Iterator[str]:
     for key, size in (("ep", config.parallel.ep), ("etp", config.parallel.etp)):
         if size > 1 and not arch.is_moe:
             yield (
-                f"actor.parallel.{key} = {size}, but a {arch.family} model has no experts; "
-                f"{key} "
-                "must be 1"
+                f"actor.parallel.{key} = {size}, but a {arch.family} model has no "
+                f"experts; {key} must be 1"
             )
 
 
@@ -177,9 +173,8 @@ def context_problem(config: ActorConfig, transformer_engine: bool) -> str | None
     else:
         remedy = "install it and set actor.dtype: bfloat16 (it has none in float32), or set cp: 1"
     return (
-        f"actor.parallel.cp = {config.parallel.cp} needs Transformer Engine's attention on a GPU: "
-        "torch's would hold "
-        f"masks as large as the square of the longest sequence; {remedy}"
+        f"actor.parallel.cp = {config.parallel.cp} needs Transformer Engine's attention on a "
+        f"GPU: torch's would hold masks as large as the square of the longest sequence; {remedy}"
     )
 
 

@@ -215,9 +215,9 @@ _VALUES: dict[str, tuple[tuple[str, ...], str]] = {
     "kv_cache_dtype": (("auto", "bf16", "bfloat16", "fp8_e4m3"), _UNEXAMINED),
     "moe_runner_backend": (
         ("triton", "deep_gemm", "flashinfer_cutlass"),
-        "others reorder the experts' weights after loading, as flashinfer_trtllm does, which "
-        "SGLang also takes for "
-        "auto on Blackwell, or need quantised ones: digests would stop the run",
+        "others reorder the experts' weights after loading, as flashinfer_trtllm does, "
+        "which SGLang also takes for auto on Blackwell, or need quantised ones: "
+        "digests would stop the run",
     ),
     "fp8_gemm_runner_backend": (
         ("auto", "deep_gemm", "triton"),

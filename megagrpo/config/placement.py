@@ -38,9 +38,8 @@ class Nodes:
 
     gpus: int | None = None  # of every node
     trainers: int | None = None
-    rollout: int | None = (
-        None  # nodes beside those, for engines; 0: engines run on the trainers' nodes
-    )
+    # nodes beside those, for engines; 0: engines run on the trainers' nodes
+    rollout: int | None = None
 
 
 def place(config: ExperimentConfig, nodes: Nodes | None = None) -> Placement:
@@ -135,15 +134,15 @@ class _Fit:
         both = f"{trainers} and {ranks}"
         if self.rollout.colocate and self.engine_ranks > self.world:
             yield (
-                f"rollout.colocate: {both}: each of these needs a trainer rank beside it; lower "
-                "rollout.num_engines"
+                f"rollout.colocate: {both}: each of these needs a trainer rank beside it; "
+                "lower rollout.num_engines"
             )
             return
         if self.one_node:
             if (needed := self.world + self.engine_ranks) > self.gpus:
                 yield (
-                    f"{both} need {needed} GPUs, and the node has {self.gpus}; lower them, or "
-                    "take more nodes"
+                    f"{both} need {needed} GPUs, and the node has {self.gpus}; lower "
+                    "them, or take more nodes"
                 )
             return
         if self.trainer_nodes not in self.fitting:
@@ -155,9 +154,8 @@ class _Fit:
             )
             possible = ", ".join(map(str, self.fitting))
             problem = (
-                f"actor.world_size is {self.world}, {a_node or 'they do not divide'}; it "
-                "may "
-                f"be {possible}"
+                f"actor.world_size is {self.world}, "
+                f"{a_node or 'they do not divide'}; it may be {possible}"
             )
             yield f"{self.trainer_nodes} trainer nodes: {problem}"
             return
@@ -169,8 +167,8 @@ class _Fit:
         if apart and self.rollout.host in LOOPBACK:
             remedy = "name the interface between nodes, as eth0"
             yield (
-                f"rollout.host {self.rollout.host}: trainers on other nodes cannot reach it; "
-                f"{remedy}"
+                f"rollout.host {self.rollout.host}: trainers on other nodes "
+                f"cannot reach it; {remedy}"
             )
 
     def _problems_beside(self) -> Iterator[str]:
@@ -183,13 +181,13 @@ class _Fit:
         elif self.nodes_filled > self.trainer_nodes:
             room = f"{ranks // part} have room on a node of {ranks} trainers"
             yield (
-                f"rollout.colocate: {engines}, but {room}, and there are {self.trainer_nodes}: "
-                "lower num_engines"
+                f"rollout.colocate: {engines}, but {room}, and there are "
+                f"{self.trainer_nodes}: lower num_engines"
             )
         if nodes := self.nodes.rollout:
             yield (
-                f"{nodes} rollout nodes: under rollout.colocate engines have none of their own; "
-                "leave them out"
+                f"{nodes} rollout nodes: under rollout.colocate engines have none of "
+                "their own; leave them out"
             )
 
     def _problems_apart(self) -> Iterator[str]:

@@ -466,11 +466,10 @@ class WeightsConfig(Section):
     def _not_in_place(cls, given: object) -> object:
         if given == "in_place":
             raise ValueError(
-                "in_place is refused: responses would go on over keys and values of older weights, "
-                "which no weights "
-                "describe, these stay in the prefix cache for every later prompt that begins "
-                "alike, and the token on "
-                "its way is called newer than it is; retract keeps all tokens too"
+                "in_place is refused: responses would go on over keys and values of older "
+                "weights, which no weights describe, these stay in the prefix cache for every "
+                "later prompt that begins alike, and the token on its way is called newer than "
+                "it is; retract keeps all tokens too"
             )
         return given
 

@@ -77,8 +77,8 @@ def images_apart(
                 yield _IMAGE_PART
             else:
                 raise ValueError(
-                    f"{location}: a message has a part of type {kind!r}; text and images are "
-                    "supported"
+                    f"{location}: a message has a part of type {kind!r}; text "
+                    "and images are supported"
                 )
 
     found: list[Message] = [
@@ -86,9 +86,9 @@ def images_apart(
     ]
     if wanted != len(column):
         raise ValueError(
-            f"{location}: the prompt has {wanted} {IMAGE_TEXT} and the row {len(column)} image(s) "
-            "(data.images_key); "
-            f"write {IMAGE_TEXT} once for each image, where it belongs"
+            f"{location}: the prompt has {wanted} {IMAGE_TEXT} and the row "
+            f"{len(column)} image(s) (data.images_key); write {IMAGE_TEXT} once for "
+            "each image, where it belongs"
         )
     return found if sources else list(messages), sources
 
@@ -135,9 +135,8 @@ class ImageStore:
         self._kept_pixels = lru_cache(maxsize=_PIXELS_KEPT)(self._pixels)
         self._kept_uri = lru_cache(maxsize=_URIS_KEPT)(self._uri)
         self._held: dict[str, int] = {}  # bytes by key
-        self._used: Counter[str] = (
-            Counter()
-        )  # since the last `add_metrics`: bytes `sent` and `moved`, microseconds
+        # since the last `add_metrics`: bytes `sent` and `moved`, microseconds
+        self._used: Counter[str] = Counter()
 
     @classmethod
     def of(cls, model: Model, folder: Path) -> "ImageStore | None":
@@ -204,10 +203,9 @@ class ImageStore:
         if len(places) != len(images) or self.video_token in ids:
             raise ValueError(
                 f"the prompt's tokens have {len(places)} image placeholder(s) for {len(images)} "
-                "image(s)"
-                f"{', and one of a video' if self.video_token in ids else ''}: its text must not "
-                "hold the placeholder "
-                "itself, and the chat template must write one for each image"
+                f"image(s){', and one of a video' if self.video_token in ids else ''}: its text "
+                "must not hold the placeholder itself, and the chat template must write one for "
+                "each image"
             )
         counts = np.ones(len(ids), np.int64)
         refs = []

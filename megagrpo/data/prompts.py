@@ -131,8 +131,8 @@ def load_tokenizer(model: Model) -> "PreTrainedTokenizerBase":
     folder = model.tokenizer_folder
     if not folder.is_dir():
         raise ValueError(
-            f"{folder}: no such folder; model.tokenizer (or model.path) is a local Hugging Face "
-            "folder"
+            f"{folder}: no such folder; model.tokenizer (or model.path) is a "
+            "local Hugging Face folder"
         )
     _refuse_code(folder)
     if not any(any(folder.glob(name)) for name in ("tokenizer.json", "vocab.*", "*.model")):
@@ -165,10 +165,9 @@ def _refuse_code(folder: Path) -> None:
         return
     if "AutoTokenizer" in (read_description(settings).get("auto_map") or ()):
         raise ValueError(
-            f"{folder}: the tokenizer is Python code (auto_map in tokenizer_config.json), which is "
-            "not run here: "
-            "convert it once to a folder with tokenizer.json and the chat template, and name that "
-            "as model.tokenizer"
+            f"{folder}: the tokenizer is Python code (auto_map in tokenizer_config.json), which "
+            "is not run here: convert it once to a folder with tokenizer.json and the chat "
+            "template, and name that as model.tokenizer"
         )
 
 
@@ -388,8 +387,8 @@ def _chat(data: DataConfig, row: Row) -> list[Message]:
         users = [message for message in messages if message["role"] == "user"]
         if not users or not isinstance(users[-1].get("content"), str):
             raise ValueError(
-                f"{row.location}: data.prompt_template needs a message of the user that is a text; "
-                "this row has none"
+                f"{row.location}: data.prompt_template needs a message of the user that is a "
+                "text; this row has none"
             )
         users[-1]["content"] = data.prompt_template.replace("{prompt}", users[-1]["content"])
     prompt = data.system_prompt

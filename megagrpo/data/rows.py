@@ -136,8 +136,8 @@ def _row(data: DataPart, of: int, row_id: int, location: str, values: Values) ->
         if grader is None:
             known = ", ".join(data.grader_by_source)
             raise ValueError(
-                f"{location}: source {source!r} has no grader in data.grader_by_source; it has "
-                f"{known}"
+                f"{location}: source {source!r} has no grader in "
+                f"data.grader_by_source; it has {known}"
             )
     if data.extra_key is not None:
         value = _field(values, data.extra_key, location)
@@ -167,8 +167,8 @@ def _teachers(values: Values, key: str | None, location: str) -> tuple[tuple[str
         type(weight) in (int, float) and 0 < weight < math.inf for weight in weights.values()
     ):
         raise ValueError(
-            f"{location}: {key!r} should be the name of a teacher, or names with positive weights, "
-            f"is {found!r:.80}"
+            f"{location}: {key!r} should be the name of a teacher, or names with positive "
+            f"weights, is {found!r:.80}"
         )
     total = sum(weights.values())
     return tuple((name, weight / total) for name, weight in weights.items())

@@ -44,9 +44,8 @@ def exact_value(expression: str) -> str | None:
     except (SyntaxError, ZeroDivisionError, ValueError):
         return None
     places = 0
-    while (
-        value.denominator > 1 and places <= _MAX_PLACES
-    ):  # a finite decimal becomes whole after enough tens
+    # a finite decimal becomes whole after enough tens
+    while value.denominator > 1 and places <= _MAX_PLACES:
         value = value * 10
         places = places + 1
     if value.denominator > 1:

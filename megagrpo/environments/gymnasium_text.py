@@ -4,9 +4,8 @@ install."""
 import re
 from collections.abc import Mapping
 
-_MARKED = re.compile(
-    r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL
-)  # a coloured text, such as the player's place
+# a coloured text, such as the player's place
+_MARKED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
 
 
 class GymnasiumText:

@@ -174,8 +174,8 @@ def llama3_refusals(scaling: HfConfig) -> list[str]:
     if {key: scaling.get(key) for key in _LLAMA3_SCALING} == _LLAMA3_SCALING:
         return []
     return [
-        f"rope scaling {scaling} is not supported; supported: none, or {_LLAMA3_SCALING} with any "
-        "factor"
+        f"rope scaling {scaling} is not supported; supported: none, or "
+        f"{_LLAMA3_SCALING} with any factor"
     ]
 
 

@@ -56,9 +56,8 @@ class Family:
 
     HF_CLASS: ClassVar[str]  # the model's class in transformers, as config.json names it
     REQUIRED_KEYS: ClassVar[tuple[str, ...]] = ()  # of config.json, besides the common ones
-    SIZE_KEYS: ClassVar[frozenset[str]] = (
-        COMMON_SIZE_KEYS  # keys that a smaller model of the same kind changes
-    )
+    # keys that a smaller model of the same kind changes
+    SIZE_KEYS: ClassVar[frozenset[str]] = COMMON_SIZE_KEYS
     MLP: ClassVar[str] = "mlp."  # begins the names of an MLP, or of router and experts, in a layer
     SHARED_MLP: ClassVar[str] = "shared_experts."  # of the experts that every token meets
     ROUTER_BIAS: ClassVar[str] = "gate.e_score_correction_bias"  # after MLP

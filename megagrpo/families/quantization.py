@@ -52,8 +52,7 @@ def quantization_problems(hf: HfConfig) -> list[str]:
     if described.get("activation_scheme", "dynamic") != "dynamic":
         problems.append(
             f"{_KEY}: activation_scheme {described['activation_scheme']!r} stores scales of "
-            "activations, which are "
-            "not read; supported: dynamic"
+            "activations, which are not read; supported: dynamic"
         )
     return problems
 

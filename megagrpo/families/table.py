@@ -266,7 +266,7 @@ def load_format_problems(hf: HfConfig, load_format: str) -> list[str]:
     if load_format == "dummy" or stored is None:
         return []
     return [
-        f"rollout.load_format = {load_format}, but the model is stored {stored}: engines run it in "
-        "bfloat16, as it is trained, and do not read its files; use dummy, the first publish fills "
-        "them"
+        f"rollout.load_format = {load_format}, but the model is stored {stored}: engines "
+        "run it in bfloat16, as it is trained, and do not read its files; use dummy, the "
+        "first publish fills them"
     ]

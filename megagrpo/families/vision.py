@@ -11,9 +11,8 @@ from typing import Literal
 from megagrpo.families.architecture import HfConfig
 from megagrpo.families.tensors import TensorSpec
 
-Trained = Literal[
-    "none", "projector", "all"
-]  # what of a tower is trained: nothing, its mergers, or everything
+# what of a tower is trained: nothing, its mergers, or everything
+Trained = Literal["none", "projector", "all"]
 # What vision_config may leave out, as fine-tunes do that hold only what differs: the defaults of
 # transformers' Qwen2_5_VLVisionConfig and Qwen3VLVisionConfig (Qwen3VLMoeVisionConfig has the
 # same).
@@ -66,13 +65,11 @@ class Vision:
     image_token_id: int
     video_token_id: int
     vision_start_token_id: int
-    mrope_section: tuple[
-        int, int, int
-    ]  # frequencies that turn with time, height and width; half a head together
+    # frequencies that turn with time, height and width; half a head together
+    mrope_section: tuple[int, int, int]
     mrope_interleaved: bool  # they alternate; else one block each
-    config: HfConfig = field(
-        hash=False
-    )  # vision_config of config.json with defaults, for transformers' class
+    # vision_config of config.json with defaults, for transformers' class
+    config: HfConfig = field(hash=False)
 
     @property
     def patch_values(self) -> int:

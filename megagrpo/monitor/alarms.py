@@ -44,11 +44,9 @@ class MismatchAlarm:
             return ""
         # not found here: the hooks of `bisect` do not run in a GPU engine's captured graphs
         return (
-            f"ALARM: log-probabilities of trainer and engine are {total / tokens:.2g} apart in the "
-            "mean (bound "
-            f"{mean:g}), {beyond / tokens:.2%} of tokens by more than {tail:g} (bound "
-            f"{_TAIL:.1%}); "
-            "`megagrpo bisect` finds the first layer that differs (bounds: "
+            f"ALARM: log-probabilities of trainer and engine are {total / tokens:.2g} apart in "
+            f"the mean (bound {mean:g}), {beyond / tokens:.2%} of tokens by more than {tail:g} "
+            f"(bound {_TAIL:.1%}); `megagrpo bisect` finds the first layer that differs (bounds: "
             "algorithm.mismatch.alarm)"
         )
 
@@ -167,8 +165,7 @@ _SIGNS = (
         1.0,  # from it on nothing is learned, if advantages are 0 too
         "group/degenerate_fraction",
         "the responses of every group have equal rewards and nothing is learned; read rollouts/ "
-        "(is the grader "
-        "right?), raise train.group_size, take easier or harder prompts, or set "
+        "(is the grader right?), raise train.group_size, take easier or harder prompts, or set "
         "algorithm.dynamic_sampling",
         _equal_groups,
     ),
@@ -177,8 +174,7 @@ _SIGNS = (
         0.01,  # grpo's is near 1, and at most that of the rewards without a division by theirs
         "advantage/std",
         "hardly anything is learned; raise train.group_size or sampling.temperature, give finer "
-        "rewards, or set "
-        "algorithm.dynamic_sampling",
+        "rewards, or set algorithm.dynamic_sampling",
         _advantage_std,
         too_low=True,
     ),

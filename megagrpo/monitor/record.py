@@ -26,9 +26,10 @@ class StepLog:
         folder.metrics.touch()
         self._board = None
         if config.tensorboard:
+            # imports for seconds; only the main rank needs it
             from torch.utils.tensorboard import (
                 SummaryWriter,
-            )  # imports for seconds; only the main rank needs it
+            )
 
             self._board = SummaryWriter(str(folder.tensorboard), purge_step=start_step + 1)
 

@@ -31,8 +31,8 @@ def read_parts(value: object, text: str) -> tuple[object, tuple[Span, ...], tupl
         return plain(value), (), ()
     if not value.keys() & {"score", "spans", "tokens"}:
         raise ValueError(
-            f"returned a dict with {', '.join(map(repr, value)) or 'nothing'}, not score, spans or "
-            "tokens"
+            f"returned a dict with {', '.join(map(repr, value)) or 'nothing'}, "
+            "not score, spans or tokens"
         )
     spans, tokens = value.get("spans", []), value.get("tokens", [])
     for start, end, reward in spans:

@@ -73,15 +73,14 @@ def read_experts(arch: Architecture, text: str | memoryview | None, num_tokens: 
     layers, k = arch.num_layers, arch.experts_per_token
     if len(ids) != num_tokens * layers * k:
         raise WrongExperts(
-            f"routed_experts has {len(ids)} numbers, not {num_tokens} tokens x {layers} layers x "
-            f"{k} experts"
+            f"routed_experts has {len(ids)} numbers, not {num_tokens} tokens x "
+            f"{layers} layers x {k} experts"
         )
     found = ids.reshape(num_tokens, layers, k)[:, arch.dense_layers :]
     if found.size and (found.min() < 0 or found.max() >= arch.num_experts):
         raise WrongExperts(
-            f"routed_experts has ids from {found.min()} to {found.max()}, and the model "
-            "experts 0 to "
-            f"{arch.num_experts - 1}"
+            f"routed_experts has ids from {found.min()} to {found.max()}, and the model experts "
+            f"0 to {arch.num_experts - 1}"
         )
     experts = found.astype(arch.expert_id_type)
     _refuse_repeated(arch, experts)

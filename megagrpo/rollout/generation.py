@@ -125,9 +125,8 @@ class SampleRequest:
     tokens: Callable[[], float] = lambda: 0.0
     images: SentImages | None = None
     affinity: Affinity | None = None
-    cache_key: Callable[[], str] | None = (
-        None  # asked when it leaves: only requests with the same one share prefixes
-    )
+    # asked when it leaves: only requests with the same one share prefixes
+    cache_key: Callable[[], str] | None = None
     top_k: int = 0  # most probable tokens of each position that are returned
     wanted: ClassVar[str] = "sample"
     no_engine: ClassVar[str] = "no engine has verified weights"
@@ -346,9 +345,8 @@ class Attempt(Generic[T_co]):
         async with client.http.post(url, data=data, headers=_JSON) as answer:
             if answer.status != 200:
                 why = await answer.text()
-                if (
-                    answer.status == 400
-                ):  # the request itself is wrong: another attempt would fail alike
+                # the request itself is wrong: another attempt would fail alike
+                if answer.status == 400:
                     raise GenerationFailed(f"{url} refused a request: {why[:1000]}")
                 raise UnusableAnswer(f"status {answer.status}: {why[:500]}")
             text = await answer.read()
@@ -390,9 +388,8 @@ def _check_images(answer: Answer, images: SentImages | None, ids: np.ndarray) ->
     if number != images.num_tokens or not np.array_equal(ids, read if read is not None else []):
         raise GenerationFailed(
             f"{images.location}: the engine has read another prompt than the trainer would: "
-            f"{number} tokens of images, "
-            f"not {images.num_tokens}, and {len(read or ())} tokens, not {len(ids)}; its processor "
-            "must be model.path's"
+            f"{number} tokens of images, not {images.num_tokens}, and {len(read or ())} tokens, "
+            f"not {len(ids)}; its processor must be model.path's"
         )
 
 

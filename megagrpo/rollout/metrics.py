@@ -135,8 +135,7 @@ def rollout_metrics(
         detail = next((text for *_, text in parts if text), "timeouts")
         raise RunStopped(
             f"{bad} of {total} rewards of this step are errors or timeouts, more than "
-            "train.max_bad_fraction "
-            f"{train.max_bad_fraction}; first: {detail}"
+            f"train.max_bad_fraction {train.max_bad_fraction}; first: {detail}"
         )
 
 

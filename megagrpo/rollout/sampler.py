@@ -77,13 +77,13 @@ class Sampler:
         decode: Callable[[np.ndarray], str],
         answering: Answering | None = None,
     ):
-        self._config, self._num_leaders = config, num_leaders
+        self._config = config
+        self._num_leaders = num_leaders
         self._grader = grader
         self._decode = decode
         self._answering: Answering = answering or NoAnswer()
-        self._pending: dict[
-            tuple[str, int, int, int], str
-        ] = {}  # (job, group, prompt, sample) -> what it waits for
+        # (job, group, prompt, sample) -> what it waits for
+        self._pending: dict[tuple[str, int, int, int], str] = {}
         self._retry = RetryPolicy.of(config)
         self._admission = AdmissionQueue()
         self.lengths = ResponseLengths(config.sampling.max_response_tokens)
@@ -92,9 +92,8 @@ class Sampler:
         self._engines = Engines.from_service(control)
         self._job_numbers = itertools.count()
         self.cache_use = CacheUse()
-        self.images: ImageStore | None = (
-            None  # of a vision-language model; set before the first request
-        )
+        # of a vision-language model; set before the first request
+        self.images: ImageStore | None = None
         self.arch: Architecture | None = None  # set if the experts of each token are recorded
         self.teachers = Teachers(config, num_leaders, control)
 
@@ -122,9 +121,8 @@ class Sampler:
         job_number = next(self._job_numbers)
         limit_s = self._config.rollout.step_timeout_s
         self.cache_use.newest = max(self.cache_use.newest, job.version)
-        async with (
-            self._admitting
-        ):  # one job after the other, so that requests of the first leave first
+        # one job after the other, so that requests of the first leave first
+        async with self._admitting:
             while not await self._answer():
                 await asyncio.sleep(_LOOK_S)
         async with (

@@ -82,9 +82,8 @@ def main(options: ProgramOptions) -> None:
     calls = None if options["mode"] == "script" else _load("calls")
     filters = _load("system_calls")
     ready, theirs = os.pipe()
-    options["user"] = (
-        61000 + os.getpid() % 4000
-    )  # distributions leave this range free; each program has another one
+    # distributions leave this range free; each program has another one
+    options["user"] = 61000 + os.getpid() % 4000
     try:
         if options["isolate"]:
             _enter_namespaces(options["user"])
@@ -135,9 +134,8 @@ def _supervise(pid: int, options: ProgramOptions) -> dict[str, object]:
             reason = "memory limit"
             break
     if not any(fd == process for fd, _ in events):
-        os.kill(
-            pid, signal.SIGKILL
-        )  # first of its PID namespace, if it has one: the kernel ends the others
+        # first of its PID namespace, if it has one: the kernel ends the others
+        os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     # Without a PID namespace, orphans are children of this process, their subreaper. Each round
     # ends those that it sees; the next round sees the processes that they forked meanwhile.
@@ -296,9 +294,8 @@ def _build_root(options: ProgramOptions) -> None:
     os.mkdir(f"{root}/tmp")
     os.chmod(f"{root}/tmp", 0o777)
     os.mkdir(f"{root}/proc")
-    _libc.mount(
-        b"proc", f"{root}/proc".encode(), b"proc", _MS_NOSUID, None
-    )  # some containers forbid it
+    # some containers forbid it
+    _libc.mount(b"proc", f"{root}/proc".encode(), b"proc", _MS_NOSUID, None)
     os.chdir(root)
     _call("pivot_root", b".", b".")
     _call("umount2", b".", _MNT_DETACH)

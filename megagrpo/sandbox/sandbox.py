@@ -192,9 +192,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             ):
                 assert stream is not None, "only for scripts"
                 selector.register(stream, selectors.EVENT_READ, kept[name])
-            while (
-                selector.get_map() and not limit
-            ):  # until both streams are closed and the supervisor has reported
+            # until both streams are closed and the supervisor has reported
+            while selector.get_map() and not limit:
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 for key, _ in ready:
                     data = os.read(key.fd, _KEPT_BYTES) if key.data is not None else b""
@@ -234,8 +233,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             return json.loads(text)
         if self._isolated:
             raise SandboxError(
-                f"the supervisor of a program ended with exit code {code}, or not within "
-                f"{_END_S:g} s"
+                f"the supervisor of a program ended with exit code {code}, or "
+                f"not within {_END_S:g} s"
             )
         for orphan in psutil.Process().children(recursive=True):  # this process is their subreaper
             if orphan.pid not in self._others:

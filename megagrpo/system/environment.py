@@ -100,9 +100,8 @@ def trainer_rank_variables(
     if beside_engines:
         variables = without_expandable_segments()
     elif not any(map(get, _ALLOCATOR)):
-        variables[_ALLOCATOR[0]] = (
-            _EXPANDABLE  # varying micro-batch lengths fragment fixed segments
-        )
+        # varying micro-batch lengths fragment fixed segments
+        variables[_ALLOCATOR[0]] = _EXPANDABLE
     if cut:  # Megatron issues a layer's communication first; with one queue it also runs first
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if deterministic:

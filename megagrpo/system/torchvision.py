@@ -25,8 +25,8 @@ def torchvision_problem() -> str:
         AttributeError,
     ) as exc:  # of a wrong build, or of a repeated import
         return (
-            f"; torchvision, which transformers imports, cannot be imported: {type(exc).__name__}: "
-            f"{exc}: "
-            "`bash launch/install.sh --repair` installs the one that goes with this torch"
+            "; torchvision, which transformers imports, cannot be imported: "
+            f"{type(exc).__name__}: {exc}: `bash launch/install.sh --repair` installs the one "
+            "that goes with this torch"
         )
     return ""

@@ -30,8 +30,8 @@ def load_function(name: str, built_in: Mapping[str, str], key: str) -> Callable[
     if not colon:
         hint = did_you_mean(name, built_in) or f"; known: {', '.join(built_in)}"
         raise ValueError(
-            f"{key} {name!r} is unknown{hint} (your own is written package.module:function, or "
-            "file.py:function)"
+            f"{key} {name!r} is unknown{hint} (your own is written "
+            "package.module:function, or file.py:function)"
         )
     path_hint = "; is its folder on PYTHONPATH?"
     if Path(f"{module_name}.py").is_file():

@@ -27,8 +27,8 @@ def export(
     lora = config.actor.lora
     if only_adapters and lora is None:
         raise ValueError(
-            "export --lora writes adapters, but the experiment has no actor.lora: all weights are "
-            "trained"
+            "export --lora writes adapters, but the experiment has no actor.lora: "
+            "all weights are trained"
         )
     actor = make_actor(config, config.read_model().arch, device)
     found = source or latest_checkpoint(config, actor.mesh)

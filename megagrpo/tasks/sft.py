@@ -33,9 +33,8 @@ def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> N
     progress.enter(f"{config.actor.world_size} ranks meet and load the model")
     actor = MegatronActor(
         arch=model.arch,
-        config=config.actor.model_copy(
-            update={"lora": None}
-        ),  # adapters are for the model that this writes
+        # adapters are for the model that this writes
+        config=config.actor.model_copy(update={"lora": None}),
         optimizer=options.optimizer.like(config.actor.optimizer),
         num_updates=options.num_steps,
         seed=config.seed,
@@ -85,8 +84,8 @@ def _check_answers(prompts: Sequence[Prompt], tokenizer) -> None:
     for prompt, ids in zip(prompts, token_ids, strict=True):
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
             raise ValueError(
-                f"{prompt.location}: the tokenizer does not know every character of "
-                f"{prompt.answer!r:.80}"
+                f"{prompt.location}: the tokenizer does not know every character "
+                f"of {prompt.answer!r:.80}"
             )
 
 

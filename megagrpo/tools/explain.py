@@ -284,13 +284,13 @@ def _routing(config: ExperimentConfig, arch: Architecture | None) -> list[str]:
     kept = (1 if arch.expert_id_type == "uint8" else 2) * (arch.num_layers - arch.dense_layers) * k
     if source == "old":
         return [
-            f"routing    updates take the experts of the old log-probabilities: {kept:,} bytes a "
-            "token of a replica"
+            f"routing    updates take the experts of the old log-probabilities: {kept:,} "
+            "bytes a token of a replica"
         ]
     return [
-        f"routing    the actor takes the engine's experts: {kept:,} bytes a token of a replica, "
-        f"{-(-4 * sent // 3):,} in an answer, {sent:,} of an engine rank's host memory for each "
-        "token of its cache"
+        f"routing    the actor takes the engine's experts: {kept:,} bytes a token of a "
+        f"replica, {-(-4 * sent // 3):,} in an answer, {sent:,} of an engine rank's host "
+        "memory for each token of its cache"
     ]
 
 
@@ -372,8 +372,8 @@ def _rollout(config: ExperimentConfig) -> list[str]:
     if e is not None and config.eval_data is not None:
         how = "greedy" if e.temperature == 0 else f"temperature {e.temperature:g}"
         lines.append(
-            f"evaluation {config.eval_data.name}, {e.num_samples} samples a prompt, {how}: first, every "
-            f"{e.every} steps, last"
+            f"evaluation {config.eval_data.name}, {e.num_samples} samples a prompt, {how}: "
+            f"first, every {e.every} steps, last"
         )
     return lines
 

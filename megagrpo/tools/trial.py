@@ -40,8 +40,8 @@ def try_out(config: ExperimentConfig, num_prompts: int) -> int:
     """
     if not Path(config.model.path).exists():
         raise ValueError(
-            f"model.path {config.model.path} does not exist; run `megagrpo sft` first, or name a "
-            "model"
+            f"model.path {config.model.path} does not exist; run `megagrpo "
+            "sft` first, or name a model"
         )
     folder = RunFolder(config.run_folder.path / "try")
     config = with_one_engine(config, folder, {"load_format": "model", "quantization": None})

@@ -57,9 +57,8 @@ class ActorWeights:
     copies: list[Copy]  # this rank's, recorded from its load_hf
     hf_specs: Specs  # of the whole model: name -> shape and dtype in the checkpoint
     parameters: Callable[[], Mapping[str, Tensor]]  # live, under the names in `copies`
-    merged: Callable[[], AbstractContextManager[None]] = (
-        nullcontext  # around any use of them as the model's weights
-    )
+    # around any use of them as the model's weights
+    merged: Callable[[], AbstractContextManager[None]] = nullcontext
     # HF tensors that keep a dtype of their own wherever the model goes, such as a router's bias.
     kept: Mapping[str, torch.dtype] = field(default_factory=dict)
     fp8: frozenset[str] = frozenset()  # HF tensors that engines with FP8 weights must keep in FP8
@@ -102,8 +101,8 @@ def _check_shapes(path: Path, specs: Specs, tensors: Sequence[TensorSpec]) -> No
         says = f"{path}: tensor {spec.name} has the shape {found}, but {spec.shape} by config.json"
         if spec.expert and len(found) == 3:  # fused, as Qwen3-VL-MoE's are
             says += (
-                "; transformers 5 saves experts transposed: name the published model, or "
-                "transpose them back"
+                "; transformers 5 saves experts transposed: name the published "
+                "model, or transpose them back"
             )
         raise ValueError(says)
 
@@ -183,9 +182,8 @@ def export_peft(
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": list(
-            lora.targets
-        ),  # experts one by one, as in the checkpoint; PEFT fuses them itself
+        # experts one by one, as in the checkpoint; PEFT fuses them itself
+        "target_modules": list(lora.targets),
         "bias": "none",
         "inference_mode": True,
     }

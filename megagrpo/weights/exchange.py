@@ -206,8 +206,8 @@ class Exchange:
             zip(engine.slices, self._numbers[engine.kind], strict=True)
         ):
             problems += [
-                f"{engine} rank {rank}: parameter {copies[k].parameter} does not hold HF tensor "
-                f"{copies[k].source}"
+                f"{engine} rank {rank}: parameter {copies[k].parameter} does not hold HF "
+                f"tensor {copies[k].source}"
                 for k in np.flatnonzero(digests[rank] != expected[numbers])
             ]
         if problems:

@@ -59,8 +59,8 @@ class HfFolder(Mapping[str, Tensor]):
         self.path = Path(path)
         if not self.path.is_dir():
             raise ValueError(
-                f"{path}: no such folder; expected an HF checkpoint with config.json and "
-                "*.safetensors"
+                f"{path}: no such folder; expected an HF checkpoint with "
+                "config.json and *.safetensors"
             )
         # name -> shape and dtype, from the headers
         self.specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -138,9 +138,9 @@ class HfFolder(Mapping[str, Tensor]):
         wanted = tuple(-(-size // block) for size, block in zip(shape, self._block, strict=False))
         if len(shape) != 2 or scales != wanted or not dtype.is_floating_point:
             raise ValueError(
-                f"{self.path}: tensor {name} {shape} in FP8 needs scales {name}{SCALES} of shape "
-                f"{wanted}, "
-                f"one for each block of {self._block}; the files have {scales or 'none'}"
+                f"{self.path}: tensor {name} {shape} in FP8 needs scales {name}{SCALES} "
+                f"of shape {wanted}, one for each block of {self._block}; the files "
+                f"have {scales or 'none'}"
             )
         self.specs[name] = (shape, torch.bfloat16)
 

@@ -43,8 +43,8 @@ def quantised_specs(specs: Specs, names: Set[str]) -> Specs:
             continue
         if len(shape) < 2:
             raise ValueError(
-                f"HF tensor {name} {shape} has FP8 parameters in the engine, but blocks are of "
-                "matrices"
+                f"HF tensor {name} {shape} has FP8 parameters in the engine, "
+                "but blocks are of matrices"
             )
         found[name] = shape, FP8
         found[name + SCALES] = whole_grid(shape), torch.float32

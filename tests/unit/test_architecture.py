@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from pathlib import Path
@@ -27,11 +28,11 @@ from tests.unit.package_source import (
 
 # Code tokens, without comments and docstrings: dense lines buy nothing. Tests are tables, so their files may be longer.
 MAX_FILE_TOKENS, MAX_TEST_FILE_TOKENS, MAX_FUNCTION_TOKENS, MAX_TRAIN_LINES = 3200, 4500, 450, 40
-MAX_FLAT_MODULES, MAX_FOLDER_FILES, MAX_ARGUMENTS, MAX_ARROWS = 8, 12, 7, 130
-# Ceilings of what must become less: lower them whenever the code allows it, never raise them.
-MAX_CORE_TOKENS, MAX_PACKAGE_TOKENS = 252_000, 324_000
-MAX_SETTINGS = 242
-MAX_ANY, MAX_BROAD_EXCEPTS, MAX_TRIES = 34, 8, 120
+MAX_FLAT_MODULES, MAX_FOLDER_FILES, MAX_ARGUMENTS = 8, 12, 7
+CEILINGS = {
+    name: entry["landed"] + entry["allowed"]
+    for name, entry in tomllib.loads((ROOT / "tests" / "ceilings.toml").read_text()).items()
+}
 MANY_ARGUMENTS = {  # "path:function" -> whose signature it is
     "actor/layers/attention.py:__init__": "Megatron-Core builds core attention with it",
     "weights/digests/triton_kernel.py:_block_sums": "a Triton kernel takes pointers and sizes one by one",
@@ -239,8 +240,8 @@ def test_the_core_is_small():
     sizes = Counter()
     for path in sources():
         sizes["wings" if part_of(path) in WINGS else "core"] += len(tokens(PACKAGE / path))
-    assert sizes["core"] <= MAX_CORE_TOKENS, sizes
-    assert sizes.total() <= MAX_PACKAGE_TOKENS, sizes
+    assert sizes["core"] <= CEILINGS["core_tokens"], sizes
+    assert sizes.total() <= CEILINGS["package_tokens"], sizes
 
 
 def test_the_core_does_not_know_what_stands_beside_it():
@@ -309,12 +310,12 @@ def test_arrows_between_rooms_are_few():
         for other in map(own_part, imports(path))
         if other is not None and other != part_of(path) != "__init__"
     }
-    assert len(arrows) <= MAX_ARROWS, f"{len(arrows)} arrows"
+    assert len(arrows) <= CEILINGS["arrows"], f"{len(arrows)} arrows"
 
 
 def test_settings_are_few():
     """Distinct keys of an experiment, those of copies of a section included."""
-    assert len(leaves(ExperimentConfig)) <= MAX_SETTINGS
+    assert len(leaves(ExperimentConfig)) <= CEILINGS["settings"]
 
 
 def leaves(section: type[Section]) -> set[str]:
@@ -342,14 +343,14 @@ def test_functions_have_few_arguments():
 def test_errors_rise():
     """Few try blocks, very few that catch everything, and no test library in the package."""
     tries = [f"{path}:{node.lineno}" for path, node in all_nodes() if isinstance(node, ast.Try)]
-    assert len(tries) <= MAX_TRIES, f"{len(tries)} try blocks: {tries}"
+    assert len(tries) <= CEILINGS["tries"], f"{len(tries)} try blocks: {tries}"
     broad = [
         f"{path}:{node.lineno}"
         for path, node in all_nodes()
         if isinstance(node, ast.ExceptHandler)
         and (node.type is None or re.search(r"\b(Base)?Exception\b", ast.unparse(node.type)))
     ]
-    assert len(broad) <= MAX_BROAD_EXCEPTS, broad
+    assert len(broad) <= CEILINGS["broad_excepts"], broad
     assert not [
         path
         for path in sources()
@@ -361,7 +362,7 @@ def test_types_are_named():
     uses = Counter(
         path for path, node in all_nodes() if isinstance(node, ast.Name) and node.id == "Any"
     )
-    assert uses.total() <= MAX_ANY, f"{uses.total()} uses of Any: {uses.most_common(8)}"
+    assert uses.total() <= CEILINGS["any"], f"{uses.total()} uses of Any: {uses.most_common(8)}"
 
 
 def test_no_transport_is_asked_by_name():

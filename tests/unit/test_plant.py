@@ -21,18 +21,8 @@ def test_a_fault_applies_and_its_tests_exist(fault: Fault):
 def test_faults_are_in_many_rooms():
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     assert {fault.file.partition("/")[0] for fault in FAULTS} == {
-        *("algo", "batching", "weights", "actor", "tools", "cpu", "sandbox", "environments"),
-        *(
-            "check",
-            "system",
-            "rollout",
-            "run.py",
-            "data",
-            "rewards",
-            "checkpoint",
-            "cluster",
-            "config",
-        ),
+        *("actor", "algo", "batching", "checkpoint", "cluster", "config", "cpu", "data"),
+        *("environments", "rewards", "rollout", "run.py", "sandbox", "system", "tools", "weights"),
     }
 
 

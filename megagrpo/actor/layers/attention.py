@@ -85,9 +85,8 @@ def local_places(cu_seqlens: Tensor, count: int, cp_size: int) -> tuple[Tensor, 
     """Returns a context rank's part of k sequences: their tokens [k], and of each token [count]
     sequence and place."""
     local = (cu_seqlens[1:] - cu_seqlens[:-1]).long() // cp_size
-    sequence = torch.repeat_interleave(
-        local, output_size=count
-    )  # without a size it waits for the device
+    # without a size it waits for the device
+    sequence = torch.repeat_interleave(local, output_size=count)
     return (
         local,
         sequence,

@@ -59,9 +59,8 @@ class DraftLayer(MegatronModule):
             parallel_mode="duplicated",
             skip_weight_param_allocation=False,
         )
-        number = (
-            config.num_layers + 1 - get_transformer_layer_offset(config, vp_stage)
-        )  # it follows the last layer
+        # it follows the last layer
+        number = config.num_layers + 1 - get_transformer_layer_offset(config, vp_stage)
         self.layer = build_module(
             modules.layer, config=config, vp_stage=vp_stage, layer_number=number
         )

@@ -48,9 +48,8 @@ class Adapters(Module):
     """Holds A [rank, inputs] and B [outputs, rank] of the targets in one linear layer, as this rank
     has them."""
 
-    rows: (
-        Tensor | None
-    )  # [n] int64: which outputs the Bs' rows are, one after the other; None: all, in order
+    # [n] int64: which outputs the Bs' rows are, one after the other; None: all, in order
+    rows: Tensor | None
 
     def __init__(self, site: _Site, lora: LoraConfig, place: RankPlace, dtype: torch.dtype):
         super().__init__()
@@ -165,9 +164,8 @@ def _sites(chunk: Body, arch: Architecture) -> Iterator[_Site]:
     for layer in chunk.decoder.layers:
         prefix = layer_prefix(layer.layer_number - 1)
         attention: SelfAttention = layer.self_attention
-        heads = _rows(attention.linear_qkv).view(
-            -1, queries + 2, dim
-        )  # as families/loading.py fills it
+        # as families/loading.py fills it
+        heads = _rows(attention.linear_qkv).view(-1, queries + 2, dim)
         qkv = {
             "q_proj": heads[:, :queries],
             "k_proj": heads[:, queries],

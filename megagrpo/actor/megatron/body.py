@@ -120,7 +120,8 @@ class Body(LanguageModule):
         sight: of a vision-language model. following: for the draft, on the last stage.
         """
         self._prepare_offloading()
-        hidden, more = None, {}
+        hidden = None
+        more: dict[str, Sight] = {}
         if self.pre_process:
             hidden = self.embedding(input_ids=tokens, position_ids=positions)
             if sight is not None:

@@ -41,9 +41,8 @@ def checked_kernels(arch: Architecture, config: ActorConfig) -> Kernels:
         raise ValueError("the model does not fit the layout:\n  " + "\n  ".join(problems))
     if config.transformer_engine is True and importlib.util.find_spec("transformer_engine") is None:
         raise ValueError(
-            "actor.transformer_engine is true, but the package transformer_engine is not installed "
-            "here "
-            f"(it needs CUDA): bash launch/build_te.sh {sys.prefix}, or set "
+            "actor.transformer_engine is true, but the package transformer_engine is not "
+            f"installed here (it needs CUDA): bash launch/build_te.sh {sys.prefix}, or set "
             "actor.transformer_engine: false for torch's layers"
         )
     kernels = kernels_here(config)
@@ -59,10 +58,9 @@ def checked_kernels(arch: Architecture, config: ActorConfig) -> Kernels:
         and importlib.util.find_spec("deep_ep") is None
     ):
         raise ValueError(
-            "actor.megatron.moe_token_dispatcher_type is flex, but DeepEP (the package deep_ep) is "
-            "not installed here: "
-            "build it as its own pages say, or keep alltoall, which is enough if actor.parallel.ep "
-            "stays in a node"
+            "actor.megatron.moe_token_dispatcher_type is flex, but DeepEP (the package deep_ep) "
+            "is not installed here: build it as its own pages say, or keep alltoall, which is "
+            "enough if actor.parallel.ep stays in a node"
         )
     if (
         kernels.cuda
@@ -105,9 +103,9 @@ def transformer_config(
     if built.gradient_accumulation_fusion:
         if not (kernels.transformer_engine or kernels.fused_weight_gradient):
             raise ValueError(
-                "actor.megatron.gradient_accumulation_fusion needs Transformer Engine's layers "
-                f"(actor.transformer_engine) or Apex's extension {_APEX_KERNEL}, and neither is "
-                "here"
+                "actor.megatron.gradient_accumulation_fusion needs Transformer "
+                "Engine's layers (actor.transformer_engine) or Apex's extension "
+                f"{_APEX_KERNEL}, and neither is here"
             )
         internals_0_19.admit_fused_weight_gradient()
     return built

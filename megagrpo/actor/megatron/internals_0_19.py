@@ -38,8 +38,7 @@ _VERSION = "0.19."
 if not _installed.startswith(_VERSION):
     raise ImportError(
         f"megatron-core {_installed} is installed, but megagrpo uses private functions of "
-        f"{_VERSION}x: "
-        "pip install 'megatron-core>=0.19,<0.20'"
+        f"{_VERSION}x: pip install 'megatron-core>=0.19,<0.20'"
     )
 
 # modules that warn every run of classes and forms which a later version will replace

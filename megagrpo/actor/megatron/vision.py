@@ -59,9 +59,8 @@ class Tower(torch.nn.Module):
         super().__init__()
         self.vision = vision
         self.module = build_tower(vision)
-        self._frequencies = self.module.get_buffer(
-            "rotary_pos_emb.inv_freq"
-        ).clone()  # no buffer: nothing casts it
+        # no buffer: nothing casts it
+        self._frequencies = self.module.get_buffer("rotary_pos_emb.inv_freq").clone()
         for name, parameter in self.module.named_parameters():
             parameter.requires_grad_(vision.trains(vision.prefix + name, trained))
             # Every tensor-parallel rank computes the same gradient. Megatron averages it, which
@@ -142,14 +141,12 @@ class Sight:
             vision.mrope_section,
             vision.mrope_interleaved,
         )
-        self.angles = (
-            angles if micro.cu_seqlens is None else angles[:, 0]
-        )  # as rotate_packed takes those of tokens
+        # as rotate_packed takes those of tokens
+        self.angles = angles if micro.cu_seqlens is None else angles[:, 0]
         self._deep: list[Tensor] = []  # features that layer i adds to its output
         height, width = micro.tokens.shape
-        where = (
-            micro.images.places % width * height + micro.images.places // width
-        )  # in [s, b], as decoders have it
+        # in [s, b], as decoders have it
+        where = micro.images.places % width * height + micro.images.places // width
         self._places = on_device(where, device)
         self._rows = on_device(micro.images.rows, device)
         # sequence parallelism cuts the sequence
@@ -204,9 +201,8 @@ class Sight:
             return hidden
         added = self._deep[index][self._own_rows].to(hidden.dtype)
         rows = self._own_places // hidden.shape[1], self._own_places % hidden.shape[1]
-        return hidden.index_put(
-            rows, added, accumulate=True
-        )  # no view: Megatron frees what a stage has sent
+        # no view: Megatron frees what a stage has sent
+        return hidden.index_put(rows, added, accumulate=True)
 
 
 class _ThroughLeaves(torch.autograd.Function):

@@ -67,7 +67,6 @@ class RouterBias(ExpertLoad):
         scope = self._scope.counted
         if scope is not None:
             rows, _ = scope.own
-            real_map = (
-                output[1] & (rows >= 0)[:, None]
-            )  # an index by a mask would wait for the device
+            # an index by a mask would wait for the device
+            real_map = output[1] & (rows >= 0)[:, None]
             self.counts[layer] += real_map.sum(0, dtype=torch.int64)

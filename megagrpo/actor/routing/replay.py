@@ -46,9 +46,8 @@ class RoutingReplay:
         # of this pipeline stage, virtual ones included; counted from the model's first layer with
         # experts
         self.layers = tuple(layer - arch.dense_layers for layer in sorted(routers))
-        self._counts = torch.zeros(
-            2, dtype=torch.int64, device=device
-        )  # compared and differing (token, layer)
+        # compared and differing (token, layer)
+        self._counts = torch.zeros(2, dtype=torch.int64, device=device)
         self._recorded: Tensor | None = None  # [T + 1, layers, k], the last row for padding
         for slot, layer in enumerate(sorted(routers)):
             routers[layer].router_replay = SimpleNamespace(

@@ -15,18 +15,14 @@ from megagrpo.config.objective.own import OwnFunction
 class Estimator(Variant):
     """Holds what an estimator needs and refuses; its own fields are in the subclass."""
 
-    normalises_by_group: ClassVar[bool] = (
-        False  # refuses rewards that are normalised by the group already
-    )
-    whitens: ClassVar[bool] = (
-        False  # over all unmasked tokens of the batch; refuses whiten_advantages
-    )
-    needs_greedy_response: ClassVar[bool] = (
-        False  # refuses reward steps that its greedy baseline does not get
-    )
-    reads_parts: ClassVar[bool] = (
-        False  # the scores of several graders, one by one; refuses what changes only their sum
-    )
+    # refuses rewards that are normalised by the group already
+    normalises_by_group: ClassVar[bool] = False
+    # over all unmasked tokens of the batch; refuses whiten_advantages
+    whitens: ClassVar[bool] = False
+    # refuses reward steps that its greedy baseline does not get
+    needs_greedy_response: ClassVar[bool] = False
+    # the scores of several graders, one by one; refuses what changes only their sum
+    reads_parts: ClassVar[bool] = False
 
     @property
     def whitens_tokens(self) -> bool:

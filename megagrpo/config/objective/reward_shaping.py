@@ -23,12 +23,10 @@ Scope = Literal["none", "group", "batch", "running"]
 class RewardStep(Section):
     """Holds the fields of one step; at their defaults the step leaves every reward as it is."""
 
-    reaches_greedy_baseline: ClassVar[bool] = (
-        False  # whether remax's greedy rewards take this step too
-    )
-    switches: ClassVar[
-        tuple[str, ...]
-    ]  # its fields that turn it on when they are not at their defaults
+    # whether remax's greedy rewards take this step too
+    reaches_greedy_baseline: ClassVar[bool] = False
+    # its fields that turn it on when they are not at their defaults
+    switches: ClassVar[tuple[str, ...]]
 
 
 class OverlongShaping(Section):

@@ -21,6 +21,6 @@ def check_complete(
     not_offered = [variant.__name__ for variant in table if variant not in offered]
     if not_offered:
         raise ImportError(
-            f"{table_name} has a row for {', '.join(not_offered)}, which {union_name} does not "
-            "offer"
+            f"{table_name} has a row for {', '.join(not_offered)}, which "
+            f"{union_name} does not offer"
         )

@@ -67,9 +67,10 @@ def install(module) -> None:
         return out.to(input.dtype).view(*input.shape[:-1], weight.shape[0])
 
     def apply(self, layer, dispatch_output):
+        # which imports the patched module
         from sglang.srt.layers.moe.token_dispatcher import (
             StandardCombineInput,
-        )  # which imports the patched module
+        )
 
         settings = self.moe_runner_config
         if settings.activation != "silu" or settings.apply_router_weight_on_input:

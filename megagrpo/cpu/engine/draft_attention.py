@@ -22,9 +22,8 @@ def attend(
     """
     keys = torch.arange(slots.shape[1])
     last = seq_lens[:, None] - query.shape[1] + torch.arange(query.shape[1])
-    slots = torch.where(
-        keys < seq_lens[:, None], slots, slots[:, :1]
-    )  # slots beyond the end may hold NaN
+    # slots beyond the end may hold NaN
+    slots = torch.where(keys < seq_lens[:, None], slots, slots[:, :1])
     keys_values = (cache[slots].transpose(1, 2).to(query.dtype) for cache in caches)
     visible = keys <= last[:, :, None]
     by_head = torch.nn.functional.scaled_dot_product_attention(

@@ -60,8 +60,8 @@ class DeepseekV3(SigmoidMoe):
         problems = super().own_refusals(hf)
         if not hf.get("rope_interleave", True):
             problems.append(
-                "rope_interleave false is not supported: rows of the projections would have to be "
-                "permuted"
+                "rope_interleave false is not supported: rows of the projections "
+                "would have to be permuted"
             )
         if "moe_layer_freq" not in hf:
             problems.append(
@@ -72,8 +72,8 @@ class DeepseekV3(SigmoidMoe):
         kv_heads = hf.get("num_key_value_heads", hf["num_attention_heads"])
         if heads != kv_heads:
             problems.append(
-                f"num_key_value_heads {kv_heads} must be num_attention_heads {heads} in latent "
-                "attention"
+                f"num_key_value_heads {kv_heads} must be num_attention_heads "
+                f"{heads} in latent attention"
             )
         return problems
 

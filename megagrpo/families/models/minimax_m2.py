@@ -61,8 +61,8 @@ class MiniMaxM2(Family):
             problems.append("shared_intermediate_size: shared experts are not loaded; it must be 0")
         if hf["num_experts_per_tok"] == 1:
             problems.append(
-                "num_experts_per_tok 1 is not supported: one expert's score would not be divided "
-                "by itself"
+                "num_experts_per_tok 1 is not supported: one expert's score would "
+                "not be divided by itself"
             )
         return problems
 

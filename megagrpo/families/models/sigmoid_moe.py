@@ -57,8 +57,8 @@ class SigmoidMoe(Family):
         ]
         if hf["num_experts_per_tok"] == 1:
             problems.append(
-                "num_experts_per_tok 1 is not supported: one expert's score would not be divided "
-                "by itself"
+                "num_experts_per_tok 1 is not supported: one expert's score would "
+                "not be divided by itself"
             )
         layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
         if not 0 <= dense < layers:
@@ -91,14 +91,14 @@ def _group_refusals(hf: HfConfig) -> list[str]:
         return []
     if experts % groups or not 1 <= top <= groups:
         return [
-            f"n_group {groups} must divide n_routed_experts {experts}, and topk_group {top} be at "
-            "most n_group"
+            f"n_group {groups} must divide n_routed_experts {experts}, and topk_group "
+            f"{top} be at most n_group"
         ]
     if chosen // top != _GROUP_SCORE_EXPERTS:
         return [
-            f"topk_group {top} with num_experts_per_tok {chosen} is not supported: a group's score "
-            "would be that of "
-            f"its best {chosen // top} experts, not of its best {_GROUP_SCORE_EXPERTS}"
+            f"topk_group {top} with num_experts_per_tok {chosen} is not supported: a "
+            f"group's score would be that of its best {chosen // top} experts, not of its "
+            f"best {_GROUP_SCORE_EXPERTS}"
         ]
     return []
 
@@ -136,8 +136,8 @@ class Glm4Moe(SigmoidMoe):
         turning = head_dim * rotary_fraction(hf, _ROTARY_FRACTION)
         if turning != int(turning) or int(turning) % 2:
             problems.append(
-                f"partial_rotary_factor turns {turning:g} of head_dim {head_dim}; rotary turns "
-                "pairs"
+                f"partial_rotary_factor turns {turning:g} of head_dim "
+                f"{head_dim}; rotary turns pairs"
             )
         return problems
 

@@ -24,14 +24,13 @@ class Qwen3Moe(Qwen3):
         problems = []
         if "norm_topk_prob" not in hf:
             problems.append(
-                "config.json lacks norm_topk_prob, which transformers reads as false and SGLang as "
-                "true; write the "
-                "one with which the model was trained (Qwen3: true)"
+                "config.json lacks norm_topk_prob, which transformers reads as false and SGLang "
+                "as true; write the one with which the model was trained (Qwen3: true)"
             )
         if hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1:
             wrong = (
-                "mlp_only_layers and decoder_sparse_step put layers without experts between "
-                "MoE layers"
+                "mlp_only_layers and decoder_sparse_step put layers without "
+                "experts between MoE layers"
             )
             problems.append(f"{wrong}, which is not supported")
         return problems
@@ -58,9 +57,8 @@ class Qwen3Moe(Qwen3):
 
 
 def _num_experts(hf: HfConfig) -> int:
-    return (
-        hf.get("num_experts") or hf.get("num_local_experts") or 0
-    )  # transformers 5 saves the second spelling
+    # transformers 5 saves the second spelling
+    return hf.get("num_experts") or hf.get("num_local_experts") or 0
 
 
 class Mixtral(Family):
@@ -79,8 +77,8 @@ class Mixtral(Family):
         if hf.get("sliding_window") is None:
             return []
         return [
-            f"sliding_window {hf['sliding_window']} is not supported: attention here sees every "
-            "earlier token"
+            f"sliding_window {hf['sliding_window']} is not supported: attention here "
+            "sees every earlier token"
         ]
 
     def architecture(self, hf: HfConfig) -> Architecture:

@@ -46,8 +46,8 @@ class DeepseekV32(DeepseekV3):
     def own_refusals(self, hf: HfConfig) -> list[str]:
         problems = super().own_refusals(hf)
         problems += [
-            f"{key} {hf[key]!r} is not supported: it chooses keys in another way; supported: "
-            f"{value!r}"
+            f"{key} {hf[key]!r} is not supported: it chooses keys in another "
+            f"way; supported: {value!r}"
             for key, value in _PLAIN_CHOICE.items()
             if hf.get(key) not in (None, value)
         ]

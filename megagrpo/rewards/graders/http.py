@@ -34,9 +34,8 @@ class HttpGrader(ServiceGrader):
         if len(self._samples) == self._options.batch_size:
             self._full.set()
             self._samples = []
-        score = (await asyncio.shield(request))[
-            index
-        ]  # a caller that gives up does not end the others' request
+        # a caller that gives up does not end the others' request
+        score = (await asyncio.shield(request))[index]
         if isinstance(score, Exception):
             raise score
         if not isinstance(score, bool | int | float) or not abs(score) <= sys.float_info.max:

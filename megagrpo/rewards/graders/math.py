@@ -126,9 +126,8 @@ def _boxes(text: str) -> list[tuple[int, int, str]]:
     Boxes with others inside are left out: what they hold is the inner ones' to say.
     """
     found: list[tuple[int, int, str]] = []
-    opened: list[
-        tuple[int, int] | None
-    ] = []  # of each open brace: (start, content's start) of a box
+    # of each open brace: (start, content's start) of a box
+    opened: list[tuple[int, int] | None] = []
     for token in _TOKEN.finditer(text):
         sign = token[0]
         if sign == "{":

@@ -139,9 +139,10 @@ def check_grader(name: str, args: GraderArgs) -> None:
     if name in SERVICES:
         check_options(name, args)
         if name == "judge":
+            # httpx is not needed to check other graders
             from megagrpo.rewards.graders.judge import (
                 read_template,
-            )  # httpx is not needed to check other graders
+            )
 
             read_template(str(args["prompt_file"]))
     else:

@@ -24,9 +24,8 @@ from megagrpo.rollout.response import Response
 from megagrpo.system.errors import explained
 from megagrpo.types import Outcome
 
-Parse = Callable[
-    [str, Tools, str], Awaitable[Message]
-]  # (text, tools, prefix of the calls' ids) -> message
+# (text, tools, prefix of the calls' ids) -> message
+Parse = Callable[[str, Tools, str], Awaitable[Message]]
 
 
 class Refused(ValueError):

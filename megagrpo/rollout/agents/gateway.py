@@ -26,9 +26,8 @@ from megagrpo.rollout.generation import GenerationFailed
 
 _KEY_BYTES = 24
 _BACKLOG = 4096  # connections of agents that start together
-_IDLE_S = (
-    86400  # a client whose connection was closed while a tool ran would fail with its next turn
-)
+# a client whose connection was closed while a tool ran would fail with its next turn
+_IDLE_S = 86400
 
 
 class _Server(uvicorn.Server):

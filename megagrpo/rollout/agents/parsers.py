@@ -48,7 +48,8 @@ class TurnParsers:
                     {"name": str(named["name"]), "parameters": named.get("parameters")}
                 )
         if functions or self._names[1]:
-            slot, found = min(self._slots, key=lambda slot: slot.busy.locked()), None
+            slot = min(self._slots, key=lambda slot: slot.busy.locked())
+            found = None
             async with slot.busy:
                 keys = "sampling.agent.tool_parser, reasoning_parser: SGLang's parsers do not start"
                 with translated(keys, WorkerError, raised=GenerationFailed):

@@ -24,9 +24,8 @@ from megagrpo.system.processes import dies_with_parent, stop_tree
 from megagrpo.system.user_function import load_function
 from megagrpo.system.worker_process import answer_calls_concurrently
 
-Program = (
-    Callable  # (base_url=, key=, row=, **args) -> reward or {"reward", "turn_rewards", "info"}
-)
+# (base_url=, key=, row=, **args) -> reward or {"reward", "turn_rewards", "info"}
+Program = Callable
 
 _THREADS = 1024  # programs that are no coroutines, at once
 COMMAND = "megagrpo.rollout.agents.program_worker:run_command"
@@ -98,9 +97,8 @@ async def run_command(
     )
     assert process.stdin is not None and process.stdout is not None, "pipes"
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(
-            asyncio.to_thread, stop_tree, process.pid, 0.0
-        )  # what it left behind, too
+        # what it left behind, too
+        stack.push_async_callback(asyncio.to_thread, stop_tree, process.pid, 0.0)
         # Not awaited: it may print before it reads, or never read.
         process.stdin.write(json.dumps(row).encode() + b"\n")
         process.stdin.close()

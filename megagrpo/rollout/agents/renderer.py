@@ -58,8 +58,8 @@ class Renderer:
         ids = self.begin(said, prompt.tools)
         if len(ids) > (longest := self.max_prompt_tokens):
             raise ValueError(
-                f"an environment began with {len(ids)} tokens, more than data.max_prompt_tokens "
-                f"{longest}"
+                f"an environment began with {len(ids)} tokens, more than "
+                f"data.max_prompt_tokens {longest}"
             )
         return ids
 
@@ -79,7 +79,8 @@ class Renderer:
         """
         if not self._data.chat_template:
             return self._encode(_text(said, tools))
-        probe, messages = _PROBE, as_messages(said)
+        probe = _PROBE
+        messages = as_messages(said)
         end = str(self._tokenizer.eos_token) + self._before
         if called := [message["tool_call_id"] for message in messages if "tool_call_id" in message]:
             function = {
@@ -110,9 +111,9 @@ class Renderer:
             if answered.startswith(asked + answer + end):
                 found = "it writes earlier turns in another way when more follow"
             raise ValueError(
-                f"the chat template cannot be continued turn by turn: {found}. Take another one, "
-                "or history: last (sampling.environment or sampling.agent), where every turn is a "
-                "sample of its own"
+                f"the chat template cannot be continued turn by turn: {found}. Take another "
+                "one, or history: last (sampling.environment or sampling.agent), where every "
+                "turn is a sample of its own"
             )
         return answered[len(asked + answer + end) :]
 

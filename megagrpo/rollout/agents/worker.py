@@ -85,8 +85,8 @@ def _said(said: object, method: str) -> object:
     for each in said if isinstance(said, list) else [None]:
         if not isinstance(each, dict) or not {"role", "content"} <= each.keys():
             raise ValueError(
-                f"{method} returned {said!r:.80}, not a text or a list of messages with role and "
-                "content"
+                f"{method} returned {said!r:.80}, not a text or a list of "
+                "messages with role and content"
             )
         if not isinstance(each["content"], str):
             raise ValueError(f"{method} returned {said!r:.80}: the content of a message is a text")

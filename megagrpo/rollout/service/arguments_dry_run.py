@@ -98,9 +98,8 @@ def _replace_device(device: Device) -> None:
     torch.version.cuda = _CUDA_VERSION
     for module in [module for name, module in sys.modules.items() if name.startswith("sglang")]:
         for function in list(vars(module).values()):
-            if isinstance(
-                function, functools._lru_cache_wrapper
-            ):  # its cache holds answers for the CPU
+            # its cache holds answers for the CPU
+            if isinstance(function, functools._lru_cache_wrapper):
                 function.cache_clear()
     common.get_nvgpu_memory_capacity = functools.partial(_answer, device.memory_mib)
 

@@ -64,9 +64,8 @@ def on_gpus(config: ExperimentConfig, num_gpus: float) -> bool:
         why = "actor.device is cuda" if device == "cuda" else "rollout.dtype is bfloat16"
         raise ValueError(
             f"no GPU is visible where engines are to run, and {why}: ask for GPUs (sbatch "
-            "--gpus-per-node, docker "
-            "--gpus all), look at `megagrpo doctor` there, or set actor.device: cpu to run on the "
-            "CPU"
+            "--gpus-per-node, docker --gpus all), look at `megagrpo doctor` there, or set "
+            "actor.device: cpu to run on the CPU"
         )
     return num_gpus > 0
 
@@ -114,9 +113,8 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
             "dist_init_addr": place.rendezvous,
         }
     if rollout.colocate:
-        settings["enable_memory_saver"] = (
-            True  # without it the calls that release memory do nothing
-        )
+        # without it the calls that release memory do nothing
+        settings["enable_memory_saver"] = True
     if rollout.deterministic:
         settings["enable_deterministic_inference"] = True
     if rollout.draft_tokens is not None:  # a chain: of each position the one most probable token
@@ -171,8 +169,8 @@ def _on_cuda(rollout: RolloutConfig) -> Settings:
     elif rollout.ep > 1 and not rollout.deterministic:
         problem = "torch's experts, the only ones in float32, do not skip those of other ranks"
         raise ValueError(
-            f"rollout.ep {rollout.ep} with rollout.dtype float32 on GPUs: {problem}; set ep 1 or "
-            "bfloat16"
+            f"rollout.ep {rollout.ep} with rollout.dtype float32 on GPUs: "
+            f"{problem}; set ep 1 or bfloat16"
         )
     # SGLang would choose fa3 or flashinfer, which have no float32; Triton rounds products to TF32
     else:
@@ -207,9 +205,8 @@ def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str
     if place.cuda:
         if get(_INTERLEAVES, "").lower() in ("1", "true", "yes", "y"):
             raise ValueError(
-                f"{_INTERLEAVES} is set: SGLang would reorder the experts' weights after loading, "
-                "and digests would "
-                "stop the run; unset it"
+                f"{_INTERLEAVES} is set: SGLang would reorder the experts' weights after "
+                "loading, and digests would stop the run; unset it"
             )
         rollout = config.rollout
         # SGLang would turn its cache of images off for Qwen3-VL, and read the images of a group

@@ -53,9 +53,9 @@ def as_engines_see_it(
         raise ValueError("; ".join(problems))
     if dense and config.rollout.load_format == "model":
         raise ValueError(
-            "rollout.load_format = model, but without a GPU engines start from another description "
-            "of a model with sparse attention, without its files; use dummy, the first publish "
-            "fills them"
+            "rollout.load_format = model, but without a GPU engines start from another "
+            "description of a model with sparse attention, without its files; use dummy, the "
+            "first publish fills them"
         )
     write_description(model, folder.engine_model, fp8=quantised, draft=config.actor.has_draft)
     written = folder.engine_model / "config.json"

@@ -96,9 +96,8 @@ class EngineNode:
         if self.bind_address == "127.0.0.1" and loopback() != service_loopback:
             raise ValueError(
                 f"rollout.host {self.config.rollout.host} is not reachable from other machines, "
-                "such as that of the "
-                "service; give the name of the private interface, such as eth0, which every "
-                "machine looks up for itself"
+                "such as that of the service; give the name of the private interface, such as "
+                "eth0, which every machine looks up for itself"
             )
         return (
             reachable_host(self.bind_address),
@@ -150,6 +149,5 @@ class EngineNode:
             self.process.wait()
 
 
-EngineNodeActor: Any = ray.remote(
-    EngineNode
-)  # Ray gives its actors methods that a type checker cannot see
+# Ray gives its actors methods that a type checker cannot see
+EngineNodeActor: Any = ray.remote(EngineNode)

@@ -104,8 +104,7 @@ def _connect(options: Options, timeout_s: float) -> None:
             )
             raise RayNotStarted(
                 f"{where} did not start in {attempts} attempt(s) within {timeout_s:.0f} s; "
-                f"{remedy} or raise "
-                f"rollout.start_timeout_s. The last problem: {problem}"
+                f"{remedy} or raise rollout.start_timeout_s. The last problem: {problem}"
             )
         print(f"{where} did not start, trying again ({problem})", flush=True)
         time.sleep(_PAUSE_S)

@@ -98,9 +98,8 @@ class SupervisedEngine:
         self._patience_s = config.rollout.patience_s(cuda)
         self._group: PlacementGroup | None = None
         self._nodes: list[ActorHandle] = []  # of type EngineNode
-        self._lost: asyncio.Future[None] | None = (
-            None  # done when a trainer reports this incarnation as lost
-        )
+        # done when a trainer reports this incarnation as lost
+        self._lost: asyncio.Future[None] | None = None
         self._life: asyncio.Task[None] | None = None
         self._memory = EngineMemory("", api_key, self._patience_s)  # of this incarnation
 
@@ -181,8 +180,8 @@ class SupervisedEngine:
     def _check_current(self, incarnation: int) -> None:
         if incarnation != self.incarnation or self.state not in _ANSWERING:
             raise StaleReport(
-                f"{self.id} is incarnation {self.incarnation} and {self.state}; the report is "
-                f"about {incarnation}"
+                f"{self.id} is incarnation {self.incarnation} and {self.state}; the "
+                f"report is about {incarnation}"
             )
 
     def begin(self, http: aiohttp.ClientSession) -> asyncio.Task[None]:
@@ -210,9 +209,8 @@ class SupervisedEngine:
         """Starts and watches incarnations. Returns when the budget of restarts is spent, with
         `gave_up` set."""
         while True:
-            while (
-                self._config.rollout.colocate and not self._may_start.is_set()
-            ):  # cleared again, perhaps, before this runs
+            # cleared again, perhaps, before this runs
+            while self._config.rollout.colocate and not self._may_start.is_set():
                 await self._may_start.wait()
             try:
                 await self._start(http)
@@ -225,9 +223,8 @@ class SupervisedEngine:
                     f"a Ray actor of its nodes gave no answer in {limit_s:.0f} s "
                     "(rollout.start_timeout_s)"
                 )
-            except (
-                ray.exceptions.RayTaskError
-            ) as exc:  # its machine is reachable, but the call raised
+            # its machine is reachable, but the call raised
+            except ray.exceptions.RayTaskError as exc:
                 self.reason = str(exc.cause)
             except ray.exceptions.RayError as exc:
                 self.reason = f"its node was lost: {type(exc).__name__}: {exc}"
@@ -315,9 +312,8 @@ class SupervisedEngine:
                 }
                 raise EngineDied(
                     f"{rollout.nodes_per_engine} x {bundle} did not fit on the machines within "
-                    f"{rollout.start_timeout_s:.0f} s (rollout.start_timeout_s); they have {have} "
-                    "in all. Lower "
-                    "rollout.num_engines or rollout.tp, or add machines"
+                    f"{rollout.start_timeout_s:.0f} s (rollout.start_timeout_s); they have "
+                    f"{have} in all. Lower rollout.num_engines or rollout.tp, or add machines"
                 )
             await asyncio.sleep(_RESERVE_POLL_S)
 

@@ -97,8 +97,8 @@ def compare_points(
         lengths = sizes[point.unit]
         if ours.shape != theirs.shape:
             notes.append(
-                f"{point.name}: {list(theirs.shape)} in the engine, {list(ours.shape)} in the "
-                "trainers"
+                f"{point.name}: {list(theirs.shape)} in the engine, "
+                f"{list(ours.shape)} in the trainers"
             )
         elif point.layout == "map":
             flipped = torch.nonzero((ours != theirs).any(1)).flatten().tolist()

@@ -99,9 +99,8 @@ def bisect_pair(
     )
     bounds = bounds or BOUNDS[actor.config.dtype]
     job = _Job(actor, engine, folder, batch_of_sequences(sequences), sequences, bounds, [])
-    points = [
-        point for point in residual_points(actor.arch) if sum(job.sizes[point.unit])
-    ]  # prompts without images
+    # prompts without images
+    points = [point for point in residual_points(actor.arch) if sum(job.sizes[point.unit])]
     prefilled, ids = _prefill(job, points, with_experts=True)
     title = "residual stream" if ids is None else "residual stream, the engine's experts replayed"
     stream, logprobs = _compare(job, title, points, prefilled, ids)

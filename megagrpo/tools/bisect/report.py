@@ -47,9 +47,8 @@ class Pass:
 class Findings:
     """The results of a bisection, on the main rank."""
 
-    weights: list[
-        str
-    ]  # the verification's message, a line each after the first; [] if digests agree
+    # the verification's message, a line each after the first; [] if digests agree
+    weights: list[str]
     passes: list[Pass]
     notes: list[str]  # points that were not compared, and why
     lengths: list[int]  # of the sequences, in tokens
@@ -91,9 +90,8 @@ def layer_to_open(passes: list[Pass]) -> int | None:
 
 
 def _computed(passes: list[Pass]) -> tuple[str | None, str]:
-    layers = sorted(
-        (one for one in passes if one.title != OUTPUT), key=lambda one: not one.inside
-    )  # finest first
+    # finest first
+    layers = sorted((one for one in passes if one.title != OUTPUT), key=lambda one: not one.inside)
     for one in layers:
         if any(found.beyond for found in one.differences):
             return _first_beyond(one.differences)
@@ -133,8 +131,8 @@ def table(findings: Findings) -> str:
         "",
     ]
     read = (
-        "Errors are relative to the engine's values; worst token: SEQUENCE:TOKEN, both counted "
-        "from 0."
+        "Errors are relative to the engine's values; worst token: "
+        "SEQUENCE:TOKEN, both counted from 0."
     )
     lines += [f"{len(findings.lengths)} sequences, {sum(findings.lengths)} tokens. {read}", ""]
     lines.append(f"weights: {findings.weights[0] if findings.weights else 'digests agree'}")

@@ -21,9 +21,8 @@ _Records = Sequence[Mapping[str, Sequence[Tensor]]]
 class Side(NamedTuple):
     """The values of an engine or of the trainers."""
 
-    values: dict[
-        str, Tensor
-    ]  # by point: [tokens, width]; experts as a map [tokens, experts] of 0 and 1
+    # by point: [tokens, width]; experts as a map [tokens, experts] of 0 and 1
+    values: dict[str, Tensor]
     notes: list[str]  # why a point is missing
 
 

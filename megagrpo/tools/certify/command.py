@@ -33,9 +33,8 @@ def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = N
     only: layout names; default: all that fit `ranks`. Raises ValueError for an unknown layout or a
     missing model.
     """
-    config = config.model_copy(
-        update={"actor": config.actor.model_copy(update={"draft": None})}
-    )  # of the policy
+    # of the policy
+    config = config.model_copy(update={"actor": config.actor.model_copy(update={"draft": None})})
     folder = config.run_folder.certify
     shutil.rmtree(folder, ignore_errors=True)
     layouts = layouts_of(config.actor)

@@ -182,9 +182,8 @@ def measure(
         actor.images = partial(pixels, arch=actor.arch)
         weights = actor.trained_weights(load_initial_weights(actor, model))
         if config.actor.lora is not None:
-            initial = InitialAdapters(
-                actor.adapter_specs(), seed=0
-            )  # with noise: while B is 0, A has no gradient
+            # with noise: while B is 0, A has no gradient
+            initial = InitialAdapters(actor.adapter_specs(), seed=0)
             adapters = enumerate(initial.items())
             actor.load_adapters(
                 {name: near(values, 0.05, number) for number, (name, values) in adapters}

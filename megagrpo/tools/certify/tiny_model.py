@@ -60,9 +60,8 @@ def _initial(spec: TensorSpec, generator: torch.Generator) -> Tensor:
     match spec.kind:
         case "matrix":
             inputs = spec.shape[-1] if len(spec.shape) == 2 else math.prod(spec.shape[1:])
-            inputs = (
-                spec.shape[1] if spec.expert and len(spec.shape) == 3 else inputs
-            )  # experts together, transposed
+            # experts together, transposed
+            inputs = spec.shape[1] if spec.expert and len(spec.shape) == 3 else inputs
             return torch.randn(spec.shape, generator=generator) * inputs**-0.5
         case "norm":
             return torch.ones(spec.shape)

@@ -62,8 +62,8 @@ def convert(draft: Translation, source: Path, output: Path | None, partial: bool
     failed = bool(lost or draft.problems) and not partial
     if failed:
         say.append(
-            "nothing was written; --partial writes what could be translated, with comments on the "
-            "rest"
+            "nothing was written; --partial writes what could be translated, "
+            "with comments on the rest"
         )
     print("\n".join(say), file=sys.stderr)
     if failed:

@@ -301,7 +301,9 @@ def _assign(state: State, node: Node) -> bool:
     name, _, index = source(node.children[0]).partition("[")
     given = node.children_by_field_name("value")
     before = state.variables.get(name, "") if index or node.children[1].type == "+=" else ""
-    items = before if isinstance(before, list) else [QUOTED + quoted(before)] if before else []
+    if not isinstance(before, list):
+        before = [QUOTED + quoted(before)] if before else []
+    items = before
     value: Value
     if given and given[0].type == "array":
         value = [*items, *words(state, given[0].named_children)]

@@ -20,7 +20,9 @@ from tree_sitter import Language, Node, Parser
 Value = str | list[str]  # the words of an array have their signs
 Answer = bool | None  # None: only a run could tell
 Nodes = Sequence[Node]
-EMPTY, UNKNOWN = 0xE000, 0xE800  # kinds of marks: a variable that is not set, a program's output
+# kinds of marks: a variable that is not set, a program's output
+EMPTY = 0xE000
+UNKNOWN = 0xE800
 QUOTED = "\uf8ff"
 _SPACES = str.maketrans(" \t\n", "\uf8fc\uf8fd\uf8fe")
 _RAW = str.maketrans({"\uf8fc": " ", "\uf8fd": "\t", "\uf8fe": "\n", QUOTED: None})
@@ -200,7 +202,8 @@ def _parameter(state: State, node: Node) -> Value:
         return state.mark(UNKNOWN, source(node) + marks_in(whole), node)
     empty = value is None or (":" in operator and not plain(whole) and is_known(whole))
     if "+" in operator:
-        empty, value = not empty, ""
+        empty = not empty
+        value = ""
     if value is not None and not empty:
         return value
     if not operator:
@@ -253,13 +256,16 @@ def tested(state: State, node: Node) -> Answer:
     named = [each for each in node.named_children if each != sign]
     operator = source(sign) if sign else ""
     if not node.type.endswith(("_command", "_expression")):
-        named, operator = [node], "-n"
+        named = [node]
+        operator = "-n"
     if operator in ("", "!", "&&", "||"):
         sides = [tested(state, each) for each in named]
         stop = operator == "||"
         if operator == "!":
             return None if None in sides else not sides[0]
-        return stop if stop in sides else None if None in sides else not stop
+        if stop in sides:
+            return stop
+        return None if None in sides else not stop
     texts = [quoted_text(state, [each]) for each in named]
     if not is_known("".join(texts)) or any("_expression" in each.type for each in named):
         return None

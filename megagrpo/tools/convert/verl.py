@@ -134,8 +134,8 @@ def _clip_ratios(d: Translation, to: str, limit: float) -> None:
         d.put(f"algorithm.loss.{to}{side}", ratio, read)
     if d.given.get(both) is not None and all(d.get(key) is not None for key in sides.values()):
         d.remarks.append(
-            f"verl reads clip_ratio {d.get(both)} only where clip_ratio_low or clip_ratio_high is "
-            "null."
+            f"verl reads clip_ratio {d.get(both)} only where clip_ratio_low or "
+            "clip_ratio_high is null."
         )
 
 
@@ -291,8 +291,8 @@ def _layout(d: Translation) -> None:
     else:
         d.put("actor.parallel.tp", rules.whole_parameters_tp(d, world, tp), engine)
         d.remarks.append(
-            "FSDP shards parameters; Megatron's ranks hold them whole, so tp is the engines': "
-            "`megagrpo plan`"
+            "FSDP shards parameters; Megatron's ranks hold them whole, so tp is the "
+            "engines': `megagrpo plan`"
         )
         full = d.get(f"{_M}enable_gradient_checkpointing")
         d.put("actor.recompute", "full" if full else "none")

@@ -65,8 +65,8 @@ def columns_of(rows: Sequence[Values], prompt: str | None, answer: str | None) -
     for key, found in (("prompt", prompt), ("answer", answer)):
         if found is None:
             raise ValueError(
-                f"no column is known as the {key}; say --{key}-key COLUMN, one of "
-                f"{', '.join(names)}"
+                f"no column is known as the {key}; say --{key}-key COLUMN, "
+                f"one of {', '.join(names)}"
             )
     assert prompt is not None and answer is not None
     return Columns(prompt, answer, next((name for name in _IMAGES if name in names), None), names)

@@ -30,9 +30,8 @@ class CheckpointCost:
     actor/saving.py."""
 
     file_bytes: float  # of one checkpoint
-    read_bytes: (
-        float  # of a resume, by all ranks: every file for its checksum, then every tensor once
-    )
+    # of a resume, by all ranks: every file for its checksum, then every tensor once
+    read_bytes: float
     save_host_bytes: dict[bool, float]  # by form: reshardable or not
     resume_host_bytes: dict[bool, float]
 

@@ -28,9 +28,8 @@ from megagrpo.tools.plan.trainer_memory import RankMemory, TrainerSide
 FP8_ITEM = 1 + 4 / math.prod(FP8_BLOCK)  # bytes of an element: a block has one float32 scale
 _POINTS = 4096  # of a distribution that is given by numbers
 _MEDIAN = 0.3  # of the longest response, if nothing is known
-_SPREAD = math.log(1 / _MEDIAN) / NormalDist().inv_cdf(
-    0.99
-)  # sigma of a log-normal with 1 % above the longest
+# sigma of a log-normal with 1 % above the longest
+_SPREAD = math.log(1 / _MEDIAN) / NormalDist().inv_cdf(0.99)
 _PROMPT_SHARE = 0.25  # of data.max_prompt_tokens that a prompt has
 # An engine's activations and graphs beside trainers, estimated: a prefill of 8,192 tokens with 16
 # values of the hidden size each, and 2 MB for each of 256 samples in graphs, as SGLang 0.5.21
@@ -253,9 +252,8 @@ def engine_side(
         of_states = f" and recurrent states {states / 1e9:.1f} GB" if states else ""
         problems.append(
             f"an engine rank's weights are {resident / 1e9:.1f} GB{of_states}, but "
-            "rollout.mem_fraction "
-            f"{server.memory_fraction:g} leaves {free * server.memory_fraction / 1e9:.1f} GB for "
-            "weights and cache"
+            f"rollout.mem_fraction {server.memory_fraction:g} leaves "
+            f"{free * server.memory_fraction / 1e9:.1f} GB for weights and cache"
         )
     elif tokens < longest:
         problems.append(
@@ -356,8 +354,8 @@ def concurrency_report(
         "its cache" if by_cache < rollout.max_running_requests else "rollout.max_running_requests"
     )
     counted = (
-        f"  responses  {lengths.origin}; a running sample holds {lengths.running:,.0f} tokens on "
-        "average"
+        f"  responses  {lengths.origin}; a running sample holds "
+        f"{lengths.running:,.0f} tokens on average"
     )
     lines = [
         f"cache      {tokens:,} tokens an engine, {how}",

@@ -87,9 +87,8 @@ def _attention(arch: Architecture, actor: ActorConfig, at: _Tokens) -> LayerCost
         return _sparse_attention(arch, arch.mla, arch.indexer, actor, at, latent)
     p = actor.parallel
     dim = arch.head_dim
-    shared = (
-        arch.num_kv_heads < p.tp
-    )  # then every rank gathers the whole projection, and has one key/value head
+    # then every rank gathers the whole projection, and has one key/value head
+    shared = arch.num_kv_heads < p.tp
     heads = arch.num_heads / p.tp
     groups = max(arch.num_kv_heads / p.tp, 1)
     gates = arch.num_heads * arch.output_gate
@@ -157,9 +156,8 @@ def _latent_attention(
     # queries, keys' and values' projection, queries and keys with their turned parts, values and
     # output as wide as keys: the kernel takes no narrower ones
     high = heads * (dim + mla.nope_dim + mla.v_dim + 4 * dim)
-    down = arch.hidden_size * (
-        queries + values + mla.rope_dim
-    )  # whole on every tensor-parallel rank
+    # whole on every tensor-parallel rank
+    down = arch.hidden_size * (queries + values + mla.rope_dim)
     up = heads * ((queries or arch.hidden_size) * dim + values * (mla.nope_dim + mla.v_dim))
     out = heads * mla.v_dim * arch.hidden_size
     return LayerCost(

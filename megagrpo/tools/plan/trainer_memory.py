@@ -17,9 +17,8 @@ from megagrpo.tools.plan.layer_costs import LayerCost, layer_cost, optimizer_byt
 
 PHASES = ("load", "rollout", "logprobs", "reference", "update", "publish", "checkpoint", "resume")
 _TILE_COLUMNS = 8192  # of algo/logprob.py, which loads torch
-_NCCL_BYTES = (
-    400 * 2**20
-)  # of one communicator between GPUs, at NCCL's default buffer sizes and channels: estimated
+# of one communicator between GPUs, at NCCL's default buffer sizes and channels: estimated
+_NCCL_BYTES = 400 * 2**20
 _FP32 = 4
 _FP8_COPIES = 2  # bytes: Transformer Engine keeps a weight and its transpose
 
@@ -71,9 +70,8 @@ class StageCost:
     # of a forward, for each query and key that it sees: a sequence of n has n^2 / 2 / cp on a rank
     pair_flops: float
     chosen_flops: float  # the same for each key that an indexer chose for a query
-    sent: Mapping[
-        str, float
-    ]  # bytes in a forward: "tp", "cp", "ep", "pp"; a backward sends as many
+    # bytes in a forward: "tp", "cp", "ep", "pp"; a backward sends as many
+    sent: Mapping[str, float]
     recomputed: float  # forwards that the backward adds: 0 or 1
     gradient_bytes: Mapping[str, float]  # float32 of an update that "dp" and "edp" ranks sum
 
@@ -249,9 +247,8 @@ class Stage:
             "optimizer": self.shards * each.state,
             "NCCL": self._communicators(),
         }
-        if phase not in ("load", "resume") and self.actor.megatron.get(
-            "fp8"
-        ):  # kept from the first forward on
+        # kept from the first forward on
+        if phase not in ("load", "resume") and self.actor.megatron.get("fp8"):
             parts["weights in FP8"] = elements.linear * _FP8_COPIES
         if phase in ("logprobs", "reference"):
             layer = max((layer.kept / 2 + layer.transient for layer in self.layers), default=0.0)

@@ -41,9 +41,8 @@ def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
     num_cut = 0
     left = max_bytes
     for index, step in enumerate(chosen):
-        allowance = left / (
-            len(chosen) - index
-        )  # later steps may use the bytes that a step leaves over
+        # later steps may use the bytes that a step leaves over
+        allowance = left / (len(chosen) - index)
         used = 0
         records = list(read_rollouts(files[step].values()))
         most = max((len(record["samples"]) for record in records), default=0)
@@ -60,8 +59,8 @@ def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
         notes.append(f"samples: of {len(chosen)} of {len(files)} steps, evenly spread")
     if num_cut:
         notes.append(
-            f"samples: in {num_cut} step(s) only the first groups, within --sample-mb "
-            f"{max_bytes / 1e6:g}"
+            f"samples: in {num_cut} step(s) only the first groups, within "
+            f"--sample-mb {max_bytes / 1e6:g}"
         )
     samples = [sample for group in groups for sample in group["samples"]]
     used_ids = {token for sample in samples for token in sample.get("tokens", {}).get("ids", ())}

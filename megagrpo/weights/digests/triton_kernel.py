@@ -64,9 +64,8 @@ def _odd_number(index, seed):
     return x.to(tl.int64, bitcast=True)
 
 
-@triton.jit(
-    do_not_specialize=["rows", "row_blocks", "row_seed", "column_seed"]
-)  # compiles for few kinds of sizes
+# compiles for few kinds of sizes
+@triton.jit(do_not_specialize=["rows", "row_blocks", "row_seed", "column_seed"])
 def _block_sums(
     bits,  # [batch, rows, columns]
     sums,  # [batch, row_blocks] int64

@@ -71,9 +71,8 @@ class EngineConnection:
             trust_env=False,
             verify=info.url.startswith("https"),  # loading certificates takes 50 ms
             headers={"Authorization": f"Bearer {api_key}"},
-            limits=httpx.Limits(
-                max_keepalive_connections=0
-            ),  # or a call may close a connection that another was given
+            # or a call may close a connection that another was given
+            limits=httpx.Limits(max_keepalive_connections=0),
         )
 
     def __str__(self) -> str:
@@ -187,9 +186,8 @@ class EngineConnection:
         if derived and past_loader and not answers[0]["post_load"]:
             raise RuntimeError(
                 f"{self} holds, besides parameters and buffers, {', '.join(sorted(derived))}, "
-                "perhaps computed from "
-                "weights on loading, and its model has no post_load_weights: use "
-                "weights.transport: broadcast"
+                "perhaps computed from weights on loading, and its model has no "
+                "post_load_weights: use weights.transport: broadcast"
             )
         if unknown := {
             name for answer in answers for name in answer["derived"] if name not in answer["proven"]
@@ -198,8 +196,7 @@ class EngineConnection:
             if forgets:
                 raise RuntimeError(
                     f"{self} would lose {names} in its sleep, and no publish brings them back: "
-                    "give engines of this "
-                    "model GPUs of their own (rollout.colocate: false)"
+                    "give engines of this model GPUs of their own (rollout.colocate: false)"
                 )
             if any(dtype == torch.float8_e4m3fn for _, dtype in specs.values()):
                 raise RuntimeError(
@@ -280,8 +277,8 @@ class EngineConnection:
                 answers.append(self.mailbox.take(key, min(_ANSWER_S, self.deadline.left)))
             except torch.distributed.DistStoreError as exc:
                 raise EngineDown(
-                    f"rank 0 waits for the {operation} of {self} rank {rank}: none after "
-                    f"{_ANSWER_S:.0f} s"
+                    f"rank 0 waits for the {operation} of {self} rank {rank}: none "
+                    f"after {_ANSWER_S:.0f} s"
                 ) from exc
         self.end()
         for rank, answer in enumerate(answers):

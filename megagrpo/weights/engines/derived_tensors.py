@@ -25,8 +25,8 @@ def random_buffers(model: torch.nn.Module, recording: Recording) -> list[str]:
         fill.parameter for fill in recording.fills
     }
     return [
-        f"buffer {name} {tuple(buffer.shape)}: random since the start; set rollout.load_format: "
-        "model"
+        f"buffer {name} {tuple(buffer.shape)}: random since the start; set "
+        "rollout.load_format: model"
         for name, buffer in model.named_buffers()
         if name in persistent and buffer.is_floating_point() and name not in filled
     ]

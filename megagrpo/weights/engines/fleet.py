@@ -180,8 +180,8 @@ class EngineFleet:
         def what() -> str:
             reasons = "; ".join(map(str, self._lost.values()))
             return (
-                f"{wanted} engines to restart and take version {version}; they died because: "
-                f"{reasons}"
+                f"{wanted} engines to restart and take version {version}; they "
+                f"died because: {reasons}"
             )
 
         for infos in self._listed(deadline, what) if self._lost else ():

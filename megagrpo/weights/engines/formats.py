@@ -25,16 +25,15 @@ def format_problems(
     for name, tensor in live.items():
         if getattr(tensor, "format_ue8m0", False):
             yield (
-                f"parameter {name}: scales are rounded to powers of two after loading (DeepGEMM on "
-                "Blackwell); set "
-                "rollout.sglang: {fp8_gemm_runner_backend: triton}"
+                f"parameter {name}: scales are rounded to powers of two after loading (DeepGEMM "
+                "on Blackwell); set rollout.sglang: {fp8_gemm_runner_backend: triton}"
             )
     for parameter, hf in sorted({(copy.parameter, copy.hf) for copy in recording.copies}):
         if (live[parameter].dtype == FP8) != (hf in in_fp8):
             yield (
                 f"parameter {parameter} is in {live[parameter].dtype}, and HF tensor {hf} is "
-                "published in "
-                f"{specs[hf][1]}, as the model's family says (see SGLANG_FP8_IGNORED_LAYERS)"
+                f"published in {specs[hf][1]}, as the model's family says (see "
+                "SGLANG_FP8_IGNORED_LAYERS)"
             )
     for parameter, computed in sorted(recording.computed.items()):
         if live[parameter].dtype == FP8 and not computed.hf & in_fp8:

@@ -225,8 +225,8 @@ class EngineEnd:
                 for name, has, expected in found
             }
         problems += [
-            f"parameter {fill.parameter}: elements that the loader sets to {fill.value} hold "
-            "something else"
+            f"parameter {fill.parameter}: elements that the loader sets to "
+            f"{fill.value} hold something else"
             for fill, differs in zip(
                 fills, torch.stack(changed).tolist() if changed else [], strict=True
             )
@@ -234,8 +234,8 @@ class EngineEnd:
         ]
         problems += [text for text, bad in derived.items() if bad]
         problems += [
-            f"parameter {name}: not what the loader has computed of the weights that it was sent "
-            "last"
+            f"parameter {name}: not what the loader has computed of the "
+            "weights that it was sent last"
             for name, digest in _digests_of(recorded.computed, live).items()
             if digest != recorded.computed[name]
         ]

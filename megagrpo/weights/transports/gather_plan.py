@@ -102,8 +102,8 @@ def _units(specs: Specs, together: Iterable[tuple[str, ...]]) -> dict[torch.dtyp
         names = sorted({other for name in group for other in unit_of[name]}, key=order.__getitem__)
         if len({specs[name][1] for name in names}) > 1:
             raise ValueError(
-                f"an engine loads {', '.join(names)} together, which are published in several "
-                "dtypes"
+                f"an engine loads {', '.join(names)} together, which are "
+                "published in several dtypes"
             )
         unit_of |= dict.fromkeys(names, names)
     units: dict[torch.dtype, list[list[str]]] = {}

@@ -128,9 +128,8 @@ class LinkTransport(ABC):
             kind=engine.kind,
             carriers=self._carriers(engine, slot),
             store=engine.mailbox.access,
-            patience_s=min(
-                engine.patience + limits.join_s, engine.deadline.left
-            ),  # the links before it may have to join
+            # the links before it may have to join
+            patience_s=min(engine.patience + limits.join_s, engine.deadline.left),
             limits=limits,
             left_s=engine.deadline.left,
             transfer=uuid.uuid4().hex,

@@ -65,9 +65,8 @@ class Transport(Protocol):
     6. `leave`: on rank 0, for every engine that is still there when the run ends.
     """
 
-    past_loader: (
-        bool  # whether it writes live parameters itself, without the model's own load_weights
-    )
+    # whether it writes live parameters itself, without the model's own load_weights
+    past_loader: bool
 
     def transfer(self, version: int, engines: "EngineFleet", timer: PhaseTimer) -> Traffic:
         """Collective. Moves this moment's weights, called `version`, into all engines of the round.

@@ -137,8 +137,8 @@ def trainer_atoms(everyone: Sequence[Sequence[Copy]], specs: Specs) -> dict[str,
         missing = prod(shape) - sum(atom.copy.box.numel for atom in atoms[name])
         if missing:
             raise ValueError(
-                f"HF tensor {name} {shape}: no trainer rank holds {missing} of its {prod(shape)} "
-                "elements"
+                f"HF tensor {name} {shape}: no trainer rank holds {missing} of "
+                f"its {prod(shape)} elements"
             )
     return atoms
 

@@ -30,9 +30,8 @@ class GroupLimits(NamedTuple):
     """How a group is made: seconds for its ranks to meet, and NCCL's thread blocks."""
 
     join_s: float
-    max_ctas: int | None = (
-        8  # None: NCCL's own number; it connects as many channels, so all ranks need the same
-    )
+    # None: NCCL's own number; it connects as many channels, so all ranks need the same
+    max_ctas: int | None = 8
 
 
 class Send(NamedTuple):

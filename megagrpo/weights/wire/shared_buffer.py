@@ -49,9 +49,8 @@ class SharedBuffer:
     """Memory of this process that another can open by `handle`. values: uint8 [num_bytes]."""
 
     def __init__(self, num_bytes: int, device: torch.device):
-        self._counter: tuple[bytes, int] | None = (
-            None  # torch's reference counter of the CUDA handle
-        )
+        # torch's reference counter of the CUDA handle
+        self._counter: tuple[bytes, int] | None = None
         self._file = -1
         if device.type == "cuda":
             self._pool = torch.cuda.MemPool()  # no cached block of other segments
