@@ -86,7 +86,7 @@ class Runs:
                 "threads": 1,
                 "optimizer": {"lr": 1e-3, "lr_schedule": "linear"},
             },
-            "rollout": {"step_timeout_s": 60},
+            "rollout": {"step_timeout_s": 240},
             "checkpoint": {"every": 25},
             "log": {"tensorboard": False},
         }
