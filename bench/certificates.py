@@ -18,6 +18,7 @@ from pathlib import Path
 from common import prepare, provenance, quickstart_under, write_results
 
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
+from megagrpo.tools.certify.cases import NEIGHBOR
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))
@@ -83,7 +84,7 @@ def _certify(preset: str, family: str, args: argparse.Namespace) -> dict:
         ["--ranks", str(args.ranks), *(["--layouts", args.layouts] if args.layouts else [])],
     )
     report = json.loads((folder / "certify" / "report.json").read_text())
-    cases = report["cases"]
+    cases = [case for case in report["cases"] if case["case"]["layout"] != NEIGHBOR.layout]
     return {
         "preset": preset,
         "family": family,

@@ -11,16 +11,10 @@ from bench.gpu_kit.figures import Figures, Setting, Unavailable
 from bench.gpu_kit.models import DEVICE
 from megagrpo.config.schema import ExperimentConfig, ParallelConfig
 from megagrpo.families.family import TinySizes
-from megagrpo.tools.certify.cases import LAYOUTS, grid
+from megagrpo.tools.certify.cases import LAYOUTS, NEIGHBOR, grid
 from megagrpo.tools.certify.command import certify
 from megagrpo.tools.certify.measure import measure
-from megagrpo.tools.certify.report import (
-    GRADIENT_BOUND,
-    LOSS_BOUND,
-    NORM_BOUND,
-    WEIGHT_BOUND,
-    worst_gradient,
-)
+from megagrpo.tools.certify.report import bounds_of, errors_of
 from megagrpo.tools.certify.subject import make_models
 from megagrpo.tools.certify.tiny_model import hf_config
 
@@ -39,13 +33,16 @@ def certificate(figures: Figures, setting: Setting) -> None:
         update={"model": config.model.model_copy(update={"path": str(folder / "model")})}
     )
     cases, _ = grid(LAYOUTS, ranks=1, is_moe=True, only=["1 rank"])
-    cases = [case for case in cases if not setting.small or case.variant in _SMALL]
+    small = [case for case in cases if case.variant in _SMALL or case == NEIGHBOR]
+    cases = setting.of(cases, small)
     results = [
         measure(config, case, folder=folder, store=folder / f"store{number}", device=DEVICE)
         for number, case in enumerate(cases)
     ]
+    bounds = bounds_of(results.pop(cases.index(NEIGHBOR)))
+    cases.remove(NEIGHBOR)
     figures.add("cases", len(results), "", "; ".join(case.variant for case in cases))
-    _add_worst(figures, results)
+    _add_worst(figures, results, bounds)
 
 
 def two_ranks(figures: Figures, setting: Setting) -> None:
@@ -59,14 +56,10 @@ def two_ranks(figures: Figures, setting: Setting) -> None:
     )
     layouts = setting.of(_TWO_RANKS, ("TP2xEP2",))
     certify(config, 2, layouts)
-    report = config.run_folder.certify / "report.json"
-    results = [
-        case
-        for case in json.loads(report.read_text())["cases"]
-        if case["case"]["layout"] in layouts
-    ]
+    report = json.loads((config.run_folder.certify / "report.json").read_text())
+    results = [case for case in report["cases"] if case["case"]["layout"] in layouts]
     figures.add("cases", len(results), "", ", ".join(layouts))
-    _add_worst(figures, results)
+    _add_worst(figures, results, report["bounds"])
 
 
 def _experiment(folder: Path) -> dict:
@@ -82,18 +75,18 @@ def _experiment(folder: Path) -> dict:
     }
 
 
-def _add_worst(figures: Figures, results: list) -> None:
+def _add_worst(figures: Figures, results: list, bounds: dict[str, float]) -> None:
     """Adds the worst of every figure over the cases."""
-    for name, bound in (
-        ("loss_error", LOSS_BOUND),
-        ("norm_error", NORM_BOUND),
-        ("weights", WEIGHT_BOUND),
-    ):
-        figures.add(
-            name.replace("_", " "), _worst([result[name] for result in results]), at_most=bound
-        )
-    worst = _worst([worst_gradient(result)[1] for result in results])
-    figures.add("gradient of a parameter", worst, "", "max|g - g1| / max|g1|", GRADIENT_BOUND)
+    shown = {
+        "loss": ("loss error", ""),
+        "norm": ("norm error", ""),
+        "gradient": ("gradient of a parameter", "max|g - g1| / max|g1|"),
+        "weights": ("weights", ""),
+    }
+    errors = [errors_of(result) for result in results]
+    for what, (name, note) in shown.items():
+        worst = _worst([of_case[what] for of_case in errors])
+        figures.add(name, worst, "", note, bounds[what])
 
 
 def _worst(values: list[float]) -> float:

@@ -70,8 +70,6 @@ class Family:
     LEFT_OUT: ClassVar[tuple[str, ...]] = ()  # begin the names of tensors that are not loaded
     DRAFT_REFUSAL: ClassVar[str] = ""  # why actor.draft is not supported
     TAKES_ADAPTERS: ClassVar[bool] = True  # whether actor/layers/lora.py knows its layers
-    # times the certificate's bounds, where layers amplify what float32 rounds
-    ROUNDING: ClassVar[int] = 1
     EXPERT_SIZE_KEY: ClassVar[str] = "moe_intermediate_size"  # of config.json: an expert's width
     SHARED_SIZE: ClassVar[str] = "n_shared_experts x moe_intermediate_size"  # of config.json
     ROUTING_REFUSAL: ClassVar[str] = ""  # why experts that engines chose cannot be replayed

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megagrpo.weights.hf_folder import HfFolder
+from tests.dist.bounds import within
 from tests.dist.cases import (
     BATCHES,
     FAMILIES,
@@ -23,7 +24,7 @@ from tests.dist.cases import (
     RECOMPUTE,
 )
 from tests.dist.figures import LayoutFigures
-from tests.dist.test_actor_layouts import GRADIENT_BOUNDS, LOGIT_BOUND, check, jobs_of
+from tests.dist.test_actor_layouts import LOGIT_BOUND, check, jobs_of, problems_of
 from tests.dist.workers.launch import run_ranks, run_transformers
 from tests.published import as_published, published_config
 
@@ -101,7 +102,8 @@ def resumed_elsewhere(folder: Path, model: str, layouts: tuple[str, ...], last: 
     one = torch.load(folder / "one.pt", map_location="cpu")
     for name, number in product(layouts, (10, 11)):
         other = torch.load(folder / f"{name}.pt", map_location="cpu")
-        assert abs(other[f"loss{number}"] - one[f"loss{number}"]) < 2e-6, name
+        apart = abs(other[f"loss{number}"] - one[f"loss{number}"])
+        assert within("loss", apart, 2e-6), name
     return found
 
 
@@ -184,7 +186,8 @@ def test_layers_that_only_speculate_are_not_loaded(one_rank: Path):
     config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
     [result] = run_ranks(1, one_rank / "speculate", [{"do": "forward", "model": str(folder)}])
-    assert result["logits"] < LOGIT_BOUND and not result["export"], "it lacks what the source has"
+    assert within("forward logits", result["logits"], LOGIT_BOUND)
+    assert not result["export"], "it lacks what the source has"
     assert HfFolder(one_rank / "speculate" / "exported").keys() == HfFolder(source).keys()
 
 
@@ -202,9 +205,9 @@ def test_the_text_part_of_a_vision_language_file_is_loaded(one_rank: Path):
         (target / "config.json").write_text(json.dumps(published_config(text)))
     shutil.copy(f"{source}.pt", f"{folder}.pt")
     job = {"do": "forward", "model": str(folder), "parallel": LAYOUTS["TP2xEP2"]}
+    job["reference"] = f"{source}.rank1.pt"
     [result] = run_ranks(2, one_rank / "publish", [job])
-    assert result["logits"] < LOGIT_BOUND
-    assert max(result["gradients"].values()) < GRADIENT_BOUNDS["qwen3_5_moe"]
+    assert problems_of("forward", result | {"export": True}) == []
     stored = as_published(HfFolder(source).items())
     exported = load_file(one_rank / "publish" / "exported" / "model.safetensors")
     assert exported.keys() == stored.keys()

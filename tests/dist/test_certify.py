@@ -15,16 +15,34 @@ import pytest
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
 from megagrpo.families.family import TinySizes
-from megagrpo.families.table import FAMILIES
 from megagrpo.tools.certify import command
-from megagrpo.tools.certify.cases import LAYOUTS, REFERENCE, SMALL_BUDGET, Case, grid, layouts_of
-from megagrpo.tools.certify.report import failures, write_certificate
+from megagrpo.tools.certify.cases import (
+    LAYOUTS,
+    NEIGHBOR,
+    REFERENCE,
+    SMALL_BUDGET,
+    Case,
+    grid,
+    layouts_of,
+)
+from megagrpo.tools.certify.report import (
+    FACTOR,
+    LARGEST,
+    LEAST,
+    bounds_of,
+    errors_of,
+    failures,
+    write_certificate,
+)
 from megagrpo.tools.certify.subject import make_models
 from megagrpo.tools.certify.tiny_model import hf_config
+from tests.dist.bounds import within
 from tests.dist.workers.launch import run_ranks
+from tests.dist.workers.pool import RankPool
 
 pytestmark = pytest.mark.timeout(900)
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+ABOVE = 10 * LARGEST * LEAST["gradient"]  # every bound
 ALGORITHMS = {
     "grpo, k3 in the loss, entropy": {
         "kl": {"loss_coef": 0.1},
@@ -134,18 +152,34 @@ def subject(tmp_path_factory) -> Callable[..., dict]:
             "algorithm": ALGORITHMS[algorithm],
         }
         common["settings"] = list(settings)
-        run_ranks(1, folder / "one", [common | {"case": asdict(REFERENCE)}], "certify_ranks.py")
-        return common
+        return with_bounds(folder, common)
 
     return make
 
 
+def with_bounds(folder: Path, common: dict, pool: RankPool | None = None) -> dict:
+    """What the jobs of one subject share; what one rank computes is in the folder then."""
+    alone = [common | {"case": asdict(case)} for case in (REFERENCE, NEIGHBOR)]
+    _, neighbor = run_ranks(1, folder / "one", alone, "certify_ranks.py", pool)
+    return common | {"bounds": bounds_of(neighbor)}
+
+
 def measured(
-    folder: Path, jobs: list[dict], family: str = "qwen3_moe"
+    folder: Path, jobs: list[dict], pool: RankPool | None = None
 ) -> tuple[list[dict], list[list[str]]]:
-    """Figures and failures of jobs on two ranks."""
-    results = run_ranks(2, folder / f"two{len(jobs)}", jobs, "certify_ranks.py")
-    return results, [failures(result, FAMILIES[family].ROUNDING) for result in results]
+    """Figures and failures of jobs on two ranks; of a planted fault what is ten times above its
+    bound."""
+    results = run_ranks(2, folder / f"two{len(jobs)}", jobs, "certify_ranks.py", pool)
+    found = []
+    for job, result in zip(jobs, results, strict=True):
+        bounds = job["bounds"]
+        if job["fault"]:
+            found.append(failures(result, {what: 10 * bound for what, bound in bounds.items()}))
+        else:
+            found.append(failures(result, bounds))
+            for what, error in errors_of(result).items():
+                within(what, error, bounds[what])
+    return results, found
 
 
 def test_every_fault_is_found_and_nothing_else(subject, tmp_path: Path):
@@ -157,7 +191,7 @@ def test_every_fault_is_found_and_nothing_else(subject, tmp_path: Path):
         assert any("gradient of" in problem for problem in problems), (what["fault"], problems)
     experts = results[len(right)]
     assert experts["loss_error"] < 1e-6, "a loss that agrees proves nothing"
-    spoiled = {name for name, value in experts["gradients"].items() if value > 1e-5}
+    spoiled = {name for name, value in experts["gradients"].items() if value > ABOVE}
     assert spoiled and all(".experts." in name for name in spoiled)
 
 
@@ -268,7 +302,7 @@ def test_gated_delta_nets_are_certified_and_their_faults_found(subject, tmp_path
     faults = ("state-kept-over-borders", "inner-norm-centered", "norms-not-centered")
     jobs = [case("TP2+SP"), *(case("DP2", fault) for fault in faults)]
     common = subject(family="qwen3_5_moe_text")
-    _, found = measured(tmp_path, [common | each for each in jobs], "qwen3_5_moe_text")
+    _, found = measured(tmp_path, [common | each for each in jobs])
     assert found[0] == []
     for fault, problems in zip(faults, found[1:], strict=True):
         assert any("gradient of" in problem for problem in problems), fault
@@ -279,7 +313,7 @@ def test_norms_over_all_heads_are_certified_and_their_fault_found(subject, tmp_p
     results, found = measured(tmp_path, [subject(family="minimax_m2") | each for each in cases])
     assert found[0] == []
     assert results[1]["loss_error"] < 1e-6, "a loss that agrees proves nothing"
-    spoiled = {name for name, ratio in results[1]["gradients"].items() if ratio > 1e-5}
+    spoiled = {name for name, ratio in results[1]["gradients"].items() if ratio > ABOVE}
     assert len(spoiled) == 8 and all(name[:-7].endswith(("q_norm", "k_norm")) for name in spoiled)
     assert min(results[1]["gradients"][name] for name in spoiled) > 0.1, "not a rounding"
 
@@ -301,7 +335,7 @@ def test_large_families_are_certified(subject, tmp_path: Path, family: str):
     """Every layout of two ranks, and the faults of every family."""
     layouts = [name for name, (ranks, _) in LAYOUTS.items() if ranks == 2]
     cases = [*map(case, layouts), *(case(layout, fault) for fault, layout in SPOILED.items())]
-    _, found = measured(tmp_path, [subject(family=family) | each for each in cases], family)
+    _, found = measured(tmp_path, [subject(family=family) | each for each in cases])
     right, wrong = found[: len(layouts)], found[len(layouts) :]
     assert right == [[]] * len(layouts), dict(zip(layouts, right, strict=True))
     assert all(wrong), dict(zip(SPOILED, wrong, strict=True))
@@ -339,7 +373,9 @@ def test_the_command_fails_above_the_bound_and_reports(tmp_path: Path, monkeypat
     report = json.loads((folder / "certify" / "report.json").read_text())
     assert not report["passed"] and report["not_run"]["TP2xPP2"] == "needs 4 ranks, 2 were given"
     failed = [(case["case"]["layout"], bool(case["failures"])) for case in report["cases"]]
-    assert failed == [("1 rank", False)] * 8 + [("DP2", True)] * 9
+    alone = [("1 rank", False)] * 8
+    alone.insert(1, (NEIGHBOR.layout, False))
+    assert failed == alone + [("DP2", True)] * 9
     assert "FAILED" in printed.out and (folder / "certify" / "report.md").read_text() in printed.out
     assert "above the bound" in printed.err
 
@@ -364,7 +400,7 @@ def test_the_grid_names_what_is_left_out():
         small, "needs 4 ranks, 2 were given"
     )
     assert left_out == without
-    assert {c.layout for c in cases} | left_out.keys() == LAYOUTS.keys()
+    assert {c.layout for c in cases} - {NEIGHBOR.layout} | left_out.keys() == LAYOUTS.keys()
     with pytest.raises(ValueError, match="no layout is called 'TP3'"):
         grid(LAYOUTS, 2, True, ["TP3"])
 
@@ -375,11 +411,19 @@ def test_the_experiments_own_layout_is_in_the_grid():
     assert layouts_of(ActorConfig(world_size=2, parallel=ParallelConfig(ep=2))) == LAYOUTS
 
 
+def test_a_bound_is_what_rounding_moves_within_limits():
+    figures = {"loss_error": 0.0, "norm_error": 1.0, "weights": math.nan}
+    found = bounds_of({**figures, "gradients": {"a": 5e-6, "b": 1e-7}})
+    assert found["loss"] == LEAST["loss"] and found["norm"] == LARGEST * LEAST["norm"]
+    assert found["gradient"] == FACTOR * 5e-6 and found["weights"] == LEAST["weights"]
+
+
 def test_not_a_number_is_above_every_bound(tmp_path: Path):
     figures = dict.fromkeys(("loss", "loss_error", "grad_norm", "norm_error", "weights"), math.nan)
-    result = {**case("DP2"), "variant": "x", **figures, "gradients": {"a": 0.0, "b": math.nan}}
-    assert len(failures(result)) == 4
+    result = {**case("DP2"), "variant": "x", **figures, "gradients": {"a": 0.0, "b": math.inf}}
+    assert len(failures(result, LEAST)) == 4
+    results = [result, result | {"case": asdict(NEIGHBOR)}]
     assert (
-        write_certificate(tmp_path, name="name", family="qwen3", results=[result], left_out={})[1]
+        write_certificate(tmp_path, name="name", family="qwen3", results=results, left_out={})[1]
         is False
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.dist.bounds import within
 from tests.dist.random_models import write_random_model
 from tests.dist.workers.launch import run_ranks
 
@@ -54,13 +55,8 @@ def test_uneven_stages_equal_one_rank(five_layers: Path, tmp_path: Path):
             f"FIGURES | {name} | packing {packing} | "
             f"{ {k: result[k] for k in ('logits', 'loss', 'gradients')} }"
         )
-        assert (
-            result["logits"] <= 1e-4 and result["loss"] <= 1e-6 and result["gradients"] <= 1e-5
-        ), (
-            name,
-            packing,
-            result,
-        )
+        for what, bound in {"logits": 1e-4, "loss": 1e-6, "gradients": 1e-5}.items():
+            assert within(what, result[what], bound), (name, packing, what, result[what])
 
 
 TRIES = 4  # a busy machine is measured too: what it adds passes, a wrong measure stays

@@ -54,6 +54,8 @@ class Case:
 
 
 REFERENCE = Case(layout="1 rank", ranks=1)
+# each weight is the next float32 above or below: how far rounding moves this model's figures
+NEIGHBOR = Case(layout="1 rank, next floats", ranks=1)
 
 
 def layouts_of(config: ActorConfig) -> dict[str, tuple[int, dict[str, int]]]:
@@ -99,4 +101,5 @@ def grid(
         if needed > sizes.tp * sizes.pp * sizes.cp:  # more than one replica
             cases.append(replace(plain, packing=True, distributed=True))
     assert cases[0] == REFERENCE
+    cases.insert(1, NEIGHBOR)
     return cases, left_out

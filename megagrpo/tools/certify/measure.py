@@ -31,7 +31,7 @@ from megagrpo.families.model import Model
 from megagrpo.mesh import Mesh
 from megagrpo.system import environment
 from megagrpo.system.run_folder import write_whole
-from megagrpo.tools.certify.cases import REFERENCE, Case
+from megagrpo.tools.certify.cases import NEIGHBOR, REFERENCE, Case
 from megagrpo.tools.certify.report import CaseFigures
 from megagrpo.tools.certify.subject import (
     MAX_PROMPT,
@@ -154,7 +154,7 @@ def measure(
     config: ExperimentConfig, case: Case, *, folder: Path, store: Path, device: torch.device
 ) -> CaseFigures:
     """Collective. Returns one case's loss, gradient norm, and differences from
-    `folder`/reference.pt.
+    `folder`/reference.pt, of the models that make_models left there.
 
     The reference case writes that file: {"base", "loss", "norm", "gradients" and "weights" by HF
     name}.
@@ -168,11 +168,9 @@ def measure(
         logprob_chunk_tokens=_CHUNK_TOKENS,
         **config.actor.model_dump(include=_KEPT),
     )
-    # adapters are smaller than weights: the same rounding is a larger share of them
-    megatron = OPTIMIZER.megatron if config.actor.lora is None else {"adam_eps": 1e-3}
-    optimizer = OPTIMIZER.model_copy(update={"distributed": case.distributed, "megatron": megatron})
+    optimizer = OPTIMIZER.model_copy(update={"distributed": case.distributed})
     groups = make_groups(config, config.seed, config.read_model().arch)
-    model = config.model.path
+    model = str(folder / ("neighbor" if case == NEIGHBOR else "model"))
     with joined(
         store, config=actor_config, optimizer=optimizer, model_path=model, device=device
     ) as actor:

@@ -34,12 +34,13 @@ IMAGES = ((), (ImageRef("a", 1, _SQUARE),), (ImageRef("b", 1, _FLAT), ImageRef("
 def make_models(
     folder: Path, config: ExperimentConfig, parallel: ParallelConfig, seed: int
 ) -> Architecture:
-    """Writes HF folders `model` and `reference`: the experiment's family and options, at sizes that
-    `parallel` can cut.
+    """Writes HF folders `model`, `reference` and `neighbor`: the experiment's family and options, at
+    sizes that `parallel` can cut.
 
     Returns their architecture. The reference is the model with a little noise, as if some updates
-    had been made. All tensors are random, norms and biases too: a mistake that leaves one of them
-    out must show. Raises ValueError when the experiment's model has no config.json.
+    had been made; the neighbor's are the next floats, above or below. All tensors are random, norms
+    and biases too: a mistake that leaves one of them out must show. Raises ValueError when the
+    experiment's model has no config.json.
     """
     real = model_description(config)
     if real is None:
@@ -47,17 +48,17 @@ def make_models(
         raise ValueError(f"{path} does not exist: the certificate needs the model's architecture")
     arch = architecture_of(real)
     shards = math.lcm(2, parallel.tp)  # the standing layouts cut by 2
-    # fewer key/value heads than the experiment's ranks stay fewer
-    kv_heads = (
-        shards if arch.num_kv_heads >= parallel.tp else math.gcd(arch.num_kv_heads, parallel.tp)
-    )
-    grouped = arch.num_heads != arch.num_kv_heads
+    # twice the key/value heads if groups share one
+    heads = shards * (1 + (arch.num_heads != arch.num_kv_heads))
     sizes = TinySizes(
         family=arch.family,
-        hidden_size=16 * shards * (1 + grouped),
+        hidden_size=16 * heads,
         num_layers=math.lcm(4, parallel.pp * parallel.vpp),
-        num_heads=shards * (1 + grouped),
-        num_kv_heads=kv_heads,
+        num_heads=heads,
+        # fewer than the experiment's ranks stay fewer
+        num_kv_heads=shards
+        if arch.num_kv_heads >= parallel.tp
+        else math.gcd(arch.num_kv_heads, parallel.tp),
         head_dim=16,
         ffn_size=32 * shards,
         num_experts=math.lcm(8, 2 * parallel.ep),
@@ -75,10 +76,11 @@ def make_models(
             tensors[name] = t + 0.2 * torch.randn(t.shape, generator=generator)
     noisy = enumerate(tensors.items(), start=seed)
     reference = {name: near(t, 0.02 * float(t.std()), number) for number, (name, t) in noisy}
+    neighbor = {name: torch.nextafter(t, reference[name]) for name, t in tensors.items()}
     description = folder / "description"
     description.mkdir(parents=True, exist_ok=True)
     (description / "config.json").write_text(json.dumps(tiny, indent=2))
-    for name, values in (("model", tensors), ("reference", reference)):
+    for name, values in (("model", tensors), ("reference", reference), ("neighbor", neighbor)):
         write_hf_folder(folder / name, iter([values]), like=description, dtype=torch.float32)
     return small
 

@@ -89,6 +89,19 @@ def gradient(
     return step.backward(actor, batch, rows, algorithm, 1.0, denominators, seen)["loss/total"]
 
 
+@contextmanager
+def next_floats(actor: MegatronActor) -> Iterator[None]:
+    """Inside, each parameter has the next float32, above or below at random."""
+    kept = {name: p.detach().clone() for name, p in actor.parameters().items()}
+    with torch.no_grad():
+        for number, p in enumerate(actor.parameters().values()):
+            p.copy_(torch.nextafter(p.cpu(), near(p.cpu(), 1.0, number)))
+    yield
+    with torch.no_grad():
+        for name, p in actor.parameters().items():
+            p.copy_(kept[name])
+
+
 def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
     """Against transformers: logits of every predicting position, log-probabilities, gradients;
     export, bit by bit."""
@@ -131,6 +144,8 @@ def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
             actor.trained_weights(weights), actor.gradients(), hf_gradients, actor.mesh
         ),
     }
+    if Path(job.get("reference", "")).is_file():
+        result["rounding"] = torch.load(job["reference"], map_location="cpu")["rounding"]
     return result | exported(actor, weights, job, folder)
 
 
@@ -154,12 +169,22 @@ def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
     """
     calls = count_mlp_calls(actor)
     weights = actor.trained_weights(weights)
-    loss = gradient(actor, batch_of(actor.mesh, keep=job.get("keep", NUM_SAMPLES)), RICH)
+    batch = batch_of(actor.mesh, keep=job.get("keep", NUM_SAMPLES))
+    logprobs, of_neighbor = (torch.full((len(batch.tokens),), torch.nan) for _ in range(2))
+    if job.get("write"):
+        with next_floats(actor):
+            gradient(actor, batch, RICH, of_neighbor)
+            neighbors = whole(weights, actor.gradients(), actor.mesh)
+    loss = gradient(actor, batch, RICH, logprobs)
     values = None if job.get("distributed") else actor.gradients()
     if job.get("write"):
         state = {
             "loss": loss,
             "gradients": whole(weights, values, actor.mesh),
+            "rounding": {
+                "gradient": max(ratios(weights, values, neighbors, actor.mesh).values()),
+                "logprobs": float((logprobs - of_neighbor).abs().max()),
+            },
             **actor.optimizer_step(),
         }
         torch.save(
@@ -174,6 +199,7 @@ def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
     return {
         "loss": abs(loss - reference["loss"]),
         "gradients": gradients,
+        "rounding": reference["rounding"],
         "norm": abs(norm / reference["optim/grad_norm"] - 1),
         "weights": difference(whole(weights, actor.trained(), actor.mesh), reference["weights"]),
         "mlp_calls": len(calls),
@@ -215,20 +241,29 @@ def adapters_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder:
     with recorded_logits() as seen, torch.no_grad():
         on = step.token_logprobs(actor, batch, 1.0)
     before = {name: p.detach().clone() for name, p in actor.parameters().items()}
+    adapters = actor.trained_weights(weights)
+    with next_floats(actor):
+        with recorded_logits() as of_neighbor, torch.no_grad():
+            step.token_logprobs(actor, batch, 1.0)
+        gradient(actor, batch, PLAIN)
+        neighbors = whole(adapters, actor.gradients(), actor.mesh)
     with actor.merged(), torch.no_grad():
         merged = step.token_logprobs(actor, batch, 1.0)
         changed = sum(not torch.equal(p, before[name]) for name, p in actor.parameters().items())
     actor.keep_reference()
     off = step.with_reference(actor, batch, "k3", 1.0).ref_logprobs
     loss = gradient(actor, batch, PLAIN)
-    adapters = actor.trained_weights(weights)
+    rounding = max(ratios(adapters, actor.gradients(), neighbors, actor.mesh).values())
     gradients = whole(adapters, actor.gradients(), actor.mesh)
     export_hf(out / "merged", weights, actor.mesh, like=job["model"], dtype="float32")
     lora = actor.config.lora
     export_peft(out / "peft", adapters, actor.mesh, lora, job["model"], "float32")
     state = {"logits": list(seen), "loss": loss, "gradients": gradients}
     torch.save(state | {"adapters": whole(adapters, actor.trained(), actor.mesh)}, out / "actor.pt")
+    pairs = zip(seen, of_neighbor, strict=True)
+    moved = max(float((one[2] - other[2]).abs().max()) for one, other in pairs)
     return {
+        "rounding": {"gradient": rounding, "logits": moved},
         "merged": float((on - merged).abs().max()),
         "moved": float((on - off).abs().max()),
         "changed": changed,

@@ -11,7 +11,7 @@ from megagrpo.actor.megatron.model import routers
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.tools.certify.measure import ratios, whole
 from megagrpo.weights.actor_weights import load_initial_weights
-from tests.dist.workers.actor_ranks import PLAIN, batch_of, gradient
+from tests.dist.workers.actor_ranks import PLAIN, batch_of, gradient, next_floats
 from tests.dist.workers.harness import DEVICE, with_actors
 
 
@@ -99,10 +99,16 @@ def losses_job(actor: MegatronActor, job: dict) -> dict:
     is by hand."""
     weights = actor.trained_weights(load_initial_weights(actor, job["model"]))
     if "by_hand" in job:
+        with next_floats(actor):
+            losses_by_hand(actor, **job["by_hand"])
+            neighbors = whole(weights, actor.gradients(), actor.mesh)
         total = losses_by_hand(actor, **job["by_hand"])
-        torch.save(
-            total | {"gradients": whole(weights, actor.gradients(), actor.mesh)}, job["reference"]
-        )
+        gradients = actor.gradients()
+        found = {
+            "gradients": whole(weights, gradients, actor.mesh),
+            "rounding": max(ratios(weights, gradients, neighbors, actor.mesh).values()),
+        }
+        torch.save(total | found, job["reference"])
         return {}
     reference = torch.load(job["reference"], map_location="cpu")
     batch = batch_of(actor.mesh)
@@ -117,6 +123,7 @@ def losses_job(actor: MegatronActor, job: dict) -> dict:
         "balance": sums["router/balance_loss"] / reference["balance"] - 1,
         "z": sums["router/z_loss"] / reference["z"] - 1,
         "gradients": gradients,
+        "rounding": reference["rounding"],
     }
 
 

@@ -14,7 +14,7 @@ from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.tools.certify.measure import ratios, whole
 from megagrpo.types import Batch, Routing
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
-from tests.dist.workers.actor_ranks import PLAIN, batch_of
+from tests.dist.workers.actor_ranks import PLAIN, batch_of, next_floats
 from tests.dist.workers.harness import with_actors
 from tests.dist.workers.samples import LENGTHS, NUM_SAMPLES, WIDTH
 from tests.padding import flat, padded
@@ -156,6 +156,11 @@ def replay_job(actor: MegatronActor, job: dict) -> dict:
     planted = with_planted(actor, batch)
     if "write" in job:
         result["by hand"] = by_hand(actor, planted)
+    if "write" in job:
+        with next_floats(actor):
+            of_neighbor = step.token_logprobs(actor, planted, 1.0)
+            backward(actor, planted)
+            neighbors = whole(weights, actor.gradients(), actor.mesh)
     logprobs = step.token_logprobs(actor, planted, 1.0)
     sums, _ = backward(actor, planted)
     of_planted = {
@@ -168,6 +173,10 @@ def replay_job(actor: MegatronActor, job: dict) -> dict:
         found = {
             "gradients": whole(weights, actor.gradients(), actor.mesh),
             "natural": padded(known.routing.experts, batch.lengths),
+            "rounding": {
+                "gradients": max(errors(actor, weights, neighbors).values()),
+                "logprobs": float((logprobs - of_neighbor).abs().max()),
+            },
         }
         torch.save(
             found | {"planted": of_planted, "logprobs": padded(logprobs, batch.lengths)},
@@ -186,6 +195,7 @@ def replay_job(actor: MegatronActor, job: dict) -> dict:
         "planted differs": of_planted["differs"] - reference["planted"]["differs"],
         "planted counts": of_planted["counts"] == reference["planted"]["counts"],
         "planted gradients": errors(actor, weights, reference["gradients"]),
+        "rounding": reference["rounding"],
     }
 
 
