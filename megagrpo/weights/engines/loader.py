@@ -63,7 +63,8 @@ def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None
     # no mailbox: the trainer's deadline ends its wait
     with _reported(lambda text: print(text, file=sys.stderr)):
         request = decode(bytes(dict(named_tensors)["request"].cpu().numpy()))
-        key, draft = request["reply"], None
+        key = request["reply"]
+        draft = None
         if request["draft"] and key not in _models:
             _models.clear()
             _models[key] = model

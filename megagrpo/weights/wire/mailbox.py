@@ -29,9 +29,9 @@ Access = tuple[str, int, str]
 class Mailbox:
     """Messages in `plain`, the store of trainer rank 0, between processes that have the secret.
 
-    Others can list, read and delete what the store holds, but not add to it: a name in the store is
-    the MAC of a key, so none can be guessed, and a value begins with the MAC of its name and bytes.
-    No key is used for two messages, so an old message is of no use either.
+    Others can list, read, overwrite and delete values of the store, but no rank takes theirs for a
+    message: a name is the MAC of a key, so none can be guessed, and a value begins with the MAC of
+    its name and bytes. No key is used for two messages, so an old one is of no use either.
     secret: None to make one.
     """
 
@@ -58,7 +58,8 @@ class Mailbox:
 
     def set(self, key: str, message: object = None) -> None:
         """Stores a message that JSON can express."""
-        name, data = self._mac(key), encode(message)
+        name = self._mac(key)
+        data = encode(message)
         self.plain.set(name, self._mac(name, data).encode() + data)  # type: ignore[arg-type]  # takes bytes; torch's stub says str
 
     def get(self, key: str) -> Any:
