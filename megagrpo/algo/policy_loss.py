@@ -102,11 +102,12 @@ def gmpo(inputs: PolicyInputs, options: GmpoLoss) -> TokenLoss:
     """
     advantages = inputs.advantages
     log_ratio = (inputs.logprobs - inputs.old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    low, high = -options.clip_ratio_low, options.clip_ratio_high
-    kept = torch.where(advantages < 0, log_ratio.clamp(min=low), log_ratio.clamp(max=high))
+    least, most = -options.clip_ratio_low, options.clip_ratio_high
+    kept = torch.where(advantages < 0, log_ratio.clamp(min=least), log_ratio.clamp(max=most))
     mean = _mean_of_sequences(kept.detach(), inputs.mask)
     value = -advantages * (mean[:, None] + kept - kept.detach()).exp()
-    return TokenLoss(value, {"low": kept > log_ratio, "high": kept < log_ratio})
+    high = (advantages > 0) & (kept < log_ratio)
+    return TokenLoss(value, {"low": kept > log_ratio, "high": high})
 
 
 def dppo(inputs: PolicyInputs, options: DppoLoss) -> TokenLoss:

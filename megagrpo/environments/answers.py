@@ -15,8 +15,9 @@ def answer_grader(grader: str, row: Mapping[str, object]) -> Callable[[str], flo
     load_grader(grader, {})  # an unknown one is refused before the rollout
 
     def reward(text: str) -> float:
-        of_row = [row[key] for key in ("answer", "source", "extra", "messages")]
-        graded = grade("grade", grader, {}, [text, *of_row, True])
+        question = row["messages"] if row["chat"] else row["prompt"]
+        of_row = [row[key] for key in ("answer", "source", "extra")]
+        graded = grade("grade", grader, {}, [text, *of_row, question, row["chat"]])
         if graded.status != "score" or graded.spans or graded.tokens:
             raise RuntimeError(
                 graded.detail or f"{grader} rewards parts of a text, and an answer has one reward"

@@ -17,7 +17,7 @@ from megagrpo.rollout.agents import Unavailable
 from megagrpo.sandbox.sandbox import isolation
 from tests.mcp_server import NOTICE, answer
 
-ROW = {"prompt": "2 + 3?", "answer": "5", "source": "", "extra": {}, "messages": []}
+ROW = {"prompt": "2 + 3?", "answer": "5", "source": "", "extra": {}, "chat": False}
 COMMAND = f"{sys.executable} {Path(__file__).parents[1] / 'mcp_server.py'}"
 
 

@@ -173,3 +173,10 @@ def test_gmpo_learns_from_the_advantage_of_each_token():
     assert logp.grad[0].tolist() == pytest.approx([-2 * ratio, 0.0, 0.0, 4 * ratio])
     assert found.clipped["low"][0].tolist() == [False, True, False, False]
     assert found.clipped["high"][0].tolist() == [False, False, True, False]
+
+
+def test_gmpo_clips_nothing_without_an_advantage():
+    old = torch.zeros(1, 2)
+    inputs = PolicyInputs(torch.tensor([[1.0, -1.0]]), old, old, torch.ones(1, 2, dtype=torch.bool))
+    clipped = token_loss(inputs, GMPO).clipped
+    assert not clipped["low"].any() and not clipped["high"].any()

@@ -64,6 +64,7 @@ class RolloutTask:
         return {
             "prompt": prompt.words,
             "messages": as_messages(prompt.question),
+            "chat": bool(prompt.messages),
             "tools": prompt.tools,
             "answer": prompt.answer,
             "source": prompt.source,
