@@ -35,6 +35,7 @@ def evaluate(run: Run) -> dict[str, float]:
             groups = run.evaluation_groups(as_trained=True)
             evaluation_metrics(metrics, "eval_as_trained", groups, number)
         return metrics.reduced(run.mesh.reduce)
+    run.evaluation_stopped = True
     return {}
 
 

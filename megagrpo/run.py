@@ -210,6 +210,7 @@ class Run:
     alarm: MismatchAlarm
     # None if another launcher started the ranks: it sends no stop requests
     stop_request: StopRequest | None
+    evaluation_stopped: bool = False  # by the stop request: the next start makes it
 
     @property
     def mesh(self) -> Mesh:
@@ -245,8 +246,9 @@ class Run:
         the GPUs back that engines share with trainers."""
         sampled = self.sampling.next_groups(self.state, metrics, self._steps_left)
         if self.config.rollout.colocate:
-            limit_s = _sleep_limit_s(self.config)
-            self.mesh.from_main(lambda: self.control.sleep(limit_s), "put engines to sleep")
+            self.mesh.from_main(
+                lambda: self.control.sleep(_sleep_limit_s(self.config)), "put engines to sleep"
+            )
         return sampled
 
     @property
@@ -268,18 +270,22 @@ class Run:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Collective. Saves the finished steps if a RunStopped, which every rank raises, ends the
-        block; unless updates of an unfinished step have changed the weights."""
+        """Collective. Saves the steps that this start has finished if a RunStopped, which every
+        rank raises, ends the block; unless updates of an unfinished step have changed the
+        weights."""
         try:
             yield
         except RunStopped as stopped:
             try:
-                if self.actor.updates_done == self.updates_done:
+                self.enter("checkpoint")
+                finished = self.state.step > self.recording.start_step
+                if finished and self.actor.updates_done == self.updates_done:
                     self.checkpointer.save_now(self.state)
                 self.checkpointer.complete()
             except LeaderError as exc:
-                problem = f"the state after step {self.state.step} could not be saved: {exc}"
-                raise RunStopped(f"{stopped}\nand {problem}") from stopped
+                raise RunStopped(
+                    f"{stopped}\nand the state after step {self.state.step} could not be saved: {exc}"
+                ) from stopped
             raise
 
     def build_batch(self, groups: Sequence[RolloutGroup], updates: Updates) -> Batch:
@@ -329,8 +335,10 @@ class Run:
                 self.actor.routed_layers,
             )
         if bad:
-            which = f"step {step}: loss or gradient of {bad:.0f} update(s) is not finite"
-            text = f"{which}, these were not taken; the batch is in {folder}"
+            text = (
+                f"step {step}: loss or gradient of {bad:.0f} update(s) is not finite, these were not "
+                f"taken; the batch is in {folder}"
+            )
             if self.config.train.non_finite == "halt":
                 raise NonFiniteUpdate(
                     f"{text} (`megagrpo replay`). train.non_finite: skip would go on"
@@ -345,7 +353,7 @@ class Run:
         """Collective. Returns whether a node received a stop request (pre-emption, time limit)
         before the last step and its evaluation, and then saves."""
         request = self.stop_request
-        done = self._steps_left == 0 and self.config.eval is None
+        done = self._steps_left == 0 and not self.evaluation_stopped
         if done or not self.mesh.any_true(self.asked()):
             return False
         self.checkpointer.save_now(self.state)
@@ -495,8 +503,10 @@ def _console(
     if config.eval_data is not None and inputs.eval_prompts is not None:
         notes.append(describe_dropped(config.eval_data, inputs.eval_prompts))
     if restarts := environment.get_int("TORCHELASTIC_RESTART_COUNT", 0):
-        which = f"restart {restarts} of {config.actor.max_restarts}"
-        notes.append(f"a rank was lost; restarted all ranks ({which})")
+        notes.append(
+            "a rank was lost; restarted all ranks "
+            f"(restart {restarts} of {config.actor.max_restarts})"
+        )
     if state.step:
         notes.append(f"continues after step {state.step}")
     for note in filter(None, notes):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-from megagrpo.system.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder, write_whole
 
 PARTIAL = ".partial"
 REPLACED = f".replaced{PARTIAL}"
@@ -58,21 +58,25 @@ def place_problem(root: Path, directory: str | None) -> str:
     one is lost; "" if neither."""
     run = RunFolder(root.parent)
     saved = run.last_checkpoint
-    if saved.exists() and not any(root.glob(f"{saved.read_text()}*")):
+    # checkpoints that were moved, as is said below, are in the folder that has no link yet
+    place = root if directory is None or os.path.lexists(root) else Path(directory)
+    name = saved.read_text() if saved.exists() else ""
+    # perhaps with a user's suffix, or for restore_replaced; an interrupted save is none
+    if name and not any(p.name != name + PARTIAL for p in place.glob(f"{name}*")):
         return (
             f"output_dir {run.path} has the record of {max(run.rollout_files(), default=0)} steps, but "
-            f"{saved.read_text()}, the checkpoint that was saved last, is not in {root.resolve()}. "
+            f"{name}, the checkpoint that was saved last, is not in {place.resolve()}. "
             "Put it back or correct checkpoint.dir; to begin anew, name another output_dir; if it is "
-            f"lost, remove {saved}, and the run goes on from {latest(root) or 'step 0'}"
+            f"lost, remove {saved}, and the run goes on from {latest(place) or 'step 0'}"
         )
     if directory is None or (root.is_symlink() and root.resolve() == Path(directory).resolve()):
         return ""
-    if root.is_symlink() or root.exists():
+    if place == root:
         return (
             f"checkpoint.dir: {directory}, but this run's checkpoints are in {root.resolve()}: move "
             f"them there and remove {root}, or remove checkpoint.dir"
         )
-    if found := finished_checkpoints(Path(directory)):
+    if not name and (found := finished_checkpoints(place)):
         return (
             f"checkpoint.dir: {directory} has another run's {found[-1].name}; name an empty folder, "
             f"or start from it by checkpoint.load: {found[-1]}"
@@ -80,9 +84,9 @@ def place_problem(root: Path, directory: str | None) -> str:
     return ""
 
 
-def put_in_place(root: Path, directory: str | None) -> None:
-    """Makes the checkpoints of a run folder a link to `checkpoint.dir`. Raises ValueError as
-    place_problem says."""
+def put_in_place(root: Path, directory: str | None) -> Path | None:
+    """Makes the checkpoints of a run folder a link to `checkpoint.dir`. Returns the newest one, and
+    records its name, which an older version did not. Raises ValueError as place_problem says."""
     if problem := place_problem(root, directory):
         raise ValueError(problem)
     if directory is not None:
@@ -91,6 +95,10 @@ def put_in_place(root: Path, directory: str | None) -> None:
         if not root.is_symlink():
             root.parent.mkdir(parents=True, exist_ok=True)
             root.symlink_to(target)
+    restore_replaced(root)
+    if newest := latest(root):
+        write_whole(RunFolder(root.parent).last_checkpoint, newest.name)
+    return newest
 
 
 def is_reshardable(folder: Path) -> bool:
@@ -105,13 +113,14 @@ def layout_problem(folder: Path, own: Layout) -> str:
     saved = json.loads((folder / "state.json").read_text()).get("layout", own)
     if is_reshardable(folder) or saved == own:
         return ""
-    whole = [
-        p
+    older = [
+        p.name
         for p in finished_checkpoints(folder.parent)
-        if step_of(p) < step_of(folder) and (p / "manifest.json").is_file()
+        if step_of(p) < step_of(folder) and (p / "manifest.json").is_file() and is_reshardable(p)
     ]
-    older = [p.name for p in whole if is_reshardable(p)]
-    there = f"; or rename it: {older[-1]} beside it can be loaded by any layout" if older else ""
+    there = (
+        f"; or rename it to {folder.name}.old: {older[-1]} beside it can be loaded" if older else ""
+    )
     return (
         f"checkpoint {folder} can be loaded by its own layout alone ({_in_words(saved)}), this "
         f"run has another ({_in_words(own)}). Start it once more under its own layout and ask it "

@@ -13,7 +13,6 @@ from megagrpo.checkpoint.folder import (
     data_problem,
     latest,
     put_in_place,
-    restore_replaced,
 )
 from megagrpo.checkpoint.groups import deal_surplus
 from megagrpo.checkpoint.save import RunIdentity
@@ -32,11 +31,11 @@ def run_identity(config: ExperimentConfig, actor: MegatronActor, rows: Rows = ()
     model: dict = {
         "model": json.loads(json.dumps(asdict(actor.arch))),
         "dtype": config.actor.dtype,
+        "distributed_optimizer": config.actor.optimizer.distributed,
     }  # as it is read
     if actor.arch.vision is not None:
         # what is frozen has no optimizer state
         model["trained_vision"] = config.actor.trained_vision
-    model["distributed_optimizer"] = config.actor.optimizer.distributed
     if config.actor.lora is not None:  # the checkpoint holds only adapters
         model["lora"] = config.actor.lora.model_dump()
         model["base"] = actor.mesh.from_main(
@@ -85,19 +84,12 @@ def find_checkpoint(config: ExperimentConfig, mesh: Mesh) -> Path | None:
     """
     options = config.checkpoint
     root = config.run_folder.checkpoints
-
-    def find() -> Path | None:
-        put_in_place(root, options.dir)
-        restore_replaced(root)
-        return latest(root)
-
-    own = mesh.from_main(find, f"look for checkpoints in {root}")
+    own = mesh.from_main(lambda: put_in_place(root, options.dir), f"look for checkpoints in {root}")
     again = environment.get_int("TORCHELASTIC_RESTART_COUNT", 0) or environment.get_int(
         "SLURM_RESTART_COUNT", 0
     )
     if own is not None and options.resume == "never" and not again:
-        remedy = "name another output_dir"
-        raise ValueError(f"checkpoint.resume is never, but {own} is there; {remedy}")
+        raise ValueError(f"checkpoint.resume is never, but {own} is there; name another output_dir")
     return own or (Path(options.load) if options.load else None)
 
 
@@ -113,8 +105,8 @@ def resume(
     if source is None:
         return TrainState()
     own = source.parent == config.run_folder.checkpoints
-    compared = own and config.checkpoint.resume != OTHER_DATA
-    state = load_checkpoint(config, source, actor, rows if compared else ())
+    compared = rows if own and config.checkpoint.resume != OTHER_DATA else ()
+    state = load_checkpoint(config, source, actor, compared)
     if not own:
         actor.updates_done = 0  # the learning-rate schedule is this run's
         return TrainState()
@@ -124,22 +116,21 @@ def resume(
             print("data.curriculum begins anew: what it knows is of other rows", flush=True)
     # Without max_staleness too, a surplus is one version old.
     oldest = state.step - max(config.rollout.max_staleness, 1)
-    scored = [group for group in state.surplus if group.is_scored(*config.scoring)]
-    young = [group for group in scored if group.is_of(oldest)]
+    young = [
+        group for group in state.surplus if group.is_scored(*config.scoring) and group.is_of(oldest)
+    ]
     # A step takes at least one batch: else the surplus would get too old.
     wanted = config.train.num_prompts_per_step
     if config.algorithm.dynamic_sampling is not None and len(young) >= wanted:
-        groups = f"{len(young)} groups for the next step"
-        limit = f"train.num_prompts_per_step is {wanted}: take {len(young) + 1} or more"
-        raise ValueError(f"checkpoint {source} has {groups}, {limit}")
-    if len(young) < len(state.surplus) and actor.mesh.is_main:
-        left_out = (
-            f"{len(state.surplus) - len(young)} groups that were sampled for a "
-            "later step are left out"
+        raise ValueError(
+            f"checkpoint {source} has {len(young)} groups for the next step, "
+            f"train.num_prompts_per_step is {wanted}: take {len(young) + 1} or more"
         )
+    if len(young) < len(state.surplus) and actor.mesh.is_main:
         print(
-            f"{left_out}: their weights are older than rollout.max_staleness allows now, or "
-            "teachers have changed",
+            f"{len(state.surplus) - len(young)} groups that were sampled for a later step are left "
+            "out: their weights are older than rollout.max_staleness allows now, or teachers have "
+            "changed",
             flush=True,
         )
     state.surplus = deal_surplus(young, actor.mesh)

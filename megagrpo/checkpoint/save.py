@@ -270,8 +270,10 @@ class PendingSave:
         if exc := done.exception():
             # torch's writer does not report a full disk
             free_mib = shutil.disk_usage(self.target.parent).free >> 20
-            problem = f"rank {self._mesh.rank} could not write, {free_mib} MiB are free there"
-            error = f"checkpoint {self.target}: {problem}: {type(exc).__name__}: {exc}"
+            error = (
+                f"checkpoint {self.target}: rank {self._mesh.rank} could not write, "
+                f"{free_mib} MiB are free there: {type(exc).__name__}: {exc}"
+            )
         self._mesh.raise_any(error)
         return done.result()
 
@@ -339,8 +341,10 @@ def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
     its node's page cache.
     """
     if not (folder / "manifest.json").is_file():
-        what = "it is not a checkpoint, or its save was interrupted"
-        raise ValueError(f"checkpoint {folder} has no manifest.json: {what}")
+        raise ValueError(
+            f"checkpoint {folder} has no manifest.json: it is not a checkpoint, or its save was "
+            "interrupted"
+        )
     with translated(
         f"checkpoint {folder}: manifest.json or state.json is not readable",
         OSError,
@@ -358,11 +362,11 @@ def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
         )
     different = {key: value for key, value in identity.model.items() if model.get(key) != value}
     if different:
-        texts = [
+        texts = "; ".join(
             f"{key}: checkpoint {model.get(key)!r}, this run {value!r}"
             for key, value in different.items()
-        ]
-        raise ValueError(f"checkpoint {folder} is of another model: " + "; ".join(texts))
+        )
+        raise ValueError(f"checkpoint {folder} is of another model: {texts}")
     problem = layout_problem(folder, identity.layout) or data_problem(folder, identity.rows)
     if problem:
         raise ValueError(problem)

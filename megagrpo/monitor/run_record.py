@@ -15,7 +15,7 @@ from megagrpo.monitor.alarms import HealthWatch
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.record import StepLog
 from megagrpo.monitor.rollouts import Decode, RolloutLog
-from megagrpo.monitor.step_lines import drop_later_steps
+from megagrpo.monitor.step_lines import drop_later_steps, read_step_lines
 from megagrpo.monitor.trained import TrainedLog
 from megagrpo.monitor.wandb_log import WandbLog
 from megagrpo.system.run_folder import RunFolder
@@ -42,7 +42,7 @@ class RunRecord:
         self.folder = config.run_folder
         self._config = config
         self._mesh = mesh
-        self._start_step = start_step
+        self.start_step = start_step
         self._console = console
         self._stack = ExitStack()
         self._rollouts: RolloutLog | None = None  # on the replica's rank that samples
@@ -73,7 +73,7 @@ class RunRecord:
         replica's tokens on this rank."""
         config = self._config
         mesh = self._mesh
-        start = self._start_step
+        start = self.start_step
         mesh.from_main(lambda: cut_record(self.folder, start), "cut the record")
 
         def pieces(token_ids: Sequence[int]) -> list[str]:
@@ -121,18 +121,18 @@ def cut_record(folder: RunFolder, num_steps: int) -> None:
     """Leaves the samples of the first `num_steps` steps. With 0, moves the record aside: that of a
     start which ended before its first checkpoint."""
     files = folder.rollout_files()
-    if num_steps == 0 and files:
+    trained = folder.trained_files()
+    lines = read_step_lines(folder.metrics) if folder.metrics.exists() else ()
+    if num_steps == 0 and (files or trained or any(line["step"] for line in lines)):
         aside = folder.path / time.strftime("unsaved_%Y%m%d_%H%M%S")
         aside.mkdir()
-        for path in (folder.metrics, folder.tensorboard, folder.rollouts, folder.trained):
+        # whichever of the last three is left when this is killed is moved by the next start
+        for path in (folder.tensorboard, folder.metrics, folder.trained, folder.rollouts):
             if path.exists():
                 path.rename(aside / path.name)
-        print(
-            f"{max(files)} steps were made and not saved; their record is now in {aside}",
-            flush=True,
-        )
+        print(f"steps were made and not saved; their record is now in {aside}", flush=True)
         return
-    for path in folder.trained_files().values():
+    for path in trained.values():
         drop_later_steps(path, num_steps)
     for path in (path for step in files if step > num_steps for path in files[step].values()):
         path.unlink()

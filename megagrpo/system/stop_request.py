@@ -10,6 +10,7 @@ Each file is only ever added: Slurm's job repeats USR1 until its step has ended,
 undo another one or the grant.
 """
 
+import os
 from pathlib import Path
 
 from megagrpo.system.run_folder import write_whole
@@ -41,8 +42,9 @@ class StopRequest:
         self._made.touch()
 
     def made(self) -> bool:
-        """Returns whether the request exists."""
-        return self._made.exists()
+        """Returns whether the request exists. A file system that fails for a moment has none:
+        whoever asks asks again."""
+        return os.path.exists(self._made)
 
     def final(self) -> bool:
         """Returns whether the run is not to go on by itself."""

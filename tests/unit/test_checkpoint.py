@@ -242,7 +242,9 @@ def test_another_layout_is_refused_with_what_to_do(tmp_path: Path):
         ).finish()
     other = RunIdentity({}, {"ranks": 4, "tp": 2})
     layouts = r"by its own layout alone \(ranks 1\), this run has another \(ranks 4, tp 2\)"
-    what_to_do = r".*SIGUSR1 .*checkpoint.reshardable .*step_000001 beside it"
+    what_to_do = (
+        r".*SIGUSR1 .*checkpoint.reshardable .*rename it to step_000002.old: step_000001 beside it"
+    )
     with pytest.raises(LeaderError, match="step_000002 can be loaded " + layouts + what_to_do):
         load(folder, other, lambda _: None, MESH)
     assert load(folder, ANY, lambda _: None, MESH).step == 2

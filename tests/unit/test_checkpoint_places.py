@@ -1,16 +1,22 @@
 """Where checkpoints lie, that the newest one is missed, and that one is whole when its run ends."""
 
+import errno
+import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_checkpoint import Plan, checkpointer, saved
+from test_checkpoint import MESH, Plan, checkpointer, saved
 
 from megagrpo.checkpoint.folder import latest, place_problem, put_in_place
-from megagrpo.mesh import RunStopped
+from megagrpo.evaluation import evaluate
+from megagrpo.mesh import LeaderError, RunStopped
+from megagrpo.rollout.source import EvaluationStopped
 from megagrpo.run import Run
+from megagrpo.system.stop_request import StopRequest
 from megagrpo.types import TrainState
+from tests.experiments import experiment
 
 
 def test_the_newest_checkpoint_is_missed(tmp_path: Path):
@@ -41,17 +47,111 @@ def test_a_run_that_ends_itself_finishes_the_save_in_the_background(tmp_path: Pa
     saver = checkpointer(
         tmp_path, lambda folder, _: Plan(folder, gate=gate), every=2, background=True
     )
-    run = object.__new__(Run)
     state = TrainState(step=2)
-    vars(run).update(
-        actor=SimpleNamespace(updates_done=5), updates_done=4, state=state, checkpointer=saver
-    )
+    entered: list[str] = []
+    run = ending_run(state, saver, updates_done=5, enter=entered.append)
     with pytest.raises(RunStopped, match="not finite"), run.saving():
         saver.on_schedule(state)
         assert saved(tmp_path) == []
         gate.set()
         raise RunStopped("not finite")
     assert saved(tmp_path) == [2]
+    assert entered == ["checkpoint"], "a long one is no rollout that hangs"
+
+
+def ending_run(state: TrainState, saver, start_step: int = 0, updates_done: int = 4, **more) -> Run:
+    """A run, as far as its end asks it. It began after `start_step`."""
+    run = object.__new__(Run)
+    vars(run).update(
+        actor=SimpleNamespace(mesh=MESH, updates_done=updates_done), updates_done=4, state=state,
+        checkpointer=saver, recording=SimpleNamespace(start_step=start_step, note=print),
+        enter=lambda phase: None, num_steps=5, evaluation_stopped=False,
+    )  # fmt: skip
+    vars(run).update(more)
+    return run
+
+
+def test_a_start_that_fails_leaves_the_checkpoint_that_it_came_from(tmp_path: Path):
+    """It is for one layout, which a last save would change, and holds groups that this start may
+    have left out. A step that this start finished is saved."""
+    checkpointer(tmp_path, every=2).on_schedule(TrainState(step=2))
+    (mark := tmp_path / "step_000002" / "mark").touch()
+    for start_step, step, expected in ((2, 2, [2]), (2, 3, [2, 3])):
+        saver = checkpointer(tmp_path, saved_step=start_step, every=2)
+        run = ending_run(TrainState(step=step), saver, start_step)
+        with pytest.raises(LeaderError, match="no engine"), run.saving():
+            raise LeaderError("no engine took the weights")
+        assert mark.exists() and saved(tmp_path) == expected
+
+
+@pytest.mark.parametrize("evaluation", ["none", "made", "stopped"])
+def test_a_stop_after_everything_is_done_asks_for_no_other_start(tmp_path: Path, evaluation: str):
+    request = StopRequest(tmp_path / "trainer.stop_request")
+    held_out = {"data": {"path": "d"}, "every": 2} if evaluation != "none" else None
+
+    def groups(**_) -> list:
+        if evaluation == "stopped":
+            raise EvaluationStopped
+        return []
+
+    run = ending_run(
+        TrainState(step=5), checkpointer(tmp_path), stop_request=request, evaluation_groups=groups,
+        config=experiment(eval=held_out), inputs=SimpleNamespace(eval_prompts=None),
+    )  # fmt: skip
+    evaluate(run)
+    run.checkpointer.on_schedule(run.state)
+    request.make()  # while the last checkpoint is written
+    assert run.stopping() == (evaluation == "stopped")
+    assert (request.granted() is None) == (evaluation != "stopped")
+
+
+def test_a_look_that_the_file_system_refuses_is_no_stop_request(tmp_path: Path, monkeypatch):
+    (request := StopRequest(tmp_path / "trainer.stop_request")).make()
+
+    def stale(*_, **__) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", stale)
+        assert not request.made()
+    assert request.made(), "it is asked again"
+
+
+def test_checkpoints_that_were_moved_as_proposed_are_linked(tmp_path: Path):
+    root, big = tmp_path / "run" / "checkpoints", tmp_path / "big"
+    checkpointer(root, every=1).on_schedule(TrainState(step=1))
+    assert f"move them there and remove {root}" in place_problem(root, str(big))
+    root.rename(big)
+    assert place_problem(root, str(big)) == ""
+    assert put_in_place(root, str(big)) == root / "step_000001" and root.resolve() == big
+    root.unlink()
+    (big / "step_000001").rename(tmp_path / "step_000001")
+    assert f"step_000001, the checkpoint that was saved last, is not in {big}" in place_problem(
+        root, str(big)
+    )
+
+
+@pytest.mark.parametrize(
+    ("suffix", "there"), [(".old", True), (".replaced.partial", True), (".partial", False)]
+)
+def test_what_counts_as_the_checkpoint(tmp_path: Path, suffix: str, there: bool):
+    """A user's suffix, and the form that restore_replaced puts back; not an interrupted save."""
+    root = tmp_path / "checkpoints"
+    checkpointer(root, every=1).on_schedule(TrainState(step=1))
+    (root / "step_000001").rename(root / f"step_000001{suffix}")
+    assert (place_problem(root, None) == "") == there
+    if there:
+        newest = root / "step_000001" if "replaced" in suffix else None
+        assert put_in_place(root, None) == newest
+
+
+def test_a_run_of_an_older_version_is_protected_from_its_next_start_on(tmp_path: Path):
+    root = tmp_path / "checkpoints"
+    checkpointer(root, every=1).on_schedule(TrainState(step=1))
+    (tmp_path / "last_checkpoint").unlink()
+    put_in_place(root, None)
+    (root / "step_000001").rename(tmp_path / "purged")
+    assert "step_000001, the checkpoint that was saved last, is not in" in place_problem(root, None)
 
 
 def test_checkpoints_on_another_disk_are_found_in_the_run_folder(tmp_path: Path):

@@ -295,7 +295,7 @@ def test_a_step_whose_gpus_do_not_come_back_is_saved_as_not_begun():
         vars(run).update(
             config=config, actor=SimpleNamespace(mesh=MESH, updates_done=3), updates_done=3,
             state=TrainState(step=3, data_cursor=6), num_steps=6, sampling=owner, control=service.control,
-            checkpointer=saver(saved),
+            checkpointer=saver(saved), recording=SimpleNamespace(start_step=2), enter=lambda phase: None,
         )  # fmt: skip
         with pytest.raises(RunStopped, match="put engines to sleep"), run.saving():
             run.next_groups(Metrics())
@@ -325,6 +325,7 @@ def test_finished_steps_are_saved_unless_their_weights_are_gone(error, made, exp
     vars(run).update(
         actor=SimpleNamespace(updates_done=8 + made), updates_done=8,
         state=TrainState(step=3, data_cursor=6), checkpointer=saver(saved),
+        recording=SimpleNamespace(start_step=2), enter=lambda phase: None,
     )  # fmt: skip
     with pytest.raises(type(error), match=str(error)), run.saving():
         raise error

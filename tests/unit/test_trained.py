@@ -1,7 +1,9 @@
 """The record of trained samples: what is in a line, and what a resumed run does to it."""
 
+import time
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +31,49 @@ def test_a_resumed_run_replaces_what_it_makes_again(tmp_path):
     assert [line["step"] for line in read_step_lines(other)] == [1, 2, 3]
     make_run(tmp_path, num_steps=1)
     assert [line["step"] for line in read_step_lines(path)] == [1]
+
+
+@pytest.mark.parametrize("left", ["metrics.jsonl", "rollouts", "trained"])
+def test_whatever_is_left_of_a_record_without_a_checkpoint_is_kept(tmp_path, left):
+    """Of a user who needed the space, or of a start that was killed while it moved them."""
+    folder = make_run(tmp_path, num_steps=2)
+    for name in {"metrics.jsonl", "rollouts", "trained"} - {left}:
+        (tmp_path / name).rename(tmp_path / f"elsewhere {name}")
+    cut_record(folder, 0)
+    (aside,) = tmp_path.glob("unsaved_*")
+    assert [path.name for path in aside.iterdir()] == [left]
+
+
+def test_a_start_that_made_no_step_leaves_nothing_aside(tmp_path):
+    folder = make_run(tmp_path, num_steps=0)
+    folder.metrics.write_text('{"step": 0, "eval/accuracy": 0.5}\n')
+    make_run(tmp_path, num_steps=0)
+    assert not list(tmp_path.glob("unsaved_*")) and '"step": 0' in folder.metrics.read_text()
+
+
+def test_a_move_that_is_killed_leaves_a_reason_to_go_on(tmp_path, monkeypatch):
+    folder = make_run(tmp_path, num_steps=2)
+    names = ["metrics.jsonl", "rollouts", "trained"]
+    for killed in range(1, len(names)):
+        rename, moved = Path.rename, []
+
+        def until_killed(path, target, rename=rename, moved=moved, killed=killed):
+            if len(moved) == killed:
+                raise KeyboardInterrupt
+            moved.append(path.name)
+            return rename(path, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", until_killed)
+            patch.setattr(time, "strftime", lambda _, killed=killed: f"unsaved_{killed}")
+            with pytest.raises(KeyboardInterrupt):
+                cut_record(folder, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "strftime", lambda _, killed=killed: f"unsaved_{killed}_again")
+            cut_record(folder, 0)
+        found = [path.name for path in tmp_path.glob(f"unsaved_{killed}*/*")]
+        assert sorted(found) == names
+        make_run(tmp_path, num_steps=2)
 
 
 def test_broken_lines_and_failures_to_write_are_raised(tmp_path):
