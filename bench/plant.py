@@ -391,10 +391,10 @@ FAULTS = (
     ),
     Fault(
         "a tool that no parser reads turns calls into text",
-        "rollout/agents/parsers.py",
-        'named = tool["function"]',
-        'named = tool.get("function", {"name": None})',
-        ("unit/test_tool_parsers.py::test_a_tool_that_is_no_function_is_refused",),
+        "rollout/agents/conversation.py",
+        'str(tool["function"]["name"])',
+        "str(tool)",
+        ("unit/test_conversation.py::test_a_tool_that_no_parser_reads_is_the_agents_mistake",),
     ),
     Fault(
         "a parser that raises gives an empty message",

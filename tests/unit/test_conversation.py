@@ -19,7 +19,6 @@ from megagrpo.rollout.agents.answering import RolloutTask
 from megagrpo.rollout.agents.chat import ANTHROPIC, OPENAI
 from megagrpo.rollout.agents.conversation import ChatTurn, Conversation, Refused
 from megagrpo.rollout.agents.gateway import Gateway
-from megagrpo.rollout.agents.parsers import TurnParsers
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.response import Response, SampleTurn
 from megagrpo.types import Prompt
@@ -286,22 +285,35 @@ def test_a_body_that_is_no_object_is_the_agents_mistake(path):
 
 
 def test_a_tool_that_no_parser_reads_is_the_agents_mistake():
-    """Coding clients send tools that their own server would run."""
-    tools = [*TOOLS, {"type": "web_search"}]
+    """Coding clients send tools that their own server would run; as text, the calls would be lost.
+    No turn is sampled or counted."""
+    wrong = [{"type": "web_search"}, {"type": "function", "name": "f"}, 3]
+    bodies = [
+        {"messages": [USER], "tools": tools} for tool in wrong for tools in ([*TOOLS, tool], [tool])
+    ]
 
-    async def run() -> tuple[int, dict]:
-        parse = TurnParsers("qwen25", "").message
-        gateway, (conversation, _) = Gateway("127.0.0.1", "policy"), talk("12", parse=parse)
+    async def run() -> list[tuple[int, dict]]:
+        gateway = Gateway("127.0.0.1", "policy")
+        conversation, contexts = talk("12", tool_parser="qwen25", max_turns=1)
         gateway.start()
         with gateway.session(conversation) as (url, key):
-            body = {"messages": [USER], "tools": tools}
-            said = await asyncio.to_thread(post, url, "chat/completions", key, body)
-        assert not conversation._turns
+            said = [
+                await asyncio.to_thread(post, url, "chat/completions", key, body) for body in bodies
+            ]
+            assert not contexts
+            assert (await conversation.say([USER], TOOLS)).text == "12", "its only turn is left"
         return said
 
-    status, answer = asyncio.run(run())
-    assert status == 400
-    assert "leave out the tool {'type': 'web_search'}" in answer["error"]["message"]
+    for body, (status, answer) in zip(bodies, asyncio.run(run()), strict=True):
+        assert status == 400
+        assert f"leave out the tool {body['tools'][-1]}" in answer["error"]["message"]
+
+
+def test_without_a_parser_only_the_chat_template_reads_tools():
+    async def run() -> ChatTurn:
+        return await talk("12")[0].say([USER], [{"type": "web_search"}])
+
+    assert asyncio.run(run()).text == "12"
 
 
 CONVERSATIONS = 500

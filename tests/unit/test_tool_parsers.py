@@ -31,6 +31,7 @@ from megagrpo.rollout.agents.programs import Programs
 from megagrpo.rollout.generation import GenerationFailed
 from megagrpo.rollout.service.engine_command import environment_without_gpu
 from tests.experiments import ROOT, experiment, until
+from tests.unit.test_conversation import USER, talk
 
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 QWEN = (
@@ -183,7 +184,7 @@ KIMIS = {
         for number in numbers
     )
     + "<|tool_calls_section_end|>"
-    for what, numbers in {"named": "45", "named twice": "44"}.items()
+    for what, numbers in {"named": "45", "named twice": "44", "named again": "454"}.items()
 } | {"degenerate": "functions." * 100_000}
 ARGUMENTS = [{"word": "a b", "number": 2}, {"word": 'say "é"\n'}]
 PROGRAM = """
@@ -332,6 +333,7 @@ def test_kimis_calls_keep_the_names_that_the_model_gave_them(parsed):
 
     assert ids("named") == ["functions.look_up:4", "functions.look_up:5"]
     assert ids("named twice") == ["c-000", "c-001"]
+    assert ids("named again") == ["c-000", "c-001", "c-002"]
     assert parsed["Kimi-K2", "degenerate"] == {}
 
 
@@ -340,7 +342,7 @@ def test_a_parser_that_sglang_does_not_have_is_refused(parsed):
     keys = ("tool_parser", "reasoning_parser")
     for key, names in zip(keys, parsed["names"], strict=True):
         choices = get_args(AgentConfig.model_fields[key].annotation)
-        assert sorted(choices) == sorted(["", *names])
+        assert sorted([*choices, "hunyuan"]) == sorted(["", *names]), "its parsers read a tokenizer"
     wrong = "{function: 'a:b', tool_parser: qwen_25, reasoning_parser: qwen_3}"
     settings = ["sampling.environment=null", f"sampling.agent={wrong}"]
     with pytest.raises(ConfigError) as error:
@@ -353,48 +355,100 @@ CALL = '<tool_call>\n{"name": "look_up", "arguments": {"number": 2}}\n</tool_cal
 FOUND = [["look_up", {"number": 2}]]
 
 
+def pids_of(parsers: TurnParsers) -> list[int]:
+    return [slot.process._process.pid for slot in parsers._slots if slot.process is not None]
+
+
+def parsing(parsers: TurnParsers, text: str, tools=(TOOL,)) -> asyncio.Task:
+    return asyncio.create_task(parsers.message(text, tools, "c1-"))
+
+
+async def both_answer(parsers: TurnParsers) -> None:
+    for message in await asyncio.gather(parsing(parsers, CALL), parsing(parsers, CALL)):
+        assert calls_of(message) == FOUND
+
+
 def test_a_turn_that_no_parser_reads_is_its_text_and_holds_no_other():
     """In real processes: one ends the turn and answers on, one is killed."""
-    degenerate = "<tool_call>\n" * 16_000  # 32k tokens
+    degenerate = "<tool_call>\n" * 160_000  # minutes
 
-    def pids() -> list[int]:
-        return [slot.process._process.pid for slot in parsers._slots if slot.process is not None]
-
-    async def turns() -> None:
-        def parsing(text: str, tools=(TOOL,)) -> asyncio.Task:
-            return asyncio.create_task(parsers.message(text, tools, "c1-"))
-
-        assert await parsing("12", None) == {"role": "assistant", "content": "12"}
-        thought = await parsing(f"<think>two sums</think>so {CALL}\n{CALL}")
+    async def turns(parsers: TurnParsers) -> None:
+        assert await parsing(parsers, "12", None) == {"role": "assistant", "content": "12"}
+        thought = await parsing(parsers, f"<think>two sums</think>so {CALL}\n{CALL}")
         assert thought["reasoning_content"] == "two sums" and thought["content"] == "so"
         assert [call["id"] for call in thought["tool_calls"]] == ["c1-000", "c1-001"]
         assert calls_of(thought) == FOUND * 2
-        assert len(pids()) == 1, "the second starts with a turn that finds none idle"
         for text in ("12", f"so {CALL.replace('look_up', 'unknown')}", "so <tool_call>\n{oops"):
-            assert await parsing(text) == {"role": "assistant", "content": text}
+            assert await parsing(parsers, text) == {"role": "assistant", "content": text}
+        assert len(pids_of(parsers)) == 1, "the second starts with a turn that finds none idle"
 
-        await asyncio.gather(parsing(CALL), parsing(CALL))
-        before, slow = pids(), parsing(degenerate)
-        assert len(before) == 2
-        await asyncio.sleep(0)
-        assert calls_of(await parsing(CALL)) == FOUND
-        assert not slow.done(), "the other process answers meanwhile"
+        before, text = pids_of(parsers), {"role": "assistant", "content": degenerate}
         assert parsers.unparsed == 0
-        assert await slow == {"role": "assistant", "content": degenerate}
-        assert parsers.unparsed == 1 and pids() == before
-        assert calls_of(await parsing(CALL)) == FOUND, "it reads the next turn"
+        assert await parsing(parsers, degenerate) == text
+        assert parsers.unparsed == 1 and pids_of(parsers) == before
+        assert calls_of(await parsing(parsers, CALL)) == FOUND, "it reads the next turn"
 
-        lost = parsing(degenerate)
+        os.kill(before[0], signal.SIGSTOP)
+        lost = parsing(parsers, degenerate)
         await asyncio.sleep(0.1)
-        os.kill(pids()[0], signal.SIGKILL)
-        assert await lost == {"role": "assistant", "content": degenerate}
-        assert parsers.unparsed == 2
-        both = await asyncio.gather(parsing(CALL), parsing(CALL))
-        assert [calls_of(message) for message in both] == [FOUND] * 2 and before[0] not in pids()
+        os.kill(before[0], signal.SIGKILL)
+        assert await lost == text and parsers.unparsed == 2
+        await both_answer(parsers)
+        assert before[0] not in pids_of(parsers)
 
     with closing(TurnParsers("qwen25", "qwen3")) as parsers:
-        asyncio.run(turns())
-    until(lambda: not pids())
+        asyncio.run(turns(parsers))
+    until(lambda: not pids_of(parsers))
+
+
+def test_a_slow_turn_holds_no_other_and_a_cancelled_one_ends_no_process():
+    """A process that is stopped parses endlessly."""
+
+    async def turns(parsers: TurnParsers) -> None:
+        def asked() -> asyncio.Task:
+            conversation, _ = talk("12", tool_parser="qwen25", parse=parsers.message)
+            return asyncio.create_task(conversation.say([USER], [TOOL]))
+
+        gone = asked()  # while a process starts for it
+        while not (started := parsers._slots[0]._processes + parsers._slots[1]._processes):
+            await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.wait([gone])
+        await both_answer(parsers)
+        pids = pids_of(parsers)
+        assert len(pids) == 2 and started[0]._process.pid in pids
+
+        for held, other in (pids, pids[::-1]):
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            waiting = [asked() for _ in range(5)]
+            os.kill(other, signal.SIGCONT)
+            async with asyncio.timeout(60):
+                while sum(turn.done() for turn in waiting) < 4:
+                    await asyncio.sleep(0.01)
+            (slow,) = (turn for turn in waiting if not turn.done())
+            slow.cancel()
+            await asyncio.wait([slow])
+            os.kill(held, signal.SIGCONT)
+            await both_answer(parsers)
+            assert pids_of(parsers) == pids
+        assert parsers.unparsed == 0
+
+    with closing(TurnParsers("qwen25", "")) as parsers:
+        asyncio.run(turns(parsers))
+
+
+def test_a_parser_that_catches_exits_is_ended_with_its_process():
+    degenerate = "<|python_tag|>" + '{"name": x ' * 40_000  # minutes
+
+    async def turns(parsers: TurnParsers) -> None:
+        assert calls_of(await parsing(parsers, CALL)) == []
+        async with asyncio.timeout(60):  # the limit of a process that hangs is longer
+            assert (await parsing(parsers, degenerate))["content"] == degenerate
+        assert parsers.unparsed == 1
+
+    with closing(TurnParsers("llama3", "")) as parsers:
+        asyncio.run(turns(parsers))
 
 
 def test_parsers_that_do_not_start_end_the_run():
@@ -414,13 +468,3 @@ def test_turns_that_no_parser_reads_are_counted():
         counts.append(metrics.reduced(alone)["agent/unparsed_turns"])
     programs.close()
     assert counts == [3, 0]
-
-
-@pytest.mark.parametrize("tool", [{"type": "web_search"}, {"type": "function", "name": "f"}, 3])
-def test_a_tool_that_is_no_function_is_refused(tool):
-    """An engine would refuse it as well; as text, the whole run's calls would be lost."""
-    for tools in ([TOOL, tool], [tool]):
-        with pytest.raises(ValueError, match="read functions; leave out the tool"):
-            asyncio.run(TurnParsers("qwen25", "").message(CALL, tools, ""))
-    found = asyncio.run(TurnParsers("", "").message(CALL, [tool], ""))
-    assert found["content"] == CALL, "without a parser only the chat template reads tools"

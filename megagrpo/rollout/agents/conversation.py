@@ -199,7 +199,9 @@ class Conversation:
             known = 0 if turn.before is None else turn.before.num_tokens - 1
             turn.response = await self._task.turn(turn.number, turn.context(), room, known)
             turn.text = self._task.decode(turn.response.token_ids)
-            turn.message = await self._parse(turn.text, tools, f"c{turn.number:05}")
+            # a client that goes must not end the process of other turns
+            parsing = self._parse(turn.text, tools, f"c{turn.number:05}")
+            turn.message = await asyncio.shield(parsing)
             unfinished.pop_all()
         turn.num_tokens += len(turn.response.token_ids)
         turn.num_responding += len(turn.response.token_ids)
@@ -218,6 +220,9 @@ class Conversation:
             )
         with explained("messages or tools cannot be read"):
             digests, of_tools = [_digests(message) for message in messages], _digest(tools or [])
+        for tool in tools or () if self._config.tool_parser else ():
+            with explained(f"SGLang's parsers read functions; leave out the tool {tool!r:.200}"):
+                str(tool["function"]["name"])
         before, number = self._extended(digests, of_tools)
         if any(message.get("role") == "assistant" for message in messages[number:]):
             before, number = None, 0  # some turn of the model's was edited or is not its own

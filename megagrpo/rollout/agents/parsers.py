@@ -5,13 +5,14 @@ What the parsers drop is lost to the agent's message only, never to the ids. A t
 nothing stays whole.
 """
 
+import asyncio
 from contextlib import suppress
 from functools import partial
 
 from megagrpo.data.messages import Message, Tools
 from megagrpo.rollout.generation import GenerationFailed
 from megagrpo.rollout.service.engine_command import environment_without_gpu
-from megagrpo.system.errors import explained, translated
+from megagrpo.system.errors import translated
 from megagrpo.system.worker_process import WorkerError, WorkerProcess, WorkerSlot, python_module
 
 _MODULE = "megagrpo.rollout.service.parser_worker"
@@ -31,31 +32,28 @@ class TurnParsers:
             WorkerProcess, python_module(_MODULE), self._names, environment_without_gpu()
         )
         self._slots = [WorkerSlot(make) for _ in range(_PROCESSES)]
+        self._idle = asyncio.Semaphore(_PROCESSES)  # the queue of all turns; no slot has its own
         self.unparsed = 0  # turns
 
     async def message(self, text: str, tools: Tools, prefix: str) -> Message:
         """Returns the message of a turn: its text if a parser raises, ends or takes too long.
-        prefix: of the ids of its calls.
+        tools: functions. prefix: of the ids of its calls.
 
-        Raises ValueError for a tool that is no function, GenerationFailed without a process.
+        Cancelled, it ends the process that parses. Raises GenerationFailed without a process.
         """
         message: Message = {"role": "assistant", "content": text}
-        functions = []
-        for tool in tools or () if self._names[0] else ():
-            with explained(f"SGLang's parsers read functions; leave out the tool {tool!r:.200}"):
-                named = tool["function"]
-                functions.append(
-                    {"name": str(named["name"]), "parameters": named.get("parameters")}
-                )
+        named = [tool["function"] for tool in tools or () if self._names[0]]
+        functions = [{"name": str(f["name"]), "parameters": f.get("parameters")} for f in named]
         if functions or self._names[1]:
-            slot = min(self._slots, key=lambda slot: slot.busy.locked())
             found = None
-            async with slot.busy:
-                keys = "sampling.agent.tool_parser, reasoning_parser: SGLang's parsers do not start"
-                with translated(keys, WorkerError, raised=GenerationFailed):
-                    process = await slot.started()
-                with suppress(TimeoutError, WorkerError):
-                    found, _ = await process.only_call([text, functions, prefix], _LIMIT_S)
+            keys = "sampling.agent.tool_parser, reasoning_parser: SGLang's parsers do not start"
+            async with self._idle:
+                slot = min(self._slots, key=lambda slot: slot.busy.locked())
+                async with slot.busy:
+                    with translated(keys, WorkerError, raised=GenerationFailed):
+                        process = await slot.started()
+                    with suppress(TimeoutError, WorkerError):
+                        found, _ = await process.only_call([text, functions, prefix], _LIMIT_S)
             self.unparsed += found is None
             message |= found or {}
         return message

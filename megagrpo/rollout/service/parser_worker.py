@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from sglang.srt.entrypoints.openai.protocol import Tool
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
@@ -40,7 +41,7 @@ def parse(
         tools = [Tool(function=function) for function in functions]
         content, found = FunctionCallParser(tools, tool_parser).parse_non_stream(text)
         ids = _OWN_IDS.findall(text)
-        if len(set(ids)) != len(found):
+        if not len(set(ids)) == len(ids) == len(found):
             ids = [f"{prefix}{index:03}" for index in range(len(found))]
         calls = [
             {
@@ -60,14 +61,22 @@ def main(fd: int, *parsers: str) -> None:
     unknown parser."""
     parse("", (), "", *parsers)
     logging.disable()  # they log the text that they cannot read
-    # an exit, which ends the parser only, because some parsers catch every Exception
-    signal.signal(signal.SIGVTALRM, lambda *_: sys.exit())
 
     def answer(turn: Sequence) -> object:
-        signal.setitimer(signal.ITIMER_VIRTUAL, _CPU_S)
-        return parse(*turn, *parsers)
+        signal.signal(signal.SIGVTALRM, _end)
+        with ExitStack() as stack:
+            stack.callback(signal.setitimer, signal.ITIMER_VIRTUAL, 0)
+            signal.setitimer(signal.ITIMER_VIRTUAL, _CPU_S, 0.1)
+            return parse(*turn, *parsers)
 
     answer_calls(fd, answer)
+
+
+def _end(*_: object) -> None:
+    """Ends the parser only, by an exit, because some catch every Exception; the process is ended
+    with one that catches exits too, as llama3's does."""
+    signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
+    sys.exit()
 
 
 if __name__ == "__main__":
