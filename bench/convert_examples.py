@@ -2,14 +2,13 @@
 before a start.
 
     python bench/convert_examples.py --verl VERL/examples --roll ROLL/examples --slime SLIME --miles MILES
-        [--trl TRL] [--out bench/results]
+        [--out bench/results]
 
 Each is a checkout, which this project does not contain. Of verl: every script that starts main_ppo,
 but for those of PPO (a critic) and of images (their models are refused); of ROLL: every RLVR
-experiment on text; of slime and miles: every script that starts train.py; of TRL: every script and
-file of GRPO's trainer. A converted experiment is checked on the description of its model where
-configs/models has one of the same name, and on two rows of data as the framework writes them;
-missing files and packages count as no problem.
+experiment on text; of slime and miles: every script that starts train.py. A converted experiment is
+checked on the description of its model where configs/models has one of the same name, and on two
+rows of data as the framework writes them; missing files and packages count as no problem.
 """
 
 import argparse
@@ -58,7 +57,6 @@ _SCRIPTS = {  # ending, what is in the text, what is not in the path
     "roll": (".yaml", "", r"-vl-|agentic|omni|vl_"),
     "slime": (".sh", r"train(_async)?\.py", r"/tests/|/docs/|/docker/|^tests/"),
     "miles": (".sh", r"train(_async)?\.py", r"/tests/|/docs/|/docker/|^tests/|\.claude"),
-    "trl": (".py", r"GRPOConfig\(|GRPOTrainer\(", r"(^|/)tests/|trl/trainer|experimental/"),
 }
 
 
@@ -137,13 +135,13 @@ def submit_problems(config: ExperimentConfig) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for framework in FRAMEWORKS:
+    for framework in _SCRIPTS:
         parser.add_argument(f"--{framework}", type=Path)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     os.environ |= VARIABLES
     files, lines, reasons = [], [], Counter()
-    for framework in FRAMEWORKS:
+    for framework in _SCRIPTS:
         root = getattr(args, framework)
         if root is None:
             continue

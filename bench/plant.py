@@ -1,4 +1,4 @@
-"""Plants 36 faults, one at a time, and runs the tests that must find them.
+"""Plants 38 faults, one at a time, and runs the tests that must find them.
 
     python bench/plant.py [--only TEXT]
 
@@ -290,6 +290,20 @@ FAULTS = (
         "self.add(said, sampled=False)",
         "self.add(said, sampled=True)",
         ("unit/test_agents.py::test_a_rollout_is_one_sample_that_grows",),
+    ),
+    Fault(
+        "a converted script sources any file",
+        "tools/convert/shell.py",
+        "if real.is_relative_to(within.resolve()) and real.is_file():",
+        "if real.is_file():",
+        ("unit/test_convert_shell.py",),
+    ),
+    Fault(
+        "a program's answer counts as yes",
+        "tools/convert/shell.py",
+        "taken = _until(state, no)",
+        "taken = _until(state, yes)",
+        ("unit/test_convert_shell.py",),
     ),
 )
 

@@ -41,7 +41,7 @@ _TOOLS = {
     ),
     "convert": _Tool(
         "megagrpo.tools.convert.command",
-        "translate an experiment of verl, ROLL, TRL, slime or miles",
+        "translate an experiment of verl, ROLL, slime or miles",
         reads_experiment=False,
     ),
     "try": _Tool(

@@ -1,11 +1,13 @@
 """What `megagrpo convert` says of files that are not translated, of secrets, and of what it would write over."""
 
 import pytest
+import yaml
 
 from megagrpo.cli import main
+from megagrpo.config.load import ConfigError, load_config
 from megagrpo.tools.convert.command import draft_of, translate
 from megagrpo.tools.convert.source import Source, overrides
-from tests.unit.test_convert import ROLL, YAML, lost, source
+from tests.unit.test_convert import ROLL, lost, source
 
 
 @pytest.mark.parametrize(
@@ -15,6 +17,10 @@ from tests.unit.test_convert import ROLL, YAML, lost, source
         ("python -m openrlhf.cli.train_ppo_ray --pretrain m", "run.sh", "OpenRLHF's, which is not translated"),
         ("uv run rl @ x.toml", "run.sh", "this is prime-rl's"),
         ("[orchestrator]\nbatch_size = 8\n", "rl.toml", "group_size (once rollouts_per_example) is train.group_size"),
+        ("from trl import GRPOConfig, GRPOTrainer\n", "train.py", "this is TRL's, which is not translated"),
+        ("import trl\nargs = trl.GRPOConfig(beta=0.1)\n", "train.py", "beta is algorithm.kl.loss_coef"),
+        ("trl grpo --model_name_or_path m", "run.sh", "(--model_name_or_path) is model.path"),
+        ("per_device_train_batch_size: 8\n", "a.yaml", "num_generations is train.group_size"),
         ("swift rlhf --rlhf_type grpo --model m", "run.sh", "this is ms-swift's"),
     ],
 )  # fmt: skip
@@ -23,6 +29,19 @@ def test_a_file_of_another_framework_is_answered_with_where_to_look(
 ):
     assert main(["convert", "verl", str(source(tmp_path, text, name))]) != 0
     assert message in capsys.readouterr().err
+
+
+def test_trl_is_answered_with_the_names_of_its_keys_and_nothing_is_written(tmp_path, capsys):
+    path, out = source(tmp_path, "print(1)\n", "train.py"), tmp_path / "mine.yaml"
+    assert main(["convert", "trl", str(path), "-o", str(out), "--partial"]) != 0
+    error = capsys.readouterr().err
+    assert "TRL's, which is not translated (verl, ROLL, slime, miles are)" in error
+    assert "TRL column of docs/reference/names.md" in error and not out.exists()
+    given = {"name": "x", "output_dir": "x", "model": {"path": "m"}, "data": {"path": "a.jsonl"}}
+    mine = source(tmp_path, yaml.safe_dump(given | {"per_device_train_batch_size": 8}), "own.yaml")
+    with pytest.raises(ConfigError, match="TRL's per_device_train_batch_size is ") as raised:
+        load_config(mine)
+    assert "megagrpo convert trl" not in str(raised.value)
 
 
 def verl(*words: str):
@@ -53,12 +72,12 @@ def test_a_secret_of_a_reward_function_and_one_inside_a_text_are_not_written():
 
 
 def test_a_file_that_is_there_is_not_written_over_without_a_word(tmp_path, capsys):
-    path = source(tmp_path, YAML["trl"], "arguments.yaml")
+    path = source(tmp_path, ROLL, "run.yaml")
     out = source(tmp_path, "mine", "mine.yaml")
-    assert main(["convert", "trl", str(path), "-o", str(out)]) != 0
+    assert main(["convert", "roll", str(path), "-o", str(out)]) != 0
     assert "mine.yaml exists: name another file, or say --overwrite" in capsys.readouterr().err
     assert out.read_text() == "mine"
-    assert main(["convert", "trl", str(path), "-o", str(out), "--overwrite"]) == 0
+    assert main(["convert", "roll", str(path), "-o", str(out), "--overwrite"]) == 0
     assert out.read_text() != "mine"
 
 

@@ -57,7 +57,7 @@ def script(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def words(script):
-    return trainer_command(script, "*train.py", "").words[1:-1]
+    return trainer_command(script, "*train.py", "")[0][1:-1]
 
 
 def slime(words, more="--colocate", framework="slime", train="train.py"):
@@ -66,7 +66,8 @@ def slime(words, more="--colocate", framework="slime", train="train.py"):
 
 def test_slimes_script_whole(script):
     draft = translate("slime", script)
-    assert (lost(draft), draft.problems, draft.notes) == ({}, [], [])
+    decided = 'taken as false, because nothing runs: [ "$LINKS" -gt 0 ] (line 4)'
+    assert (lost(draft), draft.problems, draft.notes) == ({}, [], [decided])
     config = ExperimentConfig.model_validate(draft.nested())
     assert (config.name, config.output_dir) == ("tiny_slime", "/c/tiny_slime")
     assert (config.data.prompt_key, config.data.answer_key) == ("question", "label")

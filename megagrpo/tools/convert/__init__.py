@@ -1,1 +1,1 @@
-"""Experiments of verl, ROLL, TRL, slime and miles as megagrpo's: `megagrpo convert`."""
+"""Experiments of verl, ROLL, slime and miles as megagrpo's: `megagrpo convert`."""

@@ -11,21 +11,17 @@ from pydantic import ValidationError
 from megagrpo.config.libraries import setting_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.run_folder import write_whole
-from megagrpo.tools.convert import roll, slime, trl, verl
+from megagrpo.tools.convert import roll, slime, verl
 from megagrpo.tools.convert.foreign import FRAMEWORKS
 from megagrpo.tools.convert.source import Source, read_source
 from megagrpo.tools.convert.translation import Translation
 
-_RULES = {"verl": verl, "roll": roll, "trl": trl, "slime": slime, "miles": slime}
+_RULES = {"verl": verl, "roll": roll, "slime": slime, "miles": slime}
 
 
-def translate(framework: str, path: Path, num_processes: int | None = None) -> Translation:
-    """Returns the draft of an experiment. num_processes: of TRL's launcher, if the source does not
-    name it. Raises ValueError if the source cannot be read."""
-    source = read_source(framework, path)
-    if framework == "trl" and num_processes is not None:
-        source.given["num_processes"] = num_processes
-    return draft_of(framework, source)
+def translate(framework: str, path: Path) -> Translation:
+    """Returns the draft of an experiment. Raises ValueError if the source cannot be read."""
+    return draft_of(framework, read_source(framework, path))
 
 
 def draft_of(framework: str, source: Source) -> Translation:
@@ -34,8 +30,6 @@ def draft_of(framework: str, source: Source) -> Translation:
     draft = Translation(framework, source.given, source.notes)
     draft.put_plain()
     draft.apply(rules.RULES)
-    for key, text in source.unread.items():
-        draft.show_unread(key, text)
     try:
         experiment = ExperimentConfig.model_validate(draft.nested())
     except ValidationError as exc:
@@ -84,12 +78,11 @@ def convert(draft: Translation, source: Path, output: Path | None, partial: bool
 def add_options(command: argparse.ArgumentParser) -> None:
     """Adds the options of the command line."""
     option = command.add_argument
-    option("framework", choices=tuple(FRAMEWORKS))
+    option("framework", choices=tuple(FRAMEWORKS), help="of TRL only the names of keys are known")
     option(
         "source",
         type=Path,
-        help="shell script with the command (verl, slime, miles), YAML (verl, roll), or Python "
-        "script, shell script that starts it, or arguments as YAML (trl)",
+        help="shell script with the command (verl, slime, miles) or YAML (verl, roll)",
     )
     option(
         "-o",
@@ -97,13 +90,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="experiment to write; default: standard output",
-    )
-    option(
-        "--num-processes",
-        type=int,
-        metavar="N",
-        help="trl: processes that accelerate starts, one on each GPU; default: those that the source "
-        "names, else one",
     )
     option("--overwrite", action="store_true", help="write over a file that is there")
     option("--partial", action="store_true", help="write it also if keys are lost")
@@ -113,5 +99,5 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command."""
     if args.output is not None and args.output.exists() and not args.overwrite:
         raise ValueError(f"{args.output} exists: name another file, or say --overwrite")
-    draft = translate(args.framework, args.source, args.num_processes)
+    draft = translate(args.framework, args.source)
     return convert(draft, args.source, args.output, args.partial)

@@ -95,10 +95,8 @@ def key_hint(key: str, value: object) -> str:
         ]
         if hints:
             more = ", ..." if len(hints) > 4 else ""
-            return (
-                f"; {', '.join(hints[:4])}{more} (`megagrpo convert {framework} FILE` "
-                "translates all)"
-            )
+            how = f" (`megagrpo convert {framework} FILE` translates all)"
+            return f"; {', '.join(hints[:4])}{more}{'' if shown in _OTHERS else how}"
     last = key.rpartition(".")[2]
     for framework, shown in FRAMEWORKS.items():
         for entry in entries():
@@ -165,6 +163,17 @@ _OTHERS = {
         "and hard_threshold are data.curriculum's easy_at_least and hard_at_most, its "
         "environments run as sampling.agent: {function: verifiers}",
     ),
+    "TRL": (
+        r"(?m)^\s*(?:from|import)\s+trl\b|GRPO(?:Config|Trainer)\(|\btrl\s+grpo\b"
+        r"|^(?:reward_funcs|per_device_train_batch_size):",
+        "GRPOTrainer's model (--model_name_or_path) is model.path, train_dataset (--dataset_name) is "
+        "data.path, reward_funcs are reward.graders, where its functions work as they are, "
+        "num_generations is train.group_size, per_device_train_batch_size times processes times "
+        "gradient_accumulation_steps, divided by the group, is train.num_prompts_per_step, "
+        "max_completion_length is sampling.max_response_tokens, beta is algorithm.kl.loss_coef, "
+        "epsilon and epsilon_high are algorithm.loss.clip_ratio_low and _high, loss_type is "
+        "algorithm.aggregation; the others are in the TRL column of docs/reference/names.md",
+    ),
     "ms-swift": (
         r"swift\s+rlhf|megatron\s+rlhf|rlhf_type",
         "--model is model.path, --dataset is data.path, --num_generations is train.group_size, "
@@ -174,16 +183,14 @@ _OTHERS = {
 }
 
 
-def whose(text: str, suffix: str) -> str:
+def whose(text: str) -> str:
     """Returns the framework, of those that are not translated, whose file a text is; else ""."""
-    if suffix == ".py":
-        return ""
     return next((name for name, (sight, _) in _OTHERS.items() if re.search(sight, text)), "")
 
 
 def where_to_look(name: str) -> str:
     """Returns the answer to a file of a framework that is not translated."""
-    translated = ", ".join(FRAMEWORKS.values())
+    translated = ", ".join(shown for shown in FRAMEWORKS.values() if shown not in _OTHERS)
     return (
         f"this is {name}'s, which is not translated ({translated} are). Begin with `megagrpo init` "
         f"or docs/train.md: {_OTHERS[name][1]}. docs/reference/configuration.md has all keys"

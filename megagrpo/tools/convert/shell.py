@@ -1,230 +1,360 @@
-"""A trainer's command line as bash makes it of a script's text; no program of the script runs."""
+"""A trainer's command line as bash would make it of a script's text. Nothing of the script runs: its
+syntax tree is evaluated here, and what only a program could tell is marked."""
 
-import os
 import re
-import signal
-import subprocess
-import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from posixpath import basename, dirname, join, normpath
+
+from tree_sitter import Node
 
 from megagrpo.system.environment import for_a_bare_shell
+from megagrpo.system.errors import translated
+from megagrpo.tools.convert.shell_words import (
+    QUOTED,
+    Answer,
+    Nodes,
+    State,
+    Value,
+    calculated,
+    expand,
+    fits,
+    is_known,
+    marks_in,
+    parsed,
+    plain,
+    plain_words,
+    quoted,
+    quoted_text,
+    raw,
+    source,
+    tested,
+    words,
+)
 
-# The script runs with no program in reach: whatever it would start becomes a call of
-# command_not_found_handle, which writes the trainer's command line. Restricted, it can neither
-# leave its folder, nor write a file, nor name a program by its path, nor enable what is disabled
-# here. A loop that sleeps is left at its tenth `sleep` (of bash 4.3 a function could do that), in
-# the background too: without that `wait` would not return.
-_PRELUDE = r"""
-BASH_COMPAT=43; set -r; enable -n kill exec trap ulimit
-set() { :; }; kill() { :; }; trap() { :; }; ulimit() { :; }; exec() { "$@"; }
-sleep() {
-    if (( ++megagrpo_slept > 9 )); then megagrpo_slept=0; (( BASH_SUBSHELL )) && exit; break 9; fi
-}
-megagrpo_at=$PWD
-cd() { case ${@: -1} in /*) megagrpo_at=${@: -1};; *) megagrpo_at=$megagrpo_at/${@: -1};; esac; }
-pwd() { printf '%s\n' "$megagrpo_at"; }
-dirname() { local path=./${@: -1}; case $path in .//*) path=${path#./};; esac; echo "${path%/*}"; }
-basename() { local name=${1##*/}; printf '%s\n' "${name%"$2"}"; }
-realpath() { printf '%s\n' "${@: -1}"; }
-readlink() { realpath "$@"; }
-seq() {
-    local first=1 step=1 last=${@: -1}
-    if (( $# > 1 )); then first=$1; fi
-    if (( $# > 2 )); then step=$2; fi
-    for (( ; step > 0 && first <= last; first += step )); do echo $first; done
-}
-source() {
-    local file=$1 above=${0%/*}
-    # the name that it has in the framework's repository
-    while [[ ! -r $file && $above ]]; do
-        file=$above/scripts/models/${1##*/} above=${above%/*}
-    done
-    if [[ -r $file ]]; then eval "$(<"$file")"; else printf '\1unread\0%s\0' "$1" >&3; fi
-}
-.() { source "$@"; }
-bash() { if [[ $1 == -*c ]]; then eval "$2"; fi; }
-sh() { bash "$@"; }
-exit() {
-    if (( ! BASH_SUBSHELL )); then
-        printf '\1empty\0' >&3
-        for name in EVERY; do [[ ${!name} ]] || printf '%s\0' "$name" >&3; done
-    fi
-    builtin exit "$@"
-}
-command_not_found_handle() {
-    local word
-    for word in "$@"; do case $word in TRAINERS)
-        printf '\1command\0' >&3; printf '%s\0' "$@" >&3
-        printf '\1unset\0' >&3
-        for name in EVERY; do [[ ${!name+x} ]] || printf '%s\0' "$name" >&3; done
-        return 0;;
-    esac; done
-    local line="$*"
-    line=${line//[$'\2\3']/} # its own arguments may have a mark; and it is one word
-    if [[ $MEGAGRPO_MARK ]]; then printf '\2%s\3' "${line//[[:space:]]/$'\4'}"; fi
-}
-"""
-_NAME = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
-_HAS_DEFAULT = re.compile(r"\$\{(\w+):?[-=+?]")
-_SETS = r"(?:^|[;\s]){0}=(?!\$\{{{0}\b)"  # a variable, not to its own value
-_MARK = re.compile("\2([^\2\3]*)\3")
-_TIME_LIMIT_S = 20
-_ONE_MORE_S = 1  # for a second command, once there is one
-_POLL_S = 0.02
+_LONGEST = 100_000  # text of a variable
+_MOST_COMMANDS = 20_000
+_COUNTED = re.compile(r"for \(\( *(\w+) *= *0 *; *\1 *< *\$?\{?(\w+)\}? *; *\1\+\+ *\)\)")
+_LISTS = "variable_assignments declaration_command compound_statement do_group else_clause ERROR"
 
 
-@dataclass(frozen=True)
-class Command:
-    """The words of a command line, and what is to be said of them."""
-
-    launcher: list[str]
-    words: list[str]  # from the trainer's name on
-    notes: list[str] = field(default_factory=list)
-
-
-def trainer_command(path: Path, trainers: str, example: str) -> Command:
-    """Returns the first command of a script whose words have one that fits `trainers`, patterns of
-    bash's `case`.
+def trainer_command(path: Path, trainers: str, example: str) -> tuple[list[str], list[str]]:
+    """Returns the words of a script's first command with one that fits `trainers`, patterns of bash's
+    `case`, from that word on, and notes.
 
     The caller's variables are used. What expands to nothing is noted: variables that are not set,
     programs that would have written it. Raises ValueError, with an `example`, if nothing starts a
     trainer.
     """
-    text = path.read_text(encoding="utf-8")
-    with_default = set(_HAS_DEFAULT.findall(text))
-    patterns = trainers.split("|")
-    names = list(dict.fromkeys(_names(text)))
-    plain = [name for name in names if name not in with_default]
-    script = _Script(text, path, trainers, names)
-    found, took_too_long = script.run({})
-    commands = [words for kind, words in found if kind == "command"]
-    if not commands and took_too_long:
-        raise ValueError(f"{path}: started no trainer in {_TIME_LIMIT_S} s; give the command alone")
-    if not commands:
-        empty = [name for kind, words in found if kind == "empty" for name in words]
-        from_outside = [f"${name}" for name in empty if not re.search(_SETS.format(name), text)]
-        wants = f"; it ends by `exit`, without {', '.join(from_outside)}" if from_outside else ""
-        raise ValueError(f"{path}: has no command `{example}`{wants}")
-    unset = {name for kind, words in found if kind == "unset" for name in words}
-    missing = [name for name in plain if name in unset or name.isdecimal()]
-    notes = [
-        f"{name} could not be read; what it sets is missing"
-        for name in dict.fromkeys(words[0] for kind, words in found if kind == "unread")
-    ]
-    words = commands[0]
-    named = (n for n, word in enumerate(words) if any(fnmatchcase(word, p) for p in patterns))
-    start = next(named)
-    if missing or "$(" in text or "`" in text:
-        # once more, with a mark in the place of what is missing
-        marked, _ = script.run(
-            {name: f"\2${name}\3" for name in missing} | {"MEGAGRPO_MARK": "yes"}
+    file = str(path.absolute())
+    variables: dict[str, Value] = {"HOME": "~", "PWD": str(Path.cwd()), "0": file}
+    variables = {**for_a_bare_shell(), **variables, "BASH_SOURCE": file}
+    state = State(variables, _substituted, trainers.split("|"))
+    with translated(f"{path} is nested too deeply", RecursionError):
+        _each(state, _read(state, plain(path.read_text(encoding="utf-8"))))
+    if not state.commands:
+        names = ", ".join(text for text in state.marks if re.fullmatch(r"\$[A-Za-z_]\w*", text))
+        without = f", without {names}" if names else ""
+        ends = f"; it ends by `{state.leaving[0]}`{without}" if state.leaving else ""
+        raise ValueError(f"{path}: has no command `{example}`{ends}")
+    found = state.commands[0]
+    start = [_is_trainer(state, word) for word in found].index(True)
+    notes: dict[str, dict[str, None]] = {}
+    option = "its command"
+    for word in found[start:]:
+        text = plain(word)
+        if text.startswith("--") or "=" in text:
+            option = text.partition("=")[0]
+        for sign in marks_in(word):
+            note = f"expanded to nothing: {state.meaning(sign)}, in "
+            notes.setdefault(note, {})[option] = None
+    said = [*state.notes, *(note + ", ".join(options) for note, options in notes.items())]
+    if len(state.commands) > 1:
+        said.append(f"{len(state.commands)} commands start a trainer; this is the first")
+    return plain_words(found[start:]), said
+
+
+def _is_trainer(state: State, word: str) -> bool:
+    return any(fnmatchcase(plain(word), trainer) for trainer in state.trainers)
+
+
+def _read(state: State, text: str) -> Nodes:
+    program = parsed(text)
+    if program.has_error:
+        file = state.variables["BASH_SOURCE"]
+        state.notes[f"{file} is no bash that is understood; it may be read wrongly"] = None
+    return program.named_children
+
+
+def _subshell(state: State, output: list[str] | None = None) -> State:
+    return replace(state, variables=dict(state.variables), output=output)
+
+
+def _until(state: State, nodes: Nodes, *ends: str) -> Answer:
+    """Evaluates commands up to one of these ends; without them, up to any."""
+    answer = _each(state, nodes)
+    if not ends or state.leaving[:1] == [*ends]:
+        state.leaving.clear()
+    return answer
+
+
+def _each(state: State, nodes: Nodes) -> Answer:
+    """Evaluates commands; returns the last one's answer."""
+    answer: Answer = True
+    for node in nodes:
+        if node.is_named and node.type != "comment" and not state.leaving:
+            answer = _run(state, node)
+    return answer
+
+
+def _run(state: State, node: Node) -> Answer:
+    """Evaluates a command, or a list of them."""
+    if next(state.steps) > _MOST_COMMANDS:
+        raise ValueError(
+            f"{state.variables['0']}: takes too many commands; give the trainer's alone"
         )
-        again = next((words for kind, words in marked if kind == "command"), [])
-        notes += _expanded_to_nothing(text, again[start:])
-    if len(commands) > 1:
-        notes.append(f"{len(commands)} commands start a trainer; this is the first")
-    return Command(words[:start], words[start:], notes)
+    if handler := _HANDLERS.get(node.type):
+        return handler(state, node)
+    match node.type:
+        case "negated_command":
+            answer = _each(state, node.named_children)
+            return None if answer is None else not answer
+        case "redirected_statement":
+            return _each(state, node.children_by_field_name("body"))
+        case "pipeline":
+            for stage in node.named_children:
+                _until(_subshell(state), [stage])
+            return _unknown(state, node)
+        case "subshell":
+            return _until(_subshell(state, state.output), node.named_children)
+        case "function_definition":
+            state.functions[source(node.children_by_field_name("name")[0])] = node
+        case "compound_statement" if node.children[0].type == "((":
+            number = calculated(state, node)
+            if is_known(number):
+                return plain(number) != "0"
+            for name in re.findall(r"(\w+) *(?:\+\+|--|[-+*/]?=(?!=))", source(node)):
+                state.variables[name] = number
+            return None
+    return _each(state, node.named_children) if node.type in _LISTS else True
 
 
-@dataclass(frozen=True)
-class _Script:
-    text: str
-    path: Path
-    trainers: str
-    names: Sequence[str]  # whose values are asked for
-
-    def run(self, marks: Mapping[str, str]) -> tuple[list[tuple[str, list[str]]], bool]:
-        """Returns what the script wrote, as (kind, words), and whether it had to be ended.
-
-        marks: values of variables; with MEGAGRPO_MARK programs leave a mark in the place of their
-        output.
-        """
-        # Output of the trainer that goes to a file could not be opened, and bash would leave the
-        # command out.
-        text = re.sub(r"(?<![\w=-])(?:\d|&)?>{1,2}\s*(?!&)[^\s|;&]+", "", self.text)
-        text = re.sub(r"\$\{?BASH_SOURCE(?:\[0\])?\}?", "$0", text)
-        # HOME is `~`, which is resolved when the experiment is read
-        env = for_a_bare_shell()
-        env |= {"PATH": "/nonexistent", "HOME": "~", "MEGAGRPO_MARK": ""}
-        env |= {name: mark for name, mark in marks.items() if not name.isdecimal()}
-        numbered = [marks.get(str(number), "") for number in range(1, 10)]
-        while numbered and not numbered[-1]:
-            numbered.pop()
-        # a file and no pipe: what the script leaves in the background would hold that
-        with tempfile.TemporaryFile() as said:
-            prelude = _PRELUDE.replace(">&3", f">&{said.fileno()}")
-            prelude = prelude.replace("TRAINERS", self.trainers)
-            names = (name for name in self.names if not name.isdecimal())
-            prelude = prelude.replace("EVERY", " ".join(names))
-            shell = subprocess.Popen(
-                [
-                    *("/bin/bash", "-c", prelude + text),
-                    *(str(self.path.absolute()), *numbered),
-                ],
-                env=env,
-                pass_fds=[said.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            with ExitStack() as stack:
-                stack.callback(shell.wait)
-                stack.callback(os.killpg, shell.pid, signal.SIGKILL)  # not waited for: still its id
-                ended = _ends(shell.pid, said.fileno())
-            said.seek(0)
-            written = said.read().decode("utf-8", "replace").split("\1")[1:]
-        records = [record.split("\0")[:-1] for record in written]
-        return [(kind, words) for kind, *words in records], not ended
+def _unknown(state: State, _: Node) -> Answer:
+    """Returns the answer of a program, which writes what only a run could tell."""
+    if state.output is not None:
+        state.output.append(state.asked)
+    return None
 
 
-def _ends(child: int, said: int) -> bool:
-    """Returns whether a child ends in time, which is short as soon as it has written a command. It
-    stays a zombie, so that its id remains ours."""
-    deadline = time.monotonic() + _TIME_LIMIT_S
-    while time.monotonic() < deadline:
-        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None:
-            return True
-        if b"\1unset" in os.pread(said, os.fstat(said).st_size, 0):
-            deadline = min(deadline, time.monotonic() + _ONE_MORE_S)
-        time.sleep(_POLL_S)
-    return False
+def _decided(state: State, asked: Node, answer: Answer, yes: Nodes, no: Nodes) -> Answer:
+    """Evaluates one of two branches. If only a run could tell which, no is assumed, and noted if it
+    may count; then yes is only tried, and no ends nothing."""
+    if answer is not None:
+        return _each(state, yes if answer else no)
+    if state.output is not None or any("=" in source(each) for each in (*yes, *no)):
+        while asked.type == "list":
+            asked = asked.children[0]
+        what = state.meaning(state.unknown(asked))
+        state.notes[f"taken as false, because nothing runs: {what}"] = None
+    tried = replace(_subshell(state), notes={})
+    taken = _until(state, no)
+    _until(tried, yes)
+    return taken
 
 
-def _names(text: str) -> Iterator[str]:
-    for match in _NAME.finditer(text):
-        name = match[1] or match[2]
-        if not name[0].isdecimal() or name in "123456789":
-            yield name
+def _both(state: State, node: Node) -> Answer:
+    """Evaluates `a && b` or `a || b`."""
+    first, operator, *_, second = node.children
+    written = len(state.output or ())
+    answer = _run(state, first)
+    if answer is None and state.output:
+        del state.output[written:]  # what a program writes that is asked a question
+    if operator.type == "||":
+        return _decided(state, first, answer, [], [second])
+    return _decided(state, first, answer, [second], []) and answer
 
 
-def _expanded_to_nothing(text: str, words: Sequence[str]) -> Iterator[str]:
-    """Yields a note for each mark in a command line, with the options that it is in."""
-    keys: dict[str, list[str]] = {}
-    option = ""
-    for word in words:
-        # "$@" is more of the command, given when the script is started
-        whole = re.fullmatch("\2\\$[1-9]\3", word)
-        if word.startswith("--") or "=" in word:
-            option = _MARK.sub("", word.partition("=")[0])
-        for mark in () if whole and re.search(r"\$[@*]", text) else _MARK.findall(word):
-            keys.setdefault(mark.replace("\4", " "), []).append(option or "its command")
-    for mark, options in keys.items():
-        what = mark if mark.startswith("$") else f"$({mark})"
-        line = _line_of(text, mark)
-        where = f" (line {line})" if line else ""
-        yield f"expanded to nothing: {what}{where}, in {', '.join(dict.fromkeys(options))}"
+def _condition(state: State, node: Node) -> Answer:
+    """Evaluates an if or elif with the clauses after it."""
+    then = [child.type for child in node.children].index("then")
+    body = [child for child in node.children[then:] if not child.type.endswith("_clause")]
+    above = node if node.type == "if_statement" else node.parent
+    after = [each for each in above.children if each.start_byte > node.start_byte] if above else []
+    clauses = [each for each in after if each.type.endswith("_clause")]
+    answer = _each(replace(state, output=None), node.children[:then])
+    return _decided(state, node.named_children[0], answer, body, clauses[:1])
 
 
-def _line_of(text: str, mark: str) -> int:
-    """Returns the number of the first line that has a variable, or a program's output; 0 if none
-    is found."""
-    first = re.escape(mark.partition(" ")[0].removeprefix("$"))
-    before = r"\$\{?" if mark.startswith("$") else r"(?:\$\(|`|\|)\s*"
-    lines = enumerate(text.splitlines(), 1)
-    return next((n for n, line in lines if re.search(rf"{before}{first}\b", line)), 0)
+def _case(state: State, node: Node) -> Answer:
+    """Evaluates a case; what only a run could tell fits no pattern but `*`."""
+    value = expand(state, node.named_children[0], True)
+    taken: list[Node] = []
+    others: list[Node] = []
+    for item in (each for each in node.children if each.type == "case_item"):
+        end = [child.type for child in item.children].index(")")
+        body = item.children[end + 1 :]
+        if not taken and fits(state, value, item.children[:end]):
+            taken = body
+        else:
+            others += body
+    answer = False if is_known(value) else None
+    return _decided(state, node.named_children[0], answer, others, taken)
+
+
+def _loop(state: State, node: Node) -> Answer:
+    """Evaluates a for over words, or `for ((i=0; i<N; i++))`; of others, the body is only tried."""
+    body = node.children_by_field_name("body")
+    named = node.children_by_field_name("variable")
+    turns = words(state, node.children_by_field_name("value"))
+    name = source(named[0]) if named else ""
+    if counted := _COUNTED.match(source(node)):
+        limit = plain("".join(state.variables.get(counted[2], counted[2])))
+        name = counted[1]
+        turns = list(map(str, range(int(limit) if re.fullmatch(r"\d{1,3}", limit) else 0)))
+    if not turns or not all(map(is_known, turns)):
+        return _decided(state, node, None, body, [])
+    for turn in turns:
+        if state.leaving:
+            break
+        state.variables[name] = raw(turn)
+        _until(state, body, "continue")
+    _until(state, [], "break")
+    return True
+
+
+def _command(state: State, node: Node) -> Answer:
+    """Evaluates a command: bash's own, a function, or a program."""
+    named = [each for each in node.children if not re.search("assign|redirect", each.type)]
+    parts = words(state, named)
+    name, *args = plain_words(parts) or [":"]
+    if name in (*state.functions, "source", "."):
+        _each(state, [each for each in node.children if each.type == "variable_assignment"])
+    if name in state.functions:
+        called = replace(state, arguments=parts[1:])
+        return _until(called, state.functions[name].children_by_field_name("body"), "return")
+    match name:
+        case "exit" | "return" | "break" | "continue":
+            state.leaving.append(name)
+        case "cd":
+            state.variables["PWD"] = _path(state, raw(parts[-1]) if args else "~")
+        case "source" | ".":
+            _source(state, raw("".join(parts[1:2])))
+        case "shift":
+            state.arguments = state.arguments[1:]
+        case "printf" if args[:1] == ["-v"]:
+            text = raw("".join(parts[3:4]))
+            for part in parts[4:]:
+                text = text.replace("%s", raw(part), 1)
+            state.variables[args[1]] = text
+        case "read" | "mapfile" | "readarray" | "getopts":
+            for variable in filter(str.isidentifier, args):
+                state.variables[variable] = state.unknown(node)
+            return _unknown(state, node)
+        case ":" | "true" | "set" | "shopt" | "trap" | "wait":
+            pass
+        case _ if not _written(state, name, parts[1:]):
+            return _program(state, node, parts)
+    return True
+
+
+def _program(state: State, node: Node, parts: list[str]) -> Answer:
+    """Notes a command if it starts a trainer; one may be in a text, as of `bash -c`."""
+    for part in parts:
+        found = raw(part).split()
+        if any(_is_trainer(state, word) for word in found):
+            if len(found) > 1:
+                place = state.place or f"line {node.start_point[0] + 1}"
+                other = replace(_subshell(state), place=place)
+                return _each(other, _read(other, raw(part)))
+            state.commands.append(parts)
+            break
+    return _unknown(state, node)
+
+
+def _source(state: State, name: str) -> None:
+    """Evaluates a file of the script's folder, or of scripts/models in a folder around it, as
+    frameworks have it."""
+    folder = Path(str(state.variables["0"])).parent
+    wanted = Path(_path(state, name))
+    models = [above / "scripts" / "models" for above in folder.parents]
+    for within, file in [(folder, wanted), *((each, each / wanted.name) for each in models)]:
+        real = file.resolve()
+        if real.is_relative_to(within.resolve()) and real.is_file():
+            inside = replace(state, place=file.name)
+            _each(inside, _read(inside, plain(real.read_text(encoding="utf-8"))))
+            return
+    state.notes[f"{plain(name)} could not be read; what it sets is missing"] = None
+
+
+def _substituted(state: State, node: Node) -> str:
+    """Returns what `$(...)` becomes."""
+    output: list[str] = []
+    asked = state.unknown(node)
+    _until(replace(_subshell(state, output), asked=asked), node.named_children)
+    return "".join(output).rstrip("\n")
+
+
+def _assign(state: State, node: Node) -> bool:
+    """Evaluates NAME=value, NAME+=value, NAME=(values), NAME[n]=value."""
+    name, _, index = source(node.children[0]).partition("[")
+    given = node.children_by_field_name("value")
+    before = state.variables.get(name, "") if index or node.children[1].type == "+=" else ""
+    items = before if isinstance(before, list) else [QUOTED + quoted(before)] if before else []
+    value: Value
+    if given and given[0].type == "array":
+        value = [*items, *words(state, given[0].named_children)]
+    elif index:
+        number = int(index[:-1]) if re.fullmatch(r"\d{1,3}]", index) else len(items)
+        value = [*items[:number], QUOTED + quoted(quoted_text(state, given)), *items[number + 1 :]]
+    else:
+        value = raw("".join(items[:1])) + quoted_text(state, given)
+    if sum(map(len, value)) > _LONGEST:
+        raise ValueError(
+            f"{state.variables['0']}: ${name} gets too long; give the trainer's command alone"
+        )
+    state.variables[name] = value
+    return True
+
+
+def _written(state: State, name: str, parts: Sequence[str]) -> bool:
+    """Writes what a simple command writes; returns False for another program."""
+    match name, plain_words(parts):
+        case "echo", [*texts]:
+            text = " ".join(text for text in texts if text not in ("-n", "-e"))
+        case "pwd", _:
+            text = str(state.variables["PWD"])
+        case "dirname", [*_, path]:
+            text = dirname(path.rstrip("/")) or "."
+        case "basename", [path, *ending]:
+            text = basename(path.rstrip("/")).removesuffix("".join(ending))
+        case "seq", [first, step, last] if (first + step + last).isdecimal() and len(last) < 5:
+            text = "\n".join(map(str, range(int(first), int(last) + 1, int(step) or 1)))
+        case _:
+            return False
+    if state.output is not None:
+        state.output.append(text + marks_in("".join(parts)) + "\n")
+    return True
+
+
+def _path(state: State, path: str) -> str:
+    """Returns a path from the present folder."""
+    if not is_known(path) or path.startswith("~"):
+        return path
+    return normpath(join(str(state.variables["PWD"]), plain(path)))
+
+
+_HANDLERS: dict[str, Callable[[State, Node], Answer]] = {
+    "command": _command,
+    "list": _both,
+    "if_statement": _condition,
+    "elif_clause": _condition,
+    "case_statement": _case,
+    "for_statement": _loop,
+    "c_style_for_statement": _loop,
+    "while_statement": _loop,
+    "test_command": tested,
+    "variable_assignment": _assign,
+    "file_redirect": _unknown,  # $(<file)
+}

@@ -9,7 +9,6 @@ from typing import cast
 
 from megagrpo.config.load import ConfigError, Plain, plain_yaml
 from megagrpo.tools.convert.foreign import leaves_of, where_to_look, whose
-from megagrpo.tools.convert.python_script import trl_arguments
 from megagrpo.tools.convert.shell import trainer_command
 
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,\s*([^{}]*))?\}")
@@ -17,22 +16,15 @@ _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 _CONFIG_NAME = re.compile(r"(?:--config-name|-cn)(?:=(.*))?")
 
 
-@dataclass(frozen=True)
-class _Form:
-    """How a framework's command is known, for `trainer_command`."""
-
-    trainers: str
-    example: str
-
-
-_SLIME = _Form("*train.py|*train_async.py", "python train.py --option value ...")
+# framework -> its trainer, as a pattern of bash's `case`, and an example of its command
+_SLIME = ("*train.py|*train_async.py", "python train.py --option value ...")
 _COMMANDS = {
-    "verl": _Form(
-        "*main_ppo*|*main_dapo*|*main_*trainer*", "python -m verl.trainer.main_ppo key=value ..."
+    "verl": (
+        "*main_ppo*|*main_dapo*|*main_*trainer*",
+        "python -m verl.trainer.main_ppo key=value ...",
     ),
     "slime": _SLIME,
     "miles": _SLIME,
-    "trl": _Form("*grpo*.py|trl", "trl grpo --option value ..."),
 }
 
 
@@ -42,7 +34,6 @@ class Source:
 
     given: dict[str, Plain]
     notes: list[str] = field(default_factory=list)
-    unread: dict[str, str] = field(default_factory=dict)  # key -> its text, of which a run knows
 
 
 def read_source(framework: str, path: Path) -> Source:
@@ -50,27 +41,16 @@ def read_source(framework: str, path: Path) -> Source:
     trainer."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
-    if another := whose(path.read_text(encoding="utf-8", errors="replace"), path.suffix):
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if another := "TRL" if framework == "trl" else whose(text):
         raise ValueError(f"{path}: {where_to_look(another)}")
     if path.suffix in (".yaml", ".yml") and framework not in ("slime", "miles"):
         return Source(_of_yaml(path))
-    if path.suffix == ".py" and framework == "trl":
-        found = trl_arguments(path)
-        leaves = (pair for key, value in found.given.items() for pair in leaves_of(value, key))
-        return Source({key: cast(Plain, value) for key, value in leaves}, [], found.unread)
     form = _COMMANDS.get(framework)
     if form is None:
         raise ValueError(f"{path}: {framework} is read from YAML (.yaml)")
-    command = trainer_command(path, form.trainers, form.example)
-    if framework == "verl":
-        return Source(overrides(command.words), command.notes)
-    given = options(command.words)
-    if framework == "trl":
-        given = options(["", *command.launcher]) | given
-        given = {
-            key.removeprefix("--"): value for key, value in given.items() if key.startswith("--")
-        }
-    return Source(given, command.notes)
+    words, notes = trainer_command(path, *form)
+    return Source(overrides(words) if framework == "verl" else options(words), notes)
 
 
 def _of_yaml(path: Path) -> dict[str, Plain]:

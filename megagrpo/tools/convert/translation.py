@@ -137,16 +137,6 @@ class Translation:
         """Records that what `key` says, or what it stands for by default, is not translated."""
         self._lacks[key] = reason
 
-    def show_unread(self, key: str, text: str) -> None:
-        """Records a key whose value, written as `text`, only a run of their program could tell."""
-        self.given[key] = text
-        self._set[key] = text
-        entry = find(self.framework, key)
-        if entry is None or entry.to:
-            self.lack(key, "not a literal, and nothing runs here: write it by hand")
-        elif entry.lacks:
-            self.lack(key, entry.lacks)
-
     def drop(self, ours: str, reason: str) -> None:
         """Takes back our key, which the experiment refuses."""
         self.values.pop(ours)
