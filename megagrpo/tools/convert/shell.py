@@ -14,7 +14,6 @@ from megagrpo.system.environment import for_a_bare_shell
 from megagrpo.system.errors import translated
 from megagrpo.tools.convert.shell_words import (
     QUOTED,
-    UNKNOWN,
     Answer,
     Nodes,
     State,
@@ -49,11 +48,12 @@ def trainer_command(path: Path, trainers: str, example: str) -> tuple[list[str],
     programs that would have written it. Raises ValueError, with an `example`, if nothing starts a
     trainer.
     """
-    variables: dict[str, Value] = {**for_a_bare_shell(), "HOME": "~", "PWD": str(Path.cwd())}
-    variables |= {"0": str(path.absolute()), "BASH_SOURCE": str(path.absolute())}
+    file = str(path.absolute())
+    variables: dict[str, Value] = {"HOME": "~", "PWD": str(Path.cwd()), "0": file}
+    variables = {**for_a_bare_shell(), **variables, "BASH_SOURCE": file}
     state = State(variables, _substituted, trainers.split("|"))
     with translated(f"{path} is nested too deeply", RecursionError):
-        _each(state, _read(state, path.read_text(encoding="utf-8")))
+        _each(state, _read(state, plain(path.read_text(encoding="utf-8"))))
     if not state.commands:
         names = ", ".join(text for text in state.marks if re.fullmatch(r"\$[A-Za-z_]\w*", text))
         without = f", without {names}" if names else ""
@@ -156,7 +156,7 @@ def _decided(state: State, asked: Node, answer: Answer, yes: Nodes, no: Nodes) -
     if state.output is not None or any("=" in source(each) for each in (*yes, *no)):
         while asked.type == "list":
             asked = asked.children[0]
-        what = state.meaning(state.mark(UNKNOWN, source(asked), asked))
+        what = state.meaning(state.unknown(asked))
         state.notes[f"taken as false, because nothing runs: {what}"] = None
     tried = replace(_subshell(state), notes={})
     taken = _until(state, no)
@@ -250,7 +250,7 @@ def _command(state: State, node: Node) -> Answer:
             state.variables[args[1]] = text
         case "read" | "mapfile" | "readarray" | "getopts":
             for variable in filter(str.isidentifier, args):
-                state.variables[variable] = state.mark(UNKNOWN, source(node), node)
+                state.variables[variable] = state.unknown(node)
             return _unknown(state, node)
         case ":" | "true" | "set" | "shopt" | "trap" | "wait":
             pass
@@ -283,7 +283,7 @@ def _source(state: State, name: str) -> None:
         real = file.resolve()
         if real.is_relative_to(within.resolve()) and real.is_file():
             inside = replace(state, place=file.name)
-            _each(inside, _read(inside, real.read_text(encoding="utf-8")))
+            _each(inside, _read(inside, plain(real.read_text(encoding="utf-8"))))
             return
     state.notes[f"{plain(name)} could not be read; what it sets is missing"] = None
 
@@ -291,7 +291,7 @@ def _source(state: State, name: str) -> None:
 def _substituted(state: State, node: Node) -> str:
     """Returns what `$(...)` becomes."""
     output: list[str] = []
-    asked = state.mark(UNKNOWN, source(node), node)
+    asked = state.unknown(node)
     _until(replace(_subshell(state, output), asked=asked), node.named_children)
     return "".join(output).rstrip("\n")
 

@@ -29,9 +29,9 @@ _RAW = str.maketrans({"\uf8fc": " ", "\uf8fd": "\t", "\uf8fe": "\n", QUOTED: Non
 _MARK = re.compile("[\ue000-\uefff]")
 _QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*\""""
 # what is quoted, or a comment; an escaped character; a variable
-_PIECES = re.compile(rf"({_QUOTED}|(?<!\S)\#[^\n]*|\\\n)|\\(.)|\$(\w+)", re.DOTALL)
+_PIECES = re.compile(rf"({_QUOTED}|(?<!\S)\#[^\n]*|\\\n)|\\(.)|\$(\d|\w+)", re.DOTALL)
 _EXPANSION = r"\$\(+[^()\n]*\)+|\$\{[^{}\n]*\}"
-_ASSIGNMENT = rf"\w+=(?:{_QUOTED}|{_EXPANSION}|\\[^\n]|[^\s'\"()\\;&|])*"
+_ASSIGNMENT = rf"\w+=(?:{_QUOTED}|{_EXPANSION}|\\[^\n]|[^\s'\"()\\;&|])*+"
 _SEVERAL = re.compile(rf"(?m)(?<!\S)({_ASSIGNMENT}[ \t]+{_ASSIGNMENT})[ \t]*$")
 _COMPARED = {"-eq": eq, "-ne": ne, "-lt": lt, "-le": le, "-gt": gt, "-ge": ge}
 _COMPUTED = {
@@ -74,6 +74,10 @@ class State:
         self.marks.setdefault(text, f"{text} ({place})")
         return chr(kind + list(self.marks).index(text))
 
+    def unknown(self, node: Node) -> str:
+        """Returns a mark for what only a run could tell."""
+        return self.mark(UNKNOWN, source(node), node)
+
     def meaning(self, mark: str) -> str:
         """Returns what a mark stands for, with its line."""
         return list(self.marks.values())[ord(mark) & 0x7FF]
@@ -87,7 +91,7 @@ def _parser() -> Parser:
 def parsed(text: str) -> Node:
     """Returns the syntax tree of a script. The grammar may take `a/$NAME/b`, "a"\\b and x-`y` apart,
     and a line of assignments for those of a command below it, so these are written otherwise."""
-    text = _SEVERAL.sub(r"\1;", re.sub(r"`([^`\n]*)`", r"$(\1)", plain(text)))
+    text = _SEVERAL.sub(r"\1;", re.sub(r"`([^`\n]*)`", r"$(\1)", text))
     return _parser().parse(_PIECES.sub(_rewritten, text).encode()).root_node
 
 
@@ -178,7 +182,7 @@ def expand(state: State, node: Node, inside: bool = False) -> str:
         case "arithmetic_expansion":
             found = calculated(state, node)
         case "ansi_c_string" | "process_substitution" | "brace_expression":
-            found = state.mark(UNKNOWN, text, node)
+            found = state.unknown(node)
         case _:  # a space at its beginning is part of a word in ${NAME:-one word}
             text = (node.text or b"").decode()
             return text.replace("\\\n", "")
@@ -225,7 +229,7 @@ def _value(state: State, name: str, node: Node) -> Value | None:
     name, _, index = name.partition("[")
     value = state.variables.get(name)
     if index not in ("", "0]", "@]", "*]"):
-        return state.mark(UNKNOWN, source(node), node)
+        return state.unknown(node)
     first = isinstance(value, list) and index in ("", "0]")
     return raw("".join(value[:1])) if value and first else value
 
@@ -284,8 +288,8 @@ def calculated(state: State, node: Node) -> str:
     read: list[str] = []
     with suppress(ValueError, ArithmeticError):
         return str(int(_number(state, node, read))) + marks_in("".join(read))
-    unknown = (sign for sign in "".join(read) if not is_known(sign))
-    return next(unknown, "") or state.mark(UNKNOWN, source(node), node)
+    text = "".join(read)
+    return state.unknown(node) if is_known(text) else marks_in(text)
 
 
 def _number(state: State, node: Node, read: list[str]) -> int:
