@@ -92,11 +92,8 @@ run_job() {
     if running "$trainers"; then
         say "the rollout service has ended before the trainers"
         kill -USR2 "$trainers" || true
-        status_of "$trainers" || true
-        status=1
-    else
-        status_of "$trainers" || status=$?
     fi
+    status_of "$trainers" || status=$?
     say "the trainers ended with status $status"
     kill -USR2 "$rollout" 2>/dev/null || true
     status_of "$rollout" || true

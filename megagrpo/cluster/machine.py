@@ -49,9 +49,13 @@ def run(config: ExperimentConfig) -> int:
     """
     if is_finished(config):
         return 0
-    end = (signal.SIGTERM, signal.SIGUSR2)
-    ask = (signal.SIGUSR1, signal.SIGINT)
-    launch = Launch(config.run_folder, "run", end=end, ask=ask, grace_s=_SERVICE_GRACE_S)
+    launch = Launch(
+        config.run_folder,
+        "run",
+        end=(signal.SIGTERM, signal.SIGUSR2),
+        ask=(signal.SIGUSR1, signal.SIGINT),
+        grace_s=_SERVICE_GRACE_S,
+    )
     command = ["train", str(config.run_folder.config)]
     return _beside_service(launch, config, command, config.actor.max_restarts)
 
@@ -145,10 +149,9 @@ def _beside_service(
         on_gpus = occupied_gpus(config) if trainer_env else 0
         env = trainer_variables(config, on_gpus, interface_of_engines(config)) | trainer_env
         ranks = launch.start_ranks(command, options, env)
-        logs = f"{service.log} and {ranks.log}"
         said = f"the rollout service and {config.actor.world_size} trainer ranks start"
-        print(f"{config.name}: {said}; {logs}", flush=True)
-        return launch.watch(ranks, service)
+        print(f"{config.name}: {said}; {service.log} and {ranks.log}", flush=True)
+        launch.status = launch.watch(ranks, service)
     return launch.status
 
 
@@ -252,9 +255,9 @@ def train_ranks(config: ExperimentConfig, name: str, words: list[str]) -> int:
         )
     folder = config.run_folder
     with Launch(folder, name, end=ENDING, ranks=name) as launch:
-        options = [*torchrun(ranks), *ALONE]
         env = trainer_variables(config, ranks if gpus else 0)
-        return launch.watch(launch.start_ranks([name, *words], options, env))
+        started = launch.start_ranks([name, *words], [*torchrun(ranks), *ALONE], env)
+        launch.status = launch.watch(started)
     return launch.status
 
 

@@ -98,6 +98,8 @@ def run_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
         raise ValueError(
             f"without rollout.colocate trainers and engines have nodes of their own: {apart}"
         )
+    if is_finished(config):
+        return 0
     gpus = _gpus(config)
     refuse_what_cannot_run(config, Nodes(len(gpus) or None, node.number, 0))
     folder = config.run_folder
@@ -108,10 +110,9 @@ def run_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
             if node.rank == 0:
                 write_experiment(config)
             needed = _start_service(launch, config, arguments, node, shared)
-            trainers = replace(node, first_port=node.first_port + _TO_TRAINERS)
-            return launch.watch(
-                _start_trainers(launch, config, arguments, trainers, shared), *needed
-            )
+            node = replace(node, first_port=node.first_port + _TO_TRAINERS)
+            trainers = _start_trainers(launch, config, arguments, node, shared)
+            launch.status = launch.watch(trainers, *needed)
         return launch.status
 
 
@@ -133,7 +134,7 @@ def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
         with _launch_of_trainers(folder, "train", node) as launch:
             if node.rank == 0:
                 dump_config(config, folder.config)
-            return launch.watch(_start_trainers(launch, config, arguments, node, {}))
+            launch.status = launch.watch(_start_trainers(launch, config, arguments, node, {}))
         return launch.status
 
 
@@ -146,10 +147,9 @@ def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     trainers' last step still needs engines.
     """
     end = [signal.SIGINT, signal.SIGUSR2]
-    unheard = [signal.SIGTERM]
+    unheard = [signal.SIGTERM]  # unless it ends
     if environment.get("SLURM_JOB_ID") is None:
-        end = end + unheard
-        unheard = []
+        end += unheard
     with Launch(config.run_folder, "serve", end=end, unheard=unheard, grace_s=_GRACE_S) as launch:
         main, *needed = reversed(_start_service(launch, config, arguments, node, {}))
         return launch.watch(main, *needed)
@@ -185,8 +185,13 @@ def _start_trainers(
         host = (
             f"is_host={str(node.rank == 0).lower()},join_timeout={_JOIN_S},read_timeout={_JOIN_S}"
         )
-        options += ["--nnodes", str(node.number), "--rdzv-backend", "c10d", "--rdzv-conf", host]
         options += [
+            "--nnodes",
+            str(node.number),
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-conf",
+            host,
             "--rdzv-endpoint",
             f"{node.first_address}:{node.first_port}",
             "--local-addr",

@@ -42,12 +42,13 @@ class Child:
 class Launch:
     """A context manager that starts children, ends them at its exit, and handles signals meanwhile.
 
-    A signal of `end` leaves the block, with `status` 128 + its number as in a shell. A signal of
-    `ask` makes the stop request; a TERM or INT after the request also leaves the block. A request
-    that the ranks have granted decides the status, whatever ends the block. A signal of `unheard`
-    does nothing. During clean-up all signals are ignored: it ends the children in reverse order with
-    their descendants, by force after `grace_s` seconds, and removes the folders of `remove_at_end`.
-    After a launch with `ask` they stay ignored: Slurm's job repeats USR1 until the process has exited.
+    The block sets `status`. A signal of `end` leaves it, with status 128 + its number as in a shell.
+    A signal of `ask` makes the stop request; a TERM or INT after the request also leaves the block.
+    A request that the ranks grant before they end decides the status, whatever ends the block; an
+    exception is then only printed. A signal of `unheard` does nothing. During clean-up all signals
+    are ignored: it ends the children in reverse order with their descendants, by force after
+    `grace_s` seconds, and removes the folders of `remove_at_end`. After a launch with `ask` they stay
+    ignored: Slurm's job repeats USR1 until the process has exited.
 
     `command` is the megagrpo command of this launcher. `ranks` names the log, the stop request and
     the error reports of start_ranks.
@@ -75,6 +76,7 @@ class Launch:
         self._request = StopRequest(folder.stop_request(ranks))
         self._scratch = list[Path]()
         self._children = list[Child]()
+        self._said = list[str]()
 
     def __enter__(self) -> "Launch":
         if self._ask:
@@ -92,17 +94,26 @@ class Launch:
     def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> bool:
         _ignore_signals()
         if isinstance(exc, _Ended):
+            self.status = 128 + exc.args[0]
             print(f"megagrpo {self._command}: {exc.args[0].name}; stopping", file=sys.stderr)
         while self._children:
             self.end(self._children[-1])
         for folder in self._scratch:
             shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(exc, _Ended):
-            self.status = self._stopped() or 128 + exc.args[0]
+        # the ranks may grant until they have ended
+        granted = self._request.granted() if self._ask else None
+        if granted:
+            answer, self.status = granted
+            if isinstance(exc, Exception):
+                print(f"megagrpo {self._command}: {exc!r}", file=sys.stderr)
+            print(
+                f"megagrpo: stopped as requested, {answer}; the same command resumes from there",
+                file=sys.stderr,
+            )
         if not self._ask:
             for number, handler in self._old_handlers.items():
                 signal.signal(number, handler)
-        return isinstance(exc, _Ended)
+        return isinstance(exc, (_Ended, Exception) if granted else _Ended)
 
     def remove_at_end(self, folder: Path) -> None:
         """Removes `folder` after all children have ended."""
@@ -146,7 +157,7 @@ class Launch:
     def watch(self, main: Child, *needed: Child) -> int:
         """Waits for `main`, which requires `needed`.
 
-        Returns 0, STOPPED or ENDED after a stop request, or 1 after printing why one of them failed.
+        Returns 0, or 1 after printing why one of them failed.
         """
         known = self._folder.deadline_pages()
         look_at = 0.0
@@ -155,35 +166,29 @@ class Launch:
                 if other.process.poll() is not None:
                     return self._failed(other)
             if time.monotonic() > look_at:
-                self._print_pages(known)
-                reports = self._folder.error_reports(main.reports, True) if main.reports else []
-                if reports:
+                if self._look(main, known):
                     stop_tree(main.process.pid)  # torchrun would restart the ranks
                 look_at = time.monotonic() + _LOOK_S
             time.sleep(_POLL_S)
         _ignore_signals()  # the status is decided
-        self._print_pages(known)
-        return self._failed(main) if main.process.returncode != 0 else self._stopped()
+        self._look(main, known)
+        return self._failed(main) if main.process.returncode else 0
 
-    def _stopped(self) -> int:
-        """Returns the status of a granted stop request, which it prints; 0 if none was granted."""
-        if not self._ask or (granted := self._request.granted()) is None:
-            return 0
-        answer, status = granted
-        print(
-            f"megagrpo: stopped as requested, {answer}; the same command resumes from there",
-            file=sys.stderr,
-        )
-        return status
+    def _look(self, main: Child, known: set[Path]) -> bool:
+        """Prints the first paragraphs of new pages, adds these to `known`, and returns whether a
+        rank of `main` gave up.
 
-    def _print_pages(self, known: set[Path]) -> None:
-        """Prints the first paragraphs of new pages, and adds these to `known`."""
-        for page in self._folder.deadline_pages() - known:
-            known.add(page)
-            print(
-                f"megagrpo: {page.read_text().split(_PARAGRAPH)[0]}\nstacks: {page}",
-                file=sys.stderr,
-            )
+        An error of a shared file system may pass: it is printed once, and ends nothing.
+        """
+        with collected(self._said), translated(f"{self._folder.logs} unread, looks again", OSError):
+            for page in self._folder.deadline_pages() - known:
+                first = page.read_text().split(_PARAGRAPH)[0]
+                print(f"megagrpo: {first}\nstacks: {page}", file=sys.stderr)
+                known.add(page)
+            return bool(main.reports and self._folder.error_reports(main.reports, True))
+        if len(self._said) == 1:
+            print(f"megagrpo: {self._said[0]}", file=sys.stderr)
+        return False
 
     def _start(
         self, arguments: list[str], log: Path, reports: str | None, env: dict[str, str]
@@ -191,12 +196,11 @@ class Launch:
         quiet = {
             "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"),
             "PYTHONWARNINGS": "ignore",
+            # In torchrun's own store, restarted ranks would find the dead ranks' addresses under
+            # the same names.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
-        # In torchrun's own store, restarted ranks would find the dead ranks' addresses under the
-        # same names.
-        quiet["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        command = [sys.executable, "-W", "ignore", *arguments]
-        return self.spawn(command, log, quiet | env, reports)
+        return self.spawn([sys.executable, "-W", "ignore", *arguments], log, quiet | env, reports)
 
     def _failed(self, child: Child) -> int:
         reports = self._folder.error_reports(child.reports) if child.reports is not None else []
@@ -205,7 +209,7 @@ class Launch:
         reason = last_lines(child.log) if first is None else first.read_text().rstrip()
         status = f"{child.log.stem} ended with status {child.process.returncode}"
         print(f"megagrpo: {status}\n{reason}\nwhole log: {child.log}", file=sys.stderr)
-        return self._stopped() or 1
+        return 1
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
         _ignore_signals()

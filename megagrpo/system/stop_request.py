@@ -7,7 +7,8 @@ agree whether any node has one, save, and grant each node's with the last step; 
 exit with STOPPED, or after `megagrpo stop` with ENDED.
 
 Each file is only ever added: Slurm's job repeats USR1 until its step has ended, and no request may
-undo another one or the grant.
+undo another one or the grant. A request is one file, so a launcher that starts meanwhile withdraws
+it whole or not at all.
 """
 
 import os
@@ -37,14 +38,17 @@ class StopRequest:
     def make(self, final: bool = False) -> None:
         """Makes the request, or makes the one that exists final: the run is not to go on by
         itself."""
-        if final:
-            self._final.touch()
-        self._made.touch()
+        (self._final if final else self._made).touch()
 
     def made(self) -> bool:
+<<<<<<< HEAD
         """Returns whether the request exists. A file system that fails for a moment has none:
         whoever asks asks again."""
         return os.path.exists(self._made)
+=======
+        """Returns whether the request exists."""
+        return self._made.exists() or self.final()
+>>>>>>> h/mend1
 
     def final(self) -> bool:
         """Returns whether the run is not to go on by itself."""

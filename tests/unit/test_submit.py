@@ -253,3 +253,30 @@ def test_options_of_srun_and_a_command_before_each_nodes(tmp_path: Path, script:
     of_node = said[said.index("in image.sif") :]
     assert of_node[1:5] == ["-W", "ignore", "-m", "megagrpo.cli"] and "x.yaml" in of_node
     assert of_node[5] == ("train" if script == "job.sh" else "run")
+
+
+@pytest.mark.parametrize("status", [85, 86, 3])
+def test_a_job_whose_service_ends_first_ends_as_its_trainers_do(tmp_path: Path, status: int):
+    """TERM goes to both; the trainers may have saved."""
+    up = tmp_path / "up"
+    programs = {
+        "srun": f"""case "$*" in
+            *rollout_node.sh*) until [ -e {up} ]; do sleep 0.1; done ;;
+            *) trap "exit {status}" USR2; touch {up}; while :; do sleep 0.1; done ;;
+        esac""",
+        "scontrol": '[ "$1" = requeue ] && echo "requeued $2" && kill -TERM $PPID',
+    }
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "1",
+        "MEGAGRPO_ROOT": str(ROOT),
+    }
+    job = "on_trainers=(--nodes=1) on_rollout=(--nodes=1); run_job 127.0.0.1 127.0.0.1 x.yaml"
+    words = ["bash", "-c", f'set -euo pipefail; source "$0"; {job}', str(ROOT / "slurm/job.sh")]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == status, done
+    assert "the rollout service has ended before the trainers" in done.stdout
+    assert ("requeued 1" in done.stdout) == (status == 85)
