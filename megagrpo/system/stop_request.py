@@ -41,18 +41,13 @@ class StopRequest:
         (self._final if final else self._made).touch()
 
     def made(self) -> bool:
-<<<<<<< HEAD
         """Returns whether the request exists. A file system that fails for a moment has none:
         whoever asks asks again."""
-        return os.path.exists(self._made)
-=======
-        """Returns whether the request exists."""
-        return self._made.exists() or self.final()
->>>>>>> h/mend1
+        return os.path.exists(self._made) or self.final()
 
     def final(self) -> bool:
         """Returns whether the run is not to go on by itself."""
-        return self._final.exists()
+        return os.path.exists(self._final)
 
     def grant(self, step: int, final: bool) -> None:
         """Records that the run is saved after `step` and its ranks exit. final: by any node's
