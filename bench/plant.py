@@ -357,8 +357,8 @@ FAULTS = (
     Fault(
         "a request undoes the grant before it",
         "system/stop_request.py",
-        "        self._made.touch()",
-        "        self.withdraw()\n        self._made.touch()",
+        "        (self._final if final else self._made).touch()",
+        "        self.withdraw()\n        (self._final if final else self._made).touch()",
         (ENDS,),
     ),
     Fault(
