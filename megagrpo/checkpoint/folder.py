@@ -76,7 +76,8 @@ def place_problem(root: Path, directory: str | None) -> str:
             f"checkpoint.dir: {directory}, but this run's checkpoints are in {root.resolve()}: move "
             f"them there and remove {root}, or remove checkpoint.dir"
         )
-    if not name and (found := finished_checkpoints(place)):
+    # a folder whose newest one is another was written by another run
+    if (found := finished_checkpoints(place)) and found[-1].name != name:
         return (
             f"checkpoint.dir: {directory} has another run's {found[-1].name}; name an empty folder, "
             f"or start from it by checkpoint.load: {found[-1]}"

@@ -57,6 +57,6 @@ class StopRequest:
 
     def granted(self) -> tuple[str, int] | None:
         """Returns what `grant` recorded and the exit status; None if nothing was granted."""
-        if not self._granted.exists():
+        if not os.path.exists(self._granted):
             return None
         return self._granted.read_text(), ENDED if self.final() else STOPPED

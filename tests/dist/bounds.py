@@ -28,5 +28,6 @@ def bound_of(least: float, rounding: float) -> float:
 
 def close(quantity: str, found: Tensor, expected: Tensor, rtol: float, atol: float) -> bool:
     """Whether all values are within atol + rtol * |expected|; recorded as a share of that."""
+    assert found.shape == expected.shape, f"{quantity}: {found.shape}, not {expected.shape}"
     allowed = atol + rtol * expected.abs()
     return within(quantity, float(((found - expected).abs() / allowed).max()), 1.0)

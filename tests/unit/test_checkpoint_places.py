@@ -131,6 +131,16 @@ def test_checkpoints_that_were_moved_as_proposed_are_linked(tmp_path: Path):
     )
 
 
+def test_a_folder_that_another_run_has_saved_into_is_not_linked(tmp_path: Path):
+    """Also if it has a step of the name that this run's newest one had."""
+    root, other = tmp_path / "run" / "checkpoints", tmp_path / "other" / "checkpoints"
+    checkpointer(root, every=1).on_schedule(TrainState(step=1))
+    for step in (1, 2):
+        checkpointer(other, every=1).on_schedule(TrainState(step=step))
+    root.rename(tmp_path / "lost")
+    assert "another run's step_000002" in place_problem(root, str(other))
+
+
 @pytest.mark.parametrize(
     ("suffix", "there"), [(".old", True), (".replaced.partial", True), (".partial", False)]
 )
