@@ -130,7 +130,7 @@ def test_a_word_with_white_space_is_no_program(tmp_path, text):
 
 def test_a_script_is_read_in_any_encoding(tmp_path):
     path = tmp_path / "run.sh"
-    path.write_bytes(f"# caf\u00e9\nsource ./more.sh; {TRAINER} a.b=$X".encode("latin-1"))
+    path.write_bytes(f"# caf\u00e9\nsource {tmp_path}/more.sh; {TRAINER} a.b=$X".encode("latin-1"))
     (tmp_path / "more.sh").write_bytes("X=1 # caf\u00e9\nreturn; X=2".encode("latin-1"))
     assert read_source("verl", path) == Source({"a.b": 1})
 
@@ -192,7 +192,6 @@ def test_whose_a_long_text_is_is_found_in_one_pass(text):
         ("x || exit 1 && A=1", "$A", 1),
         ("case v in (v) A=1;; (*) A=2;; esac", "$A", 1),
         ("A=(1 2); A+=x", '"${A[*]}"', "1x 2"),
-        ("eval 'A=1'; eval \"B=$A\"", "$B", 1),
         ("A=$(echo -n 3 -n)", '"$A"', "3 -n"),
         ("A=$(basename -s .sh /x/y.sh)-$(basename -- /x/z)", "$A", "y-z"),
     ],
@@ -216,8 +215,9 @@ def test_words_are_as_bash_makes_them(tmp_path, before, word, value):
         ("A=(x y)", "${#A[@]}", None, "expanded to nothing: ${#A[@]} (line 2), in a.b"),
         ("", "$((-7 / 2))", None, "expanded to nothing: $((-7 / 2)) (line 2), in a.b"),
         ("N=99999999999", "$((N * N))", None, "expanded to nothing: $((N * N)) (line 2), in a.b"),
-        ("let N=1+1", "$N", None, "expanded to nothing: ((N=1+1)) (line 1), in a.b"),
+        ("let N=1+1", "$N", None, "expanded to nothing: let N=1+1 (line 1), in a.b"),
         ("printf -v N %02d 3", "$N", None, "expanded to nothing: printf -v N %02d 3 (line 1), in a.b"),
+        ("N=1; eval N=2", "$N", None, "expanded to nothing: eval N=2 (line 1), in a.b"),
         ("", "$'x'", None, "expanded to nothing: $'x' (line 2), in a.b"),
         ("", "<(x)", None, "expanded to nothing: <(x) (line 2), in a.b"),
         ("read -r x < f", "$x", None, "expanded to nothing: read -r x (line 1), in a.b"),

@@ -162,8 +162,8 @@ def _decided(state: State, asked: Node, answer: Answer, yes: Nodes, no: Nodes) -
         state.notes[f"taken as false, because nothing runs: {what}"] = None
     tried = replace(_subshell(state), notes={})
     taken = _each(state, no)
-    taken = bool(state.leaving) or taken
-    _until(state, [])
+    if state.leaving:
+        taken = _until(state, [])
     _until(tried, yes)
     return taken
 
@@ -241,30 +241,24 @@ def _command(state: State, node: Node) -> Answer:
     match name:
         case "exit" | "return" | "break" | "continue":
             state.leaving.append(name)
-            return None if marks_in("".join(parts)) else args[:1] in ([], ["0"])
+            return args[:1] in ([], ["0"])
         case "cd":
             state.put("PWD", _path(state, raw(parts[-1]) if args else "~"))
         case "source" | ".":
             _source(state, raw("".join(parts[1:2])))
         case "shift":
-            state.arguments = state.arguments[int(args[0]) if "".join(args).isdecimal() else 1 :]
+            state.arguments = state.arguments[max(0, int("".join(args[:1]) or 1)) :]
         case "set" if "--" in parts:
             state.arguments = parts[parts.index("--") + 1 :]
-        case "eval":
-            return _inside(state, node, " ".join(parts[1:]))
-        case "let":
-            return _inside(state, node, f"(({', '.join(parts[1:])}))")
         case "printf" if args[:1] == ["-v"]:
             text = raw("".join(parts[3:4]))
-            if text.count("%s") != len(parts[4:]) or re.search(r"%[^s]|\\", text):
-                text = state.unknown(node)
-            for part in parts[4:]:
-                text = text.replace("%s", raw(part), 1)
-            state.put(args[1], text)
-        case "read" | "mapfile" | "readarray" | "getopts":
-            for variable in filter(str.isidentifier, args):
-                state.put(variable, state.unknown(node))
-            return _unknown(state, node)
+            plainly = text.count("%s") == len(parts[4:]) and not re.search(r"%[^s]|\\", text)
+            made = text % (*map(raw, parts[4:]),) if plainly else state.unknown(node)
+            state.put(args[1], made)
+        case "read" | "mapfile" | "readarray" | "getopts" | "eval" | "let":
+            for name in re.findall(r"(?<!\S)[a-zA-Z_]\w*(?![^-+*/=\s])", " ".join(args)):
+                state.variables[name] = state.unknown(node)
+            return _program(state, node, parts)
         case ":" | "true" | "set" | "shopt" | "trap" | "wait":
             pass
         case _ if not _written(state, name, parts[1:]):
@@ -277,17 +271,13 @@ def _program(state: State, node: Node, parts: list[str]) -> Answer:
     for part in parts:
         found = re.findall(r"[^ \t\n]+", raw(part))
         if len(found) > 1 and any(_is_trainer(state, word) for word in found):
-            return _inside(_subshell(state), node, part)
+            place = state.place or f"line {node.start_point[0] + 1}"
+            other = replace(_subshell(state), place=place)
+            return _each(other, _read(other, raw(part)))
         if _is_trainer(state, part):
             state.commands.append(parts)
             break
     return _unknown(state, node)
-
-
-def _inside(state: State, node: Node, text: str) -> Answer:
-    """Evaluates a text that a command has."""
-    inside = replace(state, place=state.place or f"line {node.start_point[0] + 1}")
-    return _each(inside, _read(inside, raw(text)))
 
 
 def _source(state: State, name: str) -> None:
@@ -340,7 +330,7 @@ def _written(state: State, name: str, parts: Sequence[str]) -> bool:
     """Writes what a simple command writes; returns False for another program."""
     match name, plain_words(parts):
         case "echo", [*texts]:
-            text = " ".join(dropwhile(("-n", "-e", "-ne", "-en").__contains__, texts))
+            text = " ".join(dropwhile(("-n", "-e").__contains__, texts))
         case "pwd", _:
             text = str(state.variables["PWD"])
         case "dirname", [*_, path]:
