@@ -49,9 +49,8 @@ def trainer_command(path: Path, trainers: str, example: str) -> tuple[list[str],
     trainer.
     """
     file = str(path.absolute())
-    variables: dict[str, Value] = {"HOME": "~", "PWD": str(Path.cwd()), "0": file}
-    variables = {**for_a_bare_shell(), **variables, "BASH_SOURCE": file}
-    state = State(variables, _substituted, trainers.split("|"))
+    own: dict[str, Value] = {"HOME": "~", "PWD": str(Path.cwd()), "0": file, "BASH_SOURCE": file}
+    state = State({**for_a_bare_shell(), **own}, _substituted, trainers.split("|"))
     errors = (RecursionError, LookupError, ValueError)
     with translated(f"{path} is not understood; give the trainer's command alone", *errors):
         _each(state, _read(state, plain(path.read_text(encoding="utf-8", errors="replace"))))
@@ -61,10 +60,9 @@ def trainer_command(path: Path, trainers: str, example: str) -> tuple[list[str],
         ends = f"; it ends by `{state.leaving[0]}`{without}" if state.leaving else ""
         raise ValueError(f"{path}: has no command `{example}`{ends}")
     found = state.commands[0]
-    start = [_is_trainer(state, word) for word in found].index(True)
     notes: dict[str, dict[str, None]] = {}
     option = "its command"
-    for word in found[start:]:
+    for word in found:
         text = plain(word)
         if text.startswith("--") or "=" in text:
             option = text.partition("=")[0]
@@ -74,7 +72,7 @@ def trainer_command(path: Path, trainers: str, example: str) -> tuple[list[str],
     said = [*state.notes, *(note + ", ".join(options) for note, options in notes.items())]
     if len(state.commands) > 1:
         said.append(f"{len(state.commands)} commands start a trainer; this is the first")
-    return plain_words(found[start:]), said
+    return plain_words(found), said
 
 
 def _is_trainer(state: State, word: str) -> bool:
@@ -84,8 +82,9 @@ def _is_trainer(state: State, word: str) -> bool:
 def _read(state: State, text: str) -> Nodes:
     program = parsed(text)
     if program.has_error:
-        file = state.variables["BASH_SOURCE"]
-        state.notes[f"{file} is no bash that is understood; it may be read wrongly"] = None
+        state.notes[
+            f"{state.variables['BASH_SOURCE']} is no bash that is understood; it may be read wrongly"
+        ] = None
     return program.named_children
 
 
@@ -161,9 +160,7 @@ def _decided(state: State, asked: Node, answer: Answer, yes: Nodes, no: Nodes) -
         what = state.meaning(state.unknown(asked))
         state.notes[f"taken as false, because nothing runs: {what}"] = None
     tried = replace(_subshell(state), notes={})
-    taken = _each(state, no)
-    if state.leaving:
-        taken = _until(state, [])
+    taken = _until(state, no)
     _until(tried, yes)
     return taken
 
@@ -241,15 +238,12 @@ def _command(state: State, node: Node) -> Answer:
     match name:
         case "exit" | "return" | "break" | "continue":
             state.leaving.append(name)
-            return args[:1] in ([], ["0"])
         case "cd":
             state.put("PWD", _path(state, raw(parts[-1]) if args else "~"))
         case "source" | ".":
             _source(state, raw("".join(parts[1:2])))
         case "shift":
-            state.arguments = state.arguments[max(0, int("".join(args[:1]) or 1)) :]
-        case "set" if "--" in parts:
-            state.arguments = parts[parts.index("--") + 1 :]
+            state.arguments = state.arguments[1:]
         case "printf" if args[:1] == ["-v"]:
             text = raw("".join(parts[3:4]))
             plainly = text.count("%s") == len(parts[4:]) and not re.search(r"%[^s]|\\", text)
@@ -268,14 +262,14 @@ def _command(state: State, node: Node) -> Answer:
 
 def _program(state: State, node: Node, parts: list[str]) -> Answer:
     """Notes a command if it starts a trainer; one may be in a text, as of `bash -c`."""
-    for part in parts:
+    for at, part in enumerate(parts):
         found = re.findall(r"[^ \t\n]+", raw(part))
         if len(found) > 1 and any(_is_trainer(state, word) for word in found):
             place = state.place or f"line {node.start_point[0] + 1}"
             other = replace(_subshell(state), place=place)
             return _each(other, _read(other, raw(part)))
         if _is_trainer(state, part):
-            state.commands.append(parts)
+            state.commands.append(parts[at:])
             break
     return _unknown(state, node)
 
@@ -320,8 +314,6 @@ def _assign(state: State, node: Node) -> bool:
         value = [*items[:number], QUOTED + quoted(quoted_text(state, given)), *items[number + 1 :]]
     else:
         value = raw("".join(items[:1])) + quoted_text(state, given)
-        if items[1:]:
-            value = [QUOTED + quoted(value), *items[1:]]
     state.put(name, value)
     return True
 

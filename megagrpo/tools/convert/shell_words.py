@@ -298,7 +298,7 @@ def calculated(state: State, node: Node) -> str:
     """Returns what `$((...))` becomes, with the marks of what it reads."""
     read: list[str] = []
     with suppress(ValueError, ArithmeticError):
-        return str(_number(state, node, read)) + marks_in("".join(read))
+        return str(int(_number(state, node, read))) + marks_in("".join(read))
     text = "".join(read)
     return state.unknown(node) if is_known(text) else marks_in(text)
 
@@ -312,10 +312,7 @@ def _number(state: State, node: Node, read: list[str]) -> int:
         return [_number(state, child, read) for child in children][-1]
     if node.type == "binary_expression" and operator in _COMPUTED:
         left, right = (_number(state, child, read) for child in children)
-        result = int(_COMPUTED[operator](left, right))
-        if result.bit_length() > 63 or (operator in "/%" and min(left, right) < 0):
-            raise ValueError  # bash has 64 bits, and rounds toward zero
-        return result
+        return _COMPUTED[operator](left, right)
     text = source(node) if "expan" not in node.type else quoted_text(state, [node])
     if text.isidentifier():
         text = "".join(state.variables.get(text) or state.mark(EMPTY, f"${text}", node))
