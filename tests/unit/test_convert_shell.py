@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.tools.convert.source import read_source
+from megagrpo.tools.convert.foreign import whose
+from megagrpo.tools.convert.source import Source, read_source
 from tests.unit.test_convert import COMMAND, TRAINER, source
 
 STRANGERS = """
@@ -95,8 +96,20 @@ def test_a_strangers_script_writes_nothing_reads_no_file_and_starts_no_process(t
         ("while true; do :; done", "has no command"),
         ('[ -z "$OF_A_TEST" ] && exit 1', r"ends by `exit`, without \$OF_A_TEST$"),
         ("MY=${MY:-}; OWN=; if [ ! $OWN$MY ]; then exit; fi", r"`exit`, without \$MY$"),
-        ("f() { f; }; f", "nested too deeply"),
-        ("f() { g; g; }; g() { for x in 1 2 3; do h; h; done; }; h() { f; }; f", "too many|nested"),
+        ("f() { f; }; f", r"run.sh is not understood; .* alone: maximum recursion"),
+        (
+            "f() { g; g; }; g() { for x in 1 2 3; do h; h; done; }; h() { f; }; f",
+            "too many|recursion",
+        ),
+        ("X=${}", "run.sh is not understood"),
+        ("printf -v", "run.sh is not understood"),
+        ("X=${X:-$((", "run.sh is not understood|has no command"),
+        (f"[ {'1' * 5000} -gt 1 ]", "run.sh is not understood"),
+        ("".join(f"X=$A{n}\n" for n in range(0x801)), "too much that only a run could tell"),
+        ("X=1234" + "; printf -v X '%s%s' $X $X" * 30, r"\$X gets too long|command gets"),
+        ("X=1234" + "; for X in $X$X; do :; done" * 30, r"\$X gets too long|command gets"),
+        ("f() { f $1$1; }; f 1234", "a command gets too long"),
+        ("X=1234" + "; A=; Y=${A:=$X$X}; X=$A" * 30, r"\$A gets too long"),
         ("X=1234; for i in " + "1 " * 30 + "; do X=$X$X; done", r"\$X gets too long"),
         (
             "for i in " + "1 " * 99 + "; do for j in " + "1 " * 999 + "; do :; done; done",
@@ -107,6 +120,27 @@ def test_a_strangers_script_writes_nothing_reads_no_file_and_starts_no_process(t
 def test_a_script_without_a_command_is_named(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
         read_source("verl", source(tmp_path, text))
+
+
+@pytest.mark.parametrize("text", ["python 'train.py ' --x 1", "python train.py\u00a0--x 1"])
+def test_a_word_with_white_space_is_no_program(tmp_path, text):
+    with pytest.raises(ValueError, match="has no command"):
+        read_source("slime", source(tmp_path, text))
+
+
+def test_a_script_is_read_in_any_encoding(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_bytes(f"# caf\u00e9\nsource {tmp_path}/more.sh; {TRAINER} a.b=$X".encode("latin-1"))
+    (tmp_path / "more.sh").write_bytes("X=1 # caf\u00e9\nreturn; X=2".encode("latin-1"))
+    assert read_source("verl", path) == Source({"a.b": 1})
+
+
+@pytest.mark.parametrize("text", ["\n" * 100_000, "grpo:\n" * 20_000, "run_grpo" * 20_000])
+def test_whose_a_long_text_is_is_found_in_one_pass(text):
+    assert whose(text) == ""
+    assert (
+        whose(text + "\ngrpo:\npolicy:\n") == whose("policy:\na: 1\ngrpo: \n" + text) == "NeMo-RL"
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,6 +184,10 @@ def test_a_script_without_a_command_is_named(tmp_path, text, message):
         ("exit() { :; }; A=`echo q`", "$A", "q"),
         ("source ./none.sh; set -ex; ulimit -n 9", "1", 1),
         ("hf download x || exit 1; mkdir -p logs && cd logs", "1", 1),
+        ("X=1; unset X", "${X:-d}", "d"),
+        ("case v in (v) A=1;; (*) A=2;; esac", "$A", 1),
+        ("A=$(echo -n 3 -n)", '"$A"', "3 -n"),
+        ("A=$(basename -s .sh /x/y.sh)-$(basename -- /x/z)", "$A", "y-z"),
     ],
 )
 def test_words_are_as_bash_makes_them(tmp_path, before, word, value):
@@ -169,6 +207,9 @@ def test_words_are_as_bash_makes_them(tmp_path, before, word, value):
         ("A=x.y", "${A%.*}", None, "expanded to nothing: ${A%.*} (line 2), in a.b"),
         ("A=(x y)", "${A[1]}", None, "expanded to nothing: ${A[1]} (line 2), in a.b"),
         ("A=(x y)", "${#A[@]}", None, "expanded to nothing: ${#A[@]} (line 2), in a.b"),
+        ("let N=1+1", "$N", None, "expanded to nothing: let N=1+1 (line 1), in a.b"),
+        ("printf -v N %02d 3", "$N", None, "expanded to nothing: printf -v N %02d 3 (line 1), in a.b"),
+        ("N=1; eval N=2", "$N", None, "expanded to nothing: eval N=2 (line 1), in a.b"),
         ("", "$'x'", None, "expanded to nothing: $'x' (line 2), in a.b"),
         ("", "<(x)", None, "expanded to nothing: <(x) (line 2), in a.b"),
         ("read -r x < f", "$x", None, "expanded to nothing: read -r x (line 1), in a.b"),

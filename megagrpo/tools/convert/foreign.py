@@ -138,7 +138,7 @@ def leaves_of(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
 # name -> what its files look like, and our keys for the first of theirs
 _OTHERS = {
     "NeMo-RL": (
-        r"(?m)^grpo:\s*$[\s\S]*^policy:\s*$|^policy:\s*$[\s\S]*^grpo:\s*$|run_grpo\w*\.py|nemo_rl",
+        r"(?m)\A(?=[\s\S]*^grpo:[ \t]*$)(?=[\s\S]*^policy:[ \t]*$)|run_grpo\w{,99}\.py|nemo_rl",
         "policy.model_name is model.path, grpo.num_prompts_per_step is train.num_prompts_per_step, "
         "grpo.num_generations_per_prompt is train.group_size, loss_fn.ratio_clip_min and _max are "
         "algorithm.loss.clip_ratio_low and _high, loss_fn.reference_policy_kl_penalty is "
@@ -164,7 +164,7 @@ _OTHERS = {
         "environments run as sampling.agent: {function: verifiers}",
     ),
     "TRL": (
-        r"(?m)^\s*(?:from|import)\s+trl\b|GRPO(?:Config|Trainer)\(|\btrl\s+grpo\b"
+        r"(?m)^[ \t]*(?:from|import)\s+trl\b|GRPO(?:Config|Trainer)\(|\btrl\s+grpo\b"
         r"|^(?:reward_funcs|per_device_train_batch_size):",
         "GRPOTrainer's model (--model_name_or_path) is model.path, train_dataset (--dataset_name) is "
         "data.path, reward_funcs are reward.graders, where its functions work as they are, "

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import dropwhile
 from pathlib import Path
 from posixpath import basename, dirname, join, normpath
 
@@ -34,7 +35,6 @@ from megagrpo.tools.convert.shell_words import (
     words,
 )
 
-_LONGEST = 100_000  # text of a variable
 _MOST_COMMANDS = 20_000
 _COUNTED = re.compile(r"for \(\( *(\w+) *= *0 *; *\1 *< *\$?\{?(\w+)\}? *; *\1\+\+ *\)\)")
 _LISTS = "variable_assignments declaration_command compound_statement do_group else_clause ERROR"
@@ -49,21 +49,20 @@ def trainer_command(path: Path, trainers: str, example: str) -> tuple[list[str],
     trainer.
     """
     file = str(path.absolute())
-    variables: dict[str, Value] = {"HOME": "~", "PWD": str(Path.cwd()), "0": file}
-    variables = {**for_a_bare_shell(), **variables, "BASH_SOURCE": file}
-    state = State(variables, _substituted, trainers.split("|"))
-    with translated(f"{path} is nested too deeply", RecursionError):
-        _each(state, _read(state, plain(path.read_text(encoding="utf-8"))))
+    own: dict[str, Value] = {"HOME": "~", "PWD": str(Path.cwd()), "0": file, "BASH_SOURCE": file}
+    state = State({**for_a_bare_shell(), **own}, _substituted, trainers.split("|"))
+    errors = (RecursionError, LookupError, ValueError)
+    with translated(f"{path} is not understood; give the trainer's command alone", *errors):
+        _each(state, _read(state, plain(path.read_text(encoding="utf-8", errors="replace"))))
     if not state.commands:
         names = ", ".join(text for text in state.marks if re.fullmatch(r"\$[A-Za-z_]\w*", text))
         without = f", without {names}" if names else ""
         ends = f"; it ends by `{state.leaving[0]}`{without}" if state.leaving else ""
         raise ValueError(f"{path}: has no command `{example}`{ends}")
     found = state.commands[0]
-    start = [_is_trainer(state, word) for word in found].index(True)
     notes: dict[str, dict[str, None]] = {}
     option = "its command"
-    for word in found[start:]:
+    for word in found:
         text = plain(word)
         if text.startswith("--") or "=" in text:
             option = text.partition("=")[0]
@@ -73,7 +72,7 @@ def trainer_command(path: Path, trainers: str, example: str) -> tuple[list[str],
     said = [*state.notes, *(note + ", ".join(options) for note, options in notes.items())]
     if len(state.commands) > 1:
         said.append(f"{len(state.commands)} commands start a trainer; this is the first")
-    return plain_words(found[start:]), said
+    return plain_words(found), said
 
 
 def _is_trainer(state: State, word: str) -> bool:
@@ -83,8 +82,9 @@ def _is_trainer(state: State, word: str) -> bool:
 def _read(state: State, text: str) -> Nodes:
     program = parsed(text)
     if program.has_error:
-        file = state.variables["BASH_SOURCE"]
-        state.notes[f"{file} is no bash that is understood; it may be read wrongly"] = None
+        state.notes[
+            f"{state.variables['BASH_SOURCE']} is no bash that is understood; it may be read wrongly"
+        ] = None
     return program.named_children
 
 
@@ -112,9 +112,7 @@ def _each(state: State, nodes: Nodes) -> Answer:
 def _run(state: State, node: Node) -> Answer:
     """Evaluates a command, or a list of them."""
     if next(state.steps) > _MOST_COMMANDS:
-        raise ValueError(
-            f"{state.variables['0']}: takes too many commands; give the trainer's alone"
-        )
+        raise ValueError("too many commands")
     if handler := _HANDLERS.get(node.type):
         return handler(state, node)
     match node.type:
@@ -131,12 +129,15 @@ def _run(state: State, node: Node) -> Answer:
             return _until(_subshell(state, state.output), node.named_children)
         case "function_definition":
             state.functions[source(node.children_by_field_name("name")[0])] = node
+        case "unset_command":
+            for name in words(state, node.named_children):
+                state.variables.pop(name, None)
         case "compound_statement" if node.children[0].type == "((":
             number = calculated(state, node)
             if is_known(number):
                 return plain(number) != "0"
-            for name in re.findall(r"(\w+) *(?:\+\+|--|[-+*/]?=(?!=))", source(node)):
-                state.variables[name] = number
+            for name in re.findall(r"\b(\w+) *(?:\+\+|--|[-+*/]?=(?!=))", source(node)):
+                state.put(name, number)
             return None
     return _each(state, node.named_children) if node.type in _LISTS else True
 
@@ -195,7 +196,7 @@ def _case(state: State, node: Node) -> Answer:
     for item in (each for each in node.children if each.type == "case_item"):
         end = [child.type for child in item.children].index(")")
         body = item.children[end + 1 :]
-        if not taken and fits(state, value, item.children[:end]):
+        if not taken and fits(state, value, item.children[item.children[0].type == "(" : end]):
             taken = body
         else:
             others += body
@@ -218,7 +219,7 @@ def _loop(state: State, node: Node) -> Answer:
     for turn in turns:
         if state.leaving:
             break
-        state.variables[name] = raw(turn)
+        state.put(name, raw(turn))
         _until(state, body, "continue")
     _until(state, [], "break")
     return True
@@ -238,20 +239,20 @@ def _command(state: State, node: Node) -> Answer:
         case "exit" | "return" | "break" | "continue":
             state.leaving.append(name)
         case "cd":
-            state.variables["PWD"] = _path(state, raw(parts[-1]) if args else "~")
+            state.put("PWD", _path(state, raw(parts[-1]) if args else "~"))
         case "source" | ".":
             _source(state, raw("".join(parts[1:2])))
         case "shift":
             state.arguments = state.arguments[1:]
         case "printf" if args[:1] == ["-v"]:
             text = raw("".join(parts[3:4]))
-            for part in parts[4:]:
-                text = text.replace("%s", raw(part), 1)
-            state.variables[args[1]] = text
-        case "read" | "mapfile" | "readarray" | "getopts":
-            for variable in filter(str.isidentifier, args):
-                state.variables[variable] = state.unknown(node)
-            return _unknown(state, node)
+            plainly = text.count("%s") == len(parts[4:]) and not re.search(r"%[^s]|\\", text)
+            made = text % (*map(raw, parts[4:]),) if plainly else state.unknown(node)
+            state.put(args[1], made)
+        case "read" | "mapfile" | "readarray" | "getopts" | "eval" | "let":
+            for name in re.findall(r"(?<!\S)[a-zA-Z_]\w*(?![^-+*/=\s])", " ".join(args)):
+                state.variables[name] = state.unknown(node)
+            return _program(state, node, parts)
         case ":" | "true" | "set" | "shopt" | "trap" | "wait":
             pass
         case _ if not _written(state, name, parts[1:]):
@@ -261,14 +262,14 @@ def _command(state: State, node: Node) -> Answer:
 
 def _program(state: State, node: Node, parts: list[str]) -> Answer:
     """Notes a command if it starts a trainer; one may be in a text, as of `bash -c`."""
-    for part in parts:
-        found = raw(part).split()
-        if any(_is_trainer(state, word) for word in found):
-            if len(found) > 1:
-                place = state.place or f"line {node.start_point[0] + 1}"
-                other = replace(_subshell(state), place=place)
-                return _each(other, _read(other, raw(part)))
-            state.commands.append(parts)
+    for at, part in enumerate(parts):
+        found = re.findall(r"[^ \t\n]+", raw(part))
+        if len(found) > 1 and any(_is_trainer(state, word) for word in found):
+            place = state.place or f"line {node.start_point[0] + 1}"
+            other = replace(_subshell(state), place=place)
+            return _each(other, _read(other, raw(part)))
+        if _is_trainer(state, part):
+            state.commands.append(parts[at:])
             break
     return _unknown(state, node)
 
@@ -283,7 +284,8 @@ def _source(state: State, name: str) -> None:
         real = file.resolve()
         if real.is_relative_to(within.resolve()) and real.is_file():
             inside = replace(state, place=file.name)
-            _each(inside, _read(inside, plain(real.read_text(encoding="utf-8"))))
+            text = real.read_text(encoding="utf-8", errors="replace")
+            _until(inside, _read(inside, plain(text)), "return")
             return
     state.notes[f"{plain(name)} could not be read; what it sets is missing"] = None
 
@@ -312,11 +314,7 @@ def _assign(state: State, node: Node) -> bool:
         value = [*items[:number], QUOTED + quoted(quoted_text(state, given)), *items[number + 1 :]]
     else:
         value = raw("".join(items[:1])) + quoted_text(state, given)
-    if sum(map(len, value)) > _LONGEST:
-        raise ValueError(
-            f"{state.variables['0']}: ${name} gets too long; give the trainer's command alone"
-        )
-    state.variables[name] = value
+    state.put(name, value)
     return True
 
 
@@ -324,12 +322,12 @@ def _written(state: State, name: str, parts: Sequence[str]) -> bool:
     """Writes what a simple command writes; returns False for another program."""
     match name, plain_words(parts):
         case "echo", [*texts]:
-            text = " ".join(text for text in texts if text not in ("-n", "-e"))
+            text = " ".join(dropwhile(("-n", "-e").__contains__, texts))
         case "pwd", _:
             text = str(state.variables["PWD"])
         case "dirname", [*_, path]:
             text = dirname(path.rstrip("/")) or "."
-        case "basename", [path, *ending]:
+        case "basename", ["-s" | "--", *ending, path] | [path, *ending]:
             text = basename(path.rstrip("/")).removesuffix("".join(ending))
         case "seq", [first, step, last] if (first + step + last).isdecimal() and len(last) < 5:
             text = "\n".join(map(str, range(int(first), int(last) + 1, int(step) or 1)))

@@ -33,6 +33,7 @@ _PIECES = re.compile(rf"({_QUOTED}|(?<!\S)\#[^\n]*|\\\n)|\\(.)|\$(\d|\w+)", re.D
 _EXPANSION = r"\$\(+[^()\n]*\)+|\$\{[^{}\n]*\}"
 _ASSIGNMENT = rf"\w+=(?:{_QUOTED}|{_EXPANSION}|\\[^\n]|[^\s'\"()\\;&|])*+"
 _SEVERAL = re.compile(rf"(?m)(?<!\S)({_ASSIGNMENT}[ \t]+{_ASSIGNMENT})[ \t]*$")
+_LONGEST = 100_000  # text of a variable, of a command
 _COMPARED = {"-eq": eq, "-ne": ne, "-lt": lt, "-le": le, "-gt": gt, "-ge": ge}
 _COMPUTED = {
     "+": add,
@@ -72,7 +73,15 @@ class State:
         text = shorten(plain(text), 100, placeholder=" ...")
         place = self.place or f"line {node.start_point[0] + 1}"
         self.marks.setdefault(text, f"{text} ({place})")
+        if len(self.marks) > 0x800:
+            raise ValueError("too much that only a run could tell")
         return chr(kind + list(self.marks).index(text))
+
+    def put(self, name: str, value: Value) -> None:
+        """Sets a variable. Raises ValueError if it gets too long."""
+        if sum(map(len, value)) > _LONGEST:
+            raise ValueError(f"${name} gets too long")
+        self.variables[name] = value
 
     def unknown(self, node: Node) -> str:
         """Returns a mark for what only a run could tell."""
@@ -125,6 +134,8 @@ def quoted(text: str) -> str:
 def words(state: State, nodes: Nodes) -> list[str]:
     """Returns the words that words become, with their signs."""
     text = " ".join(expand(state, node) for node in nodes)
+    if len(text) > _LONGEST:
+        raise ValueError("a command gets too long")
     return [word for word in re.split(r"[ \t\n]+", text) if word]
 
 
@@ -214,7 +225,7 @@ def _parameter(state: State, node: Node) -> Value:
         return [] if name.endswith("[@]") else state.mark(EMPTY, f"${name}", node)
     word = "".join(expand(state, part) for part in parts[2:]) + marks_in(whole)
     if "=" in operator:
-        state.variables[name] = raw(word)
+        state.put(name, raw(word))
     if not plain(word):
         state.mark(EMPTY, f"${name}", node)
     return word
