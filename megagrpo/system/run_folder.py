@@ -1,30 +1,30 @@
 """The layout of the run folder, and atomic writes into it.
 
-config.yaml     the resolved experiment          metrics.jsonl  tensorboard/  rollouts/  summary.md
-curve.png
-checkpoints/    step_000010/ ..., or a link       last_checkpoint  name of the newest one
-unsaved_20260131_235959/  record of a start that ended before its first checkpoint
-dumps/         step_000012/ ...: batches for
-`megagrpo replay`
-weights/        published by transport `disk`    sft/           metrics of the supervised warm-up
-images/         of the prompts, as engines and trainers see them: PNG files named after their
-content; JSON files say which of them an image of the data became
-engine_model/   model description from which engines start if model.path is quantised, or sparse on a CPU
-trained/        samples of every replica as the update saw them
-view.html                                        written by `megagrpo view`
-service.json    address of the rollout service   service.key    its key: readable by its owner,
-removed at its end
-service.progress  a line about its start
-wandb/          data for `wandb sync`            wandb_id       id of the W&B run (log.wandb)
-certify/        written by `megagrpo certify`    logs/          of every process
-bisect/         a run folder of `megagrpo bisect`: also report.md, report.json
-try/            a run folder of `megagrpo try`
-logs/trainer.log, service.log, engine-0.node-0.log ...
-logs/trainer.stop_request, .stop_final, .stop_granted    the stop request of one node
-logs/error_trainer_rank3.txt, .final.txt         why a rank failed; "final": a restart would fail
-again
-logs/deadline_TIME.txt, logs/ranks/              which rank waits for which, see
-monitor/watchdog.py; progress, stacks
+config.yaml          the resolved experiment
+metrics.jsonl        also tensorboard/, rollouts/, summary.md, curve.png
+checkpoints/         step_000010/ ..., or a link
+last_checkpoint      the name of the newest one
+unsaved_TIME/        the record of a start that ended before its first checkpoint
+dumps/               step_000012/ ...: batches for `megagrpo replay`
+weights/             published by transport `disk`
+sft/                 metrics of the supervised warm-up
+images/              PNG files of the prompts, as engines and trainers see them, named after their
+                     content; JSON files say which of them an image of the data became
+engine_model/        the model description from which engines start if model.path is quantised, or
+                     sparse on a CPU
+trained/             samples of every replica as the update saw them
+view.html            written by `megagrpo view`
+service.json         the address of the rollout service, removed at its end
+service.key          its key: readable by its owner
+service.progress     a line about its start
+wandb/, wandb_id     data for `wandb sync`, and the id of the W&B run (log.wandb)
+certify/             written by `megagrpo certify`
+bisect/              a run folder of `megagrpo bisect`: also report.md, report.json
+try/                 a run folder of `megagrpo try`
+logs/                of every process: trainer.log, service.log, engine-0.node-0.log ...
+  trainer.stop_request, .stop_final, .stop_granted    the stop request of one node
+  error_trainer_rank3.txt, .final.txt    why a rank failed; "final": a restart would fail again
+  deadline_TIME.txt, ranks/    which rank waits for which, see monitor/watchdog.py; progress, stacks
 """
 
 import json

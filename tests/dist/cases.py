@@ -29,6 +29,14 @@ FOUR_RANKS = ("TP2xPP2", "EP2xPP2", "CP2xPP2")  # the others: two
 OF_FOUR_RANKS = ("qwen3", "qwen3_moe")  # what CI checks on four ranks, of which two share a core
 BATCHES = {"packed": {"packing": True, "budget": 64}, "padded": {"packing": False, "budget": 200}}
 RECOMPUTE = ("none", "full", "selective")
+SMALL = {
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 16,
+    "ffn_size": 48,
+}
 
 
 @dataclass(frozen=True)

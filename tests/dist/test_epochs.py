@@ -25,6 +25,7 @@ from megagrpo.tools.certify.measure import joined, whole
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.weights.actor_weights import load_initial_weights
 from tests.dist.bounds import within
+from tests.dist.cases import SMALL
 from tests.dist.workers.launch import run_transformers
 from tests.padding import padded
 
@@ -37,14 +38,6 @@ ALGORITHM = AlgorithmConfig.model_validate(
 )
 LR, EPS, TEMPERATURE, MAX_RESPONSE = 2e-3, 1e-3, 0.8, 9
 SEED, STEP = 5, 3
-SMALL = {
-    "hidden_size": 32,
-    "num_layers": 2,
-    "num_heads": 2,
-    "num_kv_heads": 1,
-    "head_dim": 16,
-    "ffn_size": 48,
-}
 
 
 @pytest.fixture(scope="module")

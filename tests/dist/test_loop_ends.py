@@ -16,18 +16,11 @@ from megagrpo.checkpoint.folder import finished_checkpoints, step_of
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.monitor.record import read_metrics
 from megagrpo.system.stop_request import StopRequest
+from tests.dist.cases import SMALL
 from tests.dist.workers.launch import run_ranks
 from tests.fake_service import FakeService, running
 
 NUM_STEPS = 4
-SMALL = {
-    "hidden_size": 32,
-    "num_layers": 2,
-    "num_heads": 2,
-    "num_kv_heads": 1,
-    "head_dim": 16,
-    "ffn_size": 48,
-}
 REPEATED = ("loss/total", "optim/grad_norm", "optim/lr", "reward/mean", "eval/accuracy")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.dist.cases import SMALL
 from tests.dist.random_models import write_random_model
 from tests.dist.workers.launch import TRANSFORMER_ENGINE_POOL, run_ranks
 
@@ -21,14 +22,6 @@ VARIANTS = {
     "half on the host": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
 }
 OWN_PARTS = ("aware", "half on the host")  # saved in both ways
-SIZES = {
-    "hidden_size": 32,
-    "num_layers": 2,
-    "num_heads": 2,
-    "num_kv_heads": 1,
-    "head_dim": 16,
-    "ffn_size": 48,
-}
 EXPERTS = {"family": "qwen3_moe", "num_experts": 4, "experts_per_token": 2}
 SAME_ARITHMETIC = 1e-2  # share of bfloat16 weights that may differ
 # Two updates after the first difference, each of at most the learning rate in either direction, and
@@ -39,7 +32,7 @@ FURTHEST = 2 * 2 * 1e-3 + 2**-8
 @pytest.mark.verifies("actor", "Adam in fewer bits, and on the host: trained, saved, resumed")
 @pytest.mark.timeout(300)
 def test_kinds_of_adam_train_and_resume(tmp_path: Path):
-    model = str(write_random_model(tmp_path / "tiny", SIZES | EXPERTS))
+    model = str(write_random_model(tmp_path / "tiny", SMALL | EXPERTS))
     base = {"model": model, "dtype": "bfloat16", "transformer_engine": True}
     jobs = []
     for name, reshardable in [(name, True) for name in VARIANTS] + [

@@ -2,10 +2,13 @@
 checkout."""
 
 import json
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megagrpo.cluster.supervise import _SIGNALS
 from megagrpo.cpu.trainer import without_triton
 
 without_triton()  # some tests import the actor's modules, hence Megatron, outside a trainer
@@ -15,6 +18,15 @@ without_triton()  # some tests import the actor's modules, hence Megatron, outsi
 def empty_folder(tmp_path_factory, monkeypatch) -> None:
     """Relative paths, as in configs/, point into a folder without files."""
     monkeypatch.chdir(tmp_path_factory.mktemp("empty"))
+
+
+@pytest.fixture
+def handlers_of_pytest() -> Iterator[None]:
+    """Restores the handlers of signals: a launch that takes stop requests leaves all ignored."""
+    old = {number: signal.getsignal(number) for number in _SIGNALS}
+    yield
+    for number, handler in old.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

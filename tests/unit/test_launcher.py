@@ -19,7 +19,7 @@ from megagrpo import cli
 from megagrpo.check.problems import finished
 from megagrpo.cluster import machine, nodes
 from megagrpo.cluster.machine import _devices, alone_in, run, write_experiment
-from megagrpo.cluster.supervise import _SIGNALS, Child, Launch
+from megagrpo.cluster.supervise import Child, Launch
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import CheckpointConfig, ExperimentConfig
 from megagrpo.system.environment import child_environment
@@ -38,14 +38,7 @@ from megagrpo.tools.stop import stop
 from tests import experiments
 from tests.experiments import QUICKSTART, python, until
 
-
-@pytest.fixture(autouse=True)
-def handlers_of_pytest():
-    """A launch that takes stop requests leaves all signals ignored."""
-    old = {number: signal.getsignal(number) for number in _SIGNALS}
-    yield
-    for number, handler in old.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("handlers_of_pytest")
 
 
 def experiment(transport: str) -> ExperimentConfig:

@@ -6,18 +6,11 @@ from pathlib import Path
 import pytest
 
 from megagrpo.cluster import supervise
-from megagrpo.cluster.supervise import _SIGNALS, Launch
+from megagrpo.cluster.supervise import Launch
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import STOPPED, StopRequest
 
-
-@pytest.fixture(autouse=True)
-def handlers_of_pytest():
-    """A launch that takes stop requests leaves all signals ignored."""
-    old = {number: signal.getsignal(number) for number in _SIGNALS}
-    yield
-    for number, handler in old.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("handlers_of_pytest")
 
 
 # Ranks that save and grant while they are ended.

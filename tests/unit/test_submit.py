@@ -90,6 +90,14 @@ REFUSED = [
 ]
 
 
+def write_programs(folder: Path, programs: dict[str, str]) -> None:
+    """Writes bash scripts by their names, in the place of the machine's programs."""
+    for name, body in programs.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+
+
 @pytest.mark.parametrize(
     ("sections", "request_", "said"), [*((*fitting, None) for fitting in FITS), *REFUSED]
 )
@@ -190,9 +198,7 @@ def test_a_node_has_an_address_that_others_reach(tmp_path: Path, node_addr: str,
         'node2) echo 10.0.0.2 STREAM;; [0-9]*) echo "$2" STREAM;; *) exit 2;; esac',
         "ip": '[ "$4" = 10.0.0.2 ] && echo "10.0.0.2 dev eth0 src 10.0.0.1 uid 0"',
     }
-    for name, body in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
+    write_programs(tmp_path, programs)
     env = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "1",
@@ -209,8 +215,7 @@ def test_a_node_has_an_address_that_others_reach(tmp_path: Path, node_addr: str,
 def test_a_job_of_thousands_of_nodes_has_a_first_one_and_its_steps_a_whole_environment(tmp_path):
     """Of a pipe that ends early bash would make status 141."""
     names = "for n in $(seq 5000); do echo p4d24xlarge-dy-$n; done"
-    (tmp_path / "scontrol").write_text(f"#!/bin/bash\n{names}\n")
-    (tmp_path / "scontrol").chmod(0o755)
+    write_programs(tmp_path, {"scontrol": names})
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1"}
     env |= {"SLURM_NTASKS": "16", "SLURM_GPUS": "16", "SLURM_EXPORT_ENV": "NONE"}
     shown = 'echo "$(first_node x) $SLURM_EXPORT_ENV ${SLURM_NTASKS-none} ${SLURM_GPUS-none}"'
@@ -228,10 +233,7 @@ def test_options_of_srun_and_a_command_before_each_nodes(tmp_path: Path, script:
         "enter an image": 'export IMAGE="$1"; shift; exec "$@"',
         "bin/scontrol": "exit 1",
     }
-    for name, body in programs.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
+    write_programs(tmp_path, programs)
     options = ("--container-image=a.sqsh", "--container-mounts=/a b:/c")
     request = Request("one-node", 1, 0, srun_options=options)
     env = job_variables(request, ROOT / "slurm" / SCRIPTS["one-node"]) | {
@@ -266,9 +268,7 @@ def test_a_job_whose_service_ends_first_ends_as_its_trainers_do(tmp_path: Path, 
         esac""",
         "scontrol": '[ "$1" = requeue ] && echo "requeued $2" && kill -TERM $PPID',
     }
-    for name, body in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
+    write_programs(tmp_path, programs)
     env = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "1",

@@ -38,6 +38,7 @@ class Body(LanguageModule):
 
     draft: DraftLayer | None  # set by build_chunk
     _drafted: tuple[Tensor, Following] | None = None
+    _marked = False  # its parameters stay on the GPU, see _prepare_offloading
 
     def __init__(
         self,
@@ -199,5 +200,7 @@ class Body(LanguageModule):
             activation_offload_fraction=config.activation_offload_fraction,
             max_inflight_offloads=config.fine_grained_offloading_max_inflight_offloads,
         )
-        for parameter in self.parameters():
-            Offloading.mark_not_offload(parameter)
+        if not self._marked:
+            for parameter in self.parameters():
+                Offloading.mark_not_offload(parameter)
+            self._marked = True

@@ -171,7 +171,8 @@ def _both(state: State, node: Node) -> Answer:
     written = len(state.output or ())
     answer = _run(state, first)
     if answer is None and state.output:
-        del state.output[written:]  # what a program writes that is asked a question
+        # only the program's exit status counts here, not its output
+        del state.output[written:]
     if operator.type == "||":
         return _decided(state, first, answer, [], [second])
     return _decided(state, first, answer, [second], []) and answer

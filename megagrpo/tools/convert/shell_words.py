@@ -65,7 +65,7 @@ class State:
     functions: dict[str, Node] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)  # words with their signs
     output: list[str] | None = None
-    asked: str = ""  # mark of what programs write into that
+    asked: str = ""  # the mark that stands for the output of programs
     place: str = ""  # of a text that is evaluated; else a node's line
 
     def mark(self, kind: int, text: str, node: Node) -> str:
