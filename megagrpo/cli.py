@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from megagrpo import __version__
+from megagrpo.check.reading import read_experiment
 from megagrpo.cluster.machine import run, train_ranks
 from megagrpo.cluster.nodes import Node, run_node, serve_node, train_node
-from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.hub import with_local_files
 from megagrpo.system.arguments import positive
@@ -192,7 +192,7 @@ def _load(args: argparse.Namespace) -> ExperimentConfig:
         weights=_WEIGHTS.get(args.command, "model") if starts else "",
         cached_only=under_torchrun(),  # the process that started the ranks has fetched it
     )
-    load = partial(load_config, args.config, args.overrides, fetch=fetch)
+    load = partial(read_experiment, args.config, args.overrides, fetch=fetch)
     if args.command == "check":
         return load(later=import_module(_TOOLS["check"].module).later_problems)
     if args.command != "train" or under_torchrun():

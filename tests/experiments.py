@@ -10,7 +10,17 @@ from typing import TypeVar
 
 import psutil
 
+from megagrpo.check import problems
+from megagrpo.check.rules.engine_layout import engine_layout_rules
+from megagrpo.check.rules.placement import placement_rules
+from megagrpo.check.rules.settings import setting_rules
+from megagrpo.check.rules.subject import Nodes, Subject, broken
+from megagrpo.check.rules.table import as_read
+from megagrpo.config.actor import ActorConfig
+from megagrpo.config.fields import KeyPath
+from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.families.architecture import Architecture
 from megagrpo.system.environment import child_environment
 
 ROOT = Path(__file__).parents[1]
@@ -19,9 +29,39 @@ T = TypeVar("T")
 
 
 def experiment(**sections) -> ExperimentConfig:
-    """Required keys have values that fit no file; `sections` are added."""
+    """Required keys have values that fit no file; `sections` are added. ValueError with the rules
+    that it breaks."""
     required = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}}
-    return ExperimentConfig.model_validate(required | sections)
+    return judged(ExperimentConfig.model_validate(required | sections))
+
+
+def judged(config: ExperimentConfig) -> ExperimentConfig:
+    """The experiment; ValueError with the rules that it breaks."""
+    if wrong := [text for _, text in as_read(config)]:
+        raise ValueError("\n".join(wrong))
+    return config
+
+
+def layout_problems(arch: Architecture, actor: ActorConfig) -> list[str]:
+    """Why the trainers' layout cannot cut the model."""
+    return problems.layout_problems(arch, experiment().model_copy(update={"actor": actor}))
+
+
+def engine_layout_problems(rollout: RolloutConfig, arch: Architecture) -> list[str]:
+    """Why an engine's ranks cannot cut the model."""
+    config = experiment().model_copy(update={"rollout": rollout})
+    return broken(engine_layout_rules(Subject(config, arch=arch)))
+
+
+def placement_problems(config: ExperimentConfig, nodes: Nodes | None = None) -> list[str]:
+    """Why the ranks have no place on the nodes."""
+    return broken(placement_rules(Subject(config, nodes or Nodes())))
+
+
+def setting_problems(actor: ActorConfig, rollout: RolloutConfig) -> list[tuple[KeyPath, str]]:
+    """The settings of libraries that are refused."""
+    config = experiment().model_copy(update={"actor": actor, "rollout": rollout})
+    return [(rule.key, rule.text) for rule in setting_rules(Subject(config)) if rule.when]
 
 
 def python(*words: str | Path, env: Mapping[str, str] | None = None, **options) -> str:

@@ -10,6 +10,7 @@ import torch
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.prompts import PromptSet
+from megagrpo.families.model import Model
 from megagrpo.mesh import Mesh, make_mesh
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rewards.parts import ResponseTokens
@@ -87,7 +88,7 @@ def source_of(
     if mesh.is_leader:
         sampler = Sampler(config, mesh.dp_size, control, grader or Grader(), decode, answering)
         if config.actor.routing_replay == "rollout":
-            sampler.arch = config.read_model().arch
+            sampler.arch = Model.of(config).arch
     update = publish or (lambda version, ids: control.mark_ready(ids[0], 1, version))
     return RolloutSource(config, mesh, control, sampler, update)
 

@@ -16,6 +16,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.data.texts import decoder
+from megagrpo.families.model import Model
 from megagrpo.monitor.rollouts import Decode, turns_of
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.admission import BatchDeadline
@@ -48,7 +49,7 @@ def try_out(config: ExperimentConfig, num_prompts: int) -> int:
     config = config.model_copy(
         update={"actor": config.actor.model_copy(update={"routing_replay": None})}
     )
-    model = config.read_model()
+    model = Model.of(config)
     tokenizer = load_tokenizer(model)
     images = ImageStore.of(model, folder.images)
     prompts = load_prompts(config.data, tokenizer, images).prompts[:num_prompts]

@@ -17,11 +17,11 @@ from megagrpo.actor.host import (
     uses_transformer_engine,
     why_no_gpu,
 )
-from megagrpo.config.layout import context_problem, layout_problems
+from megagrpo.actor.megatron.fields import Kernels, context_rule
 from megagrpo.config.load import load_config
 from megagrpo.families.table import architecture_of
 from megagrpo.tools.certify.tiny_model import hf_config
-from tests.experiments import QUICKSTART
+from tests.experiments import QUICKSTART, layout_problems
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -156,10 +156,8 @@ def test_context_parallelism_on_a_gpu_needs_its_attention(settings, refused):
         if "actor.parallel.cp = 2 needs" in problem
     ]
     assert bool(problems) is refused
-    assert (
-        context_problem(found.model_copy(update={"dtype": "bfloat16", "lora": None}), False)
-        is not None
-    )
+    plain = found.model_copy(update={"dtype": "bfloat16", "lora": None})
+    assert context_rule(plain, Kernels(True, False, False)).when, "as the ranks of a GPU find out"
 
 
 @pytest.mark.parametrize(

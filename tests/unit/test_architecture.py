@@ -44,10 +44,10 @@ NAMES_TRANSPORTS = {"tools/convert/rules.py", "tools/convert/slime.py"}  # write
 WINGS = {"tools", "cpu", "sandbox", "environments"}
 # A part imports itself and parts on earlier lines; parts of one line do not know each other. Wings may know the core.
 LAYERS = (
-    {"families"},
     {"system"},
     {"types"},
     {"config"},
+    {"families"},
     {"mesh", "algo"},
     {"batching", "monitor", "data", "rewards", "weights"},
     {"actor", "rollout"},

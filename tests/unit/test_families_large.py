@@ -8,7 +8,6 @@ import pytest
 
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.config.actor import ActorConfig
-from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.families.architecture import text_part
 from megagrpo.families.table import (
@@ -24,7 +23,7 @@ from megagrpo.families.table import (
 )
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.explain import explain
-from tests.experiments import QUICKSTART, ROOT, python
+from tests.experiments import QUICKSTART, ROOT, layout_problems, python
 
 
 def described(name: str) -> dict:

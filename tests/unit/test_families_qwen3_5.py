@@ -7,7 +7,6 @@ import pytest
 
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.config.actor import ActorConfig
-from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.families.model import Model
 from megagrpo.families.table import (
@@ -24,7 +23,7 @@ from megagrpo.families.table import (
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.plan.layer_costs import layer_cost
 from megagrpo.tools.plan.trainer_memory import stage_parameters
-from tests.experiments import QUICKSTART, ROOT
+from tests.experiments import QUICKSTART, ROOT, layout_problems
 
 FOLDER = ROOT / "configs" / "models" / "Qwen3.5-397B-A17B"
 LARGE = json.loads((FOLDER / "config.json").read_text())

@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.config.actor import ActorConfig
-from megagrpo.config.layout import layout_problems
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import (
     architecture_of,
@@ -32,7 +31,7 @@ from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
 from megagrpo.tools.plan.engine_memory import tower_elements
 from megagrpo.tools.plan.trainer_memory import stage_parameters, trained_elements
 from megagrpo.weights.actor_weights import load_initial_weights
-from tests.experiments import ROOT
+from tests.experiments import ROOT, layout_problems
 
 QWEN2_5_VL_7B, QWEN3_VL_30B = (
     json.loads((ROOT / "configs" / "models" / name / "config.json").read_text())

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig
 from megagrpo.families.table import architecture_of, model_tensors
@@ -16,7 +15,7 @@ from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.explain import explain
 from megagrpo.tools.plan.checkpoint_cost import checkpoint_cost
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
-from tests.experiments import QUICKSTART
+from tests.experiments import QUICKSTART, layout_problems
 
 DENSE, MOE = (
     architecture_of(hf_config(TinyModelConfig(path="x", family=family)))

@@ -16,11 +16,12 @@ from megagrpo.actor.megatron.fields import (
     transformer_fields,
 )
 from megagrpo.check import libraries
-from megagrpo.check.problems import model_description
+from megagrpo.check.reading import read_experiment
+from megagrpo.check.rules.subject import model_description
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.fields import annotations_at
 from megagrpo.config.libraries import REFUSED, SERVER, refusal
-from megagrpo.config.load import ConfigError, load_config
+from megagrpo.config.load import ConfigError
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.model import Model
 from megagrpo.families.table import architecture_of
@@ -382,7 +383,7 @@ def test_a_wrong_setting_is_refused_by_its_key(overrides, message):
     """One of each kind; docs/reference/configuration.md, which a test compares, has all
     refusals."""
     with pytest.raises(ConfigError, match=message) as error:
-        load_config(QUICKSTART, overrides)
+        read_experiment(QUICKSTART, overrides)
     assert f"--set {overrides[-1]}: {overrides[-1].partition('=')[0]} = " in str(error.value)
 
 
@@ -397,7 +398,7 @@ def test_problems_of_all_maps_come_with_their_lines(tmp_path):
     )
     (tmp_path / "e.yaml").write_text(text)
     with pytest.raises(ConfigError) as error:
-        load_config(tmp_path / "e.yaml", judge=libraries.library_problems)
+        read_experiment(tmp_path / "e.yaml", judge=libraries.library_problems)
     megatron, sglang = (
         text.splitlines().index(f"  {section}:") + 1 for section in ("megatron", "sglang")
     )

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from megagrpo.config.load import ConfigError, load_config
+from megagrpo.check.reading import read_experiment
+from megagrpo.config.load import ConfigError
 from tests.experiments import ROOT
 
 COLOCATED = ["rollout.colocate=true", "weights.transport=ipc"]
@@ -147,4 +148,4 @@ ROWS = [("quickstart", *row) for row in REFUSED] + [
 @pytest.mark.parametrize(("config", "settings", "said"), ROWS)
 def test_settings_that_do_not_go_together(config: str, settings: list[str], said: str):
     with pytest.raises(ConfigError, match=re.escape(said)):
-        load_config(ROOT / "configs" / f"{config}.yaml", settings)
+        read_experiment(ROOT / "configs" / f"{config}.yaml", settings)

@@ -21,7 +21,6 @@ from megagrpo.actor.megatron.fields import Kernels, transformer_defaults
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
 from megagrpo.checkpoint.groups import read_groups, write_groups
-from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import architecture_of
@@ -43,6 +42,7 @@ from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.explain import explain
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
+from tests.experiments import layout_problems
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 REPLAY = "actor.routing_replay=rollout"

@@ -18,8 +18,9 @@ from examples.laptop.model import character_tokenizer
 from megagrpo.algo.statistics import alone
 from megagrpo.check import loading
 from megagrpo.check.loading import LoadingTest
+from megagrpo.check.reading import read_experiment
 from megagrpo.config.data import DataConfig
-from megagrpo.config.load import ConfigError, load_config
+from megagrpo.config.load import ConfigError
 from megagrpo.config.rollout import AgentConfig
 from megagrpo.data.messages import render_messages
 from megagrpo.data.texts import decoder
@@ -346,7 +347,7 @@ def test_a_parser_that_sglang_does_not_have_is_refused(parsed):
     wrong = "{function: 'a:b', tool_parser: qwen_25, reasoning_parser: qwen_3}"
     settings = ["sampling.environment=null", f"sampling.agent={wrong}"]
     with pytest.raises(ConfigError) as error:
-        load_config(ROOT / "configs" / "lake.yaml", settings)
+        read_experiment(ROOT / "configs" / "lake.yaml", settings)
     for key, name in zip(keys, ("qwen25", "qwen3"), strict=True):
         assert re.search(f"agent.{key} = .*: not a choice; did you mean '{name}'", str(error.value))
 

@@ -169,7 +169,7 @@ def measure(
         **config.actor.model_dump(include=_KEPT),
     )
     optimizer = OPTIMIZER.model_copy(update={"distributed": case.distributed})
-    groups = make_groups(config, config.seed, config.read_model().arch)
+    groups = make_groups(config, config.seed, Model.of(config).arch)
     model = str(folder / ("neighbor" if case == NEIGHBOR else "model"))
     with joined(
         store, config=actor_config, optimizer=optimizer, model_path=model, device=device

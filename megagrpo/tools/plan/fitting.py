@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import megagrpo
-from megagrpo.check.engine_layout import server_of
 from megagrpo.check.hardware import EXPERT_IMBALANCE, Hardware, hardware_of
-from megagrpo.check.problems import longest_samples, model_description
-from megagrpo.config.layout import layout_problems
-from megagrpo.config.placement import needs_gpus
+from megagrpo.check.problems import layout_problems
+from megagrpo.check.rules.engine_layout import server_of
+from megagrpo.check.rules.lengths import longest_samples
+from megagrpo.check.rules.placement import needs_gpus
+from megagrpo.check.rules.subject import model_description
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import (
@@ -138,7 +139,7 @@ def fit_problems(config: ExperimentConfig, gpus_per_node: int | None = None) -> 
             f"actor.dtype is float32, for a model of {size / 1e9:.1f} B parameters: on GPUs say "
             "actor.dtype: bfloat16, which rollout.dtype follows; on a CPU say actor.device: cpu"
         ]
-    if layout_problems(arch, config.actor):
+    if layout_problems(arch, config):
         return problems
     problems += teachers_misfits(config)
     return problems + list(experiment_memory(config, arch, gpus_per_node).problems)

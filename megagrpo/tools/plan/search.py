@@ -7,10 +7,11 @@ from itertools import product
 from operator import itemgetter
 from typing import TypeVar
 
-from megagrpo.check.engine_layout import engine_layout_problems, server_of
 from megagrpo.check.hardware import usable_bytes
+from megagrpo.check.problems import layout_problems
+from megagrpo.check.rules.engine_layout import engine_layout_rules, server_of
+from megagrpo.check.rules.subject import Subject, broken
 from megagrpo.config.actor import ActorConfig, ParallelConfig
-from megagrpo.config.layout import layout_problems
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.plan.engine_memory import engine_side
@@ -119,7 +120,7 @@ def _changed(
 
 def _best_trainers(config: ExperimentConfig, target: Target, nodes: int) -> list[ActorConfig]:
     found: list[tuple[float, int, ActorConfig]] = []
-    for actor in _trainer_layouts(config.actor, target, nodes * target.gpus_per_node):
+    for actor in _trainer_layouts(config, target, nodes * target.gpus_per_node):
         changed = config.model_copy(update={"actor": actor})
         stages = trainer_stages(target.arch, actor, load_of(changed, target.arch))
         fullest = max(stage.memory("update", 0.0).total for stage in stages)
@@ -129,8 +130,8 @@ def _best_trainers(config: ExperimentConfig, target: Target, nodes: int) -> list
     return _best(found, _KEPT)
 
 
-def _trainer_layouts(actor: ActorConfig, target: Target, world: int) -> Iterator[ActorConfig]:
-    arch = target.arch
+def _trainer_layouts(config: ExperimentConfig, target: Target, world: int) -> Iterator[ActorConfig]:
+    arch, actor = target.arch, config.actor
     tps = [tp for tp in _POWERS if tp <= target.gpus_per_node]
     eps = [ep for ep in _POWERS if arch.num_experts % ep == 0] if arch.is_moe else [1]
     # without Transformer Engine, context-parallel attention on a GPU builds whole masks
@@ -143,7 +144,7 @@ def _trainer_layouts(actor: ActorConfig, target: Target, world: int) -> Iterator
             layout = actor.model_copy(
                 update={"world_size": world, "parallel": parallel, "recompute": recompute}
             )
-            if not layout_problems(arch, layout):
+            if not layout_problems(arch, config.model_copy(update={"actor": layout})):
                 yield layout
 
 
@@ -162,7 +163,7 @@ def _pipelines(layers: int, pp: int) -> Iterator[dict[str, int]]:
 
 def _best_engines(config: ExperimentConfig, target: Target, nodes: int) -> list[RolloutConfig]:
     found: list[tuple[float, int, RolloutConfig]] = []
-    for rollout in _engine_layouts(config.rollout, target, nodes):
+    for rollout in _engine_layouts(config, target, nodes):
         changed = config.model_copy(update={"rollout": rollout})
         longest = load_of(changed, target.arch).longest
         engine = engine_side(
@@ -174,8 +175,10 @@ def _best_engines(config: ExperimentConfig, target: Target, nodes: int) -> list[
     return _best(found, _KEPT)
 
 
-def _engine_layouts(rollout: RolloutConfig, target: Target, nodes: int) -> Iterator[RolloutConfig]:
-    arch = target.arch
+def _engine_layouts(
+    config: ExperimentConfig, target: Target, nodes: int
+) -> Iterator[RolloutConfig]:
+    arch, rollout = target.arch, config.rollout
     total = nodes * target.gpus_per_node
     for tp in (tp for tp in _POWERS if tp <= total):
         across = max(1, tp // target.gpus_per_node)
@@ -192,7 +195,10 @@ def _engine_layouts(rollout: RolloutConfig, target: Target, nodes: int) -> Itera
         if arch.is_moe and tp % _ATTENTION_DP == 0 and not rollout.colocate:
             apart = {**rollout.sglang, "enable_dp_attention": True, "dp_size": _ATTENTION_DP}
             found.append(rollout.model_copy(update={**engines, "sglang": apart}))
-        yield from (each for each in found if not engine_layout_problems(each, arch))
+        for layout in found:
+            changed = config.model_copy(update={"rollout": layout})
+            if not broken(engine_layout_rules(Subject(changed, arch=arch))):
+                yield layout
 
 
 def changes(before: ExperimentConfig, after: ExperimentConfig) -> list[str]:
