@@ -12,7 +12,7 @@ from common import ROOT, provenance, write_results
 from megagrpo.check.rules.engine_layout import engine_layout_rules
 from megagrpo.check.rules.subject import Subject, broken
 from megagrpo.config.load import load_config
-from megagrpo.families.model import Model
+from megagrpo.models.folder import Model
 from megagrpo.tools.plan.fitting import with_model
 from megagrpo.tools.plan.roofline import plan_step, target_of
 

@@ -243,7 +243,7 @@ def play(case: dict, folder: str) -> None:
     import aiohttp
     from aiohttp import web
 
-    from megagrpo.families.model import Model
+    from megagrpo.models.folder import Model
     from megagrpo.rollout.service import server
     from megagrpo.rollout.service.supervisor import SupervisedEngine
     from megagrpo.system.processes import raise_file_limit
@@ -449,6 +449,7 @@ def lead(case: dict, folder: str, url: str) -> None:
     from megagrpo.data.prompts import PromptSet
     from megagrpo.data.texts import decoder
     from megagrpo.mesh import make_mesh
+    from megagrpo.models.folder import Model
     from megagrpo.monitor.metrics import Metrics
     from megagrpo.monitor.rollouts import RolloutLog
     from megagrpo.rewards.pool import RewardPool

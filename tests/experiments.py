@@ -20,7 +20,7 @@ from megagrpo.config.actor import ActorConfig
 from megagrpo.config.fields import KeyPath
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.architecture import Architecture
+from megagrpo.models.architecture import Architecture
 from megagrpo.system.environment import child_environment
 
 ROOT = Path(__file__).parents[1]

@@ -10,8 +10,8 @@ import torch
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.prompts import PromptSet
-from megagrpo.families.model import Model
 from megagrpo.mesh import Mesh, make_mesh
+from megagrpo.models.folder import Model
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rollout.agents.answering import Answering

@@ -9,9 +9,9 @@ from megagrpo.check.rules.trainer_layout import trainer_layout_rules
 from megagrpo.checkpoint.folder import latest, step_of
 from megagrpo.config.fields import Rule
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.architecture import Architecture, HfConfig
-from megagrpo.families.model import Model
-from megagrpo.families.table import architecture_of
+from megagrpo.models.architecture import Architecture, HfConfig
+from megagrpo.models.folder import Model
+from megagrpo.models.table import architecture_of
 from megagrpo.monitor.record import read_metrics
 
 

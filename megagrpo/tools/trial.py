@@ -16,7 +16,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.data.texts import decoder
-from megagrpo.families.model import Model
+from megagrpo.models.folder import Model
 from megagrpo.monitor.rollouts import Decode, turns_of
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.admission import BatchDeadline

@@ -14,7 +14,7 @@ from engine_process import ListedEngines
 from torch import Tensor
 
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
-from megagrpo.families.model import Model
+from megagrpo.models.folder import Model
 from megagrpo.types import EngineInfo, Prompt
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
 from tests.experiments import experiment
@@ -113,7 +113,7 @@ def _wrong_section() -> AbstractContextManager:
 
 def _turned_grids() -> AbstractContextManager:
     """The tower takes an image's height for its width."""
-    from megagrpo.actor.megatron.vision import Tower
+    from megagrpo.models.kinds.vision.layer import Tower
 
     right = Tower.forward
 
@@ -125,7 +125,7 @@ def _turned_grids() -> AbstractContextManager:
 
 def _wrong_features() -> AbstractContextManager:
     """The features of every image come in the opposite order."""
-    from megagrpo.actor.megatron.vision import Tower
+    from megagrpo.models.kinds.vision.layer import Tower
 
     right = Tower.forward
     return patch.object(
@@ -134,7 +134,7 @@ def _wrong_features() -> AbstractContextManager:
 
 
 def _late_deepstack() -> AbstractContextManager:
-    from megagrpo.actor.megatron.vision import Sight
+    from megagrpo.models.kinds.vision.layer import Sight
 
     right = Sight.with_deep
     return patch.object(

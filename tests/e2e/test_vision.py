@@ -31,7 +31,7 @@ from transformers import AutoModelForImageTextToText
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
-from megagrpo.families.model import Model
+from megagrpo.models.folder import Model
 from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.engine_choice import Engines
 from megagrpo.rollout.generation import (

@@ -17,9 +17,9 @@ from megagrpo.actor.host import (
     uses_transformer_engine,
     why_no_gpu,
 )
-from megagrpo.actor.megatron.fields import Kernels, context_rule
 from megagrpo.config.load import load_config
-from megagrpo.families.table import architecture_of
+from megagrpo.models.fields import Kernels, context_rule
+from megagrpo.models.table import architecture_of
 from megagrpo.tools.certify.tiny_model import hf_config
 from tests.experiments import QUICKSTART, layout_problems
 

@@ -7,7 +7,7 @@ import torch
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.algo.router_losses import balance_part, chosen_experts
 from megagrpo.config.schema import ActorConfig
-from megagrpo.families.table import architecture_of
+from megagrpo.models.table import architecture_of
 from megagrpo.tools.certify.tiny_model import hf_config
 from tests.experiments import layout_problems
 

@@ -12,7 +12,7 @@ from megagrpo.check import loading
 from megagrpo.check.loading import LoadingTest, try_loading
 from megagrpo.check.problems import preflight
 from megagrpo.data.rows import fingerprint, read_rows
-from megagrpo.families.model import Model
+from megagrpo.models.folder import Model
 from megagrpo.sandbox import sandbox
 from megagrpo.tools.explain import explain, known_problems
 from tests.experiments import ROOT, experiment

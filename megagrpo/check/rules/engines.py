@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megagrpo.check.rules.subject import Subject
 from megagrpo.config.fields import Rule
-from megagrpo.families.table import stored_otherwise
+from megagrpo.models.table import stored_otherwise
 
 _CHUNK = 2048  # SGLang's smallest default of chunked_prefill_size, tokens
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from megagrpo.actor.megatron.fields import expected_kernels
 from megagrpo.check.rules.subject import Subject
 from megagrpo.config.fields import Rule
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.models.fields import expected_kernels
 
 
 def longest_samples(config: ExperimentConfig) -> dict[str, int]:

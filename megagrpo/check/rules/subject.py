@@ -7,8 +7,8 @@ from pathlib import Path
 from megagrpo.config.fields import Rule
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.vocabulary import token_ids
-from megagrpo.families.architecture import Architecture, HfConfig
-from megagrpo.families.table import architecture_of, model_problems, read_description
+from megagrpo.models.architecture import Architecture, HfConfig
+from megagrpo.models.table import architecture_of, model_problems, read_description
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from megagrpo.check.rules.subject import Subject, tokenizer_folder
 from megagrpo.config.fields import Rule, named
 from megagrpo.data.hub import is_hub_name
 from megagrpo.data.vocabulary import different_tokens
-from megagrpo.families.table import read_description
+from megagrpo.models.table import read_description
 
 _SPARED = 7  # positions that SGLang 0.5.21 leaves free in a request that it only reads
 

@@ -5,12 +5,12 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
 
-from megagrpo.actor.megatron.fields import context_rule, expected_kernels
 from megagrpo.check.rules.subject import Subject
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.fields import Rule, complaints
-from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import FAMILIES
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.fields import context_rule, expected_kernels
+from megagrpo.models.table import FAMILIES
 
 
 def trainer_layout_rules(subject: Subject) -> Iterator[Rule]:

@@ -13,7 +13,7 @@ from megagrpo.check.reading import read_experiment
 from megagrpo.cluster.machine import visible_gpus
 from megagrpo.config.load import Plain, plain_yaml
 from megagrpo.data.hub import with_local_files
-from megagrpo.families.table import architecture_of, parameter_counts
+from megagrpo.models.table import architecture_of, parameter_counts
 from megagrpo.system.arguments import positive
 from megagrpo.system.progress import Progress
 from megagrpo.system.run_folder import write_whole

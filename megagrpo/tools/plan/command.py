@@ -11,7 +11,7 @@ from megagrpo.check.rules.placement import engine_ranks, occupied_gpus, placemen
 from megagrpo.check.rules.subject import Nodes, Subject, broken
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.table import parameter_counts
+from megagrpo.models.table import parameter_counts
 from megagrpo.system.arguments import positive
 from megagrpo.system.progress import Progress
 from megagrpo.tools.plan.fitting import teachers_memory, teachers_misfits, with_model

@@ -13,8 +13,8 @@ from megagrpo.check.rules.lengths import longest_samples
 from megagrpo.check.rules.placement import needs_gpus
 from megagrpo.check.rules.subject import model_description
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
-from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import (
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.table import (
     architecture_of,
     model_problems,
     parameter_counts,
