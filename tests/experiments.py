@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from megagrpo.check.rules.subject import Nodes, Subject, broken
 from megagrpo.check.rules.table import as_read
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.fields import KeyPath
+from megagrpo.config.load import load_config
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture
@@ -40,6 +41,13 @@ def judged(config: ExperimentConfig) -> ExperimentConfig:
     if wrong := [text for _, text in as_read(config)]:
         raise ValueError("\n".join(wrong))
     return config
+
+
+def read_experiment(path: str | Path, overrides: Sequence[str] = (), **options) -> ExperimentConfig:
+    """An experiment as commands read it. options: of load_config."""
+    judge = options.pop("judge", lambda config: ())
+    both = lambda config: [*as_read(config), *judge(config)]  # noqa: E731
+    return load_config(path, overrides, judge=both, **options)
 
 
 def layout_problems(arch: Architecture, actor: ActorConfig) -> list[str]:

@@ -1,25 +1,65 @@
 """Finds every problem of an experiment that is known before a start. Loads no torch."""
 
-from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from megagrpo.check.rules.subject import Nodes, Subject, broken, model_description
-from megagrpo.check.rules.table import OF_MODEL, OF_START
+from megagrpo.check.rules.engine_layout import engine_layout_rules
+from megagrpo.check.rules.engines import loading_rules
+from megagrpo.check.rules.inputs import (
+    checkpoint_rules,
+    file_rules,
+    function_rules,
+    model_rules,
+    row_rules,
+)
+from megagrpo.check.rules.lengths import length_rules, sparse_rules, token_rules
+from megagrpo.check.rules.placement import placement_rules
+from megagrpo.check.rules.subject import (
+    Nodes,
+    RulesOf,
+    Subject,
+    broken,
+    model_description,
+    tokenizer_folder,
+)
+from megagrpo.check.rules.teachers import teacher_model_rules
 from megagrpo.check.rules.trainer_layout import trainer_layout_rules
 from megagrpo.checkpoint.folder import latest, step_of
-from megagrpo.config.fields import Rule
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.vocabulary import token_ids
 from megagrpo.models.architecture import Architecture, HfConfig
 from megagrpo.models.folder import Model
 from megagrpo.models.table import architecture_of
 from megagrpo.monitor.record import read_metrics
 
+OF_MODEL: tuple[RulesOf, ...] = (
+    model_rules,
+    trainer_layout_rules,
+    engine_layout_rules,
+    loading_rules,
+    length_rules,
+    sparse_rules,
+    token_rules,
+)
+OF_START: tuple[RulesOf, ...] = (
+    file_rules,
+    row_rules,
+    function_rules,
+    checkpoint_rules,
+    placement_rules,
+    *OF_MODEL,
+    teacher_model_rules,
+)
+
 
 def preflight(config: ExperimentConfig, nodes: Nodes | None = None) -> list[str]:
     """Returns every problem: missing files, broken lines, unknown functions, ranks that have no
     place on the nodes, a model that the layout cannot cut."""
-    subject = Subject.read(config, nodes)
-    return _judged(subject, (*OF_START, *OF_MODEL))
+    description = model_description(config)
+    # none without tokenizer.json: load_tokenizer checks after loading
+    ids = {} if description is None else token_ids(tokenizer_folder(config))
+    largest = max(ids.values(), default=None)
+    subject = Subject.of(config, description, largest, nodes or Nodes())
+    return [text for rules in OF_START for text in broken(rules(subject))]
 
 
 def check_against_model(
@@ -27,11 +67,8 @@ def check_against_model(
 ) -> list[str]:
     """Returns every clash between the experiment and the model's own config.json, each with its
     numbers."""
-    return _judged(Subject.described(config, hf, largest_token_id), OF_MODEL)
-
-
-def _judged(subject: Subject, table: Iterable[Callable[[Subject], Iterable[Rule]]]) -> list[str]:
-    return [text for rules in table for text in broken(rules(subject))]
+    subject = Subject.of(config, hf, largest_token_id)
+    return [text for rules in OF_MODEL for text in broken(rules(subject))]
 
 
 def layout_problems(arch: Architecture, config: ExperimentConfig) -> list[str]:

@@ -8,12 +8,11 @@ import pytest
 
 from megagrpo import cli
 from megagrpo.check import libraries
-from megagrpo.check.reading import read_experiment
 from megagrpo.config.fields import Section, members, sections
 from megagrpo.config.load import ConfigError
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.explain import explain
-from tests.experiments import QUICKSTART, ROOT, experiment, python
+from tests.experiments import QUICKSTART, ROOT, experiment, python, read_experiment
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megagrpo.check.reading import read_experiment
 from megagrpo.config.fields import all_paths, annotations_at, members, sections
 from megagrpo.config.load import ConfigError, dump_config
 from megagrpo.config.schema import ExperimentConfig
+from tests.experiments import read_experiment
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megagrpo.check.reading import read_experiment
 from megagrpo.cli import main
 from megagrpo.config.fields import all_paths, annotations_at
 from megagrpo.config.load import ConfigError
@@ -15,6 +14,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.convert.command import translate
 from megagrpo.tools.convert.foreign import FRAMEWORKS, defaults, entries, find
 from megagrpo.tools.convert.source import read_source
+from tests.experiments import read_experiment
 
 pytestmark = pytest.mark.verifies(
     "algorithms",

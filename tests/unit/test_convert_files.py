@@ -3,11 +3,11 @@
 import pytest
 import yaml
 
-from megagrpo.check.reading import read_experiment
 from megagrpo.cli import main
 from megagrpo.config.load import ConfigError
 from megagrpo.tools.convert.command import draft_of, translate
 from megagrpo.tools.convert.source import Source, overrides
+from tests.experiments import read_experiment
 from tests.unit.test_convert import ROLL, lost, source
 
 

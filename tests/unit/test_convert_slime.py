@@ -6,13 +6,13 @@ import pytest
 import yaml
 
 from megagrpo.check.problems import preflight
-from megagrpo.check.reading import read_experiment
 from megagrpo.cli import main
 from megagrpo.config.load import ConfigError
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.convert.command import draft_of, translate
 from megagrpo.tools.convert.shell import trainer_command
 from megagrpo.tools.convert.source import Source, options
+from tests.experiments import read_experiment
 from tests.unit.test_convert import lost, source
 
 SCRIPT = """#!/bin/bash

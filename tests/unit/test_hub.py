@@ -8,11 +8,10 @@ import pytest
 from huggingface_hub import constants
 
 from megagrpo import cli
-from megagrpo.check.reading import read_experiment
 from megagrpo.config.load import ConfigError
 from megagrpo.data.hub import is_hub_name, with_local_files
 from megagrpo.system.environment import child_environment
-from tests.experiments import experiment, python
+from tests.experiments import experiment, python, read_experiment
 from tests.hub import SHA, cached, serving
 
 CARD = """---

@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 import pytest
 
 from megagrpo.check import libraries
-from megagrpo.check.reading import read_experiment
 from megagrpo.check.rules.subject import model_description
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.fields import annotations_at
@@ -28,7 +27,7 @@ from megagrpo.models.table import architecture_of
 from megagrpo.system.environment import child_environment
 from megagrpo.tools.explain import settings_report
 from megagrpo.tools.plan.layer_costs import optimizer_bytes
-from tests.experiments import QUICKSTART, ROOT, experiment, python
+from tests.experiments import QUICKSTART, ROOT, experiment, python, read_experiment
 from tests.unit.test_examples import CONFIGS, LAPTOP, MODELS, described
 
 CPU = Kernels(cuda=False, transformer_engine=False, fused_weight_gradient=False)

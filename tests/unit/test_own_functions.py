@@ -12,10 +12,9 @@ from megagrpo.algo.dynamic_sampling import select_groups
 from megagrpo.algo.policy_loss import PolicyInputs, token_loss
 from megagrpo.algo.statistics import alone
 from megagrpo.check.problems import preflight
-from megagrpo.check.reading import read_experiment
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.load import ConfigError, dump_config
-from tests.experiments import experiment
+from tests.experiments import experiment, read_experiment
 from tests.unit.algo_inputs import batch_of, with_advantages
 
 OWN = Path(__file__).parents[1] / "own_algorithm.py"

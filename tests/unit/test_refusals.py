@@ -5,9 +5,8 @@ import re
 
 import pytest
 
-from megagrpo.check.reading import read_experiment
 from megagrpo.config.load import ConfigError
-from tests.experiments import ROOT
+from tests.experiments import ROOT, read_experiment
 
 COLOCATED = ["rollout.colocate=true", "weights.transport=ipc"]
 FP8 = ["rollout.quantization=fp8", "rollout.dtype=bfloat16"]

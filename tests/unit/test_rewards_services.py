@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 from hostile_services import SERVICES, serving
 
-from megagrpo.check.reading import read_experiment
 from megagrpo.config.load import ConfigError, dump_config
 from megagrpo.config.schema import RewardConfig
 from megagrpo.rewards.graders.judge import render
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.types import Prompt
-from tests.experiments import experiment
+from tests.experiments import experiment, read_experiment
 
 TEMPLATE = "Question: {prompt}\nReference: {answer}\nResponse: {response}\nWrite 'Score: N'."
 

@@ -11,7 +11,6 @@ from fake_service import FakeService, running
 from sampling import experiment, prompt_set, source_of
 
 from megagrpo.check.problems import preflight
-from megagrpo.check.reading import read_experiment
 from megagrpo.check.rules.placement import occupied_gpus, place
 from megagrpo.check.rules.subject import Nodes
 from megagrpo.checkpoint.groups import read_groups, write_groups
@@ -29,7 +28,7 @@ from megagrpo.rollout.service.engine_command import ServerPlace, engine_environm
 from megagrpo.rollout.teachers import mixture
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import EngineInfo, Prompt, TeacherScores
-from tests.experiments import placement_problems
+from tests.experiments import placement_problems, read_experiment
 
 URL = "http://somewhere:30000"
 TWO = {"math": {"path": "m1"}, "code": {"path": "m2"}}

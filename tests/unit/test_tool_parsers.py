@@ -18,7 +18,6 @@ from examples.laptop.model import character_tokenizer
 from megagrpo.algo.statistics import alone
 from megagrpo.check import loading
 from megagrpo.check.loading import LoadingTest
-from megagrpo.check.reading import read_experiment
 from megagrpo.config.data import DataConfig
 from megagrpo.config.load import ConfigError
 from megagrpo.config.rollout import AgentConfig
@@ -31,7 +30,7 @@ from megagrpo.rollout.agents.parsers import TurnParsers
 from megagrpo.rollout.agents.programs import Programs
 from megagrpo.rollout.generation import GenerationFailed
 from megagrpo.rollout.service.engine_command import environment_without_gpu
-from tests.experiments import ROOT, experiment, until
+from tests.experiments import ROOT, experiment, read_experiment, until
 from tests.unit.test_conversation import USER, talk
 
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -137,17 +137,16 @@ def version_rules(subject: Subject) -> list[Rule]:
     ]
 
 
-def model_in_engine_rules(subject: Subject) -> list[Rule]:
+def loading_rules(subject: Subject) -> list[Rule]:
     """Rules between the model and how engines load and compute it."""
-    experiment = subject.experiment
-    rollout = experiment.rollout
-    if subject.arch is None:
+    rollout, device = subject.experiment.rollout, subject.experiment.actor.device
+    if subject.arch is None or subject.description is None:
         return []
     experts = rollout.dtype == "float32" and not rollout.deterministic
-    stored = stored_otherwise(subject.description or {})
+    stored = stored_otherwise(subject.description)
     return [
         Rule(
-            rollout.ep > 1 and experts and experiment.actor.device == "cuda",
+            rollout.ep > 1 and experts and device == "cuda",
             f"rollout.ep = {rollout.ep} with rollout.dtype float32 on GPUs: torch's experts, the "
             "only ones in float32, do not skip those of other ranks",
             "set ep 1 or bfloat16",

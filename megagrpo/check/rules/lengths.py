@@ -53,6 +53,12 @@ def sparse_rules(subject: Subject) -> Iterator[Rule]:
         "set that",
     )
     yield Rule(
+        config.rollout.load_format == "model" and not kernels.cuda,
+        "rollout.load_format = model, but without a GPU engines start from another description of "
+        "a model with sparse attention, without its files",
+        "use dummy, the first publish fills them",
+    )
+    yield Rule(
         longest > topk and not kernels.cuda,
         f"data: {sparse}, which engines on a CPU cannot compute: let max_prompt_tokens and "
         f"max_response_tokens be at most {topk} together, or run on GPUs (actor.dtype: bfloat16)",

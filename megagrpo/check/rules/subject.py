@@ -1,12 +1,11 @@
 """What rules judge: an experiment with the model and the nodes that it is for. Loads no torch."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from megagrpo.config.fields import Rule
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.data.vocabulary import token_ids
 from megagrpo.models.architecture import Architecture, HfConfig
 from megagrpo.models.table import architecture_of, model_problems, read_description
 
@@ -30,32 +29,25 @@ class Subject:
     nodes: Nodes = Nodes()
     description: HfConfig | None = None  # the model's config.json, if it is there
     arch: Architecture | None = None  # of a description that a family reads
-    largest_token_id: int | None = None  # of the tokenizer; None without tokenizer.json
+    largest_token_id: int | None = None  # of the tokenizer
 
     @classmethod
-    def read(cls, experiment: ExperimentConfig, nodes: Nodes | None = None) -> "Subject":
-        """Reads the model's config.json and the tokenizer's ids. Raises ValueError for a
-        config.json that is not JSON."""
-        nodes = nodes or Nodes()
-        description = model_description(experiment)
-        if description is None:
-            return cls(experiment, nodes)
-        largest = max(token_ids(tokenizer_folder(experiment)).values(), default=None)
-        return cls.described(experiment, description, largest, nodes)
-
-    @classmethod
-    def described(
+    def of(
         cls,
         experiment: ExperimentConfig,
-        description: HfConfig,
+        description: HfConfig | None,
         largest_token_id: int | None = None,
         nodes: Nodes = Nodes(),  # frozen
     ) -> "Subject":
-        """Returns an experiment with the config.json of its model."""
+        """Returns an experiment with the model that a config.json describes."""
         draft = experiment.actor.has_draft
-        readable = not model_problems(description, draft)
-        arch = architecture_of(description, draft) if readable else None
+        arch = None
+        if description is not None and not model_problems(description, draft):
+            arch = architecture_of(description, draft)
         return cls(experiment, nodes, description, arch, largest_token_id)
+
+
+RulesOf = Callable[[Subject], Iterable[Rule]]
 
 
 def broken(rules: Iterable[Rule]) -> list[str]:

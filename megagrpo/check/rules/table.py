@@ -1,34 +1,18 @@
-"""All rules, by the moment at which they are judged."""
+"""The rules of the experiment alone, which are judged as its file is read. Those with the model, files
+and nodes are judged before a start: check/problems.py has their table."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
-from megagrpo.check.rules.engine_layout import engine_layout_rules
-from megagrpo.check.rules.engines import (
-    format_rules,
-    model_in_engine_rules,
-    replay_rules,
-    version_rules,
-)
-from megagrpo.check.rules.inputs import (
-    checkpoint_rules,
-    file_rules,
-    function_rules,
-    model_rules,
-    row_rules,
-)
-from megagrpo.check.rules.lengths import length_rules, sparse_rules, token_rules
+from megagrpo.check.rules.engines import format_rules, replay_rules, version_rules
 from megagrpo.check.rules.objective import objective_rules, pass_rules, stream_rules
-from megagrpo.check.rules.placement import placement_rules
 from megagrpo.check.rules.rewards import environment_rules, grader_rules
 from megagrpo.check.rules.settings import setting_rules
-from megagrpo.check.rules.subject import Subject
-from megagrpo.check.rules.teachers import teacher_model_rules, teacher_rules
-from megagrpo.check.rules.trainer_layout import trainer_layout_rules
-from megagrpo.config.fields import KeyPath, Rule
+from megagrpo.check.rules.subject import RulesOf, Subject
+from megagrpo.check.rules.teachers import teacher_rules
+from megagrpo.config.fields import KeyPath
 from megagrpo.config.schema import ExperimentConfig
 
-# of the experiment alone: as its file is read
-AS_READ: tuple[Callable[[Subject], Iterable[Rule]], ...] = (
+AS_READ: tuple[RulesOf, ...] = (
     environment_rules,
     format_rules,
     version_rules,
@@ -39,25 +23,6 @@ AS_READ: tuple[Callable[[Subject], Iterable[Rule]], ...] = (
     stream_rules,
     teacher_rules,
     setting_rules,
-)
-# with the model's config.json: before anything starts, as the next ones
-OF_MODEL: tuple[Callable[[Subject], Iterable[Rule]], ...] = (
-    model_rules,
-    trainer_layout_rules,
-    engine_layout_rules,
-    model_in_engine_rules,
-    length_rules,
-    sparse_rules,
-    token_rules,
-)
-# with files and nodes
-OF_START: tuple[Callable[[Subject], Iterable[Rule]], ...] = (
-    file_rules,
-    row_rules,
-    function_rules,
-    checkpoint_rules,
-    placement_rules,
-    teacher_model_rules,
 )
 
 

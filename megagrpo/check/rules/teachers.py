@@ -94,7 +94,7 @@ def teacher_model_rules(subject: Subject) -> Iterator[Rule]:
             yield Rule(True, f"{key} holds no config.json, so it is no Hugging Face model folder")
             continue
         hf = read_description(folder / "config.json")
-        theirs = Subject.described(config.of_teacher(name), hf)
+        theirs = Subject.of(config.of_teacher(name), hf)
         for rule in engine_layout_rules(theirs):
             yield replace(rule, because=rule.because.replace("rollout.", f"teachers.{name}.", 1))
         yield from _lengths(theirs, key, longest_samples(config)["data"])

@@ -9,9 +9,9 @@ import yaml
 from megagrpo.check.hardware import usable_bytes
 from megagrpo.check.loading import try_loading
 from megagrpo.check.problems import describe_model
-from megagrpo.check.reading import read_experiment
+from megagrpo.check.rules.table import as_read
 from megagrpo.cluster.machine import visible_gpus
-from megagrpo.config.load import Plain, plain_yaml
+from megagrpo.config.load import Plain, load_config, plain_yaml
 from megagrpo.data.hub import with_local_files
 from megagrpo.models.table import architecture_of, parameter_counts
 from megagrpo.system.arguments import positive
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             draft.add("rollout", {"num_engines": 1}, "for GPUs: megagrpo init ... --gpus 8")
         write_whole(output, _text(draft))
         progress.enter("checks it")
-        config, _ = with_local_files(read_experiment(output), weights="")
+        config, _ = with_local_files(load_config(output, judge=as_read), weights="")
         found = known_problems(config, try_loading(config))
     print(output.read_text(encoding="utf-8"))
     print("\n".join(found) or f"no problems found; `megagrpo check {output}` explains it")
