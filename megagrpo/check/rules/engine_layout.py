@@ -78,14 +78,11 @@ def engine_layout_rules(subject: Subject) -> Iterator[Rule]:
         "shows that a publish reaches states on the host",
         "remove it",
     )
-    refusal = FAMILIES[arch.family].FP8_REFUSAL
-    yield Rule(
-        rollout.quantization and refusal,
-        f"rollout.quantization {rollout.quantization}: {refusal}",
-        "remove it",
-    )
-    if rollout.quantization and not refusal and not broken(cuts):
-        yield _fp8_cuts(rollout, arch)
+    fp8 = rollout.quantization
+    if refusal := FAMILIES[arch.family].FP8_REFUSAL:
+        yield Rule(fp8, f"rollout.quantization {fp8}: {refusal}", "remove it")
+    elif fp8 and not broken(cuts) and (odd := _odd_parts(arch, server_of(rollout))):
+        yield _fp8_cuts(rollout, arch, odd)
 
 
 def _cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[Rule]:
@@ -109,7 +106,8 @@ def _cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[Rule]:
         (f"ep = {ep}", ep, "num_experts", arch.num_experts),
         (cut, tp, "linear_num_key_heads", key_heads),
     ):
-        yield divides(f"rollout.{key}", by, what, number)
+        if number:
+            yield divides(f"rollout.{key}", by, what, number)
     yield Rule(
         arch.mla is None and kv_heads % tp and tp % kv_heads,
         f"rollout.tp = {tp} is neither a divisor nor a multiple of the model's "
@@ -122,17 +120,16 @@ def _cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[Rule]:
     )
 
 
-def _fp8_cuts(rollout: RolloutConfig, arch: Architecture) -> Rule:
-    """Returns the rule that every part of a matrix is a whole number of blocks."""
+def _fp8_cuts(rollout: RolloutConfig, arch: Architecture, odd: dict[str, float]) -> Rule:
+    """Returns the rule that every part of a matrix is a whole number of blocks, which some are not."""
     server = server_of(rollout)
-    odd = _odd_parts(arch, server)
 
     def fits(tp: int) -> bool:
         ep = server.ep if tp % server.ep == 0 else tp
         changed = rollout.model_copy(update={"tp": tp, "ep": ep})
         return not broken(_cuts(changed, arch)) and not _odd_parts(arch, server_of(changed))
 
-    may = [str(tp) for tp in _TRIED if odd and fits(tp)]
+    may = [str(tp) for tp in _TRIED if fits(tp)]
     wholes = {"shared expert": "moe_a2a_backend: deepep"}
     if server.attention_tp < server.tp:
         wholes["MLP"] = "moe_dense_tp_size: 1"
@@ -140,7 +137,7 @@ def _fp8_cuts(rollout: RolloutConfig, arch: Architecture) -> Rule:
         settings = ", ".join(wholes[name] for name in odd)
         may.append(f"the same with rollout.sglang: {{{settings}}}")
     return Rule(
-        odd,
+        True,
         "rollout.quantization fp8: SGLang cuts matrices into blocks of "
         f"{' x '.join(map(str, FP8_BLOCK))}, and with rollout.tp = {server.tp}, ep = {server.ep} "
         f"parts are left over: {', '.join(f'{name} {size:g}' for name, size in odd.items())}",

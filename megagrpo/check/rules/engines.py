@@ -137,24 +137,22 @@ def version_rules(subject: Subject) -> list[Rule]:
     ]
 
 
-def loading_rules(subject: Subject) -> list[Rule]:
-    """Rules between the model and how engines load and compute it."""
+def loading_rules(subject: Subject) -> Iterator[Rule]:
+    """Yields the rules between the model and how engines load and compute it."""
     rollout, device = subject.experiment.rollout, subject.experiment.actor.device
     if subject.arch is None or subject.description is None:
-        return []
+        return
     experts = rollout.dtype == "float32" and not rollout.deterministic
-    stored = stored_otherwise(subject.description)
-    return [
-        Rule(
-            rollout.ep > 1 and experts and device == "cuda",
-            f"rollout.ep = {rollout.ep} with rollout.dtype float32 on GPUs: torch's experts, the "
-            "only ones in float32, do not skip those of other ranks",
-            "set ep 1 or bfloat16",
-        ),
-        Rule(
-            rollout.load_format != "dummy" and stored,
+    yield Rule(
+        rollout.ep > 1 and experts and device == "cuda",
+        f"rollout.ep = {rollout.ep} with rollout.dtype float32 on GPUs: torch's experts, the only "
+        "ones in float32, do not skip those of other ranks",
+        "set ep 1 or bfloat16",
+    )
+    if stored := stored_otherwise(subject.description):
+        yield Rule(
+            rollout.load_format != "dummy",
             f"rollout.load_format = {rollout.load_format}, but the model is stored {stored}: "
             "engines run it in bfloat16, as it is trained, and do not read its files",
             "use dummy, the first publish fills them",
-        ),
-    ]
+        )

@@ -59,11 +59,11 @@ def file_rules(subject: Subject) -> Iterator[Rule]:
         "folder",
     )
     agent = config.sampling.agent
-    program = agent.command[0] if agent is not None and agent.command else ""
-    yield Rule(
-        program and shutil.which(program) is None,
-        f"sampling.agent.command: {program} is no program that this machine has",
-    )
+    for program in agent.command[:1] if agent is not None else ():
+        yield Rule(
+            shutil.which(program) is None,
+            f"sampling.agent.command: {program} is no program that this machine has",
+        )
     spec = find_spec("wandb")
     yield Rule(
         # without an origin it is a folder of that name in the working directory
@@ -95,12 +95,12 @@ def checkpoint_rules(subject: Subject) -> Iterator[Rule]:
     layout, and about the place of its own."""
     config = subject.experiment
     root, load = config.run_folder.checkpoints, config.checkpoint.load
-    problem = place_problem(root, config.checkpoint.dir)
-    yield Rule(problem, problem or "")
+    if problem := place_problem(root, config.checkpoint.dir):
+        yield Rule(True, problem)
     source = latest(root) or (Path(load) if load else None)
     with suppress(OSError, ValueError):  # of a damaged checkpoint, whose load gives the reason
-        problem = source and layout_problem(source, config.actor.layout)
-        yield Rule(problem, f"actor: {problem}")
+        if source is not None and (problem := layout_problem(source, config.actor.layout)):
+            yield Rule(True, f"actor: {problem}")
 
 
 def row_rules(subject: Subject) -> Iterator[Rule]:

@@ -105,10 +105,9 @@ def teacher_model_rules(subject: Subject) -> Iterator[Rule]:
             vocabulary is not None and largest >= vocabulary,
             f"{key} has {vocabulary} embeddings (vocab_size), but {tokenizer} token id {largest}",
         )
-        problem = tokenizer.is_dir() and different_tokens(folder, tokenizer)
-        yield Rule(
-            problem, f"{key} {problem}", "distillation needs the same ids for the same tokens"
-        )
+        if tokenizer.is_dir() and (problem := different_tokens(folder, tokenizer)):
+            remedy = "distillation needs the same ids for the same tokens"
+            yield Rule(True, f"{key} {problem}", remedy)
 
 
 def _lengths(theirs: Subject, key: str, longest: int) -> Iterator[Rule]:

@@ -48,7 +48,8 @@ def _sizes(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
         ("intermediate_size", arch.ffn_size if has_mlp else 0, "tp", p.tp),
     ]
     for what, number, key, by in sizes:
-        yield divides(f"actor.parallel.{key} = {by}", by, what, number)
+        if number:
+            yield divides(f"actor.parallel.{key} = {by}", by, what, number)
 
 
 def _stages(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
@@ -79,12 +80,9 @@ def _routers(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
             f"actor.{key}: a {arch.family} model has no experts to route to",
             "remove it",
         )
-    refusal = FAMILIES[arch.family].ROUTING_REFUSAL
-    yield Rule(
-        actor.routing_replay == "rollout" and refusal,
-        f"actor.routing_replay: {refusal}",
-        "take old, or remove it",
-    )
+    if refusal := FAMILIES[arch.family].ROUTING_REFUSAL:
+        replayed = actor.routing_replay == "rollout"
+        yield Rule(replayed, f"actor.routing_replay: {refusal}", "take old, or remove it")
 
 
 def _adapters(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
