@@ -11,7 +11,7 @@ from typing import Annotated, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from megagrpo.check.problems import OF_START
+from megagrpo.check.problems import BEFORE_START
 from megagrpo.check.rules.settings import VALUES
 from megagrpo.check.rules.subject import Nodes, Subject
 from megagrpo.check.rules.table import AS_READ
@@ -304,7 +304,7 @@ def rules() -> str:
 
 def _joining_rules(subjects: list[Subject]) -> Iterator[str]:
     """Yields the lines about all other rules, each once of those that differ in numbers and names."""
-    moments = {"as it is read": AS_READ, "before a start": OF_START}
+    moments = {"as it is read": AS_READ, "before a start": BEFORE_START}
     names: dict[str, dict[str, str]] = {}  # subject -> shape of a text -> text
     for moment, table in moments.items():
         for function in table:

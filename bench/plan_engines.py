@@ -9,7 +9,7 @@ closed forms, nothing runs. Writes bench/results/plan_engines.{json,md}.
 
 from common import ROOT, provenance, write_results
 
-from megagrpo.check.rules.engine_layout import engine_layout_rules
+from megagrpo.check.rules import engine_layout
 from megagrpo.check.rules.subject import Subject, broken
 from megagrpo.config.load import load_config
 from megagrpo.models.folder import Model
@@ -54,7 +54,7 @@ def main() -> None:
             rollout = config.rollout
             engines = f"{rollout.num_engines} x tp {rollout.tp}, {label}"
             arch = Model.of(config).arch
-            if broken(engine_layout_rules(Subject(config, arch=arch))):
+            if broken(engine_layout.before_start(Subject(config, arch=arch))):
                 lines.append([name, engines, "", "", "", "SGLang cannot cut it", ""])
                 continue
             plan = plan_step(config, target_of(config))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from megagrpo import __version__
-from megagrpo.check.rules.table import as_read
+from megagrpo.check.rules.table import broken_as_read
 from megagrpo.cluster.machine import run, train_ranks
 from megagrpo.cluster.nodes import Node, run_node, serve_node, train_node
 from megagrpo.config.load import load_config
@@ -193,14 +193,14 @@ def _load(args: argparse.Namespace) -> ExperimentConfig:
         weights=_WEIGHTS.get(args.command, "model") if starts else "",
         cached_only=under_torchrun(),  # the process that started the ranks has fetched it
     )
-    load = partial(load_config, args.config, args.overrides, judge=as_read, fetch=fetch)
+    load = partial(load_config, args.config, args.overrides, judge=broken_as_read, fetch=fetch)
     if args.command == "check":
         return load(later=import_module(_TOOLS["check"].module).later_problems)
     if args.command != "train" or under_torchrun():
         return load()
     from megagrpo.check.libraries import library_problems
 
-    return load(judge=lambda config: [*as_read(config), *library_problems(config)])
+    return load(judge=lambda config: [*broken_as_read(config), *library_problems(config)])
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

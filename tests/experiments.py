@@ -11,11 +11,9 @@ from typing import TypeVar
 import psutil
 
 from megagrpo.check import problems
-from megagrpo.check.rules.engine_layout import engine_layout_rules
-from megagrpo.check.rules.placement import placement_rules
-from megagrpo.check.rules.settings import setting_rules
+from megagrpo.check.rules import engine_layout, placement, settings
 from megagrpo.check.rules.subject import Nodes, Subject, broken
-from megagrpo.check.rules.table import as_read
+from megagrpo.check.rules.table import broken_as_read
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.fields import KeyPath
 from megagrpo.config.load import load_config
@@ -38,7 +36,7 @@ def experiment(**sections) -> ExperimentConfig:
 
 def judged(config: ExperimentConfig) -> ExperimentConfig:
     """The experiment; ValueError with the rules that it breaks."""
-    if wrong := [text for _, text in as_read(config)]:
+    if wrong := [text for _, text in broken_as_read(config)]:
         raise ValueError("\n".join(wrong))
     return config
 
@@ -46,7 +44,7 @@ def judged(config: ExperimentConfig) -> ExperimentConfig:
 def read_experiment(path: str | Path, overrides: Sequence[str] = (), **options) -> ExperimentConfig:
     """An experiment as commands read it. options: of load_config."""
     judge = options.pop("judge", lambda config: ())
-    both = lambda config: [*as_read(config), *judge(config)]  # noqa: E731
+    both = lambda config: [*broken_as_read(config), *judge(config)]  # noqa: E731
     return load_config(path, overrides, judge=both, **options)
 
 
@@ -58,18 +56,18 @@ def layout_problems(arch: Architecture, actor: ActorConfig) -> list[str]:
 def engine_layout_problems(rollout: RolloutConfig, arch: Architecture) -> list[str]:
     """Why an engine's ranks cannot cut the model."""
     config = experiment().model_copy(update={"rollout": rollout})
-    return broken(engine_layout_rules(Subject(config, arch=arch)))
+    return broken(engine_layout.before_start(Subject(config, arch=arch)))
 
 
 def placement_problems(config: ExperimentConfig, nodes: Nodes | None = None) -> list[str]:
     """Why the ranks have no place on the nodes."""
-    return broken(placement_rules(Subject(config, nodes or Nodes())))
+    return broken(placement.before_start(Subject(config, nodes or Nodes())))
 
 
 def setting_problems(actor: ActorConfig, rollout: RolloutConfig) -> list[tuple[KeyPath, str]]:
     """The settings of libraries that are refused."""
     config = experiment().model_copy(update={"actor": actor, "rollout": rollout})
-    return [(rule.key, rule.text) for rule in setting_rules(Subject(config)) if rule.when]
+    return [(rule.key, rule.text) for rule in settings.as_read(Subject(config)) if rule.when]
 
 
 def python(*words: str | Path, env: Mapping[str, str] | None = None, **options) -> str:

@@ -17,7 +17,7 @@ from megagrpo.check.hardware import Hardware, hardware_of
 from megagrpo.check.problems import describe_model
 from megagrpo.check.rules.placement import needs_gpus
 from megagrpo.check.rules.subject import model_folder
-from megagrpo.check.rules.table import as_read
+from megagrpo.check.rules.table import broken_as_read
 from megagrpo.config.fields import KeyPath, LibrarySettings, broken_rules, complaints
 from megagrpo.config.libraries import SERVER, given_settings
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
@@ -47,7 +47,7 @@ def library_problems(
     """
     given = given_settings(config.actor, config.rollout)
     of_engines = given.pop(SERVER)
-    broken = [*broken_rules(config), *as_read(config)]
+    broken = [*broken_rules(config), *broken_as_read(config)]
     whole = everything and not broken
     description = _description(config) if whole else None
     experiment = None if description is None else [config.model_dump(mode="json"), description]

@@ -2,27 +2,21 @@
 
 from contextlib import suppress
 
-from megagrpo.check.rules.engine_layout import engine_layout_rules
-from megagrpo.check.rules.engines import loading_rules
-from megagrpo.check.rules.inputs import (
-    checkpoint_rules,
-    file_rules,
-    function_rules,
-    model_rules,
-    row_rules,
+from megagrpo.check.rules import (
+    engine_layout,
+    inputs,
+    model,
+    placement,
+    teachers,
+    trainer_layout,
 )
-from megagrpo.check.rules.lengths import length_rules, sparse_rules, token_rules
-from megagrpo.check.rules.placement import placement_rules
 from megagrpo.check.rules.subject import (
     Nodes,
-    RulesOf,
     Subject,
     broken,
     model_description,
     tokenizer_folder,
 )
-from megagrpo.check.rules.teachers import teacher_model_rules
-from megagrpo.check.rules.trainer_layout import trainer_layout_rules
 from megagrpo.checkpoint.folder import latest, step_of
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.vocabulary import token_ids
@@ -31,23 +25,12 @@ from megagrpo.models.folder import Model
 from megagrpo.models.table import architecture_of
 from megagrpo.monitor.record import read_metrics
 
-OF_MODEL: tuple[RulesOf, ...] = (
-    model_rules,
-    trainer_layout_rules,
-    engine_layout_rules,
-    loading_rules,
-    length_rules,
-    sparse_rules,
-    token_rules,
-)
-OF_START: tuple[RulesOf, ...] = (
-    file_rules,
-    row_rules,
-    function_rules,
-    checkpoint_rules,
-    placement_rules,
+OF_MODEL = (model.before_start, trainer_layout.before_start, engine_layout.before_start)
+BEFORE_START = (
+    inputs.before_start,
+    placement.before_start,
     *OF_MODEL,
-    teacher_model_rules,
+    teachers.before_start,
 )
 
 
@@ -59,7 +42,7 @@ def preflight(config: ExperimentConfig, nodes: Nodes | None = None) -> list[str]
     ids = {} if description is None else token_ids(tokenizer_folder(config))
     largest = max(ids.values(), default=None)
     subject = Subject.of(config, description, largest, nodes or Nodes())
-    return [text for rules in OF_START for text in broken(rules(subject))]
+    return [text for rules in BEFORE_START for text in broken(rules(subject))]
 
 
 def check_against_model(
@@ -73,16 +56,16 @@ def check_against_model(
 
 def layout_problems(arch: Architecture, config: ExperimentConfig) -> list[str]:
     """Returns why the trainers' layout cannot cut the model."""
-    return broken(trainer_layout_rules(Subject(config, arch=arch)))
+    return broken(trainer_layout.before_start(Subject(config, arch=arch)))
 
 
 def model_to_train(config: ExperimentConfig) -> Model:
     """Reads the experiment's model folder. Raises ValueError if it cannot be read, or not be cut
     over the trainers' ranks."""
-    model = Model.of(config)
-    if problems := layout_problems(model.arch, config):
+    found = Model.of(config)
+    if problems := layout_problems(found.arch, config):
         raise ValueError("the model does not fit the layout:\n  " + "\n  ".join(problems))
-    return model
+    return found
 
 
 def finished(config: ExperimentConfig) -> str:

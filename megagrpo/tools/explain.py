@@ -14,10 +14,10 @@ from megagrpo.check.hardware import gigabytes
 from megagrpo.check.libraries import library_problems
 from megagrpo.check.loading import LoadingTest, try_loading
 from megagrpo.check.problems import layout_problems, preflight
+from megagrpo.check.rules import placement
 from megagrpo.check.rules.inputs import is_made
-from megagrpo.check.rules.lengths import longest_samples
-from megagrpo.check.rules.placement import needs_gpus, occupied_gpus, place, placement_rules
-from megagrpo.check.rules.subject import Subject, broken, model_description
+from megagrpo.check.rules.placement import needs_gpus, occupied_gpus, place
+from megagrpo.check.rules.subject import Subject, broken, longest_samples, model_description
 from megagrpo.config.libraries import given_settings
 from megagrpo.config.load import located
 from megagrpo.config.schema import ExperimentConfig
@@ -248,7 +248,7 @@ def _layout(config: ExperimentConfig, everything: bool) -> list[str]:
         f"{p.vpp} virtual stages a rank" if p.vpp > 1 else "",
     ]
     lines = ["; ".join(filter(None, head))]
-    if broken(placement_rules(Subject(config))):
+    if broken(placement.before_start(Subject(config))):
         return lines
     found = place(config)
     shared = ", shared by engines" if r.colocate else ""

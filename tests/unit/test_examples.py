@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.check.problems import check_against_model
-from megagrpo.check.rules.lengths import longest_samples
-from megagrpo.check.rules.subject import model_description
+from megagrpo.check.rules.subject import longest_samples, model_description
 from megagrpo.cluster.submit import Request, misfits, nodes_of, submit
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig

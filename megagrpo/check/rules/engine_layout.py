@@ -65,7 +65,7 @@ def server_of(rollout: RolloutConfig, resolved: LibrarySettings | None = None) -
     )
 
 
-def engine_layout_rules(subject: Subject) -> Iterator[Rule]:
+def before_start(subject: Subject) -> Iterator[Rule]:
     """Yields the rules between the model and the ranks of an engine."""
     rollout, arch = subject.experiment.rollout, subject.arch
     if arch is None:

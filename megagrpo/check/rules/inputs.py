@@ -14,7 +14,6 @@ from megagrpo.config.schema import DataConfig, ExperimentConfig
 from megagrpo.data.curriculum import load_curriculum
 from megagrpo.data.hub import is_hub_name
 from megagrpo.data.rows import Row, read_rows, unknown_teachers
-from megagrpo.models.table import model_problems
 from megagrpo.rewards.graders.table import check_answer, check_grader, load_group_grader
 from megagrpo.rollout.agents.environments import load_environment
 from megagrpo.rollout.agents.program_worker import load_program
@@ -33,10 +32,15 @@ _OWNERS = {
 }
 
 
-def file_rules(subject: Subject) -> Iterator[Rule]:
+def before_start(subject: Subject) -> Iterator[Rule]:
+    """Yields what is missing or cannot be read."""
+    for rules in (_files, _rows, _functions, _checkpoints):
+        yield from rules(subject.experiment)
+
+
+def _files(config: ExperimentConfig) -> Iterator[Rule]:
     """Yields the rules that files are there; names on the Hub were judged as the experiment was
     read."""
-    config = subject.experiment
     wanted = [("model.path", config.model.path)]
     if config.model.tokenizer is not None:
         wanted.append(("model.tokenizer", config.model.tokenizer))
@@ -83,17 +87,9 @@ def hub_hint(path: str) -> str:
     return f"write {hub_name}, or fetch it: `hf download {hub_name} --local-dir {path}`"
 
 
-def model_rules(subject: Subject) -> Iterator[Rule]:
-    """Yields why no family reads the model."""
-    if subject.description is not None:
-        found = model_problems(subject.description, subject.experiment.actor.has_draft)
-        yield from (Rule(True, f"model.path: {text}") for text in found)
-
-
-def checkpoint_rules(subject: Subject) -> Iterator[Rule]:
+def _checkpoints(config: ExperimentConfig) -> Iterator[Rule]:
     """Yields the rules about the checkpoint that the run would start from, which must suit its
     layout, and about the place of its own."""
-    config = subject.experiment
     root, load = config.run_folder.checkpoints, config.checkpoint.load
     if problem := place_problem(root, config.checkpoint.dir):
         yield Rule(True, problem)
@@ -103,9 +99,8 @@ def checkpoint_rules(subject: Subject) -> Iterator[Rule]:
             yield Rule(True, f"actor: {problem}")
 
 
-def row_rules(subject: Subject) -> Iterator[Rule]:
+def _rows(config: ExperimentConfig) -> Iterator[Rule]:
     """Yields what is wrong with rows, by their locations."""
-    config = subject.experiment
     for data in config.data_sections.values():
         if all(Path(path).exists() for path in data.paths):
             problems: list[str] = []
@@ -174,9 +169,8 @@ def _unused_streams(config: ExperimentConfig, rows: Sequence[Row]) -> Iterator[s
             )
 
 
-def function_rules(subject: Subject) -> Iterator[Rule]:
+def _functions(config: ExperimentConfig) -> Iterator[Rule]:
     """Yields why functions of the user's cannot be loaded."""
-    config = subject.experiment
     reward, sampling, curriculum = config.reward, config.sampling, config.data.curriculum
     loads: list[Call] = [(load,) for load in config.algorithm.own_loaders]
     if curriculum is not None:

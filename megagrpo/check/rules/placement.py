@@ -35,12 +35,12 @@ class Placement:
 def place(config: ExperimentConfig, nodes: Nodes | None = None) -> Placement:
     """Places every rank. Raises ValueError with what has no place."""
     subject = Subject(config, nodes or Nodes())
-    if problems := broken(placement_rules(subject)):
+    if problems := broken(before_start(subject)):
         raise ValueError("\n".join(problems))
     return _Fit(subject).placement()
 
 
-def placement_rules(subject: Subject) -> Iterator[Rule]:
+def before_start(subject: Subject) -> Iterator[Rule]:
     """Yields the rules between the ranks and the nodes."""
     return _Fit(subject).rules()
 
@@ -120,41 +120,43 @@ class _Fit:
 
     def rules(self) -> Iterator[Rule]:
         """Yields the rules, up to the first one that leaves the ranks without a place."""
-        trainers = f"{self.world} trainer ranks (actor.world_size)"
-        and_teachers = ", with teachers'" if len(self.sizes) > 1 else ""
-        ranks = f"{self.engine_ranks} engine ranks (rollout.num_engines x tp{and_teachers})"
-        both = f"{trainers} and {ranks}"
-        colocate, needed = self.rollout.colocate, self.world + self.engine_ranks
-        divides = self.trainer_nodes > 0 and self.world % self.trainer_nodes == 0
-        per_node = "they do not divide"
-        if divides:
-            per_node = f"{self.world // self.trainer_nodes} ranks a node on {self.gpus} GPUs"
-        first = [
-            Rule(
-                colocate and self.engine_ranks > self.world,
-                f"rollout.colocate: {both}: each of these needs a trainer rank beside it",
-                "lower rollout.num_engines",
-            ),
-            Rule(
-                self.one_node and needed > self.gpus,
-                f"{both} need {needed} GPUs, and the node has {self.gpus}",
-                "lower them, or take more nodes",
-            ),
-            Rule(
-                not self.one_node and self.trainer_nodes not in self.fitting,
-                f"{self.trainer_nodes} trainer nodes: actor.world_size is {self.world}, {per_node}",
-                f"it may be {', '.join(map(str, self.fitting))}",
-            ),
-        ]
-        if (worst := next((rule for rule in first if rule.when), None)) or self.one_node:
-            yield from [worst] if worst else first
+        for rule in self._counts():
+            yield rule
+            if rule.when:
+                return
+        if self.one_node:
             return
-        yield from first
+        colocate = self.rollout.colocate
         yield from self._beside() if colocate else self._apart()
         yield Rule(
             (not colocate or self.trainer_nodes > 1) and self.rollout.host in LOOPBACK,
             f"rollout.host {self.rollout.host}: trainers on other nodes cannot reach it",
             "name the interface between nodes, as eth0",
+        )
+
+    def _counts(self) -> Iterator[Rule]:
+        and_teachers = ", with teachers'" if len(self.sizes) > 1 else ""
+        ranks = f"{self.engine_ranks} engine ranks (rollout.num_engines x tp{and_teachers})"
+        both = f"{self.world} trainer ranks (actor.world_size) and {ranks}"
+        yield Rule(
+            self.rollout.colocate and self.engine_ranks > self.world,
+            f"rollout.colocate: {both}: each of these needs a trainer rank beside it",
+            "lower rollout.num_engines",
+        )
+        needed = self.world + self.engine_ranks
+        yield Rule(
+            self.one_node and needed > self.gpus,
+            f"{both} need {needed} GPUs, and the node has {self.gpus}",
+            "lower them, or take more nodes",
+        )
+        nodes = self.trainer_nodes
+        per_node = "they do not divide"
+        if nodes > 0 and self.world % nodes == 0:
+            per_node = f"{self.world // nodes} ranks a node on {self.gpus} GPUs"
+        yield Rule(
+            not self.one_node and nodes not in self.fitting,
+            f"{nodes} trainer nodes: actor.world_size is {self.world}, {per_node}",
+            f"it may be {', '.join(map(str, self.fitting))}",
         )
 
     def _beside(self) -> Iterator[Rule]:

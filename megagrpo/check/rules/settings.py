@@ -52,7 +52,7 @@ _OF_ENGINE = (
 )
 
 
-def setting_rules(subject: Subject) -> Iterator[Rule]:
+def as_read(subject: Subject) -> Iterator[Rule]:
     """Yields the rules about settings of libraries, each with the key of the setting."""
     actor, rollout = subject.experiment.actor, subject.experiment.rollout
     given = given_settings(actor, rollout)

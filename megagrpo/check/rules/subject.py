@@ -1,6 +1,6 @@
 """What rules judge: an experiment with the model and the nodes that it is for. Loads no torch."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,9 +47,6 @@ class Subject:
         return cls(experiment, nodes, description, arch, largest_token_id)
 
 
-RulesOf = Callable[[Subject], Iterable[Rule]]
-
-
 def broken(rules: Iterable[Rule]) -> list[str]:
     """Returns the messages of the rules that are broken."""
     return [rule.text for rule in rules if rule.when]
@@ -74,3 +71,13 @@ def model_description(config: ExperimentConfig) -> dict[str, object] | None:
 def tokenizer_folder(config: ExperimentConfig) -> Path:
     """Returns the folder with the tokenizer of the trained model."""
     return Path(config.model.tokenizer or model_folder(config) or config.model.path)
+
+
+def longest_samples(config: ExperimentConfig) -> dict[str, int]:
+    """Returns the most tokens that one sample of each data section may have."""
+    response = config.sampling.max_response_tokens
+    out = {"data": config.data.max_prompt_tokens + response}
+    if config.eval is not None:
+        of_eval = config.eval.max_response_tokens or response
+        out["eval.data"] = config.data.max_prompt_tokens + of_eval
+    return out

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megagrpo.check.rules.engine_layout import engine_layout_rules
-from megagrpo.check.rules.lengths import longest_samples
-from megagrpo.check.rules.subject import Subject, tokenizer_folder
+from megagrpo.check.rules import engine_layout
+from megagrpo.check.rules.subject import Subject, longest_samples, tokenizer_folder
 from megagrpo.config.fields import Rule, named
 from megagrpo.data.hub import is_hub_name
 from megagrpo.data.vocabulary import different_tokens
@@ -17,8 +16,8 @@ from megagrpo.models.table import read_description
 _SPARED = 7  # positions that SGLang 0.5.21 leaves free in a request that it only reads
 
 
-def teacher_rules(subject: Subject) -> list[Rule]:
-    """Rules between `teachers` and the other sections."""
+def as_read(subject: Subject) -> Iterator[Rule]:
+    """Yields the rules between `teachers` and the other sections."""
     experiment = subject.experiment
     teachers = experiment.teachers
     distillation = experiment.algorithm.distillation
@@ -28,59 +27,57 @@ def teacher_rules(subject: Subject) -> list[Rule]:
     urls = [name for name, teacher in teachers.items() if teacher.url]
     odd = [name for name in teachers if not re.fullmatch("[a-z][a-z0-9_]*", name)]
     ids_given = experiment.scoring[1] == "student_topk"
-    return [
-        Rule(
-            odd,
-            f"teachers: {named(odd)}: names are part of metrics and of files",
-            "use lower-case letters, digits and _",
-        ),
-        Rule(
-            teachers and distillation is None,
-            "teachers without algorithm.distillation: nothing learns from their scores",
-            "add algorithm.distillation: {}, or remove teachers",
-        ),
-        Rule(
-            distillation is not None and not teachers,
-            "algorithm.distillation without teachers",
-            "add teachers: {NAME: {path: ...}}",
-        ),
-        Rule(
-            len(teachers) > 1 and keys is None,
-            f"teachers {named(teachers)}, and no data.teacher_key says which one a row has",
-            "name its column",
-        ),
-        Rule(
-            keys is not None and not teachers,
-            f"data.teacher_key {keys} without teachers",
-            "add them, or remove the key",
-        ),
-        Rule(
-            teachers and experiment.data.images_key,
-            "teachers with data.images_key: they score text only",
-            "remove one of both",
-        ),
-        Rule(
-            paths and experiment.rollout.colocate,
-            f"teachers {named(paths)} under rollout.colocate: the trainers' GPUs have no room for "
-            "engines that never sleep",
-            "give a teacher the url of a server that runs elsewhere",
-        ),
-        Rule(
-            urls and temperature != 1,
-            f"teachers {named(urls)} with sampling.temperature {temperature:g}: SGLang scores at "
-            "temperature 1, unless this run starts its engines",
-            "give them a path, or set sampling.temperature: 1",
-        ),
-        Rule(
-            urls and ids_given,
-            f"teachers {named(urls)} with distillation.loss student_topk: SGLang scores one list of "
-            "tokens for all positions, unless this run starts its engines",
-            "give them a path, or take reverse_kl or teacher_topk",
-        ),
-    ]
+    yield Rule(
+        odd,
+        f"teachers: {named(odd)}: names are part of metrics and of files",
+        "use lower-case letters, digits and _",
+    )
+    yield Rule(
+        teachers and distillation is None,
+        "teachers without algorithm.distillation: nothing learns from their scores",
+        "add algorithm.distillation: {}, or remove teachers",
+    )
+    yield Rule(
+        distillation is not None and not teachers,
+        "algorithm.distillation without teachers",
+        "add teachers: {NAME: {path: ...}}",
+    )
+    yield Rule(
+        len(teachers) > 1 and keys is None,
+        f"teachers {named(teachers)}, and no data.teacher_key says which one a row has",
+        "name its column",
+    )
+    yield Rule(
+        keys is not None and not teachers,
+        f"data.teacher_key {keys} without teachers",
+        "add them, or remove the key",
+    )
+    yield Rule(
+        teachers and experiment.data.images_key,
+        "teachers with data.images_key: they score text only",
+        "remove one of both",
+    )
+    yield Rule(
+        paths and experiment.rollout.colocate,
+        f"teachers {named(paths)} under rollout.colocate: the trainers' GPUs have no room for "
+        "engines that never sleep",
+        "give a teacher the url of a server that runs elsewhere",
+    )
+    yield Rule(
+        urls and temperature != 1,
+        f"teachers {named(urls)} with sampling.temperature {temperature:g}: SGLang scores at "
+        "temperature 1, unless this run starts its engines",
+        "give them a path, or set sampling.temperature: 1",
+    )
+    yield Rule(
+        urls and ids_given,
+        f"teachers {named(urls)} with distillation.loss student_topk: SGLang scores one list of "
+        "tokens for all positions, unless this run starts its engines",
+        "give them a path, or take reverse_kl or teacher_topk",
+    )
 
 
-def teacher_model_rules(subject: Subject) -> Iterator[Rule]:
+def before_start(subject: Subject) -> Iterator[Rule]:
     """Yields the rules about the files of teachers and the cut of their engines; none without the
     trained model's, whose tokenizer teachers share."""
     config = subject.experiment
@@ -95,7 +92,7 @@ def teacher_model_rules(subject: Subject) -> Iterator[Rule]:
             continue
         hf = read_description(folder / "config.json")
         theirs = Subject.of(config.of_teacher(name), hf)
-        for rule in engine_layout_rules(theirs):
+        for rule in engine_layout.before_start(theirs):
             yield replace(rule, because=rule.because.replace("rollout.", f"teachers.{name}.", 1))
         yield from _lengths(theirs, key, longest_samples(config)["data"])
         tokenizer = tokenizer_folder(config)

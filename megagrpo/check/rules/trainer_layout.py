@@ -13,7 +13,7 @@ from megagrpo.models.fields import context_rule, expected_kernels
 from megagrpo.models.table import FAMILIES
 
 
-def trainer_layout_rules(subject: Subject) -> Iterator[Rule]:
+def before_start(subject: Subject) -> Iterator[Rule]:
     """Yields the rules between the model and `actor`; those between the sizes themselves
     (world_size, vpp) are the section's."""
     arch, actor = subject.arch, subject.experiment.actor

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from megagrpo.check.rules.table import as_read
+from megagrpo.check.rules.table import broken_as_read
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.run_folder import write_whole
 from megagrpo.tools.convert import roll, slime, verl
@@ -37,7 +37,7 @@ def draft_of(framework: str, source: Source) -> Translation:
             where = ".".join(map(str, error["loc"]))
             draft.problems.append(f"{where}: {error['msg']}" if where else error["msg"])
         return draft
-    for keys, text in as_read(experiment):
+    for keys, text in broken_as_read(experiment):
         if keys:
             draft.drop(".".join(map(str, keys)), text)
         else:

@@ -13,8 +13,7 @@ from megagrpo.check.hardware import CONTEXT_BYTES, Hardware, hardware_of, usable
 from megagrpo.check.libraries import resolve_all
 from megagrpo.check.problems import described_architecture
 from megagrpo.check.rules.engine_layout import Server, server_of
-from megagrpo.check.rules.lengths import longest_samples
-from megagrpo.check.rules.subject import model_description
+from megagrpo.check.rules.subject import longest_samples, model_description
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture

@@ -9,9 +9,8 @@ import megagrpo
 from megagrpo.check.hardware import EXPERT_IMBALANCE, Hardware, hardware_of
 from megagrpo.check.problems import layout_problems
 from megagrpo.check.rules.engine_layout import server_of
-from megagrpo.check.rules.lengths import longest_samples
 from megagrpo.check.rules.placement import needs_gpus
-from megagrpo.check.rules.subject import model_description
+from megagrpo.check.rules.subject import longest_samples, model_description
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.table import (

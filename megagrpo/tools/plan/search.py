@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from megagrpo.check.hardware import usable_bytes
 from megagrpo.check.problems import layout_problems
-from megagrpo.check.rules.engine_layout import engine_layout_rules, server_of
+from megagrpo.check.rules.engine_layout import before_start, server_of
 from megagrpo.check.rules.subject import Subject, broken
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.rollout import RolloutConfig
@@ -120,8 +120,10 @@ def _changed(
 
 def _best_trainers(config: ExperimentConfig, target: Target, nodes: int) -> list[ActorConfig]:
     found: list[tuple[float, int, ActorConfig]] = []
-    for actor in _trainer_layouts(config, target, nodes * target.gpus_per_node):
+    for actor in _trainer_layouts(config.actor, target, nodes * target.gpus_per_node):
         changed = config.model_copy(update={"actor": actor})
+        if layout_problems(target.arch, changed):
+            continue
         stages = trainer_stages(target.arch, actor, load_of(changed, target.arch))
         fullest = max(stage.memory("update", 0.0).total for stage in stages)
         if fullest <= usable_bytes(target.hardware):
@@ -130,8 +132,8 @@ def _best_trainers(config: ExperimentConfig, target: Target, nodes: int) -> list
     return _best(found, _KEPT)
 
 
-def _trainer_layouts(config: ExperimentConfig, target: Target, world: int) -> Iterator[ActorConfig]:
-    arch, actor = target.arch, config.actor
+def _trainer_layouts(actor: ActorConfig, target: Target, world: int) -> Iterator[ActorConfig]:
+    arch = target.arch
     tps = [tp for tp in _POWERS if tp <= target.gpus_per_node]
     eps = [ep for ep in _POWERS if arch.num_experts % ep == 0] if arch.is_moe else [1]
     # without Transformer Engine, context-parallel attention on a GPU builds whole masks
@@ -141,11 +143,9 @@ def _trainer_layouts(config: ExperimentConfig, target: Target, world: int) -> It
             continue
         for stages, recompute in product(_pipelines(arch.num_layers, pp), ("none", "full")):
             parallel = ParallelConfig(tp=tp, pp=pp, cp=cp, ep=ep, **stages)
-            layout = actor.model_copy(
+            yield actor.model_copy(
                 update={"world_size": world, "parallel": parallel, "recompute": recompute}
             )
-            if not layout_problems(arch, config.model_copy(update={"actor": layout})):
-                yield layout
 
 
 def _pipelines(layers: int, pp: int) -> Iterator[dict[str, int]]:
@@ -163,8 +163,10 @@ def _pipelines(layers: int, pp: int) -> Iterator[dict[str, int]]:
 
 def _best_engines(config: ExperimentConfig, target: Target, nodes: int) -> list[RolloutConfig]:
     found: list[tuple[float, int, RolloutConfig]] = []
-    for rollout in _engine_layouts(config, target, nodes):
+    for rollout in _engine_layouts(config.rollout, target, nodes):
         changed = config.model_copy(update={"rollout": rollout})
+        if broken(before_start(Subject(changed, arch=target.arch))):
+            continue
         longest = load_of(changed, target.arch).longest
         engine = engine_side(
             target.work, server_of(rollout), target.lengths, longest, target.hardware
@@ -175,10 +177,8 @@ def _best_engines(config: ExperimentConfig, target: Target, nodes: int) -> list[
     return _best(found, _KEPT)
 
 
-def _engine_layouts(
-    config: ExperimentConfig, target: Target, nodes: int
-) -> Iterator[RolloutConfig]:
-    arch, rollout = target.arch, config.rollout
+def _engine_layouts(rollout: RolloutConfig, target: Target, nodes: int) -> Iterator[RolloutConfig]:
+    arch = target.arch
     total = nodes * target.gpus_per_node
     for tp in (tp for tp in _POWERS if tp <= total):
         across = max(1, tp // target.gpus_per_node)
@@ -195,10 +195,7 @@ def _engine_layouts(
         if arch.is_moe and tp % _ATTENTION_DP == 0 and not rollout.colocate:
             apart = {**rollout.sglang, "enable_dp_attention": True, "dp_size": _ATTENTION_DP}
             found.append(rollout.model_copy(update={**engines, "sglang": apart}))
-        for layout in found:
-            changed = config.model_copy(update={"rollout": layout})
-            if not broken(engine_layout_rules(Subject(changed, arch=arch))):
-                yield layout
+        yield from found
 
 
 def changes(before: ExperimentConfig, after: ExperimentConfig) -> list[str]:

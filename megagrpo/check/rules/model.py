@@ -1,28 +1,55 @@
-"""Lengths of samples and ids of tokens, with what the model and its engines hold."""
+"""The model with what engines load of it and how long samples are."""
 
 from collections.abc import Iterator
 
-from megagrpo.check.rules.subject import Subject
+from megagrpo.check.rules.subject import Subject, longest_samples
 from megagrpo.config.fields import Rule
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.models.architecture import Architecture
 from megagrpo.models.fields import expected_kernels
+from megagrpo.models.table import model_problems, stored_otherwise
 
 
-def longest_samples(config: ExperimentConfig) -> dict[str, int]:
-    """Returns the most tokens that one sample of each data section may have."""
-    response = config.sampling.max_response_tokens
-    out = {"data": config.data.max_prompt_tokens + response}
-    if config.eval is not None:
-        of_eval = config.eval.max_response_tokens or response
-        out["eval.data"] = config.data.max_prompt_tokens + of_eval
-    return out
-
-
-def length_rules(subject: Subject) -> Iterator[Rule]:
-    """Yields the rules about positions of the model and caches of engines."""
-    config, arch = subject.experiment, subject.arch
+def before_start(subject: Subject) -> Iterator[Rule]:
+    """Yields why no family reads the model; if one does, the rules between it and engines, data
+    and tokenizer."""
+    config, arch, description = subject.experiment, subject.arch, subject.description
+    if description is None:
+        return
+    for text in model_problems(description, config.actor.has_draft):
+        yield Rule(True, f"model.path: {text}")
     if arch is None:
         return
+    rollout, device = config.rollout, config.actor.device
+    experts = rollout.dtype == "float32" and not rollout.deterministic
+    yield Rule(
+        rollout.ep > 1 and experts and device == "cuda",
+        f"rollout.ep = {rollout.ep} with rollout.dtype float32 on GPUs: torch's experts, the only "
+        "ones in float32, do not skip those of other ranks",
+        "set ep 1 or bfloat16",
+    )
+    if stored := stored_otherwise(subject.description):
+        yield Rule(
+            rollout.load_format != "dummy",
+            f"rollout.load_format = {rollout.load_format}, but the model is stored {stored}: "
+            "engines run it in bfloat16, as it is trained, and do not read its files",
+            "use dummy, the first publish fills them",
+        )
+    yield from _lengths(config, arch)
+    size, largest = arch.vocab_size, subject.largest_token_id
+    stop = max(config.sampling.stop_token_ids, default=0)
+    yield Rule(
+        stop >= size,
+        f"sampling.stop_token_ids: {stop} is no token of the model, which has {size} (vocab_size)",
+    )
+    yield Rule(
+        largest is not None and largest >= size,
+        f"model.tokenizer has token id {largest}, but the model only {size} embeddings "
+        "(vocab_size)",
+    )
+
+
+def _lengths(config: ExperimentConfig, arch: Architecture) -> Iterator[Rule]:
     what = {"max_total_tokens": "cache holds", "context_length": "context is"}
     for section, length in longest_samples(config).items():
         samples = f"{section}: up to {length} tokens, but"
@@ -35,15 +62,13 @@ def length_rules(subject: Subject) -> Iterator[Rule]:
                 isinstance(limit, int) and length > limit,
                 f"{samples} an engine's {what[key]} {limit} (rollout.sglang.{key})",
             )
+    if arch.indexer is not None:
+        yield from _sparse(config, arch.indexer.topk)
 
 
-def sparse_rules(subject: Subject) -> Iterator[Rule]:
-    """Yields why sparse attention cannot be computed there: of samples longer than index_topk some
-    keys are left out."""
-    config, arch = subject.experiment, subject.arch
-    if arch is None or arch.indexer is None:
-        return
-    topk = arch.indexer.topk
+def _sparse(config: ExperimentConfig, topk: int) -> Iterator[Rule]:
+    """Yields why sparse attention cannot be computed there: of samples longer than topk some keys
+    are left out."""
     kernels = expected_kernels(config.actor)
     longest = max(longest_samples(config).values())
     sparse = f"samples of up to {longest} tokens are sparse (the model's index_topk is {topk})"
@@ -77,24 +102,3 @@ def sparse_rules(subject: Subject) -> Iterator[Rule]:
         "scores of every query and key",
         "remove it, or set cudnn",
     )
-
-
-def token_rules(subject: Subject) -> list[Rule]:
-    """Rules about the model's vocabulary."""
-    if subject.arch is None:
-        return []
-    size = subject.arch.vocab_size
-    stop = max(subject.experiment.sampling.stop_token_ids, default=0)
-    largest = subject.largest_token_id
-    return [
-        Rule(
-            stop >= size,
-            f"sampling.stop_token_ids: {stop} is no token of the model, which has {size} "
-            "(vocab_size)",
-        ),
-        Rule(
-            largest is not None and largest >= size,
-            f"model.tokenizer has token id {largest}, but the model only {size} embeddings "
-            "(vocab_size)",
-        ),
-    ]
