@@ -73,7 +73,7 @@ _MODELS = (
     "Qwen2.5-3B-Instruct",
 )
 _DIFFERS = re.compile(
-    "|".join([r"[\d.]+|, with teachers'|None|fp8", *sorted(FAMILIES, key=len, reverse=True)])
+    "|".join([r"[\d.]+|, with teachers'|None|fp8|NAME", *sorted(FAMILIES, key=len, reverse=True)])
 )
 _REFUSED_HEAD = """\
 `actor.megatron`, `actor.ddp`, `actor.optimizer.megatron` and `rollout.sglang` take every field of the library's class
@@ -333,7 +333,7 @@ def _subjects() -> Iterator[Subject]:
         description = read_description(_MODEL_FOLDERS / model / "config.json")
         for rollout in (attention, fp8, {}):
             yield Subject.of(_example(rollout=rollout), description)
-    teachers = {"...": {"path": f"{_MODEL_FOLDERS / _MODELS[0]}"}}
+    teachers = {"NAME": {"path": f"{_MODEL_FOLDERS / _MODELS[0]}"}}
     yield Subject.of(_example(teachers=teachers), description)
     for beside in (False, True):
         placed = _example(rollout={"colocate": beside}, actor={"device": "cuda"})
