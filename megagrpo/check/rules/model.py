@@ -28,7 +28,7 @@ def before_start(subject: Subject) -> Iterator[Rule]:
         "ones in float32, do not skip those of other ranks",
         "set ep 1 or bfloat16",
     )
-    if stored := stored_otherwise(subject.description):
+    if stored := stored_otherwise(description):
         yield Rule(
             rollout.load_format != "dummy",
             f"rollout.load_format = {rollout.load_format}, but the model is stored {stored}: "

@@ -25,16 +25,13 @@ def as_read(subject: Subject) -> Iterator[Rule]:
         "pack, or use another estimator",
     )
     alone = train.group_size == 1
-    refused = algorithm.advantage.refuses_group_of_one
     yield Rule(
         alone and algorithm.reward.normalises_by_group,
         "reward.mean/std: group with train.group_size 1 makes every reward 0",
         "use batch, running or none",
     )
-    yield Rule(
-        alone and refused,
-        *(refused or ("this estimator compares responses to one prompt", "raise group_size")),
-    )
+    if refused := algorithm.advantage.refuses_group_of_one:
+        yield Rule(alone, *refused)
     yield Rule(
         alone and algorithm.dynamic_sampling,
         "dynamic_sampling keeps groups whose responses differ",
