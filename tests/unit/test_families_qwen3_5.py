@@ -22,7 +22,7 @@ from megagrpo.models.table import (
     parameter_counts,
 )
 from megagrpo.tools.certify.tiny_model import hf_config
-from megagrpo.tools.plan.layer_costs import layer_cost
+from megagrpo.models.costs import layer_cost
 from megagrpo.tools.plan.trainer_memory import stage_parameters
 from tests.experiments import QUICKSTART, ROOT
 

@@ -32,7 +32,7 @@ from megagrpo.tools.plan.engine_memory import (
     weight_elements,
 )
 from megagrpo.tools.plan.fitting import with_model
-from megagrpo.tools.plan.layer_costs import model_work
+from megagrpo.tools.plan.work import model_work
 from megagrpo.tools.plan.roofline import (
     Target,
     given_lengths,
@@ -280,7 +280,7 @@ def test_trainers_multiply_with_every_weight(name, more):
     token = work.token_flops
     expected = 1000 * token * (1 + more)
     assert stage.flops * 2 == pytest.approx(expected, rel=0.01 + 2 * norms / token)
-    assert stage.pair_flops * 2 == pytest.approx(work.attention_flops * arch.attention_layers)
+    assert stage.pair_flops * 2 == pytest.approx(arch.attention.pair_flops * arch.attention_layers)
 
 
 def test_all_to_all_is_slow_between_nodes():
