@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megagrpo.models.architecture import Architecture
+from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.table import FAMILIES
 from megagrpo.tools.bisect.hooks import TOWER_MODULE, Tap
 
@@ -119,7 +120,7 @@ _Row = tuple[str, str, _At, _At, Layout]
 
 def _attention(arch: Architecture, layer: int) -> list[_Row]:
     """Returns attention's parts and its output projection, or a gated delta net in its place."""
-    if arch.is_linear(layer):
+    if arch.mixer(layer) is arch.delta:
         says = "gated delta net"
         return [("attention_out", says, "linear_attn.out_proj", "self_attention.out_proj", "whole")]
     inside = FAMILIES[arch.family].ENGINE_ATTENTION
@@ -138,11 +139,12 @@ def _attention(arch: Architecture, layer: int) -> list[_Row]:
 
 def _inner_attention(arch: Architecture) -> list[_Row]:
     """Returns what goes into attention's output projection."""
-    if arch.mla is not None:
+    attention = arch.attention
+    if isinstance(attention, LatentAttention):
         says = "normed latent of"
         queries: _Row = ("q_latent", f"{says} queries", "q_a_layernorm", "q_layernorm", "whole")
         return [
-            *([] if arch.mla.q_lora_rank is None else [queries]),
+            *([] if attention.q_lora_rank is None else [queries]),
             ("kv_latent", f"{says} keys and values", "kv_a_layernorm", "kv_layernorm", "whole"),
         ]
     attn = "attn"
@@ -153,7 +155,7 @@ def _inner_attention(arch: Architecture) -> list[_Row]:
     ]
     qkv: _Row = ("qkv", "projection to queries, keys and values", "qkv_proj", "linear_qkv", "qkv")
     # with gates among the queries the sides differ in their order, and an engine fuses the norms
-    before = [] if arch.output_gate else [qkv, *(norms if arch.qk_norm else [])]
+    before = [] if attention.output_gate else [qkv, *(norms if attention.qk_norm else [])]
     return [
         *before,
         # as attention gets them

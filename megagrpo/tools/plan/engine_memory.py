@@ -147,15 +147,20 @@ def weight_elements(work: ModelWork, server: Server) -> float:
     tp = server.tp
     attention_tp = server.attention_tp
     repeated = 0
-    if arch.mla is None and arch.num_kv_heads < attention_tp:
-        repeated = 2 * arch.hidden_size * arch.head_dim * (attention_tp - arch.num_kv_heads)
+    if arch.latent is None and arch.attention.kv_heads < attention_tp:
+        repeated = (
+            2
+            * arch.hidden_size
+            * arch.attention.head_dim
+            * (attention_tp - arch.attention.kv_heads)
+        )
     cut = work.dense - work.whole * layers
     attention = work.attention * layers  # perhaps divided over fewer ranks than the rest
     apart = attention / attention_tp + max(cut - attention, 0.0) / tp
     divided = cut / tp if attention_tp == tp else apart
     divided += work.shared * (1 / server.shared_tp - 1 / tp)
-    if arch.is_moe:  # the first layers' MLPs
-        mlp = 3 * arch.dense_layers * arch.hidden_size * arch.ffn_size
+    if arch.experts is not None:  # the first layers' MLPs
+        mlp = 3 * arch.experts.dense_layers * arch.hidden_size * arch.ffn_size
         divided += mlp * (1 / server.dense_tp - 1 / tp)
     expert = work.expert / tp  # over ep ranks whole, and cut over the tp / ep others
     return (
@@ -178,10 +183,10 @@ def absorbed_bytes(work: ModelWork, server: Server) -> float:
     """Returns the bytes of the copies that an engine with latent attention makes of the second half
     of keys' and values' projection, w_kc and w_vc, never in FP8 (SGLang's
     models/deepseek_common/deepseek_weight_loader.py)."""
-    mla = work.arch.mla
+    mla = work.arch.latent
     if mla is None:
         return 0.0
-    heads = work.arch.num_heads / server.attention_tp
+    heads = work.arch.attention.heads / server.attention_tp
     return work.layers * heads * mla.kv_lora_rank * (mla.nope_dim + mla.v_dim) * server.width
 
 

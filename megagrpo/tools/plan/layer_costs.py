@@ -10,12 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from megagrpo.config.actor import ActorConfig
-from megagrpo.models.architecture import (
-    Architecture,
-    LatentAttention,
-    LightningIndexer,
-    LinearAttention,
-)
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.kinds.gated_delta.describe import GatedDelta
+from megagrpo.models.kinds.indexed.describe import LightningIndexer
+from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.table import text_tensors
 
 ITEM = 2  # bytes of a bf16 value
@@ -55,8 +53,9 @@ def layer_cost(
     """
     p = actor.parallel
     at = _Tokens(tokens / p.cp, tokens / p.cp / p.tp, 2 if actor.dtype == "bfloat16" else 4)
-    if arch.linear is not None and arch.is_linear(layer):
-        attention = _linear_attention(arch, arch.linear, actor, at)
+    mixer = arch.mixer(layer)
+    if isinstance(mixer, GatedDelta):
+        attention = _linear_attention(arch, mixer, actor, at)
     else:
         attention = _attention(arch, actor, at)
     feed_forward = (
@@ -80,29 +79,30 @@ def layer_cost(
 
 
 def _attention(arch: Architecture, actor: ActorConfig, at: _Tokens) -> LayerCost:
-    if arch.mla is not None:
-        latent = _latent_attention(arch, arch.mla, actor, at)
-        if arch.indexer is None:
+    attention = arch.attention
+    if isinstance(attention, LatentAttention):
+        latent = _latent_attention(arch, attention, actor, at)
+        if attention.indexer is None:
             return latent
-        return _sparse_attention(arch, arch.mla, arch.indexer, actor, at, latent)
+        return _sparse_attention(arch, attention, attention.indexer, actor, at, latent)
     p = actor.parallel
-    dim = arch.head_dim
+    dim = attention.head_dim
     # then every rank gathers the whole projection, and has one key/value head
-    shared = arch.num_kv_heads < p.tp
-    heads = arch.num_heads / p.tp
-    groups = max(arch.num_kv_heads / p.tp, 1)
-    gates = arch.num_heads * arch.output_gate
-    qkv = (arch.num_heads + gates + 2 * arch.num_kv_heads) / p.tp * dim
+    shared = attention.kv_heads < p.tp
+    heads = attention.heads / p.tp
+    groups = max(attention.kv_heads / p.tp, 1)
+    gates = attention.heads * attention.output_gate
+    qkv = (attention.heads + gates + 2 * attention.kv_heads) / p.tp * dim
     held = qkv * p.tp if shared else qkv
     # the projection; queries before their norm; queries and keys turned; attention's output and its
     # log-sum-exp; with a gate its sigmoid and their product
     kept = (
         held
-        + heads * dim * arch.qk_norm
+        + heads * dim * attention.qk_norm
         + (heads + groups) * dim
-        + heads * dim * (1 + 2 * arch.output_gate)
+        + heads * dim * (1 + 2 * attention.output_gate)
     ) * at.width + heads * _FP32
-    if arch.norm_over_heads:  # of plain torch: its input in float32, and divided by the root
+    if attention.norm_over_heads:  # of plain torch: its input in float32, and divided by the root
         kept += (heads + groups) * dim * _FP32 * (1 + (at.width < _FP32))
     return LayerCost(
         kept=kept * at.whole,
@@ -117,7 +117,7 @@ def _attention(arch: Architecture, actor: ActorConfig, at: _Tokens) -> LayerCost
 
 
 def _linear_attention(
-    arch: Architecture, linear: LinearAttention, actor: ActorConfig, at: _Tokens
+    arch: Architecture, linear: GatedDelta, actor: ActorConfig, at: _Tokens
 ) -> LayerCost:
     """Returns the cost of a gated delta net, as flash-linear-attention's kernels compute it."""
     p = actor.parallel
@@ -148,7 +148,7 @@ def _latent_attention(
     arch: Architecture, mla: LatentAttention, actor: ActorConfig, at: _Tokens
 ) -> LayerCost:
     p = actor.parallel
-    heads = arch.num_heads / p.tp
+    heads = arch.attention.heads / p.tp
     dim = mla.nope_dim + mla.rope_dim
     queries = mla.q_lora_rank or 0
     values = mla.kv_lora_rank
@@ -185,7 +185,7 @@ def _sparse_attention(
     """Returns the cost with an indexer, which every tensor-parallel rank has whole, and of absorbed
     attention: with one key of all heads, the latent, whose first part is the value."""
     p = actor.parallel
-    heads = arch.num_heads / p.tp
+    heads = arch.attention.heads / p.tp
     key = mla.kv_lora_rank + mla.rope_dim
     queries = mla.q_lora_rank or 0
     expanded = mla.nope_dim + mla.v_dim + 4 * (mla.nope_dim + mla.rope_dim)
@@ -222,13 +222,13 @@ def _mlp(arch: Architecture, actor: ActorConfig, at: _Tokens, width: int) -> Lay
 def _experts(arch: Architecture, actor: ActorConfig, at: _Tokens, imbalance: float) -> LayerCost:
     p = actor.parallel
     hidden = arch.hidden_size
-    each = arch.experts_per_token
+    each = arch.routed.per_token
     copies = at.part * each  # tokens that a rank sends to experts
-    most = min(imbalance, p.ep, arch.num_experts / each)  # all tokens at most
+    most = min(imbalance, p.ep, arch.routed.count / each)  # all tokens at most
     received = copies * p.etp * most
-    inside = arch.expert_ffn_size / p.etp * received
-    shared = _mlp(arch, actor, at, arch.shared_ffn_size)
-    scores = 6 * arch.num_experts * at.part * _FP32
+    inside = arch.routed.ffn_size / p.etp * received
+    shared = _mlp(arch, actor, at, arch.routed.shared_ffn_size)
+    scores = 6 * arch.routed.count * at.part * _FP32
     # experts' input; gate and up, silu(gate), up + 0, their product, and that times the router's
     # weight
     kept = (hidden * received + 6 * inside) * at.width + scores
@@ -237,9 +237,9 @@ def _experts(arch: Architecture, actor: ActorConfig, at: _Tokens, imbalance: flo
     sent = {
         "ep": 2 * copies * hidden * at.width * (p.ep - 1) / p.ep,
         "tp": 2 * copies * hidden * at.width * (p.etp - 1)
-        + shared.sent["tp"] * bool(arch.shared_ffn_size),
+        + shared.sent["tp"] * bool(arch.routed.shared_ffn_size),
     }
-    flops = 6 * hidden * inside + 2 * hidden * arch.num_experts * at.part
+    flops = 6 * hidden * inside + 2 * hidden * arch.routed.count * at.part
     return LayerCost(kept + shared.kept, transient, flops + shared.flops, 0.0, sent)
 
 
@@ -304,7 +304,8 @@ class ModelWork:
     @property
     def share(self) -> float:
         """Returns the part of the routed experts that a token meets."""
-        return self.arch.experts_per_token / self.arch.num_experts if self.arch.num_experts else 0.0
+        experts = self.arch.experts
+        return experts.per_token / experts.count if experts else 0.0
 
     @property
     def layers(self) -> int:
@@ -320,18 +321,16 @@ class ModelWork:
     def attention_flops(self) -> float:
         """Returns the FLOPs of one token with one earlier token, of one layer: scores and their
         sum."""
-        arch = self.arch
-        mla = self.arch.mla
-        dims = mla.nope_dim + mla.rope_dim + mla.v_dim if mla else 2 * arch.head_dim
-        return 2.0 * arch.num_heads * dims
+        attention = self.arch.attention
+        return 2.0 * attention.heads * (attention.head_dim + attention.v_dim)
 
     @property
     def decode_attention_flops(self) -> float:
         """Returns the same in an engine, which multiplies with the latent itself if the cache holds
         latents."""
-        mla = self.arch.mla
+        mla = self.arch.latent
         return (
-            2.0 * self.arch.num_heads * (2 * mla.kv_lora_rank + mla.rope_dim)
+            2.0 * self.arch.attention.heads * (2 * mla.kv_lora_rank + mla.rope_dim)
             if mla
             else self.attention_flops
         )
@@ -366,8 +365,8 @@ class ModelWork:
         every rank, and an indexer's key.
         """
         arch = self.arch
-        mla = self.arch.mla
-        heads = 2 * max(1, arch.num_kv_heads // attention_tp) * arch.head_dim
+        mla = self.arch.latent
+        heads = 2 * max(1, arch.attention.kv_heads // attention_tp) * arch.attention.head_dim
         layers = arch.attention_layers + arch.draft
         of_layer = mla.kv_lora_rank + mla.rope_dim if mla else heads
         return layers * of_layer * width + self.index_bytes
@@ -375,7 +374,7 @@ class ModelWork:
     def state_bytes(self, attention_tp: int, width: int = ITEM) -> int:
         """Returns the bytes of one request's recurrent state in one rank: the last inputs of each
         convolution, and the state in float32."""
-        linear = self.arch.linear
+        linear = self.arch.delta
         if linear is None:
             return 0
         inputs = linear.channels * (linear.kernel - 1) * width
