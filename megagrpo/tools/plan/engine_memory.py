@@ -15,16 +15,15 @@ from megagrpo.check.libraries import resolve_all
 from megagrpo.check.problems import described_architecture, longest_samples, model_description
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.models.architecture import Architecture
+from megagrpo.models.costs import ITEM
 from megagrpo.models.kinds.vision.cost import engine_weights
 from megagrpo.models.stored.quantization import FP8_BLOCK
 from megagrpo.monitor.rollouts import read_rollouts
 from megagrpo.rollout.admission import tokens_in_cache
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.models.costs import ITEM
-from megagrpo.tools.plan.work import ModelWork, model_work
 from megagrpo.tools.plan.trainer_memory import RankMemory, TrainerSide
+from megagrpo.tools.plan.work import ModelWork, model_work
 
 FP8_ITEM = 1 + 4 / math.prod(FP8_BLOCK)  # bytes of an element: a block has one float32 scale
 _POINTS = 4096  # of a distribution that is given by numbers

@@ -17,6 +17,7 @@ from megagrpo.check.hardware import HOST_GB_S, HOST_MEMORY_GB_S, Hardware, hardw
 from megagrpo.check.problems import described_architecture
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture
+from megagrpo.models.costs import ITEM
 from megagrpo.tools.plan.engine_memory import (
     EngineSide,
     Lengths,
@@ -27,14 +28,13 @@ from megagrpo.tools.plan.engine_memory import (
     weight_bytes,
 )
 from megagrpo.tools.plan.fitting import step_memory
-from megagrpo.models.costs import ITEM
+from megagrpo.tools.plan.trainer_memory import RankMemory, StageCost, TrainerSide
 from megagrpo.tools.plan.work import (
     HOST_ADAM_BYTES,
     ModelWork,
     model_work,
     optimizer_bytes,
 )
-from megagrpo.tools.plan.trainer_memory import RankMemory, StageCost, TrainerSide
 
 # read and written for each float32 weight of a shard: gradient, two moments, the weight
 _OPTIMIZER_BYTES = 40.0

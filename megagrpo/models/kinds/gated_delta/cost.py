@@ -34,11 +34,3 @@ def layer(delta: GatedDelta, at: Share) -> LayerCost:
             "cp": (rows + values) * at.whole * at.width * (p.cp - 1) / p.cp,
         },
     )
-
-
-def state_bytes(delta: GatedDelta, attention_tp: int, width: int) -> int:
-    """Returns the bytes of one request's states in one rank of an engine: the last inputs of each
-    convolution, and the recurrent state in float32."""
-    inputs = delta.channels * (delta.kernel - 1) * width
-    state = delta.value_heads * delta.value_dim * delta.key_dim * FP32
-    return sum(delta.layers) * (inputs + state) // attention_tp

@@ -40,15 +40,3 @@ def layer(attention: GroupedQuery, at: Share) -> LayerCost:
             "cp": 2 * groups * dim * at.whole * at.width * (p.cp - 1),
         },
     )
-
-
-def cached_values(attention: GroupedQuery, ranks: int) -> int:
-    """Counts the values of one token in the cache of one of an engine's ranks, for one layer: heads
-    are divided over the ranks, and repeated if there are fewer than ranks."""
-    return 2 * max(1, attention.kv_heads // ranks) * attention.head_dim
-
-
-def repeated_weights(attention: GroupedQuery, hidden_size: int, ranks: int) -> int:
-    """Counts the weights of one layer that an engine's ranks hold several times: of key/value heads,
-    if there are fewer than ranks."""
-    return 2 * hidden_size * attention.head_dim * max(ranks - attention.kv_heads, 0)

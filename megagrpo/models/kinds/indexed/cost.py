@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from megagrpo.models.kinds.latent.describe import LatentAttention
 
 _SCORED_ROWS = 8192  # queries that Megatron's sparse attention scores at a time
-_BLOCK = 128  # numbers of an engine's indexer key with one scale
 
 
 def layer(
@@ -43,11 +42,3 @@ def layer(
         },
         chosen_flops=2 * heads * (key + attention.kv_lora_rank),
     )
-
-
-def key_bytes(indexer: LightningIndexer, num_layers: int) -> int:
-    """Returns the bytes of one token in one rank's cache that an indexer reads: a key in FP8 with
-    its scales, for each layer that chooses (SGLang's mem_cache/memory_pool.py,
-    DSATokenToKVPool)."""
-    choosing = sum(indexer.source(index) == index for index in range(num_layers))
-    return choosing * (indexer.head_dim + indexer.head_dim // _BLOCK * FP32)

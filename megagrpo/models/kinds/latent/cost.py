@@ -25,7 +25,9 @@ def layer(attention: LatentAttention, at: Share) -> LayerCost:
     high = heads * (dim + (attention.nope_dim + attention.v_dim) + 4 * dim)
     # whole on every tensor-parallel rank
     down = at.hidden_size * (queries + values + attention.rope_dim)
-    up = heads * ((queries or at.hidden_size) * dim + values * (attention.nope_dim + attention.v_dim))
+    up = heads * (
+        (queries or at.hidden_size) * dim + values * (attention.nope_dim + attention.v_dim)
+    )
     out = heads * attention.v_dim * at.hidden_size
     dense = LayerCost(
         kept=low * at.part * at.width + high * at.whole * at.width + heads * at.whole * FP32,
