@@ -20,7 +20,8 @@ from megagrpo.check.rules.subject import (
 from megagrpo.checkpoint.folder import latest, step_of
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.vocabulary import token_ids
-from megagrpo.models.architecture import Architecture, HfConfig
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.config_json import HfConfig
 from megagrpo.models.folder import Model
 from megagrpo.models.table import architecture_of
 from megagrpo.monitor.record import read_metrics

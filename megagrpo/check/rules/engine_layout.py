@@ -8,6 +8,7 @@ from megagrpo.check.rules.trainer_layout import divides, divisors
 from megagrpo.config.fields import LibrarySettings, Rule
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.models.architecture import Architecture
+from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.stored.quantization import FP8_BLOCK
 from megagrpo.models.table import FAMILIES
 from megagrpo.rollout.service.engine_command import num_states
@@ -73,7 +74,7 @@ def before_start(subject: Subject) -> Iterator[Rule]:
     cuts = list(_cuts(rollout, arch))
     yield from cuts
     yield Rule(
-        arch.linear is not None and rollout.sglang.get("enable_hierarchical_cache"),
+        arch.delta is not None and rollout.sglang.get("enable_hierarchical_cache"),
         "rollout.sglang.enable_hierarchical_cache with recurrent layers is refused: no test "
         "shows that a publish reaches states on the host",
         "remove it",
@@ -99,22 +100,23 @@ def _cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[Rule]:
     if uncut:
         return
     cut = f"tp = {rollout.tp} / sglang.dp_size {replicas} = {tp}" if shared else f"tp = {tp}"
-    kv_heads = arch.num_kv_heads
-    key_heads = arch.linear.key_heads if arch.linear is not None else 0
+    kv_heads = arch.attention.kv_heads
+    num_experts = arch.experts.count if arch.experts is not None else 0
+    key_heads = arch.delta.key_heads if arch.delta is not None else 0
     for key, by, what, number in (
-        (cut, tp, "num_attention_heads", arch.num_heads),
-        (f"ep = {ep}", ep, "num_experts", arch.num_experts),
+        (cut, tp, "num_attention_heads", arch.attention.heads),
+        (f"ep = {ep}", ep, "num_experts", num_experts),
         (cut, tp, "linear_num_key_heads", key_heads),
     ):
         if number:
             yield divides(f"rollout.{key}", by, what, number)
     yield Rule(
-        arch.mla is None and kv_heads % tp and tp % kv_heads,
+        arch.latent is None and kv_heads % tp and tp % kv_heads,
         f"rollout.tp = {tp} is neither a divisor nor a multiple of the model's "
         f"num_key_value_heads = {kv_heads}",
     )
     yield Rule(
-        ep > 1 and not arch.num_experts,
+        ep > 1 and not num_experts,
         f"rollout.ep = {ep}, but a {arch.family} model has no experts",
         "ep must be 1",
     )
@@ -155,24 +157,26 @@ def _odd_parts(arch: Architecture, server: Server) -> dict[str, float]:
     part = server.attention_tp
     whole = part == server.tp > 1
     sizes: dict[str, float] = {}
-    heads = arch.num_heads / part
-    if mla := arch.mla:
+    attention = arch.attention
+    heads = attention.heads / part
+    if isinstance(attention, LatentAttention):
         if whole:
-            sizes["queries"] = heads * (mla.nope_dim + mla.rope_dim)
-            sizes["keys and values"] = heads * (mla.nope_dim + mla.v_dim)
-            sizes["attention's output"] = heads * mla.v_dim
+            sizes["queries"] = heads * attention.head_dim
+            sizes["keys and values"] = heads * (attention.nope_dim + attention.v_dim)
+            sizes["attention's output"] = heads * attention.v_dim
     else:
-        sizes["queries"] = heads * arch.head_dim * (1 + arch.output_gate)
-        sizes["keys"] = max(arch.num_kv_heads / part, 1) * arch.head_dim
-        if whole and arch.output_gate:
-            sizes["attention's output"] = heads * arch.head_dim
-    if linear := arch.linear:
+        sizes["queries"] = heads * attention.head_dim * (1 + attention.output_gate)
+        sizes["keys"] = max(attention.kv_heads / part, 1) * attention.head_dim
+        if whole and attention.output_gate:
+            sizes["attention's output"] = heads * attention.head_dim
+    if linear := arch.delta:
         sizes["delta net's keys"] = linear.key_heads / part * linear.key_dim
         sizes["delta net's values"] = linear.value_heads / part * linear.value_dim
-    if arch.shared_ffn_size:
-        sizes["shared expert"] = arch.shared_ffn_size / server.shared_tp
-    if not arch.is_moe or arch.dense_layers:
+    experts = arch.experts
+    if experts is not None and experts.shared_ffn_size:
+        sizes["shared expert"] = experts.shared_ffn_size / server.shared_tp
+    if arch.has_dense_layers:
         sizes["MLP"] = arch.ffn_size / server.dense_tp
-    if arch.is_moe:
-        sizes["expert"] = arch.expert_ffn_size / (server.tp / server.ep)
+    if experts is not None:
+        sizes["expert"] = experts.ffn_size / (server.tp / server.ep)
     return {name: size for name, size in sizes.items() if size % FP8_BLOCK[0]}

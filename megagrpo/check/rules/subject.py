@@ -6,7 +6,8 @@ from pathlib import Path
 
 from megagrpo.config.fields import Rule
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.models.architecture import Architecture, HfConfig
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.config_json import HfConfig
 from megagrpo.models.table import architecture_of, model_problems, read_description
 
 

@@ -32,21 +32,21 @@ def before_start(subject: Subject) -> Iterator[Rule]:
 
 def _sizes(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
     p = actor.parallel
-    shared_heads = arch.mla is not None or not (
-        arch.num_kv_heads > p.tp or p.tp % arch.num_kv_heads
-    )
     family = FAMILIES[arch.family]
-    key_heads = arch.linear.key_heads if arch.linear is not None else 0
-    has_mlp = not arch.is_moe or arch.dense_layers
-    sizes = [
-        ("num_attention_heads", arch.num_heads, "tp", p.tp),
-        ("num_key_value_heads", 0 if shared_heads else arch.num_kv_heads, "tp", p.tp),
-        ("num_experts", arch.num_experts, "ep", p.ep),
-        (family.EXPERT_SIZE_KEY, arch.expert_ffn_size if arch.is_moe else 0, "etp", p.etp),
-        (family.SHARED_SIZE, arch.shared_ffn_size, "tp", p.tp),
-        ("linear_num_key_heads", key_heads, "tp x cp", p.tp * p.cp),
-        ("intermediate_size", arch.ffn_size if has_mlp else 0, "tp", p.tp),
-    ]
+    kv_heads = arch.attention.kv_heads
+    sizes = [("num_attention_heads", arch.attention.heads, "tp", p.tp)]
+    if not arch.latent and (kv_heads > p.tp or p.tp % kv_heads):
+        sizes.append(("num_key_value_heads", kv_heads, "tp", p.tp))
+    if arch.experts is not None:
+        sizes += [
+            ("num_experts", arch.experts.count, "ep", p.ep),
+            (family.EXPERT_SIZE_KEY, arch.experts.ffn_size, "etp", p.etp),
+            (family.SHARED_SIZE, arch.experts.shared_ffn_size, "tp", p.tp),
+        ]
+    if arch.delta is not None:
+        sizes.append(("linear_num_key_heads", arch.delta.key_heads, "tp x cp", p.tp * p.cp))
+    if arch.has_dense_layers:
+        sizes.append(("intermediate_size", arch.ffn_size, "tp", p.tp))
     for what, number, key, by in sizes:
         if number:
             yield divides(f"actor.parallel.{key} = {by}", by, what, number)
@@ -70,7 +70,7 @@ def _stages(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
 
 def _routers(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
     yield Rule(
-        actor.router_bias_update is not None and not arch.router_bias,
+        actor.router_bias_update is not None and not (arch.experts and arch.experts.router_bias),
         f"actor.router_bias_update: a {arch.family} model's routers have no bias",
         "remove it",
     )
@@ -87,6 +87,7 @@ def _routers(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
 
 def _adapters(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
     p, lora = actor.parallel, actor.lora
+    kv_heads = arch.attention.kv_heads
     targets = set(lora.targets) if lora is not None else set()
     of_experts = arch.is_moe and {"gate_proj", "up_proj", "down_proj"} & targets
     yield Rule(
@@ -95,10 +96,10 @@ def _adapters(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
         f"tp = {p.tp}; {p.etp} does not: the gradient norm would count their adapters twice",
     )
     yield Rule(
-        lora is not None and arch.mla is None and arch.num_kv_heads < p.tp,
+        lora is not None and arch.latent is None and kv_heads < p.tp,
         f"actor.lora: with actor.parallel.tp = {p.tp} ranks share the model's "
-        f"{arch.num_kv_heads} key/value heads, whose projections adapters cannot be cut like",
-        f"tp may be {divisors(arch.num_kv_heads, p.tp)}",
+        f"{kv_heads} key/value heads, whose projections adapters cannot be cut like",
+        f"tp may be {divisors(kv_heads, p.tp)}",
     )
     for name in ("overlap_grad_reduce", "overlap_param_gather"):
         yield Rule(

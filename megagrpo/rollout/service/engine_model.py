@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
-from megagrpo.models.architecture import HfConfig
+from megagrpo.models.config_json import HfConfig
 from megagrpo.models.families.sparse_attention import dense_config
 from megagrpo.models.folder import write_description
 from megagrpo.models.table import (
