@@ -15,7 +15,6 @@ from megagrpo.actor.start import initial_weights, make_actor, plan_schedule, ste
 from megagrpo.actor.step import holds_token_values
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.rows import LossNeeds
-from megagrpo.check.problems import model_to_train
 from megagrpo.checkpoint.groups import gather_surplus
 from megagrpo.checkpoint.resume import (
     find_checkpoint,
@@ -88,7 +87,7 @@ class Inputs:
     @classmethod
     def load(cls, config: ExperimentConfig) -> "Inputs":
         """Loads the inputs of an experiment. Raises ValueError."""
-        model = model_to_train(config)
+        model = Model.of(config)
         tokenizer = load_tokenizer(model)
         images = ImageStore.of(model, config.run_folder.images)
         prompts = load_prompts(config.data, tokenizer, images)

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import psutil
 
-from megagrpo.check import problems
 from megagrpo.check.rules import engine_layout, placement, settings
 from megagrpo.check.rules.subject import Nodes, Subject, broken
 from megagrpo.check.rules.table import broken_as_read
@@ -46,11 +45,6 @@ def read_experiment(path: str | Path, overrides: Sequence[str] = (), **options) 
     judge = options.pop("judge", lambda config: ())
     both = lambda config: [*broken_as_read(config), *judge(config)]  # noqa: E731
     return load_config(path, overrides, judge=both, **options)
-
-
-def layout_problems(arch: Architecture, actor: ActorConfig) -> list[str]:
-    """Why the trainers' layout cannot cut the model."""
-    return problems.layout_problems(arch, experiment().model_copy(update={"actor": actor}))
 
 
 def engine_layout_problems(rollout: RolloutConfig, arch: Architecture) -> list[str]:

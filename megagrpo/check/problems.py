@@ -18,7 +18,7 @@ from megagrpo.check.rules.subject import (
     tokenizer_folder,
 )
 from megagrpo.checkpoint.folder import latest, step_of
-from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.schema import ActorConfig, ExperimentConfig
 from megagrpo.data.vocabulary import token_ids
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.config_json import HfConfig
@@ -55,18 +55,22 @@ def check_against_model(
     return [text for rules in OF_MODEL for text in broken(rules(subject))]
 
 
-def layout_problems(arch: Architecture, config: ExperimentConfig) -> list[str]:
+def layout_problems(arch: Architecture, actor: ActorConfig) -> list[str]:
     """Returns why the trainers' layout cannot cut the model."""
-    return broken(trainer_layout.before_start(Subject(config, arch=arch)))
+    return broken(trainer_layout.layout_rules(arch, actor))
+
+
+def refuse_layout(arch: Architecture, actor: ActorConfig) -> None:
+    """Raises ValueError if the trainers' layout cannot cut the model; before an actor is made."""
+    if problems := layout_problems(arch, actor):
+        raise ValueError("the model does not fit the layout:\n  " + "\n  ".join(problems))
 
 
 def model_to_train(config: ExperimentConfig) -> Model:
-    """Reads the experiment's model folder. Raises ValueError if it cannot be read, or not be cut
-    over the trainers' ranks."""
-    found = Model.of(config)
-    if problems := layout_problems(found.arch, config):
-        raise ValueError("the model does not fit the layout:\n  " + "\n  ".join(problems))
-    return found
+    """Reads the experiment's model, which the layout can cut. Raises ValueError."""
+    read = Model.of(config)
+    refuse_layout(read.arch, config.actor)
+    return read
 
 
 def finished(config: ExperimentConfig) -> str:

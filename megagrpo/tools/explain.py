@@ -122,7 +122,7 @@ def explain(
     hf = model_description(described)
     draft = config.actor.has_draft
     arch = None if hf is None or model_problems(hf, draft) else architecture_of(hf, draft)
-    cut = None if arch is None or layout_problems(arch, config) else arch
+    cut = None if arch is None or layout_problems(arch, config.actor) else arch
     steps = _num_steps(config)
     verdict = (
         [f"PROBLEMS ({len(problems)})", *(f"  {problem}" for problem in problems)]

@@ -17,11 +17,12 @@ from megagrpo.actor.host import (
     uses_transformer_engine,
     why_no_gpu,
 )
+from megagrpo.check.problems import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.models.fields import Kernels, context_rule
 from megagrpo.models.table import architecture_of
 from megagrpo.tools.certify.tiny_model import hf_config
-from tests.experiments import QUICKSTART, layout_problems
+from tests.experiments import QUICKSTART
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

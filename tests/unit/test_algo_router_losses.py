@@ -6,10 +6,10 @@ import torch
 
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.algo.router_losses import balance_part, chosen_experts
+from megagrpo.check.problems import layout_problems
 from megagrpo.config.schema import ActorConfig
 from megagrpo.models.table import architecture_of
 from megagrpo.tools.certify.tiny_model import hf_config
-from tests.experiments import layout_problems
 
 EXPERTS, TOP_K, LENGTHS = 6, 2, (5, 1, 9)
 

@@ -12,7 +12,7 @@ import yaml
 from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.loading import try_loading
-from megagrpo.check.problems import check_against_model, preflight
+from megagrpo.check.problems import check_against_model, layout_problems, preflight
 from megagrpo.check.rules.inputs import is_made
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import load_config
@@ -23,7 +23,7 @@ from megagrpo.system.environment import child_environment
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.explain import explain
 from megagrpo.tools.plan.checkpoint_cost import rank_coordinates
-from tests.experiments import QUICKSTART, ROOT, layout_problems, python
+from tests.experiments import QUICKSTART, ROOT, python
 
 BIG = read_description(ROOT / "configs" / "models" / "Qwen3-235B-A22B" / "config.json")
 DENSE = hf_config(TinyModelConfig(path="x", family="qwen3"))

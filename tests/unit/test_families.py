@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.check.problems import check_against_model, model_to_train
+from megagrpo.check.problems import check_against_model, layout_problems, model_to_train
 from megagrpo.config.load import load_config
 from megagrpo.models.folder import Model
 from megagrpo.models.loading import Shard, _load_qkv
 from megagrpo.models.table import FAMILIES, architecture_of, model_problems
 from megagrpo.system.environment import child_environment
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
-from tests.experiments import QUICKSTART, ROOT, layout_problems, python
+from tests.experiments import QUICKSTART, ROOT, python
 
 # (family, tied) -> SHA-256 of names, shapes and values in order, of default sizes and seed 7
 DIGESTS = {

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from examples.laptop.recipe import TinyModelConfig
+from megagrpo.check.problems import layout_problems
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.load import load_config
 from megagrpo.models.config_json import Rotary, text_part
@@ -23,7 +24,7 @@ from megagrpo.models.table import (
 )
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.explain import explain
-from tests.experiments import QUICKSTART, ROOT, layout_problems, python
+from tests.experiments import QUICKSTART, ROOT, python
 
 
 def described(name: str) -> dict:

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from examples.laptop.recipe import TinyModelConfig
+from megagrpo.check.problems import layout_problems
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.load import load_config
 from megagrpo.models.costs import layer_cost
@@ -23,7 +24,7 @@ from megagrpo.models.table import (
 )
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.plan.trainer_memory import stage_parameters
-from tests.experiments import QUICKSTART, ROOT, layout_problems
+from tests.experiments import QUICKSTART, ROOT
 
 FOLDER = ROOT / "configs" / "models" / "Qwen3.5-397B-A17B"
 LARGE = json.loads((FOLDER / "config.json").read_text())

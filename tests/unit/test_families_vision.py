@@ -17,6 +17,7 @@ import transformers
 from safetensors.torch import save_file
 
 from examples.laptop.recipe import TinyModelConfig
+from megagrpo.check.problems import layout_problems
 from megagrpo.config.actor import ActorConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.kinds.vision.cost import engine_weights
@@ -31,7 +32,7 @@ from megagrpo.models.table import (
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
 from megagrpo.tools.plan.trainer_memory import stage_parameters, trained_elements
 from megagrpo.weights.actor_weights import load_initial_weights
-from tests.experiments import ROOT, layout_problems
+from tests.experiments import ROOT
 
 QWEN2_5_VL_7B, QWEN3_VL_30B = (
     json.loads((ROOT / "configs" / "models" / name / "config.json").read_text())

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from examples.laptop.recipe import TinyModelConfig
+from megagrpo.check.problems import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig
 from megagrpo.models.table import architecture_of, model_tensors
@@ -15,7 +16,7 @@ from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.explain import explain
 from megagrpo.tools.plan.checkpoint_cost import checkpoint_cost
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
-from tests.experiments import QUICKSTART, layout_problems
+from tests.experiments import QUICKSTART
 
 DENSE, MOE = (
     architecture_of(hf_config(TinyModelConfig(path="x", family=family)))

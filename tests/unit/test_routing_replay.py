@@ -19,6 +19,7 @@ from test_rollout_client import PARAMS, PROMPTS, QUICK
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
+from megagrpo.check.problems import layout_problems
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.load import load_config
 from megagrpo.models.architecture import Architecture
@@ -45,7 +46,6 @@ from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.explain import explain
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
-from tests.experiments import layout_problems
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 REPLAY = "actor.routing_replay=rollout"

@@ -14,11 +14,14 @@ from megagrpo.models.table import FAMILIES
 
 
 def before_start(subject: Subject) -> Iterator[Rule]:
-    """Yields the rules between the model and `actor`; those between the sizes themselves
+    """Yields the rules between the model and `actor`."""
+    if subject.arch is not None:
+        yield from layout_rules(subject.arch, subject.experiment.actor)
+
+
+def layout_rules(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
+    """Yields the rules between a model and a layout; those between the sizes themselves
     (world_size, vpp) are the section's."""
-    arch, actor = subject.arch, subject.experiment.actor
-    if arch is None:
-        return
     for rules in (_sizes, _stages, _routers, _adapters, _vision, _shared_choices):
         yield from rules(arch, actor)
     yield context_rule(actor, expected_kernels(actor))

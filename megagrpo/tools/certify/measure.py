@@ -25,6 +25,7 @@ from megagrpo.algo.advantage import with_advantages
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.rows import LossNeeds
 from megagrpo.batching.updates import plan_updates
+from megagrpo.check.problems import refuse_layout
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
 from megagrpo.mesh import Mesh
 from megagrpo.models.folder import Model
@@ -85,8 +86,10 @@ def joined(
     dist.init_process_group(backend, store=meeting, rank=rank, world_size=world)
     built = None
     try:
+        arch = Model.read(model_path, draft=config.has_draft).arch
+        refuse_layout(arch, config)
         built = MegatronActor(
-            arch=Model.read(model_path, draft=config.has_draft).arch,
+            arch=arch,
             config=config,
             optimizer=optimizer,
             num_updates=num_updates,

@@ -138,7 +138,7 @@ def fit_problems(config: ExperimentConfig, gpus_per_node: int | None = None) -> 
             f"actor.dtype is float32, for a model of {size / 1e9:.1f} B parameters: on GPUs say "
             "actor.dtype: bfloat16, which rollout.dtype follows; on a CPU say actor.device: cpu"
         ]
-    if layout_problems(arch, config):
+    if layout_problems(arch, config.actor):
         return problems
     problems += teachers_misfits(config)
     return problems + list(experiment_memory(config, arch, gpus_per_node).problems)

@@ -122,7 +122,7 @@ def _best_trainers(config: ExperimentConfig, target: Target, nodes: int) -> list
     found: list[tuple[float, int, ActorConfig]] = []
     for actor in _trainer_layouts(config.actor, target, nodes * target.gpus_per_node):
         changed = config.model_copy(update={"actor": actor})
-        if layout_problems(target.arch, changed):
+        if layout_problems(target.arch, actor):
             continue
         stages = trainer_stages(target.arch, actor, load_of(changed, target.arch))
         fullest = max(stage.memory("update", 0.0).total for stage in stages)
