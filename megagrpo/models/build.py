@@ -26,6 +26,7 @@ from megagrpo.models.architecture import Architecture
 from megagrpo.models.body import Body
 from megagrpo.models.family import Family
 from megagrpo.models.fields import Kernels
+from megagrpo.models.kinds.draft.describe import draft_norms
 from megagrpo.models.kinds.draft.layer import DraftLayer, mark_parameters
 from megagrpo.models.kinds.gated_delta.layer import GatedDeltaNet
 from megagrpo.models.kinds.indexed.layer import Indexer
@@ -34,7 +35,6 @@ from megagrpo.models.layers.lora import add_adapters, is_adapter
 from megagrpo.models.layers.specs import block_spec, layer_modules
 from megagrpo.models.loading import RankPlace, Shard, load_vocabulary
 from megagrpo.models.table import FAMILIES
-from megagrpo.models.tensors import draft_norms
 
 _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
 
@@ -112,20 +112,13 @@ def build_chunks(
 
 
 def _in_bfloat16(chunk: Body) -> Body:
-    """Casts a chunk except the biases of its routers, the norms of its indexers, the decays of its
-    gated delta nets and the frequencies of its tower."""
+    """Casts a chunk except the biases of its routers, and what modules keep in float32."""
     chunk.bfloat16()
     for module in chunk.modules():
-        if isinstance(module, Indexer | GatedDeltaNet):
+        if isinstance(module, Indexer | GatedDeltaNet | Tower):
             module.keep_float32()
-    if isinstance(getattr(chunk, "visual", None), Tower):
-        chunk.visual.keep_float32_angles()
-    drafts = [] if chunk.draft is None else [chunk.draft.layer.mlp]
-    for router in [
-        *routers([chunk]).values(),
-        *(mlp.router for mlp in drafts if isinstance(mlp, MoELayer)),
-    ]:
-        internals_0_19.keep_float32_bias(router)
+        elif isinstance(module, TopKRouter):
+            internals_0_19.keep_float32_bias(module)
     return chunk
 
 
@@ -160,9 +153,8 @@ def load_hf(chunks: list[Body], arch: Architecture, hf: Mapping[str, Tensor]) ->
     """Copies this rank's slices of the HF tensors (checkpoint names and shapes) into the chunks'
     parameters."""
     place = _place()
-    family = FAMILIES[arch.family]
     stored = hf
-    hf = _Named(family, stored)
+    hf = _Named(FAMILIES[arch.family], stored)
     with torch.no_grad():
         for chunk in chunks:
             if chunk.pre_process:
@@ -174,7 +166,7 @@ def load_hf(chunks: list[Body], arch: Architecture, hf: Mapping[str, Tensor]) ->
                 if arch.vision is not None:
                     chunk.visual.load_hf(stored)
             for layer in chunk.decoder.layers:
-                family.load_layer(layer, arch, hf, place)
+                arch.load_layer(layer, hf, place)
             if chunk.post_process:
                 chunk.decoder.final_layernorm.weight.copy_(hf["model.norm.weight"])
                 if not arch.tied:
@@ -187,7 +179,7 @@ def load_hf(chunks: list[Body], arch: Architecture, hf: Mapping[str, Tensor]) ->
                 for spec in draft_norms(arch):
                     *_, module, _ = spec.name.split(".")
                     getattr(chunk.draft, module).weight.copy_(hf[spec.name])
-                family.load_layer(chunk.draft.layer, arch, hf, place)
+                arch.load_layer(chunk.draft.layer, hf, place)
 
 
 class _Named(dict[str, Tensor]):

@@ -5,15 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from megagrpo.models.architecture import Architecture
-from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.tensors import GATED_NAMES, GatedNames
 
 if TYPE_CHECKING:
-    from megatron.core.transformer.attention import SelfAttention
     from torch import Tensor
+
+
+class Cut(NamedTuple):
+    """Says which number of a model a number of ranks must divide."""
+
+    key: str  # of config.json
+    number: int
+    by: str  # of actor.parallel
+    ranks: int
 
 
 @dataclass(frozen=True)
@@ -40,25 +46,6 @@ class RankPlace:
     expert: Shard  # of one expert, among the expert-tensor-parallel ranks
 
 
-def load_attention(
-    attention: SelfAttention,
-    arch: Architecture,
-    hf: Mapping[str, Tensor],
-    prefix: str,
-    shard: Shard,
-) -> None:
-    """Loads grouped-query attention: projections, and biases and head norms where the architecture
-    has them."""
-    assert isinstance(arch.attention, GroupedQuery)
-    _load_qkv(attention.linear_qkv.weight, arch, hf, prefix, "weight", shard)
-    if arch.attention.qkv_bias:
-        _load_qkv(attention.linear_qkv.bias, arch, hf, prefix, "bias", shard)
-    attention.linear_proj.weight.copy_(shard.columns(hf[prefix + "o_proj.weight"]))
-    if arch.attention.qk_norm:
-        attention.q_layernorm.weight.copy_(hf[prefix + "q_norm.weight"])
-        attention.k_layernorm.weight.copy_(hf[prefix + "k_norm.weight"])
-
-
 def load_vocabulary(weight: Tensor, hf: Tensor, shard: Shard) -> None:
     """Loads this rank's rows [padded vocab / tp, hidden] of a vocabulary [vocab, hidden].
 
@@ -69,64 +56,6 @@ def load_vocabulary(weight: Tensor, hf: Tensor, shard: Shard) -> None:
     weight[: len(real)].copy_(real)
     if len(real) < len(weight):
         weight[len(real) :].zero_()
-
-
-def _load_qkv(
-    parameter: Tensor,
-    arch: Architecture,
-    hf: Mapping[str, Tensor],
-    prefix: str,
-    kind: str,
-    shard: Shard,
-) -> None:
-    """Loads Megatron's interleaving by key/value head: [q of its queries, k, v] for each of the
-    local groups."""
-    queries = arch.attention.heads // arch.attention.kv_heads
-    dim = arch.attention.head_dim
-    groups = arch.attention.kv_heads
-    if groups < shard.size:
-        _load_part_of_group(parameter, arch, hf, prefix, kind, shard)
-        return
-    local = groups // shard.size
-    tail = parameter.shape[1:]  # (hidden,) for the weight, () for the bias
-    target = parameter.view(local, queries + 2, dim, *tail)
-    places = {
-        "q": (slice(0, queries), queries),
-        "k": (slice(queries, queries + 1), 1),
-        "v": (slice(queries + 1, None), 1),
-    }
-    for name, (place, heads) in places.items():
-        source = hf[f"{prefix}{name}_proj.{kind}"].view(groups, heads, dim, *tail)
-        target[:, place].copy_(shard.rows(source))
-
-
-def _load_part_of_group(
-    parameter: Tensor,
-    arch: Architecture,
-    hf: Mapping[str, Tensor],
-    prefix: str,
-    kind: str,
-    shard: Shard,
-) -> None:
-    """Loads this rank's rows of a group [q of its queries, k, v] that several ranks share, cut
-    evenly, also in heads.
-
-    Megatron gathers a layer's projections from all ranks, and each takes from them the heads that
-    it computes with.
-    """
-    queries = arch.attention.heads // arch.attention.kv_heads
-    dim = arch.attention.head_dim
-    group, first = divmod(shard.rank * len(parameter), (queries + 2) * dim)
-    last = first + len(parameter)
-    start = 0
-    for name, heads in (("q", queries), ("k", 1), ("v", 1)):
-        end = start + heads * dim
-        low, high = max(first, start), min(last, end)
-        if low < high:
-            source = hf[f"{prefix}{name}_proj.{kind}"]
-            shift = group * heads * dim - start
-            parameter[low - first : high - first].copy_(source[low + shift : high + shift])
-        start = end
 
 
 def load_mlp(

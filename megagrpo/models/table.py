@@ -24,13 +24,14 @@ from megagrpo.models.families.softmax_moe import Mixtral, Qwen3Moe
 from megagrpo.models.families.sparse_attention import DeepseekV32, GlmMoeDsa
 from megagrpo.models.families.vision_language import Qwen3VL, Qwen3VLMoe, Qwen25VL
 from megagrpo.models.family import Family
+from megagrpo.models.kinds.draft.describe import draft_norms
 from megagrpo.models.kinds.vision.describe import tower_tensors
 from megagrpo.models.stored.quantization import (
     dequantised_config,
     quantization_problems,
     stored_form,
 )
-from megagrpo.models.tensors import TensorSpec, adapter_tensors, draft_norms, norm_tensor
+from megagrpo.models.tensors import TensorSpec, adapter_tensors
 
 # model_type of config.json -> the family's module
 FAMILIES: dict[str, Family] = {
@@ -127,7 +128,7 @@ def text_tensors(arch: Architecture) -> Iterator[TensorSpec]:
     yield TensorSpec("model.embed_tokens.weight", vocabulary, "matrix")
     for index in range(arch.num_layers):
         yield from FAMILIES[arch.family].layer_tensors(arch, index)
-    yield norm_tensor(arch, "model.norm.weight", arch.hidden_size)
+    yield TensorSpec("model.norm.weight", (arch.hidden_size,), arch.norm)
     if not arch.tied:
         yield TensorSpec("lm_head.weight", vocabulary, "matrix")
     if arch.draft:

@@ -6,13 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.stored.quantization import FP8_EXEMPT
-
-if TYPE_CHECKING:
-    from megagrpo.models.architecture import Architecture
 
 # a router, what latent attention projects down, a draft's projection, and an indexer
 _WHOLE = (
@@ -65,7 +61,7 @@ class TensorSpec:
 
 
 class GatedNames(NamedTuple):
-    """A family's names of the three projections of a gated MLP."""
+    """Names of the three projections of a gated MLP."""
 
     gate: str
     up: str
@@ -78,16 +74,6 @@ GATED_NAMES = GatedNames("gate_proj", "up_proj", "down_proj")
 def layer_prefix(index: int) -> str:
     """Returns what the names of a layer's tensors begin with; layers count from 0."""
     return f"model.layers.{index}."
-
-
-def draft_norms(arch: Architecture) -> Iterator[TensorSpec]:
-    """Yields what a draft has besides its layer: the norms of both inputs, their projection, and
-    the last norm."""
-    prefix = layer_prefix(arch.num_layers)
-    hidden = arch.hidden_size
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        yield TensorSpec(f"{prefix}{name}.weight", (hidden,), "norm")
-    yield TensorSpec(prefix + "eh_proj.weight", (hidden, 2 * hidden), "matrix")
 
 
 def adapter_tensors(
@@ -107,35 +93,6 @@ def adapter_tensors(
             for letter, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
                 adapter = ".".join([*prefix, name, f"lora_{letter}", "weight"])
                 yield TensorSpec(adapter, shape, "matrix", spec.expert)
-
-
-def attention_tensors(arch: Architecture, attention: str) -> Iterator[TensorSpec]:
-    """Yields projections, biases and norms of grouped-query attention; `attention` begins their
-    names."""
-    own = arch.attention
-    assert isinstance(own, GroupedQuery)
-    hidden = arch.hidden_size
-    dim = own.head_dim
-    outputs = {
-        "q_proj": own.heads * dim * (2 if own.output_gate else 1),
-        "k_proj": own.kv_heads * dim,
-        "v_proj": own.kv_heads * dim,
-    }
-    for name, rows in outputs.items():
-        yield TensorSpec(f"{attention}{name}.weight", (rows, hidden), "matrix")
-    yield TensorSpec(f"{attention}o_proj.weight", (hidden, own.heads * dim), "matrix")
-    if own.qkv_bias:
-        for name, rows in outputs.items():
-            yield TensorSpec(f"{attention}{name}.bias", (rows,), "bias")
-    if own.qk_norm:
-        for name, heads in (("q_norm", own.heads), ("k_norm", own.kv_heads)):
-            width = dim * heads if own.norm_over_heads else dim
-            yield norm_tensor(arch, f"{attention}{name}.weight", width)
-
-
-def norm_tensor(arch: Architecture, name: str, size: int) -> TensorSpec:
-    """Returns the weight of one of the model's norms."""
-    return TensorSpec(name, (size,), "centered norm" if arch.centered_norms else "norm")
 
 
 def mlp_tensors(

@@ -20,7 +20,6 @@ _ROTARY_FRACTION = 0.5  # of transformers' Glm4MoeConfig, if config.json has non
 class SigmoidMoe(Family):
     """The feed-forward part that DeepSeek-V3 and GLM-4.5 have in common."""
 
-    TAKES_ADAPTERS = False
     REQUIRED_KEYS: ClassVar[tuple[str, ...]] = (
         "n_routed_experts",
         "num_experts_per_tok",

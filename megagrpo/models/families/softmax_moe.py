@@ -3,8 +3,7 @@
 from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, missing_keys
 from megagrpo.models.families.dense import Qwen3
 from megagrpo.models.family import Family, TinySizes
-from megagrpo.models.kinds.experts.describe import Experts
-from megagrpo.models.tensors import GatedNames
+from megagrpo.models.kinds.experts.describe import MIXTRAL_NAMES, Experts
 
 
 class Qwen3Moe(Qwen3):
@@ -62,14 +61,9 @@ def _num_experts(hf: HfConfig) -> int:
 class Mixtral(Family):
     """Llama's attention."""
 
-    TAKES_ADAPTERS = False
-    EXPERT_SIZE_KEY = "intermediate_size"
-    ROUTING_REFUSAL = "SGLang's Mixtral does not say which layer chose experts"
     HF_CLASS = "MixtralForCausalLM"
     REQUIRED_KEYS = ("num_local_experts", "num_experts_per_tok")
     SIZE_KEYS = COMMON_SIZE_KEYS | {*REQUIRED_KEYS}
-    MLP = "block_sparse_moe."
-    PROJECTIONS = GatedNames(gate="w1", up="w3", down="w2")
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
         if hf.get("sliding_window") is None:
@@ -84,6 +78,8 @@ class Mixtral(Family):
             count=hf["num_local_experts"],
             per_token=hf["num_experts_per_tok"],
             ffn_size=hf["intermediate_size"],  # of one expert
+            names=MIXTRAL_NAMES,
+            unreported="SGLang's Mixtral does not say which layer chose experts",
         )
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:

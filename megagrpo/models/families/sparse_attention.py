@@ -7,21 +7,16 @@ reinforcement learning as well (arXiv 2602.15763).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from megagrpo.models.architecture import Architecture
 from megagrpo.models.config_json import HfConfig
 from megagrpo.models.families.deepseek_v3 import DeepseekV3
 from megagrpo.models.family import TinySizes
 from megagrpo.models.kinds.indexed.describe import LightningIndexer
 from megagrpo.models.kinds.latent.describe import LatentAttention
-from megagrpo.models.loading import Shard
-from megagrpo.models.tensors import TensorSpec, layer_prefix
 
 if TYPE_CHECKING:
-    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-    from torch import Tensor
+    pass
 
 _INDEXER_KEYS = ("index_n_heads", "index_head_dim", "index_topk")
 # keys of config.json that change how keys are chosen, with the values that mean: as here
@@ -82,27 +77,6 @@ class DeepseekV32(DeepseekV3):
     def attention(self, hf: HfConfig) -> LatentAttention:
         return LatentAttention.read(hf, LightningIndexer.read(hf))
 
-    @staticmethod
-    def load_attention(
-        attention: MLASelfAttention,
-        arch: Architecture,
-        hf: Mapping[str, Tensor],
-        prefix: str,
-        shard: Shard,
-    ) -> None:
-        """Loads latent attention, and the indexer whole, if the layer has one."""
-        DeepseekV3.load_attention(attention, arch, hf, prefix, shard)
-        if (indexer := attention.core_attention.indexer) is not None:
-            for name, parameter in indexer.named_parameters():
-                parameter.copy_(hf[f"{prefix}indexer.{name}"])
-
-    def layer_tensors(self, arch: Architecture, index: int) -> Iterator[TensorSpec]:
-        """Yields a layer's tensors, the indexer's at the end."""
-        yield from super().layer_tensors(arch, index)
-        assert arch.indexer is not None
-        if arch.indexer.source(index) == index:
-            yield from _indexer_tensors(arch, layer_prefix(index) + "self_attn.indexer.")
-
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         """16 keys: samples of a certificate are longer, those of the smallest runs are not."""
         return {
@@ -122,23 +96,6 @@ def dense_config(hf: HfConfig) -> dict[str, object]:
         if not key.startswith("index") and key not in ("layer_types", "mlp_layer_types")
     }
     return kept | {"architectures": [DeepseekV3.HF_CLASS], "model_type": "deepseek_v3"}
-
-
-def _indexer_tensors(arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
-    """Yields an indexer's tensors; engines compute with its norm in float32."""
-    assert isinstance(arch.attention, LatentAttention)
-    assert arch.attention.q_lora_rank is not None and arch.indexer is not None
-    heads = arch.indexer.heads
-    dim = arch.indexer.head_dim
-    for name, shape in (
-        ("wq_b", (heads * dim, arch.attention.q_lora_rank)),
-        ("wk", (dim, arch.hidden_size)),
-        ("weights_proj", (heads, arch.hidden_size)),
-    ):
-        yield TensorSpec(f"{prefix}{name}.weight", shape, "matrix", trained=False)
-    norm = f"{prefix}k_norm."
-    yield TensorSpec(norm + "weight", (dim,), "norm", dtype="float32", trained=False)
-    yield TensorSpec(norm + "bias", (dim,), "bias", dtype="float32", trained=False)
 
 
 class GlmMoeDsa(DeepseekV32):

@@ -27,7 +27,6 @@ _SIZE_KEYS |= {"vision_start_token_id", "vision_end_token_id"}
 class Seeing(Family):
     """Reads the vision_config beside a text part."""
 
-    TAKES_ADAPTERS = False
     KIND: ClassVar[Literal["qwen2_5_vl", "qwen3_vl"]]
     TINY_TOWER: ClassVar[dict[str, object]]  # its own keys in a tiny model
     SIZE_KEYS = COMMON_SIZE_KEYS | _SIZE_KEYS
