@@ -17,7 +17,6 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megagrpo.config.actor import ActorConfig
@@ -30,9 +29,10 @@ from megagrpo.models.kinds.draft.describe import draft_norms
 from megagrpo.models.kinds.draft.layer import DraftLayer, mark_parameters
 from megagrpo.models.kinds.gated_delta.layer import GatedDeltaNet
 from megagrpo.models.kinds.indexed.layer import Indexer
-from megagrpo.models.kinds.vision.layer import SeeingLayer, Tower
+from megagrpo.models.kinds.vision.layer import Tower
 from megagrpo.models.layers.lora import add_adapters, is_adapter
-from megagrpo.models.layers.specs import block_spec, layer_modules
+from megagrpo.models.layers.parts import parts_of
+from megagrpo.models.layers.specs import block_spec, layer_spec
 from megagrpo.models.loading import RankPlace, Shard, load_vocabulary
 from megagrpo.models.table import FAMILIES
 
@@ -48,13 +48,11 @@ def build_chunk(
 ) -> Body:
     """Builds this rank's model of one pipeline stage (`vp_stage` with virtual ones), its weights
     uninitialised."""
-    layer = TransformerLayer if arch.vision is None else SeeingLayer
-    layers = block_spec(config, vp_stage, transformer_engine, layer, arch)
-    chunk = Body(arch, config, layers, vp_stage)
+    parts = parts_of(transformer_engine)
+    chunk = Body(arch, config, block_spec(arch, config, vp_stage, parts), vp_stage)
     if arch.draft and chunk.post_process:  # its layer is like the model's last one
-        chunk.draft = DraftLayer(
-            config, layer_modules(config, transformer_engine, TransformerLayer), vp_stage
-        )
+        layer = layer_spec(arch, config, arch.num_layers, parts)
+        chunk.draft = DraftLayer(config, layer, parts, vp_stage)
         mark_parameters(chunk.draft, actor.trains_draft)
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:

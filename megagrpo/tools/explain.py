@@ -29,7 +29,6 @@ from megagrpo.models.fields import (
     transformer_fields,
 )
 from megagrpo.models.table import (
-    FAMILIES,
     architecture_of,
     left_out,
     model_problems,
@@ -158,8 +157,8 @@ def _advice(
     rounded = "bfloat16" in (actor.dtype, rollout.dtype)
     unplayed = (
         arch is not None
-        and arch.is_moe
-        and not FAMILIES[arch.family].ROUTING_REFUSAL
+        and arch.experts is not None
+        and not arch.experts.unreported
         and actor.routing_replay is None
         and rounded
     )

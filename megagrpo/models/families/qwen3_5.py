@@ -41,7 +41,6 @@ class Qwen35(Family):
     SIZE_KEYS = COMMON_SIZE_KEYS | {*_LINEAR_SIZES[:4], "full_attention_interval"}
     ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
     PARTIAL_ROTARY = True
-    ENGINE_ATTENTION = ""
     CENTERED_NORMS = True
     DRAFT_REFUSAL = "its multi-token-prediction layers (mtp.*) are not loaded"
     LEFT_OUT: ClassVar[tuple[str, ...]] = ("model.visual.", "mtp.")

@@ -11,7 +11,6 @@ from typing import Literal
 
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.kinds.latent.describe import LatentAttention
-from megagrpo.models.table import FAMILIES
 from megagrpo.tools.bisect.hooks import TOWER_MODULE, Tap
 
 FINAL_NORM = "final_norm"
@@ -123,7 +122,7 @@ def _attention(arch: Architecture, layer: int) -> list[_Row]:
     if arch.mixer(layer) is arch.delta:
         says = "gated delta net"
         return [("attention_out", says, "linear_attn.out_proj", "self_attention.out_proj", "whole")]
-    inside = FAMILIES[arch.family].ENGINE_ATTENTION
+    inside = arch.attention.engine_module
     output: _Row = (
         "attention_out",
         "output projection of attention",
@@ -168,7 +167,7 @@ def _inner_attention(arch: Architecture) -> list[_Row]:
 def layer_points(arch: Architecture, layer: int) -> list[Point]:
     """Returns the points inside one layer, including the residual stream after attention and at its
     end."""
-    mlp = FAMILIES[arch.family].MLP.removesuffix(".")
+    mlp = arch.experts.names.module if arch.experts else "mlp"
     rows: list[_Row] = [
         ("input_norm", "norm before attention", "input_layernorm", "input_layernorm", "whole"),
         *_attention(arch, layer),

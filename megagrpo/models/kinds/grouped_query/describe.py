@@ -48,6 +48,11 @@ class GroupedQuery:
         )
 
     @property
+    def engine_module(self) -> str:
+        """Returns SGLang's module of it in a layer; "": with a gate the layer itself."""
+        return "" if self.output_gate else self.MODULE
+
+    @property
     def v_dim(self) -> int:
         """Returns the width of a head of values."""
         return self.head_dim

@@ -26,6 +26,7 @@ class LatentAttention:
     of one each."""
 
     MODULE: ClassVar[str] = "self_attn"  # of files, in a layer
+    engine_module: ClassVar[str] = MODULE  # SGLang's
 
     heads: int
     q_lora_rank: int | None  # None: queries are one projection
