@@ -15,7 +15,7 @@ from typing import Any
 
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.config_json import HfConfig, text_part
-from megagrpo.models.families.deepseek_v3 import DeepseekV3, KimiK25
+from megagrpo.models.families.deepseek_v3 import DeepseekV3, Glm4MoeLite, KimiK25
 from megagrpo.models.families.dense import Llama, Qwen2, Qwen3
 from megagrpo.models.families.minimax_m2 import MiniMaxM2
 from megagrpo.models.families.qwen3_5 import Qwen3Next, Qwen35, Qwen35Moe
@@ -41,6 +41,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Qwen3Moe(),
     "mixtral": Mixtral(),
     "glm4_moe": Glm4Moe(),
+    "glm4_moe_lite": Glm4MoeLite(),
     "deepseek_v3": DeepseekV3(),
     "kimi_k2": DeepseekV3(),
     "qwen2_5_vl": Qwen25VL(),

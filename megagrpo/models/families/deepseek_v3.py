@@ -1,18 +1,24 @@
-"""DeepSeek-V3, R1, Kimi-K2, Kimi-K2.5 and Moonlight: multi-head latent attention, experts as in
-sigmoid_moe.py."""
+"""DeepSeek-V3, R1, Kimi-K2, Kimi-K2.5, Moonlight and GLM-4.7-Flash: multi-head latent attention,
+experts as in sigmoid_moe.py."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 from megagrpo.models.config_json import HfConfig, text_part, yarn_refusals
 from megagrpo.models.families.sigmoid_moe import SigmoidMoe, tiny_moe_options
 from megagrpo.models.family import TinySizes
 from megagrpo.models.kinds.latent.describe import LatentAttention
 
-if TYPE_CHECKING:
-    pass
-
+_YARN = {
+    "type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 256,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 _MLA_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -21,7 +27,8 @@ class DeepseekV3(SigmoidMoe):
 
     HF_CLASS = "DeepseekV3ForCausalLM"
     REQUIRED_KEYS = (*_MLA_KEYS, *SigmoidMoe.REQUIRED_KEYS)
-    SIZE_KEYS = SigmoidMoe.SIZE_KEYS | {*_MLA_KEYS}
+    SIZE_KEYS = SigmoidMoe.SIZE_KEYS | {*_MLA_KEYS, "mlp_layer_types"}
+    TINY_ROPE: ClassVar[dict[str, object]] = {"rope_scaling": _YARN}  # of a tiny model
     ROPE_SCALING_REFUSALS = staticmethod(yarn_refusals)
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
@@ -43,6 +50,13 @@ class DeepseekV3(SigmoidMoe):
                 f"num_key_value_heads {kv_heads} must be num_attention_heads "
                 f"{heads} in latent attention"
             )
+        dense = hf["first_k_dense_replace"]
+        kinds = hf.get("mlp_layer_types") or []
+        if kinds and kinds != ["dense"] * dense + ["sparse"] * (hf["num_hidden_layers"] - dense):
+            problems.append(
+                f"mlp_layer_types must begin with first_k_dense_replace {dense} times 'dense', and "
+                "have 'sparse' for every other layer"
+            )
         return problems
 
     def attention(self, hf: HfConfig) -> LatentAttention:
@@ -60,15 +74,7 @@ class DeepseekV3(SigmoidMoe):
             "qk_nope_head_dim": sizes.head_dim,
             "qk_rope_head_dim": rope,
             "v_head_dim": sizes.head_dim,
-            "rope_scaling": {
-                "type": "yarn",
-                "factor": 8.0,
-                "original_max_position_embeddings": 256,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-            },
+            **self.TINY_ROPE,
             "moe_layer_freq": 1,
             "topk_method": "noaux_tc",
             "scoring_func": "sigmoid",
@@ -87,3 +93,14 @@ class KimiK25(DeepseekV3):
         for key in ("auto_map", "vision_config"):
             own.pop(key, None)
         return {**own, "model_type": "deepseek_v3", "architectures": [self.HF_CLASS]}
+
+
+class Glm4MoeLite(DeepseekV3):
+    """GLM-4.7-Flash: plain rotary embedding, as published; engines set moe_layer_freq."""
+
+    HF_CLASS = "Glm4MoeLiteForCausalLM"
+    TINY_ROPE: ClassVar = {}
+    DRAFT_REFUSAL = "no test compares its draft with SGLang's"
+
+    def own_refusals(self, hf: HfConfig) -> list[str]:
+        return super().own_refusals({"moe_layer_freq": 1, **hf})

@@ -7,16 +7,13 @@ reinforcement learning as well (arXiv 2602.15763).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 from megagrpo.models.config_json import HfConfig
 from megagrpo.models.families.deepseek_v3 import DeepseekV3
 from megagrpo.models.family import TinySizes
 from megagrpo.models.kinds.indexed.describe import LightningIndexer
 from megagrpo.models.kinds.latent.describe import LatentAttention
-
-if TYPE_CHECKING:
-    pass
 
 _INDEXER_KEYS = ("index_n_heads", "index_head_dim", "index_topk")
 # keys of config.json that change how keys are chosen, with the values that mean: as here
@@ -37,7 +34,7 @@ class DeepseekV32(DeepseekV3):
     # a smaller model chooses fewer keys, in every layer: shared choices have no padded batches
     SIZE_KEYS = DeepseekV3.SIZE_KEYS | {
         *_INDEXER_KEYS,
-        *("index_topk_freq", "index_skip_topk_offset", "indexer_types", "mlp_layer_types"),
+        *("index_topk_freq", "index_skip_topk_offset", "indexer_types"),
     }
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
@@ -64,13 +61,6 @@ class DeepseekV32(DeepseekV3):
             problems.append(
                 f"index_head_dim {hf['index_head_dim']} is less than qk_rope_head_dim "
                 f"{hf['qk_rope_head_dim']}, the part of it that turns"
-            )
-        dense = hf["first_k_dense_replace"]
-        kinds = hf.get("mlp_layer_types") or []
-        if kinds and kinds != ["dense"] * dense + ["sparse"] * (hf["num_hidden_layers"] - dense):
-            problems.append(
-                f"mlp_layer_types must begin with first_k_dense_replace {dense} times 'dense', and "
-                "have 'sparse' for every other layer"
             )
         return problems
 
@@ -99,12 +89,7 @@ def dense_config(hf: HfConfig) -> dict[str, object]:
 
 
 class GlmMoeDsa(DeepseekV32):
-    """GLM-5, 5.1 and 5.2: no groups of experts, no YaRN."""
+    """GLM-5, 5.1 and 5.2: plain rotary embedding, as published, in the indexer as in attention."""
 
     HF_CLASS = "GlmMoeDsaForCausalLM"
-
-    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
-        """As published: plain rotary embedding, in the indexer as in attention."""
-        options = {**super().tiny_options(sizes), "n_group": 1, "topk_group": 1}
-        del options["rope_scaling"]
-        return options
+    TINY_ROPE: ClassVar = {}
