@@ -1,8 +1,8 @@
-"""Values of Megatron's three configuration classes for an experiment, as plain data. Loads no
-torch.
+"""Values of Megatron's configuration classes for an experiment, as plain data. Loads no torch.
 
-A dtype is written by name, an activation by torch's name, an enumeration by its member; config.py
-converts them. Later sources win: the model and the layout, defaults on CUDA, the user's settings.
+A dtype is written by name, an activation by torch's name, an enumeration by its member;
+actor/megatron_config.py converts them. Later sources win: the model and the layout, defaults on
+CUDA, the user's settings.
 """
 
 from dataclasses import dataclass
@@ -37,17 +37,17 @@ def expected_kernels(actor: ActorConfig) -> Kernels:
 def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
     """Returns the fields of TransformerConfig that the kernels turn on; none on a plain CPU.
 
-    | field | if |
-    |---|---|
-    | apply_rope_fusion | Transformer Engine, without latent attention (Megatron calls it
-    experimental) or vision | | moe_permute_fusion | Transformer Engine and experts; the map that is
-    counted stays the same | | moe_router_fusion | likewise, without routing_replay, which the
-    kernel would ignore | | gradient_accumulation_fusion | CUDA with Transformer Engine, or with
-    Apex's kernel; not with adapters | | bias_activation_fusion | CUDA, unless
-    use_te_activation_func is set; the two exclude each other | | bias_dropout_fusion | CUDA |
-    | deterministic_mode | CUDA and rollout.deterministic |
-    | overlap_p2p_comm | CUDA with virtual stages, the only schedule that has it |
-    | deallocate_pipeline_outputs | CUDA with pipeline stages, if messages do not overlap |
+    - apply_rope_fusion: Transformer Engine, without latent attention (Megatron calls it
+      experimental) or vision
+    - moe_permute_fusion: Transformer Engine and experts; the map that is counted stays the same
+    - moe_router_fusion: likewise, without routing_replay, which the kernel would ignore
+    - gradient_accumulation_fusion: CUDA with Transformer Engine, or with Apex's kernel; not with
+      adapters
+    - bias_activation_fusion: CUDA, unless use_te_activation_func is set, which excludes it
+    - bias_dropout_fusion: CUDA
+    - deterministic_mode: CUDA and rollout.deterministic
+    - overlap_p2p_comm: CUDA with virtual stages, the only schedule that has it
+    - deallocate_pipeline_outputs: CUDA with pipeline stages, if messages do not overlap
 
     The last two exclude each other: an output is freed when its message was waited for.
     """

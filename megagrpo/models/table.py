@@ -25,7 +25,6 @@ from megagrpo.models.families.sparse_attention import DeepseekV32, GlmMoeDsa
 from megagrpo.models.families.vision_language import Qwen3VL, Qwen3VLMoe, Qwen25VL
 from megagrpo.models.family import Family
 from megagrpo.models.kinds.draft.describe import draft_norms
-from megagrpo.models.kinds.vision.describe import tower_tensors
 from megagrpo.models.stored.quantization import (
     dequantised_config,
     quantization_problems,
@@ -120,7 +119,7 @@ def model_tensors(arch: Architecture) -> Iterator[TensorSpec]:
         stored = family.stored_name(spec.name)
         yield spec if stored == spec.name else replace(spec, name=stored)
     if arch.vision is not None:
-        yield from tower_tensors(arch.vision)
+        yield from arch.vision.tensors()
 
 
 def text_tensors(arch: Architecture) -> Iterator[TensorSpec]:
@@ -149,7 +148,7 @@ def tensor_groups(
 
     Those of the text part have the names of text models. lora: targets and rank.
     """
-    model = [*text_tensors(arch), *(tower_tensors(arch.vision) if arch.vision is not None else ())]
+    model = [*text_tensors(arch), *(arch.vision.tensors() if arch.vision is not None else ())]
     adapters = [] if lora is None else list(adapter_tensors(model, *lora))
     return Counter(
         replace(spec, name=_EXPERT.sub(".experts.0.", spec.name)) if spec.expert else spec

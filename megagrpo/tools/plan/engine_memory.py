@@ -16,7 +16,6 @@ from megagrpo.check.problems import described_architecture, longest_samples, mod
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture
-from megagrpo.models.kinds.vision.describe import tower_tensors
 from megagrpo.models.stored.quantization import FP8_BLOCK
 from megagrpo.monitor.rollouts import read_rollouts
 from megagrpo.rollout.admission import tokens_in_cache
@@ -217,7 +216,7 @@ def tower_elements(arch: Architecture, tp: int) -> float:
     if arch.vision is None:
         return 0
     whole = divided = 0
-    for spec in tower_tensors(arch.vision):
+    for spec in arch.vision.tensors():
         *_, module, kind = spec.name.split(".")
         summed = module in ("proj", "down_proj", "linear_fc2", "2")
         if (
