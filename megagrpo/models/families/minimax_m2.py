@@ -61,13 +61,12 @@ class MiniMaxM2(Family):
         return replace(plain, rotary=replace(plain.rotary, fraction=fraction))
 
     def experts(self, hf: HfConfig) -> Experts:
-        return Experts(
-            count=hf["num_local_experts"],
-            per_token=hf["num_experts_per_tok"],
-            ffn_size=hf["intermediate_size"],  # of one expert
+        return Experts.read(
+            hf,
+            "num_local_experts",
+            MIXTRAL_NAMES,
             sigmoid=True,
             router_bias=True,
-            names=MIXTRAL_NAMES,
             unreported="SGLang's MiniMax-M2 does not say which layer chose experts",
         )
 

@@ -121,13 +121,9 @@ class Qwen35Moe(FusedExperts, Qwen35):
         return super().architecture(_with_dense_width(hf))
 
     def experts(self, hf: HfConfig) -> Experts:
-        return Experts(
-            count=hf["num_experts"],
-            per_token=hf["num_experts_per_tok"],
-            ffn_size=hf["moe_intermediate_size"],
-            shared_ffn_size=hf["shared_expert_intermediate_size"],
-            shared_gate=True,
-            names=_EXPERT_NAMES,
+        shared = hf["shared_expert_intermediate_size"]
+        return Experts.read(
+            hf, "num_experts", _EXPERT_NAMES, shared_ffn_size=shared, shared_gate=True
         )
 
     @property

@@ -14,7 +14,7 @@ class Qwen3Moe(Qwen3):
     SIZE_KEYS = COMMON_SIZE_KEYS | {"num_experts", "num_local_experts", *REQUIRED_KEYS}
 
     def refusals(self, hf: HfConfig) -> list[str]:
-        if not _num_experts(hf):
+        if not hf.get(_count(hf)):
             return [*missing_keys(hf, self.REQUIRED_KEYS), "config.json lacks num_experts"]
         return super().refusals(hf)
 
@@ -34,12 +34,8 @@ class Qwen3Moe(Qwen3):
         return problems
 
     def experts(self, hf: HfConfig) -> Experts:
-        return Experts(
-            count=_num_experts(hf),
-            per_token=hf["num_experts_per_tok"],
-            ffn_size=hf["moe_intermediate_size"],
-            norm_topk=bool(hf.get("norm_topk_prob", True)),  # absent only in Qwen3-VL-MoE
-        )
+        # absent only in Qwen3-VL-MoE
+        return Experts.read(hf, _count(hf), norm_topk=bool(hf.get("norm_topk_prob", True)))
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         return {
@@ -53,9 +49,9 @@ class Qwen3Moe(Qwen3):
         }
 
 
-def _num_experts(hf: HfConfig) -> int:
+def _count(hf: HfConfig) -> str:
     # transformers 5 saves the second spelling
-    return hf.get("num_experts") or hf.get("num_local_experts") or 0
+    return "num_experts" if hf.get("num_experts") else "num_local_experts"
 
 
 class Mixtral(Family):
@@ -74,13 +70,8 @@ class Mixtral(Family):
         ]
 
     def experts(self, hf: HfConfig) -> Experts:
-        return Experts(
-            count=hf["num_local_experts"],
-            per_token=hf["num_experts_per_tok"],
-            ffn_size=hf["intermediate_size"],  # of one expert
-            names=MIXTRAL_NAMES,
-            unreported="SGLang's Mixtral does not say which layer chose experts",
-        )
+        why = "SGLang's Mixtral does not say which layer chose experts"
+        return Experts.read(hf, "num_local_experts", MIXTRAL_NAMES, unreported=why)
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         return {

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megagrpo.models.config_json import HfConfig
 from megagrpo.models.loading import Cut, RankPlace, load_mlp, mlp_weights
 from megagrpo.models.tensors import GATED_NAMES, GatedNames, TensorSpec, mlp_tensors
 
@@ -56,6 +57,13 @@ class Experts:
     shared_gate: bool = False  # times a sigmoid of the token
     names: ExpertNames = NAMES
     unreported: str = ""  # why experts that engines chose cannot be replayed
+
+    @classmethod
+    def read(cls, hf: HfConfig, count: str, names: ExpertNames = NAMES, **numbers: Any) -> Experts:
+        """Reads a config.json; count: its key of the number of experts. numbers: those that are no
+        common keys."""
+        each = hf["num_experts_per_tok"]
+        return cls(hf[count], each, hf[names.size], names=names, **numbers)
 
     @property
     def id_type(self) -> str:
