@@ -7,7 +7,7 @@ nor are multi-token-prediction layers (mtp.*) of any.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, every_scaling_refused
@@ -16,9 +16,6 @@ from megagrpo.models.kinds.experts.describe import ExpertNames, Experts
 from megagrpo.models.kinds.gated_delta.describe import GatedDelta
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.stored.fused_experts import FusedExperts
-
-if TYPE_CHECKING:
-    pass
 
 _LINEAR_SIZES = (
     "linear_num_key_heads",
