@@ -280,7 +280,7 @@ def _routing(config: ExperimentConfig, arch: Architecture | None) -> list[str]:
         return []
     k = arch.routed.per_token
     sent = 4 * arch.num_layers * k
-    kept = (1 if arch.routed.id_type == "uint8" else 2) * (arch.expert_layers) * k
+    kept = (1 if arch.routed.id_type == "uint8" else 2) * arch.expert_layers * k
     if source == "old":
         return [
             f"routing    updates take the experts of the old log-probabilities: {kept:,} "
