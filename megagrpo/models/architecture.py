@@ -12,8 +12,15 @@ from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.indexed.describe import LightningIndexer
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.kinds.vision.describe import Vision
-from megagrpo.models.loading import Cut, RankPlace, load_mlp, mlp_weights
-from megagrpo.models.tensors import TensorSpec, layer_prefix, mlp_tensors
+from megagrpo.models.tensors import (
+    Cut,
+    RankPlace,
+    TensorSpec,
+    layer_prefix,
+    load_mlp,
+    mlp_tensors,
+    mlp_weights,
+)
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -89,7 +96,8 @@ class Architecture:
     @property
     def indexer(self) -> LightningIndexer | None:
         """Returns what chooses the keys that a query sees; None: it sees every key before it."""
-        return self.latent and self.latent.indexer
+        latent = self.latent
+        return latent.indexer if latent else None
 
     @property
     def kinds(self) -> list[Attention | GatedDelta | Experts]:

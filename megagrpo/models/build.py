@@ -33,8 +33,8 @@ from megagrpo.models.kinds.vision.layer import Tower
 from megagrpo.models.layers.lora import add_adapters, is_adapter
 from megagrpo.models.layers.parts import parts_of
 from megagrpo.models.layers.specs import block_spec, layer_spec
-from megagrpo.models.loading import RankPlace, Shard, load_vocabulary
 from megagrpo.models.table import FAMILIES
+from megagrpo.models.tensors import RankPlace, Shard, load_vocabulary
 
 _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
 

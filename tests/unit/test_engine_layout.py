@@ -11,7 +11,7 @@ from megagrpo.config.rollout import RolloutConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.folder import Model
 from megagrpo.tools.plan.engine_memory import absorbed_bytes, weight_bytes
-from megagrpo.tools.plan.layer_costs import model_work
+from megagrpo.tools.plan.work import model_work
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 

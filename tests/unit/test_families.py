@@ -16,8 +16,8 @@ from megagrpo.config.load import load_config
 from megagrpo.models.config_json import Rotary
 from megagrpo.models.folder import Model
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
-from megagrpo.models.loading import Shard
 from megagrpo.models.table import FAMILIES, architecture_of, model_problems
+from megagrpo.models.tensors import Shard
 from megagrpo.system.environment import child_environment
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
 from tests.experiments import QUICKSTART, ROOT, python

@@ -9,6 +9,7 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
+from megagrpo.models.costs import layer_cost
 from megagrpo.models.folder import Model
 from megagrpo.models.table import (
     FAMILIES,
@@ -22,7 +23,6 @@ from megagrpo.models.table import (
     parameter_counts,
 )
 from megagrpo.tools.certify.tiny_model import hf_config
-from megagrpo.tools.plan.layer_costs import layer_cost
 from megagrpo.tools.plan.trainer_memory import stage_parameters
 from tests.experiments import QUICKSTART, ROOT
 

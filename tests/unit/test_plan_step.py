@@ -32,7 +32,6 @@ from megagrpo.tools.plan.engine_memory import (
     weight_elements,
 )
 from megagrpo.tools.plan.fitting import with_model
-from megagrpo.tools.plan.layer_costs import model_work
 from megagrpo.tools.plan.roofline import (
     Target,
     given_lengths,
@@ -44,6 +43,7 @@ from megagrpo.tools.plan.roofline import (
 )
 from megagrpo.tools.plan.search import best_layouts, changes
 from megagrpo.tools.plan.trainer_memory import Load, links, trainer_side
+from megagrpo.tools.plan.work import model_work
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs" / "models"
@@ -133,7 +133,7 @@ def test_a_cache_repeats_heads_and_latents():
     )
     latent = replace(work, arch=replace(work.arch, attention=attention))
     assert latent.cache_bytes(1) == latent.cache_bytes(8) == 94 * 576 * 2
-    assert latent.decode_attention_flops == 2 * 64 * (576 + 512)
+    assert latent.arch.attention.decode_pair_flops == 2 * 64 * (576 + 512)
 
 
 def test_what_an_engine_rank_holds():
@@ -282,7 +282,7 @@ def test_trainers_multiply_with_every_weight(name, more):
     token = work.token_flops
     expected = 1000 * token * (1 + more)
     assert stage.flops * 2 == pytest.approx(expected, rel=0.01 + 2 * norms / token)
-    assert stage.pair_flops * 2 == pytest.approx(work.attention_flops * arch.attention_layers)
+    assert stage.pair_flops * 2 == pytest.approx(arch.attention.pair_flops * arch.attention_layers)
 
 
 def test_all_to_all_is_slow_between_nodes():

@@ -27,7 +27,7 @@ from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.grouped_query.norm_over_heads import NormOverHeads
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.layers import parts as layer_parts
-from megagrpo.models.loading import Shard
+from megagrpo.models.tensors import Shard
 from megagrpo.tools.certify import measure
 
 

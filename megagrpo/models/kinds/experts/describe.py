@@ -7,8 +7,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megagrpo.models.config_json import HfConfig
-from megagrpo.models.loading import Cut, RankPlace, load_mlp, mlp_weights
-from megagrpo.models.tensors import GATED_NAMES, GatedNames, TensorSpec, mlp_tensors
+from megagrpo.models.costs import LayerCost, Share
+from megagrpo.models.kinds.experts import cost
+from megagrpo.models.points import Row
+from megagrpo.models.tensors import (
+    GATED_NAMES,
+    Cut,
+    GatedNames,
+    RankPlace,
+    TensorSpec,
+    load_mlp,
+    mlp_tensors,
+    mlp_weights,
+)
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -149,3 +160,23 @@ class Experts:
         activation of their own."""
         shared = ["shared_experts"] if engine and self.shared_ffn_size else []
         return [*(["moe_act"] if scaled else []), *shared, *([] if engine else ["moe"])]
+
+    def share(self) -> float:
+        """Returns the part of the routed experts that a token meets."""
+        return self.per_token / self.count
+
+    def cost(self, at: Share, imbalance: float) -> LayerCost:
+        """Returns the cost of a layer's experts for a micro-batch. imbalance: tokens of the fullest
+        rank, over the mean."""
+        return cost.layer(self, at, imbalance)
+
+    def points(self) -> list[Row]:
+        """Returns what a router computes."""
+        module = self.names.module
+        topk = f"{module}.topk"
+        router = "mlp.router"
+        return [
+            ("router_logits", "router logits", f"{module}.gate", (router, "gating", 0), "whole"),
+            ("experts", "experts chosen", (topk, "out", 1), (router, "out", 1), "map"),
+            ("expert_shares", "weights of the experts, as shares,", topk, router, "shares"),
+        ]

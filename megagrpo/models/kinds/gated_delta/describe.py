@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megagrpo.models.config_json import HfConfig
-from megagrpo.models.loading import Cut, Shard
-from megagrpo.models.tensors import TensorSpec
+from megagrpo.models.costs import FP32, LayerCost, Share
+from megagrpo.models.kinds.gated_delta import cost
+from megagrpo.models.points import Row
+from megagrpo.models.tensors import Cut, Shard, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,3 +118,19 @@ class GatedDelta:
     def recomputed(self, engine: bool, scaled: bool) -> list[str]:
         """Returns Megatron's names of what is cheap to compute again."""
         return []
+
+    def cost(self, at: Share) -> LayerCost:
+        """Returns the cost of one for a micro-batch."""
+        return cost.layer(self, at)
+
+    def state_bytes(self, ranks: int, width: int) -> int:
+        """Returns the bytes of one request's states in one rank of an engine, of all layers: the
+        last inputs of each convolution, and the recurrent state in float32."""
+        inputs = self.channels * (self.kernel - 1) * width
+        state = self.value_heads * self.value_dim * self.key_dim * FP32
+        return sum(self.layers) * (inputs + state) // ranks
+
+    def points(self) -> list[Row]:
+        """Returns what bisect compares inside a layer."""
+        trainer = "self_attention.out_proj"
+        return [("attention_out", "gated delta net", "linear_attn.out_proj", trainer, "whole")]

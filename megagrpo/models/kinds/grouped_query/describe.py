@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from megagrpo.models.config_json import HfConfig, Rotary
-from megagrpo.models.loading import Cut, Shard
-from megagrpo.models.tensors import TensorSpec
+from megagrpo.models.costs import LayerCost, Share
+from megagrpo.models.kinds.attention import Attention
+from megagrpo.models.kinds.grouped_query import cost
+from megagrpo.models.points import Row
+from megagrpo.models.tensors import Cut, Shard, TensorSpec
 
 if TYPE_CHECKING:
     from megatron.core.transformer.attention import SelfAttention
@@ -20,10 +23,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class GroupedQuery:
+class GroupedQuery(Attention):
     """Holds the numbers of attention whose queries share keys and values by groups."""
-
-    MODULE: ClassVar[str] = "self_attn"  # of files, in a layer
 
     heads: int
     kv_heads: int
@@ -49,7 +50,6 @@ class GroupedQuery:
 
     @property
     def engine_module(self) -> str:
-        """Returns SGLang's module of it in a layer; "": with a gate the layer itself."""
         return "" if self.output_gate else self.MODULE
 
     @property
@@ -122,7 +122,7 @@ class GroupedQuery:
 
     def cuts(self, p: ParallelConfig) -> Iterator[Cut]:
         """Yields what tensor-parallel ranks divide; key/value heads may also be fewer."""
-        yield Cut("num_attention_heads", self.heads, "tp", p.tp)
+        yield from super().cuts(p)
         if self.kv_heads > p.tp or p.tp % self.kv_heads:
             yield Cut("num_key_value_heads", self.kv_heads, "tp", p.tp)
 
@@ -137,6 +137,42 @@ class GroupedQuery:
             "attention_output_gate": self.output_gate,
         }
 
-    def recomputed(self, engine: bool, scaled: bool) -> list[str]:
-        """Returns Megatron's names of what is cheap to compute again."""
-        return []
+    @property
+    def pair_flops(self) -> float:
+        """Returns the FLOPs of a query with one key: score and sum."""
+        return 4.0 * self.heads * self.head_dim
+
+    @property
+    def decode_pair_flops(self) -> float:
+        """Returns the same in an engine."""
+        return self.pair_flops
+
+    def cost(self, at: Share) -> LayerCost:
+        """Returns the cost of a layer's attention for a micro-batch."""
+        return cost.layer(self, at)
+
+    def cached_values(self, ranks: int) -> int:
+        """Counts the values of one token in one rank's cache: heads are divided over the ranks, and
+        repeated if there are fewer than ranks."""
+        return 2 * max(1, self.kv_heads // ranks) * self.head_dim
+
+    def repeated_weights(self, hidden_size: int, ranks: int) -> int:
+        return 2 * hidden_size * self.head_dim * max(ranks - self.kv_heads, 0)
+
+    def inner_points(self) -> list[Row]:
+        norms: list[Row] = [
+            ("q_norm", "normed queries", "q_norm", "q_layernorm", "heads"),
+            ("k_norm", "normed keys", "k_norm", "k_layernorm", "heads"),
+        ]
+        says = "projection to queries, keys and values"
+        qkv: Row = ("qkv", says, "qkv_proj", "linear_qkv", "qkv")
+        # with gates among the queries the sides differ in their order, and an engine fuses the norms
+        before = [] if self.output_gate else [qkv, *(norms if self.qk_norm else [])]
+        core = "core_attention"
+        return [
+            *before,
+            # as attention gets them
+            ("q_rotary", "queries with positions", ("attn", "in", 0), (core, "in", 0), "heads"),
+            ("k_rotary", "keys with positions", ("attn", "in", 1), (core, "in", 1), "heads"),
+            ("core_attention", "attention (scale, mask, softmax)", "attn", core, "heads"),
+        ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megagrpo.models.config_json import HfConfig
+from megagrpo.models.costs import FP32
 from megagrpo.models.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from megagrpo.config.actor import ActorConfig
     from megagrpo.models.architecture import Architecture
     from megagrpo.models.fields import Fields, Kernels
+
+
+_SCALED = 128  # numbers of an engine's key with one scale
 
 
 @dataclass(frozen=True)
@@ -90,3 +94,10 @@ class LightningIndexer:
         if actor.parallel.cp > 1:  # the only exchange of its keys that Megatron has
             fields["cp_comm_type"] = "allgather"
         return fields
+
+    def key_bytes(self, num_layers: int) -> int:
+        """Returns the bytes of one token in one rank's cache that it reads: a key in FP8 with its
+        scales, for each layer that chooses (SGLang's mem_cache/memory_pool.py,
+        DSATokenToKVPool)."""
+        choosing = sum(self.source(index) == index for index in range(num_layers))
+        return choosing * (self.head_dim + self.head_dim // _SCALED * FP32)

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from megagrpo.models.config_json import YARN_KEYS, HfConfig, Rotary
+from megagrpo.models.costs import LayerCost, Share
+from megagrpo.models.kinds.attention import Attention
 from megagrpo.models.kinds.indexed.describe import LightningIndexer
-from megagrpo.models.loading import Cut, Shard
-from megagrpo.models.tensors import TensorSpec
+from megagrpo.models.kinds.latent import cost
+from megagrpo.models.points import Row
+from megagrpo.models.tensors import Shard, TensorSpec
 
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
     from torch import Tensor
 
-    from megagrpo.config.actor import ActorConfig, ParallelConfig
+    from megagrpo.config.actor import ActorConfig
     from megagrpo.models.architecture import Architecture
     from megagrpo.models.fields import Fields, Kernels
 
 
 @dataclass(frozen=True)
-class LatentAttention:
+class LatentAttention(Attention):
     """Holds the widths of attention whose keys and values are computed from a latent; of the heads:
     of one each."""
-
-    MODULE: ClassVar[str] = "self_attn"  # of files, in a layer
-    engine_module: ClassVar[str] = MODULE  # SGLang's
 
     heads: int
     q_lora_rank: int | None  # None: queries are one projection
@@ -95,10 +96,6 @@ class LatentAttention:
         if self.indexer is not None:
             self.indexer.load(attention, hf, prefix)
 
-    def cuts(self, p: ParallelConfig) -> Iterator[Cut]:
-        """Yields what tensor-parallel ranks divide."""
-        yield Cut("num_attention_heads", self.heads, "tp", p.tp)
-
     def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
         """Returns the fields of Megatron's MLATransformerConfig."""
         scaling = self.rotary.scaling
@@ -122,5 +119,48 @@ class LatentAttention:
         }
 
     def recomputed(self, engine: bool, scaled: bool) -> list[str]:
-        """Returns Megatron's names of what is cheap to compute again."""
         return ["mla_up_proj"] if scaled else []
+
+    @property
+    def pair_flops(self) -> float:
+        """Returns the FLOPs of a query with one key: score and sum."""
+        return 2.0 * self.heads * (self.head_dim + self.v_dim)
+
+    @property
+    def decode_pair_flops(self) -> float:
+        """Returns the same in an engine, which multiplies with the latent itself."""
+        return 2.0 * self.heads * (2 * self.kv_lora_rank + self.rope_dim)
+
+    @property
+    def most_keys(self) -> float:
+        return math.inf if self.indexer is None else self.indexer.topk
+
+    @property
+    def index_flops(self) -> float:
+        # the mean of layers that share a choice
+        indexer = self.indexer
+        return 2.0 * indexer.heads * indexer.head_dim / indexer.freq if indexer else 0.0
+
+    @property
+    def absorbed_weights(self) -> int:
+        # the second half of keys' and values' projection
+        return self.heads * self.kv_lora_rank * (self.nope_dim + self.v_dim)
+
+    def cost(self, at: Share) -> LayerCost:
+        """Returns the cost of a layer's attention for a micro-batch."""
+        return cost.layer(self, at)
+
+    def cached_values(self, ranks: int) -> int:
+        """Counts the values of one token in one rank's cache: each has the whole latent."""
+        return self.kv_lora_rank + self.rope_dim
+
+    def index_bytes(self, num_layers: int) -> int:
+        return 0 if self.indexer is None else self.indexer.key_bytes(num_layers)
+
+    def inner_points(self) -> list[Row]:
+        says = "normed latent of"
+        queries: Row = ("q_latent", f"{says} queries", "q_a_layernorm", "q_layernorm", "whole")
+        return [
+            *([] if self.q_lora_rank is None else [queries]),
+            ("kv_latent", f"{says} keys and values", "kv_a_layernorm", "kv_layernorm", "whole"),
+        ]
