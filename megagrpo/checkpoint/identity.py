@@ -80,7 +80,7 @@ def _numbers(part: object, prefix: str) -> Iterator[tuple[str, object]]:
         value = getattr(part, field.name)
         if is_dataclass(value):
             yield from _numbers(value, f"{prefix}{field.name}.")
-        elif field.default is MISSING or value != field.default:
+        elif field.compare and (field.default is MISSING or value != field.default):
             yield prefix + field.name, value
 
 

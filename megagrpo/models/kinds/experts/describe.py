@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megagrpo.models.config_json import HfConfig
@@ -66,8 +66,10 @@ class Experts:
     dense_layers: int = 0  # first layers, which have one MLP and no experts
     shared_ffn_size: int = 0  # of the experts that every token meets, together; 0: none
     shared_gate: bool = False  # times a sigmoid of the token
-    names: ExpertNames = NAMES
-    unreported: str = ""  # why experts that engines chose cannot be replayed
+    # no numbers: two models do not differ by these
+    names: ExpertNames = field(default=NAMES, compare=False)
+    # why experts that engines chose cannot be replayed
+    unreported: str = field(default="", compare=False)
 
     @classmethod
     def read(cls, hf: HfConfig, count: str, names: ExpertNames = NAMES, **numbers: Any) -> Experts:
