@@ -153,8 +153,9 @@ class BatchDeadline:
         self.expired = False  # whether that was why its block ended
 
     def start(self) -> None:
-        """Starts the clock: the trainers wait."""
-        self._set(time.monotonic() + self._seconds)
+        """Starts the clock, unless it runs: the trainers wait."""
+        if self._until is None:
+            self._set(time.monotonic() + self._seconds)
 
     def stop(self) -> None:
         """Stops the clock."""

@@ -14,8 +14,9 @@ from megagrpo.data.images import ImageStore
 from megagrpo.families.architecture import Architecture
 from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rollout.admission import AdmissionQueue, BatchDeadline, ResponseLengths
+from megagrpo.rollout.admission import AdmissionQueue, ResponseLengths
 from megagrpo.rollout.agents.answering import Answering, NoAnswer, RolloutTask, SamplePart
+from megagrpo.rollout.batches import NumberedPrompt, SampledBatch, SamplingJob
 from megagrpo.rollout.control import ServiceControl, ServiceUnreachable
 from megagrpo.rollout.engine_choice import Affinity, Engines
 from megagrpo.rollout.generation import (
@@ -26,7 +27,6 @@ from megagrpo.rollout.generation import (
     SentImages,
     sample_seed,
 )
-from megagrpo.rollout.jobs import NumberedPrompt, SamplingJob
 from megagrpo.rollout.response import CacheKey, CacheUse, Response, SampleTurn
 from megagrpo.rollout.teachers import OpenTeachers, Teachers
 from megagrpo.system.background import end_tasks
@@ -107,17 +107,14 @@ class Sampler:
             for owner, ids in by_owner.items()
         )
 
-    async def sample_share(
-        self,
-        job: SamplingJob,
-        share: list[NumberedPrompt],
-        finished: dict[int, RolloutGroup],
-        deadline: BatchDeadline,
-    ) -> None:
-        """Samples the groups of `share` and adds each to `finished` (by id) when it is complete.
+    async def sample_share(self, batch: SampledBatch) -> None:
+        """Samples the groups of the batch's share that are missing, and adds each to `finished` when
+        it is complete.
 
         Raises GenerationFailed, which names the missing prompts, when the deadline passes.
         """
+        job, finished = batch.job, batch.finished
+        share = [each for each in batch.share if each.group_id not in finished]
         job_number = next(self._job_numbers)
         limit_s = self._config.rollout.step_timeout_s
         self.cache_use.newest = max(self.cache_use.newest, job.version)
@@ -135,10 +132,10 @@ class Sampler:
                 self._sample_group(clients, job, each, finished, job_number) for each in share
             ]
             try:
-                async with deadline:
+                async with batch.deadline:
                     await all_of(groups, lambda: waited_for.append(self.waiting()))
             except TimeoutError:
-                if not deadline.expired:  # one of a grader's or an environment's
+                if not batch.deadline.expired:  # one of a grader's or an environment's
                     raise
                 late = [each.prompt.id for each in share if each.group_id not in finished]
                 raise GenerationFailed(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fake_service import FakeService, running
-from sampling import MESH, experiment
+from sampling import MESH, evaluated, experiment, sampled
 from sampling import source_of as make_source
 from test_calculator import CALCULATOR, EOS, PROMPT, TOKENIZER, ids, says
 from test_rollout_client import PARAMS, PROMPTS, QUICK
@@ -172,14 +172,14 @@ def test_every_turn_goes_on_where_the_experts_end(model: Path):
         one = CALCULATOR | {"function": "tests.games:SaysOneOnce"}
         sampling = {"max_response_tokens": 32, "stop_token_ids": [EOS], "environment": one}
         source = source_of(model, service, **sampling)
-        [group] = source.next(7, [PROMPT], 3)
+        [group] = sampled(source, 7, [PROMPT], 3)
     assert np.array_equal(group.samples[0].routed_experts, experts[:, 1:])
 
 
 def test_evaluation_and_greedy_baselines_ask_for_none(model: Path):
     with running(FakeService(version=3)) as service:
         source = source_of(model, service)
-        source.evaluate(PROMPTS[:1], 3, SamplingParams(1.0, 4), 1)
+        evaluated(source, PROMPTS[:1], 3, SamplingParams(1.0, 4), 1)
     assert service.requests and not any(
         "return_routed_experts" in request for request in service.requests
     )
