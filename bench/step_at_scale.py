@@ -485,7 +485,7 @@ def lead(case: dict, folder: str, url: str) -> None:
         sampler = Sampler(config, 1, control, pool, decode, answering)
         sampler.arch = model.arch if of.experts else None
         taken = PromptSet(tuple(prompts[: of.prompts]), 0, False)
-        source = RolloutSource(config, control, sampler, Batches(config, mesh, taken))
+        source = RolloutSource(control, sampler, Batches(config, mesh, taken))
 
         def finished(plan: BatchPlan) -> list[RolloutGroup]:
             batch = source.begin(plan)

@@ -87,7 +87,7 @@ def source_of(
         sampler = Sampler(config, mesh.dp_size, control, grader or Grader(), decode, answering)
         if config.actor.routing_replay == "rollout":
             sampler.arch = config.read_model().arch
-    return RolloutSource(config, control, sampler, Batches(config, mesh, prompt_set()))
+    return RolloutSource(control, sampler, Batches(config, mesh, prompt_set()))
 
 
 def plan(

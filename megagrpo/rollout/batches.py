@@ -6,7 +6,7 @@ and with dynamic sampling ranks choose groups together, so these methods are col
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +19,6 @@ from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.rollout.admission import BatchDeadline
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.metrics import curriculum_metrics, selection_metrics
 from megagrpo.rollout.selection import refuse_another_batch, select
@@ -125,12 +124,14 @@ class SampledBatch:
     """A batch of prompts that is sampled in the background, until a step has started with it."""
 
     job: SamplingJob
-    deadline: BatchDeadline  # runs while the trainers wait for it
     share: Sequence[NumberedPrompt] = ()  # this leader's; none on other ranks
     # This leader's groups by id; filled by the other thread.
     finished: dict[int, RolloutGroup] = field(default_factory=dict)
     work: "Future[None] | None" = None  # None on ranks that are not leaders
     consumed: bool = False  # returned to a step
+    deadline: float | None = None  # of time.monotonic; None: no trainer waits
+    failure: str = ""  # why its work was ended
+    retries: Callable[[], str] = lambda: "no request has left"  # so far, in words
 
     @property
     def done(self) -> bool:
@@ -140,13 +141,14 @@ class SampledBatch:
     @property
     def problem(self) -> str:
         """Returns why it failed, or ""."""
-        if self.work is None or not self.work.done() or self.work.cancelled():
-            return ""
+        if self.failure or self.work is None or not self.work.done() or self.work.cancelled():
+            return self.failure
         exc = self.work.exception()
         return "" if exc is None else f"{type(exc).__name__}: {exc}"
 
-    def cancel(self) -> None:
+    def end(self, failure: str = "") -> None:
         """Ends what has not finished."""
+        self.failure = failure
         if self.work is not None:
             self.work.cancel()
 
@@ -188,7 +190,7 @@ class Batches:
         job = plan.job
         if job.or_newer and job.step in self.in_flight:
             return self.in_flight[job.step]
-        batch = SampledBatch(job, BatchDeadline(self.config.rollout.step_timeout_s))
+        batch = SampledBatch(job)
         if self.mesh.is_leader:
             rank, size, total = self.mesh.dp_rank, self.mesh.dp_size, len(plan.prompts)
             batch.share = plan.numbered()[total * rank // size : total * (rank + 1) // size]

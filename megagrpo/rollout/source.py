@@ -42,7 +42,6 @@ class RolloutSource:
 
     def __init__(
         self,
-        config: ExperimentConfig,
         control: ServiceControl,
         sampler: Sampler | None,
         batches: Batches,
@@ -50,7 +49,7 @@ class RolloutSource:
     ):
         self._mesh = batches.mesh
         assert (sampler is not None) == self._mesh.is_leader, "leaders sample, other ranks do not"
-        self._config = config
+        self._config = batches.config
         self._control = control
         self._sampler = sampler
         self.batches = batches
@@ -104,12 +103,14 @@ class RolloutSource:
         engine is ready.
         """
         self._awaited = batches
-        for batch in batches:
-            batch.deadline.start()
         self._last_answer = next_look = time.monotonic()
+        for batch in batches:
+            batch.deadline = batch.deadline or next_look + self._config.rollout.step_timeout_s
         pause_s = _FIRST_POLL_S
         while True:
-            problem = self._problem(batches) if version is not None else ""
+            problem = self._problem(batches)
+            if version is None:  # the next wait for it says so
+                problem = ""
             stops = leaves = False
             if not problem and time.monotonic() >= next_look:
                 stops = stop_requested()
@@ -123,7 +124,7 @@ class RolloutSource:
             self._alive()
             if failed or stopped:
                 for batch in batches:
-                    batch.cancel()
+                    batch.end()
             if stopped:
                 raise EvaluationStopped
             if failed:
@@ -135,7 +136,7 @@ class RolloutSource:
         if waiting and version is not None:
             return self._mesh.from_main(lambda: self._outdated, "name engines without weights")
         for batch in batches:
-            batch.deadline.stop()
+            batch.deadline = None
         self._awaited = []
         return []
 
@@ -201,14 +202,15 @@ class RolloutSource:
             )
 
     def _problem(self, batches: Sequence[SampledBatch]) -> str:
-        return next(
-            (
-                f"rank {self._mesh.rank}, rollout of {batch.job}: {batch.problem}"
-                for batch in batches
-                if batch.problem
-            ),
-            "",
-        )
+        """Ends batches of which the time is over; returns why the first failed, or ""."""
+        problem = ""
+        for batch in reversed(batches):
+            late = batch.deadline is not None and time.monotonic() > batch.deadline
+            if late and not batch.done and self._sampler is not None:
+                batch.end(self._sampler.missing(batch))
+            if batch.problem:
+                problem = f"rank {self._mesh.rank}, rollout of {batch.job}: {batch.problem}"
+        return problem
 
     def _look_at_engines(self, version: int | None) -> tuple[str, bool]:
         """Returns the service's problem or "", and whether the wait ends because of its engines."""
@@ -259,7 +261,7 @@ def start_source(
             if config.actor.routing_replay == "rollout":
                 sampler.arch = inputs.model.arch
         batches = Batches(config, mesh, inputs.prompts, inputs.curriculum)
-        source = RolloutSource(config, control, sampler, batches, alive)
+        source = RolloutSource(control, sampler, batches, alive)
         stack.callback(source.close)
         yield source
 
