@@ -14,7 +14,7 @@ from megagrpo.data.prompts import (
     refuse_unknown_teacher,
 )
 from megagrpo.data.texts import decoder
-from megagrpo.families.model import Model
+from megagrpo.models.folder import Model
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.monitor.rollouts import Decode
 from megagrpo.rollout.agents.answering import Answering
