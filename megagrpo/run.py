@@ -33,9 +33,8 @@ from megagrpo.monitor.run_record import RunRecord
 from megagrpo.monitor.watchdog import Watchdog
 from megagrpo.rollout.batches import BatchPlan, SampledBatch, StepBatches
 from megagrpo.rollout.control import ServiceControl, find_service, service_progress
-from megagrpo.rollout.inputs import Inputs
 from megagrpo.rollout.metrics import group_metrics
-from megagrpo.rollout.source import RolloutSource, start_source
+from megagrpo.rollout.source import Inputs, RolloutSource, start_source
 from megagrpo.system import environment
 from megagrpo.system.progress import Progress
 from megagrpo.system.stop_request import STOP_FILE, StopRequest

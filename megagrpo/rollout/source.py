@@ -9,20 +9,37 @@ weights, or the run is to stop. One collective hands the groups out at the end.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.curriculum import Curriculum
+from megagrpo.data.images import ImageStore
+from megagrpo.data.prompts import (
+    PromptSet,
+    load_prompts,
+    load_tokenizer,
+    refuse_long_demonstration,
+    refuse_unknown_teacher,
+)
+from megagrpo.data.texts import decoder
 from megagrpo.mesh import Mesh, RunStopped
+from megagrpo.models.folder import Model
 from megagrpo.monitor.metrics import Metrics
+from megagrpo.monitor.rollouts import Decode
 from megagrpo.rewards.pool import RewardPool
+from megagrpo.rollout.agents.answering import Answering
+from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.batches import Batches, BatchPlan, SampledBatch, StepBatches
 from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnreachable
-from megagrpo.rollout.inputs import Inputs
 from megagrpo.rollout.response import CacheUse
 from megagrpo.rollout.sampler import Sampler
 from megagrpo.rollout.teachers import ScoringUse
 from megagrpo.system.background import BackgroundLoop
 from megagrpo.types import LOADS, RolloutGroup, TrainState
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _FIRST_POLL_S = 0.02  # pause after the first meeting of all ranks
 _POLL_S = 0.2  # longest pause
@@ -236,6 +253,49 @@ class RolloutSource:
             if engine.alive and (engine.state == "stale" or engine.weight_version != version)
         ]
         return "", bool(self._outdated)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs that a run reads before it needs any other process."""
+
+    model: Model
+    tokenizer: "PreTrainedTokenizerBase"
+    decode: Decode
+    prompts: PromptSet
+    eval_prompts: PromptSet | None
+    answering: Answering
+    images: ImageStore | None  # of a vision-language model
+    curriculum: Curriculum | None
+
+    @classmethod
+    def load(cls, config: ExperimentConfig) -> "Inputs":
+        """Loads the inputs of an experiment. Raises ValueError."""
+        model = config.read_model()
+        tokenizer = load_tokenizer(model)
+        images = ImageStore.of(model, config.run_folder.images)
+        prompts = load_prompts(config.data, tokenizer, images)
+        refuse_unknown_teacher(prompts.prompts, config.teachers)
+        refuse_long_demonstration(prompts.prompts, config.sampling.max_response_tokens)
+        held_out = config.eval_data
+        eval_prompts = load_prompts(held_out, tokenizer, images) if held_out else None
+        decode = decoder(tokenizer, model, config.sampling.skip_special_tokens)
+        return cls(
+            model=model,
+            tokenizer=tokenizer,
+            decode=decode,
+            prompts=prompts,
+            eval_prompts=eval_prompts,
+            answering=make_answering(config, tokenizer),
+            images=images,
+            curriculum=Curriculum.of(config, prompts.prompts, prompts.mixture),
+        )
+
+    def add_metrics(self, metrics: Metrics) -> None:
+        """Adds what environments, agents and images measured since the last call."""
+        self.answering.add_metrics(metrics)
+        if self.images is not None:
+            self.images.add_metrics(metrics)
 
 
 @contextmanager

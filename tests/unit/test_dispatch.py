@@ -21,8 +21,7 @@ from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout import source as source_module
 from megagrpo.rollout.agents.answering import NoAnswer
 from megagrpo.rollout.generation import SamplingParams
-from megagrpo.rollout.inputs import Inputs
-from megagrpo.rollout.source import start_source
+from megagrpo.rollout.source import Inputs, start_source
 from megagrpo.run import Run
 from megagrpo.tools.plan.engine_memory import concurrency_report
 from megagrpo.types import Outcome, RolloutGroup, Sample, TrainState
