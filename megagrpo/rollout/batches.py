@@ -308,6 +308,7 @@ class StepBatches:
             self.groups = [group for group in groups if group.group_id in chosen]
             self._surplus = [group for group in groups if group.group_id in left]
         self._curriculum = self._recorded(metrics)
+        self._sampled = []  # dropped groups need no memory while the trainers train
 
     def finish(self) -> None:
         """Makes `state` that after the step, and drops the batches that it has consumed.

@@ -110,7 +110,7 @@ class Sampler:
         """Samples the groups of the batch's share that are missing, and adds each to `finished` when
         it is complete."""
         job, finished = batch.job, batch.finished
-        share = [each for each in batch.share if each.group_id not in finished]
+        share = [prompt for prompt in batch.share if prompt.group_id not in finished]
         job_number = next(self._job_numbers)
         self.cache_use.newest = max(self.cache_use.newest, job.version)
         # one job after the other, so that requests of the first leave first
@@ -127,13 +127,13 @@ class Sampler:
             )
             clients = (client, teachers)
             await all_of(
-                [self._sample_group(clients, job, each, finished, job_number) for each in share]
+                [self._sample_group(clients, job, prompt, finished, job_number) for prompt in share]
             )
 
     def missing(self, batch: SampledBatch) -> str:
         """Returns which groups of a batch have not come in time, and what they wait for. May be
         called from any thread."""
-        late = [each.prompt.id for each in batch.share if each.group_id not in batch.finished]
+        late = [n.prompt.id for n in batch.share if n.group_id not in batch.finished]
         return (
             f"{len(late)} of {len(batch.share)} groups did not come within "
             f"{self._config.rollout.step_timeout_s:.0f} s (rollout.step_timeout_s): prompts "

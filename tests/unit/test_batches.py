@@ -30,7 +30,7 @@ def ids(plan: BatchPlan) -> list[int]:
     return [numbered.group_id for numbered in plan.numbered()]
 
 
-def said(plans: list[BatchPlan]) -> list[tuple[int, list[int], int, int]]:
+def described(plans: list[BatchPlan]) -> list[tuple[int, list[int], int, int]]:
     """Of each its number, its groups, the weights that sample it, and the oldest that may have."""
     return [(plan.job.step, ids(plan), plan.job.version, plan.oldest) for plan in plans]
 
@@ -90,7 +90,7 @@ def test_batches_ahead_are_planned_once_and_not_beyond_the_last_step():
     for number, plans in enumerate(expected):
         step = StepBatches(batches, state, steps_left=4 - number)
         early = step.early()
-        assert said(early) == plans
+        assert described(early) == plans
         opened = [batches.open(plan) for plan in early]
         assert [batches.open(plan) for plan in early] == opened, "those in flight, again"
         assert [batch.job.version for batch in opened[:-1]] == [
@@ -114,7 +114,7 @@ def test_greedy_requests_come_by_themselves_after_a_batch():
     assert second.job.params.temperature == 0 and not second.job.or_newer
     assert step.late() == [], "beside greedy requests nothing is sampled"
     step.add(groups_of(second))
-    assert step.wanted() is None and said(step.late()) == [(1, [2, 3], 0, 0)]
+    assert step.wanted() is None and described(step.late()) == [(1, [2, 3], 0, 0)]
     step.choose(Metrics())
     assert [group.greedy.text for group in step.groups] == ["0", "0"]
 
@@ -166,10 +166,10 @@ def test_a_prompt_that_comes_again_has_other_seeds():
 def test_what_an_earlier_start_finished_goes_to_the_leader_whose_share_it_is():
     config = experiment(rollout={"max_staleness": 1}, algorithm=TIS)
     plan = BatchPlan(SamplingJob.training(config, 0, 0, ahead=True), prompt_set().prompts[:4])
-    whole = groups_of(plan)
+    earlier = groups_of(plan)
     for rank, mine in ((0, [0]), (1, [3])):
         batches = batches_of(config, leader(rank))
-        batches.restore([whole[0], whole[3]])
+        batches.restore([earlier[0], earlier[3]])
         expected = [0, 3] if rank == 0 else []
         assert [group.group_id for group in batches.finished()] == expected, "saved once"
         batch = batches.open(plan)
