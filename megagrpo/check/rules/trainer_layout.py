@@ -10,7 +10,6 @@ from megagrpo.config.actor import ActorConfig
 from megagrpo.config.fields import Rule, complaints
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.fields import context_rule, expected_kernels
-from megagrpo.models.table import FAMILIES
 
 
 def before_start(subject: Subject) -> Iterator[Rule]:
@@ -34,25 +33,10 @@ def layout_rules(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
 
 
 def _sizes(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
-    p = actor.parallel
-    family = FAMILIES[arch.family]
-    kv_heads = arch.attention.kv_heads
-    sizes = [("num_attention_heads", arch.attention.heads, "tp", p.tp)]
-    if not arch.latent and (kv_heads > p.tp or p.tp % kv_heads):
-        sizes.append(("num_key_value_heads", kv_heads, "tp", p.tp))
-    if arch.experts is not None:
-        sizes += [
-            ("num_experts", arch.experts.count, "ep", p.ep),
-            (family.EXPERT_SIZE_KEY, arch.experts.ffn_size, "etp", p.etp),
-            (family.SHARED_SIZE, arch.experts.shared_ffn_size, "tp", p.tp),
-        ]
-    if arch.delta is not None:
-        sizes.append(("linear_num_key_heads", arch.delta.key_heads, "tp x cp", p.tp * p.cp))
-    if arch.has_dense_layers:
-        sizes.append(("intermediate_size", arch.ffn_size, "tp", p.tp))
-    for what, number, key, by in sizes:
-        if number:
-            yield divides(f"actor.parallel.{key} = {by}", by, what, number)
+    for cut in arch.cuts(actor.parallel):
+        if cut.number:
+            key = f"actor.parallel.{cut.by} = {cut.ranks}"
+            yield divides(key, cut.ranks, cut.key, cut.number)
 
 
 def _stages(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
@@ -83,9 +67,9 @@ def _routers(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
             f"actor.{key}: a {arch.family} model has no experts to route to",
             "remove it",
         )
-    if refusal := FAMILIES[arch.family].ROUTING_REFUSAL:
+    if unreported := arch.experts and arch.experts.unreported:
         replayed = actor.routing_replay == "rollout"
-        yield Rule(replayed, f"actor.routing_replay: {refusal}", "take old, or remove it")
+        yield Rule(replayed, f"actor.routing_replay: {unreported}", "take old, or remove it")
 
 
 def _adapters(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
@@ -112,7 +96,7 @@ def _adapters(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
             "remove it, or targets in experts",
         )
     yield Rule(
-        lora is not None and not FAMILIES[arch.family].TAKES_ADAPTERS,
+        lora is not None and not arch.takes_adapters,
         f"actor.lora is not supported with a {arch.family} model: train all weights, or another "
         "family",
     )

@@ -34,7 +34,7 @@ def as_engines_see_it(
     formats differ.
 
     All nodes must see the run folder. Without CUDA a model with sparse attention is a dense one,
-    the same up to index_topk tokens (check/rules/lengths.py refuses longer samples), which ignores
+    the same up to index_topk tokens (check/rules/model.py refuses longer samples), which ignores
     indexers in a publish.
     """
     model = Path(config.model.path)
