@@ -63,9 +63,9 @@ class LightningIndexer:
             ("weights_proj", (self.heads, hidden)),
         ):
             yield TensorSpec(f"{prefix}{name}.weight", shape, "matrix", trained=False)
-        for name, kind in (("weight", "norm"), ("bias", "bias")):
-            norm = f"{prefix}k_norm.{name}"
-            yield TensorSpec(norm, (self.head_dim,), kind, dtype="float32", trained=False)
+        norm, size = prefix + "k_norm.", (self.head_dim,)
+        yield TensorSpec(norm + "weight", size, "norm", dtype="float32", trained=False)
+        yield TensorSpec(norm + "bias", size, "bias", dtype="float32", trained=False)
 
     def load(self, attention: MLASelfAttention, hf: Mapping[str, Tensor], prefix: str) -> None:
         """Loads the indexer whole, if the layer has one."""
