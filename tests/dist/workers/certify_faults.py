@@ -10,6 +10,7 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import torch
+from megagrpo.actor.megatron import model
 from torch import Tensor
 
 from megagrpo.actor import schedule, step
