@@ -6,7 +6,6 @@ from itertools import accumulate
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.fields import complaints
 from megagrpo.models.architecture import Architecture
-from megagrpo.models.table import FAMILIES
 
 
 def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
@@ -24,26 +23,11 @@ def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
 
 
 def _sizes(arch: Architecture, config: ActorConfig) -> Iterator[str]:
-    p = config.parallel
-    sizes = [("num_attention_heads", arch.num_heads, "tp", p.tp)]
-    if arch.mla is None and (arch.num_kv_heads > p.tp or p.tp % arch.num_kv_heads):
-        sizes.append(("num_key_value_heads", arch.num_kv_heads, "tp", p.tp))
-    if arch.is_moe:
-        sizes += [
-            ("num_experts", arch.num_experts, "ep", p.ep),
-            (FAMILIES[arch.family].EXPERT_SIZE_KEY, arch.expert_ffn_size, "etp", p.etp),
-        ]
-    if arch.shared_ffn_size:
-        sizes.append((FAMILIES[arch.family].SHARED_SIZE, arch.shared_ffn_size, "tp", p.tp))
-    if arch.linear is not None:
-        heads = arch.linear.key_heads
-        sizes.append(("linear_num_key_heads", heads, "tp x cp", p.tp * p.cp))
-    if not arch.is_moe or arch.dense_layers:
-        sizes.append(("intermediate_size", arch.ffn_size, "tp", p.tp))
-    for what, number, key, by in sizes:
-        if number % by:
-            its = f"the model's {what} = {number}; it may be {divisors(number, by)}"
-            yield f"actor.parallel.{key} = {by} does not divide {its}"
+    for cut in arch.cuts(config.parallel):
+        if cut.number % cut.ranks:
+            may = divisors(cut.number, cut.ranks)
+            its = f"the model's {cut.key} = {cut.number}; it may be {may}"
+            yield f"actor.parallel.{cut.by} = {cut.ranks} does not divide {its}"
 
 
 def _stages(arch: Architecture, config: ActorConfig) -> Iterator[str]:
@@ -67,14 +51,13 @@ def _stages(arch: Architecture, config: ActorConfig) -> Iterator[str]:
 
 
 def _routers(arch: Architecture, config: ActorConfig) -> Iterator[str]:
-    if config.router_bias_update is not None and not arch.router_bias:
+    if config.router_bias_update is not None and not (arch.experts and arch.experts.router_bias):
         yield f"actor.router_bias_update: a {arch.family} model's routers have no bias; remove it"
     for key in ("router_losses", "routing_replay"):
         if getattr(config, key) is not None and not arch.is_moe:
             yield f"actor.{key}: a {arch.family} model has no experts to route to; remove it"
-    refusal = FAMILIES[arch.family].ROUTING_REFUSAL
-    if config.routing_replay == "rollout" and refusal:
-        yield f"actor.routing_replay: {refusal}; take old, or remove it"
+    if config.routing_replay == "rollout" and arch.experts and arch.experts.unreported:
+        yield f"actor.routing_replay: {arch.experts.unreported}; take old, or remove it"
 
 
 def _adapters(arch: Architecture, config: ActorConfig) -> Iterator[str]:
@@ -87,12 +70,12 @@ def _adapters(arch: Architecture, config: ActorConfig) -> Iterator[str]:
             "actor.lora has targets in experts, which needs an actor.parallel.etp that divides "
             f"tp = {p.tp}; {p.etp} does not: the gradient norm would count their adapters twice"
         )
-    if arch.mla is None and arch.num_kv_heads < p.tp:
+    if arch.latent is None and arch.attention.kv_heads < p.tp:
         yield (
             f"actor.lora: with actor.parallel.tp = {p.tp} ranks share the model's "
-            f"{arch.num_kv_heads} key/value heads, "
+            f"{arch.attention.kv_heads} key/value heads, "
             "whose projections adapters cannot be cut like; tp may be "
-            f"{divisors(arch.num_kv_heads, p.tp)}"
+            f"{divisors(arch.attention.kv_heads, p.tp)}"
         )
     if arch.is_moe and of_experts:
         for name in ("overlap_grad_reduce", "overlap_param_gather"):
@@ -101,7 +84,7 @@ def _adapters(arch: Architecture, config: ActorConfig) -> Iterator[str]:
                     f"actor.ddp.{name}: with actor.lora, replicas of experts' adapters are summed "
                     "before the ranks' gradients are; remove it, or targets in experts"
                 )
-    if not FAMILIES[arch.family].TAKES_ADAPTERS:
+    if not arch.takes_adapters:
         yield (
             f"actor.lora is not supported with a {arch.family} model: train all "
             "weights, or another family"

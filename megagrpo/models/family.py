@@ -7,29 +7,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from megagrpo.models.architecture import (
+from megagrpo.models.architecture import Architecture, Attention
+from megagrpo.models.config_json import (
     COMMON_SIZE_KEYS,
-    Architecture,
     HfConfig,
-    decoder_architecture,
     llama3_refusals,
     missing_keys,
     rope_scaling,
     rotary_fraction,
 )
-from megagrpo.models.loading import RankPlace, load_attention, load_mlp, mlp_weights
-from megagrpo.models.tensors import (
-    GATED_NAMES,
-    GatedNames,
-    TensorSpec,
-    attention_tensors,
-    layer_prefix,
-    mlp_tensors,
-    norm_tensor,
-)
+from megagrpo.models.kinds.experts.describe import Experts
+from megagrpo.models.kinds.gated_delta.describe import GatedDelta
+from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
+from megagrpo.models.kinds.vision.describe import Vision
+from megagrpo.models.tensors import TensorSpec
 
 if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_layer import TransformerLayer
     from torch import Tensor
 
 
@@ -58,21 +51,13 @@ class Family:
     REQUIRED_KEYS: ClassVar[tuple[str, ...]] = ()  # of config.json, besides the common ones
     # keys that a smaller model of the same kind changes
     SIZE_KEYS: ClassVar[frozenset[str]] = COMMON_SIZE_KEYS
-    MLP: ClassVar[str] = "mlp."  # begins the names of an MLP, or of router and experts, in a layer
-    SHARED_MLP: ClassVar[str] = "shared_experts."  # of the experts that every token meets
-    ROUTER_BIAS: ClassVar[str] = "gate.e_score_correction_bias"  # after MLP
-    PROJECTIONS: ClassVar[GatedNames] = GATED_NAMES  # of MLPs and experts
     ROPE_SCALING_REFUSALS = staticmethod(llama3_refusals)
     PARTIAL_ROTARY: ClassVar[bool] = False  # rotary embedding may apply to part of a head
     LOADS_ATTENTION_BIAS: ClassVar[bool] = False
     FP8_REFUSAL: ClassVar[str] = ""  # why engines cannot have weights of such a model in FP8
-    ENGINE_ATTENTION: ClassVar[str] = "self_attn"  # SGLang's module of it in a layer; "": the layer
     LEFT_OUT: ClassVar[tuple[str, ...]] = ()  # begin the names of tensors that are not loaded
     DRAFT_REFUSAL: ClassVar[str] = ""  # why actor.draft is not supported
-    TAKES_ADAPTERS: ClassVar[bool] = True  # whether models/layers/lora.py knows its layers
-    EXPERT_SIZE_KEY: ClassVar[str] = "moe_intermediate_size"  # of config.json: an expert's width
-    SHARED_SIZE: ClassVar[str] = "n_shared_experts x moe_intermediate_size"  # of config.json
-    ROUTING_REFUSAL: ClassVar[str] = ""  # why experts that engines chose cannot be replayed
+    CENTERED_NORMS: ClassVar[bool] = False  # RMSNorms multiply by 1 + weight
 
     def refusals(self, hf: HfConfig) -> list[str]:
         """Returns what would fail, or be silently wrong, with this config.json: missing keys,
@@ -113,68 +98,42 @@ class Family:
 
     def architecture(self, hf: HfConfig) -> Architecture:
         """Reads a config.json that has no refusals."""
-        return decoder_architecture(hf)
+        return Architecture(
+            family=hf["model_type"],
+            hidden_size=hf["hidden_size"],
+            num_layers=hf["num_hidden_layers"],
+            ffn_size=hf["intermediate_size"],
+            vocab_size=hf["vocab_size"],
+            max_positions=hf["max_position_embeddings"],
+            rms_eps=hf["rms_norm_eps"],
+            tied=bool(hf.get("tie_word_embeddings", False)),
+            attention=self.attention(hf),
+            centered_norms=self.CENTERED_NORMS,
+            delta=self.delta(hf),
+            experts=self.experts(hf),
+            vision=self.vision(hf),
+        )
 
-    def load_layer(
-        self,
-        layer: TransformerLayer,
-        arch: Architecture,
-        hf: Mapping[str, Tensor],
-        place: RankPlace,
-    ) -> None:
-        """Copies this rank's slices of one layer's HF tensors into Megatron's parameters: only
-        slices and copies."""
-        index = layer.layer_number - 1
-        mlp = layer.mlp
-        prefix = layer_prefix(index)
-        layer.input_layernorm.weight.copy_(hf[prefix + "input_layernorm.weight"])
-        layer.pre_mlp_layernorm.weight.copy_(hf[prefix + "post_attention_layernorm.weight"])
-        self.load_attention(layer.self_attention, arch, hf, prefix + "self_attn.", place.tensor)
-        prefix += self.MLP
-        if not arch.has_experts(index):
-            load_mlp(*mlp_weights(mlp), hf, prefix, place.tensor, self.PROJECTIONS)
-            return
-        mlp.router.weight.copy_(hf[prefix + "gate.weight"])
-        if arch.router_bias:
-            mlp.router.expert_bias.copy_(hf[prefix + self.ROUTER_BIAS])
-        if arch.shared_ffn_size:
-            load_mlp(*mlp_weights(mlp.shared_experts), hf, prefix + self.SHARED_MLP, place.tensor)
-        if arch.shared_gate:
-            gate = hf[prefix + "shared_expert_gate.weight"]
-            mlp.shared_experts.gate_weight.copy_(gate)
-        for local, expert in enumerate(mlp.local_expert_indices):
-            weights = mlp_weights(mlp.experts, local)
-            load_mlp(*weights, hf, f"{prefix}experts.{expert}.", place.expert, self.PROJECTIONS)
+    def attention(self, hf: HfConfig) -> Attention:
+        """Reads the attention of a config.json without refusals."""
+        return GroupedQuery.read(hf)
 
-    load_attention = staticmethod(load_attention)
+    def delta(self, hf: HfConfig) -> GatedDelta | None:
+        """Reads the gated delta nets, None if there are none."""
+        return None
+
+    def experts(self, hf: HfConfig) -> Experts | None:
+        """Reads the experts, None if there are none."""
+        return None
+
+    def vision(self, hf: HfConfig) -> Vision | None:
+        """Reads the vision tower, None if there is none."""
+        return None
 
     def layer_tensors(self, arch: Architecture, index: int) -> Iterator[TensorSpec]:
         """Yields the HF tensors of layer `index`, counted from 0, in the order in which a random
         model draws them."""
-        prefix = layer_prefix(index)
-        hidden = arch.hidden_size
-        names = self.PROJECTIONS
-        yield from self.attention_tensors(arch, prefix + "self_attn.")
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            yield norm_tensor(arch, f"{prefix}{name}.weight", hidden)
-        prefix += self.MLP
-        if not arch.has_experts(index):
-            yield from mlp_tensors(hidden, arch.ffn_size, prefix, False, names)
-            return
-        yield TensorSpec(prefix + "gate.weight", (arch.num_experts, hidden), "matrix")
-        if arch.router_bias:
-            bias = prefix + self.ROUTER_BIAS
-            yield TensorSpec(bias, (arch.num_experts,), "bias", dtype="float32", trained=False)
-        if arch.shared_ffn_size:
-            yield from mlp_tensors(hidden, arch.shared_ffn_size, prefix + self.SHARED_MLP)
-        if arch.shared_gate:
-            yield TensorSpec(prefix + "shared_expert_gate.weight", (1, hidden), "matrix")
-        for expert in range(arch.num_experts):
-            yield from mlp_tensors(
-                hidden, arch.expert_ffn_size, f"{prefix}experts.{expert}.", True, names
-            )
-
-    attention_tensors = staticmethod(attention_tensors)
+        return arch.layer_tensors(index)
 
     def exported_config(self, hf: HfConfig) -> HfConfig:
         """Returns the config.json of what is exported and published, quantisation left out."""

@@ -10,7 +10,7 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
-from megagrpo.models.architecture import text_part
+from megagrpo.models.config_json import Rotary, text_part
 from megagrpo.models.table import (
     architecture_of,
     attention_length,
@@ -38,6 +38,16 @@ MIXTRAL = {
     "num_experts_per_tok": 2, "sliding_window": None, "tie_word_embeddings": False, "hidden_act": "silu",
     "rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "rope_theta": 1e6,
 }  # fmt: skip
+GLM_FLASH = {
+    "model_type": "glm4_moe_lite", "hidden_size": 2048, "num_hidden_layers": 47, "num_attention_heads": 20,
+    "num_key_value_heads": 20, "intermediate_size": 10240, "vocab_size": 154880, "hidden_act": "silu",
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "rope_theta": 1e6, "rope_scaling": None,
+    "partial_rotary_factor": 1.0, "attention_bias": False, "tie_word_embeddings": False, "q_lora_rank": 768,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "n_routed_experts": 64,
+    "n_shared_experts": 1, "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "first_k_dense_replace": 1,
+    "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 1.8,
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
 PARAMETERS = {  # in billions: all, and active without the input embedding
     "Qwen3-30B-A3B": (30.5, 3.0),
     "Qwen3-235B-A22B": (235.1, 21.6),
@@ -50,8 +60,10 @@ PARAMETERS = {  # in billions: all, and active without the input embedding
     "MiniMax-M2": (228.7, 10.4),
     "Kimi-K2.5": (1026.4, 31.7),
     "GLM-5": (743.9, 40.8),
+    "GLM-4.7-Flash": (29.9, 3.6),
 }
-PUBLISHED = {name: MIXTRAL if name == "Mixtral-8x7B" else described(name) for name in PARAMETERS}
+INLINE = {"Mixtral-8x7B": MIXTRAL, "GLM-4.7-Flash": GLM_FLASH}
+PUBLISHED = {name: INLINE.get(name) or described(name) for name in PARAMETERS}
 V3, K2, MOONLIGHT = (
     PUBLISHED[name] for name in ("DeepSeek-V3-0324", "Kimi-K2-Instruct", "Moonlight-16B-A3B")
 )
@@ -135,7 +147,7 @@ from megagrpo.models.table import architecture_of
 meta = torch.device("meta")
 for name, hf in json.load(sys.stdin).items():
     arch = architecture_of(hf)
-    actor = ActorConfig(world_size=arch.num_experts, parallel={"ep": arch.num_experts}, dtype="bfloat16")
+    actor = ActorConfig(world_size=arch.experts.count, parallel={"ep": arch.experts.count}, dtype="bfloat16")
     with pretended_world(actor, 0), meta:
         tensor_parallel.model_parallel_cuda_manual_seed(0)
         kernels = kernels_here(actor)
@@ -143,7 +155,7 @@ for name, hf in json.load(sys.stdin).items():
         expert = sum(p.numel() for n, p in sizes.items() if ".experts." in n)
         rest = sum(p.numel() for p in sizes.values()) - expert
         embedding = sum(p.numel() for n, p in sizes.items() if "word_embeddings" in n)
-    print(name, rest + arch.num_experts * expert, rest - embedding + arch.experts_per_token * expert)
+    print(name, rest + arch.experts.count * expert, rest - embedding + arch.experts.per_token * expert)
 """
 
 
@@ -229,17 +241,18 @@ def test_both_spellings_of_rotary_options_are_read():
         "rope_type": "yarn",
         "rope_theta": 1e4,
     }
-    arch = architecture_of(written | {"rope_parameters": rope})
-    assert arch.rope_theta == 1e4 and arch.rope_scaling["factor"] == 40
+    rotary = architecture_of(written | {"rope_parameters": rope}).attention.rotary
+    assert rotary.theta == 1e4 and rotary.scaling["factor"] == 40
     plain = {
         key: value
         for key, value in GLM.items()
         if key not in ("rope_theta", "partial_rotary_factor")
     }
     half = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.25}
-    assert architecture_of(plain).rotary_fraction == 0.5
-    arch = architecture_of(plain | {"rope_parameters": half})
-    assert (arch.rotary_fraction, arch.rope_theta, arch.rope_scaling) == (0.25, 5e5, None)
+    assert architecture_of(plain).attention.rotary.fraction == 0.5
+    assert architecture_of(plain | {"rope_parameters": half}).attention.rotary == Rotary(
+        5e5, None, 0.25
+    )
 
 
 def test_layers_that_only_speculate_are_left_out():
@@ -292,9 +305,11 @@ def test_the_length_at_which_attention_costs_as_much_as_the_rest(name):
             and not spec.name.endswith("gate.weight")
         ):
             elements += (
-                spec.size * arch.experts_per_token // arch.num_experts if spec.expert else spec.size
+                spec.size * arch.experts.per_token // arch.experts.count
+                if spec.expert
+                else spec.size
             )
-    heads = arch.num_heads * (arch.head_dim + (arch.mla.v_dim if arch.mla else arch.head_dim)) / 2
+    heads = arch.attention.heads * (arch.attention.head_dim + arch.attention.v_dim) / 2
     if arch.indexer is not None:  # it alone meets every key
         heads = arch.indexer.heads * arch.indexer.head_dim / 2
     assert attention_length(arch) == pytest.approx(elements / arch.num_layers / heads, abs=2)

@@ -3,15 +3,10 @@ with a bias."""
 
 from dataclasses import replace
 
-from megagrpo.models.architecture import (
-    COMMON_SIZE_KEYS,
-    Architecture,
-    HfConfig,
-    decoder_architecture,
-    every_scaling_refused,
-)
+from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, every_scaling_refused
 from megagrpo.models.family import Family, TinySizes
-from megagrpo.models.tensors import GatedNames
+from megagrpo.models.kinds.experts.describe import MIXTRAL_NAMES, Experts
+from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 
 # of published files; SGLang reads them, transformers 5 neither reads nor writes them
 _EXPECTED = {
@@ -25,16 +20,10 @@ _EXPECTED = {
 class MiniMaxM2(Family):
     """Grouped-query attention with Mixtral's names of experts."""
 
-    TAKES_ADAPTERS = False
-    ROUTING_REFUSAL = "SGLang's MiniMax-M2 does not say which layer chose experts"
-    EXPERT_SIZE_KEY = "intermediate_size"
     HF_CLASS = "MiniMaxM2ForCausalLM"
     REQUIRED_KEYS = ("num_local_experts", "num_experts_per_tok", "rotary_dim", *_EXPECTED)
     SIZE_KEYS = COMMON_SIZE_KEYS | {"num_local_experts", "num_experts_per_tok", "rotary_dim"}
     SIZE_KEYS |= {"partial_rotary_factor", "rope_parameters", "attn_type_list"}
-    MLP = "block_sparse_moe."
-    ROUTER_BIAS = "e_score_correction_bias"
-    PROJECTIONS = GatedNames(gate="w1", up="w3", down="w2")
     ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
     PARTIAL_ROTARY = True
 
@@ -44,7 +33,7 @@ class MiniMaxM2(Family):
             for key, value in _EXPECTED.items()
             if hf[key] != value
         ]
-        turning, head_dim = hf["rotary_dim"], decoder_architecture(hf).head_dim
+        turning, head_dim = hf["rotary_dim"], GroupedQuery.read(hf).head_dim
         if turning % 2 or not 0 < turning <= head_dim:
             problems.append(f"rotary_dim {turning} must be even and at most head_dim {head_dim}")
         rope = hf.get("rope_parameters") or {}
@@ -66,23 +55,24 @@ class MiniMaxM2(Family):
             )
         return problems
 
-    def architecture(self, hf: HfConfig) -> Architecture:
-        plain = decoder_architecture(hf)
-        return replace(
-            plain,
-            qk_norm=True,
-            norm_over_heads=True,
-            rotary_fraction=hf["rotary_dim"] / plain.head_dim,
-            num_experts=hf["num_local_experts"],
-            experts_per_token=hf["num_experts_per_tok"],
-            expert_ffn_size=hf["intermediate_size"],  # of one expert
-            sigmoid_router=True,
+    def attention(self, hf: HfConfig) -> GroupedQuery:
+        plain = GroupedQuery.read(hf, qk_norm=True, norm_over_heads=True)
+        fraction = hf["rotary_dim"] / plain.head_dim
+        return replace(plain, rotary=replace(plain.rotary, fraction=fraction))
+
+    def experts(self, hf: HfConfig) -> Experts:
+        return Experts.read(
+            hf,
+            "num_local_experts",
+            MIXTRAL_NAMES,
+            sigmoid=True,
             router_bias=True,
+            unreported="SGLang's MiniMax-M2 does not say which layer chose experts",
         )
 
     def exported_config(self, hf: HfConfig) -> HfConfig:
         """Adds the fraction that transformers reads in the place of rotary_dim."""
-        return {**hf, "partial_rotary_factor": self.architecture(hf).rotary_fraction}
+        return {**hf, "partial_rotary_factor": self.attention(hf).rotary.fraction}
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         return {

@@ -1,11 +1,9 @@
 """Families with a softmax router over experts in every layer: Qwen3-MoE and Mixtral."""
 
-from dataclasses import replace
-
-from megagrpo.models.architecture import COMMON_SIZE_KEYS, Architecture, HfConfig, missing_keys
+from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, missing_keys
 from megagrpo.models.families.dense import Qwen3
 from megagrpo.models.family import Family, TinySizes
-from megagrpo.models.tensors import GatedNames
+from megagrpo.models.kinds.experts.describe import MIXTRAL_NAMES, Experts
 
 
 class Qwen3Moe(Qwen3):
@@ -16,7 +14,7 @@ class Qwen3Moe(Qwen3):
     SIZE_KEYS = COMMON_SIZE_KEYS | {"num_experts", "num_local_experts", *REQUIRED_KEYS}
 
     def refusals(self, hf: HfConfig) -> list[str]:
-        if not _num_experts(hf):
+        if not hf.get(_count(hf)):
             return [*missing_keys(hf, self.REQUIRED_KEYS), "config.json lacks num_experts"]
         return super().refusals(hf)
 
@@ -35,14 +33,9 @@ class Qwen3Moe(Qwen3):
             problems.append(f"{wrong}, which is not supported")
         return problems
 
-    def architecture(self, hf: HfConfig) -> Architecture:
-        return replace(
-            super().architecture(hf),
-            num_experts=_num_experts(hf),
-            experts_per_token=hf["num_experts_per_tok"],
-            expert_ffn_size=hf["moe_intermediate_size"],
-            norm_topk_prob=bool(hf.get("norm_topk_prob", True)),  # absent only in Qwen3-VL-MoE
-        )
+    def experts(self, hf: HfConfig) -> Experts:
+        # absent only in Qwen3-VL-MoE
+        return Experts.read(hf, _count(hf), norm_topk=bool(hf.get("norm_topk_prob", True)))
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         return {
@@ -56,22 +49,17 @@ class Qwen3Moe(Qwen3):
         }
 
 
-def _num_experts(hf: HfConfig) -> int:
+def _count(hf: HfConfig) -> str:
     # transformers 5 saves the second spelling
-    return hf.get("num_experts") or hf.get("num_local_experts") or 0
+    return "num_experts" if hf.get("num_experts") else "num_local_experts"
 
 
 class Mixtral(Family):
     """Llama's attention."""
 
-    TAKES_ADAPTERS = False
-    EXPERT_SIZE_KEY = "intermediate_size"
-    ROUTING_REFUSAL = "SGLang's Mixtral does not say which layer chose experts"
     HF_CLASS = "MixtralForCausalLM"
     REQUIRED_KEYS = ("num_local_experts", "num_experts_per_tok")
     SIZE_KEYS = COMMON_SIZE_KEYS | {*REQUIRED_KEYS}
-    MLP = "block_sparse_moe."
-    PROJECTIONS = GatedNames(gate="w1", up="w3", down="w2")
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
         if hf.get("sliding_window") is None:
@@ -81,13 +69,9 @@ class Mixtral(Family):
             "sees every earlier token"
         ]
 
-    def architecture(self, hf: HfConfig) -> Architecture:
-        return replace(
-            super().architecture(hf),
-            num_experts=hf["num_local_experts"],
-            experts_per_token=hf["num_experts_per_tok"],
-            expert_ffn_size=hf["intermediate_size"],  # of one expert
-        )
+    def experts(self, hf: HfConfig) -> Experts:
+        why = "SGLang's Mixtral does not say which layer chose experts"
+        return Experts.read(hf, "num_local_experts", MIXTRAL_NAMES, unreported=why)
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         return {

@@ -31,8 +31,7 @@ from torch.nn import Module, Parameter, ParameterDict
 from megagrpo.config.actor import LoraConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.body import Body
-from megagrpo.models.loading import RankPlace
-from megagrpo.models.tensors import layer_prefix
+from megagrpo.models.tensors import RankPlace, layer_prefix
 
 _CHILD = "adapters"  # what a linear layer calls its Adapters
 
@@ -158,12 +157,12 @@ def _want_gradient(module: Module, inputs: tuple, output: Tensor) -> Tensor:
 
 
 def _sites(chunk: Body, arch: Architecture) -> Iterator[_Site]:
-    queries = arch.num_heads // arch.num_kv_heads
-    dim = arch.head_dim
+    queries = arch.attention.heads // arch.attention.kv_heads
+    dim = arch.attention.head_dim
     for layer in chunk.decoder.layers:
         prefix = layer_prefix(layer.layer_number - 1)
         attention: SelfAttention = layer.self_attention
-        # as models/loading.py fills it
+        # as models/tensors.py fills it
         heads = _rows(attention.linear_qkv).view(-1, queries + 2, dim)
         qkv = {
             "q_proj": heads[:, :queries],
