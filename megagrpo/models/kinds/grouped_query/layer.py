@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -258,7 +258,7 @@ class CausalAttention(torch.nn.Module):
         width = value.shape[-1]
         if width < query.shape[-1]:  # the kernel wants heads of one width
             value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
-        grouped: dict[str, Any] = {"enable_gqa": True} if _takes_grouped_heads(varlen_attn) else {}
+        grouped: dict[str, bool] = {"enable_gqa": True} if _takes_grouped_heads(varlen_attn) else {}
         repeat = query.shape[1] // key.shape[1]
         if repeat > 1 and not grouped:
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
