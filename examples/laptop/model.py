@@ -1,4 +1,4 @@
-"""Makes a randomly initialised model and tokenizer for laptops: a Hugging Face folder like any
+"""Makes a randomly initialized model and tokenizer for laptops: a Hugging Face folder like any
 other.
 
 Same families, same tensor names, same loaders as the big ones: only the numbers are small.

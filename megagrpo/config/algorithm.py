@@ -134,7 +134,7 @@ class AlgorithmConfig(Section):
                 "remove mismatch.weight, or write against: old",
             ),
             Rule(
-                reward.normalises_by_group and advantage.normalises_by_group,
+                reward.normalizes_by_group and advantage.normalizes_by_group,
                 f"reward.mean/std: group with advantage {advantage.name} normalizes by the "
                 "group twice",
                 "use batch, running or none",
@@ -176,7 +176,7 @@ class AlgorithmConfig(Section):
         endless = self.dynamic_sampling and train.num_epochs
         refused = self.advantage.refuses_group_of_one
         alone = train.group_size == 1
-        all_zero = alone and self.reward.normalises_by_group
+        all_zero = alone and self.reward.normalizes_by_group
         all_equal = alone and self.dynamic_sampling
         return [
             Rule(

@@ -24,7 +24,7 @@ from megagrpo.families.models.softmax_moe import Mixtral, Qwen3Moe
 from megagrpo.families.models.sparse_attention import DeepseekV32, GlmMoeDsa
 from megagrpo.families.models.vision_language import Qwen3VL, Qwen3VLMoe, Qwen25VL
 from megagrpo.families.quantization import (
-    dequantised_config,
+    dequantized_config,
     quantization_problems,
     stored_form,
 )
@@ -244,9 +244,9 @@ def is_left_out(arch: Architecture, tensor: str) -> bool:
 
 
 def exported_config(hf: HfConfig, draft: bool = False) -> dict[str, object]:
-    """Returns the config.json for export and publish: without quantisation and ignored layers."""
+    """Returns the config.json for export and publish: without quantization and ignored layers."""
     family = FAMILIES.get(str(hf.get("model_type")))
-    plain = dequantised_config(family.exported_config(hf) if family else hf)
+    plain = dequantized_config(family.exported_config(hf) if family else hf)
     speculating = plain.get(_PREDICTION_LAYERS) and not draft
     return {**plain, **({_PREDICTION_LAYERS: 0} if speculating else {})}
 

@@ -1,5 +1,5 @@
 """The tensors of a Hugging Face checkpoint: names, shapes and kinds, in the order of random
-initialisation."""
+initialization."""
 
 from __future__ import annotations
 

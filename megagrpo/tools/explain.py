@@ -297,7 +297,7 @@ def _routing(config: ExperimentConfig, arch: Architecture | None) -> list[str]:
 def _num_steps(config: ExperimentConfig) -> int | None:
     """Returns the number of steps; None if it depends on a missing data file.
 
-    With train.num_epochs it is an upper bound: prompts are not tokenised here, so none is dropped
+    With train.num_epochs it is an upper bound: prompts are not tokenized here, so none is dropped
     as too long.
     """
     if config.train.num_epochs is None:

@@ -1,4 +1,4 @@
-"""A real HTTP server on loopback that behaves badly by script, and what becomes of each behaviour.
+"""A real HTTP server on loopback that behaves badly by script, and what becomes of each behavior.
 
 docs/data-and-rewards.md shows the table.
 """

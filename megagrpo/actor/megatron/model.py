@@ -47,7 +47,7 @@ def build_chunk(
     transformer_engine: bool,
 ) -> Body:
     """Builds this rank's model of one pipeline stage (`vp_stage` with virtual ones), its weights
-    uninitialised."""
+    uninitialized."""
     layer = TransformerLayer if arch.vision is None else SeeingLayer
     layers = block_spec(config, vp_stage, transformer_engine, layer, arch.norm_over_heads)
     chunk = Body(arch, config, layers, vp_stage)
@@ -64,7 +64,7 @@ def build_chunk(
             parameter.allreduce = False
     for module in chunk.modules():
         if type(module) in _SHARDED_DIM and module.weight is not None:
-            # Megatron sets this mark only where it initialises a weight itself. Without it the
+            # Megatron sets this mark only where it initializes a weight itself. Without it the
             # gradient norm counts every weight as a replica and misses the shards of all
             # tensor-parallel ranks but the first: clipped too little.
             module.weight.tensor_model_parallel = True
@@ -98,7 +98,7 @@ def build_chunks(
     device: torch.device,
 ) -> list[Body]:
     """Builds this rank's models of all its pipeline stages on `device`, in the actor's dtype,
-    uninitialised."""
+    uninitialized."""
     stages = range(config.parallel.vpp) if config.parallel.vpp > 1 else [None]
     chunks = [
         build_chunk(arch, config, transformer, stage, kernels.transformer_engine).to(device)

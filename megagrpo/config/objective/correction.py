@@ -18,13 +18,13 @@ class TruncatedImportance(Section):
     """Largest weight."""
     floor: NonNegativeFloat = 0.0
     """Smallest weight."""
-    self_normalise: bool = False
+    self_normalize: bool = False
     """Divide by the mean weight of the step's tokens, or sequences."""
 
     @property
     def formula(self) -> str:
         """The weight, as AlgorithmConfig.formula writes it."""
-        scaled = " / its mean" if self.self_normalise else ""
+        scaled = " / its mean" if self.self_normalize else ""
         return f"old / rollout of the {self.over} in [{self.floor:g}, {self.cap:g}]{scaled}"
 
     def problems(self) -> list[Rule]:

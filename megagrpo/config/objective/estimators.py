@@ -15,8 +15,8 @@ from megagrpo.config.objective.own import OwnFunction
 class Estimator(Variant):
     """Holds what an estimator needs and refuses; its own fields are in the subclass."""
 
-    # refuses rewards that are normalised by the group already
-    normalises_by_group: ClassVar[bool] = False
+    # refuses rewards that are normalized by the group already
+    normalizes_by_group: ClassVar[bool] = False
     # over all unmasked tokens of the batch; refuses whiten_advantages
     whitens: ClassVar[bool] = False
     # refuses reward steps that its greedy baseline does not get
@@ -61,7 +61,7 @@ class GrpoAdvantage(_ComparesResponses):
     """(r - mean) / (std + eps). DeepSeekMath, arXiv 2402.03300."""
 
     formula = "(r - mean) / (std + eps)"
-    normalises_by_group = True
+    normalizes_by_group = True
 
     name: Literal["grpo"] = "grpo"
     eps: PositiveFloat = Field(default=1e-6, description=_EPS)
@@ -84,14 +84,14 @@ class DrGrpoAdvantage(_ComparesResponses):
 
 
 class GrpoPassKAdvantage(Estimator):
-    """Only the best response: best - second best, over (std + eps) if `normalise`. arXiv
+    """Only the best response: best - second best, over (std + eps) if `normalize`. arXiv
     2503.19595."""
 
     formula = "r_best - r_second for the best response, else 0"
-    normalises_by_group = True
+    normalizes_by_group = True
 
     name: Literal["grpo_passk"] = "grpo_passk"
-    normalise: bool = True
+    normalize: bool = True
     """Divide by the group's standard deviation plus eps."""
     eps: PositiveFloat = Field(default=1e-6, description=_EPS)
 
@@ -107,7 +107,7 @@ class RlooAdvantage(_ComparesResponses):
     """r minus the mean of the others. arXiv 2402.14740."""
 
     formula = "r - mean of the others"
-    normalises_by_group = True
+    normalizes_by_group = True
 
     name: Literal["rloo"] = "rloo"
 
@@ -117,7 +117,7 @@ class MaxRlAdvantage(_ComparesResponses):
     arXiv 2602.02710."""
 
     formula = "(r - mean) / mean"
-    normalises_by_group = True
+    normalizes_by_group = True
 
     name: Literal["maxrl"] = "maxrl"
 

@@ -68,7 +68,7 @@ class RewardOverlong(RewardStep):
     overlong: Annotated[OverlongShaping | None, AfterValidator(_unless_off)] = None
 
 
-class RewardNormalisation(RewardStep):
+class RewardNormalization(RewardStep):
     """r -> (r - mean) / (std + eps), std of the sample."""
 
     switches: ClassVar[tuple[str, ...]] = ("mean", "std")
@@ -91,7 +91,7 @@ class RewardClip(RewardStep):
 
 
 # pydantic lists the fields of the last base first
-class RewardShapingConfig(RewardClip, RewardNormalisation, RewardOverlong, RewardScaling):
+class RewardShapingConfig(RewardClip, RewardNormalization, RewardOverlong, RewardScaling):
     """Steps from the grader's reward to the advantage's input, in this order; `overlong` is after
     `shift`."""
 
@@ -112,7 +112,7 @@ class RewardShapingConfig(RewardClip, RewardNormalisation, RewardOverlong, Rewar
         return f"{text} in [-{self.clip:g}, {self.clip:g}]" if self.clip else text
 
     @property
-    def normalises_by_group(self) -> bool:
+    def normalizes_by_group(self) -> bool:
         """Returns whether the group's mean or standard deviation enters the rewards."""
         return "group" in (self.mean, self.std)
 
