@@ -1,6 +1,6 @@
 """A real HTTP server on loopback that behaves badly by script, and what becomes of each behavior.
 
-docs/data-and-rewards.md shows the table.
+docs/evidence/hostile.md lists them.
 """
 
 import json
