@@ -77,7 +77,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Adds the options of the command line."""
     every = "also all ranks, and all settings of Megatron and SGLang"
     command.add_argument("--all", action="store_true", help=every)
-    kind = "GPUs for which SGLang resolves the engines' arguments, such as H100; takes seconds"
+    kind = "GPU model for which SGLang resolves the engines' arguments, such as H100; takes seconds"
     command.add_argument("--hardware", help=kind)
 
 
