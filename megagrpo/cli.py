@@ -62,6 +62,11 @@ _TOOLS = {
         "megagrpo.tools.plan.command",
         "estimate memory for trainers and engines and a roofline per step, from the model's config.json",
     ),
+    "doctor": _Tool(
+        "megagrpo.tools.doctor",
+        "check versions and name what is missing or clashes, with a remedy",
+        reads_experiment=False,
+    ),
     "report": _Tool(
         "megagrpo.tools.report",
         "write a summary table and the learning curve of a run",
@@ -326,9 +331,6 @@ def _add_inspection(commands: _Commands) -> None:
     option("action", choices=["add", "drain"])
     option("run_dir", help="run folder")
     option("engine", nargs="?", help="engine to drain, by its name in `megagrpo status`")
-    commands.add(
-        "doctor", _doctor, "check versions and name what is missing or clashes, with a remedy"
-    )
 
 
 def _add_node(command: argparse.ArgumentParser, kind: str, port: int) -> None:
@@ -410,12 +412,6 @@ def _engines(args: argparse.Namespace) -> int:
 
     print(change_engines(Path(args.run_dir), args.action, args.engine))
     return 0
-
-
-def _doctor(args: argparse.Namespace) -> int:
-    from megagrpo.check.doctor import run_doctor
-
-    return run_doctor()
 
 
 if __name__ == "__main__":
