@@ -78,7 +78,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Adds the options of the command line."""
     every = "also all ranks, and all settings of Megatron and SGLang"
     command.add_argument("--all", action="store_true", help=every)
-    kind = "GPUs for which SGLang resolves the engines' arguments, such as H100; takes seconds"
+    kind = "GPU model for which SGLang resolves the engines' arguments, such as H100; takes seconds"
     command.add_argument("--hardware", help=kind)
 
 
@@ -298,7 +298,7 @@ def _routing(config: ExperimentConfig, arch: Architecture | None) -> list[str]:
 def _num_steps(config: ExperimentConfig) -> int | None:
     """Returns the number of steps; None if it depends on a missing data file.
 
-    With train.num_epochs it is an upper bound: prompts are not tokenised here, so none is dropped
+    With train.num_epochs it is an upper bound: prompts are not tokenized here, so none is dropped
     as too long.
     """
     if config.train.num_epochs is None:

@@ -40,7 +40,7 @@ def words_for(launcher: Launcher) -> str:
 def add_options(command: argparse.ArgumentParser) -> None:
     """Adds the options of the command line."""
     command.add_argument("run_dir", help="run folder")
-    command.add_argument("--json", action="store_true", help="the engines, for programs")
+    command.add_argument("--json", action="store_true", help="print the engines as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

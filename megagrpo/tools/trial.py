@@ -149,7 +149,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--prompts",
         type=positive,
         default=3,
-        help="how many, from the start of the data (default 3)",
+        help="number of prompts, from the start of the data (default 3)",
     )
 
 

@@ -112,7 +112,7 @@ SPOILED = {
     "experts-not-reduced-over-tp": "TP2+SP",
     "no-data-parallel-reduction": "DP2",
     "mean-of-micro-batch-means": "DP2",
-    "label-of-local-neighbour": "CP2",
+    "label-of-local-neighbor": "CP2",
     "router-differs-between-ranks": "EP2",
 }
 

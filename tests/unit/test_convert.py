@@ -254,7 +254,7 @@ def test_a_value_that_no_rule_took_is_not_as_here(tmp_path):
         ("gamma: 1", "batch", "batch"),
     ],
 )
-def test_rolls_older_names_of_the_normalisation(tmp_path, older, mean, std):
+def test_rolls_older_names_of_the_normalization(tmp_path, older, mean, std):
     text = (
         ROLL.replace("adv_estimator: grpo", "adv_estimator: reinforce")
         + f"\nreward_norm: batch\n{older}\n"

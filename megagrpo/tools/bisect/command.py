@@ -100,12 +100,16 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--prompts",
         type=positive,
         default=4,
-        help="how many, from the start of the data (default 4)",
+        help="number of prompts, from the start of the data (default 4)",
     )
-    option("--max-new-tokens", type=positive, default=32, help="of each response (default 32)")
-    own = "the engine keeps what it loads from model.path: nothing is published"
+    option("--max-new-tokens", type=positive, default=32, help="tokens per response (default 32)")
+    own = "the engine keeps the weights that it loads from model.path, and nothing is published"
     option("--own-weights", action="store_true", help=own)
-    option("--bound", type=float, help="relative, before the first layer; default: by dtype")
+    option(
+        "--bound",
+        type=float,
+        help="largest relative difference before the first layer; default: by dtype",
+    )
 
 
 def run(args: argparse.Namespace, config: ExperimentConfig) -> int:

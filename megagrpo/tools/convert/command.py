@@ -81,7 +81,7 @@ def convert(draft: Translation, source: Path, output: Path | None, partial: bool
 def add_options(command: argparse.ArgumentParser) -> None:
     """Adds the options of the command line."""
     option = command.add_argument
-    option("framework", choices=tuple(FRAMEWORKS), help="of TRL only the names of keys are known")
+    option("framework", choices=tuple(FRAMEWORKS), help="for TRL only key names are known")
     option(
         "source",
         type=Path,
@@ -94,8 +94,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="experiment to write; default: standard output",
     )
-    option("--overwrite", action="store_true", help="write over a file that is there")
-    option("--partial", action="store_true", help="write it also if keys are lost")
+    option("--overwrite", action="store_true", help="replace an existing file")
+    option("--partial", action="store_true", help="write the experiment even if keys are lost")
 
 
 def run(args: argparse.Namespace) -> int:

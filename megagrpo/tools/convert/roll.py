@@ -24,7 +24,7 @@ _LOSSES = {"PG": "gpg", "vanilla": "gpg", "ppo": "ppo_clip", "cispo": "cispo"}
 
 
 def _advantage(d: Translation) -> None:
-    """ROLL's grpo normalises by group, clips, subtracts the token KL, and then takes returns to
+    """ROLL's grpo normalizes by group, clips, subtracts the token KL, and then takes returns to
     go."""
     key = "adv_estimator"
     mean = d.get("norm_mean_type")
@@ -35,7 +35,7 @@ def _advantage(d: Translation) -> None:
     name = d.text(key)
     if name == "grpo":
         size = d.number("num_return_sequences_in_group")
-        # the largest of a normalised group is (n - 1) / sqrt(n)
+        # the largest of a normalized group is (n - 1) / sqrt(n)
         if not d.get("add_token_level_kl") and d.real("reward_clip", default=size) >= size**0.5:
             d.put("algorithm.advantage.name", "grpo", key, "reward_clip", "gamma")
             return

@@ -65,7 +65,7 @@ def _advantage(d: Translation) -> None:
         d.put("algorithm.advantage.single_sample", "raw", key)
     match name:
         case "grpo_passk":
-            d.copy("algorithm.advantage.normalise", flag)
+            d.copy("algorithm.advantage.normalize", flag)
         case "gdpo" if not d.get(flag):
             d.lack(flag, "gdpo divides by the standard deviation")
         case "gpg":
@@ -190,9 +190,9 @@ def _mismatch(d: Translation) -> None:
     over = d.get(f"{_CORRECTION}rollout_is")
     if over is not None:
         low, band, high = d.text(f"{_CORRECTION}rollout_is_threshold").partition("_")
-        normalised = d.get(f"{_CORRECTION}rollout_is_batch_normalize") is True
+        normalized = d.get(f"{_CORRECTION}rollout_is_batch_normalize") is True
         weight: dict[str, Plain] = {"name": "tis", "over": over, "cap": float(low or 2)}
-        weight["self_normalise"] = normalised
+        weight["self_normalize"] = normalized
         if band:
             weight = {"name": "icepop", "low": float(low), "high": float(high)}
         d.put("algorithm.mismatch.weight", weight)

@@ -33,13 +33,19 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Adds the options of the command line."""
     option = command.add_argument
     option("model", help="folder, or name on the Hugging Face Hub")
-    option("data", help="file with prompts and answers, or data set on the Hub")
-    option("--gpus", type=int, help="of every node; 0: a CPU; default: those of this machine")
-    option("--nodes", type=positive, default=1, help="default 1")
+    option("data", help="file with prompts and answers, or a dataset on the Hub")
+    option("--gpus", type=int, help="GPUs per node; 0: a CPU; default: the GPUs of this machine")
+    option("--nodes", type=positive, default=1, help="number of nodes (default 1)")
     option("--hardware", default="H100", help="H100 (default), H200, H20, B200")
-    option("--prompt-key", metavar="COLUMN", help="default: found by the names of columns")
-    option("--answer-key", metavar="COLUMN", help="default: found by the names of columns")
-    option("-o", "--output", type=Path, default=Path("mine.yaml"), help="default mine.yaml")
+    option("--prompt-key", metavar="COLUMN", help="default: guessed from column names")
+    option("--answer-key", metavar="COLUMN", help="default: guessed from column names")
+    option(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("mine.yaml"),
+        help="file to write (default mine.yaml)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
