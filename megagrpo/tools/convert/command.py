@@ -11,12 +11,12 @@ from pydantic import ValidationError
 from megagrpo.config.libraries import setting_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.run_folder import write_whole
-from megagrpo.tools.convert import roll, slime, verl
+from megagrpo.tools.convert import roll, rules, slime, verl
 from megagrpo.tools.convert.foreign import FRAMEWORKS
 from megagrpo.tools.convert.source import Source, read_source
 from megagrpo.tools.convert.translation import Translation
 
-_RULES = {"verl": verl, "roll": roll, "slime": slime, "miles": slime}
+_FUNCTIONS = {"verl": verl, "roll": roll, "slime": slime, "miles": slime}
 
 
 def translate(framework: str, path: Path) -> Translation:
@@ -26,10 +26,8 @@ def translate(framework: str, path: Path) -> Translation:
 
 def draft_of(framework: str, source: Source) -> Translation:
     """Returns the draft of an experiment from what was read."""
-    rules = _RULES[framework]
     draft = Translation(framework, source.given, source.notes)
-    draft.put_plain()
-    draft.apply(rules.RULES)
+    draft.apply(vars(rules) | vars(_FUNCTIONS[framework]))
     try:
         experiment = ExperimentConfig.model_validate(draft.nested())
     except ValidationError as exc:

@@ -3,8 +3,8 @@ and hints for keys that came from there.
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 Scalar = str | int | float | bool | None
+Words = tuple[tuple[object, Scalar], ...]  # their values with ours
 FRAMEWORKS = {"verl": "verl", "roll": "ROLL", "trl": "TRL", "slime": "slime", "miles": "miles"}
 _FOLDER = Path(__file__).parent
 _TABLES = ("foreign_names.yaml", "slime_names.yaml")
@@ -26,11 +27,65 @@ class Entry:
     to: str = ""
     rule: str = ""
     needs: str = ""
-    values: dict[object, Scalar] | None = None
+    values: Words = ()  # theirs, ours
     free: str = ""
     lacks: str = ""
     same: tuple[Scalar, ...] = ()
     note: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What some options mean together; see the head of rules.yaml."""
+
+    to: str = ""
+    source: tuple[str, ...] = ()
+    constant: Any = None
+    by: tuple[str, ...] = ()
+    when: Mapping[str, Any] = field(default_factory=dict)
+    got: Mapping[str, Any] = field(default_factory=dict)
+    values: Words = ()
+    only: str = ""
+    otherwise: Scalar = None
+    listed: bool = False
+    lacks: str = ""
+    remark: str = ""
+
+
+@cache
+def rows(framework: str) -> tuple[Row | str, ...]:
+    """Returns the rows of rules.yaml, and the names of functions among them."""
+    known = _read("rules.yaml")["slime" if framework == "miles" else framework]
+    return tuple(row if isinstance(row, str) else _row(framework, **row) for row in known)
+
+
+def _row(framework: str, **given: Any) -> Row:
+    when = {
+        "|".join(_whole(framework, name) for name in names.split("|")): wanted
+        for names, wanted in given.pop("when", {}).items()
+    }
+    named = {name: _names(framework, given.pop(key, [])) for key, name in _NAMED.items()}
+    renamed = {name: given.pop(key, None) for key, name in _RENAMED.items()}
+    values = tuple(given.pop("values", {}).items())
+    return Row(**given, **named, **renamed, when=when, values=values)
+
+
+_NAMED = {"from": "source", "by": "by"}
+_RENAMED = {"is": "constant", "else": "otherwise"}
+
+
+def _names(framework: str, names: str | list[str]) -> tuple[str, ...]:
+    return tuple(_whole(framework, name) for name in ([names] if isinstance(names, str) else names))
+
+
+def alike(one: object, other: object) -> bool:
+    """Returns whether two values are the same; true is not 1."""
+    return isinstance(one, bool) is isinstance(other, bool) and one == other
+
+
+def spelled(value: Any, words: Words) -> Any:
+    """Returns a value in our words, if there are some for it."""
+    return next((ours for theirs, ours in words if alike(value, theirs)), value)
 
 
 @cache
@@ -44,13 +99,10 @@ def _read(name: str) -> Any:
 
 
 def _entry(given: dict) -> Entry:
-    keys: dict[str, tuple[str, ...]] = {}
-    for framework in FRAMEWORKS:
-        names = given.pop(framework, [])
-        names = [names] if isinstance(names, str) else names
-        keys[framework] = tuple(_whole(framework, name) for name in names)
+    keys = {name: _names(name, given.pop(name, [])) for name in FRAMEWORKS}
     keys["miles"] = (*keys["slime"], *keys["miles"])
-    return Entry(keys=keys, **given | {"same": tuple(given.get("same", ()))})
+    same, values = tuple(given.pop("same", ())), tuple(given.pop("values", {}).items())
+    return Entry(keys=keys, same=same, values=values, **given)
 
 
 @cache
@@ -76,6 +128,7 @@ def _patterns(framework: str) -> list[tuple[int, re.Pattern[str], Entry]]:
     ]
 
 
+@cache
 def find(framework: str, key: str) -> Entry | None:
     """Returns the entry of the most specific name that `key` has; None if it is not in the
     table."""
@@ -118,12 +171,9 @@ def _is_here(framework: str, key: str) -> str:
 def value_hint(key: str, value: object) -> str:
     """Returns how a value of another framework is spelled here, if `key` of an experiment has it;
     else ""."""
-    entry = next(
-        (entry for entry in entries() if entry.to == key and value in (entry.values or {})), None
-    )
-    return (
-        f"; {value!r} is {entry.values[value]!r} here" if entry is not None and entry.values else ""
-    )
+    words = (spelled(value, entry.values) for entry in entries() if entry.to == key)
+    ours = next((word for word in words if not alike(word, value)), None)
+    return "" if ours is None else f"; {value!r} is {ours!r} here"
 
 
 def leaves_of(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -14,6 +14,7 @@ from tree_sitter import Node
 from megagrpo.system.environment import for_a_bare_shell
 from megagrpo.system.errors import translated
 from megagrpo.tools.convert.shell_words import (
+    LONGEST,
     QUOTED,
     Answer,
     Nodes,
@@ -129,6 +130,9 @@ def _run(state: State, node: Node) -> Answer:
             return _until(_subshell(state, state.output), node.named_children)
         case "function_definition":
             state.functions[source(node.children_by_field_name("name")[0])] = node
+        case "declaration_command" if source(node.children[0]) == "local":
+            for name in (source(each).partition("=")[0] for each in node.named_children):
+                state.hidden.setdefault(name, state.variables.get(name))
         case "unset_command":
             for name in words(state, node.named_children):
                 state.variables.pop(name, None)
@@ -160,7 +164,8 @@ def _decided(state: State, asked: Node, answer: Answer, yes: Nodes, no: Nodes) -
         what = state.meaning(state.unknown(asked))
         state.notes[f"taken as false, because nothing runs: {what}"] = None
     tried = replace(_subshell(state), notes={})
-    taken = _until(state, no)
+    taken = _each(state, no) or bool(state.leaving)
+    state.leaving.clear()
     _until(tried, yes)
     return taken
 
@@ -234,17 +239,25 @@ def _command(state: State, node: Node) -> Answer:
     if name in (*state.functions, "source", "."):
         _each(state, [each for each in node.children if each.type == "variable_assignment"])
     if name in state.functions:
-        called = replace(state, arguments=parts[1:])
-        return _until(called, state.functions[name].children_by_field_name("body"), "return")
+        called = replace(state, arguments=parts[1:], hidden={})
+        body = state.functions[name].children_by_field_name("body")
+        answer = _until(called, body, "return")
+        for variable, value in called.hidden.items():
+            state.variables.pop(variable, None)
+            state.variables |= {} if value is None else {variable: value}
+        return answer
     match name:
         case "exit" | "return" | "break" | "continue":
             state.leaving.append(name)
+            return None if marks_in("".join(parts)) else args[:1] in ([], ["0"])
         case "cd":
             state.put("PWD", _path(state, raw(parts[-1]) if args else "~"))
         case "source" | ".":
             _source(state, raw("".join(parts[1:2])))
         case "shift":
-            state.arguments = state.arguments[1:]
+            state.arguments = state.arguments[int("".join(args[:1]) or 1) :]
+        case "set" if "--" in parts:
+            state.arguments = parts[parts.index("--") + 1 :]
         case "printf" if args[:1] == ["-v"]:
             text = raw("".join(parts[3:4]))
             plainly = text.count("%s") == len(parts[4:]) and not re.search(r"%[^s]|\\", text)
@@ -315,6 +328,7 @@ def _assign(state: State, node: Node) -> bool:
         value = [*items[:number], QUOTED + quoted(quoted_text(state, given)), *items[number + 1 :]]
     else:
         value = raw("".join(items[:1])) + quoted_text(state, given)
+        value = [QUOTED + quoted(value), *items[1:]] if items[1:] else value
     state.put(name, value)
     return True
 
@@ -336,6 +350,8 @@ def _written(state: State, name: str, parts: Sequence[str]) -> bool:
             return False
     if state.output is not None:
         state.output.append(text + marks_in("".join(parts)) + "\n")
+        if sum(map(len, state.output)) > LONGEST:
+            raise ValueError("what $(...) writes gets too long")
     return True
 
 

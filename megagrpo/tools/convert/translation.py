@@ -4,14 +4,26 @@ of each of these."""
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import Literal, cast
 
 from megagrpo.config.load import Plain
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.tools.convert.foreign import FRAMEWORKS, Entry, defaults, find
+from megagrpo.tools.convert.foreign import (
+    FRAMEWORKS,
+    Entry,
+    Row,
+    Words,
+    alike,
+    defaults,
+    entries,
+    find,
+    rows,
+    spelled,
+)
 
 _SECRET = re.compile(r"(?i)(?:^|[._-])(?:\w*key|\w*token|\w*secret|\w*password)$")
 _COLUMN = re.compile(  # whose keys are names of columns
@@ -105,7 +117,8 @@ class Translation:
         """Sets our key because of `keys`, and of the table's that the rule has read; left out if
         none of these is given and the value is our default."""
         read = [key for key in self.theirs(ours) if key in self._read]
-        because = list(dict.fromkeys([*read, *(key for key in keys if key in self._set)]))
+        before = self.because.get(ours, [])
+        because = [*dict.fromkeys([*before, *read, *(key for key in keys if key in self._set)])]
         # their defaults depend on the variant's name
         depends_on_variant = ours.startswith(("algorithm.loss.", "algorithm.advantage."))
         if not because and (value is None or (value == _default(ours) and not depends_on_variant)):
@@ -113,9 +126,13 @@ class Translation:
         self.values[ours] = value
         self.because[ours] = because
 
-    def copy(self, ours: str, key: str) -> None:
-        """Sets our key to what theirs says."""
-        self.put(ours, self.get(key), key)
+    def spelled(self, key: str) -> str:
+        """Returns `text` in our words."""
+        return str(spelled(self.text(key), self._words(key)))
+
+    def _words(self, key: str) -> Words:
+        entry = find(self.framework, key)
+        return entry.values if entry else ()
 
     def below(self, prefix: str) -> dict[str, Plain]:
         """Returns the given keys that begin with `prefix`, by the rest of their names."""
@@ -128,6 +145,12 @@ class Translation:
     def theirs(self, ours: str) -> list[str]:
         """Returns the given keys that the table has for ours."""
         return self._theirs.get(ours, [])
+
+    def named(self, ours: str) -> tuple[str, ...]:
+        """Returns the keys that the table has for ours."""
+        return tuple(
+            key for entry in entries() if entry.to == ours for key in entry.keys[self.framework]
+        )
 
     def parallel(self, name: str) -> int:
         """Returns a size of actor.parallel that is translated already; 1 without one."""
@@ -143,24 +166,69 @@ class Translation:
         for key in self.because.pop(ours) or [ours]:
             self.lack(key, reason)
 
-    def apply(self, rules: Iterable["Rule"]) -> None:
-        """Translates keys that depend on others."""
-        for rule in rules:
-            self._read.clear()
-            rule(self)
-
-    def put_plain(self) -> None:
-        """Translates every key that depends on no other, defaults included."""
+    def apply(self, functions: Mapping[str, Callable[["Translation"], None]]) -> None:
+        """Translates every key that depends on no other, defaults included, then by the rows of
+        rules.yaml. functions: what it names."""
         for key, value in self._all.items():
             entry = find(self.framework, key)
             if entry is None or entry.rule:
                 continue
             if entry.to:
-                known = entry.values or {}
-                spelled = value if isinstance(value, list | dict) else known.get(value, value)
-                self.put(entry.to.replace("*", key.rpartition(".")[2]), spelled, key)
-            elif entry.lacks and value not in entry.same:
+                name = re.sub("^--(sglang-)?", "", key.rpartition(".")[2])
+                ours = entry.to.replace("*", name.replace("-", "_") if name in key[2:] else name)
+                self.put(ours, spelled(value, entry.values), key)
+            elif entry.lacks and not any(alike(value, same) for same in entry.same):
                 self.lack(key, entry.lacks)
+        for row in rows(self.framework):
+            self._read.clear()
+            if isinstance(row, str):
+                functions[row](self)
+            else:
+                self._follow(row)
+
+    def _follow(self, row: Row) -> None:
+        """Does what a row says if its conditions hold."""
+        if not all(self._holds(names, wanted) for names, wanted in row.when.items()):
+            return
+        values = self.values
+        for names, wanted in row.got.items():
+            ours = next((values[name] for name in names.split("|") if name in values), None)
+            if not _is_wanted(ours, wanted):
+                return
+        value = self.get(*row.source)
+        reason = row.lacks
+        if (
+            row.only
+            and value is not None
+            and not any(alike(value, known) for known, _ in row.values)
+        ):
+            reason = row.only
+        names = ", ".join(str(known) for known, _ in row.values)
+        if row.remark:
+            self.remarks.append(row.remark.format(value=value))
+        elif reason:
+            self._lack_first(row.source, reason.format(value=value, values=names))
+        elif not row.source:
+            self.put(row.to, row.constant, *row.by)
+        elif value is not None or row.otherwise is not None:
+            value = (
+                row.otherwise
+                if value is None
+                else spelled(value, row.values or self._words(row.source[0]))
+            )
+            listed = value if isinstance(value, list) or not row.listed else [value]
+            used = [key for key in row.source if key in self._set][:1]
+            self.put(row.to, listed, *used, *row.by)
+
+    def _holds(self, names: str, wanted: object) -> bool:
+        keys = names.split("|")
+        value = self.get(*keys)
+        is_set = any(key in self._set for key in keys)
+        if wanted in ("set", "nulled"):
+            return (
+                is_set if wanted == "set" else not is_set and any(key in self.given for key in keys)
+            )
+        return _is_wanted(value, wanted)
 
     def outcomes(self) -> list[KeyOutcome]:
         """Returns what became of every given key, and of defaults that are not translated."""
@@ -229,14 +297,31 @@ class Translation:
         return lines
 
 
-Rule = Callable[[Translation], None]  # translates keys that depend on each other
+def _is_wanted(value: object, wanted: object) -> bool:
+    """Returns whether a value meets a condition of rules.yaml."""
+    if isinstance(wanted, list):
+        return any(_is_wanted(value, one) for one in wanted)
+    if isinstance(wanted, dict):
+        return not _is_wanted(value, wanted["not"])
+    if isinstance(wanted, str) and wanted.startswith("> "):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and value > int(wanted[2:])
+    if isinstance(wanted, str) and "*" in wanted:
+        return fnmatchcase(str(value), wanted)
+    match wanted:
+        case "any":
+            return value is not None
+        case "truthy" | "falsy":
+            return bool(value) is (wanted == "truthy")
+    return alike(value, wanted)
 
 
 def _is_left_out(entry: Entry, value: Plain) -> bool:
     """Returns whether no rule took a value that counts, and that is not what we have anyway."""
     if not entry.to or not entry.rule or entry.needs or isinstance(value, list | dict):
         return False
-    return value not in entry.same and (entry.values or {}).get(value, value) != _default(entry.to)
+    left_out = (*entry.same, False, _default(entry.to))  # a switch that is off says nothing
+    return not any(alike(spelled(value, entry.values), one) for one in left_out)
 
 
 def _flow(value: Plain) -> str:
