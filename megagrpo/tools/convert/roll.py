@@ -19,11 +19,8 @@ _NEAREST = {
 }
 
 
-def run(d: Translation) -> None:
-    name = d.text("exp_name")
-    d.put("name", name)
-    d.put("output_dir", f"{d.text('output_dir') or 'runs'}/{name}")
-    rules.loggers(d, "track_with", d.text("tracker_kwargs.project") or name)
+def output_folder(d: Translation) -> None:
+    d.put("output_dir", f"{d.text('output_dir') or 'runs'}/{d.text('exp_name')}")
 
 
 def advantage(d: Translation) -> None:

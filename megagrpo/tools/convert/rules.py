@@ -1,7 +1,5 @@
 """What rules.yaml names that frameworks share."""
 
-from typing import cast
-
 from megagrpo.config.load import Plain
 from megagrpo.config.objective.estimators import ESTIMATOR_CONFIGS
 from megagrpo.tools.convert.translation import Translation
@@ -41,24 +39,6 @@ def lora(d: Translation) -> None:
         names = [str(name).strip() for name in listed]
         layers: list[Plain] = [layer for name in names for layer in _TARGETS.get(name, [name])]
         d.put("actor.lora.targets", layers)
-
-
-def loggers(d: Translation, key: str, project: str) -> None:
-    """Puts log.wandb if it is among their loggers."""
-    listed = d.get(key) if isinstance(d.get(key), list) else [d.get(key)]
-    names = [str(name) for name in cast(list[Plain], listed) if name]
-    if "wandb" in names:
-        d.put("log.wandb.project", project, key, *d.theirs("log.wandb.project"))
-    known = ("wandb", "console", "tensorboard", "stdout", "ml_tracker")
-    if others := ", ".join(name for name in names if name not in known):
-        d.lack(key, f"no logger {others}; there are TensorBoard files and log.wandb")
-
-
-def truncation(d: Translation) -> None:
-    """Accepts by name that training samples a part of the distribution, if it does."""
-    if d.values.get("sampling.top_p", 1) != 1 or d.values.get("sampling.top_k", -1) != -1:
-        keys = [*d.theirs("sampling.top_p"), *d.theirs("sampling.top_k")]
-        d.put("sampling.allow_truncated_distribution", True, *keys)
 
 
 def micro_batch(d: Translation, longest: int, tokens: int, samples: int, *keys: str) -> None:

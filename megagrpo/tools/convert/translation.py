@@ -21,6 +21,7 @@ from megagrpo.tools.convert.foreign import (
     defaults,
     entries,
     find,
+    full_names,
     rows,
     spelled,
 )
@@ -130,9 +131,9 @@ class Translation:
         """Returns `text` in our words."""
         return str(spelled(self.text(key), self._words(key)))
 
-    def _words(self, key: str) -> Words:
-        entry = find(self.framework, key)
-        return entry.values if entry else ()
+    def _words(self, *keys: str) -> Words:
+        entries = filter(None, (find(self.framework, key) for key in keys))
+        return next((entry.values for entry in entries), ())
 
     def below(self, prefix: str) -> dict[str, Plain]:
         """Returns the given keys that begin with `prefix`, by the rest of their names."""
@@ -188,47 +189,40 @@ class Translation:
 
     def _follow(self, row: Row) -> None:
         """Does what a row says if its conditions hold."""
-        if not all(self._holds(names, wanted) for names, wanted in row.when.items()):
+        conditions = [
+            (self._option(full_names(self.framework, names.split("|"))), wanted)
+            for names, wanted in row.get("when", {}).items()
+        ]
+        for names, wanted in row.get("got", {}).items():
+            ours = (self.values[name] for name in names.split("|") if name in self.values)
+            conditions.append((next(ours, None), wanted))
+        if not all(_is_wanted(value, wanted) for value, wanted in conditions):
             return
-        values = self.values
-        for names, wanted in row.got.items():
-            ours = next((values[name] for name in names.split("|") if name in values), None)
-            if not _is_wanted(ours, wanted):
-                return
-        value = self.get(*row.source)
-        reason = row.lacks
-        if (
-            row.only
-            and value is not None
-            and not any(alike(value, known) for known, _ in row.values)
-        ):
-            reason = row.only
-        names = ", ".join(str(known) for known, _ in row.values)
-        if row.remark:
-            self.remarks.append(row.remark.format(value=value))
+        source, by = (full_names(self.framework, row.get(key, [])) for key in ("from", "by"))
+        value = self.get(*source)
+        words = tuple(row.get("values", {}).items()) or self._words(*source[:1])
+        reason = row.get("lacks")
+        values = value if isinstance(value, list) else [value]
+        theirs = [None, "", *(word for word, _ in words)]
+        if not all(any(alike(one, word) for word in theirs) for one in values):
+            reason = row.get("only", reason)
+        told = {"value": value, "values": ", ".join(str(theirs) for theirs, _ in words)}
+        if "remark" in row:
+            self.remarks.append(row["remark"].format(**told))
         elif reason:
-            self._lack_first(row.source, reason.format(value=value, values=names))
-        elif not row.source:
-            self.put(row.to, row.constant, *row.by)
-        elif value is not None or row.otherwise is not None:
-            value = (
-                row.otherwise
-                if value is None
-                else spelled(value, row.values or self._words(row.source[0]))
-            )
-            listed = value if isinstance(value, list) or not row.listed else [value]
-            used = [key for key in row.source if key in self._set][:1]
-            self.put(row.to, listed, *used, *row.by)
+            self._lack_first(source, reason.format(**told))
+        elif "is" in row:
+            self.put(row["to"], row["is"], *by)
+        elif "to" in row and (value is not None or "else" in row):
+            value = _filled(row["else"], self.values) if value is None else spelled(value, words)
+            listed = value if isinstance(value, list) or "listed" not in row else [value]
+            self.put(row["to"], listed, *[key for key in source if key in self._set][:1], *by)
 
-    def _holds(self, names: str, wanted: object) -> bool:
-        keys = names.split("|")
+    def _option(self, keys: Sequence[str]) -> Plain:
+        """Returns `get`; None for what is set to null."""
         value = self.get(*keys)
         is_set = any(key in self._set for key in keys)
-        if wanted in ("set", "nulled"):
-            return (
-                is_set if wanted == "set" else not is_set and any(key in self.given for key in keys)
-            )
-        return _is_wanted(value, wanted)
+        return value if is_set or not any(key in self.given for key in keys) else None
 
     def outcomes(self) -> list[KeyOutcome]:
         """Returns what became of every given key, and of defaults that are not translated."""
@@ -295,6 +289,10 @@ class Translation:
                 comment = ", ".join(self.because[ours]) or "its default"
                 lines.append(f"{indent}{key}: {_flow(value)}  # {shown}: {comment}")
         return lines
+
+
+def _filled(value: Plain, ours: Mapping[str, Plain]) -> Plain:
+    return value.format(**ours) if isinstance(value, str) else value
 
 
 def _is_wanted(value: object, wanted: object) -> bool:

@@ -10,13 +10,6 @@ _G = "actor_rollout_ref.actor.megatron."
 _OVERRIDE = f"{_G}override_transformer_config."
 
 
-def run(d: Translation) -> None:
-    name = d.text("trainer.experiment_name")
-    d.put("name", name)
-    d.put("output_dir", d.text("trainer.default_local_dir") or f"runs/{name}")
-    rules.loggers(d, "trainer.logger", d.text("trainer.project_name"))
-
-
 def batches(d: Translation) -> None:
     """Puts the limit of batches of dynamic sampling, which have a step's size here."""
     groups = "algorithm.filter_groups."
