@@ -93,7 +93,7 @@ def test_batches_of_dynamic_sampling_have_the_size_of_a_step_here():
     groups = "algorithm.filter_groups."
     words = [f"{groups}enable=True", f"{groups}max_num_gen_batches=10", f"{groups}metric=acc"]
     draft = verl(*words, "data.train_batch_size=256", "data.gen_batch_size=512")
-    assert draft.values["algorithm.dynamic_sampling"]["max_num_gen_batches"] == 20
+    assert draft.values["algorithm.dynamic_sampling.max_num_gen_batches"] == 20
     assert "filter_groups.metric acc is the grader's score here" in draft.yaml("")
 
 

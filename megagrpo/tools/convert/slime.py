@@ -113,7 +113,7 @@ def layout(d: Translation) -> None:
     if d.get("--train-backend") == "fsdp":
         rules.put_whole_parameters(d, world, tp, "--train-backend")
     _virtual_stages(d)
-    longest = int(str(d.values.get("data.max_prompt_tokens", 1024))) + _longest_response(d)
+    longest = d.translated("data.max_prompt_tokens", 1024) + _longest_response(d)
     dynamic = d.get("--use-dynamic-batch-size")
     tokens = d.number("--max-tokens-per-gpu", default=0) if dynamic else 0
     rules.micro_batch(d, longest, tokens, d.number("--micro-batch-size"))

@@ -92,12 +92,12 @@ class Translation:
         return "" if value is None else str(value)
 
     def number(self, *keys: str, default: int = 1) -> int:
-        """Returns `get` as a whole number; `default` for None, and for another value, which is not
-        translated."""
+        """Returns `get` as a whole number, from 1 if `default` is; `default` for None, and for
+        another value, which is not translated."""
         value = self.real(*keys, default=default)
-        if value == int(value):
+        if value == int(value) and (value > 0 or default < 1):
             return int(value)
-        self._lack_first(keys, "should be a whole number")
+        self._lack_first(keys, "should be a whole number above 0")
         return default
 
     def real(self, *keys: str, default: float = 0.0) -> float:
@@ -155,7 +155,12 @@ class Translation:
 
     def parallel(self, name: str) -> int:
         """Returns a size of actor.parallel that is translated already; 1 without one."""
-        return int(str(self.values.get(f"actor.parallel.{name}", 1)))
+        return self.translated(f"actor.parallel.{name}", 1)
+
+    def translated(self, ours: str, default: int) -> int:
+        """Returns a number that is translated already; `default` without one."""
+        value = self.values.get(ours)
+        return value if isinstance(value, int) and value > 0 else default
 
     def lack(self, key: str, reason: str) -> None:
         """Records that what `key` says, or what it stands for by default, is not translated."""
@@ -200,13 +205,16 @@ class Translation:
             return
         source, by = (full_names(self.framework, row.get(key, [])) for key in ("from", "by"))
         value = self.get(*source)
+        value = str(value) if "text" in row and value is not None else value
         words = tuple(row.get("values", {}).items()) or self._words(*source[:1])
         reason = row.get("lacks")
-        values = value if isinstance(value, list) else [value]
-        theirs = [None, "", *(word for word, _ in words)]
-        if not all(any(alike(one, word) for word in theirs) for one in values):
-            reason = row.get("only", reason)
         told = {"value": value, "values": ", ".join(str(theirs) for theirs, _ in words)}
+        known = [None, "", *(theirs for theirs, _ in words)]
+        listed = value if isinstance(value, list) else [value]
+        unknown = [one for one in listed if not any(alike(one, other) for other in known)]
+        if unknown and "only" in row:
+            reason = row["only"]
+            told["value"] = ", ".join(map(str, unknown))
         if "remark" in row:
             self.remarks.append(row["remark"].format(**told))
         elif reason:
@@ -215,8 +223,12 @@ class Translation:
             self.put(row["to"], row["is"], *by)
         elif "to" in row and (value is not None or "else" in row):
             value = _filled(row["else"], self.values) if value is None else spelled(value, words)
-            listed = value if isinstance(value, list) or "listed" not in row else [value]
-            self.put(row["to"], listed, *[key for key in source if key in self._set][:1], *by)
+            self.put(
+                row["to"],
+                listed if "listed" in row else value,
+                *[key for key in source if key in self._set][:1],
+                *by,
+            )
 
     def _option(self, keys: Sequence[str]) -> Plain:
         """Returns `get`; None for what is set to null."""
