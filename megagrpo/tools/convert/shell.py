@@ -239,13 +239,7 @@ def _command(state: State, node: Node) -> Answer:
     if name in (*state.functions, "source", "."):
         _each(state, [each for each in node.children if each.type == "variable_assignment"])
     if name in state.functions:
-        called = replace(state, arguments=parts[1:], hidden={})
-        body = state.functions[name].children_by_field_name("body")
-        answer = _until(called, body, "return")
-        for variable, value in called.hidden.items():
-            state.variables.pop(variable, None)
-            state.variables |= {} if value is None else {variable: value}
-        return answer
+        return _call(state, state.functions[name], parts[1:])
     match name:
         case "exit" | "return" | "break" | "continue":
             state.leaving.append(name)
@@ -272,6 +266,16 @@ def _command(state: State, node: Node) -> Answer:
         case _ if not _written(state, name, parts[1:]):
             return _program(state, node, parts)
     return True
+
+
+def _call(state: State, function: Node, arguments: list[str]) -> Answer:
+    """Evaluates a function; its `local` variables get their values back."""
+    called = replace(state, arguments=arguments, hidden={})
+    answer = _until(called, function.children_by_field_name("body"), "return")
+    for name, value in called.hidden.items():
+        state.variables.pop(name, None)
+        state.variables |= {} if value is None else {name: value}
+    return answer
 
 
 def _program(state: State, node: Node, parts: list[str]) -> Answer:

@@ -194,14 +194,7 @@ class Translation:
 
     def _follow(self, row: Row) -> None:
         """Does what a row says if its conditions hold."""
-        conditions = [
-            (self._option(full_names(self.framework, names.split("|"))), wanted)
-            for names, wanted in row.get("when", {}).items()
-        ]
-        for names, wanted in row.get("got", {}).items():
-            ours = (self.values[name] for name in names.split("|") if name in self.values)
-            conditions.append((next(ours, None), wanted))
-        if not all(_is_wanted(value, wanted) for value, wanted in conditions):
+        if not self._holds(row):
             return
         source, by = (full_names(self.framework, row.get(key, [])) for key in ("from", "by"))
         value = self.get(*source)
@@ -229,6 +222,16 @@ class Translation:
                 *[key for key in source if key in self._set][:1],
                 *by,
             )
+
+    def _holds(self, row: Row) -> bool:
+        conditions = [
+            (self._option(full_names(self.framework, names.split("|"))), wanted)
+            for names, wanted in row.get("when", {}).items()
+        ]
+        for names, wanted in row.get("got", {}).items():
+            ours = (self.values[name] for name in names.split("|") if name in self.values)
+            conditions.append((next(ours, None), wanted))
+        return all(_is_wanted(value, wanted) for value, wanted in conditions)
 
     def _option(self, keys: Sequence[str]) -> Plain:
         """Returns `get`; None for what is set to null."""
