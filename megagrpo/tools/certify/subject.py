@@ -202,11 +202,11 @@ def _with_streams(
 
     def scored(sample: Sample) -> Sample:
         length = len(sample.token_ids)
-        found = TeacherScores(scores(length))
+        teacher = TeacherScores(scores(length))
         if options is not None and (k := options.num_candidates):
             drawn = torch.rand(length, VOCAB, generator=generator).topk(k).indices
-            found = replace(found, top_ids=drawn.numpy(), top_logprobs=scores(length, k))
-        return replace(sample, teacher=found if options is not None else None)
+            teacher = replace(teacher, top_ids=drawn.numpy(), top_logprobs=scores(length, k))
+        return replace(sample, teacher=teacher if options is not None else None)
 
     shown = _tokens(_number(1, MAX_RESPONSE, generator), generator)
     prompt = replace(group.prompt, demonstration=shown)

@@ -122,16 +122,14 @@ def key_hint(key: str, value: object) -> str:
             more = ", ..." if len(hints) > 4 else ""
             how = f" (`megagrpo convert {framework} FILE` translates all)"
             return f"; {', '.join(hints[:4])}{more}{'' if shown in _others() else how}"
-    last = key.rpartition(".")[2]
-    for framework, shown in FRAMEWORKS.items():
-        for entry in entries():
-            for name in entry.keys[framework]:
-                named = name.rpartition(".")[2] == last and "*" not in name
-                if named and entry.to not in ("", key):
-                    return f"; {shown}'s {name} is {entry.to} here" + (
-                        f": {entry.note}" if entry.note else ""
-                    )
-    return ""
+    same_names = (
+        f"; {shown}'s {name} is {entry.to} here" + (f": {entry.note}" if entry.note else "")
+        for framework, shown in FRAMEWORKS.items()
+        for entry in entries()
+        for name in entry.keys[framework]
+        if name.rpartition(".")[2] == key.rpartition(".")[2] and entry.to not in ("", key)
+    )
+    return next(same_names, "")
 
 
 def _is_here(framework: str, key: str) -> str:

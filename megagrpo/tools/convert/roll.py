@@ -95,14 +95,10 @@ def layout(d: Translation) -> None:
     gpus = d.number("num_gpus_per_node")
     tp = d.number(*d.named("rollout.tp"))
     d.put("actor.world_size", len(trainers), "num_gpus_per_node")
-    granularity = d.get(f"{_TS}recompute_granularity")
-    off = d.get(f"{_T}model_args.disable_gradient_checkpointing")
     if "fsdp" in d.text(f"{_T}strategy_args.strategy_name"):
         rules.put_whole_parameters(d, len(trainers), tp, *d.theirs("rollout.tp"))
-        granularity = granularity or ("none" if off else "full")
     else:
         d.put("actor.parallel.tp", d.number(f"{_TS}tensor_model_parallel_size"))
-    d.put("actor.recompute", granularity or "none")
     longest = d.number("prompt_length") + d.number("response_length")
     each = f"{_T}training_args.per_device_train_batch_size"
     tokens = 0
@@ -132,10 +128,7 @@ def batch(d: Translation) -> None:
         d.lack(accumulation, f"{samples_per_update} samples of an update {divide}")
     else:
         d.put("train.num_updates_per_step", updates)
-    d.put("train.num_prompts_per_step", prompts)
-    steps = d.number("max_steps")
-    d.put("train.num_steps", steps)
-    all_updates = steps * max(updates, 1) * d.number("ppo_epochs")
+    all_updates = d.number("max_steps") * max(updates, 1) * d.number("ppo_epochs")
     from_ratio = math.ceil(d.real(f"{args}warmup_ratio") * all_updates)  # both count updates
     warmup = d.number(f"{args}warmup_steps", default=0) or from_ratio
     d.put("actor.optimizer.warmup_steps", warmup)

@@ -26,16 +26,12 @@ def estimator(d: Translation) -> None:
         d.lack(key, f"no estimator {name}; there are {', '.join(known)}")
 
 
-def lora(d: Translation) -> None:
-    """Puts adapters if their rank is above 0; all linear layers are the default."""
-    rank, alpha, targets = (d.named(f"actor.lora.{name}") for name in ("rank", "alpha", "targets"))
-    if d.number(*rank, default=0) < 1:
-        return
-    d.put("actor.lora.rank", d.number(*rank))
-    d.put("actor.lora.alpha", d.real(*alpha, default=32))
+def adapted_layers(d: Translation) -> None:
+    """Puts the layers that have adapters; all linear ones are the default."""
+    targets = d.named("actor.lora.targets")
     named = d.get(*targets)
     listed = named.split(",") if isinstance(named, str) else named
-    if isinstance(listed, list) and listed != ["all-linear"]:
+    if "actor.lora.rank" in d.values and isinstance(listed, list) and listed != ["all-linear"]:
         names = [str(name).strip() for name in listed]
         layers: list[Plain] = [layer for name in names for layer in _TARGETS.get(name, [name])]
         d.put("actor.lora.targets", layers)

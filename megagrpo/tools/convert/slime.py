@@ -19,15 +19,6 @@ def run(d: Translation) -> None:
         d.put("log.wandb.project", d.text("--wandb-project"))
 
 
-def model(d: Translation) -> None:
-    path = "--hf-checkpoint"
-    stored = re.search(r"[-_](fp8|int4)(?:[-_]|$)", d.text(path).rstrip("/").lower())
-    if stored and stored[1] == "fp8":
-        d.put("rollout.quantization", "fp8", path)
-    elif stored:
-        d.lack(path, "engines hold bfloat16, or FP8 in blocks: name the model in bfloat16")
-
-
 def data(d: Translation) -> None:
     files = "--prompt-data"
     path = d.get(files)
@@ -87,20 +78,10 @@ def batch(d: Translation) -> None:
         divide = f"{updates} updates do not divide {prompts} prompts into whole groups"
         d.lack(steps if d.get(steps) is not None else size, divide)
         updates = 1
-    d.put("train.num_prompts_per_step", prompts)
     d.put("train.num_updates_per_step", updates)
-    length = "num_epochs" if d.get("--num-rollout") is None else "num_steps"
-    if keys := d.theirs(f"train.{length}"):
-        d.put(f"train.{length}", d.number(*keys))
-    fraction = d.real("--lr-warmup-fraction")
-    if d.get("--lr-warmup-iters"):
-        d.put("actor.optimizer.warmup_steps", d.number("--lr-warmup-iters"))
-    elif fraction and length == "num_steps":
-        every = d.number("--num-rollout") * updates
-        d.put("actor.optimizer.warmup_steps", round(fraction * every))
-    elif fraction:
-        reason = "how many steps there are depends on the data; say actor.optimizer.warmup_steps"
-        d.lack("--lr-warmup-fraction", reason)
+    every = d.real("--lr-warmup-fraction") * d.number("--num-rollout", default=0)
+    if every and not d.get("--lr-warmup-iters"):
+        d.put("actor.optimizer.warmup_steps", round(every * updates))
 
 
 def layout(d: Translation) -> None:
@@ -128,9 +109,6 @@ def layout(d: Translation) -> None:
             d.lack(keys[2], "colocate gives every trainer's GPU to an engine")
         return
     rules.place(d, world, engines, d.number("--num-gpus-per-node"), tp, nodes, "--rollout-num-gpus")
-    transport = "--update-weight-transport"
-    if d.get(transport) == "disk" and d.get("--update-weight-mode") != "delta":
-        d.put("weights.transport", "disk")
 
 
 def _virtual_stages(d: Translation) -> None:

@@ -179,7 +179,9 @@ class Translation:
             entry = find(self.framework, key)
             if entry is None or entry.rule:
                 continue
-            if entry.to:
+            if entry.to and "*" in entry.to and is_secret(key):
+                self.lack(key, "a secret; what needs it should read a variable")
+            elif entry.to:
                 name = re.sub("^--(sglang-)?", "", key.rpartition(".")[2])
                 ours = entry.to.replace("*", name.replace("-", "_") if name in key[2:] else name)
                 self.put(ours, spelled(value, entry.values), key)
@@ -225,7 +227,7 @@ class Translation:
 
     def _holds(self, row: Row) -> bool:
         conditions = [
-            (self._option(full_names(self.framework, names.split("|"))), wanted)
+            (self._option(full_names(self.framework, names.split("|")), wanted), wanted)
             for names, wanted in row.get("when", {}).items()
         ]
         for names, wanted in row.get("got", {}).items():
@@ -233,8 +235,10 @@ class Translation:
             conditions.append((next(ours, None), wanted))
         return all(_is_wanted(value, wanted) for value, wanted in conditions)
 
-    def _option(self, keys: Sequence[str]) -> Plain:
-        """Returns `get`; None for what is set to null."""
+    def _option(self, keys: Sequence[str], wanted: object) -> Plain:
+        """Returns `get`, or `real` if a number is wanted; None for what is set to null."""
+        if str(wanted).startswith("> "):
+            return self.real(*keys)
         value = self.get(*keys)
         is_set = any(key in self._set for key in keys)
         return value if is_set or not any(key in self.given for key in keys) else None

@@ -2,7 +2,7 @@
 
 from megagrpo.config.load import Plain
 from megagrpo.tools.convert import rules
-from megagrpo.tools.convert.translation import Translation, is_secret
+from megagrpo.tools.convert.translation import Translation
 
 _A = "actor_rollout_ref.actor."
 _R = "actor_rollout_ref.rollout."
@@ -22,21 +22,10 @@ def batches(d: Translation) -> None:
 
 
 def own_reward(d: Translation) -> None:
-    custom = next(
-        (key for key in d.named("reward.grader") if d.get(key) and key.endswith("path")), ""
-    )
-    if not custom or ("reward_model.enable" in d.given and d.get("reward_model.enable")):
-        return
-    prefix = custom.removesuffix("path")
-    function = d.get(f"{prefix}name") or "compute_score"
-    d.put("reward.grader", f"{d.text(custom)}:{function}")
-    d.put("data.extra_key", "extra_info", custom)
-    for name, value in d.below(f"{prefix}reward_kwargs.").items():
-        key = f"{prefix}reward_kwargs.{name}"
-        if is_secret(name):
-            d.lack(key, "a secret; the function should read a variable")
-        else:
-            d.put(f"reward.args.{name}", value, key)
+    for path in d.named("reward.grader"):
+        if path.endswith(".path") and d.get(path) and "data.extra_key" in d.values:
+            function = d.get(path.replace(".path", ".name")) or "compute_score"
+            d.put("reward.grader", f"{d.text(path)}:{function}")
 
 
 def mismatch(d: Translation) -> None:
@@ -69,20 +58,12 @@ def batch(d: Translation) -> None:
     mini = f"{_A}ppo_mini_batch_size"
     prompts = d.number("data.train_batch_size")
     updates, rest = divmod(prompts, d.number(mini))
-    d.put("train.num_prompts_per_step", prompts)
     if rest:
         divides = f"{d.number(mini)} does not divide train_batch_size {prompts}"
         d.lack(mini, f"{divides}: updates of a step have equal sizes")
     else:
         d.put("train.num_updates_per_step", updates)
     total = "trainer.total_training_steps"
-    if d.get(total) is None and "algorithm.dynamic_sampling.metric" in d.values:
-        reason = "a step takes as many prompts as it must; say train.num_steps"
-        d.lack("trainer.total_epochs", reason)
-    elif d.get(total) is None:
-        d.put("train.num_epochs", d.number("trainer.total_epochs"))
-    else:
-        d.put("train.num_steps", d.number(total))
     ratio = f"{_A}optim.lr_warmup_steps_ratio"
     warmup = d.real(f"{_A}optim.lr_warmup_steps")
     if warmup < 1 and d.get(total) is not None:
