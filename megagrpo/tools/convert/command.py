@@ -54,7 +54,7 @@ def convert(draft: Translation, source: Path, output: Path | None, partial: bool
         f"{source}: {len(draft.given)} keys of {FRAMEWORKS[framework]}: "
         + ", ".join(f"{n} {s}" for s, n in counts.items())
     ]
-    say += [f"  {note}" for note in draft.notes]
+    say += [f"  {note}" for note in (*draft.notes, *draft.remarks)]
     say += [f"  {each.key} = {each.shown}: {each.status}: {each.text}" for each in lost]
     say += [f"  the experiment as translated: {problem}" for problem in draft.problems]
     failed = bool(lost or draft.problems) and not partial

@@ -164,8 +164,10 @@ def _decided(state: State, asked: Node, answer: Answer, yes: Nodes, no: Nodes) -
         what = state.meaning(state.unknown(asked))
         state.notes[f"taken as false, because nothing runs: {what}"] = None
     tried = replace(_subshell(state), notes={})
-    taken = _each(state, no) or bool(state.leaving)
-    state.leaving.clear()
+    taken = _each(state, no)
+    if state.leaving:  # what goes on was not left, so the other branch was taken
+        taken = True
+        state.leaving.clear()
     _until(tried, yes)
     return taken
 
