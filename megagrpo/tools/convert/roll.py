@@ -20,6 +20,7 @@ _NEAREST = {
 
 
 def output_folder(d: Translation) -> None:
+    """Puts the run's folder inside theirs."""
     d.put("output_dir", f"{d.text('output_dir') or 'runs'}/{d.text('exp_name')}")
 
 
@@ -52,6 +53,7 @@ def advantage(d: Translation) -> None:
 
 
 def dual_clip(d: Translation) -> None:
+    """Puts their constant of the second clip."""
     if d.get("dual_clip_loss") and d.values.get("algorithm.loss.name") == "ppo_clip":
         d.put("algorithm.loss.dual_clip", 1 + 2 * d.real("pg_clip"), "pg_clip")
 
@@ -90,6 +92,7 @@ def _devices(d: Translation, key: str) -> set[int]:
 
 
 def layout(d: Translation) -> None:
+    """Puts GPUs of trainers and of engines, and a micro-batch."""
     trainers = _devices(d, _TRAINERS)
     engines = _devices(d, _ENGINES)
     gpus = d.number("num_gpus_per_node")
@@ -113,6 +116,7 @@ def layout(d: Translation) -> None:
 
 
 def batch(d: Translation) -> None:
+    """Puts updates of a step, and their warm-up."""
     args = f"{_T}training_args."
     accumulation = f"{args}gradient_accumulation_steps"
     prompts = d.number("rollout_batch_size")

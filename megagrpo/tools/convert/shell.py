@@ -2,19 +2,17 @@
 syntax tree is evaluated here, and what only a program could tell is marked."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from itertools import dropwhile
 from pathlib import Path
-from posixpath import basename, dirname, join, normpath
+from posixpath import join, normpath
 
 from tree_sitter import Node
 
 from megagrpo.system.environment import for_a_bare_shell
 from megagrpo.system.errors import translated
 from megagrpo.tools.convert.shell_words import (
-    LONGEST,
     QUOTED,
     Answer,
     Nodes,
@@ -23,6 +21,7 @@ from megagrpo.tools.convert.shell_words import (
     calculated,
     expand,
     fits,
+    formatted,
     is_known,
     marks_in,
     parsed,
@@ -34,6 +33,7 @@ from megagrpo.tools.convert.shell_words import (
     source,
     tested,
     words,
+    written,
 )
 
 _MOST_COMMANDS = 20_000
@@ -255,17 +255,14 @@ def _command(state: State, node: Node) -> Answer:
         case "set" if "--" in parts:
             state.arguments = parts[parts.index("--") + 1 :]
         case "printf" if args[:1] == ["-v"]:
-            text = raw("".join(parts[3:4]))
-            plainly = text.count("%s") == len(parts[4:]) and not re.search(r"%[^s]|\\", text)
-            made = text % (*map(raw, parts[4:]),) if plainly else state.unknown(node)
-            state.put(args[1], made)
+            state.put(args[1], formatted(state, node, parts[3:]))
         case "read" | "mapfile" | "readarray" | "getopts" | "eval" | "let":
             for name in re.findall(r"(?<!\S)[a-zA-Z_]\w*(?![^-+*/=\s])", " ".join(args)):
                 state.variables[name] = state.unknown(node)
             return _program(state, node, parts)
         case ":" | "true" | "set" | "shopt" | "trap" | "wait":
             pass
-        case _ if not _written(state, name, parts[1:]):
+        case _ if not written(state, name, parts[1:]):
             return _program(state, node, parts)
     return True
 
@@ -336,28 +333,6 @@ def _assign(state: State, node: Node) -> bool:
         value = raw("".join(items[:1])) + quoted_text(state, given)
         value = [QUOTED + quoted(value), *items[1:]] if items[1:] else value
     state.put(name, value)
-    return True
-
-
-def _written(state: State, name: str, parts: Sequence[str]) -> bool:
-    """Writes what a simple command writes; returns False for another program."""
-    match name, plain_words(parts):
-        case "echo", [*texts]:
-            text = " ".join(dropwhile(("-n", "-e").__contains__, texts))
-        case "pwd", _:
-            text = str(state.variables["PWD"])
-        case "dirname", [*_, path]:
-            text = dirname(path.rstrip("/")) or "."
-        case "basename", ["-s" | "--", *ending, path] | [path, *ending]:
-            text = basename(path.rstrip("/")).removesuffix("".join(ending))
-        case "seq", [first, step, last] if (first + step + last).isdecimal() and len(last) < 5:
-            text = "\n".join(map(str, range(int(first), int(last) + 1, int(step) or 1)))
-        case _:
-            return False
-    if state.output is not None:
-        state.output.append(text + marks_in("".join(parts)) + "\n")
-        if sum(map(len, state.output)) > LONGEST:
-            raise ValueError("what $(...) writes gets too long")
     return True
 
 

@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import translate
 from functools import cache
-from itertools import count
+from itertools import count, dropwhile
 from operator import add, eq, ge, gt, le, lt, mul, ne, sub
+from posixpath import basename, dirname
 from textwrap import shorten
 
 import tree_sitter_bash
@@ -266,6 +267,36 @@ def _glob(state: State, nodes: Nodes) -> str:
             text = plain(quoted_text(state, [node]))
             found += re.sub(r"([*?[])", r"[\1]", text) if "string" in node.type else text
     return found
+
+
+def formatted(state: State, node: Node, parts: Sequence[str]) -> str:
+    """Returns what `printf` makes of a format, the first of the words, and of texts."""
+    text = raw("".join(parts[:1]))
+    if text.count("%s") != len(parts[1:]) or re.search(r"%[^s]|\\", text):
+        return state.unknown(node)
+    return str(text % (*map(raw, parts[1:]),))
+
+
+def written(state: State, name: str, parts: Sequence[str]) -> bool:
+    """Writes what a simple command writes; returns False for another program."""
+    match name, plain_words(parts):
+        case "echo", [*texts]:
+            text = " ".join(dropwhile(("-n", "-e").__contains__, texts))
+        case "pwd", _:
+            text = str(state.variables["PWD"])
+        case "dirname", [*_, path]:
+            text = dirname(path.rstrip("/")) or "."
+        case "basename", ["-s" | "--", *ending, path] | [path, *ending]:
+            text = basename(path.rstrip("/")).removesuffix("".join(ending))
+        case "seq", [first, step, last] if (first + step + last).isdecimal() and len(last) < 5:
+            text = "\n".join(map(str, range(int(first), int(last) + 1, int(step) or 1)))
+        case _:
+            return False
+    if state.output is not None:
+        state.output.append(text + marks_in("".join(parts)) + "\n")
+        if sum(map(len, state.output)) > LONGEST:
+            raise ValueError("what $(...) writes gets too long")
+    return True
 
 
 def fits(state: State, text: str, nodes: Nodes) -> bool:

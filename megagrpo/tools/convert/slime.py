@@ -10,6 +10,7 @@ _SLICED = re.compile(r"(.*)@\[0?:(\d+)\]")
 
 
 def run(d: Translation) -> None:
+    """Puts name, folder and logger."""
     saved = d.text("--save").rstrip("/")
     model = d.text("--hf-checkpoint").rstrip("/").rpartition("/")[2]
     name = d.text("--wandb-group") or saved.rpartition("/")[2] or f"{model}-{d.framework}"
@@ -20,6 +21,7 @@ def run(d: Translation) -> None:
 
 
 def data(d: Translation) -> None:
+    """Puts files, columns and the longest prompt."""
     files = "--prompt-data"
     path = d.get(files)
     if sliced := _SLICED.fullmatch(str(path)):
@@ -52,6 +54,7 @@ def _longest_response(d: Translation) -> int:
 
 
 def evaluation(d: Translation) -> None:
+    """Puts files to evaluate on."""
     files = "--eval-prompt-data"
     named = d.get(files)
     pairs = named if isinstance(named, list) else ["eval", named]
@@ -65,6 +68,7 @@ def evaluation(d: Translation) -> None:
 
 
 def batch(d: Translation) -> None:
+    """Puts updates of a step, and their warm-up."""
     prompts = d.number("--rollout-batch-size", default=64)
     samples = prompts * d.number("--n-samples-per-prompt")
     size = "--global-batch-size"
@@ -85,6 +89,7 @@ def batch(d: Translation) -> None:
 
 
 def layout(d: Translation) -> None:
+    """Puts GPUs of trainers and of engines, and a micro-batch."""
     nodes = "--actor-num-nodes"
     each = "--actor-num-gpus-per-node"
     world = d.number(nodes) * d.number(each)

@@ -22,6 +22,7 @@ def batches(d: Translation) -> None:
 
 
 def own_reward(d: Translation) -> None:
+    """Puts a reward function of the user's."""
     for path in d.named("reward.grader"):
         if path.endswith(".path") and d.get(path) and "data.extra_key" in d.values:
             function = d.get(path.replace(".path", ".name")) or "compute_score"
@@ -29,6 +30,7 @@ def own_reward(d: Translation) -> None:
 
 
 def mismatch(d: Translation) -> None:
+    """Puts weights and rejections for the mismatch of engine and trainer."""
     correction = "algorithm.rollout_correction."
     over = d.get(f"{correction}rollout_is")
     if over is not None:
@@ -55,6 +57,7 @@ def mismatch(d: Translation) -> None:
 
 
 def batch(d: Translation) -> None:
+    """Puts updates of a step, and their warm-up."""
     mini = f"{_A}ppo_mini_batch_size"
     prompts = d.number("data.train_batch_size")
     updates, rest = divmod(prompts, d.number(mini))
@@ -76,6 +79,7 @@ def batch(d: Translation) -> None:
 
 
 def optimizer(d: Translation) -> None:
+    """Puts the schedule's end, and Adam's betas."""
     optim = f"{_A}optim."
     if d.values.get("actor.optimizer.lr_schedule", "constant") != "constant":
         ratio = d.real(f"{optim}min_lr_ratio") * d.real(f"{optim}lr", default=1e-6)
@@ -88,6 +92,7 @@ def optimizer(d: Translation) -> None:
 
 
 def layout(d: Translation) -> None:
+    """Puts GPUs of trainers and of engines, and a micro-batch."""
     nodes = ("trainer.n_gpus_per_node", "trainer.nnodes")
     gpus = d.number(nodes[0])
     world = gpus * d.number(nodes[1])
