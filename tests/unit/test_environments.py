@@ -91,8 +91,7 @@ def environments(
     for module in (supervise, engine_node):
         monkeypatch.setattr(module, "spawn", recorder.spawn)
     cuda, gpus = kind != "CPU", [] if kind == "CPU" else ["0", "1", "2", "3"]
-    for module in (nodes, machine):
-        monkeypatch.setattr(module, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(machine, "visible_gpus", lambda: gpus)
     monkeypatch.setattr(machine, "refuse_what_cannot_run", lambda *_: None)
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(64)))
     if kind == "several machines":
