@@ -240,7 +240,7 @@ FAULTS = (
     ),
     Fault(
         "blocks of several ranks rounded by each rank's own maxima",
-        "weights/quantised.py",
+        "weights/quantized.py",
         "        self._share(maxima)\n",
         "",
         ROUNDING,

@@ -81,7 +81,7 @@ class Prompt(WithArrays):
     }
 
     id: int  # line in the data file, from 0; numbered over all files if there are several
-    text: str  # the tokenised text, chat template included
+    text: str  # the tokenized text, chat template included
     token_ids: np.ndarray  # [T] int32
     answer: str  # the reference answer, passed to the grader
     grader: str | None = None  # replaces the experiment's grader for this prompt
@@ -145,7 +145,7 @@ class TeacherScores(WithArrays):
 
 @dataclass(frozen=True, eq=False)
 class Sample(WithArrays):
-    """One response of T tokens as the engine returned it. It is never tokenised again.
+    """One response of T tokens as the engine returned it. It is never tokenized again.
 
     A rollout may have several samples: paths through a tree of turns. A token that two of them
     share is trained on in the first one; in the other it is context, part of `prompt_ids` or off

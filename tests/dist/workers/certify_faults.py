@@ -10,10 +10,10 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import torch
+from megagrpo.actor.megatron import model
 from torch import Tensor
 
 from megagrpo.actor import schedule, step
-from megagrpo.actor.megatron import model
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.routing import tokens as routed_tokens
 from megagrpo.actor.routing.tokens import own_places
