@@ -29,8 +29,8 @@ from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.engine_group import GroupLimits
 from megagrpo.weights.wire.handover import Handover, take_batches
 from megagrpo.weights.wire.mailbox import Mailbox
-from megagrpo.weights.wire.transfer_messages import Message
 from megagrpo.weights.wire.moving import pack
+from megagrpo.weights.wire.transfer_messages import Message
 
 _LIMIT_S = 15.0
 _BATCHES = 6
