@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Builds Transformer Engine's extension for torch and installs it into VENV, against the CUDA wheels that torch itself
-# brought there, and imports it: C++ only, no GPU and no driver needed, nvcc only for its version. launch/install.sh calls it on a GPU machine; by hand
-# it builds on any machine whose VENV has torch for CUDA. usage: launch/build_te.sh VENV [VERSION] [WHEEL FOLDER]
-# MAX_JOBS: compilers at a time, by default one for every core. Exit status 1: says which header or tool is missing.
+# Builds Transformer Engine's extension for torch against the CUDA wheels of VENV's torch, installs it there and imports it.
+# It is only C++: it needs no GPU and no driver, and nvcc only for the version. launch/install.sh calls it on a GPU machine; you
+# can call it on any machine whose VENV has torch for CUDA. usage: launch/build_te.sh VENV [VERSION] [WHEEL FOLDER]
+# MAX_JOBS: parallel compilers, by default one per core. With exit status 1 it prints which header or tool is missing.
 set -euo pipefail
 venv="${1:?usage: launch/build_te.sh VENV [VERSION] [WHEEL FOLDER]}"
 version="${2:-2.14.1}"

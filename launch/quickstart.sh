@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The main job from nothing: installs, checks the machine, makes a tiny model and its problems, warms the model up by
+# A complete run from nothing: installs, checks the machine, makes a tiny model and its problems, warms the model up by
 # supervised steps, and improves it by GRPO with real Megatron-Core trainers and a real SGLang engine.
 # usage: launch/quickstart.sh [CONFIG.yaml] [section.key=value ...]      default: configs/quickstart.yaml
 set -euo pipefail

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Installs what is missing and runs the tests: unit, dist (several ranks), e2e (real engine), cluster (real Slurm), gpu.
-# usage: launch/test.sh [--full] [--record] [pytest arguments]     --full: the slow ones too; --record: keeps the seconds in
-# bench/results/test_seconds.md, with all tests only; with paths one pytest runs them alone,
-# without them tests/run_parts.py runs all five folders, two parts at a time
+# Installs missing packages and runs the tests: unit, dist (several ranks), e2e (real engine), cluster (real Slurm), gpu.
+# usage: launch/test.sh [--full] [--record] [pytest arguments]     --full: also the slow tests; --record: writes the seconds
+# into bench/results/test_seconds.md, only with all tests. With paths, one pytest runs only these; without paths,
+# tests/run_parts.py runs all folders, two parts at a time.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 selection=(-m "not slow")
@@ -11,7 +11,7 @@ if [[ "${1:-}" == --full ]]; then
     shift
 fi
 bash launch/install.sh --with smollm2 || bash launch/install.sh # without it the test of a pretrained model skips
-[ $# -gt 0 ] || bash launch/lint.sh # all tests: the linters first, which need seconds
+[ $# -gt 0 ] || bash launch/lint.sh # all tests: first the linters, which take seconds
 
 # The cluster tests want Debian's Slurm and network namespaces; without root or apt-get they skip and say why.
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v slurmctld && command -v munged && command -v ip; } >/dev/null; then

@@ -185,20 +185,13 @@ def _start_trainers(
         env = trainer_variables(config, sharing, towards_engines or towards_ranks) | env
         # Without is_host the agent resolves host names, which may fail.
         # read_timeout is also torch's limit for the connection to node 0's store.
-        host = (
-            f"is_host={str(node.rank == 0).lower()},join_timeout={_JOIN_S},read_timeout={_JOIN_S}"
-        )
+        is_host = str(node.rank == 0).lower()
         options += [
-            "--nnodes",
-            str(node.number),
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-conf",
-            host,
-            "--rdzv-endpoint",
-            f"{node.first_address}:{node.first_port}",
-            "--local-addr",
-            node.own_address,
+            f"--nnodes={node.number}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-conf=is_host={is_host},join_timeout={_JOIN_S},read_timeout={_JOIN_S}",
+            f"--rdzv-endpoint={node.first_address}:{node.first_port}",
+            f"--local-addr={node.own_address}",
         ]
         if towards_ranks is not None:
             # gloo's default is the host name's address, often 127.0.0.1

@@ -240,14 +240,8 @@ class _Ended(BaseException):
 def torchrun(ranks: int, max_restarts: int = 0) -> list[str]:
     """Returns Python's arguments for `ranks` processes. If one fails, all restart, up to
     `max_restarts` times."""
-    return [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(ranks),
-        "--max-restarts",
-        str(max_restarts),
-    ]
+    module = "-m torch.distributed.run"
+    return f"{module} --nproc-per-node {ranks} --max-restarts {max_restarts}".split()
 
 
 def _ignore_signals() -> None:

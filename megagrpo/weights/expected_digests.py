@@ -22,7 +22,8 @@ class ExpectedDigests:
 
     def __init__(self, weights: TrainerWeights):
         self._weights = weights
-        rank = weights.mesh.rank
+        self._mesh = weights.mesh
+        rank = self._mesh.rank
         shares = share_out(weights.copies, weights.specs, on_main=False)
         self._share = {
             name: [copy for owner, copy in parts if owner == rank] for name, parts in shares.items()
@@ -70,7 +71,7 @@ class ExpectedDigests:
         are being sent. On CUDA it runs in a separate stream, after the default stream's earlier
         work, and waits for the result.
         """
-        device = self._weights.mesh.device
+        device = self._mesh.device
         if device.type != "cuda":
             return self._digest_share()
         with torch.cuda.device(device):  # a new thread begins on the first one
@@ -84,12 +85,12 @@ class ExpectedDigests:
     def total(self, local: Tensor) -> np.ndarray:
         """Collective. Returns the digest of every slice from the ranks' shares in it (`local`):
         int64 [slices]."""
-        if self._weights.mesh.world_size > 1:
+        if self._mesh.world_size > 1:
             dist.all_reduce(local)
         return local.cpu().numpy()
 
     def _digest_share(self) -> Tensor:
-        totals = torch.zeros(len(self._index), dtype=torch.int64, device=self._weights.mesh.device)
+        totals = torch.zeros(len(self._index), dtype=torch.int64, device=self._mesh.device)
         digests = []
         slices = []
         for box, values, indices, dtype in self._batches.views(self._weights.parameters()):

@@ -36,6 +36,7 @@ class BroadcastTransport:
 
     def __init__(self, weights: TrainerWeights):
         self._weights = weights
+        self._mesh = weights.mesh
         self._together: set[tuple[str, ...]] = set()  # see EngineConnection
         self._plan = self._make_plan()
         self._lines: dict[str, _Line] = {}  # by engine id; rank 0 only
@@ -80,7 +81,7 @@ class BroadcastTransport:
     def _follow(self, engines: EngineFleet) -> None:
         """Collective. Rebuilds the plan if it splits tensors that an engine's loader needs in one
         call."""
-        together = self._weights.mesh.from_main(
+        together = self._mesh.from_main(
             lambda: set().union(*(engine.together for engine in engines.alive)),
             "learn which tensors belong together",
         )
@@ -99,7 +100,7 @@ class BroadcastTransport:
         if engine.id not in self._lines:
             self._lines[engine.id] = _Line(engine)
             for _ in range(_IN_FLIGHT):
-                self._lines[engine.id].join(self._weights.mesh.device, self._weights.limits)
+                self._lines[engine.id].join(self._mesh.device, self._weights.limits)
 
     def _send_bucket(self, engine: EngineConnection, values: Sequence[Tensor], body: dict) -> None:
         """Broadcasts `values`, contiguous tensors, which `body` describes to the engine."""

@@ -85,16 +85,14 @@ class IpcTransport(LinkTransport):
     def _move(self, links: list[Link], traffic: Traffic) -> dict[str, Exception]:
         """Collects every batch at its carriers and hands it over. Batches of all links with the same
         number go together."""
-        rank = self._weights.mesh.rank
+        rank = self._mesh.rank
         plans = [self._plan(link) for link in links]
         outgoing = [plan.sent_by(rank) for plan in plans]
         num_batches = max((int(plan.batches.max(initial=-1)) + 1 for plan in plans), default=0)
         with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
             # takes memory besides the engine's, so a rank may fail
             making = pool.submit(self._handovers, links, stack)
-            handovers = self._weights.mesh.result_everywhere(
-                making, "take memory to hand weights over"
-            )
+            handovers = self._mesh.result_everywhere(making, "take memory to hand weights over")
             for number in range(num_batches):
                 self._collect(
                     number,
@@ -125,7 +123,7 @@ class IpcTransport(LinkTransport):
         No view of shared memory may outlive this call, because `close` frees it for the engine's
         cache.
         """
-        rank = self._weights.mesh.rank
+        rank = self._mesh.rank
         inbox = {
             (destination, message.peer, message.tag): values
             for destination, handover in handovers.items()
@@ -160,7 +158,7 @@ class IpcTransport(LinkTransport):
         """Packs a message into this rank's inbox, or posts it to the carrier. Returns the staged
         bytes."""
         parameters = self._weights.parameters()
-        rank = self._weights.mesh.rank
+        rank = self._mesh.rank
         carrier = link.carriers[to.rank]
         if carrier == rank:
             pack(message, inbox[to, rank, message.tag], parameters)
@@ -177,12 +175,12 @@ class IpcTransport(LinkTransport):
         """Returns this rank's handovers to the engine ranks whose carrier it is. The stack closes
         them."""
         handovers = {}
-        device = self._weights.mesh.device
+        device = self._mesh.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # each thread has its own
         for index, link in enumerate(links):
             for rank, carrier in enumerate(link.carriers):
-                if carrier != self._weights.mesh.rank:
+                if carrier != self._mesh.rank:
                     continue
                 store = link.open_store()
                 handover = Handover(

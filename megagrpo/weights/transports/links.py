@@ -59,6 +59,7 @@ class LinkTransport(ABC):
 
     def __init__(self, weights: TrainerWeights):
         self._weights = weights
+        self._mesh = weights.mesh
         self._atoms = trainer_atoms(weights.copies, weights.specs)
         self._covers: list[Cover] = []  # by kind of engine
         # by kind, slot and carriers
@@ -73,7 +74,7 @@ class LinkTransport(ABC):
         def describe() -> list[Link]:
             return [self._link(engine) for engine in engines.alive]
 
-        links = self._weights.mesh.from_main(describe, "plan the transfer to the engines")
+        links = self._mesh.from_main(describe, "plan the transfer to the engines")
         with timer("plan"):
             self._learn(links, engines)
         traffic = Traffic()
@@ -201,7 +202,7 @@ class LinkTransport(ABC):
 
         Raises LeaderError for any other failure of a rank, and for `failure` on rank 0.
         """
-        mesh = self._weights.mesh
+        mesh = self._mesh
         errors = [
             f"{type(error).__name__}: {error}"
             for error in failed.values()

@@ -56,15 +56,15 @@ class ReshardTransport(LinkTransport):
             plan = self._plan(link)
             if link.name in self._ends:
                 self._ends[link.name].link = link
-            elif self._weights.mesh.rank in plan.trainers:
+            elif self._mesh.rank in plan.trainers:
                 self._ends[link.name] = _TrainerEnd(
-                    link, plan, self._weights.mesh.rank, self._weights.delta
+                    link, plan, self._mesh.rank, self._weights.delta
                 )
 
     def _move(self, links: list[Link], traffic: Traffic) -> dict[str, Exception]:
         ends = [self._ends[link.name] for link in links if link.name in self._ends]
         failed: dict[str, Exception] = {}
-        on_cuda = self._weights.mesh.device.type == "cuda"
+        on_cuda = self._mesh.device.type == "cuda"
         order = SendOrder([end.turns(on_cuda) for end in ends])
         with ThreadPoolExecutor(max(1, len(ends))) as pool:
             sending = [
