@@ -464,8 +464,8 @@ class MicroImages:
 class MicroBatch:
     """The input of one forward pass: samples of a Batch, padded [b, s] or as one packed row [1, s].
 
-    Under context parallelism the fields up to `targets` are [b, s / cp], this rank's part. On the
-    host until `to`; members and places stay there.
+    Under context parallelism the fields up to `targets` are this rank's part, [b, s / cp]; the
+    fields after `targets` are of all parts. On the host until `to`; members and places stay there.
     """
 
     tokens: "Tensor"  # [b, s] int64, 0 as padding

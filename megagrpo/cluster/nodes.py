@@ -87,7 +87,7 @@ def run_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
     """Runs this node's ranks and engines on the same GPUs (`rollout.colocate`): `megagrpo run
     --master-addr ...`.
 
-    Signals and statuses are those of train_node. Raises ValueError if the experiment cannot run on
+    Signals and statuses are as in train_node. Raises ValueError if the experiment cannot run on
     these nodes.
     """
     if not config.rollout.colocate:

@@ -1,4 +1,4 @@
-"""torchvision, which transformers imports: what a CPU needs of it, and why it fails."""
+"""torchvision, which transformers imports: operators for a CPU, and import problems."""
 
 import importlib
 import importlib.util

@@ -58,7 +58,7 @@ def quantize(values: Tensor, start: tuple[int, ...], scales: Tensor) -> Tensor:
 
 
 def dequantize(values: Tensor, start: tuple[int, ...], scales: Tensor) -> Tensor:
-    """Returns values in E4M3 * scale of their block, float32 [n, m]; arguments as those of
+    """Returns values in E4M3 * scale of their block, float32 [n, m]; arguments as for
     `quantize`."""
     return values.float() * _per_element(scales, start, values.shape)
 

@@ -50,8 +50,7 @@ def quantized_specs(specs: Specs, names: Set[str]) -> Specs:
 
 
 def quantized_copies(copies: Sequence[Copy], specs: Specs, names: Set[str]) -> list[Copy]:
-    """Returns a trainer rank's copies, those of `names` from the FP8 buffers, with copies of the
-    scales."""
+    """Returns a trainer rank's copies, with `names` from the FP8 buffers, and copies of the scales."""
     others = [copy for copy in copies if copy.hf not in names]
     values = []
     scales = []
