@@ -163,6 +163,7 @@ class Experts:
         shared = ["shared_experts"] if engine and self.shared_ffn_size else []
         return [*(["moe_act"] if scaled else []), *shared, *([] if engine else ["moe"])]
 
+    @property
     def share(self) -> float:
         """Returns the part of the routed experts that a token meets."""
         return self.per_token / self.count
