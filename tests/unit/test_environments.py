@@ -17,9 +17,13 @@ from megagrpo.system import environment, worker_process
 from megagrpo.system.run_folder import RunFolder
 from tests import experiments
 
-pytestmark = pytest.mark.verifies(
-    "runs", "each process has the environment of [the table](gpu.md#environment-of-every-process)"
-)
+pytestmark = [
+    pytest.mark.verifies(
+        "runs",
+        "each process has the environment of [the table](gpu.md#environment-of-every-process)",
+    ),
+    pytest.mark.usefixtures("handlers_of_pytest"),  # its launches leave all signals ignored
+]
 
 DOCS = Path(__file__).parents[2] / "docs" / "evidence" / "gpu.md"
 HEADING = "## Environment of every process"
