@@ -227,11 +227,13 @@ def make_mesh(dp_rank: int, dp_size: int, device: torch.device, deadline_s: floa
     Ranks of a replica are ordered by global rank. deadline_s: the longest wait of a collective in
     these groups, in seconds.
     """
-    rank, world = 0, 1
+    rank = 0
+    world = 1
     replicas: list[list[int]] = [[0]]
     replica_group = dp_group = None
     if dist.is_initialized():
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        world = dist.get_world_size()
     if world > 1:
         replica_of: list[int] = [0] * world
         dist.all_gather_object(replica_of, dp_rank)

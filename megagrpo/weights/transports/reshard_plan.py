@@ -210,7 +210,8 @@ def _pieces(
         if common := atom.copy.box.intersect(copy.box):
             for box in common.split(limit):
                 held += box.numel
-                sent, received = atom.copy.restrict(box), copy.restrict(box)
+                sent = atom.copy.restrict(box)
+                received = copy.restrict(box)
                 yield _Piece(sent.target, received.target, atom.ranks, target, dtype)
     if held != copy.box.numel:
         raise ValueError(
