@@ -205,7 +205,7 @@ class Translation:
         reason = row.get("lacks")
         told = {"value": value, "values": ", ".join(str(theirs) for theirs, _ in words)}
         known = [None, "", *(theirs for theirs, _ in words)]
-        listed = value if isinstance(value, list) else [value]
+        listed: list[Plain] = value if isinstance(value, list) else [value]
         unknown = [one for one in listed if not any(alike(one, other) for other in known)]
         if unknown and "only" in row:
             reason = row["only"]
@@ -321,8 +321,9 @@ def _is_wanted(value: object, wanted: object) -> bool:
     if isinstance(wanted, dict):
         return not _is_wanted(value, wanted["not"])
     if isinstance(wanted, str) and wanted.startswith("> "):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return number and value > int(wanted[2:])
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        return value > int(wanted[2:])
     if isinstance(wanted, str) and "*" in wanted:
         return fnmatchcase(str(value), wanted)
     match wanted:
