@@ -108,7 +108,7 @@ FAULTS = (
     Fault(
         "leave-one-out factor missing",
         "algo/estimators.py",
-        "inputs.of_group(factor) * _centred",
+        "inputs.to_responses(factor) * _centred",
         "_centred",
         ADVANTAGE,
     ),

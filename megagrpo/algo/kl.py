@@ -40,7 +40,7 @@ def kl_penalty(
         case "k3":
             value = _k3(x)
         case _:
-            raise ValueError("the exact KL is no function of the sampled tokens")
+            raise ValueError("the exact KL cannot be computed from the sampled tokens")
     if value_clamp is not None:
         value = value.clamp(-value_clamp, value_clamp)
     if not estimator.endswith("+"):

@@ -99,15 +99,15 @@ def charge_overlong(
 def overlong_penalty(
     response_lengths: Tensor, max_response_tokens: int, options: OverlongShaping | None
 ) -> Tensor:
-    """Returns what is added to the reward of a long response, [N] float64 in [-factor, 0]. arXiv
-    2503.14476, eq. 13.
+    """Returns the penalty of long responses, [N] float64 in [-factor, 0], which is added to their
+    reward. arXiv 2503.14476, eq. 13.
 
     response_lengths: [N] int64, all response tokens, tool output included.
     """
     lengths = response_lengths.double()
-    buffer = 0 if options is None else options.buffer(max_response_tokens)
-    if options is None or buffer == 0:
+    if options is None or options.buffer(max_response_tokens) == 0:
         return torch.zeros_like(lengths)
+    buffer = options.buffer(max_response_tokens)
     excess = lengths - (max_response_tokens - buffer)
     return -(excess / buffer).clamp(0.0, 1.0) * options.factor
 
@@ -119,8 +119,8 @@ def normalise(
     all batches so far.
 
     "running" first adds this batch to the state (merged exactly, Chan et al. 1979), then uses it.
-    Where a scope has no spread its std does not divide, so constant rewards stay finite; where the
-    scope of the mean has none the result is exactly 0.
+    A scope without spread does not divide by its std, so constant rewards stay finite. If the scope
+    of the mean has no spread, the result is exactly 0.
     """
     if options.mean == options.std == "none":
         return rewards
@@ -188,7 +188,7 @@ def _merged(seen: RewardMoments, count: int, mean: float, std: float) -> RewardM
 
 
 def _std(seen: RewardMoments) -> float:
-    return seen.root / math.sqrt(seen.count - 1) if seen.count > 1 else 0.0
+    return seen.root / math.sqrt(max(seen.count - 1, 1))
 
 
 def clip(rewards: ShapedRewards, inputs: RewardInputs, options: RewardClip) -> ShapedRewards:

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from megagrpo.algo.rollouts import of_rollouts, of_samples
+from megagrpo.algo.rollouts import by_rollout, to_samples
 from megagrpo.batching.balance import balanced_parts, sample_cost
 from megagrpo.batching.rows import (
     NO_NEEDS,
@@ -208,7 +208,7 @@ def shuffle_rewards(batch: Batch, seed: int, step: int, mesh: Mesh) -> Batch:
 
     The order of sample ids decides, so that every layout shuffles alike.
     """
-    whole = of_rollouts(batch)
+    whole = by_rollout(batch)
     rewards = whole.rewards
     # a reward, and the scores that it is made of
     both = rewards.values[:, None]
@@ -224,7 +224,7 @@ def shuffle_rewards(batch: Batch, seed: int, step: int, mesh: Mesh) -> Batch:
     moved = {everyone[i][0]: everyone[j][1] for i, j in enumerate(order)}
     none = [0.0] * both.shape[1]
     both = torch.tensor([moved.get(i, none) for i in ids], dtype=torch.float64).view(both.shape)
-    both = of_samples(both, batch)
+    both = to_samples(both, batch)
     parts = None if rewards.parts is None else both[:, 1:].clone()
     rewards = replace(batch.rewards, values=both[:, 0].clone(), tokens=None, parts=parts)
     return replace(batch, rewards=rewards)
