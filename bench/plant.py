@@ -71,15 +71,15 @@ FAULTS = (
     Fault(
         "mean of a sequence's advantages",
         "algo/policy_loss.py",
-        "value = -advantages * (mean[:, None] + kept - kept.detach()).exp()",
+        "value = -advantages * (mean[:, None] + clamped - clamped.detach()).exp()",
         "value = (-_mean_of_sequences(advantages, inputs.mask) * "
-        "_mean_of_sequences(kept, inputs.mask).exp())[:, None].expand_as(kept)",
+        "_mean_of_sequences(clamped, inputs.mask).exp())[:, None].expand_as(clamped)",
         ("unit/test_distillation_losses.py::test_gmpo_learns_from_the_advantage_of_each_token",),
     ),
     Fault(
         "plain sum over the top k",
         "algo/loss.py",
-        "gaps = gaps - ahead.exp() + behind.exp()",
+        "gaps = gaps - p.exp() + q.exp()",
         "gaps = gaps * 1.0",
         ("unit/test_distillation_losses.py::test_the_teacher_is_where_distillation_ends",),
     ),

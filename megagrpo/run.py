@@ -14,7 +14,7 @@ from megagrpo.actor.saving import save_actor
 from megagrpo.actor.start import initial_weights, make_actor, plan_schedule, steps_in_all
 from megagrpo.actor.step import holds_token_values
 from megagrpo.batching.batch import build_batch
-from megagrpo.batching.rows import LossNeeds
+from megagrpo.batching.sample_rows import LossNeeds
 from megagrpo.checkpoint.groups import gather_surplus
 from megagrpo.checkpoint.resume import (
     find_checkpoint,

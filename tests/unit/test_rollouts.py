@@ -12,7 +12,7 @@ from megagrpo.algo.loss import LossInputs, count_denominators, objective
 from megagrpo.algo.rollouts import by_rollout, counted_tokens, rollouts_of, to_samples
 from megagrpo.algo.statistics import alone
 from megagrpo.batching.batch import build_batch, shuffle_rewards
-from megagrpo.batching.rows import LossNeeds
+from megagrpo.batching.sample_rows import LossNeeds
 from megagrpo.batching.updates import one_pass
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.algorithm import AlgorithmConfig

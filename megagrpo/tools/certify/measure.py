@@ -24,7 +24,7 @@ from megagrpo.actor.step import (
 )
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.batching.batch import build_batch
-from megagrpo.batching.rows import LossNeeds
+from megagrpo.batching.sample_rows import LossNeeds
 from megagrpo.batching.updates import plan_updates
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
 from megagrpo.families.model import Model
