@@ -184,7 +184,7 @@ class Sampling:
         config = self._config.eval
         prompts = self._inputs.eval_prompts
         assert config is not None and prompts is not None, "called only with an eval section"
-        params = SamplingParams.of_evaluation(self._config.sampling, config, as_trained)
+        params = SamplingParams.for_evaluation(self._config.sampling, config, as_trained)
         num_samples = config.num_as_trained if as_trained else config.num_samples
         return self.source.evaluate(prompts.prompts, version, params, num_samples)
 

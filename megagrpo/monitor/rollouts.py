@@ -1,10 +1,10 @@
-"""Records the samples of each step; the leader of each replica writes its own in a background
+"""Records the samples of each step; the leader of each replica writes its samples in a background
 thread.
 
-rollouts/step_000012.replica_0.jsonl has one line per prompt: text, answer, and each sample with the
-reward and outcome of its rollout, its finish reason, and with an environment its turns: who said
-what, and each turn's reward; with teachers the response's log-probability under them. A step has a
-file for each replica, with groups in order of their ids; `read_rollouts` merges them.
+rollouts/step_000012.replica_0.jsonl has one line per prompt: text, answer, and each sample with
+finish reason and the reward and outcome of its rollout. With an environment a sample has turns
+(writer, text and reward), with teachers the log-probability of the response under them. A step has
+one file per replica, with groups in order of their ids; `read_rollouts` merges them.
 """
 
 import heapq
@@ -52,71 +52,77 @@ def read_rollouts(files: Iterable[Path]) -> Iterator[dict]:
 def _parsed(line: bytes) -> dict:
     try:
         return orjson.loads(line)
-    except orjson.JSONDecodeError:  # it refuses half of a character, which json reads
+    except orjson.JSONDecodeError:  # orjson refuses half of a character, json reads it
         return json.loads(line)
 
 
 def turns_of(sample: Sample, rewards: Iterator[float], decode: Decode) -> list[dict]:
-    """Returns what was said in a response, [{"by": "model" or "environment", "text"}]; the model's
-    is trained on.
+    """Returns the turns of a response, [{"by": "model" or "environment", "text"}]; the model's
+    turns are trained on.
 
-    rewards: of the rollout's turns from here on; a turn of the model takes the next one as its
-    "reward".
+    rewards: those of the rollout's turns from here on; each turn of the model takes the next one as
+    its "reward".
     """
-    mask = (
-        np.ones(len(sample.token_ids), np.bool_) if sample.loss_mask is None else sample.loss_mask
-    )
+    mask = sample.loss_mask
+    if mask is None:
+        mask = np.ones(len(sample.token_ids), np.bool_)
     turns = []
     for ids in np.split(np.arange(len(mask)), np.flatnonzero(mask[1:] != mask[:-1]) + 1):
         if len(ids):
-            own = bool(mask[ids[0]])
-            turn = {"by": "model" if own else "environment", "text": decode(sample.token_ids[ids])}
-            turns.append(
-                turn
-                | (
-                    {"reward": reward}
-                    if own and (reward := next(rewards, None)) is not None
-                    else {}
-                )
-            )
+            turn: dict[str, object] = {"by": "environment", "text": decode(sample.token_ids[ids])}
+            if mask[ids[0]]:
+                turn["by"] = "model"
+                reward = next(rewards, None)
+                if reward is not None:
+                    turn["reward"] = reward
+            turns.append(turn)
     return turns
 
 
 def _record(group: RolloutGroup, decode: Decode) -> dict:
+    prompt = group.prompt
     rewards = [iter(outcome.turn_rewards) for outcome in group.outcomes]
-    samples = [
-        {
-            "text": sample.text,
-            **({} if sample.rollout is None else {"rollout": sample.rollout}),
-            "reward": outcome.value if outcome.ok else None,
-            "outcome": _outcome_record(outcome),
-            "finish_reason": sample.finish_reason,
-            "num_tokens": len(sample.token_ids),
-            "weight_version": sample.weight_version,
-            **({"newer_weights": sample.newer} if sample.newer else {}),
-            **({} if sample.prompt_ids is None else {"prompt": decode(sample.prompt_ids)}),
-            **(
-                {}
-                if sample.teacher is None
-                else {"teacher_logprob": float(sample.teacher.logprobs.sum())}
-            ),
-            **(
-                {"turns": turns_of(sample, rewards[sample.of_rollout], decode)}
-                if outcome.end
-                else {}
-            ),
-        }
-        for sample in group.samples
-        for outcome in (group.outcomes[sample.of_rollout],)
-    ]
-    prompt = {
-        "prompt_id": group.prompt.id,
-        "prompt": group.prompt.text,
-        "answer": group.prompt.answer,
+    record: dict[str, object] = {
+        "group_id": group.group_id,
+        "prompt_id": prompt.id,
+        "prompt": prompt.text,
+        "answer": prompt.answer,
+        "samples": [
+            _sample_record(
+                sample, group.outcomes[sample.of_rollout], rewards[sample.of_rollout], decode
+            )
+            for sample in group.samples
+        ],
     }
-    source = {"source": group.prompt.source} if group.prompt.source else {}
-    images = {"images": [image.key for image in group.prompt.images]} if group.prompt.images else {}
-    return {"group_id": group.group_id, **prompt, **source, **images, "samples": samples}
+    if prompt.source:
+        record["source"] = prompt.source
+    if prompt.images:
+        record["images"] = [image.key for image in prompt.images]
+    return record
+
+
+def _sample_record(
+    sample: Sample, outcome: Outcome, rewards: Iterator[float], decode: Decode
+) -> dict:
+    record: dict[str, object] = {
+        "text": sample.text,
+        "reward": outcome.value if outcome.ok else None,
+        "outcome": _outcome_record(outcome),
+        "finish_reason": sample.finish_reason,
+        "num_tokens": len(sample.token_ids),
+        "weight_version": sample.weight_version,
+    }
+    if sample.rollout is not None:
+        record["rollout"] = sample.rollout
+    if sample.newer:
+        record["newer_weights"] = sample.newer
+    if sample.prompt_ids is not None:
+        record["prompt"] = decode(sample.prompt_ids)
+    if sample.teacher is not None:
+        record["teacher_logprob"] = float(sample.teacher.logprobs.sum())
+    if outcome.end:
+        record["turns"] = turns_of(sample, rewards, decode)
+    return record
 
 
 def _outcome_record(outcome: Outcome) -> dict:

@@ -282,7 +282,7 @@ class Sampler:
                 images=self._sent_images(prompt),
                 affinity=rollout.affinity,
                 cache_key=key,
-                top_k=0 if job.is_urgent else self.teachers.num_given,
+                top_k=0 if job.is_urgent else self.teachers.num_candidates,
             )
             response = await rollout.client.generate(request)
             self.cache_use.count(len(context), response, key)

@@ -29,7 +29,7 @@ _MACHINES = {
 # keyctl; then bpf, ptrace, process_vm_readv, process_vm_writev, perf_event_open, userfaultfd
 _TRACING = {"x86_64": (321, 101, 310, 311, 298, 323), "aarch64": (280, 117, 270, 271, 241, 282)}
 # io_uring_setup, open_tree, move_mount, fsopen, fsmount, mount_setattr, memfd_secret
-_OF_ALL_MACHINES = (425, 428, 429, 430, 432, 442, 447)
+_ON_ALL_MACHINES = (425, 428, 429, 430, 432, 442, 447)
 _CLONE3 = 435
 
 
@@ -60,10 +60,10 @@ def forbid() -> None:
 
 
 def _steps(machine: str) -> list[_Step]:
-    """Returns the filter. A comparison goes on with the next step if it holds, else beyond the
+    """Returns the filter. A comparison that holds continues with the next step, else it skips the
     answer."""
     architecture, spaces, keys, clone = _MACHINES[machine]
-    denied = (*spaces, *keys, *_TRACING[machine], *_OF_ALL_MACHINES)
+    denied = (*spaces, *keys, *_TRACING[machine], *_ON_ALL_MACHINES)
     steps = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_IS, 1, 0, architecture),
