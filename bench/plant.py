@@ -336,8 +336,8 @@ FAULTS = (
     Fault(
         "an environment's words replace the whole conversation",
         "rollout/agents/renderer.py",
-        "[*asked[:-1], {**asked[-1]",
-        "[{**asked[-1]",
+        "[*prompt[:-1], {**prompt[-1]",
+        "[{**prompt[-1]",
         ("unit/test_whole_conversations.py",),
     ),
     Fault(
@@ -350,8 +350,8 @@ FAULTS = (
     Fault(
         "the words of an environment are trained",
         "rollout/agents/answering.py",
-        "self.add(said, sampled=False)",
-        "self.add(said, sampled=True)",
+        "self.add(response, sampled=False)",
+        "self.add(response, sampled=True)",
         ("unit/test_agents.py::test_a_rollout_is_one_sample_that_grows",),
     ),
     Fault(
@@ -399,8 +399,8 @@ FAULTS = (
     Fault(
         "a parser that raises gives an empty message",
         "rollout/agents/parsers.py",
-        "message |= found or {}",
-        'message |= found or {"content": ""}',
+        "message |= parsed or {}",
+        'message |= parsed or {"content": ""}',
         (
             "unit/test_tool_parsers.py::test_a_turn_that_no_parser_reads_is_its_text_and_holds_no_other",
         ),

@@ -1,4 +1,4 @@
-"""The model folder that engines load: the model's own, or a description in the engines' format if
+"""The model folder that engines load: that of the model, or a description in the engines' format if
 that differs.
 
 A quantization_config makes SGLang build FP8 layers, whose parameters only a publish of FP8 weights
@@ -35,16 +35,17 @@ def as_engines_see_it(
     """Returns the experiment with model.path set to the folder for engines, which is written if
     formats differ.
 
-    All nodes must see the run folder. Raises ValueError if engines would read quantised weights
-    themselves. Without CUDA a model with sparse attention is a dense one, the same up to index_topk
-    tokens (check/problems.py refuses longer samples), which ignores indexers in a publish.
+    All nodes must see the run folder. Raises ValueError if engines would read quantized weights
+    themselves. Without CUDA a model with sparse attention becomes a dense one, which is the same up
+    to index_topk tokens (check/problems.py refuses longer samples) and ignores indexers in a
+    publish.
     """
     model = Path(config.model.path)
     hf = read_description(model / "config.json")
-    quantised = config.rollout.quantization is not None
+    quantized = config.rollout.quantization is not None
     text_only = _loads_text_only(exported_config(hf))
     dense = not cuda and "index_topk" in hf
-    if stored_otherwise(hf) is None and not (quantised or text_only or dense):
+    if stored_otherwise(hf) is None and not (quantized or text_only or dense):
         return config
     problems = quantization_problems(text_part(hf)) + load_format_problems(
         hf, config.rollout.load_format
@@ -57,7 +58,7 @@ def as_engines_see_it(
             "description of a model with sparse attention, without its files; use dummy, the "
             "first publish fills them"
         )
-    write_description(model, folder.engine_model, fp8=quantised, draft=config.actor.has_draft)
+    write_description(model, folder.engine_model, fp8=quantized, draft=config.actor.has_draft)
     written = folder.engine_model / "config.json"
     if text_only:
         written.write_text(json.dumps(read_description(written) | _TEXT_ONLY, indent=2) + "\n")
@@ -68,8 +69,8 @@ def as_engines_see_it(
             (folder.engine_model / weights.name).unlink(missing_ok=True)
             (folder.engine_model / weights.name).symlink_to(weights.absolute())
     tokenizer = config.model.tokenizer or config.model.path
-    seen = ModelConfig(path=str(folder.engine_model), tokenizer=tokenizer)
-    return config.model_copy(update={"model": seen})
+    engine_model = ModelConfig(path=str(folder.engine_model), tokenizer=tokenizer)
+    return config.model_copy(update={"model": engine_model})
 
 
 def _loads_text_only(hf: HfConfig) -> bool:
