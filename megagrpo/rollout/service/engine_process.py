@@ -84,14 +84,13 @@ def _prepare_scores() -> None:
 
     def by_position(logprobs, candidates, lengths, values, ids, begun=0, **kwargs):
         """begun: positions of the first request that were in earlier chunks."""
-        k = max((request.k for request in candidates if request is not None), default=1)
-        nothing = _Candidates([0] * k, 0, 0)
+        k = max((part.k for part in candidates if part is not None), default=1)
         rows = []
-        for request, length in zip(candidates, lengths, strict=True):
-            rows += [(request or nothing).at(i) for i in range(begun, length)]
-            begun = 0
+        for number, (part, length) in enumerate(zip(candidates, lengths, strict=True)):
+            positions = range(0 if number else begun, length)
+            rows += [[0] * k if part is None else part.at(i) for i in positions]
         columns = torch.tensor(rows[: len(logprobs)], device=logprobs.device)
-        asked = [None if request is None else list(range(k)) for request in candidates]
+        asked = [None if part is None else list(range(k)) for part in candidates]
         return gather_chunk(
             logprobs.gather(1, columns), asked, lengths, values, ids, begun, **kwargs
         )
