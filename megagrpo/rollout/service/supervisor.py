@@ -397,7 +397,7 @@ class SupervisedEngine:
 
     def _log_tail(self, rank: int) -> str:
         log = self._log(rank)
-        return f"the end of {log}:\n{(log.exists() and end_of(log, _LOG_TAIL)) or ''}"
+        return f"the end of {log}:\n{end_of(log, _LOG_TAIL) if log.exists() else ''}"
 
     async def _fetch(self, http: aiohttp.ClientSession, url: str) -> bytes | None:
         """Returns the body of a response with status 200 within rollout.health_timeout_s, else
