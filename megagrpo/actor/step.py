@@ -14,7 +14,6 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from megagrpo.actor.head import Loss, TokenValues, gathered, over_tokens, with_draft
-from megagrpo.actor.megatron.body import Body
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.schedule import from_last_stage, run_schedule, sum_over_ranks
 from megagrpo.algo.loss import (
@@ -29,6 +28,7 @@ from megagrpo.algo.loss import (
 )
 from megagrpo.algo.rollouts import counted_tokens, rollouts_of, to_samples
 from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.models.body import Body
 from megagrpo.types import Batch, MicroBatch, ReferenceStates, on_device
 
 _COUNTS = ("updates", "padded", "real", "tokens")  # sums of a pass that are no metrics
@@ -377,5 +377,5 @@ def _expert_metrics(actor: MegatronActor) -> dict[str, float]:
         return {}
     counts = actor.expert_load.counts.clone()
     dist.all_reduce(counts)
-    load = counts[actor.arch.dense_layers :].double()
+    load = counts[actor.arch.routed.dense_layers :].double()
     return {"moe/load_imbalance": float((load.amax(1) / load.mean(1).clamp(min=1e-9)).mean())}

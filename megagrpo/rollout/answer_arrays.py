@@ -16,7 +16,7 @@ import orjson
 import pybase64
 import simdjson
 
-from megagrpo.families.architecture import Architecture
+from megagrpo.models.architecture import Architecture
 from megagrpo.rollout.response import TokenList
 from megagrpo.system.errors import translated
 
@@ -69,19 +69,19 @@ def read_experts(arch: Architecture, text: str | memoryview | None, num_tokens: 
         "routed_experts is not base64 of int32", binascii.Error, ValueError, raised=WrongExperts
     ):
         ids = np.frombuffer(pybase64.b64decode(text, validate=True), dtype="<i4")
-    layers, k = arch.num_layers, arch.experts_per_token
+    layers, k = arch.num_layers, arch.routed.per_token
     if len(ids) != num_tokens * layers * k:
         raise WrongExperts(
             f"routed_experts has {len(ids)} numbers, not {num_tokens} tokens x "
             f"{layers} layers x {k} experts"
         )
-    experts = ids.reshape(num_tokens, layers, k)[:, arch.dense_layers :]
-    if experts.size and (experts.min() < 0 or experts.max() >= arch.num_experts):
+    experts = ids.reshape(num_tokens, layers, k)[:, arch.routed.dense_layers :]
+    if experts.size and (experts.min() < 0 or experts.max() >= arch.routed.count):
         raise WrongExperts(
             f"routed_experts has ids from {experts.min()} to {experts.max()}, and the model experts "
-            f"0 to {arch.num_experts - 1}"
+            f"0 to {arch.routed.count - 1}"
         )
-    experts = experts.astype(arch.expert_id_type)
+    experts = experts.astype(arch.routed.id_type)
     _refuse_repeated(arch, experts)
     return experts
 
@@ -93,9 +93,9 @@ def _refuse_repeated(arch: Architecture, experts: np.ndarray) -> None:
         repeated |= one == other
     # rows that no kernel wrote are 0; with one expert a token 0 is valid too, but not in all tokens
     # and layers
-    single = arch.experts_per_token == 1 and len(experts) > 1 and arch.num_experts > 1
+    single = arch.routed.per_token == 1 and len(experts) > 1 and arch.routed.count > 1
     if repeated.any() or (single and not experts.any()):
-        layer = arch.dense_layers + int(repeated.any(0).argmax())
+        layer = arch.routed.dense_layers + int(repeated.any(0).argmax())
         raise WrongExperts(
             f"routed_experts names an expert of layer {layer} twice for a token, or is 0 "
             "everywhere: the engine's kernel for experts does not tell them; set "

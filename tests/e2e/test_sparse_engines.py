@@ -10,9 +10,9 @@ from test_exchange import PlainSource, exchange_for, experiment
 from transport_cases import make_model
 
 from megagrpo.cpu import engine_command as stand_ins
-from megagrpo.families.family import TinySizes
-from megagrpo.families.model import Model
-from megagrpo.families.table import architecture_of
+from megagrpo.models.family import TinySizes
+from megagrpo.models.folder import Model
+from megagrpo.models.table import architecture_of
 from megagrpo.rollout.service.engine_command import (
     ServerPlace,
     engine_environment,
@@ -22,7 +22,7 @@ from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.environment import child_environment
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.certify.tiny_model import hf_config
-from megagrpo.tools.plan.layer_costs import model_work
+from megagrpo.tools.plan.work import model_work
 from tests.experiments import ROOT, python
 
 pytestmark = [

@@ -11,8 +11,8 @@ from megagrpo.check.engine_layout import engine_layout_problems, server_of
 from megagrpo.check.hardware import hardware_of
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.cpu.engine import gated_delta
-from megagrpo.families.model import Model
-from megagrpo.families.table import read_description
+from megagrpo.models.folder import Model
+from megagrpo.models.table import read_description
 from megagrpo.rollout.service.engine_command import (
     ServerPlace,
     engine_environment,
@@ -21,7 +21,7 @@ from megagrpo.rollout.service.engine_command import (
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.plan.engine_memory import assumed_lengths, engine_side
-from megagrpo.tools.plan.layer_costs import model_work
+from megagrpo.tools.plan.work import model_work
 from tests.experiments import ROOT, experiment
 
 MODEL = ROOT / "configs" / "models" / "Qwen3.5-397B-A17B"

@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megagrpo.actor.routing.tokens import RouterScope
-from megagrpo.families.architecture import Architecture
+from megagrpo.models.architecture import Architecture
 
 
 class ExpertLoad:
@@ -30,7 +30,7 @@ class ExpertLoad:
         device: torch.device,
     ):
         self.counts = torch.zeros(
-            arch.num_layers, arch.num_experts, dtype=torch.int64, device=device
+            arch.num_layers, arch.routed.count, dtype=torch.int64, device=device
         )
         self._scope = scope
         self._routers = routers

@@ -19,7 +19,7 @@ from torch import Tensor
 from megagrpo.actor.routing.tokens import MicroBatchScope, RouterScope
 from megagrpo.algo.router_losses import balance_part, chosen_experts, z_part
 from megagrpo.config.actor import RouterLossConfig
-from megagrpo.families.architecture import Architecture
+from megagrpo.models.architecture import Architecture
 
 Routing = Callable[..., tuple[Tensor, Tensor]]
 
@@ -37,9 +37,9 @@ class RouterLosses:
         device: torch.device,
     ):
         self._config = config
-        self._top_k = arch.experts_per_token
-        self._sigmoid = arch.sigmoid_router
-        self._layers = arch.num_layers - arch.dense_layers
+        self._top_k = arch.routed.per_token
+        self._sigmoid = arch.routed.sigmoid
+        self._layers = arch.expert_layers
         self._scope = scope
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # balance, z
         self._num_sequences = self._num_tokens = 1

@@ -12,8 +12,8 @@ from megagrpo.check.problems import longest_samples, model_description
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.placement import needs_gpus
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
-from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import (
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.table import (
     architecture_of,
     model_problems,
     parameter_counts,
@@ -27,8 +27,8 @@ from megagrpo.tools.plan.engine_memory import (
     gpu_phases,
     memory_problems,
 )
-from megagrpo.tools.plan.layer_costs import ModelWork, model_work
 from megagrpo.tools.plan.trainer_memory import Load, RankMemory, TrainerSide, links, trainer_side
+from megagrpo.tools.plan.work import ModelWork, model_work
 
 _LARGE = 1e9  # parameters, from which float32 on any device is no choice but a default
 _SHIPPED_MODELS = Path(megagrpo.__file__).parents[1] / "configs" / "models"
