@@ -449,11 +449,11 @@ def lead(case: dict, folder: str, url: str) -> None:
     from megagrpo.data.texts import decoder
     from megagrpo.mesh import make_mesh
     from megagrpo.monitor.metrics import Metrics
-    from megagrpo.monitor.rollouts import RolloutLog
+    from megagrpo.monitor.rollout_log import RolloutLog
     from megagrpo.rewards.pool import RewardPool
     from megagrpo.rollout.agents.make import make_answering
     from megagrpo.rollout.control import ServiceControl
-    from megagrpo.rollout.metrics import grader_metrics, rollout_metrics, source_metrics
+    from megagrpo.rollout.group_metrics import grader_metrics, rollout_metrics, source_metrics
     from megagrpo.rollout.sampler import Sampler
     from megagrpo.rollout.selection import GroupChoice
     from megagrpo.rollout.source import RolloutSource

@@ -6,7 +6,7 @@ from contextlib import suppress
 from math import comb
 
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.rollout.metrics import by_source
+from megagrpo.rollout.group_metrics import by_source
 from megagrpo.rollout.source import EvaluationStopped
 from megagrpo.run import Run
 from megagrpo.types import RolloutGroup

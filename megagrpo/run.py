@@ -41,7 +41,7 @@ from megagrpo.monitor.alarms import MismatchAlarm
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.dump import write_dump
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.monitor.rollouts import Decode
+from megagrpo.monitor.rollout_log import Decode
 from megagrpo.monitor.run_record import RunRecord
 from megagrpo.monitor.watchdog import Watchdog
 from megagrpo.rewards.pool import RewardPool
@@ -49,7 +49,7 @@ from megagrpo.rollout.agents.answering import Answering
 from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.control import ServiceControl, find_service, service_progress
 from megagrpo.rollout.generation import SamplingParams
-from megagrpo.rollout.metrics import grader_metrics, rollout_metrics, source_metrics
+from megagrpo.rollout.group_metrics import grader_metrics, rollout_metrics, source_metrics
 from megagrpo.rollout.sampler import Sampler
 from megagrpo.rollout.selection import GroupChoice, StepGroups
 from megagrpo.rollout.source import RolloutSource, UpdateEngines

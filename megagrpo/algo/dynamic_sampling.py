@@ -36,7 +36,7 @@ def select_groups(
     because the decision is made on all-reduced values.
     """
     if keeps is None:
-        stats = group_statistics(metric, group_ids, num_groups, valid, reduce, std_ddof=1)
+        stats = group_statistics(metric, group_ids, num_groups, valid, reduce)
         informative = ~stats.degenerate
     else:
         votes = torch.zeros(num_groups, dtype=torch.int64, device=metric.device)

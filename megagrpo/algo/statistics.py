@@ -41,7 +41,7 @@ class GroupStatistics:
 
     count: Tensor  # int64
     mean: Tensor
-    std: Tensor  # 0 where count <= ddof
+    std: Tensor  # of a sample: sqrt(sum of squares / (n - 1)); 0 where count <= 1
     min: Tensor
     max: Tensor
     # bool, max - min <= 1e-12 max|value|; not `std > 0`, since np.std([0.7] * 6) > 0
@@ -65,7 +65,6 @@ def group_statistics(
     num_groups: int,
     valid: Tensor,
     reduce: Reduce,
-    std_ddof: int = 1,
 ) -> GroupStatistics:
     """Collective. Returns exact statistics of groups that may straddle ranks.
 
@@ -80,12 +79,10 @@ def group_statistics(
     values = values.double()
     low, high = group_range(values, group_ids, num_groups, reduce)
     count = torch.bincount(group_ids, minlength=num_groups)
-    return _described(lambda: [(values, group_ids)], count, low, high, reduce, std_ddof)
+    return _described(lambda: [(values, group_ids)], count, low, high, reduce)
 
 
-def moments(
-    values: Tensor, reduce: Reduce, mask: Tensor | None = None, std_ddof: int = 1
-) -> Moments:
+def moments(values: Tensor, reduce: Reduce, mask: Tensor | None = None) -> Moments:
     """Collective. Returns exact moments of the float tensor `values` (any shape, finite) and those
     of other ranks.
 
@@ -112,7 +109,7 @@ def moments(
             block_ends = torch.stack((-block.amin(), block.amax()))
             ends[:, 0] = torch.maximum(ends[:, 0], block_ends)
     low, high = _range_of_ends(ends, reduce)
-    stats = _described(blocks, count, low, high, reduce, std_ddof)
+    stats = _described(blocks, count, low, high, reduce)
     return Moments(
         int(stats.count), float(stats.mean), float(stats.std), float(stats.min), float(stats.max)
     )
@@ -124,7 +121,6 @@ def _described(
     low: Tensor,
     high: Tensor,
     reduce: Reduce,
-    std_ddof: int,
 ) -> GroupStatistics:
     """Collective. Returns the statistics of G groups; count: this rank's values; low, high: of all
     ranks, [G] each."""
@@ -145,7 +141,7 @@ def _described(
     squares, _ = _sums_of_scaled(
         ((squared(*block), block[1]) for block in blocks()), torch.zeros_like(count), reduce
     )
-    std = (squares / (count - std_ddof).clamp(min=1)).sqrt()
+    std = (squares / (count - 1).clamp(min=1)).sqrt()
     return GroupStatistics(
         count=count,
         mean=mean * up,

@@ -20,7 +20,7 @@ from megagrpo.batching.balance import (
     longest_lengths,
     token_load,
 )
-from megagrpo.batching.images import with_images
+from megagrpo.batching.image_positions import with_images
 from megagrpo.config.schema import ParallelConfig
 from megagrpo.mesh import Mesh
 from megagrpo.types import Batch, MicroBatch, Targets

@@ -25,8 +25,8 @@ from megagrpo.models.table import (
     model_problems,
     read_description,
 )
-from megagrpo.monitor.record import read_metrics
-from megagrpo.rewards.graders.table import check_answer, check_grader, load_group_grader
+from megagrpo.monitor.step_log import read_metrics
+from megagrpo.rewards.graders.functions import check_answer, check_grader, load_group_grader
 from megagrpo.rollout.agents.environments import load_environment
 from megagrpo.rollout.agents.program_worker import load_program
 

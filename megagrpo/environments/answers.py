@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from megagrpo.rewards.graders.table import load_grader
+from megagrpo.rewards.graders.functions import load_grader
 from megagrpo.rewards.worker import grade
 
 

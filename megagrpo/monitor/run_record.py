@@ -13,9 +13,9 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
 from megagrpo.monitor.alarms import HealthWatch
 from megagrpo.monitor.console import StepConsole
-from megagrpo.monitor.record import StepLog
-from megagrpo.monitor.rollouts import Decode, RolloutLog
+from megagrpo.monitor.rollout_log import Decode, RolloutLog
 from megagrpo.monitor.step_lines import drop_later_steps, read_step_lines
+from megagrpo.monitor.step_log import StepLog
 from megagrpo.monitor.trained import TrainedLog
 from megagrpo.monitor.wandb_log import WandbLog
 from megagrpo.system.run_folder import RunFolder

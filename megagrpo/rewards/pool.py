@@ -8,14 +8,14 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 
 from megagrpo.config.reward import GraderArgs, GraderConfig, RewardConfig
-from megagrpo.rewards.graders.http import HttpGrader
-from megagrpo.rewards.graders.judge import JudgeGrader
-from megagrpo.rewards.graders.table import (
+from megagrpo.rewards.graders.functions import (
     SERVICES,
     check_grader,
     load_group_grader,
     machine_problem,
 )
+from megagrpo.rewards.graders.http import HttpGrader
+from megagrpo.rewards.graders.judge import JudgeGrader
 from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rewards.services import ServiceGrader
 from megagrpo.rewards.workers import Call, Graded, GraderWorkers

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megagrpo.config.reward import GraderArgs, RewardConfig
-from megagrpo.rewards.graders.table import SERVICES, machine_problem
+from megagrpo.rewards.graders.functions import SERVICES, machine_problem
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.types import Outcome, Prompt
 

@@ -28,7 +28,7 @@ from megagrpo.rollout.generation import (
 )
 from megagrpo.rollout.jobs import NumberedPrompt, SamplingJob
 from megagrpo.rollout.response import CacheKey, CacheUse, Response, SampleTurn
-from megagrpo.rollout.teachers import OpenTeachers, Teachers
+from megagrpo.rollout.teacher_scores import OpenTeachers, Teachers
 from megagrpo.system.background import end_tasks
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 

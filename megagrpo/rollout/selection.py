@@ -20,7 +20,7 @@ from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, RunStopped
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.rollout.metrics import curriculum_metrics, selection_metrics
+from megagrpo.rollout.group_metrics import curriculum_metrics, selection_metrics
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.types import Prompt, RolloutGroup, RowResults, TrainState
 

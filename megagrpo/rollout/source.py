@@ -19,7 +19,7 @@ from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.jobs import SampledBatch, SamplingJob, numbered_prompts
 from megagrpo.rollout.response import CacheUse
 from megagrpo.rollout.sampler import Sampler
-from megagrpo.rollout.teachers import ScoringUse
+from megagrpo.rollout.teacher_scores import ScoringUse
 from megagrpo.system.background import BackgroundLoop
 from megagrpo.types import LOADS, Prompt, RolloutGroup
 

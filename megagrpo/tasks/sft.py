@@ -15,7 +15,7 @@ from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import describe_dropped, load_prompts, load_tokenizer, tokenize
 from megagrpo.models.folder import Model
 from megagrpo.monitor.console import StepConsole
-from megagrpo.monitor.record import StepLog
+from megagrpo.monitor.step_log import StepLog
 from megagrpo.system.progress import Progress
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.weights.actor_weights import export_hf, load_initial_weights

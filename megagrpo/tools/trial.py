@@ -16,7 +16,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.data.texts import decoder
-from megagrpo.monitor.rollouts import Decode, turns_of
+from megagrpo.monitor.rollout_log import Decode, turns_of
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.admission import BatchDeadline
 from megagrpo.rollout.agents.make import make_answering

@@ -18,7 +18,7 @@ from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.fields import Aggregation
 from megagrpo.mesh import Mesh
-from megagrpo.monitor.rollouts import _record
+from megagrpo.monitor.rollout_log import _record
 from megagrpo.types import AlgoState, Batch
 from tests.padding import padded
 from tests.rollout_groups import GRADERS, GROUP_SIZE, NUM_GROUPS, joined, split_groups

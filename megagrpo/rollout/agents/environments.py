@@ -22,7 +22,7 @@ from megagrpo.types import Outcome
 if TYPE_CHECKING:  # it pulls in torch, which the processes of environments need not
     from megagrpo.monitor.metrics import Metrics
 
-_MODULE = "megagrpo.rollout.agents.worker"
+_MODULE = "megagrpo.rollout.agents.environment_worker"
 _BUILT_IN = "megagrpo.environments"
 BUILT_IN = {
     "calculator": f"{_BUILT_IN}.calculator:Calculator",

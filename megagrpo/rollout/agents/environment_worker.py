@@ -1,4 +1,4 @@
-"""The process that runs environments: `python -m megagrpo.rollout.agents.worker FD FUNCTION`.
+"""The process that runs environments: `python -m megagrpo.rollout.agents.environment_worker FD FUNCTION`.
 
 One call at a time, for any number of episodes.
 """

@@ -33,8 +33,8 @@ _MACHINE_CHECKS = {"code": "megagrpo.sandbox.sandbox:machine_problem"}
 SERVICES = ("http", "judge")  # the leader calls them over the network, see services.py
 _ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "target", "label")  # as data sets name it
 GROUP_BUILT_IN = {
-    "distinct": "megagrpo.rewards.group:distinct",
-    "rank": "megagrpo.rewards.group:rank",
+    "distinct": "megagrpo.rewards.group_graders:distinct",
+    "rank": "megagrpo.rewards.group_graders:rank",
 }
 
 
@@ -53,8 +53,8 @@ def load_grader(name: str, args: GraderArgs) -> GraderFunction:
         with translated(f"{misfit} {name!r}", TypeError):
             inspect.signature(function).bind_partial(**args)
     else:
-        inputs = _inputs(inspect.signature(function), ["text", "answer"])
-        check_arguments(misfit, name, function, inputs[0], args, inputs[1])
+        positional, named = _inputs(function)
+        check_arguments(misfit, name, function, positional, args, named)
     return function
 
 
@@ -68,7 +68,7 @@ def call_grader(function: GraderFunction, args: GraderArgs, inputs: Sequence[obj
         return _from_trl(function(**_columns(function, args, inputs), **args))
     names = ("text", "answer", "data_source", "extra_info", "solution_str", "ground_truth")
     values = dict(zip(names, (*inputs[:4], *inputs[:2]), strict=True))
-    positional, named = _inputs(inspect.signature(function), ["text", "answer"])
+    positional, named = _inputs(function)
     return function(
         *(values[name] for name in positional), **{name: values[name] for name in named}, **args
     )
@@ -114,12 +114,13 @@ def _from_trl(value: object) -> object:
     return value[0]
 
 
-def _inputs(signature: inspect.Signature, positional: list[str]) -> tuple[list[str], list[str]]:
+def _inputs(function: GraderFunction) -> tuple[list[str], list[str]]:
     """Returns the inputs that a grader takes by position, and those that it takes by name."""
-    row_inputs = [name for name in ("data_source", "extra_info") if name in signature.parameters]
-    if {"solution_str", "ground_truth"} <= signature.parameters.keys():
+    parameters = inspect.signature(function).parameters
+    row_inputs = [name for name in ("data_source", "extra_info") if name in parameters]
+    if {"solution_str", "ground_truth"} <= parameters.keys():
         return [], ["solution_str", "ground_truth", *row_inputs]
-    return positional, row_inputs
+    return ["text", "answer"], row_inputs
 
 
 def load_group_grader(name: str, args: GraderArgs) -> GroupFunction:
