@@ -101,8 +101,8 @@ FAULTS = (
     Fault(
         "std off by one",
         "algo/statistics.py",
-        "(count - std_ddof)",
-        "(count - std_ddof + 1)",
+        "(count - 1)",
+        "(count + 0)",
         ADVANTAGE,
     ),
     Fault(
