@@ -93,9 +93,9 @@ class Sql:
             if len(rows) > self._max_rows:
                 lines.append("...")
             return "\n".join(lines)[: self._max_chars] + "\n", 0.0, False
-        same = Counter(rows) == Counter(self._expected)
-        if self._ordered:
-            same = rows == self._expected
+        same = rows == self._expected
+        if not self._ordered:
+            same = Counter(rows) == Counter(self._expected)
         return None, float(same), True
 
     def _rows(self, query: str) -> tuple[list[tuple], set[str]]:

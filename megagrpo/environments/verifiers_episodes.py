@@ -151,7 +151,8 @@ def main(name, *options):
         output = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # the output of environments is not a row
         rows = environment_of(name).rows()
-        for index, (prompt, answer) in enumerate(islice(rows, *map(int, options[:1] or [2**62]))):
+        most = int(options[0]) if options else None
+        for index, (prompt, answer) in enumerate(islice(rows, most)):
             row = {"prompt": prompt, "answer": answer, "extra": {"index": index}}
             print(json.dumps(row), file=output)
         output.flush()

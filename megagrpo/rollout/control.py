@@ -195,7 +195,7 @@ def service_progress(folder: RunFolder) -> str:
 def change_engines(run_dir: Path, action: str, engine: str | None) -> str:
     """Adds an engine to the service of a run, or drains `engine`; returns a message about it.
 
-    Raises ValueError if `engine` is not "" to add, is missing to drain, or no service answers.
+    Raises ValueError if `engine` is set for "add" or missing for "drain", or no service answers.
     """
     if (action == "drain") != bool(engine):
         raise ValueError(

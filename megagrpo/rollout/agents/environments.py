@@ -189,10 +189,11 @@ class Environments:
                 return result.stop("time", f"its environment took {episode.seconds:.1f} s")
             fresh = number == 0 or config.history == "last"
             if fresh:
-                result.parts.append(SamplePart(None))
+                begun = SamplePart(None)
+                if observation is not None:
+                    begun.prompt_ids = _rendered(renderer.start, observation, task.prompt)
+                result.parts.append(begun)
             part, known = result.parts[-1], 0
-            if fresh and observation is not None:
-                part.prompt_ids = _rendered(renderer.start, observation, task.prompt)
             begin = part.prompt_ids
             if begin is None:
                 begin = task.prompt.token_ids
