@@ -254,8 +254,8 @@ def chunked_draft_kl(
     [T], in nats.
 
     Both are softmax(hidden weight^T / temperature). Only draft_hidden has a gradient, this rank's
-    PARTIAL sum; it equals that of the cross-entropy, the KL plus the policy's entropy. Other
-    arguments as for chunked_logprobs.
+    PARTIAL sum. It is also the gradient of the cross-entropy, which is the KL plus the policy's
+    entropy. Other arguments as for chunked_logprobs.
     """
     options = (temperature, chunk_tokens, shard.columns(weight), shard.reduce)
     return _DraftKl.apply(hidden, weight, draft_hidden, weight, *options)

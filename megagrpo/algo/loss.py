@@ -195,7 +195,7 @@ def _without_masked(inputs: LossInputs, mask: Tensor) -> LossInputs:
 
 @dataclass(frozen=True)
 class StreamInputs:
-    """The inputs of a micro-batch's components, beside those of rl: [n, S] each."""
+    """The inputs of a micro-batch's components other than rl: [n, S] each."""
 
     weights: dict[str, Tensor]  # by component, 0 off its tokens
     teacher_logprobs: Tensor | None = None  # of the sampled tokens
@@ -286,7 +286,7 @@ def candidate_gaps(logprobs: Tensor, teacher: Tensor, options: DistillationConfi
     policy and teacher. arXiv 2606.30406, eq. 5; the plain sums: verl's docs/algo/opd.md.
 
     One token adds p log(p / q) - p + q to the generalized KL, whose minimum is 0 at p = q. Without
-    - p + q the gradient there is that of p, and the sum over k tokens can become negative. If only
+    - p + q the gradient at p = q is not 0 but lowers the total probability of the k tokens. If only
     the policy finds a token improbable, it is not clamped, because it would get no gradient.
     """
     plain = options.loss.endswith("_sum")

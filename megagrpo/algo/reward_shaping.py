@@ -1,4 +1,4 @@
-"""Reward steps, one function each: from the grader's rewards to those of the advantage.
+"""Reward steps, one function each, which turn the grader's rewards into those of the advantage.
 
 To add a step: its Section in config/objective/reward_shaping.py, its function here and its row in
 REWARD_STEPS.
@@ -64,7 +64,7 @@ def shape_rewards(
     """Collective over data-parallel ranks. Takes the grader's rewards [N] through REWARD_STEPS, in
     its order.
 
-    greedy: they are those of greedy responses, which only some steps reach.
+    greedy: whether they belong to greedy responses, which only some steps change.
     """
     shaped = ShapedRewards(rewards.double().masked_fill(~inputs.valid, 0.0), state, {})
     for variant, step in REWARD_STEPS.items():
@@ -136,7 +136,7 @@ def normalise(
 
 @dataclass(frozen=True)
 class _ScopeMoments:
-    """Moments of the rewards that normalise one another: [N] each, or [] or [1] where all responses
+    """Moments of the rewards that are normalized together: [N] each, or [] or [1] if all responses
     share them."""
 
     mean: Tensor  # float64

@@ -83,10 +83,10 @@ def group_statistics(
 
 
 def moments(values: Tensor, reduce: Reduce, mask: Tensor | None = None) -> Moments:
-    """Collective. Returns exact moments of the float tensor `values` (any shape, finite) and those
-    of other ranks.
+    """Collective. Returns exact moments of the float tensors `values` (any shape, finite) of all
+    ranks.
 
-    mask: of the same shape, the values that count; None: all. The bits are those of
+    mask: the same shape, the values that count; None: all. The result has the same bits as
     group_statistics with one group; blocks of tokens stay in the processor's cache.
     """
     flat = values.reshape(-1).numpy()

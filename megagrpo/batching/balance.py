@@ -188,10 +188,10 @@ def _fits(bins: list[list[int]], lengths: Sequence[int], budget: int, packed: bo
 
 
 def _filled(lengths: Sequence[int], budget: int, packed: bool) -> list[list[int]]:
-    """Returns as few micro-batches as a simple rule finds; a sample above the budget gets one of
-    its own.
+    """Returns as few micro-batches as a simple rule finds; a sample above the budget is alone in
+    one.
 
-    Packed: best-fit decreasing. Padded: neighbours in length together.
+    Packed: best-fit decreasing. Padded: neighbors in length together.
     """
     bins: list[list[int]] = []
     if packed:

@@ -1,9 +1,9 @@
-"""Rows drawn by what their last groups showed: `data.curriculum`.
+"""Rows drawn by the results of their last groups: `data.curriculum`.
 
-A function gets the results of all rows and returns a weight for each; the rows of a batch are drawn
-by them, without replacement. A batch is drawn in the step that first requests it, from the groups of
-all steps before that: so the rows are the same on any ranks and after a resume, and those of
-batches sampled ahead are part of the state.
+A function gets the results of all rows and returns a weight for each. The rows of a batch are drawn
+by these weights, without replacement. A batch is drawn in the step that first requests it, from the
+groups of all earlier steps, so the rows are the same for any number of ranks and after a resume.
+The rows of batches that are sampled ahead are part of the state.
 """
 
 import inspect

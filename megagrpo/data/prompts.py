@@ -61,8 +61,8 @@ class PromptSet:
         return sorted({prompt.source for prompt in self.prompts} - {""})
 
     def batch(self, cursor: int, count: int, seed: int) -> list[Prompt]:
-        """Returns prompts cursor .. cursor + count - 1 of an endless sequence of epochs, each in
-        its own order."""
+        """Returns prompts cursor .. cursor + count - 1 of an endless sequence of epochs, each in a
+        different order."""
         if not self.mixture:
             return [
                 self._prompt(i, 0, len(self.prompts), seed, "")
@@ -173,11 +173,11 @@ def _refuse_code(folder: Path) -> None:
 
 
 def _restore_parts(tokenizer: "PreTrainedTokenizerFast", file: Path) -> None:
-    """Restores the parts of tokenizer.json that transformers 5 replaces by those of
-    tokenizer_config.json's class.
+    """Restores the parts of tokenizer.json that transformers 5 replaces by the parts of the class
+    in tokenizer_config.json.
 
     DeepSeek-R1-Distill-Llama, for example, calls its byte-level tokenizer LlamaTokenizerFast, gets
-    SentencePiece's parts and loses spaces. SGLang compares types and restores likewise
+    SentencePiece's parts and loses spaces. SGLang also compares types and restores the parts
     (_fix_v5_tokenizer_components).
     """
     from tokenizers import Tokenizer

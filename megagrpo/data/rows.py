@@ -1,5 +1,5 @@
-"""Reads data files: one Row for each, with everything that its columns say, and every problem by
-file and line."""
+"""Reads data files: one Row per row, with the values of all columns, and every problem with file
+and line."""
 
 import csv
 import hashlib

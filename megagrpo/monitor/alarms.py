@@ -92,7 +92,7 @@ class HealthWatch:
         self._last = {sign.key: deque[tuple[int, float]](maxlen=_STEPS) for sign in _SIGNS}
 
     def see(self, step: int, values: Values) -> None:
-        """Judges the metrics of one more finished step; notes what is new."""
+        """Judges the metrics of one more finished step; notes new warnings."""
         if "loss/total" not in values:  # an evaluation alone
             return
         for sign in [*self._signs]:

@@ -1,4 +1,4 @@
-"""Prints the progress of a run: a line per step, and what a step does while it lasts."""
+"""Prints the progress of a run: a line per step, and notes."""
 
 import sys
 import time

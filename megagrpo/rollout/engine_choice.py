@@ -48,7 +48,7 @@ class Engines:
 
     @classmethod
     def from_service(cls, control: ServiceControl, teacher: str = "") -> "Engines":
-        """Returns the engines of a service that sample, or those of a teacher."""
+        """Returns the engines of a service that sample, or a teacher's engines."""
         return cls(lambda: control.status().engines_of(teacher), control.api_key)
 
     async def look(self, older_than_s: float = 0.0) -> None:

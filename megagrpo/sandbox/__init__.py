@@ -1,4 +1,4 @@
-"""A container for one Python program that a model wrote, with its own threat model.
+"""A container for one Python program that a model wrote, with a separate threat model.
 
 The program is assumed hostile. It may look for its tests and their answers, for keys and files, and
 for the network; take all memory, processes and time; signal, outlive or imitate its supervisor.

@@ -209,8 +209,8 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def _confine(options: ProgramOptions, ready: int, filters: types.ModuleType) -> None:
-    """Irrevocably gives up what the program must not have. Writes an error to `ready`, or closes
-    it."""
+    """Irrevocably gives up all rights that the program must not have. Writes an error to `ready`,
+    or closes it."""
 
     def report(
         kind: type[BaseException], exc: BaseException, _: types.TracebackType | None

@@ -1,9 +1,9 @@
 """The system calls that a program may not make: a seccomp filter, installed by `child.py`.
 
-Denied are those that leave the sandbox's accounts or widen the kernel's surface: namespaces and
-mounts (memory in file systems of its own), System V and POSIX queues and segments and keys (memory
-that is in no process), io_uring, bpf, ptrace and their like. They answer EPERM; clone3, whose flags
-a filter cannot read, answers ENOSYS, so that libraries take clone. Everything else is allowed.
+The filter denies calls that escape the sandbox's accounting or widen the kernel's surface:
+namespaces and mounts (memory in private file systems), System V and POSIX queues, segments and keys
+(memory that is in no process), io_uring, bpf, ptrace and so on. They return EPERM. clone3, whose
+flags a filter cannot read, returns ENOSYS, so that libraries use clone. Everything else is allowed.
 
 Filters are programs for the kernel's packet filter: Linux, Documentation/userspace-api/
 seccomp_filter.rst. Standard library only, for the reason in `child.py`.

@@ -39,7 +39,7 @@ def read_tests(answer: str, tolerance: float = 0.0) -> TestCases:
 
 
 def _parsed(answer: str) -> object:
-    """Returns the JSON of a text; assertions that are no JSON come back as a list of one text."""
+    """Returns the JSON of a text; assertions, which are not JSON, become a list of one text."""
     with suppress(json.JSONDecodeError):
         return json.loads(answer)
     if "assert" in answer:

@@ -18,7 +18,7 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     """Collective. Updates the newest saved weights not later than the dumped step; the main rank
     prints the comparison.
 
-    Raises ValueError if the folder is no finished dump, or of another data-parallel size.
+    Raises ValueError if the folder is not a finished dump, or has another data-parallel size.
     """
     dump = read_dump(dump_folder)
     model = config.read_model()

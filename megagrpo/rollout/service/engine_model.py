@@ -1,5 +1,5 @@
-"""The model folder that engines load: that of the model, or a description in the engines' format if
-that differs.
+"""The folder that engines load: the model folder, or a description in the engines' format if the
+formats differ.
 
 A quantization_config makes SGLang build FP8 layers, whose parameters only a publish of FP8 weights
 fills. A vision_config makes it build a tower, which no publish fills if trainers load the text part
