@@ -4,7 +4,6 @@ reports on it."""
 import os
 import random
 import socket
-from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -79,19 +78,13 @@ class EngineNode:
         scores: bool = False,
     ):
         self.config = config
+        self.engine = engine
+        self.node_rank = node_rank
         self.cuda = cuda
         self.api_key = api_key
+        self.scores = scores
         self.bind_address = own_address(config.rollout.host)
-        self._place = ServerPlace(  # but for port and rendezvous, which `start` gets
-            node_rank=node_rank,
-            bind_host=self.bind_address,
-            port=0,
-            rendezvous="",
-            cuda=cuda,
-            num_cores=max(1, len(os.sched_getaffinity(0)) // cores_share),
-            engine=engine,
-            scores=scores,
-        )
+        self.num_cores = max(1, len(os.sched_getaffinity(0)) // cores_share)
         self.process: Popen[bytes] | None = None
 
     def address(self, service_loopback: str) -> tuple[str, int, int]:
@@ -111,7 +104,16 @@ class EngineNode:
 
     def start(self, port: int, rendezvous: str, log: str) -> int:
         """Starts the server process and returns its pid. It is ready when /health answers."""
-        place = replace(self._place, port=port, rendezvous=rendezvous)
+        place = ServerPlace(
+            node_rank=self.node_rank,
+            bind_host=self.bind_address,
+            port=port,
+            rendezvous=rendezvous,
+            cuda=self.cuda,
+            num_cores=self.num_cores,
+            engine=self.engine,
+            scores=self.scores,
+        )
         interface = interface_of(self.bind_address)
         # Between the ranks of an engine, and between them and the trainer, on the same interface as
         # everything else.
