@@ -83,7 +83,8 @@ def has_unknown(
     unknown = tokenizer.unk_token_id
     if unknown is None:
         return False
-    return np.count_nonzero(np.equal(token_ids, unknown)) > text.count(str(tokenizer.unk_token))
+    number = int(np.count_nonzero(np.equal(token_ids, unknown)))
+    return number > text.count(str(tokenizer.unk_token))
 
 
 def text_of(message: Message) -> str:

@@ -122,10 +122,11 @@ async def serve(name, connection):
     def report(number, task):
         del running[number]
         exc = asyncio.CancelledError() if task.cancelled() else task.exception()
-        result, error = None, f"{type(exc).__name__}: {exc}"
         if exc is None:
-            result, error = task.result(), None
-        writer.write(json.dumps([number, result, error]).encode() + b"\n")
+            answer = [number, task.result(), None]
+        else:
+            answer = [number, None, f"{type(exc).__name__}: {exc}"]
+        writer.write(json.dumps(answer).encode() + b"\n")
 
     async with environment.serving():
         async for line in reader:

@@ -113,4 +113,4 @@ class ResponseTokens:
         if self.sampled is None:
             return index
         sampled = np.flatnonzero(self.sampled)
-        return int(sampled[max(np.searchsorted(sampled, index, "right") - 1, 0)])
+        return int(sampled[max(int(np.searchsorted(sampled, index, "right")) - 1, 0)])
