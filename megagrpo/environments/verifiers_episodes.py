@@ -122,10 +122,9 @@ async def serve(name, connection):
     def report(number, task):
         del running[number]
         exc = asyncio.CancelledError() if task.cancelled() else task.exception()
+        answer = [number, None, f"{type(exc).__name__}: {exc}"]
         if exc is None:
             answer = [number, task.result(), None]
-        else:
-            answer = [number, None, f"{type(exc).__name__}: {exc}"]
         writer.write(json.dumps(answer).encode() + b"\n")
 
     async with environment.serving():
