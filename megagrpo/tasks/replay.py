@@ -7,6 +7,7 @@ import torch
 
 from megagrpo.actor.start import initial_weights, make_actor, plan_schedule
 from megagrpo.actor.step import update, with_reference
+from megagrpo.check.problems import model_to_train
 from megagrpo.checkpoint.resume import latest_checkpoint, load_checkpoint
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
@@ -21,7 +22,7 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     Raises ValueError if the folder is not a finished dump, or has another data-parallel size.
     """
     dump = read_dump(dump_folder)
-    model = config.read_model()
+    model = model_to_train(config)
     images = ImageStore.of(model, config.run_folder.images)
     num_prompts = 0
     if config.train.num_epochs is not None:  # then the run's length depends on the prompts

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megagrpo.config.libraries import setting_problems
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.table import (
@@ -73,14 +72,7 @@ def on_gpus(config: ExperimentConfig, num_gpus: float) -> bool:
 
 
 def engine_command(config: ExperimentConfig, place: ServerPlace) -> list[str]:
-    """Returns the command of one server process. Raises ValueError for settings that engines must
-    not have."""
-    problems = [
-        f"{'.'.join(keys)}: {problem}"
-        for keys, problem in setting_problems(config.actor, config.rollout)
-    ]
-    if problems:
-        raise ValueError("; ".join(problems))
+    """Returns the command of one server process."""
     words = [
         word
         for name, value in engine_settings(config, place).items()

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from megagrpo import run as run_module
 from megagrpo.actor.megatron_actor import leave_distributed
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.loop.run import start_run
+from megagrpo.loop.train import train
 from megagrpo.mesh import Mesh, RunStopped
-from megagrpo.run import start_run
 from megagrpo.system.progress import Progress
 from megagrpo.system.stop_request import STOP_FILE
-from megagrpo.train import train
 from tests.dist.workers.harness import answer
 
 
@@ -44,7 +44,7 @@ def one_start(job: dict, store: Path) -> dict:
         def __init__(self, config, mesh: Mesh, weights, control, folder):
             self.mesh, self.weights, self.control = mesh, weights, control
 
-        def publish(self, version: int, only: list[str] | None = None) -> dict[str, float]:
+        def publish(self, version: int, engines: list[str] | None = None) -> dict[str, float]:
             self.mesh.from_main(lambda: self.tell(version), "publish")
             digest = hashlib.sha256()
             for _, weights in sorted(self.weights.parameters().items()):

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megagrpo.models.config_json import HfConfig, Rotary
+from megagrpo.models.config_json import YARN_KEYS, HfConfig, Rotary
 from megagrpo.models.costs import LayerCost, Share
 from megagrpo.models.kinds.attention import Attention
 from megagrpo.models.kinds.indexed.describe import LightningIndexer
 from megagrpo.models.kinds.latent import cost
 from megagrpo.models.points import Row
+from megagrpo.models.tensors import Kind, Shard, TensorSpec
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+    from torch import Tensor
+
+    from megagrpo.config.actor import ActorConfig
+    from megagrpo.models.architecture import Architecture
+    from megagrpo.models.fields import Fields, Kernels
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,67 @@ class LatentAttention(Attention):
     def head_dim(self) -> int:
         """Returns the width of a head of queries."""
         return self.nope_dim + self.rope_dim
+
+    def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
+        """Yields projections and norms."""
+        for name, _, shape, _ in self._weights(arch.hidden_size):
+            kind: Kind = "matrix" if len(shape) > 1 else "norm"
+            yield TensorSpec(f"{prefix}{name}.weight", shape, kind)
+
+    def load(
+        self, attention: MLASelfAttention, hf: Mapping[str, Tensor], prefix: str, shard: Shard
+    ) -> None:
+        """Loads down projections whole and up projections by heads, which lie one after the other
+        on both sides; the indexer whole, if the layer has one."""
+        for name, module, _, dim in self._weights():
+            weight = hf[f"{prefix}{name}.weight"]
+            own = weight if dim is None else shard.part(weight, dim)
+            attention.get_submodule(module).weight.copy_(own)
+        if self.indexer is not None:
+            self.indexer.load(attention, hf, prefix)
+
+    def _weights(self, hidden: int = 0) -> Iterator[tuple[str, str, tuple[int, ...], int | None]]:
+        """Yields the names that files and Megatron have, shape, and the dimension that
+        tensor-parallel ranks cut, None if each has all."""
+        low, latent, heads = self.q_lora_rank, self.kv_lora_rank, self.heads
+        queries = heads * self.head_dim
+        if low is None:
+            yield "q_proj", "linear_q_proj", (queries, hidden), 0
+        else:
+            yield "q_a_proj", "linear_q_down_proj", (low, hidden), None
+            yield "q_a_layernorm", "q_layernorm", (low,), None
+            yield "q_b_proj", "linear_q_up_proj", (queries, low), 0
+        down = latent + self.rope_dim
+        yield "kv_a_proj_with_mqa", "linear_kv_down_proj", (down, hidden), None
+        yield "kv_a_layernorm", "kv_layernorm", (latent,), None
+        up = heads * (self.nope_dim + self.v_dim)
+        yield "kv_b_proj", "linear_kv_up_proj", (up, latent), 0
+        yield "o_proj", "linear_proj", (hidden, heads * self.v_dim), 1
+
+    def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
+        """Returns the fields of Megatron's MLATransformerConfig."""
+        scaling = self.rotary.scaling
+        yarn = {key: scaling[key] for key in YARN_KEYS if key != "factor"} if scaling else {}
+        indexer = self.indexer.fields(actor, kernels) if self.indexer else {}
+        return {
+            "num_attention_heads": self.heads,
+            "num_query_groups": self.heads,
+            "kv_channels": self.head_dim,
+            "q_lora_rank": self.q_lora_rank,
+            "kv_lora_rank": self.kv_lora_rank,
+            "qk_head_dim": self.nope_dim,
+            "qk_pos_emb_head_dim": self.rope_dim,
+            "v_head_dim": self.v_dim,
+            "rotary_base": self.rotary.theta,
+            "rope_type": "yarn" if scaling else "rope",
+            # Megatron's default would scale the softmax without YaRN, too
+            "rotary_scaling_factor": scaling["factor"] if scaling else 1.0,
+            **yarn,
+            **indexer,
+        }
+
+    def recomputed(self, engine: bool, scaled: bool) -> list[str]:
+        return ["mla_up_proj"] if scaled else []
 
     @property
     def pair_flops(self) -> float:
