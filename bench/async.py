@@ -28,7 +28,7 @@ import yaml
 from common import call_megagrpo, prepare, provenance, write_results
 from dispatched import dispatched, not_once
 
-from megagrpo.monitor.record import read_metrics
+from megagrpo.monitor.step_log import read_metrics
 from megagrpo.system.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from common import ROOT, call_megagrpo, prepare, provenance, write_config, write_results
 
-from megagrpo.monitor.record import read_metrics
-from megagrpo.monitor.rollouts import read_rollouts
+from megagrpo.monitor.rollout_log import read_rollouts
+from megagrpo.monitor.step_log import read_metrics
 from megagrpo.system.run_folder import RunFolder
 
 SIDES = {

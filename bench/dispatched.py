@@ -3,7 +3,7 @@ were."""
 
 from pathlib import Path
 
-from megagrpo.monitor.rollouts import read_rollouts
+from megagrpo.monitor.rollout_log import read_rollouts
 from megagrpo.system.run_folder import RunFolder
 
 

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from common import ROOT, call_megagrpo, prepare, provenance, write_config, write_results
 
-from megagrpo.monitor.record import read_metrics
+from megagrpo.monitor.step_log import read_metrics
 from megagrpo.system.environment import temporarily
 from megagrpo.system.run_folder import RunFolder
 

@@ -71,15 +71,15 @@ FAULTS = (
     Fault(
         "mean of a sequence's advantages",
         "algo/policy_loss.py",
-        "value = -advantages * (mean[:, None] + kept - kept.detach()).exp()",
+        "value = -advantages * (mean[:, None] + clamped - clamped.detach()).exp()",
         "value = (-_mean_of_sequences(advantages, inputs.mask) * "
-        "_mean_of_sequences(kept, inputs.mask).exp())[:, None].expand_as(kept)",
+        "_mean_of_sequences(clamped, inputs.mask).exp())[:, None].expand_as(clamped)",
         ("unit/test_distillation_losses.py::test_gmpo_learns_from_the_advantage_of_each_token",),
     ),
     Fault(
         "plain sum over the top k",
         "algo/loss.py",
-        "gaps = gaps - ahead.exp() + behind.exp()",
+        "gaps = gaps - p.exp() + q.exp()",
         "gaps = gaps * 1.0",
         ("unit/test_distillation_losses.py::test_the_teacher_is_where_distillation_ends",),
     ),
@@ -101,14 +101,14 @@ FAULTS = (
     Fault(
         "std off by one",
         "algo/statistics.py",
-        "(count - std_ddof)",
-        "(count - std_ddof + 1)",
+        "(count - 1)",
+        "(count + 0)",
         ADVANTAGE,
     ),
     Fault(
         "leave-one-out factor missing",
         "algo/estimators.py",
-        "inputs.of_group(factor) * _centered",
+        "inputs.to_responses(factor) * _centered",
         "_centered",
         ADVANTAGE,
     ),
@@ -359,8 +359,8 @@ FAULTS = (
     Fault(
         "an environment's words replace the whole conversation",
         "rollout/agents/renderer.py",
-        "[*asked[:-1], {**asked[-1]",
-        "[{**asked[-1]",
+        "[*prompt[:-1], {**prompt[-1]",
+        "[{**prompt[-1]",
         ("unit/test_whole_conversations.py",),
     ),
     Fault(
@@ -373,8 +373,8 @@ FAULTS = (
     Fault(
         "the words of an environment are trained",
         "rollout/agents/answering.py",
-        "self.add(said, sampled=False)",
-        "self.add(said, sampled=True)",
+        "self.add(response, sampled=False)",
+        "self.add(response, sampled=True)",
         ("unit/test_agents.py::test_a_rollout_is_one_sample_that_grows",),
     ),
     Fault(
@@ -422,8 +422,8 @@ FAULTS = (
     Fault(
         "a parser that raises gives an empty message",
         "rollout/agents/parsers.py",
-        "message |= found or {}",
-        'message |= found or {"content": ""}',
+        "message |= parsed or {}",
+        'message |= parsed or {"content": ""}',
         (
             "unit/test_tool_parsers.py::test_a_turn_that_no_parser_reads_is_its_text_and_holds_no_other",
         ),

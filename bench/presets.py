@@ -28,7 +28,7 @@ from common import (
 
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import load_config
-from megagrpo.monitor.record import read_metrics
+from megagrpo.monitor.step_log import read_metrics
 from megagrpo.system.run_folder import RunFolder
 
 PRESETS = sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))

@@ -451,12 +451,12 @@ def lead(case: dict, folder: str, url: str) -> None:
     from megagrpo.mesh import make_mesh
     from megagrpo.models.folder import Model
     from megagrpo.monitor.metrics import Metrics
-    from megagrpo.monitor.rollouts import RolloutLog
+    from megagrpo.monitor.rollout_log import RolloutLog
     from megagrpo.rewards.pool import RewardPool
     from megagrpo.rollout.agents.make import make_answering
     from megagrpo.rollout.batches import Batches, BatchPlan, SamplingJob
     from megagrpo.rollout.control import ServiceControl
-    from megagrpo.rollout.metrics import group_metrics
+    from megagrpo.rollout.group_metrics import group_metrics
     from megagrpo.rollout.sampler import Sampler
     from megagrpo.rollout.source import RolloutSource
     from megagrpo.system.processes import raise_file_limit

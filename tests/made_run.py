@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from megagrpo.config.schema import LogConfig
-from megagrpo.monitor.record import StepLog
-from megagrpo.monitor.rollouts import RolloutLog
+from megagrpo.monitor.rollout_log import RolloutLog
 from megagrpo.monitor.run_record import cut_record
+from megagrpo.monitor.step_log import StepLog
 from megagrpo.monitor.trained import TrainedLog
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample

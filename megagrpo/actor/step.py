@@ -26,7 +26,7 @@ from megagrpo.algo.loss import (
     objective,
     stream_losses,
 )
-from megagrpo.algo.rollouts import counted_tokens, of_samples, rollouts_of
+from megagrpo.algo.rollouts import counted_tokens, rollouts_of, to_samples
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.models.body import Body
 from megagrpo.types import Batch, MicroBatch, ReferenceStates, on_device
@@ -258,7 +258,7 @@ def denominators_of(
     counts = counted_tokens(batch)[rollouts_of(samples, batch)]
     reduce = actor.mesh.reduce
     of_rl = count_denominators(counts, reduce, algorithm.loss_scale_factor or max_response_tokens)
-    return replace(of_rl, of_streams=count_streams(batch, samples, reduce))
+    return replace(of_rl, stream_tokens=count_streams(batch, samples, reduce))
 
 
 def backward(
@@ -281,18 +281,18 @@ def backward(
             put_tokens(seen, micro, values.logprobs)
         inputs = _loss_inputs(batch, micro, values, counted)
         loss, sums = objective(inputs, algorithm, denominators)
-        if denominators.of_streams:
+        if denominators.stream_tokens:
             streams = _stream_inputs(batch, micro, values, algorithm)
-            more, of_streams = stream_losses(inputs, streams, algorithm, denominators.of_streams)
+            more, of_streams = stream_losses(inputs, streams, algorithm, denominators.stream_tokens)
             loss, sums = loss + more.to(loss.dtype), sums | of_streams
         return loss, {"loss/total": loss.detach(), **sums}
 
-    counted = of_samples(counted_tokens(batch), batch)
+    counted = to_samples(counted_tokens(batch), batch)
     actor.zero_grad()
     of_model = over_tokens(actor, batch, temperature, token_loss, with_candidates=True)
     on_last_stage = with_draft(actor, of_model, temperature, denominators.num_tokens)
     sums = run_schedule(actor, batch, rows, on_last_stage, forward_only=False)
-    of_streams = denominators.of_streams.items()
+    of_streams = denominators.stream_tokens.items()
     tokens = {f"stream/{name}_tokens": float(number) for name, number in of_streams}
     return sum_over_ranks(actor, sums) | tokens
 

@@ -10,18 +10,18 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megagrpo.algo.correction import kept, policy_weights, staleness_metrics
+from megagrpo.algo.correction import accepted_tokens, policy_weights, staleness_metrics
 from megagrpo.algo.estimators import EstimatorInputs, estimate, whiten
 from megagrpo.algo.kl import adapted_kl_coef, token_kl
 from megagrpo.algo.reward_shaping import RewardInputs, shape_rewards
-from megagrpo.algo.rollouts import longest_responses, of_rollouts
+from megagrpo.algo.rollouts import by_rollout, longest_responses
 from megagrpo.algo.statistics import (
     GroupStatistics,
     Reduce,
     exact_row_sums,
     group_statistics,
     moments,
-    of_tokens,
+    to_tokens,
 )
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.types import AlgoState, Batch, Correction
@@ -37,30 +37,32 @@ def with_advantages(
     """Collective over data-parallel ranks. Returns the batch with advantages [T], the next state
     and metrics.
 
-    Everything but the correction of the mismatch counts rollouts, once each. Invalid, truncated (if
-    asked) and rejected samples lose their loss mask. Where algorithm.needs_old_logprobs is true the
-    batch has old_logprobs, where algorithm.uses_reference is, ref_logprobs. max_response_tokens: of
-    a response.
+    Every rollout counts once, except in the correction of the mismatch, which counts samples.
+    Samples that are invalid, rejected or (if configured) truncated lose their loss mask. The batch
+    has old_logprobs if algorithm.needs_old_logprobs, and ref_logprobs if algorithm.uses_reference.
+    max_response_tokens: the limit for one response.
     """
-    whole = of_rollouts(batch)
-    rewards = whole.rewards
-    sampled = whole.loss_mask & of_tokens(rewards.valid, whole.lengths)
+    rollouts = by_rollout(batch)
+    rewards = rollouts.rewards
+    sampled = rollouts.loss_mask & to_tokens(rewards.valid, rollouts.lengths)
     metrics = _spread("reward", rewards.values, reduce, rewards.valid)
     inputs = RewardInputs(
         response_lengths=longest_responses(batch),
-        group_ids=whole.group_ids,
-        num_groups=whole.num_groups,
+        group_ids=rollouts.group_ids,
+        num_groups=rollouts.num_groups,
         valid=rewards.valid,
         max_response_tokens=max_response_tokens,
         reduce=reduce,
     )
     shaped = shape_rewards(rewards.values, inputs, algorithm.reward, state)
-    kl_rewards, state, kl_metrics = _kl_in_reward(whole, sampled, algorithm, shaped.state, reduce)
+    kl_rewards, state, kl_metrics = _kl_in_reward(
+        rollouts, sampled, algorithm, shaped.state, reduce
+    )
     trained = sampled
     if algorithm.mask_truncated:
-        trained = sampled & ~of_tokens(whole.truncated, whole.lengths)
+        trained = sampled & ~to_tokens(rollouts.truncated, rollouts.lengths)
     batch, mismatch_metrics = _with_trained_mask(batch, trained, algorithm, reduce)
-    to_estimate = _estimator_inputs(whole, sampled, inputs, shaped.values, kl_rewards, algorithm)
+    to_estimate = _estimator_inputs(rollouts, sampled, inputs, shaped.values, kl_rewards, algorithm)
     advantages = estimate(to_estimate, algorithm.advantage)
     trained = batch.rl_mask
     if algorithm.whitens:
@@ -81,22 +83,18 @@ def _estimator_inputs(
     kl_rewards: Tensor | None,
     algorithm: AlgorithmConfig,
 ) -> EstimatorInputs:
-    """Collective. Returns the shaped rewards [N] as the estimators take them, with the greedy
-    baseline's and the statistics of groups. batch: a row for each rollout."""
+    """Collective. Returns the estimators' input: shaped rewards [N], those of the greedy baseline
+    and the group statistics. batch: one row per rollout."""
     rewards, token_rewards = _by_token(batch, sampled, shaped, kl_rewards, algorithm)
-    greedy = batch.rewards.greedy if algorithm.needs_greedy_response else None
-    if greedy is not None:
-        greedy = shape_rewards(greedy, inputs, algorithm.reward, AlgoState(), greedy=True).values
+    greedy = None
+    if algorithm.needs_greedy_response and batch.rewards.greedy is not None:
+        greedy = shape_rewards(
+            batch.rewards.greedy, inputs, algorithm.reward, AlgoState(), greedy=True
+        ).values
     totals = shaped
     if kl_rewards is not None:
         totals = shaped + exact_row_sums(kl_rewards, batch.lengths)
-    stats = group_statistics(
-        totals,
-        batch.group_ids,
-        batch.num_groups,
-        inputs.valid,
-        inputs.reduce,
-    )
+    stats = group_statistics(totals, batch.group_ids, batch.num_groups, inputs.valid, inputs.reduce)
     return EstimatorInputs(
         rewards=rewards,
         token_rewards=token_rewards,
@@ -145,15 +143,17 @@ def _by_token(
     """Returns the rewards [N] of the responses' last tokens and those of other tokens [T], or None
     if there are none.
 
-    Reward steps act on a response's sum: what they change, except for `scale`, changes its last
-    reward.
+    Reward steps act on the sum over a response. Their changes, except for `scale`, go to the reward
+    of the last token.
     """
     parts = batch.rewards.tokens
     if parts is None:
         return shaped, kl_rewards
     parts = (parts * algorithm.reward.scale).masked_fill(~sampled, 0.0)
     rest = shaped - exact_row_sums(parts, batch.lengths)
-    return rest, parts if kl_rewards is None else parts + kl_rewards
+    if kl_rewards is not None:
+        parts = parts + kl_rewards
+    return rest, parts
 
 
 def _with_trained_mask(
@@ -170,7 +170,7 @@ def _with_trained_mask(
     assert batch.old_logprobs is not None, "see AlgorithmConfig.needs_old_logprobs"
     log_ratio = (batch.old_logprobs - batch.rollout_logprobs).double().masked_fill_(~trained, 0.0)
     counted = trained
-    weights = None
+    correction = Correction()
     metrics = {}
     if batch.lags is not None:
         metrics = staleness_metrics(batch.lags, log_ratio, trained, reduce)
@@ -179,22 +179,22 @@ def _with_trained_mask(
         metrics["mismatch/logprob_abs_mean_before_rejection"] = moments(
             log_ratio.abs(), reduce, trained
         ).mean
-        trained = kept(log_ratio, trained, batch.lengths, options.reject)
+        trained = accepted_tokens(log_ratio, trained, batch.lengths, options.reject)
         share = _total(trained, reduce) / max(_total(counted, reduce), 1)
         metrics["mismatch/rejected_fraction"] = 1 - share
+        correction = Correction(before_rejection=counted)
+        if options.reject.keep_denominator:
+            correction = replace(correction, counted=counted)
     if options.weight is not None:
         weights = policy_weights(log_ratio, trained, batch.lengths, options.weight, reduce)
-    correction = Correction(weights)
-    if options.reject is not None:
-        of_denominators = counted if options.reject.keep_denominator else None
-        correction = Correction(weights, of_denominators, before_rejection=counted)
+        correction = replace(correction, weights=weights)
     corrected = replace(batch, loss_mask=trained, correction=correction)
     return _with_corrected(corrected, algorithm), metrics
 
 
 def _with_corrected(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
-    """Returns the batch without the tokens of reverse_kl that the correction rejects, or has no
-    weight for: those without a reward, or of responses that are left out."""
+    """Returns the batch with reverse_kl only on trained tokens: the correction rejects the others
+    or has no weight for them."""
     distillation, streams = algorithm.distillation, batch.streams
     if streams is None or distillation is None or distillation.loss != "reverse_kl":
         return batch
@@ -215,12 +215,12 @@ def _group_metrics(stats: GroupStatistics) -> dict[str, float]:
 
 
 def _spread(name: str, values: Tensor, reduce: Reduce, mask: Tensor) -> dict[str, float]:
-    of = moments(values, reduce, mask)
+    spread = moments(values, reduce, mask)
     return {
-        f"{name}/mean": of.mean,
-        f"{name}/std": of.std,
-        f"{name}/min": of.min,
-        f"{name}/max": of.max,
+        f"{name}/mean": spread.mean,
+        f"{name}/std": spread.std,
+        f"{name}/min": spread.min,
+        f"{name}/max": spread.max,
     }
 
 

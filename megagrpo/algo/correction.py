@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.algo.kl import LOG_RATIO_LIMIT, kl_penalty, probability_ratio
-from megagrpo.algo.statistics import Reduce, exact_row_sums, moments, of_tokens, row_max, row_sums
+from megagrpo.algo.statistics import Reduce, exact_row_sums, moments, row_max, row_sums, to_tokens
 from megagrpo.config.objective.correction import Band, Rejection, TruncatedImportance
 
 
@@ -20,8 +20,7 @@ def policy_weights(
     options: TruncatedImportance | Band,
     reduce: Reduce,
 ) -> Tensor:
-    """Collective where it normalizes. Returns weights [T] float32 of the policy term, 0 off the
-    mask.
+    """Collective if it normalizes. Returns weights [T] float32 of the policy term, 0 off the mask.
 
     log_ratio: [T] float64, old - rollout. mask: [T] bool. lengths: [N] int64, tokens of the
     samples.
@@ -31,18 +30,17 @@ def policy_weights(
             value = log_ratio.masked_fill(~mask, 0.0)
             match options.over:
                 case "sequence":
-                    value = of_tokens(exact_row_sums(value, lengths), lengths)
+                    value = to_tokens(exact_row_sums(value, lengths), lengths)
                 case "geometric":
-                    value = of_tokens(_row_means(value, mask, lengths), lengths)
+                    value = to_tokens(_row_means(value, mask, lengths), lengths)
             weights = (
                 probability_ratio(value).clamp(options.floor, options.cap).masked_fill(~mask, 0.0)
             )
             if options.self_normalize:
                 # A sequence's weight counts once, whatever its length.
-                of_rows = row_sums(mask.long(), lengths) > 0
-                sampled = (
-                    weights[mask] if options.over == "token" else row_max(weights, lengths)[of_rows]
-                )
+                sampled = weights[mask]
+                if options.over != "token":
+                    sampled = row_max(weights, lengths)[row_sums(mask.long(), lengths) > 0]
                 weights = weights / max(moments(sampled.double(), reduce).mean, 1e-8)
         case Band():
             ratio = probability_ratio(log_ratio)
@@ -51,12 +49,11 @@ def policy_weights(
     return weights.float()
 
 
-def kept(log_ratio: Tensor, mask: Tensor, lengths: Tensor, options: Rejection) -> Tensor:
+def accepted_tokens(log_ratio: Tensor, mask: Tensor, lengths: Tensor, options: Rejection) -> Tensor:
     """Returns which tokens [T] (bool) stay trained on.
 
     log_ratio: [T] float64, old - rollout. mask: [T] bool. lengths: [N] int64, tokens of the
-    samples. Unless options.over is "token", a sequence is judged whole: all its tokens stay or go
-    together.
+    samples. Unless options.over is "token", all tokens of a sequence stay or go together.
     """
     match options.measure:
         case "ratio":
@@ -77,11 +74,13 @@ def kept(log_ratio: Tensor, mask: Tensor, lengths: Tensor, options: Rejection) -
     if options.measure == "ratio":
         value = value.exp()
     inside = ((value >= options.low) & (value <= options.high)).all(0)
-    return (inside if options.over == "token" else of_tokens(inside, lengths)) & mask
+    if options.over != "token":
+        inside = to_tokens(inside, lengths)
+    return inside & mask
 
 
 def _row_means(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the means [N] of each sample over its mask, off which values [T] are 0."""
+    """Returns the mean over the mask of each sample, [N]; values [T] are 0 off the mask."""
     return exact_row_sums(values, lengths) / row_sums(mask.long(), lengths).clamp(min=1)
 
 
@@ -95,13 +94,13 @@ def staleness_metrics(
     counted. mismatch/logprob_abs_mean_lag_L is the mean of |log_ratio|; at lag 0 only numerics
     differ.
     """
-    of_all = moments(lags, reduce, mask)
+    spread = moments(lags, reduce, mask)
     differences = log_ratio.abs()
-    largest = max(int(of_all.max), 0) if of_all.count else 0
-    metrics = {"lag/mean": of_all.mean, "lag/max": float(largest)}
+    largest = max(int(spread.max), 0)
+    metrics = {"lag/mean": spread.mean, "lag/max": float(largest)}
     for lag in range(largest + 1):
-        found = moments(differences, reduce, mask & (lags == lag))
-        metrics[f"lag/fraction_{lag}"] = found.count / max(of_all.count, 1)
-        if found.count:
-            metrics[f"mismatch/logprob_abs_mean_lag_{lag}"] = found.mean
+        at_lag = moments(differences, reduce, mask & (lags == lag))
+        metrics[f"lag/fraction_{lag}"] = at_lag.count / max(spread.count, 1)
+        if at_lag.count:
+            metrics[f"mismatch/logprob_abs_mean_lag_{lag}"] = at_lag.mean
     return metrics

@@ -14,8 +14,8 @@ from megagrpo.algo.statistics import Reduce, group_statistics
 class Selection:
     """Holds group ids in ascending order, the same on every rank."""
 
-    chosen: list[int]  # to train on now, at most `wanted`
-    surplus: list[int]  # informative too; kept for the next step, not thrown away
+    chosen: list[int]  # to train on now, at most `limit`
+    surplus: list[int]  # informative too, and kept for the next step
     dropped: list[int]  # all responses alike
 
 
@@ -24,25 +24,25 @@ def select_groups(
     group_ids: Tensor,
     num_groups: int,
     valid: Tensor,
-    wanted: int,
+    limit: int,
     reduce: Reduce,
     keeps: Callable[[list[float]], object] | None = None,
 ) -> Selection:
-    """Collective. Chooses the first `wanted` groups whose valid responses differ in the metric, or
-    that `keeps` takes, given these responses' metric; a group's are all on one rank.
+    """Collective. Chooses the first `limit` groups whose valid responses differ in the metric, or
+    for whose metric values `keeps` returns true (then a group must be on one rank).
 
-    metric [N] float64; group_ids [N] int64 in 0..num_groups-1 over all ranks; valid [N] bool. One
-    valid response, or none, is no difference. Decided on all-reduced values, so every rank chooses
-    the same.
+    metric [N] float64; group_ids [N] int64 in 0..num_groups-1 over all ranks; valid [N] bool. A
+    group with fewer than two valid responses has no difference. Every rank chooses the same,
+    because the decision is made on all-reduced values.
     """
     if keeps is None:
-        stats = group_statistics(metric, group_ids, num_groups, valid, reduce, std_ddof=1)
-        kept = ~stats.degenerate
+        stats = group_statistics(metric, group_ids, num_groups, valid, reduce)
+        informative = ~stats.degenerate
     else:
-        own = torch.zeros(num_groups, dtype=torch.int64, device=metric.device)
+        votes = torch.zeros(num_groups, dtype=torch.int64, device=metric.device)
         for group in group_ids.unique():
-            own[group] = bool(keeps(metric[(group_ids == group) & valid].tolist()))
-        kept = reduce(own, "sum") > 0
-    informative = kept.nonzero()[:, 0].tolist()
-    dropped = (~kept).nonzero()[:, 0].tolist()
-    return Selection(informative[:wanted], informative[wanted:], dropped)
+            votes[group] = bool(keeps(metric[(group_ids == group) & valid].tolist()))
+        informative = reduce(votes, "sum") > 0
+    chosen = informative.nonzero()[:, 0].tolist()
+    dropped = (~informative).nonzero()[:, 0].tolist()
+    return Selection(chosen[:limit], chosen[limit:], dropped)

@@ -22,8 +22,8 @@ from megagrpo.algo.statistics import (
     group_range,
     group_statistics,
     moments,
-    of_tokens,
     row_sums,
+    to_tokens,
 )
 from megagrpo.config.objective.estimators import (
     ESTIMATOR_CONFIGS,
@@ -74,7 +74,7 @@ class EstimatorInputs:
     stats: GroupStatistics  # of the valid totals, over all ranks
     reduce: Reduce
 
-    def of_group(self, per_group: Tensor) -> Tensor:
+    def to_responses(self, per_group: Tensor) -> Tensor:
         """Returns for every response [N] the value of its group, from [G]."""
         # four times faster than per_group[group_ids]
         return per_group.index_select(0, self.group_ids)
@@ -88,7 +88,7 @@ EstimatorFunction = Callable[[EstimatorInputs, Any], Tensor]
 
 def grpo(inputs: EstimatorInputs, options: GrpoAdvantage | GdpoAdvantage) -> Tensor:
     """Returns (r - mean) / (std + eps) [N]. DeepSeekMath, arXiv 2402.03300."""
-    advantages = _centered(inputs) / inputs.of_group(inputs.stats.std + options.eps)
+    advantages = _centered(inputs) / inputs.to_responses(inputs.stats.std + options.eps)
     return _within_groups(advantages, inputs, options.single_sample)
 
 
@@ -104,7 +104,7 @@ def leave_one_out(inputs: EstimatorInputs, options: RlooAdvantage) -> Tensor:
     """Returns r - mean of the others = n / (n - 1) (r - mean) [N]. RLOO, arXiv 2402.14740."""
     factor = inputs.stats.count / (inputs.stats.count - 1).clamp(min=1)
     return _within_groups(
-        inputs.of_group(factor) * _centered(inputs), inputs, options.single_sample
+        inputs.to_responses(factor) * _centered(inputs), inputs, options.single_sample
     )
 
 
@@ -114,8 +114,8 @@ def maximum_likelihood(inputs: EstimatorInputs, options: MaxRlAdvantage) -> Tens
     Limited to the number of responses, which only groups with rewards below 0 can exceed.
     """
     mean = inputs.stats.mean
-    largest = inputs.of_group(inputs.stats.count.double())
-    advantages = _centered(inputs) / inputs.of_group(torch.where(mean > 0, mean, torch.inf))
+    largest = inputs.to_responses(inputs.stats.count.double())
+    advantages = _centered(inputs) / inputs.to_responses(torch.where(mean > 0, mean, torch.inf))
     return _within_groups(advantages.clamp(-largest, largest), inputs, options.single_sample)
 
 
@@ -128,7 +128,7 @@ def grpo_passk(inputs: EstimatorInputs, options: GrpoPassKAdvantage) -> Tensor:
     g = inputs.group_ids
     stats = inputs.stats
     num_groups = len(stats.count)
-    best = inputs.valid & (r == inputs.of_group(stats.max))
+    best = inputs.valid & (r == inputs.to_responses(stats.max))
     rest = inputs.valid & ~best
     _, second = group_range(r[rest], g[rest], num_groups, inputs.reduce)
     counts = torch.stack([torch.bincount(g[which], minlength=num_groups) for which in (best, rest)])
@@ -136,7 +136,7 @@ def grpo_passk(inputs: EstimatorInputs, options: GrpoPassKAdvantage) -> Tensor:
     gap = torch.where((num_best == 1) & (num_rest > 0), stats.max - second, 0.0)
     if options.normalize:
         gap = gap / (stats.std + options.eps)
-    return (inputs.of_group(gap) * best).masked_fill(inputs.of_group(stats.degenerate), 0.0)
+    return (inputs.to_responses(gap) * best).masked_fill(inputs.to_responses(stats.degenerate), 0.0)
 
 
 def reinforce(
@@ -154,7 +154,7 @@ def remax(inputs: EstimatorInputs, options: RemaxAdvantage) -> Tensor:
     Without token rewards that is r minus this reward. ReMax, arXiv 2310.10505.
     """
     assert inputs.greedy_rewards is not None, "remax needs greedy_rewards"
-    return discounted_returns(inputs, gamma=1.0) - of_tokens(inputs.greedy_rewards, inputs.lengths)
+    return discounted_returns(inputs, gamma=1.0) - to_tokens(inputs.greedy_rewards, inputs.lengths)
 
 
 def optimal_baseline(inputs: EstimatorInputs, options: OpoAdvantage) -> Tensor:
@@ -174,7 +174,7 @@ def optimal_baseline(inputs: EstimatorInputs, options: OpoAdvantage) -> Tensor:
     )
     baseline = sums / tokens.clamp(min=1)
     return _within_groups(
-        _centered(inputs) - inputs.of_group(baseline), inputs, options.single_sample
+        _centered(inputs) - inputs.to_responses(baseline), inputs, options.single_sample
     )
 
 
@@ -188,8 +188,8 @@ def gdpo(inputs: EstimatorInputs, options: GdpoAdvantage) -> Tensor:
     advantages = torch.zeros_like(inputs.totals)
     groups = (inputs.group_ids, len(inputs.stats.count), inputs.valid, inputs.reduce)
     for scores, weight in zip(inputs.parts.unbind(1), inputs.weights, strict=True):
-        of_grader = replace(inputs, totals=scores, stats=group_statistics(scores, *groups))
-        advantages += weight * grpo(of_grader, options)
+        scored = replace(inputs, totals=scores, stats=group_statistics(scores, *groups))
+        advantages += weight * grpo(scored, options)
     if options.whitens_tokens:
         return advantages
     return whiten(advantages, moments(advantages, inputs.reduce, inputs.valid))
@@ -207,17 +207,17 @@ def gpg(inputs: EstimatorInputs, options: GpgAdvantage) -> Tensor:
 
 
 def own_estimator(inputs: EstimatorInputs, options: OwnAdvantage) -> Tensor:
-    """Returns what a user's function makes of the inputs. Raises ValueError for anything but a
-    number for every response, or for every token."""
-    made = options.load()(inputs)
+    """Returns the advantages from a user's function. Raises ValueError unless it returns a number
+    for every response or for every token."""
+    advantages = options.load()(inputs)
     sizes = [[len(inputs.valid)], [int(inputs.lengths.sum())]]
-    shape = list(made.shape) if isinstance(made, Tensor) else None
+    shape = list(advantages.shape) if isinstance(advantages, Tensor) else None
     if shape not in sizes:
         raise ValueError(
-            f"algorithm.advantage {options.function} returned {type(made).__name__}, shape {shape};"
+            f"algorithm.advantage {options.function} returned {type(advantages).__name__}, shape {shape};"
             f" it should return a number for each response, {sizes[0]}, or token, {sizes[1]}"
         )
-    return made.double()
+    return advantages.double()
 
 
 ESTIMATORS: dict[type[Estimator], EstimatorFunction] = {
@@ -248,8 +248,8 @@ def estimate(inputs: EstimatorInputs, options: Estimator) -> Tensor:
     responses."""
     advantages = ESTIMATORS[type(options)](inputs, options)
     if len(advantages) == len(inputs.valid):
-        return of_tokens(advantages.masked_fill(~inputs.valid, 0.0), inputs.lengths)
-    return advantages.masked_fill(~of_tokens(inputs.valid, inputs.lengths), 0.0)
+        return to_tokens(advantages.masked_fill(~inputs.valid, 0.0), inputs.lengths)
+    return advantages.masked_fill(~to_tokens(inputs.valid, inputs.lengths), 0.0)
 
 
 def discounted_returns(inputs: EstimatorInputs, gamma: float) -> Tensor:
@@ -266,7 +266,7 @@ def discounted_returns(inputs: EstimatorInputs, gamma: float) -> Tensor:
     starts = lengths.cumsum(0) - lengths
     carry = rewards.clone()  # gamma has nothing to discount before the last sampled token is met
     started = torch.zeros_like(rewards, dtype=torch.bool)
-    for t in range(int(lengths.max()) - 1 if len(lengths) else -1, -1, -1):
+    for t in reversed(range(max(lengths.tolist(), default=0))):
         places = torch.where(t < lengths, starts + t, len(mask) - 1)
         here = mask[places]
         value = torch.where(started, gamma * carry, carry)
@@ -288,7 +288,7 @@ def whiten(values: Tensor, spread: Moments) -> Tensor:
 
 
 def _centered(inputs: EstimatorInputs) -> Tensor:
-    return inputs.totals - inputs.of_group(inputs.stats.mean)
+    return inputs.totals - inputs.to_responses(inputs.stats.mean)
 
 
 def _within_groups(
@@ -296,7 +296,7 @@ def _within_groups(
 ) -> Tensor:
     """Returns [N] with 0 in constant groups and, where `single` is "raw", the reward itself in
     groups of one."""
-    advantages = advantages.masked_fill(inputs.of_group(inputs.stats.degenerate), 0.0)
+    advantages = advantages.masked_fill(inputs.to_responses(inputs.stats.degenerate), 0.0)
     if single == "zero":
         return advantages
-    return torch.where(inputs.of_group(inputs.stats.count == 1), inputs.totals, advantages)
+    return torch.where(inputs.to_responses(inputs.stats.count == 1), inputs.totals, advantages)

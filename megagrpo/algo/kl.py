@@ -25,8 +25,8 @@ def kl_penalty(
     """Returns the KL estimate of every token, in nats, in the shape of `logprobs` and
     differentiable in it.
 
-    "k1+", "abs+", "k3+": the value of the estimator with the gradient of k2, whose expectation
-    on-policy is that of the true KL. value_clamp: k3's value is limited to it, in nats (no gradient
+    "k1+", "abs+", "k3+": the value of the estimator with the gradient of k2, which on-policy equals
+    the gradient of the true KL in expectation. value_clamp: limits k3's value, in nats (no gradient
     beyond). "full" needs more than the sampled tokens: see chunked_full_kl.
     """
     x = logprobs - ref_logprobs
@@ -40,7 +40,7 @@ def kl_penalty(
         case "k3":
             value = _k3(x)
         case _:
-            raise ValueError("the exact KL is no function of the sampled tokens")
+            raise ValueError("the exact KL cannot be computed from the sampled tokens")
     if value_clamp is not None:
         value = value.clamp(-value_clamp, value_clamp)
     if not estimator.endswith("+"):

@@ -19,8 +19,8 @@ TILE_COLUMNS = 8192
 
 
 class VocabularyShard(NamedTuple):
-    """Says which rows of the output weight a tensor-parallel rank has: from `start` of the
-    vocabulary on."""
+    """The rows of the output weight that a tensor-parallel rank has: the vocabulary from `start`
+    on."""
 
     start: int = 0
     # of the real vocabulary, columns beyond it are padding; None: no padding
@@ -30,9 +30,9 @@ class VocabularyShard(NamedTuple):
 
     def columns(self, weight: Tensor) -> int:
         """Counts the rows of weight [V_local, H] that are not padding."""
-        return (
-            len(weight) if self.size is None else max(0, min(len(weight), self.size - self.start))
-        )
+        if self.size is None:
+            return len(weight)
+        return max(0, min(len(weight), self.size - self.start))
 
 
 WHOLE_VOCABULARY = VocabularyShard()
@@ -49,11 +49,11 @@ def chunked_logprobs(
     """Collective over tensor-parallel ranks. Returns log-probabilities of the targets, float32 in
     their shape, and entropies [T].
 
-    Of softmax(hidden weight^T / temperature), in nats. hidden [T, H]; weight [V_local, H]; targets
-    [T] or, several of each position, [T, k] int64: ids in the whole vocabulary, -1 where the output
-    is 0, as the entropy where the first is. chunk_tokens: rows of a tile. The gradient of hidden is
-    this rank's PARTIAL sum over its columns, for the caller to all-reduce or reduce-scatter; that
-    of weight is whole.
+    The distribution is softmax(hidden weight^T / temperature), values are in nats. hidden [T, H];
+    weight [V_local, H]; targets [T], or [T, k] for several per position, int64 ids in the whole
+    vocabulary. At target -1 the log-probability is 0, and the entropy is 0 if the first target is
+    -1. chunk_tokens: rows of a tile. The gradient of hidden is this rank's PARTIAL sum over its
+    columns, which the caller must all-reduce or reduce-scatter; the gradient of weight is complete.
     """
     options = (temperature, chunk_tokens, shard.columns(weight), shard.reduce)
     several = targets if targets.dim() > 1 else targets[:, None]
@@ -61,6 +61,33 @@ def chunked_logprobs(
         hidden, weight, several - shard.start, several < 0, *options
     )
     return logprobs.view(targets.shape), entropy
+
+
+class _Gradients:
+    """The gradients of hidden states and output weight, summed in float32 over the tiles."""
+
+    def __init__(self, ctx, hidden: Tensor, weight: Tensor):
+        self._inputs = hidden, weight
+        self._hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        self._weight = None
+        # frozen under adapters: then its gradient, as large as the largest weight, is not computed
+        if ctx.needs_input_grad[1]:
+            self._weight = torch.zeros_like(weight, dtype=torch.float32)
+
+    def add(self, rows: slice, cols: slice, grad: Tensor) -> None:
+        """Adds a tile's gradient of the logits, [rows, cols]."""
+        hidden, weight = self._inputs
+        _accumulate(self._hidden[rows], grad, weight[cols])
+        if self._weight is not None:
+            _accumulate(self._weight[cols], grad.t(), hidden[rows])
+
+    def outputs(self) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of all inputs of _LogProbs, or of _FullKl."""
+        hidden, weight = self._inputs
+        grad_weight = self._weight
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return self._hidden.to(hidden.dtype), grad_weight, *[None] * 6
 
 
 class _LogProbs(torch.autograd.Function):
@@ -86,11 +113,11 @@ class _LogProbs(torch.autograd.Function):
                 torch.stack((moment[rows], tile_moment)),
             )
         if reduce is not None:
-            whole_top = reduce(top.clone(), "max")
-            shift = top - whole_top
+            new_top = reduce(top.clone(), "max")
+            shift = top - new_top
             local = torch.stack((mass, moment + shift * mass, *chosen.unbind(1)))
             local[:2] *= shift.exp()
-            top = whole_top
+            top = new_top
             summed = reduce(local, "sum")
             mass, moment, chosen = summed[0], summed[1], summed[2:].t()
         log_mass = mass.log()
@@ -113,11 +140,7 @@ class _LogProbs(torch.autograd.Function):
         if scale_targets is None:
             scale_targets = torch.zeros_like(ignored, dtype=torch.float32)
         scale_logprob = scale_targets.sum(1)
-        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        # frozen under adapters: then its gradient, as large as the largest weight, is not computed
-        grad_weight = (
-            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        )
+        gradients = _Gradients(ctx, hidden, weight)
         for rows, cols, logits in _tiles(hidden, weight, temperature, chunk_tokens, columns):
             logits -= log_z[rows, None]  # log p
             # d logprob = onehot - p, d entropy = -p (log p + H), both over temperature
@@ -132,14 +155,8 @@ class _LogProbs(torch.autograd.Function):
                 grad = logits.exp_().mul_(-scale_logprob[rows, None])
             inside, index = _targets_in(local_targets[rows], cols)
             grad.scatter_add_(1, index, scale_targets[rows] * inside)
-            _accumulate(grad_hidden[rows], grad, weight[cols])
-            if grad_weight is not None:
-                _accumulate(grad_weight[cols], grad.t(), hidden[rows])
-        return (
-            grad_hidden.to(hidden.dtype),
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            *[None] * 6,
-        )
+            gradients.add(rows, cols, grad)
+        return gradients.outputs()
 
 
 def chunked_full_kl(
@@ -154,8 +171,9 @@ def chunked_full_kl(
     """Collective over tensor-parallel ranks. Returns the exact KL(policy || reference) of every
     position, float32 [T].
 
-    Over the whole vocabulary, in nats, from the hidden states and output weights of both models.
-    Arguments as for chunked_logprobs; the reference's [T, H'] and [V_local, H'] get no gradient.
+    It covers the whole vocabulary, in nats, and comes from the hidden states and output weights of
+    both models. Arguments as for chunked_logprobs; the reference's [T, H'] and [V_local, H'] get no
+    gradient.
     """
     options = (temperature, chunk_tokens, shard.columns(weight), shard.reduce)
     return _FullKl.apply(hidden, weight, ref_hidden, ref_weight, *options)
@@ -179,26 +197,25 @@ class _FullKl(torch.autograd.Function):
         )
         for (rows, _, logits), (_, _, ref_logits) in pairs:
             gap = logits - ref_logits
-            whole_top = torch.maximum(top[rows], logits.amax(1))
-            old = (top[rows] - whole_top).exp()
-            logits.sub_(whole_top[:, None]).exp_()
+            new_top = torch.maximum(top[rows], logits.amax(1))
+            old = (top[rows] - new_top).exp()
+            logits.sub_(new_top[:, None]).exp_()
             mass[rows] = mass[rows] * old + logits.sum(1)
             moment[rows] = moment[rows] * old + torch.linalg.vecdot(logits, gap)
-            top[rows] = whole_top
-            whole_top = torch.maximum(ref_top[rows], ref_logits.amax(1))
-            old = (ref_top[rows] - whole_top).exp()
-            ref_mass[rows] = ref_mass[rows] * old + ref_logits.sub_(whole_top[:, None]).exp_().sum(
-                1
-            )
-            ref_top[rows] = whole_top
+            top[rows] = new_top
+            new_top = torch.maximum(ref_top[rows], ref_logits.amax(1))
+            old = (ref_top[rows] - new_top).exp()
+            ref_logits.sub_(new_top[:, None]).exp_()
+            ref_mass[rows] = ref_mass[rows] * old + ref_logits.sum(1)
+            ref_top[rows] = new_top
         if reduce is not None:
             tops = torch.stack((top, ref_top))
-            whole = reduce(tops.clone(), "max")
-            factor = (tops - whole).exp()
+            highest = reduce(tops.clone(), "max")
+            factor = (tops - highest).exp()
             mass, moment, ref_mass = reduce(
                 torch.stack((mass * factor[0], moment * factor[0], ref_mass * factor[1])), "sum"
             )
-            top, ref_top = whole
+            top, ref_top = highest
         log_z, ref_log_z = top + mass.log(), ref_top + ref_mass.log()
         kl = moment / mass - log_z + ref_log_z
         ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, log_z, ref_log_z, kl)
@@ -208,11 +225,7 @@ class _FullKl(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_kl):
         hidden, weight, ref_hidden, ref_weight, log_z, ref_log_z, kl = ctx.saved_tensors
-        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        # frozen under adapters: then its gradient, as large as the largest weight, is not computed
-        grad_weight = (
-            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        )
+        gradients = _Gradients(ctx, hidden, weight)
         scale = grad_kl / ctx.options[0]
         pairs = zip(
             _tiles(hidden, weight, *ctx.options),
@@ -225,14 +238,8 @@ class _FullKl(torch.autograd.Function):
             # d KL = p (log p - log q - KL)
             factor = (logits - ref_logits).sub_(kl[rows, None]).mul_(scale[rows, None])
             grad = logits.exp_().mul_(factor)
-            _accumulate(grad_hidden[rows], grad, weight[cols])
-            if grad_weight is not None:
-                _accumulate(grad_weight[cols], grad.t(), hidden[rows])
-        return (
-            grad_hidden.to(hidden.dtype),
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            *[None] * 6,
-        )
+            gradients.add(rows, cols, grad)
+        return gradients.outputs()
 
 
 def chunked_draft_kl(
@@ -247,8 +254,8 @@ def chunked_draft_kl(
     [T], in nats.
 
     Both are softmax(hidden weight^T / temperature). Only draft_hidden has a gradient, this rank's
-    PARTIAL sum; it equals that of the cross-entropy, the KL plus the policy's entropy. Other
-    arguments as for chunked_logprobs.
+    PARTIAL sum. It is also the gradient of the cross-entropy, which is the KL plus the policy's
+    entropy. Other arguments as for chunked_logprobs.
     """
     options = (temperature, chunk_tokens, shard.columns(weight), shard.reduce)
     return _DraftKl.apply(hidden, weight, draft_hidden, weight, *options)
@@ -296,7 +303,7 @@ def _tiles(
 
 
 def _matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Multiplies [m, k] by [k, n] into float32 [m, n]: rounding logits to bfloat16 moves
+    """Multiplies [m, k] by [k, n] into float32 [m, n], because rounding logits to bfloat16 moves
     log-probabilities by 1e-2."""
     if left.dtype == right.dtype == torch.float32:
         torch.mm(left, right, out=out)
@@ -316,19 +323,19 @@ def _accumulate(total: Tensor, grad: Tensor, other: Tensor) -> None:
 
 
 def _targets_in(local_targets: Tensor, cols: slice) -> tuple[Tensor, Tensor]:
-    """Returns which targets [t, k] lie in these columns, bool, and their places there (0 for the
+    """Returns which targets [t, k] lie in these columns, bool, and their indices there (0 for the
     others)."""
     inside = (local_targets >= cols.start) & (local_targets < cols.stop)
     return inside, (local_targets - cols.start).masked_fill(~inside, 0)
 
 
 def _join(top: Tensor, mass: Tensor, moment: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Joins softmax sums [k, t] of disjoint columns, each relative to its own maximum, relative to
-    the common one.
+    """Joins softmax sums [k, t] of disjoint columns, each relative to its own maximum; the result
+    is relative to the common maximum.
 
     mass = sum e^(l - top), moment = sum (l - top) e^(l - top).
     """
-    whole_top = top.amax(0)
-    shift = top - whole_top
+    new_top = top.amax(0)
+    shift = top - new_top
     factor = shift.exp()
-    return whole_top, (mass * factor).sum(0), ((moment + shift * mass) * factor).sum(0)
+    return new_top, (mass * factor).sum(0), ((moment + shift * mass) * factor).sum(0)

@@ -8,7 +8,6 @@ denominator of the WHOLE update, counted over all ranks before the micro-batch l
 simply add up over micro-batches and ranks.
 """
 
-import math
 from dataclasses import dataclass, field, fields, replace
 
 import torch
@@ -59,12 +58,12 @@ class Denominators:
     num_sequences: int  # sequences with at least one of them
     scale: float  # C of seq-mean-token-sum-norm, in tokens
     # tokens of each other component of the loss, see StreamInputs
-    of_streams: dict[str, int] = field(default_factory=dict)
+    stream_tokens: dict[str, int] = field(default_factory=dict)
 
     @property
     def nothing(self) -> bool:
         """Returns whether there is no token to train on."""
-        return not self.num_tokens and not any(self.of_streams.values())
+        return not self.num_tokens and not any(self.stream_tokens.values())
 
 
 def count_denominators(counts: Tensor, reduce: Reduce, scale: float) -> Denominators:
@@ -85,9 +84,9 @@ def objective(
     micro-batch.
 
     loss = aggregate(weights * policy + kl.loss_coef * KL - entropy_coef * entropy): the component
-    rl, whose tokens may be fewer than those of the loss mask. Metric sums added up over micro-
-    batches and ranks are divided by the sum `tokens`, those trained on; `loss/...` are shares of
-    the loss and only added up.
+    rl, which may have fewer tokens than the loss mask. The caller adds metric sums up over
+    micro-batches and ranks and divides them by `tokens`, the number of trained tokens. Sums named
+    `loss/...` are shares of the loss and are not divided.
     """
     mask = inputs.loss_mask > 0
     inputs = _without_masked(inputs, mask)
@@ -95,21 +94,19 @@ def objective(
         inputs.logprobs, inputs.old_logprobs, inputs.advantages, mask, inputs.rollout_logprobs
     )
     policy = token_loss(policy_inputs, algorithm.loss)
-    value = policy.value if inputs.policy_weights is None else policy.value * inputs.policy_weights
-    terms = {"policy": value}
+    terms = {"policy": _corrected(policy, inputs)}
     # at 0 the entropy has no gradient, and the head's backward leaves it out
     if algorithm.entropy_coef:
         terms["entropy"] = -algorithm.entropy_coef * inputs.entropy
     kl = _kl_to_reference(inputs, algorithm)
     if kl is not None and algorithm.kl.loss_coef:
         terms["kl"] = algorithm.kl.loss_coef * kl
-    counted = inputs.counted_tokens
-    of_rl = mask
+    rl_mask = mask
     if inputs.rl_weights is not None:
-        of_rl = mask & (inputs.rl_weights != 0)
+        rl_mask = mask & (inputs.rl_weights != 0)
         terms = {name: term * inputs.rl_weights for name, term in terms.items()}
     shares = {
-        name: aggregate(term, of_rl, algorithm.aggregation, denominators, counted)
+        name: aggregate(term, rl_mask, algorithm.aggregation, denominators, inputs.counted_tokens)
         for name, term in terms.items()
     }
     loss = sum(shares.values(), start=torch.zeros((), dtype=torch.float64, device=mask.device))
@@ -141,9 +138,9 @@ def aggregate(
         case "seq-mean-token-sum":
             return rows.sum() / sequences
         case "seq-mean-token-mean":
-            return (
-                rows / (mask.sum(1) if counted is None else counted).clamp(min=1)
-            ).sum() / sequences
+            if counted is None:
+                counted = mask.sum(1)
+            return (rows / counted.clamp(min=1)).sum() / sequences
         case "seq-mean-token-sum-norm":
             return rows.sum() / (sequences * denominators.scale)
 
@@ -198,7 +195,7 @@ def _without_masked(inputs: LossInputs, mask: Tensor) -> LossInputs:
 
 @dataclass(frozen=True)
 class StreamInputs:
-    """The inputs of a micro-batch's components, beside those of rl: [n, S] each."""
+    """The inputs of a micro-batch's components other than rl: [n, S] each."""
 
     weights: dict[str, Tensor]  # by component, 0 off its tokens
     teacher_logprobs: Tensor | None = None  # of the sampled tokens
@@ -228,27 +225,27 @@ def stream_losses(
     inputs: LossInputs, streams: StreamInputs, algorithm: AlgorithmConfig, counts: dict[str, int]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the share of the loss (scalar float64, with gradient) of all components but rl, and
-    metric sums that are shares too.
+    metric sums, which are shares too.
 
-    counts: of `count_streams`.
+    counts: from `count_streams`.
     """
     loss = torch.zeros((), dtype=torch.float64, device=inputs.logprobs.device)
     sums = {}
     for name, number in counts.items():
         weights = streams.weights[name]
         mask = weights != 0
-        own = _without_masked(inputs, mask)
+        masked = _without_masked(inputs, mask)
         value: Tensor | None
         match name:
             case "cross_entropy":
-                value = -own.logprobs
+                value = -masked.logprobs
             case "reference_kl":
-                value = _kl_to_reference(own, algorithm)
+                value = _kl_to_reference(masked, algorithm)
             case _:
-                value = _distillation(own, streams, mask, algorithm)
-                gap = _of(streams.teacher_logprobs, mask) - own.old_logprobs
+                value = _distillation(masked, streams, mask, algorithm)
+                gap = _on_mask(streams.teacher_logprobs, mask) - masked.old_logprobs
                 sums["stream/distillation_kl"] = -gap.double().sum() / max(number, 1)
-        share = (_of(value, mask) * weights).sum(dtype=torch.float64) / max(number, 1)
+        share = (_on_mask(value, mask) * weights).sum(dtype=torch.float64) / max(number, 1)
         sums[f"loss/{name}"] = share.detach()
         loss = loss + share
     return loss, sums
@@ -259,43 +256,55 @@ def _distillation(
 ) -> Tensor:
     """Returns the loss of every token [n, S]; inputs: 0 off the mask.
 
-    That of reverse_kl takes the correction of the trainer/rollout mismatch as the policy loss does.
+    As in the policy loss, reverse_kl is corrected for the trainer/rollout mismatch.
     """
     options = algorithm.distillation
     assert options is not None, "the component has tokens only where it is configured"
     if options.loss != "reverse_kl":
-        return _of(streams.candidate_gaps, mask)
-    most = math.inf if options.loss_max is None else options.loss_max
+        return _on_mask(streams.candidate_gaps, mask)
     old = inputs.old_logprobs
-    advantages = (_of(streams.teacher_logprobs, mask) - old).clamp(-most, most)
+    advantages = _limited(_on_mask(streams.teacher_logprobs, mask) - old, options.loss_max)
     policy = PolicyInputs(inputs.logprobs, old, advantages, mask, inputs.rollout_logprobs)
-    value = token_loss(policy, algorithm.loss).value
-    return value if inputs.policy_weights is None else value * inputs.policy_weights
+    return _corrected(token_loss(policy, algorithm.loss), inputs)
+
+
+def _corrected(policy: TokenLoss, inputs: LossInputs) -> Tensor:
+    """Returns the policy loss of every token [n, S], corrected for the trainer/rollout mismatch."""
+    if inputs.policy_weights is None:
+        return policy.value
+    return policy.value * inputs.policy_weights
+
+
+def _limited(values: Tensor, limit: float | None) -> Tensor:
+    if limit is None:
+        return values
+    return values.clamp(-limit, limit)
 
 
 def candidate_gaps(logprobs: Tensor, teacher: Tensor, options: DistillationConfig) -> Tensor:
-    """Returns the loss of positions [R] from the log-probabilities of k tokens at each, [R, k]: the
-    policy's and the teacher's. arXiv 2606.30406, eq. 5; the plain sums: verl's docs/algo/opd.md.
+    """Returns the loss of each position [R] from the log-probabilities of k tokens, [R, k], under
+    policy and teacher. arXiv 2606.30406, eq. 5; the plain sums: verl's docs/algo/opd.md.
 
-    A token's share of the generalized KL, p log(p / q) - p + q, is least, 0, at p = q. Without
-    - p + q its gradient there is that of p, and the sum of k of many p can fall. A token that the
-    policy alone finds improbable is not clamped: it would have no gradient.
+    One token adds p log(p / q) - p + q to the generalized KL, whose minimum is 0 at p = q. Without
+    - p + q the gradient at p = q is not 0 but lowers the total probability of the k tokens. If only
+    the policy finds a token improbable, it is not clamped, because it would get no gradient.
     """
     plain = options.loss.endswith("_sum")
     least = options.logprob_min
     clamped = logprobs.clamp(min=least)
-    policy = clamped if plain else torch.where(teacher > least, logprobs, clamped)
-    teacher = teacher.clamp(min=least)
-    of_policy = options.candidates == "student_topk"
-    ahead, behind = (policy, teacher) if of_policy else (teacher, policy)
-    gaps = ahead.exp() * (ahead - behind)
+    policy = clamped
     if not plain:
-        gaps = gaps - ahead.exp() + behind.exp()
-    most = math.inf if options.loss_max is None else options.loss_max
-    return gaps.sum(-1).clamp(-most, most)
+        policy = torch.where(teacher > least, logprobs, clamped)
+    p, q = policy, teacher.clamp(min=least)
+    if options.candidates != "student_topk":
+        p, q = q, p
+    gaps = p.exp() * (p - q)
+    if not plain:
+        gaps = gaps - p.exp() + q.exp()
+    return _limited(gaps.sum(-1), options.loss_max)
 
 
-def _of(values: Tensor | None, mask: Tensor) -> Tensor:
+def _on_mask(values: Tensor | None, mask: Tensor) -> Tensor:
     """Returns values with 0 off the mask, so that nothing there (NaN, inf) reaches a gradient."""
     assert values is not None, "the batch has what its components need"
     return values.masked_fill(~mask, 0.0)

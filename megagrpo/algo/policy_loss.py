@@ -27,7 +27,10 @@ from megagrpo.config.objective.policy_loss import (
 )
 from megagrpo.config.objective.table import check_complete
 
-GSPO_VERL_LIMIT = 10.0
+GSPO_CLAMPS = {
+    "both": (-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT),
+    "above": (None, 10.0),
+}  # "above": verl's
 _KL_EPS = 1e-8  # as in verl
 
 
@@ -83,11 +86,8 @@ def gspo(inputs: PolicyInputs, options: GspoLoss) -> TokenLoss:
     """
     log_ratio = inputs.logprobs - inputs.old_logprobs
     mean = _mean_of_sequences(log_ratio.detach(), inputs.mask)
-    lowest, highest = (
-        (-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) if options.clamp == "both" else (None, GSPO_VERL_LIMIT)
-    )
-    own = inputs.logprobs - inputs.logprobs.detach()
-    ratio = (mean[:, None] + own).clamp(lowest, highest).exp()
+    zero = inputs.logprobs - inputs.logprobs.detach()  # with the token's gradient
+    ratio = (mean[:, None] + zero).clamp(*GSPO_CLAMPS[options.clamp]).exp()
     return _clipped_surrogate(
         ratio, inputs.advantages, options.clip_ratio_low, options.clip_ratio_high
     )
@@ -103,11 +103,11 @@ def gmpo(inputs: PolicyInputs, options: GmpoLoss) -> TokenLoss:
     advantages = inputs.advantages
     log_ratio = (inputs.logprobs - inputs.old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     least, most = -options.clip_ratio_low, options.clip_ratio_high
-    kept = torch.where(advantages < 0, log_ratio.clamp(min=least), log_ratio.clamp(max=most))
-    mean = _mean_of_sequences(kept.detach(), inputs.mask)
-    value = -advantages * (mean[:, None] + kept - kept.detach()).exp()
-    high = (advantages > 0) & (kept < log_ratio)
-    return TokenLoss(value, {"low": kept > log_ratio, "high": high})
+    clamped = torch.where(advantages < 0, log_ratio.clamp(min=least), log_ratio.clamp(max=most))
+    mean = _mean_of_sequences(clamped.detach(), inputs.mask)
+    value = -advantages * (mean[:, None] + clamped - clamped.detach()).exp()
+    high = (advantages > 0) & (clamped < log_ratio)
+    return TokenLoss(value, {"low": clamped > log_ratio, "high": high})
 
 
 def dppo(inputs: PolicyInputs, options: DppoLoss) -> TokenLoss:
@@ -116,14 +116,16 @@ def dppo(inputs: PolicyInputs, options: DppoLoss) -> TokenLoss:
 
     tv: |p - q|; kl: q log(q / p) + (1 - q) log((1 - q) / (1 - p)).
     """
-    reference = inputs.old_logprobs if options.against == "old" else inputs.rollout_logprobs
+    reference = inputs.rollout_logprobs
+    if options.against == "old":
+        reference = inputs.old_logprobs
     assert reference is not None, "against: rollout needs PolicyInputs.rollout_logprobs"
     logprobs = inputs.logprobs.detach()
     p, q = logprobs.exp(), reference.exp()
     if options.divergence == "tv":
         distance = (p - q).abs()
     else:
-        no_p, no_q = ((1 - each).clamp(min=0) + _KL_EPS for each in (p, q))
+        no_p, no_q = ((1 - x).clamp(min=0) + _KL_EPS for x in (p, q))
         distance = q * (reference - logprobs) + (1 - q) * (no_q / no_p).log()
     up = inputs.advantages > 0
     beyond = {
@@ -159,13 +161,15 @@ def sapo(inputs: PolicyInputs, options: SapoLoss) -> TokenLoss:
 
 
 def own_loss(inputs: PolicyInputs, options: OwnLoss) -> TokenLoss:
-    """Returns what a user's function makes of the inputs: a TokenLoss, or its values alone. Raises
-    ValueError for anything but a value for every token."""
+    """Returns the loss from a user's function, which returns a TokenLoss or only its values. Raises
+    ValueError unless there is a value for every token."""
     made = options.load()(inputs)
-    loss = made if isinstance(made, TokenLoss) else TokenLoss(made, {})
+    loss = made
+    if not isinstance(made, TokenLoss):
+        loss = TokenLoss(made, {})
     shape = getattr(loss.value, "shape", None)
     if shape != inputs.logprobs.shape:
-        returned = f"{type(made).__name__}, shape {None if shape is None else list(shape)}"
+        returned = f"{type(made).__name__}, shape {shape and list(shape)}"
         raise ValueError(
             f"algorithm.loss {options.function} returned {returned}; it should return the loss of "
             f"every token, a tensor [n, S], here {list(inputs.logprobs.shape)}"

@@ -1,4 +1,4 @@
-"""Reward steps, one function each: from the grader's rewards to those of the advantage.
+"""Reward steps, one function each, which turn the grader's rewards into those of the advantage.
 
 To add a step: its Section in config/objective/reward_shaping.py, its function here and its row in
 REWARD_STEPS.
@@ -64,7 +64,7 @@ def shape_rewards(
     """Collective over data-parallel ranks. Takes the grader's rewards [N] through REWARD_STEPS, in
     its order.
 
-    greedy: they are those of greedy responses, which only some steps reach.
+    greedy: whether they belong to greedy responses, which only some steps change.
     """
     shaped = ShapedRewards(rewards.double().masked_fill(~inputs.valid, 0.0), state, {})
     for variant, step in REWARD_STEPS.items():
@@ -99,15 +99,15 @@ def charge_overlong(
 def overlong_penalty(
     response_lengths: Tensor, max_response_tokens: int, options: OverlongShaping | None
 ) -> Tensor:
-    """Returns what is added to the reward of a long response, [N] float64 in [-factor, 0]. arXiv
-    2503.14476, eq. 13.
+    """Returns the penalty of long responses, [N] float64 in [-factor, 0], which is added to their
+    reward. arXiv 2503.14476, eq. 13.
 
     response_lengths: [N] int64, all response tokens, tool output included.
     """
     lengths = response_lengths.double()
-    buffer = 0 if options is None else options.buffer(max_response_tokens)
-    if options is None or buffer == 0:
+    if options is None or options.buffer(max_response_tokens) == 0:
         return torch.zeros_like(lengths)
+    buffer = options.buffer(max_response_tokens)
     excess = lengths - (max_response_tokens - buffer)
     return -(excess / buffer).clamp(0.0, 1.0) * options.factor
 
@@ -119,8 +119,8 @@ def normalize(
     all batches so far.
 
     "running" first adds this batch to the state (merged exactly, Chan et al. 1979), then uses it.
-    Where a scope has no spread its std does not divide, so constant rewards stay finite; where the
-    scope of the mean has none the result is exactly 0.
+    A scope without spread does not divide by its std, so constant rewards stay finite. If the scope
+    of the mean has no spread, the result is exactly 0.
     """
     if options.mean == options.std == "none":
         return rewards
@@ -136,7 +136,7 @@ def normalize(
 
 @dataclass(frozen=True)
 class _ScopeMoments:
-    """Moments of the rewards that normalize one another: [N] each, or [] or [1] where all responses
+    """Moments of the rewards that are normalized together: [N] each, or [] or [1] if all responses
     share them."""
 
     mean: Tensor  # float64
@@ -188,7 +188,7 @@ def _merged(seen: RewardMoments, count: int, mean: float, std: float) -> RewardM
 
 
 def _std(seen: RewardMoments) -> float:
-    return seen.root / math.sqrt(seen.count - 1) if seen.count > 1 else 0.0
+    return seen.root / math.sqrt(max(seen.count - 1, 1))
 
 
 def clip(rewards: ShapedRewards, inputs: RewardInputs, options: RewardClip) -> ShapedRewards:

@@ -1,9 +1,9 @@
 """Rollouts of several samples: statistics, advantages and denominators see rollouts, forward passes
 see samples.
 
-A rollout is a tree of turns; a path from its root to a leaf is a sample. Its reward is one, and it
-counts once in everything: what its samples share is trained on in the first of them and is context
-in the others.
+A rollout is a tree of turns, and a path from its root to a leaf is a sample. A rollout has one
+reward and counts once everywhere: tokens that its samples share are trained on in the first sample
+and are context in the others.
 """
 
 from dataclasses import replace
@@ -15,12 +15,12 @@ from megagrpo.algo.statistics import row_max, row_sums
 from megagrpo.types import Batch
 
 
-def of_rollouts(batch: Batch) -> Batch:
+def by_rollout(batch: Batch) -> Batch:
     """Returns the batch with a row for each of its M rollouts instead of its N samples; tokens stay
     in their places.
 
-    A rollout's samples are neighbors, so it is one run of tokens: lengths [M] sum those of its
-    samples. It is truncated if one of them is. Only fields that advantages are made of are
+    The samples of a rollout are neighbors, so it is one run of tokens, and its length is the sum of
+    theirs. It is truncated if one of its samples is. Only the fields that advantages depend on are
     converted.
     """
     sizes = batch.rollout_sizes
@@ -51,28 +51,33 @@ def longest_responses(batch: Batch) -> Tensor:
     """Returns the tokens of each rollout's longest response, [M] int64: sampling.max_response_tokens
     limits a sample."""
     lengths = batch.lengths - batch.prompt_lengths
-    return lengths if batch.rollout_sizes is None else row_max(lengths, batch.rollout_sizes)
+    if batch.rollout_sizes is None:
+        return lengths
+    return row_max(lengths, batch.rollout_sizes)
 
 
-def of_samples(values: Tensor, batch: Batch) -> Tensor:
+def to_samples(values: Tensor, batch: Batch) -> Tensor:
     """Returns for each sample [N, ...] the value of its rollout, from [M, ...]."""
-    sizes = batch.rollout_sizes
-    return values if sizes is None else values.repeat_interleave(sizes, 0)
+    if batch.rollout_sizes is None:
+        return values
+    return values.repeat_interleave(batch.rollout_sizes, 0)
 
 
 def counted_tokens(batch: Batch) -> Tensor:
-    """Returns the tokens of each rollout that rl's denominators count, [M] int64: those that it is
-    trained on, and more if rejected ones stay in the denominators.
+    """Returns how many tokens of each rollout the denominators of rl count, [M] int64: the trained
+    tokens, and rejected ones if they stay in the denominators.
     """
-    counted = batch.loss_mask if batch.correction.counted is None else batch.correction.counted
+    counted = batch.correction.counted
+    if counted is None:
+        counted = batch.loss_mask
     if batch.streams is not None:
         counted = counted & (batch.streams.weights["rl"] != 0)
-    return row_sums(counted.long(), of_rollouts(batch).lengths)
+    return row_sums(counted.long(), by_rollout(batch).lengths)
 
 
 def rollouts_of(rows: Tensor, batch: Batch) -> Tensor:
     """Returns the indices [m] int64, ascending, of the rollouts of these samples [n]."""
-    numbers = torch.arange(
-        len(batch.lengths if batch.rollout_sizes is None else batch.rollout_sizes)
-    )
-    return of_samples(numbers, batch)[rows].unique()
+    if batch.rollout_sizes is not None:
+        numbers = torch.arange(len(batch.rollout_sizes))
+        rows = to_samples(numbers, batch)[rows]
+    return rows.unique()

@@ -34,14 +34,14 @@ def alone(tensor: Tensor, op: str) -> Tensor:
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Describes the valid values of each of G groups over all ranks: float64 [G] unless said.
+    """Describes the valid values of each of G groups over all ranks: float64 [G] unless noted.
 
     Empty groups are all zero and degenerate.
     """
 
     count: Tensor  # int64
     mean: Tensor
-    std: Tensor  # 0 where count <= ddof
+    std: Tensor  # of a sample: sqrt(sum of squares / (n - 1)); 0 where count <= 1
     min: Tensor
     max: Tensor
     # bool, max - min <= 1e-12 max|value|; not `std > 0`, since np.std([0.7] * 6) > 0
@@ -65,7 +65,6 @@ def group_statistics(
     num_groups: int,
     valid: Tensor,
     reduce: Reduce,
-    std_ddof: int = 1,
 ) -> GroupStatistics:
     """Collective. Returns exact statistics of groups that may straddle ranks.
 
@@ -80,26 +79,24 @@ def group_statistics(
     values = values.double()
     low, high = group_range(values, group_ids, num_groups, reduce)
     count = torch.bincount(group_ids, minlength=num_groups)
-    return _described(lambda: [(values, group_ids)], count, low, high, reduce, std_ddof)
+    return _described(lambda: [(values, group_ids)], count, low, high, reduce)
 
 
-def moments(
-    values: Tensor, reduce: Reduce, mask: Tensor | None = None, std_ddof: int = 1
-) -> Moments:
-    """Collective. Returns exact moments of the float tensor `values` (any shape, finite) and those
-    of other ranks.
+def moments(values: Tensor, reduce: Reduce, mask: Tensor | None = None) -> Moments:
+    """Collective. Returns exact moments of the float tensors `values` (any shape, finite) of all
+    ranks.
 
-    mask: of the same shape, the values that count; None: all. The bits are those of
+    mask: the same shape, the values that count; None: all. The result has the same bits as
     group_statistics with one group; blocks of tokens stay in the processor's cache.
     """
     flat = values.reshape(-1).numpy()
-    chosen = None if mask is None else mask.reshape(-1).numpy()
 
     def blocks() -> Iterator[_Block]:
         for start in range(0, len(flat), _BLOCK):
-            block = slice(start, start + _BLOCK)
-            # torch selects in ten times the time
-            part = flat[block] if chosen is None else flat[block][chosen[block]]
+            part = flat[start : start + _BLOCK]
+            if mask is not None:
+                # torch selects in ten times the time
+                part = part[mask.reshape(-1).numpy()[start : start + _BLOCK]]
             yield torch.from_numpy(part).double(), None
 
     ends = torch.full(
@@ -109,11 +106,13 @@ def moments(
     for block, _ in blocks():
         if block.numel():
             count += block.numel()
-            own = torch.stack((-block.amin(), block.amax()))
-            ends[:, 0] = torch.maximum(ends[:, 0], own)
+            block_ends = torch.stack((-block.amin(), block.amax()))
+            ends[:, 0] = torch.maximum(ends[:, 0], block_ends)
     low, high = _range_of_ends(ends, reduce)
-    of = _described(blocks, count, low, high, reduce, std_ddof)
-    return Moments(int(of.count), float(of.mean), float(of.std), float(of.min), float(of.max))
+    stats = _described(blocks, count, low, high, reduce)
+    return Moments(
+        int(stats.count), float(stats.mean), float(stats.std), float(stats.min), float(stats.max)
+    )
 
 
 def _described(
@@ -122,14 +121,13 @@ def _described(
     low: Tensor,
     high: Tensor,
     reduce: Reduce,
-    std_ddof: int,
 ) -> GroupStatistics:
     """Collective. Returns the statistics of G groups; count: this rank's values; low, high: of all
     ranks, [G] each."""
     # Relative to the group's magnitude from here on: squares can neither overflow nor vanish.
     magnitude = torch.maximum(high.abs(), low.abs())
     up, down = _powers_of_two(magnitude)
-    scaled = ((values * _of_groups(down, ids), ids) for values, ids in blocks())
+    scaled = ((values * _to_values(down, ids), ids) for values, ids in blocks())
     sums, count = _sums_of_scaled(scaled, count, reduce)
     assert bool((count < MAX_TERMS).all()), "too many values for the head-room of the integer sums"
     mean = sums / count.clamp(min=1)
@@ -137,13 +135,13 @@ def _described(
     spread_up, spread_down = _powers_of_two(torch.maximum(high * down - mean, mean - low * down))
 
     def squared(values: Tensor, ids: Tensor | None) -> Tensor:
-        deviations = values * _of_groups(down, ids) - _of_groups(mean, ids)
-        return (deviations * _of_groups(spread_down, ids)).square()
+        deviations = values * _to_values(down, ids) - _to_values(mean, ids)
+        return (deviations * _to_values(spread_down, ids)).square()
 
     squares, _ = _sums_of_scaled(
         ((squared(*block), block[1]) for block in blocks()), torch.zeros_like(count), reduce
     )
-    std = (squares / (count - std_ddof).clamp(min=1)).sqrt()
+    std = (squares / (count - 1).clamp(min=1)).sqrt()
     return GroupStatistics(
         count=count,
         mean=mean * up,
@@ -154,9 +152,11 @@ def _described(
     )
 
 
-def _of_groups(per_group: Tensor, ids: Tensor | None) -> Tensor:
-    """Returns for every value of a block what its group has, from [G]."""
-    return per_group if ids is None else per_group.index_select(0, ids)
+def _to_values(per_group: Tensor, ids: Tensor | None) -> Tensor:
+    """Returns for every value of a block the value of its group, from [G]."""
+    if ids is None:
+        return per_group
+    return per_group.index_select(0, ids)
 
 
 def group_range(
@@ -195,8 +195,9 @@ def exact_group_sums(
     of the group over ALL ranks, the same on every rank.
     """
     up, down = _powers_of_two(bound)
-    scaled = values * _of_groups(down, group_ids)
-    along = torch.zeros_like(bound, dtype=torch.int64) if along is None else along
+    scaled = values * _to_values(down, group_ids)
+    if along is None:
+        along = torch.zeros_like(bound, dtype=torch.int64)
     sums, along = _sums_of_scaled([(scaled, group_ids)], along, reduce)
     return sums * up, along
 
@@ -220,7 +221,7 @@ def row_max(values: Tensor, lengths: Tensor) -> Tensor:
     return values.new_zeros(len(lengths)).scatter_reduce_(0, _rows(lengths), values, "amax")
 
 
-def of_tokens(values: Tensor, lengths: Tensor) -> Tensor:
+def to_tokens(values: Tensor, lengths: Tensor) -> Tensor:
     """Returns for each token [T] the value of its sample, from [N], on the host; lengths: [N], of the
     samples in tokens."""
     # torch's repeat_interleave makes 8 bytes for each token in addition
@@ -241,21 +242,20 @@ def _sums_of_scaled(
     for rest, ids in blocks:
         for limb in totals[:NUM_LIMBS]:
             rest = rest * 2.0**LIMB_BITS
-            whole = rest.round()
-            rest -= whole  # exact: a float minus its own leading bits
+            leading = rest.round()
+            rest -= leading  # exact: a float minus its own leading bits
             if ids is None:
-                limb += whole.sum().long()  # exact: whole numbers, together below 2^53
+                limb += leading.sum().long()  # exact: integers, together below 2^53
             elif len(limb) == 1:
                 # scattering millions of tokens into one place would be serial
-                limb += whole.long().sum()
+                limb += leading.long().sum()
             else:
-                limb.scatter_add_(0, ids, whole.long())
+                limb.scatter_add_(0, ids, leading.long())
     totals = reduce(totals, "sum")
     high, middle, low = totals[:NUM_LIMBS].double()
     # The integers are the same everywhere, so these roundings are too.
-    return ((low * 2.0**-LIMB_BITS + middle) * 2.0**-LIMB_BITS + high) * 2.0**-LIMB_BITS, totals[
-        NUM_LIMBS
-    ]
+    sums = ((low * 2.0**-LIMB_BITS + middle) * 2.0**-LIMB_BITS + high) * 2.0**-LIMB_BITS
+    return sums, totals[NUM_LIMBS]
 
 
 def _powers_of_two(bound: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,6 +266,5 @@ def _powers_of_two(bound: Tensor) -> tuple[Tensor, Tensor]:
     double anyway.
     """
     exponent = torch.frexp(bound).exponent.long().clamp_(min=-1000)
-    return ((exponent + 1023) << 52).view(torch.float64), ((1023 - exponent) << 52).view(
-        torch.float64
-    )
+    up, down = (exponent + 1023) << 52, (1023 - exponent) << 52
+    return up.view(torch.float64), down.view(torch.float64)

@@ -23,12 +23,14 @@ _CLOSE_ENOUGH = 1000  # parts that differ by less than a thousandth are left alo
 
 def sample_cost(length: int, attention_length: int | None = None) -> int:
     """Returns the cost of a sample in units of one token's matrix products: linear, plus attention
-    where that is known.
+    if that is known.
 
     attention_length: the sequence length, in tokens, at which causal attention costs as much as the
     rest of the model.
     """
-    return length if attention_length is None else length + length * length // attention_length
+    if attention_length is None:
+        return length
+    return length + length * length // attention_length
 
 
 def balanced_parts(
@@ -99,23 +101,26 @@ def _exchange(sizes: Sequence[int], parts: list[list[int]], loads: list[int]) ->
 
 
 def token_load(members: Sequence[int], lengths: Sequence[int], packed: bool) -> int:
-    """Returns the tokens of a micro-batch: packed the sum of its members' lengths, padded their
+    """Returns the tokens of a micro-batch: the sum of the members' lengths if packed, else their
     number times the longest.
     """
-    own = [lengths[i] for i in members]
-    return sum(own) if packed else len(own) * max(own, default=0)
+    sizes = [lengths[i] for i in members]
+    if packed:
+        return sum(sizes)
+    return len(sizes) * max(sizes, default=0)
 
 
 def fewest_micro_batches(lengths: Sequence[int], budget: int, packed: bool) -> list[list[int]]:
     """Puts one rank's samples into as few micro-batches as the rules here find; returns the indices
     of each.
 
-    Where it costs none more, they are full ones with the rest in the last; else even ones.
+    Even micro-batches are taken if they are fewer than full ones with the rest in the last.
     """
     filled = _filled(lengths, budget, packed)
     if packed:
         for count in range(-(-sum(lengths) // budget), len(filled)):
-            if _fits(even := balanced_parts(lengths, count), lengths, budget, packed):
+            even = balanced_parts(lengths, count)
+            if _fits(even, lengths, budget, packed):
                 return even
     return filled
 
@@ -147,36 +152,34 @@ def candidate_cuts(
             balanced_parts(lengths, count),
             balanced_parts(lengths, count, [max(targets) - target for target in targets]),
         ]
-    ways = [
-        _with_count(way if _fits(way, lengths, budget, packed) else safe, count) for way in ways
-    ]
+    ways = [way if _fits(way, lengths, budget, packed) else safe for way in ways]
+    ways = [_with_count(way, count) for way in ways]
     ways = [sorted(way, key=lambda b: (-token_load(b, lengths, packed), b)) for way in ways]
     return [[sorted(order[i] for i in b) for b in way] for way in ways]
 
 
 def _targets(total: int, count: int, pieces: Sequence[int]) -> list[int]:
-    """Returns the tokens that each micro-batch should have: as many as the piece that it meets, the
-    rest evenly."""
+    """Returns the tokens that each micro-batch should have: as many as the piece that it runs
+    beside; the rest is spread evenly."""
     targets: list[int] = []
     for piece in pieces:
         if piece * (count - len(targets)) <= total:
             break
         targets.append(min(piece, total))
         total -= targets[-1]
-    return (
-        targets + [total // (count - len(targets))] * (count - len(targets))
-        if len(targets) < count
-        else targets
-    )
+    rest = count - len(targets)
+    return targets + [total // max(rest, 1)] * rest
 
 
 def cheapest_cut(slowest: Sequence[Sequence[int]], one_shape: bool) -> int:
-    """Returns which way takes the least time, given for each the tokens of the slowest rank in
-    every micro-batch.
+    """Returns the index of the way that takes the least time.
 
-    one_shape: all micro-batches are padded to the largest, as pipeline stages need it.
+    slowest: for each way, the tokens of the slowest rank in every micro-batch. one_shape: all
+    micro-batches are padded to the largest, as pipeline stages need it.
     """
-    totals = [max(way, default=0) * len(way) if one_shape else sum(way) for way in slowest]
+    totals = list(map(sum, slowest))
+    if one_shape:
+        totals = [max(way, default=0) * len(way) for way in slowest]
     return totals.index(min(totals))
 
 
@@ -185,8 +188,8 @@ def _fits(bins: list[list[int]], lengths: Sequence[int], budget: int, packed: bo
 
 
 def _filled(lengths: Sequence[int], budget: int, packed: bool) -> list[list[int]]:
-    """Returns as few micro-batches as a simple rule finds; a sample above the budget gets one of
-    its own.
+    """Returns as few micro-batches as a simple rule finds; a sample above the budget is alone in
+    one.
 
     Packed: best-fit decreasing. Padded: neighbors in length together.
     """

@@ -9,13 +9,13 @@ from functools import partial
 import numpy as np
 import torch
 
-from megagrpo.algo.rollouts import of_rollouts, of_samples
+from megagrpo.algo.rollouts import by_rollout, to_samples
 from megagrpo.batching.balance import balanced_parts, sample_cost
-from megagrpo.batching.rows import (
+from megagrpo.batching.sample_rows import (
     NO_NEEDS,
     LossNeeds,
     SampleRow,
-    of_responses,
+    response_values,
     rows_of,
     streams_of,
     with_demonstration,
@@ -38,13 +38,13 @@ def build_batch(
     """Collective. Returns this replica's share of all samples, from the groups that each replica
     sampled.
 
-    updates: of the step (`plan_updates`). Each update of the first pass is balanced separately, by
-    cost; later passes mix the samples but do not move them. The samples of a rollout stay together.
-    arch: of the model, whose attention and vision tower then count as cost. trained_version:
+    updates: the step's, from `plan_updates`. Each update of the first pass is balanced separately,
+    by cost; later passes mix the samples but do not move them. The samples of a rollout stay
+    together. arch: the model's; its attention and vision tower then count as cost. trained_version:
     version of the weights that the step trains, if the sampling weights may be older.
     routed_layers: this rank's layers with experts, whose routed experts the replica's leader sends.
-    needs: of the experiment's loss. Rows are ordered by sample id. Raises ValueError if a scored
-    response has no score of one of `needs.graders`.
+    needs: what the experiment's loss reads. Rows are ordered by sample id. Raises ValueError if a
+    scored response has no score from one of `needs.graders`.
     """
     most = max((len(g.samples) for g in groups), default=0)
     most = max(mesh.gather_dp(most))
@@ -54,11 +54,11 @@ def build_batch(
         experts = mesh.cut_by_leader(tuple(routed_layers), partial(_cut_experts, groups))
     mine = [
         row
-        for group, of_group in zip(groups, experts, strict=True)
-        for row in rows_of(group, most, trained_version is not None, of_group, needs)
+        for group, group_experts in zip(groups, experts, strict=True)
+        for row in rows_of(group, most, trained_version, group_experts, needs)
     ]
-    own = [(r.sample_id, r.rollout_id, r.group_id, _cost(r, arch)) for r in mine]
-    sizes = sorted(of_sample for part in mesh.gather_dp(own) for of_sample in part)
+    my_sizes = [(r.sample_id, r.rollout_id, r.group_id, _cost(r, arch)) for r in mine]
+    sizes = sorted(size for part in mesh.gather_dp(my_sizes) for size in part)
     # Statistics and updates number the groups of a step densely, in the order of their ids in the
     # run.
     group_ids = sorted({group_id for _, _, group_id, _ in sizes})
@@ -71,10 +71,12 @@ def build_batch(
     received = [row for part in mesh.exchange_dp(outgoing) for row in part]
     has_greedy = any(mesh.gather_dp(any(g.greedy_outcome is not None for g in groups)))
     in_order = sorted(received, key=lambda r: r.sample_id)
-    batch = _to_tensors(in_order, dense, updates, has_greedy, trained_version)
-    if needs.graders:
-        batch = replace(batch, rewards=_with_scores(batch.rewards, in_order, needs.graders))
-    batch = replace(batch, streams=streams_of(in_order, needs.algorithm))
+    lags = None
+    if trained_version is not None:
+        lags = response_values(in_order, (row.lags for row in in_order), np.int32)
+    rewards = _rewards(in_order, has_greedy, needs.graders)
+    batch = _to_tensors(in_order, dense, updates, rewards)
+    batch = replace(batch, lags=lags, streams=streams_of(in_order, needs.algorithm))
     if routed_layers is not None:
         batch = _with_routed_experts(batch, in_order, len(routed_layers))
     return batch
@@ -107,15 +109,13 @@ def _to_tensors(
     rows: Sequence[SampleRow],
     dense: dict[int, int],
     updates: Updates,
-    has_greedy: bool,
-    trained_version: int | None,
+    rewards: Rewards,
 ) -> Batch:
     sizes = list(Counter(row.rollout_id for row in rows).values())  # in order: rows are
-    lags = None
-    if trained_version is not None:
-        versions = (row.versions for row in rows)
-        of_rows = (None if each is None else trained_version - each for each in versions)
-        lags = of_responses(rows, of_rows, np.int32, default=0)
+    rollout_sizes = None
+    if len(sizes) < len(rows):
+        rollout_sizes = torch.tensor(sizes, dtype=torch.int64)
+    images = tuple(row.images for row in rows)
     parts = (part for row in rows for part in (row.prompt, row.response))
     return Batch(
         sample_ids=torch.tensor([row.sample_id for row in rows], dtype=torch.int64),
@@ -124,37 +124,33 @@ def _to_tensors(
         tokens=torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *parts])),
         lengths=torch.tensor([row.length for row in rows], dtype=torch.int64),
         prompt_lengths=torch.tensor([len(row.prompt) for row in rows], dtype=torch.int64),
-        loss_mask=of_responses(rows, (r.response_mask for r in rows), np.bool_, default=True),
-        rollout_logprobs=of_responses(rows, (r.logprobs for r in rows), np.float32),
-        rewards=_rewards(rows, has_greedy),
+        loss_mask=response_values(rows, (r.response_mask for r in rows), np.bool_, default=True),
+        rollout_logprobs=response_values(rows, (r.logprobs for r in rows), np.float32),
+        rewards=rewards,
         truncated=torch.tensor([row.truncated for row in rows], dtype=torch.bool),
-        lags=lags,
         updates=updates,
-        rollout_sizes=torch.tensor(sizes, dtype=torch.int64) if len(sizes) < len(rows) else None,
-        images=tuple(row.images for row in rows) if any(row.images for row in rows) else (),
+        rollout_sizes=rollout_sizes,
+        images=images if any(images) else (),
     )
 
 
-def _rewards(rows: Sequence[SampleRow], has_greedy: bool) -> Rewards:
-    greedy = torch.tensor([row.greedy_reward for row in rows], dtype=torch.float64)
-    tokens = None
-    if any(row.token_rewards for row in rows):
-        tokens = of_responses(rows, map(_token_rewards, rows), np.float64)
-    return Rewards(
+def _rewards(rows: Sequence[SampleRow], has_greedy: bool, graders: Mapping[str, float]) -> Rewards:
+    """Returns the rewards, with the scores and the weight of each of these graders."""
+    rewards = Rewards(
         values=torch.tensor([row.reward for row in rows], dtype=torch.float64),
         valid=torch.tensor([row.valid for row in rows], dtype=torch.bool),
-        greedy=greedy if has_greedy else None,
-        tokens=tokens,
     )
-
-
-def _with_scores(
-    rewards: Rewards, rows: Sequence[SampleRow], graders: Mapping[str, float]
-) -> Rewards:
-    """Returns the rewards with the scores of each grader and its weight."""
-    parts = torch.tensor([row.parts for row in rows], dtype=torch.float64)
-    weights = torch.tensor(list(graders.values()), dtype=torch.float64)
-    return replace(rewards, parts=parts.view(len(rows), len(weights)), weights=weights)
+    if has_greedy:
+        greedy = torch.tensor([row.greedy_reward for row in rows], dtype=torch.float64)
+        rewards = replace(rewards, greedy=greedy)
+    if any(row.token_rewards for row in rows):
+        tokens = response_values(rows, map(_token_rewards, rows), np.float64)
+        rewards = replace(rewards, tokens=tokens)
+    if graders:
+        parts = torch.tensor([row.parts for row in rows], dtype=torch.float64)
+        weights = torch.tensor(list(graders.values()), dtype=torch.float64)
+        rewards = replace(rewards, parts=parts.view(len(rows), len(weights)), weights=weights)
+    return rewards
 
 
 def _token_rewards(row: SampleRow) -> np.ndarray:
@@ -168,17 +164,15 @@ def _token_rewards(row: SampleRow) -> np.ndarray:
 def _cut_experts(
     groups: Sequence[RolloutGroup], layers: tuple[int, ...] | None
 ) -> list[list[np.ndarray | None]]:
-    """Returns the experts of each sample in these layers; of none without layers, and where they
-    are not known."""
-    return [
-        [
-            None
-            if s.routed_experts is None or layers is None
-            else s.routed_experts[:, list(layers)]
-            for s in g.samples
-        ]
-        for g in groups
-    ]
+    """Returns the experts of each sample in these layers; None without layers or if they are not
+    known."""
+
+    def cut(experts: np.ndarray | None) -> np.ndarray | None:
+        if experts is None or layers is None:
+            return None
+        return experts[:, list(layers)]
+
+    return [[cut(sample.routed_experts) for sample in group.samples] for group in groups]
 
 
 def _with_routed_experts(batch: Batch, rows: Sequence[SampleRow], num_layers: int) -> Batch:
@@ -208,13 +202,13 @@ def shuffle_rewards(batch: Batch, seed: int, step: int, mesh: Mesh) -> Batch:
 
     The order of sample ids decides, so that every layout shuffles alike.
     """
-    whole = of_rollouts(batch)
-    rewards = whole.rewards
-    # a reward, and the scores that it is made of
+    rollouts = by_rollout(batch)
+    rewards = rollouts.rewards
+    # a reward, and the graders' scores in it
     both = rewards.values[:, None]
     if rewards.parts is not None:
         both = torch.cat((both, rewards.parts), 1)
-    ids = whole.sample_ids.tolist()
+    ids = rollouts.sample_ids.tolist()
     rows = zip(ids, both.tolist(), rewards.valid.tolist(), strict=True)
     scored = [(sample_id, reward) for sample_id, reward, valid in rows if valid]
     everyone = sorted(pair for part in mesh.gather_dp(scored) for pair in part)
@@ -224,7 +218,8 @@ def shuffle_rewards(batch: Batch, seed: int, step: int, mesh: Mesh) -> Batch:
     moved = {everyone[i][0]: everyone[j][1] for i, j in enumerate(order)}
     none = [0.0] * both.shape[1]
     both = torch.tensor([moved.get(i, none) for i in ids], dtype=torch.float64).view(both.shape)
-    both = of_samples(both, batch)
-    parts = None if rewards.parts is None else both[:, 1:].clone()
-    rewards = replace(batch.rewards, values=both[:, 0].clone(), tokens=None, parts=parts)
+    both = to_samples(both, batch)
+    rewards = replace(batch.rewards, values=both[:, 0].clone(), tokens=None)
+    if rewards.parts is not None:
+        rewards = replace(rewards, parts=both[:, 1:].clone())
     return replace(batch, rewards=rewards)

@@ -20,7 +20,7 @@ from megagrpo.batching.balance import (
     longest_lengths,
     token_load,
 )
-from megagrpo.batching.images import with_images
+from megagrpo.batching.image_positions import with_images
 from megagrpo.config.schema import ParallelConfig
 from megagrpo.mesh import Mesh
 from megagrpo.types import Batch, MicroBatch, Targets
@@ -53,9 +53,11 @@ def plan_micro_batches(
     Megatron's schedule requires both.
     """
     packed = size.packed
-    unit = 2 * layout.cp if layout.cp > 1 else 1
-    of_rows = batch.lengths.tolist()
-    lengths = [_up(of_rows[r], unit) for r in rows]
+    unit = 1
+    if layout.cp > 1:
+        unit = 2 * layout.cp
+    all_lengths = batch.lengths.tolist()
+    lengths = [_up(all_lengths[r], unit) for r in rows]
     longest = 0
     if layout.pp > 1:
         longest = int(mesh.reduce(torch.tensor(max(lengths, default=unit)), "max"))
@@ -75,26 +77,33 @@ def plan_micro_batches(
     def build(number: int) -> MicroBatch:
         members = bins[number]
         height, width = shapes[number]
-        sizes = [length_of[r] for r in members] if packed else [width] * height
+        sizes = [width] * height
         if packed:
+            sizes = [length_of[r] for r in members]
             sizes += _dummies(width - sum(sizes), longest or width)
         micro = _micro_batch(batch, members, sizes, packed, (cp_rank, layout.cp))
-        return with_images(batch, micro, size.merge) if size.merge else micro
+        if size.merge:
+            micro = with_images(batch, micro, size.merge)
+        return micro
 
     return MicroBatches(build, shapes)
 
 
 def _dummies(tokens: int, longest: int) -> list[int]:
-    """Returns the lengths of the sequences that fill a row up: attention's cost is quadratic in
-    them, so none is longer than the samples are."""
+    """Returns the lengths of the sequences that fill a row up: the cost of attention is quadratic
+    in them, so none is longer than the longest sample."""
     rest = tokens % longest
     return [longest] * (tokens // longest) + [rest] * (rest > 0)
 
 
 def _shape(lengths: list[int], packed: bool, width_unit: int) -> tuple[int, int]:
-    """Returns rows and tokens of a row of a micro-batch; one without samples is a dummy."""
-    width = sum(lengths) if packed else max(lengths, default=1)
-    height = 1 if packed else max(len(lengths), 1)
+    """Returns the number of rows and of tokens per row of a micro-batch; one without samples is a
+    dummy."""
+    height = 1
+    width = sum(lengths)
+    if not packed:
+        height = max(len(lengths), 1)
+        width = max(lengths, default=1)
     return height, _up(max(width, 1), width_unit)
 
 
@@ -102,7 +111,7 @@ class MicroBatches(Sequence[MicroBatch]):
     """Makes each micro-batch when it is consumed: all at once they would be several times the
     batch.
 
-    shapes: [b, s] of each, of the whole under context parallelism.
+    shapes: [b, s] of each, before context parallelism cuts it.
     """
 
     def __init__(self, build: Callable[[int], MicroBatch], shapes: Sequence[tuple[int, int]]):
@@ -120,10 +129,10 @@ class MicroBatches(Sequence[MicroBatch]):
 def _aligned(
     lengths: list[int], size: MicroBatchSize, layout: ParallelConfig, mesh: Mesh
 ) -> list[list[int]]:
-    """Collective over data-parallel ranks. Cuts this rank's samples into as many micro-batches as
-    every other rank's.
+    """Collective over data-parallel ranks. Cuts this rank's samples into the same number of
+    micro-batches as on every other rank.
 
-    The k-th of all ranks are alike in size. Returns the indices of each.
+    The k-th micro-batches of all ranks are alike in size. Returns the indices in each.
     """
 
     def largest(values: list[int]) -> list[int]:
@@ -132,7 +141,8 @@ def _aligned(
     budget = size.budget
     packed = size.packed
     count = max(largest([len(fewest_micro_batches(lengths, budget, packed))])[0], 1)
-    count = _up(count, layout.pp) if layout.vpp > 1 else count
+    if layout.vpp > 1:
+        count = _up(count, layout.pp)
     ways = candidate_cuts(lengths, budget, packed, count, largest(longest_lengths(lengths, count)))
     loads = largest([token_load(b, lengths, packed) for way in ways for b in way])
     slowest = [loads[i : i + count] for i in range(0, len(loads), count)]
@@ -154,7 +164,7 @@ def _micro_batch(
     """
     rows, positions = _layout(batch, samples, sizes, packed, context)
     columns = torch.where(rows >= 0, positions, -1)
-    found = targets(rows, columns, batch.lengths, batch.trained_mask)
+    next_tokens = targets(rows, columns, batch.lengths, batch.trained_mask)
     starts = batch.starts
     tokens = torch.zeros_like(rows)
     if len(batch.tokens):
@@ -162,7 +172,7 @@ def _micro_batch(
         tokens = torch.where(rows >= 0, batch.tokens[places].long(), 0)
     members = torch.tensor(sorted(samples), dtype=torch.int64)
     lengths = batch.lengths[members]
-    longest = int(batch.lengths.max()) if len(batch.lengths) else 1
+    longest = max(batch.lengths.tolist(), default=1)
     first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     inside = torch.arange(int(lengths.sum())) - first
     return MicroBatch(
@@ -171,11 +181,11 @@ def _micro_batch(
         cu_seqlens=torch.tensor([0, *accumulate(sizes)], dtype=torch.int32) if packed else None,
         rows=rows,
         columns=columns,
-        targets=found,
+        targets=next_tokens,
         members=members,
         places=starts[members].repeat_interleave(lengths) + inside,
         grid=torch.arange(len(members)).repeat_interleave(lengths) * longest + inside,
-        target_grid=torch.searchsorted(members, found.rows) * longest + found.columns,
+        target_grid=torch.searchsorted(members, next_tokens.rows) * longest + next_tokens.columns,
         longest=longest,
         max_seqlen=max(sizes),
     )
@@ -193,22 +203,23 @@ def _layout(
     lengths = torch.cat((batch.lengths, batch.lengths.new_zeros(1)))  # the last: of owner -1
     rows = torch.where(positions < lengths[owner], owner, -1)
     if context[1] > 1:
-        bounds = [0, *accumulate(sizes)] if packed else [0, sizes[0]]
-        index = _context_part(bounds, *context)
+        if not packed:
+            sizes = sizes[:1]
+        index = _context_part([0, *accumulate(sizes)], *context)
         rows, positions = rows[:, index], positions[:, index]
     return rows, positions
 
 
 def _context_part(bounds: list[int], cp_rank: int, cp_size: int) -> Tensor:
-    """Returns which positions a context-parallel rank has, [s / cp]: of 2 cp equal chunks of every
-    sequence, from bound to bound, the cp_rank-th from either end.
+    """Returns the positions of a context-parallel rank, [s / cp]. Every sequence, from bound to
+    bound, has 2 cp equal chunks; the rank has the cp_rank-th from either end.
     """
-    kept = []
+    parts = []
     for start, end in pairwise(bounds):
         chunk = (end - start) // (2 * cp_size)
         for number in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            kept.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
-    return torch.cat(kept)
+            parts.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
+    return torch.cat(parts)
 
 
 def targets(rows: Tensor, columns: Tensor, lengths: Tensor, trained: Tensor) -> Targets:
@@ -218,10 +229,10 @@ def targets(rows: Tensor, columns: Tensor, lengths: Tensor, trained: Tensor) -> 
     trained: [T] bool.
     """
     rows, columns = rows.flatten(), columns.flatten()
-    found = rows >= 0
+    is_target = rows >= 0
     if len(lengths):
         owner = rows.clamp(min=0)
         following = ((lengths.cumsum(0) - lengths)[owner] + columns + 1).clamp(max=len(trained) - 1)
-        found = found & (columns + 1 < lengths[owner]) & trained[following]
-    flat = torch.nonzero(found).flatten()
+        is_target = is_target & (columns + 1 < lengths[owner]) & trained[following]
+    flat = torch.nonzero(is_target).flatten()
     return Targets(flat, rows[flat], columns[flat] + 1)

@@ -13,8 +13,8 @@ def plan_updates(train: TrainConfig, seed: int, step: int) -> Updates:
     """Cuts a step's groups into num_updates_per_step equal parts, differently for each of
     num_epochs_per_step passes.
 
-    The first pass takes the groups in the order of their ids, every other one in an order of its
-    own, drawn from (seed, step, pass).
+    The first pass takes the groups in the order of their ids, every other pass in a different
+    order, drawn from (seed, step, pass).
     """
     passes = []
     for number in range(train.num_epochs_per_step):

@@ -188,7 +188,7 @@ def _try_rows(
         )
     trial.loaded.append(f"{which} of {data.name}: {len(lengths):,} rows, {longest}")
     if len(lengths) == len(rows) and not unread:
-        refuse_long(data, [(row.of, lengths[row.id]) for row in rows])
+        refuse_long(data, [(row.part, lengths[row.id]) for row in rows])
         if data == config.data:
             _try_rows_in_use(config, [row for row in rows if row.id in kept], trial)
     return list(first_of_each(first))
@@ -198,7 +198,7 @@ def _try_rows_in_use(config: ExperimentConfig, rows: Sequence[Row], trial: Loadi
     """Raises ValueError if a curriculum cannot draw from them; notes that a checkpoint has
     others."""
     ratios = [source.ratio for source in config.data.sources if source.ratio is not None]
-    sizes = [sum(row.of == number for row in rows) for number in range(len(ratios))]
+    sizes = [sum(row.part == number for row in rows) for number in range(len(ratios))]
     Curriculum.of(config, rows, tuple(zip(ratios, sizes, strict=True)))
     source = latest(config.run_folder.checkpoints)
     if source is not None and config.checkpoint.resume == "auto":

@@ -24,7 +24,7 @@ from megagrpo.models.architecture import Architecture
 from megagrpo.models.config_json import HfConfig
 from megagrpo.models.folder import Model
 from megagrpo.models.table import architecture_of
-from megagrpo.monitor.record import read_metrics
+from megagrpo.monitor.step_log import read_metrics
 
 OF_MODEL = (model.before_start, trainer_layout.before_start, engine_layout.before_start)
 BEFORE_START = (

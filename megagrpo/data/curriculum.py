@@ -1,9 +1,9 @@
-"""Rows drawn by what their last groups showed: `data.curriculum`.
+"""Rows drawn by the results of their last groups: `data.curriculum`.
 
-A function gets the results of all rows and returns a weight for each; the rows of a batch are drawn
-by them, without replacement. A batch is drawn in the step that first requests it, from the groups of
-all steps before that: so the rows are the same on any ranks and after a resume, and those of
-batches sampled ahead are part of the state.
+A function gets the results of all rows and returns a weight for each. The rows of a batch are drawn
+by these weights, without replacement. A batch is drawn in the step that first requests it, from the
+groups of all earlier steps, so the rows are the same for any number of ranks and after a resume.
+The rows of batches that are sampled ahead are part of the state.
 """
 
 import inspect
@@ -30,9 +30,9 @@ GroupResult = tuple[int, int, float, float]
 
 @dataclass(frozen=True, eq=False)
 class CurriculumRows(RowResults):
-    """What a curriculum's function gets: the R rows in use, in the order of the data.
+    """The argument of a curriculum function: the R rows in use, in the order of the data.
 
-    Of an unseen row pass_rate and reward_mean are NaN.
+    pass_rate and reward_mean of an unseen row are NaN.
     """
 
     step: int  # the step that draws, from 1
@@ -70,7 +70,7 @@ def load_curriculum(options: CurriculumConfig) -> Callable[[CurriculumRows], obj
 def describe_curriculum(options: CurriculumConfig) -> str:
     """Returns the formula of a row's weight. Raises ValueError as load_curriculum."""
     _, *parameters = inspect.signature(load_curriculum(options)).parameters.values()
-    args = ", ".join(f"{each.name} {each.default}" for each in parameters)
+    args = ", ".join(f"{parameter.name} {parameter.default}" for parameter in parameters)
     return (
         f"by {options.name}({args}), p = fraction of rewards >= {options.pass_reward:g}; "
         f"hard p <= {options.hard_at_most:g}, easy p >= {options.easy_at_least:g}"
@@ -79,7 +79,7 @@ def describe_curriculum(options: CurriculumConfig) -> str:
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Draws from the R rows in use, and keeps what their groups show."""
+    """Draws from the R rows in use, and records the results of their groups."""
 
     options: CurriculumConfig
     seed: int
@@ -90,12 +90,13 @@ class Curriculum:
     def of(
         cls, config: ExperimentConfig, rows: Sequence[Prompt | Row], mixture: Mixture = ()
     ) -> "Curriculum | None":
-        """Returns that of an experiment, if it has one. Raises ValueError as its first draw."""
+        """Returns the curriculum of an experiment, if it has one. Raises ValueError if the first
+        draw does."""
         if config.data.curriculum is None:
             return None
-        made = cls(config.data.curriculum, config.seed, rows, mixture)
-        made.draw(made.unseen(), 1, 0, config.train.num_prompts_per_step)
-        return made
+        curriculum = cls(config.data.curriculum, config.seed, rows, mixture)
+        curriculum.draw(curriculum.unseen(), 1, 0, config.train.num_prompts_per_step)
+        return curriculum
 
     def unseen(self) -> RowResults:
         """Returns the state before the first step."""
@@ -115,8 +116,8 @@ class Curriculum:
     def draw(self, results: RowResults, step: int, place: int, count: int) -> list[int]:
         """Returns the rows of the groups place .. place + count - 1, all different; `step` draws.
 
-        Sources with ratios have them as without a curriculum. Raises ValueError if the function
-        returns no weights, or too few rows have one.
+        Ratios of sources hold as without a curriculum. Raises ValueError if the function does not
+        return weights, or if too few rows have a weight above 0.
         """
         weights = self._weights(results, step)
         ratios, sizes = zip(*(self.mixture or [(1.0, len(self.rows))]), strict=True)
@@ -126,18 +127,19 @@ class Curriculum:
         start = 0
         for source, size in enumerate(sizes):
             places = np.flatnonzero(sources == source)
-            own = weights[start : start + size]
-            if (positive := np.count_nonzero(own)) < len(places):
-                of_source = f" of source {self.rows[start].source}" if self.mixture else ""
+            source_weights = weights[start : start + size]
+            positive = np.count_nonzero(source_weights)
+            if positive < len(places):
+                rows = f"rows of source {self.rows[start].source}" if self.mixture else "rows"
                 raise ValueError(
-                    f"data.curriculum {self.options.name}: {positive} of {size} rows{of_source} "
+                    f"data.curriculum {self.options.name}: {positive} of {size} {rows} "
                     f"have a weight above 0, step {step} draws {len(places)}; change "
                     "data.curriculum.args (drop_solved: lower return_after), take more rows, or "
                     "lower train.num_prompts_per_step"
                 )
             if len(places):
                 drawn[places] = start + generator.choice(
-                    size, len(places), replace=False, p=own / own.sum()
+                    size, len(places), replace=False, p=source_weights / source_weights.sum()
                 )
             start += size
         return drawn.tolist()
@@ -145,7 +147,7 @@ class Curriculum:
     def shown(
         self, results: RowResults, cursor: int, groups: Sequence[RolloutGroup]
     ) -> list[GroupResult]:
-        """Returns what groups show; one without a scored response shows nothing. cursor: the id of
+        """Returns the results of groups; one without a scored response has none. cursor: the id of
         the group of the first row drawn."""
         scored = [(g.group_id, [o.value for o in g.outcomes if o.ok]) for g in groups]
         limit = self.options.pass_reward
@@ -164,9 +166,9 @@ class Curriculum:
         self, results: RowResults, shown: list[list[GroupResult]], step: int, consumed: int
     ) -> RowResults:
         """Returns the state after a step that consumed the first `consumed` of the rows drawn.
-        shown: of each replica."""
+        shown: the results from each replica."""
         arrays = {name: array.copy() for name, array in vars(results).items()}
-        for _, row, pass_rate, reward_mean in sorted(chain(*shown)):  # of one row the last counts
+        for _, row, pass_rate, reward_mean in sorted(chain(*shown)):  # a row's last result counts
             arrays["last_step"][row] = step
             arrays["times_seen"][row] += 1
             arrays["pass_rate"][row] = pass_rate
@@ -180,24 +182,25 @@ class Curriculum:
         arrays = {name: array.copy() for name, array in vars(results).items()}
         for name in ("pass_rate", "reward_mean"):
             arrays[name][results.times_seen == 0] = np.nan
-        given = CurriculumRows(
+        argument = CurriculumRows(
             **arrays,
             step=step,
             ids=np.array([row.id for row in rows]),
             sources=np.array([row.source for row in rows]),
             pools=self.pools(results),
         )
-        what = f"data.curriculum.name {self.options.name!r}"
-        wanted = f"{what} returns a weight for each row in use, [{len(rows)}]"
+        setting = f"data.curriculum.name {self.options.name!r}"
+        expected = f"{setting} returns a weight for each row in use, [{len(rows)}]"
         function = load_curriculum(self.options)
-        with explained(f"{wanted}; it failed"):
-            found = np.asarray(function(given), np.float64)
-        if found.shape != (len(rows),):
-            raise ValueError(f"{wanted}; it returned {list(found.shape)}")
-        if (wrong := ~(np.isfinite(found) & (found >= 0))).any():
+        with explained(f"{expected}; it failed"):
+            weights = np.asarray(function(argument), np.float64)
+        if weights.shape != (len(rows),):
+            raise ValueError(f"{expected}; it returned {list(weights.shape)}")
+        wrong = ~(np.isfinite(weights) & (weights >= 0))
+        if wrong.any():
             first = int(wrong.argmax())
             raise ValueError(
-                f"{what} returned {found[first]} for {rows[first].location} (step {step}); weights "
-                "are finite and at least 0, and pass_rate is NaN until a row has a group"
+                f"{setting} returned {weights[first]} for {rows[first].location} (step {step}); "
+                "weights are finite and at least 0, and pass_rate is NaN until a row has a group"
             )
-        return found
+        return weights

@@ -22,11 +22,11 @@ _MODEL = re.compile(_NAME)
 _DATA = re.compile(_NAME + r"(?:\?(?P<query>[\w.=&-]*))?")
 _FILES = re.compile(r"hf://datasets/" + _NAME + r"/(?P<pattern>.+)")
 _ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
-_FOLDERS = {"models", "data", "runs", "configs", "checkpoints"}  # nobody's names on the Hub
+_FOLDERS = {"models", "data", "runs", "configs", "checkpoints"}  # not names on the Hub
 _DESCRIPTION = ["*.json", "*.txt", "*.model", "*.jinja"]
 _WEIGHTS = ["*.safetensors"]
 _IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
-# of which split a section reads, the first that there is
+# the splits that a section reads: the first that exists
 _SPLITS = {"data": ("train",), "sft": ("train",), "eval": ("test", "validation")}
 
 
@@ -34,56 +34,54 @@ def with_local_files(
     config: ExperimentConfig, weights: str, cached_only: bool = False
 ) -> tuple[ExperimentConfig, list[tuple[KeyPath, str]]]:
     """Returns the experiment with local paths instead of names on the Hub, and (key path, problem)
-    of each name that leads nowhere.
+    for each name that leads nowhere.
 
-    weights: the section, `model` or `sft`, whose model comes with its weights; of the others only
-    what describes them. cached_only: nothing is fetched; else files that the cache lacks are, as
-    HF_HUB_OFFLINE, HF_HOME, HF_ENDPOINT and HF_TOKEN say.
+    weights: the section, `model` or `sft`, whose model comes with its weights; the others come with
+    their description only. cached_only: nothing is fetched. Otherwise files that the cache lacks
+    are fetched, according to HF_HUB_OFFLINE, HF_HOME, HF_ENDPOINT and HF_TOKEN.
     """
     values = config.model_dump()
     problems: list[tuple[KeyPath, str]] = []
     for keys in _places(values):
         *around, key = map(str, keys)
         section = cast(dict[str, Plain], value_at(values, keys[:-1]))
-        names = [section[key]] if isinstance(section[key], str) else section[key]
-        of = "model" if around[0] == "teachers" else around[0]
-        whole = of == weights and key != "tokenizer"
-        resolve = partial(_local_folder, weights=whole)
+        names = _as_list(section[key])
+        in_full = around[0].replace("teachers", "model") == weights and key != "tokenizer"
+        resolve = partial(_local_folder, weights=in_full)
         if key == "path" and around[0] in _SPLITS:
             resolve = partial(_local_files, splits=_SPLITS[around[0]])
-        said: list[str] = []
-        with collected(said):
-            found: list[Plain] = []
-            for name in cast(list[str], names):
-                found += resolve(name, cached_only=cached_only)
-            section[key] = found[0] if len(found) == 1 else found
-        problems += [(keys, text) for text in said]
+        messages: list[str] = []
+        with collected(messages):
+            paths: list[Plain] = []
+            for name in names:
+                paths += resolve(name, cached_only=cached_only)
+            section[key] = paths[0] if len(paths) == 1 else paths
+        problems += [(keys, message) for message in messages]
     if values != config.model_dump():
         config = ExperimentConfig.model_validate(values, context=RULES_LATER)
     return config, problems
 
 
+def _as_list(names: object) -> list[str]:
+    return [names] if isinstance(names, str) else cast(list[str], names)
+
+
 def _places(values: dict[str, Plain]) -> Iterator[KeyPath]:
-    """Yields the keys that may hold a name; not that of a model which the warm-up makes."""
+    """Yields the keys that may hold a name, except for a model that the warm-up makes."""
     keys: list[KeyPath] = [("model", "tokenizer"), ("sft", "model"), ("sft", "path")]
     if values["sft"] is None:
         keys.append(("model", "path"))
     for section in (("data",), ("eval", "data")):
         keys.append((*section, "path"))
-        sources = value_at(values, (*section, "sources"))
-        keys += [
-            (*section, "sources", number, "path")
-            for number, _ in enumerate(sources if isinstance(sources, list) else [])
-        ]
-    teachers = values["teachers"]
-    keys += [
-        ("teachers", name, "path") for name in (teachers if isinstance(teachers, dict) else ())
-    ]
+        sources = cast(list, value_at(values, (*section, "sources")) or [])
+        keys += [(*section, "sources", number, "path") for number in range(len(sources))]
+    keys += [("teachers", name, "path") for name in cast(dict, values["teachers"])]
     yield from (key for key in keys if value_at(values, key))
 
 
 def is_hub_name(path: str) -> bool:
-    """Returns whether a path that does not exist is called like a model or data set on the Hub."""
+    """Returns whether a path does not exist and looks like the name of a model or data set on the
+    Hub."""
     matched = _DATA.fullmatch(path)
     if matched is None or path.endswith(_ENDINGS) or Path(path).exists():
         return False
@@ -99,7 +97,7 @@ def _local_folder(path: str, weights: bool, cached_only: bool) -> list[str]:
     matched = _MODEL.fullmatch(path.removeprefix("hf://"))
     if matched is None or not (path.startswith("hf://") or is_hub_name(path)):
         return [path]
-    patterns = [*_DESCRIPTION, *(_WEIGHTS if weights else [])]
+    patterns = [*_DESCRIPTION, *_WEIGHTS[: int(weights)]]
     folder = _snapshot(matched, "model", patterns, cached_only, ignored=_IGNORED)
     if weights and not any(folder.glob("*.safetensors")):
         raise ValueError(f"{path} has no safetensors files, the only ones that are read")
@@ -139,11 +137,12 @@ def _patterns(
     path: str, folder: Path, asked: Mapping[str, str], splits: Sequence[str]
 ) -> list[str]:
     """Returns the names of a data set's files, by the configurations that its README lists. Raises
-    ValueError if they do not say which.
+    ValueError if they are ambiguous.
 
-    asked: `config` and `split` of the name.
+    asked: `config` and `split` in the name.
     """
-    if unknown := sorted(asked.keys() - {"config", "split"}):
+    unknown = sorted(asked.keys() - {"config", "split"})
+    if unknown:
         raise ValueError(f"{path}: {unknown[0]} is unknown; a name may end in ?config=C&split=S")
     if "split" in asked:
         splits = (asked["split"],)
@@ -152,9 +151,11 @@ def _patterns(
         config = f"{asked['config']}*" if "config" in asked else ""
         return [f"*{config}{splits[0]}*{ending}" for ending in _ENDINGS]
     candidates = [name for name, (_, is_default) in configs.items() if is_default] or [*configs]
-    name = asked.get("config", candidates[0] if len(candidates) == 1 else "")
+    name = asked.get("config")
+    if name is None and len(candidates) == 1:
+        name = candidates[0]
     base = path.partition("?")[0]
-    if name not in configs:
+    if name is None or name not in configs:
         choice = f"{base}?config={next(iter(configs))}"
         raise ValueError(f"{path} has the configurations {', '.join(configs)}; write {choice}")
     files, _ = configs[name]
@@ -168,23 +169,24 @@ def _patterns(
 
 
 def _configurations(readme: Path) -> dict[str, tuple[dict[str, list[str]], bool]]:
-    """Returns the patterns of files of each split and whether it is the default, of each
-    configuration in the front matter of a data set's README; {}: it lists none."""
-    text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
+    """Returns the configurations in the front matter of a data set's README: for each the file
+    patterns by split, and whether it is the default. {}: it lists none."""
+    if not readme.is_file():
+        return {}
+    text = readme.read_text(encoding="utf-8", errors="replace")
     front = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
-    listed = (yaml.safe_load(front[1]) or {}).get("configs") if front else None
-    found: dict[str, tuple[dict[str, list[str]], bool]] = {}
-    for config in listed or []:
+    if front is None:
+        return {}
+    configurations: dict[str, tuple[dict[str, list[str]], bool]] = {}
+    for config in (yaml.safe_load(front[1]) or {}).get("configs") or []:
         files = config.get("data_files") or []
         if isinstance(files, str) or (files and isinstance(files[0], str)):
             files = [{"split": "train", "path": files}]
-        of_splits = {
-            each["split"]: [each["path"]] if isinstance(each["path"], str) else each["path"]
-            for each in files
-        }
         name = config["config_name"]
-        found[name] = of_splits, bool(config.get("default")) or name == "default"
-    return {name: each for name, each in found.items() if each[0]}
+        if files:
+            patterns = {file["split"]: _as_list(file["path"]) for file in files}
+            configurations[name] = patterns, bool(config.get("default")) or name == "default"
+    return configurations
 
 
 # ---- the cache ---------------------------------------------------------------------------------
@@ -212,17 +214,16 @@ def _snapshot(
             local_files_only=cached_only or constants.HF_HUB_OFFLINE,  # not even to look
         )
     except errors.LocalEntryNotFoundError as exc:
-        option = "" if kind == "model" else f" --repo-type {kind}"
+        option = f" --repo-type {kind}" * (kind != "model")
         raise ValueError(
             f"{repo} does not exist here, {constants.HF_HUB_CACHE} (HF_HOME) does not hold it, and "
             f"{constants.ENDPOINT} was not reached; `hf download {repo}{option}` where there is a "
             "network fills that folder"
         ) from exc
     except errors.RepositoryNotFoundError as exc:
-        what = "model" if kind == "model" else "data set"
         raise ValueError(
-            f"{repo} is neither here nor a {what} on {constants.ENDPOINT} that this user may read "
-            "(a private or gated one needs HF_TOKEN)"
+            f"{repo} is neither here nor a {kind.replace('dataset', 'data set')} on "
+            f"{constants.ENDPOINT} that this user may read (a private or gated one needs HF_TOKEN)"
         ) from exc
     except (OSError, httpx.HTTPError, errors.HFValidationError) as exc:
         raise ValueError(f"{repo}: {' '.join(str(exc).split()):.300}") from exc

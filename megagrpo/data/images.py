@@ -53,17 +53,19 @@ def images_apart(
     """
     rest = iter(column)
     sources = []
-    wanted = 0
+    num_marks = 0  # images that the column must have
 
     def parts(content: object) -> Iterator[Message]:
-        nonlocal wanted
+        nonlocal num_marks
         for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
             kind = part.get("type") if isinstance(part, dict) else part
             if kind == "text":
-                whole = str(part.get("text") or "")
-                for number, text in enumerate(whole.split(IMAGE_TEXT) if marked else [whole]):
+                texts = [str(part.get("text") or "")]
+                if marked:
+                    texts = texts[0].split(IMAGE_TEXT)
+                for number, text in enumerate(texts):
                     if number:
-                        wanted += 1
+                        num_marks += 1
                         sources.append(next(rest, None))
                         yield _IMAGE_PART
                     if text:
@@ -72,25 +74,26 @@ def images_apart(
                 source = part.get(kind) or part.get("path") or part.get("url")
                 if kind == "image_url" and isinstance(source, dict):
                     source = source["url"]
-                wanted += source is None
-                sources.append(next(rest, None) if source is None else source)
+                if source is None:
+                    num_marks += 1
+                    source = next(rest, None)
+                sources.append(source)
                 yield _IMAGE_PART
             else:
                 raise ValueError(
-                    f"{location}: a message has a part of type {kind!r}; text "
-                    "and images are supported"
+                    f"{location}: a message has a part of type {kind!r}; text and images are "
+                    "supported"
                 )
 
-    found: list[Message] = [
+    apart: list[Message] = [
         {**message, "content": list(parts(message.get("content", "")))} for message in messages
     ]
-    if wanted != len(column):
+    if num_marks != len(column):
         raise ValueError(
-            f"{location}: the prompt has {wanted} {IMAGE_TEXT} and the row "
-            f"{len(column)} image(s) (data.images_key); write {IMAGE_TEXT} once for "
-            "each image, where it belongs"
+            f"{location}: the prompt has {num_marks} {IMAGE_TEXT} and the row {len(column)} "
+            f"image(s) (data.images_key); write {IMAGE_TEXT} once for each image, where it belongs"
         )
-    return found if sources else list(messages), sources
+    return apart if sources else list(messages), sources
 
 
 def image_bytes(source: object, folder: Path) -> bytes:
@@ -140,23 +143,24 @@ class ImageStore:
 
     @classmethod
     def of(cls, model: Model, folder: Path) -> "ImageStore | None":
-        """Returns the store of a model's prompts; None if the model does not see. Raises
+        """Returns the store for a model's prompts; None if the model does not see images. Raises
         ValueError."""
         if not model.sees_images:
             return None
         return cls(str(model.tokenizer_folder), model.description, folder)
 
     def add(self, data: bytes) -> tuple[str, Grid]:
-        """Returns key and grid of an encoded image, which is kept as a PNG of the processor's own
-        size. An image that is there already, by whatever rank or start, is not decoded.
+        """Returns key and grid of an encoded image, which is kept as a PNG of the size that the
+        processor chooses. An image that any rank or earlier start has added is not decoded again.
 
-        Raises what Pillow raises for data that is no image, and ValueError for a shape that the
+        Raises Pillow's errors for data that is not an image, and ValueError for a shape that the
         processor refuses.
         """
         known = self._folder / f"{hashlib.sha256(self._settings + data).hexdigest()}.json"
         with suppress(OSError, ValueError):
             key, (t, h, w) = json.loads(known.read_bytes())
-            if num_bytes := self.path(key).stat().st_size:
+            num_bytes = self.path(key).stat().st_size
+            if num_bytes:
                 self._held[key] = num_bytes
                 return key, (t, h, w)
         from PIL import Image, ImageOps
@@ -193,10 +197,10 @@ class ImageStore:
     def expand(
         self, short_ids: np.ndarray, images: Sequence[tuple[str, Grid]]
     ) -> tuple[np.ndarray, list[ImageRef]]:
-        """Returns the ids with every image's placeholders, [T] int32, and the images with their
-        places.
+        """Returns the ids with the placeholders of every image, [T] int32, and the images with
+        their positions.
 
-        Raises ValueError unless the short ids have one placeholder an image.
+        Raises ValueError unless the short ids have one placeholder per image.
         """
         ids = short_ids.astype(np.int32)
         places = np.flatnonzero(ids == self.image_token)
@@ -223,13 +227,13 @@ class ImageStore:
         return self.path(key).read_bytes()
 
     def uri(self, key: str) -> str:
-        """Returns the image as a request has it."""
+        """Returns the image as a data URI, for requests."""
         uri = self._kept_uri(key)
         self._used["sent"] += len(uri)
         return uri
 
     def pixels(self, key: str) -> "Tensor":
-        """Returns what the processor makes of the image: [t*h*w, patch values] float32."""
+        """Returns the processor's patches of the image: [t*h*w, patch values] float32."""
         start = time.perf_counter_ns()
         pixels = self._kept_pixels(key)
         self._used.update(

@@ -18,27 +18,27 @@ Message = dict  # {"role", "content", ...}, as in OpenAI's chat completions
 Tools = Sequence[Message] | None  # {"type": "function", "function": {"name", "parameters", ...}}
 
 
-def as_messages(said: str | Sequence[Message]) -> Sequence[Message]:
-    """Returns messages; a text is one of the user."""
-    return [{"role": "user", "content": said}] if isinstance(said, str) else said
+def as_messages(prompt: str | Sequence[Message]) -> Sequence[Message]:
+    """Returns messages; a text becomes one message of the user."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def checked_messages(messages: Sequence[Message]) -> list[Message]:
-    """Returns messages without null members, which Arrow fills in: rows of a parquet file are as
+    """Returns messages without null members, which Arrow fills in: so rows of a parquet file equal
     those of JSON lines.
 
-    A message of tool calls may have no content. Raises ValueError for any other without one.
+    A message with tool calls may have no content. Raises ValueError for any other without one.
     """
-    found = [without_nulls(message) for message in messages]
-    for number, message in enumerate(found, start=1):
+    checked = [without_nulls(message) for message in messages]
+    for number, message in enumerate(checked, start=1):
         if "content" not in message and not message.get("tool_calls"):
             raise ValueError(f"message {number} has no content, and no tool calls")
-    return found
+    return checked
 
 
 def with_system(others: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
-    """Returns messages that begin with the system's of others, unless they have one of their
-    own."""
+    """Returns messages that begin with the system message of others, unless they have one
+    themselves."""
     if any(message["role"] == "system" for message in messages):
         return list(messages)
     return [*(message for message in others if message["role"] == "system"), *messages]
@@ -54,14 +54,13 @@ def render_messages(
     """Returns messages as the chat template writes them; ready: up to where the model's answer
     begins.
 
-    Arguments of tool calls are objects, for templates that write them as JSON; a template that
-    joins them to a text (DeepSeek-V3, R1, V3.1) gets them as texts. Raises whatever the template
-    raises.
+    Arguments of tool calls are objects, for templates that write them as JSON. Templates that
+    append them to a text (DeepSeek-V3, R1, V3.1) get texts. Raises whatever the template raises.
     """
     settings: dict = {
         "tokenize": False,
         "add_generation_prompt": ready,
-        "tools": list(tools) if tools else None,
+        "tools": list(tools or ()) or None,
         **data.chat_template_args,
     }
     render = tokenizer.apply_chat_template
@@ -76,10 +75,10 @@ def render_messages(
 def has_unknown(
     tokenizer: "PreTrainedTokenizerBase", text: str, token_ids: Sequence[int] | np.ndarray
 ) -> bool:
-    """Returns whether a tokenizer gave its token for unknown characters, other than for its name in
-    the text.
+    """Returns whether a tokenizer used its token for unknown characters, except where the text
+    names that token.
 
-    Some tokenizers of bytes name their end of text so, which templates write.
+    Some byte-level tokenizers use it as their end of text, which templates write.
     """
     unknown = tokenizer.unk_token_id
     if unknown is None:
@@ -98,7 +97,7 @@ def text_of(message: Message) -> str:
 
 
 def without_nulls(message: Message) -> Message:
-    """Returns an object without its members that are null, and theirs."""
+    """Returns an object without null members, at any depth."""
     return {key: _item(item) for key, item in message.items() if item is not None}
 
 
@@ -113,8 +112,8 @@ def _item(value: object) -> object:
 def _with_arguments(message: Message, as_text: bool) -> Message:
     """Returns a message whose calls have their arguments as objects, or as texts."""
     out = {"content": "", **message}
-    if calls := message.get("tool_calls"):
-        out["tool_calls"] = [_call(call, as_text) for call in calls]
+    if message.get("tool_calls"):
+        out["tool_calls"] = [_call(call, as_text) for call in message["tool_calls"]]
     return out
 
 
@@ -127,6 +126,6 @@ def _call(call: Message, as_text: bool) -> Message:
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
     elif isinstance(arguments, str):
-        with suppress(ValueError):  # what is no JSON stays a text
+        with suppress(ValueError):  # a text that is not JSON stays a text
             arguments = json.loads(arguments or "{}")
     return {**call, "function": {**function, "arguments": arguments}}

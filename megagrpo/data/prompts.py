@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,8 +61,8 @@ class PromptSet:
         return sorted({prompt.source for prompt in self.prompts} - {""})
 
     def batch(self, cursor: int, count: int, seed: int) -> list[Prompt]:
-        """Returns prompts cursor .. cursor + count - 1 of an endless sequence of epochs, each in
-        its own order."""
+        """Returns prompts cursor .. cursor + count - 1 of an endless sequence of epochs, each in a
+        different order."""
         if not self.mixture:
             return [
                 self._prompt(i, 0, len(self.prompts), seed, "")
@@ -74,8 +74,10 @@ class PromptSet:
         return [self._prompt(i, starts[k], sizes[k], seed, f" source {k}") for k, i in places]
 
     def _prompt(self, i: int, start: int, size: int, seed: int, name: str) -> Prompt:
-        """Returns prompt i of the endless sequence of those from `start` on, `size` of them."""
-        place = _shuffled(size, seed, i // size, name)[i % size] if self.shuffle else i % size
+        """Returns prompt i of the endless sequence of the `size` prompts from `start` on."""
+        place = i % size
+        if self.shuffle:
+            place = _shuffled(size, seed, i // size, name)[place]
         return self.prompts[start + place]
 
 
@@ -131,8 +133,8 @@ def load_tokenizer(model: Model) -> "PreTrainedTokenizerBase":
     folder = model.tokenizer_folder
     if not folder.is_dir():
         raise ValueError(
-            f"{folder}: no such folder; model.tokenizer (or model.path) is a "
-            "local Hugging Face folder"
+            f"{folder}: no such folder; model.tokenizer (or model.path) is a local Hugging Face "
+            "folder"
         )
     _refuse_code(folder)
     if not any(any(folder.glob(name)) for name in ("tokenizer.json", "vocab.*", "*.model")):
@@ -151,8 +153,7 @@ def load_tokenizer(model: Model) -> "PreTrainedTokenizerBase":
     if largest >= size:
         raise ValueError(
             f"tokenizer {folder} has token id {largest} but model {model.folder} only {size} "
-            "embeddings (vocab_size): "
-            "they do not belong together"
+            "embeddings (vocab_size): they do not belong together"
         )
     return tokenizer
 
@@ -172,11 +173,11 @@ def _refuse_code(folder: Path) -> None:
 
 
 def _restore_parts(tokenizer: "PreTrainedTokenizerFast", file: Path) -> None:
-    """Restores the parts of tokenizer.json that transformers 5 replaces by those of
-    tokenizer_config.json's class.
+    """Restores the parts of tokenizer.json that transformers 5 replaces by the parts of the class
+    in tokenizer_config.json.
 
-    LlamaTokenizerFast, as DeepSeek-R1-Distill-Llama calls its tokenizer of bytes, gets
-    SentencePiece's: spaces are lost. SGLang compares types and restores likewise
+    DeepSeek-R1-Distill-Llama, for example, calls its byte-level tokenizer LlamaTokenizerFast, gets
+    SentencePiece's parts and loses spaces. SGLang also compares types and restores the parts
     (_fix_v5_tokenizer_components).
     """
     from tokenizers import Tokenizer
@@ -200,29 +201,30 @@ def load_prompts(
     id.
 
     Raises ValueError with file and line for a missing file, a broken line, a missing key, a value
-    of the wrong type, an empty prompt, an image that cannot be read, and if no prompt of the file,
-    or of a source with a ratio, is short enough. store: keeps the images of a vision-language
+    of the wrong type, an empty prompt, and an image that cannot be read; also if no prompt of the
+    file, or of a source with a ratio, is short enough. store: keeps the images of a vision-language
     model.
     """
     short: list[list[Prompt]] = [[] for _ in data.parts]
     lengths: list[tuple[int, int]] = []
 
     def rows_in_use() -> Iterator[Row]:
-        """Yields the rows of short prompts; a block of rows is held, for they may have images."""
+        """Yields the rows of short prompts; holds one block of rows, because they may have
+        images."""
         rows = iterate_rows(data)
         while block := list(islice(rows, _BLOCK)):
             for row, prompt in zip(block, render_rows(data, tokenizer, block, store), strict=True):
-                lengths.append((row.of, len(prompt.token_ids)))
+                lengths.append((row.part, len(prompt.token_ids)))
                 if len(prompt.token_ids) <= data.max_prompt_tokens:
-                    short[row.of].append(prompt)
+                    short[row.part].append(prompt)
                     yield row
 
     in_use = fingerprint(rows_in_use())
     refuse_long(data, lengths)
     ratios = [source.ratio for source in data.sources if source.ratio is not None]
-    kept = tuple(prompt for prompts in short for prompt in prompts)
+    prompts = tuple(chain(*short))
     mixture = tuple(zip(ratios, map(len, short), strict=True)) if ratios else ()
-    return PromptSet(kept, len(lengths) - len(kept), data.shuffle, mixture, in_use)
+    return PromptSet(prompts, len(lengths) - len(prompts), data.shuffle, mixture, in_use)
 
 
 def render_rows(
@@ -234,15 +236,15 @@ def render_rows(
 ) -> list[Prompt]:
     """Returns the prompts of rows, of any length.
 
-    problems: those of rows are added to it instead of raised, and the rows left out.
+    problems: problems of rows are added to it instead of raised, and those rows are left out.
     """
     parts = data.parts
     rendered: list[tuple[Row, str, list[Message], list[object]]] = []
     for row in rows:
         with collected(problems):
-            rendered.append((row, *_render(parts[row.of], tokenizer, row)))
+            rendered.append((row, *_render(parts[row.part], tokenizer, row)))
     tokens = _tokenize(data, tokenizer, [text for _, text, _, _ in rendered])
-    found: list[tuple[Prompt, list[object]]] = []
+    prompts: list[tuple[Prompt, list[object]]] = []
     for (row, text, messages, images), ids in zip(rendered, tokens, strict=True):
         with collected(problems):
             _refuse_tokens(tokenizer, row, text, ids[data.add_bos :])
@@ -261,13 +263,14 @@ def render_rows(
                 weights=row.weights,
                 demonstration=_demonstrated(tokenizer, row),
             )
-            found.append((prompt, images))
-    return _with_images(store, found, problems)
+            prompts.append((prompt, images))
+    return _with_images(store, prompts, problems)
 
 
 def _demonstrated(tokenizer: "PreTrainedTokenizerBase", row: Row) -> np.ndarray | None:
-    """Returns the tokens of a row's demonstration and that which ends a text, [T] int32."""
-    if not (text := row.demonstration):
+    """Returns the tokens of a row's demonstration and its end of sequence, [T] int32."""
+    text = row.demonstration
+    if not text:
         return None
     (ids,) = tokenize(tokenizer, [text])
     if tokenizer.eos_token_id is None or has_unknown(tokenizer, text, ids):
@@ -290,27 +293,25 @@ def _refuse_tokens(
 
 
 def refuse_long(data: DataConfig, lengths: Sequence[tuple[int, int]]) -> None:
-    """Raises ValueError if no prompt, of all or of a source with a ratio, is short enough.
+    """Raises ValueError if no prompt of the section, or of a source with a ratio, is short enough.
 
-    lengths: part of the section, and tokens, of each prompt.
+    lengths: (part of the section, number of tokens) for each prompt.
     """
     most = data.max_prompt_tokens
     mixed = any(source.ratio is not None for source in data.sources)
     for number, part in enumerate(data.parts if mixed else [data]):
-        own = (tokens for of, tokens in lengths if of == number or not mixed)
-        shortest = min(own, default=None)
-        if shortest is not None and shortest <= most:
-            continue
-        if shortest is None:
+        tokens = [length for index, length in lengths if index == number or not mixed]
+        if not tokens:
             raise ValueError(f"{part.name}: no row")
-        raise ValueError(
-            f"{part.name}: no prompt of at most {most} tokens (data.max_prompt_tokens); the "
-            f"shortest has {shortest} tokens"
-        )
+        if min(tokens) > most:
+            raise ValueError(
+                f"{part.name}: no prompt of at most {most} tokens (data.max_prompt_tokens); the "
+                f"shortest has {min(tokens)} tokens"
+            )
 
 
 def refuse_unknown_teacher(prompts: Iterable[Prompt], known: Collection[str]) -> None:
-    """Raises ValueError for a row whose teacher is not among those of the experiment."""
+    """Raises ValueError for a row that names a teacher which the experiment does not have."""
     for prompt in prompts:
         for problem in unknown_teachers(prompt, known):
             raise ValueError(problem)
@@ -319,10 +320,10 @@ def refuse_unknown_teacher(prompts: Iterable[Prompt], known: Collection[str]) ->
 def refuse_long_demonstration(prompts: Iterable[Prompt], most: int) -> None:
     """Raises ValueError for a demonstration of more than `most` tokens, by file and line."""
     for prompt in prompts:
-        if prompt.demonstration is not None and (length := len(prompt.demonstration)) > most:
+        if prompt.demonstration is not None and len(prompt.demonstration) > most:
             raise ValueError(
-                f"{prompt.location}: the demonstration has {length} tokens with its end, more than "
-                f"sampling.max_response_tokens {most}; shorten it, or raise that"
+                f"{prompt.location}: the demonstration has {len(prompt.demonstration)} tokens with "
+                f"its end, more than sampling.max_response_tokens {most}; shorten it, or raise that"
             )
 
 
@@ -337,7 +338,7 @@ def describe_dropped(data: DataConfig, prompts: PromptSet) -> str:
 
 def _with_images(
     store: ImageStore | None,
-    found: Sequence[tuple[Prompt, list[object]]],
+    prompts: Sequence[tuple[Prompt, list[object]]],
     problems: list[str] | None,
 ) -> list[Prompt]:
     """Returns the prompts with their images, which the store keeps.
@@ -352,11 +353,11 @@ def _with_images(
 
     rank = environment.get_int("RANK", 0)
     world = environment.get_int("WORLD_SIZE", 1)
-    first = len(found) * rank // world
+    first = len(prompts) * rank // world
     with ThreadPoolExecutor() as pool:  # Pillow lets other threads run
-        each = map if store is None else pool.map
-        done = list(each(expanded, [*found[first:], *found[:first]]))
-    last = len(found) - first
+        run = map if store is None else pool.map
+        done = list(run(expanded, [*prompts[first:], *prompts[:first]]))
+    last = len(prompts) - first
     return [prompt for prompt in done[last:] + done[:last] if prompt is not None]
 
 
@@ -391,13 +392,13 @@ def _chat(data: DataConfig, row: Row) -> list[Message]:
                 "text; this row has none"
             )
         users[-1]["content"] = data.prompt_template.replace("{prompt}", users[-1]["content"])
-    prompt = data.system_prompt
-    system = [] if prompt is None else [{"role": "system", "content": prompt}]
-    return with_system(system, messages)
+    if data.system_prompt is None:
+        return messages
+    return with_system([{"role": "system", "content": data.system_prompt}], messages)
 
 
 def require_template(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raises ValueError if the tokenizer has no chat template where one is asked for."""
+    """Raises ValueError if data.chat_template is set but the tokenizer has no chat template."""
     if data.chat_template and not tokenizer.chat_template:
         raise ValueError("data.chat_template is true, but the tokenizer has no chat template")
 
@@ -405,8 +406,8 @@ def require_template(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> 
 def _render(
     data: DataConfig, tokenizer: "PreTrainedTokenizerBase", row: Row
 ) -> tuple[str, list[Message], list[object]]:
-    """Returns the text to tokenize, its messages with a chat template, and the sources of its
-    images, which no checkpoint should hold."""
+    """Returns the text to tokenize, its messages if there is a chat template, and the sources of
+    its images, which no checkpoint should hold."""
     chat = _chat(data, row)
     if not data.chat_template:
         return str(chat[-1]["content"]), [], []
@@ -420,7 +421,7 @@ def _render(
 def _tokenize(
     data: DataConfig, tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]
 ) -> Iterator[np.ndarray]:
-    """Returns `tokenize` of prompts.
+    """Tokenizes prompts.
 
     Special tokens come only from the chat template or data.add_bos, never from the tokenizer
     itself.
@@ -435,9 +436,9 @@ def tokenize(
 ) -> Iterator[np.ndarray]:
     """Yields the ids of each text after those of `begin`, [T] int32.
 
-    In blocks: what tokenizers return is 120 bytes a token.
+    It works in blocks, because tokenizers return 120 bytes per token.
     """
     for start in range(0, len(texts), _BLOCK):
         block = list(texts[start : start + _BLOCK])
-        found = tokenizer(block, add_special_tokens=False, return_attention_mask=False)
-        yield from (np.array([*begin, *ids], np.int32) for ids in found["input_ids"])
+        encoded = tokenizer(block, add_special_tokens=False, return_attention_mask=False)
+        yield from (np.array([*begin, *ids], np.int32) for ids in encoded["input_ids"])

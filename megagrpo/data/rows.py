@@ -1,5 +1,5 @@
-"""Reads data files: one Row for each, with everything that its columns say, and every problem by
-file and line."""
+"""Reads data files: one Row per row, with the values of all columns, and every problem with file
+and line."""
 
 import csv
 import hashlib
@@ -37,12 +37,12 @@ class Row:
     answer: str
     source: str  # "": it has no name
     grader: str | None  # that the row, or its source, chooses
-    extra: Values  # of data.extra_key
-    of: int  # the part of the section that it is of: an index into DataConfig.parts
-    images: tuple[object, ...] = ()  # of data.images_key, as the file has them
-    tools: tuple[Values, ...] = ()  # of data.tools_key
-    teachers: tuple[tuple[str, float], ...] = ()  # of data.teacher_key, weights sum to 1
-    # of data.weight_key and data.demonstration_key, as in Prompt
+    extra: Values  # from data.extra_key
+    part: int  # its part of the section: an index into DataConfig.parts
+    images: tuple[object, ...] = ()  # from data.images_key, as the file has them
+    tools: tuple[Values, ...] = ()  # from data.tools_key
+    teachers: tuple[tuple[str, float], ...] = ()  # from data.teacher_key, weights sum to 1
+    # from data.weight_key and data.demonstration_key, as in Prompt
     weights: dict[str, float] = field(default_factory=dict)
     demonstration: str = ""
 
@@ -55,10 +55,10 @@ def read_rows(data: DataConfig, problems: list[str] | None = None) -> list[Row]:
 def iterate_rows(data: DataConfig, problems: list[str] | None = None) -> Iterator[Row]:
     """Yields the rows in use. Raises ValueError for every problem that does not need a tokenizer.
 
-    problems: those of rows are added to it instead, and the rows left out.
+    problems: problems of rows are added to it instead, and those rows are left out.
     """
     last = -1
-    found: set[str] = set()  # sources
+    sources: set[str] = set()
     for number, part in enumerate(data.parts):
         num_taken = 0
         for path in map(Path, part.paths):
@@ -76,9 +76,9 @@ def iterate_rows(data: DataConfig, problems: list[str] | None = None) -> Iterato
                 if row is not None:
                     num_taken += 1
                     last = row.id
-                    found.add(row.source)
+                    sources.add(row.source)
                     yield row
-    _refuse_sources(data, found)
+    _refuse_sources(data, sources)
 
 
 def raw_rows(path: Path) -> Iterator[Values]:
@@ -87,14 +87,15 @@ def raw_rows(path: Path) -> Iterator[Values]:
         yield raw if isinstance(raw, dict) else _values(raw, f"{path}:{i + 1}")
 
 
-def _refuse_sources(data: DataConfig, found: set[str]) -> None:
-    if len(found) > _MOST_SOURCES:
+def _refuse_sources(data: DataConfig, sources: set[str]) -> None:
+    if len(sources) > _MOST_SOURCES:
         raise ValueError(
-            f"{data.name}: {len(found)} sources; metrics are kept for at most {_MOST_SOURCES}"
+            f"{data.name}: {len(sources)} sources; metrics are kept for at most {_MOST_SOURCES}"
         )
     spelled = {"as_trained": "the evaluation as in training"}  # eval_as_trained/*
-    for source in sorted(found):
-        if (other := spelled.setdefault(metric_name(source), source)) != source:
+    for source in sorted(sources):
+        other = spelled.setdefault(metric_name(source), source)
+        if other != source:
             raise ValueError(
                 f"{data.name}: source {source!r} and {other!r} have metrics of one name, "
                 f"{metric_name(source)}; rename one"
@@ -114,23 +115,24 @@ def fingerprint(rows: Iterable[Row]) -> list[list[str | int]]:
     for row in rows:
         path = row.location.rpartition(":")[0]
         spelled = repr((row.prompt, row.answer, row.tools, row.images))
-        of_training = tuple(filter(None, (row.teachers, row.weights, row.demonstration)))
-        spelled += repr(of_training) if of_training else ""  # else as before there were any
+        extras = tuple(filter(None, (row.teachers, row.weights, row.demonstration)))
+        if extras:  # else the digest stays as it was before there were any
+            spelled += repr(extras)
         files.setdefault(path, hashlib.blake2b(digest_size=16)).update(spelled.encode())
         sizes[path] += 1
     return [[path, sizes[path], digest.hexdigest()] for path, digest in files.items()]
 
 
-def _row(data: DataPart, of: int, row_id: int, location: str, values: Values) -> Row:
+def _row(data: DataPart, part: int, row_id: int, location: str, values: Values) -> Row:
     prompt = _messages(_field(values, data.prompt_key, location), data, location)
-    answer = _text(_field(values, data.answer_key, location), data.answer_key, location)
+    answer = _text_field(values, data.answer_key, location)
     source = data.source or ""
     grader = data.grader
     extra: Values = {}
     if data.source_key is not None:
-        source = _text(_field(values, data.source_key, location), data.source_key, location)
+        source = _text_field(values, data.source_key, location)
     if data.grader_key is not None:
-        grader = _text(_field(values, data.grader_key, location), data.grader_key, location)
+        grader = _text_field(values, data.grader_key, location)
     elif data.grader_by_source:
         grader = _grader_of(source, data.grader_by_source)
         if grader is None:
@@ -143,39 +145,48 @@ def _row(data: DataPart, of: int, row_id: int, location: str, values: Values) ->
         value = _field(values, data.extra_key, location)
         extra = value if isinstance(value, dict) else {data.extra_key: value}
         extra = json.loads(json.dumps(extra, default=str))  # a parquet file has dates, and bytes
-    tools = _tools(values, data, location)
-    teachers = _teachers(values, data.teacher_key, location)
-    # a text row may lack the column
-    images = None if data.images_key is None else values.get(data.images_key)
+    images = data.images_key and values.get(data.images_key)  # a text row may lack the column
     if images is None:
         images = []
     elif not isinstance(images, list):
         images = [images]
-    of_row = (source, grader, extra, of, tuple(images), tools, teachers)
-    weights = _weights(values, data, location)
     return Row(
-        row_id, location, prompt, answer, *of_row, weights, _demonstration(values, data, location)
+        row_id,
+        location,
+        prompt,
+        answer,
+        source,
+        grader,
+        extra,
+        part,
+        tuple(images),
+        _tools(values, data, location),
+        _teachers(values, data.teacher_key, location),
+        _weights(values, data, location),
+        _demonstration(values, data.demonstration_key, location),
     )
 
 
 def _teachers(values: Values, key: str | None, location: str) -> tuple[tuple[str, float], ...]:
     """Returns the teachers of a row and their weights, which sum to 1: one name, or weights by
     name, also as JSON."""
-    found = _by_name(values, key, location)
-    weights = {found: 1.0} if isinstance(found, str) and found else found or {}
+    value = _by_name(values, key, location)
+    weights = value or {}
+    if value and isinstance(value, str):
+        weights = {value: 1.0}
     if not isinstance(weights, dict) or not all(
         type(weight) in (int, float) and 0 < weight < math.inf for weight in weights.values()
     ):
         raise ValueError(
             f"{location}: {key!r} should be the name of a teacher, or names with positive "
-            f"weights, is {found!r:.80}"
+            f"weights, is {value!r:.80}"
         )
     total = sum(weights.values())
     return tuple((name, weight / total) for name, weight in weights.items())
 
 
 def unknown_teachers(row: Row | Prompt, known: Collection[str]) -> list[str]:
-    """Returns which teachers of a row are not among those of the experiment, a sentence each."""
+    """Returns a sentence for each teacher of a row that the experiment does not have."""
     return [
         f"{row.location}: teacher {name!r} is not among teachers ({', '.join(known)})"
         for name, _ in row.teachers
@@ -186,66 +197,65 @@ def unknown_teachers(row: Row | Prompt, known: Collection[str]) -> list[str]:
 def _weights(values: Values, data: DataConfig, location: str) -> dict[str, float]:
     """Returns a row's weights by component of the loss."""
     key = data.weight_key
-    found = _by_name(values, key, location) or {}
+    weights = _by_name(values, key, location) or {}
     names = get_args(Component)
-    if not isinstance(found, dict) or not all(
+    if not isinstance(weights, dict) or not all(
         name in names and type(weight) in (int, float) and 0 <= weight < math.inf
-        for name, weight in found.items()
+        for name, weight in weights.items()
     ):
         raise ValueError(
             f"{location}: {key!r} should be weights of components, {{rl: 0, cross_entropy: 1}}, "
-            f"numbers from 0 on for some of {', '.join(names)}; is {found!r:.80}"
+            f"numbers from 0 on for some of {', '.join(names)}; is {weights!r:.80}"
         )
-    return {name: float(weight) for name, weight in found.items()}
+    return {name: float(weight) for name, weight in weights.items()}
 
 
 def _by_name(values: Values, key: str | None, location: str) -> object:
-    """Returns the values by name of a column, also of JSON in a text, without nulls (a parquet file
-    has every name in every row); or what else is there."""
-    found = None if key is None else _field(values, key, location)
-    if isinstance(found, str) and found.startswith("{"):
+    """Returns the value of a column: an object, also if it is JSON in a text, without nulls (a
+    parquet file has every name in every row); or any other value as it is."""
+    column = None if key is None else _field(values, key, location)
+    if isinstance(column, str) and column.startswith("{"):
         with translated(f"{location}: {key!r} is not JSON", json.JSONDecodeError):
-            found = json.loads(found)
-    if isinstance(found, dict):
-        return {name: value for name, value in found.items() if value is not None}
-    return found
+            column = json.loads(column)
+    if isinstance(column, dict):
+        return {name: value for name, value in column.items() if value is not None}
+    return column
 
 
-def _demonstration(values: Values, data: DataConfig, location: str) -> str:
+def _demonstration(values: Values, key: str | None, location: str) -> str:
     """Returns a row's demonstration, "" if it has none."""
-    key = data.demonstration_key
-    found = None if key is None else _field(values, key, location)
-    return "" if key is None or found is None else _text(found, key, location)
+    if key is None or _field(values, key, location) is None:
+        return ""
+    return _text_field(values, key, location)
 
 
 def _tools(values: Values, data: DataConfig, location: str) -> tuple[Values, ...]:
-    """Returns the tools that a row offers the model: a list of them, or the JSON of one."""
-    if data.tools_key is None or (found := values.get(data.tools_key)) is None:
+    """Returns the tools that a row offers the model; the column has a list of them, or its JSON."""
+    tools = data.tools_key and values.get(data.tools_key)
+    if tools is None:
         return ()
-    if isinstance(found, str):
+    if isinstance(tools, str):
         with translated(f"{location}: {data.tools_key!r} is not JSON", json.JSONDecodeError):
-            found = json.loads(found or "[]")
-    if not isinstance(found, list) or not all(
-        isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in found
+            tools = json.loads(tools or "[]")
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools
     ):
         raise ValueError(
             f'{location}: {data.tools_key!r} should be a list of {{"type": "function", '
-            f'"function": {{"name", "parameters", ...}}}}, is {found!r:.80}'
+            f'"function": {{"name", "parameters", ...}}}}, is {tools!r:.80}'
         )
-    _refuse_half(json.dumps(found, ensure_ascii=False), f"{location}: {data.tools_key!r}")
-    return tuple(map(without_nulls, found))
+    _refuse_half(json.dumps(tools, ensure_ascii=False), f"{location}: {data.tools_key!r}")
+    return tuple(map(without_nulls, tools))
 
 
 def _grader_of(source: str, graders: dict[str, str]) -> str | None:
-    """Returns the grader of a source: its own, else that of the first `start*` that it begins
-    with."""
+    """Returns the grader under the source's name, else that of the first `start*` that matches."""
     starts = (key for key in graders if key.endswith("*") and source.startswith(key[:-1]))
     return graders.get(source) or next((graders[key] for key in starts), None)
 
 
 def _messages(prompt: object, data: DataConfig, location: str) -> str | list[Values]:
-    """Returns a text, or messages that a chat template takes; ROLL writes these as JSON inside a
-    text."""
+    """Returns a text, or the messages for a chat template; ROLL writes these as JSON in a text."""
     key = data.prompt_key
     if isinstance(prompt, str) and prompt.lstrip().startswith("["):
         prompt = _parsed(prompt)
@@ -267,21 +277,20 @@ def _messages(prompt: object, data: DataConfig, location: str) -> str | list[Val
     if not data.answer_key.startswith(f"{key}."):
         raise ValueError(
             f"{location}: {key!r} ends with the assistant's message; with data.answer_key: "
-            f"{key}.-1.content it is the "
-            "answer and no part of the prompt"
+            f"{key}.-1.content it is the answer and no part of the prompt"
         )
     return prompt[:-1]
 
 
 def _parsed(text: str) -> object:
-    """Returns the messages that `text` spells in JSON; the text itself if it spells none."""
+    """Returns the messages if `text` is JSON for some, else the text itself."""
     try:
-        found = json.loads(text)
+        items = json.loads(text)
     except json.JSONDecodeError:
         return text
-    return (
-        found if found and all(isinstance(one, dict) and "role" in one for one in found) else text
-    )
+    if items and all(isinstance(item, dict) and "role" in item for item in items):
+        return items
+    return text
 
 
 def _rows(path: Path) -> Iterator[tuple[int, bytes | Values]]:
@@ -306,7 +315,7 @@ def _jsonl_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, bytes | Values]]:
-    """Yields the objects of a list; or lines, for many a .json file is a .jsonl one."""
+    """Yields the objects of a list; or lines, because many .json files are .jsonl files."""
     with path.open("rb") as file:
         is_list = file.read(256).lstrip().startswith(b"[")
     if not is_list:
@@ -319,7 +328,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, bytes | Values]]:
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, Values]]:
-    """Yields the records behind a line of names; all their values are texts."""
+    """Yields the records after the header; all values are texts."""
     csv.field_size_limit(2**31 - 1)  # a prompt is longer than the default
     with (
         path.open(encoding="utf-8-sig", newline="") as file,
@@ -357,8 +366,12 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Values]]:
                 i += 1
 
 
+def _text_field(values: Values, key: str, location: str) -> str:
+    return _text(_field(values, key, location), key, location)
+
+
 def _field(row: object, key: str, location: str) -> object:
-    """Returns the value of column `key`, or the value that its parts between dots lead to."""
+    """Returns the value of column `key`, or of the path that its parts between dots make."""
     if isinstance(row, dict) and key in row:
         return row[key]
     value = row
@@ -372,17 +385,15 @@ def _field(row: object, key: str, location: str) -> object:
         ):
             value = value[int(part)]
         else:
-            keys = map(repr, value) if isinstance(value, dict) else ()
+            keys = ", ".join(map(repr, value)) if isinstance(value, dict) else ""
             where = f" at {part!r}" if part != key else ""
-            raise ValueError(
-                f"{location}: no key {key!r}{where}; keys found: {', '.join(keys) or 'none'}"
-            )
+            raise ValueError(f"{location}: no key {key!r}{where}; keys found: {keys or 'none'}")
     return value
 
 
 def well_formed(text: str) -> str:
-    """Returns the text with pairs of surrogates joined and a lone one replaced: tokenizers raise
-    for it."""
+    """Returns the text with pairs of surrogates joined and lone ones replaced, because tokenizers
+    raise for those."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -394,6 +405,6 @@ def _text(value: object, key: str, location: str) -> str:
     return str(value)
 
 
-def _refuse_half(text: str, what: str) -> None:
-    with translated(f"{what} holds half of a character", UnicodeEncodeError):
+def _refuse_half(text: str, location: str) -> None:
+    with translated(f"{location} holds half of a character", UnicodeEncodeError):
         text.encode()

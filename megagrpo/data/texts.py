@@ -20,19 +20,19 @@ def decoder(
     """Returns the function from a response's token ids to the text that graders, environments and
     tool parsers see.
 
-    Special tokens are in it, for `<think>` or `<tool_call>` may be some, but not the tokenizer's
-    own for padding and the begin and end of texts, nor the one that ended the response.
-    skip_special_tokens: none is.
+    The text keeps special tokens, because `<think>` or `<tool_call>` may be some, but not those for
+    padding and the begin and end of texts, nor the one that ended the response.
+    skip_special_tokens: keep none.
     """
     special = frozenset(tokenizer.all_special_ids)
     ends = special & _end_ids(tokenizer, model)
-    own = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id} & special
+    left_out = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id} & special
 
     def decode_all(ids: list[int]) -> str:
-        ids = [token for token in ids if token not in own]
+        ids = [token for token in ids if token not in left_out]
         return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
-    pieces = _pieces(tokenizer, own, skip_special_tokens, decode_all)
+    pieces = _pieces(tokenizer, left_out, skip_special_tokens, decode_all)
 
     def decode(token_ids: np.ndarray) -> str:
         if len(token_ids) and int(token_ids[-1]) in ends:
@@ -72,11 +72,11 @@ def _pieces(
     skip_special_tokens: bool,
     decode: Callable[[list[int]], str],
 ) -> _Pieces | None:
-    """Returns the bytes of each token if a text is just those of its tokens one after the other, as
-    with byte-level tokenizers; None: it is not, or not known.
+    """Returns the bytes of each token if a text is the concatenation of its tokens' bytes, as with
+    byte-level tokenizers; else, or if that is not known, None.
 
-    They are joined in a tenth of the time in which the tokenizer decodes. left_out: tokens that are
-    no part of a text. decode: what must come out.
+    Joining them takes a tenth of the time that the tokenizer takes. left_out: tokens that do not
+    become text. decode: the reference.
     """
     from tokenizers.decoders import ByteLevel
     from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -93,16 +93,18 @@ def _pieces(
     for number, token in added.items():
         if number in left_out or (skip_special_tokens and token.special):
             pieces[number] = b""
-    found = _Pieces.of(pieces)
+    joined = _Pieces.of(pieces)
     tried = [*random.Random(0).choices(range(len(pieces)), k=2000), *added]
-    return found if found.joined(np.array(tried)) == decode(tried) else None
+    if joined.joined(np.array(tried)) != decode(tried):
+        return None
+    return joined
 
 
 def _end_ids(tokenizer: "PreTrainedTokenizerBase", model: Model) -> set[int]:
     """Returns the ids at which an engine ends a response of the model by itself."""
     generation = read_description(model.folder / "generation_config.json")
-    found = {tokenizer.eos_token_id}
+    ids = {tokenizer.eos_token_id}
     for described in (generation, model.description, model.description.get("text_config", {})):
         ends = described.get("eos_token_id")
-        found.update(ends if isinstance(ends, list) else [ends])
-    return found - {None}
+        ids.update(ends if isinstance(ends, list) else [ends])
+    return ids - {None}

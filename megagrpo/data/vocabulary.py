@@ -7,22 +7,24 @@ from pathlib import Path
 _OTHER_FILES = ("vocab.*", "*.model", "tekken.json")  # of tokenizers without tokenizer.json
 
 
-def different_tokens(folder: Path, of_model: Path) -> str:
-    """Returns how the tokenizers of two folders differ, or "": their ids by token must be equal.
-    Sizes of embeddings may differ, which are padded."""
-    mine, theirs = _tokens(folder), _tokens(of_model)
+def different_tokens(folder: Path, model_folder: Path) -> str:
+    """Returns how the tokenizers of two folders differ, or "" if their ids by token are equal.
+    Embeddings may differ in size, because they are padded."""
+    mine, theirs = _tokens(folder), _tokens(model_folder)
+    if not mine and not theirs:
+        return "has no tokenizer"
     different = sorted(token for token, _ in mine.items() ^ theirs.items())
     if not different:
-        return "" if mine else "has no tokenizer"
-    return f"has another tokenizer than {of_model}, which differs in {different[0]!r}"
+        return ""
+    return f"has another tokenizer than {model_folder}, which differs in {different[0]!r}"
 
 
 def _tokens(folder: Path) -> dict[str, int | str]:
     """Returns the id of every token; without tokenizer.json a digest of every file instead."""
-    if found := token_ids(folder):
-        return dict(found)
     files = [path for pattern in _OTHER_FILES for path in folder.glob(pattern)]
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {**token_ids(folder)} or {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files
+    }
 
 
 def token_ids(folder: Path) -> dict[str, int]:

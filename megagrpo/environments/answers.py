@@ -1,23 +1,23 @@
-"""The reward of an answer that ends a rollout, by one of the graders."""
+"""The reward for an answer that ends a rollout, from one of the graders."""
 
 from collections.abc import Callable, Mapping
 
-from megagrpo.rewards.graders.table import load_grader
+from megagrpo.rewards.graders.functions import load_grader
 from megagrpo.rewards.worker import grade
 
 
 def answer_grader(grader: str, row: Mapping[str, object]) -> Callable[[str], float]:
     """Returns a function that rewards a rollout's answer as `reward.grader` would.
 
-    Raises ValueError for an unknown grader; the function RuntimeError without a score, or for one
-    of parts of the text.
+    Raises ValueError for an unknown grader. The function raises RuntimeError if there is no score,
+    or if the grader rewards parts of the text.
     """
     load_grader(grader, {})  # an unknown one is refused before the rollout
+    question = "messages" if row["chat"] else "prompt"
 
     def reward(text: str) -> float:
-        question = row["messages"] if row["chat"] else row["prompt"]
-        of_row = [row[key] for key in ("answer", "source", "extra")]
-        graded = grade("grade", grader, {}, [text, *of_row, question, row["chat"]])
+        values = [row[key] for key in ("answer", "source", "extra", question, "chat")]
+        graded = grade("grade", grader, {}, [text, *values])
         if graded.status != "score" or graded.spans or graded.tokens:
             raise RuntimeError(
                 graded.detail or f"{grader} rewards parts of a text, and an answer has one reward"

@@ -34,7 +34,7 @@ class Calculator:
 def exact_value(expression: str) -> str | None:
     """Returns the value of + - * / ( ) over decimal numbers as the shortest decimal text.
 
-    None if unreadable, not a finite decimal, or long.
+    Returns None if it is unreadable, not a finite decimal, or long.
     """
     expression = expression.strip()
     if len(expression) > _MAX_CHARS:
@@ -52,7 +52,7 @@ def exact_value(expression: str) -> str | None:
         return None
     digits = f"{abs(value.numerator):0{places + 1}d}"
     text = f"{digits[:-places]}.{digits[-places:]}" if places else digits
-    return f"-{text}" if value < 0 else text
+    return "-" * (value < 0) + text
 
 
 def _evaluate(node: ast.expr, source: str) -> Fraction:

@@ -1,5 +1,5 @@
-"""The environment `gymnasium`: one of that library's, in words. The library is the user's to
-install."""
+"""The environment `gymnasium`: an environment of that library in words. Users install the
+library."""
 
 import re
 from collections.abc import Mapping
@@ -9,14 +9,12 @@ _MARKED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
 
 
 class GymnasiumText:
-    """An environment whose action is a turn of the model: the text itself, or the word of an
+    """An environment whose action is a turn of the model: the text itself, or the word for an
     action.
 
-    id: its name in gymnasium. actions: words for the actions of a Discrete space, in their order;
-    default: numbers.
-    rendered: observations are what it renders as text ("ansi"), with [ ] for colors, else the
-    observations themselves.
-    options: of gymnasium.make; a row's `extra` has more of them.
+    id: the name in gymnasium. actions: words for the actions of a Discrete space, in their order;
+    default: numbers. rendered: show the rendered text ("ansi"), with [ ] for colors, instead of the
+    observations. options: for gymnasium.make; a row's `extra` adds more of them.
     """
 
     def __init__(
@@ -50,11 +48,12 @@ class GymnasiumText:
         return self._text(observation)
 
     def step(self, text: str) -> tuple[str | None, float, bool]:
-        """Returns the next observation and the reward; a word that is no action is answered with
-        the actions."""
+        """Returns the next observation and the reward; for a word that is not an action, the list
+        of actions."""
         action: object = text
         if self._words is not None:
-            if (word := text.strip().lower()) not in self._words:
+            word = text.strip().lower()
+            if word not in self._words:
                 return f"say one of: {' '.join(self._words)}\n", 0.0, False
             action = self._first + self._words.index(word)
         observation, reward, terminated, truncated, _ = self._env.step(action)
@@ -62,7 +61,7 @@ class GymnasiumText:
         return None if done else self._text(observation), float(reward), done
 
     def close(self) -> None:
-        """Closes it."""
+        """Closes the environment."""
         self._env.close()
 
     def _text(self, observation: object) -> str:

@@ -1,8 +1,8 @@
 """The environment `mcp`: tools of a Model Context Protocol server, which the model calls until it
 answers.
 
-Calls are written as Hermes and Qwen models write them: {"name", "arguments"} in <tool_call> tags.
-The protocol is the `mcp` package's, version 2, which the user installs.
+Calls have the form of Hermes and Qwen models: {"name", "arguments"} in <tool_call> tags. The
+protocol comes from the `mcp` package, version 2, which users install.
 """
 
 import json
@@ -35,12 +35,12 @@ Call one with <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>; its
 
 
 class McpTools:
-    """A rollout with a session of its own on the server that `command` starts or that listens at
+    """A rollout with a private session on the server that `command` starts or that listens at
     `url`.
 
     A turn without a call is the answer, which `grader` rewards as `reward.grader` would. max_chars:
-    of a result. timeout_s: of one request. A bad call is answered with text; a server that is gone
-    ends the rollout, which begins again elsewhere.
+    the limit for a result. timeout_s: the limit for one request. A bad call is answered with text.
+    If the server is gone, the rollout ends and begins again elsewhere.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class McpTools:
         if len(begun) > len(results):
             results.append("error: the call has no end; write </tool_call> after it")
         if results:
-            said = [f"<tool_response>\n{result}\n</tool_response>" for result in results]
-            return "\n".join(said), 0.0, False
+            responses = (f"<tool_response>\n{result}\n</tool_response>" for result in results)
+            return "\n".join(responses), 0.0, False
         return None, self._answer(text), True
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class McpTools:
 
 
 class _Session:
-    """A session with a server. It lives in a thread of its own, for one task must begin and end
+    """A session with a server. It lives in a separate thread, because one task must begin and end
     it."""
 
     def __init__(self, command: str, url: str, timeout_s: float):
@@ -118,30 +118,30 @@ class _Session:
 
     def tools(self) -> list[dict[str, object]]:
         """Returns name, description and input schema of all tools. Raises Unavailable."""
-        found: list[dict[str, object]] = []
+        tools: list[dict[str, object]] = []
         cursor: str | None = None
         while True:
             with _unavailable("tools/list"):
                 page = self._portal.call(partial(self._client.list_tools, cursor=cursor))
-            found += (
+            tools += (
                 {"name": t.name, "description": t.description, "inputSchema": t.input_schema}
                 for t in page.tools
             )
             cursor = page.next_cursor
             if cursor is None:
-                return found
+                return tools
 
     def call(self, name: str, arguments: dict[str, object]) -> str:
-        """Returns what a tool says, its errors included. Raises Unavailable."""
+        """Returns the text of a tool's result, which may be an error. Raises Unavailable."""
         try:
             with _unavailable("tools/call"):
-                found = self._portal.call(self._client.call_tool, name, arguments)
+                result = self._portal.call(self._client.call_tool, name, arguments)
         except mcp.MCPError as exc:
             return f"error: {exc.message}"
         except (ValueError, RuntimeError) as exc:
             return f"error: the tool's answer is not the protocol's: {str(exc).splitlines()[0]}"
-        parts = [part.text if part.type == "text" else f"[{part.type}]" for part in found.content]
-        return ("error: " if found.is_error else "") + "\n".join(parts)
+        parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
+        return "error: " * bool(result.is_error) + "\n".join(parts)
 
     def close(self) -> None:
         """Ends the session, and the server that was started for it. Idempotent."""
@@ -150,19 +150,19 @@ class _Session:
 
 
 @contextmanager
-def _unavailable(what: str) -> Iterator[None]:
+def _unavailable(action: str) -> Iterator[None]:
     """Raises Unavailable for a server that cannot be reached, is gone or hangs."""
     try:
         yield
     except mcp.MCPError as exc:
         if exc.code not in (CONNECTION_CLOSED, REQUEST_TIMEOUT) and exc.message not in _LOST:
             raise
-        raise Unavailable(f"{what}: the server is gone: {exc.message}") from exc
+        raise Unavailable(f"{action}: the server is gone: {exc.message}") from exc
     except (OSError, ExceptionGroup) as exc:
         cause: Exception = exc
         while isinstance(cause, ExceptionGroup):
             cause = cause.exceptions[0]
-        raise Unavailable(f"{what}: {type(cause).__name__}: {cause}") from exc
+        raise Unavailable(f"{action}: {type(cause).__name__}: {cause}") from exc
 
 
 def _no_number(word: str) -> object:

@@ -1,5 +1,5 @@
-"""The environment `openenv`: a session of an OpenEnv server. The client of websockets is the user's
-to install."""
+"""The environment `openenv`: a session on an OpenEnv server. Users install the websockets
+client."""
 
 import json
 from collections.abc import Mapping
@@ -12,9 +12,9 @@ class OpenEnv:
     """A session with {"type": "reset" | "step" | "close", "data": ...} on `url`, such as
     ws://host:8000/ws.
 
-    action: the field of an action that gets a turn of the model. observation: the field that is
-    shown; default: all, as JSON. A row's `extra` is passed to reset beside the seed. timeout_s: for
-    an answer. Protocol: openenv-core 0.3.0.
+    action: the field of an action that gets a turn of the model. observation: the field that the
+    model sees; default: all, as JSON. `reset` gets the seed and a row's `extra`. timeout_s: the
+    limit for an answer. Protocol: openenv-core 0.3.0.
     """
 
     def __init__(
@@ -44,21 +44,21 @@ class OpenEnv:
 
     def reset(self) -> str | None:
         """Returns the first observation; None, for the prompt of the data, if it is empty."""
-        return self._shown(self._asked("reset", self._reset)) or None
+        return self._text(self._answer("reset", self._reset)) or None
 
     def step(self, text: str) -> tuple[str | None, float, bool]:
         """Returns the observation after an action, its reward (0 if it has none), and whether it
         was the last."""
-        found = self._asked("step", {self._action: text})
-        done = bool(found.get("done"))
-        return None if done else self._shown(found), float(found.get("reward") or 0.0), done
+        answer = self._answer("step", {self._action: text})
+        done = bool(answer.get("done"))
+        return None if done else self._text(answer), float(answer.get("reward") or 0.0), done
 
     def close(self) -> None:
         """Ends the session."""
         with self._session, suppress(*self._lost):  # the server may have ended it
             self._socket.send(json.dumps({"type": "close"}))
 
-    def _asked(self, kind: str, data: Mapping[str, object]) -> dict:
+    def _answer(self, kind: str, data: Mapping[str, object]) -> dict:
         try:
             self._socket.send(json.dumps({"type": kind, "data": data}))
             answer = json.loads(self._socket.recv(self._timeout_s))
@@ -70,10 +70,11 @@ class OpenEnv:
             )
         return answer["data"]
 
-    def _shown(self, found: Mapping[str, object]) -> str:
-        observation = found.get("observation") or {}
-        assert isinstance(observation, dict), "the protocol's"
-        shown = observation.get(self._observation) if self._observation else observation
-        if not shown:
-            return ""
-        return shown if isinstance(shown, str) else json.dumps(shown)
+    def _text(self, answer: Mapping[str, object]) -> str:
+        observation = answer.get("observation") or {}
+        assert isinstance(observation, dict), "as the protocol has it"
+        if self._observation:
+            observation = observation.get(self._observation)
+        if isinstance(observation, str):
+            return observation
+        return json.dumps(observation) if observation else ""

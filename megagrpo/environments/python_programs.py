@@ -15,12 +15,12 @@ Nothing is kept between two programs. Without a program your text is the answer.
 
 
 class PythonPrograms:
-    """A turn's last block marked as Python runs, in a process of its own; a turn without one is the
-    answer.
+    """Runs a turn's last block that is marked as Python in a separate process; a turn without one
+    is the answer.
 
-    grader: of the answer, a name as in `reward.grader`. max_chars: shown, the last ones. run_s:
-    seconds of a program.
-    limits: memory_mb, output_kb, disk_mb, open_files, processes and isolation of grader `code`.
+    grader: the answer's, a name as in `reward.grader`. max_chars: the last ones of an output, which
+    the model sees. run_s: seconds for a program. limits: memory_mb, output_kb, disk_mb, open_files,
+    processes and isolation as in grader `code`.
     """
 
     def __init__(
@@ -42,14 +42,15 @@ class PythonPrograms:
         self._max_chars = max_chars
 
     def reset(self) -> str:
-        """Returns what a program may do, and the row's prompt."""
+        """Returns the rules for programs, and the row's prompt."""
         return _ABOUT.format(prompt=self._prompt)
 
     def step(self, text: str) -> tuple[str | None, float, bool]:
-        """Returns what a program printed and how it failed, or the reward of an answer."""
-        if not (programs := marked_programs(text)):
+        """Returns the output and the failure of a program, or the reward of an answer."""
+        programs = marked_programs(text)
+        if not programs:
             return None, self._answer(text), True
         ended = run_program(programs[-1], b"", self._limits, self._isolate)
         printed = ended.stdout.decode(errors="replace")
-        said = "\n".join(filter(None, (printed.rstrip("\n"), ended.problem)))
-        return f"```output\n{said[-self._max_chars :]}\n```\n", 0.0, False
+        output = "\n".join(filter(None, (printed.rstrip("\n"), ended.problem)))
+        return f"```output\n{output[-self._max_chars :]}\n```\n", 0.0, False

@@ -1,8 +1,7 @@
 """The environment `sql`: the model queries a private SQLite database until a query of its tables is
 the answer.
 
-A query runs on a copy in memory which it can only read, for a bounded number of steps of SQLite's
-machine.
+A query runs on a read-only copy in memory, for a bounded number of steps of SQLite's machine.
 """
 
 import re
@@ -28,11 +27,8 @@ _ORDER = re.compile(r"\border\s+by\b", re.IGNORECASE)
 _TICK = 1000  # steps of SQLite's machine between two looks at the budget
 _MAX_BYTES = 1_000_000  # of one value, a query included
 _MAX_RESULT = 16_000_000  # bytes of a query's rows
-_FAILURES = (
-    sqlite3.Error,
-    sqlite3.Warning,
-    ValueError,
-)  # a Warning: two statements; a ValueError: a null character
+# a Warning: two statements; a ValueError: a null character
+_FAILURES = (sqlite3.Error, sqlite3.Warning, ValueError)
 
 
 def _unfenced(text: str) -> str:
@@ -56,10 +52,11 @@ class Sql:
     """Text to SQL. A row's `answer` is a query, `extra.database` the statements that make the
     database.
 
-    A query that reads a table is the model's answer: reward 1 if its rows are those of the row's,
-    in any order unless that one orders them. Others (of the schema, or of no table) and errors
-    are shown, and the model has a turn more.
-    max_rows: shown. max_chars: of a message. max_steps: of SQLite's machine, for one query.
+    A query that reads a table is the model's answer. Its reward is 1 if it returns the same rows as
+    the query in the data, in any order unless that query orders them. The model sees the results of
+    other queries (on the schema, or on no table) and errors, and gets another turn. max_rows: rows
+    that it sees. max_chars: the limit for a message. max_steps: steps of SQLite's machine for one
+    query.
     """
 
     def __init__(
@@ -74,16 +71,16 @@ class Sql:
         self._max_chars = max_chars
         self._max_steps = max_steps
         try:
-            with closing(sqlite3.connect(":memory:")) as made:
-                made.executescript(row["extra"]["database"])
-                self._image = made.serialize()
+            with closing(sqlite3.connect(":memory:")) as database:
+                database.executescript(row["extra"]["database"])
+                self._image = database.serialize()
             self._ordered = _is_ordered(row["answer"])
-            self._wanted, _ = self._rows(row["answer"])
+            self._expected, _ = self._rows(row["answer"])
         except (*_FAILURES, KeyError) as exc:
             raise UnusableRow(f"database or answer: {type(exc).__name__}: {exc}") from exc
 
     def reset(self) -> None:
-        """The prompt of the data is all."""
+        """Leaves the prompt of the data as it is."""
 
     def step(self, text: str) -> tuple[str | None, float, bool]:
         """Returns rows or an error, and the reward of an answer, which ends the rollout."""
@@ -93,9 +90,12 @@ class Sql:
             return f"error: {exc}\n"[-self._max_chars :], 0.0, False
         if tables <= _SCHEMA:
             lines = ["|".join(map(str, row)) for row in rows[: self._max_rows]]
-            more = ["..."] if len(rows) > self._max_rows else []
-            return "\n".join([*lines, *more])[: self._max_chars] + "\n", 0.0, False
-        same = rows == self._wanted if self._ordered else Counter(rows) == Counter(self._wanted)
+            if len(rows) > self._max_rows:
+                lines.append("...")
+            return "\n".join(lines)[: self._max_chars] + "\n", 0.0, False
+        same = rows == self._expected
+        if not self._ordered:
+            same = Counter(rows) == Counter(self._expected)
         return None, float(same), True
 
     def _rows(self, query: str) -> tuple[list[tuple], set[str]]:
@@ -106,8 +106,9 @@ class Sql:
         def authorize(action: int, name: str | None, *_: object) -> int:
             if action == sqlite3.SQLITE_READ:
                 tables.add(str(name).lower())
-            allowed = action in _ALLOWED or (action == sqlite3.SQLITE_PRAGMA and name in _PRAGMAS)
-            return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
+            if action in _ALLOWED or (action == sqlite3.SQLITE_PRAGMA and name in _PRAGMAS):
+                return sqlite3.SQLITE_OK
+            return sqlite3.SQLITE_DENY
 
         def tick() -> bool:
             nonlocal left

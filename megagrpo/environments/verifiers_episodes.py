@@ -1,10 +1,11 @@
-"""Plays episodes of an environment of the library `verifiers`, in the interpreter that has it, and
-imports nothing of megagrpo. `PYTHON verifiers_episodes.py ENVIRONMENT [N]` prints its (first N)
-tasks as rows for `data.path`.
+"""Plays episodes of an environment from the library `verifiers`, in the interpreter that has the
+library; imports nothing from megagrpo. `PYTHON verifiers_episodes.py ENVIRONMENT [N]` prints the
+(first N) tasks as rows for `data.path`.
 
-ENVIRONMENT is a name for `verifiers.load_environment` (the classic API, to 0.2), a taskset's id
-(the API of `verifiers.v1`), or a TOML file that has the latter's [env] block. With `--serve FD` it
-is a worker of megagrpo/system/worker_process.py: {"base_url", "index"} -> [reward, note].
+ENVIRONMENT is a name for `verifiers.load_environment` (the classic API, to 0.2), the id of a
+taskset (the API of `verifiers.v1`), or a TOML file with an [env] block for that API. With
+`--serve FD` it is a worker of megagrpo/system/worker_process.py: {"base_url", "index"} ->
+[reward, note].
 """
 
 import asyncio
@@ -23,7 +24,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Classic:
-    """An environment of the classic API, whose rows are a dataset's."""
+    """An environment of the classic API; a dataset has its rows."""
 
     def __init__(self, vf, name):
         self.vf = vf
@@ -41,21 +42,17 @@ class Classic:
 
     async def play(self, base_url, index):
         """Returns (reward, note) of an episode. Raises RuntimeError."""
-        given = {
-            "api_base_url": base_url,
-            "api_key_var": "MEGAGRPO_NO_KEY",
-            "max_retries": 0,
-            "timeout": 1e6,
-        }
-        client = self.vf.ClientConfig(**given)
-        found = await self.environment.run_rollout(self.dataset[index], client, "policy", {})
-        if found.get("error"):
-            raise RuntimeError(f"verifiers: {found['error']}")
-        return found["reward"], str(found.get("stop_condition") or "")
+        client = self.vf.ClientConfig(
+            api_base_url=base_url, api_key_var="MEGAGRPO_NO_KEY", max_retries=0, timeout=1e6
+        )
+        state = await self.environment.run_rollout(self.dataset[index], client, "policy", {})
+        if state.get("error"):
+            raise RuntimeError(f"verifiers: {state['error']}")
+        return state["reward"], str(state.get("stop_condition") or "")
 
 
 class Tasks:
-    """An environment of `verifiers.v1`, whose rows are a taskset's."""
+    """An environment of `verifiers.v1`; a taskset has its rows."""
 
     def __init__(self, env):
         import verifiers.v1 as vf
@@ -69,17 +66,16 @@ class Tasks:
     def rows(self):
         """Yields (prompt, answer) of each task; an endless taskset is cut by the reader."""
         for task in self.environment.taskset:
-            prompt = task.data.prompt
-            system = task.data.system_prompt
-            spoken = (
-                [{"role": "user", "content": prompt}]
-                if isinstance(prompt, str)
-                else [*map(_plain, prompt or [])]
-            )
-            yield ([{"role": "system", "content": system}] if system else []) + spoken, ""
+            prompt = task.data.prompt or []
+            if isinstance(prompt, str):
+                prompt = [{"role": "user", "content": prompt}]
+            messages = [*map(_plain, prompt)]
+            if task.data.system_prompt:
+                messages.insert(0, {"role": "system", "content": task.data.system_prompt})
+            yield messages, ""
 
     def serving(self):
-        """Returns the context of all episodes, in which what they share runs."""
+        """Returns the context of all episodes, in which their shared services run."""
         return self.environment.serving()
 
     async def play(self, base_url, index):
@@ -105,15 +101,15 @@ def _plain(message):
 
 
 def environment_of(name):
-    """Returns the environment of the interface that the installed version has."""
+    """Returns the environment in the API that the installed version has."""
     if name.endswith(".toml"):
         with open(name, "rb") as file:
             return Tasks(tomllib.load(file)["env"])
     import verifiers as vf
 
-    return (
-        Classic(vf, name) if hasattr(vf, "load_environment") else Tasks({"taskset": {"id": name}})
-    )
+    if hasattr(vf, "load_environment"):
+        return Classic(vf, name)
+    return Tasks({"taskset": {"id": name}})
 
 
 async def serve(name, connection):
@@ -126,8 +122,10 @@ async def serve(name, connection):
     def report(number, task):
         del running[number]
         exc = asyncio.CancelledError() if task.cancelled() else task.exception()
-        found, error = (None, f"{type(exc).__name__}: {exc}") if exc else (task.result(), None)
-        writer.write(json.dumps([number, found, error]).encode() + b"\n")
+        answer = [number, None, f"{type(exc).__name__}: {exc}"]
+        if exc is None:
+            answer = [number, task.result(), None]
+        writer.write(json.dumps(answer).encode() + b"\n")
 
     async with environment.serving():
         async for line in reader:
@@ -151,15 +149,12 @@ def main(name, *options):
         asyncio.run(serve(name, socket.socket(fileno=int(options[1]))))
     else:
         output = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # what environments print is no row
-        environment = environment_of(name)
-        for index, (prompt, answer) in enumerate(
-            islice(environment.rows(), int(options[0]) if options else None)
-        ):
-            print(
-                json.dumps({"prompt": prompt, "answer": answer, "extra": {"index": index}}),
-                file=output,
-            )
+        os.dup2(2, 1)  # the output of environments is not a row
+        rows = environment_of(name).rows()
+        most = int(options[0]) if options else None
+        for index, (prompt, answer) in enumerate(islice(rows, most)):
+            row = {"prompt": prompt, "answer": answer, "extra": {"index": index}}
+            print(json.dumps(row), file=output)
         output.flush()
 
 

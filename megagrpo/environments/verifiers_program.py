@@ -1,9 +1,9 @@
-"""The agent program `verifiers`: an environment of that library, played by the interpreter that has
-it.
+"""The agent program `verifiers`: an environment from that library, played in the interpreter that
+has the library.
 
-verifiers and SGLang want different versions of openai, so that they cannot share an interpreter. A
-process of that one plays many episodes (verifiers_episodes.py), each against its rollout's own
-endpoint.
+verifiers and SGLang need different versions of openai, so they cannot share an interpreter. A
+process of the other interpreter plays many episodes (verifiers_episodes.py), each against the
+endpoint of its rollout.
 """
 
 from collections.abc import Mapping
@@ -35,13 +35,12 @@ class _Player:
             stack.callback(self._leave)
             try:
                 process = await self._slot.started()
-                found, error = await process.call({"base_url": base_url, "index": index})
+                result, error = await process.call({"base_url": base_url, "index": index})
             except WorkerError as exc:
                 raise RuntimeError(f"{self._name}: its process died: {exc}") from exc
         if error is not None:
             raise RuntimeError(error)
-        reward, note = found
-        return {"reward": reward, "info": note}
+        return dict(zip(("reward", "info"), result, strict=True))
 
     def _leave(self) -> None:
         self._running -= 1
@@ -59,14 +58,14 @@ async def play_verifiers(
     environment.
 
     python: the interpreter that has verifiers. environment: a name, or a TOML file with an [env]
-    block. The key is in the URL. Raises ValueError without an index, RuntimeError for an episode
+    block. The URL contains the key. Raises ValueError without an index, RuntimeError for an episode
     with an error.
     """
     index = row["extra"].get("index") if isinstance(row["extra"], Mapping) else None
     if not isinstance(index, int):
         raise ValueError(
-            f"the row has no extra.index (data.extra_key); {_SCRIPT} prints "
-            f"the rows of {environment}"
+            f"the row has no extra.index (data.extra_key); {_SCRIPT} prints the rows of "
+            f"{environment}"
         )
     player = _players.get((python, environment))
     if player is None or player.left <= 0:

@@ -7,7 +7,7 @@ from math import comb
 
 from megagrpo.loop.run import Run
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.rollout.metrics import by_source
+from megagrpo.rollout.group_metrics import by_source
 from megagrpo.rollout.source import EvaluationStopped
 from megagrpo.types import RolloutGroup
 
@@ -16,10 +16,10 @@ def evaluate(run: Run) -> dict[str, float]:
     """Collective. Returns eval/accuracy (mean score), eval/pass_at_k, lengths (tokens) and so on;
     {} if none is due.
 
-    An evaluation is due before the first step, every `eval.every` steps, and after the last. A
-    second one samples `eval.num_as_trained` responses as in training and has the prefix
-    eval_as_trained/. A stop request ends an evaluation without values, and the next start repeats
-    it at the same step.
+    An evaluation is due before the first step, every `eval.every` steps, and after the last. With
+    `eval.num_as_trained`, a second one draws that many samples as in training, and its values are
+    called eval_as_trained/. A stop request ends it without values; the next start, at the same
+    step, repeats it.
     """
     config = run.config.eval
     step = run.state.step
@@ -31,9 +31,9 @@ def evaluate(run: Run) -> dict[str, float]:
         evaluation_metrics(metrics, "eval", groups, config.num_samples)
         for name, part in by_source(groups, run.eval_sources):
             evaluation_metrics(metrics, f"eval_{name}", part, config.num_samples)
-        if number := config.num_as_trained:
+        if config.num_as_trained:
             groups = run.evaluation_groups(as_trained=True)
-            evaluation_metrics(metrics, "eval_as_trained", groups, number)
+            evaluation_metrics(metrics, "eval_as_trained", groups, config.num_as_trained)
         return metrics.reduced(run.mesh.reduce)
     run.evaluation_stopped = True
     return {}

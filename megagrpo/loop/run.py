@@ -14,7 +14,7 @@ from megagrpo.actor.saving import save_actor
 from megagrpo.actor.start import initial_weights, make_actor, plan_schedule, steps_in_all
 from megagrpo.actor.step import holds_token_values
 from megagrpo.batching.batch import build_batch
-from megagrpo.batching.rows import LossNeeds
+from megagrpo.batching.sample_rows import LossNeeds
 from megagrpo.checkpoint.groups import gather_surplus
 from megagrpo.checkpoint.resume import (
     find_checkpoint,
@@ -34,7 +34,7 @@ from megagrpo.monitor.run_record import RunRecord
 from megagrpo.monitor.watchdog import Watchdog
 from megagrpo.rollout.batches import BatchPlan, SampledBatch, StepBatches
 from megagrpo.rollout.control import ServiceControl, find_service, service_progress
-from megagrpo.rollout.metrics import group_metrics
+from megagrpo.rollout.group_metrics import group_metrics
 from megagrpo.rollout.source import Inputs, RolloutSource, start_source
 from megagrpo.system import environment
 from megagrpo.system.progress import Progress

@@ -22,20 +22,21 @@ class MismatchAlarm:
         self._bounds = alarm_bounds(config, is_moe)
 
     def judge(self, batch: Batch, logprobs: Tensor, counts: bool, mesh: Mesh) -> str:
-        """Collective. Returns the alarm, "" without one and for every call but the first.
+        """Collective. Returns the alarm; "" if there is none, and in every call but the first.
 
-        logprobs [T] of the trainer, NaN where unknown. counts: whether this rank is its replica's
-        one with all of them.
+        logprobs [T] of the trainer, NaN where unknown. counts: whether this is the one rank of its
+        replica that has all of them.
         """
         if self._bounds is None:
             return ""
         mean, tail = self._bounds
         self._bounds = None
         # also of tokens that the correction rejects: a wrong engine must not be hidden by it
-        before = batch.correction.before_rejection
-        judged = batch.loss_mask if before is None else before
+        judged = batch.correction.before_rejection
+        if judged is None:
+            judged = batch.loss_mask
         apart = (logprobs - batch.rollout_logprobs)[judged].double().abs()
-        apart = apart[~apart.isnan()] if counts else apart[:0]
+        apart = apart[~apart.isnan() & counts]
         sums = torch.stack(
             [torch.ones_like(apart).sum(), apart.sum(), (apart > tail).sum().double()]
         )
@@ -54,7 +55,7 @@ class MismatchAlarm:
 def alarm_bounds(config: ExperimentConfig, is_moe: bool) -> tuple[float, float] | None:
     """Returns the bounds of the mean and of the 99.9th percentile, in nats; None without an alarm.
 
-    In bfloat16 without replayed experts the mean is the limit of slime's own tests
+    The mean for experts in bfloat16 that are not replayed is the limit in slime's tests
     (train_rollout_logprob_abs_diff).
     """
     factor = config.algorithm.mismatch.alarm
@@ -72,8 +73,7 @@ def alarm_bounds(config: ExperimentConfig, is_moe: bool) -> tuple[float, float] 
     return factor * mean, factor * tail
 
 
-# ---- the health of a run
-# -------------------------------------------------------------------------------------------
+# ---- the health of a run -----------------------------------------------------------------------
 
 _STEPS = 3  # consecutive ones beyond a bound before the warning
 _SMALL_MISMATCH = 1e-3  # nats; growth below it is rounding: the alarm's bound in float32
@@ -81,8 +81,8 @@ Values = Mapping[str, float]  # the reduced metrics of a step
 
 
 class HealthWatch:
-    """Notes each warning about a start's metrics once. Only for the main rank; nothing of it is in
-    a checkpoint."""
+    """Notes each warning about a start's metrics once. Only for the main rank; checkpoints do not
+    hold its state."""
 
     def __init__(self, alarms: Sequence[HealthAlarm], note: Callable[[str], None]):
         """alarms: the warnings that may come."""
@@ -92,11 +92,12 @@ class HealthWatch:
         self._last = {sign.key: deque[tuple[int, float]](maxlen=_STEPS) for sign in _SIGNS}
 
     def see(self, step: int, values: Values) -> None:
-        """Judges the metrics of one more finished step; notes what is new."""
+        """Judges the metrics of one more finished step; notes new warnings."""
         if "loss/total" not in values:  # an evaluation alone
             return
         for sign in [*self._signs]:
-            if (value := sign.value(values)) is None:
+            value = sign.value(values)
+            if value is None:
                 continue
             first = self._first.setdefault(sign.key, (step, value))
             last = self._last[sign.key]
@@ -135,15 +136,15 @@ class _Sign:
 def _equal_groups(values: Values) -> float:
     """Returns the fraction of groups with equal rewards, if no advantage comes from elsewhere
     (REINFORCE++, ReMax)."""
-    return (
-        values.get("group/degenerate_fraction", 0.0)
-        if values.get("advantage/std", 0.0) < 1e-6
-        else 0.0
-    )
+    if values.get("advantage/std", 0.0) >= 1e-6:
+        return 0.0
+    return values.get("group/degenerate_fraction", 0.0)
 
 
 def _advantage_std(values: Values) -> float | None:
-    return values.get("advantage/std") if values.get("group/degenerate_fraction", 0.0) < 1 else None
+    if values.get("group/degenerate_fraction", 0.0) >= 1:
+        return None
+    return values.get("advantage/std")
 
 
 def _clipped(values: Values) -> float:
@@ -154,9 +155,9 @@ def _mismatch(values: Values) -> float | None:
     """Returns the mismatch that is only numerics; None in a step that mixes it with staleness."""
     if "lag/mean" in values:
         return values.get("mismatch/logprob_abs_mean_lag_0")
-    return (
-        None if values.get("dynamic_sampling/carried") else values.get("mismatch/logprob_abs_mean")
-    )
+    if values.get("dynamic_sampling/carried"):
+        return None
+    return values.get("mismatch/logprob_abs_mean")
 
 
 _SIGNS = (
@@ -191,8 +192,7 @@ _SIGNS = (
         0.3,  # a rule of thumb; GSPO clips 0.15 (arXiv 2507.18071)
         "policy/clip_fraction_low + _high",
         "an update moves too far from the sampled policy; lower actor.optimizer.lr, "
-        "train.num_updates_per_step or "
-        "train.num_epochs_per_step",
+        "train.num_updates_per_step or train.num_epochs_per_step",
         _clipped,
     ),
     _Sign(
@@ -200,8 +200,7 @@ _SIGNS = (
         0.1,  # no published value
         "response/truncated_fraction",
         "responses outgrow their limit; raise sampling.max_response_tokens, or set "
-        "algorithm.reward.overlong or "
-        "algorithm.mask_truncated",
+        "algorithm.reward.overlong or algorithm.mask_truncated",
         lambda values: values.get("response/truncated_fraction"),
         lambda limit, first: first + limit,
     ),
@@ -210,8 +209,7 @@ _SIGNS = (
         0.1,  # of the first step's; a drop by 73 % is usual (arXiv 2505.22617)
         "policy/entropy",
         "responses become alike and exploration ends; raise algorithm.loss.clip_ratio_high or "
-        "algorithm.entropy_coef, "
-        "or lower actor.optimizer.lr",
+        "algorithm.entropy_coef, or lower actor.optimizer.lr",
         lambda values: values.get("policy/entropy"),
         lambda limit, first: limit * first,
         too_low=True,

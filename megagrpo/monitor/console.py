@@ -1,4 +1,4 @@
-"""Prints the progress of a run: a line per step, and what a step does while it lasts."""
+"""Prints the progress of a run: a line per step, and notes."""
 
 import sys
 import time
@@ -64,4 +64,6 @@ def minutes(seconds: float) -> str:
     """Formats seconds as 1:02 or 3:04:05."""
     total = round(seconds)
     hours, rest = divmod(total, 3600)
-    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+    if hours:
+        return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
+    return f"{rest // 60}:{rest % 60:02d}"

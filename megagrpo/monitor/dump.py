@@ -1,12 +1,12 @@
 """Writes a step's batch to disk for `megagrpo replay`: after an update that was not finite, or by
 log.dump_steps.
 
-run/dumps/step_000012/   numbered like the step in metrics.jsonl: the update of weights 11
-    dp_0.pt ...          the tensors of one data-parallel rank's Batch, advantages included
-    dp_0_experts_0.pt    with actor.routing_replay: of one pipeline stage, named after its first
-    layer
-    step.json            weight version, algorithm with its current KL coefficient, metrics; written
-    last
+In run/dumps/step_000012/, numbered like the step in metrics.jsonl (the update of weights 11):
+
+- dp_0.pt, ...: the tensors of one data-parallel rank's Batch, advantages included
+- dp_0_experts_0.pt, ...: with actor.routing_replay, the experts of one pipeline stage, named after
+  its first layer
+- step.json: weight version, algorithm with its current KL coefficient, metrics; written last
 """
 
 import json
@@ -51,7 +51,7 @@ def write_dump(
         parts |= {name: vars(parts[name]) for name in _PARTS if parts[name] is not None}
         # torch.load reads it
         parts["images"] = [[tuple(vars(ref).values()) for ref in refs] for refs in batch.images]
-        parts["routed_lengths"] = None if batch.routing is None else batch.routing.lengths
+        parts["routed_lengths"] = batch.routing and batch.routing.lengths
         for earlier in folder.glob(f"dp_{mesh.dp_rank}_experts_*"):
             earlier.unlink()  # of an earlier start, possibly with other stages
         torch.save(parts, folder / f"dp_{mesh.dp_rank}.pt")
@@ -73,12 +73,12 @@ def _write_experts(folder: Path, batch: Batch, mesh: Mesh, layers: Sequence[int]
     file."""
     error = ""
     if batch.routing is not None and layers:
-        whole = folder / f"dp_{mesh.dp_rank}_experts_{layers[0]}.pt"
+        path = folder / f"dp_{mesh.dp_rank}_experts_{layers[0]}.pt"
         try:
-            with whole_file(whole) as draft:
+            with whole_file(path) as draft:
                 torch.save({"layers": list(layers), "experts": batch.routing.experts}, draft)
         except (OSError, RuntimeError) as exc:  # torch raises RuntimeError for a full disk
-            error = f"rank {mesh.rank} could not write {whole}: {exc}"
+            error = f"rank {mesh.rank} could not write {path}: {exc}"
     mesh.raise_any(error)
 
 
@@ -95,7 +95,7 @@ class Dump:
     def batch(self, mesh: Mesh, layers: Sequence[int]) -> Batch:
         """Returns this rank's batch, with the routed experts of its `layers` if they were dumped.
 
-        Raises ValueError if the data-parallel size is another one.
+        Raises ValueError if the data-parallel size differs.
         """
         if mesh.dp_size != self.dp:
             raise ValueError(

@@ -55,11 +55,11 @@ class Metrics:
         value = torch.as_tensor(_detached(value), dtype=torch.float64).nan_to_num(
             nan=inf, posinf=inf, neginf=-inf
         )
-        old = self._largest.get(name)
-        self._largest[name] = value if old is None else torch.maximum(value, old.to(value.device))
+        old = self._largest.get(name, value)
+        self._largest[name] = torch.maximum(value, old.to(value.device))
 
     def add_rate(self, name: str, amount: float | Tensor, seconds: float) -> None:
-        """Adds a throughput, once a step: the amount of all ranks divided by the seconds of the
+        """Adds a throughput, once per step: the amount of all ranks divided by the seconds of the
         slowest rank."""
         assert name not in self._kinds, f"metric {name}: a rate is added once a step"
         self._add(self._sums, name, "rate", ("/amount", amount))
@@ -110,7 +110,9 @@ class Metrics:
 
 
 def _detached(value: float | Tensor) -> float | Tensor:
-    return value.detach().double() if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.detach().double()
+    return value
 
 
 def _reduce_values(

@@ -13,9 +13,9 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
 from megagrpo.monitor.alarms import HealthWatch
 from megagrpo.monitor.console import StepConsole
-from megagrpo.monitor.record import StepLog
-from megagrpo.monitor.rollouts import Decode, RolloutLog
+from megagrpo.monitor.rollout_log import Decode, RolloutLog
 from megagrpo.monitor.step_lines import drop_later_steps, read_step_lines
+from megagrpo.monitor.step_log import StepLog
 from megagrpo.monitor.trained import TrainedLog
 from megagrpo.monitor.wandb_log import WandbLog
 from megagrpo.system.run_folder import RunFolder
@@ -68,9 +68,9 @@ class RunRecord:
     def open(
         self, tokenizer: "PreTrainedTokenizerBase", decode: Decode, has_token_values: bool
     ) -> None:
-        """Collective. Cuts the record of earlier starts, and opens this rank's logs. decode: as
-        graded texts are decoded. has_token_values: whether updates leave the values of the
-        replica's tokens on this rank."""
+        """Collective. Cuts the record of earlier starts, and opens this rank's logs. decode: the
+        one for graded texts. has_token_values: whether updates leave the values of the replica's
+        tokens on this rank."""
         config = self._config
         mesh = self._mesh
         start = self.start_step
@@ -85,7 +85,8 @@ class RunRecord:
         if mesh.is_leader:
             rollouts = RolloutLog(self.folder, mesh.dp_rank, decode)
             self._rollouts = self._stack.enter_context(closing(rollouts))
-        if console := self._console:
+        console = self._console
+        if console is not None:
             steps = self._stack.enter_context(closing(StepLog(self.folder, config.log, start)))
             wandb = self._stack.enter_context(WandbLog(config, self.folder, start, console.note))
             health = HealthWatch(config.log.alarms, console.note)
@@ -118,8 +119,8 @@ class RunRecord:
 
 
 def cut_record(folder: RunFolder, num_steps: int) -> None:
-    """Leaves the samples of the first `num_steps` steps. With 0, moves the record aside: that of a
-    start which ended before its first checkpoint."""
+    """Keeps the samples of the first `num_steps` steps. With 0, moves the record aside, because it
+    comes from a start that ended before its first checkpoint."""
     files = folder.rollout_files()
     trained = folder.trained_files()
     lines = read_step_lines(folder.metrics) if folder.metrics.exists() else ()

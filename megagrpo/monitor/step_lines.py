@@ -1,4 +1,4 @@
-"""Writes in a background thread; JSON lines of one process, one line a step."""
+"""Writes in a background thread; JSON lines of one process, one line per step."""
 
 import json
 import re
@@ -53,10 +53,10 @@ class StepLines(BackgroundWriter):
 
 
 def drop_later_steps(path: Path, start_step: int) -> None:
-    """Truncates the file before an incomplete last line, or the first of a step after
+    """Truncates the file before an incomplete last line, or before the first line of a step after
     `start_step`.
 
-    Raises ValueError with the number of a broken line: what comes after it is not dropped unasked.
+    Raises ValueError with the number of a broken line, so that lines after it are not lost.
     """
     if not path.exists():
         return
@@ -81,8 +81,8 @@ def read_step_lines(path: Path) -> Iterator[dict]:
                 return
             _step_of(path, number, line)
             with translated(f"{path}:{number}: not a JSON line", json.JSONDecodeError):
-                found = json.loads(line)
-            yield found
+                entry = json.loads(line)
+            yield entry
 
 
 def _step_of(path: Path, number: int, line: bytes) -> int:

@@ -1,14 +1,13 @@
 """Records samples as the update saw them, for `megagrpo view`: advantages and log-probability
 differences.
 
-trained/replica_0.jsonl has one line a step for the samples of one data-parallel rank:
+trained/replica_0.jsonl has one line per step for the samples of one data-parallel rank:
 
-    sample_ids, advantages   of all samples; the mean over trained tokens, null if there are none
-    tokens                   of the step's first groups: [{"sample_id", "ids", "difference"}, ...];
-    "difference" is the
-                             trainer's minus the engine's log-probability, null for tokens that are
-                             not trained
-    pieces                   the text of token ids that are new in this line
+- sample_ids, advantages: of all samples; an advantage is the mean over trained tokens, null if
+  there are none
+- tokens: of the step's first groups, [{"sample_id", "ids", "difference"}, ...]; a difference is the
+  trainer's minus the engine's log-probability, null for tokens that are not trained
+- pieces: the text of token ids that are new in this line
 """
 
 import math
@@ -72,7 +71,7 @@ class TrainedLog(StepLines):
         ]
 
         def line() -> dict:
-            kept = [
+            recorded = [
                 {
                     "sample_id": sample_id,
                     "ids": tokens.tolist(),
@@ -80,13 +79,13 @@ class TrainedLog(StepLines):
                 }
                 for sample_id, tokens, difference in kept_tokens
             ]
-            new = sorted({token for sample in kept for token in sample["ids"]} - self._shown)
+            new = sorted({token for sample in recorded for token in sample["ids"]} - self._shown)
             self._shown.update(new)
             pieces = {str(token): text for token, text in zip(new, self._pieces(new), strict=True)}
             return {
                 "sample_ids": ids,
                 "advantages": _rounded(advantages, 5),
-                "tokens": kept,
+                "tokens": recorded,
                 "pieces": pieces,
             }
 

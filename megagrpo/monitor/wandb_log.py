@@ -77,10 +77,10 @@ class WandbLog:
                 self._run.finish(exit_code=int(kind is not None))
 
     @contextmanager
-    def _never_fatal(self, what: str) -> Iterator[None]:
+    def _never_fatal(self, action: str) -> Iterator[None]:
         try:
             yield
         except Exception as exc:  # a remote service must not end the training
             self._run = None
-            problem = f"{what} failed; no more metrics are sent; metrics.jsonl has all of them"
+            problem = f"{action} failed; no more metrics are sent; metrics.jsonl has all of them"
             self._note(f"log.wandb: {problem}: {type(exc).__name__}: {exc}")

@@ -1,11 +1,11 @@
 """Monitors the progress of all ranks; shortly before a deadline, writes a page that shows which
 rank blocks which.
 
-    run/logs/ranks/rank_3.json     progress: step, phase, start of the phase, last heartbeat; by a
-    thread of that rank
-    run/logs/ranks/rank_3.stacks   its Python stacks, if a page requests them or its interpreter
-    hangs
-    run/logs/deadline_TIME.txt     the page: the blocking ranks, the waiting ranks, and their stacks
+- run/logs/ranks/rank_3.json: progress (step, phase, start of the phase, last heartbeat), written by
+  a thread of that rank
+- run/logs/ranks/rank_3.stacks: Python stacks of the rank, if a page requests them or its
+  interpreter hangs
+- run/logs/deadline_TIME.txt: the page, with the blocking ranks, the waiting ranks and their stacks
 
 The page must precede the deadline, at which NCCL ends the processes without a Python exception.
 Ranks communicate by files, because the network may be the cause.
@@ -61,12 +61,11 @@ class Watchdog:
         self.waits: list[Callable[[], str]] = []
         self._request = folder.stacks_request(started)  # unique to this start
         self._deadline_s = config.actor.deadline_s
-        attempts = (
-            config.algorithm.dynamic_sampling.max_num_gen_batches
-            if config.algorithm.dynamic_sampling
-            else 1
-        )
-        passes = attempts * (2 if config.algorithm.needs_greedy_response else 1)
+        passes = 1
+        if config.algorithm.dynamic_sampling:
+            passes = config.algorithm.dynamic_sampling.max_num_gen_batches
+        if config.algorithm.needs_greedy_response:
+            passes *= 2
         request_s = config.rollout.step_timeout_s
         self._limits = {"rollout": passes * request_s, "evaluate": request_s, "drain": request_s}
         self._limits["publish"] = config.weights.timeout_s
@@ -139,7 +138,7 @@ class Watchdog:
             "entered": self._entered,
             "beat": now,
             "where": self._where(),
-            "waits": [text for wait in self.waits if (text := wait())],
+            "waits": list(filter(None, (wait() for wait in self.waits))),
         }
         write_whole(self._folder.rank_progress(self._mesh.rank), json.dumps(progress))
         self._written = now
@@ -149,13 +148,11 @@ class Watchdog:
         frames = traceback.extract_stack(sys._current_frames()[self._main])
         inner = frames[-1]
         ours = next((frame for frame in reversed(frames) if is_ours(frame.filename)), inner)
-        by = (
-            f"{Path(ours.filename).parent.name}/{Path(ours.filename).name}:{ours.lineno} "
-            f"{ours.name}"
-        )
-        return (
-            by if inner is ours else f"{inner.name} ({Path(inner.filename).name}), called by {by}"
-        )
+        path = Path(ours.filename)
+        place = f"{path.parent.name}/{path.name}:{ours.lineno} {ours.name}"
+        if inner is ours:
+            return place
+        return f"{inner.name} ({Path(inner.filename).name}), called by {place}"
 
     def _write_stacks(self) -> None:
         frames = sys._current_frames()
@@ -195,16 +192,13 @@ class Watchdog:
         stacks = {
             rank: file.read_text(errors="replace") for rank, file in files.items() if file.exists()
         }
-        seen = (
-            f"rank {self._mesh.rank} is in {self._name} of step {self._step() + 1} for "
-            f"{now - self._since:.0f} s"
-        )
         summary = (
-            f"{seen}, and nothing has moved for {now - self._moved:.0f} "
-            f"s\n{describe(ranks, written)}"
+            f"rank {self._mesh.rank} is in {self._name} of step {self._step() + 1} for "
+            f"{now - self._since:.0f} s, and nothing has moved for {now - self._moved:.0f} s"
         )
+        page = f"{summary}\n{describe(ranks, written)}\n\n{_grouped(stacks)}"
         moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
-        write_whole(self._folder.deadline_page(moment), f"{summary}\n\n{_grouped(stacks)}")
+        write_whole(self._folder.deadline_page(moment), page)
         self._request.unlink()
 
 
@@ -258,10 +252,8 @@ def _state(rank: dict, now: float) -> str:
         return "it never wrote a heartbeat"
     text = f"{rank['phase']} of step {rank['step']} since {_clock(rank['since'])}"
     if now - rank["beat"] > _SILENT_S:
-        return (
-            f"no heartbeat since {_clock(rank['beat'])}, when it was in "
-            f"{text}{_process_status(rank)}"
-        )
+        beat = _clock(rank["beat"])
+        return f"no heartbeat since {beat}, when it was in {text}{_process_status(rank)}"
     waits = "".join(f"; waits for {wait}" for wait in rank["waits"])
     return f"in {text}{waits}; at {rank['where']}"
 

@@ -1,5 +1,5 @@
-"""Rewards of parts of a response (process rewards): what a grader may return, and the tokens that
-get them."""
+"""Rewards for parts of a response (process rewards): what a grader may return, and which tokens get
+the rewards."""
 
 import math
 from bisect import bisect_left
@@ -17,13 +17,13 @@ _CONTEXT = 16  # tokens before a block: a character has at most 4, a tokenizer l
 
 
 def read_parts(value: object, text: str) -> tuple[object, tuple[Span, ...], tuple[float, ...]]:
-    """Returns what a grader said as (its score, rewards of spans of the text, rewards of all
+    """Returns the value of a grader as (score, rewards of spans of the text, rewards of all
     tokens).
 
     value: a number; a list with a reward for each token of the response; or a dict with any of
     "score" (for the whole response), "spans" (lists [start, end, reward] in characters of the text)
-    and "tokens" (as the list). Other keys of a dict, as verl's graders return them, are not read.
-    Raises ValueError.
+    and "tokens" (like the list). Other keys of a dict, as in verl's graders, are ignored. Raises
+    ValueError.
     """
     if isinstance(value, list):
         value = {"tokens": value}
@@ -43,14 +43,14 @@ def read_parts(value: object, text: str) -> tuple[object, tuple[Span, ...], tupl
         _check_number(reward)
     for reward in tokens:
         _check_number(reward)
-    of_spans = sorted((int(end), float(reward)) for _, end, reward in spans)
-    return plain(value.get("score", 0.0)), tuple(of_spans), tuple(map(float, tokens))
+    rewards = sorted((int(end), float(reward)) for _, end, reward in spans)
+    return plain(value.get("score", 0.0)), tuple(rewards), tuple(map(float, tokens))
 
 
 def plain(score: object) -> object:
-    """Returns a score of numpy or torch, such as np.isclose's, as Python's own number."""
-    item = getattr(score, "item", None)
-    return item() if callable(item) else score
+    """Returns a score of numpy or torch, such as np.isclose's, as a Python number."""
+    item = getattr(score, "item", lambda: score)
+    return item()
 
 
 def _check_number(reward: object) -> None:
@@ -70,44 +70,47 @@ class ResponseTokens:
     def rewards(
         self, spans: Sequence[Span], tokens: Sequence[float], weight: float
     ) -> list[tuple[int, float]]:
-        """Returns (index of a token, reward times weight). Raises ValueError if `tokens` are not
-        one for each token."""
+        """Returns (index of a token, reward times weight). Raises ValueError unless `tokens` has
+        one reward per token."""
         if tokens and len(tokens) != len(self.token_ids):
             raise ValueError(
                 f"{len(tokens)} rewards of tokens for a response of {len(self.token_ids)}"
             )
-        ends = self._last_of([end for end, _ in spans]) if spans else []
-        found = [(index, reward) for index, (_, reward) in zip(ends, spans, strict=True)]
-        found += enumerate(tokens)
-        return [(self._last_sampled(index), weight * reward) for index, reward in found if reward]
+        ends = self._last_of([end for end, _ in spans])
+        rewards = [(index, reward) for index, (_, reward) in zip(ends, spans, strict=True)]
+        rewards += enumerate(tokens)
+        return [(self._last_sampled(index), weight * reward) for index, reward in rewards if reward]
 
     def _last_of(self, ends: Sequence[int]) -> list[int]:
         """Returns the index of the token that completes the first `end` characters, for each end.
 
-        By blocks, since the text up to every token would be quadratic in them.
+        It works by blocks, because decoding the text up to every token would be quadratic.
         """
+        if not ends:
+            return []
         starts = range(0, len(self.token_ids), _BLOCK)
         before = [0, *accumulate(self._length(start, _BLOCK) for start in starts)]
-        found = []
+        lasts = []
         for end in ends:
             block = max(bisect_left(before, end) - 1, 0)
             start = starts[block]
             within = partial(self._length, start)
             numbers = range(1, min(_BLOCK, len(self.token_ids) - start))
-            found.append(start + bisect_left(numbers, end - before[block], key=within))
-        return found
+            lasts.append(start + bisect_left(numbers, end - before[block], key=within))
+        return lasts
 
     def _length(self, start: int, number: int) -> int:
         """Returns how many characters `number` tokens from `start` on add to the text.
 
-        Those before them tell whether the first is a word's begin or a part of a character.
+        Whether the first begins a word or is a part of a character depends on those before it.
         """
         context = max(start - _CONTEXT, 0)
         known = len(self.decode(self.token_ids[context:start]))
         return len(self.decode(self.token_ids[context : start + number])) - known
 
     def _last_sampled(self, index: int) -> int:
-        if self.sampled is None or self.sampled[index]:
+        """Returns the last sampled token up to `index`, or the first one if there is none."""
+        if self.sampled is None:
             return index
-        before = np.flatnonzero(self.sampled[:index])
-        return int(before[-1]) if len(before) else int(np.flatnonzero(self.sampled)[0])
+        sampled = np.flatnonzero(self.sampled)
+        return int(sampled[max(int(np.searchsorted(sampled, index, "right")) - 1, 0)])

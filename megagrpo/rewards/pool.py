@@ -8,14 +8,14 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 
 from megagrpo.config.reward import GraderArgs, GraderConfig, RewardConfig
-from megagrpo.rewards.graders.http import HttpGrader
-from megagrpo.rewards.graders.judge import JudgeGrader
-from megagrpo.rewards.graders.table import (
+from megagrpo.rewards.graders.functions import (
     SERVICES,
     check_grader,
     load_group_grader,
     machine_problem,
 )
+from megagrpo.rewards.graders.http import HttpGrader
+from megagrpo.rewards.graders.judge import JudgeGrader
 from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rewards.services import ServiceGrader
 from megagrpo.rewards.workers import Call, Graded, GraderWorkers
@@ -67,12 +67,12 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def submit(
         self, prompt: Prompt, text: str, tokens: ResponseTokens | None = None
     ) -> Future[Outcome]:
-        """Returns a future of one response's outcome: the weighted sum of its parts, or the first
-        error among them.
+        """Returns a future of one response's outcome: the weighted sum of the graders' scores, or
+        the first error among them.
 
-        tokens: those of the response, for graders that reward parts of it; None: only their sum is
-        known. `prompt.grader`, if set, is the only grader: one of `reward.graders`, or any other
-        without arguments. Raises ValueError if it cannot be loaded.
+        tokens: the response's tokens, for graders that reward parts of it; None: only the sum of
+        such rewards is known. `prompt.grader`, if set, is the only grader: one of `reward.graders`,
+        or any other without arguments. Raises ValueError if it cannot be loaded.
         """
         return self._loop.submit(self._combined(self._entries_for(prompt), prompt, text, tokens))
 
@@ -99,8 +99,9 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         entries, name = self._config.entries, prompt.grader
         if name is None:
             return entries
-        if own := [entry for entry in entries if name in (entry.short_name, entry.grader)]:
-            return own[:1]
+        named = [entry for entry in entries if name in (entry.short_name, entry.grader)]
+        if named:
+            return named[:1]
         entry = GraderConfig(grader=name)
         if name not in self._checked:
             check_grader(name, {})
@@ -111,8 +112,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     async def _graded(self, entry: GraderConfig, prompt: Prompt, text: str) -> Graded:
         if entry.grader in SERVICES:
             return await self._services[entry.short_name].outcome(prompt, text)
-        of_prompt = (prompt.question or prompt.text, bool(prompt.messages))
-        inputs = (text, prompt.answer, prompt.source, prompt.extra, *of_prompt)
+        is_chat = bool(prompt.messages)
+        inputs = (text, prompt.answer, prompt.source, prompt.extra, prompt.question, is_chat)
         return await self._workers.grade(("grade", entry.grader, dict(entry.args)), inputs)
 
     async def _combined(
@@ -126,30 +127,33 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         token_rewards: list[tuple[int, float]] = []
         graded_by = await _all([self._graded(entry, prompt, text) for entry in entries])
         for entry, graded in zip(entries, graded_by, strict=True):
-            outcomes.append(_outcome(graded))
-            if tokens is not None and outcomes[-1].ok:
+            outcome = _outcome(graded)
+            if tokens is not None and outcome.ok:
                 try:
                     token_rewards += tokens.rewards(graded.spans, graded.tokens, entry.weight)
                 except ValueError as exc:
-                    outcomes[-1] = Outcome("error", detail=f"{entry.grader}: {exc}")
-        of_tokens = tuple(sorted(token_rewards))
-        if not self._config.has_parts:
-            return replace(outcomes[0], token_rewards=of_tokens) if outcomes[0].ok else outcomes[0]
-        parts = {entry.short_name: part for entry, part in zip(entries, outcomes, strict=True)}
-        if (bad := next((part for part in outcomes if not part.ok), None)) is not None:
-            return replace(bad, parts=parts)
+                    outcome = Outcome("error", detail=f"{entry.grader}: {exc}")
+            outcomes.append(outcome)
+        parts = {}
+        if self._config.has_parts:
+            parts = {entry.short_name: part for entry, part in zip(entries, outcomes, strict=True)}
+        failures = [part for part in outcomes if not part.ok]
+        if failures:
+            return replace(failures[0], parts=parts)
+        if not parts:
+            return replace(outcomes[0], token_rewards=tuple(sorted(token_rewards)))
         value = sum(
             entry.weight * part.value for entry, part in zip(entries, outcomes, strict=True)
         )
         detail = "; ".join(filter(None, (part.detail for part in outcomes)))
-        return Outcome("score", value, detail, parts, of_tokens)
+        return Outcome("score", value, detail, parts, tuple(sorted(token_rewards)))
 
     async def _regraded(
         self, prompt: Prompt, texts: Sequence[str], outcomes: Sequence[Outcome]
     ) -> list[Outcome]:
         name = self._config.group_grader
         out = list(outcomes)
-        valid = [i for i, one in enumerate(outcomes) if one.ok]
+        valid = [i for i, outcome in enumerate(outcomes) if outcome.ok]
         if name is None or not valid:
             return out
         inputs = ([texts[i] for i in valid], prompt.answer, [outcomes[i].value for i in valid])
@@ -165,7 +169,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
 
 def _refuse_machine(entry: GraderConfig) -> None:
-    if problem := machine_problem(entry.grader, entry.args):
+    problem = machine_problem(entry.grader, entry.args)
+    if problem:
         raise ValueError(f"grader {entry.grader}: {problem}")
 
 
@@ -175,7 +180,7 @@ def _outcome(graded: Graded) -> Outcome:
 
 
 async def _all(grading: Sequence[Coroutine[object, None, Graded]]) -> list[Graded]:
-    """Returns all results, errors if the pool is closed meanwhile."""
+    """Returns all results; they are errors if the pool is closed meanwhile."""
     try:
         return await asyncio.gather(*grading)
     except asyncio.CancelledError:

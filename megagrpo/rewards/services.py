@@ -19,7 +19,7 @@ _LARGEST_ANSWER = 16 * 2**20  # bytes
 
 
 class ServiceError(RuntimeError):
-    """Raised if a service gave no usable answer; the text names the service."""
+    """Raised if a service gave no usable answer; the message names the service."""
 
 
 class RequestRefused(ServiceError):
@@ -27,7 +27,7 @@ class RequestRefused(ServiceError):
 
 
 class Refusal(Exception):
-    """Raised by an attempt that is worth a retry: the reason, and seconds to wait at least."""
+    """Raised by an attempt that is worth a retry: the reason, and the least seconds to wait."""
 
 
 class ServiceGrader(ABC):
@@ -63,8 +63,10 @@ class ServiceGrader(ABC):
         """Returns the outcome of one response, an error or a timeout if the service fails."""
         try:
             return await self.grade(prompt, text)
-        except (ServiceError, TimeoutError) as exc:
-            return Graded("timeout" if isinstance(exc, TimeoutError) else "error", detail=str(exc))
+        except ServiceError as exc:
+            return Graded("error", detail=str(exc))
+        except TimeoutError as exc:
+            return Graded("timeout", detail=str(exc))
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -93,8 +95,10 @@ class ServiceGrader(ABC):
                             raise TimeoutError
                         await asyncio.sleep(wait_s)
         except TimeoutError:
-            said = f"; the last problem: {problem}" if problem else ""
-            raise TimeoutError(f"{self.location} gave no score in {timeout_s:g} s{said}") from None
+            if problem:
+                problem = f"; the last problem: {problem}"
+            message = f"{self.location} gave no score in {timeout_s:g} s{problem}"
+            raise TimeoutError(message) from None
         raise ServiceError(
             f"{self.location} failed {retries + 1} times; the last problem: {problem}"
         )
@@ -110,20 +114,20 @@ class ServiceGrader(ABC):
                     raise ServiceError(
                         f"{self.location} answered more than {_LARGEST_ANSWER >> 20} MiB"
                     )
-        said = bytes(data[:200]).decode(errors="replace")
+        excerpt = bytes(data[:200]).decode(errors="replace")
         if answer.status_code in _TRY_AGAIN or answer.status_code >= 500:
             after_s = _retry_after_s(answer)
             asks = f" (Retry-After: {after_s:g} s)" if after_s else ""
-            raise Refusal(f"status {answer.status_code}{asks}: {said}", after_s)
+            raise Refusal(f"status {answer.status_code}{asks}: {excerpt}", after_s)
         if answer.status_code != 200:
             raise RequestRefused(
-                f"{self.location} refused a request with status {answer.status_code}: {said}"
+                f"{self.location} refused a request with status {answer.status_code}: {excerpt}"
             )
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as exc:  # also bytes that are no text
             raise ServiceError(
-                f"{self.location} answered something else than JSON: {said!r}"
+                f"{self.location} answered something else than JSON: {excerpt!r}"
             ) from exc
 
 

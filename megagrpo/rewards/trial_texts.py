@@ -1,12 +1,12 @@
-"""Grades texts whose scores are known beforehand, so that a grader that cannot work is found before
-a run."""
+"""Grades texts whose scores are known beforehand, to find a grader that cannot work before a
+run."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megagrpo.config.reward import GraderArgs, RewardConfig
-from megagrpo.rewards.graders.table import SERVICES, machine_problem
+from megagrpo.rewards.graders.functions import SERVICES, machine_problem
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.types import Outcome, Prompt
 
@@ -17,9 +17,9 @@ _SENTENCE = "I do not know."
 
 @dataclass(frozen=True)
 class TrialScores:
-    """What the graders said of the texts of some rows."""
+    """The graders' verdicts on the texts of some rows."""
 
-    away: list[str]  # graders that cannot be asked from here
+    away: list[str]  # graders that cannot be reached from here
     lines: list[str] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -35,54 +35,54 @@ def first_of_each(prompts: Iterable[Prompt]) -> Iterator[Prompt]:
 
 
 def grade_trial_texts(reward: RewardConfig, prompts: Sequence[Prompt]) -> TrialScores:
-    """Grades each prompt's own answer, the empty response and a sentence in a run's processes.
+    """Grades each prompt's answer, the empty response and a sentence in a run's processes.
 
-    A row for which none of them gets a score is a problem. Raises ValueError and WorkerError as
+    A row for which none of them gets a score is a problem. Raises ValueError and WorkerError like
     RewardPool.
     """
     here = [entry for entry in reward.entries if _runs_here(entry.grader, entry.args)]
     away = [entry for entry in reward.entries if entry not in here]
     names = {name for entry in away for name in (entry.short_name, entry.grader)}
-    found = TrialScores([entry.short_name for entry in away])
+    trial = TrialScores([entry.short_name for entry in away])
     graded = [
         prompt
         for prompt in prompts
-        if (name := prompt.grader) is None or (name not in names and _runs_here(name, {}))
+        if prompt.grader is None or (prompt.grader not in names and _runs_here(prompt.grader, {}))
     ]
     if not here or not graded:
-        return found
+        return trial
     local = reward.model_copy(update={"graders": here, "workers": min(reward.workers, _ROWS)})
     with RewardPool(local) as pool:
         futures = [[pool.submit(prompt, text) for text in _texts(prompt)] for prompt in graded]
-        for prompt, of_row in zip(graded, futures, strict=True):
-            _judge(prompt, [future.result() for future in of_row], found)
-    return found
+        for prompt, row_futures in zip(graded, futures, strict=True):
+            _judge(prompt, [future.result() for future in row_futures], trial)
+    return trial
 
 
 def _texts(prompt: Prompt) -> list[str]:
     return [*(form.format(prompt.answer) for form in _FORMS), "", _SENTENCE]
 
 
-def _judge(prompt: Prompt, outcomes: Sequence[Outcome], found: TrialScores) -> None:
-    *own, empty, sentence = outcomes
-    best = max(own, key=lambda one: (one.ok, one.value))
-    failed = [one.detail for one in (best, empty, sentence) if not one.ok]
+def _judge(prompt: Prompt, outcomes: Sequence[Outcome], trial: TrialScores) -> None:
+    *answers, empty, sentence = outcomes
+    best = max(answers, key=lambda outcome: (outcome.ok, outcome.value))
+    failed = [outcome.detail for outcome in (best, empty, sentence) if not outcome.ok]
     if len(failed) == 3:
-        found.problems.append(f"{prompt.location}: no response gets a score: {failed[0]}")
+        trial.problems.append(f"{prompt.location}: no response gets a score: {failed[0]}")
         return
-    form = _FORMS[own.index(best)].format("...")
+    form = _FORMS[answers.index(best)].format("...")
     says = "" if form == "..." else f" as {form}"
-    found.lines.append(
+    trial.lines.append(
         f"{prompt.location}: its own answer{says} gets {_score(best)}, '' {_score(empty)}, "
         f"{_SENTENCE!r} {_score(sentence)}"
     )
     if failed:
-        found.advice.append(
+        trial.advice.append(
             f"{prompt.location}: {failed[-1]:.160}; such a response is no 0, it is left out, and "
             "too many stop the run: let the grader return 0.0"
         )
     if best.ok and max(empty.value, sentence.value) > best.value:
-        found.advice.append(
+        trial.advice.append(
             f"{prompt.location}: a text that is no answer gets more than the answer itself"
         )
 

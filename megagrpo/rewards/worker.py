@@ -3,13 +3,14 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import astuple
 from functools import cache
 from numbers import Real
+from typing import cast
 
 from megagrpo.config.reward import GraderArgs
-from megagrpo.rewards.graders.table import call_grader, load_grader, load_group_grader
+from megagrpo.rewards.graders.functions import call_grader, load_grader, load_group_grader
 from megagrpo.rewards.parts import Span, read_parts
 from megagrpo.rewards.workers import Call, Graded
 from megagrpo.system.worker_process import answer_calls, attempted
@@ -28,18 +29,20 @@ def loaded_grader(kind: str, function: str, args: str) -> Callable[..., object]:
 
 
 def grade(kind: str, function: str, args: GraderArgs, inputs: Sequence[object]) -> Graded:
-    """Returns scores and detail, or an error if the function raises or returns anything but finite
+    """Returns scores and detail, or an error if the function raises or does not return finite
     numbers."""
 
     def called() -> object:
         loaded = loaded_grader(kind, function, json.dumps(args))
-        return call_grader(loaded, args, inputs) if kind == "grade" else loaded(*inputs, **args)
+        if kind == "grade":
+            return call_grader(loaded, args, inputs)
+        return loaded(*inputs, **args)
 
     value, raised = attempted(called)
     if raised is not None:  # the outcome of this sample, not the end of the run
         return Graded("error", detail=f"{function} raised {type(raised).__name__}: {raised}")
     detail = ""
-    num_texts = len(inputs[0]) if isinstance(inputs[0], list) else 1
+    num_texts = len(cast(Sized, inputs[0]))
     spans: tuple[Span, ...] = ()
     tokens: tuple[float, ...] = ()
     if kind == "grade":

@@ -62,8 +62,7 @@ class GraderWorkers:
         if error is not None:
             return Graded("error", detail=f"{call[1]}: {error}")
         status, scores, detail, spans, tokens = value
-        of_parts = tuple((end, reward) for end, reward in spans)
-        return Graded(status, tuple(scores), detail, of_parts, tuple(tokens))
+        return Graded(status, tuple(scores), detail, tuple(map(tuple, spans)), tuple(tokens))
 
     def close(self) -> None:
         """Ends every process; calls without a result get an error. Idempotent."""

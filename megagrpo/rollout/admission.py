@@ -38,7 +38,7 @@ class AdmissionQueue:
         self._burst = _BURST  # that may be admitted now
 
     def share(self, engines: Sequence[EngineInfo], at_once: int, num_leaders: int) -> None:
-        """Sets both limits to one leader's share of these engines; at_once: requests of each."""
+        """Sets both limits to one leader's share of these engines; at_once: requests per engine."""
         number = len(engines)
         self.limit = max(1, number * at_once // num_leaders)
         sizes = [engine.cache_tokens for engine in engines if engine.cache_tokens]
@@ -52,8 +52,8 @@ class AdmissionQueue:
     ) -> AsyncIterator[None]:
         """Waits until the request is admitted; it is in flight until the block ends.
 
-        order: the smallest goes first, then the one that arrived first; all of one length. tokens:
-        what the request will occupy in a cache, evaluated when it may leave.
+        order: the smallest goes first, then the one that arrived first; all have the same length.
+        tokens: how much of a cache the request will occupy, evaluated when it may leave.
         """
         waiting = _Waiting(
             (*order, next(self._arrivals)), tokens, asyncio.get_running_loop().create_future()
@@ -73,7 +73,7 @@ class AdmissionQueue:
     def admit(self) -> None:
         """Admits the requests that fit; call it when `limit` or `tokens` has grown.
 
-        No request passes another for being small: large ones would starve. One by itself is always
+        Small requests do not pass large ones, which would starve. A request that is alone is always
         admitted.
         """
         while self._waiting and self._in_flight < self.limit and self._burst:
@@ -117,7 +117,7 @@ class ResponseLengths:
     """Estimates how many tokens a running sample occupies, from the responses so far. For one event
     loop.
 
-    max_tokens: limit of a response, assumed for all before the first.
+    max_tokens: the limit of a response, which is assumed until the first one is complete.
     """
 
     def __init__(self, max_tokens: int) -> None:

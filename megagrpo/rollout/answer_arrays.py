@@ -1,7 +1,7 @@
 """Reads the arrays of an engine's answer: log-probabilities, candidates of each token, experts.
 
-A response of 32k tokens has 1 MB of `[[logprob, id, null], ...]`, and most parsers of JSON make
-130,000 objects of it: eight times the time, in which no other thread of the process runs.
+A response of 32k tokens has 1 MB of `[[logprob, id, null], ...]`. Most JSON parsers make 130,000
+objects of it, which takes eight times as long, and no other thread of the process runs meanwhile.
 """
 
 import binascii
@@ -22,14 +22,13 @@ from megagrpo.system.errors import translated
 
 _NULL = 9999  # stands for null, which no array of numbers can hold: no log-probability
 _NULL_AS_NUMBER = bytes.maketrans(b"nul", b"999")
-_OF_THREAD = threading.local()  # a parser keeps its memory for the next answer
+_THREAD = threading.local()  # a parser keeps its memory for the next answer
 
 
 def read_pairs(text: bytes | msgspec.Raw) -> tuple[np.ndarray, np.ndarray]:
     """Returns ids [T] int32 and log-probabilities [T] float32 of a list; null is NaN.
 
-    They are those of orjson, bit for bit. Raises ValueError, TypeError and such for what is no such
-    list.
+    They equal orjson's, bit for bit. Raises ValueError, TypeError and such for anything else.
     """
     with suppress(AttributeError, TypeError, ValueError):
         logprobs, ids, nulls = _numbers(bytes(text)).reshape(-1, 3).T
@@ -44,9 +43,9 @@ def read_pairs(text: bytes | msgspec.Raw) -> tuple[np.ndarray, np.ndarray]:
 def read_lists(lists: Sequence[TokenList | None], k: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns ids [T, k] int32 and log-probabilities [T, k] float32 of lists [logprob, id, text],
     k for each position. Raises ValueError for other lists."""
-    if any(one is None or len(one) != k for one in lists):
+    if any(len(tokens or ()) != k for tokens in lists):
         raise ValueError(f"not {k} tokens for every position")
-    pairs = [(entry[1], entry[0]) for one in lists if one is not None for entry in one]
+    pairs = [(token_id, logprob) for tokens in lists for logprob, token_id, *_ in tokens or ()]
     ids, logprobs = np.array(pairs, np.float64).reshape(len(lists), k, 2).transpose(2, 0, 1)
     return ids.astype(np.int32), logprobs.astype(np.float32)
 
@@ -58,8 +57,8 @@ class WrongExperts(ValueError):
 def read_experts(arch: Architecture, text: str | memoryview | None, num_tokens: int) -> np.ndarray:
     """Returns the experts [num_tokens, layers with experts, k] of an answer. Raises WrongExperts.
 
-    text: an answer's `routed_experts`, of consecutive tokens that passed through the model: all
-    tokens except the last of a response; base64 of int32, of all layers, dense ones too.
+    text: an answer's `routed_experts`, base64 of int32 for all layers, dense ones too, and for
+    consecutive tokens that passed through the model: all except the last of a response.
     """
     if not text:
         raise WrongExperts(
@@ -76,13 +75,13 @@ def read_experts(arch: Architecture, text: str | memoryview | None, num_tokens: 
             f"routed_experts has {len(ids)} numbers, not {num_tokens} tokens x "
             f"{layers} layers x {k} experts"
         )
-    found = ids.reshape(num_tokens, layers, k)[:, arch.routed.dense_layers :]
-    if found.size and (found.min() < 0 or found.max() >= arch.routed.count):
+    experts = ids.reshape(num_tokens, layers, k)[:, arch.routed.dense_layers :]
+    if experts.size and (experts.min() < 0 or experts.max() >= arch.routed.count):
         raise WrongExperts(
-            f"routed_experts has ids from {found.min()} to {found.max()}, and the model experts "
+            f"routed_experts has ids from {experts.min()} to {experts.max()}, and the model experts "
             f"0 to {arch.routed.count - 1}"
         )
-    experts = found.astype(arch.routed.id_type)
+    experts = experts.astype(arch.routed.id_type)
     _refuse_repeated(arch, experts)
     return experts
 
@@ -99,15 +98,15 @@ def _refuse_repeated(arch: Architecture, experts: np.ndarray) -> None:
         layer = arch.routed.dense_layers + int(repeated.any(0).argmax())
         raise WrongExperts(
             f"routed_experts names an expert of layer {layer} twice for a token, or is 0 "
-            "everywhere: the engine's "
-            "kernel for experts does not tell them; set rollout.sglang.moe_runner_backend: triton"
+            "everywhere: the engine's kernel for experts does not tell them; set "
+            "rollout.sglang.moe_runner_backend: triton"
         )
 
 
 def _numbers(text: bytes) -> np.ndarray:
-    """Returns all numbers of nested lists, float64, null too. Raises ValueError and such if they
-    hold anything else."""
-    if not hasattr(_OF_THREAD, "parser"):
-        _OF_THREAD.parser = simdjson.Parser()
-    parsed = _OF_THREAD.parser.parse(text.translate(_NULL_AS_NUMBER))
-    return np.frombuffer(parsed.as_buffer(of_type="d"))
+    """Returns all numbers of nested lists, float64, and null as _NULL. Raises ValueError and such
+    for anything else."""
+    if not hasattr(_THREAD, "parser"):
+        _THREAD.parser = simdjson.Parser()
+    parsed = _THREAD.parser.parse(text.translate(_NULL_AS_NUMBER))
+    return np.frombuffer(parsed.as_buffer(of_type="d"))  # simdjson's name

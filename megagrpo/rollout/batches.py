@@ -20,7 +20,7 @@ from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.generation import SamplingParams
-from megagrpo.rollout.metrics import curriculum_metrics, selection_metrics
+from megagrpo.rollout.group_metrics import curriculum_metrics, selection_metrics
 from megagrpo.rollout.selection import refuse_another_batch, select
 from megagrpo.types import Prompt, RolloutGroup, RowResults, TrainState
 
@@ -105,7 +105,7 @@ class BatchPlan:
         seeds are the same every time."""
         options = config.eval
         assert options is not None, "called only with an eval section"
-        params = SamplingParams.of_evaluation(config.sampling, options, as_trained)
+        params = SamplingParams.for_evaluation(config.sampling, options, as_trained)
         num_samples = options.num_as_trained if as_trained else options.num_samples
         return cls(SamplingJob("evaluate", 0, version, params, num_samples), prompts)
 

@@ -137,13 +137,12 @@ class ServiceControl:
         except httpx.TransportError as exc:
             raise ServiceUnreachable(
                 f"no rollout service answers at {self.url} ({type(exc).__name__}: {exc}); is "
-                "`megagrpo serve` running, "
-                "and can this machine reach it?"
+                "`megagrpo serve` running, and can this machine reach it?"
             ) from exc
         if answer.status_code == 401:
             raise ServiceUnreachable(
-                f"{self.url} refuses the API key, which is that in the run's service.key or "
-                f"in {environment.API_KEY}"
+                f"{self.url} refuses the API key, which is that in the run's service.key or in "
+                f"{environment.API_KEY}"
             )
         if answer.status_code == 409:  # the engine or incarnation has ended: the caller decides
             return answer
@@ -158,8 +157,8 @@ def find_service(run_dir: Path, url: str | None = None, timeout_s: float = 0.0) 
     """Returns the service of this run, or the one at `url`, once it answers: a killed service may
     have left its file.
 
-    Its key is the environment's, else the run folder's. Raises ServiceUnreachable after `timeout_s`
-    seconds.
+    The key comes from the environment, else from the run folder. Raises ServiceUnreachable after
+    `timeout_s` seconds.
     """
     folder = RunFolder(run_dir)
     deadline = time.monotonic() + timeout_s
@@ -172,9 +171,9 @@ def find_service(run_dir: Path, url: str | None = None, timeout_s: float = 0.0) 
             control.status()
             return control
         except FileNotFoundError as exc:
-            problem = f"{exc.filename} did not appear" + (
-                f" (nor is {environment.API_KEY} set)" if url else ""
-            )
+            problem = f"{exc.filename} did not appear"
+            if url:
+                problem += f" (nor is {environment.API_KEY} set)"
         except ServiceUnreachable as exc:
             problem = (
                 f"{url or folder.service} is of a service that is gone ({exc}), and no new one came"
@@ -187,28 +186,23 @@ def find_service(run_dir: Path, url: str | None = None, timeout_s: float = 0.0) 
 
 
 def service_progress(folder: RunFolder) -> str:
-    """Returns what the service of a run says about its start."""
+    """Returns the message of a run's service about its start."""
     with suppress(FileNotFoundError):
         return folder.service_progress.read_text()
     return "the service starts"
 
 
-def _running_service(run_dir: Path) -> ServiceControl:
-    """Returns the service of a run for the command line. Raises ValueError if none answers."""
-    with translated(str(run_dir), ServiceUnreachable):
-        return find_service(run_dir)
-
-
 def change_engines(run_dir: Path, action: str, engine: str | None) -> str:
     """Adds an engine to the service of a run, or drains `engine`; returns a message about it.
 
-    Raises ValueError if `engine` is given to add, or missing to drain.
+    Raises ValueError if `engine` is set for "add" or missing for "drain", or no service answers.
     """
     if (action == "drain") != bool(engine):
         raise ValueError(
             "drain requires the name of an engine; add makes the next one, which has no name yet"
         )
-    service = _running_service(run_dir)
+    with translated(str(run_dir), ServiceUnreachable):
+        service = find_service(run_dir)
     if engine is None:
         return f"{service.add_engine()} is starting"
     service.drain_engine(engine)
@@ -226,19 +220,20 @@ def print_engines(control: ServiceControl, as_json: bool = False) -> int:
     status = control.status()
     if as_json:
         print(json.dumps(asdict(status), indent=2))
-        return 1 if status.failed else 0
+        return int(bool(status.failed))
     if status.failed:
         print(f"FAILED: {status.failed}")
     for engine in status.engines:
-        weights = (
-            "not verified" if engine.weight_version is None else f"version {engine.weight_version}"
-        )
-        weights = "its teacher's" if engine.teacher else weights
-        load = (
-            f", at most {engine.load['kv_use']:.0%} of its cache in use since"
-            if engine.load
-            else ""
-        )
-        state = f"{engine.state}, {engine.url or 'no URL'}, weights {weights}{load}"
+        state = f"{engine.state}, {engine.url or 'no URL'}, weights {_weights(engine)}"
+        if engine.load:
+            state += f", at most {engine.load['kv_use']:.0%} of its cache in use since"
         print(f"{engine.id}: {state}, {engine.restarts} restart(s)")
-    return 1 if status.failed else 0
+    return int(bool(status.failed))
+
+
+def _weights(engine: EngineInfo) -> str:
+    if engine.teacher:
+        return "its teacher's"
+    if engine.weight_version is None:
+        return "not verified"
+    return f"version {engine.weight_version}"

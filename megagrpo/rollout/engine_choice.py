@@ -1,5 +1,5 @@
-"""Which engine gets a request: one with the fewest, or the one that already has the beginning of it
-in its cache."""
+"""Chooses the engine for a request: one with the fewest requests, or the one whose cache already has
+the beginning of it."""
 
 import asyncio
 import random
@@ -19,27 +19,27 @@ _PROCESS = ("stale", "ready", "asleep", "draining")  # states in which an engine
 
 @dataclass
 class Affinity:
-    """Requests that share one go to the same engine, while it serves."""
+    """Requests that share an Affinity go to the same engine, while it serves."""
 
-    url: str = ""  # of the engine that got the last of them
+    url: str = ""  # of the engine that got the last request
 
 
 class Engines:
     """Chooses the engine of every request of one process, from the service's last status.
 
-    The service decides which engines serve, so weights that are not verified never sample. Loads
-    are the process's own requests in flight and, as of the last look, those of other processes.
-    All serving engines have the same weights, or are about to. For one event loop.
+    The service decides which engines serve, so weights that are not verified never sample. The load
+    of an engine is this process's requests in flight and, as of the last look, those of other
+    processes. All serving engines have the same weights, or soon will. For one event loop.
     """
 
     def __init__(self, listing: Callable[[], Sequence[EngineInfo]], api_key: str):
         """listing: returns all engines; called in another thread, may raise ServiceUnreachable.
-        api_key: what they demand."""
+        api_key: the key that engines require."""
         self._listing = listing
         self.api_key = api_key
         self.listed: Sequence[EngineInfo] = ()  # at the last look, in whatever state
         self._serving: dict[str, EngineInfo] = {}  # by URL, as all below
-        self._of_others: dict[str, float] = {}  # requests of other processes
+        self._elsewhere: dict[str, float] = {}  # requests of other processes
         self._in_flight: defaultdict[str, set[Callable[[], None]]] = defaultdict(set)
         self._looking = asyncio.Lock()
         self._looked = float("-inf")
@@ -48,7 +48,7 @@ class Engines:
 
     @classmethod
     def from_service(cls, control: ServiceControl, teacher: str = "") -> "Engines":
-        """Returns the engines of a service that sample, or those of a teacher."""
+        """Returns the engines of a service that sample, or a teacher's engines."""
         return cls(lambda: control.status().engines_of(teacher), control.api_key)
 
     async def look(self, older_than_s: float = 0.0) -> None:
@@ -67,8 +67,8 @@ class Engines:
             self._take(engines)
 
     async def watch(self) -> None:
-        """Looks every LOOK_S seconds until it is cancelled. Whoever waits for samples reports a
-        service that does not answer."""
+        """Looks every LOOK_S seconds until it is canceled. The code that waits for samples reports
+        a service that does not answer."""
         while True:
             await asyncio.sleep(LOOK_S)
             with suppress(ServiceUnreachable):
@@ -76,10 +76,10 @@ class Engines:
 
     def _take(self, engines: Sequence[EngineInfo]) -> None:
         """Takes a status of the service. Abandons the requests in flight to servers that have
-        ended: one that went down with its host breaks no connection."""
+        ended, because a server that went down with its host closes no connection."""
         self.listed = engines
         self._serving = {engine.url: engine for engine in engines if engine.serves}
-        self._of_others = {
+        self._elsewhere = {
             url: max(0.0, _requests(engine) - len(self._in_flight.get(url, ())))
             for url, engine in self._serving.items()
         }
@@ -98,12 +98,10 @@ class Engines:
                 await self.look(_FRESH_S)
         if not self._serving:
             return None
-        wanted = "" if affinity is None else affinity.url
-        if wanted not in self._serving or wanted == avoid:
-            wanted = self._least_loaded(avoid)
-        if affinity is not None:
-            affinity.url = wanted
-        return self._serving[wanted]
+        affinity = affinity or Affinity()
+        if affinity.url not in self._serving or affinity.url == avoid:
+            affinity.url = self._least_loaded(avoid)
+        return self._serving[affinity.url]
 
     @contextmanager
     def in_flight(self, url: str, abandon: Callable[[], None]) -> Iterator[None]:
@@ -122,15 +120,15 @@ class Engines:
     def _least_loaded(self, avoid: str) -> str:
         """Returns the engine with the fewest requests of this process, which it knows exactly.
 
-        Of several, the better of two by the requests of others, not the best: processes that saw
-        the same loads would all choose it.
+        If several are equal, it takes the one of two with fewer requests of other processes, not
+        the best of all: processes that saw the same loads would all choose that one.
         """
         urls = [url for url in self._serving if url != avoid] or list(self._serving)
-        own = {url: len(self._in_flight.get(url, ())) for url in urls}
-        fewest = min(own.values())
-        equal = [url for url in urls if own[url] == fewest]
+        loads = {url: len(self._in_flight.get(url, ())) for url in urls}
+        fewest = min(loads.values())
+        equal = [url for url in urls if loads[url] == fewest]
         two = self._random.sample(equal, min(2, len(equal)))
-        return min(two, key=self._of_others.__getitem__)
+        return min(two, key=self._elsewhere.__getitem__)
 
 
 def _requests(engine: EngineInfo) -> float:

@@ -27,7 +27,7 @@ from megagrpo.system.errors import translated
 from megagrpo.types import EngineInfo
 
 _JSON = {"Content-Type": "application/json"}
-# Raised in reading what is none of /generate.
+# Raised while reading something that is not an answer of /generate.
 _NO_ANSWER = (ValueError, KeyError, TypeError, IndexError, msgspec.DecodeError)
 _ANSWERS = msgspec.json.Decoder(Answer)  # skips other fields, the text among them
 _LONG = 2**17  # bytes of an answer that is read in a thread
@@ -64,7 +64,7 @@ class SamplingParams:
         )
 
     @classmethod
-    def of_evaluation(
+    def for_evaluation(
         cls, sampling: SamplingConfig, config: EvalConfig, as_trained: bool
     ) -> "SamplingParams":
         """Returns the parameters of an evaluation's samples; as_trained: drawn as in training."""
@@ -125,10 +125,10 @@ class SampleRequest:
     tokens: Callable[[], float] = lambda: 0.0
     images: SentImages | None = None
     affinity: Affinity | None = None
-    # asked when it leaves: only requests with the same one share prefixes
+    # called when the request leaves: only requests with the same key share prefixes
     cache_key: Callable[[], str] | None = None
     top_k: int = 0  # most probable tokens of each position that are returned
-    wanted: ClassVar[str] = "sample"
+    result: ClassVar[str] = "sample"
     no_engine: ClassVar[str] = "no engine has verified weights"
 
     def body(self) -> dict[str, object]:
@@ -173,8 +173,8 @@ _RETRIES = 8  # of one sample
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Retries with exponential back-off: base, 2 base, 4 base, ... seconds, each less up to half of
-    it at random."""
+    """Retries with exponential back-off: base, 2 base, 4 base, ... seconds, each randomly reduced
+    by up to half."""
 
     retries: int  # of one sample, after its first attempt
     request_timeout_s: float  # of one attempt
@@ -187,8 +187,7 @@ class RetryPolicy:
         return cls(_RETRIES, config.rollout.request_timeout_s)
 
     def wait_s(self, attempt: int) -> float:
-        """Returns how many seconds to wait before the next attempt; `attempt` counts those before
-        it."""
+        """Returns the seconds to wait before the next attempt; `attempt` counts earlier ones."""
         return min(self.cap_s, self.base_s * 2**attempt) * random.uniform(0.5, 1.0)
 
 
@@ -200,7 +199,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class EngineRequest(Protocol[T_co]):
-    """A request to /generate of an engine, any of those that may answer it."""
+    """A request to /generate of any engine that may answer it."""
 
     @property
     def order(self) -> tuple[float, ...]:
@@ -212,11 +211,11 @@ class EngineRequest(Protocol[T_co]):
 
     @property
     def affinity(self) -> Affinity | None:
-        """Of requests that go to the same engine."""
+        """Shared by requests that go to the same engine."""
 
     @property
-    def wanted(self) -> str:
-        """What is asked for, in messages."""
+    def result(self) -> str:
+        """The result of the request, in messages."""
 
     @property
     def no_engine(self) -> str:
@@ -226,8 +225,8 @@ class EngineRequest(Protocol[T_co]):
         """Returns the request as SGLang takes it; called when it leaves."""
 
     def read(self, text: bytes, arch: Architecture | None) -> T_co:
-        """Reads an answer. Raises UnusableAnswer and WrongExperts if another one may be better,
-        GenerationFailed if none."""
+        """Reads an answer. Raises UnusableAnswer and WrongExperts if another attempt may be better,
+        else GenerationFailed."""
 
 
 class GenerationClient:
@@ -235,7 +234,7 @@ class GenerationClient:
     manager.
 
     admission: requests wait there and not in an engine's queue, which would use up their time
-    limit. experts: of the model, if engines return routed experts.
+    limit. experts: the model's architecture, if engines return routed experts.
     """
 
     def __init__(
@@ -270,9 +269,10 @@ class GenerationClient:
         await self.http.close()
 
     async def generate(self, request: EngineRequest[T_co]) -> T_co:
-        """Returns what is asked for, after as many attempts as it takes. Raises GenerationFailed.
+        """Returns the result of a request, after as many attempts as it takes. Raises
+        GenerationFailed.
 
-        An attempt that found no engine is repeated without limit; the caller has the deadline.
+        An attempt that finds no engine is repeated without limit; the caller has the deadline.
         """
         waits = failures = 0
         failed = ""  # URL of the engine of the last attempt
@@ -299,7 +299,7 @@ class GenerationClient:
                     pause_s = self.retry.wait_s(failures)
                 if failures > self.retry.retries:
                     raise GenerationFailed(
-                        f"engines gave no {request.wanted} in {failures} tries of at most "
+                        f"engines gave no {request.result} in {failures} tries of at most "
                         f"{self.retry.request_timeout_s:.0f} s (rollout.request_timeout_s); the "
                         f"last problem: {self.last_problem}"
                     )
@@ -317,7 +317,7 @@ class Attempt(Generic[T_co]):
         self.problem = ""
 
     def abandon(self) -> None:
-        """Ends it because the engine's server is gone."""
+        """Ends the attempt because the engine's server is gone."""
         if not self._limit.expired():
             self._limit.reschedule(0.0)
 
@@ -333,9 +333,8 @@ class Attempt(Generic[T_co]):
             lost = self._limit.expired()
             self.problem = "it has ended" if lost else f"{type(exc).__name__}: {exc}"
             # One that refuses connections has ended, and the service has not noticed yet.
-            self.outcome = (
-                "wait" if lost or isinstance(exc, aiohttp.ClientConnectorError) else "retry"
-            )
+            if lost or isinstance(exc, aiohttp.ClientConnectorError):
+                self.outcome = "wait"
         return None
 
     async def _response(self) -> T_co:
@@ -359,7 +358,7 @@ class Attempt(Generic[T_co]):
 def _read(
     text: bytes, request: SampleRequest, ids: np.ndarray, arch: Architecture | None
 ) -> Response:
-    """Returns the response of an answer's text; ids: of the prompt. Raises GenerationFailed,
+    """Returns the response in an answer's text; ids: the prompt's. Raises GenerationFailed,
     WrongExperts, and UnusableAnswer, also for a proxy's page and a truncated answer."""
     with unreadable(text):
         answer = _ANSWERS.decode(text)
@@ -368,34 +367,33 @@ def _read(
     if request.experts_from is None:
         return response
     assert arch is not None, "requested only for models whose experts are described"
-    quoted = answer["meta_info"].get("routed_experts")
-    encoded = None if quoted is None else memoryview(quoted)[1:-1]
-    experts = read_experts(arch, encoded, len(ids) + len(response.token_ids) - 1)
+    quoted = answer["meta_info"].get("routed_experts", b"")
+    experts = read_experts(arch, memoryview(quoted)[1:-1], len(ids) + len(response.token_ids) - 1)
     return replace(response, routed_experts=experts[request.experts_from :])
 
 
 def unreadable(text: bytes) -> AbstractContextManager[None]:
-    """Raises UnusableAnswer for what is raised inside the block, in reading what is no answer of
-    /generate."""
+    """Raises UnusableAnswer for errors inside the block, which reads an answer of /generate."""
     return translated(f"in its answer {text[:200]!r}", *_NO_ANSWER, raised=UnusableAnswer)
 
 
 def _check_images(answer: Answer, images: SentImages | None, ids: np.ndarray) -> None:
-    """Raises GenerationFailed unless the engine has read `ids` and as many tokens of images."""
+    """Raises GenerationFailed unless the engine has read `ids` and the same number of image
+    tokens."""
     if images is None:
         return
-    read, number = answer.get("prompt_token_ids"), answer["meta_info"].get("image_tokens")
-    if number != images.num_tokens or not np.array_equal(ids, read if read is not None else []):
+    read, number = answer.get("prompt_token_ids") or [], answer["meta_info"].get("image_tokens")
+    if number != images.num_tokens or not np.array_equal(ids, read):
         raise GenerationFailed(
             f"{images.location}: the engine has read another prompt than the trainer would: "
-            f"{number} tokens of images, not {images.num_tokens}, and {len(read or ())} tokens, "
-            f"not {len(ids)}; its processor must be model.path's"
+            f"{number} tokens of images, not {images.num_tokens}, and {len(read)} tokens, not "
+            f"{len(ids)}; its processor must be model.path's"
         )
 
 
 def _checked(answer: Answer, request: SampleRequest) -> Response:
-    """Returns the response of an /generate answer. Raises UnusableAnswer if it is cut off or sampled
-    by other weights."""
+    """Returns the response in an answer. Raises UnusableAnswer if it is cut off or sampled by other
+    weights."""
     meta = answer["meta_info"]
     reason = end_of_request(meta)
     texts = [(span["start"], span["version"]) for span in meta.get("weight_versions") or ()]
@@ -403,26 +401,29 @@ def _checked(answer: Answer, request: SampleRequest) -> Response:
     spans = [(start, version_number(text)) for start, text in texts]
     versions = [version for _, version in spans] + [version_number(meta["weight_version"])]
     if not all(map(request.accepts, versions)):
-        found = sorted({text for _, text in texts} | {meta["weight_version"]})
-        needed = f"{request.version}{' or newer' if request.or_newer else ''}"
-        raise UnusableAnswer(f"sampled by weights of version {found}, wanted {needed}")
+        sampled_by = sorted({text for _, text in texts} | {meta["weight_version"]})
+        needed = f"{request.version}{' or newer' * request.or_newer}"
+        raise UnusableAnswer(f"sampled by weights of version {sampled_by}, wanted {needed}")
     token_ids, logprobs = read_pairs(meta.get("output_token_logprobs", b"[]"))
-    newer, num_cached = tuple(spans[1:]), meta.get("cached_tokens", 0)
-    accepted = tuple(meta.get("spec_correct_drafts_histogram") or ())
-    top_ids = None
-    if request.top_k:
-        top_ids = read_lists(meta.get("output_top_logprobs", []), request.top_k)[0]
-        if len(top_ids) != len(token_ids):
-            raise UnusableAnswer(
-                f"top tokens of {len(top_ids)} positions for {len(token_ids)} tokens"
-            )
-    return Response(
-        token_ids, logprobs, reason, spans[0][1], newer, None, num_cached, accepted, top_ids
+    response = Response(
+        token_ids,
+        logprobs,
+        reason,
+        spans[0][1],
+        tuple(spans[1:]),
+        num_cached=meta.get("cached_tokens", 0),
+        accepted=tuple(meta.get("spec_correct_drafts_histogram") or ()),
     )
+    if not request.top_k:
+        return response
+    top_ids, _ = read_lists(meta.get("output_top_logprobs", []), request.top_k)
+    if len(top_ids) != len(token_ids):
+        raise UnusableAnswer(f"top tokens of {len(top_ids)} positions for {len(token_ids)} tokens")
+    return replace(response, top_ids=top_ids)
 
 
 def end_of_request(meta: Meta) -> str:
-    """Returns what ended a request, stop or length. Raises UnusableAnswer for anything else: the
+    """Returns how a request ended, stop or length. Raises UnusableAnswer for anything else: the
     engine was paused or is ending."""
     reason = meta["finish_reason"]
     if reason is None or reason["type"] not in ("stop", "length"):

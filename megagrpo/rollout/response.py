@@ -1,5 +1,4 @@
-"""A response as an engine sends it, how turns are joined, and what engines read from their prefix
-caches.
+"""A response as an engine sends it, how turns are joined, and the use of prefix caches.
 
 Loads without an HTTP client.
 """
@@ -44,7 +43,7 @@ class Response(WithArrays):
     @property
     def newest_version(self) -> int:
         """Returns the version of the weights that sampled its last token."""
-        return self.newer[-1][1] if self.newer else self.weight_version
+        return [(0, self.weight_version), *self.newer][-1][1]
 
     def then(self, rest: "Response") -> "Response":
         """Returns this part of a response followed by `rest`: a tool's output, or the next turn."""
@@ -69,11 +68,14 @@ def _joined_top_ids(*parts: Response) -> np.ndarray | None:
     k = next((part.top_ids.shape[1] for part in parts if part.top_ids is not None), None)
     if k is None:
         return None
-    found = (
-        np.zeros((len(part.token_ids), k), np.int32) if part.top_ids is None else part.top_ids
-        for part in parts
-    )
-    return np.concatenate(list(found))
+    joined = np.zeros((sum(len(part.token_ids) for part in parts), k), np.int32)
+    start = 0
+    for part in parts:
+        end = start + len(part.token_ids)
+        if part.top_ids is not None:
+            joined[start:end] = part.top_ids
+        start = end
+    return joined
 
 
 UNVERIFIED = -1  # the version of weights that no trainer has verified, older than every other
@@ -116,13 +118,13 @@ class Answer(TypedDict):
 
 
 def version_number(text: str) -> int:
-    """Returns an engine's weight version; UNVERIFIED if it is no number, as for the weights that
+    """Returns an engine's weight version; UNVERIFIED if it is not a number, as for the weights that
     SGLang loads."""
     return int(text) if text.isdigit() else UNVERIFIED
 
 
-# (number of the turn from 0, ids [T] that it continues, limit of its tokens, how many of these ids
-# have their experts) -> the turn
+# (number of the turn from 0, ids [T] that it continues, token limit, how many of these ids have
+# their experts) -> the turn
 SampleTurn = Callable[[int, np.ndarray, int, int], Awaitable[Response]]
 
 
@@ -134,7 +136,7 @@ class CacheUse:
     num_read: int = 0
     num_cached: int = 0  # of these, found in a prefix cache
     num_sampled: int = 0  # by rollouts with a key
-    # Of these, by newer weights than the key's, after what older ones may have read.
+    # Of these, by newer weights than the key's, after tokens that older weights may have read.
     num_on_older: int = 0
     # Forwards by the number of a draft's tokens that they accepted.
     accepted: Counter[int] = field(default_factory=Counter)
@@ -153,8 +155,8 @@ class CacheUse:
             self.num_on_older += end - newer
 
     def add_metrics(self, metrics: "Metrics", drafts: int) -> None:
-        """Adds the fractions, and begins to count anew. drafts: tokens that a draft proposes for
-        each forward."""
+        """Adds the fractions, and resets the counts. drafts: tokens that a draft proposes per
+        forward."""
         forwards = self.accepted.total()
         for depth in range(1, drafts + 1):
             passed = sum(number for accepted, number in self.accepted.items() if accepted >= depth)

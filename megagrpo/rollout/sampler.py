@@ -28,7 +28,7 @@ from megagrpo.rollout.generation import (
     sample_seed,
 )
 from megagrpo.rollout.response import CacheKey, CacheUse, Response, SampleTurn
-from megagrpo.rollout.teachers import OpenTeachers, Teachers
+from megagrpo.rollout.teacher_scores import OpenTeachers, Teachers
 from megagrpo.system.background import end_tasks
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
@@ -268,7 +268,7 @@ class Sampler:
                 images=self._sent_images(prompt),
                 affinity=rollout.affinity,
                 cache_key=key,
-                top_k=0 if job.is_urgent else self.teachers.num_given,
+                top_k=0 if job.is_urgent else self.teachers.num_candidates,
             )
             response = await rollout.client.generate(request)
             self.cache_use.count(len(context), response, key)

@@ -26,7 +26,7 @@ from megagrpo.data.texts import decoder
 from megagrpo.mesh import Mesh, RunStopped
 from megagrpo.models.folder import Model
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.monitor.rollouts import Decode
+from megagrpo.monitor.rollout_log import Decode
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.agents.answering import Answering
 from megagrpo.rollout.agents.make import make_answering
@@ -34,7 +34,7 @@ from megagrpo.rollout.batches import Batches, BatchPlan, SampledBatch, StepBatch
 from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnreachable
 from megagrpo.rollout.response import CacheUse
 from megagrpo.rollout.sampler import Sampler
-from megagrpo.rollout.teachers import ScoringUse
+from megagrpo.rollout.teacher_scores import ScoringUse
 from megagrpo.system.background import BackgroundLoop
 from megagrpo.types import LOADS, RolloutGroup, TrainState
 

@@ -16,8 +16,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-# What LeetCode's starters take for granted: other runners of public data write it before a program.
-# `builtins` comes last: math.pow is not Python's own.
+# The definitions that LeetCode's starters expect; other runners of public data also write them
+# before a program. `builtins` comes last, because math.pow is not Python's pow.
 _PRELUDE = (
     "import bisect, collections, functools, heapq, itertools, math, operator, random, re, string",
     "from bisect import *",
@@ -50,7 +50,7 @@ def answer_requests(source: str, options: Mapping[str, Value]) -> None:
     "error", value]."""
     module = types.ModuleType("program")
     objects: list[Value] = []
-    given: dict[str, Value] = {}  # names that the program finds defined
+    predefined: dict[str, Value] = {}  # names that are defined before the program runs
     sys.modules["program"] = module
     with (
         open(options["input"], encoding="utf-8") as requests,
@@ -69,13 +69,13 @@ def answer_requests(source: str, options: Mapping[str, Value]) -> None:
             for line in _PRELUDE:
                 with suppress(ImportError):  # a program that needs it fails by itself
                     exec(line, vars(module))
-            given.update(vars(module))
+            predefined.update(vars(module))
             with suppress(SystemExit):  # the definitions before it count
                 exec(compile(source, "program.py", "exec"), vars(module))
 
         if answer(define):
             for line in requests:
-                answer(partial(_operate, json.loads(line), vars(module), given, objects))
+                answer(partial(_operate, json.loads(line), vars(module), predefined, objects))
 
 
 def tried(attempt: Callable[[], Value]) -> tuple[Value, BaseException | None]:
@@ -89,7 +89,7 @@ def tried(attempt: Callable[[], Value]) -> tuple[Value, BaseException | None]:
 def _operate(
     request: list[Value],
     space: Mapping[str, Value],
-    given: Mapping[str, Value],
+    predefined: Mapping[str, Value],
     objects: list[Value],
 ) -> Value:
     operation, target, name, args, kwargs = request
@@ -97,7 +97,7 @@ def _operate(
     kwargs = _decode(kwargs, objects.__getitem__)
     match operation:
         case "global":
-            if name in space and not (name in given and space[name] is given[name]):
+            if name in space and not (name in predefined and space[name] is predefined[name]):
                 return space[name]
             if hasattr(space.get("Solution"), name):
                 return getattr(space["Solution"](), name)
@@ -135,21 +135,21 @@ def _encode(value: Value, objects: list[Value] | None) -> Value:
     return {"object": len(objects) - 1}
 
 
-def _decode(value: Value, found: Callable[[int], Value]) -> Value:
+def _decode(value: Value, stand_in: Callable[[int], Value]) -> Value:
     """Inverts _encode. found: index -> the local stand-in of that object."""
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     match kind:
         case "object":
-            return found(content)
+            return stand_in(content)
         case "complex":
             return complex(*content)
         case "bytes":
             return bytes.fromhex(content)
         case "dict":
-            return {_decode(k, found): _decode(v, found) for k, v in content}
-    items = (_decode(item, found) for item in content)
+            return {_decode(k, stand_in): _decode(v, stand_in) for k, v in content}
+    items = (_decode(item, stand_in) for item in content)
     return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
 
 
@@ -227,23 +227,23 @@ def _undefined(name: str, *_: Value, **__: Value) -> Value:
 
 
 def _same_as_one(value: Value, expected: list[Value], tolerance: float) -> bool:
-    return any(_same(value, one, tolerance) for one in expected)
+    return any(_same(value, alternative, tolerance) for alternative in expected)
 
 
 def _same(value: Value, expected: Value, tolerance: float) -> bool:
-    """Returns whether a result equals JSON's, which has no tuples, with numbers up to the
-    tolerance."""
+    """Returns whether a result equals the expected JSON, which has no tuples; numbers may differ by
+    the tolerance."""
     match expected:
         case list():
             if not isinstance(value, list | tuple) or len(value) != len(expected):
                 return False
             return all(_same(v, e, tolerance) for v, e in zip(value, expected, strict=True))
-        case dict():  # whose keys are texts in JSON
+        case dict():  # JSON has texts as keys
             if not isinstance(value, dict) or len(value) != len(expected):
                 return False
-            found = {key if isinstance(key, str) else json.dumps(key): value[key] for key in value}
-            return found.keys() == expected.keys() and all(
-                _same(found[key], expected[key], tolerance) for key in expected
+            texts = {key if isinstance(key, str) else json.dumps(key): value[key] for key in value}
+            return texts.keys() == expected.keys() and all(
+                _same(texts[key], expected[key], tolerance) for key in expected
             )
         case float() | int() if tolerance and not isinstance(expected, bool):
             return isinstance(value, float | int) and abs(value - expected) <= tolerance * max(

@@ -1,5 +1,4 @@
-"""The two processes around one program; sandbox.py starts `python -I -S child.py
-OPTIONS`.
+"""The two processes around one program; sandbox.py starts `python -I -S child.py OPTIONS`.
 
 The supervisor is trusted: it creates the sandbox, sums up memory, and ends everything when the
 program has ended, when its control pipe closes (its parent gave up or died), or at the memory
@@ -116,8 +115,7 @@ def _report(options: ProgramOptions, report: dict[str, object]) -> None:
     os.write(options["status"], json.dumps(report).encode())
 
 
-# ---- the supervisor
-# ------------------------------------------------------------------------------------------------
+# ---- the supervisor ----------------------------------------------------------------------------
 
 
 def _supervise(pid: int, options: ProgramOptions) -> dict[str, object]:
@@ -129,10 +127,12 @@ def _supervise(pid: int, options: ProgramOptions) -> dict[str, object]:
     poll = select.poll()
     poll.register(process, select.POLLIN)
     poll.register(options["control"], select.POLLIN)
-    while not (events := poll.poll(1000 * _TICK_S)):
+    events = poll.poll(1000 * _TICK_S)
+    while not events:
         if sum(map(_resident_bytes, _descendants(os.getpid()))) > limit:
             reason = "memory limit"
             break
+        events = poll.poll(1000 * _TICK_S)
     if not any(fd == process for fd, _ in events):
         # first of its PID namespace, if it has one: the kernel ends the others
         os.kill(pid, signal.SIGKILL)
@@ -158,20 +158,17 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def _resident_bytes(pid: int) -> int:
-    """Returns the bytes that a process holds, in files of memory too (memfd), whose pages may be in
+    """Returns the bytes that a process holds, memory files (memfd) included, whose pages may be in
     no process."""
-    found = 0
+    total = 0
     with suppress(OSError), open(f"/proc/{pid}/statm") as file:
-        found += int(file.read().split()[1]) * resource.getpagesize()
+        total += int(file.read().split()[1]) * resource.getpagesize()
     with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as files:
-        for each in files:
+        for fd in files:
             with suppress(OSError):
-                found += (
-                    os.stat(each.path).st_blocks * 512
-                    if os.readlink(each.path).startswith("/memfd:")
-                    else 0
-                )
-    return found
+                if os.readlink(fd.path).startswith("/memfd:"):
+                    total += os.stat(fd.path).st_blocks * 512
+    return total
 
 
 def _enter_namespaces(user: int) -> None:
@@ -208,13 +205,12 @@ def _call(name: str, *arguments: object) -> None:
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
-# ---- the program's process
-# -----------------------------------------------------------------------------------------
+# ---- the program's process ---------------------------------------------------------------------
 
 
 def _confine(options: ProgramOptions, ready: int, filters: types.ModuleType) -> None:
-    """Irrevocably gives up what the program must not have. Writes an error to `ready`, or closes
-    it."""
+    """Irrevocably gives up all rights that the program must not have. Writes an error to `ready`,
+    or closes it."""
 
     def report(
         kind: type[BaseException], exc: BaseException, _: types.TracebackType | None
@@ -253,7 +249,7 @@ def _run(source: str, options: ProgramOptions, calls: types.ModuleType | None) -
 
 
 def _enter_folder(folder: str, user: int) -> None:
-    """Creates the program's own folder, the substitute for a root of its own."""
+    """Creates the program's folder, the substitute for a private root."""
     os.mkdir(folder, 0o700)
     if os.getuid() == 0:
         os.chmod(os.path.dirname(folder), 0o711)
@@ -263,12 +259,12 @@ def _enter_folder(folder: str, user: int) -> None:
 
 def _tasks_of(uid: int) -> int:
     """Returns the number of processes and threads of a user, which the kernel limits together."""
-    found = 0
+    number = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # ended meanwhile
             if os.stat(f"/proc/{name}").st_uid == uid:
-                found += len(os.listdir(f"/proc/{name}/task"))
-    return found
+                number += len(os.listdir(f"/proc/{name}/task"))
+    return number
 
 
 def _build_root(options: ProgramOptions) -> None:
@@ -305,10 +301,8 @@ def _build_root(options: ProgramOptions) -> None:
 def _make_read_only(path: str) -> None:
     attributes = (ctypes.c_uint64 * 4)(_READ_ONLY, 0, 0, 0)
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
-    if (
-        _libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, path.encode(), _AT_RECURSIVE, attributes, size)
-        < 0
-    ):
+    arguments = (_AT_FDCWD, path.encode(), _AT_RECURSIVE, attributes, size)
+    if _libc.syscall(_SYS_MOUNT_SETATTR, *arguments) < 0:
         raise OSError(ctypes.get_errno(), f"mount_setattr: {os.strerror(ctypes.get_errno())}")
 
 
@@ -332,7 +326,8 @@ def _limit(options: ProgramOptions, tasks: int) -> None:
     }
     for which, value in limits.items():
         hard = resource.getrlimit(which)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        if hard != resource.RLIM_INFINITY:
+            value = min(value, hard)
         resource.setrlimit(which, (value, value))
 
 

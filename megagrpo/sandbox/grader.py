@@ -65,10 +65,10 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
         end = closed if closed >= 0 else len(text)
         line_end = text.find("\n", start, end)
         if line_end >= 0:  # else it is code within a line
-            words = text[start:line_end].split()
-            language = "".join(re.findall(r"^\w*", words[0])) if words else ""
+            word = text[start:line_end].strip()
+            language = "".join(re.findall(r"^\w*", word))
             yield language, text[line_end + 1 : end]
-        start = text.find(_FENCE, closed + len(_FENCE)) if closed >= 0 else -1
+        start = text.find(_FENCE, end + len(_FENCE))
 
 
 def _run_scripts(
@@ -94,15 +94,14 @@ def _limits(settings: CodeOptions, wall_s: float) -> Limits:
 def _same_text(got: str, expected: str, tolerance: float) -> bool:
     """Returns whether two outputs are equal, up to trailing white space and trailing empty
     lines."""
-    lines, wanted = (
+    lines, expected_lines = (
         [line.rstrip() for line in text.rstrip().splitlines()] for text in (got, expected)
     )
-    if lines == wanted or not tolerance:
-        return lines == wanted
-    words = got.split()
-    wanted_words = expected.split()
-    pairs = zip(words, wanted_words, strict=False)
-    return len(words) == len(wanted_words) and all(_same_word(a, b, tolerance) for a, b in pairs)
+    if lines == expected_lines or not tolerance:
+        return lines == expected_lines
+    words, expected_words = got.split(), expected.split()
+    pairs = zip(words, expected_words, strict=False)
+    return len(words) == len(expected_words) and all(_same_word(a, b, tolerance) for a, b in pairs)
 
 
 def _same_word(got: str, expected: str, tolerance: float) -> bool:

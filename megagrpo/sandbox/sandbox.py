@@ -25,7 +25,7 @@ _libc = ctypes.CDLL(None)
 _CHILD = Path(__file__).with_name("child.py")
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _END_S = 10.0  # the supervisor needs milliseconds; a machine that swaps, more
-_KEPT_BYTES = 2**16  # read at once
+_READ_BYTES = 2**16  # at once
 _REMEDY = (
     "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, a container's seccomp "
     "profile that permits unshare and mount) on Linux 5.12 or later, or set isolation: off in the "
@@ -65,8 +65,7 @@ class Ended:
         if self.limit or self.code == 0:
             return self.limit
         lines = self.stderr.decode(errors="replace").strip().splitlines()
-        said = f": {lines[-1][:200]}" if lines else ""
-        return f"exit code {self.code}{said}"
+        return ": ".join([f"exit code {self.code}", *(line[:200] for line in lines[-1:])])
 
 
 _TRIVIAL = Limits(wall_s=_END_S, memory_mb=512, output_kb=1, disk_mb=1, open_files=32, processes=1)
@@ -74,7 +73,7 @@ _TRIVIAL = Limits(wall_s=_END_S, memory_mb=512, output_kb=1, disk_mb=1, open_fil
 
 @cache
 def isolation() -> str:
-    """Returns "" if the kernel isolates programs, else the reason; tried once with a trivial
+    """Returns "" if the kernel isolates programs, else the reason. Tries it once, with a trivial
     program."""
     try:
         return run_program("import socket", b"", _TRIVIAL, isolate=True).problem
@@ -84,25 +83,29 @@ def isolation() -> str:
 
 def machine_problem(options: Mapping[str, object]) -> str:
     """Returns why this machine does not isolate programs, with the remedy; "" if it does, or if
-    these args of a grader or an environment ask for none."""
-    problem = isolation() if options.get("isolation") != "off" else ""
-    return problem and f"programs cannot be isolated here ({problem}): {_REMEDY}"
+    these args of a grader or an environment turn isolation off."""
+    problem = options.get("isolation") != "off" and isolation()
+    if not problem:
+        return ""
+    return f"programs cannot be isolated here ({problem}): {_REMEDY}"
 
 
 @cache
 def isolates(wish: str) -> bool:
-    """Returns whether programs run in namespaces of their own. wish: "required" or "off".
+    """Returns whether programs run in private namespaces. wish: "required" or "off".
 
     Raises SandboxError if they cannot run here as wished.
     """
-    if problem := machine_problem({"isolation": wish}):
+    problem = machine_problem({"isolation": wish})
+    if problem:
         raise SandboxError(problem)
     if wish == "required":
         return True
     # programs never run as root, because limits would not bind them
-    if failed := run_program("import socket", b"", _TRIVIAL, isolate=False).problem:
+    problem = run_program("import socket", b"", _TRIVIAL, isolate=False).problem
+    if problem:
         raise SandboxError(
-            f"another user than root cannot run {_interpreter()} ({failed}); install it elsewhere"
+            f"another user than root cannot run {_interpreter()} ({problem}); install it elsewhere"
         )
     return False
 
@@ -115,8 +118,8 @@ def run_program(source: str, stdin: bytes, limits: Limits, isolate: bool) -> End
 
 
 class Report(TypedDict, total=False):
-    """The supervisor's report: exit code and the limit that was met, or why the sandbox could not
-    be set up."""
+    """The supervisor's report: exit code and the limit that was reached, or the reason why the
+    sandbox could not be set up."""
 
     code: int
     reason: str
@@ -182,7 +185,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
 
         Raises SandboxError.
         """
-        kept = {"stdout": bytearray(), "stderr": bytearray()}
+        output = {"stdout": bytearray(), "stderr": bytearray()}
         limit = ""
         with selectors.DefaultSelector() as selector:
             selector.register(self._status, selectors.EVENT_READ)
@@ -191,23 +194,26 @@ class Sandbox(AbstractContextManager["Sandbox"]):
                 ("stderr", self._process.stderr),
             ):
                 assert stream is not None, "only for scripts"
-                selector.register(stream, selectors.EVENT_READ, kept[name])
+                selector.register(stream, selectors.EVENT_READ, output[name])
             # until both streams are closed and the supervisor has reported
             while selector.get_map() and not limit:
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 for key, _ in ready:
-                    data = os.read(key.fd, _KEPT_BYTES) if key.data is not None else b""
+                    data = os.read(key.fd, _READ_BYTES) if key.data is not None else b""
                     if data:
                         key.data.extend(data)
                     else:
                         selector.unregister(key.fileobj)
                 if not ready:
                     limit = "time limit"
-                elif sum(map(len, kept.values())) > 1024 * self._limits.output_kb:
+                elif sum(map(len, output.values())) > 1024 * self._limits.output_kb:
                     limit = "output limit"
         ended = self.stop()
         return Ended(
-            limit or ended["reason"], ended["code"], bytes(kept["stdout"]), bytes(kept["stderr"])
+            limit or ended["reason"],
+            ended["code"],
+            bytes(output["stdout"]),
+            bytes(output["stderr"]),
         )
 
     def stop(self) -> "Report":
@@ -233,8 +239,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             return json.loads(text)
         if self._isolated:
             raise SandboxError(
-                f"the supervisor of a program ended with exit code {code}, or "
-                f"not within {_END_S:g} s"
+                f"the supervisor of a program ended with exit code {code}, or not within "
+                f"{_END_S:g} s"
             )
         for orphan in psutil.Process().children(recursive=True):  # this process is their subreaper
             if orphan.pid not in self._others:
@@ -247,9 +253,9 @@ class Sandbox(AbstractContextManager["Sandbox"]):
 def _start_supervisor(
     options: dict[str, object], limits: Limits, fds: list[int]
 ) -> "subprocess.Popen[bytes]":
-    """Starts child.py with these options, the limits, and what of the file system a program sees.
+    """Starts child.py with these options, the limits, and the paths that a program can see.
 
-    The folder `scratch` has the program's standard input. Only a script's output comes back.
+    The folder `scratch` has the program's standard input. Only the output of a script comes back.
     """
     folder = Path(str(options["scratch"]))
     prefixes = (os.path.realpath(sys.base_prefix), sys.base_prefix)
@@ -274,6 +280,6 @@ def _start_supervisor(
 
 
 def _interpreter() -> str:
-    """Returns the interpreter without its virtual environment, whose folder is not among those that
-    programs see."""
+    """Returns the interpreter outside its virtual environment, because programs cannot see that
+    folder."""
     return str(getattr(sys, "_base_executable", sys.executable))

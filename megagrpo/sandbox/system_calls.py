@@ -1,9 +1,9 @@
 """The system calls that a program may not make: a seccomp filter, installed by `child.py`.
 
-Denied are those that leave the sandbox's accounts or widen the kernel's surface: namespaces and
-mounts (memory in file systems of its own), System V and POSIX queues and segments and keys (memory
-that is in no process), io_uring, bpf, ptrace and their like. They answer EPERM; clone3, whose flags
-a filter cannot read, answers ENOSYS, so that libraries take clone. Everything else is allowed.
+The filter denies calls that escape the sandbox's accounting or widen the kernel's surface:
+namespaces and mounts (memory in private file systems), System V and POSIX queues, segments and keys
+(memory that is in no process), io_uring, bpf, ptrace and so on. They return EPERM. clone3, whose
+flags a filter cannot read, returns ENOSYS, so that libraries use clone. Everything else is allowed.
 
 Filters are programs for the kernel's packet filter: Linux, Documentation/userspace-api/
 seccomp_filter.rst. Standard library only, for the reason in `child.py`.
@@ -29,7 +29,7 @@ _MACHINES = {
 # keyctl; then bpf, ptrace, process_vm_readv, process_vm_writev, perf_event_open, userfaultfd
 _TRACING = {"x86_64": (321, 101, 310, 311, 298, 323), "aarch64": (280, 117, 270, 271, 241, 282)}
 # io_uring_setup, open_tree, move_mount, fsopen, fsmount, mount_setattr, memfd_secret
-_OF_ALL_MACHINES = (425, 428, 429, 430, 432, 442, 447)
+_ON_ALL_MACHINES = (425, 428, 429, 430, 432, 442, 447)
 _CLONE3 = 435
 
 
@@ -60,10 +60,10 @@ def forbid() -> None:
 
 
 def _steps(machine: str) -> list[_Step]:
-    """Returns the filter. A comparison goes on with the next step if it holds, else beyond the
+    """Returns the filter. A comparison that holds continues with the next step, else it skips the
     answer."""
     architecture, spaces, keys, clone = _MACHINES[machine]
-    denied = (*spaces, *keys, *_TRACING[machine], *_OF_ALL_MACHINES)
+    denied = (*spaces, *keys, *_TRACING[machine], *_ON_ALL_MACHINES)
     steps = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_IS, 1, 0, architecture),

@@ -1,4 +1,4 @@
-"""Test cases of grader `code`: the forms in which public data sets write them, read into one."""
+"""Test cases of grader `code`: reads the forms of public data sets into one form."""
 
 import ast
 import json
@@ -15,8 +15,8 @@ _NESTED = ("input_output", "test_cases", "tests", "asserts")  # keys that hold a
 
 @dataclass(frozen=True)
 class TestCases:
-    """The tests of one problem: of a program's standard output, or of the functions that it
-    defines."""
+    """The tests of one problem: either for a program's standard output, or for the functions that
+    it defines."""
 
     scripts: tuple[tuple[str, str], ...] = ()  # (standard input, expected standard output)
     statements: tuple[str, ...] = ()  # each raises unless the program's functions are right
@@ -39,7 +39,7 @@ def read_tests(answer: str, tolerance: float = 0.0) -> TestCases:
 
 
 def _parsed(answer: str) -> object:
-    """Returns the JSON of a text; assertions that are no JSON come back as a list of one text."""
+    """Returns the JSON of a text; assertions, which are not JSON, become a list of one text."""
     with suppress(json.JSONDecodeError):
         return json.loads(answer)
     if "assert" in answer:
@@ -52,9 +52,10 @@ def _tests(data: object, tolerance: float) -> TestCases:
         data = _parsed(data)
     if isinstance(data, Mapping):
         if {"inputs", "outputs"} <= data.keys():
-            return _of_columns(data, tolerance)
-        if key := next((key for key in _NESTED if key in data), None):
-            return _tests(data[key] or [], tolerance)
+            return _from_columns(data, tolerance)
+        for key in _NESTED:
+            if key in data:
+                return _tests(data[key] or [], tolerance)
         if {"input", "output"} <= data.keys():
             data = [data]
     if not isinstance(data, Sequence) or isinstance(data, str) or not data:
@@ -65,9 +66,9 @@ def _tests(data: object, tolerance: float) -> TestCases:
     if all(isinstance(test, str) for test in data):
         return TestCases(statements=tuple(_checked(test) for test in data))
     if all(isinstance(test, Mapping) for test in data):
-        return _of_objects(data, tolerance)
+        return _from_objects(data, tolerance)
     if all(isinstance(test, list) and len(test) == 2 for test in data):
-        return _of_columns(
+        return _from_columns(
             {"inputs": [test[0] for test in data], "outputs": [test[1] for test in data]}, tolerance
         )
     raise ValueError(
@@ -76,7 +77,7 @@ def _tests(data: object, tolerance: float) -> TestCases:
     )
 
 
-def _of_objects(tests: Sequence[Mapping[str, object]], tolerance: float) -> TestCases:
+def _from_objects(tests: Sequence[Mapping[str, object]], tolerance: float) -> TestCases:
     names: set[str | None] = set()
     for test in tests:
         if not {"input", "output"} <= test.keys():
@@ -90,11 +91,11 @@ def _of_objects(tests: Sequence[Mapping[str, object]], tolerance: float) -> Test
         "inputs": [test["input"] for test in tests],
         "outputs": [test["output"] for test in tests],
     }
-    return _of_columns({**columns, "fn_name": names.pop()}, tolerance)
+    return _from_columns({**columns, "fn_name": names.pop()}, tolerance)
 
 
 def _function(test: Mapping[str, object]) -> str | None:
-    """Returns the function that a test calls, None if it is of standard input."""
+    """Returns the function that a test calls, None if it uses standard input."""
     metadata = test.get("metadata")
     if isinstance(metadata, str):
         metadata = json.loads(metadata or "{}")
@@ -107,7 +108,7 @@ def _function(test: Mapping[str, object]) -> str | None:
     return str(name)
 
 
-def _of_columns(data: Mapping[str, object], tolerance: float) -> TestCases:
+def _from_columns(data: Mapping[str, object], tolerance: float) -> TestCases:
     inputs = _list(data, "inputs")
     outputs = _list(data, "outputs")
     if len(inputs) != len(outputs):
@@ -115,10 +116,10 @@ def _of_columns(data: Mapping[str, object], tolerance: float) -> TestCases:
     pairs = list(zip(inputs, outputs, strict=True))
     name = data.get("fn_name")
     if not name:
-        return TestCases(scripts=tuple((_lines(given), _lines(shown)) for given, shown in pairs))
+        return TestCases(scripts=tuple((_lines(input), _lines(output)) for input, output in pairs))
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f'"fn_name" should be the name of a function, is {name!r:.60}')
-    calls = tuple(_call(name, given, result, tolerance) for given, result in pairs)
+    calls = tuple(_call(name, arguments, result, tolerance) for arguments, result in pairs)
     return TestCases(statements=calls, function=name)
 
 
@@ -142,7 +143,7 @@ def _lines(value: object) -> str:
 
 
 def _call(name: str, arguments: object, expected: object, tolerance: float) -> str:
-    """Returns the statement for one call; a text is JSON, one argument a line, as in
+    """Returns the statement for one call; a text is JSON with one argument per line, as in
     LiveCodeBench."""
     alternatives = [expected]
     if isinstance(arguments, str) and isinstance(expected, str):

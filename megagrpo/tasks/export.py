@@ -32,23 +32,15 @@ def export(
             "all weights are trained"
         )
     actor = make_actor(config, model_to_train(config).arch, device)
-    found = source or latest_checkpoint(config, actor.mesh)
-    if found is None:
+    checkpoint = source or latest_checkpoint(config, actor.mesh)
+    if checkpoint is None:
         root = config.run_folder.checkpoints
         raise ValueError(f"{root} holds no finished checkpoint; name one with --checkpoint")
     weights = load_initial_weights(actor, config.model.path, overwritten=lora is None)
-    load_checkpoint(config, found, actor, with_optimizer=False)
+    load_checkpoint(config, checkpoint, actor, with_optimizer=False)
+    base, dtype = config.model.path, config.actor.dtype
     if only_adapters and lora is not None:
         adapters = actor.trained_weights(weights)
-        export_peft(
-            Path(output),
-            adapters,
-            actor.mesh,
-            lora,
-            base=config.model.path,
-            dtype=config.actor.dtype,
-        )
+        export_peft(Path(output), adapters, actor.mesh, lora, base, dtype)
     else:
-        like = config.model.path
-        tokenizer = config.model.tokenizer
-        export_hf(output, weights, actor.mesh, like, config.actor.dtype, tokenizer)
+        export_hf(output, weights, actor.mesh, base, dtype, config.model.tokenizer)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # the command line imports this file; most commands need no t
 def train_main(config: ExperimentConfig, service_url: str | None) -> int:
     """Runs one trainer rank of a run: `megagrpo train`."""
 
-    progress = _progress(config, config.name)
+    progress = _progress(config.name)
 
     def body(device: torch.device) -> None:
         from megagrpo.check.problems import model_to_train
@@ -53,8 +53,8 @@ def train_main(config: ExperimentConfig, service_url: str | None) -> int:
         return guarded(config, "trainer", body, trains=True)
 
 
-def _progress(config: ExperimentConfig, title: str) -> Progress:
-    """Returns the progress of this rank's start, which says nothing but on the first."""
+def _progress(title: str) -> Progress:
+    """Returns the progress of this rank's start; only the first rank prints it."""
     progress = Progress(title, enabled=environment.get_int("RANK", 0) == 0)
     progress.enter("imports torch and Megatron-Core")
     return progress
@@ -63,7 +63,7 @@ def _progress(config: ExperimentConfig, title: str) -> Progress:
 def sft_main(config: ExperimentConfig) -> int:
     """Runs one rank of the supervised warm-up: `megagrpo sft`."""
 
-    progress = _progress(config, f"{config.name} sft")
+    progress = _progress(f"{config.name} sft")
 
     def body(device: torch.device) -> None:
         from megagrpo.tasks.sft import sft

@@ -19,14 +19,14 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     """Collective. Updates the newest saved weights not later than the dumped step; the main rank
     prints the comparison.
 
-    Raises ValueError if the folder is no finished dump, or of another data-parallel size.
+    Raises ValueError if the folder is not a finished dump, or has another data-parallel size.
     """
     dump = read_dump(dump_folder)
-    # else the run's length does not depend on the prompts
-    by_epochs = config.train.num_epochs is not None
     model = model_to_train(config)
     images = ImageStore.of(model, config.run_folder.images)
-    num_prompts = len(load_prompts(config.data, load_tokenizer(model), images)) if by_epochs else 0
+    num_prompts = 0
+    if config.train.num_epochs is not None:  # then the run's length depends on the prompts
+        num_prompts = len(load_prompts(config.data, load_tokenizer(model), images))
     actor = make_actor(config, model.arch, device)
     actor.images = images.pixels if images else None
     version = 0
@@ -49,10 +49,11 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
 
 def compare(dump: Dump, values: dict[str, float], version: int, source: str | Path) -> str:
     """Returns a table of recorded and repeated metrics, with the weights that were used."""
-    made_from = f"; the step itself started from version {dump.weight_version}: figures differ"
-    other = made_from if version != dump.weight_version else ""
-    lines = [f"weights of version {version} ({source}){other}", f"{'':32}{'then':>24}{'now':>24}"]
+    weights = f"weights of version {version} ({source})"
+    if version != dump.weight_version:
+        weights += f"; the step itself started from version {dump.weight_version}: figures differ"
+    lines = [weights, f"{'':32}{'then':>24}{'now':>24}"]
     for name, value in sorted(values.items()):
-        then = dump.values.get(name)
-        lines.append(f"{name:32}{'-' if then is None else repr(then):>24}{value!r:>24}")
+        then = repr(dump.values[name]) if name in dump.values else "-"
+        lines.append(f"{name:32}{then:>24}{value!r:>24}")
     return "\n".join(lines)

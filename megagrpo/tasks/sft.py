@@ -16,7 +16,7 @@ from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import describe_dropped, load_prompts, load_tokenizer, tokenize
 from megagrpo.models.folder import Model
 from megagrpo.monitor.console import StepConsole
-from megagrpo.monitor.record import StepLog
+from megagrpo.monitor.step_log import StepLog
 from megagrpo.system.progress import Progress
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.weights.actor_weights import export_hf, load_initial_weights
@@ -50,7 +50,7 @@ def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> N
     actor.images = images.pixels if images else None
     _check_answers(prompts.prompts, tokenizer)
     log = StepLog(config.run_folder.sft, config.log) if mesh.is_main else None
-    running: float | None = None
+    running = 0.0  # mean of the loss
     console = StepConsole(f"{config.name} sft", options.num_steps, enabled=mesh.is_main)
     progress.follow(console.note)
     progress.enter("")
@@ -60,7 +60,7 @@ def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> N
         chosen = prompts.batch((number - 1) * options.batch_size, options.batch_size, config.seed)
         values = likelihood_step(actor, _supervised_batch(chosen, tokenizer, mesh))
         loss = values["loss/total"]  # all-reduced: every rank stops at the same step
-        running = loss if running is None else _DECAY * running + (1 - _DECAY) * loss
+        running = loss if number == 1 else _DECAY * running + (1 - _DECAY) * loss
         low_enough = options.stop_at_loss is not None and running < options.stop_at_loss
         done = number == options.num_steps or low_enough
         if log is not None:

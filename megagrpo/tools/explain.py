@@ -36,7 +36,7 @@ from megagrpo.models.table import (
     model_problems,
     parameter_counts,
 )
-from megagrpo.rewards.graders.table import SERVICES, machine_problem
+from megagrpo.rewards.graders.functions import SERVICES, machine_problem
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.tools.plan.checkpoint_cost import checkpoint_lines, disk_advice, rank_coordinates
 from megagrpo.tools.plan.engine_memory import concurrency_report, host_cache_bytes

@@ -6,7 +6,7 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
-from megagrpo.monitor.record import read_metrics
+from megagrpo.monitor.step_log import read_metrics
 from megagrpo.system.run_folder import RunFolder, write_whole
 
 _PANELS = {  # of the picture: metric -> label

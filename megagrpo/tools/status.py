@@ -12,7 +12,7 @@ from pathlib import Path
 from megagrpo.checkpoint.folder import latest, step_of
 from megagrpo.cluster.machine import Launcher
 from megagrpo.config.load import load_config
-from megagrpo.monitor.record import read_metrics
+from megagrpo.monitor.step_log import read_metrics
 from megagrpo.rollout.control import ServiceUnreachable, find_service, print_engines
 from megagrpo.system.run_folder import RunFolder
 

@@ -17,7 +17,7 @@ from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.data.texts import decoder
 from megagrpo.models.folder import Model
-from megagrpo.monitor.rollouts import Decode, turns_of
+from megagrpo.monitor.rollout_log import Decode, turns_of
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.batches import BatchPlan, SampledBatch, SamplingJob

@@ -14,7 +14,7 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.problems import finished, preflight
 from megagrpo.checkpoint.folder import finished_checkpoints, step_of
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.monitor.record import read_metrics
+from megagrpo.monitor.step_log import read_metrics
 from megagrpo.system.stop_request import StopRequest
 from tests.dist.cases import SMALL
 from tests.dist.workers.launch import run_ranks

@@ -9,7 +9,7 @@ import torch
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.algo.statistics import alone
 from megagrpo.batching.batch import build_batch, shuffle_rewards
-from megagrpo.batching.rows import LossNeeds
+from megagrpo.batching.sample_rows import LossNeeds
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.mesh import Mesh, make_mesh

@@ -15,8 +15,8 @@ import psutil
 import yaml
 
 from megagrpo.checkpoint.folder import latest, step_of
-from megagrpo.monitor.record import read_metrics
-from megagrpo.monitor.rollouts import read_rollouts
+from megagrpo.monitor.rollout_log import read_rollouts
+from megagrpo.monitor.step_log import read_metrics
 from megagrpo.rollout.control import ServiceUnreachable, find_service
 from megagrpo.system.environment import child_environment
 from megagrpo.system.processes import is_live, process_tree, stop_tree

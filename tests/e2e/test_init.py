@@ -4,7 +4,7 @@ import pytest
 from run_megagrpo import succeed
 
 from megagrpo.checkpoint.folder import latest, step_of
-from megagrpo.monitor.record import read_metrics
+from megagrpo.monitor.step_log import read_metrics
 from megagrpo.system.run_folder import RunFolder
 
 

@@ -11,7 +11,7 @@ import yaml
 from run_megagrpo import PREPARE, succeed
 
 from examples.laptop.pretrained import find_gguf
-from megagrpo.monitor.record import read_metrics
+from megagrpo.monitor.step_log import read_metrics
 from megagrpo.system.run_folder import RunFolder
 from tests.experiments import metric_patterns
 

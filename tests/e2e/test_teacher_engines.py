@@ -26,7 +26,7 @@ from megagrpo.rollout.service.engine_command import (
     engine_environment,
     engine_python_path,
 )
-from megagrpo.rollout.teachers import Teachers
+from megagrpo.rollout.teacher_scores import Teachers
 from megagrpo.system.environment import API_KEY, child_environment
 from megagrpo.types import Prompt, TeacherScores
 from tests.experiments import experiment, python, until

@@ -14,7 +14,7 @@ FINITE = st.floats(-4e307, 4e307)
 MODERATE = st.floats(-1e6, 1e6)
 
 
-def statistics_of(values: list[float], groups: list[int], num_groups: int, ddof: int, valid=None):
+def statistics_of(values: list[float], groups: list[int], num_groups: int, valid=None):
     values, groups = (
         torch.tensor(values, dtype=torch.float64),
         torch.tensor(groups, dtype=torch.int64),
@@ -24,12 +24,12 @@ def statistics_of(values: list[float], groups: list[int], num_groups: int, ddof:
         if valid is None
         else torch.tensor(valid, dtype=torch.bool)
     )
-    return group_statistics(values, groups, num_groups, valid, alone, ddof)
+    return group_statistics(values, groups, num_groups, valid, alone)
 
 
-@given(st.lists(MODERATE, min_size=1, max_size=30), st.integers(0, 1))
-def test_against_rational_arithmetic(values, ddof):
-    stats = statistics_of(values, [0] * len(values), 1, ddof)
+@given(st.lists(MODERATE, min_size=1, max_size=30))
+def test_against_rational_arithmetic(values):
+    stats = statistics_of(values, [0] * len(values), 1)
     exact = [Fraction(v) for v in values]
     mean = sum(exact) / len(exact)
     largest = max(abs(v) for v in exact)
@@ -37,8 +37,8 @@ def test_against_rational_arithmetic(values, ddof):
         abs(Fraction(float(stats.mean)) - mean)
         <= largest * Fraction(2) ** -80 + abs(mean) * Fraction(2) ** -51
     )
-    if len(values) > ddof:
-        variance = sum((v - mean) ** 2 for v in exact) / (len(exact) - ddof)
+    if len(values) > 1:
+        variance = sum((v - mean) ** 2 for v in exact) / (len(exact) - 1)
         bound = variance * Fraction(2) ** -49 + (largest * Fraction(2) ** -51) ** 2
         assert abs(Fraction(float(stats.std)) ** 2 - variance) <= bound
     assert (float(stats.min), float(stats.max), int(stats.count)) == (
@@ -48,15 +48,13 @@ def test_against_rational_arithmetic(values, ddof):
     )
 
 
-@given(
-    st.lists(st.tuples(FINITE, st.integers(0, 3), st.booleans()), max_size=25), st.integers(0, 1)
-)
-def test_never_nan(samples, ddof):
+@given(st.lists(st.tuples(FINITE, st.integers(0, 3), st.booleans()), max_size=25))
+def test_never_nan(samples):
     """Constant, huge, tiny, mixed, single and empty groups."""
     values, groups, valid = (
         [list(x) for x in zip(*samples, strict=True)] if samples else ([], [], [])
     )
-    stats = statistics_of(values, groups, 4, ddof, valid=valid)
+    stats = statistics_of(values, groups, 4, valid=valid)
     for x in (stats.mean, stats.std, stats.min, stats.max):
         assert not torch.isnan(x).any() and torch.isfinite(stats.mean).all()
     assert (stats.degenerate | (stats.count > 1)).all() and (
@@ -67,13 +65,13 @@ def test_never_nan(samples, ddof):
 def test_degenerate_is_about_the_range_and_not_the_std():
     values = [0.7] * 6 + [0.1, 0.1 + 1e-9] + [1000.1] * 7 + [5.0]
     groups = [0] * 6 + [1] * 2 + [2] * 7 + [3]
-    stats = statistics_of(values, groups, 5, 1)
+    stats = statistics_of(values, groups, 5)
     assert stats.degenerate.tolist() == [True, False, True, True, True]  # group 4 is empty
 
 
 def test_invalid_values_are_left_out_even_nan():
     values = [1.0, float("nan"), 3.0, float("inf")]
-    stats = statistics_of(values, [0, 0, 0, 1], 2, 1, valid=[True, False, True, False])
+    stats = statistics_of(values, [0, 0, 0, 1], 2, valid=[True, False, True, False])
     assert stats.mean.tolist() == [2.0, 0.0] and stats.count.tolist() == [2, 0]
     assert stats.std[0].item() == pytest.approx(2**0.5)
 
@@ -81,7 +79,7 @@ def test_invalid_values_are_left_out_even_nan():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_valid_value_that_is_not_finite_is_an_error(bad):
     with pytest.raises(AssertionError, match="not finite"):
-        statistics_of([1.0, bad], [0, 0], 1, 1)
+        statistics_of([1.0, bad], [0, 0], 1)
 
 
 def test_cancellation_is_exact():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megagrpo.batching.batch import build_batch, shuffle_rewards
 from megagrpo.batching.microbatch import MicroBatchSize, _context_part, plan_micro_batches
-from megagrpo.batching.rows import LossNeeds
+from megagrpo.batching.sample_rows import LossNeeds
 from megagrpo.batching.updates import one_pass, plan_updates
 from megagrpo.config.schema import ParallelConfig, TrainConfig
 from megagrpo.mesh import Mesh

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from megagrpo.algo.correction import kept, policy_weights
+from megagrpo.algo.correction import accepted_tokens, policy_weights
 from megagrpo.algo.dynamic_sampling import select_groups
 from megagrpo.algo.estimators import whiten
 from megagrpo.algo.logprob import chunked_logprobs
@@ -62,9 +62,9 @@ def weights_of(log_ratio: torch.Tensor, mask: torch.Tensor, options) -> torch.Te
 
 
 def kept_of(log_ratio: torch.Tensor, mask: torch.Tensor, options: Rejection) -> torch.Tensor:
-    """kept of whole rows [n, S]."""
+    """accepted_tokens of whole rows [n, S]."""
     lengths = torch.full((len(mask),), mask.shape[1])
-    return kept(log_ratio.flatten(), mask.flatten(), lengths, options).view(mask.shape)
+    return accepted_tokens(log_ratio.flatten(), mask.flatten(), lengths, options).view(mask.shape)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def kept_groups(case: dict) -> list[int]:
     names = sorted(set(groups))
     ids, metric = torch.tensor([names.index(g) for g in groups]), tensor(case["inputs"]["metric"])
     valid = torch.ones(len(ids), dtype=torch.bool)
-    selection = select_groups(metric, ids, len(names), valid, wanted=1000, reduce=alone)
+    selection = select_groups(metric, ids, len(names), valid, limit=1000, reduce=alone)
     return [names[i] for i in selection.chosen]
 
 

@@ -27,7 +27,7 @@ from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.models.folder import Model
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.monitor.rollouts import RolloutLog
+from megagrpo.monitor.rollout_log import RolloutLog
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.view.samples import read_samples
 from megagrpo.types import Outcome, RolloutGroup, Sample

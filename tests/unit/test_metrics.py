@@ -18,11 +18,11 @@ from megagrpo.data.rows import read_rows
 from megagrpo.loop.evaluation import evaluation_metrics
 from megagrpo.loop.run import _refuse_other_rows
 from megagrpo.monitor.metrics import Metrics, StepTimer
-from megagrpo.monitor.record import StepLog, read_metrics
-from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
+from megagrpo.monitor.rollout_log import RolloutLog, read_rollouts
 from megagrpo.monitor.run_record import RunRecord, cut_record
 from megagrpo.monitor.step_lines import StepLines
-from megagrpo.rollout.metrics import by_source
+from megagrpo.monitor.step_log import StepLog, read_metrics
+from megagrpo.rollout.group_metrics import by_source
 from megagrpo.system.run_folder import RunFolder, whole_folder, write_whole
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 from tests.experiments import experiment

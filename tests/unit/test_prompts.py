@@ -14,7 +14,7 @@ from megagrpo.config.schema import DataConfig
 from megagrpo.data.prompts import interleaved, load_prompts
 from megagrpo.data.rows import read_rows
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.rollout.metrics import source_metrics
+from megagrpo.rollout.group_metrics import source_metrics
 from megagrpo.types import Outcome, RolloutGroup, Sample
 
 ALPHABET = "0123456789+-*/=.()<># abcdefghijklmnopqrstuvwxyz"

@@ -18,11 +18,11 @@ from megagrpo.algo.statistics import alone
 from megagrpo.check.problems import preflight
 from megagrpo.config.schema import RewardConfig
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.monitor.rollouts import RolloutLog
-from megagrpo.rewards.graders.table import load_grader
-from megagrpo.rewards.group import distinct, rank
+from megagrpo.monitor.rollout_log import RolloutLog
+from megagrpo.rewards.graders.functions import load_grader
+from megagrpo.rewards.group_graders import distinct, rank
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rollout.metrics import grader_metrics
+from megagrpo.rollout.group_metrics import grader_metrics
 from megagrpo.system.processes import is_live
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megagrpo.rewards.graders.table import call_grader, check_grader
+from megagrpo.rewards.graders.functions import call_grader, check_grader
 from megagrpo.rewards.worker import grade
 
 FUNCTIONS = """

@@ -9,16 +9,16 @@ import torch
 
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.algo.loss import LossInputs, count_denominators, objective
-from megagrpo.algo.rollouts import counted_tokens, of_rollouts, of_samples, rollouts_of
+from megagrpo.algo.rollouts import by_rollout, counted_tokens, rollouts_of, to_samples
 from megagrpo.algo.statistics import alone
 from megagrpo.batching.batch import build_batch, shuffle_rewards
-from megagrpo.batching.rows import LossNeeds
+from megagrpo.batching.sample_rows import LossNeeds
 from megagrpo.batching.updates import one_pass
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.fields import Aggregation
 from megagrpo.mesh import Mesh
-from megagrpo.monitor.rollouts import _record
+from megagrpo.monitor.rollout_log import _record
 from megagrpo.types import AlgoState, Batch
 from tests.padding import padded
 from tests.rollout_groups import GRADERS, GROUP_SIZE, NUM_GROUPS, joined, split_groups
@@ -42,7 +42,7 @@ def both(**more) -> tuple[Batch, Batch]:
     )
     assert torch.equal(split.tokens, whole.tokens) and torch.equal(split.loss_mask, whole.loss_mask)
     whole = replace(
-        whole, prompt_lengths=of_rollouts(split).prompt_lengths
+        whole, prompt_lengths=by_rollout(split).prompt_lengths
     )  # a context is no response
     more = {name: values(len(split.tokens)) for name, values in more.items()}
     return replace(split, **more), replace(whole, **more)
@@ -65,14 +65,14 @@ def test_samples_of_a_rollout_are_neighbors_with_one_reward():
     assert split.sample_ids.tolist() == [
         g.group_id * most + s.index for g in groups for s in g.samples
     ]
-    seen = of_rollouts(split)
+    seen = by_rollout(split)
     for name in ("lengths", "group_ids", "truncated"):
         assert torch.equal(getattr(seen, name), getattr(whole, name)), name
     assert torch.equal(seen.rewards.values, whole.rewards.values) and torch.equal(
         seen.rewards.valid, whole.rewards.valid
     )
     assert torch.equal(split.rewards.tokens, whole.rewards.tokens)
-    assert torch.equal(of_samples(seen.rewards.values, split), split.rewards.values)
+    assert torch.equal(to_samples(seen.rewards.values, split), split.rewards.values)
     first = next(i for i, size in enumerate(sizes) if size == 5)
     start = sum(sizes[:first])
     assert rollouts_of(torch.tensor([start, start + 4, 0]), split).tolist() == sorted({0, first})
@@ -149,7 +149,7 @@ def test_a_rollout_that_splits_has_no_extra_weight(aggregation):
         }
         inputs = LossInputs(
             **{key: padded(values, batch.lengths) for key, values in rows.items()},
-            counted_tokens=of_samples(counted_tokens(batch), batch),
+            counted_tokens=to_samples(counted_tokens(batch), batch),
         )
         every = torch.arange(len(batch.lengths))
         denominators = count_denominators(
@@ -169,7 +169,7 @@ def test_a_rollout_that_splits_has_no_extra_weight(aggregation):
         "seq-mean-token-mean": 1 / (tokens.clamp(min=1) * sequences),
         "seq-mean-token-sum-norm": torch.full((len(tokens),), 1 / (50.0 * sequences)),
     }[aggregation]
-    weights = a_token.double().repeat_interleave(of_rollouts(split).lengths)
+    weights = a_token.double().repeat_interleave(by_rollout(split).lengths)
     wanted = (
         -weights * split.advantages * split.loss_mask
     )  # a ratio of 1: d loss / d logprob is -A times the weight
@@ -180,13 +180,13 @@ def test_shuffled_rewards_are_of_rollouts():
     split, whole = (shuffle_rewards(batch, 1, 3, ALONE) for batch in both())
     sizes, before = split.rollout_sizes, both()[1].rewards.values
     assert sizes is not None
-    moved = of_rollouts(split).rewards.values
-    assert torch.equal(of_samples(moved, split), split.rewards.values), (
+    moved = by_rollout(split).rewards.values
+    assert torch.equal(to_samples(moved, split), split.rewards.values), (
         "one reward for all samples of a rollout"
     )
     assert sorted(moved.tolist()) == sorted(before.tolist()) and moved.tolist() != before.tolist()
     assert torch.equal(moved, whole.rewards.values), "the order of ids decides"
-    scores = of_rollouts(split).rewards.parts
+    scores = by_rollout(split).rewards.parts
     assert torch.equal(scores[:, 0], moved) and torch.equal(scores, whole.rewards.parts), (
         "a reward's scores move with it"
     )

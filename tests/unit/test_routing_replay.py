@@ -30,7 +30,7 @@ from megagrpo.models.fields import Kernels, transformer_defaults
 from megagrpo.models.kinds.experts.describe import Experts
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.table import architecture_of
-from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
+from megagrpo.monitor.rollout_log import RolloutLog, read_rollouts
 from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.answer_arrays import WrongExperts, read_experts

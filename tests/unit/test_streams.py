@@ -20,7 +20,7 @@ from megagrpo.algo.loss import (
 from megagrpo.algo.rollouts import counted_tokens
 from megagrpo.algo.statistics import alone
 from megagrpo.batching.batch import build_batch
-from megagrpo.batching.rows import LossNeeds
+from megagrpo.batching.sample_rows import LossNeeds
 from megagrpo.batching.updates import one_pass
 from megagrpo.check.problems import preflight
 from megagrpo.checkpoint.groups import read_groups, write_groups

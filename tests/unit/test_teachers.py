@@ -25,7 +25,7 @@ from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.control import ServiceStatus
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_environment
-from megagrpo.rollout.teachers import mixture
+from megagrpo.rollout.teacher_scores import mixture
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import EngineInfo, Prompt, TeacherScores
 from tests.experiments import placement_problems, read_experiment

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megagrpo.rewards.graders import table as graders
+from megagrpo.rewards.graders import functions as graders
 from megagrpo.rollout.agents import program_worker
 from megagrpo.system.user_function import load_function
 from tests.experiments import python
@@ -72,7 +72,7 @@ def test_a_module_that_is_a_file_here_is_named_as_one(tmp_path, monkeypatch):
 
 
 def test_naming_functions_imports_nothing_heavy():
-    modules = "megagrpo.system.user_function, megagrpo.rewards.graders.table"
+    modules = "megagrpo.system.user_function, megagrpo.rewards.graders.functions"
     assert (
         python("-c", f"import sys, {modules}; print({{'torch', 'sympy'}} & set(sys.modules))")
         == "set()"

@@ -13,8 +13,8 @@ from made_run import HOSTILE, made_groups, make_run
 
 from megagrpo import cli
 from megagrpo.config.schema import LogConfig
-from megagrpo.monitor.record import StepLog
-from megagrpo.monitor.rollouts import RolloutLog
+from megagrpo.monitor.rollout_log import RolloutLog
+from megagrpo.monitor.step_log import StepLog
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.view.command import write_view
 from megagrpo.tools.view.samples import read_samples, spread

@@ -13,7 +13,7 @@ from megagrpo.config.schema import DataConfig, ExperimentConfig
 from megagrpo.data.curriculum import load_curriculum
 from megagrpo.data.hub import is_hub_name
 from megagrpo.data.rows import Row, read_rows, unknown_teachers
-from megagrpo.rewards.graders.table import check_answer, check_grader, load_group_grader
+from megagrpo.rewards.graders.functions import check_answer, check_grader, load_group_grader
 from megagrpo.rollout.agents.environments import load_environment
 from megagrpo.rollout.agents.program_worker import load_program
 

@@ -22,24 +22,22 @@ def grade(text: str, answer: str, format: Literal["hash", "last", "plain"] = "ha
         raise ValueError(f"the answer {answer[-80:]!r} is not a number")
     match format:
         case "hash":
-            found = (
-                re.match(rf"\s*({_NUMBER.pattern})", text.rsplit("####", 1)[1])
-                if "####" in text
-                else None
-            )
-            got = _number(found.group(1)) if found else None
+            _, mark, end = text.rpartition("####")
+            number = _NUMBER.match(end.lstrip())
+            got = _number(number[0]) if mark and number else None
         case "last":
-            numbers = _NUMBER.findall(text)
-            got = _number(numbers[-1]) if numbers else None
+            got = _number(["", *_NUMBER.findall(text)][-1])
         case "plain":
             got = _number(text.strip())
         case _:
             raise ValueError(f"format {format!r} is unknown; known: hash, last, plain")
-    return float(got is not None and got == expected)
+    return float(got == expected)
 
 
 def _number(text: str) -> Decimal | None:
     """Returns the exact number (0.1 is 1/10, 10 equals 10.00), or None if the text is not one
     number."""
     text = text.strip().removesuffix(".")
-    return Decimal(text.replace(",", "").replace("$", "")) if _NUMBER.fullmatch(text) else None
+    if not _NUMBER.fullmatch(text):
+        return None
+    return Decimal(text.replace(",", "").replace("$", ""))

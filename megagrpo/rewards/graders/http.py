@@ -43,11 +43,10 @@ class HttpGrader(ServiceGrader):
         return Graded("score", (float(score),))
 
     async def _scores(self, samples: list[dict[str, str]], full: asyncio.Event) -> list[object]:
-        """Waits until the batch is full, or for batch_wait_s seconds; returns the service's scores
-        of it.
+        """Waits until the batch is full, or for batch_wait_s seconds; returns the service's scores.
 
-        Of a batch that it refuses, each response is sent again by itself: one text that it cannot
-        read must not cost the others their scores. In place of a score is why there is none.
+        If the service refuses a batch, each response is sent again alone, so that one unreadable
+        text does not cost the others their scores. An exception takes the place of a missing score.
         """
         with suppress(TimeoutError):
             await asyncio.wait_for(full.wait(), self._options.batch_wait_s)
@@ -59,8 +58,8 @@ class HttpGrader(ServiceGrader):
             if len(samples) == 1:
                 raise
         alone = [self._scores_of([sample]) for sample in samples]
-        found = await asyncio.gather(*alone, return_exceptions=True)
-        return [score[0] if isinstance(score, list) else score for score in found]
+        answers = await asyncio.gather(*alone, return_exceptions=True)
+        return [score[0] if isinstance(score, list) else score for score in answers]
 
     async def _scores_of(self, samples: list[dict[str, str]]) -> list[object]:
         answer = await self.post({"samples": samples})

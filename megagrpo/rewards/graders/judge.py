@@ -24,8 +24,8 @@ def read_template(path: str) -> str:
         text = Path(path).read_text(encoding="utf-8")
     if "{response}" not in text:
         raise ValueError(
-            f"grader judge: prompt_file {path} has no {{response}}: the judge "
-            "would not see the response"
+            f"grader judge: prompt_file {path} has no {{response}}: the judge would not see the "
+            "response"
         )
     return text
 
@@ -52,12 +52,12 @@ class JudgeGrader(ServiceGrader):
         TimeoutError."""
         options = self._options
         content = render(self._template, prompt.transcript, text, prompt.answer)
-        system = (
-            [{"role": "system", "content": options.system}] if options.system is not None else []
-        )
+        messages = [{"role": "user", "content": content}]
+        if options.system is not None:
+            messages.insert(0, {"role": "system", "content": options.system})
         body: dict[str, object] = {
             "model": options.model,
-            "messages": [*system, {"role": "user", "content": content}],
+            "messages": messages,
             "temperature": options.temperature,
             "max_tokens": options.max_tokens,
             **options.body,
@@ -72,8 +72,8 @@ class JudgeGrader(ServiceGrader):
         raise ServiceError(f"{self.location} answered {answer!r:.100}, which is no chat completion")
 
     def _score(self, reply: str) -> float:
-        found = list(self._pattern.finditer(reply))
-        word = found[-1][1] if found else None
+        words = [match[1] for match in self._pattern.finditer(reply)]
+        word = words[-1] if words else None
         if word is None:
             raise ServiceError(
                 f"{self.location}: nothing in its reply matches the pattern: {reply[-100:]!r}"

@@ -53,9 +53,9 @@ def grade(text: str, answer: str, require_boxed: bool = True) -> float:
 
     A box is `\boxed` or `\fbox`, with or without braces; boxes joined by a comma, `and` or `or` are
     one answer, the set of their values. `require_boxed=False` also accepts an unboxed final answer.
-    `answer` is LaTeX, a number or a text with a box, which is read as the response's is. As
-    math-verify does, units are left out and of an equation the right side counts. Raises ValueError
-    if the answer cannot be parsed.
+    `answer` is LaTeX, a number or a text with a box, which is read like the response's box. As in
+    math-verify, units are ignored and the right side of an equation counts. Raises ValueError if
+    the answer cannot be parsed.
 
     math-verify's time limits are off: they use signal.alarm, which works only in the main thread
     and not while sympy holds the interpreter lock. The worker pool kills a worker that exceeds the
@@ -67,10 +67,10 @@ def grade(text: str, answer: str, require_boxed: bool = True) -> float:
         raise ValueError(
             f"the answer {answer[:80]!r} is not mathematics that math-verify can parse"
         )
-    found = _last_boxed(text)
-    if found is None and require_boxed:
+    final = _last_boxed(text)
+    if final is None and require_boxed:
         return 0.0
-    response = _parse(_spelled(text) if found is None else _boxed(found))
+    response = _parse(_spelled(text) if final is None else _boxed(final))
     equal = math_verify.verify(gold, response, numeric_precision=_DIGITS, timeout_seconds=None)
     return float(equal and _alike(_tiny(gold), _tiny(response)))
 
@@ -80,13 +80,13 @@ def _parse(text: str) -> list:
 
 
 def _tiny(parsed: list) -> list[float]:
-    """Returns the logarithms of numbers, also of those in a set, of which _DIGITS show nothing:
-    1/2004! is not 1/2006!."""
-    whole = (parsed or [()])[0]
-    parts = [whole] if getattr(whole, "is_number", False) else getattr(whole, "args", ())
+    """Returns the logarithms of numbers, also in a set, that are too small for _DIGITS: 1/2004! is
+    not 1/2006!."""
+    answer = (parsed or [()])[0]
+    parts = [answer] if getattr(answer, "is_number", False) else getattr(answer, "args", ())
     values = [part.evalf(20) for part in parts if part.is_number]
-    found = [abs(Decimal(str(value))) for value in values if value.is_real]
-    return sorted(float(value.log10()) for value in found if 0 < value < _TINY)
+    sizes = [abs(Decimal(str(value))) for value in values if value.is_real]
+    return sorted(float(size.log10()) for size in sizes if 0 < size < _TINY)
 
 
 def _alike(logs: list[float], others: list[float]) -> bool:
@@ -123,10 +123,10 @@ def _last_boxed(text: str) -> str | None:
 def _boxes(text: str) -> list[tuple[int, int, str]]:
     """Returns (start, end, content) of complete boxes by their start, in one pass over the text.
 
-    Boxes with others inside are left out: what they hold is the inner ones' to say.
+    Boxes with others inside are left out, because the inner ones have the content.
     """
-    found: list[tuple[int, int, str]] = []
-    # of each open brace: (start, content's start) of a box
+    boxes: list[tuple[int, int, str]] = []
+    # for each open brace: (start, content's start) of a box
     opened: list[tuple[int, int] | None] = []
     for token in _TOKEN.finditer(text):
         sign = token[0]
@@ -134,10 +134,12 @@ def _boxes(text: str) -> list[tuple[int, int, str]]:
             opened.append(None)
         elif sign == "}" and opened:
             box = opened.pop()
-            if box is not None and not (found and found[-1][0] > box[0]):
-                found.append((box[0], token.end(), text[box[1] : token.start()]))
+            if box is not None and not (boxes and boxes[-1][0] > box[0]):
+                boxes.append((box[0], token.end(), text[box[1] : token.start()]))
         elif sign.endswith("{") and len(sign) > 2:
             opened.append((token.start(), token.end()))
-        elif len(sign) > 2 and (bare := _BARE.match(text, token.end())):
-            found.append((token.start(), bare.end(), bare[0]))
-    return sorted(found)
+        elif len(sign) > 2:
+            bare = _BARE.match(text, token.end())
+            if bare:
+                boxes.append((token.start(), bare.end(), bare[0]))
+    return sorted(boxes)

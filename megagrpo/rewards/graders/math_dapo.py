@@ -1,9 +1,9 @@
 r"""Grader `math_dapo`: the line `Answer: ...`, as DAPO grades DAPO-Math-17k (Yu et al. 2025, arXiv
 2503.14476).
 
-Both answers become a plain form, of which Minerva's paper (Lewkowycz et al. 2022, arXiv 2206.14858,
-appendix D) has the rule; they are equal if these are the same text. Nothing is computed: 1/2 is not
-0.5, nor \frac{2}{4}.
+Both answers are brought into a plain form by the rule of Minerva's paper (Lewkowycz et al. 2022,
+arXiv 2206.14858, appendix D), and are equal if the plain forms are the same text. Nothing is
+computed: 1/2 is neither 0.5 nor \frac{2}{4}.
 """
 
 import re
@@ -43,12 +43,12 @@ _REWRITTEN = (
 def grade(text: str, answer: str) -> float:
     """Returns 1.0 if the last `Answer: ...` of the response's last 300 characters is the answer,
     else -1.0."""
-    lines = _LINE.findall(text[-_TAIL:])
-    return 1.0 if _plain(lines[-1] if lines else "[INVALID]") == _plain(answer) else -1.0
+    lines = ["[INVALID]", *_LINE.findall(text[-_TAIL:])]
+    return 1.0 if _plain(lines[-1]) == _plain(answer) else -1.0
 
 
 def _plain(text: str) -> str:
-    """Returns what follows the last `=`, without units and white space, and with TeX in one
+    """Returns the text after the last `=`, without units and white space, with TeX in one
     spelling."""
     text = text.rpartition("=")[2]
     for old, new in (*_REPLACED.items(), *((removed, "") for removed in _REMOVED)):
@@ -57,4 +57,6 @@ def _plain(text: str) -> str:
         text = pattern.sub(spelled, text)
     text = text.replace("$", "")
     digits = text.replace(",", "")
-    return digits if digits.isdigit() else text.strip()
+    if digits.isdigit():
+        return digits
+    return text.strip()

@@ -1,11 +1,10 @@
-"""Rollouts of several turns, which an environment answers and rewards."""
+"""Rollouts of several turns, to which an environment replies and gives rewards."""
 
 
 class UnusableRow(Exception):
-    """Raised by an environment for a row of the data that cannot be played: its rollouts have no
-    reward."""
+    """Raised by an environment for a row that cannot be played, whose rollouts get no reward."""
 
 
 class Unavailable(Exception):
-    """Raised by an environment that lacks a service at present: the rollout begins again a little
+    """Raised by an environment that lacks a service for now: the rollout begins again a little
     later."""

@@ -34,17 +34,18 @@ class SamplePart:
         self.response = self.response.then(response) if self.masks else response
         self.masks.append(np.full(len(response.token_ids), sampled))
 
-    def add_said(self, ids: np.ndarray) -> None:
+    def add_context(self, ids: np.ndarray) -> None:
         """Appends ids [T] int32 that no turn sampled: the words of an environment."""
-        said = Response(ids, np.zeros(len(ids), np.float32), "stop", self.response.newest_version)
-        self.add(said, sampled=False)
+        version = self.response.newest_version
+        response = Response(ids, np.zeros(len(ids), np.float32), "stop", version)
+        self.add(response, sampled=False)
 
     @property
     def loss_mask(self) -> np.ndarray | None:
         """[T] bool."""
         if self.masks is None:
             return None
-        return np.concatenate(self.masks) if self.masks else np.zeros(0, np.bool_)
+        return np.concatenate([np.zeros(0, np.bool_), *self.masks])
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class RolloutTask:
     prompt: Prompt  # the group's
     seed_of: Callable[[str], int]  # ("environment" | "agent") -> the same for a group's rollouts
     turn: SampleTurn
-    max_tokens: int  # of a sample's response, with what was said to the model
+    max_tokens: int  # of a sample's response, with the messages to the model
     decode: Callable[[np.ndarray], str]  # ids of a turn -> text
 
     @property
@@ -73,7 +74,7 @@ class RolloutTask:
 
 
 class Answering(Protocol):
-    """What answers the model's turns in the rollouts of one leader."""
+    """Something that answers the model's turns in the rollouts of one leader."""
 
     waited_for: str  # by rollouts, in words
 
@@ -84,7 +85,7 @@ class Answering(Protocol):
         """
 
     def add_metrics(self, metrics: "Metrics") -> None:
-        """Adds what was measured since the last time."""
+        """Adds the measurements since the last call."""
 
     def close(self) -> None:
         """Ends all processes. Idempotent."""

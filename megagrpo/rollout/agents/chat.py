@@ -1,4 +1,4 @@
-"""The two dialects of the gateway: how a request says messages and tools, and how an answer says a
+"""The two dialects of the gateway: how requests write messages and tools, and how answers write a
 turn."""
 
 import json
@@ -20,8 +20,8 @@ _ANTHROPIC_ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "to
 
 @dataclass(frozen=True)
 class Dialect:
-    """A protocol of chat endpoints. Sampling parameters of a request are not read: they are the
-    experiment's."""
+    """A protocol of chat endpoints. Sampling parameters in a request are ignored, because the
+    experiment sets them."""
 
     read: Callable[[Body], Asked]  # request -> in OpenAI's terms; raises Refused
     write: Callable[[ChatTurn, Body, str], Body]  # (turn, request, model) -> answer
@@ -30,41 +30,39 @@ class Dialect:
 
 
 def _read_openai(body: Body) -> Asked:
-    messages, tools, choice = (
-        body.get("messages"),
-        body.get("tools"),
-        body.get("tool_choice") or "auto",
-    )
+    messages, choice = body.get("messages"), body.get("tool_choice") or "auto"
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise Refused("invalid_request", "messages is a list of objects")
     if (body.get("n") or 1) != 1:
         raise Refused(
             "invalid_request", "n is 1: ask again for another turn after the same messages"
         )
-    wanted = body.get("response_format") or {"type": "text"}
-    if choice not in ("auto", "none") or wanted != {"type": "text"}:
+    format = body.get("response_format") or {"type": "text"}
+    if choice not in ("auto", "none") or format != {"type": "text"}:
         raise Refused(
             "invalid_request",
             "a forced tool_choice or response_format would not be the policy's own choice",
         )
-    return messages, tools if choice == "auto" else None
+    return messages, body.get("tools") if choice == "auto" else None
 
 
 def _finish(turn: ChatTurn) -> str:
     end = _OPENAI_ENDS[turn.response.finish_reason]
-    return "tool_calls" if end == "stop" and turn.message.get("tool_calls") else end
+    if end == "stop" and turn.message.get("tool_calls"):
+        return "tool_calls"
+    return end
 
 
 def _write_openai(turn: ChatTurn, body: Body, model: str) -> Body:
-    """Returns the answer; ids and log-probabilities only if asked for, under SGLang's and vLLM's
-    names."""
+    """Returns the answer. If the request asks for ids and log-probabilities, they have SGLang's and
+    vLLM's names."""
     ids, logprobs = turn.response.token_ids, turn.response.logprobs
     choice: dict[str, object] = {
         "index": 0,
         "message": turn.message,
         "finish_reason": _finish(turn),
         "logprobs": None,
-        "text": turn.text,  # as no parser has seen it
+        "text": turn.text,  # before any parser
     }
     answer: dict[str, object] = {
         "id": f"chatcmpl-{turn.number}",
@@ -102,16 +100,14 @@ def _openai_pieces(answer: Body, body: Body) -> Iterable[Piece]:
         name: value for name, value in choice.items() if name not in ("message", "finish_reason")
     }
     message = dict(choice["message"])
-    if calls := message.get("tool_calls"):
-        message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-    head = {name: answer[name] for name in ("id", "created", "model")} | {
-        "object": "chat.completion.chunk"
-    }
+    if message.get("tool_calls"):
+        calls = enumerate(message["tool_calls"])
+        message["tool_calls"] = [{"index": i, **call} for i, call in calls]
+    head = {name: answer[name] for name in ("id", "created", "model")}
+    head["object"] = "chat.completion.chunk"
     yield "", head | {"choices": [rest | {"delta": message, "finish_reason": None}]}
-    yield (
-        "",
-        head | {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
-    )
+    end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    yield "", head | {"choices": [end]}
     if (body.get("stream_options") or {}).get("include_usage"):
         yield "", head | {"choices": [], "usage": answer["usage"]}
     yield "", b"[DONE]"
@@ -123,11 +119,13 @@ def _openai_error(status: int, code: str, text: str) -> Body:
 
 
 def _blocks(content: str | list[dict] | None) -> list[dict]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return content or []
 
 
 def _from_anthropic(message: Message) -> list[Message]:
-    """Returns the messages that a message of blocks is: each tool's output is one of its own."""
+    """Returns a message of blocks as messages; the output of each tool becomes one message."""
     blocks, out = _blocks(message["content"]), list[Message]()
     texts = [
         block for block in blocks if block["type"] not in ("tool_use", "tool_result", "thinking")
@@ -147,22 +145,20 @@ def _from_anthropic(message: Message) -> list[Message]:
             if block["type"] == "tool_use"
         ]
         reasoning = "".join(block["thinking"] for block in blocks if block["type"] == "thinking")
-        extra = {
-            name: value
-            for name, value in (("tool_calls", calls), ("reasoning_content", reasoning))
-            if value
-        }
+        extra = {"tool_calls": calls, "reasoning_content": reasoning}
+        extra = {name: value for name, value in extra.items() if value}
         return [{"role": "assistant", "content": text_of({"content": texts}), **extra}]
-    return [
-        *out,
-        *([{"role": message["role"], "content": text_of({"content": texts})}] if texts else []),
-    ]
+    if texts:
+        out.append({"role": message["role"], "content": text_of({"content": texts})})
+    return out
 
 
 def _read_anthropic(body: Body) -> Asked:
     with explained("messages or tools cannot be read"):
-        system: Message = {"role": "system", "content": text_of({"content": body.get("system")})}
         messages = [part for message in body["messages"] for part in _from_anthropic(message)]
+        system = text_of({"content": body.get("system")})
+        if system:
+            messages.insert(0, {"role": "system", "content": system})
         tools = [
             {
                 "type": "function",
@@ -179,14 +175,13 @@ def _read_anthropic(body: Body) -> Asked:
         raise Refused(
             "invalid_request", "a forced tool_choice would not be the policy's own choice"
         )
-    return [system, *messages] if system[
-        "content"
-    ] else messages, tools if tools and choice == "auto" else None
+    return messages, tools if tools and choice == "auto" else None
 
 
 def _write_anthropic(turn: ChatTurn, body: Body, model: str) -> Body:
     content: list[dict[str, object]] = []
-    if reasoning := turn.message.get("reasoning_content"):
+    reasoning = turn.message.get("reasoning_content")
+    if reasoning:
         content.append({"type": "thinking", "thinking": reasoning, "signature": ""})
     if turn.message["content"] or not turn.message.get("tool_calls"):
         content.append({"type": "text", "text": turn.message["content"]})

@@ -1,8 +1,8 @@
-"""A rollout as a tree of turns: messages that extend what the model was sent continue the exact ids
-that it sampled.
+"""A rollout as a tree of turns: messages that extend an earlier request continue the exact ids that
+the model sampled.
 
 A turn holds only the ids that it adds. A path from a first turn to a last one is a sample; a turn
-that several paths share is trained on in the first, and is context in the others.
+that several paths share is trained on in the first path and is context in the others.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from megagrpo.rollout.response import Response
 from megagrpo.system.errors import explained
 from megagrpo.types import Outcome
 
+_CUT = "a turn reached the limit of tokens"
 # (text, tools, prefix of the calls' ids) -> message
 Parse = Callable[[str, Tools, str], Awaitable[Message]]
 
@@ -39,12 +40,12 @@ class Refused(ValueError):
 
 @dataclass(eq=False)
 class ChatTurn:
-    """A turn of the model, and what was put in before it."""
+    """A turn of the model, and the messages before it."""
 
-    before: "ChatTurn | None"  # which it continues; None: it is a first one
-    said: tuple[bytes, ...]  # digests of the messages since then
+    before: "ChatTurn | None"  # the turn that it continues; None: it is a first one
+    messages: tuple[bytes, ...]  # digests of the messages since then
     tools: bytes  # digest of the tools
-    added: np.ndarray  # [T] int32, their ids; of a first turn the whole prompt
+    added: np.ndarray  # [T] int32, the ids of the messages; in a first turn the whole prompt
     num_tokens: int = 0  # of its path, this turn included
     num_responding: int = 0  # the same without the prompt
     number: int = 0  # turns begun before it
@@ -64,7 +65,7 @@ class ChatTurn:
         )
 
     def take_back(self) -> None:
-        """Uncounts a follower that was begun and has no end."""
+        """Stops counting a follower that was begun and has no end."""
         self.num_begun -= 1
 
     def path(self) -> list["ChatTurn"]:
@@ -77,10 +78,10 @@ class ChatTurn:
 
 
 class Conversation:
-    """What the agent of one rollout says to the model, in whatever order. Coroutines are of one
+    """The requests of the agent of one rollout to the model, in any order. Coroutines run in one
     loop.
 
-    parse: makes the message that the agent is sent of the text of a turn.
+    parse: makes the message for the agent from the text of a turn.
     """
 
     def __init__(self, config: AgentConfig, renderer: Renderer, task: RolloutTask, parse: Parse):
@@ -92,15 +93,17 @@ class Conversation:
         self._since, self._waited_s = 0.0, 0.0
         self.closed = False
         self.stopped = ""  # by which limit the last request was refused, or its turn cut
-        # the turn that it would have continued, or that was cut
+        # the turn that the request would have continued, or that was cut
         self._stopped_at: ChatTurn | None = None
         # if the engines gave no sample
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def waited_s(self) -> float:
-        """Returns for how long engines have been sampling its turns, in seconds."""
-        return self._waited_s + (time.monotonic() - self._since if self._running else 0.0)
+        """Returns the seconds in which engines were sampling turns."""
+        if self._running:
+            return self._waited_s + time.monotonic() - self._since
+        return self._waited_s
 
     async def say(self, messages: Sequence[Message], tools: Tools = None) -> ChatTurn:
         """Returns the model's turn after these messages. Raises ValueError; GenerationFailed sets
@@ -111,13 +114,14 @@ class Conversation:
         if self.closed:
             raise Refused("invalid_request", "the rollout is over")
         task = asyncio.create_task(self._next(messages, tools))
-        self._since = self._since if self._running else time.monotonic()
+        if not self._running:
+            self._since = time.monotonic()
         self._running.add(task)
         task.add_done_callback(self._ended)
         return await task
 
     def close(self) -> None:
-        """Ends it: turns that are being sampled are no part of it."""
+        """Ends the conversation, without the turns that are being sampled."""
         self.closed = True
         for task in self._running:
             task.cancel()
@@ -130,21 +134,21 @@ class Conversation:
         ends = dict[int, int]()
         before = 0
         stopped_at = -1  # the last one, if no path ends there
-        for leaf in sorted(
-            (turn for turn in self._turns if not turn.followers), key=lambda turn: turn.number
-        ):
+        leaves = (turn for turn in self._turns if not turn.followers)
+        for leaf in sorted(leaves, key=lambda turn: turn.number):
             first, *_ = path = leaf.path()
-            part = SamplePart(
-                None if np.array_equal(first.added, self._task.prompt.token_ids) else first.added
-            )
+            part = SamplePart(None)
+            if not np.array_equal(first.added, self._task.prompt.token_ids):
+                part.prompt_ids = first.added
             for turn in path:
                 if turn is not first:
-                    part.add_said(turn.added)
+                    part.add_context(turn.added)
                 part.add(turn.response, sampled=turn.number not in ends)
                 if turn.number in ends:
                     part.shared = len(part.response.token_ids)
                 ends.setdefault(turn.number, before + len(part.response.token_ids) - 1)
-            stopped_at = len(parts) if leaf is self._stopped_at else stopped_at
+            if leaf is self._stopped_at:
+                stopped_at = len(parts)
             parts.append(part)
             before += len(part.response.token_ids)
         if self.stopped and parts:
@@ -154,35 +158,28 @@ class Conversation:
     def outcome(
         self, reward: float, turn_rewards: Sequence[float] | None, note: str, by_turn: bool
     ) -> Outcome:
-        """Returns the outcome of a rollout. turn_rewards: of the turns in the order in which they
-        began.
+        """Returns the outcome of a rollout. turn_rewards: those of the turns in the order in which
+        they began.
 
         by_turn: each belongs to the last token of its turn. More rewards than turns are an error.
         """
         ends = self.samples()[1]
         if turn_rewards and len(turn_rewards) > len(ends):
-            return Outcome(
-                "error",
-                detail=f"it returned {len(turn_rewards)} turn_rewards for {len(ends)} turns",
-            )
+            detail = f"it returned {len(turn_rewards)} turn_rewards for {len(ends)} turns"
+            return Outcome("error", detail=detail)
         pairs = zip(sorted(ends), turn_rewards or (), strict=False)
-        rewards = sorted((ends[number], each) for number, each in pairs if each) if by_turn else ()
-        return Outcome(
-            "score",
-            reward,
-            "; ".join(filter(None, (self.stopped, note))),
-            token_rewards=tuple(rewards),
-        )
+        rewards = sorted((ends[number], share) for number, share in pairs if share and by_turn)
+        detail = "; ".join(filter(None, (self.stopped, note)))
+        return Outcome("score", reward, detail, token_rewards=tuple(rewards))
 
     def _ended(self, task: "asyncio.Task[ChatTurn]") -> None:
         self._running.discard(task)
         if not self._running:
             self._waited_s += time.monotonic() - self._since
-        if (
-            not task.cancelled()
-            and isinstance(exc := task.exception(), GenerationFailed)
-            and not self.failed.done()
-        ):
+        if task.cancelled() or self.failed.done():
+            return
+        exc = task.exception()
+        if isinstance(exc, GenerationFailed):
             self.failed.set_exception(exc)
 
     async def _next(self, messages: Sequence[Message], tools: Tools) -> ChatTurn:
@@ -206,8 +203,9 @@ class Conversation:
         turn.num_tokens += len(turn.response.token_ids)
         turn.num_responding += len(turn.response.token_ids)
         turn.answer = _digests(turn.message)
-        cut = turn.response.finish_reason != "stop"
-        self.stopped, self._stopped_at = "a turn reached the limit of tokens" if cut else "", turn
+        self.stopped, self._stopped_at = "", turn
+        if turn.response.finish_reason != "stop":
+            self.stopped = _CUT
         parent.followers.append(turn)
         self._turns.append(turn)
         return turn
@@ -219,47 +217,48 @@ class Conversation:
                 "invalid_request", "the last message is the model's own: say something to it"
             )
         with explained("messages or tools cannot be read"):
-            digests, of_tools = [_digests(message) for message in messages], _digest(tools or [])
-        for tool in tools or () if self._config.tool_parser else ():
+            digests, tools_digest = (
+                [_digests(message) for message in messages],
+                _digest(tools or []),
+            )
+        for tool in (self._config.tool_parser and tools) or ():
             with explained(f"SGLang's parsers read functions; leave out the tool {tool!r:.200}"):
                 str(tool["function"]["name"])
-        before, number = self._extended(digests, of_tools)
+        before, number = self._extended(digests, tools_digest)
         if any(message.get("role") == "assistant" for message in messages[number:]):
-            before, number = None, 0  # some turn of the model's was edited or is not its own
+            before, number = None, 0  # some turn was edited, or the model did not write it
         new = messages[number:]
         with explained("messages or tools cannot be rendered"):
-            ids = (
-                self._renderer.begin(new, tools)
-                if before is None
-                else self._renderer.after_turn(new, before.response.token_ids, tools)
-            )
-        said = tuple(visible for visible, _ in digests[number:])
+            if before is None:
+                ids = self._renderer.begin(new, tools)
+            else:
+                ids = self._renderer.after_turn(new, before.response.token_ids, tools)
+        new_digests = tuple(visible for visible, _ in digests[number:])
         parent = before or self._root
         if parent.num_begun and self._config.fork == "refuse":
             raise Refused(
                 "fork", "these messages do not extend the last turn (sampling.agent.fork: refuse)"
             )
         if before is None:
-            if len(ids) > (longest := self._renderer.max_prompt_tokens):
+            longest = self._renderer.max_prompt_tokens
+            if len(ids) > longest:
                 text = f"{len(ids)} tokens, more than data.max_prompt_tokens {longest}"
                 raise self._limited("context_length_exceeded", text, None)
-            return ChatTurn(None, said, of_tools, ids, num_tokens=len(ids))
+            return ChatTurn(None, new_digests, tools_digest, ids, num_tokens=len(ids))
         total, responding = before.num_tokens + len(ids), before.num_responding + len(ids)
         if before.response.finish_reason != "stop":
-            raise self._limited(
-                "context_length_exceeded", "a turn reached the limit of tokens", before
-            )
-        return ChatTurn(before, said, of_tools, ids, total, responding)
+            raise self._limited("context_length_exceeded", _CUT, before)
+        return ChatTurn(before, new_digests, tools_digest, ids, total, responding)
 
     def _extended(
         self, digests: list[tuple[bytes, bytes]], tools: bytes
     ) -> tuple[ChatTurn | None, int]:
-        """Returns the last turn that messages of these digests extend, and the number of messages
+        """Returns the last turn that messages with these digests extend, and the number of messages
         up to it.
 
-        None: there is no such turn, or it is not known which of several it is.
+        None: there is no such turn, or several fit and differ.
         """
-        found: list[tuple[int, ChatTurn]] = []
+        matches: list[tuple[int, ChatTurn]] = []
         todo = [
             (0, turn)
             for turn in self._root.followers
@@ -267,20 +266,17 @@ class Conversation:
         ]
         while todo:
             start, turn = todo.pop()
-            end = start + len(turn.said)
-            if tuple(visible for visible, _ in digests[start:end]) != turn.said or end >= len(
-                digests
-            ):
+            end = start + len(turn.messages)
+            same = tuple(visible for visible, _ in digests[start:end]) == turn.messages
+            if not same or end >= len(digests):
                 continue
             visible, reasoning = digests[end]
-            if visible == turn.answer[0] and reasoning in (
-                turn.answer[1],
-                _NOTHING,
-            ):  # many agents drop the reasoning
-                found.append((end + 1, turn))
+            # many agents drop the reasoning
+            if visible == turn.answer[0] and reasoning in (turn.answer[1], _NOTHING):
+                matches.append((end + 1, turn))
                 todo += [(end + 1, follower) for follower in turn.followers]
-        number = max((number for number, _ in found), default=0)
-        last = [turn for end, turn in found if end == number]
+        number = max((number for number, _ in matches), default=0)
+        last = [turn for end, turn in matches if end == number]
         if len({turn.context().tobytes() for turn in last}) != 1:
             return None, 0
         return min(last, key=lambda turn: turn.num_begun), number
@@ -298,18 +294,14 @@ _NOTHING = _digest("")
 
 
 def _digests(message: Message) -> tuple[bytes, bytes]:
-    """Returns digests of what a message says, in canonical JSON, and of its reasoning."""
+    """Returns digests of a message without its reasoning, in canonical JSON, and of the
+    reasoning."""
     calls = []
     for call in message.get("tool_calls") or ():
         name, arguments = call["function"]["name"], call["function"].get("arguments") or "{}"
-        with suppress(ValueError, TypeError):  # what is no JSON stays a text
+        with suppress(ValueError, TypeError):  # a text that is not JSON stays a text
             arguments = json.loads(arguments)
         calls.append([call.get("id"), name, arguments])
-    said = [
-        message.get("role"),
-        text_of(message),
-        calls,
-        message.get("tool_call_id"),
-        message.get("name"),
-    ]
-    return _digest(said), _digest(message.get("reasoning_content") or "")
+    role, call_id, name = (message.get(key) for key in ("role", "tool_call_id", "name"))
+    visible = [role, text_of(message), calls, call_id, name]
+    return _digest(visible), _digest(message.get("reasoning_content") or "")

@@ -1,4 +1,4 @@
-"""Environments in killable processes: every call has a result within its time limit, whatever an
+"""Environments in killable processes: every call has a result within its time limit, whatever the
 environment does."""
 
 import asyncio
@@ -22,7 +22,7 @@ from megagrpo.types import Outcome
 if TYPE_CHECKING:  # it pulls in torch, which the processes of environments need not
     from megagrpo.monitor.metrics import Metrics
 
-_MODULE = "megagrpo.rollout.agents.worker"
+_MODULE = "megagrpo.rollout.agents.environment_worker"
 _BUILT_IN = "megagrpo.environments"
 BUILT_IN = {
     "calculator": f"{_BUILT_IN}.calculator:Calculator",
@@ -32,21 +32,22 @@ BUILT_IN = {
     "mcp": f"{_BUILT_IN}.mcp_tools:McpTools",
     "openenv": f"{_BUILT_IN}.openenv:OpenEnv",
 }
-# What a built-in one needs of the machine that plays it: returns what is wrong.
+# Checks of the machine for built-in environments; each returns the problem.
 _MACHINE_CHECKS = {"python": "megagrpo.sandbox.sandbox:machine_problem"}
-# What ends a rollout: its environment; a limit of tokens, turns or seconds; a call that hung; an
-# environment that raised or returned nonsense; what it needs and lacked, three times; a row that it
-# cannot play, twice.
+# What ends a rollout: the environment; a limit of tokens, turns or seconds; a call that hung; an
+# environment that raised or returned nonsense; a service that was missing three times; a row that
+# could not be played twice.
 ENDS = ("done", "tokens", "turns", "time", "timeout", "error", "infrastructure", "data")
 
-_TRIES = {"infrastructure": 3, "data": 2}  # by what ended the one before
+_TRIES = {"infrastructure": 3, "data": 2}  # by the end of the previous try
 _PAUSE_S = 0.25  # doubled before each further try
 
 
 class EnvironmentFailed(Exception):
     """Raised for an episode that cannot go on.
 
-    end: one of ENDS. slot: of its process. bystander: whether another episode's call ended that.
+    end: one of ENDS. slot: the slot of its process. bystander: whether another episode's call ended
+    that process.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class EnvironmentFailed(Exception):
 
 @dataclass
 class EnvironmentUsage:
-    """What rollouts took of a leader's time."""
+    """The time that rollouts took."""
 
     rollouts: int = 0
     calls: int = 0
@@ -78,7 +79,8 @@ def refuse_machine(config: EnvironmentConfig) -> None:
     name = config.function
     if name in _MACHINE_CHECKS:
         check = load_function(name, _MACHINE_CHECKS, "sampling.environment.function")
-        if problem := check(config.args):
+        problem = check(config.args)
+        if problem:
             raise ValueError(f"environment {name}: {problem}")
 
 
@@ -98,22 +100,23 @@ class EpisodeResult:
 
     def outcome(self, by_turn: bool) -> Outcome:
         """Returns the sum of the rewards; by_turn: each belongs to the last token of its turn."""
-        token_rewards = tuple(each for each in self.rewards if each[1] and by_turn)
+        token_rewards = tuple(
+            (token, reward) for token, reward in self.rewards if reward and by_turn
+        )
         rewards = tuple(reward for _, reward in self.rewards)
         return Outcome("score", sum(rewards), self.stopped, {}, token_rewards, self.end, rewards)
 
     def stop(self, end: str, detail: str) -> None:
-        """Ends it by a limit."""
+        """Ends the rollout because of a limit."""
         self.end, self.stopped = end, detail
         self.parts[-1].response = replace(self.parts[-1].response, finish_reason="length")
 
 
 class Environments:
-    """Runs the environments of one leader's rollouts, many in a process. Coroutines are of one
-    loop.
+    """Runs the environments of one leader's rollouts, many per process. Coroutines run in one loop.
 
-    The processes start with the first episode and run until `close`. renderer: of what environments
-    say.
+    The processes start with the first episode and run until `close`. renderer: renders the messages
+    of environments.
     """
 
     waited_for = "the engines or the environment"
@@ -126,7 +129,7 @@ class Environments:
         self.usage = EnvironmentUsage()
 
     def add_metrics(self, metrics: "Metrics") -> None:
-        """Adds the mean seconds of the calls and rollouts that ended since the last time."""
+        """Adds the mean seconds of the calls and rollouts that ended since the last call."""
         usage, self.usage = self.usage, EnvironmentUsage()
         metrics.add_mean("environment/call_s", usage.call_s, usage.calls)
         metrics.add_mean("environment/queue_s", usage.queue_s, usage.calls)
@@ -140,8 +143,8 @@ class Environments:
             slot.close()
 
     async def rollout(self, task: RolloutTask) -> tuple[Sequence[SamplePart], Outcome | None]:
-        """Plays a rollout to its end, from its beginning again if what it needs was lacking: 3
-        times in all, elsewhere.
+        """Plays a rollout to its end. If the environment lacked a service, it begins again in
+        another process, 3 times in all.
 
         A try that another rollout's call has ended does not count. The outcome is None if graders
         score the rollout and it did not fail.
@@ -174,32 +177,33 @@ class Environments:
         return parts, result.outcome(self.config.credit == "turn")
 
     async def _play(self, result: EpisodeResult, episode: "Episode", task: RolloutTask) -> None:
-        """Fills `result` until the environment is done or a limit is met.
+        """Fills `result` until the environment is done or a limit is reached.
 
         A message that leaves no room for another token is not put in. Raises as `episode` does.
         """
         config, renderer = self.config, self.renderer
         limit_s = config.episode_timeout_s
-        said = await episode.reset()
+        observation = await episode.reset()
         for number in range(config.max_turns):
             if limit_s is not None and number and episode.seconds > limit_s:
                 return result.stop("time", f"its environment took {episode.seconds:.1f} s")
             fresh = number == 0 or config.history == "last"
             if fresh:
-                result.parts.append(
-                    SamplePart(
-                        None if said is None else _rendered(renderer.start, said, task.prompt)
-                    )
-                )
+                begun = SamplePart(None)
+                if observation is not None:
+                    begun.prompt_ids = _rendered(renderer.start, observation, task.prompt)
+                result.parts.append(begun)
             part, known = result.parts[-1], 0
-            begin = task.prompt.token_ids if part.prompt_ids is None else part.prompt_ids
+            begin = part.prompt_ids
+            if begin is None:
+                begin = task.prompt.token_ids
             if not fresh:
                 answer = part.response.token_ids
                 known = len(begin) + len(answer) - 1
-                ids = _rendered(renderer.after_turn, said or "", answer, task.prompt.tools)
+                ids = _rendered(renderer.after_turn, observation or "", answer, task.prompt.tools)
                 if len(answer) + len(ids) >= task.max_tokens:
                     return result.stop("tokens", "no room for another turn")
-                part.add_said(ids)
+                part.add_context(ids)
             context = np.concatenate([begin, part.response.token_ids])
             left = task.max_tokens - len(part.response.token_ids)
             asked = time.monotonic()
@@ -208,7 +212,7 @@ class Environments:
             part.add(sampled, sampled=True)
             if sampled.finish_reason != "stop":
                 return result.stop("tokens", "a turn reached the limit of tokens")
-            said, reward, done = await episode.step(task.decode(sampled.token_ids))
+            observation, reward, done = await episode.step(task.decode(sampled.token_ids))
             result.rewards.append((result.num_tokens - 1, reward))
             if done:
                 return None
@@ -218,16 +222,20 @@ class Environments:
     async def episode(
         self, row: Mapping[str, object], seed: int, avoid: WorkerSlot | None = None
     ) -> "AsyncIterator[Episode]":
-        """Makes the environment of one rollout, which is closed after the block; elsewhere than in
-        `avoid` if it can.
+        """Makes the environment of one rollout, which is closed after the block. It runs in another
+        slot than `avoid` if possible.
 
         Raises EnvironmentFailed if the environment raises or does not answer in time, or if another
         episode's call has ended its process.
         """
-        slot = min(self._episodes, key=lambda each: (each is avoid, self._episodes[each]))
+        slot = min(self._episodes, key=lambda slot: (slot is avoid, self._episodes[slot]))
         self._episodes[slot] += 1
         try:
-            episode = Episode(self, slot, await self._process_of(slot), next(self._numbers))
+            try:
+                process = await slot.started()
+            except WorkerError as exc:
+                raise EnvironmentFailed("infrastructure", str(exc), slot) from exc
+            episode = Episode(self, slot, process, next(self._numbers))
             try:
                 await episode.call("make", row, seed, self.config.args)
                 yield episode
@@ -238,7 +246,7 @@ class Environments:
             self._episodes[slot] -= 1
 
     async def ask(self, episode: "Episode", message: Sequence[object]) -> list:
-        """Returns the answer of an episode's process, which is ended unless it gives one. Raises as
+        """Returns the answer of an episode's process, which is ended if it gives none. Raises as
         `episode` does."""
         asked = time.monotonic()
         slot, process = episode.slot, episode.process
@@ -264,42 +272,40 @@ class Environments:
                 self.usage.call_s += took
             return [None, error, "error"] if error is not None else answer
 
-    async def _process_of(self, slot: WorkerSlot) -> WorkerProcess:
-        try:
-            return await slot.started()
-        except WorkerError as exc:
-            raise EnvironmentFailed("infrastructure", str(exc), slot) from exc
-
 
 class Episode:
     """The environment of one rollout."""
 
-    def __init__(self, of: Environments, slot: WorkerSlot, process: WorkerProcess, number: int):
-        self._of, self._number = of, number
+    def __init__(
+        self, environments: Environments, slot: WorkerSlot, process: WorkerProcess, number: int
+    ):
+        self._environments, self._number = environments, number
         self.slot, self.process = slot, process
         self.seconds = 0.0  # of its calls
 
     async def reset(self) -> Observation | None:
-        """Returns what the environment says first; None: the prompt of the data is all."""
+        """Returns the environment's first message; None: only the prompt of the data."""
         return cast(Observation | None, await self.call("reset"))
 
     async def step(self, text: str) -> tuple[Observation | None, float, bool]:
-        """Returns what the environment says to a turn of the model, its reward, and whether the
+        """Returns the environment's reply to a turn of the model, the reward, and whether the
         rollout is over."""
-        said, reward, done = cast(list, await self.call("step", text))
-        return said, reward, done
+        observation, reward, done = cast(list, await self.call("step", text))
+        return observation, reward, done
 
     async def call(self, method: str, *arguments: object) -> object:
-        """Returns what a method of the environment gives. Raises as Environments.episode does."""
-        result, error, end = await self._of.ask(self, [self._number, method, list(arguments)])
+        """Returns the result of a method of the environment. Raises as Environments.episode
+        does."""
+        message = [self._number, method, list(arguments)]
+        result, error, end = await self._environments.ask(self, message)
         if error is not None:
             raise EnvironmentFailed(end, error, self.slot)
         return result
 
 
-def _rendered(render: Callable[..., np.ndarray], *said: object) -> np.ndarray:
-    """Returns the ids of what an environment said, whose fault it is if they cannot be made."""
+def _rendered(render: Callable[..., np.ndarray], *arguments: object) -> np.ndarray:
+    """Returns the ids of an observation; if they cannot be made, the environment has failed."""
     try:
-        return render(*said)
+        return render(*arguments)
     except ValueError as exc:
         raise EnvironmentFailed("error", str(exc)) from exc

@@ -1,8 +1,8 @@
 """The chat endpoint of agents: OpenAI's chat completions and Anthropic's messages, over the turns
 of conversations.
 
-Each rollout has a key of its own, in the URL or as the API key, which reads and continues its
-conversation only.
+Each rollout has a separate key, in the URL or as the API key, which gives access to its conversation
+only.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ _IDLE_S = 86400
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the program that it is part of: uvicorn takes INT and TERM for itself in a
-    main thread."""
+    """Leaves signals to the surrounding program, because uvicorn would take INT and TERM in a main
+    thread."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -42,7 +42,7 @@ class _Server(uvicorn.Server):
 class Gateway:
     """Serves conversations by HTTP in the loop that calls `start`, until that ends.
 
-    host: the address that it listens on. model: the name that answers give.
+    host: the address that it listens on. model: the model's name in answers.
     """
 
     def __init__(self, host: str, model: str):
@@ -52,14 +52,14 @@ class Gateway:
         self._serving: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begins to serve, unless it does."""
+        """Begins to serve, unless it already does."""
         if self._socket is None:
             self._socket = socket.create_server((self._host, 0), backlog=_BACKLOG)
             self._serving = asyncio.create_task(self._serve(self._socket))
 
     @property
     def url(self) -> str:
-        """Returns where it serves."""
+        """Returns the URL of the endpoint."""
         assert self._socket is not None, "started"
         return f"http://{self._host}:{self._socket.getsockname()[1]}"
 
@@ -137,12 +137,10 @@ class Gateway:
 
         async def pieces() -> AsyncIterator[bytes]:
             for name, piece in dialect.pieces(answer, body):
-                data = (
-                    piece
-                    if isinstance(piece, bytes)
-                    else orjson.dumps(piece, option=orjson.OPT_SERIALIZE_NUMPY)
-                )
-                yield (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"
+                if name:
+                    yield f"event: {name}\n".encode()
+                data = piece if isinstance(piece, bytes) else _dumped(piece)
+                yield b"data: " + data + b"\n\n"
 
         return StreamingResponse(pieces(), media_type="text/event-stream")
 
@@ -153,7 +151,7 @@ _UNKNOWN = "no rollout has this key, or it is over"
 async def _while_connected(
     request: Request, conversation: Conversation, asked: chat.Asked
 ) -> ChatTurn | None:
-    """Returns the turn; None if the agent has closed its connection, and the turn is none."""
+    """Returns the turn; None if the agent has closed its connection, which cancels the turn."""
     saying = asyncio.ensure_future(conversation.say(*asked))
     leaving = asyncio.ensure_future(request.receive())
     with ExitStack() as stack:
@@ -169,5 +167,8 @@ async def _while_connected(
 
 
 def _json(status: int, body: Mapping[str, object]) -> HttpResponse:
-    text = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-    return HttpResponse(text, status, media_type="application/json")
+    return HttpResponse(_dumped(body), status, media_type="application/json")
+
+
+def _dumped(body: Mapping[str, object]) -> bytes:
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)

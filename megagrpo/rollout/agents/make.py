@@ -1,4 +1,4 @@
-"""Makes what answers the model's turns in an experiment."""
+"""Makes the object that answers the model's turns in an experiment."""
 
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # seconds to import, and it pulls in torch
 
 
 def make_answering(config: ExperimentConfig, tokenizer: "PreTrainedTokenizerBase") -> Answering:
-    """Returns what answers turns of the model. Raises ValueError."""
+    """Returns the object that answers turns of the model. Raises ValueError."""
     agent, environment = config.sampling.agent, config.sampling.environment
     if agent is not None:
         # its HTTP server: not where a model is only checked

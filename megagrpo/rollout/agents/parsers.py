@@ -1,8 +1,8 @@
-"""Tool calls and reasoning in a turn of the model, found by the parsers of SGLang's own registry in
+"""Tool calls and reasoning in a turn of the model, read by the parsers of SGLang's registry in
 killable processes.
 
-What the parsers drop is lost to the agent's message only, never to the ids. A text that gives
-nothing stays whole.
+Text that the parsers drop is missing in the agent's message, never in the ids. A text without calls
+or reasoning stays as it is.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ _LIMIT_S = 120.0  # for a turn, which its process ends after some seconds of pro
 
 
 class TurnParsers:
-    """Parses turns of the model. Empty names: the text is the message. Coroutines are of one loop.
+    """Parses turns of the model. Empty names: the text is the message. Coroutines run in one loop.
 
-    A process takes seconds and 340 MiB; it starts for a turn that finds none idle.
+    A process takes seconds and 340 MiB; it starts for a turn when no process is idle.
     """
 
     def __init__(self, tool_parser: str, reasoning_parser: str):
@@ -36,16 +36,16 @@ class TurnParsers:
         self.unparsed = 0  # turns
 
     async def message(self, text: str, tools: Tools, prefix: str) -> Message:
-        """Returns the message of a turn: its text if a parser raises, ends or takes too long.
-        tools: functions. prefix: of the ids of its calls.
+        """Returns the message of a turn: only its text if a parser raises, ends or takes too long.
+        tools: functions. prefix: how the ids of calls begin.
 
-        Cancelled, it ends the process that parses. Raises GenerationFailed without a process.
+        Cancellation ends the process that parses. Raises GenerationFailed if no process starts.
         """
         message: Message = {"role": "assistant", "content": text}
         named = [tool["function"] for tool in tools or () if self._names[0]]
         functions = [{"name": str(f["name"]), "parameters": f.get("parameters")} for f in named]
         if functions or self._names[1]:
-            found = None
+            parsed = None
             keys = "sampling.agent.tool_parser, reasoning_parser: SGLang's parsers do not start"
             async with self._idle:
                 slot = min(self._slots, key=lambda slot: slot.busy.locked())
@@ -53,9 +53,9 @@ class TurnParsers:
                     with translated(keys, WorkerError, raised=GenerationFailed):
                         process = await slot.started()
                     with suppress(TimeoutError, WorkerError):
-                        found, _ = await process.only_call([text, functions, prefix], _LIMIT_S)
-            self.unparsed += found is None
-            message |= found or {}
+                        parsed, _ = await process.only_call([text, functions, prefix], _LIMIT_S)
+            self.unparsed += parsed is None
+            message |= parsed or {}
         return message
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
 """The process that runs agent programs: `python -m megagrpo.rollout.agents.program_worker FD
 FUNCTION`.
 
-A program is a function, or a command: the endpoint in its environment, the row on its standard
-input, the reward as its last line of standard output. It ends itself, and all that it started, when
-its socket closes.
+A program is a function or a command. A command gets the endpoint in its environment and the row on
+standard input, and writes the reward as the last line of standard output. When the socket closes,
+the process ends, with everything that it started.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ Program = Callable
 _THREADS = 1024  # programs that are no coroutines, at once
 COMMAND = "megagrpo.rollout.agents.program_worker:run_command"
 BUILT_IN = {"verifiers": "megagrpo.environments.verifiers_program:play_verifiers"}
-_KEPT = 2**16  # bytes of a command's output: the last ones
+_TAIL = 2**16  # bytes at the end of a command's output, which are read
 _PIECE = 2**14
 
 
@@ -40,56 +40,60 @@ def load_program(name: str) -> Program:
 
 
 def read_result(value: object) -> tuple[float, list[float] | None, str]:
-    """Returns (reward, rewards of turns, note) of what a program returned. Raises ValueError for
-    anything else."""
-    found: dict = {"reward": value} if not isinstance(value, Mapping) else dict(value)
-    turns, info = found.get("turn_rewards"), found.get("info")
-    if turns is not None and not (isinstance(turns, Sequence) and all(map(_is_number, turns))):
-        raise ValueError(
-            f"it returned the turn_rewards {turns!r:.80}, not a list of finite numbers"
-        )
-    reward = found.get("reward", sum(turns) if turns is not None else None)
-    if not _is_number(reward) or found.keys() - {"reward", "turn_rewards", "info"}:
+    """Returns (reward, rewards of turns, note) from the value that a program returned. Raises
+    ValueError for anything else."""
+    result: dict = dict(value) if isinstance(value, Mapping) else {"reward": value}
+    turns, note = result.get("turn_rewards"), result.get("info")
+    if turns is not None:
+        if not (isinstance(turns, Sequence) and all(map(_is_number, turns))):
+            raise ValueError(
+                f"it returned the turn_rewards {turns!r:.80}, not a list of finite numbers"
+            )
+        turns = list(map(float, turns))
+        result.setdefault("reward", sum(turns))
+    reward = result.get("reward")
+    if not _is_number(reward) or result.keys() - {"reward", "turn_rewards", "info"}:
         raise ValueError(
             f"it returned {value!r:.80}, not a finite reward or {{reward, turn_rewards, info}}"
         )
-    note = "" if info is None else info if isinstance(info, str) else json.dumps(info, default=str)
-    return (
-        float(reward or 0),
-        None if turns is None else [float(each) for each in turns],
-        note[:1000],
-    )
+    if note is None:
+        note = ""
+    elif not isinstance(note, str):
+        note = json.dumps(note, default=str)
+    return float(reward or 0), turns, note[:1000]
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and math.isfinite(value)
 
 
-def foreign_environment(given: dict[str, str]) -> dict[str, str]:
-    """Returns this process's environment and what is given, for a program whose interpreter may be
-    another one and whose business the engines are not.
+def foreign_environment(variables: dict[str, str]) -> dict[str, str]:
+    """Returns this process's environment with these variables, for a program that may have another
+    interpreter and must not reach the engines.
     """
-    own = ("PYTHONPATH", API_KEY, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-    return {name: value for name, value in child_environment(given).items() if name not in own}
+    private = ("PYTHONPATH", API_KEY, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    inherited = child_environment(variables).items()
+    return {name: value for name, value in inherited if name not in private}
 
 
 async def run_command(
     base_url: str, key: str, row: Mapping[str, object], command: Sequence[str]
 ) -> object:
-    """Returns the JSON of the last line that the command prints. Raises RuntimeError if it fails,
-    ValueError if that is none. Cancelled, it ends the command and everything that this started.
+    """Returns the JSON of the last line that the command prints. Raises RuntimeError if the command
+    fails, ValueError if the line is not JSON. Cancellation ends the command and everything that it
+    started.
     """
-    root = base_url.removesuffix("/v1")
-    given = {
+    variables = {
         "MEGAGRPO_BASE_URL": base_url,
         "MEGAGRPO_KEY": key,
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": key,
     }
-    given |= {"ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": key}
     process = await asyncio.create_subprocess_exec(
         *command,
-        env=foreign_environment(given),
+        env=foreign_environment(variables),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         start_new_session=True,
@@ -97,14 +101,14 @@ async def run_command(
     )
     assert process.stdin is not None and process.stdout is not None, "pipes"
     async with AsyncExitStack() as stack:
-        # what it left behind, too
+        # with everything that it left behind
         stack.push_async_callback(asyncio.to_thread, stop_tree, process.pid, 0.0)
         # Not awaited: it may print before it reads, or never read.
         process.stdin.write(json.dumps(row).encode() + b"\n")
         process.stdin.close()
         output = b""
         while piece := await process.stdout.read(_PIECE):
-            output = (output + piece)[-_KEPT:]
+            output = (output + piece)[-_TAIL:]
         code = await process.wait()
     if code:
         raise RuntimeError(f"{command[0]} ended with exit code {code}")

@@ -1,4 +1,4 @@
-"""Agent programs in killable processes, each against its rollout's own endpoint: every rollout has
+"""Agent programs in killable processes, each against the endpoint of its rollout: every rollout has
 an outcome."""
 
 import asyncio
@@ -23,11 +23,11 @@ if TYPE_CHECKING:  # it pulls in torch
 
 _MODULE = "megagrpo.rollout.agents.program_worker"
 _OPEN = 512  # programs at once: the time limits of the others have not begun
-_ALONE = 8  # programs that begin again, each in a process of its own, at once
+_ALONE = 8  # programs that begin again, each in a separate process, at once
 
 
 class Programs:
-    """Runs the agent programs of one leader's rollouts, many in a process. Coroutines are of one
+    """Runs the agent programs of one leader's rollouts, many per process. Coroutines run in one
     loop.
 
     The processes and the endpoint start with the first program. host: address of the endpoint.
@@ -49,8 +49,8 @@ class Programs:
         self._ended, self._seconds, self._waited_s = 0, 0.0, 0.0  # since the last `add_metrics`
 
     def add_metrics(self, metrics: "Metrics") -> None:
-        """Adds the mean seconds of programs since the last time, without and in the engines' time,
-        and the turns that the parsers could not read."""
+        """Adds the mean seconds of programs since the last call, outside and inside the engines'
+        time, and the turns that the parsers could not read."""
         metrics.add_sum("agent/unparsed_turns", self._parsers.unparsed)
         self._parsers.unparsed = 0
         metrics.add_mean("agent/program_s", self._seconds, self._ended)
@@ -68,12 +68,12 @@ class Programs:
         """Returns the samples of a rollout and its outcome: never a reward for a program that
         failed.
 
-        A program whose process was ended by another one begins again, in a process of its own.
-        Raises GenerationFailed.
+        If another program ended its process, a program begins again in a separate process. Raises
+        GenerationFailed.
         """
         self._gateway.start()
         outcome, talk = None, None
-        for place in (self._shared, self._own):
+        for place in (self._shared, self._separate):
             async with self._open, place() as slot:
                 talk = Conversation(self.config, self._renderer, task, self._parsers.message)
                 try:
@@ -96,10 +96,10 @@ class Programs:
         self._running[slot] -= 1
 
     @asynccontextmanager
-    async def _own(self) -> AsyncIterator[WorkerSlot]:
+    async def _separate(self) -> AsyncIterator[WorkerSlot]:
         async with self._alone:
             slot = WorkerSlot(self._make)
-            self._spare = [one for one in self._spare if not one.is_gone] + [slot]
+            self._spare = [spare for spare in self._spare if not spare.is_gone] + [slot]
             with ExitStack() as stack:
                 stack.callback(slot.kill)
                 yield slot
@@ -112,8 +112,8 @@ class Programs:
         with ExitStack() as stack:
             base_url, key = stack.enter_context(self._gateway.session(talk))
             row = task.row | {"seed": task.seed_of("agent")}
-            given = {"base_url": base_url, "key": key, "row": row}
-            call = asyncio.ensure_future(process.call(given | self._args))
+            arguments = {"base_url": base_url, "key": key, "row": row} | self._args
+            call = asyncio.ensure_future(process.call(arguments))
             stack.callback(call.cancel)
             awaited: list[asyncio.Future] = [call, talk.failed]
             while not call.done():
@@ -125,15 +125,15 @@ class Programs:
                 await asyncio.wait(awaited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 if talk.failed.done() and not call.done():
                     talk.failed.result()
-            found, error = call.result()
+            result, error = call.result()
             self._ended += 1
             self._waited_s += talk.waited_s
             self._seconds += time.monotonic() - began - talk.waited_s
-            return self._outcome(talk, found, error)
+            return self._outcome(talk, result, error)
 
-    def _outcome(self, talk: Conversation, found: list | None, error: str | None) -> Outcome:
-        if found is not None:
-            reward, turn_rewards, note = found
+    def _outcome(self, talk: Conversation, result: list | None, error: str | None) -> Outcome:
+        if result is not None:
+            reward, turn_rewards, note = result
             return talk.outcome(reward, turn_rewards, note, self.config.credit == "turn")
         if talk.stopped and self.config.truncated_reward is not None:
             return talk.outcome(self.config.truncated_reward, None, str(error), False)

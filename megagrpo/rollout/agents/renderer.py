@@ -1,5 +1,5 @@
-"""Messages to token ids, beside the ids that were sampled: what the model said is never rendered or
-tokenized again."""
+"""Messages to token ids that follow sampled ids: the model's turns are never rendered or tokenized
+again."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -37,29 +37,29 @@ class Renderer:
     """Renders the messages of an environment with the experiment's chat template, or as they are
     without one.
 
-    continues: whether messages follow turns of the model. Raises ValueError if the template is not
-    append-only then: if it writes an answer other than right after the generation prompt, does not
-    end it with the end of sequence, or writes earlier turns in another way once more follow.
+    continues: whether messages follow turns of the model. The template must then be append-only.
+    Raises ValueError if it does not write an answer right after the generation prompt, does not end
+    it with the end of sequence, or writes earlier turns in another way when more follow.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", data: DataConfig, continues: bool):
         self._tokenizer, self._data = tokenizer, data
         self.max_prompt_tokens = data.max_prompt_tokens  # of a first message
-        # what the template writes after the end of an answer, before the next message
+        # the template's text after the end of an answer, before the next message
         self._before = ""
         if data.chat_template and continues:
             self._before = self._checked()
 
-    def start(self, said: Observation, prompt: Prompt) -> np.ndarray:
-        """Returns the ids [T] int32 of a prompt in which an environment has said something, ready
-        for the model's turn. Raises ValueError."""
+    def start(self, observation: Observation, prompt: Prompt) -> np.ndarray:
+        """Returns the ids [T] int32 of a prompt with an environment's first message, ready for the
+        model's turn. Raises ValueError."""
         if prompt.messages:
-            said = _begun(said, prompt.messages)
-        ids = self.begin(said, prompt.tools)
-        if len(ids) > (longest := self.max_prompt_tokens):
+            observation = _begun(observation, prompt.messages)
+        ids = self.begin(observation, prompt.tools)
+        if len(ids) > self.max_prompt_tokens:
             raise ValueError(
-                f"an environment began with {len(ids)} tokens, more than "
-                f"data.max_prompt_tokens {longest}"
+                f"an environment began with {len(ids)} tokens, more than data.max_prompt_tokens "
+                f"{self.max_prompt_tokens}"
             )
         return ids
 
@@ -68,50 +68,56 @@ class Renderer:
         ValueError."""
         if self._data.chat_template:
             return self._encode(self._render(as_messages(messages), True, tools))
-        begin = [self._tokenizer.bos_token_id] if self._data.add_bos else []
-        return self._encode(_text(messages, tools), begin)
+        return self._encode(
+            _text(messages, tools), [self._tokenizer.bos_token_id] * self._data.add_bos
+        )
 
-    def after_turn(self, said: Observation, answer: np.ndarray, tools: Tools = None) -> np.ndarray:
+    def after_turn(
+        self, observation: Observation, answer: np.ndarray, tools: Tools = None
+    ) -> np.ndarray:
         """Returns the ids [T] int32 that follow an answer which ended by itself. Raises ValueError.
 
-        answer: its ids. Where a chat template writes the end of sequence and something else ended
-        it (sampling.stop, sampling.stop_token_ids), that end comes first.
+        answer: the answer's ids. If something other than the end of sequence ended it
+        (sampling.stop, sampling.stop_token_ids) and the chat template writes the end of sequence,
+        the ids begin with it.
         """
         if not self._data.chat_template:
-            return self._encode(_text(said, tools))
-        probe = _PROBE
-        messages = as_messages(said)
+            return self._encode(_text(observation, tools))
+        messages = as_messages(observation)
         end = str(self._tokenizer.eos_token) + self._before
-        if called := [message["tool_call_id"] for message in messages if "tool_call_id" in message]:
-            function = {
-                "name": "probe",
-                "arguments": "{}",
-            }  # some templates want the call of every tool's output
-            calls = [{"id": each, "type": "function", "function": function} for each in called]
+        # some templates need the call of every tool's output
+        function = {"name": "probe", "arguments": "{}"}
+        calls = [
+            {"id": message["tool_call_id"], "type": "function", "function": function}
+            for message in messages
+            if "tool_call_id" in message
+        ]
+        probe = _PROBE
+        if calls:
             probe = [*_PROBE[:1], {"role": "assistant", "content": "", "tool_calls": calls}]
         before = self._render(probe, tools=tools)
-        whole = self._render([*probe, *messages], True, tools)
-        if not before.endswith(end) or not whole.startswith(before):
+        rendered = self._render([*probe, *messages], True, tools)
+        if not before.endswith(end) or not rendered.startswith(before):
             raise ValueError(
                 "the chat template writes a turn with tools in another way when more follow; take "
                 "history: last, or another template"
             )
         eos = self._tokenizer.eos_token_id
         begin = [] if len(answer) and answer[-1] == eos else [eos]
-        return self._encode(self._before + whole.removeprefix(before), begin)
+        return self._encode(self._before + rendered.removeprefix(before), begin)
 
     def _checked(self) -> str:
-        """Returns what the template writes after the end of sequence of an answer."""
+        """Returns the template's text after the end of sequence of an answer."""
         end, question, answer = str(self._tokenizer.eos_token), _PROBE[:1], _ANSWER
         asked, answered = self._render(question, ready=True), self._render(_PROBE)
         longer = self._render([*_PROBE, {"role": "user", "content": "more"}], ready=True)
         if not answered.startswith(asked + answer + end) or not longer.startswith(answered):
             wrote = answered[len(asked) - 8 :]
-            found = f"after {asked[-40:]!r} it writes {wrote!r:.120}, not the answer and {end!r}"
+            problem = f"after {asked[-40:]!r} it writes {wrote!r:.120}, not the answer and {end!r}"
             if answered.startswith(asked + answer + end):
-                found = "it writes earlier turns in another way when more follow"
+                problem = "it writes earlier turns in another way when more follow"
             raise ValueError(
-                f"the chat template cannot be continued turn by turn: {found}. Take another "
+                f"the chat template cannot be continued turn by turn: {problem}. Take another "
                 "one, or history: last (sampling.environment or sampling.agent), where every "
                 "turn is a sample of its own"
             )
@@ -133,19 +139,19 @@ class Renderer:
         return np.array([*begin, *ids], np.int32)
 
 
-def _begun(said: Observation, asked: Sequence[Message]) -> Observation:
-    """Returns the conversation of a prompt in which an environment has spoken: its messages after
-    the prompt's system message, unless they have their own; or the prompt's messages with its text
-    in place of the last one, or after it if it is the system's."""
-    if not isinstance(said, str):
-        return with_system(asked, said)
-    if asked[-1]["role"] == "system":
-        asked = [*asked, {"role": "user"}]
-    text_of(asked[-1])  # refuses images, which would be lost
-    return [*asked[:-1], {**asked[-1], "content": said}]
+def _begun(observation: Observation, prompt: Sequence[Message]) -> Observation:
+    """Returns the conversation that an environment begins. Messages follow the prompt's system
+    message, unless they have one; a text replaces the prompt's last message, or follows it if that
+    is the system message."""
+    if not isinstance(observation, str):
+        return with_system(prompt, observation)
+    if prompt[-1]["role"] == "system":
+        prompt = [*prompt, {"role": "user"}]
+    text_of(prompt[-1])  # refuses images, which would be lost
+    return [*prompt[:-1], {**prompt[-1], "content": observation}]
 
 
-def _text(said: Observation, tools: Tools) -> str:
+def _text(observation: Observation, tools: Tools) -> str:
     if tools:
         raise ValueError("tools are written by a chat template: set data.chat_template: true")
-    return said if isinstance(said, str) else "".join(text_of(message) for message in said)
+    return "".join(map(text_of, as_messages(observation)))

@@ -9,30 +9,29 @@ EVERYWHERE = ("0.0.0.0", "::")
 
 
 def own_address(host: str) -> str:
-    """Returns the address of this machine given by `rollout.host`, an address or the name of an
-    interface.
+    """Returns the address of this machine that `rollout.host` names, by address or by interface.
 
     Raises ValueError if it is neither.
     """
     if host in LOOPBACK:
         return "127.0.0.1"
     interfaces = {
-        name: [a.address for a in found if a.family == socket.AF_INET]
-        for name, found in psutil.net_if_addrs().items()
+        name: [a.address for a in addresses if a.family == socket.AF_INET]
+        for name, addresses in psutil.net_if_addrs().items()
     }
     if interfaces.get(host):
         return interfaces[host][0]
     if host in EVERYWHERE or any(host in addresses for addresses in interfaces.values()):
         return host
     raise ValueError(
-        f"rollout.host {host} is no interface and no IPv4 address of "
-        f"{socket.gethostname()}, which has {interfaces}"
+        f"rollout.host {host} is no interface and no IPv4 address of {socket.gethostname()}, which "
+        f"has {interfaces}"
     )
 
 
 def interface_of(address: str) -> str | None:
     """Returns the name of the network interface with that address."""
-    found = psutil.net_if_addrs().items()
-    return next(
-        (name for name, addresses in found if address in [a.address for a in addresses]), None
-    )
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in [a.address for a in addresses]:
+            return name
+    return None

@@ -3,7 +3,7 @@ query.
 
 SGLang's imports must see no CUDA, because its kernels are not installed on a machine without it; so
 a CPU server is resolved first, which imports everything needed. The device stays replaced: run this
-in a process of its own. Written against sglang 0.5.21.
+in a separate process. Written against sglang 0.5.21.
 """
 
 import functools
@@ -35,7 +35,7 @@ _ON_CPU = (
     "no_buffer",
     "--disable-overlap-schedule",
 )
-_KEPT = (
+_REPORTED = (
     "tp_size", "ep_size", "dp_size", "enable_dp_attention", "mem_fraction_static", "chunked_prefill_size",
     "enable_fp32_lm_head", "enable_memory_saver", "enable_deterministic_inference",
     "attention_backend", "moe_runner_backend", "moe_a2a_backend", "kv_cache_dtype", "page_size",
@@ -73,8 +73,8 @@ def resolve_servers(servers: Sequence[list[str]], device: Device) -> Iterator[di
         for words in servers:
             server = prepare_server_args(engine_words(words))
             server.resolve_once()
-            found = server.resolved_dict()
-            yield {key: found[key] for key in _KEPT}
+            settings = server.resolved_dict()
+            yield {key: settings[key] for key in _REPORTED}
 
 
 def _replace_device(device: Device) -> None:
@@ -117,8 +117,8 @@ def _main() -> None:
     """Reads {"servers", "device", "output"} as JSON from standard input; writes the settings of
     each server to the file `output`."""
     job = json.load(sys.stdin)
-    found = list(resolve_servers(job["servers"], Device(**job["device"])))
-    Path(job["output"]).write_text(json.dumps(found))
+    settings = list(resolve_servers(job["servers"], Device(**job["device"])))
+    Path(job["output"]).write_text(json.dumps(settings))
 
 
 if __name__ == "__main__":

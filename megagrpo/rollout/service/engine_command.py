@@ -55,25 +55,30 @@ def on_gpus(config: ExperimentConfig, num_gpus: float) -> bool:
 
     Raises ValueError if the configuration requires GPUs and none is visible.
     """
-    device = config.actor.device
-    dtype = config.rollout.dtype
-    if device == "cpu":
+    reasons = {
+        "actor.device is cuda": config.actor.device == "cuda",
+        "rollout.dtype is bfloat16": config.rollout.dtype == "bfloat16",
+    }
+    if config.actor.device == "cpu":
         return False
-    if not num_gpus and (device == "cuda" or dtype == "bfloat16"):
-        why = "actor.device is cuda" if device == "cuda" else "rollout.dtype is bfloat16"
-        raise ValueError(
-            f"no GPU is visible where engines are to run, and {why}: ask for GPUs (sbatch "
-            "--gpus-per-node, docker --gpus all), look at `megagrpo doctor` there, or set "
-            "actor.device: cpu to run on the CPU"
-        )
+    for reason, holds in reasons.items():
+        if holds and not num_gpus:
+            raise ValueError(
+                f"no GPU is visible where engines are to run, and {reason}: ask for GPUs (sbatch "
+                "--gpus-per-node, docker --gpus all), look at `megagrpo doctor` there, or set "
+                "actor.device: cpu to run on the CPU"
+            )
     return num_gpus > 0
 
 
 def engine_command(config: ExperimentConfig, place: ServerPlace) -> list[str]:
     """Returns the command of one server process."""
-    settings = engine_settings(config, place)
-    own = {name: value for name, value in settings.items() if name not in config.rollout.sglang}
-    words = [word for name, value in own.items() for word in _words(name, value)]
+    words = [
+        word
+        for name, value in engine_settings(config, place).items()
+        if name not in config.rollout.sglang
+        for word in _words(name, value)
+    ]
     program = [sys.executable, "-m", "megagrpo.rollout.service.engine_process"]
     return [*program, json.dumps(config.rollout.sglang), *words]  # see engine_words.py
 
@@ -122,28 +127,29 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
     settings |= _on_cuda(rollout) if place.cuda else _stand_ins().SETTINGS
     if is_recurrent(config.model.path):
         settings["max_mamba_cache_size"] = num_states(rollout, place.cuda)
-        settings |= {} if place.cuda else _stand_ins().RECURRENT
+        if not place.cuda:
+            settings |= _stand_ins().RECURRENT
     return settings | rollout.sglang
 
 
 def is_recurrent(model: str) -> bool:
-    """Returns whether layers of a model folder keep a state of each request, beside keys and
-    values."""
+    """Returns whether layers of a model keep a state for each request, besides keys and values."""
     hf = exported_config(read_description(Path(model) / "config.json"))  # engines' may be in FP8
     return not model_problems(hf) and architecture_of(hf).delta is not None
 
 
 def num_states(rollout: RolloutConfig, cuda: bool) -> int:
-    """Returns the states that an engine with recurrent layers holds; SGLang would take what memory
-    is free.
+    """Returns the number of states that an engine with recurrent layers holds; SGLang would take
+    all free memory.
 
-    Beside a prefix cache a running request needs several: its own, and those kept for others
-    (_calculate_mamba_ratio of SGLang's mem_cache/kv_cache_configurator.py). With fewer states fewer
-    requests would run.
+    With a prefix cache a running request needs several: one for itself, and those that are kept for
+    others (_calculate_mamba_ratio of SGLang's mem_cache/kv_cache_configurator.py). With fewer
+    states fewer requests would run.
     """
-    beside_cache = _STATES_ON_CUDA if cuda else _STATES
-    each = 1 if rollout.sglang.get("disable_radix_cache") else beside_cache
-    return each * rollout.max_running_requests
+    per_request = _STATES_ON_CUDA if cuda else _STATES
+    if rollout.sglang.get("disable_radix_cache"):
+        per_request = 1
+    return per_request * rollout.max_running_requests
 
 
 def _on_cuda(rollout: RolloutConfig) -> Settings:
@@ -160,10 +166,9 @@ def _on_cuda(rollout: RolloutConfig) -> Settings:
         # too.
         settings["enable_fp32_lm_head"] = True
     elif rollout.ep > 1 and not rollout.deterministic:
-        problem = "torch's experts, the only ones in float32, do not skip those of other ranks"
         raise ValueError(
-            f"rollout.ep {rollout.ep} with rollout.dtype float32 on GPUs: "
-            f"{problem}; set ep 1 or bfloat16"
+            f"rollout.ep {rollout.ep} with rollout.dtype float32 on GPUs: torch's experts, the only "
+            "ones in float32, do not skip those of other ranks; set ep 1 or bfloat16"
         )
     # SGLang would choose fa3 or flashinfer, which have no float32; Triton rounds products to TF32
     else:
@@ -177,7 +182,9 @@ def _on_cuda(rollout: RolloutConfig) -> Settings:
 
 def _words(name: str, value: object) -> list[str]:
     option = "--" + name.replace("_", "-")
-    return [option] if value is True else [option, str(value)]
+    if value is True:
+        return [option]
+    return [option, str(value)]
 
 
 def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str, str]:
@@ -213,8 +220,10 @@ def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str
             env["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] = get("SGLANG_JIT_DEEPGEMM_FAST_WARMUP", "1")
         # Beside trainers, whose stages differ, SGLang would refuse GPUs with less free memory than
         # others.
-        unequal = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
-        return env | (without_expandable_segments() | unequal if rollout.colocate else {})
+        if rollout.colocate:
+            env |= without_expandable_segments()
+            env["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
+        return env
     return env | _stand_ins().environment(config.rollout, place.num_cores)
 
 
@@ -230,6 +239,6 @@ def environment_without_gpu() -> dict[str, str]:
 
 
 def _stand_ins() -> ModuleType:
-    """Returns what an engine needs on a CPU; the rest of the rollout service does not know of
-    it."""
+    """Returns the stand-ins for an engine on a CPU; the rest of the rollout service does not use
+    them."""
     return importlib.import_module("megagrpo.cpu.engine_command")

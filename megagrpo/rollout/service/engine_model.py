@@ -1,5 +1,5 @@
-"""The model folder that engines load: the model's own, or a description in the engines' format if
-that differs.
+"""The folder that engines load: the model folder, or a description in the engines' format if the
+formats differ.
 
 A quantization_config makes SGLang build FP8 layers, whose parameters only a publish of FP8 weights
 fills. A vision_config makes it build a tower, which no publish fills if trainers load the text part
@@ -33,7 +33,7 @@ def as_engines_see_it(
     """Returns the experiment with model.path set to the folder for engines, which is written if
     formats differ.
 
-    All nodes must see the run folder. Without CUDA a model with sparse attention is a dense one,
+    All nodes must see the run folder. Without CUDA a model with sparse attention becomes a dense one,
     the same up to index_topk tokens (check/rules/model.py refuses longer samples), which ignores
     indexers in a publish.
     """
@@ -55,8 +55,8 @@ def as_engines_see_it(
             (folder.engine_model / weights.name).unlink(missing_ok=True)
             (folder.engine_model / weights.name).symlink_to(weights.absolute())
     tokenizer = config.model.tokenizer or config.model.path
-    seen = ModelConfig(path=str(folder.engine_model), tokenizer=tokenizer)
-    return config.model_copy(update={"model": seen})
+    engine_model = ModelConfig(path=str(folder.engine_model), tokenizer=tokenizer)
+    return config.model_copy(update={"model": engine_model})
 
 
 def _loads_text_only(hf: HfConfig) -> bool:

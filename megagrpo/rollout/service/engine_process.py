@@ -23,11 +23,8 @@ def _without_key(*args, **kwargs) -> logging.LogRecord:
     record = _make_record(*args, **kwargs)
     try:
         text = record.getMessage()
-    except (
-        TypeError,
-        ValueError,
-        KeyError,
-    ):  # a wrong format string: logging would print an error and the arguments
+    # a wrong format string: logging would print an error and the arguments
+    except (TypeError, ValueError, KeyError):
         text = f"{record.msg} {record.args}"
     if _KEY in text:
         record.msg = text.replace(_KEY, "(the API key)")
@@ -41,28 +38,28 @@ if _KEY:
 
 @dataclass(frozen=True)
 class _Candidates:
-    """Tokens to score at the positions of a request, k at each, in the part of it that a forward
+    """Tokens to score at the positions of a request, k at each, in the part that a forward
     reads."""
 
-    ids: Sequence[int]  # k after k, of all positions with log-probabilities
+    ids: Sequence[int]  # k after k, for all positions with log-probabilities
     k: int
-    first: int  # of these positions that is in the part
+    first: int  # the first of these positions in the part
 
     def __len__(self) -> int:
         return 0  # SGLang would score as many again for the position after the last
 
     def at(self, position: int) -> Sequence[int]:
-        """Returns the tokens of a position of the part; after the last any, which are dropped."""
+        """Returns the tokens of a position of the part; any after the last, which are dropped."""
         begin = (self.first + position) * self.k
         return self.ids[begin : begin + self.k] or self.ids[: self.k]
 
 
 def _prepare_scores() -> None:
     """Makes a teacher's engine score at the temperature of samples, and read token_ids_logprob as k
-    tokens after k, of each position.
+    tokens for each position.
 
     SGLang 0.5.21 scores input at temperature 1, and the same tokens at all positions. Called in
-    every process that it starts, by a spawn or before a fork.
+    every process that SGLang starts, by a spawn or before a fork.
     """
     temperature = float(environment.get(environment.SCORES_AT, 0))
     if not temperature:
@@ -74,7 +71,7 @@ def _prepare_scores() -> None:
 
     logits_of = LogitsProcessor._get_logits
     prepare_batch = ScheduleBatch.prepare_for_extend
-    of_chunk = logprob_processor.get_token_ids_logprobs_chunk
+    gather_chunk = logprob_processor.get_token_ids_logprobs_chunk
 
     def scaled(self, *args, **kwargs):
         return logits_of(self, *args, **kwargs).div_(temperature)
@@ -87,14 +84,16 @@ def _prepare_scores() -> None:
 
     def by_position(logprobs, candidates, lengths, values, ids, begun=0, **kwargs):
         """begun: positions of the first request that were in earlier chunks."""
-        k = max((each.k for each in candidates if each is not None), default=1)
+        k = max((part.k for part in candidates if part is not None), default=1)
         rows = []
-        for number, (each, length) in enumerate(zip(candidates, lengths, strict=True)):
+        for number, (part, length) in enumerate(zip(candidates, lengths, strict=True)):
             positions = range(0 if number else begun, length)
-            rows += [[0] * k if each is None else each.at(i) for i in positions]
+            rows += [[0] * k if part is None else part.at(i) for i in positions]
         columns = torch.tensor(rows[: len(logprobs)], device=logprobs.device)
-        asked = [None if each is None else list(range(k)) for each in candidates]
-        return of_chunk(logprobs.gather(1, columns), asked, lengths, values, ids, begun, **kwargs)
+        asked = [None if part is None else list(range(k)) for part in candidates]
+        return gather_chunk(
+            logprobs.gather(1, columns), asked, lengths, values, ids, begun, **kwargs
+        )
 
     LogitsProcessor._get_logits = scaled
     ScheduleBatch.prepare_for_extend = prepared
@@ -102,8 +101,8 @@ def _prepare_scores() -> None:
 
 
 def _candidates(request, num_cached, start) -> _Candidates | None:
-    """Returns those of the part of a request after `num_cached` tokens; start: of its
-    log-probabilities in the part."""
+    """Returns the candidates in the part of a request after `num_cached` tokens; start: where its
+    log-probabilities begin in the part."""
     ids = request.logprob.token_ids_logprob
     if ids is None or request.logprob_start_len < 0:  # SGLang makes another of one that is too long
         return None

@@ -18,14 +18,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 def engine_words(words: list[str]) -> list[str]:
-    """Returns a command line whose first word, `rollout.sglang` as JSON, is said in SGLang's words."""
+    """Returns a command line in which SGLang's words replace the first, `rollout.sglang` as
+    JSON."""
     options = _options(_parser())
-    given = json.loads(words[0]).items()
-    return words[1:] + [word for name, value in given for word in _words(options[name], value)]
+    settings = json.loads(words[0]).items()
+    return words[1:] + [word for name, value in settings for word in _words(options[name], value)]
 
 
 def server_problems(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yields (field, problem) of each setting that SGLang's own parser does not take."""
+    """Yields (field, problem) for each setting that SGLang's parser does not take."""
     parser = _parser()
     options = _options(parser)
     for name, value in settings.items():
@@ -37,8 +38,8 @@ def server_problems(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]
 
 
 def resolve_here(words: list[str]) -> None:
-    """Has SGLang resolve an engine's command line, without the program, on this machine's CPU.
-    Raises ValueError if it does not."""
+    """Lets SGLang resolve an engine's command line, without the program, on this machine's CPU.
+    Raises ValueError if SGLang refuses it."""
     import sglang.srt.model_loader.loader  # noqa: F401  # imported by the resolution
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
@@ -60,11 +61,11 @@ def _parser() -> _Parser:
 
 def _options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     """Returns field -> its first option; a deprecated spelling comes later."""
-    found: dict[str, argparse.Action] = {}
+    options: dict[str, argparse.Action] = {}
     for action in parser._actions:
         if action.option_strings and action.dest in ServerArgs.__struct_fields__:
-            found.setdefault(action.dest, action)
-    return found
+            options.setdefault(action.dest, action)
+    return options
 
 
 def _words(action: argparse.Action, value: object) -> list[str]:

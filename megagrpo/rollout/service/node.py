@@ -29,16 +29,16 @@ _CPU_GRACE_S = 0.5  # nothing to release; SGLang itself takes 5 s to notice the 
 def reachable_host(address: str) -> str:
     """Returns the address at which other machines reach a service that listens on `address`
     here."""
-    return ray.util.get_node_ip_address() if address in EVERYWHERE else address
+    if address in EVERYWHERE:
+        return ray.util.get_node_ip_address()
+    return address
 
 
 def loopback() -> str:
     """Returns a name of this process's loopback interface, equal for processes that reach each
     other through it."""
-    return (
-        f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} "
-        f"{os.readlink('/proc/self/ns/net')}"
-    )
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot_id} {os.readlink('/proc/self/ns/net')}"
 
 
 def free_port(bind_host: str) -> int:
@@ -99,11 +99,8 @@ class EngineNode:
                 "such as that of the service; give the name of the private interface, such as "
                 "eth0, which every machine looks up for itself"
             )
-        return (
-            reachable_host(self.bind_address),
-            free_port(self.bind_address),
-            free_port(self.bind_address),
-        )
+        ports = (free_port(self.bind_address), free_port(self.bind_address))
+        return reachable_host(self.bind_address), *ports
 
     def start(self, port: int, rendezvous: str, log: str) -> int:
         """Starts the server process and returns its pid. It is ready when /health answers."""
@@ -120,8 +117,10 @@ class EngineNode:
         interface = interface_of(self.bind_address)
         # Between the ranks of an engine, and between them and the trainer, on the same interface as
         # everything else.
-        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ()
-        network = {name: get(name) or str(interface) for name in names}
+        network = {}
+        if interface:
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                network[name] = get(name) or interface
         # SGLang itself would take the route to the internet, then the host's own name, which many
         # hosts files give to loopback: other nodes of an engine would wait for its messages for
         # ever.

@@ -1,8 +1,8 @@
-"""The process that parses turns of the model by SGLang's own parsers: `python -m
+"""The process that parses turns of the model with SGLang's parsers: `python -m
 megagrpo.rollout.service.parser_worker FD TOOL_PARSER REASONING_PARSER`.
 
-Some parsers take the square of the length of a degenerate turn: in an engine they would hold its
-requests and its health check. Written against sglang 0.5.21.
+Some parsers need quadratic time for a degenerate turn; in an engine they would hold up requests and
+the health check. Written against sglang 0.5.21.
 """
 
 import logging
@@ -19,17 +19,17 @@ from sglang.srt.parser.reasoning_parser import ReasoningParser
 from megagrpo.system.worker_process import answer_calls
 
 # Kimi-K2 names its calls itself, and its template repeats the name before a tool's output.
-_OWN_IDS = re.compile(r"functions\.[\w.-]{1,128}:\d{1,9}(?=\s*<\|tool_call_argument_begin\|>)")
+_MODEL_IDS = re.compile(r"functions\.[\w.-]{1,128}:\d{1,9}(?=\s*<\|tool_call_argument_begin\|>)")
 _CPU_S = 2.0  # for a turn; a good one of 1 MB takes 0.06
 
 
 def parse(
     text: str, functions: Sequence[dict], prefix: str, tool_parser: str, reasoning_parser: str
 ) -> dict[str, object]:
-    """Returns what an engine's endpoints find in a turn, as parts of its message. prefix: of the
-    ids of its calls. An empty name: no such parser.
+    """Returns the parts of a turn's message that an engine's endpoints would return. prefix: how
+    the ids of calls begin. An empty name: no such parser.
 
-    Raises ValueError for an unknown parser, and what a parser raises.
+    Raises ValueError for an unknown parser, and the parsers' exceptions.
     """
     message: dict[str, object] = {}
     if reasoning_parser:
@@ -39,17 +39,17 @@ def parse(
             message = {"content": text, "reasoning_content": reasoning}
     if tool_parser:
         tools = [Tool(function=function) for function in functions]
-        content, found = FunctionCallParser(tools, tool_parser).parse_non_stream(text)
-        ids = _OWN_IDS.findall(text)
-        if not len(set(ids)) == len(ids) == len(found):
-            ids = [f"{prefix}{index:03}" for index in range(len(found))]
+        content, parsed = FunctionCallParser(tools, tool_parser).parse_non_stream(text)
+        ids = _MODEL_IDS.findall(text)
+        if not len(set(ids)) == len(ids) == len(parsed):
+            ids = [f"{prefix}{index:03}" for index in range(len(parsed))]
         calls = [
             {
                 "id": call_id,
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.parameters},
             }
-            for call_id, call in zip(ids, found, strict=True)
+            for call_id, call in zip(ids, parsed, strict=True)
         ]
         if calls:
             message |= {"content": content or "", "tool_calls": calls}
@@ -73,8 +73,8 @@ def main(fd: int, *parsers: str) -> None:
 
 
 def _end(*_: object) -> None:
-    """Ends the parser only, by an exit, because some catch every Exception; the process is ended
-    with one that catches exits too, as llama3's does."""
+    """Ends only the parser, by an exit, because some catch every Exception. If a parser catches
+    exits too, as llama3's does, the process ends."""
     signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
     sys.exit()
 

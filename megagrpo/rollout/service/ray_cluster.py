@@ -65,7 +65,7 @@ def _private_cluster(num_nodes: int, folder: str) -> Options:
         "object_store_memory": _OBJECT_STORE_BYTES,
         "include_dashboard": False,
         "_system_config": {"worker_niceness": 0},  # else Ray starts engines at low priority
-        # Ray makes it readable and writable for all: it lies in one that only this user enters.
+        # Ray makes it readable and writable for all, so it lies in one that only this user enters.
         "_temp_dir": f"{folder}/r",
     }
 
@@ -90,18 +90,13 @@ def _connect(options: Options, timeout_s: float) -> None:
         ray.shutdown()
         for pid in _children() - before:
             stop_tree(pid, _GRACE_S)
-        where = (
-            f"Ray at {options['address']}"
-            if options["address"] != "local"
-            else f"Ray on {socket.gethostname()}"
-        )
+        where = f"Ray at {options['address']}"
+        remedy = "see whether it runs there"
+        if options["address"] == "local":
+            where = f"Ray on {socket.gethostname()}"
+            remedy = "end other programs there"
         now = time.monotonic()
         if now + _PAUSE_S + (now - began) > deadline:
-            remedy = (
-                "end other programs there"
-                if options["address"] == "local"
-                else "see whether it runs there"
-            )
             raise RayNotStarted(
                 f"{where} did not start in {attempts} attempt(s) within {timeout_s:.0f} s; "
                 f"{remedy} or raise rollout.start_timeout_s. The last problem: {problem}"

@@ -1,22 +1,19 @@
 """The rollout service: SGLang engines under Ray's placement, a supervisor for each, and a small
 HTTP endpoint through which trainers list the engines and report the verified ones.
 
-    GET  /status                -> {"failed", "engines": [{"id", "url", "state", "serves", ...}]}
-    POST /engines               starts one more engine; answers {"id"}
-    POST /engines/{id}/drain    finishes its requests and ends it; 409 if too few engines would
-    remain
-    POST /engines/{id}/update   {"incarnation"}: a trainer starts writing weights; 409 if that
-    incarnation has ended
-    POST /engines/{id}/ready    {"incarnation", "weight_version"}: published and verified; 409 as
-    above
-    POST /engines/{id}/wake     {"incarnation"}: a verified engine there resumes its cache memory;
-    409 as above
-    POST /engines/{id}/lost     {"incarnation"}: its update failed half-way, so it must restart
-    POST /sleep                 makes the engines on trainers' GPUs release their memory, and none
-    start; answers then
-    POST /may_start             lets engines that died meanwhile restart
+- GET /status: {"failed", "engines": [{"id", "url", "state", "serves", ...}]}
+- POST /engines: starts one more engine; answers {"id"}
+- POST /engines/{id}/drain: finishes the engine's requests and ends it; 409 if too few would remain
+- POST /engines/{id}/update, {"incarnation"}: a trainer starts writing weights; 409 if that
+  incarnation has ended, as in the next three
+- POST /engines/{id}/ready, {"incarnation", "weight_version"}: published and verified
+- POST /engines/{id}/wake, {"incarnation"}: a verified engine there resumes its cache memory
+- POST /engines/{id}/lost, {"incarnation"}: the update failed half-way, so the engine must restart
+- POST /sleep: makes the engines on trainers' GPUs release their memory and lets none start; answers
+  when they have
+- POST /may_start: lets engines that died meanwhile restart
 
-Every request carries the run's API key, which engines demand as well.
+Every request carries the run's API key, which engines require as well.
 """
 
 import asyncio
@@ -60,8 +57,8 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
 
     ray_address: "host:port" of a running Ray cluster to join; without it a private one is started
     on this machine. When the engines are up, run_dir/service.json holds {"url": ...}. Raises
-    ValueError if rollout.host is no address or interface of this machine, engines cannot start from
-    a quantized model, they require GPUs and none is visible, or a teacher has other tokens.
+    ValueError if rollout.host is not an address or interface of this machine, engines cannot start
+    from a quantized model, they require GPUs and none is visible, or a teacher has other tokens.
     """
     _refuse_other_tokens(config)
     folder = RunFolder(run_dir.absolute())
@@ -72,11 +69,9 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
     try:
         with in_ray_cluster(config, ray_address):
             cuda = on_gpus(config, ray.cluster_resources().get("GPU", 0))
-            return asyncio.run(
-                _Service(
-                    as_engines_see_it(config, folder, cuda), folder, cuda=cuda, api_key=api_key
-                ).run()
-            )
+            engine_config = as_engines_see_it(config, folder, cuda)
+            service = _Service(engine_config, folder, cuda=cuda, api_key=api_key)
+            return asyncio.run(service.run())
     except RayNotStarted as exc:
         print(f"rollout service failed: {exc}", flush=True)
         return 1
@@ -96,21 +91,23 @@ def _refuse_beside_another(folder: RunFolder) -> None:
 
 
 def _refuse_other_tokens(config: ExperimentConfig) -> None:
-    own = Path(config.model.tokenizer or config.model.path)
+    tokenizer = Path(config.model.tokenizer or config.model.path)
     for name, teacher in config.teachers.items():
-        if teacher.path is not None and (problem := different_tokens(Path(teacher.path), own)):
-            raise ValueError(f"teachers.{name}.path: {teacher.path} {problem}")
+        if teacher.path is not None:
+            problem = different_tokens(Path(teacher.path), tokenizer)
+            if problem:
+                raise ValueError(f"teachers.{name}.path: {teacher.path} {problem}")
 
 
 def make_key(file: Path) -> str:
-    """Returns the API key of this run: the environment's, else a new one, written to `file` for the
-    run's trainers.
+    """Returns the API key of this run: that of the environment, else a new one, written to `file`
+    for the run's trainers.
 
-    The file is readable by this user only.
+    Only this user can read the file.
     """
-    given = environment.get(environment.API_KEY)
-    if given:
-        return given
+    key = environment.get(environment.API_KEY)
+    if key:
+        return key
     key = secrets.token_hex(32)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
@@ -138,25 +135,23 @@ class _Service:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        timeout, connector = (
-            aiohttp.ClientTimeout(total=_HTTP_TIMEOUT_S),
-            aiohttp.TCPConnector(limit=0),
+        session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=_HTTP_TIMEOUT_S),
+            connector=aiohttp.TCPConnector(limit=0),
         )
         async with AsyncExitStack() as stack:
-            self._http = await stack.enter_async_context(
-                aiohttp.ClientSession(timeout=timeout, connector=connector)
-            )
+            self._http = await stack.enter_async_context(session)
             runner = web.AppRunner(self._application())
             stack.push_async_callback(self._end, runner)
-            for teacher, of in self._config.engine_sizes.items():
-                for index in range(of.num_engines):
+            for teacher, size in self._config.engine_sizes.items():
+                for index in range(size.num_engines):
                     self._add_engine(index, teacher)
             self._tasks["watch"] = asyncio.create_task(self._watch())
             await self._open(runner)
             await self._stop.wait()
         if self._failed:
             print(f"rollout service failed: {self._failed}", flush=True)
-        return 1 if self._failed else 0
+        return int(bool(self._failed))
 
     async def _end(self, runner: web.AppRunner) -> None:
         await end_tasks(self._tasks.values())
@@ -183,16 +178,16 @@ class _Service:
 
         Returns early if the service is stopped or has failed.
         """
-        said = ""
+        last_line = ""
         while starting := sum(engine.is_starting for engine in self._engines.values()):
             if self._stop.is_set():
                 return
             number = len(self._engines)
-            if (
-                line := f"{number - starting} of {number} engines answer; "
-                f"{self._folder.logs}/*.node-*.log"
-            ) != said:
-                write_whole(self._folder.service_progress, said := line)
+            answering = f"{number - starting} of {number} engines answer"
+            line = f"{answering}; {self._folder.logs}/*.node-*.log"
+            if line != last_line:
+                write_whole(self._folder.service_progress, line)
+            last_line = line
             await asyncio.sleep(0.1)
         if self._failed:
             return
@@ -208,17 +203,19 @@ class _Service:
         while not self._failed:
             await asyncio.sleep(0.1)
             ended = [task for task in self._tasks.values() if task.done() and not task.cancelled()]
-            broken = [exc for task in ended if (exc := task.exception()) is not None]
-            if broken:
-                self._failed = "; ".join(f"{type(exc).__name__}: {exc}" for exc in broken)
-            few = [of for of in self._config.engine_sizes if self._num_left(of) < self._least(of)]
-            if few:
+            errors = list(filter(None, (task.exception() for task in ended)))
+            if errors:
+                self._failed = "; ".join(f"{type(exc).__name__}: {exc}" for exc in errors)
+            for teacher in self._config.engine_sizes:
+                if self._num_left(teacher) >= self._least(teacher):
+                    continue
                 reasons = "\n".join(
                     f"{engine.id} after {engine.restarts} restart(s): {engine.reason}"
                     for engine in self._engines.values()
-                    if engine.gave_up and engine.teacher == few[0]
+                    if engine.gave_up and engine.teacher == teacher
                 )
-                self._failed = f"{self._too_few(few[0])} are left. {reasons}"
+                self._failed = f"{self._too_few(teacher)} are left. {reasons}"
+                break
         if self._folder.service.exists():
             await asyncio.sleep(_FAILED_LINGER_S)
         self._stop.set()
@@ -234,8 +231,9 @@ class _Service:
         return 1 if teacher else self._config.rollout.min_healthy_engines
 
     def _too_few(self, teacher: str) -> str:
-        of = f"1 engine of teacher {teacher}" if teacher else "rollout.min_healthy_engines"
-        return f"fewer than {of} {'' if teacher else self._least(teacher)}".strip()
+        if teacher:
+            return f"fewer than 1 engine of teacher {teacher}"
+        return f"fewer than rollout.min_healthy_engines {self._least(teacher)}"
 
     def _application(self) -> web.Application:
         app = web.Application(middlewares=[self._demand_key, _answer_refusals])
@@ -253,8 +251,8 @@ class _Service:
 
     @web.middleware
     async def _demand_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        given, wanted = request.headers.get("Authorization", ""), f"Bearer {self._api_key}"
-        if not hmac.compare_digest(given.encode(), wanted.encode()):
+        header, expected = request.headers.get("Authorization", ""), f"Bearer {self._api_key}"
+        if not hmac.compare_digest(header.encode(), expected.encode()):
             raise web.HTTPUnauthorized(text="this service requires the API key of its run")
         return await handler(request)
 
@@ -314,12 +312,12 @@ class _Service:
         return web.json_response({})
 
     def _engine(self, request: web.Request) -> SupervisedEngine:
-        found = self._engines.get(request.match_info["id"])
-        if found is None:  # drained: the trainer's list of engines may be older
+        engine = self._engines.get(request.match_info["id"])
+        if engine is None:  # drained: the trainer's list of engines may be older
             raise StaleReport(
                 f"no engine {request.match_info['id']}; there are {sorted(self._engines)}"
             )
-        return found
+        return engine
 
 
 @web.middleware

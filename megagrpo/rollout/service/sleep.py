@@ -1,10 +1,10 @@
 """Sleep of engines on the trainers' GPUs: they release their memory for the trainers, by SGLang's
 endpoints.
 
-SGLang drops the contents of released memory, except buffers: a publish restores the weights, the KV
-cache is empty. It asserts that no request runs, so an engine is paused first and ends those that it
-has, which go on in other engines. It asserts that only released memory is resumed, so the service,
-which outlives trainers, records what every engine released.
+SGLang drops the contents of released memory, except buffers: a publish restores the weights, and
+the KV cache is empty. SGLang asserts that no request runs, so an engine is paused first and ends
+its requests, which continue in other engines. It also asserts that only released memory is resumed,
+so the service, which outlives trainers, records the released memory of every engine.
 """
 
 import asyncio
@@ -14,10 +14,8 @@ import aiohttp
 from megagrpo.rollout.control import bearer
 
 CACHE, WEIGHTS = "kv_cache", "weights"  # SGLang's names of the two parts
-_ORDER = (
-    CACHE,
-    WEIGHTS,
-)  # the cache comes back last, when the staging memory of the transfer is free again
+# the cache comes back last, when the staging memory of the transfer is free again
+_ORDER = (CACHE, WEIGHTS)
 
 
 class SleepFailed(RuntimeError):

@@ -2,13 +2,12 @@
 
     starting -> stale -> ready -> dead -> starting -> ...        ready -> draining -> gone
                   ^        |
-                  +- asleep <-  on the trainers' GPUs, while these train; no engine starts there
-                  then
+                  +- asleep <-   (on the trainers' GPUs while they train; no engine starts then)
 
-`stale`: it answers, but its weights are not verified: it has just started, or a trainer is writing
-into it. It serves requests from the first report of verified weights (`mark_ready`) on; a teacher's,
-which has the weights of its files, is ready as soon as it answers. Every start is a new incarnation,
-so a late report about the previous one is ignored.
+`stale`: the engine answers, but its weights are not verified, because it has just started or a
+trainer is writing into it. It serves requests from the first report of verified weights
+(`mark_ready`) on. A teacher's engine has the weights of its files and is ready as soon as it
+answers. Every start is a new incarnation, so a late report about the previous one is ignored.
 
 Two probes detect a hang, each with a timeout of `rollout.health_timeout_s`. The HTTP process
 answers /health at once, whatever the engine does. /server_info passes through the scheduler,
@@ -65,10 +64,10 @@ class SupervisedEngine:
     """Keeps one engine running. `begin` starts it; the other methods serve trainers and the command
     line.
 
-    config: the experiment; of its teachers' engines too, which `teacher` names. `state`, `url`,
-    `incarnation` etc.: see EngineInfo. `gave_up`: its restart budget is spent;
-    `reason` is the last failure. may_start: cleared while engines on the trainers' GPUs sleep,
-    because a starting one allocates memory there.
+    config: the experiment, also for a teacher's engine. teacher: its name, "" for an engine that
+    samples. `state`, `url`, `incarnation` etc.: see EngineInfo. `gave_up`: the restart budget is
+    spent; `reason` is the last failure. may_start: cleared while engines on the trainers' GPUs
+    sleep, because a starting one allocates memory there.
     """
 
     def __init__(
@@ -82,10 +81,12 @@ class SupervisedEngine:
         may_start: asyncio.Event,
         teacher: str = "",
     ):
-        self.id = f"teacher-{teacher}-{index}" if teacher else f"engine-{index}"
+        self.id = f"engine-{index}"
         self.teacher, self._may_start = teacher, may_start
         self._num_servers = config.num_servers
-        config = config.of_teacher(teacher) if teacher else config
+        if teacher:
+            self.id = f"teacher-{teacher}-{index}"
+            config = config.of_teacher(teacher)
         self.state, self.url, self.pid, self.reason = "starting", "", 0, ""
         self.incarnation = self.restarts = 0
         self.serves = False
@@ -128,7 +129,7 @@ class SupervisedEngine:
 
     async def begin_update(self, http: aiohttp.ClientSession, incarnation: int) -> None:
         """Marks it stale because a trainer will write weights into it; a sleeping engine first
-        resumes their memory.
+        resumes the memory of the weights.
 
         Raises StaleReport.
         """
@@ -143,9 +144,9 @@ class SupervisedEngine:
         self._check_current(incarnation)
 
     async def sleep(self, http: aiohttp.ClientSession) -> None:
-        """Ends its serving and releases its memory; an engine that fails to is ended. Does nothing
-        to a dead engine, which restarts once `may_start` is set. Of several calls each returns when
-        the memory is free.
+        """Stops serving and releases the memory; an engine that fails to do so is ended. Does
+        nothing to a dead engine, which restarts once `may_start` is set. Concurrent calls all
+        return when the memory is free.
         """
         if self.state not in ("stale", "ready", "asleep"):
             return
@@ -180,8 +181,8 @@ class SupervisedEngine:
     def _check_current(self, incarnation: int) -> None:
         if incarnation != self.incarnation or self.state not in _ANSWERING:
             raise StaleReport(
-                f"{self.id} is incarnation {self.incarnation} and {self.state}; the "
-                f"report is about {incarnation}"
+                f"{self.id} is incarnation {self.incarnation} and {self.state}; the report is "
+                f"about {incarnation}"
             )
 
     def begin(self, http: aiohttp.ClientSession) -> asyncio.Task[None]:
@@ -219,10 +220,8 @@ class SupervisedEngine:
                 self.reason = str(exc)
             except TimeoutError:  # of _ask
                 limit_s = self._config.rollout.start_timeout_s
-                self.reason = (
-                    f"a Ray actor of its nodes gave no answer in {limit_s:.0f} s "
-                    "(rollout.start_timeout_s)"
-                )
+                limit = f"{limit_s:.0f} s (rollout.start_timeout_s)"
+                self.reason = f"a Ray actor of its nodes gave no answer in {limit}"
             # its machine is reachable, but the call raised
             except ray.exceptions.RayTaskError as exc:
                 self.reason = str(exc.cause)
@@ -234,7 +233,9 @@ class SupervisedEngine:
             # An engine that never answered gets one restart only, in case another process took its
             # port.
             budget = self._config.rollout.max_restarts
-            if self.restarts >= (budget if self._was_up else min(1, budget)):
+            if not self._was_up:
+                budget = min(1, budget)
+            if self.restarts >= budget:
                 self.gave_up = True
                 return
             self.restarts += 1
@@ -283,7 +284,7 @@ class SupervisedEngine:
                 raise EngineDied(f"did not answer within {limit}\n{self._log_tail(0)}")
             await asyncio.sleep(_START_POLL_S)
         info = await self._fetch(http, url + "/server_info")
-        self._cache_tokens = None if info is None else _tokens_of_caches(json.loads(info))
+        self._cache_tokens = _tokens_of_caches(json.loads(info or "{}"))
         self._memory = EngineMemory(url, self._api_key, self._patience_s)
         self.url, self.state, self._was_up = url, "ready" if self.teacher else "stale", True
         self.serves = bool(self.teacher)
@@ -295,9 +296,9 @@ class SupervisedEngine:
         """Reserves machines, at every start: those of the previous one may be gone. Raises
         EngineDied."""
         rollout = self._config.rollout
-        bundle = {"CPU": 1.0} | (
-            {"GPU": float(rollout.tp // rollout.nodes_per_engine)} if self._cuda else {}
-        )
+        bundle = {"CPU": 1.0}
+        if self._cuda:
+            bundle["GPU"] = float(rollout.tp // rollout.nodes_per_engine)
         # Ray fills up one machine before the next, and spreads the nodes of one engine over several
         # if it can.
         strategy = "STRICT_PACK" if rollout.nodes_per_engine == 1 else "SPREAD"
@@ -305,11 +306,8 @@ class SupervisedEngine:
         deadline = time.monotonic() + rollout.start_timeout_s
         while placement_group_table(self._group).get("state") != "CREATED":
             if time.monotonic() > deadline:
-                have = {
-                    name: amount
-                    for name, amount in ray.cluster_resources().items()
-                    if name in ("CPU", "GPU")
-                }
+                resources = ray.cluster_resources()
+                have = {name: resources[name] for name in ("CPU", "GPU") if name in resources}
                 raise EngineDied(
                     f"{rollout.nodes_per_engine} x {bundle} did not fit on the machines within "
                     f"{rollout.start_timeout_s:.0f} s (rollout.start_timeout_s); they have "
@@ -363,9 +361,9 @@ class SupervisedEngine:
             return
         for rank, code in enumerate(codes):
             if code is not None:
-                how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+                end = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
                 raise EngineDied(
-                    f"the server process of node {rank} ended, {how}\n{self._log_tail(rank)}"
+                    f"the server process of node {rank} ended, {end}\n{self._log_tail(rank)}"
                 )
 
     async def _ask(self, calls: Iterable[Any]) -> list[Any]:
@@ -407,7 +405,8 @@ class SupervisedEngine:
         timeout = aiohttp.ClientTimeout(total=self._patience_s)
         with suppress(aiohttp.ClientError, TimeoutError):
             async with http.get(url, headers=bearer(self._api_key), timeout=timeout) as answer:
-                return await answer.read() if answer.status == 200 else None
+                if answer.status == 200:
+                    return await answer.read()
         return None
 
     async def _is_busy(self, http: aiohttp.ClientSession) -> bool:
@@ -417,26 +416,24 @@ class SupervisedEngine:
         return load["running"] + load["waiting"] > 0
 
     async def _read_load(self, http: aiohttp.ClientSession) -> dict[str, float]:
-        """Returns its load, over its data-parallel ranks, of which `load` keeps the most; zeros
-        without an answer."""
+        """Returns the load over all data-parallel ranks, whose maximum `load` keeps; zeros without
+        an answer."""
         body = await self._fetch(http, f"{self.url}/v1/loads?include=core,queues")
-        ranks = [] if body is None else json.loads(body)["loads"]
+        ranks = json.loads(body or '{"loads": []}')["loads"]
         now = (
             max((rank["token_usage"] for rank in ranks), default=0.0),
             *(sum(rank[f"num_{kind}_reqs"] for rank in ranks) for kind in ("running", "waiting")),
             sum(rank["queues"]["retracted"] for rank in ranks),
         )
-        self.load = {
-            name: max(value, self.load.get(name, 0.0))
-            for name, value in zip(LOADS, now, strict=True)
-        }
-        self.load_now = dict(zip(LOADS, now, strict=True)) if ranks else {}
-        return dict(zip(LOADS, now, strict=True))
+        load = dict(zip(LOADS, now, strict=True))
+        self.load = {name: max(value, self.load.get(name, 0.0)) for name, value in load.items()}
+        self.load_now = load if ranks else {}
+        return load
 
 
 def _tokens_of_caches(server_info: dict) -> int | None:
-    """Returns the tokens that an engine's caches hold; None if it does not say."""
+    """Returns the tokens that an engine's caches hold; None if unknown."""
     tokens = server_info.get("max_total_num_tokens")
-    if tokens and server_info.get("enable_dp_attention"):  # each replica has a cache of its own
+    if tokens and server_info.get("enable_dp_attention"):  # each replica has a separate cache
         return tokens * server_info.get("dp_size", 1)
     return tokens

@@ -23,7 +23,7 @@ from megagrpo.actor.step import (
 )
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.batching.batch import build_batch
-from megagrpo.batching.rows import LossNeeds
+from megagrpo.batching.sample_rows import LossNeeds
 from megagrpo.batching.updates import plan_updates
 from megagrpo.check.problems import refuse_layout
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig

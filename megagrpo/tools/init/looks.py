@@ -8,8 +8,8 @@ from pathlib import Path
 
 from megagrpo.config.fields import complaints
 from megagrpo.data.rows import Values, raw_rows
+from megagrpo.rewards.graders.functions import check_answer
 from megagrpo.rewards.graders.gsm8k import grade as gsm8k
-from megagrpo.rewards.graders.table import check_answer
 from megagrpo.system.errors import collected
 
 LOOKED_AT = 200  # rows

@@ -19,7 +19,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.costs import ITEM
 from megagrpo.models.kinds.vision.cost import engine_weights
 from megagrpo.models.stored.quantization import FP8_BLOCK
-from megagrpo.monitor.rollouts import read_rollouts
+from megagrpo.monitor.rollout_log import read_rollouts
 from megagrpo.rollout.admission import tokens_in_cache
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.system.run_folder import RunFolder

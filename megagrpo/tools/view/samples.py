@@ -4,9 +4,9 @@ import base64
 from collections.abc import Sequence
 from typing import TypeVar
 
-from megagrpo.monitor.record import read_metrics
-from megagrpo.monitor.rollouts import read_rollouts
+from megagrpo.monitor.rollout_log import read_rollouts
 from megagrpo.monitor.step_lines import read_step_lines
+from megagrpo.monitor.step_log import read_metrics
 from megagrpo.system.run_folder import RunFolder
 
 T = TypeVar("T")

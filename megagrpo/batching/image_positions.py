@@ -44,31 +44,32 @@ def with_images(batch: Batch, micro: MicroBatch, merge: int) -> MicroBatch:
     images = [batch.images[member] if batch.images else () for member in members]
     lengths = batch.lengths[micro.members]
     positions = [
-        rotary_positions(n, of, merge) for n, of in zip(lengths.tolist(), images, strict=True)
+        rotary_positions(length, refs, merge)
+        for length, refs in zip(lengths.tolist(), images, strict=True)
     ]
     feature, refs = _features(lengths, images, merge)
-    # of each place of this rank its token among those of the members, the last for padding
+    # for each place of this rank: its token among those of the members, the last for padding
     starts = torch.full((len(batch.lengths) + 1,), -1)
     starts[micro.members] = lengths.cumsum(0) - lengths
     token = torch.where(micro.rows >= 0, starts[micro.rows] + micro.columns, len(feature) - 1)
     everywhere = torch.cat([*positions, torch.zeros(3, 1, dtype=torch.int64)], 1)
     rope = torch.where(micro.rows >= 0, everywhere[:, token], micro.positions)
-    found = feature[token].flatten()
-    places = torch.nonzero(found >= 0).flatten()
-    return replace(micro, rope_positions=rope, images=MicroImages(refs, found[places], places))
+    features = feature[token].flatten()
+    places = torch.nonzero(features >= 0).flatten()
+    return replace(micro, rope_positions=rope, images=MicroImages(refs, features[places], places))
 
 
 def _features(
     lengths: Tensor, images: Sequence[Sequence[ImageRef]], merge: int
 ) -> tuple[Tensor, tuple[ImageRef, ...]]:
-    """Returns the row of the feature of every token, [t + 1], -1 where there is none, and the
-    distinct images."""
+    """Returns the feature row of every token, [t + 1], or -1 if it has none, and the distinct
+    images."""
     first: dict[str, tuple[int, ImageRef]] = {}  # by key: the first row, any reference
     feature = torch.full((int(lengths.sum()) + 1,), -1)
     start = 0
     count = 0
-    for length, of_member in zip(lengths.tolist(), images, strict=True):
-        for image in of_member:
+    for length, member_images in zip(lengths.tolist(), images, strict=True):
+        for image in member_images:
             tokens = image.grid[0] * image.grid[1] * image.grid[2] // merge**2
             if image.key not in first:
                 first[image.key] = (count, image)

@@ -44,15 +44,16 @@ class SampleRow:
     response: np.ndarray  # [T] int32
     response_mask: np.ndarray | None  # [T] bool, False on tokens of a tool; None: all were sampled
     logprobs: np.ndarray  # [T] float32, by the engine
-    # [T] int32, of the weights that sampled; None if nothing reads them, or nothing was sampled
-    versions: np.ndarray | None
+    # [T] int32, trained version minus sampling version; None if nothing reads them, or nothing was
+    # sampled
+    lags: np.ndarray | None
     reward: float  # of its rollout
     valid: bool
     truncated: bool
     greedy_reward: float  # of the group's greedy response; NaN where there is none
-    token_rewards: tuple[tuple[int, float], ...]  # as in Outcome, of its own tokens
+    token_rewards: tuple[tuple[int, float], ...]  # as in Outcome, only this sample's tokens
     parts: tuple[float, ...]  # scores of its rollout, by grader
-    # of this rank's layers, as in Sample; None if unknown or never read
+    # for this rank's layers, as in Sample; None if unknown or never read
     routed_experts: np.ndarray | None
     images: tuple[ImageRef, ...]  # of its prompt
     weights: dict[str, np.ndarray]  # by component of the loss: [T] float32; {}: rl alone
@@ -87,33 +88,40 @@ def with_demonstration(group: RolloutGroup) -> RolloutGroup:
 def rows_of(
     group: RolloutGroup,
     most: int,
-    with_versions: bool,
+    trained_version: int | None,
     experts: Sequence[np.ndarray | None],
     needs: LossNeeds,
 ) -> list[SampleRow]:
-    """Returns the rows of a group; most: samples of any group of the step.
+    """Returns the rows of a group; most: the largest number of samples in a group of the step.
 
-    with_versions: keep those of the weights that sampled. experts: of each sample, if they are
-    replayed. Raises ValueError if a scored response has no score of one of `needs.graders`.
+    trained_version: None if lags are not needed. experts: those of each sample, if they are
+    replayed. Raises ValueError if a scored response has no score from one of `needs.graders`.
     """
     greedy = group.greedy_outcome
     comparable = greedy is None or greedy.ok
+    greedy_reward = math.nan
+    if greedy is not None and greedy.ok:
+        greedy_reward = greedy.value
     order = [sample.rollout_index for sample in group.samples]
     assert order == sorted(order), "samples come one rollout after the other"
     rows = []
     for number, (samples, outcome) in enumerate(zip(group.rollouts, group.outcomes, strict=True)):
         is_sampled = outcome.status != _DEMONSTRATION
-        other: Writer = "tool" if is_sampled else "data"
         first = group.group_id * most
         start = 0  # among the response tokens of the rollout
         for sample in samples:
             end = start + len(sample.token_ids)
-            prompt = group.prompt.token_ids if sample.prompt_ids is None else sample.prompt_ids
-            inside = [
+            prompt = sample.prompt_ids
+            if prompt is None:
+                prompt = group.prompt.token_ids
+            lags = None
+            if trained_version is not None and is_sampled:
+                lags = trained_version - sample.token_versions()
+            token_rewards = (
                 (index - start, reward)
                 for index, reward in outcome.token_rewards
-                if start <= index < end
-            ]
+                if outcome.ok and start <= index < end
+            )
             row = SampleRow(
                 # samples have the same with demonstrations as without
                 sample_id=first + sample.index if is_sampled else -1 - group.group_id,
@@ -123,16 +131,18 @@ def rows_of(
                 response=sample.token_ids,
                 response_mask=sample.loss_mask,
                 logprobs=sample.logprobs,
-                versions=sample.token_versions() if with_versions and is_sampled else None,
+                lags=lags,
                 reward=outcome.value if outcome.ok else 0.0,
                 valid=outcome.ok and comparable,
                 truncated=sample.finish_reason == "length",
-                greedy_reward=greedy.value if greedy is not None and greedy.ok else math.nan,
-                token_rewards=tuple(inside) if outcome.ok else (),
+                greedy_reward=greedy_reward,
+                token_rewards=tuple(token_rewards),
                 parts=_scores(outcome, tuple(needs.graders)),
                 routed_experts=experts[sample.index],
                 images=group.prompt.images,
-                weights=_weights(group.prompt, sample, other, needs.algorithm),
+                weights=_weights(
+                    group.prompt, sample, "tool" if is_sampled else "data", needs.algorithm
+                ),
                 teacher=sample.teacher,
             )
             rows.append(row)
@@ -145,25 +155,28 @@ def _weights(
 ) -> dict[str, np.ndarray]:
     """Returns the weights of a sample's tokens by component, [T] float32 each. other: who wrote the
     tokens that the policy did not sample."""
-    found: dict[str, np.ndarray] = {}
+    weights: dict[str, np.ndarray] = {}
     for component in algorithm.components:
-        of_policy, of_other = (
-            algorithm.weight_of(component, writer, prompt.source) for writer in ("policy", other)
+        policy_weight = algorithm.weight_of(component, "policy", prompt.source)
+        other_weight = algorithm.weight_of(component, other, prompt.source)
+        factor = prompt.weights.get(component, 1.0)
+        if component == "distillation" and sample.teacher is None:
+            factor = 0.0
+        factors = np.full(len(sample.token_ids), factor, np.float32)
+        sampled = sample.loss_mask is None or sample.loss_mask
+        weights[component] = factors * np.where(sampled, policy_weight, other_weight).astype(
+            np.float32
         )
-        known = component != "distillation" or sample.teacher is not None
-        factor = prompt.weights.get(component, 1.0) if known else 0.0
-        sampled = True if sample.loss_mask is None else sample.loss_mask
-        weights = np.full(len(sample.token_ids), factor, np.float32)
-        found[component] = weights * np.where(sampled, of_policy, of_other).astype(np.float32)
-        found[component][: sample.shared] = 0.0
-    return found
+        weights[component][: sample.shared] = 0.0
+    return weights
 
 
 def _scores(outcome: Outcome, graders: Sequence[str]) -> tuple[float, ...]:
-    """Returns the score of each grader; zeros of a response without a score."""
+    """Returns the score of each grader; zeros for a response without a score."""
     if not outcome.ok:
         return (0.0,) * len(graders)
-    if missing := [name for name in graders if name not in outcome.parts]:
+    missing = [name for name in graders if name not in outcome.parts]
+    if missing:
         raise ValueError(
             f"a group has no score of {', '.join(missing)}: it was sampled before reward.graders "
             "changed; resume with the graders of its checkpoint"
@@ -176,40 +189,41 @@ def streams_of(rows: Sequence[SampleRow], algorithm: AlgorithmConfig) -> Streams
     if not algorithm.components:
         return None
     weights = {
-        name: of_responses(rows, (row.weights[name] for row in rows), np.float32)
+        name: response_values(rows, (row.weights[name] for row in rows), np.float32)
         for name in algorithm.components
     }
     if algorithm.distillation is None:
         return Streams(weights)
 
-    def of_teachers(name: str, kind: type[np.generic], width: int | None = None) -> torch.Tensor:
-        scores = (None if row.teacher is None else getattr(row.teacher, name) for row in rows)
-        return of_responses(rows, scores, kind, width=width)
+    def scores(name: str, kind: type[np.generic], *width: int) -> torch.Tensor:
+        return response_values(
+            rows, (getattr(row.teacher, name, None) for row in rows), kind, width=width
+        )
 
-    streams = Streams(weights, of_teachers("logprobs", np.float32))
-    if not (width := algorithm.distillation.num_candidates):
+    streams = Streams(weights, scores("logprobs", np.float32))
+    width = algorithm.distillation.num_candidates
+    if not width:
         return streams
     return replace(
         streams,
-        top_ids=of_teachers("top_ids", np.int32, width),
-        top_logprobs=of_teachers("top_logprobs", np.float32, width),
+        top_ids=scores("top_ids", np.int32, width),
+        top_logprobs=scores("top_logprobs", np.float32, width),
     )
 
 
-def of_responses(
+def response_values(
     rows: Sequence[SampleRow],
     values: Iterable[np.ndarray | None],
     kind: type[np.generic],
     default: object = 0,
-    width: int | None = None,
+    width: tuple[int, ...] = (),
 ) -> torch.Tensor:
-    """Returns values of responses, [T] or [T, width], as those of all tokens, 0 on prompts; of a
-    response without, the default."""
-    of_token = () if width is None else (width,)
-    flat = np.zeros((sum(row.length for row in rows), *of_token), kind)
+    """Returns values of responses, [T, *width], for all tokens: 0 on prompts, the default for a
+    response without values."""
+    flat = np.zeros((sum(row.length for row in rows), *width), kind)
     start = 0
-    for row, of_row in zip(rows, values, strict=True):
+    for row, row_values in zip(rows, values, strict=True):
         end = start + row.length
-        flat[start + len(row.prompt) : end] = default if of_row is None else of_row
+        flat[start + len(row.prompt) : end] = default if row_values is None else row_values
         start = end
     return torch.from_numpy(flat)

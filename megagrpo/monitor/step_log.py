@@ -1,8 +1,8 @@
 """Writes and reads the metrics of a run: metrics.jsonl and TensorBoard.
 
-Entries are numbered by finished steps, which equals the weight version: entry 0 has the values
-before the first update, entry n those of the step that produced weights n and of the evaluation of
-weights n.
+Entries are numbered by finished steps, which equals the weight version. Entry 0 has the values
+before the first update. Entry n has those of the step that produced weights n, and of the
+evaluation of weights n.
 """
 
 import json
@@ -27,9 +27,7 @@ class StepLog:
         self._board = None
         if config.tensorboard:
             # imports for seconds; only the main rank needs it
-            from torch.utils.tensorboard import (
-                SummaryWriter,
-            )
+            from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(folder.tensorboard), purge_step=start_step + 1)
 

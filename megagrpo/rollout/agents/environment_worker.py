@@ -1,4 +1,4 @@
-"""The process that runs environments: `python -m megagrpo.rollout.agents.worker FD FUNCTION`.
+"""The process that runs environments: `python -m megagrpo.rollout.agents.environment_worker FD FUNCTION`.
 
 One call at a time, for any number of episodes.
 """
@@ -37,7 +37,7 @@ def main(fd: int, function: str) -> None:
 
 
 def _end(raised: BaseException | None) -> str:
-    """Returns what an exception of an environment means for its rollout, one of ENDS."""
+    """Returns how an exception of an environment ends the rollout, one of ENDS."""
     match raised:
         case UnusableRow():
             return "data"
@@ -54,8 +54,8 @@ def _called(
     method: str,
     arguments: list,
 ) -> object:
-    """Returns what a method gives, checked. Raises what it raises, and ValueError for what it
-    should not return."""
+    """Returns the checked result of a method. Raises its exceptions, and ValueError for a wrong
+    result."""
 
     def result_of(value: object) -> object:
         return loop.run_until_complete(value) if inspect.iscoroutine(value) else value
@@ -65,32 +65,35 @@ def _called(
         episodes[number] = result_of(make(row, seed, **options))
         return None
     if method == "close":
-        if hasattr(environment := episodes.pop(number, None), "close"):
-            result_of(environment.close())
+        close = getattr(episodes.pop(number, None), "close", None)
+        if close is not None:
+            result_of(close())
         return None
-    found = result_of(getattr(episodes[number], method)(*arguments))
+    result = result_of(getattr(episodes[number], method)(*arguments))
     if method == "reset":
-        return _said(found, method)
-    if not isinstance(found, Sequence) or len(found) != 3:
-        raise ValueError(f"step returned {found!r:.80}, not (message, reward, done)")
-    said, reward, done = found
+        return _checked(result, method)
+    if not isinstance(result, Sequence) or len(result) != 3:
+        raise ValueError(f"step returned {result!r:.80}, not (message, reward, done)")
+    observation, reward, done = result
     if not isinstance(reward, Real) or not math.isfinite(reward):
         raise ValueError(f"step returned the reward {reward!r:.80}, not a finite number")
-    return [_said(said, method), float(reward), bool(done)]
+    return [_checked(observation, method), float(reward), bool(done)]
 
 
-def _said(said: object, method: str) -> object:
-    if said is None or isinstance(said, str):
-        return said
-    for each in said if isinstance(said, list) else [None]:
-        if not isinstance(each, dict) or not {"role", "content"} <= each.keys():
+def _checked(observation: object, method: str) -> object:
+    if observation is None or isinstance(observation, str):
+        return observation
+    for message in observation if isinstance(observation, list) else [None]:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise ValueError(
-                f"{method} returned {said!r:.80}, not a text or a list of "
-                "messages with role and content"
+                f"{method} returned {observation!r:.80}, not a text or a list of messages with "
+                "role and content"
             )
-        if not isinstance(each["content"], str):
-            raise ValueError(f"{method} returned {said!r:.80}: the content of a message is a text")
-    return said
+        if not isinstance(message["content"], str):
+            raise ValueError(
+                f"{method} returned {observation!r:.80}: the content of a message is a text"
+            )
+    return observation
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Built-in group graders: from the scores of a group to its rewards. They get only responses with a
-score."""
+"""Built-in group graders, which turn the scores of a group into rewards. They get only responses
+with a score."""
 
 from collections import Counter
 

@@ -1,11 +1,11 @@
-"""Scores of responses by their rows' teachers: requests of prompt and response, log-probabilities
-of the response back."""
+"""Scores of responses from the teachers of their rows: requests send prompt and response, answers
+bring log-probabilities of the response."""
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -37,7 +37,8 @@ _ANSWERS = msgspec.json.Decoder(Answer)
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """A request for the log-probabilities of a response, T tokens, and of k more at each."""
+    """A request for the log-probabilities of a response, T tokens, and of k more tokens at each
+    position."""
 
     teacher: str
     ids: np.ndarray  # of prompt and response
@@ -53,8 +54,8 @@ class ScoreRequest:
         return lambda: float(len(self.ids))
 
     @property
-    def wanted(self) -> str:
-        """What is asked for, in messages."""
+    def result(self) -> str:
+        """The result of the request, in messages."""
         return f"scores of teacher {self.teacher}"
 
     @property
@@ -77,13 +78,13 @@ class ScoreRequest:
         return body
 
     def read(self, text: bytes, arch: Architecture | None) -> TeacherScores:
-        """Returns the scores of an answer's text. Raises UnusableAnswer if they are not of the
+        """Returns the scores in an answer's text. Raises UnusableAnswer if they do not fit the
         response."""
         with unreadable(text):
             meta = _ANSWERS.decode(text)["meta_info"]
             end_of_request(meta)
-            found = meta.get("input_token_logprobs", [])[1:]
-            logprobs = np.array([logprob for logprob, *_ in found], np.float32)
+            entries = meta.get("input_token_logprobs", [])[1:]
+            logprobs = np.array([logprob for logprob, *_ in entries], np.float32)
             ids = top = None
             if self.candidates is not None:
                 k = self.candidates.shape[1]
@@ -100,9 +101,9 @@ class ScoreRequest:
 
 
 class Teachers:
-    """The teachers of an experiment as a leader asks them. Coroutines are of one loop.
+    """The teachers of an experiment, for one leader. Coroutines run in one loop.
 
-    num_leaders: that share the engines.
+    num_leaders: leaders that share the engines.
     """
 
     def __init__(self, config: ExperimentConfig, num_leaders: int, control: ServiceControl):
@@ -110,9 +111,10 @@ class Teachers:
         self._num_leaders = num_leaders
         self._retry = RetryPolicy.of(config)
         _, self.loss, top_k = config.scoring
-        given = self.loss == "student_topk"
-        # tokens of each position, of the policy or of the teacher, that are scored besides
-        self.num_given, self.top_k = (top_k, 0) if given else (0, top_k)
+        # tokens of each position, the policy's or the teacher's most probable, that are also scored
+        self.num_candidates, self.top_k = 0, top_k
+        if self.loss == "student_topk":
+            self.num_candidates, self.top_k = top_k, 0
         self._engines: dict[str, Engines] = {}
         self._admission: dict[str, AdmissionQueue] = {}
         for name, teacher in config.teachers.items():
@@ -140,7 +142,7 @@ class Teachers:
             )
 
     def opened(self) -> "OpenTeachers":
-        """Returns them with connections, as an async context manager."""
+        """Returns the teachers with connections, as an async context manager."""
         clients = {
             name: GenerationClient(engines, self._retry, self._admission[name])
             for name, engines in self._engines.items()
@@ -167,8 +169,8 @@ class OpenTeachers:
     def problems(self) -> str:
         """Returns the last problem of each teacher that had one."""
         return "".join(
-            f"; teacher {name}: {client.num_retries} retries, the last because "
-            f"of: {client.last_problem}"
+            f"; teacher {name}: {client.num_retries} retries, the last because of: "
+            f"{client.last_problem}"
             for name, client in self._clients.items()
             if client.last_problem
         )
@@ -180,16 +182,15 @@ class OpenTeachers:
         probable tokens, [T, k]. Raises GenerationFailed."""
         teachers = self._teachers
         if not len(ids):
-            k = max(teachers.num_given, teachers.top_k)
-            none = (np.zeros((0, k)), np.zeros((0, k))) if k else (None, None)
-            return TeacherScores(np.zeros(0), *none)
+            k = teachers.num_candidates or teachers.top_k
+            return TeacherScores(np.zeros(0), *([np.zeros((0, k))] * 2 if k else ()))
         weights = teachers.of(prompt)
-        whole = np.concatenate([context, ids])
+        sequence = np.concatenate([context, ids])
         began = time.monotonic()
         scores = await asyncio.gather(
             *(
                 self._clients[name].generate(
-                    ScoreRequest(name, whole, len(ids), teachers.top_k, top_ids)
+                    ScoreRequest(name, sequence, len(ids), teachers.top_k, top_ids)
                 )
                 for name, _ in weights
             )
@@ -199,20 +200,19 @@ class OpenTeachers:
 
 
 def mixture(weights: Sequence[float], scores: Sequence[TeacherScores]) -> TeacherScores:
-    """Returns log sum_i w_i p_i of the sampled tokens, and of candidates that all have scored."""
+    """Returns log sum_i w_i p_i of the sampled tokens, and of candidates that all teachers
+    scored."""
     if len(scores) == 1:
         return scores[0]
+
+    def mixed(logprobs: Sequence[np.ndarray]) -> np.ndarray:
+        pairs = zip(weights, logprobs, strict=True)
+        terms = [np.log(weight) + values.astype(np.float64) for weight, values in pairs]
+        return np.logaddexp.reduce(terms).astype(np.float32)
+
+    result = TeacherScores(mixed([score.logprobs for score in scores]), scores[0].top_ids)
     top = [score.top_logprobs for score in scores if score.top_logprobs is not None]
-    return TeacherScores(
-        _mixed(weights, [score.logprobs for score in scores]),
-        scores[0].top_ids,
-        _mixed(weights, top) if top else None,
-    )
-
-
-def _mixed(weights: Sequence[float], logprobs: Sequence[np.ndarray]) -> np.ndarray:
-    terms = [np.log(w) + each.astype(np.float64) for w, each in zip(weights, logprobs, strict=True)]
-    return np.logaddexp.reduce(terms).astype(np.float32)
+    return replace(result, top_logprobs=mixed(top)) if top else result
 
 
 @dataclass
@@ -231,7 +231,7 @@ class ScoringUse:
         self.tokens += tokens
 
     def add_metrics(self, metrics: "Metrics") -> None:
-        """Adds what was counted, and begins to count anew."""
+        """Adds the counts, and resets them."""
         metrics.add_mean("teachers/score_s_mean", self.seconds, self.samples)
         metrics.add_sum("teachers/score_s_sum", self.seconds)
         metrics.add_sum("teachers/tokens", self.tokens)

@@ -1,5 +1,5 @@
-"""Metrics of a step's groups: responses, rewards, graders, sources, environments, and what dynamic
-sampling chose."""
+"""Metrics of a step's groups: responses, rewards, graders, sources, environments and dynamic
+sampling."""
 
 from collections.abc import Iterator, Sequence
 
@@ -38,8 +38,8 @@ def selection_metrics(
 ) -> None:
     """Adds dynamic_sampling/*, in groups over all ranks.
 
-    generated_reward_mean is over all groups generated in this step; a step's other rewards are of
-    the chosen ones only.
+    generated_reward_mean is over all groups generated in this step; the step's other reward metrics
+    are over the chosen groups only.
     """
     dropped = set(selection.dropped)
     surplus = set(selection.surplus)
@@ -55,19 +55,19 @@ def selection_metrics(
 
 
 def grader_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], reward: RewardConfig) -> None:
-    """Adds, for each of several graders, its mean score before weights and the fraction of its
+    """Adds, for each of several graders, the mean score before weights and the fraction of
     failures.
 
-    Both are over the responses that it graded: data.grader_key may choose among the graders.
+    Both are over the responses that the grader graded, because data.grader_key may choose one.
     """
+    if not reward.has_parts:
+        return
     parts = [outcome.parts for group in groups for outcome in group.outcomes]
-    for name in [entry.short_name for entry in reward.entries] if reward.has_parts else ():
-        of_grader = [outcomes[name] for outcomes in parts if name in outcomes]
-        scores = [outcome.value for outcome in of_grader if outcome.ok]
+    for name in (entry.short_name for entry in reward.entries):
+        graded = [outcomes[name] for outcomes in parts if name in outcomes]
+        scores = [outcome.value for outcome in graded if outcome.ok]
         metrics.add_mean(f"grader/{name}_mean", sum(scores), len(scores))
-        metrics.add_mean(
-            f"grader/{name}_failed_fraction", len(of_grader) - len(scores), len(of_grader)
-        )
+        metrics.add_mean(f"grader/{name}_failed_fraction", len(graded) - len(scores), len(graded))
 
 
 def by_source(
@@ -75,10 +75,7 @@ def by_source(
 ) -> Iterator[tuple[str, list[RolloutGroup]]]:
     """Yields the name of each source, as metrics can spell it, and its groups."""
     for source in sources:
-        yield (
-            metric_name(source),
-            [group for group in groups if group.prompt.source == source],
-        )
+        yield metric_name(source), [group for group in groups if group.prompt.source == source]
 
 
 def source_metrics(
@@ -86,19 +83,19 @@ def source_metrics(
 ) -> None:
     """Adds, for each source of prompts, its share of the groups, and its mean score and response
     length in tokens."""
-    for name, of_source in by_source(groups, sources):
-        scores = [outcome.value for group in of_source for outcome in group.outcomes if outcome.ok]
-        lengths = [len(sample.token_ids) for group in of_source for sample in group.samples]
-        metrics.add_mean(f"source/{name}_fraction", len(of_source), len(groups))
+    for name, members in by_source(groups, sources):
+        scores = [outcome.value for group in members for outcome in group.outcomes if outcome.ok]
+        lengths = [len(sample.token_ids) for group in members for sample in group.samples]
+        metrics.add_mean(f"source/{name}_fraction", len(members), len(groups))
         metrics.add_mean(f"source/{name}_reward_mean", sum(scores), len(scores))
         metrics.add_mean(f"source/{name}_length_mean", sum(lengths), len(lengths))
 
 
 def curriculum_metrics(metrics: Metrics, shown: Sequence[GroupResult], pools: np.ndarray) -> None:
-    """Adds, for each pool of rows, their number, and the share and mean score of the groups of its
-    rows that were sampled for this step.
+    """Adds, for each pool, the number of rows, and the share and mean score of the groups that were
+    sampled from it for this step.
 
-    shown: this rank's. pools: of each row before the step.
+    shown: this rank's results. pools: the pool of each row before the step.
     """
     for number, pool in enumerate(POOLS):
         rewards = [mean for _, row, _, mean in shown if pools[row] == number]
@@ -128,10 +125,10 @@ def rollout_metrics(
     )
     # Only responses that may call a tool have one.
     masks = [sample.loss_mask for sample in samples if sample.loss_mask is not None]
-    of_tools = [len(mask) - int(mask.sum()) for mask in masks]
-    metrics.add_mean("response/tool_token_fraction", sum(of_tools), sum(map(len, masks)))
+    tool_tokens = [len(mask) - int(mask.sum()) for mask in masks]
+    metrics.add_mean("response/tool_token_fraction", sum(tool_tokens), sum(map(len, masks)))
     metrics.add_mean(
-        "response/tool_use_fraction", sum(number > 0 for number in of_tools), len(masks)
+        "response/tool_use_fraction", sum(number > 0 for number in tool_tokens), len(masks)
     )
     turns = sum(int((mask & ~np.append(False, mask[:-1])).sum()) for mask in masks)
     metrics.add_mean("response/turns_mean", turns, len(outcomes) if masks else 0)
@@ -156,18 +153,19 @@ def rollout_metrics(
 def _environment_metrics(
     metrics: Metrics, samples: Sequence[Sample], played: Sequence[Outcome]
 ) -> None:
-    """Adds what ended the rollouts with an environment, and the tokens of policy and environment in
-    one of them."""
+    """Adds how the rollouts with an environment ended, and the tokens of policy and environment per
+    rollout."""
     for end in ENDS:
-        metrics.add_mean(
-            f"environment/{end}_fraction",
-            sum(outcome.end == end for outcome in played),
-            len(played),
-        )
-    own = sum(len(s.token_ids) if s.loss_mask is None else int(s.loss_mask.sum()) for s in samples)
-    said = (
-        sum(len(s.token_ids) + (0 if s.prompt_ids is None else len(s.prompt_ids)) for s in samples)
-        - own
-    )
-    metrics.add_mean("environment/policy_tokens_mean", own, len(played))
-    metrics.add_mean("environment/said_tokens_mean", said, len(played))
+        number = sum(outcome.end == end for outcome in played)
+        metrics.add_mean(f"environment/{end}_fraction", number, len(played))
+    policy = environment = 0
+    for sample in samples:
+        sampled = len(sample.token_ids)
+        if sample.loss_mask is not None:
+            sampled = int(sample.loss_mask.sum())
+        policy += sampled
+        environment += len(sample.token_ids) - sampled
+        if sample.prompt_ids is not None:
+            environment += len(sample.prompt_ids)
+    metrics.add_mean("environment/policy_tokens_mean", policy, len(played))
+    metrics.add_mean("environment/said_tokens_mean", environment, len(played))

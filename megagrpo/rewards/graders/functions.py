@@ -1,10 +1,10 @@
 """The table of graders.
 
 A grader is a function `grade(text, answer, **args)` that returns a score, (score, remark), or
-rewards of parts of the response (rewards/parts.py). If it has parameters `data_source` or
-`extra_info`, it gets the row's; verl's `compute_score(data_source, solution_str, ground_truth,
-extra_info)` is one, too, and TRL's `f(completions, **columns)`, which gets lists of one and returns
-one. A group grader is a function `f(texts, answer, scores, **args)` that
+rewards of parts of the response (rewards/parts.py). Parameters `data_source` and `extra_info` get
+the row's values. A grader may also have the signature of verl, `compute_score(data_source,
+solution_str, ground_truth, extra_info)`, or of TRL, `f(completions, **columns)`, which gets and
+returns lists of length one. A group grader is a function `f(texts, answer, scores, **args)` that
 returns a list of scores.
 """
 
@@ -26,15 +26,15 @@ BUILT_IN = {  # named, not imported: only `math` should pay for sympy
     "math": "megagrpo.rewards.graders.math:grade",
     "math_dapo": "megagrpo.rewards.graders.math_dapo:grade",
 }
-# Besides, by the same names: a check of an answer of the data, which raises ValueError, and one of
-# the machine that grades, which returns what is wrong with it.
+# By the same names: a check of an answer in the data, which raises ValueError, and a check of the
+# machine that grades, which returns a problem.
 _ANSWER_CHECKS = {"code": "megagrpo.sandbox.test_cases:read_tests"}
 _MACHINE_CHECKS = {"code": "megagrpo.sandbox.sandbox:machine_problem"}
 SERVICES = ("http", "judge")  # the leader calls them over the network, see services.py
 _ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "target", "label")  # as data sets name it
 GROUP_BUILT_IN = {
-    "distinct": "megagrpo.rewards.group:distinct",
-    "rank": "megagrpo.rewards.group:rank",
+    "distinct": "megagrpo.rewards.group_graders:distinct",
+    "rank": "megagrpo.rewards.group_graders:rank",
 }
 
 
@@ -44,7 +44,7 @@ def load_grader(name: str, args: GraderArgs) -> GraderFunction:
     Raises ValueError for an unknown name, a module that cannot be imported, or `args` that the
     function rejects.
     """
-    known = BUILT_IN | dict.fromkeys(SERVICES, "")  # which never come here
+    known = BUILT_IN | dict.fromkeys(SERVICES, "")  # services never come here
     function = load_function(name, known, "reward.grader")
     misfit = "reward.args do not fit grader"
     if name in OPTIONS:
@@ -53,22 +53,22 @@ def load_grader(name: str, args: GraderArgs) -> GraderFunction:
         with translated(f"{misfit} {name!r}", TypeError):
             inspect.signature(function).bind_partial(**args)
     else:
-        inputs = _inputs(inspect.signature(function), ["text", "answer"])
-        check_arguments(misfit, name, function, inputs[0], args, inputs[1])
+        positional, named = _inputs(function)
+        check_arguments(misfit, name, function, positional, args, named)
     return function
 
 
 def call_grader(function: GraderFunction, args: GraderArgs, inputs: Sequence[object]) -> object:
-    """Returns what the grader says of a response.
+    """Returns the grader's value for a response.
 
-    inputs: its text and answer; then the source and the extra values of its row, for graders that
-    name them; then the prompt, its messages if it is a chat, and whether it is one, for TRL's.
+    inputs: text and answer; then the source and the extra values of the row, for graders that name
+    them; then, for TRL's, the prompt (its messages if it is a chat) and whether it is a chat.
     """
     if _is_trls(function):
         return _from_trl(function(**_columns(function, args, inputs), **args))
     names = ("text", "answer", "data_source", "extra_info", "solution_str", "ground_truth")
     values = dict(zip(names, (*inputs[:4], *inputs[:2]), strict=True))
-    positional, named = _inputs(inspect.signature(function), ["text", "answer"])
+    positional, named = _inputs(function)
     return function(
         *(values[name] for name in positional), **{name: values[name] for name in named}, **args
     )
@@ -81,48 +81,46 @@ def _is_trls(function: Callable[..., object]) -> bool:
 def _columns(
     function: Callable[..., object], args: GraderArgs, inputs: Sequence[object]
 ) -> dict[str, list[object]]:
-    """Returns what TRL's trainer hands to a reward function, for one response: its text, or, after
-    a chat, its message; the row's columns by their names, of `data.extra_key` if that is an object
-    which has them, else the answer."""
-    text, answer, _, extra, *of_prompt = inputs
-    question, chat = of_prompt or ("", False)
+    """Returns the arguments of a TRL reward function for one response: the text (after a chat, the
+    message), and columns by name: those of the `data.extra_key` object, else the answer."""
+    text, answer, _, extra, *prompt = inputs
+    question, chat = prompt or ("", False)
     known: dict[str, object] = {
         "completions": [{"role": "assistant", "content": text}] if chat else text,
         "prompts": question,
     }
     row = extra if isinstance(extra, dict) else {}
-    parameters = inspect.signature(function).parameters.values()
-    named = [
-        each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-    ]
-    wanted = [
-        each.name
-        for each in named
-        if each.default is each.empty or each.name in row or each.name in _ANSWER_COLUMNS
-    ]
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
-        wanted += ["prompts", *row]
+    columns = ["completions"]
+    for name, parameter in inspect.signature(function).parameters.items():
+        match parameter.kind:
+            case parameter.POSITIONAL_OR_KEYWORD | parameter.KEYWORD_ONLY:
+                if parameter.default is parameter.empty or name in (*row, *_ANSWER_COLUMNS):
+                    columns.append(name)
+            case parameter.VAR_KEYWORD:
+                columns += ["prompts", *row]
     return {
         name: [known.get(name, row.get(name, answer))]
-        for name in dict.fromkeys(["completions", *wanted])
+        for name in dict.fromkeys(columns)
         if name not in args
     }
 
 
 def _from_trl(value: object) -> object:
-    """Returns the score of the one response; None, with which TRL leaves a row out of a sum, is 0."""
+    """Returns the score of the one response; None, which leaves a row out of TRL's sum, is 0."""
     if not isinstance(value, list) or len(value) != 1:
         raise ValueError(f"returned {value!r:.80}, not a list of one score for one completion")
-    return 0.0 if value[0] is None else value[0]
+    if value[0] is None:
+        return 0.0
+    return value[0]
 
 
-def _inputs(signature: inspect.Signature, positional: list[str]) -> tuple[list[str], list[str]]:
-    """Returns the inputs that a grader takes by position, and those that it takes by their
-    names."""
-    of_row = [name for name in ("data_source", "extra_info") if name in signature.parameters]
-    if {"solution_str", "ground_truth"} <= signature.parameters.keys():
-        return [], ["solution_str", "ground_truth", *of_row]
-    return positional, of_row
+def _inputs(function: GraderFunction) -> tuple[list[str], list[str]]:
+    """Returns the inputs that a grader takes by position, and those that it takes by name."""
+    parameters = inspect.signature(function).parameters
+    row_inputs = [name for name in ("data_source", "extra_info") if name in parameters]
+    if {"solution_str", "ground_truth"} <= parameters.keys():
+        return [], ["solution_str", "ground_truth", *row_inputs]
+    return ["text", "answer"], row_inputs
 
 
 def load_group_grader(name: str, args: GraderArgs) -> GroupFunction:
@@ -140,9 +138,7 @@ def check_grader(name: str, args: GraderArgs) -> None:
         check_options(name, args)
         if name == "judge":
             # httpx is not needed to check other graders
-            from megagrpo.rewards.graders.judge import (
-                read_template,
-            )
+            from megagrpo.rewards.graders.judge import read_template
 
             read_template(str(args["prompt_file"]))
     else:
