@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from megagrpo import __version__
+from megagrpo.check.rules.table import broken_as_read
 from megagrpo.cluster.machine import run, train_ranks
 from megagrpo.cluster.nodes import Node, run_node, serve_node, train_node
 from megagrpo.config.load import load_config
@@ -61,6 +62,11 @@ _TOOLS = {
     "plan": _Tool(
         "megagrpo.tools.plan.command",
         "memory of both sides and a roofline of a step, from the model's config.json",
+    ),
+    "doctor": _Tool(
+        "megagrpo.tools.doctor",
+        "versions, what is missing or clashes, and the remedy",
+        reads_experiment=False,
     ),
     "report": _Tool(
         "megagrpo.tools.report",
@@ -192,14 +198,14 @@ def _load(args: argparse.Namespace) -> ExperimentConfig:
         weights=_WEIGHTS.get(args.command, "model") if starts else "",
         cached_only=under_torchrun(),  # the process that started the ranks has fetched it
     )
-    load = partial(load_config, args.config, args.overrides, fetch=fetch)
+    load = partial(load_config, args.config, args.overrides, judge=broken_as_read, fetch=fetch)
     if args.command == "check":
         return load(later=import_module(_TOOLS["check"].module).later_problems)
     if args.command != "train" or under_torchrun():
         return load()
     from megagrpo.check.libraries import library_problems
 
-    return load(judge=library_problems)
+    return load(judge=lambda config: [*broken_as_read(config), *library_problems(config)])
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
@@ -326,7 +332,6 @@ def _add_inspection(commands: _Commands) -> None:
     option("action", choices=["add", "drain"])
     option("run_dir", help="run folder")
     option("engine", nargs="?", help="to drain, by its name in `megagrpo status`")
-    commands.add("doctor", _doctor, "versions, what is missing or clashes, and the remedy")
 
 
 def _add_node(command: argparse.ArgumentParser, kind: str, port: int) -> None:
@@ -348,6 +353,9 @@ def _run(args: argparse.Namespace, config: ExperimentConfig) -> int:
 
 
 def _serve(args: argparse.Namespace, config: ExperimentConfig) -> int:
+    from megagrpo.check.problems import describe_model
+
+    describe_model(config)  # refuses one that engines cannot load
     if args.master_addr is not None and args.ray_address is None:
         return serve_node(config, args.words, _node(args))
     from megagrpo.rollout.service.server import serve
@@ -405,12 +413,6 @@ def _engines(args: argparse.Namespace) -> int:
 
     print(change_engines(Path(args.run_dir), args.action, args.engine))
     return 0
-
-
-def _doctor(args: argparse.Namespace) -> int:
-    from megagrpo.check.doctor import run_doctor
-
-    return run_doctor()
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ import yaml
 
 from megagrpo.check.problems import preflight
 from megagrpo.cli import main
-from megagrpo.config.load import ConfigError, load_config
+from megagrpo.config.load import ConfigError
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.convert.command import draft_of, translate
 from megagrpo.tools.convert.shell import trainer_command
 from megagrpo.tools.convert.source import Source, options
+from tests.experiments import read_experiment
 from tests.unit.test_convert import lost, source
 
 SCRIPT = """#!/bin/bash
@@ -223,7 +224,7 @@ def test_the_file_loads_and_check_finds_nothing_but_missing_files(script, tmp_pa
     out = tmp_path / "mine.yaml"
     assert main(["convert", "slime", str(script), "-o", str(out)]) == 0
     assert capsys.readouterr().err.startswith(f"{script}: ")
-    config = load_config(out)
+    config = read_experiment(out)
     assert all("does not exist" in problem for problem in preflight(config))
 
 
@@ -233,4 +234,4 @@ def test_an_option_of_slimes_in_our_file_is_answered_with_ours(tmp_path):
     with pytest.raises(
         ConfigError, match="slime's rollout_max_response_len is sampling.max_response_tokens here"
     ):
-        load_config(path)
+        read_experiment(path)

@@ -63,9 +63,9 @@ class LightningIndexer:
             ("weights_proj", self.heads, hidden),
         ):
             yield TensorSpec(f"{prefix}{name}.weight", (rows, columns), "matrix", trained=False)
-        norm, width = prefix + "k_norm.", (self.head_dim,)
-        yield TensorSpec(norm + "weight", width, "norm", dtype="float32", trained=False)
-        yield TensorSpec(norm + "bias", width, "bias", dtype="float32", trained=False)
+        norm, size = prefix + "k_norm.", (self.head_dim,)
+        yield TensorSpec(norm + "weight", size, "norm", dtype="float32", trained=False)
+        yield TensorSpec(norm + "bias", size, "bias", dtype="float32", trained=False)
 
     def load(self, attention: MLASelfAttention, hf: Mapping[str, Tensor], prefix: str) -> None:
         """Loads the indexer whole, if the layer has one."""
