@@ -29,14 +29,14 @@ import engine_logprobs
 from test_exchange import KEY, PlainSource, started
 from transformers import AutoTokenizer
 
-from megagrpo.cpu.engine.block_fp8 import dequantised
+from megagrpo.cpu.engine.block_fp8 import dequantized
 from megagrpo.mesh import make_mesh
 from megagrpo.models.folder import Model
 from megagrpo.models.stored.quantization import FP8_BLOCK
 from megagrpo.models.table import model_tensors
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.weights.blocks import block_maxima, block_scales, quantise
+from megagrpo.weights.blocks import block_maxima, block_scales, quantize
 from megagrpo.weights.exchange import Exchange
 from tests import experiments
 
@@ -161,7 +161,7 @@ def rounded(
 def back(matrix: torch.Tensor) -> torch.Tensor:
     """A matrix rounded to FP8 and back."""
     scales = block_scales(block_maxima(matrix, (0, 0)))
-    return dequantised(quantise(matrix, (0, 0), scales), scales, list(FP8_BLOCK))
+    return dequantized(quantize(matrix, (0, 0), scales), scales, list(FP8_BLOCK))
 
 
 def difference(exact: torch.Tensor, other: torch.Tensor) -> dict[str, float]:

@@ -8,7 +8,7 @@ this process, whose questions to Megatron-Core and SGLang are answered by one pr
 stays, as do graders' processes. Draws that check accepts and that fit this machine are run: one or
 two steps, one rank or two, `megagrpo run` as a process of its own. Broken promises are a traceback
 of check, a problem that names neither key nor file, and a run that fails after check accepted it;
-each is minimised by leaving settings out as long as it stays broken, a run only while time is left.
+each is minimized by leaving settings out as long as it stays broken, a run only while time is left.
 What has time limits in seconds gets generous ones: they are the machine's matter. Writes
 bench/results/fuzz.{json,md}, beside what other seeds have found.
 """
@@ -284,7 +284,7 @@ def _names_a_key(line: str) -> bool:
     )
 
 
-def minimised(settings: list[str], broken: Callable[[list[str]], bool]) -> list[str]:
+def minimized(settings: list[str], broken: Callable[[list[str]], bool]) -> list[str]:
     """Leaves settings out, one after the other, as long as the rest is broken."""
     for text in list(settings):
         rest = [other for other in settings if other != text]
@@ -346,7 +346,7 @@ def main() -> None:
         verdict, said = checked(experiment, settings)
         counts[verdict] += 1
         if verdict in ("traceback", "no key"):
-            least = minimised(
+            least = minimized(
                 settings, lambda rest, kind=verdict: checked(experiment, rest)[0] == kind
             )
             broken.append(
@@ -374,7 +374,7 @@ def main() -> None:
                 at = folder / f"run_{of:03}_less_{next(numbers)}"
                 return time.monotonic() < end and run(experiment, rest, at)[0] != 0
 
-            least = minimised(settings, fails)
+            least = minimized(settings, fails)
             broken.append({"what": f"run ended with {status}", "settings": least, "said": said})
         _write(args, counts, checks_s, ended, broken)
     _write(args, counts, checks_s, ended, broken)

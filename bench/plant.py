@@ -108,8 +108,8 @@ FAULTS = (
     Fault(
         "leave-one-out factor missing",
         "algo/estimators.py",
-        "inputs.of_group(factor) * _centred",
-        "_centred",
+        "inputs.of_group(factor) * _centered",
+        "_centered",
         ADVANTAGE,
     ),
     Fault(
@@ -141,7 +141,7 @@ FAULTS = (
         BATCH,
     ),
     Fault(
-        "zigzag part of a neighbour rank",
+        "zigzag part of a neighbor rank",
         "batching/microbatch.py",
         "2 * cp_size - 1 - cp_rank",
         "cp_size + cp_rank",
@@ -240,7 +240,7 @@ FAULTS = (
     ),
     Fault(
         "blocks of several ranks rounded by each rank's own maxima",
-        "weights/quantised.py",
+        "weights/quantized.py",
         "        self._share(maxima)\n",
         "",
         ROUNDING,
@@ -438,8 +438,8 @@ FAULTS = (
     Fault(
         "a program's answer counts as yes",
         "tools/convert/shell.py",
-        "taken = _until(state, no)",
-        "taken = _until(state, yes)",
+        "taken = _each(state, no)",
+        "taken = _each(state, yes)",
         ("unit/test_convert_shell.py",),
     ),
 )

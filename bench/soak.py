@@ -233,21 +233,21 @@ def kind_of(name: str) -> str:
 
 
 def draw_picture(result: dict, target: Path) -> None:
-    """What every process held by step, from its start to its end; grey lines are faults."""
+    """What every process held by step, from its start to its end; gray lines are faults."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    seen, colours, shades = result["memory"], {}, pyplot.get_cmap("tab20")
+    seen, colors, shades = result["memory"], {}, pyplot.get_cmap("tab20")
     figure, both = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6))
     for axes, of, unit in zip(both, ("memory", "files"), ("MiB", "open files"), strict=True):
         for name in sorted({name for sample in seen for name in sample}):
             kind = name.rpartition(" ")[0]
             life = [(i, held[name][of]) for i, held in enumerate(seen, 1) if name in held]
-            label = None if kind in colours else kind
-            colour = colours.setdefault(kind, shades(len(colours)))
-            axes.plot(*zip(*life, strict=True), color=colour, linewidth=0.8, label=label)
+            label = None if kind in colors else kind
+            color = colors.setdefault(kind, shades(len(colors)))
+            axes.plot(*zip(*life, strict=True), color=color, linewidth=0.8, label=label)
         for fault in result["faults"]:
             axes.axvline(fault["step"], color="0.85", linewidth=0.5, zorder=0)
         axes.set_ylabel(f"{unit} of a process")

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Builds Transformer Engine's extension for torch and installs it into VENV, against the CUDA wheels that torch itself
-# brought there, and imports it: C++ only, no GPU and no driver needed, nvcc only for its version. launch/install.sh calls it on a GPU machine; by hand
-# it builds on any machine whose VENV has torch for CUDA. usage: launch/build_te.sh VENV [VERSION] [WHEEL FOLDER]
-# MAX_JOBS: compilers at a time, by default one for every core. Exit status 1: says which header or tool is missing.
+# Builds Transformer Engine's torch extension against the CUDA wheels that torch installed, installs it into VENV and imports
+# it. It is C++ only, so you need no GPU and no driver, and nvcc only for its version. launch/install.sh calls it on a GPU
+# machine. You can run it on any machine whose VENV has torch for CUDA. usage: launch/build_te.sh VENV [VERSION] [WHEEL FOLDER]
+# MAX_JOBS: concurrent compilers, by default one per core. Exit status 1: a header or tool is missing, named in the message.
 set -euo pipefail
 venv="${1:?usage: launch/build_te.sh VENV [VERSION] [WHEEL FOLDER]}"
 version="${2:-2.14.1}"
@@ -20,8 +20,8 @@ command -v g++ >/dev/null || { say "no C++ compiler: install g++" >&2; exit 1; }
     "nvidia-cuda-nvcc==$cuda.*" "nvidia-cuda-crt==$cuda.*" "nvidia-nvvm==$cuda.*" "nvidia-cuda-cccl==$cuda.*"
 "$python" -m pip install --no-compile "transformer_engine_cu13==$version" "transformer_engine==$version"
 
-# Setup takes headers from CUDA_HOME only, which has no cuDNN and NCCL; its variable for wheels came with 2.13. CPATH
-# serves every version.
+# Setup reads headers only from CUDA_HOME, which has no cuDNN and NCCL. A variable for wheels exists from 2.13 on, but CPATH
+# works for every version.
 nvidia="$("$python" -c 'import nvidia; print(list(nvidia.__path__)[0])')"
 includes=()
 for include in "$nvidia"/*/include; do includes+=("$include"); done
@@ -41,7 +41,7 @@ wheels="${folder:-$(mktemp -d)}"
 say "compiling transformer_engine_torch $version for torch $("$python" -c 'import torch; print(torch.__version__)')"
 "$python" -m pip wheel --no-deps --no-build-isolation --no-binary transformer_engine_torch \
     --wheel-dir "$wheels" "transformer_engine_torch==$version"
-# with its requirements: it imports onnx and onnxscript, which nothing else brings
+# with its requirements, because it imports onnx and onnxscript, which nothing else installs
 "$python" -m pip install --no-compile "$wheels"/transformer_engine_torch-"$version"-*.whl
 "$python" -c 'import torch, transformer_engine.pytorch' || { say "it is built, but its import fails (above: why)" >&2; exit 1; }
 say "built in $((SECONDS - started)) s: $(du -h "$wheels"/transformer_engine_torch-"$version"-*.whl | tr '\t' ' ')"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# One node of a run whose engines share the trainers' GPUs (rollout.colocate): run it on every node. Starts Ray and the
-# trainer ranks there, and on node 0 the rollout service. The run folder lies on a file system that all of them see.
+# Run this on every node if engines share the trainers' GPUs (rollout.colocate). It starts Ray and the trainer ranks, and on
+# node 0 the rollout service too. All nodes must see the run folder.
 # usage: launch/colocated_node.sh CONFIG.yaml [--set section.key=value ...]
 #            [--nnodes N --node-rank I --master-addr ADDRESS --master-port PORT --node-addr ADDRESS]
-# What is not given comes from NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, NODE_ADDR. Signals and restarts: as in
-# torchrun_node.sh. Ports: as in rollout_node.sh, and MASTER_PORT + 99, where the trainers meet.
+# Defaults come from NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, NODE_ADDR. See torchrun_node.sh for signals
+# and restarts, and rollout_node.sh for ports. The trainers meet at MASTER_PORT + 99.
 set -euo pipefail
-: "${MASTER_ADDR:=$(hostname -I | cut -d' ' -f1)}" # the first node itself may leave it out
+: "${MASTER_ADDR:=$(hostname -I | cut -d' ' -f1)}" # optional on the first node
 source "$(dirname "${BASH_SOURCE[0]}")/node.sh"
 for_trainers
 exec "${megagrpo[@]}" run "${place[@]}" "$@"

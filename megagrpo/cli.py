@@ -42,13 +42,12 @@ _TOOLS = {
     ),
     "convert": _Tool(
         "megagrpo.tools.convert.command",
-        "translate an experiment of verl, ROLL, slime or miles",
+        "translate an experiment from verl, ROLL, slime or miles",
         reads_experiment=False,
     ),
     "try": _Tool(
         "megagrpo.tools.trial",
-        "sample a few rollouts from the model as it is, and print them with their rewards and "
-        "what is trained on",
+        "sample a few rollouts without training, and print them with rewards and the tokens to learn",
     ),
     "certify": _Tool(
         "megagrpo.tools.certify.command",
@@ -61,37 +60,37 @@ _TOOLS = {
     "check": _Tool("megagrpo.tools.explain", "explain the experiment without starting anything"),
     "plan": _Tool(
         "megagrpo.tools.plan.command",
-        "memory of both sides and a roofline of a step, from the model's config.json",
+        "estimate memory for trainers and engines and a roofline per step, from the model's config.json",
     ),
     "doctor": _Tool(
         "megagrpo.tools.doctor",
-        "versions, what is missing or clashes, and the remedy",
+        "check versions and name what is missing or clashes, with a remedy",
         reads_experiment=False,
     ),
     "report": _Tool(
         "megagrpo.tools.report",
-        "summary table and learning curve of a run folder",
+        "write a summary table and the learning curve of a run",
         reads_experiment=False,
     ),
     "status": _Tool(
         "megagrpo.tools.status",
-        "how far a run is, its seconds a step and reward, and its engines",
+        "show how far a run is: steps, seconds per step, reward, engines",
         reads_experiment=False,
     ),
     "stop": _Tool(
         "megagrpo.tools.stop",
-        "save a run after its present step and end it; a Slurm job is not requeued",
+        "save and end a run after the current step; Slurm does not requeue the job",
         reads_experiment=False,
     ),
     "view": _Tool(
         "megagrpo.tools.view.command",
-        "samples of one or more runs as one HTML file",
+        "write the samples of one or more runs as one HTML file",
         reads_experiment=False,
     ),
 }
 
 _HELP_WIDTH = 92
-# What commands are for, an example, and the commands: the order of `megagrpo --help`.
+# Purpose, example and commands, in the order of `megagrpo --help`.
 _GROUPS = {
     "run": (
         "megagrpo run mine.yaml --set train.num_steps=100",
@@ -102,9 +101,9 @@ _GROUPS = {
         "megagrpo init models/Qwen3-1.7B train.jsonl --gpus 8",
         ("init", "check", "plan", "convert", "doctor"),
     ),
-    "prove": ("megagrpo certify mine.yaml --ranks 2", ("certify", "bisect", "replay")),
+    "verify": ("megagrpo certify mine.yaml --ranks 2", ("certify", "bisect", "replay")),
 }
-# Commands that read another section's weights than the model's.
+# Commands that do not read `model`'s weights, and the section whose weights they read.
 _WEIGHTS = {"check": "", "plan": "", "certify": "", "sft": "sft"}
 
 
@@ -136,7 +135,7 @@ def command_parsers() -> "dict[str, _Parser]":
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors name the nearest word that there is."""
+    """A parser whose errors suggest the nearest word."""
 
     @property
     def option_strings(self) -> list[str]:
@@ -190,8 +189,8 @@ class _Commands:
 
 
 def _load(args: argparse.Namespace) -> ExperimentConfig:
-    """Reads the experiment, and fetches what it names on the Hub; before a run libraries judge what
-    is set of theirs, in a check all."""
+    """Reads the experiment and fetches files that it names on the Hub. Before a run, libraries
+    check their own settings; `check` checks everything."""
     starts = not getattr(args, "dry_run", False)
     fetch = partial(
         with_local_files,
@@ -226,7 +225,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _help(commands: Mapping[str, argparse.ArgumentParser]) -> str:
-    """Returns the commands by what they are for, each group with an example."""
+    """Returns the commands by purpose, each group with an example."""
     width = max(map(len, commands))
     lines: list[str] = []
     for group, (example, names) in _GROUPS.items():
@@ -235,7 +234,7 @@ def _help(commands: Mapping[str, argparse.ArgumentParser]) -> str:
             said = textwrap.wrap(str(commands[name].description), _HELP_WIDTH - width)
             lines.append(f"  {name:<{width}}  {said[0]}")
             lines += [f"  {'':<{width}}  {line}" for line in said[1:]]
-    return "\n".join([*lines, "", "`megagrpo COMMAND --help` has the options of each."])
+    return "\n".join([*lines, "", "Run `megagrpo COMMAND --help` for the options of a command."])
 
 
 def _add_tool(commands: _Commands, name: str, tool: _Tool, imported: bool) -> None:
@@ -250,17 +249,17 @@ def _add_tool(commands: _Commands, name: str, tool: _Tool, imported: bool) -> No
 
 def _add_training(commands: _Commands) -> None:
     text = (
-        "serve and train on this machine, and clean up; with --master-addr, this node's "
-        "part of a colocated run"
+        "serve and train on this machine, and clean up; with --master-addr, run this node's part of a "
+        "colocated run"
     )
     _add_node(commands.add_with_config("run", _run, text), "", 30000)
-    text = "start the rollout service and watch over it; with --master-addr, this node's part of it"
+    text = "start and supervise the rollout service; with --master-addr, this node's part of it"
     serve = commands.add_with_config("serve", _serve, text)
     serve.add_argument("--ray-address", help="join this Ray cluster")
     _add_node(serve, "rollout ", 30000)
-    text = "the trainer ranks of one node, against a running service (under torchrun: one rank)"
+    text = "start this node's trainer ranks for a running service (under torchrun: one rank)"
     train = commands.add_with_config("train", _train, text)
-    train.add_argument("--service", help="URL of the service; default: that in the run folder")
+    train.add_argument("--service", help="URL of the service; default: from the run folder")
     _add_node(train, "trainer ", 29500)
 
 
@@ -269,43 +268,43 @@ def _add_submit(commands: _Commands) -> None:
         "submit", _submit, "run the experiment as a Slurm job"
     ).add_argument
     kinds = (
-        "first nodes train, last ones sample; heterogeneous job; one node; "
-        "engines on the trainers' nodes"
+        "the first nodes train and the others sample; heterogeneous job; one node; engines on the "
+        "trainers' nodes"
     )
     option(
         "--kind",
         choices=("one-job", "het", "one-node", "colocated"),
-        help=f"{kinds}. Default: what the experiment takes",
+        help=f"{kinds}. Default: what the experiment needs",
     )
     option("--trainer-nodes", type=positive, help="default: as few as suffice")
     option(
         "--rollout-nodes",
         type=int,
-        help="nodes with engines only; default: as few as suffice",
+        help="nodes that have only engines; default: as few as suffice",
     )
     gpus = (
-        "of every node; 0: the job requests none; default: cluster.gpus_per_node, if "
-        "the experiment needs GPUs"
+        "GPUs per node; 0: the job requests none; default: cluster.gpus_per_node, if the experiment "
+        "needs GPUs"
     )
     option("--gpus-per-node", type=int, help=gpus)
     option("--time", help="time limit, in sbatch's format")
-    option("--partition", help="where the job runs")
-    rest = "seconds before the limit for the rest of a step and a checkpoint (default 300)"
+    option("--partition", help="partition for the job")
+    rest = "seconds before the time limit at which a step ends and is saved (default 300)"
     option("--grace-s", type=int, default=300, help=rest)
     option(
         "--sbatch",
         action="append",
         default=[],
         metavar="OPTION",
-        help="further option of the job: --sbatch=--account=x",
+        help="another option for the job: --sbatch=--account=x",
     )
     option(
         "--srun",
         action="append",
         default=[],
         metavar="OPTION",
-        help="the same for every node's step: --srun=--container-image=image.sqsh; the variable "
-        "MEGAGRPO_NODE_PREFIX is put before each node's command",
+        help="the same for each node's step: --srun=--container-image=image.sqsh; the words in "
+        "MEGAGRPO_NODE_PREFIX go before each node's command",
     )
     option("--dry-run", action="store_true", help="print the script and sbatch's command line")
 
@@ -319,10 +318,10 @@ def _add_checkpoints(commands: _Commands) -> None:
     option = commands.add_with_config("export", _export, text).add_argument
     option("output", help="folder to create")
     option("--lora", action="store_true", help="only the adapters, in PEFT's format")
-    option("--checkpoint", help="checkpoint folder; default: the latest of the run")
-    text = "update once more on a dumped batch: a step that was not finite, or in log.dump_steps"
+    option("--checkpoint", help="checkpoint folder; default: the latest checkpoint")
+    text = "repeat the update on a dumped batch, from a non-finite step or a step in log.dump_steps"
     replay = commands.add_with_config("replay", _replay, text)
-    replay.add_argument("dump", help="folder dumps/step_N of a run")
+    replay.add_argument("dump", help="dumps/step_N in a run folder")
 
 
 def _add_inspection(commands: _Commands) -> None:
@@ -331,17 +330,17 @@ def _add_inspection(commands: _Commands) -> None:
     ).add_argument
     option("action", choices=["add", "drain"])
     option("run_dir", help="run folder")
-    option("engine", nargs="?", help="to drain, by its name in `megagrpo status`")
+    option("engine", nargs="?", help="engine to drain, by its name in `megagrpo status`")
 
 
 def _add_node(command: argparse.ArgumentParser, kind: str, port: int) -> None:
     option = command.add_argument
     option("--nnodes", type=positive, default=1, help=f"number of {kind}nodes (default 1)")
-    option("--node-rank", type=int, default=0, help="this node's number among them, from 0")
+    option("--node-rank", type=int, default=0, help="this node's number, from 0")
     option("--master-addr", help="address of node 0")
     meeting = f"port of node 0 on which the nodes meet (default {port})"
     option("--master-port", type=int, default=port, help=meeting)
-    option("--node-addr", help="this node's address; default: of its interface towards node 0")
+    option("--node-addr", help="this node's address; default: that of its interface towards node 0")
 
 
 def _node(args: argparse.Namespace) -> Node:
@@ -390,7 +389,7 @@ def _submit(args: argparse.Namespace, config: ExperimentConfig) -> int:
 
 def _sft(args: argparse.Namespace, config: ExperimentConfig) -> int:
     if config.sft is None:
-        raise ValueError(f"{args.config} has no sft section: there is no warm-up to run")
+        raise ValueError(f"{args.config} has no sft section, so there is no warm-up to run")
     return sft_main(config) if under_torchrun() else train_ranks(config, "sft", args.words)
 
 

@@ -81,7 +81,7 @@ class Prompt(WithArrays):
     }
 
     id: int  # line in the data file, from 0; numbered over all files if there are several
-    text: str  # as tokenised, chat template included
+    text: str  # as tokenized, chat template included
     token_ids: np.ndarray  # [T] int32
     answer: str  # the reference answer, passed to the grader
     grader: str | None = None  # replaces the experiment's grader for this prompt
@@ -142,7 +142,7 @@ class TeacherScores(WithArrays):
 
 @dataclass(frozen=True, eq=False)
 class Sample(WithArrays):
-    """One response as the engine returned it; it is never tokenised again. T response tokens.
+    """One response as the engine returned it; it is never tokenized again. T response tokens.
 
     A rollout may have several: paths through a tree of turns. A token that two of them share is
     trained on in the first one; in the other it is context, part of `prompt_ids` or off the loss
@@ -386,7 +386,7 @@ class Batch:
     routing: Routing | None = None
     streams: Streams | None = None  # None: rl alone, on all tokens that the policy sampled
     updates: Updates = ()  # (): for forwards only
-    # [M] int64, samples of each rollout, which are neighbours; None: one each. Read by
+    # [M] int64, samples of each rollout, which are neighbors; None: one each. Read by
     # algo/rollouts.py
     rollout_sizes: "Tensor | None" = None
     images: tuple[tuple[ImageRef, ...], ...] = ()  # of each sample, [N]; (): none has any

@@ -1,26 +1,27 @@
-# Sourced by the *.sbatch: starts the nodes of one job, hands signals on, ends with the trainers' exit code, and puts the job back into the queue when it was stopped before its last step.
+# Sourced by the *.sbatch. Starts the nodes of a job, forwards signals and ends with the trainers' exit code. Requeues the job if
+# it was stopped before its last step.
 
 say() { echo "[$(date +%H:%M:%S) job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1))] $*"; }
 
-# What an interactive shell leaves in the environment of sbatch would bind the steps: to its cores, to one core, to its memory,
-# to the job's number of tasks instead of one for each node, to all the job's GPUs on some of its nodes.
+# Variables that sbatch inherits from an interactive shell would limit the steps to the shell's cores, one core, the shell's
+# memory, the job's number of tasks instead of one per node, or all GPUs of the job on some of its nodes.
 unset SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_GPUS
 unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_CPUS_PER_GPU SLURM_CPU_BIND SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU
 
-export SLURM_EXPORT_ENV=ALL # else after `sbatch --export=NONE` steps would not get the functions and secrets below
+export SLURM_EXPORT_ENV=ALL # so that steps get the functions and secrets below, even after `sbatch --export=NONE`
 
-# The first node of a list. Read to its end: what ends a pipe early ends a list of thousands of nodes with SIGPIPE.
+# Prints the first node in a list. It reads the list to its end, because an early end sends SIGPIPE to a list of thousands of nodes.
 first_node() {
     local nodes
     mapfile -t nodes < <(scontrol show hostnames "$1")
     echo "${nodes[0]}"
 }
 
-# The address of a node for others. Node names need not resolve; this is what Slurm itself connects to, an address or a name.
-# Many hosts files give a machine's own name to its loopback: then that of its route to another node of the job.
+# Prints the address at which other nodes reach a node. Node names need not resolve, so this is the address or name that Slurm
+# connects to. If a hosts file maps the node's name to loopback, it is the address on the route to another node of the job.
 address_of() {
     local named found others
-    # inside an image of pyxis there is no scontrol: the node's name then
+    # pyxis images have no scontrol, so use the node's name
     named="$(scontrol show node "$1" 2>/dev/null | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')" || true
     named="${named:-$1}"
     found="$(first_address "$named")"
@@ -34,13 +35,13 @@ address_of() {
 first_address() { getent ahostsv4 "$1" | awk 'NR == 1 { print $1 }' || true; }
 export -f address_of first_address
 
-# What is told to every node of a step. It becomes the launcher itself: signals to the step reach it.
+# The command for every node of a step. `exec` replaces it by the launcher, so signals to the step reach the launcher.
 on_node='NODE_ADDR=$(address_of "$SLURMD_NODENAME") NODE_RANK=$SLURM_PROCID NNODES=$SLURM_NTASKS exec bash "$@"'
 
-# Further options of srun for every node's step, from `megagrpo submit --srun OPTION`: words as a shell reads them.
+# More srun options for each node's step, from `megagrpo submit --srun OPTION`, quoted as in a shell.
 eval "srun_options=(${MEGAGRPO_SRUN:-})"
 
-# start SCRIPT FIRST_NODE PORT SRUN_OPTION... -- EXPERIMENT...      leaves the process id of srun in $started
+# start SCRIPT FIRST_NODE PORT SRUN_OPTION... -- EXPERIMENT...      sets $started to srun's process id
 start() {
     local script="$1" first port="$3" options=(--ntasks-per-node=1 --unbuffered --kill-on-bad-exit=0 --cpu-bind=none)
     first="$(address_of "$2")"
@@ -55,7 +56,7 @@ start() {
 
 secret() { od -An -N32 -tx1 /dev/urandom | tr -d ' \n'; }
 
-# The trainers' step may only be starting: said until it ends.
+# Repeats the signal until the step ends, because the trainers may still be starting.
 ask_to_stop() {
     say "asked to stop: the trainers save after this step"
     while kill -USR1 "$1" 2>/dev/null; do sleep 2; done &
@@ -63,21 +64,21 @@ ask_to_stop() {
 
 running() { kill -0 "$1" 2>/dev/null; }
 
-# The exit status of a child. A trapped signal ends bash's own `wait` early; the status is kept until it is asked for.
+# Returns a child's exit status. A trapped signal ends bash's `wait` early, but bash keeps the status until the next `wait`.
 status_of() {
     while running "$1"; do wait "$1" || true; done
     wait "$1"
 }
 
-# Leaves the first port of the job in $port.
+# Sets $port to the first port of the job.
 secrets_and_port() {
-    # Nodes may be shared with other jobs, whose ports should be others: below the kernel's own choices, above the engines'.
+    # Jobs that share nodes need different ports. These are above the engines' and below those that the kernel chooses.
     port=$((30000 + SLURM_JOB_ID % 25 * 100))
-    RAY_AUTH_TOKEN="$(secret)" MEGAGRPO_API_KEY="$(secret)" # to join the job's Ray; to talk to its engines and service
+    RAY_AUTH_TOKEN="$(secret)" MEGAGRPO_API_KEY="$(secret)" # for the job's Ray, and for engines and service
     export RAY_AUTH_TOKEN MEGAGRPO_API_KEY
 }
 
-# run_job FIRST_TRAINER FIRST_ROLLOUT EXPERIMENT...     with the srun options in the arrays on_trainers and on_rollout
+# run_job FIRST_TRAINER FIRST_ROLLOUT EXPERIMENT...     reads srun options from the arrays on_trainers and on_rollout
 run_job() {
     local status=0
     secrets_and_port
@@ -100,7 +101,7 @@ run_job() {
     end_job "$status"
 }
 
-# run_alone PID      a job whose trainers and engines are one step
+# run_alone PID      for a job with trainers and engines in one step
 run_alone() {
     local status=0
     everything="$1"
@@ -111,11 +112,11 @@ run_alone() {
     end_job "$status"
 }
 
-# end_job STATUS      85: saved before the last step; 86: the same for `megagrpo stop`, which ends the job (megagrpo/system/stop_request.py)
+# end_job STATUS      85: saved before the last step. 86: the same after `megagrpo stop`, which ends the job
 end_job() {
     if [ "$1" = 85 ]; then
         say "back into the queue, to go on from the checkpoint"
-        trap 'exit 85' TERM # Slurm ends this script now; a requeue waits until it has
+        trap 'exit 85' TERM # a requeue waits until Slurm has ended this script
         scontrol requeue "$SLURM_JOB_ID" && for _ in {1..60}; do sleep 1; done
     fi
     exit "$1"

@@ -21,17 +21,17 @@ WHOLE = (
     "shared_expert_gate.",
     *("in_proj_a.", "in_proj_b.", "in_proj_ba."),
     *("indexer.wk.", "indexer.weights_proj."),
-)  # what published checkpoints do not quantise
+)  # what published checkpoints do not quantize
 
 
-def dequantised(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+def dequantized(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     """As SGLang's block_quant_dequant, on whole tensors: the definition, which takes 8 bytes more
     an element."""
     grid = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return (weight.float() * grid[: weight.shape[0], : weight.shape[1]]).bfloat16()
 
 
-def quantised(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def quantized(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """The largest element of a block becomes 448, the largest that E4M3 has."""
     rows, columns = weight.shape
     padded = torch.zeros(-(-rows // block[0]) * block[0], -(-columns // block[1]) * block[1])
@@ -42,7 +42,7 @@ def quantised(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return parts.to(torch.float8_e4m3fn).contiguous(), scales
 
 
-def quantise_folder(
+def quantize_folder(
     source: Path, target: Path, twin: Path, block: tuple[int, int], shards: int = 2
 ) -> None:
     """Writes the model of `source` in FP8 to `target`, and what that is in bfloat16 to `twin`."""
@@ -51,15 +51,15 @@ def quantise_folder(
     plain: dict[str, Tensor] = {}
     for name, tensor in hf.items():
         if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):  # a stack of matrices
-            values, scales = zip(*(quantised(one.float(), block) for one in tensor), strict=True)
-            parts = [dequantised(*both, block) for both in zip(values, scales, strict=True)]
+            values, scales = zip(*(quantized(one.float(), block) for one in tensor), strict=True)
+            parts = [dequantized(*both, block) for both in zip(values, scales, strict=True)]
             stored[name], stored[name + SCALES] = torch.stack(values), torch.stack(scales)
             plain[name] = torch.stack(parts)
         elif tensor.dim() != 2 or any(word in name for word in WHOLE):
             stored[name] = plain[name] = tensor.bfloat16()
         else:
-            stored[name], stored[name + SCALES] = quantised(tensor.float(), block)
-            plain[name] = dequantised(stored[name], stored[name + SCALES], block)
+            stored[name], stored[name + SCALES] = quantized(tensor.float(), block)
+            plain[name] = dequantized(stored[name], stored[name + SCALES], block)
     description = json.loads((source / "config.json").read_text())
     method = {
         "quant_method": "fp8",

@@ -53,7 +53,7 @@ def packed(values: Tensor) -> Tensor:
     return torch.tensor(words, dtype=torch.int32).view(rows, columns // 8)
 
 
-def quantised(weight: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
+def quantized(weight: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
     """Integers, and a bfloat16 scale for each group of columns."""
     grouped = weight.float().unflatten(1, (-1, group))
     scales = (grouped.abs().amax(-1) / 7).clamp(min=1e-12).bfloat16()
@@ -69,7 +69,7 @@ def pack_folder(source: Path, target: Path, twin: Path) -> None:
     for name, tensor in HfFolder(source).items():
         own = "language_model." + name
         if ".mlp.experts." in name:
-            values, scales = quantised(tensor)
+            values, scales = quantized(tensor)
             stored[own + "_packed"], stored[own + "_scale"] = packed(values), scales
             stored[own + "_shape"] = torch.tensor(tensor.shape, dtype=torch.int32)
             plain[name] = (values * scales.float().repeat_interleave(GROUP, 1)).bfloat16()

@@ -27,11 +27,11 @@ def plain(inputs: PolicyInputs, weight: float) -> Tensor:
 def mad(inputs: EstimatorInputs, eps: float = 1e-6) -> Tensor:
     """(r - mean) / (mad + eps), mad the mean absolute deviation of the group."""
     stats = inputs.stats
-    centred = inputs.totals - inputs.of_group(stats.mean)
+    centered = inputs.totals - inputs.of_group(stats.mean)
     sums = torch.zeros_like(stats.mean)
-    sums.scatter_add_(0, inputs.group_ids, centred.abs() * inputs.valid)
+    sums.scatter_add_(0, inputs.group_ids, centered.abs() * inputs.valid)
     mean_deviation = inputs.reduce(sums, "sum") / stats.count.clamp(min=1)
-    return centred / (inputs.of_group(mean_deviation) + eps)
+    return centered / (inputs.of_group(mean_deviation) + eps)
 
 
 def mixed(values: list[float], most: float) -> bool:

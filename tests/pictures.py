@@ -13,7 +13,7 @@ Size = tuple[int, int]  # width, height
 
 
 def picture(seed: int, size: Size = (112, 84)) -> Image.Image:
-    """Three squares of random colours on white."""
+    """Three squares of random colors on white."""
     random = np.random.default_rng(seed)
     pixels = np.full((size[1], size[0], 3), 255, np.uint8)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Seconds, bytes and synchronisations of work on a device."""
+"""Seconds, bytes and synchronizations of work on a device."""
 
 import time
 import traceback
@@ -16,7 +16,7 @@ import torch
 import megagrpo
 
 _AT_LEAST_S = 0.02  # of one timing: shorter work is repeated
-_SYNCHRONISING = (
+_SYNCHRONIZING = (
     "called a synchronizing CUDA operation"  # torch's warning, c10/cuda/CUDAFunctions.cpp
 )
 
@@ -61,7 +61,7 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
 
 
 @contextmanager
-def synchronisations(device: torch.device) -> Iterator[Counter[str]]:
+def synchronizations(device: torch.device) -> Iterator[Counter[str]]:
     """Counts, by line of this program or of Megatron's, how often the host waited for the device
     inside.
 
@@ -71,7 +71,7 @@ def synchronisations(device: torch.device) -> Iterator[Counter[str]]:
     found: Counter[str] = Counter()
 
     def note(message, category, filename, lineno, file=None, line=None) -> None:
-        if _SYNCHRONISING in str(message):
+        if _SYNCHRONIZING in str(message):
             found[_place()] += 1
 
     def explicit(*args, **kwargs) -> None:

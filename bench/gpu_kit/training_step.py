@@ -1,5 +1,5 @@
 """One update of a 1.7B-shaped model over packed tokens: speed, share of the peak, memory,
-synchronisations."""
+synchronizations."""
 
 import time
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from bench.gpu_kit.models import (
     random_actor,
     random_batch,
 )
-from bench.gpu_kit.timing import peak_bytes, seconds_of, synchronisations, wait_for
+from bench.gpu_kit.timing import peak_bytes, seconds_of, synchronizations, wait_for
 from megagrpo.actor import step
 from megagrpo.check.hardware import HARDWARE
 from megagrpo.models.architecture import Architecture
 from megagrpo.tools.plan.work import model_work
 
-_SHOWN = 12  # places of synchronisations, the most frequent ones
+_SHOWN = 12  # places of synchronizations, the most frequent ones
 
 
 def with_recompute(figures: Figures, setting: Setting) -> None:
@@ -110,9 +110,9 @@ def _measure(figures: Figures, setting: Setting, recompute: str, sequences: int)
             "GiB",
             "0 on a CPU: not measured",
         )
-        with synchronisations(DEVICE) as found:
+        with synchronizations(DEVICE) as found:
             update()
-        figures.add("synchronisations of an update", found.total())
+        figures.add("synchronizations of an update", found.total())
         for place, count in found.most_common(_SHOWN):
             figures.add(f"  at {place}", count)
 

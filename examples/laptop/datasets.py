@@ -30,9 +30,9 @@ Row = dict[str, str]
 
 
 def make_dataset(config: DatasetConfig, seed: int) -> dict[str, int]:
-    """Writes the three files of `config.folder`, each whole or not at all.
+    """Writes the three files in `config.folder`, each completely or not at all.
 
-    Returns what was found, dropped (by reason) and written. Raises ValueError when there are too
+    Returns how many problems were found, dropped (by reason) and written. Raises ValueError when there are too
     few different problems or when the source is missing.
     """
     if config.calculator and config.kind != "arithmetic":
@@ -99,7 +99,7 @@ def _arithmetic(config: DatasetConfig, seed: int) -> tuple[dict[str, list[Row]],
 
 
 def _called(row: Row) -> Row:
-    """Returns the problem with an answer that asks the calculator and repeats what it says."""
+    """Returns the problem with an answer that calls the calculator and repeats its result."""
     return row | {"answer": f"<{row['prompt'].removesuffix('=')}>{row['answer']}={row['answer']}"}
 
 

@@ -1,4 +1,4 @@
-"""Guess the number: the environment of configs/guess.yaml, and what its warm-up is shown."""
+"""Guess the number: the environment in configs/guess.yaml, and the games for its warm-up."""
 
 import random
 
@@ -7,16 +7,16 @@ GUESSES = 5  # 5 halvings find any of 20 numbers; random guesses win 0.23
 
 
 class Guess:
-    """The model says two digits and "]"; told H(igher) or L(ower) until it is right, 1.0 then."""
+    """The model writes two digits and "]" and gets H(igher) or L(ower), until it is right: 1.0."""
 
     def __init__(self, row: dict, seed: int):
         self.goal, self.left = int(row["answer"]), GUESSES
 
     def reset(self) -> None:
-        """The prompt of the data is all."""
+        """Keeps the dataset's prompt."""
 
     def step(self, text: str) -> tuple[str | None, float, bool]:
-        """Returns the hint, the reward and whether the game is over; what is no number loses."""
+        """Returns the hint, the reward and whether the game is over. Text that is not a number loses."""
         self.left -= 1
         digits = text.removesuffix("]")
         if len(digits) != 2 or not digits.isdigit():

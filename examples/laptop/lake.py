@@ -1,7 +1,7 @@
-"""A frozen lake: the environment of configs/lake.yaml, and what its warm-up is shown.
+"""A frozen lake: the environment in configs/lake.yaml, and the moves for its warm-up.
 
 4 x 4 fields as 16 characters: A the agent, G the goal, O a hole, "." ice. Each turn sees the
-present map alone.
+current map only.
 """
 
 import random

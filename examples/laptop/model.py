@@ -1,7 +1,7 @@
-"""Makes a randomly initialised model and tokenizer for laptops: a Hugging Face folder like any
+"""Makes a randomly initialized model and tokenizer for laptops: a Hugging Face folder like any
 other.
 
-Same families, same tensor names, same loaders as the big ones: only the numbers are small.
+Families, tensor names and loaders are those of large models. Only the sizes are small.
 """
 
 import json
@@ -32,7 +32,7 @@ def make_tiny_model(config: TinyModelConfig, seed: int) -> int:
     """Writes config.json, model.safetensors (float32), a character tokenizer and
     generation_config.json.
 
-    Returns the number of parameters. The folder `config.path` is whole or absent. Raises ValueError
+    Returns the number of parameters. The folder `config.path` is complete or absent. Raises ValueError
     for sizes that the family cannot have.
     """
     if config.family == FAMILY:
@@ -54,7 +54,7 @@ def make_tiny_model(config: TinyModelConfig, seed: int) -> int:
 
 
 def write_model(path: str | Path, hf: dict, tensors: dict[str, Tensor], alphabet: str) -> None:
-    """Writes a model folder in float32, whole or not at all. hf: its config.json, which describes
+    """Writes a model folder in float32, completely or not at all. hf: its config.json, which describes
     the tensors."""
     with tempfile.TemporaryDirectory() as description:
         character_tokenizer(alphabet).save_pretrained(description)

@@ -22,8 +22,8 @@ from megagrpo.config.load import load_config
 
 
 def prepare(experiment: Path, recipe_file: Path, overrides: list[str]) -> None:
-    """Makes every part of the recipe and prints what was made. Raises ValueError if one cannot be
-    made as asked."""
+    """Makes every part of the recipe and prints a line for each. Raises ValueError if a part cannot
+    be made."""
     config = load_config(experiment, overrides)
     recipe = load_recipe(recipe_file, config)
     if recipe.dataset is not None:

@@ -18,7 +18,7 @@ def make_pretrained_model(config: PretrainedConfig) -> int:
     """Writes the model in float32 with its tokenizer and chat template; returns the number of
     parameters.
 
-    The folder `config.path` is whole or absent. Raises ValueError when the package is not there,
+    The folder `config.path` is complete or absent. Raises ValueError if the package is missing,
     carries no single .gguf file, or when transformers cannot read it. Nothing is downloaded.
     """
     source = find_gguf(config.package)

@@ -19,7 +19,7 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True, kw_only=True)
 class TinyModelConfig(TinySizes):
-    """A randomly initialised model with a character tokenizer."""
+    """A randomly initialized model with a character tokenizer."""
 
     path: str = ""  # folder to create
     alphabet: str = "0123456789+-*/=.()<># "  # one token a character

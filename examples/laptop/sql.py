@@ -1,5 +1,5 @@
-"""Text to SQL: the databases of configs/sql.yaml, and what its warm-up is shown; the environment is
-`sql`.
+"""Text to SQL: the databases for configs/sql.yaml, and the rollouts for its warm-up. The environment
+is `sql`.
 
 Every database has one table, whose column of prices has one of four names. The question does not
 say which: a query of the schema does, and a query with a wrong name gets SQLite's error.

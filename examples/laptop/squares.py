@@ -1,4 +1,4 @@
-"""Pictures of 1 to 4 coloured squares, "How many?", and a tiny random Qwen2.5-VL that learns to
+"""Pictures of 1 to 4 colored squares, "How many?", and a tiny random Qwen2.5-VL that learns to
 count them.
 
 A picture of 56 x 56 pixels is 4 tokens for the model, a character of text is one. The warm-up, the
@@ -25,7 +25,7 @@ from megagrpo.weights.hf_folder import write_hf_folder
 FAMILY = "qwen2_5_vl"
 _SIDE, _CELLS = 56, 4  # pixels, and cells, of a side of a picture
 _MOST = 4  # squares
-_COLOURS = ((220, 30, 30), (30, 200, 30), (30, 30, 220), (230, 220, 30))
+_COLORS = ((220, 30, 30), (30, 200, 30), (30, 30, 220), (230, 220, 30))
 _QUESTION = "<image>How many?"
 _TOKENS = (
     "<pad>",
@@ -119,7 +119,7 @@ def _picture(choose: random.Random, number: int) -> bytes:
     side = _SIDE // _CELLS
     for cell in choose.sample(range(_CELLS**2), number):
         y, x = (side * place for place in divmod(cell, _CELLS))
-        pixels[y + 2 : y + side - 2, x + 2 : x + side - 2] = choose.choice(_COLOURS)
+        pixels[y + 2 : y + side - 2, x + 2 : x + side - 2] = choose.choice(_COLORS)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
     return buffer.getvalue()

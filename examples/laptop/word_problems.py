@@ -72,7 +72,7 @@ _SHARES = {"eval": 0.2, "sft": 0.2, "train": 0.6}  # of the sums and differences
 
 
 class Sum(NamedTuple):
-    """What a problem asks: a + b with a <= b, told in either order, or a - b with a > b."""
+    """The sum in a problem: a + b with a <= b, in either order, or a - b with a > b."""
 
     sign: str
     a: int
@@ -87,8 +87,7 @@ class Sum(NamedTuple):
 def word_problems(
     config: DatasetConfig, seed: int
 ) -> tuple[dict[str, list[dict[str, str]]], dict[str, int]]:
-    """Returns the rows of the three files by name, and what was found; the same seed gives the same
-    rows.
+    """Returns the rows of the three files by name, and the counts. The same seed gives the same rows.
 
     Raises ValueError when a file asks for more problems than its numbers and wordings give.
     """

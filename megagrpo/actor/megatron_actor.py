@@ -126,7 +126,7 @@ def learning_rate(optimizer: OptimizerConfig, update: int, num_updates: int) -> 
 
 
 class MegatronActor:
-    """Trains one model over all ranks; weights are uninitialised until `load_hf` or a checkpoint
+    """Trains one model over all ranks; weights are uninitialized until `load_hf` or a checkpoint
     was read."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """From rewards to advantages: the order of all operations, for every estimator.
 
-reward steps (REWARD_STEPS: scale and shift, overlong shaping, normalisation, clip) -> rewards of
+reward steps (REWARD_STEPS: scale and shift, overlong shaping, normalization, clip) -> rewards of
 tokens, minus the token-level KL in the reward -> loss mask -> estimator -> whitening -> mask ->
 advantage clip. Statistics are exact and global over data-parallel ranks, whatever the placement of
 the samples.

@@ -20,7 +20,7 @@ def policy_weights(
     options: TruncatedImportance | Band,
     reduce: Reduce,
 ) -> Tensor:
-    """Collective where it normalises. Returns weights [T] float32 of the policy term, 0 off the
+    """Collective where it normalizes. Returns weights [T] float32 of the policy term, 0 off the
     mask.
 
     log_ratio: [T] float64, old - rollout. mask: [T] bool. lengths: [N] int64, tokens of the
@@ -37,7 +37,7 @@ def policy_weights(
             weights = (
                 probability_ratio(value).clamp(options.floor, options.cap).masked_fill(~mask, 0.0)
             )
-            if options.self_normalise:
+            if options.self_normalize:
                 # A sequence's weight counts once, whatever its length.
                 of_rows = row_sums(mask.long(), lengths) > 0
                 sampled = (

@@ -88,22 +88,24 @@ EstimatorFunction = Callable[[EstimatorInputs, Any], Tensor]
 
 def grpo(inputs: EstimatorInputs, options: GrpoAdvantage | GdpoAdvantage) -> Tensor:
     """Returns (r - mean) / (std + eps) [N]. DeepSeekMath, arXiv 2402.03300."""
-    advantages = _centred(inputs) / inputs.of_group(inputs.stats.std + options.eps)
+    advantages = _centered(inputs) / inputs.of_group(inputs.stats.std + options.eps)
     return _within_groups(advantages, inputs, options.single_sample)
 
 
-def centred(
+def centered(
     inputs: EstimatorInputs, options: DrGrpoAdvantage | ReinforcePlusPlusBaselineAdvantage
 ) -> Tensor:
     """Returns r - mean [N]. Dr. GRPO, arXiv 2503.20783; REINFORCE++ with a baseline whitens it,
     arXiv 2501.03262."""
-    return _within_groups(_centred(inputs), inputs, options.single_sample)
+    return _within_groups(_centered(inputs), inputs, options.single_sample)
 
 
 def leave_one_out(inputs: EstimatorInputs, options: RlooAdvantage) -> Tensor:
     """Returns r - mean of the others = n / (n - 1) (r - mean) [N]. RLOO, arXiv 2402.14740."""
     factor = inputs.stats.count / (inputs.stats.count - 1).clamp(min=1)
-    return _within_groups(inputs.of_group(factor) * _centred(inputs), inputs, options.single_sample)
+    return _within_groups(
+        inputs.of_group(factor) * _centered(inputs), inputs, options.single_sample
+    )
 
 
 def maximum_likelihood(inputs: EstimatorInputs, options: MaxRlAdvantage) -> Tensor:
@@ -113,7 +115,7 @@ def maximum_likelihood(inputs: EstimatorInputs, options: MaxRlAdvantage) -> Tens
     """
     mean = inputs.stats.mean
     largest = inputs.of_group(inputs.stats.count.double())
-    advantages = _centred(inputs) / inputs.of_group(torch.where(mean > 0, mean, torch.inf))
+    advantages = _centered(inputs) / inputs.of_group(torch.where(mean > 0, mean, torch.inf))
     return _within_groups(advantages.clamp(-largest, largest), inputs, options.single_sample)
 
 
@@ -132,7 +134,7 @@ def grpo_passk(inputs: EstimatorInputs, options: GrpoPassKAdvantage) -> Tensor:
     counts = torch.stack([torch.bincount(g[which], minlength=num_groups) for which in (best, rest)])
     num_best, num_rest = inputs.reduce(counts, "sum")
     gap = torch.where((num_best == 1) & (num_rest > 0), stats.max - second, 0.0)
-    if options.normalise:
+    if options.normalize:
         gap = gap / (stats.std + options.eps)
     return (inputs.of_group(gap) * best).masked_fill(inputs.of_group(stats.degenerate), 0.0)
 
@@ -163,7 +165,7 @@ def optimal_baseline(inputs: EstimatorInputs, options: OpoAdvantage) -> Tensor:
     num_tokens = row_sums(inputs.sampled.long(), inputs.lengths)
     g_valid = inputs.group_ids[valid]
     # Relative to the mean, which changes nothing but keeps the precision of 1000 + {0, .1}.
-    products = (_centred(inputs) * num_tokens)[valid]
+    products = (_centered(inputs) * num_tokens)[valid]
     low, high = group_range(products, g_valid, num_groups, inputs.reduce)
     tokens = torch.zeros(num_groups, dtype=torch.int64, device=products.device)
     tokens.scatter_add_(0, g_valid, num_tokens[valid])
@@ -172,7 +174,7 @@ def optimal_baseline(inputs: EstimatorInputs, options: OpoAdvantage) -> Tensor:
     )
     baseline = sums / tokens.clamp(min=1)
     return _within_groups(
-        _centred(inputs) - inputs.of_group(baseline), inputs, options.single_sample
+        _centered(inputs) - inputs.of_group(baseline), inputs, options.single_sample
     )
 
 
@@ -201,7 +203,7 @@ def gpg(inputs: EstimatorInputs, options: GpgAdvantage) -> Tensor:
     else:
         counted = int(inputs.reduce((inputs.totals[inputs.valid] != 0).sum(), "sum"))
     alpha = int(stats.count.sum()) / max(counted, 1)
-    return alpha * _within_groups(_centred(inputs), inputs, options.single_sample)
+    return alpha * _within_groups(_centered(inputs), inputs, options.single_sample)
 
 
 def own_estimator(inputs: EstimatorInputs, options: OwnAdvantage) -> Tensor:
@@ -220,13 +222,13 @@ def own_estimator(inputs: EstimatorInputs, options: OwnAdvantage) -> Tensor:
 
 ESTIMATORS: dict[type[Estimator], EstimatorFunction] = {
     GrpoAdvantage: grpo,
-    DrGrpoAdvantage: centred,
+    DrGrpoAdvantage: centered,
     GrpoPassKAdvantage: grpo_passk,
     RlooAdvantage: leave_one_out,
     MaxRlAdvantage: maximum_likelihood,
     ReinforceAdvantage: reinforce,
     ReinforcePlusPlusAdvantage: reinforce,
-    ReinforcePlusPlusBaselineAdvantage: centred,
+    ReinforcePlusPlusBaselineAdvantage: centered,
     RemaxAdvantage: remax,
     OpoAdvantage: optimal_baseline,
     GdpoAdvantage: gdpo,
@@ -285,7 +287,7 @@ def whiten(values: Tensor, spread: Moments) -> Tensor:
     return (values - spread.mean) / math.hypot(spread.std, WHITEN_EPS**0.5)
 
 
-def _centred(inputs: EstimatorInputs) -> Tensor:
+def _centered(inputs: EstimatorInputs) -> Tensor:
     return inputs.totals - inputs.of_group(inputs.stats.mean)
 
 

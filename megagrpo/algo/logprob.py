@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy from hidden states and output weight, without materialising
+"""Log-probabilities and entropy from hidden states and output weight, without materializing
 [tokens, vocabulary].
 
 Logits are made in tiles of at most chunk_tokens x TILE_COLUMNS, used and forgotten, once in the

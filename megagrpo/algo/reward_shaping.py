@@ -17,7 +17,7 @@ from megagrpo.config.objective.reward_shaping import (
     REWARD_STEP_CONFIGS,
     OverlongShaping,
     RewardClip,
-    RewardNormalisation,
+    RewardNormalization,
     RewardOverlong,
     RewardScaling,
     RewardShapingConfig,
@@ -112,8 +112,8 @@ def overlong_penalty(
     return -(excess / buffer).clamp(0.0, 1.0) * options.factor
 
 
-def normalise(
-    rewards: ShapedRewards, inputs: RewardInputs, options: RewardNormalisation
+def normalize(
+    rewards: ShapedRewards, inputs: RewardInputs, options: RewardNormalization
 ) -> ShapedRewards:
     """Collective. Returns (r - mean) / (std + eps), mean and std each over the group, the batch or
     all batches so far.
@@ -136,7 +136,7 @@ def normalise(
 
 @dataclass(frozen=True)
 class _ScopeMoments:
-    """Moments of the rewards that normalise one another: [N] each, or [] or [1] where all responses
+    """Moments of the rewards that normalize one another: [N] each, or [] or [1] where all responses
     share them."""
 
     mean: Tensor  # float64
@@ -145,7 +145,7 @@ class _ScopeMoments:
 
 
 def _scopes(
-    rewards: ShapedRewards, inputs: RewardInputs, options: RewardNormalisation
+    rewards: ShapedRewards, inputs: RewardInputs, options: RewardNormalization
 ) -> tuple[dict[Scope, _ScopeMoments], AlgoState]:
     """Returns the moments of the scopes that the options name, and the state with this batch where
     it is running."""
@@ -202,7 +202,7 @@ def clip(rewards: ShapedRewards, inputs: RewardInputs, options: RewardClip) -> S
 REWARD_STEPS: dict[type[RewardStep], RewardFunction] = {
     RewardScaling: scale,
     RewardOverlong: charge_overlong,
-    RewardNormalisation: normalise,
+    RewardNormalization: normalize,
     RewardClip: clip,
 }
 check_complete(

@@ -19,7 +19,7 @@ def of_rollouts(batch: Batch) -> Batch:
     """Returns the batch with a row for each of its M rollouts instead of its N samples; tokens stay
     in their places.
 
-    A rollout's samples are neighbours, so it is one run of tokens: lengths [M] sum those of its
+    A rollout's samples are neighbors, so it is one run of tokens: lengths [M] sum those of its
     samples. It is truncated if one of them is. Only fields that advantages are made of are
     converted.
     """

@@ -188,7 +188,7 @@ def _filled(lengths: Sequence[int], budget: int, packed: bool) -> list[list[int]
     """Returns as few micro-batches as a simple rule finds; a sample above the budget gets one of
     its own.
 
-    Packed: best-fit decreasing. Padded: neighbours in length together.
+    Packed: best-fit decreasing. Padded: neighbors in length together.
     """
     bins: list[list[int]] = []
     if packed:

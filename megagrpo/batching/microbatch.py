@@ -1,7 +1,7 @@
 """Micro-batches: samples of a Batch laid out for one forward pass, with their loss masks.
 
 Layouts are planned on the host, where the Batch is, and copied to the device without
-synchronisation: no size or index in the forward and backward of a micro-batch depends on a device
+synchronization: no size or index in the forward and backward of a micro-batch depends on a device
 value.
 """
 

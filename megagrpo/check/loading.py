@@ -90,7 +90,7 @@ class LoadingTest:
 
 
 def try_loading(config: ExperimentConfig) -> LoadingTest:
-    """Loads the tokenizer, renders and tokenises the rows of every data file that is already there,
+    """Loads the tokenizer, renders and tokenizes the rows of every data file that is already there,
     grades texts for the first ones and has a tool call parsed."""
     trial = LoadingTest()
     folder = model_folder(config)
@@ -148,7 +148,7 @@ def _try_rows(
     store: ImageStore | None,
     trial: LoadingTest,
 ) -> list:
-    """Renders and tokenises rows of a section; returns the first prompts of each source and grader.
+    """Renders and tokenizes rows of a section; returns the first prompts of each source and grader.
 
     Raises ValueError if none is short enough, or if the run's checkpoint has other rows.
     """

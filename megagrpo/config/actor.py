@@ -20,25 +20,25 @@ from megagrpo.config.fields import (
 
 
 class ParallelConfig(Section):
-    """Megatron's layout: world_size / (tp pp cp) ranks are data-parallel; sequence parallelism is
-    on when tp > 1."""
+    """Megatron's layout. world_size / (tp pp cp) ranks are data-parallel, and sequence parallelism
+    is on when tp > 1."""
 
     tp: PositiveInt = 1
     """Tensor-parallel ranks."""
     pp: PositiveInt = 1
     """Pipeline stages."""
     vpp: PositiveInt = 1
-    """Virtual stages of each rank; more than 1 needs pp > 1."""
+    """Virtual stages per rank. More than 1 needs pp > 1."""
     cp: PositiveInt = 1
     """Context-parallel ranks, which share one sequence."""
     ep: PositiveInt = 1
     """Expert-parallel ranks."""
     etp: PositiveInt = 1
-    """Tensor-parallel ranks of each expert."""
+    """Tensor-parallel ranks per expert."""
     first_stage_layers: PositiveInt | None = None
-    """Layers of that pipeline stage; default: stages that are not given are equal."""
+    """Layers of this pipeline stage. Default: stages without a number share the rest equally."""
     last_stage_layers: PositiveInt | None = None
-    """Layers of that pipeline stage; default: stages that are not given are equal."""
+    """Layers of this pipeline stage. Default: stages without a number share the rest equally."""
 
     def problems(self) -> list[Rule]:
         one_stage = "needs pp > 1: without a pipeline one stage has all layers"
@@ -97,17 +97,17 @@ class OptimizerConfig(Section):
     min_lr: Fraction = 0.0
     """Learning rate at the last update, if the schedule decays."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: constant, or decaying to `min_lr`."""
+    """Keep the rate constant after the warm-up, or decay it to `min_lr`."""
     warmup_steps: NonNegativeInt = 0
     """Updates of linear warm-up."""
     weight_decay: Fraction = 0.0
-    """Norms and biases are spared."""
+    """Weight decay, which spares norms and biases."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """Decay of Adam's second moment."""
     clip_grad: NonNegativeFloat = 1.0
-    """Largest global gradient norm; 0: no clipping."""
+    """Largest global gradient norm. 0: no clipping."""
     distributed: bool = True
-    """Shard the optimizer's state over data-parallel ranks."""
+    """Shard the optimizer state over data-parallel ranks."""
     megatron: LibrarySettings = Field(default={})
     """Fields of Megatron's OptimizerConfig, such as `optimizer_cpu_offload: true`."""
 
@@ -125,14 +125,14 @@ Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 
 
 class LoraConfig(Section):
-    """Low-rank adapters instead of all weights: y = W x + alpha / rank * B (A x), W frozen."""
+    """Train low-rank adapters and freeze W: y = W x + alpha / rank * B (A x)."""
 
     rank: PositiveInt = 16
     """Rows of A, columns of B."""
     alpha: PositiveFloat = 32.0
-    """Adapters are multiplied by alpha / rank."""
+    """Scale: adapters are multiplied by alpha / rank."""
     targets: list[Projection] = Field(default=list(get_args(Projection)), min_length=1)
-    """Projections with adapters; of a model with experts, its experts'."""
+    """Projections with adapters. In a model with experts, those in the experts."""
 
     @field_validator("targets")
     @classmethod
@@ -148,31 +148,31 @@ class LoraConfig(Section):
 
 
 class VisionConfig(Section):
-    """The vision tower of a vision-language model; by default all of it is trained."""
+    """The vision tower of a vision-language model. By default it is trained."""
 
     train: Literal["none", "projector", "all"] = "all"
-    """What is trained; projector: the mergers that make features of patches."""
+    """Part to train. projector: the mergers that turn patches into features."""
 
 
 class DraftConfig(Section):
-    """Load, train, publish and export the model's multi-token-prediction layer, which proposes
-    tokens to engines (`rollout.draft_tokens`)."""
+    """Load, train, publish and export the multi-token-prediction layer, which proposes tokens to
+    engines (`rollout.draft_tokens`)."""
 
     train: bool = True
-    """In every update towards the policy's distribution of the token after next, on detached
-    inputs: the policy's gradients do not change."""
+    """Train the draft in every update towards what the policy predicts for the token after next.
+    Draft inputs are detached, so the policy's gradients do not change."""
 
 
 class RouterLossConfig(Section):
-    """Auxiliary losses of routers, over real tokens, divided by counts of the whole update on all
-    ranks."""
+    """Auxiliary losses for routers. They cover real tokens and are divided by counts over the
+    update and all ranks."""
 
     balance: NonNegativeFloat = 0.0
-    """Coefficient of DeepSeek-V3's balance loss of single sequences (1 is balanced), the mean over
-    the update's samples, summed over layers; it took 0.0001."""
+    """Coefficient of DeepSeek-V3's sequence balance loss (1 is balanced), which is averaged over
+    the update's samples and summed over layers. DeepSeek-V3 used 0.0001."""
     z: NonNegativeFloat = 0.0
-    """Coefficient of the z-loss: squared log-sum-exp of a token's router logits, the mean over the
-    update's tokens, summed over layers; ST-MoE took 0.001."""
+    """Coefficient of the z-loss, the squared log-sum-exp of router logits, which is averaged over
+    the update's tokens and summed over layers. ST-MoE used 0.001."""
 
     def problems(self) -> list[Rule]:
         return [
@@ -190,46 +190,48 @@ class ActorConfig(Section):
     world_size: PositiveInt = 1
     """Trainer ranks over all nodes."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto: CUDA if a GPU is visible, else the CPU, and then bfloat16 is refused."""
+    """auto: CUDA if a GPU is visible, else the CPU. On a CPU bfloat16 is then refused."""
     dtype: Dtype = "float32"
-    """Of weights and activations; sums and optimizer state are float32."""
+    """Type of weights and activations. Sums and optimizer state are float32."""
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig | None = None
     vision: VisionConfig | None = None
     draft: DraftConfig | None = None
     router_bias_update: PositiveFloat | None = None
-    """Move routers' biases by this after an update, up for experts with fewer tokens than the mean:
-    DeepSeek-V3's balance, which took 0.001. Default: biases stay."""
+    """Move router biases by this much after each update, up for experts with fewer tokens than the
+    mean. DeepSeek-V3 balances experts like this and used 0.001. Default: biases stay."""
     router_losses: RouterLossConfig | None = None
     routing_replay: Literal["rollout", "old"] | None = None
-    """Experts that the actor's forwards take as given, with weights from its own routers: the
-    engine's (rollout; R3, arXiv 2510.11370), or those of the log-probabilities before a step's
-    first update (old; R2, arXiv 2507.18071). The reference routes for itself. Default: routers
-    choose."""
+    """Experts that the actor's forward passes reuse, with weights from the actor's own routers.
+    rollout: the engine's experts (R3, arXiv 2510.11370). old: the experts from the
+    log-probabilities before a step's first update (R2, arXiv 2507.18071). The reference always
+    routes for itself. Default: routers choose."""
     micro_batch_tokens: PositiveInt = 4096
-    """Most tokens of a forward pass, padding included."""
+    """Most tokens per forward pass, padding included."""
     packing: bool = True
-    """Several sequences in one row, without padding."""
+    """Put several sequences in one row, without padding."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations recomputed in the backward pass: none, those of `megatron.recompute_modules`, or
-    all, layer by layer."""
+    """Activations to recompute in the backward pass: none, those in `megatron.recompute_modules`,
+    or all, layer by layer."""
     transformer_engine: Literal["auto"] | bool = "auto"
-    """Its layers, attention and grouped experts; auto: on CUDA if installed, but not for `lora`,
-    whose adapters need Megatron's layers, or float32, which it multiplies as TF32."""
+    """Use Transformer Engine's layers, attention and grouped experts. auto: on CUDA if installed,
+    but not with `lora`, because adapters need Megatron's layers, and not in float32, because it
+    would multiply in TF32."""
     megatron: LibrarySettings = Field(default={})
-    """Fields of Megatron's TransformerConfig, such as `moe_permute_fusion: true`; see [what is
+    """Fields of Megatron's TransformerConfig, such as `moe_permute_fusion: true`. See [what is
     refused](#settings-of-libraries-that-are-refused)."""
     ddp: LibrarySettings = Field(default={})
     """Fields of Megatron's DistributedDataParallelConfig, such as `bucket_size: 40000000`."""
     logprob_chunk_tokens: PositiveInt = 1024
-    """Tokens whose logits exist at once, a block of [chunk, vocab / tp]."""
+    """Tokens whose logits exist at the same time, as a block of [chunk, vocab / tp]."""
     threads: Processes = 1
-    """Threads of a rank's operators on a CPU."""
+    """Operator threads per rank on a CPU."""
     deadline_s: Seconds = 1800.0
     """Longest wait in a collective."""
     max_restarts: NonNegativeInt = 3
-    """Restarts of all ranks over the run, from the last checkpoint, because one was lost."""
+    """Most restarts of all ranks in a run. Ranks restart from the last checkpoint after one was
+    lost."""
 
     @property
     def dp(self) -> int:

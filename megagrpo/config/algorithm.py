@@ -36,14 +36,14 @@ class DynamicSampling(Section):
     full. DAPO, arXiv 2503.14476."""
 
     metric: Literal["reward", "shaped_reward"] = "reward"
-    """The grader's reward, or that after scaling and overlong shaping."""
+    """Use the grader's reward, or the reward after scaling and overlong shaping."""
     max_num_gen_batches: PositiveInt = 10
-    """Batches of prompts that a step may sample before the run stops."""
+    """Most prompt batches that a step may sample before the run stops."""
     filter: FunctionName | None = None
-    """Instead: a function of yours, "mine.py:keep", called as keep(values, **args) with the metric
-    of a group's responses that have one; true keeps the group."""
+    """Your own function instead, "mine.py:keep". It is called as keep(values, **args) with the
+    metrics of a group, without responses that have none. Return true to keep the group."""
     args: OwnArguments = Field(default={})
-    """Its keyword arguments."""
+    """Keyword arguments for `filter`."""
 
     def load_filter(self) -> Callable[[list[float]], object] | None:
         """Returns the filter with its arguments, if there is one. Raises ValueError."""
@@ -71,27 +71,28 @@ class AlgorithmConfig(Section):
     advantage: AdvantageConfig = GrpoAdvantage()
     """Advantage estimator."""
     loss: PolicyLossConfig = PpoClipLoss()
-    """Policy loss of a token."""
+    """Policy loss per token."""
     aggregation: Aggregation = "token-mean"
-    """How token losses become one number; denominators are over all ranks."""
+    """How token losses become one number. Denominators are counted over all ranks."""
     loss_scale_factor: PositiveFloat | None = None
-    """C of seq-mean-token-sum-norm, in tokens; default: `sampling.max_response_tokens`."""
+    """C in seq-mean-token-sum-norm, in tokens. Default: `sampling.max_response_tokens`."""
     kl: KlConfig = KlConfig()
     entropy_coef: Number = 0.0
-    """Coefficient of the entropy bonus; above 0 it keeps the policy random."""
+    """Coefficient of the entropy bonus. Above 0 it keeps the policy random."""
     reward: RewardShapingConfig = RewardShapingConfig()
     whiten_advantages: bool = False
     """Scale advantages to mean 0 and variance 1 over the step's tokens."""
     advantage_clip: PositiveFloat | None = None
     """Limit advantages to [-advantage_clip, advantage_clip]."""
     mask_truncated: bool = False
-    """Leave responses that ended by length out of rl's loss, not out of the statistics."""
+    """Leave responses that reached the length limit out of the rl loss. They still count in the
+    statistics."""
     mismatch: MismatchConfig = MismatchConfig()
     dynamic_sampling: DynamicSampling | None = None
     distillation: DistillationConfig | None = None
     streams: list[StreamConfig] = Field(default=[])
-    """Components of the loss beside rl, and the tokens of each. Before the first entry rl and, where
-    `distillation` is there, distillation have weight 1 on all tokens that the policy sampled."""
+    """Loss components besides rl, and the tokens for each. Without an entry, rl has weight 1 on all
+    tokens that the policy sampled, and so has distillation if there is a `distillation` section."""
 
     @model_validator(mode="before")
     @classmethod
@@ -130,7 +131,7 @@ class AlgorithmConfig(Section):
                 "remove mismatch.weight, or write against: old",
             ),
             Rule(
-                reward.normalises_by_group and advantage.normalises_by_group,
+                reward.normalizes_by_group and advantage.normalizes_by_group,
                 f"reward.mean/std: group with advantage {advantage.name} normalizes by the "
                 "group twice",
                 "use batch, running or none",

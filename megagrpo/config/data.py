@@ -26,11 +26,12 @@ class ModelConfig(Section):
     """Folder with config.json, tokenizer and safetensors in Hugging Face's format, or a name on the
     Hub: `Qwen/Qwen3-1.7B`, `Qwen/Qwen3-1.7B@REVISION`."""
     tokenizer: LocalPath | None = None
-    """Folder or name with the tokenizer; default: `path`."""
+    """Folder or name with the tokenizer. Default: `path`."""
 
 
 class HeldOutConfig(Section):
-    """Held-out prompts. Other keys, and what is left out, are as in `data`; all rows are read."""
+    """Held-out prompts. Other keys, and those that you leave out, are as in `data`. All rows are
+    read."""
 
     path: LocalPath | list[LocalPath] | None = None
     """As in `data`."""
@@ -43,19 +44,19 @@ class HeldOutConfig(Section):
 
 
 class CurriculumConfig(Section):
-    """Rows chosen by what their last groups showed, instead of in passes over the data. See
+    """Choose rows by the results of earlier groups, instead of in passes over the data. See
     [curricula](../data-and-rewards.md#a-curriculum)."""
 
     name: str
-    """`pools`, `drop_solved`, or your own `mine.py:weights`, called as f(rows, **args)."""
+    """`pools`, `drop_solved`, or your own `mine.py:weights`, which is called as f(rows, **args)."""
     args: OwnArguments = Field(default={})
-    """Its keyword arguments."""
+    """Keyword arguments for your own function."""
     pass_reward: Number = 1.0
     """Reward from which a response passes."""
     hard_at_most: Fraction = 0.0
     """Highest pass rate of a row in the pool `hard`."""
     easy_at_least: Fraction = 1.0
-    """Lowest pass rate of a row in the pool `easy`; between them is `medium`."""
+    """Lowest pass rate of a row in the pool `easy`. Rows in between are in `medium`."""
 
     def problems(self) -> list[Rule]:
         hard, easy = self.hard_at_most, self.easy_at_least
@@ -69,20 +70,20 @@ class CurriculumConfig(Section):
 
 
 class SourceConfig(Section):
-    """One source of a mixture. What it leaves out is as in `data`."""
+    """One source of a mixture. Keys that you leave out are as in `data`."""
 
     source: str
-    """Its name in metrics and rollouts."""
+    """Name of the source in metrics and rollouts."""
     path: LocalPath | list[LocalPath]
     """As in `data`."""
     ratio: PositiveFloat | None = None
-    """Its share of the prompts, relative to the others'; default, for all: by their sizes."""
+    """Share of the prompts, relative to other sources. Default, if no source has one: by size."""
     prompt_key: str | None = None
     """As in `data`."""
     answer_key: str | None = None
     """As in `data`."""
     grader: str | None = None
-    """Grader of its rows, as a column names it."""
+    """Grader for these rows, with the names that `grader_key` columns use."""
     grader_key: str | None = None
     """As in `data`."""
     extra_key: str | None = None
@@ -96,60 +97,61 @@ class SourceConfig(Section):
 
 
 class DataConfig(Section):
-    """Prompts and answers, one object a row. A key may lead into a row by dots:
+    """Prompts and answers, one object per row. A key can lead into a row by dots:
     `reward_model.ground_truth`, `messages.-1.content`."""
 
     path: LocalPath | list[LocalPath] | None = None
-    """.jsonl, .json, .csv or .parquet file, or several; or a data set on the Hub,
-    `openai/gsm8k?config=main&split=train` (default split: train, of `eval.data` test), or its
-    files, `hf://datasets/OWNER/NAME/FILE`."""
+    """One or several .jsonl, .json, .csv or .parquet files, a dataset on the Hub,
+    `openai/gsm8k?config=main&split=train` (default split: train, or test for `eval.data`), or files
+    in it, `hf://datasets/OWNER/NAME/FILE`."""
     sources: list[SourceConfig] = Field(default=[])
-    """Instead of `path`: a mixture of sources with keys of their own."""
+    """A mixture instead of `path`. Each source can have keys of its own."""
     prompt_key: str = "prompt"
-    """Column of the prompt: a text, or chat messages with `chat_template`."""
+    """Prompt column: a text, or chat messages with `chat_template`."""
     answer_key: str = "answer"
-    """Column of the answer that graders get."""
+    """Answer column, which graders get."""
     source_key: str | None = None
-    """Column of a row's source, for metrics by source and `grader_by_source`."""
+    """Source column, for metrics by source and for `grader_by_source`."""
     grader_key: str | None = None
-    """Column that names a row's grader: one of `reward.graders`, or any without args; default:
-    `reward`'s."""
+    """Column that names the grader: one in `reward.graders`, or any grader without args. Default:
+    the grader in `reward`."""
     grader_by_source: dict[str, str] = Field(default={})
     """Grader for each value of `source_key`: `{openai/gsm8k: gsm8k, lighteval/MATH: math}`. `aime*`
     fits every other value that begins so."""
     extra_key: str | None = None
     """Column for graders with a parameter `extra_info`, such as verl's compute_score."""
     images_key: str | None = None
-    """Column of a prompt's images (paths, bytes or {bytes, path}), if it has any; its text has
+    """Image column (paths, bytes or {bytes, path}) for prompts with images. The text has one
     `<image>` for each. Needs `chat_template`. See [vision](../vision.md)."""
     tools_key: str | None = None
-    """Column of a row's tools for the chat template, a list of {type, function} or its JSON. Needs
+    """Column with tools for the chat template, a list of {type, function} or its JSON. Needs
     `chat_template`."""
     teacher_key: str | None = None
-    """Column that names a row's teacher, one of `teachers`, or several with weights, `{math: 0.7,
-    code: 0.3}`; empty: none. Default: the only teacher."""
+    """Column that names a teacher in `teachers`, or several with weights, `{math: 0.7, code: 0.3}`.
+    Empty: no teacher. Default: the only teacher."""
     weight_key: str | None = None
-    """Column of a row's weights by component of the loss, `{rl: 0, cross_entropy: 1}`; they multiply
-    those of `algorithm.streams`."""
+    """Column with weights for each loss component, `{rl: 0, cross_entropy: 1}`, which multiply
+    those in `algorithm.streams`."""
     demonstration_key: str | None = None
-    """Column of a response to learn, no longer than `sampling.max_response_tokens`, for streams that
-    are written by data; empty: none."""
+    """Column with a response to learn, for streams that are written by data. Empty: none. It can
+    have at most `sampling.max_response_tokens` tokens."""
     chat_template: bool = False
     """Render prompts with the tokenizer's chat template."""
     chat_template_args: dict[str, str | int | float | bool] = Field(default={})
-    """Its arguments, such as `enable_thinking: false` for Qwen3."""
+    """Arguments for the chat template, such as `enable_thinking: false` for Qwen3."""
     system_prompt: str | None = None
-    """System message of prompts that have none. Needs `chat_template`."""
+    """System message for prompts that have none. Needs `chat_template`."""
     prompt_template: str = "{prompt}"
-    """Text around `{prompt}`, before the chat template; of messages, in the user's last."""
+    """Text around `{prompt}`, before the chat template. With messages, it goes around the last user
+    message."""
     add_bos: bool = False
-    """Begin prompts with the tokenizer's <bos>; not with `chat_template`."""
+    """Begin prompts with the tokenizer's <bos>. Not with `chat_template`."""
     max_prompt_tokens: PositiveInt = 1024
-    """Longer prompts are dropped and counted."""
+    """Longest prompt. Longer ones are dropped and counted."""
     shuffle: bool = True
-    """New random order each epoch, instead of file order."""
+    """Use a new random order each epoch, instead of file order."""
     limit: PositiveInt | None = None
-    """Rows used, from the start of all files; default: all."""
+    """Rows to use, from the start of all files. Default: all."""
     curriculum: CurriculumConfig | None = None
 
     @property
@@ -280,15 +282,15 @@ class EvalConfig(Section):
     every: PositiveInt = 10
     """Steps between evaluations."""
     num_samples: PositiveInt = 1
-    """Responses a prompt; above 1, pass@k is reported too."""
+    """Responses per prompt. Above 1, pass@k is reported too."""
     temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
-    """0: greedy."""
+    """Sampling temperature. 0: greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """As in `sampling`."""
     top_k: TopK = -1
     """As in `sampling`."""
     num_as_trained: NonNegativeInt = 0
-    """Responses a prompt of a second evaluation, sampled as in training, with metrics
+    """Responses per prompt in a second evaluation, which samples as in training and writes metrics
     eval_as_trained/..."""
     max_response_tokens: PositiveInt | None = None
-    """Longest response; default: `sampling.max_response_tokens`."""
+    """Longest response. Default: `sampling.max_response_tokens`."""

@@ -26,45 +26,46 @@ GraderArgs = dict[str, Scalar | dict[str, Scalar]]
 
 
 class CodeOptions(Section):
-    """Runs the response's Python program against the answer's test cases; see
+    """Run the Python program in the response against the test cases in the answer. See
     [rewards](../data-and-rewards.md)."""
 
     score: Literal["fraction", "all"] = "fraction"
-    """Fraction of tests passed, or 1 if all pass, else 0."""
+    """Use the fraction of tests passed, or 1 if all pass, else 0."""
     test_s: Seconds = 3.0
-    """Of one test; then it has failed."""
+    """Time limit per test, after which the test has failed."""
     total_s: Seconds = 8.0
-    """Of all tests of a response; those left have failed."""
+    """Time limit for all tests of a response. Tests that are left have failed."""
     memory_mb: Annotated[int, Field(ge=64, le=MOST)] = 512
-    """Address space of each process, and resident memory of all of a program's together."""
+    """Limit on the address space per process, and on the resident memory of all processes in a
+    program together."""
     output_kb: PositiveInt = 1024
-    """Standard output of a program."""
+    """Limit on standard output per program."""
     disk_mb: PositiveInt = 16
-    """Files that a program may write."""
+    """Limit on files that a program writes."""
     open_files: Annotated[int, Field(ge=8, le=MOST)] = 64
-    """Open files of one process."""
+    """Open files per process."""
     processes: PositiveInt = 8
-    """Processes and threads of a program."""
+    """Processes and threads per program."""
     tolerance: NonNegativeFloat = 0.0
-    """Largest absolute or relative difference of equal numbers."""
+    """Largest absolute or relative difference between equal numbers."""
     isolation: Literal["required", "off"] = "required"
-    """Run in namespaces, or not at all; off: only limits, with network and readable files in
-    reach."""
+    """Run in namespaces, or not at all. off: only limits, and the program can reach the network and
+    readable files."""
 
 
 class ServiceOptions(Section):
-    """Fields that all graders over HTTP share."""
+    """Fields that all HTTP graders share."""
 
     url: str
-    """Of the POST requests; without user name or password."""
+    """URL for the POST requests, without user name or password."""
     timeout_s: Seconds = 60.0
-    """Of a request with its retries; then the outcome is a timeout."""
+    """Time limit per request with its retries. Beyond it the outcome is a timeout."""
     retries: NonNegativeInt = 4
-    """After a lost connection, a status 429 or a status of 500 and above."""
+    """Retries after a lost connection, a status 429, or a status of 500 and above."""
     concurrency: PositiveInt = 16
-    """Requests in flight, of each leader."""
+    """Requests in flight per leader."""
     api_key_env: str | None = None
-    """Environment variable of the trainers with the key, a bearer token."""
+    """Environment variable on the trainers that holds the key, a bearer token."""
 
     @field_validator("url")
     @classmethod
@@ -80,39 +81,38 @@ class ServiceOptions(Section):
 
 
 class HttpOptions(ServiceOptions):
-    """Asks a reward service for the scores of batches of responses; see
-    [rewards](../data-and-rewards.md)."""
+    """Ask a reward service to score responses in batches. See [rewards](../data-and-rewards.md)."""
 
     batch_size: PositiveInt = 32
-    """Most responses of a request."""
+    """Most responses per request."""
     batch_wait_s: NonNegativeFloat = 0.05
-    """Longest wait of a response for others to share its request."""
+    """Longest time that a response waits for others to share its request."""
 
 
 class JudgeOptions(ServiceOptions):
-    """Asks a model behind an OpenAI endpoint, .../v1/chat/completions; see
+    """Ask a model behind an OpenAI endpoint, .../v1/chat/completions. See
     [rewards](../data-and-rewards.md)."""
 
     model: str
-    """As the endpoint names it."""
+    """Model name at the endpoint."""
     prompt_file: str
-    """File with the judge's prompt, into which {prompt} (the conversation), {response} and {answer}
-    are put."""
+    """File with the judge's prompt. {prompt} (the conversation), {response} and {answer} are filled
+    in."""
     system: str | None = None
-    """System message before it."""
+    """System message before the prompt."""
     pattern: str = (
         r"(?i)(?<!max )(?<!maximum )\bscore[\s*_)\]]*[:：][\s*_(\[]*"
         r"([-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?)"
     )
-    """Regular expression; the first group of its last match in the reply is the score."""
+    """Regular expression. The first group in its last match in the reply is the score."""
     scores: dict[str, Number | int] = Field(default={})
-    """Scores of that group's words, such as {yes: 1, no: 0}; default: a number."""
+    """Scores for words in that group, such as {yes: 1, no: 0}. Default: a number."""
     temperature: NonNegativeFloat = 0.0
-    """The judge's."""
+    """Temperature of the judge."""
     max_tokens: PositiveInt = 1024
     """Longest reply."""
     body: dict[str, Scalar] = Field(default={})
-    """Further fields of the request, such as {top_p: 0.9}."""
+    """More fields for the request, such as {top_p: 0.9}."""
 
     @field_validator("pattern")
     @classmethod
@@ -139,11 +139,11 @@ class GraderConfig(Section):
     grader: str
     """As `reward.grader`."""
     name: Annotated[str, Field(pattern=r"^[a-z0-9_]*$")] = ""
-    """In metrics, rollouts and `data.grader_key`; default: that of the grader."""
+    """Name in metrics, rollouts and `data.grader_key`. Default: the grader's name."""
     weight: Number = 1.0
-    """Factor of its score in the reward, a sum."""
+    """Factor for this score in the reward, which is a sum."""
     args: GraderArgs = Field(default={})
-    """Its keyword arguments."""
+    """Keyword arguments for the grader."""
 
     @property
     def short_name(self) -> str:
@@ -156,27 +156,27 @@ class GraderConfig(Section):
 
 
 class RewardConfig(Section):
-    """How responses are graded: by one grader (`grader`, `args`), or by several (`graders`)."""
+    """Grade responses with one grader (`grader`, `args`) or several (`graders`)."""
 
     grader: str = "gsm8k"
     """`exact`, `format`, `gsm8k`, `math`, `math_dapo`, `code`, `http`, `judge`, or yours,
     "package.module:function"."""
     args: GraderArgs = Field(default={})
-    """Its keyword arguments."""
+    """Keyword arguments for the grader."""
     graders: list[GraderConfig] = Field(default=[])
-    """Several instead; the reward is the weighted sum of their scores."""
+    """Several graders instead. The reward is the weighted sum of their scores."""
     group_grader: str | None = None
-    """Turns the scores of a group into rewards: `rank`, `distinct`, or yours,
+    """Turn the scores in a group into rewards: `rank`, `distinct`, or yours,
     "package.module:function"."""
     group_args: dict[str, Scalar] = Field(default={})
-    """Keyword arguments of `group_grader`."""
+    """Keyword arguments for `group_grader`."""
     workers: Processes = 2
-    """Grader processes of each sampling rank."""
+    """Grader processes per sampling rank."""
     timeout_s: Seconds = 10.0
-    """Of one response in a grader process; then it is a timeout, which is not trained on. `http`
-    and `judge` have their own."""
+    """Time limit per response in a grader process. A timeout is not trained on. `http` and `judge`
+    have their own limit."""
     shuffle: bool = False
-    """Control experiment: permute a step's rewards over its samples."""
+    """Control experiment: permute rewards over the samples in a step."""
 
     @property
     def entries(self) -> Sequence[GraderConfig]:

@@ -42,32 +42,33 @@ _KERNELS_COMPILED_S = 3600.0  # FP8's, on GPUs at the first start on a node
 
 
 class EnvironmentConfig(Section):
-    """An environment that answers the model's turns and may give the reward; see
+    """An environment that answers the model's turns and can give the reward. See
     [agents](../agents.md)."""
 
     function: str
-    """"package.module:function", called for every rollout as function(row, seed, **args); a group
-    shares row and seed."""
+    """"package.module:function", which is called for every rollout as function(row, seed, **args).
+    All rollouts in a group get the same row and seed."""
     args: dict[str, str | int | float | bool] = Field(default={})
-    """Its keyword arguments."""
+    """Keyword arguments for the function."""
     history: Literal["all", "last"] = "all"
-    """What a turn sees: all before it (one sample a rollout), or the row with the environment's
-    last message in place of its own (one sample a turn)."""
+    """What the model sees in a turn. all: everything before it (one sample per rollout). last: the
+    row, with the environment's last message in place of its own (one sample per turn)."""
     max_turns: PositiveInt = 8
-    """Turns of the model; then the rewards so far count."""
+    """Most turns of the model. Rewards up to then count."""
     rewards: bool = True
-    """Its steps give the reward; false: the graders of `reward` score the rollout's text."""
+    """Take the reward from the environment's steps. false: the graders in `reward` score the
+    rollout's text."""
     credit: Literal["rollout", "turn"] = "rollout"
-    """The reward goes to the whole rollout, or each step's to the turn before it, for estimators
+    """Give the reward to the rollout, or each step's reward to the turn before it, for estimators
     with returns (`reinforce`, `reinforce_plus_plus`)."""
     workers: Processes = 2
-    """Processes of each sampling rank; each holds many environments and answers one call at a
-    time."""
+    """Processes per sampling rank. Each holds many environments and answers one call at a time."""
     timeout_s: Seconds = 30.0
-    """Of one call; then the process is ended: a timeout, never a reward."""
+    """Time limit per call. Beyond it the process is ended and the outcome is a timeout, never a
+    reward."""
     episode_timeout_s: Seconds | None = None
-    """Of all calls of a rollout, without waits for engines or processes; then the rewards so far
-    count. Default: only `rollout.step_timeout_s`."""
+    """Time limit for all calls in a rollout, without waits for engines or processes. Rewards up to
+    then count. Default: only `rollout.step_timeout_s`."""
 
     def problems(self) -> list[Rule]:
         whole = self.episode_timeout_s
@@ -92,41 +93,42 @@ class EnvironmentConfig(Section):
 
 
 class AgentConfig(Section):
-    """A program that talks to the model over a chat endpoint and returns the reward; see
+    """A program that talks to the model over a chat endpoint and returns the reward. See
     [agents](../agents.md)."""
 
     function: str | None = None
-    """"package.module:function", async or not, called for every rollout as function(base_url, key,
-    row, **args); or verifiers, an environment of that library."""
+    """"package.module:function", async or not, which is called for every rollout as
+    function(base_url, key, row, **args), or `verifiers`, an environment from that library."""
     args: dict[str, str | int | float | bool] = Field(default={})
-    """Its keyword arguments."""
+    """Keyword arguments for the function."""
     command: list[str] = Field(default=[])
-    """Instead of a function: a command with MEGAGRPO_BASE_URL and MEGAGRPO_KEY (also under OpenAI's
-    and Anthropic's names) in its environment and the row on standard input; its last line is the
-    reward."""
+    """Command instead of a function. Its environment has MEGAGRPO_BASE_URL and MEGAGRPO_KEY (also
+    under the names that OpenAI's and Anthropic's clients read), its standard input the row. The
+    last line that it prints is the reward."""
     fork: Literal["sample", "refuse"] = "sample"
-    """Messages that do not extend the last turn (a second request after the same ones, an edited or
-    summarized history) begin a sample of their own, or are refused."""
+    """Whether messages that do not extend the last turn (a second request after the same ones, an
+    edited or summarized history) start a new sample or are refused."""
     history: Literal["all", "last"] = "all"
-    """all: a turn continues the tokens before it. last: every turn is a sample of its own with all
+    """all: a turn continues the tokens before it. last: every turn is a new sample with all
     messages rendered, for chat templates that cannot continue."""
     max_turns: PositiveInt = 32
-    """Turns of the model."""
+    """Most turns of the model."""
     credit: Literal["rollout", "turn"] = "rollout"
-    """The reward goes to the whole rollout, or `turn_rewards` to their turns, for estimators with
+    """Give the reward to the rollout, or `turn_rewards` to their turns, for estimators with
     returns."""
     truncated_reward: Number | None = None
-    """Reward if a limit of tokens or turns made the program fail; default: an error, without a
+    """Reward if the program failed because of a token or turn limit. Default: an error, without a
     reward."""
     tool_parser: ToolParser = ""
-    """SGLang's parser of the model's tool calls, such as qwen25; default: its text is the
+    """SGLang's parser for the model's tool calls, such as qwen25. Default: the text is the
     message."""
     reasoning_parser: ReasoningParser = ""
-    """SGLang's parser of reasoning, such as qwen3."""
+    """SGLang's parser for reasoning, such as qwen3."""
     workers: Processes = 2
-    """Processes of each sampling rank; each runs many programs."""
+    """Processes per sampling rank. Each runs many programs."""
     timeout_s: Seconds = 600.0
-    """Of a program, without the engines' time; then it is ended: a timeout, never a reward."""
+    """Time limit per program, without the time that engines take. Beyond it the program is ended
+    and the outcome is a timeout, never a reward."""
 
     def problems(self) -> list[Rule]:
         return [
@@ -147,24 +149,24 @@ class SamplingConfig(Section):
     """How responses are sampled."""
 
     temperature: Annotated[float, Field(ge=0.01, le=100)] = 1.0
-    """Log-probabilities are of the same distribution."""
+    """Sampling temperature. Log-probabilities are those of the same distribution."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus of probability; 1: all."""
+    """Nucleus probability. 1: all tokens."""
     top_k: TopK = -1
-    """Most probable tokens; -1 or 0: all."""
+    """Number of most probable tokens. -1 or 0: all."""
     max_response_tokens: PositiveInt = 512
     """Longest response."""
     stop_token_ids: list[NonNegativeInt] = Field(default=[])
-    """Token ids that end a response, besides the model's end of sequence."""
+    """Token ids that end a response, besides the model's end-of-sequence token."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """Texts that end a response."""
     skip_special_tokens: bool = False
-    """Hide all special tokens from graders, environments and tool parsers; false: only padding,
-    begin and end of texts, and the one that ended the response."""
+    """Hide all special tokens from graders, environments and tool parsers. false: hide only
+    padding, begin and end of text, and the token that ended the response."""
     environment: EnvironmentConfig | None = None
     agent: AgentConfig | None = None
     allow_truncated_distribution: bool = False
-    """Accept top_p < 1 or top_k > 0, for which log-probabilities are not renormalized."""
+    """Accept top_p < 1 or top_k > 0, although log-probabilities are then not renormalized."""
 
     def problems(self) -> list[Rule]:
         truncated = self.top_p < 1 or self.top_k > 0
@@ -197,67 +199,69 @@ class SamplingConfig(Section):
 
 
 class RolloutConfig(Section):
-    """The SGLang service: engines, their size, limits of time."""
+    """The SGLang service: engines, their size, time limits."""
 
     num_engines: PositiveInt = 1
-    """Engines at the start."""
+    """Number of engines at the start."""
     max_staleness: NonNegativeInt = 0
-    """Versions that a token may be older than the weights that it trains. So many batches are
-    sampled ahead, and trained on in order; none is thrown away. 0: sampling and training take
-    turns."""
+    """How many versions older than the trained weights a token can be. As many batches are sampled
+    ahead and trained on in order, and none is thrown away. 0: sampling and training take turns."""
     engine_choice: Literal["request", "group"] = "request"
-    """request: each goes to the engine with the fewest. group: a group's go to one engine, which
-    reads their prompt once with `sglang: {schedule_policy: lpm}`. Later turns follow the first."""
+    """request: send each request to the engine with the fewest. group: send a group to one engine,
+    which reads the prompt once with `sglang: {schedule_policy: lpm}`. Later turns go to the same
+    engine."""
     prefix_cache: Literal["flush", "by_version"] = "flush"
-    """At a publish: empty the engines' caches and read open rollouts again, or (by_version) each
-    rollout keeps the cache of the weights that it began with, so that later tokens rest on older
-    keys and values."""
+    """What happens at a publish. flush: engines empty their caches and read open rollouts again.
+    by_version: each rollout keeps the cache from the weights that it began with, so later tokens
+    rest on older keys and values."""
     tp: PositiveInt = 1
-    """Tensor-parallel ranks of an engine."""
+    """Tensor-parallel ranks per engine."""
     ep: PositiveInt = 1
-    """Expert-parallel ranks of an engine; divides `tp`."""
+    """Expert-parallel ranks per engine, a divisor of `tp`."""
     nodes_per_engine: PositiveInt = 1
-    """Nodes of an engine; divides `tp`."""
+    """Nodes per engine, a divisor of `tp`."""
     dtype: Dtype = "float32"
-    """Of the engines' weights and activations; default: `actor.dtype`."""
+    """Type of weights and activations in the engines. Default: `actor.dtype`."""
     quantization: Literal["fp8"] | None = None
-    """Linear layers and experts in E4M3, in blocks of 128 x 128 with a float32 scale each; trainers
-    quantize what they publish. Embeddings, output layer, norms and routers stay in `dtype`. See
-    [FP8 engines](../fp8.md)."""
+    """Store linear layers and experts as E4M3 in blocks of 128 x 128, each with a float32 scale.
+    Trainers quantize what they publish. Embeddings, output layer, norms and routers stay in
+    `dtype`. See [FP8 engines](../fp8.md)."""
     draft_tokens: PositiveInt | None = None
-    """Tokens that the draft (`actor.draft`) proposes for a forward; samples stay the model's."""
+    """Tokens that the draft (`actor.draft`) proposes per forward pass. The model's distribution
+    does not change."""
     load_format: Literal["dummy", "model"] = "dummy"
-    """Start with random weights, which the first publish replaces and verifies (dummy), or read
+    """dummy: start with random weights, which the first publish replaces and verifies. model: read
     `model.path`."""
     deterministic: bool = False
-    """Batch-invariant kernels, one seed a sample, deterministic algorithms in trainers: a run
-    repeats bit by bit unless caches overflow. On a GPU torch warns of operators without such an
-    algorithm."""
+    """Use batch-invariant kernels, one seed per sample, and deterministic algorithms in trainers. A
+    run then repeats bit by bit unless caches overflow. On a GPU torch warns of operators that have
+    no such algorithm."""
     max_running_requests: PositiveInt = 128
-    """Concurrent requests of an engine."""
+    """Concurrent requests per engine."""
     mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
-    """Of GPU memory, for weights and KV cache; default under `colocate`: 0.6, as the actor's
-    weights stay."""
+    """Fraction of GPU memory for weights and KV cache. Default with `colocate`: 0.6, because the
+    actor's weights stay."""
     colocate: bool = False
-    """Engines on the trainers' GPUs, rank for rank: they release their memory while the actor
-    trains; its optimizer state and gradients go to the host while they sample. Needs
-    `weights.transport: ipc`, or `disk`."""
+    """Put engines on the trainers' GPUs, rank for rank. Engines release memory while the actor
+    trains, and the actor moves optimizer state and gradients to the host while engines sample.
+    Needs `weights.transport: ipc`, or `disk`."""
     sglang: LibrarySettings = Field(default={})
     """Fields of SGLang's ServerArgs, such as `chunked_prefill_size: 8192`."""
     host: str = "127.0.0.1"
-    """Address of services, or an interface of all machines: eth0."""
+    """Address for services, or an interface that all machines have, such as eth0."""
     request_timeout_s: Seconds = 600.0
-    """Of one request."""
+    """Time limit per request."""
     step_timeout_s: Seconds = 3600.0
-    """Of all groups of a step, of each batch under dynamic sampling, or of an evaluation."""
+    """Time limit for all groups in a step, for each batch under dynamic sampling, or for an
+    evaluation."""
     start_timeout_s: Seconds = 300.0
-    """For an engine, or Ray, to start; default with `quantization`, whose kernels the first start
-    on a node compiles: 3600."""
+    """Time limit for an engine, or Ray, to start. Default with `quantization`: 3600, because the
+    first start on a node compiles kernels."""
     health_timeout_s: Seconds | None = None
-    """Silence after which an engine is restarted; longer than the longest forward pass. Default:
-    300 on GPUs, which may compile kernels; 60 on a CPU."""
+    """Silence after which an engine is restarted. It must exceed the longest forward pass. Default:
+    300 on GPUs, which may compile kernels, and 60 on a CPU."""
     max_restarts: NonNegativeInt = 5
-    """Restarts of one engine over the run."""
+    """Most restarts per engine in a run."""
     min_healthy_engines: PositiveInt = 1
     """Engines that must hold the new weights before a publish stops waiting for the others."""
 
@@ -311,19 +315,19 @@ class WeightsConfig(Section):
 
     transport: Literal["disk", "broadcast", "reshard", "ipc"] = "reshard"
     """reshard: each engine rank receives its slices from the trainers that hold them. ipc: the same
-    through shared memory, for `rollout.colocate`. broadcast: rank 0 sends whole tensors. disk: a
+    through shared memory, for `rollout.colocate`. broadcast: rank 0 sends full tensors. disk: a
     checkpoint on a shared disk."""
     in_flight: Literal["drain", "retract"] = "retract"
-    """Responses in flight at a publish keep their tokens, which the new weights read again, or
-    (drain) are waited for: then a deterministic run repeats bit by bit."""
+    """retract: responses in flight at a publish keep their tokens, which the new weights read
+    again. drain: a publish waits for them, so a deterministic run repeats bit by bit."""
 
     delta: bool = False
-    """Send only the elements that changed since the last publish, if these are fewer bytes; every
-    rank keeps what it has sent in host memory."""
+    """Send only the elements that changed since the last publish, if that takes fewer bytes. Every
+    rank then keeps what it has sent in host memory."""
     bucket_mb: PositiveFloat = 512.0
-    """Weights that a rank holds beside its parameters during a transfer."""
+    """Weights that a rank holds in addition to its parameters during a transfer."""
     timeout_s: Seconds = 600.0
-    """Of one publish, restarted engines included; below `actor.deadline_s`."""
+    """Time limit per publish, restarted engines included. It must be below `actor.deadline_s`."""
 
     @property
     def connect_timeout_s(self) -> float:

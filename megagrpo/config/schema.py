@@ -61,23 +61,22 @@ class TrainConfig(Section):
 
     num_steps: PositiveInt | None = Field(
         default=None,
-        description=f"Steps (sample, update, publish); default: {DEFAULT_STEPS}, or as `num_epochs` "
-        "says.",
+        description=f"Steps (sample, update, publish). Default: {DEFAULT_STEPS}, or from `num_epochs`.",
     )
     num_epochs: PositiveInt | None = None
-    """Instead of `num_steps`: passes over the prompts; the last step is whole."""
+    """Passes over the prompts, instead of `num_steps`. The last step is full."""
     num_prompts_per_step: PositiveInt = 64
-    """Prompts (groups) of a step."""
+    """Prompts (groups) per step."""
     group_size: PositiveInt = 8
-    """Responses to each prompt."""
+    """Responses per prompt."""
     num_updates_per_step: PositiveInt = 1
-    """Optimizer updates of each pass; its groups are split between them."""
+    """Optimizer updates per pass, which split the groups between them."""
     num_epochs_per_step: PositiveInt = 1
-    """Passes over a step's samples; each later one splits the groups anew, at random."""
+    """Passes over the samples in a step. Each later pass splits the groups anew, at random."""
     non_finite: Literal["halt", "skip"] = "halt"
-    """On a non-finite loss or gradient: stop the run, or skip the update; its batch is dumped."""
+    """On a non-finite loss or gradient, stop the run or skip the update. The batch is dumped."""
     max_bad_fraction: Fraction = 0.5
-    """Fraction of a step's reward errors and timeouts above which the run stops."""
+    """The run stops if more than this fraction of a step's rewards are errors and timeouts."""
 
     @property
     def updates_of_step(self) -> int:
@@ -109,34 +108,34 @@ class TrainConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the run is saved, and what it starts from."""
+    """When to save the run, and what it starts from."""
 
     every: NonNegativeInt = 25
-    """Steps between checkpoints; 0: only at the end or when the run is stopped."""
+    """Steps between checkpoints. 0: only at the end or when the run is stopped."""
     dir: LocalPath | None = None
-    """Folder on another disk, to which `checkpoints` of the run folder becomes a link."""
+    """Folder on another disk. `checkpoints` in the run folder becomes a link to it."""
     reshardable: Literal["last", "always", "never"] = "last"
-    """Checkpoints that another layout can load: the last of a start (after its last step, or when
+    """Checkpoints that another layout can load: the last per start (after its last step, or when
     stopped), all, or none. The others are faster and need less memory."""
     keep: PositiveInt = 2
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints to keep."""
     asynchronous: bool | Literal["auto"] = "auto"
-    """Copy to host memory, and write while training goes on; auto: from two trainer nodes on."""
+    """Copy to host memory and write during training. auto: from two trainer nodes on."""
     resume: Literal["auto", "never", "other_data"] = "auto"
-    """Continue from the last checkpoint, or refuse a folder that has one. other_data: continue
-    although the rows in use changed or are in another order."""
+    """auto: continue from the last checkpoint. never: refuse a folder that has one. other_data:
+    continue even if the rows in use have changed or are in another order."""
     load: LocalPath | None = None
-    """Another run's checkpoint folder, whose weights and optimizer this run starts from. The KL's
-    reference stays `model.path`: name an export there to move it."""
+    """Checkpoint folder from another run. This run starts from its weights and optimizer. The
+    reference for the KL stays `model.path`: to move it, name an export there."""
 
 
 class WandbConfig(Section):
-    """Metrics on Weights & Biases (extra `wandb`), under the experiment's name. wandb reads the
-    rest from its variables: WANDB_API_KEY (or `wandb login`), WANDB_MODE, WANDB_ENTITY,
-    WANDB_RUN_GROUP, WANDB_TAGS."""
+    """Metrics on Weights & Biases (extra `wandb`), under the experiment's name. wandb reads
+    everything else from environment variables: WANDB_API_KEY (or `wandb login`), WANDB_MODE,
+    WANDB_ENTITY, WANDB_RUN_GROUP, WANDB_TAGS."""
 
     project: str
-    """Project of the run."""
+    """Project for the run."""
 
 
 HealthAlarm = Literal[
@@ -152,17 +151,17 @@ HealthAlarm = Literal[
 
 
 class LogConfig(Section):
-    """What is recorded besides metrics.jsonl."""
+    """What to record besides metrics.jsonl."""
 
     tensorboard: bool = True
     """Write TensorBoard files."""
     wandb: WandbConfig | None = None
     alarms: list[HealthAlarm] = Field(default=list(get_args(HealthAlarm)))
-    """[Warnings](../train.md#warnings) that the run prints with a remedy, each once in a start."""
+    """[Warnings](../train.md#warnings) that the run prints with a remedy, each once per start."""
     dump_steps: list[PositiveInt] = Field(default=[])
-    """Steps whose batch is kept for `megagrpo replay`."""
+    """Steps whose batch to keep for `megagrpo replay`."""
     tokens: NonNegativeInt = 4
-    """Groups of a step whose tokens are recorded with trainer's and engine's difference of
+    """Groups per step whose tokens are recorded with the difference between trainer and engine
     log-probabilities."""
 
 
@@ -170,16 +169,17 @@ class ClusterConfig(Section):
     """The nodes for which `check`, `plan` and `submit` place ranks and count memory."""
 
     gpus_per_node: PositiveInt = 8
-    """GPUs of every node."""
+    """GPUs per node."""
     gpu: Literal["H100", "H200", "H20", "B200"] = "H100"
-    """Their kind; for another, the one with no more memory."""
+    """GPU model. If yours is not listed, name one with at most as much memory."""
 
 
 class SftOptimizerConfig(Section):
-    """Adam in the warm-up: adam_beta2 is `actor.optimizer`'s, the rest has its defaults."""
+    """Adam in the warm-up. adam_beta2 is that in `actor.optimizer`, and everything else has its
+    default."""
 
     lr: Annotated[float, Field(gt=0, le=1)] = 1e-3
-    """Learning rate after its warm-up."""
+    """Learning rate after the linear warm-up."""
     warmup_steps: NonNegativeInt = 0
     """Updates of linear warm-up."""
 
@@ -189,19 +189,19 @@ class SftOptimizerConfig(Section):
 
 
 class SftConfig(Section):
-    """Supervised warm-up with the same actor: it learns `answer` after `prompt`, and writes
+    """Supervised warm-up with the same actor. It learns `answer` after `prompt` and writes
     `model.path`."""
 
     path: LocalPath | list[LocalPath]
-    """Files, read as `data` says."""
+    """Files, which are read as in `data`."""
     model: LocalPath
-    """Hugging Face folder, or name on the Hub, to start from."""
+    """Hugging Face folder, or a name on the Hub, to start from."""
     num_steps: PositiveInt = 100
     """Most optimizer updates."""
     stop_at_loss: PositiveFloat | None = None
-    """End when the running mean of the loss is below this."""
+    """Stop when the running mean of the loss is below this."""
     batch_size: PositiveInt = 64
-    """Rows of an update."""
+    """Rows per update."""
     optimizer: SftOptimizerConfig = SftOptimizerConfig()
 
 
@@ -211,9 +211,9 @@ class ExperimentConfig(Section):
     name: str
     """Name of the experiment."""
     output_dir: LocalPath
-    """Run folder; on a cluster, on a file system that all nodes see."""
+    """Run folder. On a cluster, all nodes must see it."""
     seed: Annotated[int, Field(ge=0, le=2**53)] = 0
-    """Seed of every random choice."""
+    """Seed for every random choice."""
     model: ModelConfig
     data: DataConfig
     sampling: SamplingConfig = SamplingConfig()
@@ -225,7 +225,7 @@ class ExperimentConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     weights: WeightsConfig = WeightsConfig()
     teachers: dict[str, TeacherConfig] = Field(default={})
-    """Teachers of `algorithm.distillation`, by names of your own."""
+    """Teachers for `algorithm.distillation`, by names that you choose."""
     cluster: ClusterConfig = ClusterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()

@@ -1,4 +1,4 @@
-"""Renders and tokenises prompts, and orders them.
+"""Renders and tokenizes prompts, and orders them.
 
 The order depends only on the seed and the mixture, so the number of consumed prompts is the whole
 state to save.
@@ -37,7 +37,7 @@ from megagrpo.types import Prompt
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-_BLOCK = 512  # texts that are tokenised at once
+_BLOCK = 512  # texts that are tokenized at once
 # ratio and number of the prompts of each source; (): all are one
 Mixture = tuple[tuple[float, int], ...]
 
@@ -196,7 +196,7 @@ def _restore_parts(tokenizer: "PreTrainedTokenizerFast", file: Path) -> None:
 def load_prompts(
     data: DataConfig, tokenizer: "PreTrainedTokenizerBase", store: ImageStore | None = None
 ) -> PromptSet:
-    """Returns the rendered and tokenised rows of data.path or data.sources; Prompt.id is the row's
+    """Returns the rendered and tokenized rows of data.path or data.sources; Prompt.id is the row's
     id.
 
     Raises ValueError with file and line for a missing file, a broken line, a missing key, a value
@@ -405,7 +405,7 @@ def require_template(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> 
 def _render(
     data: DataConfig, tokenizer: "PreTrainedTokenizerBase", row: Row
 ) -> tuple[str, list[Message], list[object]]:
-    """Returns the text to tokenise, its messages with a chat template, and the sources of its
+    """Returns the text to tokenize, its messages with a chat template, and the sources of its
     images, which no checkpoint should hold."""
     chat = _chat(data, row)
     if not data.chat_template:

@@ -4,7 +4,7 @@ install."""
 import re
 from collections.abc import Mapping
 
-# a coloured text, such as the player's place
+# a colored text, such as the player's place
 _MARKED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
 
 
@@ -14,7 +14,7 @@ class GymnasiumText:
 
     id: its name in gymnasium. actions: words for the actions of a Discrete space, in their order;
     default: numbers.
-    rendered: observations are what it renders as text ("ansi"), with [ ] for colours, else the
+    rendered: observations are what it renders as text ("ansi"), with [ ] for colors, else the
     observations themselves.
     options: of gymnasium.make; a row's `extra` has more of them.
     """

@@ -1,5 +1,5 @@
-"""Held-out evaluation with its own prompts and seeds, greedy or k samples; independent of the order
-of training."""
+"""Held-out evaluation with its own prompts and seeds, greedy or with k samples, so it does not depend
+on the order of training."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,10 +16,10 @@ def evaluate(run: Run) -> dict[str, float]:
     """Collective. Returns eval/accuracy (mean score), eval/pass_at_k, lengths (tokens) and so on;
     {} if none is due.
 
-    An evaluation is due before the first step, every `eval.every` steps, and after the last. The
-    values of a second one with `eval.num_as_trained` samples, drawn as in training, are
-    eval_as_trained/. A stop request ends it without values: the next start, at the same step,
-    makes it.
+    An evaluation is due before the first step, every `eval.every` steps, and after the last. A
+    second one samples `eval.num_as_trained` responses as in training and has the prefix
+    eval_as_trained/. A stop request ends an evaluation without values, and the next start repeats
+    it at the same step.
     """
     config = run.config.eval
     step = run.state.step
@@ -65,6 +65,6 @@ def evaluation_metrics(
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Returns the probability that k of n samples without replacement hold a correct one (Chen et
-    al. 2021, eq. 1)."""
+    """Returns the probability that k out of n samples, drawn without replacement, include a correct
+    one (Chen et al. 2021, eq. 1)."""
     return 1.0 - comb(n - correct, k) / comb(n, k)

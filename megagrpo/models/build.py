@@ -47,7 +47,7 @@ def build_chunk(
     transformer_engine: bool,
 ) -> Body:
     """Builds this rank's model of one pipeline stage (`vp_stage` with virtual ones), its weights
-    uninitialised."""
+    uninitialized."""
     parts = parts_of(transformer_engine)
     chunk = Body(arch, config, block_spec(arch, config, vp_stage, parts), vp_stage)
     if arch.draft and chunk.post_process:  # its layer is like the model's last one
@@ -62,7 +62,7 @@ def build_chunk(
             parameter.allreduce = False
     for module in chunk.modules():
         if type(module) in _SHARDED_DIM and module.weight is not None:
-            # Megatron sets this mark only where it initialises a weight itself. Without it the
+            # Megatron sets this mark only where it initializes a weight itself. Without it the
             # gradient norm counts every weight as a replica and misses the shards of all
             # tensor-parallel ranks but the first: clipped too little.
             module.weight.tensor_model_parallel = True
@@ -96,7 +96,7 @@ def build_chunks(
     device: torch.device,
 ) -> list[Body]:
     """Builds this rank's models of all its pipeline stages on `device`, in the actor's dtype,
-    uninitialised."""
+    uninitialized."""
     stages = range(config.parallel.vpp) if config.parallel.vpp > 1 else [None]
     chunks = [
         build_chunk(arch, config, transformer, stage, kernels.transformer_engine).to(device)

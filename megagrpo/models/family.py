@@ -136,7 +136,7 @@ class Family:
         return arch.layer_tensors(index)
 
     def exported_config(self, hf: HfConfig) -> HfConfig:
-        """Returns the config.json of what is exported and published, quantisation left out."""
+        """Returns the config.json of what is exported and published, quantization left out."""
         return hf
 
     def stored_name(self, name: str) -> str:

@@ -73,7 +73,7 @@ def write_description(
     draft: bool = False,
 ) -> None:
     """Copies all but the weights of an HF folder (tokenizer, settings) into another; config.json
-    without quantisation.
+    without quantization.
 
     dtype: of the weights, for config.json. fp8: which then says FP8 in blocks. draft: whether the
     weights have one. Raises ValueError if `like` has no config.json.

@@ -174,7 +174,7 @@ def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 
 def put_results(request: AsyncRequest, results: dict[int, list]) -> None:
-    """Puts a writer's results where the request's finalisation reads them."""
+    """Puts a writer's results where the request's finalization reads them."""
     request.async_fn_args[2].put(results)
 
 

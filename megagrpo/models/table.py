@@ -26,7 +26,7 @@ from megagrpo.models.families.vision_language import Qwen3VL, Qwen3VLMoe, Qwen25
 from megagrpo.models.family import Family
 from megagrpo.models.kinds.draft.describe import draft_norms
 from megagrpo.models.stored.quantization import (
-    dequantised_config,
+    dequantized_config,
     quantization_problems,
     stored_form,
 )
@@ -248,9 +248,9 @@ def is_left_out(arch: Architecture, tensor: str) -> bool:
 
 
 def exported_config(hf: HfConfig, draft: bool = False) -> dict[str, object]:
-    """Returns the config.json for export and publish: without quantisation and ignored layers."""
+    """Returns the config.json for export and publish: without quantization and ignored layers."""
     family = FAMILIES.get(str(hf.get("model_type")))
-    plain = dequantised_config(family.exported_config(hf) if family else hf)
+    plain = dequantized_config(family.exported_config(hf) if family else hf)
     speculating = plain.get(_PREDICTION_LAYERS) and not draft
     return {**plain, **({_PREDICTION_LAYERS: 0} if speculating else {})}
 

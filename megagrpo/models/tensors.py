@@ -1,5 +1,5 @@
 """The tensors of a Hugging Face checkpoint: names, shapes and kinds in the order of random
-initialisation, and how ranks slice them into Megatron's modules: slices and copies only, which the
+initialization, and how ranks slice them into Megatron's modules: slices and copies only, which the
 recorder can trace."""
 
 from __future__ import annotations

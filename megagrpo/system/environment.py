@@ -63,7 +63,7 @@ def temporarily(name: str, value: str) -> Iterator[None]:
 
 
 def hide_gpus() -> None:
-    """Hides all GPUs from this process and its children. No effect after CUDA was initialised."""
+    """Hides all GPUs from this process and its children. No effect after CUDA was initialized."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

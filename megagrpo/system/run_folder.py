@@ -10,7 +10,7 @@ weights/             published by transport `disk`
 sft/                 metrics of the supervised warm-up
 images/              PNG files of the prompts, as engines and trainers see them, named after their
                      content; JSON files say which of them an image of the data became
-engine_model/        the model description from which engines start if model.path is quantised, or
+engine_model/        the model description from which engines start if model.path is quantized, or
                      sparse on a CPU
 trained/             samples of every replica as the update saw them
 view.html            written by `megagrpo view`

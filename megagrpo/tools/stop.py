@@ -16,7 +16,7 @@ from megagrpo.tools.status import launcher_of, words_for
 def add_options(command: argparse.ArgumentParser) -> None:
     """Adds the options of the command line."""
     command.add_argument("run_dir", help="run folder")
-    command.add_argument("--now", action="store_true", help="end it at once, without saving")
+    command.add_argument("--now", action="store_true", help="end the run at once, without saving")
 
 
 def run(args: argparse.Namespace) -> int:

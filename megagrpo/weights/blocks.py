@@ -51,15 +51,15 @@ def block_scales(maxima: Tensor) -> Tensor:
     return maxima.clamp(min=_SMALLEST) / _LARGEST
 
 
-def quantise(values: Tensor, start: tuple[int, ...], scales: Tensor) -> Tensor:
+def quantize(values: Tensor, start: tuple[int, ...], scales: Tensor) -> Tensor:
     """Returns values / scale of their block in E4M3, [n, m]. start: see block_maxima; scales
     [blocks, blocks]."""
     return (values.float() / _of_elements(scales, start, values.shape)).to(FP8)
 
 
-def dequantise(values: Tensor, start: tuple[int, ...], scales: Tensor) -> Tensor:
+def dequantize(values: Tensor, start: tuple[int, ...], scales: Tensor) -> Tensor:
     """Returns values in E4M3 * scale of their block, float32 [n, m]; arguments as those of
-    `quantise`."""
+    `quantize`."""
     return values.float() * _of_elements(scales, start, values.shape)
 
 

@@ -24,7 +24,7 @@ from megagrpo.weights.copies.record import Copy
 from megagrpo.weights.engines.client import EngineConnection
 from megagrpo.weights.engines.fleet import EngineFleet, EngineRegistry
 from megagrpo.weights.expected_digests import ExpectedDigests
-from megagrpo.weights.quantised import format_table, quantised
+from megagrpo.weights.quantized import format_table, quantized
 from megagrpo.weights.transports.broadcast import BroadcastTransport
 from megagrpo.weights.transports.disk import DiskTransport
 from megagrpo.weights.transports.gather_plan import published_specs
@@ -62,7 +62,7 @@ class Exchange:
         self._ids: list[str] = []  # of the engines to update; on the main rank
         # by kind and rank of an engine: of its slices among the digests
         self._numbers: list[list[np.ndarray]] = []
-        published = weights if config.rollout.quantization is None else quantised(weights, mesh)
+        published = weights if config.rollout.quantization is None else quantized(weights, mesh)
         if published is not weights and mesh.is_main:
             print(*format_table(weights, published), sep="\n", flush=True)
         self._weights = weights = published

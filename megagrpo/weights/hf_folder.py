@@ -76,7 +76,7 @@ class HfFolder(Mapping[str, Tensor]):
         if self._fp8:
             self._block = self._described(fp8_block, min(self._fp8), "FP8")
         for name in self._fp8:
-            self._show_dequantised(name)
+            self._show_dequantized(name)
         packed = [name for name in self.specs if name.endswith(".weight" + PACKED)]
         self._int4 = {name.removesuffix(PACKED) for name in packed}
         group = self._described(int4_group, min(packed), "INT4") if packed else 1
@@ -131,7 +131,7 @@ class HfFolder(Mapping[str, Tensor]):
             "quantization_config for it, which names the elements that share a scale"
         )
 
-    def _show_dequantised(self, name: str) -> None:
+    def _show_dequantized(self, name: str) -> None:
         """Replaces the spec of an FP8 tensor by that of its products, and hides its scales."""
         shape, _ = self.specs[name]
         scales, dtype = self.specs.pop(name + SCALES, ((), torch.float32))
@@ -168,7 +168,7 @@ class HfFolder(Mapping[str, Tensor]):
         """Copies the box at `start` with the shape of `target`. FP8 takes one or two rows of blocks
         in float32 more."""
         if name in self._fp8:
-            self._dequantise(target, name, start)
+            self._dequantize(target, name, start)
         elif name in self._int4:
             rows = slice(start[0], start[0] + len(target))
             words, scales = self._stored(name)[rows], self._stored(name + SCALE)[rows]
@@ -184,7 +184,7 @@ class HfFolder(Mapping[str, Tensor]):
             return prod(size) // 2
         return prod(size) * (1 if name in self._fp8 else self.specs[name][1].itemsize)
 
-    def _dequantise(self, target: Tensor, name: str, start: tuple[int, ...]) -> None:
+    def _dequantize(self, target: Tensor, name: str, start: tuple[int, ...]) -> None:
         """Computes bfloat16(weight * scale of its block) as SGLang's block_quant_dequant, a row of
         blocks at a time."""
         weight = self._stored(name)

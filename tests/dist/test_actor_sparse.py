@@ -80,7 +80,7 @@ def rewritten(
 
 
 def in_pairs(name: str, tensor: Tensor) -> Tensor:
-    """Rows of an indexer for rotary embedding of neighbours: 8 of 16 numbers turn, in halves in
+    """Rows of an indexer for rotary embedding of neighbors: 8 of 16 numbers turn, in halves in
     `tensor`."""
     order = [place + late for place in range(4) for late in (0, 4)] + list(range(8, 16))
     if ".indexer.wq_b." in name:
@@ -91,7 +91,7 @@ def in_pairs(name: str, tensor: Tensor) -> Tensor:
 
 def test_dense_up_to_topk_tokens_and_the_rotary_form_of_published_indexers(one_rank: Path):
     """An engine on a CPU is started as DeepSeek-V3: without an indexer the same model computes the
-    same, if no sequence is longer than index_topk. GLM-5's indexers turn neighbours, which
+    same, if no sequence is longer than index_topk. GLM-5's indexers turn neighbors, which
     transformers does not know."""
     dense = one_rank / "glm_moe_dsa_dense"
     models = [

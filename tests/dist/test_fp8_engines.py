@@ -1,5 +1,5 @@
 """Trainer ranks publish to engines in FP8: each byte is what an engine's own loader makes of a
-quantised checkpoint."""
+quantized checkpoint."""
 
 import sys
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import record_copies
 from megagrpo.weights.exchange import Exchange
 from tests.dist.workers.launch import run_meshes
-from tests.fp8_checkpoint import quantised
+from tests.fp8_checkpoint import quantized
 
 HIDDEN, FFN, LATENT = 320, 256, 200  # 2.5 blocks, 2, 1.6
 SHAPES = {"embed": (50, HIDDEN), "norm": (HIDDEN,), "kv": (LATENT, HIDDEN)}
@@ -41,11 +41,11 @@ def hf_tensors(seed: int) -> dict[str, Tensor]:
 
 
 def checkpoint(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """These weights as the independent quantiser stores them."""
+    """These weights as the independent quantizer stores them."""
     stored = {}
     for name, tensor in tensors.items():
         if name in IN_FP8:
-            stored[name], stored[name + SCALES] = quantised(tensor, (128, 128))
+            stored[name], stored[name + SCALES] = quantized(tensor, (128, 128))
         else:
             stored[name] = tensor.to(dtype)
     return stored
@@ -183,13 +183,13 @@ def flip_a_bit(codes: Tensor) -> None:
     codes[300, 5] ^= 1
 
 
-def take_the_neighbours(scales: Tensor) -> None:
+def take_the_neighbors(scales: Tensor) -> None:
     scales[1, 2] = scales[1, 1]
 
 
 FAULTS = [
     ("down", r"down \[0:320, 128:256\]", flip_a_bit),
-    ("gate_up_scale_inv", r"up_scale_inv \[1:2, 0:3\]", take_the_neighbours),
+    ("gate_up_scale_inv", r"up_scale_inv \[1:2, 0:3\]", take_the_neighbors),
 ]
 
 
@@ -205,7 +205,7 @@ FAULTS = [
         (4, "ipc", False),
     ],
 )
-def test_engines_hold_what_their_loader_makes_of_a_quantised_checkpoint(
+def test_engines_hold_what_their_loader_makes_of_a_quantized_checkpoint(
     tmp_path, world, transport, delta
 ):
     write_checkpoint(tmp_path / "initial", hf_tensors(0))

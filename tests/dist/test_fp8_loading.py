@@ -9,7 +9,7 @@ from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.weights.hf_folder import HfFolder
 from tests.dist.workers.launch import run_ranks
-from tests.fp8_checkpoint import quantise_folder
+from tests.fp8_checkpoint import quantize_folder
 from tests.int4_checkpoint import pack_folder
 
 BLOCK = (24, 40)  # divides neither the tensors below nor a rank's part of them
@@ -42,7 +42,7 @@ def write_models(folder: Path, family: str) -> None:
         tie_embeddings=False,
     )
     make_tiny_model(sizes, seed=0)
-    quantise_folder(folder / "float32", folder / "model", folder / "twin", BLOCK)
+    quantize_folder(folder / "float32", folder / "model", folder / "twin", BLOCK)
 
 
 def wanted_bytes(folder: Path) -> int:

@@ -113,7 +113,7 @@ HELD_PARTS = ("parameters", "gradients", "optimizer")
 
 
 def _closed(arch: Architecture, actor: ActorConfig, rank: int) -> dict[str, float]:
-    """The closed forms, and what only a CPU's RMSNorm keeps: normalised inputs, for bfloat16
+    """The closed forms, and what only a CPU's RMSNorm keeps: normalized inputs, for bfloat16
     float32 copies."""
     p = actor.parallel
     stage = rank * p.pp // actor.world_size

@@ -66,7 +66,7 @@ ALGORITHMS = {
     "gpg": {
         "advantage": {"name": "gpg"},
         "mismatch": {
-            "weight": {"name": "tis", "over": "sequence", "self_normalise": True},
+            "weight": {"name": "tis", "over": "sequence", "self_normalize": True},
             "reject": {"low": 0.5, "high": 2.0},
         },
     },

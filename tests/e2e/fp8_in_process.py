@@ -46,7 +46,7 @@ from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
 from megagrpo.weights.actor_weights import ActorWeights, kept_dtypes
 from megagrpo.weights.copies.record import record_copies
 from megagrpo.weights.exchange import Exchange
-from tests.fp8_checkpoint import quantise_folder
+from tests.fp8_checkpoint import quantize_folder
 from tests.pretended_groups import only_fake_groups
 from tests.published import published_config
 
@@ -108,12 +108,12 @@ def differing(model: torch.nn.Module, reference: torch.nn.Module) -> list[str]:
 
 
 def layer_outputs(model: torch.nn.Module) -> dict[str, float]:
-    """Relative distance of a fused projection, and of the experts, to products with the dequantised
+    """Relative distance of a fused projection, and of the experts, to products with the dequantized
     weights."""
     layer, draw = model.model.layers[1], torch.Generator().manual_seed(3)
     x = torch.randn(5, SIZES["hidden_size"], generator=draw).bfloat16()
     qkv, experts = layer.self_attn.qkv_proj, layer.mlp.experts
-    exact = x.float() @ block_fp8.dequantised(qkv.weight, qkv.weight_scale_inv, [128, 128]).t()
+    exact = x.float() @ block_fp8.dequantized(qkv.weight, qkv.weight_scale_inv, [128, 128]).t()
     found = {"qkv": qkv(x)[0].float() - exact}
     ids = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7], [1, 6]], dtype=torch.int32)
     shares = torch.full((5, 2), 0.5)
@@ -121,10 +121,10 @@ def layer_outputs(model: torch.nn.Module) -> dict[str, float]:
     wanted = torch.zeros_like(out)
     for token, chosen in enumerate(ids.tolist()):
         for one in chosen:
-            w13 = block_fp8.dequantised(
+            w13 = block_fp8.dequantized(
                 experts.w13_weight[one], experts.w13_weight_scale_inv[one], [128, 128]
             )
-            w2 = block_fp8.dequantised(
+            w2 = block_fp8.dequantized(
                 experts.w2_weight[one], experts.w2_weight_scale_inv[one], [128, 128]
             )
             gate, up = (w13 @ x[token].float()).chunk(2)
@@ -136,7 +136,7 @@ def layer_outputs(model: torch.nn.Module) -> dict[str, float]:
 
 @contextmanager
 def pretended_engine(server: ServerArgs) -> Iterator[ModelConfig]:
-    """Initialises SGLang as its scheduler process does before building the model, for one rank.
+    """Initializes SGLang as its scheduler process does before building the model, for one rank.
 
     Indexers are built as on a Hopper. This process is not used for anything else.
     """
@@ -184,7 +184,7 @@ def main(folder: Path, family: str) -> dict:
     sizes, hf = described(folder, family)
     tensors = random_tensors(architecture_of(hf), torch.Generator().manual_seed(0))
     write_model(folder / "model", hf, tensors, sizes.alphabet)
-    quantise_folder(folder / "model", folder / "fp8", folder / "twin", (128, 128))
+    quantize_folder(folder / "model", folder / "fp8", folder / "twin", (128, 128))
     stored = [safe_open(file, "pt") for file in sorted((folder / "fp8").glob("*.safetensors"))]
     actor, mesh, found = PlainActor(hf, tensors), make_mesh(0, 1, torch.device("cpu"), 200.0), {}
     sections = {"rollout": {"quantization": "fp8", "dtype": "bfloat16"}, "actor": {"device": "cpu"}}

@@ -24,8 +24,8 @@ OTHERS = sorted(
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)]
 )
-def test_a_publish_gives_what_sglang_makes_of_a_quantised_checkpoint(tmp_path, family):
-    """The checkpoint is an independent quantiser's. A layer that the engine exempts stops the run
+def test_a_publish_gives_what_sglang_makes_of_a_quantized_checkpoint(tmp_path, family):
+    """The checkpoint is an independent quantizer's. A layer that the engine exempts stops the run
     by its name.
 
     The attention of SGLang's Mixtral, Llama, Qwen2 and DeepSeek-V3 has scales of its cache, which

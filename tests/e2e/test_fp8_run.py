@@ -4,7 +4,7 @@ mismatch is corrected."""
 import pytest
 from run_megagrpo import make_inputs, metrics, run_experiment, write_experiment
 
-from tests.fp8_checkpoint import quantise_folder
+from tests.fp8_checkpoint import quantize_folder
 
 STEPS = 3
 SIZES = {  # SGLang requires whole blocks of 128 wherever it cuts or fuses matrices
@@ -59,7 +59,7 @@ def test_a_checkpoint_in_fp8_is_trained_with_an_engine_in_fp8(tmp_path):
     """As DeepSeek-V3 is published: the actor reads it in its own dtype, and publishes it in FP8
     again."""
     make_inputs(write_experiment(tmp_path / "prepared"), model=SIZES)
-    quantise_folder(tmp_path / "model", tmp_path / "stored", tmp_path / "twin", (128, 128))
+    quantize_folder(tmp_path / "model", tmp_path / "stored", tmp_path / "twin", (128, 128))
     run_experiment(
         tmp_path / "run",
         model={"path": str(tmp_path / "stored"), "tokenizer": str(tmp_path / "model")},

@@ -47,7 +47,7 @@ def test_turns_continue_the_tokens_that_were_sampled(service):
     """The first turn is the response without a tool up to the call; log-probabilities are those of
     transformers.
 
-    Those of all turns, for the whole sequence: what was put in was seen, and nothing was tokenised
+    Those of all turns, for the whole sequence: what was put in was seen, and nothing was tokenized
     again.
     """
     service.set_version(0)

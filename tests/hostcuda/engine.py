@@ -58,7 +58,7 @@ def copies_one_by_one(module) -> None:
 
 
 def sums_of_rows(module) -> None:
-    """The normaliser of a prompt's log-probabilities, by SGLang's formula for other devices."""
+    """The normalizer of a prompt's log-probabilities, by SGLang's formula for other devices."""
 
     def row_logsumexp(x: Tensor) -> tuple[Tensor, Tensor]:
         largest = x.float().amax(-1)

@@ -104,14 +104,14 @@ def pinned() -> None:
 
 
 def waits() -> None:
-    from bench.gpu_kit.timing import synchronisations
+    from bench.gpu_kit.timing import synchronizations
 
-    with synchronisations(CUDA) as found:
+    with synchronizations(CUDA) as found:
         x = ones(4).cumsum(0)
         x.index_fill_(0, x.argmax()[None], 2)
         torch.arange(4.0).pin_memory().to("cuda", non_blocking=True)
     assert not found, found
-    with synchronisations(CUDA) as found:
+    with synchronizations(CUDA) as found:
         float(x[0]), x[x > 1], x.tolist(), x.cpu(), torch.arange(4.0).to("cuda", non_blocking=True)
     assert found.total() == 5, found
 

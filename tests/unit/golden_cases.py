@@ -23,7 +23,7 @@ def load(name: str) -> tuple[dict, ...]:
 
 
 def cases(name: str, statuses=("reference",), where=lambda case: True):
-    """Parametrisation over the cases of a file."""
+    """Parametrization over the cases of a file."""
     chosen = [case for case in load(name) if case["status"] in statuses and where(case)]
     assert chosen, f"{name}: no case is chosen"
     return [

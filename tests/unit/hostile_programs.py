@@ -1,5 +1,5 @@
 """Programs that try to harm, to hang or to cheat, and what becomes of each.
-docs/data-and-rewards.md shows this table.
+docs/evidence/hostile.md lists them.
 
 Each is graded by its standard output (SCRIPTS: input 1, expected 2) or by calls of its function f
 (CALLS: f(1) == 2). Limits are small, so that a program which breaks one costs this machine little.
@@ -7,6 +7,7 @@ Each is graded by its standard output (SCRIPTS: input 1, expected 2) or by calls
 
 import json
 import os
+import re
 
 OPTIONS = {"memory_mb": 192, "output_kb": 64, "disk_mb": 4, "open_files": 16, "processes": 6}
 SCRIPTS = json.dumps({"inputs": ["1\n"], "outputs": ["2\n"]})
@@ -177,9 +178,10 @@ def options(detail: str) -> dict:
 
 
 def table() -> str:
-    """The table of docs/data-and-rewards.md."""
-    rows = ["| a program that | score | what its outcome says |", "|---|---|---|"]
+    """The list of docs/evidence/hostile.md: programs by outcome."""
+    programs: dict[str, list[str]] = {}
     for name, (tests, _, score, detail) in PROGRAMS.items():
-        how = "" if tests is SCRIPTS else " (calls)"
-        rows.append(f"| {name}{how} | {score:g} | {detail} |")
-    return "\n".join(rows)
+        error = re.sub(r"^exit code 1: (\w+: \[Errno \d+\] )?", "", detail) or "an error"
+        calls = "" if tests is SCRIPTS else " (calls)"
+        programs.setdefault("score 1" if score else error, []).append(name + calls)
+    return "\n".join(f"- **{outcome}**: {'; '.join(names)}" for outcome, names in programs.items())

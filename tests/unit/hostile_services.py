@@ -1,6 +1,6 @@
-"""A real HTTP server on loopback that behaves badly by script, and what becomes of each behaviour.
+"""A real HTTP server on loopback that behaves badly by script, and what becomes of each behavior.
 
-docs/data-and-rewards.md shows the table.
+docs/evidence/hostile.md lists them.
 """
 
 import json
@@ -132,7 +132,8 @@ SERVICES = {
 
 
 def table() -> str:
-    """The table of docs/data-and-rewards.md."""
-    rows = ["| a service that | outcome | its detail |", "|---|---|---|"]
-    rows += [f"| {name} | {status} | {detail} |" for name, (_, status, detail) in SERVICES.items()]
-    return "\n".join(rows)
+    """The list of docs/evidence/hostile.md: services by outcome."""
+    services: dict[str, list[str]] = {}
+    for name, (_, status, detail) in SERVICES.items():
+        services.setdefault(f"{status}: {detail}".removesuffix(": "), []).append(name)
+    return "\n".join(f"- **{outcome}**: {'; '.join(names)}" for outcome, names in services.items())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from megagrpo.algo.kl import with_current_kl_coef
-from megagrpo.algo.reward_shaping import ShapedRewards, normalise
+from megagrpo.algo.reward_shaping import ShapedRewards, normalize
 from megagrpo.algo.statistics import exact_row_sums
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.objective.reward_shaping import RewardShapingConfig
@@ -124,13 +124,13 @@ def test_gdpo_does_not_see_a_graders_scale_or_one_that_says_nothing():
 
 def test_pass_at_k_ties_and_invalid():
     batch = batch_of([4.0, 4.0, 1.0, 3.0, 1.0, 0.0], [0, 0, 0, 1, 1, 1])
-    advantages, _ = solve(batch, advantage={"name": "grpo_passk", "normalise": False})
+    advantages, _ = solve(batch, advantage={"name": "grpo_passk", "normalize": False})
     assert advantages[:, 0].tolist() == [0, 0, 0, 2, 0, 0]
     batch = replace(
         batch,
         rewards=replace(batch.rewards, valid=torch.tensor([True, False, True, True, False, False])),
     )
-    advantages, _ = solve(batch, advantage={"name": "grpo_passk", "normalise": False})
+    advantages, _ = solve(batch, advantage={"name": "grpo_passk", "normalize": False})
     assert advantages[:, 0].tolist() == [3, 0, 0, 0, 0, 0]
 
 
@@ -267,7 +267,7 @@ def test_running_moments_are_those_of_all_batches():
     options = RewardShapingConfig(mean="running", std="running")
     zeros = torch.zeros(10, dtype=torch.int64)
     for i, part in enumerate(parts):
-        out = normalise(ShapedRewards(part, state, {}), reward_inputs(zeros), options)
+        out = normalize(ShapedRewards(part, state, {}), reward_inputs(zeros), options)
         state = out.state
         seen = parts[: i + 1].reshape(-1)
         torch.testing.assert_close(
@@ -285,10 +285,10 @@ def test_the_state_survives_a_checkpoint_to_the_last_bit():
 
 
 @pytest.mark.parametrize("scope", ["group", "batch", "running"])
-def test_constant_rewards_normalise_to_zero(scope):
+def test_constant_rewards_normalize_to_zero(scope):
     rewards, ids = torch.full((6,), 0.7, dtype=torch.float64), torch.arange(6) // 3
     options = RewardShapingConfig(mean=scope, std=scope)
-    out = normalise(ShapedRewards(rewards, AlgoState(), {}), reward_inputs(ids), options)
+    out = normalize(ShapedRewards(rewards, AlgoState(), {}), reward_inputs(ids), options)
     assert out.values.tolist() == [0.0] * 6
 
 

@@ -38,7 +38,7 @@ class RewardBonus(RewardStep):
     bonus: float | None = None
 
 
-""", "RewardClip, RewardNormalisation", "RewardBonus, "),
+""", "RewardClip, RewardNormalization", "RewardBonus, "),
 }  # fmt: skip
 FUNCTIONS = {
     "estimator": ("algo/estimators.py", "ESTIMATORS: dict", """
@@ -67,7 +67,7 @@ def add_bonus(rewards: ShapedRewards, inputs: RewardInputs, options: RewardBonus
     return rewards if options.bonus is None else replace(rewards, values=rewards.values + options.bonus)
 
 
-""", "    RewardNormalisation: normalise,", "    RewardBonus: add_bonus,\n"),
+""", "    RewardNormalization: normalize,", "    RewardBonus: add_bonus,\n"),
 }  # fmt: skip
 EXPERIMENT = """
 name: toys

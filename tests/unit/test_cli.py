@@ -24,7 +24,7 @@ def test_help_has_every_command_in_one_group_with_an_example(capsys):
     ]
     commands = [word for word in listed if not word.startswith("-") and word != "COMMAND"]
     assert sorted(commands) == sorted(cli.command_parsers())
-    for group in ("run: megagrpo run ", "look: megagrpo ", "plan: megagrpo ", "prove: megagrpo "):
+    for group in ("run: megagrpo run ", "look: megagrpo ", "plan: megagrpo ", "verify: megagrpo "):
         assert f"\n{group}" in text
     for line in text.splitlines():
         if ": megagrpo " in line and not line.startswith("usage"):  # an example is a command

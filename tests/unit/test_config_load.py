@@ -172,6 +172,14 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
         ),
         ("train: {num_steps: 1\n", "e.yaml:6: not valid YAML"),
         (
+            "algorithm: {advantage: {name: grpo_passk, normalise: false}}\n",
+            "advantage.normalise = False: unknown key; did you mean 'normalize'?",
+        ),
+        (
+            "algorithm: {mismatch: {weight: {name: tis, self_normalise: true}}}\n",
+            "weight.self_normalise = True: unknown key; did you mean 'self_normalize'?",
+        ),
+        (
             "name2: !!python/object:os.system {}\n",
             "e.yaml:5: name2 = {}: unknown key; did you mean 'name'?",
         ),

@@ -112,6 +112,13 @@ def test_snippets_are_valid(page, tmp_path):
             assert (grade("so 3.5", "3.51", tolerance=0.1), grade("so 3.5", "3.51")) == (1.0, 0.0)
 
 
+def test_a_description_of_a_key_stands_without_its_heading():
+    page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
+    rows = re.findall(r"^\| (`\w+`.*?) \| .*? \| (.*) \|$", page, re.MULTILINE)
+    assert len(rows) > 200
+    assert not [row for row in rows if re.match("(Of|Its|Their|Instead)\\b", row[1])]
+
+
 def test_pages_are_short_and_reachable():
     """At most 180 lines but the generated ones, 150 for README; and every page is linked from the
     index."""

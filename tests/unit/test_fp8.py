@@ -11,12 +11,12 @@ from safetensors.torch import save_file
 from megagrpo.check.problems import check_against_model
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.models.stored.quantization import dequantised_config, fp8_block, quantization_problems
+from megagrpo.models.stored.quantization import dequantized_config, fp8_block, quantization_problems
 from megagrpo.models.table import architecture_of
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
-from tests.fp8_checkpoint import dequantised, quantised
+from tests.fp8_checkpoint import dequantized, quantized
 from tests.installed import installed_function
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ def stored(tmp_path_factory):
     """576 rows, as kv_a_proj_with_mqa: 4.5 blocks; 300 columns: 2.34. Scales that no power of two
     hides."""
     torch.manual_seed(0)
-    weight, scales = quantised(torch.randn(576, 300) * torch.rand(576, 1), BLOCK)
+    weight, scales = quantized(torch.randn(576, 300) * torch.rand(576, 1), BLOCK)
     tensors = {"a.weight": weight, "a.weight_scale_inv": scales, "norm.weight": torch.rand(7)}
     return write(tmp_path_factory.mktemp("fp8"), tensors), weight, scales
 
@@ -68,7 +68,7 @@ def stored(tmp_path_factory):
 def test_it_is_what_sglangs_own_routine_makes_of_it(stored, tmp_path):
     folder, weight, scales = stored
     expected = sglangs()(weight, scales, list(BLOCK), torch.bfloat16)
-    assert torch.equal(dequantised(weight, scales, BLOCK), expected)
+    assert torch.equal(dequantized(weight, scales, BLOCK), expected)
     read = HfFolder(folder)
     assert torch.equal(read["a.weight"], expected)
     assert read.specs == {
@@ -85,7 +85,7 @@ def test_it_is_what_sglangs_own_routine_makes_of_it(stored, tmp_path):
 
 def test_any_part_needs_its_own_bytes_and_the_scales_of_its_blocks(stored):
     folder, weight, scales = stored
-    expected = dequantised(weight, scales, BLOCK)
+    expected = dequantized(weight, scales, BLOCK)
     for start, size, blocks in [
         ((0, 0), (576, 300), 15),
         ((288, 0), (288, 300), 9),  # half of the rows: from within block 2 on
@@ -120,7 +120,7 @@ def test_a_large_tensor_needs_one_bounded_buffer(tmp_path):
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)
-    assert torch.equal(target, dequantised(values, scales, BLOCK))
+    assert torch.equal(target, dequantized(values, scales, BLOCK))
     # 128 rows in float32, the last ones and the next, a scale for every block and column, and the
     # blocks' numbers
     bound = (128 * 8 + scales.shape[0] * 4 + 32) * columns
@@ -167,7 +167,7 @@ def test_damage_is_named(stored, tmp_path):
         (FP8 | {"activation_scheme": "static"}, r"activation_scheme 'static'"),
     ],
 )
-def test_other_quantisation_is_refused_with_the_reason(quantization, reason):
+def test_other_quantization_is_refused_with_the_reason(quantization, reason):
     hf = qwen()
     assert architecture_of(hf | {"quantization_config": FP8}) == architecture_of(hf)
     with pytest.raises(ValueError, match=reason):
@@ -184,11 +184,11 @@ def test_what_is_written_like_it_is_bfloat16(stored, tmp_path):
         "model_type": "toy",
         "dtype": "bfloat16",
     }
-    assert torch.equal(HfFolder(tmp_path / "out")["a.weight"], dequantised(weight, scales, BLOCK))
-    assert dequantised_config({"torch_dtype": "float8", "quantization_config": FP8}) == {
+    assert torch.equal(HfFolder(tmp_path / "out")["a.weight"], dequantized(weight, scales, BLOCK))
+    assert dequantized_config({"torch_dtype": "float8", "quantization_config": FP8}) == {
         "torch_dtype": "bfloat16"
     }
-    assert dequantised_config({"torch_dtype": "float32"}) == {"torch_dtype": "float32"}
+    assert dequantized_config({"torch_dtype": "float32"}) == {"torch_dtype": "float32"}
 
 
 def test_engines_start_from_the_model_in_bfloat16(stored, tmp_path):
@@ -213,7 +213,7 @@ def test_engines_start_from_the_model_in_bfloat16(stored, tmp_path):
     }
     assert {file.name for file in run.engine_model.iterdir()} == {"config.json", "tokenizer.json"}
     assert as_engines_see_it(seen, run) is seen, (
-        "a model that is not quantised is started from its own folder"
+        "a model that is not quantized is started from its own folder"
     )
 
 

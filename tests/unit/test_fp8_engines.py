@@ -1,4 +1,4 @@
-"""FP8 engines: the trainers' quantiser, formats of parameters, what engines start from, and what is
+"""FP8 engines: the trainers' quantizer, formats of parameters, what engines start from, and what is
 refused."""
 
 import json
@@ -19,7 +19,7 @@ from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.blocks import block_maxima, block_scales, dequantise, quantise
+from megagrpo.weights.blocks import block_maxima, block_scales, dequantize, quantize
 from megagrpo.weights.copies.record import Copy, Recording, coverage_problems, record_copies
 from megagrpo.weights.copies.storages import Computed
 from megagrpo.weights.engines.derived_tensors import (
@@ -28,7 +28,7 @@ from megagrpo.weights.engines.derived_tensors import (
     random_cache_scales,
 )
 from megagrpo.weights.engines.formats import format_problems
-from megagrpo.weights.quantised import quantised, quantised_specs
+from megagrpo.weights.quantized import quantized, quantized_specs
 from tests import experiments
 from tests.published import published_config
 
@@ -46,13 +46,13 @@ def nearest_codes(values: torch.Tensor) -> torch.Tensor:
     return codes[signed.argmin(1)].view(values.shape)
 
 
-def test_the_quantiser_rounds_each_block_by_its_largest_element():
+def test_the_quantizer_rounds_each_block_by_its_largest_element():
     draw = torch.Generator().manual_seed(0)
     matrix = torch.randn(200, 300, generator=draw) * torch.logspace(-2, 2, 200)[:, None]
     matrix[:128, 128:256] = 0
     scales = block_scales(block_maxima(matrix, (0, 0)))
     assert scales.shape == (2, 3)
-    whole = quantise(matrix, (0, 0), scales)
+    whole = quantize(matrix, (0, 0), scales)
     for i in range(2):
         for j in range(3):
             block = matrix[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)]
@@ -61,13 +61,13 @@ def test_the_quantiser_rounds_each_block_by_its_largest_element():
             assert torch.equal(codes, nearest_codes(block / scales[i, j]))
     part = matrix[100:190, 50:290]  # begins and ends within blocks
     assert torch.equal(
-        quantise(part, (100, 50), scales).view(torch.uint8),
+        quantize(part, (100, 50), scales).view(torch.uint8),
         whole[100:190, 50:290].view(torch.uint8),
     )
     assert torch.equal(block_maxima(matrix[128:], (128, 0)), block_maxima(matrix, (0, 0))[1:])
     bad = matrix.clone()
     bad[0, 0] = torch.nan
-    assert quantise(bad, (0, 0), block_scales(block_maxima(bad, (0, 0)))).float()[0, 0].isnan(), (
+    assert quantize(bad, (0, 0), block_scales(block_maxima(bad, (0, 0)))).float()[0, 0].isnan(), (
         "not hidden"
     )
 
@@ -86,7 +86,7 @@ def test_a_stack_of_matrices_is_each_matrix():
     specs = {"x": (tuple(stack.shape), torch.float32)}
     mesh = make_mesh(0, 1, torch.device("cpu"), 10.0)
     weights = ActorWeights(record_copies(load, specs, live), specs, lambda: live, fp8={"x"})
-    weights = quantised(weights, mesh)
+    weights = quantized(weights, mesh)
     assert weights.hf_specs["x_scale_inv"] == ((3, 2, 3), torch.float32)
     with weights.merged():
         found = {
@@ -97,16 +97,16 @@ def test_a_stack_of_matrices_is_each_matrix():
     for number, matrix in enumerate(stack):
         scales = block_scales(block_maxima(matrix, (0, 0)))
         assert torch.equal(found["x_scale_inv"][number], scales)
-        wanted = quantise(matrix, (0, 0), scales).view(torch.uint8)
+        wanted = quantize(matrix, (0, 0), scales).view(torch.uint8)
         assert torch.equal(found["x"][number].view(torch.uint8), wanted)
 
 
-def test_a_large_slice_is_quantised_in_parts(monkeypatch):
-    monkeypatch.setattr("megagrpo.weights.quantised._AT_ONCE", 128 * 300)
+def test_a_large_slice_is_quantized_in_parts(monkeypatch):
+    monkeypatch.setattr("megagrpo.weights.quantized._AT_ONCE", 128 * 300)
     live, specs = {"p": torch.randn(500, 300)}, {"x": ((500, 300), torch.float32)}
     copies = record_copies(lambda hf: live["p"].copy_(hf["x"]), specs, live)
     mesh = make_mesh(0, 1, torch.device("cpu"), 10.0)
-    weights = quantised(ActorWeights(copies, specs, lambda: live, fp8=frozenset("x")), mesh)
+    weights = quantized(ActorWeights(copies, specs, lambda: live, fp8=frozenset("x")), mesh)
     with weights.merged():
         values, scales = (
             c.view(weights.parameters()) for c in sorted(weights.copies, key=lambda c: len(c.hf))
@@ -114,14 +114,14 @@ def test_a_large_slice_is_quantised_in_parts(monkeypatch):
         expected = block_scales(block_maxima(live["p"], (0, 0)))
         assert torch.equal(scales, expected)
         assert torch.equal(
-            values.view(torch.uint8), quantise(live["p"], (0, 0), expected).view(torch.uint8)
+            values.view(torch.uint8), quantize(live["p"], (0, 0), expected).view(torch.uint8)
         )
     assert weights.parameters().keys() == {"p"}
     with pytest.raises(
         ValueError,
         match=r"bias \(4,\) has FP8 parameters in the engine, but blocks are of matrices",
     ):
-        quantised_specs({"bias": ((4,), torch.float32)}, {"bias"})
+        quantized_specs({"bias": ((4,), torch.float32)}, {"bias"})
 
 
 def test_formats_that_no_publish_can_write_are_named():
@@ -156,10 +156,10 @@ def test_what_latent_attention_keeps_beside_fp8_weights_is_compared_with_their_p
     matrix = torch.randn(heads * (nope + v), rank)
     projection = nn.Module()
     scales = block_scales(block_maxima(matrix, (0, 0)))
-    projection.weight, projection.weight_scale_inv = quantise(matrix, (0, 0), scales), scales
+    projection.weight, projection.weight_scale_inv = quantize(matrix, (0, 0), scales), scales
     attention = nn.Module()
     attention.kv_b_proj = projection
-    by_head = dequantise(projection.weight, (0, 0), scales).bfloat16().unflatten(0, (heads, -1))
+    by_head = dequantize(projection.weight, (0, 0), scales).bfloat16().unflatten(0, (heads, -1))
     assert torch.allclose(by_head.flatten(0, 1).float(), matrix, rtol=0.1, atol=0.02)
     attention.w_kc, attention.w_vc = (
         by_head[:, :nope].clone(),
@@ -256,11 +256,11 @@ def test_engines_start_from_a_description_in_fp8(tmp_path):
     assert seen.model.path == str(run.engine_model)
 
 
-def test_the_stand_in_multiplies_dequantised_blocks_and_rounded_activations():
+def test_the_stand_in_multiplies_dequantized_blocks_and_rounded_activations():
     draw = torch.Generator().manual_seed(1)
     weight, x = torch.randn(256, 256, generator=draw), torch.randn(3, 256, generator=draw)
     scales = block_scales(block_maxima(weight, (0, 0)))
-    codes = quantise(weight, (0, 0), scales)
+    codes = quantize(weight, (0, 0), scales)
     out = block_fp8.linear(x, codes, scales, [128, 128])
     for row in range(3):  # the definition, block by block
         expected = torch.zeros(256, dtype=torch.float64)

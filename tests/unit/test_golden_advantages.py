@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megagrpo.algo.reward_shaping import ShapedRewards, normalise
+from megagrpo.algo.reward_shaping import ShapedRewards, normalize
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.objective.reward_shaping import RewardShapingConfig
 from megagrpo.types import AlgoState
@@ -18,7 +18,7 @@ ADVANTAGES = {  # the reference's estimator -> ours, in its convention for group
     "grpo_nostd": {"name": "dr_grpo", **RAW},
     "grpo_vectorized_nostd": {"name": "dr_grpo", **RAW},
     "grpo_passk": {"name": "grpo_passk"},
-    "grpo_passk_nostd": {"name": "grpo_passk", "normalise": False},
+    "grpo_passk_nostd": {"name": "grpo_passk", "normalize": False},
     "rloo": {"name": "rloo", **RAW},
     "rloo_vectorized": {"name": "rloo", "single_sample": "zero"},
     "opo": {"name": "opo", **RAW},
@@ -203,13 +203,13 @@ def test_gdpo(case):
     assert (mine == mine[:, :1] * mask).all()
 
 
-# Reward normalisation and plain per-response rewards of the other frameworks.
+# Reward normalization and plain per-response rewards of the other frameworks.
 
 
-def normalised(inputs: dict, **options) -> torch.Tensor:
+def normalized(inputs: dict, **options) -> torch.Tensor:
     rewards = tensor(inputs["rewards"])
     groups = reward_inputs(torch.tensor(inputs["group"]))
-    return normalise(
+    return normalize(
         ShapedRewards(rewards, AlgoState(), {}), groups, RewardShapingConfig(**options)
     ).values
 
@@ -230,9 +230,9 @@ def tolerance_of(inputs: dict) -> dict:
         lambda c: c["source"].startswith("roll") and "norm_mean_type" in c["params"],
     ),
 )
-def test_roll_reward_normalisation(case):
+def test_roll_reward_normalization(case):
     params = case["params"]
-    mine = normalised(
+    mine = normalized(
         case["inputs"],
         mean=params["norm_mean_type"] or "none",
         std=params["norm_std_type"] or "none",
@@ -259,7 +259,7 @@ def test_per_response_defects(case):
     inputs = case["inputs"]
     if "D16" in case["defects"]:  # running moments need no such key
         rewards = {"rewards": inputs["rewards"], "group": [0] * len(inputs["rewards"])}
-        assert normalised(rewards, mean="running", std="running").tolist() == [0.0] * len(
+        assert normalized(rewards, mean="running", std="running").tolist() == [0.0] * len(
             inputs["rewards"]
         )
         return
@@ -271,7 +271,7 @@ def test_per_response_defects(case):
             assert abs(float(of_group.sum())) < 1e-5, "every group, short ones too, is its own"
             assert len(of_group) > 1 or of_group.item() == 0
         assert mine.abs().max() < 3 or name == "dr_grpo", "no near-constant group blows up"
-    both = normalised(inputs, mean="batch", std="group")
+    both = normalized(inputs, mean="batch", std="group")
     assert both.shape == shape and torch.isfinite(both).all()
 
 

@@ -72,8 +72,8 @@ def kept_of(log_ratio: torch.Tensor, mask: torch.Tensor, options: Rejection) -> 
 )
 def test_verl_importance_weights(case):
     log_ratio, mask = log_ratio_and_mask(case)
-    normalise = {"self_normalise": case["params"]["rollout_is_batch_normalize"]}
-    options = truncated(case["params"]).model_copy(update=normalise)
+    normalize = {"self_normalize": case["params"]["rollout_is_batch_normalize"]}
+    options = truncated(case["params"]).model_copy(update=normalize)
     close(weights_of(log_ratio, mask, options), case["outputs"]["weights"], where=mask)
 
 

@@ -17,7 +17,7 @@ from bench.gpu import SECTIONS, run_all
 from bench.gpu_kit.children import Outcome, Section, run_section
 from bench.gpu_kit.figures import Figure, Setting
 from bench.gpu_kit.report import above_bounds, is_failure, write_report
-from bench.gpu_kit.timing import synchronisations
+from bench.gpu_kit.timing import synchronizations
 from bench.readme import last_device
 
 PLANTED = "tests.unit.planted_sections"
@@ -107,8 +107,8 @@ def test_limits_leave_every_section_a_chance():
     assert sum(limits[: len(limits) // 2]) <= 600
 
 
-def test_synchronisations_are_counted_by_line(tmp_path):
-    with synchronisations(torch.device("cpu")) as found, warnings.catch_warnings():
+def test_synchronizations_are_counted_by_line(tmp_path):
+    with synchronizations(torch.device("cpu")) as found, warnings.catch_warnings():
         warnings.showwarning("called a synchronizing CUDA operation", UserWarning, "file", 1)
         warnings.warn("something else", stacklevel=1)
     assert dict(found) == {"elsewhere": 1}

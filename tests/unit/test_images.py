@@ -155,7 +155,7 @@ def test_a_drawing_on_nothing_lies_on_white_and_a_turned_photograph_is_upright(l
 
 
 @pytest.mark.parametrize("model", ["qwen2_5_vl"], indirect=True)
-def test_grey_of_sixteen_bits_keeps_its_shades(load, tmp_path):
+def test_gray_of_sixteen_bits_keeps_its_shades(load, tmp_path):
     shades = np.linspace(0, 65535, 112 * 112).reshape(112, 112)
     Image.fromarray(shades.astype(np.uint16)).save(tmp_path / "scan.png")
     (prompt,), store = load({"prompt": "<image>", "images": ["scan.png"]})

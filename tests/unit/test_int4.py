@@ -25,7 +25,7 @@ from megagrpo.models.table import (
 )
 from megagrpo.weights.hf_folder import HfFolder
 from tests.installed import installed_function
-from tests.int4_checkpoint import GROUP, QUANTIZATION, pack_folder, packed, quantised
+from tests.int4_checkpoint import GROUP, QUANTIZATION, pack_folder, packed, quantized
 
 pytestmark = pytest.mark.verifies(
     "weights",
@@ -60,7 +60,7 @@ def test_a_word_holds_eight_columns_from_its_low_end():
 def test_every_part_is_what_compressed_tensors_reads(tmp_path):
     """Boxes begin and end within words and groups."""
     torch.manual_seed(0)
-    values, scales = quantised(torch.randn(6, 96) * torch.rand(6, 1))
+    values, scales = quantized(torch.randn(6, 96) * torch.rand(6, 1))
     tensors = {"a.weight_packed": packed(values), "a.weight_scale": scales}
     tensors["a.weight_shape"] = torch.tensor([6, 96], dtype=torch.int32)
     hf = HfFolder(folder_of(tmp_path / "int4", tensors))
@@ -77,8 +77,8 @@ def test_every_part_is_what_compressed_tensors_reads(tmp_path):
     assert hf.stored_bytes("a.weight", (6, 96)) == 288
 
 
-def test_the_scale_of_a_neighbouring_group_would_be_seen(tmp_path, monkeypatch):
-    values, scales = quantised(torch.randn(4, 96))
+def test_the_scale_of_a_neighboring_group_would_be_seen(tmp_path, monkeypatch):
+    values, scales = quantized(torch.randn(4, 96))
     tensors = {"a.weight_packed": packed(values), "a.weight_scale": scales}
     folder = folder_of(tmp_path / "int4", tensors)
     right, real = HfFolder(folder)["a.weight"], packed_int4.unpack_into
@@ -93,7 +93,7 @@ def test_the_scale_of_a_neighbouring_group_would_be_seen(tmp_path, monkeypatch):
 
 
 def test_damage_and_other_formats_are_named(tmp_path):
-    values, scales = quantised(torch.randn(4, 64))
+    values, scales = quantized(torch.randn(4, 64))
     tensors = {"a.weight_packed": packed(values), "a.weight_scale": scales[:, :1].contiguous()}
     with pytest.raises(ValueError, match=r"a.weight \[4, 64\] in INT4 needs a scale for each 32"):
         HfFolder(folder_of(tmp_path / "few", tensors))

@@ -106,7 +106,7 @@ def test_a_folder_without_permission_is_one_message(monkeypatch, capsys):
     def refused(args: object) -> int:
         raise PermissionError(13, "Permission denied", "/data/runs")
 
-    monkeypatch.setattr(cli, "_doctor", refused)
+    monkeypatch.setattr("megagrpo.tools.doctor.run", refused)
     assert cli.main(["doctor"]) == 2
     assert capsys.readouterr().err == (
         "megagrpo doctor: [Errno 13] Permission denied: '/data/runs'\n"
@@ -558,6 +558,7 @@ from megagrpo.tasks.ranks import train_main
 from tests.experiments import experiment
 
 run = SimpleNamespace(mesh=SimpleNamespace(is_main=True))
+sys.modules["megagrpo.check.problems"] = SimpleNamespace(model_to_train=lambda config: None)
 sys.modules["megagrpo.loop.run"] = SimpleNamespace(start_run=lambda *_: nullcontext(run))
 sys.modules["megagrpo.loop.train"] = SimpleNamespace(train=lambda run: None)
 for folder in sys.argv[1:]:

@@ -1,4 +1,4 @@
-"""Normalisation, clip and token-level KL in ROLL's and verl's orders, and rewards of tokens: values
+"""Normalization, clip and token-level KL in ROLL's and verl's orders, and rewards of tokens: values
 and gradients."""
 
 import pytest
@@ -18,7 +18,7 @@ F64 = torch.float64
 
 
 def of_roll(params: dict) -> dict:
-    """ROLL's grpo: rewards normalised by the group, then clipped, then token KL, then returns to
+    """ROLL's grpo: rewards normalized by the group, then clipped, then token KL, then returns to
     go."""
     reward = {"mean": "group", "std": "group", "clip": params["reward_clip"]}
     kl = {"reward_coef": params["kl_coef"], "estimator": "k1"} if params["kl_coef"] else {}
@@ -88,7 +88,7 @@ def test_verls_remax_with_kl_in_the_reward(case):
 
 
 def test_the_order_matters():
-    """The clip before the group's normalisation, as `grpo` has it, and after it: rewards of 0 ..
+    """The clip before the group's normalization, as `grpo` has it, and after it: rewards of 0 ..
     100 differ."""
     rewards, mask = (
         torch.tensor([0.0, 90.0, 100.0, 80.0], dtype=F64),
@@ -144,8 +144,8 @@ def test_reward_steps_act_on_the_sum_and_scale_on_every_part():
         [5.0, 4.0, 4.0],
         [3.0, 3.0, 3.0],
     ]  # 2 * 2 + 1, of it 2 * 0.5 at token 0
-    normalised = {"advantage": {"name": "reinforce"}, "reward": {"mean": "group"}}
-    assert process(normalised).tolist() == [[0.5, 0.0, 0.0], [-0.5, -0.5, -0.5]]
+    normalized = {"advantage": {"name": "reinforce"}, "reward": {"mean": "group"}}
+    assert process(normalized).tolist() == [[0.5, 0.0, 0.0], [-0.5, -0.5, -0.5]]
 
 
 def test_rewards_of_tokens_with_kl_and_a_masked_token():

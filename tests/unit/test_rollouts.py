@@ -52,7 +52,7 @@ def noise(seed: int):
     return lambda count: -torch.rand(count, generator=torch.Generator().manual_seed(seed))
 
 
-def test_samples_of_a_rollout_are_neighbours_with_one_reward():
+def test_samples_of_a_rollout_are_neighbors_with_one_reward():
     groups = split_groups()
     split, whole = both()
     assert split.rollout_sizes is not None and whole.rollout_sizes is None

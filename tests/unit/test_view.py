@@ -270,7 +270,7 @@ def test_a_hostile_response_is_text(page):
     )
 
 
-def test_tokens_are_coloured(page):
+def test_tokens_are_colored(page):
     page.click("#with-tokens")
     page.wait(f"{COUNT} === '192 of 288 samples'")
     page.click("#table tbody tr:nth-child(2)")

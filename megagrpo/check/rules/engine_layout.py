@@ -29,7 +29,7 @@ class Server:
     head_tp: int  # ranks that share the output layer
     memory_fraction: float  # of weights and cache together
     running_requests: int  # of one engine
-    width: int  # bytes of a value that is not quantised
+    width: int  # bytes of a value that is not quantized
     cache_width: int  # bytes of a value in the cache
     max_tokens: int | None
     states: int  # of recurrent layers, in one replica of the attention

@@ -26,7 +26,7 @@ def as_read(subject: Subject) -> Iterator[Rule]:
     )
     alone = train.group_size == 1
     yield Rule(
-        alone and algorithm.reward.normalises_by_group,
+        alone and algorithm.reward.normalizes_by_group,
         "reward.mean/std: group with train.group_size 1 makes every reward 0",
         "use batch, running or none",
     )

@@ -24,7 +24,7 @@ VALUES: dict[str, tuple[tuple[str, ...], str]] = {
     "moe_runner_backend": (
         ("triton", "deep_gemm", "flashinfer_cutlass"),
         "others reorder the experts' weights after loading, as flashinfer_trtllm does, "
-        "which SGLang also takes for auto on Blackwell, or need quantised ones: "
+        "which SGLang also takes for auto on Blackwell, or need quantized ones: "
         "digests would stop the run",
     ),
     "fp8_gemm_runner_backend": (

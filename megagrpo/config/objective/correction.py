@@ -13,18 +13,18 @@ class TruncatedImportance(Section):
 
     name: Literal["tis"]
     over: Literal["token", "sequence", "geometric"] = "token"
-    """Ratio of a token, or of a sequence: the product of its tokens', or their geometric mean."""
+    """Ratio per token, or per sequence: the product of token ratios, or their geometric mean."""
     cap: PositiveFloat = 2.0
     """Largest weight."""
     floor: NonNegativeFloat = 0.0
     """Smallest weight."""
-    self_normalise: bool = False
-    """Divide by the mean weight of the step's tokens, or sequences."""
+    self_normalize: bool = False
+    """Divide by the mean weight over the step's tokens or sequences."""
 
     @property
     def formula(self) -> str:
         """The weight, as AlgorithmConfig.formula writes it."""
-        scaled = " / its mean" if self.self_normalise else ""
+        scaled = " / its mean" if self.self_normalize else ""
         return f"old / rollout of the {self.over} in [{self.floor:g}, {self.cap:g}]{scaled}"
 
     def problems(self) -> list[Rule]:
@@ -43,9 +43,9 @@ class Band(Section):
     name: Literal["icepop", "mis_mask"]
     """Weight inside the band: the ratio (icepop) or 1 (mis_mask)."""
     low: NonNegativeFloat = 0.5
-    """Smallest ratio old / rollout with a weight."""
+    """Smallest ratio old / rollout that has a weight."""
     high: PositiveFloat = 5.0
-    """Largest."""
+    """Largest ratio old / rollout that has a weight."""
 
     @property
     def formula(self) -> str:
@@ -64,19 +64,19 @@ class Band(Section):
 
 
 class Rejection(Section):
-    """Responses on which trainer and engine disagree too much leave the loss mask."""
+    """Take responses on which trainer and engine disagree too much out of the loss mask."""
 
     measure: Literal["ratio", "k2", "k3"] = "ratio"
-    """What is limited: old / rollout, or a KL estimate of it, in nats."""
+    """Quantity to limit: old / rollout, or a KL estimate of it, in nats."""
     over: Literal["mean", "sum", "max", "token"] = "mean"
-    """A sequence's mean (of the ratio: the geometric one), sum or extremes; token: every token by
+    """Mean (geometric for ratios), sum or extremes over a sequence. token: every token by
     itself."""
     low: NonNegativeFloat = 0.0
-    """Smallest ratio that is kept; a KL estimate has only an upper limit."""
+    """Smallest ratio to keep. A KL estimate has only an upper limit."""
     high: PositiveFloat
-    """Largest ratio, or KL estimate, that is kept."""
+    """Largest ratio, or KL estimate, to keep."""
     keep_denominator: bool = False
-    """Count what is rejected in the denominators all the same."""
+    """Still count rejected tokens in the denominators."""
 
     @property
     def formula(self) -> str:
@@ -100,13 +100,13 @@ class Rejection(Section):
 
 
 class MismatchConfig(Section):
-    """Corrects for engine and trainer giving the same token different probabilities."""
+    """Correct for different probabilities of the same token in engine and trainer."""
 
     weight: Annotated[TruncatedImportance | Band, Field(discriminator="name")] | None = None
-    """Weight of a token's policy term."""
+    """Weight for each token's policy term."""
     reject: Rejection | None = None
     alarm: PositiveFloat | None = 1.0
-    """Factor of the bounds beyond which a start's first step prints an alarm of the difference
-    between trainer and engine, in nats of trained tokens; null: none. Bounds: mean 0.001 in
-    float32, 0.05 in bfloat16, there 0.1 if experts are not replayed; 99.9th percentile 0.1, 1,
+    """Factor on the bounds above which the first step of a start prints an alarm about the
+    difference between trainer and engine, in nats over trained tokens. null: no alarm. Bounds: mean
+    0.001 in float32, 0.05 in bfloat16 (0.1 if experts are not replayed); 99.9th percentile 0.1, 1,
     4."""

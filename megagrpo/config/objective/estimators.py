@@ -15,8 +15,8 @@ from megagrpo.config.objective.own import OwnFunction
 class Estimator(Variant):
     """Holds what an estimator needs and refuses; its own fields are in the subclass."""
 
-    # refuses rewards that are normalised by the group already
-    normalises_by_group: ClassVar[bool] = False
+    # refuses rewards that are normalized by the group already
+    normalizes_by_group: ClassVar[bool] = False
     # over all unmasked tokens of the batch; refuses whiten_advantages
     whitens: ClassVar[bool] = False
     # refuses reward steps that its greedy baseline does not get
@@ -41,7 +41,7 @@ class _ComparesResponses(Estimator):
 
     name: str
     single_sample: Literal["zero", "raw"] = "zero"
-    """Advantage of a group with one valid response: 0, or its raw reward as in verl."""
+    """Advantage in a group with one valid response: 0, or its raw reward as in verl."""
 
     @property
     def refuses_group_of_one(self) -> tuple[str, str] | None:
@@ -54,14 +54,14 @@ class _ComparesResponses(Estimator):
         )
 
 
-_EPS = "Added to the standard deviation, in units of the reward."
+_EPS = "Constant to add to the standard deviation, in units of the reward."
 
 
 class GrpoAdvantage(_ComparesResponses):
     """(r - mean) / (std + eps). DeepSeekMath, arXiv 2402.03300."""
 
     formula = "(r - mean) / (std + eps)"
-    normalises_by_group = True
+    normalizes_by_group = True
 
     name: Literal["grpo"] = "grpo"
     eps: PositiveFloat = Field(default=1e-6, description=_EPS)
@@ -84,14 +84,14 @@ class DrGrpoAdvantage(_ComparesResponses):
 
 
 class GrpoPassKAdvantage(Estimator):
-    """Only the best response: best - second best, over (std + eps) if `normalise`. arXiv
+    """Only the best response learns: best - second best, over (std + eps) if `normalize`. arXiv
     2503.19595."""
 
     formula = "r_best - r_second for the best response, else 0"
-    normalises_by_group = True
+    normalizes_by_group = True
 
     name: Literal["grpo_passk"] = "grpo_passk"
-    normalise: bool = True
+    normalize: bool = True
     """Divide by the group's standard deviation plus eps."""
     eps: PositiveFloat = Field(default=1e-6, description=_EPS)
 
@@ -104,26 +104,26 @@ class GrpoPassKAdvantage(Estimator):
 
 
 class RlooAdvantage(_ComparesResponses):
-    """r minus the mean of the others. arXiv 2402.14740."""
+    """r minus the mean of the other responses. arXiv 2402.14740."""
 
     formula = "r - mean of the others"
-    normalises_by_group = True
+    normalizes_by_group = True
 
     name: Literal["rloo"] = "rloo"
 
 
 class MaxRlAdvantage(_ComparesResponses):
-    """(r - mean) / mean, 0 if the mean is not positive; for rewards of 0 and 1, or none below 0.
-    arXiv 2602.02710."""
+    """(r - mean) / mean, or 0 if the mean is not positive. For rewards of 0 and 1, or rewards that
+    are never negative. arXiv 2602.02710."""
 
     formula = "(r - mean) / mean"
-    normalises_by_group = True
+    normalizes_by_group = True
 
     name: Literal["maxrl"] = "maxrl"
 
 
 class ReinforcePlusPlusAdvantage(Estimator):
-    """Discounted return of every token, whitened over the batch. arXiv 2501.03262."""
+    """Discounted return per token, whitened over the batch. arXiv 2501.03262."""
 
     formula = "whiten(sum_k gamma^k R_(t+k))"
     whitens = True
@@ -134,8 +134,8 @@ class ReinforcePlusPlusAdvantage(Estimator):
 
 
 class ReinforceAdvantage(Estimator):
-    """Discounted return of every token. With `reward.mean` and `reward.std` of the group it is
-    ROLL's grpo, whose `reward_clip` and token-level KL follow."""
+    """Discounted return per token. With `reward.mean: group` and `reward.std: group` it is ROLL's
+    grpo, in which `reward_clip` and the token-level KL come next."""
 
     formula = "sum_k gamma^k R_(t+k)"
 
@@ -154,7 +154,7 @@ class ReinforcePlusPlusBaselineAdvantage(_ComparesResponses):
 
 
 class RemaxAdvantage(Estimator):
-    """Return of every token minus the reward of a greedy response to the same prompt. arXiv
+    """Return per token minus the reward of a greedy response to the same prompt. arXiv
     2310.10505."""
 
     formula = "sum_k R_(t+k) - r_greedy"
@@ -172,8 +172,8 @@ class OpoAdvantage(_ComparesResponses):
 
 
 class GdpoAdvantage(_ComparesResponses):
-    """The score of each of several graders normalized by its group, their sum by `reward.graders`'
-    weights, whitened over the step. arXiv 2601.05242."""
+    """Normalize the score of each grader by its group, add them with the weights in
+    `reward.graders`, and whiten the sum over the step. arXiv 2601.05242."""
 
     formula = "whiten(sum_k w_k (r_k - mean_k) / (std_k + eps))"
     whitens = True
@@ -182,8 +182,8 @@ class GdpoAdvantage(_ComparesResponses):
     name: Literal["gdpo"] = "gdpo"
     eps: PositiveFloat = Field(default=1e-6, description=_EPS)
     whiten_over: Literal["tokens", "responses"] = "tokens"
-    """What mean and standard deviation of the step are of: trained tokens, as in verl, or
-    responses, as in the paper, TRL and NeMo-RL."""
+    """Compute mean and standard deviation over trained tokens, as in verl, or over responses, as in
+    the paper, TRL and NeMo-RL."""
 
     @property
     def whitens_tokens(self) -> bool:
@@ -201,13 +201,13 @@ class GpgAdvantage(_ComparesResponses):
 
     name: Literal["gpg"] = "gpg"
     alpha: Literal["non_degenerate", "nonzero_reward"] = "non_degenerate"
-    """Responses that alpha divides by: in groups whose rewards differ, or with a reward other than
-    0, as in verl."""
+    """Responses that divide alpha: those in groups whose rewards differ, or those with a reward
+    other than 0, as in verl."""
 
 
 class OwnAdvantage(OwnFunction, Estimator):
-    """Your function, `name: "mine.py:mad"`: it gets EstimatorInputs (algo/estimators.py) and
-    returns an advantage for each response, [N], or token, [T]. See [extend](../extend.md)."""
+    """Your function, `name: "mine.py:mad"`. It gets EstimatorInputs (algo/estimators.py) and
+    returns an advantage per response, [N], or per token, [T]. See [extend](../extend.md)."""
 
     formula = "own"
     key = "algorithm.advantage"

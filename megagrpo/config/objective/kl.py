@@ -12,8 +12,8 @@ KlEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "full"]
 
 
 class AdaptiveKl(Section):
-    """Adapts the coefficient beta after every step: beta <- beta (1 + clip(KL / target - 1, +-0.2)
-    responses / horizon), arXiv 1909.08593. A run that goes on keeps its beta."""
+    """Adapt the coefficient beta after every step: beta <- beta (1 + clip(KL / target - 1, +-0.2)
+    responses / horizon), arXiv 1909.08593. A resumed run keeps beta."""
 
     target: PositiveFloat
     """KL per sampled token to steer to, in nats."""
@@ -22,19 +22,21 @@ class AdaptiveKl(Section):
 
 
 class KlConfig(Section):
-    """KL to the reference, the initial weights. Both coefficients 0: no reference is kept."""
+    """KL to the reference, the initial weights. If both coefficients are 0, no reference is
+    kept."""
 
     loss_coef: NonNegativeFloat = 0.0
     """Coefficient of the KL in the loss."""
     reward_coef: NonNegativeFloat = 0.0
-    """Coefficient of the KL that is subtracted from the reward, token by token."""
+    """Coefficient of the KL that is subtracted from the reward at each token."""
     estimator: KlEstimator = "k3"
-    """Estimate from the sampled tokens; +: with the gradient of k2. full: exact, over the
+    """Estimate from the sampled tokens. +: with the gradient of k2. full: exact, over the
     vocabulary."""
     value_clamp: PositiveFloat | None = None
-    """Largest k3 of a token, in nats (verl: 10)."""
+    """Largest k3 per token, in nats (verl: 10)."""
     importance: bool = False
-    """Multiply the "+" estimators by the detached probability ratio: right off-policy too."""
+    """Multiply the "+" estimators by the detached probability ratio, which makes them right
+    off-policy too."""
     adaptive: AdaptiveKl | None = None
 
     @property

@@ -19,15 +19,15 @@ OwnArguments = dict[str, str | int | float | bool]
 
 
 class OwnFunction(Section):
-    """Names a function: `loss: {name: "mine.py:gmpo", args: {...}}`."""
+    """Name a function: `loss: {name: "mine.py:gmpo", args: {...}}`."""
 
     key: ClassVar[str]  # of the experiment, for messages
 
     function: FunctionName
-    """"package.module:function" or "folder/file.py:function", called as function(inputs,
+    """"package.module:function" or "folder/file.py:function", which is called as function(inputs,
     **args)."""
     args: OwnArguments = Field(default={})
-    """Its keyword arguments."""
+    """Keyword arguments for the function."""
 
     @property
     def shown_name(self) -> str:

@@ -17,8 +17,8 @@ _HIGH = "The ratio is clipped above at 1 + clip_ratio_high."
 
 
 class PpoClipLoss(Variant):
-    """arXiv 1707.06347; clip_ratio_high > clip_ratio_low is DAPO's clip-higher; dual clip is arXiv
-    1912.09729."""
+    """arXiv 1707.06347. clip_ratio_high > clip_ratio_low is DAPO's clip-higher. The dual clip is in
+    arXiv 1912.09729."""
 
     formula = "-min(rho A, clip(rho) A)"
 
@@ -26,7 +26,7 @@ class PpoClipLoss(Variant):
     clip_ratio_low: float = Field(default=0.2, gt=0, le=1, description=_LOW)
     clip_ratio_high: PositiveFloat = Field(default=0.2, description=_HIGH)
     dual_clip: float | None = Field(default=None, gt=1, le=LARGEST)
-    """c of the dual clip: the loss of a negative advantage is at most c |A|."""
+    """c in the dual clip: the loss for a negative advantage is at most c |A|."""
 
 
 class GspoLoss(Variant):
@@ -39,13 +39,13 @@ class GspoLoss(Variant):
     clip_ratio_low: float = Field(default=3e-4, gt=0, le=1, description=_LOW)
     clip_ratio_high: PositiveFloat = Field(default=4e-4, description=_HIGH)
     clamp: Literal["both", "above"] = "both"
-    """Limit of the sequence's mean log-ratio: +-20 (both), or only above, at 10, as in verl
+    """Limit on the sequence's mean log-ratio: +-20 (both), or only above, at 10, as in verl
     (above)."""
 
 
 class GmpoLoss(Variant):
-    """The geometric mean of a sequence's ratios, each clipped. arXiv 2507.20673. A token learns from
-    its own advantage."""
+    """The geometric mean of a sequence's ratios, each clipped. arXiv 2507.20673. Each token learns
+    from its own advantage."""
 
     formula = "-A exp(mean s min(s log rho, s clip(log rho))), s = sign A"
     aggregations: ClassVar[tuple[Aggregation, ...] | None] = ("seq-mean-token-mean",)
@@ -58,27 +58,27 @@ class GmpoLoss(Variant):
 
 
 class DppoLoss(Variant):
-    """A trust region of probabilities instead of ratios: what leaves it outward has no gradient.
-    arXiv 2602.04879."""
+    """A trust region in probabilities instead of ratios. A token that would leave it has no
+    gradient. arXiv 2602.04879."""
 
     formula = "-A sg[min(rho, c)] log p inside the trust region"
 
     name: Literal["dppo"] = "dppo"
     against: Literal["rollout", "old"] = "rollout"
-    """rho and the region are relative to the engine's probabilities, as in the paper, or to the
-    actor's before the step, as in verl."""
+    """Probabilities to compare with: the engine's, as in the paper, or the actor's before the step,
+    as in verl."""
     divergence: Literal["tv", "kl"] = "tv"
-    """Of the sampled token against all others: total variation, or KL."""
+    """Divergence between the sampled token and all others: total variation, or KL."""
     low: PositiveFloat = 0.2
-    """Largest divergence with a negative advantage."""
+    """Largest divergence for a negative advantage."""
     high: PositiveFloat = 0.2
-    """Largest divergence with a positive advantage."""
+    """Largest divergence for a positive advantage."""
     ratio_limit: PositiveFloat = 20.0
-    """c, the largest weight of a token."""
+    """c, the largest weight per token."""
 
 
 class CispoLoss(Variant):
-    """Clipped importance weights, every token keeps its gradient. arXiv 2506.13585."""
+    """Clip the importance weights, so that every token keeps a gradient. arXiv 2506.13585."""
 
     formula = "-sg[clip(rho)] A log p"
 
@@ -104,12 +104,12 @@ class SapoLoss(Variant):
     tau_positive: PositiveFloat = 1.0
     """Steepness of the gate for positive advantages."""
     tau_negative: PositiveFloat = 1.05
-    """Steepness for the others."""
+    """Steepness of the gate for negative advantages."""
 
 
 class OwnLoss(OwnFunction, Variant):
-    """Your function, `name: "mine.py:gmpo"`: it gets PolicyInputs (algo/policy_loss.py) and returns
-    the loss of every token, [n, S]. See [extend](../extend.md)."""
+    """Your function, `name: "mine.py:gmpo"`. It gets PolicyInputs (algo/policy_loss.py) and returns
+    the loss per token, [n, S]. See [extend](../extend.md)."""
 
     formula = "own"
     key = "algorithm.loss"

@@ -34,10 +34,10 @@ class OverlongShaping(Section):
     then linear down to -factor."""
 
     buffer_tokens: NonNegativeInt | None = None
-    """Tokens over which it grows; default: a fifth of max_response_tokens, as in the paper; 0:
-    off."""
+    """Tokens over which the penalty grows. Default: a fifth of max_response_tokens, as in the
+    paper. 0: off."""
     factor: NonNegativeFloat = 1.0
-    """Penalty of the longest response, in units of the reward."""
+    """Penalty for the longest response, in units of the reward."""
 
     def buffer(self, max_response_tokens: int) -> int:
         """Returns the length of the buffer, in tokens."""
@@ -51,9 +51,9 @@ class RewardScaling(RewardStep):
     switches: ClassVar[tuple[str, ...]] = ("scale", "shift")
 
     scale: PositiveFloat = 1.0
-    """Multiplies every reward, greedy baselines too."""
+    """Factor for every reward, greedy baselines too."""
     shift: Number = 0.0
-    """Added after scale, to greedy baselines too."""
+    """Constant to add after the scale, to greedy baselines too."""
 
 
 def _unless_off(overlong: OverlongShaping | None) -> OverlongShaping | None:
@@ -61,39 +61,39 @@ def _unless_off(overlong: OverlongShaping | None) -> OverlongShaping | None:
 
 
 class RewardOverlong(RewardStep):
-    """Charges long responses."""
+    """Charge long responses."""
 
     switches: ClassVar[tuple[str, ...]] = ("overlong",)
 
     overlong: Annotated[OverlongShaping | None, AfterValidator(_unless_off)] = None
 
 
-class RewardNormalisation(RewardStep):
-    """r -> (r - mean) / (std + eps), std of the sample."""
+class RewardNormalization(RewardStep):
+    """r -> (r - mean) / (std + eps), with the sample's std."""
 
     switches: ClassVar[tuple[str, ...]] = ("mean", "std")
 
     mean: Scope = "none"
     """Responses whose mean is subtracted."""
     std: Scope = "none"
-    """Responses whose standard deviation, about their own mean, divides."""
+    """Responses whose standard deviation, around their own mean, is the divisor."""
     eps: PositiveFloat = 1e-6
-    """Added to it, in units of the reward."""
+    """Constant to add to the standard deviation, in units of the reward."""
 
 
 class RewardClip(RewardStep):
-    """Limits the reward's magnitude."""
+    """Limit the reward's magnitude."""
 
     switches: ClassVar[tuple[str, ...]] = ("clip",)
 
     clip: PositiveFloat | None = None
-    """Limits rewards to [-clip, clip]."""
+    """Limit rewards to [-clip, clip]."""
 
 
 # pydantic lists the fields of the last base first
-class RewardShapingConfig(RewardClip, RewardNormalisation, RewardOverlong, RewardScaling):
-    """Steps from the grader's reward to the advantage's input, in this order; `overlong` is after
-    `shift`."""
+class RewardShapingConfig(RewardClip, RewardNormalization, RewardOverlong, RewardScaling):
+    """Steps from the grader's reward to the advantage's input, in this order. `overlong` comes
+    after `shift`."""
 
     @property
     def formula(self) -> str:
@@ -112,7 +112,7 @@ class RewardShapingConfig(RewardClip, RewardNormalisation, RewardOverlong, Rewar
         return f"{text} in [-{self.clip:g}, {self.clip:g}]" if self.clip else text
 
     @property
-    def normalises_by_group(self) -> bool:
+    def normalizes_by_group(self) -> bool:
         """Returns whether the group's mean or standard deviation enters the rewards."""
         return "group" in (self.mean, self.std)
 

@@ -13,23 +13,23 @@ LOGPROB_MIN = -10.0  # verl's log_prob_min_clamp
 
 
 class DistillationConfig(Section):
-    """On-policy distillation from `teachers`: a component of the loss on the tokens of rows that
-    have one."""
+    """On-policy distillation from `teachers`, a loss component on rows that have a teacher."""
 
     loss: Literal[
         "reverse_kl", "student_topk", "teacher_topk", "student_topk_sum", "teacher_topk_sum"
     ] = "reverse_kl"
-    """reverse_kl: the policy loss with A = log p_teacher - log p_old of the sampled token.
-    student_topk: sum of p (log p - log p_teacher) - p + p_teacher over the policy's top_k most
-    probable tokens. teacher_topk: sum of p_teacher (log p_teacher - log p) - p_teacher + p over the
-    teacher's. _sum: without the last two terms, as in verl: the gradient at the teacher is not 0."""
+    """reverse_kl: the policy loss with A = log p_teacher - log p_old for the sampled token.
+    student_topk: sum of p (log p - log p_teacher) - p + p_teacher over the top_k tokens that are
+    most probable for the policy. teacher_topk: sum of p_teacher (log p_teacher - log p) - p_teacher
+    + p over those of the teacher. _sum: without the last two terms, as in verl, so the gradient at
+    the teacher is not 0."""
     top_k: int = Field(default=16, ge=1, le=256)
-    """Tokens of each position that all but reverse_kl compare."""
+    """Tokens per position that every loss except reverse_kl compares."""
     logprob_min: Number = LOGPROB_MIN
-    """Smallest log-probability of the teacher, and with _sum of the policy, that they see. Tokens
-    that both find less probable count 0."""
+    """Smallest log-probability of the teacher, and with _sum of the policy. Smaller ones count as
+    this value, so tokens that both find less probable count 0."""
     loss_max: PositiveFloat | None = None
-    """Largest loss of a token, which has no gradient beyond it, and largest advantage of reverse_kl,
+    """Largest loss per token, without a gradient beyond it. In reverse_kl, the largest advantage
     either way."""
 
     @property
@@ -55,19 +55,20 @@ class DistillationConfig(Section):
 
 
 class StreamConfig(Section):
-    """Tokens that a component of the loss is made of. Of several entries that fit a token the last
-    one counts. A component is divided by the number of its tokens in the update, over all ranks."""
+    """Tokens for one loss component. If several entries fit a token, the last one counts. A
+    component is divided by the number of its tokens in the update, over all ranks."""
 
     component: Component
-    """rl: the loss of `loss`, `advantage`, `kl` and `entropy_coef`. distillation: that of
-    `distillation`. cross_entropy: -log p. reference_kl: `kl.estimator` of the initial weights."""
+    """rl: the loss in `loss`, `advantage`, `kl` and `entropy_coef`. distillation: the loss in
+    `distillation`. cross_entropy: -log p. reference_kl: `kl.estimator` against the initial
+    weights."""
     weight: NonNegativeFloat = 1.0
-    """Of these tokens; 0 leaves them out. A row multiplies it by its own, of `data.weight_key`."""
+    """Weight of these tokens. 0 leaves them out. Row weights in `data.weight_key` multiply it."""
     written_by: list[Writer] = Field(default=["policy"], min_length=1)
-    """Who wrote them: the policy, a tool between its turns, or the data: a demonstration, of
-    `data.demonstration_key`."""
+    """Writers of the tokens: the policy, a tool between its turns, or data (a demonstration in
+    `data.demonstration_key`)."""
     sources: list[str] = Field(default=[])
-    """Sources of their rows; default: all."""
+    """Sources of the rows. Default: all."""
 
     def fits(self, writer: Writer, source: str) -> bool:
         """Returns whether a token of this writer in a row of this source is one of its own."""

@@ -4,21 +4,22 @@ from megagrpo.config.fields import LocalPath, PositiveInt, Rule, Section
 
 
 class TeacherConfig(Section):
-    """One teacher: engines of the rollout service that get no weights, or a server that runs
+    """One teacher: engines in the rollout service that get no weights, or a server that runs
     elsewhere."""
 
     path: LocalPath | None = None
-    """Folder in Hugging Face's format, or name on the Hub. It has the tokenizer of `model`."""
+    """Folder in Hugging Face's format, or a name on the Hub. The tokenizer must be that of
+    `model`."""
     url: str | None = None
-    """Instead: a SGLang server that runs elsewhere with the teacher's weights."""
+    """SGLang server with the teacher's weights that runs elsewhere, instead of `path`."""
     num_engines: PositiveInt = 1
-    """As in `rollout`, whose other keys its engines share, as all below."""
+    """Number of teacher engines. Keys that are not here are as in `rollout`."""
     tp: PositiveInt = 1
-    """As in `rollout`."""
+    """Tensor-parallel ranks per engine."""
     ep: PositiveInt = 1
-    """As in `rollout`."""
+    """Expert-parallel ranks per engine, a divisor of `tp`."""
     nodes_per_engine: PositiveInt = 1
-    """As in `rollout`."""
+    """Nodes per engine, a divisor of `tp`."""
 
     def problems(self) -> list[Rule]:
         tp, ep, nodes = self.tp, self.ep, self.nodes_per_engine

@@ -1,4 +1,4 @@
-"""Stands in for SGLang's FP8 kernels on a CPU: blocks of 128 x 128, activations quantised per token
+"""Stands in for SGLang's FP8 kernels on a CPU: blocks of 128 x 128, activations quantized per token
 and 128 columns.
 
 The published arithmetic (DeepSeek-V3, section 3.3): both factors in E4M3 with float32 scales,
@@ -14,7 +14,7 @@ _LARGEST = 448.0
 _SMALLEST = 1e-10
 
 
-def dequantised(weight: Tensor, scales: Tensor, block: list[int]) -> Tensor:
+def dequantized(weight: Tensor, scales: Tensor, block: list[int]) -> Tensor:
     """Returns weight [n, k] * the scale of its block, float32; scales [ceil(n / rows), ceil(k /
     columns)]."""
     grid = scales.repeat_interleave(block[0], 0)[: weight.shape[0]].repeat_interleave(block[1], 1)
@@ -35,7 +35,7 @@ def rounded(x: Tensor, group: int) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, scales: Tensor, block: list[int]) -> Tensor:
     """Returns x [m, k] times the transpose of weight [n, k], float32 [m, n]."""
-    return rounded(x, block[1]) @ dequantised(weight, scales, block).t()
+    return rounded(x, block[1]) @ dequantized(weight, scales, block).t()
 
 
 def experts(

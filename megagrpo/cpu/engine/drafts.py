@@ -143,16 +143,16 @@ def tree_speculative_sampling_target_only(
 
 
 def top_k_renorm_prob(probs: Tensor, top_ks: Tensor) -> Tensor:
-    """Returns each row [vocabulary] with only its top_ks most probable tokens, normalised."""
-    return _renormalised(probs, lambda ordered: torch.arange(ordered.shape[1]) < top_ks[:, None])
+    """Returns each row [vocabulary] with only its top_ks most probable tokens, normalized."""
+    return _renormalized(probs, lambda ordered: torch.arange(ordered.shape[1]) < top_ks[:, None])
 
 
 def top_p_renorm_prob(probs: Tensor, top_ps: Tensor) -> Tensor:
-    """Returns each row with only its most probable tokens up to a sum of top_ps, normalised."""
-    return _renormalised(probs, lambda ordered: ordered.cumsum(1) - ordered <= top_ps[:, None])
+    """Returns each row with only its most probable tokens up to a sum of top_ps, normalized."""
+    return _renormalized(probs, lambda ordered: ordered.cumsum(1) - ordered <= top_ps[:, None])
 
 
-def _renormalised(probs: Tensor, kept) -> Tensor:
+def _renormalized(probs: Tensor, kept) -> Tensor:
     ordered, tokens = probs.sort(dim=1, descending=True, stable=True)
     ordered = torch.where(kept(ordered), ordered, 0.0)
     return torch.zeros_like(probs).scatter_(1, tokens, ordered / ordered.sum(1, keepdim=True))

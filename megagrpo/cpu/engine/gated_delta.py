@@ -152,7 +152,7 @@ def fused_qkvzba_split_reshape_cat_contiguous_cpu(
 def fused_qk_gemma_rmsnorm_with_gate_cpu(
     q_gate, k, q_weight, k_weight, eps, head_dim, num_heads
 ) -> tuple[Tensor, ...]:
-    """Returns normalised queries and keys and the attention's gate, each [tokens * heads, dim]."""
+    """Returns normalized queries and keys and the attention's gate, each [tokens * heads, dim]."""
     q, gate = q_gate.unflatten(-1, (num_heads, 2, head_dim)).unbind(-2)
     q, gate, k = (x.contiguous().view(-1, head_dim) for x in (q, gate, k))
     return _norm(q, 1.0 + q_weight.float(), eps), _norm(k, 1.0 + k_weight.float(), eps), gate

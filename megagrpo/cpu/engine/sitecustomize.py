@@ -232,9 +232,9 @@ def latents_as_on_a_gpu(module) -> None:
     dtype of their own. On a GPU they are multiplied by the scales of their blocks."""
     import torch
 
-    dequantised = module.block_quant_dequant
+    dequantized = module.block_quant_dequant
     module._is_xpu = True  # read nowhere else in this module
-    module.block_quant_dequant = lambda *arguments: dequantised(*arguments).to(
+    module.block_quant_dequant = lambda *arguments: dequantized(*arguments).to(
         torch.get_default_dtype()
     )
 

@@ -135,7 +135,7 @@ class Adapters(Module):
 def add_adapters(
     chunk: Body, arch: Architecture, lora: LoraConfig, place: RankPlace, dtype: torch.dtype
 ) -> None:
-    """Freezes a chunk and gives adapters, uninitialised, to those of its layers that hold a
+    """Freezes a chunk and gives adapters, uninitialized, to those of its layers that hold a
     target."""
     chunk.requires_grad_(False)
     for linear, prefix, rows in _sites(chunk, arch):

@@ -1,4 +1,4 @@
-"""Rotary embeddings without Transformer Engine's kernel: float32 angles, no device synchronisation.
+"""Rotary embeddings without Transformer Engine's kernel: float32 angles, no device synchronization.
 
 Megatron's own rounds cosines and sines to bfloat16, which no engine does, and splits packed rows by
 lengths that it reads back from the GPU, for queries and keys of every layer.

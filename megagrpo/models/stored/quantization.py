@@ -1,4 +1,4 @@
-"""The quantisation of a checkpoint by its config.json: FP8 in blocks and INT4 in groups, which are
+"""The quantization of a checkpoint by its config.json: FP8 in blocks and INT4 in groups, which are
 read as bfloat16, or rejected.
 
 Engines may have their weights in FP8, too: in the blocks of DeepSeek-V3.
@@ -60,7 +60,7 @@ def quantization_problems(hf: HfConfig) -> list[str]:
 def fp8_block(hf: HfConfig) -> tuple[int, int] | None:
     """Returns rows and columns of a block with one scale; None for a checkpoint that is not in FP8.
 
-    Raises ValueError with every problem of a quantisation that is not read.
+    Raises ValueError with every problem of a quantization that is not read.
     """
     rows, columns = _read(hf).get("weight_block_size", (0, 0))
     return (rows, columns) if rows else None
@@ -69,7 +69,7 @@ def fp8_block(hf: HfConfig) -> tuple[int, int] | None:
 def int4_group(hf: HfConfig) -> int | None:
     """Returns the columns of a group with one scale; None for a checkpoint that is not in INT4.
 
-    Raises ValueError with every problem of a quantisation that is not read.
+    Raises ValueError with every problem of a quantization that is not read.
     """
     described = _read(hf)
     return _weight_groups(described)[0]["group_size"] if "config_groups" in described else None
@@ -97,7 +97,7 @@ def _packed_problems(described: HfConfig) -> list[str]:
     ]
 
 
-def dequantised_config(hf: HfConfig) -> dict[str, object]:
+def dequantized_config(hf: HfConfig) -> dict[str, object]:
     """Returns the config.json of the same model in bfloat16."""
     plain = {key: value for key, value in hf.items() if key != _KEY}
     if len(plain) < len(hf):
@@ -113,11 +113,11 @@ def fp8_config(hf: HfConfig) -> dict[str, object]:
     method |= {"activation_scheme": "dynamic", "weight_block_size": list(FP8_BLOCK)}
     if text_part(hf).keys() & {"linear_num_key_heads", "index_topk"}:
         method["modules_to_not_convert"] = list(FP8_EXEMPT)
-    return {**dequantised_config(hf), _KEY: method}
+    return {**dequantized_config(hf), _KEY: method}
 
 
 def stored_form(hf: HfConfig) -> str | None:
-    """Returns "FP8" or "INT4"; None for a checkpoint that is not quantised."""
+    """Returns "FP8" or "INT4"; None for a checkpoint that is not quantized."""
     if not hf.get(_KEY):
         return None
     return "FP8" if hf[_KEY].get("quant_method") == "fp8" else "INT4"

@@ -1,5 +1,5 @@
 """Messages to token ids, beside the ids that were sampled: what the model said is never rendered or
-tokenised again."""
+tokenized again."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

@@ -39,12 +39,12 @@ def as_engines_see_it(
     """
     model = Path(config.model.path)
     hf = read_description(model / "config.json")
-    quantised = config.rollout.quantization is not None
+    quantized = config.rollout.quantization is not None
     text_only = _loads_text_only(exported_config(hf))
     dense = not cuda and "index_topk" in hf
-    if stored_otherwise(hf) is None and not (quantised or text_only or dense):
+    if stored_otherwise(hf) is None and not (quantized or text_only or dense):
         return config
-    write_description(model, folder.engine_model, fp8=quantised, draft=config.actor.has_draft)
+    write_description(model, folder.engine_model, fp8=quantized, draft=config.actor.has_draft)
     written = folder.engine_model / "config.json"
     if text_only:
         written.write_text(json.dumps(read_description(written) | _TEXT_ONLY, indent=2) + "\n")

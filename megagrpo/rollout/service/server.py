@@ -60,7 +60,7 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
     ray_address: "host:port" of a running Ray cluster to join; without it a private one is started
     on this machine. When the engines are up, run_dir/service.json holds {"url": ...}. Raises
     ValueError if rollout.host is no address or interface of this machine, engines cannot start from
-    a quantised model, they require GPUs and none is visible, or a teacher has other tokens.
+    a quantized model, they require GPUs and none is visible, or a teacher has other tokens.
     """
     _refuse_other_tokens(config)
     folder = RunFolder(run_dir.absolute())

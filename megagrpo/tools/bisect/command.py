@@ -43,14 +43,14 @@ def bisect(config: ExperimentConfig, args: argparse.Namespace) -> int:
             words += [f"--{name.replace('_', '-')}", str(value)]
     if ranks_beside_service(experiment_of(config, args.own_weights, folder), words):
         return 2
-    found = json.loads(folder.bisect_report.read_text())
+    report = json.loads(folder.bisect_report.read_text())
     print((folder.path / "report.md").read_text(), end="")
-    if found["place"] is not None:
+    if report["place"] is not None:
         print(
-            f"megagrpo bisect: {found['place']} differs; every figure is in {folder.bisect_report}",
+            f"megagrpo bisect: {report['place']} differs; every figure is in {folder.bisect_report}",
             file=sys.stderr,
         )
-    return 0 if found["place"] is None else 1
+    return 0 if report["place"] is None else 1
 
 
 def _require_checkpoint(folder: Path) -> None:
@@ -100,12 +100,16 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--prompts",
         type=positive,
         default=4,
-        help="how many, from the start of the data (default 4)",
+        help="number of prompts, from the start of the data (default 4)",
     )
-    option("--max-new-tokens", type=positive, default=32, help="of each response (default 32)")
-    own = "the engine keeps what it loads from model.path: nothing is published"
+    option("--max-new-tokens", type=positive, default=32, help="tokens per response (default 32)")
+    own = "the engine keeps the weights that it loads from model.path, and nothing is published"
     option("--own-weights", action="store_true", help=own)
-    option("--bound", type=float, help="relative, before the first layer; default: by dtype")
+    option(
+        "--bound",
+        type=float,
+        help="largest relative difference before the first layer; default: by dtype",
+    )
 
 
 def run(args: argparse.Namespace, config: ExperimentConfig) -> int:

@@ -33,13 +33,19 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Adds the options of the command line."""
     option = command.add_argument
     option("model", help="folder, or name on the Hugging Face Hub")
-    option("data", help="file with prompts and answers, or data set on the Hub")
-    option("--gpus", type=int, help="of every node; 0: a CPU; default: those of this machine")
-    option("--nodes", type=positive, default=1, help="default 1")
+    option("data", help="file with prompts and answers, or a dataset on the Hub")
+    option("--gpus", type=int, help="GPUs per node; 0: a CPU; default: the GPUs of this machine")
+    option("--nodes", type=positive, default=1, help="number of nodes (default 1)")
     option("--hardware", default="H100", help="H100 (default), H200, H20, B200")
-    option("--prompt-key", metavar="COLUMN", help="default: found by the names of columns")
-    option("--answer-key", metavar="COLUMN", help="default: found by the names of columns")
-    option("-o", "--output", type=Path, default=Path("mine.yaml"), help="default mine.yaml")
+    option("--prompt-key", metavar="COLUMN", help="default: guessed from column names")
+    option("--answer-key", metavar="COLUMN", help="default: guessed from column names")
+    option(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("mine.yaml"),
+        help="file to write (default mine.yaml)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,11 +70,11 @@ def run(args: argparse.Namespace) -> int:
         write_whole(output, _text(draft))
         progress.enter("checks it")
         config, _ = with_local_files(load_config(output, judge=broken_as_read), weights="")
-        found = known_problems(config, try_loading(config))
+        problems = known_problems(config, try_loading(config))
     print(output.read_text(encoding="utf-8"))
-    print("\n".join(found) or f"no problems found; `megagrpo check {output}` explains it")
+    print("\n".join(problems) or f"no problems found; `megagrpo check {output}` explains it")
     print(f"next: megagrpo try {output}; megagrpo run {output}")
-    return 1 if found else 0
+    return 1 if problems else 0
 
 
 def _lay_out(draft: Draft, nodes: int, gpus: int, hardware: str) -> None:
@@ -86,7 +92,7 @@ def _lay_out(draft: Draft, nodes: int, gpus: int, hardware: str) -> None:
         (plan, max(rank.total for rank in plan.phases.values()))
         for plan in best_layouts(config, target, nodes)
     ]
-    best, most = next((each for each in fullest if each[1] <= TIGHT * room), fullest[0])
+    best, most = next((pair for pair in fullest if pair[1] <= TIGHT * room), fullest[0])
     for word in changes(config, best.config):
         keys, _, value = word.partition("=")
         *around, key = keys.split(".")
@@ -110,9 +116,9 @@ def _text(draft: Draft) -> str:
     names += [name for name in draft.sections if name not in _ORDER]
     for name in names:
         block = _section(name, draft.sections[name])
-        said = "".join(f"# {comment}\n" for comment in draft.comments.get(name, ()))
-        short = name in _ORDER[:4] and not said
-        blocks.append((said + block).rstrip() + ("" if short else "\n"))
+        comments = "".join(f"# {comment}\n" for comment in draft.comments.get(name, ()))
+        short = name in _ORDER[:4] and not comments
+        blocks.append((comments + block).rstrip() + ("" if short else "\n"))
     return "\n".join(blocks)
 
 

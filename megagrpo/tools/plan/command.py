@@ -25,10 +25,12 @@ TIGHT = 0.95  # share of a GPU's memory above which a proposal has no headroom
 def add_options(command: argparse.ArgumentParser) -> None:
     """Adds the options of the command line."""
     option = command.add_argument
-    option("--lengths", help="of responses in tokens: their mean, or a file with one number a line")
-    nodes = "also layouts of this many nodes, by their bound"
+    option(
+        "--lengths", help="response lengths in tokens: the mean, or a file with one number per line"
+    )
+    nodes = "also search layouts for this many nodes, by their bound"
     option("--search", type=positive, metavar="NODES", help=nodes)
-    option("--gpus-per-node", type=positive, help="of every node; default: cluster.gpus_per_node")
+    option("--gpus-per-node", type=positive, help="GPUs per node; default: cluster.gpus_per_node")
     option("--hardware", help="H100, H200, H20, B200; default: cluster.gpu")
 
 

@@ -330,7 +330,7 @@ def _after_backward(config: ExperimentConfig, target: Target, cost: StageCost) -
     shared = config.actor.optimizer.distributed
     stage = config.actor.world_size // parallel.pp
     parts = {"gradients": 0.0, "optimizer": 0.0, "weights to all": 0.0}
-    # apart: the neighbours of a group
+    # apart: the neighbors of a group
     for group, apart in (("dp", parallel.tp), ("edp", parallel.etp * parallel.ep)):
         size = stage // apart
         num_bytes = cost.gradient_bytes[group]

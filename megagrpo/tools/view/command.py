@@ -81,14 +81,14 @@ def _source(text: str) -> str:
 def add_options(command: argparse.ArgumentParser) -> None:
     """Adds the options of the command line."""
     option = command.add_argument
-    option("run_dirs", metavar="RUN", nargs="+", help="run folder; several share one page")
+    option("run_dirs", metavar="RUN", nargs="+", help="run folder, or several for one page")
     option(
         "--output",
         type=Path,
         metavar="FILE",
         help="the page; default: view.html in the first run folder",
     )
-    option("--sample-mb", type=float, default=20.0, help="MB of samples of each run (default 20)")
+    option("--sample-mb", type=float, default=20.0, help="MB of samples per run (default 20)")
 
 
 def run(args: argparse.Namespace) -> int:

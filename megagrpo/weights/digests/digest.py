@@ -6,7 +6,7 @@ element.
 `bits` is the element of the published dtype read as a signed integer of its width, `index` its
 index in the whole HF tensor, and multiplier(i, j, ...) = odd_0(i) * odd_1(j) * ..., one odd 64-bit
 number for every index along every dimension: odd_k(i) = mix64(k, i) | 1, where mix64 is the
-finaliser of splitmix64 (Steele, Lea, Flood 2014).
+finalizer of splitmix64 (Steele, Lea, Flood 2014).
 
 Why that is enough:
 

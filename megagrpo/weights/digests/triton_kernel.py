@@ -30,7 +30,7 @@ def fused_digest(bits: Tensor, *seeds: int) -> Tensor:
     # a view, except for odd 3-D boxes
     matrices = bits.reshape(-1, bits.shape[-2] if weigh_rows else 1, bits.shape[-1])
     row_seed, column_seed = seeds if weigh_rows else (0, *seeds)
-    # neighbours in memory must be neighbours in a tile
+    # neighbors in memory must be neighbors in a tile
     if weigh_rows and matrices.stride(1) < matrices.stride(2):
         matrices, row_seed, column_seed = matrices.transpose(1, 2), column_seed, row_seed
     batch, rows, columns = matrices.shape

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megagrpo.weights.blocks import FP8, dequantise
+from megagrpo.weights.blocks import FP8, dequantize
 from megagrpo.weights.copies.record import Fill, Recording
 
 
@@ -98,7 +98,7 @@ def absorbed_matrices(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Ten
         weight = getattr(projection, "weight", None)
         if keys is not None and weight is not None and weight.dtype == FP8:
             scales = projection.weight_scale_inv  # type: ignore[union-attr]  # beside every FP8 weight
-            weight = dequantise(weight, (0, 0), scales).bfloat16().to(keys.dtype)
+            weight = dequantize(weight, (0, 0), scales).bfloat16().to(keys.dtype)
         if (
             keys is None
             or values is None

@@ -153,7 +153,7 @@ class _Piece(NamedTuple):
     dtype: torch.dtype
 
     def joined(self, other: "_Piece", limit: int) -> "_Piece | None":
-        """Returns both as one piece if they are neighbours on both sides and have at most `limit`
+        """Returns both as one piece if they are neighbors on both sides and have at most `limit`
         elements."""
         sent = _joined(self.sent, other.sent, limit)
         received = _joined(self.received, other.received, limit) if sent is not None else None

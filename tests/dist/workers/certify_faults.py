@@ -99,7 +99,7 @@ def _mean_of_micro_batch_means() -> Iterator[None]:
 
 
 def _router_differs_between_ranks() -> AbstractContextManager[None]:
-    """Routers differ as after a random initialisation without a broadcast."""
+    """Routers differ as after a random initialization without a broadcast."""
 
     def change(actor: MegatronActor) -> None:
         if actor.mesh.rank > 0:
@@ -113,16 +113,16 @@ def _router_differs_between_ranks() -> AbstractContextManager[None]:
     return _after_loading(change)
 
 
-def _label_of_local_neighbour() -> AbstractContextManager[None]:
+def _label_of_local_neighbor() -> AbstractContextManager[None]:
     """Labels shift within this rank's part of a sequence: wrong at the seams of context
     parallelism."""
 
     def local_targets(rows, columns, *rest):
         found = targets(rows, columns, *rest)
-        neighbour = (found.flat + 1).clamp(max=rows.numel() - 1)
-        same_row = rows.flatten()[neighbour] == found.rows
+        neighbor = (found.flat + 1).clamp(max=rows.numel() - 1)
+        same_row = rows.flatten()[neighbor] == found.rows
         return replace(
-            found, columns=torch.where(same_row, columns.flatten()[neighbour], found.columns)
+            found, columns=torch.where(same_row, columns.flatten()[neighbor], found.columns)
         )
 
     return patch.multiple(microbatch, targets=local_targets)
@@ -227,7 +227,7 @@ FAULTS = {
     "experts-not-reduced-over-tp": _experts_not_reduced_over_tp,
     "no-data-parallel-reduction": _no_data_parallel_reduction,
     "mean-of-micro-batch-means": _mean_of_micro_batch_means,
-    "label-of-local-neighbour": _label_of_local_neighbour,
+    "label-of-local-neighbor": _label_of_local_neighbor,
     "router-differs-between-ranks": _router_differs_between_ranks,
     "experts-of-token-before": _experts_of_token_before,
     "latent-projections-cut-over-tp": _latent_projections_cut_over_tp,

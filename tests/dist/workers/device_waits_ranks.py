@@ -10,7 +10,7 @@ from unittest.mock import patch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import megagrpo
-from bench.gpu_kit.timing import synchronisations
+from bench.gpu_kit.timing import synchronizations
 from megagrpo.actor import schedule, step
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.weights.actor_weights import load_initial_weights
@@ -27,7 +27,7 @@ def _functions(file: Path) -> list[ast.FunctionDef]:
 
 
 def function_at(place: str) -> str:
-    """Returns file:function of what `synchronisations` calls package/file:line."""
+    """Returns file:function of what `synchronizations` calls package/file:line."""
     path, _, line = place.partition(" ")[0].rpartition(":")
     roots = Path(megagrpo.__file__).parents[1], Path(find_spec("megatron.core").origin).parents[2]
     file = next(root / path for root in roots if (root / path).exists())
@@ -53,7 +53,7 @@ def measure(actor: MegatronActor, job: dict) -> dict:
 
     with (
         patch.object(schedule, "get_forward_backward_func", counted),
-        synchronisations(DEVICE) as found,
+        synchronizations(DEVICE) as found,
     ):
         step.update(actor, batch, RICH, 1.0, 32)
     waits = Counter()

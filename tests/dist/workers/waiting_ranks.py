@@ -39,7 +39,7 @@ CPU_ONLY = ("cpu/trainer.py",)  # what it puts into Megatron where there is no C
 READS = ("_local_scalar_dense", "equal", "is_nonzero")
 METHODS = ("tolist", "numpy", "cpu", "item", "__bool__", "__int__", "__float__", "__index__")
 # What these read is on the host of a GPU machine too: split sizes that the dispatcher brought there
-# at its one synchronisation (`numpy` stands for the copy), index lists and states of generators
+# at its one synchronization (`numpy` stands for the copy), index lists and states of generators
 # that never left it, indices made in pinned memory, and the layout of a micro-batch, which is made
 # of a Batch that is on the host.
 ON_HOST = (

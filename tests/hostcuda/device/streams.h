@@ -1,5 +1,5 @@
 // Streams, events and the host as vector clocks: everything is executed at once and in order, and what the
-// program has not ordered by an event, a wait or a synchronisation is an error.
+// program has not ordered by an event, a wait or a synchronization is an error.
 #pragma once
 #include <c10/core/Stream.h>
 #include <c10/util/Exception.h>

@@ -29,7 +29,7 @@ class LightningIndexer:
     heads: int
     head_dim: int
     topk: int  # keys that each query sees; sequences of as many tokens are dense
-    in_pairs: bool  # its rotary embedding turns neighbours; else, as usual, halves
+    in_pairs: bool  # its rotary embedding turns neighbors; else, as usual, halves
     # Layers from `offset` on choose every `freq`-th time, and share that choice until the next
     # (IndexShare, arXiv 2603.12201); both count from 1.
     freq: int = 1

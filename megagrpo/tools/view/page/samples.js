@@ -18,7 +18,7 @@ const COLUMNS = [ // title, value of a row, how it is shown, what it is
     "the largest difference between the trainer's and the engine's log-probability of one of its tokens, in nats"],
 ];
 const WIDTH = 205, HEIGHT = 56, LEFT = 2; // of a curve, in pixels
-const COLOURS = ["#2f6fb3", "#c2571a", "#1d7a55", "#8a4fa3", "#b3372f", "#6b7280"]; // of runs
+const COLORS = ["#2f6fb3", "#c2571a", "#1d7a55", "#8a4fa3", "#b3372f", "#6b7280"]; // of runs
 const BINS = [1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1]; // nats: the limits of |difference| between the shades
 const SHADES = ["#ffffff", "#fffbe6", "#fff1c2", "#ffe08a", "#ffc267", "#f98e52", "#e2574c", "#b3202c"];
 
@@ -206,7 +206,7 @@ function curveOf(name) {
   const y = (value) => 4 + (high > low ? (high - value) / (high - low) : 0.5) * (HEIGHT - 8);
   const picture = drawn("svg", { width: WIDTH, height: HEIGHT });
   DATA.runs.forEach((run, at) => {
-    const own = run.curves[name] ?? [], stroke = COLOURS[at % COLOURS.length];
+    const own = run.curves[name] ?? [], stroke = COLORS[at % COLORS.length];
     picture.append(drawn("polyline", { stroke, points: own.map(([step, value]) => `${x(step)},${y(value)}`).join(" ") }));
     for (const [step, value] of own) {
       const point = drawn("circle", { cx: x(step), cy: y(value), r: own.length > 60 ? 1 : 2, fill: stroke });
@@ -234,7 +234,7 @@ function drawCurves() {
   if (DATA.runs.length === 1) return;
   DATA.runs.forEach((run, at) => {
     const name = make("span", `\u2014 ${run.name}`);
-    name.style.color = COLOURS[at % COLOURS.length];
+    name.style.color = COLORS[at % COLORS.length];
     byId("curves").append(name);
   });
 }

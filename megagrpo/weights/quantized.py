@@ -23,7 +23,7 @@ from megagrpo.weights.blocks import (
     block_maxima,
     block_scales,
     grid_of,
-    quantise,
+    quantize,
     whole_grid,
 )
 from megagrpo.weights.copies.record import Copy, Specs
@@ -33,7 +33,7 @@ _AT_ONCE = 1 << 24  # elements of a temporary in float32
 _TWIN = " in FP8"  # ends the name of a parameter's buffer
 
 
-def quantised_specs(specs: Specs, names: Set[str]) -> Specs:
+def quantized_specs(specs: Specs, names: Set[str]) -> Specs:
     """Returns the specs with `names` in FP8, each followed by its scales. Raises ValueError for no
     matrix."""
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -51,7 +51,7 @@ def quantised_specs(specs: Specs, names: Set[str]) -> Specs:
     return found
 
 
-def quantised_copies(copies: Sequence[Copy], specs: Specs, names: Set[str]) -> list[Copy]:
+def quantized_copies(copies: Sequence[Copy], specs: Specs, names: Set[str]) -> list[Copy]:
     """Returns a trainer rank's copies with those of `names` from its FP8 buffers, and those of
     their scales."""
     found = [copy for copy in copies if copy.hf not in names]
@@ -67,11 +67,11 @@ def quantised_copies(copies: Sequence[Copy], specs: Specs, names: Set[str]) -> l
     return list(dict.fromkeys(found))
 
 
-def quantised(weights: ActorWeights, mesh: Mesh) -> ActorWeights:
+def quantized(weights: ActorWeights, mesh: Mesh) -> ActorWeights:
     """Returns the weights with the HF tensors ActorWeights.fp8 in FP8. Entering its `merged` is
     collective."""
-    view = _QuantisedView(weights, mesh)
-    specs = quantised_specs(weights.hf_specs, weights.fp8)
+    view = _QuantizedView(weights, mesh)
+    specs = quantized_specs(weights.hf_specs, weights.fp8)
     kept = {
         name: spec[1]
         for name, spec in specs.items()
@@ -100,7 +100,7 @@ def format_table(actor: ActorWeights, published: ActorWeights) -> Iterator[str]:
         yield f"  {name}: {here} -> {there}, {count}".replace("torch.", "")
 
 
-class _QuantisedView:
+class _QuantizedView:
     """One rank's slices in FP8. Buffers exist inside `merged` only."""
 
     def __init__(self, weights: ActorWeights, mesh: Mesh):
@@ -108,14 +108,14 @@ class _QuantisedView:
         self._mesh = mesh
         mine = [copy for copy in weights.copies if copy.hf in weights.fp8]
         self._parts = [copy.restrict(box) for copy in mine for box in copy.box.split(_AT_ONCE)]
-        self._quantised = {copy.parameter for copy in mine}
+        self._quantized = {copy.parameter for copy in mine}
         self._grids = {  # of all, on every rank
             name: whole_grid(shape)
             for name, (shape, _) in weights.hf_specs.items()
             if name in weights.fp8
         }
         self._buffers: dict[str, Tensor] = {}
-        self.copies = quantised_copies(weights.copies, weights.hf_specs, weights.fp8)
+        self.copies = quantized_copies(weights.copies, weights.hf_specs, weights.fp8)
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Returns the live parameters and the buffers, under the names in `copies`."""
@@ -123,7 +123,7 @@ class _QuantisedView:
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """Collective on entry. Quantises the merged weights for the block."""
+        """Collective on entry. Quantizes the merged weights for the block."""
         with self._weights.merged(), torch.no_grad():
             self._fill()
             try:
@@ -136,12 +136,12 @@ class _QuantisedView:
         device = self._mesh.device
         buffers = {
             name + _TWIN: torch.empty(extent(live[name]), dtype=FP8, device=device)
-            for name in self._quantised
+            for name in self._quantized
         }
         scales = self._scales(live)
         for part in self._parts:
             of_part = scales[part.hf][grid_of(part.start, part.size).slices]
-            _twin_of(part).view(buffers).copy_(quantise(part.view(live), part.start, of_part))
+            _twin_of(part).view(buffers).copy_(quantize(part.view(live), part.start, of_part))
         self._buffers = buffers | {name + SCALES: of_tensor for name, of_tensor in scales.items()}
 
     def _scales(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from tests.dist.workers.launch import run_ranks
 pytestmark = pytest.mark.verifies(
     "actor",
     "an update waits for the device only where [the "
-    "table](gpu.md#synchronisations-that-remain) says",
+    "table](gpu.md#synchronizations-that-remain) says",
 )
 
 DOCS = Path(__file__).parents[2] / "docs" / "evidence" / "gpu.md"
@@ -23,7 +23,7 @@ def documented() -> dict[str, tuple[int, bool]]:
     """Operator and place -> how often a layer of one micro-batch waits there, and whether only one
     with experts."""
     [section] = re.findall(
-        r"^## Synchronisations that remain$(.*?)(?:^## |\Z)",
+        r"^## Synchronizations that remain$(.*?)(?:^## |\Z)",
         DOCS.read_text(),
         re.MULTILINE | re.DOTALL,
     )
