@@ -192,8 +192,10 @@ class Batches:
             return self.in_flight[job.step]
         batch = SampledBatch(job)
         if self.mesh.is_leader:
-            rank, size, total = self.mesh.dp_rank, self.mesh.dp_size, len(plan.prompts)
-            batch.share = plan.numbered()[total * rank // size : total * (rank + 1) // size]
+            rank, size = self.mesh.dp_rank, self.mesh.dp_size
+            prompts = plan.numbered()
+            total = len(prompts)
+            batch.share = prompts[total * rank // size : total * (rank + 1) // size]
         if job.or_newer:
             self.in_flight[job.step] = batch
             # The other leaders' restored groups are dropped too: every leader has all of them.
@@ -231,7 +233,9 @@ class StepBatches:
     """
 
     def __init__(self, batches: Batches, state: TrainState, steps_left: int = 1):
-        self._batches, self._state, self._steps_left = batches, state, steps_left
+        self._batches = batches
+        self._state = state
+        self._steps_left = steps_left
         self._config = config = batches.config
         self._wanted = config.train.num_prompts_per_step
         self._plan: BatchPlan | None = None  # the last one that the step wanted
@@ -270,7 +274,8 @@ class StepBatches:
         if self._config.algorithm.dynamic_sampling is None:
             complete = self._consumed == 1
         else:
-            groups, mesh = self._candidates(), self._batches.mesh
+            groups = self._candidates()
+            mesh = self._batches.mesh
             self._selection = select(groups, self._config, mesh)
             complete = len(self._selection.chosen) >= self._wanted
             if not complete:
@@ -299,14 +304,16 @@ class StepBatches:
 
     def choose(self, metrics: Metrics) -> None:
         """Collective. Sets `groups` to this rank's groups of the step."""
-        selection, surplus = self._selection, self._state.surplus
-        self.groups, self._surplus = self._sampled, surplus
+        selection = self._selection
+        surplus = self._surplus = self._state.surplus
+        self.groups = self._sampled
         if selection is not None:
             groups = self._candidates()
             selection_metrics(metrics, groups, len(surplus), self._consumed, selection)
-            chosen, left = set(selection.chosen), set(selection.surplus)
+            chosen = set(selection.chosen)
             self.groups = [group for group in groups if group.group_id in chosen]
-            self._surplus = [group for group in groups if group.group_id in left]
+            carried = set(selection.surplus)
+            self._surplus = [group for group in groups if group.group_id in carried]
         self._curriculum = self._recorded(metrics)
         self._sampled = []  # dropped groups need no memory while the trainers train
 
@@ -359,7 +366,9 @@ class StepBatches:
 
     def _prompts(self, later: int) -> list[Prompt]:
         """Collective. Returns the prompts of the batch `later` batches from now."""
-        state, batches, wanted = self._state, self._batches, self._wanted
+        state = self._state
+        batches = self._batches
+        wanted = self._wanted
         first = later * wanted
         curriculum = batches.curriculum
         if curriculum is None:
@@ -377,7 +386,9 @@ class StepBatches:
 
     def _recorded(self, metrics: Metrics) -> RowResults | None:
         """Collective over data-parallel ranks. Returns the curriculum's state after the step."""
-        state, curriculum, results = self._state, self._batches.curriculum, self._state.curriculum
+        state = self._state
+        curriculum = self._batches.curriculum
+        results = state.curriculum
         if curriculum is None or results is None:
             return None
         own = curriculum.shown(results, state.data_cursor, self._sampled)

@@ -13,9 +13,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from megagrpo import run as run_module
 from megagrpo.actor.megatron_actor import leave_distributed
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.loop import run as run_module
 from megagrpo.loop.run import start_run
 from megagrpo.loop.train import train
 from megagrpo.mesh import Mesh, RunStopped
