@@ -98,7 +98,7 @@ def test_moments_in_blocks_have_the_bits_of_one_group(size, scale):
     )
     values[::7] *= 2.0**-40  # bits of all limbs
     ids, everything = torch.zeros(size, dtype=torch.int64), torch.ones(size, dtype=torch.bool)
-    of_one = group_statistics(values, ids, 1, everything, alone, 1)
+    of_one = group_statistics(values, ids, 1, everything, alone)
     expected = [
         float(part) for part in (of_one.count, of_one.mean, of_one.std, of_one.min, of_one.max)
     ]
