@@ -424,7 +424,7 @@ def _joined(names: Iterable[str]) -> str:
 
 def _note(entry: Entry) -> str:
     theirs: dict[str, list[str]] = {}
-    for value, ours in (entry.values or {}).items():
+    for value, ours in entry.values:
         theirs.setdefault(_yaml(ours), []).append(f"`{_yaml(value)}`")
     values = [f"{', '.join(of)} {'are' if of[1:] else 'is'} `{o}`" for o, of in theirs.items()]
     return "; ".join(filter(None, (", ".join(values), entry.note)))

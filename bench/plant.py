@@ -438,8 +438,8 @@ FAULTS = (
     Fault(
         "a program's answer counts as yes",
         "tools/convert/shell.py",
-        "taken = _until(state, no)",
-        "taken = _until(state, yes)",
+        "taken = _each(state, no)",
+        "taken = _each(state, yes)",
         ("unit/test_convert_shell.py",),
     ),
 )

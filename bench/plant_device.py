@@ -184,21 +184,21 @@ FAULTS = (
     # peer
     Fault(
         "peer: no abort",
-        "weights/wire/group.py",
+        "weights/wire/engine_group.py",
         "backend.abort()",
         "pass",
         RESHARD,
     ),
     Fault(
         "peer: a wait does not see its deadline pass",
-        "weights/wire/group.py",
+        "weights/wire/engine_group.py",
         "if deadline.over:",
         "if False:",
         RESHARD,
     ),
     Fault(
         "peer: messages of a batch are not one launch",
-        "weights/wire/group.py",
+        "weights/wire/engine_group.py",
         "backend._start_coalescing()",
         "pass",
         RESHARD,

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
-W = TypeVar("W", bound=Hashable)
-_NOTHING, _VALUE, _ERROR = range(3)  # what a rank that acts for others came to
+Request = TypeVar("Request", bound=Hashable)
+_NOTHING, _VALUE, _ERROR = range(3)  # the result of a rank that acts for others
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 class RunStopped(RuntimeError):
-    """Raised on every rank together, for a reason that a restart would meet again."""
+    """Raised on every rank together; a restart would fail for the same reason."""
 
 
 class LeaderError(RunStopped):
@@ -34,10 +34,10 @@ class LeaderError(RunStopped):
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's coordinates and groups among the trainers. The world is all of them; the main
-    rank is global rank 0.
+    """This rank's coordinates and groups among the trainers.
 
-    Values that are exchanged are small Python objects, unless they are tensors.
+    The world is all trainer ranks; the main rank is global rank 0. Exchanged values are tensors or
+    small Python objects.
     """
 
     rank: int
@@ -60,10 +60,9 @@ class Mesh:
         return self.rank == 0
 
     def reduce(self, tensor: Tensor, op: str) -> Tensor:
-        """Collective over data-parallel ranks. Reduces a tensor of any shape by `op`: "sum", "max"
-        or "min".
+        """Collective over data-parallel ranks. Returns the reduction of a tensor of any shape.
 
-        Returns a new tensor. Exact for integers.
+        op: "sum", "max" or "min". The tensor itself is unchanged. Exact for integers.
         """
         out = tensor.clone()
         if self.dp_size > 1:
@@ -85,8 +84,7 @@ class Mesh:
         return values
 
     def total(self, values: Tensor) -> Tensor:
-        """Collective. Returns the sum of a tensor on the host, of any shape, over all ranks of the
-        world."""
+        """Collective. Returns the sum of a host tensor, of any shape, over the world."""
         summed = values.clone()
         if self.world_size > 1:
             dist.all_reduce(summed)
@@ -101,8 +99,10 @@ class Mesh:
         return self.largest(int(value)) == [1]
 
     def largest(self, *values: int) -> list[int]:
-        """Collective. Returns the largest of each value over all ranks of the world, by one
-        all-reduce on the host: a GPU should not wait for it."""
+        """Collective. Returns the largest of each value over the world.
+
+        One all-reduce on the host, because a GPU should not wait for it.
+        """
         if self.world_size == 1:
             return list(values)
         largest = torch.tensor(values, dtype=torch.int64)
@@ -111,17 +111,18 @@ class Mesh:
 
     def gather_dp_to_main(self, value: T) -> list[T]:
         """Collective over data-parallel ranks. Returns their values, in rank order, on the main
-        rank; elsewhere []."""
-        if self.dp_size == 1:
-            return [value] if self.is_main else []
+        rank, and [] on the others."""
         values: list[T] = [value] * self.dp_size
-        first = dist.get_rank(self.dp_group) == 0
-        dist.gather_object(value, values if first else None, group=self.dp_group, group_dst=0)
-        return values if self.is_main else []
+        if self.dp_size > 1:
+            gathered = None
+            if dist.get_rank(self.dp_group) == 0:
+                gathered = values
+            dist.gather_object(value, gathered, group=self.dp_group, group_dst=0)
+        return values * self.is_main
 
     def exchange_dp(self, outgoing: list[T]) -> list[T]:
-        """Collective over data-parallel ranks. Sends the i-th element to rank i; returns those
-        received, by rank."""
+        """Collective over data-parallel ranks. Sends element i to rank i; returns the received
+        elements, by rank."""
         if self.dp_size == 1:
             return outgoing
         payloads = [np.frombuffer(pickle.dumps(item), dtype=np.uint8) for item in outgoing]
@@ -135,69 +136,67 @@ class Mesh:
         )
         return [pickle.loads(part.numpy().tobytes()) for part in received.split(incoming.tolist())]
 
-    def from_leader(self, make: Callable[[], T], what: str) -> T:
+    def from_leader(self, make: Callable[[], T], action: str) -> T:
         """Collective. Runs `make` on every replica's leader and broadcasts its result in the
         replica.
 
-        Raises LeaderError on every rank of the world if any leader failed, so no rank hangs in the
-        next collective; `what` names the action in its message.
+        Raises LeaderError on every rank of the world if any leader failed, so that no rank hangs in
+        the next collective. action: its name in the message.
         """
-        return self._from(self.leader, self.replica_group, make, what)
+        return self._from(self.leader, self.replica_group, make, action)
 
-    def cut_by_leader(self, wanted: W, cut: Callable[[W], T]) -> T:
-        """Collective over a replica. Returns the leader's `cut(wanted)` for this rank's `wanted`;
+    def cut_by_leader(self, request: Request, cut: Callable[[Request], T]) -> T:
+        """Collective over a replica. Returns the leader's `cut(request)` for this rank's request.
+
+        For large objects of which each rank needs a part, because a rank receives only its part.
         `cut` may not raise.
-
-        For large objects of which each rank needs a part: a rank receives only its own.
         """
         if self.replica_group is None or dist.get_world_size(self.replica_group) == 1:
-            return cut(wanted)
-        everyone: list = [None] * dist.get_world_size(self.replica_group)
-        dist.all_gather_object(everyone, wanted, group=self.replica_group)
-        cuts = {of_rank: cut(of_rank) for of_rank in set(everyone)} if self.is_leader else {}
+            return cut(request)
+        requests: list = [None] * dist.get_world_size(self.replica_group)
+        dist.all_gather_object(requests, request, group=self.replica_group)
+        answers = None
+        if self.is_leader:
+            cuts = {key: cut(key) for key in set(requests)}
+            answers = [cuts[key] for key in requests]
         box: list = [None]
-        dist.scatter_object_list(
-            box,
-            [cuts[of_rank] for of_rank in everyone] if cuts else None,
-            src=self.leader,
-            group=self.replica_group,
-        )
+        dist.scatter_object_list(box, answers, src=self.leader, group=self.replica_group)
         return box[0]
 
-    def from_main(self, make: Callable[[], T], what: str) -> T:
+    def from_main(self, make: Callable[[], T], action: str) -> T:
         """Collective. Runs `make` on the main rank and broadcasts its result to the world.
 
-        Raises LeaderError on every rank if it failed there; `what` names the action in its message.
+        Raises LeaderError on every rank if it failed there. action: its name in the message.
         """
-        return self.from_rank(0, make, what)
+        return self.from_rank(0, make, action)
 
-    def from_rank(self, rank: int, make: Callable[[], T], what: str) -> T:
-        """Collective. Does what from_main does, with another rank's `make`."""
-        return self._from(rank, dist.group.WORLD, make, what)
+    def from_rank(self, rank: int, make: Callable[[], T], action: str) -> T:
+        """Collective. As from_main, with another rank's `make`."""
+        return self._from(rank, dist.group.WORLD, make, action)
 
     def raise_any(self, error: str) -> None:
-        """Collective. Raises LeaderError on every rank of the world if any passes a non-empty
-        text."""
+        """Collective. Raises LeaderError with every error once, on every rank of the world, if any
+        rank passes one that is not empty."""
         if self.any_true(bool(error)):
-            # each error once
-            texts = dict.fromkeys(text for text in self.gather_world(error) if text)
-            raise LeaderError("\n".join(texts))
+            raise LeaderError("\n".join(dict.fromkeys(filter(None, self.gather_world(error)))))
 
-    def result_everywhere(self, future: Future[T], what: str) -> T:
+    def result_everywhere(self, future: Future[T], action: str) -> T:
         """Collective. Returns the result of this rank's thread. Raises LeaderError on every rank if
-        one's failed."""
-        failure = future.exception()
-        self.raise_any("" if failure is None else self._failed(what, failure))
+        the thread of one failed."""
+        error = ""
+        if failure := future.exception():
+            error = self._failed(action, failure)
+        self.raise_any(error)
         return future.result()
 
-    def _failed(self, what: str, failure: BaseException) -> str:
-        return f"rank {self.rank}, {what}: {type(failure).__name__}: {failure}"
+    def _failed(self, action: str, failure: BaseException) -> str:
+        return f"rank {self.rank}, {action}: {type(failure).__name__}: {failure}"
 
     def _from(
-        self, source: int, group: dist.ProcessGroup | None, make: Callable[[], T], what: str
+        self, source: int, group: dist.ProcessGroup | None, make: Callable[[], T], action: str
     ) -> T:
-        """Collective. Runs `make` on global rank `source` and broadcasts its result in `group`,
-        which has this rank.
+        """Collective. Runs `make` on global rank `source` and broadcasts its result in `group`, to
+        which this rank belongs.
 
         A result that is None on every source is not sent.
         """
@@ -207,10 +206,11 @@ class Mesh:
         if self.rank == source:
             try:
                 box = [make()]
-                state = _NOTHING if box[0] is None else _VALUE
+                if box[0] is not None:
+                    state = _VALUE
             except Exception as exc:
                 traceback.print_exc()  # into this rank's log; the other ranks get the message
-                error = self._failed(what, exc)
+                error = self._failed(action, exc)
                 state = _ERROR
         (state,) = self.largest(state)
         if state == _ERROR:
@@ -224,22 +224,24 @@ def make_mesh(dp_rank: int, dp_size: int, device: torch.device, deadline_s: floa
     """Collective. Makes the groups of a world of `dp_size` replicas; this rank belongs to replica
     `dp_rank`.
 
-    Ranks of a replica are ordered by global rank. `deadline_s`: seconds that a collective of these
-    groups may wait.
+    Ranks of a replica are ordered by global rank. deadline_s: the longest wait of a collective in
+    these groups, in seconds.
     """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if world == 1:
-        replicas: list[list[int]] = [[0]]
-        replica_group = dp_group = None
-    else:
+    rank = 0
+    world = 1
+    replicas: list[list[int]] = [[0]]
+    replica_group = dp_group = None
+    if dist.is_initialized():
+        rank = dist.get_rank()
+        world = dist.get_world_size()
+    if world > 1:
         replica_of: list[int] = [0] * world
         dist.all_gather_object(replica_of, dp_rank)
         replicas = [[r for r in range(world) if replica_of[r] == d] for d in range(dp_size)]
         timeout = timedelta(seconds=deadline_s)
-        replica_group = _own_group(replicas, rank, timeout)
-        dp_group = _own_group(
-            [list(members) for members in zip(*replicas, strict=True)], rank, timeout
-        )
+        peers = list(zip(*replicas, strict=True))
+        replica_group, _ = dist.new_subgroups_by_enumeration(replicas, timeout)
+        dp_group, _ = dist.new_subgroups_by_enumeration(peers, timeout)
     return Mesh(
         rank=rank,
         world_size=world,
@@ -250,15 +252,3 @@ def make_mesh(dp_rank: int, dp_size: int, device: torch.device, deadline_s: floa
         leader=replicas[dp_rank][0],
         device=device,
     )
-
-
-def _own_group(
-    partition: list[list[int]], rank: int, timeout: timedelta
-) -> dist.ProcessGroup | None:
-    """Collective. Makes one group after the other, as torch requires on every rank, and returns
-    this rank's."""
-    own = None
-    for members in partition:
-        group = dist.new_group(members, timeout=timeout)
-        own = group if rank in members else own
-    return own

@@ -25,7 +25,7 @@ from megagrpo.mesh import make_mesh
 from megagrpo.system.environment import WEIGHT_LOADER
 from megagrpo.types import EngineInfo
 from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.copies.record import record_copies
+from megagrpo.weights.copies.recorder import record_copies
 from megagrpo.weights.engines import loader as engine_loader
 from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder

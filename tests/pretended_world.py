@@ -17,7 +17,7 @@ from megagrpo.config.actor import ActorConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.build import build_chunks, chunk_parameters, load_hf
 from megagrpo.models.table import model_tensors
-from megagrpo.weights.copies.record import Copy, record_copies
+from megagrpo.weights.copies.recorder import Copy, record_copies
 from tests.pretended_groups import only_fake_groups
 
 META = torch.device("meta")

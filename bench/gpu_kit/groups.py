@@ -10,7 +10,7 @@ import torch.distributed as dist
 from bench.gpu_kit.figures import Figures, Setting
 from megagrpo.system.environment import temporarily
 from megagrpo.weights.wire.clock import Deadline
-from megagrpo.weights.wire.group import EngineGroup, GroupLimits, PeerLost, join_group
+from megagrpo.weights.wire.engine_group import EngineGroup, GroupLimits, PeerLost, join_group
 
 LIMIT_S, SMALL_LIMIT_S = 8.0, 0.5  # for a peer that never comes
 _GRACE = 3.0  # times the limit, until which waiting must end

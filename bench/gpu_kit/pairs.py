@@ -19,18 +19,18 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-expor
 
 from bench.gpu_kit.figures import Figures, Setting, Unavailable
 from megagrpo.mesh import make_mesh
-from megagrpo.weights.copies.record import Copy
+from megagrpo.weights.copies.recorder import Copy
 from megagrpo.weights.copies.views import Box, ParameterSlice
 from megagrpo.weights.digests.digest import slice_digest
 from megagrpo.weights.expected_digests import ExpectedDigests
 from megagrpo.weights.transports.protocol import TrainerWeights
 from megagrpo.weights.transports.reshard_plan import TransferPlan
 from megagrpo.weights.wire.clock import Deadline
-from megagrpo.weights.wire.group import GroupLimits
+from megagrpo.weights.wire.engine_group import GroupLimits
 from megagrpo.weights.wire.handover import Handover, take_batches
 from megagrpo.weights.wire.mailbox import Mailbox
-from megagrpo.weights.wire.messages import Message
 from megagrpo.weights.wire.moving import pack
+from megagrpo.weights.wire.transfer_messages import Message
 
 _LIMIT_S = 15.0
 _BATCHES = 6

@@ -22,7 +22,7 @@ from megagrpo.actor.host import uses_transformer_engine
 from megagrpo.config.schema import ActorConfig
 from megagrpo.tools.certify.measure import whole
 from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.copies.record import record_copies
+from megagrpo.weights.copies.recorder import record_copies
 
 CPU = torch.device("cpu")  # models on a GPU and on the CPU are compared: drawn on one of them
 VOCAB = 160

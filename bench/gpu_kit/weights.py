@@ -13,9 +13,9 @@ from megagrpo.weights.copies.views import Box, ParameterSlice
 from megagrpo.weights.digests import digest
 from megagrpo.weights.digests.digest import batched_digest
 from megagrpo.weights.wire.clock import Deadline
-from megagrpo.weights.wire.group import EngineGroup, Receive, Send
-from megagrpo.weights.wire.messages import Message
+from megagrpo.weights.wire.engine_group import EngineGroup, Receive, Send
 from megagrpo.weights.wire.moving import receive_batches, send_batches
+from megagrpo.weights.wire.transfer_messages import Message
 
 # slices alike in one parameter: [slices, rows, columns]
 DIGESTED = {

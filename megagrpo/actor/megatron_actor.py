@@ -33,7 +33,7 @@ from megagrpo.models.table import model_tensors
 from megagrpo.models.tensors import adapter_tensors, layer_prefix
 from megagrpo.system import environment
 from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.copies.record import Specs, record_copies
+from megagrpo.weights.copies.recorder import Specs, record_copies
 
 
 class NonFiniteUpdate(RunStopped):

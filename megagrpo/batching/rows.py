@@ -98,7 +98,7 @@ def rows_of(
     """
     greedy = group.greedy_outcome
     comparable = greedy is None or greedy.ok
-    order = [sample.of_rollout for sample in group.samples]
+    order = [sample.rollout_index for sample in group.samples]
     assert order == sorted(order), "samples come one rollout after the other"
     rows = []
     for number, (samples, outcome) in enumerate(zip(group.rollouts, group.outcomes, strict=True)):

@@ -1,1 +1,1 @@
-"""The state of a run on disk: written, found, and resumed from."""
+"""A run's state on disk: how it is saved, listed and resumed."""

@@ -1,9 +1,12 @@
-"""Groups in one binary file: token values as arrays, everything else as JSON; and how ranks gather
-and share those of a file."""
+"""Groups in one binary file, and how ranks gather groups for a file and share those of a file.
+
+Token values are arrays, everything else is JSON.
+"""
 
 import json
 import os
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -16,15 +19,15 @@ from megagrpo.system.run_folder import json_bytes
 from megagrpo.types import ImageRef, Outcome, Prompt, RolloutGroup, Sample, TeacherScores
 
 Record = dict[str, Any]  # JSON
-# in the file: the JSON text; in addition one flat array per type, named after the type
+# The file has the JSON text under this name, and one flat array per type under the type's name.
 _RECORDS = "records"
-# in the file: the key of a reference to a part of such an array, which no data has by accident
+# the key of a reference to a part of such an array; no data has it by accident
 _ARRAY = "\0array"
-_LOCATION = "place"  # in the file: a prompt's location
+_LOCATION = "place"  # the key of a prompt's location
 
 
 def write_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
-    """Writes the groups to a new file, on disk when this returns."""
+    """Writes the groups to a new file, which is on disk when this returns."""
     parts: dict[str, list[np.ndarray]] = {}
     sizes: dict[str, int] = {}
 
@@ -33,10 +36,10 @@ def write_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
         start = sizes.get(kind, 0)
         parts.setdefault(kind, []).append(array.reshape(-1))
         sizes[kind] = start + array.size
-        return {
-            _ARRAY: [kind, start, sizes[kind]],
-            **({"shape": array.shape} if array.ndim != 1 else {}),
-        }
+        record: Record = {_ARRAY: [kind, start, sizes[kind]]}
+        if array.ndim != 1:
+            record["shape"] = array.shape
+        return record
 
     def plain(value: object) -> Record:
         if isinstance(value, np.ndarray | np.generic):
@@ -44,18 +47,18 @@ def write_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
         record = dict(vars(value))
         if isinstance(value, Prompt):
             record[_LOCATION] = record.pop("location")
-            record["extra"] = json.dumps(record["extra"])  # the data's, which may have NaN in it
+            record["extra"] = json.dumps(record["extra"])  # it may contain NaN
         return record
 
     records = json_bytes(list(groups), plain)
     parts[_RECORDS] = [np.frombuffer(records, np.uint8)]
     with path.open("wb") as file:
-        with ZipFile(file, "w") as archive:  # as numpy.savez does, which needs each array in one
-            for name, found in parts.items():
+        with ZipFile(file, "w") as archive:  # as numpy.savez, but no array is joined in memory
+            for name, arrays in parts.items():
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                    of_whole = header_data_from_array_1_0(found[0])
-                    write_array_header_1_0(entry, of_whole | {"shape": (sum(map(len, found)),)})
-                    entry.writelines(array.data for array in found)
+                    header = header_data_from_array_1_0(arrays[0])
+                    write_array_header_1_0(entry, header | {"shape": (sum(map(len, arrays)),)})
+                    entry.writelines(array.data for array in arrays)
         file.flush()
         os.fsync(file.fileno())
 
@@ -75,11 +78,9 @@ def read_groups(path: Path) -> list[RolloutGroup]:
 
 
 def _group(record: Record) -> RolloutGroup:
-    greedy = record["greedy"]
-    greedy_outcome = record["greedy_outcome"]
     prompt = record["prompt"]
     location = prompt.pop(_LOCATION, "")
-    prompt.pop("question", None)  # of older checkpoints
+    prompt.pop("question", None)  # in older checkpoints
     extra = json.loads(prompt.pop("extra"))
     images = tuple(
         ImageRef(image["key"], image["start"], tuple(image["grid"]))
@@ -91,34 +92,32 @@ def _group(record: Record) -> RolloutGroup:
         prompt=Prompt(**prompt, location=location, extra=extra, images=images, teachers=teachers),
         samples=tuple(map(_sample, record["samples"])),
         outcomes=tuple(map(_outcome, record["outcomes"])),
-        greedy=None if greedy is None else _sample(greedy),
-        greedy_outcome=None if greedy_outcome is None else _outcome(greedy_outcome),
+        greedy=record["greedy"] and _sample(record["greedy"]),
+        greedy_outcome=record["greedy_outcome"] and _outcome(record["greedy_outcome"]),
     )
 
 
 def _sample(record: Record) -> Sample:
-    scores = record.pop("teacher", None)  # there is none in older checkpoints
-    teacher = None if scores is None else TeacherScores(**scores)
-    return Sample(**{**record, "newer": tuple(map(tuple, record["newer"])), "teacher": teacher})
+    scores = record.pop("teacher", None)  # older checkpoints have none
+    newer = tuple(map(tuple, record.pop("newer")))
+    return Sample(**record, newer=newer, teacher=scores and TeacherScores(**scores))
 
 
 def _outcome(record: Record) -> Outcome:
-    parts = {name: _outcome(part) for name, part in record["parts"].items()}
-    token_rewards = tuple((index, reward) for index, reward in record["token_rewards"])
-    turn_rewards = tuple(record["turn_rewards"])
-    return Outcome(
-        **{**record, "parts": parts, "token_rewards": token_rewards, "turn_rewards": turn_rewards}
-    )
+    parts = {name: _outcome(part) for name, part in record.pop("parts").items()}
+    token_rewards = tuple((index, reward) for index, reward in record.pop("token_rewards"))
+    turn_rewards = tuple(record.pop("turn_rewards"))
+    return Outcome(**record, parts=parts, token_rewards=token_rewards, turn_rewards=turn_rewards)
 
 
 def gather_surplus(surplus: Sequence[RolloutGroup], mesh: Mesh) -> list[RolloutGroup]:
     """Collective over data-parallel ranks. Returns all ranks' surplus by id, on the main rank, for
     a checkpoint."""
-    everyone = [group for part in mesh.gather_dp_to_main(list(surplus)) for group in part]
-    return sorted(everyone, key=lambda group: group.group_id)
+    groups = chain.from_iterable(mesh.gather_dp_to_main(list(surplus)))
+    return sorted(groups, key=lambda group: group.group_id)
 
 
 def deal_surplus(surplus: Sequence[RolloutGroup], mesh: Mesh) -> list[RolloutGroup]:
-    """Returns this rank's share of a whole surplus, for any number of ranks."""
+    """Returns this rank's share of all ranks' surplus, for any number of ranks."""
     first, last = (len(surplus) * rank // mesh.dp_size for rank in (mesh.dp_rank, mesh.dp_rank + 1))
     return list(surplus[first:last])

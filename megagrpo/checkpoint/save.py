@@ -1,17 +1,16 @@
 """Saves and loads checkpoints: atomic, verified, bounded in number, written in the background.
 
-    run/checkpoints/step_000010/   written as step_000010.partial, renamed when every rank has
-    finished
+    run/checkpoints/step_000010/   step_000010.partial until every rank has finished
         actor/         Megatron dist_checkpointing
         surplus.npz    groups that the next step consumes first, if any
         ahead.npz      groups already sampled for later steps, if any
-        curriculum.npz what data.curriculum knows about each row, if there is one
+        curriculum.npz data.curriculum's record of each row, if any
         state.json     the rest of TrainState, model identity, layout, whether another layout can
-        load it, digests of the data's rows, version
+                       load the checkpoint, digests of the data's rows, version
         manifest.json  size and CRC-32 of every file, written last
 
-A folder without a manifest, or with files that differ from it, is rejected with the file's name;
-one for a single layout is rejected by others with the remedy.
+Loading rejects a folder without a manifest, or with files that differ from it, and names the file.
+Another layout rejects a checkpoint for a single layout, and names the remedy.
 """
 
 import json
@@ -55,9 +54,9 @@ if TYPE_CHECKING:  # it pulls in Megatron
     from megagrpo.actor.saving import ActorSave
 
 _WRITER = re.compile(r"/__(\d+)_\d+\.distcp$")  # torch's name of a rank's file
-_GROUPS = ("surplus", "ahead")  # of TrainState, in files of their own
+_GROUPS = ("surplus", "ahead")  # fields of TrainState with a file each
 _CURRICULUM = "curriculum.npz"
-_FIELDS = {each.name for each in fields(TrainState)}
+_FIELDS = {field.name for field in fields(TrainState)}
 T = TypeVar("T")
 SizeAndCrc = tuple[int, int]  # bytes, CRC-32
 
@@ -71,28 +70,23 @@ class RunIdentity:
     rows: Sequence[Sequence[str | int]] = ()  # of the data; must agree unless it is empty
 
 
-PlanSave = Callable[[Path], "ActorSave"]  # collective; given an existing empty folder
-
-
 @dataclass(frozen=True)
 class SaveSchedule:
-    """When a run saves. background: training continues while a save is written, which requires
-    plan_save's copy."""
+    """When a run saves. background: training continues during a save, so plan_save must copy."""
 
-    num_steps: int  # after which the run ends
-    start_step: int  # of the checkpoint it starts from
+    num_steps: int  # of the run
+    start_step: int  # of the checkpoint that it starts from
     background: bool = False
 
 
 class Checkpointer:
     """Saves one run on schedule, one save at a time, perhaps in the background.
 
-    Every method is collective over the world and raises LeaderError on every rank if any cannot
+    Every method is collective over the world and raises LeaderError on every rank if one cannot
     write.
-    plan_save: collective; given an existing empty folder and whether another layout must be able to
-    load it.
-    gather_state: collective; returns, on the main rank at least, the state with the other ranks'
-    groups.
+    plan_save: collective; its arguments are an existing empty folder and whether another layout
+    must be able to load the checkpoint.
+    gather_state: collective; returns the state with all ranks' groups, at least on the main rank.
     """
 
     def __init__(
@@ -117,7 +111,7 @@ class Checkpointer:
 
     def on_schedule(self, state: TrainState) -> None:
         """Collective. Saves after every options.every steps and after the last; completes a save
-        that is written."""
+        whose files are written."""
         if self._pending is not None and self._pending.ready():
             self.complete()
         last = state.step == self._schedule.num_steps
@@ -127,7 +121,7 @@ class Checkpointer:
             self.complete()
 
     def save_now(self, state: TrainState) -> None:
-        """Collective. Saves `state`, the last of this start, unless it is saved already; returns
+        """Collective. Saves `state`, the last of this start, unless it is saved already. Returns
         when it is written."""
         self._save(state, last=True)
         self.complete()
@@ -139,20 +133,20 @@ class Checkpointer:
             reshardable and self._saved_for_one_layout(state.step)
         ):
             return
-        self.complete()  # one at a time: a pending save holds a copy of the whole state
-
-        def plan(part: Path) -> "ActorSave":
-            return self._plan_save(part, reshardable)
-
-        whole = self._gather_state(state)
-        self._saved_step = state.step  # also if it fails: the error is not met a second time
+        self.complete()  # one at a time, because a pending save holds a copy of all state
+        state = self._gather_state(state)
+        self._saved_step = state.step  # even if it fails, so that the error does not come twice
         self._pending = PendingSave(
-            self._root, whole, self._identity, self._options, plan, self._mesh
+            self._root,
+            state,
+            self._identity,
+            self._options,
+            lambda folder: self._plan_save(folder, reshardable),
+            self._mesh,
         )
 
     def _saved_for_one_layout(self, step: int) -> bool:
-        """Collective. Returns whether other layouts cannot load the finished checkpoint of a
-        step."""
+        """Collective. Returns whether other layouts cannot load a step's finished checkpoint."""
         self.complete()
         folder = checkpoint_folder(self._root, step)
         return self._mesh.from_main(
@@ -167,12 +161,12 @@ class Checkpointer:
 
 
 class PendingSave:
-    """Writes a checkpoint of `state` in a thread of every rank. It becomes one in `finish`, or
-    leaves nothing behind.
+    """Writes `state` in a thread of every rank. `finish` makes it a checkpoint, or nothing is left.
 
-    Collective: construction and all methods. options: which older checkpoints are kept. Training
-    may continue before `finish` if plan_save took a copy. A failure on any rank (disk full, say),
-    here or in `finish`, raises LeaderError on every rank and leaves older checkpoints as they were.
+    Collective: construction and all methods. plan_save: collective; its argument is an existing
+    empty folder. options: which older checkpoints stay. Training may continue before `finish` if
+    plan_save took a copy. A failure on any rank, such as a full disk, here or in `finish` raises
+    LeaderError on every rank and leaves older checkpoints as they were.
     """
 
     def __init__(
@@ -181,7 +175,7 @@ class PendingSave:
         state: TrainState,
         identity: RunIdentity,
         options: CheckpointConfig,
-        plan_save: PlanSave,
+        plan_save: "Callable[[Path], ActorSave]",
         mesh: Mesh,
     ):
         self.target = checkpoint_folder(root, state.step)
@@ -203,20 +197,19 @@ class PendingSave:
         with self._all_or_nothing():
             mesh.from_main(self._make_folder, f"checkpoint {self.target}")
             self._plan = self._everywhere(lambda: plan_save(self.partial / "actor"))
-        # a daemon: a run that fails does not wait for it; `finish` raises its exception on every
-        # rank
+        # a daemon, so that a run that fails does not wait; `finish` raises an exception in it on
+        # every rank
         Thread(
             target=_attempt, args=(self._write, self._written), name="checkpoint", daemon=True
         ).start()
 
     def ready(self) -> bool:
-        """Collective. Whether all ranks have written their files, so that `finish` will not
-        wait."""
+        """Collective. Returns whether all ranks have written, so that `finish` does not wait."""
         return self._mesh.all_true(self._written.done())
 
     def finish(self) -> Path:
-        """Collective. Waits for the files, then names the folder a checkpoint and drops the oldest
-        ones."""
+        """Collective. Waits for the files, renames the folder to a checkpoint and removes the oldest
+        ones. Returns the checkpoint."""
         with self._all_or_nothing():
             written = self._everywhere(self._written.result)
             self._everywhere(self._plan.finish)
@@ -247,25 +240,25 @@ class PendingSave:
         rest = sorted(
             p for p in self.partial.rglob("*") if p.is_file() and self._name(p) not in written
         )
-        entries = written | {self._name(path): _size_and_crc(path) for path in rest}
+        entries = written | {self._name(path): (path.stat().st_size, _crc(path)) for path in rest}
         _write_json(self.partial / "manifest.json", entries)
         # Megatron syncs tensors only; older checkpoints are removed below
         for path in (*rest, self.partial / "actor", self.partial):
             sync(path)
-        if self.target.exists():  # renamed: removing it takes longer, with no checkpoint meanwhile
+        if self.target.exists():  # removing it would take longer, with no checkpoint meanwhile
             os.replace(self.target, self.target.with_name(self.target.name + REPLACED))
         with ExitStack() as stack:
-            stack.callback(restore_replaced, self.target.parent)  # if the new one did not come
+            stack.callback(restore_replaced, self.target.parent)  # if the rename fails
             os.replace(self.partial, self.target)
         sync(self.target.parent)
-        # before older ones go: whenever a start looks, the one that is named here is there
+        # before older ones are removed, so that a start always finds the recorded checkpoint
         write_whole(RunFolder(self.target.parent.parent).last_checkpoint, self.target.name)
         interrupted = self.target.parent.glob(f"step_*{PARTIAL}")
         for folder in [*_superfluous(self.target, self._options), *interrupted]:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _everywhere(self, action: Callable[[], T]) -> T:
-        """Collective. Runs `action` on every rank; a failure on one raises LeaderError on all."""
+        """Collective. Runs `action` on every rank. A failure on one raises LeaderError on all."""
         done = _attempt(action, Future())
         error = ""
         if exc := done.exception():
@@ -280,7 +273,7 @@ class PendingSave:
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Removes the folder when a rank failed, which all ranks know."""
+        """Removes the folder if a rank failed, which all ranks know."""
         try:
             yield
         except LeaderError:
@@ -302,8 +295,7 @@ def _attempt(action: Callable[[], T], done: "Future[T]") -> "Future[T]":
 
 
 def _superfluous(newest: Path, options: CheckpointConfig) -> list[Path]:
-    """Returns the older checkpoints to remove after `newest` is written; other files are
-    ignored."""
+    """Returns the older checkpoints to remove after `newest` is written."""
     finished = finished_checkpoints(newest.parent)
     older = finished[: finished.index(newest)]
     return older[: max(len(finished) - options.keep, 0)]
@@ -315,8 +307,8 @@ def load(
     """Collective. Checks the folder against its manifest and this run's model and layout, then
     loads it.
 
-    Raises LeaderError (a message naming the file) for a missing, half-written, corrupt or foreign
-    checkpoint, and for one that only another layout can load.
+    Raises LeaderError, naming the file, for a missing, half-written, corrupt or foreign checkpoint,
+    and for one that only another layout can load.
     """
     mesh.raise_any("\n".join(complaints(check, folder, identity, mesh)))
     load_actor(folder / "actor")
@@ -325,8 +317,10 @@ def load(
     algo_state = TypeAdapter(AlgoState).validate_python(state.pop("algo_state"))
     for name in _GROUPS:
         file = folder / f"{name}.npz"
-        wanted = name != "ahead" or mesh.is_leader  # gigabytes, and only leaders sample
-        state[name] = read_groups(file) if wanted and file.exists() else []
+        state[name] = []
+        # `ahead` has gigabytes, and only leaders sample
+        if file.exists() and (name != "ahead" or mesh.is_leader):
+            state[name] = read_groups(file)
     if (file := folder / _CURRICULUM).exists():
         with np.load(file) as arrays:
             state["curriculum"] = RowResults(**arrays)
@@ -337,21 +331,17 @@ def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
     """Raises ValueError naming the fault of a checkpoint: another model or layout, files, sizes,
     checksums.
 
-    Ranks divide the files: a single rank would read the terabytes of a large model for an hour.
-    Each rank checks the files that the same rank wrote, which in the same layout it then loads from
-    its node's page cache.
+    Ranks divide the files, because a single rank would read a large model's terabytes for an hour.
+    Each rank checks the files that the same rank wrote. If the layout is the same, it then loads
+    them from its node's page cache.
     """
     if not (folder / "manifest.json").is_file():
         raise ValueError(
             f"checkpoint {folder} has no manifest.json: it is not a checkpoint, or its save was "
             "interrupted"
         )
-    with translated(
-        f"checkpoint {folder}: manifest.json or state.json is not readable",
-        OSError,
-        ValueError,
-        KeyError,
-    ):
+    unreadable = f"checkpoint {folder}: manifest.json or state.json is not readable"
+    with translated(unreadable, OSError, ValueError, KeyError):
         manifest = json.loads((folder / "manifest.json").read_text())
         description = json.loads((folder / "state.json").read_text())
         model = description["identity"]
@@ -367,8 +357,9 @@ def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
     if problem:
         raise ValueError(problem)
     for index, (name, (size, crc)) in enumerate(sorted(manifest.items())):
-        writer = _WRITER.search(name)
-        if (int(writer[1]) if writer else index) % mesh.world_size != mesh.rank:
+        if writer := _WRITER.search(name):
+            index = int(writer[1])
+        if index % mesh.world_size != mesh.rank:
             continue
         file = folder / name
         if not file.is_file():
@@ -381,10 +372,6 @@ def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
             raise ValueError(
                 f"checkpoint file {file} is corrupt: its CRC-32 differs from the manifest"
             )
-
-
-def _size_and_crc(path: Path) -> SizeAndCrc:
-    return path.stat().st_size, _crc(path)
 
 
 def _crc(path: Path) -> int:

@@ -1,5 +1,4 @@
-"""Runs one node of a cluster: its trainers under torchrun, or its part of the rollout service under
-Ray.
+"""Runs one node of a cluster: trainers under torchrun, or a part of the rollout service under Ray.
 
 slurm/*.sbatch and launch/*_node.sh start it on every node, with the node's rank.
 """
@@ -11,7 +10,8 @@ import socket
 import stat
 import sys
 import time
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,8 +23,8 @@ from megagrpo.cluster.machine import (
     interface_of_engines,
     is_finished,
     refuse_what_cannot_run,
+    trainer_gpus,
     trainer_variables,
-    visible_gpus,
     write_experiment,
 )
 from megagrpo.cluster.supervise import ALONE, Child, Launch, torchrun
@@ -33,7 +33,6 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import LOOPBACK, interface_of
 from megagrpo.system import environment
 from megagrpo.system.processes import last_lines, route_address
-from megagrpo.system.run_folder import RunFolder
 
 _POLL_S = 0.2
 _JOIN_S = 600  # nodes of one job start at different times
@@ -41,7 +40,7 @@ _GRACE_S = 30.0
 _RAY_IS_UP = b"Ray runtime started"
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum: no batch passes through Ray
 _WORKER_PORTS = (10002, 19999)  # Ray's default, explicit for firewall rules
-_TO_TRAINERS = 99  # from Ray's port to that of the trainers' rendezvous, where both are on one node
+_TO_TRAINERS = 99  # from Ray's port to the trainers' rendezvous port if both are on one node
 _NODES_ON_A_HOST = 8  # simulated nodes of one machine with disjoint ports
 
 
@@ -51,20 +50,18 @@ class Node:
 
     rank: int
     number: int  # of nodes
-    address: str | None  # of this node; default: that of the interface towards node 0
+    address: str | None  # of this node; default: the address of the interface towards node 0
     first_address: str | None  # of node 0; may be unknown to a single trainer node
     first_port: int  # of node 0, for the rendezvous
 
     def __post_init__(self):
         if not 0 <= self.rank < self.number:
             raise ValueError(
-                f"node rank {self.rank} of {self.number} nodes: ranks go "
-                f"from 0 to {self.number - 1}"
+                f"node rank {self.rank} of {self.number} nodes: ranks go from 0 to {self.number - 1}"
             )
         if self.number > 1 and not self.first_address:
             raise ValueError(
-                f"{self.number} nodes need the address of node 0: give "
-                "--master-addr or set MASTER_ADDR"
+                f"{self.number} nodes need the address of node 0: give --master-addr or set MASTER_ADDR"
             )
 
     @cached_property
@@ -91,30 +88,30 @@ def run_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
     """Runs this node's ranks and engines on the same GPUs (`rollout.colocate`): `megagrpo run
     --master-addr ...`.
 
-    Signals and statuses are train_node's. Raises ValueError for what cannot run on these
-    nodes.
+    Signals and statuses are as in train_node. Raises ValueError if the experiment cannot run on
+    these nodes.
     """
     if not config.rollout.colocate:
-        apart = "launch/rollout_node.sh and launch/torchrun_node.sh start them"
         raise ValueError(
-            f"without rollout.colocate trainers and engines have nodes of their own: {apart}"
+            "without rollout.colocate trainers and engines have nodes of their own: "
+            "launch/rollout_node.sh and launch/torchrun_node.sh start them"
         )
     if is_finished(config):
         return 0
-    gpus = _gpus(config)
+    gpus = trainer_gpus(config)
     refuse_what_cannot_run(config, Nodes(len(gpus) or None, node.number, 0))
-    folder = config.run_folder
     ranks = config.actor.world_size // node.number
-    shared = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[:ranks])} if gpus else {}
-    with alone_in(folder) if node.rank == 0 else nullcontext():
-        with _launch_of_trainers(folder, "run", node, _GRACE_S) as launch:
-            if node.rank == 0:
-                write_experiment(config)
-            needed = _start_service(launch, config, arguments, node, shared)
-            node = replace(node, first_port=node.first_port + _TO_TRAINERS)
-            trainers = _start_trainers(launch, config, arguments, node, shared)
-            launch.status = launch.watch(trainers, *needed)
-        return launch.status
+    shared = {}
+    if gpus:
+        shared = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[:ranks])}
+    with _trainer_launch(config, "run", node, _GRACE_S) as launch:
+        if node.rank == 0:
+            write_experiment(config)
+        needed = _start_service(launch, config, arguments, node, shared)
+        node = replace(node, first_port=node.first_port + _TO_TRAINERS)
+        trainers = _start_trainers(launch, config, arguments, node, shared)
+        launch.status = launch.watch(trainers, *needed)
+    return launch.status
 
 
 def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
@@ -122,21 +119,19 @@ def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     outside torchrun.
 
     USR1, or the first TERM or INT: all nodes save after the current step and return STOPPED. USR2,
-    a second TERM or INT: end at once. Raises ValueError if there is no place for the ranks.
+    or a second TERM or INT: ends at once. Raises ValueError if the ranks do not fit.
     """
-    folder = config.run_folder
-    gpus = len(_gpus(config))
+    gpus = len(trainer_gpus(config))
     # torchrun alone would start all ranks here
     if node.number > 1 or 0 < gpus < config.actor.world_size:
         place(config, Nodes(gpus or None, node.number))
     if is_finished(config):
         return 0
-    with alone_in(folder) if node.rank == 0 else nullcontext():
-        with _launch_of_trainers(folder, "train", node) as launch:
-            if node.rank == 0:
-                dump_config(config, folder.config)
-            launch.status = launch.watch(_start_trainers(launch, config, arguments, node, {}))
-        return launch.status
+    with _trainer_launch(config, "train", node) as launch:
+        if node.rank == 0:
+            dump_config(config, config.run_folder.config)
+        launch.status = launch.watch(_start_trainers(launch, config, arguments, node, {}))
+    return launch.status
 
 
 def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
@@ -144,8 +139,8 @@ def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     --master-addr ...`.
 
     Returns the service's status on node 0; on others 0 after a signal, 1 if Ray ended. INT, USR2
-    and TERM end it; TERM does not in a Slurm job: Slurm pre-empts by TERM to all job steps, but the
-    trainers' last step still needs engines.
+    and TERM end it. In a Slurm job TERM does not, because Slurm pre-empts by TERM to all job steps,
+    but the trainers' last step still needs engines.
     """
     end = [signal.SIGINT, signal.SIGUSR2]
     unheard = [signal.SIGTERM]  # unless it ends
@@ -157,16 +152,22 @@ def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     return 0
 
 
-def _gpus(config: ExperimentConfig) -> list[str]:
-    return [] if config.actor.device == "cpu" else visible_gpus()
-
-
-def _launch_of_trainers(
-    folder: RunFolder, command: str, node: Node, grace_s: float = 5.0
-) -> Launch:
+@contextmanager
+def _trainer_launch(
+    config: ExperimentConfig, command: str, node: Node, grace_s: float = 5.0
+) -> Iterator[Launch]:
+    """Yields the launch of this node's trainers. The first node also locks the run folder."""
     ask = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-    name = f"trainer-{node.rank}" if node.number > 1 else "trainer"
-    return Launch(folder, command, end=(signal.SIGUSR2,), ask=ask, ranks=name, grace_s=grace_s)
+    ranks = "trainer"
+    if node.number > 1:
+        ranks += f"-{node.rank}"
+    folder = config.run_folder
+    with ExitStack() as stack:
+        if node.rank == 0:
+            stack.enter_context(alone_in(folder))
+        yield stack.enter_context(
+            Launch(folder, command, end=(signal.SIGUSR2,), ask=ask, ranks=ranks, grace_s=grace_s)
+        )
 
 
 def _start_trainers(
@@ -174,35 +175,30 @@ def _start_trainers(
 ) -> Child:
     ranks = config.actor.world_size // node.number
     options = torchrun(ranks, config.actor.max_restarts)
-    on_gpus = ranks if _gpus(config) else 0
+    sharing = min(ranks, len(trainer_gpus(config)))
     # the interface of rollout.host, which NCCL uses in engines; None for loopback
-    towards_engines = None if config.rollout.host in LOOPBACK else interface_of_engines(config)
+    towards_engines = None
+    if config.rollout.host not in LOOPBACK:
+        towards_engines = interface_of_engines(config)
     if node.number > 1:
         # Slurm's node addresses may be names
-        own = interface_of(socket.gethostbyname(node.own_address))
-        env = trainer_variables(config, on_gpus, towards_engines or own) | env
-        # is_host is explicit: otherwise the agent resolves host names, which may fail.
-        # read_timeout is torch's limit for the connection to node 0's store, too.
-        host = (
-            f"is_host={str(node.rank == 0).lower()},join_timeout={_JOIN_S},read_timeout={_JOIN_S}"
-        )
+        towards_ranks = interface_of(socket.gethostbyname(node.own_address))
+        env = trainer_variables(config, sharing, towards_engines or towards_ranks) | env
+        # Without is_host the agent resolves host names, which may fail.
+        # read_timeout is also torch's limit for the connection to node 0's store.
+        is_host = str(node.rank == 0).lower()
         options += [
-            "--nnodes",
-            str(node.number),
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-conf",
-            host,
-            "--rdzv-endpoint",
-            f"{node.first_address}:{node.first_port}",
-            "--local-addr",
-            node.own_address,
+            f"--nnodes={node.number}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-conf=is_host={is_host},join_timeout={_JOIN_S},read_timeout={_JOIN_S}",
+            f"--rdzv-endpoint={node.first_address}:{node.first_port}",
+            f"--local-addr={node.own_address}",
         ]
-        if own is not None and environment.get("GLOO_SOCKET_IFNAME") is None:
+        if towards_ranks is not None:
             # gloo's default is the host name's address, often 127.0.0.1
-            env["GLOO_SOCKET_IFNAME"] = own
+            env |= environment.unless_set(GLOO_SOCKET_IFNAME=towards_ranks)
     else:
-        env = trainer_variables(config, on_gpus, towards_engines) | env
+        env = trainer_variables(config, sharing, towards_engines) | env
         options += ALONE
     return launch.start_ranks(["train", *arguments], options, env)
 
@@ -213,7 +209,7 @@ def _start_service(
     """Starts Ray on this node, and on node 0 the service. Raises ValueError if Ray does not
     start."""
     # short, since Unix socket paths end at 107 characters, and the same on every node
-    private = _own_folder(Path(f"/tmp/mgr-{os.getuid()}-{node.first_port}"))
+    private = _private_folder(Path(f"/tmp/mgr-{os.getuid()}-{node.first_port}"))
     launch.remove_at_end(private)
     env = env | _ray_environment(node)
     ray = _start_ray(launch, config, node, private / "ray", env)
@@ -223,16 +219,16 @@ def _start_service(
     return [ray, launch.start(["serve", *arguments, *address], "service", env)]
 
 
-def _own_folder(folder: Path) -> Path:
-    """Makes a folder that only this user enters: Ray makes those of its sockets and logs readable
-    and writable for all. Raises ValueError if it is another user's."""
+def _private_folder(folder: Path) -> Path:
+    """Makes a folder that only this user can enter, because Ray opens its folders for all users.
+    Raises ValueError if it is another user's."""
     with suppress(FileExistsError):  # of a start that was killed
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ValueError(
             f"{folder} must be this user's own folder, closed to others (mode 700), but belongs to "
-            f"user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}: remove it"
+            f"user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}: remove it"
         )
     return folder
 
@@ -246,8 +242,7 @@ def _ray_environment(node: Node) -> dict[str, str]:
         return env
     if node.number > 1:
         raise ValueError(
-            "Ray needs a common token: set RAY_AUTH_TOKEN to one long random "
-            "text on all rollout nodes"
+            "Ray needs a common token: set RAY_AUTH_TOKEN to one long random text on all rollout nodes"
         )
     return env | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
@@ -258,15 +253,15 @@ def _ray_command(config: ExperimentConfig, node: Node, temporary: Path) -> list[
     rollout = config.rollout
     names = ["node-manager", "object-manager", "runtime-env-agent"]
     names += ["dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export"]
-    own = node.first_port + 10 * (1 + node.rank % _NODES_ON_A_HOST)
-    options: dict[str, object] = {f"--{name}-port": own + i for i, name in enumerate(names)}
+    port = node.first_port + 10 * (1 + node.rank % _NODES_ON_A_HOST)
+    options: dict[str, object] = {f"--{name}-port": port + i for i, name in enumerate(names)}
     options |= {"--min-worker-port": _WORKER_PORTS[0], "--max-worker-port": _WORKER_PORTS[1]}
     options |= {"--node-ip-address": node.own_address, "--object-store-memory": _OBJECT_STORE_BYTES}
     flags = ["--block", "--disable-usage-stats"]
-    if rollout.colocate and not _gpus(config):  # else Ray would fill up the first node
+    if rollout.colocate and not trainer_gpus(config):  # or Ray would fill the first node
         options["--num-cpus"] = -(-rollout.num_engines * rollout.nodes_per_engine // node.number)
     if node.rank == 0:
-        options |= {"--port": node.first_port, "--ray-client-server-port": own + len(names)}
+        options |= {"--port": node.first_port, "--ray-client-server-port": port + len(names)}
         options |= {"--temp-dir": temporary, "--include-dashboard": "false"}
         flags.append("--head")
     else:
@@ -281,22 +276,23 @@ def _start_ray(
     """Starts Ray on this node and returns once it runs. Raises ValueError after
     rollout.start_timeout_s.
 
-    Retries until then: Ray itself gives up after 30 s on a busy machine, and at once if the head
+    Retries until then, because Ray gives up after 30 s on a busy machine, and at once if the head
     does not run yet.
     """
     log = config.run_folder.log(f"ray-{node.rank}")
     limit_s = config.rollout.start_timeout_s
     deadline = time.monotonic() + limit_s
     while True:
-        before = log.stat().st_size if log.exists() else 0
+        start = 0
+        if log.exists():
+            start = log.stat().st_size
         ray = launch.spawn(_ray_command(config, node, temporary), log, env)
         while ray.process.poll() is None and time.monotonic() <= deadline:
-            if _RAY_IS_UP in log.read_bytes()[before:]:
+            if _RAY_IS_UP in log.read_bytes()[start:]:
                 return ray
             time.sleep(_POLL_S)
         launch.end(ray)
         if time.monotonic() > deadline:
             raise ValueError(
-                f"Ray did not start within {limit_s:.0f} s "
-                f"(rollout.start_timeout_s):\n{last_lines(log)}"
+                f"Ray did not start within {limit_s:.0f} s (rollout.start_timeout_s):\n{last_lines(log)}"
             )

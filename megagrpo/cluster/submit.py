@@ -1,5 +1,4 @@
-"""Submits an experiment as a Slurm job: checks that it fits, then calls sbatch with one of
-slurm/*.sbatch."""
+"""Submits an experiment as a Slurm job: checks it, then calls sbatch with a slurm/*.sbatch."""
 
 import shlex
 import shutil
@@ -28,19 +27,19 @@ SCRIPTS = {  # by kind
 
 @dataclass(frozen=True)
 class Request:
-    """The request to Slurm. None: Slurm's default."""
+    """A request to Slurm. None: Slurm's default."""
 
-    kind: str | None = None  # a key of SCRIPTS; None, as for the nodes: what the experiment takes
+    kind: str | None = None  # a key of SCRIPTS; None: as the experiment needs, also for the nodes
     trainer_nodes: int | None = None
     rollout_nodes: int | None = None
     # None: cluster.gpus_per_node, if the experiment needs GPUs; 0: none requested
     gpus_per_node: int | None = None
     time: str | None = None
     partition: str | None = None
-    # before the time limit or pre-emption: for the rest of a step and a checkpoint
+    # seconds before the time limit or pre-emption, for the rest of a step and a checkpoint
     grace_s: int = 300
     options: tuple[str, ...] = ()  # further options of sbatch, for every node
-    srun_options: tuple[str, ...] = ()  # and of every srun, such as --container-image=...
+    srun_options: tuple[str, ...] = ()  # further options of srun, such as --container-image=...
 
 
 def submit(config: ExperimentConfig, experiment: list[str], request: Request, dry_run: bool) -> int:
@@ -55,8 +54,7 @@ def submit(config: ExperimentConfig, experiment: list[str], request: Request, dr
     scripts = Path(megagrpo.__file__).parent.parent / "slurm"
     if not scripts.is_dir():
         problems.append(
-            f"{scripts} is missing: submit from a checkout of the repository, "
-            "not an installed package"
+            f"{scripts} is missing: submit from a checkout of the repository, not an installed package"
         )
     if not dry_run and shutil.which("sbatch") is None:
         problems.append("sbatch is not on the PATH: submit from a login node, or use --dry-run")
@@ -87,22 +85,23 @@ def nodes_of(request: Request) -> Nodes:
 
 
 def completed(config: ExperimentConfig, request: Request) -> Request:
-    """Returns the request with its kind and numbers of nodes. Raises ValueError for what has no
-    place on them."""
-    found = place(config, nodes_of(request))
+    """Returns the request with its kind and numbers of nodes. Raises ValueError if the ranks do not
+    fit."""
+    placement = place(config, nodes_of(request))
+    trainers, rollout = placement.trainer_nodes, placement.rollout_nodes
     kind = request.kind
     if kind is None:
-        kind = "one-job" if found.rollout_nodes else "one-node"
-        if config.rollout.colocate and found.trainer_nodes > 1:
+        kind = "one-node"
+        if config.rollout.colocate and trainers > 1:
             kind = "colocated"
-    return replace(
-        request, kind=kind, trainer_nodes=found.trainer_nodes, rollout_nodes=found.rollout_nodes
-    )
+        elif rollout:
+            kind = "one-job"
+    return replace(request, kind=kind, trainer_nodes=trainers, rollout_nodes=rollout)
 
 
 def misfits(config: ExperimentConfig, request: Request) -> list[str]:
-    """Returns what contradicts itself in a request, and a time limit at which the job stops as soon
-    as it starts."""
+    """Returns the contradictions in a request, and a time limit at which the job stops as soon as it
+    starts."""
     together = {
         "one-node": "trainers and engines share one node",
         "colocated": "engines share the trainers' nodes",
@@ -117,9 +116,11 @@ def misfits(config: ExperimentConfig, request: Request) -> list[str]:
         )
     if request.kind == "colocated" and not config.rollout.colocate:
         problems.append("--kind colocated wants rollout.colocate: true")
-    if request.time is not None and (limit := seconds(request.time)) <= request.grace_s:
-        stops = f"not more than --grace-s {request.grace_s}, at which the job stops"
-        problems.append(f"--time {request.time} is {limit} s, {stops}")
+    if request.time is not None and seconds(request.time) <= request.grace_s:
+        problems.append(
+            f"--time {request.time} is {seconds(request.time)} s, not more than "
+            f"--grace-s {request.grace_s}, at which the job stops"
+        )
     return problems
 
 
@@ -128,21 +129,30 @@ def seconds(limit: str) -> int:
     ValueError otherwise."""
     days, dash, clock = limit.rpartition("-")
     parts = clock.split(":")
-    if not all(part.isdecimal() for part in ([*parts, days] if dash else parts)) or len(parts) > 3:
+    if (dash and not days.isdecimal()) or not all(map(str.isdecimal, parts)) or len(parts) > 3:
         raise ValueError(f"--time {limit}: should be like 30 (minutes), 4:00:00 or 1-12:00:00")
-    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    units = [3600, 60, 1]
+    if not dash and len(parts) < 3:
+        units.remove(3600)
     return 86_400 * int(days or 0) + sum(
         int(part) * unit for part, unit in zip(parts, units, strict=False)
     )
 
 
 def job_variables(request: Request, script: Path) -> dict[str, str]:
-    """Returns what the job's script reads, from sbatch's own environment: names in --export would
-    make Slurm load the login environment instead, and hold the job if it cannot.
+    """Returns the variables that the job's script reads from sbatch's environment.
+
+    Names in --export would make Slurm load the login environment instead, and hold the job if it
+    cannot.
     """
-    root = {"MEGAGRPO_ROOT": str(script.parent.parent), "MEGAGRPO_VENV": sys.prefix}
-    of_srun = {"MEGAGRPO_SRUN": shlex.join(request.srun_options)} if request.srun_options else {}
-    return root | {"TRAINER_NODES": str(request.trainer_nodes)} | of_srun
+    variables = {
+        "MEGAGRPO_ROOT": str(script.parent.parent),
+        "MEGAGRPO_VENV": sys.prefix,
+        "TRAINER_NODES": str(request.trainer_nodes),
+    }
+    if request.srun_options:
+        variables["MEGAGRPO_SRUN"] = shlex.join(request.srun_options)
+    return variables
 
 
 def sbatch_command(
@@ -150,7 +160,7 @@ def sbatch_command(
 ) -> list[str]:
     """Returns the command line of sbatch.
 
-    A second job of a run folder waits for the first one's end, then resumes from its checkpoint.
+    A second job of a run folder waits until the first one ends, then resumes from its checkpoint.
     """
     folder = RunFolder(config.run_folder.path.absolute())
     name = f"{config.name}@{folder.path}"
@@ -159,8 +169,9 @@ def sbatch_command(
         f"--job-name={name}",
         "--dependency=singleton",
         f"--signal=B:USR1@{request.grace_s}",
+        f"--output={folder.log('slurm-%j').with_suffix('.out')}",
+        "--export=ALL",
     ]
-    once += [f"--output={folder.log('slurm-%j').with_suffix('.out')}", "--export=ALL"]
     gpus = request.gpus_per_node
     # steps get what the job names, although its nodes are exclusive
     if gpus is None and needs_gpus(config):
@@ -177,8 +188,7 @@ def sbatch_command(
                 *every,
             ]
         case "het":
-            # another name: the dependency applies to it too, and it would wait for the first
-            # component for ever
+            # under the first component's name it would wait for that component for ever
             second = [f"--job-name={name}/rollout", f"--nodes={request.rollout_nodes}"]
             nodes = [f"--nodes={request.trainer_nodes}", *every, ":", *second, *every]
         case _:

@@ -1,5 +1,4 @@
-"""Starts a launcher's child processes with their logs, monitors them, and ends them at any
-signal."""
+"""Starts a launcher's child processes, writes their logs, monitors them and ends them."""
 
 import shutil
 import signal
@@ -20,13 +19,9 @@ from megagrpo.system.stop_request import STOP_FILE, StopRequest
 
 _POLL_S = 0.2
 _END_S = 10.0
-_LOOK_S = 2.0  # between two looks into a shared folder, in which all nodes look
-_SIGNALS = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)  # that a launch may handle
+_LOOK_S = 2.0  # between two looks into a folder that all nodes share
+# all signals that a launch may handle
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _PARAGRAPH = "\n\n"
 
 
@@ -36,21 +31,25 @@ class Child:
 
     process: subprocess.Popen
     log: Path
-    reports: str | None = None  # name of its ranks' error reports, if it is torchrun
+    reports: str = ""  # the name of the ranks' error reports, if it is torchrun
 
 
 class Launch:
-    """A context manager that starts children, ends them at its exit, and handles signals meanwhile.
+    """A context manager that starts children, handles signals, and ends the children at its exit.
 
-    The block sets `status`. A signal of `end` leaves it, with status 128 + its number as in a shell.
-    A signal of `ask` makes the stop request; a TERM or INT after the request also leaves the block.
-    A request that the ranks grant before they end decides the status, whatever ends the block; an
-    exception is then only printed. A signal of `unheard` does nothing. During clean-up all signals
-    are ignored: it ends the children in reverse order with their descendants, by force after
-    `grace_s` seconds, and removes the folders of `remove_at_end`. After a launch with `ask` they stay
-    ignored: Slurm's job repeats USR1 until the process has exited.
+    The block sets `status`. Signals, by argument:
 
-    `command` is the megagrpo command of this launcher. `ranks` names the log, the stop request and
+    - end: leaves the block, with status 128 + the signal's number as in a shell.
+    - ask: makes the stop request. A TERM or INT after the request also leaves the block. A request
+      that the ranks grant before they end decides the status, whatever ends the block; an exception
+      is then only printed.
+    - unheard: does nothing.
+
+    The clean-up ends the children in reverse order with their descendants, by force after `grace_s`
+    seconds, and removes the folders of `remove_at_end`. Meanwhile all signals are ignored. After a
+    launch with `ask` they stay ignored, because Slurm's job repeats USR1 until the process exits.
+
+    command: the megagrpo command of this launcher. ranks: the name of the log, the stop request and
     the error reports of start_ranks.
     """
 
@@ -76,7 +75,7 @@ class Launch:
         self._request = StopRequest(folder.stop_request(ranks))
         self._scratch = list[Path]()
         self._children = list[Child]()
-        self._said = list[str]()
+        self._unread = list[str]()  # problems of a shared file system
 
     def __enter__(self) -> "Launch":
         if self._ask:
@@ -100,8 +99,9 @@ class Launch:
             self.end(self._children[-1])
         for folder in self._scratch:
             shutil.rmtree(folder, ignore_errors=True)
-        # the ranks may grant until they have ended
-        granted = self._request.granted() if self._ask else None
+        granted = None
+        if self._ask:  # the ranks may grant until they have ended
+            granted = self._request.granted()
         if granted:
             answer, self.status = granted
             if isinstance(exc, Exception):
@@ -113,7 +113,7 @@ class Launch:
         if not self._ask:
             for number, handler in self._old_handlers.items():
                 signal.signal(number, handler)
-        return isinstance(exc, (_Ended, Exception) if granted else _Ended)
+        return isinstance(exc, _Ended) or (bool(granted) and isinstance(exc, Exception))
 
     def remove_at_end(self, folder: Path) -> None:
         """Removes `folder` after all children have ended."""
@@ -121,11 +121,10 @@ class Launch:
 
     def start(self, command: list[str], name: str, env: dict[str, str]) -> Child:
         """Starts a subcommand of megagrpo as one process with the log `name`."""
-        return self._start(["-m", "megagrpo.cli", *command], self._folder.log(name), None, env)
+        return self._start(["-m", "megagrpo.cli", *command], self._folder.log(name), "", env)
 
     def start_ranks(self, command: list[str], torchrun: list[str], env: dict[str, str]) -> Child:
-        """Starts a subcommand of megagrpo as ranks under torchrun; rank 0's standard output is this
-        terminal's.
+        """Starts a subcommand of megagrpo as ranks under torchrun. Rank 0 prints to this terminal.
 
         The ranks of all nodes (trainer-0, trainer-1) report errors under one name, the part before
         the hyphen.
@@ -133,17 +132,16 @@ class Launch:
         reports = self._ranks.partition("-")[0]
         for stale in self._folder.error_reports(reports):
             stale.unlink(missing_ok=True)  # another node may have removed it
-        stop_file = {STOP_FILE: str(self._folder.stop_request(self._ranks))} if self._ask else {}
+        if self._ask:
+            env = {STOP_FILE: str(self._folder.stop_request(self._ranks))} | env
         arguments = [*torchrun, "-m", "megagrpo.cli", *command]
-        return self._start(arguments, self._folder.log(self._ranks), reports, stop_file | env)
+        return self._start(arguments, self._folder.log(self._ranks), reports, env)
 
-    def spawn(
-        self, command: list[str], log: Path, env: dict[str, str], reports: str | None = None
-    ) -> Child:
-        """Starts any program with this environment and `env`; with `reports` it shares this
-        terminal's output."""
-        whole = environment.child_environment(env)
-        child = Child(spawn(command, whole, log, signal.SIGTERM, reports is not None), log, reports)
+    def spawn(self, command: list[str], log: Path, env: dict[str, str], reports: str = "") -> Child:
+        """Starts any program with this environment and `env`. With `reports` it prints to this
+        terminal."""
+        env = environment.child_environment(env)
+        child = Child(spawn(command, env, log, signal.SIGTERM, bool(reports)), log, reports)
         self._children.append(child)
         return child
 
@@ -157,7 +155,7 @@ class Launch:
     def watch(self, main: Child, *needed: Child) -> int:
         """Waits for `main`, which requires `needed`.
 
-        Returns 0, or 1 after printing why one of them failed.
+        Returns 0, or 1 after printing why one of the children failed.
         """
         known = self._folder.deadline_pages()
         look_at = 0.0
@@ -172,29 +170,29 @@ class Launch:
             time.sleep(_POLL_S)
         _ignore_signals()  # the status is decided
         self._look(main, known)
-        return self._failed(main) if main.process.returncode else 0
+        if main.process.returncode:
+            return self._failed(main)
+        return 0
 
     def _look(self, main: Child, known: set[Path]) -> bool:
         """Prints the first paragraphs of new pages, adds these to `known`, and returns whether a
         rank of `main` gave up.
 
-        An error of a shared file system may pass: it is printed once, and ends nothing.
+        An error of a shared file system may pass, so it is printed once and ends nothing.
         """
-        with collected(self._said), translated(f"{self._folder.logs} unread, looks again", OSError):
+        unread = f"{self._folder.logs} unread, looks again"
+        with collected(self._unread), translated(unread, OSError):
             for page in self._folder.deadline_pages() - known:
                 first = page.read_text().split(_PARAGRAPH)[0]
                 print(f"megagrpo: {first}\nstacks: {page}", file=sys.stderr)
                 known.add(page)
             return bool(main.reports and self._folder.error_reports(main.reports, True))
-        if len(self._said) == 1:
-            print(f"megagrpo: {self._said[0]}", file=sys.stderr)
+        if len(self._unread) == 1:
+            print(f"megagrpo: {self._unread[0]}", file=sys.stderr)
         return False
 
-    def _start(
-        self, arguments: list[str], log: Path, reports: str | None, env: dict[str, str]
-    ) -> Child:
-        quiet = {
-            "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"),
+    def _start(self, arguments: list[str], log: Path, reports: str, env: dict[str, str]) -> Child:
+        quiet = environment.unless_set(OMP_NUM_THREADS="1") | {
             "PYTHONWARNINGS": "ignore",
             # In torchrun's own store, restarted ranks would find the dead ranks' addresses under
             # the same names.
@@ -203,10 +201,12 @@ class Launch:
         return self.spawn([sys.executable, "-W", "ignore", *arguments], log, quiet | env, reports)
 
     def _failed(self, child: Child) -> int:
-        reports = self._folder.error_reports(child.reports) if child.reports is not None else []
-        # it has the cause
-        first = min(reports, key=lambda report: report.stat().st_mtime_ns, default=None)
-        reason = last_lines(child.log) if first is None else first.read_text().rstrip()
+        if reports := self._folder.error_reports(child.reports):
+            # the first one has the cause
+            first = min(reports, key=lambda report: report.stat().st_mtime_ns)
+            reason = first.read_text().rstrip()
+        else:
+            reason = last_lines(child.log)
         status = f"{child.log.stem} ended with status {child.process.returncode}"
         print(f"megagrpo: {status}\n{reason}\nwhole log: {child.log}", file=sys.stderr)
         return 1
@@ -216,20 +216,20 @@ class Launch:
         raise _Ended(signal.Signals(number))
 
     def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
-        said = list[str]()
+        notes = list[str]()
         # a full or read-only file system ends no run that could be saved later
-        with collected(said), translated("not asked to stop, ask again", OSError):
+        with collected(notes), translated("not asked to stop, ask again", OSError):
             if number in (signal.SIGTERM, signal.SIGINT) and self._request.made():
                 self._leave(number, frame)
             self._request.make()
-        if number == signal.SIGINT and not said:
-            said.append("saves after this step and ends; Ctrl-C again ends it at once")
-        for line in said:
-            print(f"megagrpo {self._command}: {line}", file=sys.stderr)
+        if number == signal.SIGINT and not notes:
+            notes.append("saves after this step and ends; Ctrl-C again ends it at once")
+        for note in notes:
+            print(f"megagrpo {self._command}: {note}", file=sys.stderr)
 
 
-# torchrun's options for ranks of one machine. By default their address is the host name, which need
-# not resolve.
+# torchrun's options for ranks of one machine. Their default address is the host name, which may not
+# resolve.
 ALONE = ("--standalone", "--local-addr", "127.0.0.1")
 
 
@@ -238,16 +238,10 @@ class _Ended(BaseException):
 
 
 def torchrun(ranks: int, max_restarts: int = 0) -> list[str]:
-    """Returns Python's arguments for `ranks` processes; if one fails, all restart, up to
+    """Returns Python's arguments for `ranks` processes. If one fails, all restart, up to
     `max_restarts` times."""
-    return [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(ranks),
-        "--max-restarts",
-        str(max_restarts),
-    ]
+    module = "-m torch.distributed.run"
+    return f"{module} --nproc-per-node {ranks} --max-restarts {max_restarts}".split()
 
 
 def _ignore_signals() -> None:

@@ -1,7 +1,8 @@
 """Builds the parts of the loop from the configuration on every rank, user errors first."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -240,7 +241,11 @@ class Run:
     def log(self, values: dict[str, float], groups: Sequence[RolloutGroup] | None = None) -> None:
         """Adds one entry to the run's record: the main rank's metrics, and each replica's
         groups."""
-        self.recording.log(self.state.step, values, groups)
+        with ExitStack() as stack:
+            if isinstance(sys.exception(), RunStopped):
+                # the other ranks save now, and wait for this one whatever its disk does
+                stack.enter_context(suppress(OSError))
+            self.recording.log(self.state.step, values, groups)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Builds the Megatron-Core model of a Hugging Face architecture and loads Hugging Face weights into
 it.
 
-`load_hf` only slices and copies. Recorded by weights/copies/record.py, its list of copies gives HF
+`load_hf` only slices and copies. Recorded by weights/copies/recorder.py, its list of copies gives HF
 export, the exchange plan and the digests; there is no second description of where weights lie.
 """
 

@@ -101,13 +101,13 @@ def _record(group: RolloutGroup, decode: Decode) -> dict:
                 else {"teacher_logprob": float(sample.teacher.logprobs.sum())}
             ),
             **(
-                {"turns": turns_of(sample, rewards[sample.of_rollout], decode)}
+                {"turns": turns_of(sample, rewards[sample.rollout_index], decode)}
                 if outcome.end
                 else {}
             ),
         }
         for sample in group.samples
-        for outcome in (group.outcomes[sample.of_rollout],)
+        for outcome in (group.outcomes[sample.rollout_index],)
     ]
     prompt = {
         "prompt_id": group.prompt.id,

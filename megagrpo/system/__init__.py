@@ -1,1 +1,1 @@
-"""Everything that one process owns: its environment, its children, its run folder, its end."""
+"""The resources of one process: environment, children, run folder, and how it ends."""

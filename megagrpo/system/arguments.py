@@ -2,8 +2,8 @@
 
 
 def positive(text: str) -> int:
-    """Returns a whole number of at least 1; argparse shows this function's name for any other
-    text."""
-    if (number := int(text)) < 1:
+    """Returns an integer of at least 1. For any other text argparse shows this function's name."""
+    number = int(text)
+    if number < 1:
         raise ValueError
     return number

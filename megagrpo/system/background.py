@@ -13,8 +13,7 @@ _CLOSE_S = 10.0  # how long cancelled work may take to end
 
 
 class BackgroundLoop:
-    """Runs coroutines in the event loop of a thread of this name, which starts with the first
-    one."""
+    """Runs coroutines in an event loop, in a thread that starts with the first coroutine."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -22,7 +21,7 @@ class BackgroundLoop:
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Coroutine[object, None, T]) -> "Future[T]":
-        """Starts the work; its future may be cancelled."""
+        """Starts the work. The caller may cancel the future."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(
@@ -33,10 +32,9 @@ class BackgroundLoop:
 
     def close(self, *last: Callable[[], Awaitable[None]]) -> None:
         """Cancels the work in progress, awaits each of `last` in the loop, and ends the thread.
-        Idempotent.
 
-        It is often called because of an exception, and raises none of its own in place of that: a
-        loop that is busy for too long is left to end with its process.
+        Idempotent. It is often called because of an exception, so it raises none of its own: a loop
+        that is busy for too long ends with its process.
         """
         if self._loop is not None:
             with ExitStack() as stack:
@@ -64,7 +62,7 @@ async def _cancel_others(last: tuple[Callable[[], Awaitable[None]], ...]) -> Non
 
 
 async def end_tasks(tasks: Iterable[asyncio.Future]) -> None:
-    """Cancels tasks and waits until they have ended, however they do."""
+    """Cancels tasks and waits until they have ended, whether or not they fail."""
     ending = list(tasks)
     for task in ending:
         task.cancel()

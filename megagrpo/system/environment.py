@@ -2,20 +2,18 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import megagrpo
 
 API_KEY = "MEGAGRPO_API_KEY"  # of service and engines; `serve` generates one if it is not set
-SCORES_AT = "MEGAGRPO_SCORES_AT"  # of a teacher's engine: the temperature of its scores
+SCORES_AT = "MEGAGRPO_SCORES_AT"  # the temperature of the scores of a teacher's engine
 WEIGHT_LOADER = "megagrpo.weights.engines.loader.run"  # every engine's custom weight loader
 
-_ALLOCATOR = (
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_ALLOC_CONF",
-)  # torch reads the first one that is set
+# torch reads the first one that is set
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _EXPANDABLE, _FIXED = "expandable_segments:True", "expandable_segments:False"
 
 
@@ -27,14 +25,19 @@ def get_int(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
 
 
+def unless_set(**defaults: str) -> dict[str, str]:
+    """Returns the variables with these defaults, or with the user's own values."""
+    return {name: get(name, value) for name, value in defaults.items()}
+
+
 def for_a_bare_shell() -> dict[str, str]:
-    """Returns the variables of this process but for those by which bash finds programs, its own
+    """Returns the variables of this process, without those that change how bash finds programs,
     functions, options and start files."""
-    own = ("PATH", "BASH_ENV", "ENV", "SHELLOPTS", "BASHOPTS", "BASH_COMPAT")
+    left_out = ("PATH", "BASH_ENV", "ENV", "SHELLOPTS", "BASHOPTS", "BASH_COMPAT")
     return {
         name: value
         for name, value in os.environ.items()
-        if name not in own and not name.startswith("BASH_FUNC_")
+        if name not in left_out and not name.startswith("BASH_FUNC_")
     }
 
 
@@ -44,7 +47,7 @@ def under_torchrun() -> bool:
 
 
 def num_trainer_nodes() -> int:
-    """Returns the number of nodes of torchrun's world; 1 outside torchrun."""
+    """Returns the number of nodes in torchrun's world; 1 outside torchrun."""
     world = get_int("WORLD_SIZE", 1)
     return -(-world // get_int("LOCAL_WORLD_SIZE", world))
 
@@ -68,33 +71,30 @@ def hide_gpus() -> None:
 
 
 def nccl_variables(connect_s: float) -> dict[str, str]:
-    """Returns the variables that trainers and engines, members of one NCCL communicator, must
-    share.
+    """Returns the variables that trainers and engines must share, since they are members of one
+    NCCL communicator.
 
     SGLang sets NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE to 0 only for itself, unless they are set.
     connect_s: seconds for the ranks of a non-blocking communicator to meet in its first batch;
     torch's default is 30 minutes. Unless dumps are off, torch's heartbeat monitor ends a rank 8
     minutes after one of its peers died.
     """
-    return {
-        "NCCL_CUMEM_ENABLE": get("NCCL_CUMEM_ENABLE", "0"),
-        "NCCL_NVLS_ENABLE": get("NCCL_NVLS_ENABLE", "0"),
-        "TORCH_NCCL_NONBLOCKING_TIMEOUT": get(
-            "TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(connect_s))
-        ),
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": get("TORCH_NCCL_DUMP_ON_TIMEOUT", "0"),
-    }
+    return unless_set(
+        NCCL_CUMEM_ENABLE="0",
+        NCCL_NVLS_ENABLE="0",
+        TORCH_NCCL_NONBLOCKING_TIMEOUT=str(math.ceil(connect_s)),
+        TORCH_NCCL_DUMP_ON_TIMEOUT="0",
+    )
 
 
 def trainer_rank_variables(
     *, cut: bool, beside_engines: bool, deterministic: bool
 ) -> dict[str, str]:
-    """Returns the variables of trainer ranks in addition to nccl_variables. The user's own
-    values are kept.
+    """Returns the variables of trainer ranks in addition to nccl_variables. The user's own values
+    take precedence.
 
-    cut: layers are sharded by tensor or context parallelism. beside_engines: on the same GPUs as
-    engines.
-    deterministic: the run must repeat bit by bit.
+    cut: layers are sharded by tensor or context parallelism. beside_engines: engines use the same
+    GPUs. deterministic: the run must repeat bit by bit.
     """
     variables = {}
     if beside_engines:
@@ -103,18 +103,19 @@ def trainer_rank_variables(
         # varying micro-batch lengths fragment fixed segments
         variables[_ALLOCATOR[0]] = _EXPANDABLE
     if cut:  # Megatron issues a layer's communication first; with one queue it also runs first
-        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        variables |= unless_set(CUDA_DEVICE_MAX_CONNECTIONS="1")
     if deterministic:
-        variables["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-        variables["CUBLAS_WORKSPACE_CONFIG"] = get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        variables |= unless_set(
+            NVTE_ALLOW_NONDETERMINISTIC_ALGO="0", CUBLAS_WORKSPACE_CONFIG=":4096:8"
+        )
     return variables
 
 
 def without_expandable_segments() -> dict[str, str]:
     """Returns the user's settings of torch's allocator, if any, with expandable segments off.
 
-    torch_memory_saver, which puts engines to sleep, rejects expandable segments, and sharing their
-    memory needs pidfd_getfd, which containers forbid.
+    torch_memory_saver, which puts engines to sleep, rejects expandable segments. Processes can
+    share their memory only by pidfd_getfd, which containers forbid.
     """
     return {
         name: value.replace(_EXPANDABLE, _FIXED)
@@ -124,16 +125,13 @@ def without_expandable_segments() -> dict[str, str]:
 
 
 def child_environment(
-    extra: dict[str, str] | None = None, python_path: list[str] | None = None
+    extra: dict[str, str] | None = None, python_path: Iterable[str] = ()
 ) -> dict[str, str]:
     """Returns this process's environment with `extra` set and `python_path` first on PYTHONPATH.
 
-    The folder of this package is always on the path: children can import megagrpo however the
-    parent was started.
+    The folder of this package is always on the path, so that children can import megagrpo however
+    the parent was started.
     """
-    env = dict(os.environ)
-    folders = [*(python_path or []), str(Path(megagrpo.__file__).parent.parent)]
-    old = env.get("PYTHONPATH")
-    env["PYTHONPATH"] = os.pathsep.join(folders + ([old] if old else []))
-    env.update(extra or {})
-    return env
+    package = str(Path(megagrpo.__file__).parent.parent)
+    folders = filter(None, [*python_path, package, get("PYTHONPATH")])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), **(extra or {})}

@@ -1,5 +1,4 @@
-"""Turns what a library or a user's code raises about the user's input into one message that names
-the input."""
+"""Turns an exception of a library or of a user's code into one message that names the input."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +8,7 @@ from contextlib import contextmanager
 def explained(problem: str, hint: Callable[[Exception], str] = lambda exc: "") -> Iterator[None]:
     """Raises ValueError "problem: reason, hint" for any exception inside the block.
 
-    Templates, modules and files of a user raise anything.
+    A user's templates, modules and files may raise anything.
     """
     try:
         yield
@@ -19,7 +18,7 @@ def explained(problem: str, hint: Callable[[Exception], str] = lambda exc: "") -
 
 @contextmanager
 def collected(problems: list[str] | None) -> Iterator[None]:
-    """Adds the text of a ValueError inside to `problems`; None: it is raised."""
+    """Adds the text of a ValueError inside the block to `problems`. None: raises it."""
     try:
         yield
     except ValueError as exc:
@@ -30,10 +29,10 @@ def collected(problems: list[str] | None) -> Iterator[None]:
 
 @contextmanager
 def translated(
-    what: str, *errors: type[Exception], raised: type[Exception] = ValueError
+    problem: str, *errors: type[Exception], raised: type[Exception] = ValueError
 ) -> Iterator[None]:
-    """Turns these errors inside into one "what: reason"."""
+    """Turns these errors inside the block into one `raised`, "problem: reason"."""
     try:
         yield
     except errors as exc:
-        raise raised(f"{what}: {exc}") from exc
+        raise raised(f"{problem}: {exc}") from exc

@@ -8,12 +8,12 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
 
-_FILES = 65_536  # that a process may have open, as far as the machine allows
+_FILES = 65_536  # open files of a process, as far as the machine allows
 _PR_SET_PDEATHSIG = 1
 _LOG_LINES = 25
 _LOG_BYTES = 16_384
@@ -32,12 +32,14 @@ def spawn(
     """Starts `command` in its own session; the kernel sends it `death_signal` when the parent dies.
 
     Output is appended to `log`, or inherited without one; `share_stdout` inherits only standard
-    output. Call it from a thread that lives as long as the child may: Linux ties the signal to the
-    thread that forked.
+    output. Call it from a thread that lives as long as the child may, because Linux ties the signal
+    to the thread that forked.
     """
-    if log is not None:
-        log.parent.mkdir(parents=True, exist_ok=True)
-    with nullcontext() if log is None else log.open("ab") as output:
+    output = None
+    with ExitStack() as stack:
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            output = stack.enter_context(log.open("ab"))
         return subprocess.Popen(
             command,
             env=env,
@@ -50,15 +52,13 @@ def spawn(
 
 
 def dies_with_parent(parent: int, death_signal: signal.Signals) -> Callable[[], None]:
-    """Returns what a child of process `parent` calls between fork and exec so that the kernel sends
-    it the signal."""
+    """Returns a function for a child of process `parent` to call between fork and exec, so that the
+    kernel sends it the signal."""
 
     def arrange() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, int(death_signal))
-        for number in (
-            signal.SIGUSR1,
-            signal.SIGUSR2,
-        ):  # for the launcher; some Slurms also send them to its children
+        # for the launcher; some Slurms also send them to its children
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
         if os.getppid() != parent:  # it died before the line above
             os._exit(1)
@@ -67,24 +67,23 @@ def dies_with_parent(parent: int, death_signal: signal.Signals) -> Callable[[], 
 
 
 def process_tree(pid: int) -> list[psutil.Process]:
-    """Returns the live processes among `pid`, its descendants and its session; zombies are
-    excluded.
+    """Returns the live processes among `pid`, its descendants and its session, without zombies.
 
     An orphaned grandchild has another parent, but the same session.
     """
-    found: dict[int, psutil.Process] = {}
+    tree: dict[int, psutil.Process] = {}
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
-        found = {process.pid: process for process in (root, *root.children(recursive=True))}
+        tree = {process.pid: process for process in (root, *root.children(recursive=True))}
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, PermissionError):
             if os.getsid(process.pid) == pid:
-                found[process.pid] = process
-    return [process for process in found.values() if is_live(process)]
+                tree[process.pid] = process
+    return list(filter(is_live, tree.values()))
 
 
 def is_live(process: psutil.Process) -> bool:
-    """Returns whether a process runs; a zombie does not."""
+    """Returns whether a process runs. A zombie does not."""
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
@@ -109,23 +108,24 @@ def stop_tree(pid: int, grace_s: float = 5.0) -> None:
 
 def _wait_gone(processes: Iterable[psutil.Process], seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while any(is_live(process) for process in processes) and time.monotonic() < deadline:
+    while any(map(is_live, processes)) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:
-    # what has another user's rights is left alone: the others must be ended still
+    # a process with another user's rights is left alone: the others must still be ended
     with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         process.send_signal(number)
 
 
 def raise_file_limit() -> None:
-    """Lets this process and those that it starts have many files and connections open, within the
-    hard limit."""
+    """Raises the limit of open files of this process and its children, within the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = _FILES
+    if hard != resource.RLIM_INFINITY:
+        limit = min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def last_lines(log: Path) -> str:

@@ -6,15 +6,14 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-_START_S, _RUN_S, _TERMINAL_S = 10.0, 30.0, 1.0  # between two lines of one phase
+_START_S, _RUN_S, _TERMINAL_S = 10.0, 30.0, 1.0  # between two lines about one phase
 
 
 class Progress:
-    """Says a phase when it starts, and its seconds every few seconds that it lasts. A context
-    manager.
+    """A context manager that prints a phase when it starts, and again every few seconds.
 
-    Until `follow` it prints: on a terminal one line that changes, in a file line by line.
-    enabled=False says nothing.
+    Before `follow`, a terminal shows one line that changes; a file gets line after line.
+    enabled=False prints nothing.
     """
 
     def __init__(self, title: str, enabled: bool = True, stream: TextIO | None = None):
@@ -24,11 +23,13 @@ class Progress:
         self._stream = stream or sys.stdout
         self._live = self._stream.isatty()
         self._say: Callable[[str], None] = self._print
-        self._every_s = _TERMINAL_S if self._live else _START_S
+        self._every_s = _START_S
+        if self._live:
+            self._every_s = _TERMINAL_S
         self._at_once = True
         self._phase = ""
         self._detail = lambda: ""
-        self._since = self._said = self._started
+        self._since = self._printed = self._started
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._repeat, name="progress", daemon=True)
@@ -49,19 +50,19 @@ class Progress:
         with self._lock:
             self._phase = phase
             self._detail = detail
-            self._since = self._said = time.monotonic()
+            self._since = self._printed = time.monotonic()
             if phase and self._at_once and self._enabled:
                 self._say(phase)
 
     def follow(self, say: Callable[[str], None]) -> None:
-        """Says everything by `say` from now on."""
+        """Passes all further lines to `say`."""
         with self._lock:
             self._end_line()
             self._say = say
             self._every_s = _START_S
 
     def calm(self) -> None:
-        """The start is over: says only phases that last, every half minute."""
+        """Ends the start: from now on only phases that last get a line, every half minute."""
         self._at_once = False
         self._every_s = _RUN_S
 
@@ -69,21 +70,19 @@ class Progress:
         while not self._ended.wait(_TERMINAL_S):
             with self._lock:
                 now = time.monotonic()
-                if self._phase and now - self._said >= self._every_s:
-                    self._said, detail = now, self._detail()
-                    self._say(
-                        f"{self._phase}, {now - self._since:.0f} s"
-                        + (f": {detail}" if detail else "")
-                    )
+                if self._phase and now - self._printed >= self._every_s:
+                    self._printed = now
+                    line = f"{self._phase}, {now - self._since:.0f} s"
+                    if detail := self._detail():
+                        line += f": {detail}"
+                    self._say(line)
 
     def _print(self, text: str) -> None:
         line = f"{self._title} {time.monotonic() - self._started:3.0f} s  {text}"
-        print(
-            f"\r\033[K{line}" if self._live else line,
-            end="" if self._live else "\n",
-            file=self._stream,
-            flush=True,
-        )
+        if self._live:
+            print(f"\r\033[K{line}", end="", file=self._stream, flush=True)
+        else:
+            print(line, file=self._stream, flush=True)
 
     def _end_line(self) -> None:
         if self._enabled and self._live and self._say == self._print:

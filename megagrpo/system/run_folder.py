@@ -46,8 +46,10 @@ HALF_CHARACTERS = "backslashreplace"
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yields a draft that becomes `path` when the block ends. An exception inside leaves the old
-    file."""
+    """Yields a draft that becomes `path` when the block ends.
+
+    If an exception leaves the block, the old file stays.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with ExitStack() as cleanup:
@@ -64,11 +66,10 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """Yields an empty draft folder that replaces `target` when the block ends: `target` is always
-    whole or absent.
+    """Yields an empty draft folder that replaces `target` when the block ends.
 
-    An exception inside removes the draft and leaves the old folder. What replaces `target` is on
-    disk before it does.
+    So `target` is always complete or absent. If an exception leaves the block, the draft is removed
+    and the old folder stays. The new files are on disk before they replace `target`.
     """
     draft, older = (target.with_name(f".{target.name}.{word}") for word in ("partial", "older"))
     _take_back(older, target)  # of a process that was killed between the two renames
@@ -94,7 +95,7 @@ def _take_back(older: Path, target: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Brings a file, or the names in a folder, to the disk."""
+    """Flushes a file, or the names in a folder, to the disk."""
     with ExitStack() as cleanup:
         descriptor = os.open(path, os.O_RDONLY)
         cleanup.callback(os.close, descriptor)
@@ -102,16 +103,16 @@ def sync(path: Path) -> None:
 
 
 def write_json_lines(path: Path, records: Iterable[dict]) -> None:
-    """Writes one JSON object a line, atomically."""
+    """Writes one JSON object per line, atomically."""
     with whole_file(path) as draft, draft.open("wb") as file:
         file.writelines(json_bytes(record) + b"\n" for record in records)
 
 
 def json_bytes(value: object, default: Callable[[Any], object] | None = None) -> bytes:
-    """Returns a value as JSON. default: makes what JSON can hold of other objects.
+    """Returns a value as JSON. default: converts objects that JSON cannot hold.
 
-    Written by orjson; by json, ten times as slow, if that refuses half a character, or a number of
-    more than 64 bits.
+    orjson refuses half a character and numbers of more than 64 bits; json, which is ten times as
+    slow, writes these.
     """
     with suppress(TypeError):
         return orjson.dumps(value, default, orjson.OPT_PASSTHROUGH_DATACLASS)
@@ -178,11 +179,11 @@ class RunFolder:
 
     def rollout_files(self) -> dict[int, dict[int, Path]]:
         """The sample files, by step and data-parallel rank."""
-        found: dict[int, dict[int, Path]] = {}
+        files: dict[int, dict[int, Path]] = {}
         for path in sorted(self.rollouts.glob("step_*.replica_*.jsonl")):
             step, replica = (int(word.partition("_")[2]) for word in path.name.split(".")[:2])
-            found.setdefault(step, {})[replica] = path
-        return found
+            files.setdefault(step, {})[replica] = path
+        return files
 
     def trained_file(self, replica: int) -> Path:
         """Advantages and tokens of the samples that data-parallel rank `replica` trained on."""
@@ -190,10 +191,11 @@ class RunFolder:
 
     def trained_files(self) -> dict[int, Path]:
         """The files of all data-parallel ranks, by rank."""
-        return _numbered(self.trained, "replica_")
+        paths = self.trained.glob("replica_*.jsonl")
+        return dict(sorted((int(path.stem.removeprefix("replica_")), path) for path in paths))
 
     def log(self, name: str) -> Path:
-        """The output of child `name`: "service", "trainer", or on node 1 of several "trainer-1"."""
+        """The output of child `name`: "service", "trainer", or "trainer-1" on the second node."""
         return self.logs / f"{name}.log"
 
     def stop_request(self, name: str) -> Path:
@@ -202,12 +204,11 @@ class RunFolder:
 
     def error_report(self, name: str, rank: int, final: bool) -> Path:
         """Why rank `rank` of command `name` failed. `final`: a restart would fail again."""
-        return self.logs / f"error_{name}_rank{rank}{'.final.txt' if final else '.txt'}"
+        return self.logs / f"error_{name}_rank{rank}{'.final' * final}.txt"
 
     def error_reports(self, name: str, final: bool = False) -> list[Path]:
-        """The reports of all ranks of the command `name`, on all nodes; with `final` only the final
-        ones."""
-        return list(self.logs.glob(f"error_{name}_rank*{'.final.txt' if final else '.txt'}"))
+        """The reports of all ranks of the command `name`, on all nodes. final: only those."""
+        return list(self.logs.glob(f"error_{name}_rank*{'.final' * final}.txt"))
 
     def deadline_page(self, moment: str) -> Path:
         """The page of `moment`: which rank waited for which, with all stacks."""
@@ -226,10 +227,5 @@ class RunFolder:
         return self.ranks / f"rank_{rank}.stacks"
 
     def stacks_request(self, start: str) -> Path:
-        """The request to all ranks of the start at `start` for their stacks."""
+        """The request for stacks to all ranks that started at `start`."""
         return self.ranks / f"asked_{start}"
-
-
-def _numbered(folder: Path, prefix: str) -> dict[int, Path]:
-    found = {int(path.stem.removeprefix(prefix)): path for path in folder.glob(f"{prefix}*.jsonl")}
-    return dict(sorted(found.items()))

@@ -1,24 +1,28 @@
 """The stop request of a node: save at the next safe point and exit; the next start resumes.
 
-It is three files on every trainer node, not a signal to the ranks: a starting rank has no handler
-yet, and torchrun ends its ranks at a signal. The node's launcher makes the request at USR1 or INT
-(or TERM, `megagrpo train`), `megagrpo stop` that of the first node; between two steps the ranks
-agree whether any node has one, save, and grant each node's with the last step; the launchers then
-exit with STOPPED, or after `megagrpo stop` with ENDED.
+A request is not a signal to the ranks, because a starting rank has no handler yet, and torchrun
+ends its ranks at a signal. It is files on every trainer node:
 
-Each file is only ever added: Slurm's job repeats USR1 until its step has ended, and no request may
-undo another one or the grant. A request is one file, so a launcher that starts meanwhile withdraws
-it whole or not at all.
+1. A launcher makes its node's request at USR1 or INT (or TERM, `megagrpo train`); `megagrpo stop`
+   makes that of the first node.
+2. Between two steps the ranks agree whether any node has a request. If so, they save and grant the
+   request of every node, with the last step.
+3. The launchers exit with STOPPED, or after `megagrpo stop` with ENDED.
+
+Files are only added, because Slurm's job repeats USR1 until its step has ended, and no request may
+undo another one or the grant. Each request is one file, so a launcher that starts meanwhile
+withdraws all of it or nothing.
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from megagrpo.system.run_folder import write_whole
 
 STOPPED = 85  # exit status of a launcher: saved before the last step; the same command resumes
 ENDED = 86  # the same for `megagrpo stop`: a Slurm job is not put back into the queue
-STOP_FILE = "MEGAGRPO_STOP_FILE"  # path of the first file, for the ranks of a node
+STOP_FILE = "MEGAGRPO_STOP_FILE"  # the path of the first file, for a node's ranks
 
 
 class StopRequest:
@@ -36,22 +40,20 @@ class StopRequest:
             file.unlink(missing_ok=True)
 
     def make(self, final: bool = False) -> None:
-        """Makes the request, or makes the one that exists final: the run is not to go on by
-        itself."""
+        """Makes the request. final: the run must not resume by itself, whoever asked first."""
         (self._final if final else self._made).touch()
 
     def made(self) -> bool:
-        """Returns whether the request exists. A file system that fails for a moment has none:
-        whoever asks asks again."""
+        """Returns whether the request exists; False while the file system fails. Callers poll."""
         return os.path.exists(self._made) or self.final()
 
     def final(self) -> bool:
-        """Returns whether the run is not to go on by itself."""
+        """Returns whether the run must not resume by itself."""
         return os.path.exists(self._final)
 
     def grant(self, step: int, final: bool) -> None:
-        """Records that the run is saved after `step` and its ranks exit. final: by any node's
-        request."""
+        """Records that the run is saved after `step` and its ranks exit. final: some node's request
+        is."""
         self.make(final)
         write_whole(self._granted, f"saved after step {step}")
 
@@ -59,4 +61,9 @@ class StopRequest:
         """Returns what `grant` recorded and the exit status; None if nothing was granted."""
         if not os.path.exists(self._granted):
             return None
-        return self._granted.read_text(), ENDED if self.final() else STOPPED
+        answer = "saved"
+        with suppress(OSError):  # of a shared file system: the status must not depend on it
+            answer = self._granted.read_text()
+        if self.final():
+            return answer, ENDED
+        return answer, STOPPED

@@ -1,4 +1,4 @@
-"""torchvision, which transformers imports: what a CPU needs of it, and why it fails."""
+"""torchvision, which transformers imports: operators for a CPU, and import problems."""
 
 import importlib
 import importlib.util
@@ -18,12 +18,8 @@ def torchvision_problem() -> str:
         return ""
     try:
         importlib.import_module("torchvision")
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-        AttributeError,
-    ) as exc:  # of a wrong build, or of a repeated import
+    # of a wrong build, or of a repeated import
+    except (ImportError, OSError, RuntimeError, AttributeError) as exc:
         return (
             "; torchvision, which transformers imports, cannot be imported: "
             f"{type(exc).__name__}: {exc}: `bash launch/install.sh --repair` installs the one "

@@ -37,12 +37,11 @@ def load_function(name: str, built_in: Mapping[str, str], key: str) -> Callable[
     if Path(f"{module_name}.py").is_file():
         path_hint = f"; write {module_name}.py:{function_name}"
     failed = f"{key} {name!r}: importing {module_name} failed"
-    with explained(failed, lambda exc: path_hint if isinstance(exc, ModuleNotFoundError) else ""):
-        module = (
-            _from_file(Path(module_name).resolve())
-            if module_name.endswith(".py")
-            else importlib.import_module(module_name)
-        )
+    with explained(failed, lambda exc: path_hint * isinstance(exc, ModuleNotFoundError)):
+        if module_name.endswith(".py"):
+            module = _from_file(Path(module_name).resolve())
+        else:
+            module = importlib.import_module(module_name)
     function = vars(module).get(function_name)
     if not callable(function):
         functions = [word for word, value in vars(module).items() if callable(value)]
@@ -63,8 +62,8 @@ def check_arguments(
 ) -> None:
     """Raises ValueError if a function cannot be called with its inputs and the user's `args`.
 
-    misfit: how the message begins, before the function's name: "reward.args do not fit grader".
-    inputs: names of what it gets by position. named: of what it gets by its names.
+    misfit: the start of the message, before the function's name: "reward.args do not fit grader".
+    inputs, named: the names of its positional inputs, and of its keyword inputs.
     """
     signature = inspect.signature(function)
     try:
@@ -79,8 +78,10 @@ def check_arguments(
 
 @cache
 def _from_file(path: Path) -> ModuleType:
-    """Loads a file once a process. Its module is registered, which dataclasses and pickle need."""
-    name = path.stem if path.stem not in sys.modules else f"{path.stem} of {path.parent}"
+    """Loads a file once per process, and registers the module for dataclasses and pickle."""
+    name = path.stem
+    if name in sys.modules:
+        name += f" of {path.parent}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "the name ends in .py"
     module = importlib.util.module_from_spec(spec)
@@ -94,5 +95,6 @@ def _from_file(path: Path) -> ModuleType:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns "; did you mean 'x'?" for the known word nearest to `word`, or "" if none is near."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    for nearest in difflib.get_close_matches(word, list(known), n=1):
+        return f"; did you mean {nearest!r}?"
+    return ""

@@ -1,9 +1,10 @@
 """A process that answers calls, as lines of JSON over a socket: the parent's side and the child's.
 
-The child's first line is null: it is ready. A call is [number, message] and its answer [number,
-value, error]; [number, null] asks the child to cancel a call. A child of concurrent calls answers
-the message true itself, unless a call holds its thread. The child must not outlive its parent: an
-idle one sees the socket close, and the kernel ends a hung one with the thread that started it.
+The child's first line is null, which means that it is ready. A call is [number, message] and its
+answer [number, value, error]; [number, null] asks the child to cancel a call. A child of concurrent
+calls answers the message true itself, unless a call holds its thread. The child must not outlive
+its parent: an idle one sees the socket close, and the kernel ends a hung one with the thread that
+started it.
 """
 
 import asyncio
@@ -26,14 +27,14 @@ from megagrpo.system.environment import child_environment
 from megagrpo.system.processes import dies_with_parent
 
 T = TypeVar("T")
-Value = Any  # what JSON can hold
+Value = Any  # a JSON value
 Answer = tuple[Value, str | None]  # a value, or why there is none
 
-START_TIMEOUT_S = 300.0  # an import (SGLang on a busy machine), not a call
+START_TIMEOUT_S = 300.0  # for imports (SGLang on a busy machine), not for a call
 GRACE_S = 5.0  # for a cancelled call to end by itself
 LONGEST_LINE = 2**28  # bytes
-_END_S = 10.0  # for a killed process to be gone
-_EXIT_S = 1.0  # between the end of a socket and that of its process
+_END_S = 10.0  # for a killed process to end
+_EXIT_S = 1.0  # between the end of a socket and the end of its process
 _POLL_S = 0.02
 
 
@@ -42,11 +43,11 @@ class WorkerError(RuntimeError):
 
 
 class WorkerProcess:
-    """One process with its own process group and temporary folder, so that killing it also ends
-    what it started. Coroutines are of one loop.
+    """One process with its own process group and temporary folder, so that killing it also ends its
+    children. Use its coroutines in one loop.
 
-    It runs `command`, the number of its socket and `arguments`. variables: its environment, besides
-    TMPDIR; None: this process's. Raises OSError if it cannot start.
+    It runs `command` with the number of its socket and `arguments`. variables: its environment,
+    besides TMPDIR; None: this process's. Raises OSError if it cannot start.
     """
 
     def __init__(
@@ -61,17 +62,16 @@ class WorkerProcess:
             )
             self._socket, theirs = socket.socketpair()
             stack.enter_context(self._socket)
-            given = {"TMPDIR": scratch}
-            paths = [path or os.getcwd() for path in sys.path]
+            if variables is None:
+                paths = [path or os.getcwd() for path in sys.path]
+                variables = child_environment(python_path=paths)
             with theirs:
                 self._process = subprocess.Popen(
                     [*command, str(theirs.fileno()), *arguments],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=2,  # what a user's function prints goes to the log
-                    env=child_environment(given, paths)
-                    if variables is None
-                    else {**variables, **given},
+                    env={**variables, "TMPDIR": scratch},
                     start_new_session=True,
                 )
             self._resources = stack.pop_all()
@@ -80,7 +80,7 @@ class WorkerProcess:
         self._unanswered: set[int] = set()
         self._reading: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._ended = ""  # why it answers no more
+        self._ended = ""  # why it no longer answers
         self._killing = threading.Lock()
         self._reaper: threading.Thread | None = None
         self.was_killed = False  # by a SIGKILL that is not ours, such as the kernel's out of memory
@@ -92,7 +92,7 @@ class WorkerProcess:
 
     @property
     def is_gone(self) -> bool:
-        """Returns whether it was ended and its end was awaited."""
+        """Returns whether it has been killed and has ended."""
         return self._reaper is not None and not self._reaper.is_alive()
 
     async def ready(self) -> None:
@@ -109,7 +109,9 @@ class WorkerProcess:
             with suppress(TimeoutError):
                 async with asyncio.timeout(START_TIMEOUT_S):
                     started = await reader.readline()
-                problem = "" if started else await self._exit()
+                problem = ""
+                if not started:
+                    problem = await self._exit()
             if problem:
                 raise WorkerError(
                     f"a worker process did not start ({problem}); its own messages are on stderr"
@@ -121,8 +123,8 @@ class WorkerProcess:
     async def call(self, message: Value) -> Answer:
         """Returns the answer to a message; many calls may be open.
 
-        Cancelled, it asks the child to cancel the call, and ends the process if the child does not
-        within GRACE_S. Raises WorkerError if the process is gone.
+        If it is cancelled, it asks the child to cancel the call, and ends the process if the child
+        does not within GRACE_S. Raises WorkerError if the process is gone.
         """
         if not self.is_open or self._writer is None:
             raise WorkerError(self._ended or "it was ended")
@@ -135,8 +137,7 @@ class WorkerProcess:
             return await result
 
     async def only_call(self, message: Value, timeout_s: float) -> Answer:
-        """Returns the answer to the only open call; the process is ended unless it comes within the
-        limit.
+        """Returns the answer to the only open call. Ends the process if none comes within the limit.
 
         Raises TimeoutError, and WorkerError if the process is gone.
         """
@@ -148,8 +149,7 @@ class WorkerProcess:
         return answer
 
     async def reacts(self) -> bool:
-        """Returns whether a process of concurrent calls answers; it is ended if a call holds its
-        thread.
+        """Returns whether a process of concurrent calls answers. Ends it if a call holds its thread.
 
         Raises WorkerError if the process is gone.
         """
@@ -160,8 +160,7 @@ class WorkerProcess:
         return False
 
     def kill(self) -> None:
-        """Ends the process and what it started, without waiting for it. Idempotent; may be called
-        from any thread."""
+        """Ends the process and its children, without waiting. Idempotent, in any thread."""
         with self._killing:
             if self._reaper is not None:
                 return  # its id may be another process's by now
@@ -171,8 +170,8 @@ class WorkerProcess:
             self._reaper.start()
 
     def close(self) -> None:
-        """Ends the process as `kill` does, and waits for its end: not for ever, for a process in a
-        call to a file system that hangs cannot be killed."""
+        """Ends the process as `kill` does, and waits for its end, but not for ever: a process cannot
+        be killed during a call to a file system that hangs."""
         self.kill()
         assert self._reaper is not None, "kill starts it"
         self._reaper.join(_END_S)
@@ -189,7 +188,7 @@ class WorkerProcess:
         self._writer.write(json.dumps(line).encode() + b"\n")
 
     def _forget(self, number: int) -> None:
-        """Ends a call on this side; one without an answer is cancelled on the other side, too."""
+        """Ends a call on this side, and if it has no answer also on the other side."""
         del self._results[number]
         if number in self._unanswered and self.is_open:
             self._write([number, None])
@@ -200,7 +199,7 @@ class WorkerProcess:
             self.kill()
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Gives each answer to its call, until the process is gone or writes nonsense."""
+        """Passes each answer to its call, until the process ends or writes anything else."""
         with ExitStack() as stack:
             stack.callback(writer.close)
             line = b""
@@ -221,33 +220,33 @@ class WorkerProcess:
             self.kill()
 
     async def _exit(self) -> str:
-        """Returns how the process ended, in words. It stays a zombie, so that its id remains
-        ours."""
+        """Returns how the process ended, in words. It stays a zombie, so that no other process gets
+        its id."""
         for _ in range(round(_EXIT_S / _POLL_S)):
             with self._killing:  # else the reaper may have waited for it, and there is no zombie
                 if self._reaper is not None:
                     return "it was ended"
-                found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-            if found is not None:
-                by_signal = found.si_code != os.CLD_EXITED
-                self.was_killed = by_signal and found.si_status == signal.SIGKILL
-                return f"exit code {-found.si_status if by_signal else found.si_status}"
+                end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            if end is not None:
+                if end.si_code == os.CLD_EXITED:
+                    return f"exit code {end.si_status}"
+                self.was_killed = end.si_status == signal.SIGKILL
+                return f"exit code -{end.si_status}"
             await asyncio.sleep(_POLL_S)
         return "it closed its socket"
 
 
 class WorkerSlot:
-    """A place for one process, which starts with the first call and is replaced once it has ended.
-    Coroutines are of one loop.
+    """One process, which starts with the first call and is replaced once it has ended.
 
-    busy: to be held by those who make one call at a time.
+    Use its coroutines in one loop. busy: a lock for callers that make one call at a time.
     """
 
     def __init__(self, make: Callable[[], WorkerProcess]):
         self._make = make
         self._starting = asyncio.Lock()
         self._closed = False
-        self._processes: list[WorkerProcess] = []  # the present one, and those that are ending
+        self._processes: list[WorkerProcess] = []  # the current one, and those that are ending
         self.busy = asyncio.Lock()
 
     @property
@@ -257,22 +256,23 @@ class WorkerSlot:
 
     @property
     def is_gone(self) -> bool:
-        """Returns whether it started processes, and all have ended."""
+        """Returns whether it has started processes and all have ended."""
         return bool(self._processes) and all(process.is_gone for process in self._processes)
 
     async def started(self) -> WorkerProcess:
-        """Returns a process that takes calls. Raises WorkerError if none can start: the next call
+        """Returns a process that takes calls. Raises WorkerError if none can start; the next call
         tries again."""
         async with self._starting:
             if self._closed:
                 raise WorkerError("it was closed")
-            if (process := self.process) is None:
+            process = self.process
+            if process is None:
                 self.kill()
                 try:
                     process = self._make()
                 except OSError as exc:
                     raise WorkerError(f"a worker process cannot start: {exc}") from exc
-                self._processes = [one for one in self._processes if not one.is_gone] + [process]
+                self._processes = [*(old for old in self._processes if not old.is_gone), process]
                 await process.ready()
             return process
 
@@ -282,7 +282,7 @@ class WorkerSlot:
             process.kill()
 
     def close(self) -> None:
-        """Ends the process and waits for its end; no other starts. Idempotent."""
+        """Ends the process and waits for its end. No other one starts. Idempotent."""
         self._closed = True
         self.kill()
         for process in self._processes:
@@ -310,7 +310,7 @@ def answer_calls(fd: int, answer: Callable[[Value], Value]) -> None:
 async def answer_calls_concurrently(
     fd: int, start: Callable[[Value], Awaitable[Value]], cancels: bool
 ) -> None:
-    """Answers the calls on socket `fd`, any number at a time, until it is closed; then it cancels
+    """Answers the calls on socket `fd`, any number at a time. When the socket is closed, cancels
     those that are open. cancels: whether a call's task can be cancelled."""
     _die_with_parent()
     running = dict[int, asyncio.Future]()

@@ -58,11 +58,11 @@ _OF_A_START = ("port", "node_rank", "dist_init_addr")  # chosen at each start of
 
 def later_problems(config: ExperimentConfig) -> list[str]:
     """Returns what the checks after reading find in the rest of an experiment with problems."""
-    found: list[str] = []
+    problems: list[str] = []
     for check in (preflight, fit_problems, _loading_problems, _library_problems):
         with suppress(Exception):  # it may rely on what is broken
-            found += check(config)
-    return found
+            problems += check(config)
+    return problems
 
 
 def _loading_problems(config: ExperimentConfig) -> list[str]:
@@ -70,8 +70,8 @@ def _loading_problems(config: ExperimentConfig) -> list[str]:
 
 
 def _library_problems(config: ExperimentConfig) -> list[str]:
-    found = library_problems(config, everything=True)
-    return [f"{'.'.join(map(str, keys))}: {text}" for keys, text in found]
+    refused = library_problems(config, everything=True)
+    return [f"{'.'.join(map(str, keys))}: {text}" for keys, text in refused]
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -86,9 +86,9 @@ def run(args: argparse.Namespace, config: ExperimentConfig) -> int:
     """Prints the text of `megagrpo check`; test-loads tokenizer and data, imports torch. Returns
     the exit code."""
     with ThreadPoolExecutor() as pool:  # libraries: seconds, in other processes
-        of_libraries = pool.submit(_library_problems, config)
+        libraries = pool.submit(_library_problems, config)
         trial = try_loading(config)
-        problems = [*known_problems(config, trial), *of_libraries.result()]
+        problems = [*known_problems(config, trial), *libraries.result()]
     at_once = []
     if set(problems) <= set(trial.problems):
         at_once = concurrency_report(config, args.hardware, args.all)
@@ -249,16 +249,16 @@ def _layout(config: ExperimentConfig, everything: bool) -> list[str]:
     lines = ["; ".join(filter(None, head))]
     if broken(placement.before_start(Subject(config))):
         return lines
-    found = place(config)
+    places = place(config)
     shared = ", shared by engines" if r.colocate else ""
-    apart = f", {found.rollout_nodes} for engines" if found.rollout_nodes else ""
-    lines.append(f"  nodes      {found.trainer_nodes} for trainers{shared}{apart}")
+    apart = f", {places.rollout_nodes} for engines" if places.rollout_nodes else ""
+    lines.append(f"  nodes      {places.trainer_nodes} for trainers{shared}{apart}")
     if not everything:
         return lines
-    trainers = {gpu: rank for rank, gpu in enumerate(found.trainers)}
+    trainers = {gpu: rank for rank, gpu in enumerate(places.trainers)}
     engines = {
         gpu: f"{name} rank {rank}"
-        for name, ranks in zip(found.names, found.engines, strict=True)
+        for name, ranks in zip(places.names, places.engines, strict=True)
         for rank, gpu in enumerate(ranks)
     }
     axes = ("dp", "pp", "cp", "tp", "ep", "edp")
@@ -398,12 +398,12 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, everything: boo
     phases = memory.phases
     phase = max(phases, key=lambda name: phases[name].total)
     states = memory.engine.parts.get("recurrent states", 0.0)
-    of_states = f" and {gigabytes(states)} of recurrent states" if states else ""
+    recurrent = f" and {gigabytes(states)} of recurrent states" if states else ""
     lines = [
         f"memory     at most  {gigabytes(phases[phase].total)} on a GPU, in {phase}, "
         f"rank {phases[phase].rank} ({phases[phase].kind}): "
         f"{_listed(memory, phase, None if everything else _ON_SCREEN)}",
-        f"  an engine rank holds about {gigabytes(memory.engine.resident)} of weights{of_states}, "
+        f"  an engine rank holds about {gigabytes(memory.engine.resident)} of weights{recurrent}, "
         "before its cache",
     ]
     lines += [
@@ -424,9 +424,9 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, everything: boo
         )
         lines.append(f"  on a node's host: {held}")
     if config.actor.lora is not None:
-        whole = config.actor.model_copy(update={"lora": None})
-        trained, of = (trained_elements(arch, actor) for actor in (config.actor, whole))
-        lines.append(f"  lora       trains {_count(trained)} of {_count(of)} parameters")
+        unadapted = config.actor.model_copy(update={"lora": None})
+        trained, total = (trained_elements(arch, actor) for actor in (config.actor, unadapted))
+        lines.append(f"  lora       trains {_count(trained)} of {_count(total)} parameters")
     return lines
 
 
@@ -465,14 +465,14 @@ def settings_report(
 
     No GPU is looked for: with `actor.device` auto, bfloat16 counts as on GPUs.
     """
-    given = given_settings(config.actor, config.rollout)
+    settings_by_path = given_settings(config.actor, config.rollout)
     if not everything:
-        said = [
+        shown = [
             f"{'.'.join(path)}.{name}: {value}"
-            for path, settings in given.items()
+            for path, settings in settings_by_path.items()
             for name, value in settings.items()
         ]
-        return [f"libraries  {', '.join(said)}"] if said else []
+        return [f"libraries  {', '.join(shown)}"] if shown else []
     actor = config.actor
     kernels = expected_kernels(config.actor)
     device = config.actor.device
@@ -487,7 +487,7 @@ def settings_report(
     )
     devices = f"trainers {_device(kernels.cuda)}, engines {_device(cuda)}"
     text = yaml.safe_dump(
-        {".".join(path): fields for path, fields in zip(given, handed, strict=True)},
+        {".".join(path): fields for path, fields in zip(settings_by_path, handed, strict=True)},
         sort_keys=False,
         default_flow_style=None,
         width=_WIDTH,

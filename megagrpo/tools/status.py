@@ -76,15 +76,15 @@ def _lines(folder: RunFolder) -> Iterator[str]:
     recent = entries[-_RECENT:]
     done = entries[-1]["step"] if entries else 0
     steps = config.train.num_steps
-    said = f"step {done}{f' of {steps}' if steps else ''}"
+    progress = f"step {done}{f' of {steps}' if steps else ''}"
     if recent:
         seconds = sum(entry["time/step_s"] for entry in recent) / len(recent)
-        said += f", {seconds:.3g} s a step"
+        progress += f", {seconds:.3g} s a step"
         if steps and launcher:
-            said += f", {_duration(seconds * (steps - done))} to go"
+            progress += f", {_duration(seconds * (steps - done))} to go"
         reward = recent[-1].get("reward/mean")
-        said += "" if reward is None else f", reward {reward:.3g}"
-    yield f"{config.name}: {said}"
+        progress += "" if reward is None else f", reward {reward:.3g}"
+    yield f"{config.name}: {progress}"
     yield f"runs as {words_for(launcher)}" if launcher else "no process trains into this folder"
     last = latest(folder.checkpoints)
     if last is not None:

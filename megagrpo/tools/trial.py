@@ -120,9 +120,9 @@ def _lines(group: RolloutGroup, decode: Decode) -> Iterator[str]:
         context = group.prompt.text if sample.prompt_ids is None else decode(sample.prompt_ids)
         if len(group.samples) > 1:
             yield f"-- sample {number} of {len(group.samples)}"
-        yield from _said("prompt", context)
+        yield from _spoken("prompt", context)
         for turn in turns_of(sample, rewards, decode):
-            yield from _said(turn["by"], turn["text"])
+            yield from _spoken(turn["by"], turn["text"])
             if turn.get("reward"):
                 yield f"{'':>13}   reward {turn['reward']:g}"
     own = sum(
@@ -131,16 +131,17 @@ def _lines(group: RolloutGroup, decode: Decode) -> Iterator[str]:
     yield f"{_verdict(outcome)}; {own} tokens of {len(group.samples)} sample(s) would be trained on"
 
 
-def _said(who: str, text: str) -> Iterator[str]:
+def _spoken(who: str, text: str) -> Iterator[str]:
     for index, line in enumerate(text.splitlines() or [""]):
         yield f"{who if index == 0 else '':>13} {'>' if who == 'model' else '|'} {line}"
 
 
 def _verdict(outcome: Outcome) -> str:
     parts = ", ".join(f"{name} {part.value:g}" for name, part in outcome.parts.items() if part.ok)
-    found = f"reward {outcome.value:g}" if outcome.ok else f"no reward, {outcome.status}"
-    ended = f", ended by {outcome.end}" if outcome.end else ""
-    return f"{found}{f' ({parts})' if parts else ''}{ended}{f': {outcome.detail}' if outcome.detail else ''}"
+    text = f"reward {outcome.value:g}" if outcome.ok else f"no reward, {outcome.status}"
+    text += f" ({parts})" if parts else ""
+    text += f", ended by {outcome.end}" if outcome.end else ""
+    return f"{text}: {outcome.detail}" if outcome.detail else text
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

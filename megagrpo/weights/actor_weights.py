@@ -1,5 +1,5 @@
-"""The actor's weights: loaded from a Hugging Face folder, recorded as copy lists, exported;
-adapters as PEFT does."""
+"""Loads the actor's weights from a Hugging Face folder, records them as copy lists, and exports them;
+adapters in PEFT's format."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from megagrpo.models.architecture import Architecture
 from megagrpo.models.table import is_left_out, model_tensors
 from megagrpo.models.tensors import TensorSpec
 from megagrpo.system.run_folder import whole_folder
-from megagrpo.weights.copies.record import Copy, Recording, Specs, record_whole
+from megagrpo.weights.copies.recorder import Copy, Recording, Specs, record_whole
 from megagrpo.weights.hf_folder import HfFolder, ReadingProgress, write_hf_folder
 from megagrpo.weights.transports.gather_plan import (
     gather_to_main,
@@ -54,14 +54,14 @@ class LoadableActor(Protocol):
 class ActorWeights:
     """The mapping from slices of Hugging Face tensors to this rank's live parameters."""
 
-    copies: list[Copy]  # this rank's, recorded from its load_hf
-    hf_specs: Specs  # of the whole model: name -> shape and dtype in the checkpoint
+    copies: list[Copy]  # of this rank, recorded from the actor's load_hf
+    hf_specs: Specs  # of all HF tensors: name -> shape and dtype in the checkpoint
     parameters: Callable[[], Mapping[str, Tensor]]  # live, under the names in `copies`
-    # around any use of them as the model's weights
+    # merges adapters; needed around any use of `parameters` as the model's weights
     merged: Callable[[], AbstractContextManager[None]] = nullcontext
-    # HF tensors that keep a dtype of their own wherever the model goes, such as a router's bias.
-    kept: Mapping[str, torch.dtype] = field(default_factory=dict)
-    fp8: frozenset[str] = frozenset()  # HF tensors that engines with FP8 weights must keep in FP8
+    # HF tensors that are published in a fixed dtype, such as a router's bias
+    fixed_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    fp8: frozenset[str] = frozenset()  # HF tensors that are in FP8 in engines with FP8 weights
 
 
 def load_initial_weights(
@@ -70,8 +70,8 @@ def load_initial_weights(
     """Loads a Hugging Face folder into the actor and records its copy list. Raises ValueError for
     an unusable folder.
 
-    overwritten: a checkpoint is loaded next, so only names, shapes and dtypes are read and
-    parameters are 0; elements without a source, such as padding of a vocabulary, stay 0.
+    overwritten: a checkpoint is loaded next, so only names, shapes and dtypes are read, and
+    parameters are 0. Elements without a source, such as a vocabulary's padding, stay 0.
     """
     hf = HfFolder(path)
     parameters = actor.parameters()
@@ -79,8 +79,8 @@ def load_initial_weights(
     tensors = list(model_tensors(actor.arch))
     _check_shapes(hf.path, specs, tensors)
     recording = record_whole(actor.load_hf, specs, parameters)
-    kept = kept_dtypes(tensors)
-    _check_kept(recording.copies, parameters, kept)
+    dtypes = fixed_dtypes(tensors)
+    _check_dtypes(recording.copies, parameters, dtypes)
     if overwritten:
         with torch.no_grad():
             for parameter in parameters.values():
@@ -89,39 +89,40 @@ def load_initial_weights(
         read_recorded(hf, recording, parameters)
         actor.weights_loaded()
     fp8 = frozenset(spec.name for spec in tensors if spec.in_fp8)
-    return ActorWeights(recording.copies, specs, actor.parameters, actor.merged, kept, fp8)
+    return ActorWeights(recording.copies, specs, actor.parameters, actor.merged, dtypes, fp8)
 
 
 def _check_shapes(path: Path, specs: Specs, tensors: Sequence[TensorSpec]) -> None:
     """Raises ValueError if a stored tensor has another shape than config.json gives it."""
     for spec in tensors:
-        found = specs[spec.name][0] if spec.name in specs else spec.shape
-        if found == spec.shape:
+        if spec.name not in specs or specs[spec.name][0] == spec.shape:
             continue
-        says = f"{path}: tensor {spec.name} has the shape {found}, but {spec.shape} by config.json"
-        if spec.expert and len(found) == 3:  # fused, as Qwen3-VL-MoE's are
-            says += (
-                "; transformers 5 saves experts transposed: name the published "
-                "model, or transpose them back"
+        shape = specs[spec.name][0]
+        problem = (
+            f"{path}: tensor {spec.name} has the shape {shape}, but {spec.shape} by config.json"
+        )
+        if spec.expert and len(shape) == 3:  # fused, as in Qwen3-VL-MoE
+            problem += (
+                "; transformers 5 saves experts transposed: name the published model, or transpose "
+                "them back"
             )
-        raise ValueError(says)
+        raise ValueError(problem)
 
 
-def kept_dtypes(tensors: Iterable[TensorSpec]) -> dict[str, torch.dtype]:
-    """Returns the dtypes of those HF tensors that keep their own."""
+def fixed_dtypes(tensors: Iterable[TensorSpec]) -> dict[str, torch.dtype]:
+    """Returns the HF tensors with a fixed dtype, and these dtypes."""
     return {spec.name: getattr(torch, spec.dtype) for spec in tensors if spec.dtype is not None}
 
 
-def _check_kept(
-    copies: list[Copy], parameters: Mapping[str, Tensor], kept: Mapping[str, torch.dtype]
+def _check_dtypes(
+    copies: list[Copy], parameters: Mapping[str, Tensor], fixed: Mapping[str, torch.dtype]
 ) -> None:
-    """Asserts that no parameter rounds a tensor that keeps its dtype: every digest of rounded
-    values would pass."""
+    """Asserts that no parameter rounds a tensor with a fixed dtype: digests of the rounded values
+    would pass."""
     for copy in copies:
-        wanted = kept.get(copy.hf)
-        found = parameters[copy.parameter].dtype
-        assert wanted in (None, found), (
-            f"{copy.parameter} holds HF tensor {copy.hf} in {found}, not in {wanted}"
+        dtype = parameters[copy.parameter].dtype
+        assert fixed.get(copy.hf, dtype) == dtype, (
+            f"{copy.parameter} holds HF tensor {copy.hf} in {dtype}, not in {fixed[copy.hf]}"
         )
 
 
@@ -147,14 +148,14 @@ def export_hf(
     dtype: str,
     tokenizer: str | None = None,
 ) -> None:
-    """Collective. Writes the live weights, adapters merged, as an HF folder, whole or not at all.
+    """Collective. Writes the live weights, adapters merged, as an HF folder, complete or not at all.
 
-    like: the folder that all other files come from; but the tokenizer's from `tokenizer`, if given.
-    dtype: of all tensors but those that keep another (ActorWeights.kept). Raises LeaderError on
-    every rank.
+    like: the folder that all other files come from; tokenizer: another folder for the tokenizer's
+    files. dtype: of all tensors without a fixed dtype (ActorWeights.fixed_dtypes). Raises
+    LeaderError on every rank.
     """
     published: torch.dtype = getattr(torch, dtype)
-    specs = published_specs(weights.hf_specs, published, weights.kept)
+    specs = published_specs(weights.hf_specs, published, weights.fixed_dtypes)
     plan = make_gather_plan(mesh.gather_world(weights.copies), specs, _SHARD_BYTES)
 
     def write(buckets: Iterator[dict[str, Tensor]]) -> None:
@@ -167,10 +168,10 @@ def export_hf(
 def export_peft(
     target: Path, adapters: ActorWeights, mesh: Mesh, lora: LoraConfig, base: str, dtype: str
 ) -> None:
-    """Collective. Writes the live adapters (MegatronActor.trained_weights) as PEFT's folder, whole
-    or not at all.
+    """Collective. Writes the live adapters (MegatronActor.trained_weights) as PEFT's folder,
+    complete or not at all.
 
-    An older folder is replaced. base: the model's. Raises LeaderError on every rank.
+    Replaces an older folder. base: the model's folder. Raises LeaderError on every rank.
     """
     stored: torch.dtype = getattr(torch, dtype)
     specs = published_specs(adapters.hf_specs, stored)

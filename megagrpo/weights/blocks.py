@@ -20,7 +20,7 @@ _LARGEST, _SMALLEST = 448.0, 1e-12
 
 
 def grid_of(start: Sequence[int], size: Sequence[int]) -> Box:
-    """Returns the blocks that a part of a matrix touches, as a box of the grid of blocks."""
+    """Returns the blocks that a part of a matrix touches, as a box of the matrix's grid of blocks."""
     block = _block(len(start))
     first = tuple(a // n for a, n in zip(start, block, strict=True))
     stop = (-(-(a + n) // by) for a, n, by in zip(start, size, block, strict=True))
@@ -28,7 +28,7 @@ def grid_of(start: Sequence[int], size: Sequence[int]) -> Box:
 
 
 def whole_grid(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the numbers of blocks of a tensor of this shape, for each of its dimensions."""
+    """Returns the number of blocks of a tensor of this shape along each dimension."""
     return grid_of((0,) * len(shape), shape).size
 
 
@@ -54,18 +54,18 @@ def block_scales(maxima: Tensor) -> Tensor:
 def quantize(values: Tensor, start: tuple[int, ...], scales: Tensor) -> Tensor:
     """Returns values / scale of their block in E4M3, [n, m]. start: see block_maxima; scales
     [blocks, blocks]."""
-    return (values.float() / _of_elements(scales, start, values.shape)).to(FP8)
+    return (values.float() / _per_element(scales, start, values.shape)).to(FP8)
 
 
 def dequantize(values: Tensor, start: tuple[int, ...], scales: Tensor) -> Tensor:
-    """Returns values in E4M3 * scale of their block, float32 [n, m]; arguments as those of
+    """Returns values in E4M3 * scale of their block, float32 [n, m]; arguments as for
     `quantize`."""
-    return values.float() * _of_elements(scales, start, values.shape)
+    return values.float() * _per_element(scales, start, values.shape)
 
 
-def _of_elements(scales: Tensor, start: tuple[int, ...], shape: Sequence[int]) -> Tensor:
-    """Returns the scale of each element of a part that begins at `start`; scales of the blocks that
-    it touches."""
+def _per_element(scales: Tensor, start: tuple[int, ...], shape: Sequence[int]) -> Tensor:
+    """Returns the scale of each element of a part that begins at `start`. scales: of the blocks that
+    the part touches."""
     for dim, (first, block) in enumerate(zip(start, _block(len(start)), strict=True)):
         scales = scales.repeat_interleave(block, dim).narrow(dim, first % block, shape[dim])
     return scales

@@ -20,7 +20,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.copies.record import Copy
+from megagrpo.weights.copies.recorder import Copy
 from megagrpo.weights.engines.client import EngineConnection
 from megagrpo.weights.engines.fleet import EngineFleet, EngineRegistry
 from megagrpo.weights.expected_digests import ExpectedDigests
@@ -32,7 +32,7 @@ from megagrpo.weights.transports.ipc import IpcTransport
 from megagrpo.weights.transports.protocol import TrainerWeights, Transport
 from megagrpo.weights.transports.reshard import ReshardTransport
 from megagrpo.weights.wire.clock import Deadline, PhaseTimer
-from megagrpo.weights.wire.group import GroupLimits
+from megagrpo.weights.wire.engine_group import GroupLimits
 from megagrpo.weights.wire.moving import Traffic
 
 TRANSPORTS: dict[str, Callable[[TrainerWeights], Transport]] = {
@@ -67,7 +67,7 @@ class Exchange:
             print(*format_table(weights, published), sep="\n", flush=True)
         self._weights = weights = published
         dtype: torch.dtype = getattr(torch, config.rollout.dtype)
-        specs = published_specs(weights.hf_specs, dtype, weights.kept)
+        specs = published_specs(weights.hf_specs, dtype, weights.fixed_dtypes)
         trainers = TrainerWeights(
             mesh=mesh,
             specs=specs,
@@ -81,7 +81,7 @@ class Exchange:
             limits=GroupLimits(config.weights.connect_timeout_s),
             delta=config.weights.delta,
         )
-        self._num_bytes = sum(prod(shape) * each.itemsize for shape, each in specs.values())
+        self._num_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in specs.values())
         self._digests = ExpectedDigests(trainers)
         self._transport = TRANSPORTS[config.weights.transport](trainers)
         patience_s = config.rollout.patience_s(mesh.device.type == "cuda")
@@ -122,8 +122,8 @@ class Exchange:
             expected = self._digests.compute()
 
         def check_all() -> None:
-            self._fleet.each(lambda engine: self._check(engine, expected, flush=False))
-            self._fleet.each(lambda engine: engine.post("/continue_generation"))
+            self._fleet.for_each(lambda engine: self._check(engine, expected, flush=False))
+            self._fleet.for_each(lambda engine: engine.post("/continue_generation"))
 
         self._mesh.from_main(check_all, "verify weights")
 
@@ -163,7 +163,7 @@ class Exchange:
             )
         with timer("verify"):
             self._mesh.from_main(
-                lambda: self._fleet.each(lambda engine: self._admit(engine, version, expected)),
+                lambda: self._fleet.for_each(lambda engine: self._admit(engine, version, expected)),
                 "verify weights",
             )
         with timer("restart"):
@@ -193,8 +193,8 @@ class Exchange:
     def _admit(self, engine: EngineConnection, version: int, expected: np.ndarray) -> None:
         """Verifies one engine, sets its version, lets it continue and marks it ready. Rank 0
         only."""
-        kept = self._config.rollout.prefix_cache == "by_version" and engine.emptied
-        self._check(engine, expected, flush=not kept)
+        by_version = self._config.rollout.prefix_cache == "by_version"
+        self._check(engine, expected, flush=not (by_version and engine.emptied))
         engine.emptied = True
         self._fleet.admit(engine, version)
 

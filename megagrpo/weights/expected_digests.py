@@ -1,4 +1,4 @@
-"""Digests that the engines' slices must have, computed from the trainers' live weights."""
+"""The digests that the engines' slices must have, computed from the trainers' live weights."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.weights.copies.record import Copy
+from megagrpo.weights.copies.recorder import Copy
 from megagrpo.weights.digests.batches import CopyBatches
 from megagrpo.weights.digests.digest import batched_digest
 from megagrpo.weights.transports.gather_plan import share_out
@@ -15,18 +15,21 @@ from megagrpo.weights.transports.protocol import TrainerWeights
 
 
 class ExpectedDigests:
-    """Computes the digests of all engines' slices, numbered as added: trainer ranks digest shares,
-    which add up."""
+    """Computes the digests of all engines' slices, in the order in which they are added.
+
+    Each trainer rank digests a share; the shares' digests add up.
+    """
 
     def __init__(self, weights: TrainerWeights):
         self._weights = weights
-        rank = weights.mesh.rank
+        self._mesh = weights.mesh
+        rank = self._mesh.rank
         shares = share_out(weights.copies, weights.specs, on_main=False)
         self._share = {
             name: [copy for owner, copy in parts if owner == rank] for name, parts in shares.items()
         }
-        # Of every slice, its number: an HF tensor's name, start and size of a box of it; the same
-        # on every rank.
+        # The number of every slice, a box of an HF tensor: name, start, size. The same on every
+        # rank.
         self._index: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
         self._copies: list[Copy] = []  # this rank's parts of all slices
         self._slices = np.empty(0, dtype=np.int64)  # by part: the number of its slice
@@ -34,18 +37,18 @@ class ExpectedDigests:
         self._stream: torch.cuda.Stream | None = None
 
     def add(self, engine: Sequence[Sequence[Copy]]) -> list[np.ndarray]:
-        """Adds an engine's slices, by its ranks; the same on all trainers. Returns their numbers,
-        int64 [slices]."""
+        """Adds the slices of an engine's ranks, the same on all trainers. Returns by engine rank the
+        slices' numbers, int64 [slices]."""
         parts: list[int] = []
 
         def number_of(copy: Copy) -> int:
             known = len(self._index)
             number = self._index.setdefault((copy.hf, copy.start, copy.size), known)
-            for mine in self._share[copy.hf] if number == known else ():
-                common = mine.box.intersect(copy.box)
-                if common is not None:
-                    self._copies.append(mine.restrict(common))
-                    parts.append(number)
+            if number == known:
+                for mine in self._share[copy.hf]:
+                    if common := mine.box.intersect(copy.box):
+                        self._copies.append(mine.restrict(common))
+                        parts.append(number)
             return number
 
         numbers = [
@@ -56,19 +59,19 @@ class ExpectedDigests:
         return numbers
 
     def compute(self) -> np.ndarray:
-        """Collective. Returns the digests of all slices of the present weights, as published: int64
-        [slices]."""
+        """Collective. Returns the digests of all slices of the current weights in the published
+        dtypes: int64 [slices]."""
         return self.total(self.local())
 
     def local(self) -> Tensor:
         """Returns this rank's share in the digest of every slice, int64 [slices] on the mesh's
         device.
 
-        No collective, and only reads the parameters: a side thread may run it while they are being
-        sent. On CUDA it runs in a stream of its own, after the default stream's earlier work, and
-        waits for the result.
+        It is no collective and only reads the parameters, so a side thread may run it while they
+        are being sent. On CUDA it runs in a separate stream, after the default stream's earlier
+        work, and waits for the result.
         """
-        device = self._weights.mesh.device
+        device = self._mesh.device
         if device.type != "cuda":
             return self._digest_share()
         with torch.cuda.device(device):  # a new thread begins on the first one
@@ -82,19 +85,19 @@ class ExpectedDigests:
     def total(self, local: Tensor) -> np.ndarray:
         """Collective. Returns the digest of every slice from the ranks' shares in it (`local`):
         int64 [slices]."""
-        if self._weights.mesh.world_size > 1:
+        if self._mesh.world_size > 1:
             dist.all_reduce(local)
         return local.cpu().numpy()
 
     def _digest_share(self) -> Tensor:
-        totals = torch.zeros(len(self._index), dtype=torch.int64, device=self._weights.mesh.device)
-        found = []
+        totals = torch.zeros(len(self._index), dtype=torch.int64, device=self._mesh.device)
+        digests = []
         slices = []
         for box, values, indices, dtype in self._batches.views(self._weights.parameters()):
-            found.append(batched_digest(values.to(dtype), box))
+            digests.append(batched_digest(values.to(dtype), box))
             slices.append(self._slices[indices])
-        if found:
+        if digests:
             totals.index_add_(
-                0, torch.from_numpy(np.concatenate(slices)).to(totals.device), torch.cat(found)
+                0, torch.from_numpy(np.concatenate(slices)).to(totals.device), torch.cat(digests)
             )
         return totals

@@ -1,9 +1,8 @@
-"""Hugging Face checkpoint folders, read lazily and written atomically: safetensors, sharded with an
-index or not.
+"""Hugging Face checkpoint folders of safetensors: read lazily, written atomically.
 
 An FP8 tensor X has block scales in `X_scale_inv`; it is read as the bfloat16 tensor of the
-products. So is an INT4 tensor, see packed_int4.py. A language model that is a part of another has
-the names of one that is not.
+products. INT4 tensors are read likewise, see packed_int4.py. The tensors of a language model inside
+another model have the names of a plain language model.
 """
 
 import hashlib
@@ -33,7 +32,7 @@ from megagrpo.weights.copies.views import Box
 Size = TypeVar("Size")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_TEXT_PART = "language_model."  # begins the names of Kimi-K2.5's
+_TEXT_PART = "language_model."  # the prefix of Kimi-K2.5's names
 _TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -47,11 +46,11 @@ _SECONDS_BETWEEN_LINES, _BAR_WIDTH = 5.0, 24
 
 
 class HfFolder(Mapping[str, Tensor]):
-    """Maps names to the tensors of an HF checkpoint, read through a memory map: page by page, when
-    they are copied.
+    """Maps names to the tensors of an HF checkpoint. A memory map reads them page by page, when they
+    are copied.
 
-    A slice of columns also reads the bytes between its pieces, which the node's other
-    tensor-parallel ranks then find in the page cache; reading only the pieces was three times
+    A slice of columns also reads the bytes between its pieces, because the node's other
+    tensor-parallel ranks then find them in the page cache; reading only the pieces was three times
     slower. Raises ValueError for a missing, unreadable or incomplete checkpoint, naming the file.
     """
 
@@ -59,13 +58,12 @@ class HfFolder(Mapping[str, Tensor]):
         self.path = Path(path)
         if not self.path.is_dir():
             raise ValueError(
-                f"{path}: no such folder; expected an HF checkpoint with "
-                "config.json and *.safetensors"
+                f"{path}: no such folder; expected an HF checkpoint with config.json and *.safetensors"
             )
         # name -> shape and dtype, from the headers
         self.specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        self.bytes_read = 0  # by `read_into`, of the files
-        # by the names of the tensors, with those in the files; tensors of a file share a handle
+        self.bytes_read = 0  # from the files, by `read_into`
+        # by name: the file's handle, which its tensors share, and the name in the file
         self._handles: dict[str, tuple[safe_open, str]] = {}
         for file, names in self._names_by_file().items():
             self._read_header(self.path / file, names)
@@ -79,22 +77,19 @@ class HfFolder(Mapping[str, Tensor]):
             self._show_dequantized(name)
         packed = [name for name in self.specs if name.endswith(".weight" + PACKED)]
         self._int4 = {name.removesuffix(PACKED) for name in packed}
-        group = self._described(int4_group, min(packed), "INT4") if packed else 1
-        for name in self._int4:
-            self._show_unpacked(name, group)
+        if packed:
+            group = self._described(int4_group, min(packed), "INT4")
+            for name in self._int4:
+                self._show_unpacked(name, group)
 
     def _names_by_file(self) -> dict[str, list[str]]:
-        """Returns the tensors that the index lists in each file; an empty list means all of the
+        """Returns the tensors that the index lists in each file; [] means all tensors of the
         file."""
         index = self.path / INDEX
         if index.exists():
             names: dict[str, list[str]] = {}
-            with translated(
-                f"{index}: not a safetensors index",
-                json.JSONDecodeError,
-                KeyError,
-                UnicodeDecodeError,
-            ):
+            errors = (json.JSONDecodeError, KeyError, UnicodeDecodeError)
+            with translated(f"{index}: not a safetensors index", *errors):
                 for name, file in json.loads(index.read_text())["weight_map"].items():
                     names.setdefault(file, []).append(name)
             return names
@@ -121,7 +116,7 @@ class HfFolder(Mapping[str, Tensor]):
             self._handles[shown] = handle, name
 
     def _described(self, read: Callable[[HfConfig], Size | None], tensor: str, form: str) -> Size:
-        """Returns what config.json says about the elements that share a scale."""
+        """Returns config.json's value for the elements that share a scale."""
         description = self.path / "config.json"
         with translated(str(description), ValueError):
             if size := read(text_part(read_description(description))):
@@ -132,20 +127,19 @@ class HfFolder(Mapping[str, Tensor]):
         )
 
     def _show_dequantized(self, name: str) -> None:
-        """Replaces the spec of an FP8 tensor by that of its products, and hides its scales."""
+        """Replaces the spec of an FP8 tensor by the spec of the products, and hides the scales."""
         shape, _ = self.specs[name]
         scales, dtype = self.specs.pop(name + SCALES, ((), torch.float32))
-        wanted = tuple(-(-size // block) for size, block in zip(shape, self._block, strict=False))
-        if len(shape) != 2 or scales != wanted or not dtype.is_floating_point:
+        expected = tuple(-(-size // block) for size, block in zip(shape, self._block, strict=False))
+        if len(shape) != 2 or scales != expected or not dtype.is_floating_point:
             raise ValueError(
-                f"{self.path}: tensor {name} {shape} in FP8 needs scales {name}{SCALES} "
-                f"of shape {wanted}, one for each block of {self._block}; the files "
-                f"have {scales or 'none'}"
+                f"{self.path}: tensor {name} {shape} in FP8 needs scales {name}{SCALES} of shape "
+                f"{expected}, one for each block of {self._block}; the files have {scales or 'none'}"
             )
         self.specs[name] = (shape, torch.bfloat16)
 
     def _show_unpacked(self, name: str, group: int) -> None:
-        """Shows an INT4 tensor as that of its products, and hides its words and scales."""
+        """Shows an INT4 tensor as the products, and hides the words and scales."""
         (rows, words), _ = self.specs.pop(name + PACKED)
         scales, _ = self.specs.pop(name + SCALE, ((), None))
         self.specs.pop(name + SHAPE, None)
@@ -160,13 +154,13 @@ class HfFolder(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._fp8 and name not in self._int4:
             return self._stored(name)
-        whole = torch.empty(self.specs[name][0], dtype=torch.bfloat16)
-        self.read_into(whole, name, (0, 0))
-        return whole
+        products = torch.empty(self.specs[name][0], dtype=torch.bfloat16)
+        self.read_into(products, name, (0, 0))
+        return products
 
     def read_into(self, target: Tensor, name: str, start: tuple[int, ...]) -> None:
-        """Copies the box at `start` with the shape of `target`. FP8 takes one or two rows of blocks
-        in float32 more."""
+        """Copies the box at `start` with the shape of `target`. FP8 takes additional memory for one
+        or two rows of blocks in float32."""
         if name in self._fp8:
             self._dequantize(target, name, start)
         elif name in self._int4:
@@ -182,7 +176,9 @@ class HfFolder(Mapping[str, Tensor]):
         """Returns the bytes of a box of a tensor in the files, without scales."""
         if name in self._int4:
             return prod(size) // 2
-        return prod(size) * (1 if name in self._fp8 else self.specs[name][1].itemsize)
+        if name in self._fp8:
+            return prod(size)
+        return prod(size) * self.specs[name][1].itemsize
 
     def _dequantize(self, target: Tensor, name: str, start: tuple[int, ...]) -> None:
         """Computes bfloat16(weight * scale of its block) as SGLang's block_quant_dequant, a row of
@@ -209,7 +205,7 @@ class HfFolder(Mapping[str, Tensor]):
         return handle.get_tensor(stored)
 
     def fingerprint(self) -> str:
-        """Returns a digest of names, shapes, dtypes, and of the first elements of every tensor."""
+        """Returns a digest of all names, shapes, dtypes, and the first elements of every tensor."""
         digest = hashlib.sha256()
         for name, (shape, dtype) in sorted(self.specs.items()):
             # a matrix's first row
@@ -229,8 +225,8 @@ class HfFolder(Mapping[str, Tensor]):
 
 
 class ReadingProgress:
-    """Prints the progress of reading `total_bytes`: a line every few seconds, so none for a small
-    model."""
+    """Prints the progress of reading `total_bytes`, a line every few seconds. A small model gets
+    none."""
 
     def __init__(self, total_bytes: int):
         self._total = total_bytes
@@ -239,17 +235,15 @@ class ReadingProgress:
     def show(self, bytes_read: int) -> None:
         """Prints a line if the last one is old enough."""
         now = time.monotonic()
-        if now - self._printed < _SECONDS_BETWEEN_LINES:
+        if now - self._printed < _SECONDS_BETWEEN_LINES or not bytes_read:
             return
         self._printed = now
         seconds = now - self._started
-        done = bytes_read / self._total if self._total else 1.0
-        left = seconds / done - seconds if done else 0.0
-        bar = "#" * int(done * _BAR_WIDTH)
+        left = seconds * (self._total - bytes_read) / bytes_read
+        bar = "#" * int(bytes_read / self._total * _BAR_WIDTH)
         print(
             f"reading the model [{bar:-<{_BAR_WIDTH}}] {bytes_read / 1e9:.1f} of "
-            f"{self._total / 1e9:.1f} GB "
-            f"a rank, {seconds:.0f} s, {left:.0f} s left",
+            f"{self._total / 1e9:.1f} GB a rank, {seconds:.0f} s, {left:.0f} s left",
             flush=True,
         )
 
@@ -262,17 +256,18 @@ def write_hf_folder(
     fp8: bool = False,
     tokenizer: str | Path | None = None,
 ) -> int:
-    """Writes an HF checkpoint, one shard per dict of `tensors`; config.json and tokenizer files
-    come from `like`.
+    """Writes an HF checkpoint, one shard per dict of `tensors`. Returns the bytes of all tensors.
 
-    dtype, fp8: for config.json only; tensors keep their own. tokenizer: another folder that its
-    files come from. `target` is whole or absent, see whole_folder. Returns the bytes of all
-    tensors. Raises OSError (disk full, ...) naming the folder.
+    like: the folder that config.json and the tokenizer files come from; the latter come from
+    `tokenizer` if that is not None. dtype, fp8: only for config.json; tensors are written as they
+    are. `target` is complete or absent, see whole_folder. Raises OSError (disk full, ...) naming
+    the folder.
     """
     target = Path(target)
     like = Path(like)
-    what = f"cannot write the checkpoint {target}, whose unfinished copy was removed"
-    with translated(what, OSError, SafetensorError, raised=OSError), whole_folder(target) as draft:
+    problem = f"cannot write the checkpoint {target}, whose unfinished copy was removed"
+    errors = (OSError, SafetensorError)
+    with translated(problem, *errors, raised=OSError), whole_folder(target) as draft:
         size, names = _write_shards(draft, tensors)
         write_description(like, draft, dtype, fp8, has_draft(names))
         if tokenizer is not None:
@@ -281,8 +276,8 @@ def write_hf_folder(
 
 
 def _replace_tokenizer(folder: Path, source: Path) -> None:
-    """Replaces the tokenizer files of an HF folder, whose generation ends with that tokenizer's end
-    token, too."""
+    """Replaces the tokenizer files of an HF folder, and adds the tokenizer's end token to the tokens
+    that end a generation."""
     for pattern in _TOKENIZER_FILES:
         for file in folder.glob(pattern):
             file.unlink()
@@ -291,25 +286,26 @@ def _replace_tokenizer(folder: Path, source: Path) -> None:
     tokenizer, settings, generation = (folder / name for name in _ENDING_FILES)
     if not (tokenizer.is_file() and settings.is_file() and generation.is_file()):
         return
-    token = read_description(settings).get("eos_token")
-    end = Tokenizer.from_file(str(tokenizer)).token_to_id(
-        token["content"] if isinstance(token, dict) else token or ""
-    )
+    token = read_description(settings).get("eos_token") or ""
+    if isinstance(token, dict):
+        token = token["content"]
+    end = Tokenizer.from_file(str(tokenizer)).token_to_id(token)
     described = read_description(generation)
     ends = described.get("eos_token_id")
-    ends = ends if isinstance(ends, list) else [ends]
+    if not isinstance(ends, list):
+        ends = [ends]
     if end is not None and end not in ends:
         described["eos_token_id"] = [end, *(other for other in ends if other is not None)]
         generation.write_text(json.dumps(described, indent=2) + "\n")
 
 
 def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]]) -> tuple[int, list[str]]:
-    """Writes the shards, and the index if there are several; returns the bytes of all tensors, and
+    """Writes the shards, and an index if there are several. Returns the bytes of all tensors, and
     their names."""
     files: list[tuple[Path, list[str]]] = []
     size = 0
     for shard in filter(None, tensors):
-        # A contiguous CPU copy of its own: safetensors refuses tensors that share memory.
+        # A separate contiguous CPU copy, because safetensors refuses tensors that share memory.
         shard = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in shard.items()}
         file = folder / f"shard-{len(files) + 1:05d}.safetensors"
         save_file(shard, file, metadata={"format": "pt"})

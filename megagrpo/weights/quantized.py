@@ -1,8 +1,7 @@
-"""A trainer's own slices in FP8: values in buffers laid out as the actor's parameters, and scales
-in blocks.
+"""A trainer's slices in FP8: values in buffers laid out as the actor's parameters, and block scales.
 
-So the copy lists of values are those of the parameters; scales have lists in blocks (see
-blocks.py). Transports and digests treat both as any other tensors.
+So values have the parameters' copy lists; scales have copy lists in blocks (see blocks.py).
+Transports and digests treat both as any other tensors.
 """
 
 import re
@@ -26,7 +25,7 @@ from megagrpo.weights.blocks import (
     quantize,
     whole_grid,
 )
-from megagrpo.weights.copies.record import Copy, Specs
+from megagrpo.weights.copies.recorder import Copy, Specs
 from megagrpo.weights.copies.views import extent, row_major
 
 _AT_ONCE = 1 << 24  # elements of a temporary in float32
@@ -34,37 +33,37 @@ _TWIN = " in FP8"  # ends the name of a parameter's buffer
 
 
 def quantized_specs(specs: Specs, names: Set[str]) -> Specs:
-    """Returns the specs with `names` in FP8, each followed by its scales. Raises ValueError for no
-    matrix."""
-    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    """Returns the specs with `names` in FP8, each followed by its scales. Raises ValueError if one
+    is no matrix."""
+    quantized: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, (shape, dtype) in specs.items():
         if name not in names:
-            found[name] = shape, dtype
+            quantized[name] = shape, dtype
             continue
         if len(shape) < 2:
             raise ValueError(
-                f"HF tensor {name} {shape} has FP8 parameters in the engine, "
-                "but blocks are of matrices"
+                f"HF tensor {name} {shape} has FP8 parameters in the engine, but blocks are of matrices"
             )
-        found[name] = shape, FP8
-        found[name + SCALES] = whole_grid(shape), torch.float32
-    return found
+        quantized[name] = shape, FP8
+        quantized[name + SCALES] = whole_grid(shape), torch.float32
+    return quantized
 
 
 def quantized_copies(copies: Sequence[Copy], specs: Specs, names: Set[str]) -> list[Copy]:
-    """Returns a trainer rank's copies with those of `names` from its FP8 buffers, and those of
-    their scales."""
-    found = [copy for copy in copies if copy.hf not in names]
-    mine = [copy for copy in copies if copy.hf in names]
-    found += [_twin_of(copy) for copy in mine]
-    for copy in mine:  # scales lie in a grid of the whole tensor
-        blocks = grid_of(copy.start, copy.size)
-        strides = row_major(whole_grid(specs[copy.hf][0]))
-        offset = sum(first * stride for first, stride in zip(blocks.start, strides, strict=True))
-        found.append(
-            Copy(copy.hf + SCALES, blocks.start, blocks.size, copy.hf + SCALES, offset, strides)
-        )
-    return list(dict.fromkeys(found))
+    """Returns a trainer rank's copies, with `names` from the FP8 buffers, and copies of the scales."""
+    others = [copy for copy in copies if copy.hf not in names]
+    values = []
+    scales = []
+    for copy in copies:
+        if copy.hf in names:
+            values.append(_twin_of(copy))
+            blocks = grid_of(copy.start, copy.size)
+            # scales lie in a grid of the HF tensor
+            strides = row_major(whole_grid(specs[copy.hf][0]))
+            offset = sum(first * step for first, step in zip(blocks.start, strides, strict=True))
+            name = copy.hf + SCALES
+            scales.append(Copy(name, blocks.start, blocks.size, name, offset, strides))
+    return list(dict.fromkeys(others + values + scales))
 
 
 def quantized(weights: ActorWeights, mesh: Mesh) -> ActorWeights:
@@ -72,27 +71,25 @@ def quantized(weights: ActorWeights, mesh: Mesh) -> ActorWeights:
     collective."""
     view = _QuantizedView(weights, mesh)
     specs = quantized_specs(weights.hf_specs, weights.fp8)
-    kept = {
-        name: spec[1]
-        for name, spec in specs.items()
+    fixed = {
+        name: dtype
+        for name, (_, dtype) in specs.items()
         if name not in weights.hf_specs or name in weights.fp8
     }
-    return ActorWeights(view.copies, specs, view.parameters, view.merged, {**weights.kept, **kept})
+    dtypes = {**weights.fixed_dtypes, **fixed}
+    return ActorWeights(view.copies, specs, view.parameters, view.merged, dtypes)
 
 
 def format_table(actor: ActorWeights, published: ActorWeights) -> Iterator[str]:
-    """Yields a line for every kind of HF tensor with its format in the actor and in engines; * for
-    layer and expert."""
+    """Yields a line for every kind of HF tensor with its format in the actor and in engines, with *
+    for layer and expert."""
     live = actor.parameters()
-    held = {copy.hf: live[copy.parameter].dtype for copy in actor.copies}  # of this rank's
+    held = {copy.hf: live[copy.parameter].dtype for copy in actor.copies}  # by this rank
     kinds: dict[tuple[str, str, str], int] = {}
     for name, (_, stored) in actor.hf_specs.items():
-        dtype = published.kept.get(name)
-        there = (
-            "rollout.dtype"
-            if dtype is None
-            else str(dtype) + (" with float32 scales" if dtype == FP8 else "")
-        )
+        there = str(published.fixed_dtypes.get(name, "rollout.dtype"))
+        if published.fixed_dtypes.get(name) == FP8:
+            there += " with float32 scales"
         kind = re.sub(r"\.\d+(?=\.)", ".*", name), str(held.get(name, stored)), there
         kinds[kind] = kinds.get(kind, 0) + 1
     yield "weights, in the actor -> in the engines, how many:"
@@ -101,7 +98,7 @@ def format_table(actor: ActorWeights, published: ActorWeights) -> Iterator[str]:
 
 
 class _QuantizedView:
-    """One rank's slices in FP8. Buffers exist inside `merged` only."""
+    """One rank's slices in FP8. Buffers exist only inside `merged`."""
 
     def __init__(self, weights: ActorWeights, mesh: Mesh):
         self._weights = weights
@@ -109,7 +106,7 @@ class _QuantizedView:
         mine = [copy for copy in weights.copies if copy.hf in weights.fp8]
         self._parts = [copy.restrict(box) for copy in mine for box in copy.box.split(_AT_ONCE)]
         self._quantized = {copy.parameter for copy in mine}
-        self._grids = {  # of all, on every rank
+        self._grids = {  # of all HF tensors in FP8, on every rank
             name: whole_grid(shape)
             for name, (shape, _) in weights.hf_specs.items()
             if name in weights.fp8
@@ -140,13 +137,12 @@ class _QuantizedView:
         }
         scales = self._scales(live)
         for part in self._parts:
-            of_part = scales[part.hf][grid_of(part.start, part.size).slices]
-            _twin_of(part).view(buffers).copy_(quantize(part.view(live), part.start, of_part))
-        self._buffers = buffers | {name + SCALES: of_tensor for name, of_tensor in scales.items()}
+            part_scales = scales[part.hf][grid_of(part.start, part.size).slices]
+            _twin_of(part).view(buffers).copy_(quantize(part.view(live), part.start, part_scales))
+        self._buffers = buffers | {name + SCALES: values for name, values in scales.items()}
 
     def _scales(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Collective. Returns by HF tensor the scales of all its blocks, whichever ranks hold
-        them."""
+        """Collective. Returns the scales of all blocks by HF tensor, whichever ranks hold them."""
         maxima = torch.zeros(sum(map(prod, self._grids.values())), device=self._mesh.device)
         by_tensor = self._by_tensor(maxima)
         for part in self._parts:
@@ -156,7 +152,7 @@ class _QuantizedView:
         return self._by_tensor(block_scales(maxima))
 
     def _by_tensor(self, flat: Tensor) -> dict[str, Tensor]:
-        """Returns views of a value for every block of every tensor."""
+        """Returns views of one value per block of all tensors, by tensor."""
         parts = flat.split([prod(grid) for grid in self._grids.values()])
         return {
             name: part.view(grid)
@@ -164,8 +160,8 @@ class _QuantizedView:
         }
 
     def _share(self, maxima: Tensor) -> None:
-        """Collective. Gives each block the largest of all ranks' maxima: its rows or columns may be
-        cut within it."""
+        """Collective. Gives each block the largest of all ranks' maxima, because ranks may hold
+        parts of a block."""
         if self._mesh.world_size > 1:
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
 

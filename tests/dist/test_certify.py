@@ -403,6 +403,28 @@ def test_the_grid_names_what_is_left_out():
     assert {c.layout for c in cases} - {NEIGHBOR.layout} | left_out.keys() == LAYOUTS.keys()
     with pytest.raises(ValueError, match="no layout is called 'TP3'"):
         grid(LAYOUTS, 2, True, ["TP3"])
+    for asked, reason in ("TP2xPP2", "needs 4 ranks, 2 were given"), ("EP2", "has no experts"):
+        with pytest.raises(ValueError, match=f"nothing ran, because {asked} cannot: .*{reason}"):
+            grid(LAYOUTS, 2, False, ["DP2", asked])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"routing_replay": "rollout"},
+        {"router_losses": {"balance": 1e-3}},
+        {"vision": {"train": "projector"}},
+        {"lora": {"rank": 4}},
+    ],
+)
+def test_what_the_experiment_trains_is_certified(tmp_path: Path, settings):
+    config = load_config(
+        CONFIG, [f"actor.{key}={json.dumps(one)}" for key, one in settings.items()]
+    )
+    tiny = command.tiny_experiment(config, tmp_path / "model", tmp_path, 2).actor
+    assert tiny.world_size == 2
+    for key in settings:
+        assert getattr(tiny, key) == getattr(config.actor, key) is not None
 
 
 def test_the_experiments_own_layout_is_in_the_grid():

@@ -15,7 +15,7 @@ from fake_engine import FakeEngine, FakeFleet, exchange_config, running, write_c
 from megagrpo.mesh import Mesh
 from megagrpo.weights import exchange as module
 from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.copies.record import record_copies
+from megagrpo.weights.copies.recorder import record_copies
 from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.wire.moving import Traffic
 from tests.dist.workers.counted import counted_calls

@@ -15,7 +15,7 @@ from fake_engine import FakeEngine, FakeFleet, exchange_config, running, write_c
 
 from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.copies.record import record_copies
+from megagrpo.weights.copies.recorder import record_copies
 from megagrpo.weights.exchange import Exchange
 from tests.dist.workers.launch import run_meshes
 from tests.fp8_checkpoint import quantized

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megagrpo.mesh import LeaderError, Mesh
-from megagrpo.weights.copies.record import Copy, record_copies
+from megagrpo.weights.copies.recorder import Copy, record_copies
 from megagrpo.weights.copies.views import Box
 from megagrpo.weights.digests.digest import slice_digest
 from megagrpo.weights.expected_digests import ExpectedDigests
@@ -22,7 +22,7 @@ from megagrpo.weights.transports.gather_plan import (
     share_out,
 )
 from megagrpo.weights.transports.protocol import TrainerWeights
-from megagrpo.weights.wire.group import GroupLimits
+from megagrpo.weights.wire.engine_group import GroupLimits
 from megagrpo.weights.wire.moving import Traffic
 from tests.dist.workers.launch import run_meshes
 

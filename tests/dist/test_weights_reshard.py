@@ -23,11 +23,11 @@ from fake_engine import FakeEngine, FakeFleet, exchange_config, running, write_c
 
 from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.copies.record import record_copies
+from megagrpo.weights.copies.recorder import record_copies
 from megagrpo.weights.engines import loader
 from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.transports.reshard import _TrainerEnd
-from megagrpo.weights.wire.group import EngineGroup, Receive
+from megagrpo.weights.wire.engine_group import EngineGroup, Receive
 from megagrpo.weights.wire.mailbox import decode, open_mailbox
 from tests.dist.test_weights_gather import FFN, HIDDEN, LAYERS, SPECS, VOCAB, ToyActor, hf_tensors
 from tests.dist.workers.counted import counted_calls

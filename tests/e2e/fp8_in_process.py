@@ -43,8 +43,8 @@ from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.environment import temporarily
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
-from megagrpo.weights.actor_weights import ActorWeights, kept_dtypes
-from megagrpo.weights.copies.record import record_copies
+from megagrpo.weights.actor_weights import ActorWeights, fixed_dtypes
+from megagrpo.weights.copies.recorder import record_copies
 from megagrpo.weights.exchange import Exchange
 from tests.fp8_checkpoint import quantize_folder
 from tests.pretended_groups import only_fake_groups
@@ -69,8 +69,8 @@ class PlainActor:
         self.live = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         described = list(model_tensors(architecture_of(hf)))
         fp8 = frozenset(spec.name for spec in described if spec.in_fp8)
-        copies, kept = record_copies(self.load, specs, self.live), kept_dtypes(described)
-        self.weights = ActorWeights(copies, specs, lambda: self.live, kept=kept, fp8=fp8)
+        copies, fixed = record_copies(self.load, specs, self.live), fixed_dtypes(described)
+        self.weights = ActorWeights(copies, specs, lambda: self.live, fixed_dtypes=fixed, fp8=fp8)
 
     def load(self, hf) -> None:
         for name, tensor in self.live.items():

@@ -22,7 +22,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.rollout.control import bearer
 from megagrpo.system.environment import WEIGHT_LOADER
-from megagrpo.weights.copies.record import record_copies
+from megagrpo.weights.copies.recorder import record_copies
 from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.hf_folder import HfFolder
 from megagrpo.weights.transports import broadcast
@@ -37,7 +37,7 @@ class PlainSource:
     """An actor whose parameters are the HF tensors."""
 
     def __init__(self, folder: Path):
-        self.hf_specs, self.kept, self.merged = HfFolder(folder).specs, {}, nullcontext
+        self.hf_specs, self.fixed_dtypes, self.merged = HfFolder(folder).specs, {}, nullcontext
         self.live = {name: torch.zeros(shape) for name, (shape, _) in self.hf_specs.items()}
         self.copies = record_copies(self._load, self.hf_specs, self.live)
 

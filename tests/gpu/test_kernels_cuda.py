@@ -9,13 +9,13 @@ import torch
 
 from megagrpo.algo.statistics import alone, group_statistics
 from megagrpo.mesh import make_mesh
-from megagrpo.weights.copies.record import Copy
+from megagrpo.weights.copies.recorder import Copy
 from megagrpo.weights.copies.views import Box
 from megagrpo.weights.digests import digest
 from megagrpo.weights.digests.digest import batched_digest
 from megagrpo.weights.expected_digests import ExpectedDigests
 from megagrpo.weights.transports.protocol import TrainerWeights
-from megagrpo.weights.wire.group import GroupLimits
+from megagrpo.weights.wire.engine_group import GroupLimits
 
 CUDA = torch.device("cuda")
 

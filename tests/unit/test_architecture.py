@@ -38,7 +38,7 @@ MANY_ARGUMENTS = {  # "path:function" -> whose signature it is
     "weights/digests/triton_kernel.py:_block_sums": "a Triton kernel takes pointers and sizes one by one",
     "algo/logprob.py:forward": "torch.autograd.Function takes its inputs one by one",
 }
-NAMES_TRANSPORTS = {"tools/convert/rules.py", "tools/convert/slime.py"}  # write an experiment
+NAMES_TRANSPORTS = {"tools/convert/rules.py"}  # write an experiment
 
 # What stands beside the core, which never imports it; its modules are found by name where a setting asks for them.
 WINGS = {"tools", "cpu", "sandbox", "environments"}

@@ -29,11 +29,11 @@ from megagrpo.weights.copies.views import ParameterSlice
 from megagrpo.weights.transports.ipc import IpcTransport
 from megagrpo.weights.transports.reshard_plan import Nearness
 from megagrpo.weights.wire.clock import Deadline
-from megagrpo.weights.wire.group import PeerLost
+from megagrpo.weights.wire.engine_group import PeerLost
 from megagrpo.weights.wire.handover import Handover, take_batches
 from megagrpo.weights.wire.mailbox import Mailbox, listening_store, open_mailbox
-from megagrpo.weights.wire.messages import Message
 from megagrpo.weights.wire.shared_buffer import Place, SharedBuffer, open_shared
+from megagrpo.weights.wire.transfer_messages import Message
 from tests.experiments import QUICKSTART
 
 SETTINGS = ["rollout.colocate=true", "weights.transport=ipc"]

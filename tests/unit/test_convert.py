@@ -11,9 +11,9 @@ from megagrpo.cli import main
 from megagrpo.config.fields import all_paths, annotations_at
 from megagrpo.config.load import ConfigError
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.tools.convert.command import translate
-from megagrpo.tools.convert.foreign import FRAMEWORKS, defaults, entries, find
-from megagrpo.tools.convert.source import read_source
+from megagrpo.tools.convert.command import draft_of, translate
+from megagrpo.tools.convert.foreign import FRAMEWORKS, alike, defaults, entries, find
+from megagrpo.tools.convert.source import Source, read_source
 from tests.experiments import read_experiment
 
 pytestmark = pytest.mark.verifies(
@@ -88,6 +88,14 @@ def lost(draft) -> dict[str, str]:
         for each in draft.outcomes()
         if each.status in ("not translated", "unknown")
     }
+
+
+def becomes(draft, key: str) -> object:
+    """What the experiment has at a dotted key; None without it."""
+    value: object = draft.nested()
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 def test_a_clip_ratio_that_verl_does_not_read_is_said(tmp_path):
@@ -184,7 +192,7 @@ def test_what_their_keys_become(tmp_path, framework, case):
     else:
         keys = yaml.safe_load(ROLL) | yaml.safe_load(case["more"])
         draft = translate(framework, source(tmp_path, yaml.safe_dump(keys), "run.yaml"))
-    assert {key: draft.values.get(key) for key in case["becomes"]} == case["becomes"]
+    assert {key: becomes(draft, key) for key in case["becomes"]} == case["becomes"]
     assert draft.problems == [] and lost(draft) == {}
 
 
@@ -275,6 +283,23 @@ def test_the_table_names_keys_that_exist_and_each_of_theirs_once():
         assert len(names) == len(set(names))
         known = {} if framework == "trl" else defaults(framework)
         assert all(find(framework, key) is not None for key in known)
+
+
+@pytest.mark.parametrize("framework", ["verl", "roll", "slime", "miles"])
+def test_no_row_of_a_table_loses_a_value_without_a_word(framework):
+    """Each key alone, with values of each type: true is not 1."""
+    for entry in entries():
+        for key in (name.replace("*", "any") for name in entry.keys[framework]):
+            for value in (True, False, 0, 2, "text", [1], defaults(framework).get(key)):
+                draft = draft_of(framework, Source({key: value}))
+                (outcome,) = (each for each in draft.outcomes() if each.key == key)
+                if entry.lacks and not entry.rule and value is not None and value != [1]:
+                    is_lost = outcome.status == "not translated"
+                    assert is_lost != any(alike(value, same) for same in entry.same), (key, value)
+                if outcome.status == "translated":
+                    assert all(
+                        becomes(draft, ours) is not None for ours in outcome.text.split(", ")
+                    ), key
 
 
 def path_of(key: str) -> tuple:

@@ -90,11 +90,22 @@ def test_files_to_evaluate_on_without_a_number_of_steps(tmp_path):
     assert list(lost(draft)) == ["data.val_files"]
 
 
+def test_an_evaluation_that_is_turned_off_but_comes_is_said(tmp_path, capsys):
+    words = "data.train_files=a.parquet data.val_files=b.parquet trainer.test_freq=5"
+    text = f"python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {words}"
+    path = source(tmp_path, f"{text} trainer.val_before_train=False", "run.sh")
+    main(["convert", "verl", str(path), "--partial"])
+    said = "An evaluation comes before the first step, although val_before_train is false."
+    output = capsys.readouterr()
+    assert f"# {said}" in output.out and said in output.err
+    assert "would train" in lost(verl(*words.split(), "trainer.val_only=True"))["trainer.val_only"]
+
+
 def test_batches_of_dynamic_sampling_have_the_size_of_a_step_here():
     groups = "algorithm.filter_groups."
     words = [f"{groups}enable=True", f"{groups}max_num_gen_batches=10", f"{groups}metric=acc"]
     draft = verl(*words, "data.train_batch_size=256", "data.gen_batch_size=512")
-    assert draft.values["algorithm.dynamic_sampling"]["max_num_gen_batches"] == 20
+    assert draft.values["algorithm.dynamic_sampling.max_num_gen_batches"] == 20
     assert "filter_groups.metric acc is the grader's score here" in draft.yaml("")
 
 

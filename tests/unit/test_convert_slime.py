@@ -13,6 +13,7 @@ from megagrpo.tools.convert.command import draft_of, translate
 from megagrpo.tools.convert.shell import trainer_command
 from megagrpo.tools.convert.source import Source, options
 from tests.experiments import read_experiment
+from tests.unit.test_convert import becomes as at
 from tests.unit.test_convert import lost, source
 
 SCRIPT = """#!/bin/bash
@@ -120,6 +121,9 @@ EVAL = "--eval-interval 5 --n-samples-per-eval-prompt 16"
             "algorithm.mismatch.weight": {"name": "tis", "cap": 5, "floor": 0.1}}),
         ("--use-tis --tis-clip-low 0.5 --custom-tis-function-path slime.backends.megatron_utils.loss.icepop_function", {
             "algorithm.mismatch.weight": {"name": "icepop", "low": 0.5, "high": 2.0}}),
+        ("--sglang-enable-dp-attention --sglang-dp-size 2", {
+            "rollout.sglang.enable_dp_attention": True, "rollout.sglang.dp_size": 2}),
+        ("--metadata-key extra", {"data.extra_key": "extra"}),
         ("--use-routing-replay", {"actor.routing_replay": "old"}),
         ("--use-rollout-routing-replay", {"actor.routing_replay": "rollout"}),
         ("--dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std", {
@@ -151,7 +155,7 @@ EVAL = "--eval-interval 5 --n-samples-per-eval-prompt 16"
 )  # fmt: skip
 def test_what_slimes_options_become(words, more, becomes):
     draft = slime(words, f"--colocate {more}")
-    assert {key: draft.values.get(key) for key in becomes} == becomes
+    assert {key: at(draft, key) for key in becomes} == becomes
     assert (lost(draft), draft.problems) == ({}, [])
 
 
@@ -174,7 +178,7 @@ def test_what_slimes_options_become(words, more, becomes):
 def test_engines_on_gpus_of_their_own(words, train, more, becomes):
     draft = slime(words, f"--rollout-num-gpus 8 {more}", "miles", train)
     becomes |= {"rollout.num_engines": 4, "rollout.colocate": None, "rollout.host": "eth0"}
-    assert {key: draft.values.get(key) for key in becomes} == becomes
+    assert {key: at(draft, key) for key in becomes} == becomes
     assert (lost(draft), draft.problems) == ({}, [])
     assert "rollout.host eth0 is a guess: name your nodes' interface." in draft.remarks
 
@@ -192,7 +196,7 @@ def test_engines_on_gpus_of_their_own(words, train, more, becomes):
         ("--rollout-function-path slime.rollout.sft_rollout.f", "--rollout-function-path", "`megagrpo sft`"),
         ("--custom-advantage-function-path a.b", "--custom-advantage-function-path", "a function of one's own"),
         ("--use-rollout-logprobs", "--use-rollout-logprobs", "always the trainer's"),
-        ("--sglang-dp-size 8", "--sglang-dp-size", "data-parallel attention"),
+        ("--sglang-dp-size 8", "--sglang-dp-size", "is refused without enable_dp_attention"),
         ("--attention-dropout 0.1", "--attention-dropout", "there is no dropout"),
         ("--optimizer muon", "--optimizer", "the optimizer is AdamW"),
         ("--hf-checkpoint /m/x-int4", "--hf-checkpoint", "name the model in bfloat16"),

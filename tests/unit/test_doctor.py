@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.check import doctor
+from megagrpo.tools import doctor
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,9 +17,13 @@ from megagrpo.system import environment, worker_process
 from megagrpo.system.run_folder import RunFolder
 from tests import experiments
 
-pytestmark = pytest.mark.verifies(
-    "runs", "each process has the environment of [the table](gpu.md#environment-of-every-process)"
-)
+pytestmark = [
+    pytest.mark.verifies(
+        "runs",
+        "each process has the environment of [the table](gpu.md#environment-of-every-process)",
+    ),
+    pytest.mark.usefixtures("handlers_of_pytest"),  # its launches leave all signals ignored
+]
 
 DOCS = Path(__file__).parents[2] / "docs" / "evidence" / "gpu.md"
 HEADING = "## Environment of every process"
@@ -91,8 +95,7 @@ def environments(
     for module in (supervise, engine_node):
         monkeypatch.setattr(module, "spawn", recorder.spawn)
     cuda, gpus = kind != "CPU", [] if kind == "CPU" else ["0", "1", "2", "3"]
-    for module in (nodes, machine):
-        monkeypatch.setattr(module, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(machine, "visible_gpus", lambda: gpus)
     monkeypatch.setattr(machine, "refuse_what_cannot_run", lambda *_: None)
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(64)))
     if kind == "several machines":

@@ -20,7 +20,7 @@ from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.blocks import block_maxima, block_scales, dequantize, quantize
-from megagrpo.weights.copies.record import Copy, Recording, coverage_problems, record_copies
+from megagrpo.weights.copies.recorder import Copy, Recording, coverage_problems, record_copies
 from megagrpo.weights.copies.storages import Computed
 from megagrpo.weights.engines.derived_tensors import (
     absorbed_matrices,

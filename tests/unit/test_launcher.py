@@ -65,14 +65,15 @@ def test_trainers_and_engines_have_gpus_of_their_own_or_too_few_are_refused():
 
 
 def test_rays_folder_is_this_users_alone(tmp_path):
-    folder = nodes._own_folder(tmp_path / "mgr")
-    assert nodes._own_folder(folder).stat().st_mode & 0o777 == 0o700  # of a start that was killed
+    folder = nodes._private_folder(tmp_path / "mgr")
+    # of a start that was killed
+    assert nodes._private_folder(folder).stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
     with pytest.raises(ValueError, match="must be this user's own folder, closed to others"):
-        nodes._own_folder(folder)
+        nodes._private_folder(folder)
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(ValueError, match="must be this user's own folder"):
-        nodes._own_folder(tmp_path / "link")
+        nodes._private_folder(tmp_path / "link")
 
 
 def test_only_one_run_trains_into_a_folder(tmp_path):
@@ -106,7 +107,7 @@ def test_a_folder_without_permission_is_one_message(monkeypatch, capsys):
     def refused(args: object) -> int:
         raise PermissionError(13, "Permission denied", "/data/runs")
 
-    monkeypatch.setattr(cli, "_doctor", refused)
+    monkeypatch.setattr("megagrpo.tools.doctor.run", refused)
     assert cli.main(["doctor"]) == 2
     assert capsys.readouterr().err == (
         "megagrpo doctor: [Errno 13] Permission denied: '/data/runs'\n"
@@ -558,6 +559,7 @@ from megagrpo.tasks.ranks import train_main
 from tests.experiments import experiment
 
 run = SimpleNamespace(mesh=SimpleNamespace(is_main=True))
+sys.modules["megagrpo.check.problems"] = SimpleNamespace(model_to_train=lambda config: None)
 sys.modules["megagrpo.loop.run"] = SimpleNamespace(start_run=lambda *_: nullcontext(run))
 sys.modules["megagrpo.loop.train"] = SimpleNamespace(train=lambda run: None)
 for folder in sys.argv[1:]:

@@ -1,6 +1,7 @@
 """The service's own address, key, connections and Ray, which need no engine."""
 
 import asyncio
+import json
 import stat
 import subprocess
 import sys
@@ -106,6 +107,17 @@ def test_ray_is_tried_again_and_failed_attempts_leave_nothing(tmp_path, monkeypa
     assert not folder.exists()
     other.kill()
     other.wait()
+
+
+def test_a_second_service_of_a_running_run_is_refused(tmp_path):
+    """It would replace the address and the key that the run's trainers read."""
+    with running(FakeService()) as service:
+        address = json.dumps({"url": service.url})
+        (tmp_path / "service.json").write_text(address)
+        (tmp_path / "service.key").write_text("key")
+        with pytest.raises(ValueError, match=f"output_dir {tmp_path}: .* at {service.url}; wait"):
+            server.serve(experiment(tmp_path, start_timeout_s=1.0), tmp_path)
+    assert (tmp_path / "service.json").read_text() == address
 
 
 def test_the_service_gives_up_with_one_line(tmp_path, monkeypatch, capfd):

@@ -200,7 +200,7 @@ def test_records_and_checkpoints_keep_rollouts(tmp_path):
     assert read_groups(tmp_path / "groups.npz") == groups
     record = _record(groups[2], str)
     assert [sample["rollout"] for sample in record["samples"]] == [
-        s.of_rollout for s in groups[2].samples
+        s.rollout_index for s in groups[2].samples
     ]
     rewards = {sample["rollout"]: sample["reward"] for sample in record["samples"]}
     assert rewards == {n: o.value if o.ok else None for n, o in enumerate(groups[2].outcomes)}

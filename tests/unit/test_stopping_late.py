@@ -1,14 +1,19 @@
 """Stop requests and grants that come while a launcher starts, fails or ends its children."""
 
 import signal
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from megagrpo.run import Run
 
 from megagrpo.cluster import supervise
 from megagrpo.cluster.supervise import Launch
+from megagrpo.mesh import RunStopped
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import STOPPED, StopRequest
+from megagrpo.types import TrainState
 
 pytestmark = pytest.mark.usefixtures("handlers_of_pytest")
 
@@ -38,6 +43,27 @@ def test_what_ranks_grant_while_they_are_ended_decides_the_status(error, tmp_pat
     said = capsys.readouterr().err
     assert "service ended with status 3" in said and "saved after step 3" in said
     assert ("megagrpo train: OSError(116, 'Stale file handle')" in said) == (error is not None)
+
+
+def test_a_grant_that_cannot_be_read_decides_the_status(tmp_path):
+    request = StopRequest(tmp_path / "trainer.stop_request")
+    request.grant(3, final=False)
+    assert request.granted() == ("saved after step 3", STOPPED)
+    (tmp_path / "trainer.stop_granted").unlink()
+    (tmp_path / "trainer.stop_granted").mkdir()  # reading it raises an OSError, as ESTALE is
+    assert request.granted() == ("saved", STOPPED)
+
+
+def test_a_full_disk_does_not_hide_why_a_run_stopped():
+    def log(*entry: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    run = SimpleNamespace(recording=SimpleNamespace(log=log), state=TrainState())
+    with pytest.raises(RunStopped, match="too few groups"), ExitStack() as end:
+        end.callback(Run.log, run, {})
+        raise RunStopped("too few groups")
+    with pytest.raises(OSError, match="No space"):
+        Run.log(run, {})
 
 
 def test_a_shared_folder_that_fails_for_a_moment_ends_no_run(tmp_path, monkeypatch, capsys):

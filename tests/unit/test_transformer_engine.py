@@ -59,7 +59,7 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.models.table import architecture_of
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
 from megagrpo.weights.expected_digests import ExpectedDigests
-from megagrpo.weights.copies.record import Copy, record_copies
+from megagrpo.weights.copies.recorder import Copy, record_copies
 from megagrpo.weights.transports.reshard_plan import trainer_atoms
 
 assert optimizer.Adam.__module__.startswith("transformer_engine") and distrib_optimizer.USING_TE_OPTIMIZER

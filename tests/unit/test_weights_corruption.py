@@ -27,7 +27,7 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.mesh import LeaderError
 from megagrpo.models.table import architecture_of, read_description
 from megagrpo.weights.actor_weights import load_initial_weights
-from megagrpo.weights.copies.record import record_copies
+from megagrpo.weights.copies.recorder import record_copies
 from megagrpo.weights.exchange import TRANSPORTS
 from megagrpo.weights.hf_folder import HfFolder
 from megagrpo.weights.transports.gather_plan import make_gather_plan, published_specs
@@ -334,7 +334,7 @@ def test_an_actor_that_rounds_the_bias_does_not_load(tmp_path):
     specs = HfFolder(folder).specs
     (bias,) = [name for name in specs if name.endswith("e_score_correction_bias")]
     weights = load_initial_weights(plain_actor(arch, specs, {bias}), folder)
-    assert weights.kept == {bias: torch.float32}
+    assert weights.fixed_dtypes == {bias: torch.float32}
     with pytest.raises(
         AssertionError,
         match=f"{bias} holds HF tensor {bias} in torch.bfloat16, not in torch.float32",

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.weights.copies.record import Copy, Specs, record_copies
+from megagrpo.weights.copies.recorder import Copy, Specs, record_copies
 from megagrpo.weights.copies.views import Box
 from megagrpo.weights.digests import batches as digest_batches
 from megagrpo.weights.digests.batches import CopyBatches, constant_steps

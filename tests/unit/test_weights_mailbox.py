@@ -19,7 +19,7 @@ from megagrpo.mesh import LeaderError
 from megagrpo.weights.engines import loader
 from megagrpo.weights.transports.links import CutFlag
 from megagrpo.weights.wire.clock import Deadline
-from megagrpo.weights.wire.group import PeerLost
+from megagrpo.weights.wire.engine_group import PeerLost
 from megagrpo.weights.wire.handover import Handover, take_batches
 from megagrpo.weights.wire.mailbox import Mailbox, decode, encode, listening_store, open_mailbox
 

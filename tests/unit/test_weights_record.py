@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megagrpo.weights.copies.record import coverage_problems, record, record_copies
+from megagrpo.weights.copies.recorder import coverage_problems, record, record_copies
 from megagrpo.weights.copies.views import Box
 
 HF = {"a": (8, 6), "b": (8, 6), "c": (12,), "e": (3, 4, 5)}

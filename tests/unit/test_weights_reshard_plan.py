@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.weights.copies.record import Copy
+from megagrpo.weights.copies.recorder import Copy
 from megagrpo.weights.transports.gather_plan import published_specs
 from megagrpo.weights.transports.reshard_plan import (
     make_cover,

@@ -45,7 +45,7 @@ class ToyTransport:
         self.connected: set[str] = set()
 
     def transfer(self, version, engines, timer) -> Traffic:
-        self.weights.mesh.from_main(lambda: engines.each(self._send), "toy weights to engines")
+        self.weights.mesh.from_main(lambda: engines.for_each(self._send), "toy weights to engines")
         return Traffic()
 
     def _send(self, engine: EngineConnection) -> None:

@@ -16,7 +16,7 @@ from megagrpo.weights.transports.reshard import JOIN, SendOrder, _TrainerEnd
 from megagrpo.weights.wire import clock
 from megagrpo.weights.wire.changes import ALL, LastSent, changes_bytes, count_tags, write_changes
 from megagrpo.weights.wire.clock import Deadline, PhaseTimer
-from megagrpo.weights.wire.group import (
+from megagrpo.weights.wire.engine_group import (
     EngineGroup,
     GroupLimits,
     PeerLost,
@@ -24,7 +24,7 @@ from megagrpo.weights.wire.group import (
     Send,
     join_group,
 )
-from megagrpo.weights.wire.messages import Message
+from megagrpo.weights.wire.transfer_messages import Message
 
 CUDA = torch.device("cuda")
 

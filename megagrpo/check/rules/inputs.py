@@ -1,11 +1,10 @@
 """What a run reads before it starts: files, packages, checkpoints, rows and the user's functions."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from megagrpo.check.rules.subject import Subject
 from megagrpo.checkpoint.folder import latest, layout_problem, place_problem
@@ -18,7 +17,7 @@ from megagrpo.rewards.graders.table import check_answer, check_grader, load_grou
 from megagrpo.rollout.agents.environments import load_environment
 from megagrpo.rollout.agents.program_worker import load_program
 
-Call = tuple[Any, ...]  # a function and its arguments
+Call = tuple[Callable[..., object], *tuple[object, ...]]  # a function and its arguments
 _NAMED = 10  # rows
 # on the Hugging Face Hub, by what the names of their models begin with
 _OWNERS = {

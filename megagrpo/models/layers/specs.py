@@ -1,7 +1,6 @@
 """Layer specs for Megatron: a layer is what its kinds build of the same parts."""
 
 from collections.abc import Callable
-from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
@@ -29,7 +28,7 @@ from megagrpo.models.kinds.vision.layer import SeeingLayer
 from megagrpo.models.layers.parts import Parts
 
 # what mixes tokens -> its module's specification
-_MIXERS: dict[type, Callable[[Any, Parts], ModuleSpec]] = {
+_MIXERS: dict[type, Callable[..., ModuleSpec]] = {
     GroupedQuery: grouped_query_spec,
     LatentAttention: latent_spec,
     GatedDelta: gated_delta_spec,

@@ -26,7 +26,7 @@ import os
 import secrets
 import signal
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import aiohttp
@@ -36,6 +36,7 @@ from aiohttp import web
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.vocabulary import different_tokens
+from megagrpo.rollout.control import ServiceUnreachable, find_service
 from megagrpo.rollout.service.addresses import own_address
 from megagrpo.rollout.service.engine_command import on_gpus
 from megagrpo.rollout.service.engine_model import as_engines_see_it
@@ -64,6 +65,7 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
     """
     _refuse_other_tokens(config)
     folder = RunFolder(run_dir.absolute())
+    _refuse_beside_another(folder)
     folder.service.unlink(missing_ok=True)  # an older run's URL would mislead trainers
     api_key = make_key(folder.service_key)
     write_whole(folder.service_progress, "Ray starts")
@@ -81,6 +83,16 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
     finally:
         for left in (folder.service, folder.service_key, folder.service_progress):
             left.unlink(missing_ok=True)
+
+
+def _refuse_beside_another(folder: RunFolder) -> None:
+    if folder.service.exists():
+        with suppress(ServiceUnreachable):  # of a run that was killed
+            url = find_service(folder.path).url
+            raise ValueError(
+                f"output_dir {folder.path}: the rollout service of a run there answers at {url}; "
+                "wait for the end of that run or name another output_dir"
+            )
 
 
 def _refuse_other_tokens(config: ExperimentConfig) -> None:

@@ -87,14 +87,14 @@ def head_logprobs(actor: MegatronActor, hidden: Tensor, tokens: Tensor) -> Tenso
 
 def _modules(actor: MegatronActor) -> dict[str, nn.Module]:
     """Returns this rank's modules by name, with the layers of the whole model counted from 0."""
-    found = {}
+    modules = {}
     for chunk in actor.chunks:
         for name, module in chunk.named_modules():
             parts = name.split(".")
             if parts[:2] == ["decoder", "layers"] and len(parts) > 2:
                 parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
-            found[".".join(parts)] = module
-    return found
+            modules[".".join(parts)] = module
+    return modules
 
 
 def _piece(key: str, micro: MicroBatch, values: Tensor) -> SeenTokens:

@@ -43,14 +43,14 @@ def bisect(config: ExperimentConfig, args: argparse.Namespace) -> int:
             words += [f"--{name.replace('_', '-')}", str(value)]
     if ranks_beside_service(experiment_of(config, args.own_weights, folder), words):
         return 2
-    found = json.loads(folder.bisect_report.read_text())
+    report = json.loads(folder.bisect_report.read_text())
     print((folder.path / "report.md").read_text(), end="")
-    if found["place"] is not None:
+    if report["place"] is not None:
         print(
-            f"megagrpo bisect: {found['place']} differs; every figure is in {folder.bisect_report}",
+            f"megagrpo bisect: {report['place']} differs; every figure is in {folder.bisect_report}",
             file=sys.stderr,
         )
-    return 0 if found["place"] is None else 1
+    return 0 if report["place"] is None else 1
 
 
 def _require_checkpoint(folder: Path) -> None:

@@ -108,18 +108,15 @@ def bisect_pair(
     if (layer := layer_to_open(passes)) is not None:
         inside = layer_points(actor.arch, layer)
         again, _ = _prefill(job, inside, with_experts=False)
-        found, _ = _compare(job, f"inside layer {layer}", inside, again, ids)
-        passes.append(replace(found, inside=True))
+        within, _ = _compare(job, f"inside layer {layer}", inside, again, ids)
+        passes.append(replace(within, inside=True))
     if not mesh.is_main:
         return None
-    names = (
-        {sequence.version for sequence in sequences} - {str(version)}
-        if version is not None
-        else set()
-    )
+    versions = {sequence.version for sequence in sequences} - {str(version)}
     stale = [
         f"the engine calls its weights version {name}, the trainers have {version}"
-        for name in sorted(names)
+        for name in sorted(versions)
+        if version is not None
     ]
     return Findings(stale, passes, list(dict.fromkeys(job.notes)), job.lengths, job.bounds)
 
@@ -171,8 +168,8 @@ def _compare(
 ) -> tuple[Pass, Tensor]:
     """Collective. Runs the actor over the batch and compares. Also returns the actor's
     log-probabilities [T]."""
-    found = captured_forward(job.actor, job.batch, [point.trainer for point in points], ids)
-    pieces = _gather(job, found)
+    forward = captured_forward(job.actor, job.batch, [point.trainer for point in points], ids)
+    pieces = _gather(job, forward)
     arch = job.actor.arch
 
     def both() -> Pass:
@@ -182,19 +179,21 @@ def _compare(
         differences, flips, unlike = compare_points(
             points, engine.values, trainer.values, job.sizes, job.bounds
         )
-        job.notes.extend([*seen.problems, *found.problems, *engine.notes, *trainer.notes, *unlike])
+        job.notes.extend(
+            [*seen.problems, *forward.problems, *engine.notes, *trainer.notes, *unlike]
+        )
         return Pass(title, differences, flips)
 
-    return job.mesh.from_main(both, f"compare: {title}"), found.logprobs
+    return job.mesh.from_main(both, f"compare: {title}"), forward.logprobs
 
 
-def _gather(job: _Job, found: CapturedForward) -> list[SeenTokens]:
+def _gather(job: _Job, forward: CapturedForward) -> list[SeenTokens]:
     """Collective. Returns the pieces of all ranks on the main rank, through files: they may be
     gigabytes."""
     file = job.folder / f"trainer_rank{job.mesh.rank}.pt"
     needed = job.mesh.dp_rank == 0  # other data-parallel ranks compute the same of the same batch
     if needed:
-        torch.save([tuple(piece) for piece in found.pieces], file)
+        torch.save([tuple(piece) for piece in forward.pieces], file)
     written = job.mesh.gather_world(needed)
     pieces: list[SeenTokens] = []
     if job.mesh.is_main:
@@ -227,7 +226,7 @@ def _output_pass(
     job: _Job, prefilled: Prefilled | None, heads: Sequence[Tensor], logprobs: Tensor
 ) -> Pass:
     prefilled = _on_main(prefilled)
-    found = []
+    differences = []
     shorter = [length - 1 for length in job.lengths]
     text = job.is_text[:, None]
     engine = torch.cat([torch.tensor(row, dtype=torch.float64) for row in prefilled.logprobs])[
@@ -236,7 +235,7 @@ def _output_pass(
     engine = engine.where(text, 0.0)
     if heads:
         says = "output layer and log-softmax, on the engine's last hidden states"
-        found.append(
+        differences.append(
             difference(
                 "head", says, engine, heads[0][:, None].where(text, 0.0), shorter, job.bounds.head
             )
@@ -245,7 +244,7 @@ def _output_pass(
     ours = torch.cat([sequence[1:] for sequence in logprobs.split(job.lengths)])[:, None].where(
         text, 0.0
     )
-    found.append(difference("logprobs", "log-probabilities", engine, ours, shorter, bound))
+    differences.append(difference("logprobs", "log-probabilities", engine, ours, shorter, bound))
     decoded = [torch.tensor(sequence.logprobs, dtype=torch.float64) for sequence in job.sequences]
     again = [
         row[-len(part) :] for row, part in zip(engine[:, 0].split(shorter), decoded, strict=True)
@@ -253,8 +252,8 @@ def _output_pass(
     says = "log-probabilities of decoding against prefill, inside the engine"
     decode = torch.cat(decoded)[:, None]
     prefill = torch.cat(again)[:, None]
-    found.append(difference("decode", says, prefill, decode, list(map(len, decoded)), bound))
-    return Pass(OUTPUT, found)
+    differences.append(difference("decode", says, prefill, decode, list(map(len, decoded)), bound))
+    return Pass(OUTPUT, differences)
 
 
 def _head_inputs(job: _Job, prefilled: Prefilled) -> tuple[Tensor | None, Tensor]:

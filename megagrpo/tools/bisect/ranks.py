@@ -57,11 +57,11 @@ def bisect_ranks(config: ExperimentConfig, args: Namespace, device: torch.device
             engine = ProbedEngine(info, config.rollout.tp, control.api_key, folder, limit_s, images)
             stack.callback(engine.close)
             engine.resume()
-        found = bisect_pair(actor, engine, chosen, args.max_new_tokens, folder, bounds, expected)
+        findings = bisect_pair(actor, engine, chosen, args.max_new_tokens, folder, bounds, expected)
 
     def write() -> None:
-        assert found is not None, "runs on the main rank"
-        write_findings(folder, replace(found, weights=found.weights + wrong))
+        assert findings is not None, "runs on the main rank"
+        write_findings(folder, replace(findings, weights=findings.weights + wrong))
 
     actor.mesh.from_main(write, "write the report")
 

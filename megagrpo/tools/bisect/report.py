@@ -84,7 +84,9 @@ def layer_to_open(passes: list[Pass]) -> int | None:
     """Returns the first layer that differs, else the first with too many flips; None also if the
     embedding differs."""
     layers = [one for one in passes if one.title != OUTPUT]
-    differing = [found for one in layers for found in one.differences if found.beyond]
+    differing = [
+        difference for one in layers for difference in one.differences if difference.beyond
+    ]
     flipping = [flips.layer for one in layers for flips in one.flips if flips.beyond]
     return differing[0].layer if differing else next(iter(flipping), None)
 
@@ -93,7 +95,7 @@ def _computed(passes: list[Pass]) -> tuple[str | None, str]:
     # finest first
     layers = sorted((one for one in passes if one.title != OUTPUT), key=lambda one: not one.inside)
     for one in layers:
-        if any(found.beyond for found in one.differences):
+        if any(difference.beyond for difference in one.differences):
             return _first_beyond(one.differences)
     for flips in (flips for one in layers for flips in one.flips if flips.beyond):
         taken = (
@@ -103,31 +105,31 @@ def _computed(passes: list[Pass]) -> tuple[str | None, str]:
         says = f"{taken}, though its output with the same experts is equal: {look}"
         return f"layers.{flips.layer}.experts", says
     for one in passes:
-        if any(found.beyond for found in one.differences):
+        if any(difference.beyond for difference in one.differences):
             return _first_beyond(one.differences)
     return None, "nothing differs beyond the bounds"
 
 
 def _first_beyond(differences: list[Difference]) -> tuple[str, str]:
-    at = next(at for at, found in enumerate(differences) if found.beyond)
-    found = differences[at]
+    at = next(at for at, difference in enumerate(differences) if difference.beyond)
+    difference = differences[at]
     upto = f"equal up to {differences[at - 1].says}; " if at else ""
-    cause = _EXPLAINED.get(found.name.rpartition(".")[2])
+    cause = _EXPLAINED.get(difference.name.rpartition(".")[2])
     look = f": look at {cause}" if cause else ""
     return (
-        found.name,
-        f"{upto}the first difference is {found.says} ({found.error:.2g}, bound "
-        f"{found.bound:.2g}){look}",
+        difference.name,
+        f"{upto}the first difference is {difference.says} ({difference.error:.2g}, bound "
+        f"{difference.bound:.2g}){look}",
     )
 
 
 def table(findings: Findings) -> str:
     """Returns the report for people, in Markdown."""
-    found = verdict(findings)
+    cause = verdict(findings)
     lines = [
-        f"# Engine against trainer: {found.point or 'nothing differs'}",
+        f"# Engine against trainer: {cause.point or 'nothing differs'}",
         "",
-        *found.text.splitlines(),
+        *cause.text.splitlines(),
         "",
     ]
     read = (
@@ -147,19 +149,20 @@ def table(findings: Findings) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _row(found: Difference) -> str:
-    sizes = f"{found.error:.1e} | {found.bound:.1e} | {found.largest:.1e}"
-    mark = "**differs**" if found.beyond else "ok"
-    return f"| {found.says} | {sizes} | {found.worst_sequence}:{found.worst_token} | {mark} |"
+def _row(difference: Difference) -> str:
+    sizes = f"{difference.error:.1e} | {difference.bound:.1e} | {difference.largest:.1e}"
+    mark = "**differs**" if difference.beyond else "ok"
+    worst = f"{difference.worst_sequence}:{difference.worst_token}"
+    return f"| {difference.says} | {sizes} | {worst} | {mark} |"
 
 
 def write_findings(folder: Path, findings: Findings) -> str:
     """Writes report.md and report.json into `folder`; returns the table."""
-    found = verdict(findings)
+    cause = verdict(findings)
     record = {
-        "place": found.point,
-        "computed": found.computed,
-        "verdict": found.text,
+        "place": cause.point,
+        "computed": cause.computed,
+        "verdict": cause.text,
         **asdict(findings),
     }
     write_whole(folder / "report.json", json.dumps(_plain(record), indent=1))
@@ -171,7 +174,7 @@ def write_findings(folder: Path, findings: Findings) -> str:
 def _plain(value: object) -> object:
     """Returns the value with NaN and infinities, which JSON does not have, as text."""
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(inner) for inner in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

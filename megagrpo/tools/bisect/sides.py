@@ -45,10 +45,10 @@ def from_trainer(
     return _side((p, _of_trainer(p, by_key.get(p.name, []), starts[p.unit], arch)) for p in points)
 
 
-def _side(found: Iterable[tuple[Point, Tensor | str]]) -> Side:
+def _side(point_values: Iterable[tuple[Point, Tensor | str]]) -> Side:
     """Splits values from reasons why a point has none."""
     side = Side({}, [])
-    for point, value in found:
+    for point, value in point_values:
         if isinstance(value, str):
             side.notes.append(f"{point.name}: {value}")
         else:

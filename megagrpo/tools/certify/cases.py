@@ -9,6 +9,15 @@ from typing import Literal
 from megagrpo.config.schema import ActorConfig, ParallelConfig
 
 _RECOMPUTE: tuple[Literal["none", "full"], ...] = ("none", "full")
+# settings of the experiment's actor that every case has
+KEPT = {
+    "transformer_engine",
+    "deadline_s",
+    "lora",
+    "vision",
+    "router_losses",
+    "routing_replay",
+}
 # tokens of a micro-batch: one to three samples, or all
 SMALL_BUDGET = 48
 LARGE_BUDGET = 4096
@@ -76,7 +85,7 @@ def grid(
     """Returns the cases to run, the reference first, and the reason for each layout that is left
     out.
 
-    Raises ValueError for a name in `only` that is not a layout.
+    Raises ValueError for a name in `only` that is not a layout, or whose layout cannot run.
     """
     unknown = sorted(set(only or ()) - layouts.keys())
     if unknown:
@@ -90,6 +99,8 @@ def grid(
             left_out[name] = f"needs {needed} ranks, {ranks} were given"
         elif only is not None and name not in (*only, REFERENCE.layout):
             left_out[name] = "not asked for"
+        if name in left_out and name in (only or ()):
+            raise ValueError(f"nothing ran, because {name} cannot: {left_out[name]}")
         if name in left_out:
             continue
         plain = Case(layout=name, ranks=needed, parallel=parallel)

@@ -18,7 +18,7 @@ from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig
 from megagrpo.system.arguments import positive
 from megagrpo.system.environment import under_torchrun
 from megagrpo.tasks.ranks import guarded
-from megagrpo.tools.certify.cases import grid, layouts_of
+from megagrpo.tools.certify.cases import KEPT, grid, layouts_of
 from megagrpo.tools.certify.report import CaseResult, write_certificate
 from megagrpo.tools.certify.subject import make_models
 
@@ -30,8 +30,8 @@ def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = N
     """Writes the certificate into `<output_dir>/certify`; returns 0 if every case is within the
     bounds, else 1.
 
-    only: layout names; default: all that fit `ranks`. Raises ValueError for an unknown layout or a
-    missing model.
+    only: layout names; default: all that fit `ranks`. Raises ValueError for a layout that is
+    unknown or cannot run, and for a missing model.
     """
     # of the policy
     config = config.model_copy(update={"actor": config.actor.model_copy(update={"draft": None})})
@@ -53,10 +53,10 @@ def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = N
         (subfolder / "cases.json").write_text(
             json.dumps([asdict(case) for case in cases if case.ranks == world])
         )
-        of_world = _of_world(config, folder / "model", subfolder, world)
-        file = of_world.run_folder.config
-        dump_config(of_world, file)
-        if train_ranks(of_world, "certify", [str(file)]) != 0:
+        experiment = tiny_experiment(config, folder / "model", subfolder, world)
+        file = experiment.run_folder.config
+        dump_config(experiment, file)
+        if train_ranks(experiment, "certify", [str(file)]) != 0:
             return 1  # the launcher has reported why
         results += json.loads((subfolder / "results.json").read_text())
     text, passed = write_certificate(
@@ -82,10 +82,12 @@ def certify_main(config: ExperimentConfig) -> int:
     return guarded(config, "certify", body)
 
 
-def _of_world(config: ExperimentConfig, model: Path, folder: Path, world: int) -> ExperimentConfig:
+def tiny_experiment(
+    config: ExperimentConfig, model: Path, folder: Path, world: int
+) -> ExperimentConfig:
     """Returns the experiment with the tiny model, in a run folder of its own; the cases have their
     own layouts."""
-    kept = config.actor.model_dump(include={"device", "transformer_engine", "deadline_s", "lora"})
+    kept = config.actor.model_dump(include=KEPT | {"device"})
     actor = ActorConfig(world_size=world, **kept)
     return config.model_copy(
         update={"output_dir": str(folder), "model": ModelConfig(path=str(model)), "actor": actor}

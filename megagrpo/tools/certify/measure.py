@@ -32,7 +32,7 @@ from megagrpo.models.folder import Model
 from megagrpo.models.layers.lora import InitialAdapters
 from megagrpo.system import environment
 from megagrpo.system.run_folder import write_whole
-from megagrpo.tools.certify.cases import NEIGHBOR, REFERENCE, Case
+from megagrpo.tools.certify.cases import KEPT, NEIGHBOR, REFERENCE, Case
 from megagrpo.tools.certify.report import CaseFigures
 from megagrpo.tools.certify.subject import (
     MAX_PROMPT,
@@ -56,15 +56,6 @@ from megagrpo.weights.transports.gather_plan import (
 # a full step.
 OPTIMIZER = OptimizerConfig(lr=1e-3, clip_grad=1.0, distributed=False, megatron={"adam_eps": 1e-4})
 _CHUNK_TOKENS = 32
-# of the experiment's actor
-_KEPT = {
-    "transformer_engine",
-    "deadline_s",
-    "lora",
-    "vision",
-    "router_losses",
-    "routing_replay",
-}
 
 
 @contextmanager
@@ -169,7 +160,7 @@ def measure(
         micro_batch_tokens=case.budget,
         recompute=case.recompute,
         logprob_chunk_tokens=_CHUNK_TOKENS,
-        **config.actor.model_dump(include=_KEPT),
+        **config.actor.model_dump(include=KEPT),
     )
     optimizer = OPTIMIZER.model_copy(update={"distributed": case.distributed})
     groups = make_groups(config, config.seed, Model.of(config).arch)

@@ -48,31 +48,7 @@ def make_models(
         path = f"{config.model.path}/config.json"
         raise ValueError(f"{path} does not exist: the certificate needs the model's architecture")
     arch = architecture_of(real)
-    shards = math.lcm(2, parallel.tp)  # the standing layouts cut by 2
-    # twice the key/value heads if groups share one
-    heads = shards * (1 + (arch.attention.heads != arch.attention.kv_heads))
-    sizes = TinySizes(
-        family=arch.family,
-        hidden_size=16 * heads,
-        num_layers=math.lcm(4, parallel.pp * parallel.vpp),
-        num_heads=heads,
-        # fewer than the experiment's ranks stay fewer
-        num_kv_heads=shards
-        if arch.attention.kv_heads >= parallel.tp
-        else math.gcd(arch.attention.kv_heads, parallel.tp),
-        head_dim=16,
-        ffn_size=32 * shards,
-        num_experts=math.lcm(8, 2 * parallel.ep),
-        experts_per_token=min(arch.experts.per_token, 4) if arch.experts else 1,
-        expert_ffn_size=32
-        * (
-            math.lcm(parallel.tp, parallel.etp)
-            if arch.experts and arch.experts.shared_ffn_size
-            else parallel.etp
-        ),
-        tie_embeddings=arch.tied,
-    )
-    tiny = _description(real, sizes)
+    tiny = _description(real, _tiny_sizes(arch, parallel))
     small = architecture_of(tiny)
     generator = torch.Generator().manual_seed(seed)
     tensors = random_tensors(small, generator)
@@ -88,6 +64,34 @@ def make_models(
     for name, values in (("model", tensors), ("reference", reference), ("neighbor", neighbor)):
         write_hf_folder(folder / name, iter([values]), like=description, dtype=torch.float32)
     return small
+
+
+def _tiny_sizes(arch: Architecture, parallel: ParallelConfig) -> TinySizes:
+    """Returns sizes that the standing layouts, which cut by 2, and the experiment's can cut."""
+    attention = arch.attention
+    experts = arch.experts
+    shards = math.lcm(2, parallel.tp)
+    # twice the key/value heads if groups share one
+    heads = shards * (1 + (attention.heads != attention.kv_heads))
+    kv_heads = shards
+    if attention.kv_heads < parallel.tp:  # fewer than the experiment's ranks stay fewer
+        kv_heads = math.gcd(attention.kv_heads, parallel.tp)
+    expert_shards = parallel.etp
+    if experts and experts.shared_ffn_size:
+        expert_shards = math.lcm(parallel.tp, parallel.etp)
+    return TinySizes(
+        family=arch.family,
+        hidden_size=16 * heads,
+        num_layers=math.lcm(4, parallel.pp * parallel.vpp),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=16,
+        ffn_size=32 * shards,
+        num_experts=math.lcm(8, 2 * parallel.ep),
+        experts_per_token=min(experts.per_token, 4) if experts else 1,
+        expert_ffn_size=32 * expert_shards,
+        tie_embeddings=arch.tied,
+    )
 
 
 def _description(real: dict[str, object], sizes: TinySizes) -> dict[str, object]:
@@ -206,11 +210,11 @@ def _with_streams(
 
     def scored(sample: Sample) -> Sample:
         length = len(sample.token_ids)
-        found = TeacherScores(scores(length))
+        teacher = TeacherScores(scores(length))
         if options is not None and (k := options.num_candidates):
             drawn = torch.rand(length, VOCAB, generator=generator).topk(k).indices
-            found = replace(found, top_ids=drawn.numpy(), top_logprobs=scores(length, k))
-        return replace(sample, teacher=found if options is not None else None)
+            teacher = replace(teacher, top_ids=drawn.numpy(), top_logprobs=scores(length, k))
+        return replace(sample, teacher=teacher if options is not None else None)
 
     shown = _tokens(_number(1, MAX_RESPONSE, generator), generator)
     prompt = replace(group.prompt, demonstration=shown)

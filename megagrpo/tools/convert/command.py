@@ -11,12 +11,12 @@ from pydantic import ValidationError
 from megagrpo.check.rules.table import broken_as_read
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.run_folder import write_whole
-from megagrpo.tools.convert import roll, slime, verl
+from megagrpo.tools.convert import roll, rules, slime, verl
 from megagrpo.tools.convert.foreign import FRAMEWORKS
 from megagrpo.tools.convert.source import Source, read_source
 from megagrpo.tools.convert.translation import Translation
 
-_RULES = {"verl": verl, "roll": roll, "slime": slime, "miles": slime}
+_FUNCTIONS = {"verl": verl, "roll": roll, "slime": slime, "miles": slime}
 
 
 def translate(framework: str, path: Path) -> Translation:
@@ -26,10 +26,8 @@ def translate(framework: str, path: Path) -> Translation:
 
 def draft_of(framework: str, source: Source) -> Translation:
     """Returns the draft of an experiment from what was read."""
-    rules = _RULES[framework]
     draft = Translation(framework, source.given, source.notes)
-    draft.put_plain()
-    draft.apply(rules.RULES)
+    draft.apply(vars(rules) | vars(_FUNCTIONS[framework]))
     try:
         experiment = ExperimentConfig.model_validate(draft.nested())
     except ValidationError as exc:
@@ -59,7 +57,7 @@ def convert(draft: Translation, source: Path, output: Path | None, partial: bool
         f"{source}: {len(draft.given)} keys of {FRAMEWORKS[framework]}: "
         + ", ".join(f"{n} {s}" for s, n in counts.items())
     ]
-    say += [f"  {note}" for note in draft.notes]
+    say += [f"  {note}" for note in (*draft.notes, *draft.remarks)]
     say += [f"  {each.key} = {each.shown}: {each.status}: {each.text}" for each in lost]
     say += [f"  the experiment as translated: {problem}" for problem in draft.problems]
     failed = bool(lost or draft.problems) and not partial

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
 Scalar = str | int | float | bool | None
+Words = tuple[tuple[object, Scalar], ...]  # their values with ours
 FRAMEWORKS = {"verl": "verl", "roll": "ROLL", "trl": "TRL", "slime": "slime", "miles": "miles"}
 _FOLDER = Path(__file__).parent
 _TABLES = ("foreign_names.yaml", "slime_names.yaml")
@@ -26,11 +27,37 @@ class Entry:
     to: str = ""
     rule: str = ""
     needs: str = ""
-    values: dict[object, Scalar] | None = None
+    values: Words = ()  # theirs, ours
     free: str = ""
     lacks: str = ""
     same: tuple[Scalar, ...] = ()
     note: str = ""
+
+
+Row = dict[str, Any]  # what some options mean together; see the head of rules.yaml
+
+
+@cache
+def rows(framework: str) -> tuple[Row | str, ...]:
+    """Returns the rows of rules.yaml, and the names of functions among them."""
+    return tuple(_read("rules.yaml")["slime" if framework == "miles" else framework])
+
+
+def full_names(framework: str, names: str | list[str]) -> tuple[str, ...]:
+    """Returns their names, which tables shorten."""
+    return tuple(
+        _full_name(framework, name) for name in ([names] if isinstance(names, str) else names)
+    )
+
+
+def alike(one: object, other: object) -> bool:
+    """Returns whether two values are the same; true is not 1."""
+    return isinstance(one, bool) is isinstance(other, bool) and one == other
+
+
+def spelled(value: Any, words: Words) -> Any:
+    """Returns a value in our words, if there are some for it."""
+    return next((ours for theirs, ours in words if alike(value, theirs)), value)
 
 
 @cache
@@ -44,24 +71,21 @@ def _read(name: str) -> Any:
 
 
 def _entry(given: dict) -> Entry:
-    keys: dict[str, tuple[str, ...]] = {}
-    for framework in FRAMEWORKS:
-        names = given.pop(framework, [])
-        names = [names] if isinstance(names, str) else names
-        keys[framework] = tuple(_whole(framework, name) for name in names)
+    keys = {name: full_names(name, given.pop(name, [])) for name in FRAMEWORKS}
     keys["miles"] = (*keys["slime"], *keys["miles"])
-    return Entry(keys=keys, **given | {"same": tuple(given.get("same", ()))})
+    same, values = tuple(given.pop("same", ())), tuple(given.pop("values", {}).items())
+    return Entry(keys=keys, same=same, values=values, **given)
 
 
 @cache
 def defaults(framework: str) -> dict[str, Scalar]:
     """Returns the defaults of foreign_defaults.yaml."""
-    found = _read("foreign_defaults.yaml")
-    of_framework = found["slime"] | found["miles"] if framework == "miles" else found[framework]
-    return {_whole(framework, key): value for key, value in of_framework.items()}
+    known = _read("foreign_defaults.yaml")
+    own = known["slime"] | known["miles"] if framework == "miles" else known[framework]
+    return {_full_name(framework, key): value for key, value in own.items()}
 
 
-def _whole(framework: str, name: str) -> str:
+def _full_name(framework: str, name: str) -> str:
     if framework in ("slime", "miles"):
         return name if name.endswith(".py") else f"--{name}"
     return _SHORT.sub(r"actor_rollout_ref.\1.", name) if framework == "verl" else name
@@ -69,13 +93,14 @@ def _whole(framework: str, name: str) -> str:
 
 @cache
 def _patterns(framework: str) -> list[tuple[int, re.Pattern[str], Entry]]:
-    found = [(name, entry) for entry in entries() for name in entry.keys[framework]]
     return [
-        (len(n.replace("*", "")), re.compile(re.escape(n).replace(r"\*", ".+")), entry)
-        for n, entry in found
+        (len(name.replace("*", "")), re.compile(re.escape(name).replace(r"\*", ".+")), entry)
+        for entry in entries()
+        for name in entry.keys[framework]
     ]
 
 
+@cache
 def find(framework: str, key: str) -> Entry | None:
     """Returns the entry of the most specific name that `key` has; None if it is not in the
     table."""
@@ -96,17 +121,15 @@ def key_hint(key: str, value: object) -> str:
         if hints:
             more = ", ..." if len(hints) > 4 else ""
             how = f" (`megagrpo convert {framework} FILE` translates all)"
-            return f"; {', '.join(hints[:4])}{more}{'' if shown in _OTHERS else how}"
-    last = key.rpartition(".")[2]
-    for framework, shown in FRAMEWORKS.items():
-        for entry in entries():
-            for name in entry.keys[framework]:
-                named = name.rpartition(".")[2] == last and "*" not in name
-                if named and entry.to not in ("", key):
-                    return f"; {shown}'s {name} is {entry.to} here" + (
-                        f": {entry.note}" if entry.note else ""
-                    )
-    return ""
+            return f"; {', '.join(hints[:4])}{more}{'' if shown in _others() else how}"
+    same_names = (
+        f"; {shown}'s {name} is {entry.to} here" + (f": {entry.note}" if entry.note else "")
+        for framework, shown in FRAMEWORKS.items()
+        for entry in entries()
+        for name in entry.keys[framework]
+        if name.rpartition(".")[2] == key.rpartition(".")[2] and entry.to not in ("", key)
+    )
+    return next(same_names, "")
 
 
 def _is_here(framework: str, key: str) -> str:
@@ -118,12 +141,9 @@ def _is_here(framework: str, key: str) -> str:
 def value_hint(key: str, value: object) -> str:
     """Returns how a value of another framework is spelled here, if `key` of an experiment has it;
     else ""."""
-    entry = next(
-        (entry for entry in entries() if entry.to == key and value in (entry.values or {})), None
-    )
-    return (
-        f"; {value!r} is {entry.values[value]!r} here" if entry is not None and entry.values else ""
-    )
+    words = (spelled(value, entry.values) for entry in entries() if entry.to == key)
+    ours = next((word for word in words if not alike(word, value)), None)
+    return "" if ours is None else f"; {value!r} is {ours!r} here"
 
 
 def leaves_of(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -135,63 +155,21 @@ def leaves_of(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
         yield from leaves_of(inner, f"{prefix}.{key}" if prefix else str(key))
 
 
-# name -> what its files look like, and our keys for the first of theirs
-_OTHERS = {
-    "NeMo-RL": (
-        r"(?m)\A(?=[\s\S]*^grpo:[ \t]*$)(?=[\s\S]*^policy:[ \t]*$)|run_grpo\w{,99}\.py|nemo_rl",
-        "policy.model_name is model.path, grpo.num_prompts_per_step is train.num_prompts_per_step, "
-        "grpo.num_generations_per_prompt is train.group_size, loss_fn.ratio_clip_min and _max are "
-        "algorithm.loss.clip_ratio_low and _high, loss_fn.reference_policy_kl_penalty is "
-        "algorithm.kl.loss_coef, policy.megatron_cfg's sizes are actor.parallel, "
-        "grpo.adv_estimator's gdpo is algorithm.advantage: {name: gdpo, whiten_over: responses} "
-        "with its reward_weights in reward.graders",
-    ),
-    "OpenRLHF": (
-        r"openrlhf\.cli|openrlhf\.trainer",
-        "--actor.model_name_or_path (before 2026 --pretrain) is model.path, --data.prompt_dataset "
-        "(--prompt_data) is data.path, --rollout.batch_size is train.num_prompts_per_step, "
-        "--rollout.n_samples_per_prompt is train.group_size, --actor.eps_clip_low_high are "
-        "algorithm.loss.clip_ratio_low and _high, --algo.kl.init_coef with --algo.kl.use_loss is "
-        "algorithm.kl.loss_coef",
-    ),
-    "prime-rl": (
-        r"(?m)^\[(?:orchestrator|inference|trainer)[\].]|prime_rl|uv run rl @",
-        "model.name is model.path, group_size (once rollouts_per_example) is train.group_size, "
-        "orchestrator.batch_size counts samples: divided by the group it is "
-        "train.num_prompts_per_step, max_off_policy_steps is rollout.max_staleness, "
-        "buffer.online_difficulty_filtering is algorithm.dynamic_sampling, buffer.easy_threshold "
-        "and hard_threshold are data.curriculum's easy_at_least and hard_at_most, its "
-        "environments run as sampling.agent: {function: verifiers}",
-    ),
-    "TRL": (
-        r"(?m)^[ \t]*(?:from|import)\s+trl\b|GRPO(?:Config|Trainer)\(|\btrl\s+grpo\b"
-        r"|^(?:reward_funcs|per_device_train_batch_size):",
-        "GRPOTrainer's model (--model_name_or_path) is model.path, train_dataset (--dataset_name) is "
-        "data.path, reward_funcs are reward.graders, where its functions work as they are, "
-        "num_generations is train.group_size, per_device_train_batch_size times processes times "
-        "gradient_accumulation_steps, divided by the group, is train.num_prompts_per_step, "
-        "max_completion_length is sampling.max_response_tokens, beta is algorithm.kl.loss_coef, "
-        "epsilon and epsilon_high are algorithm.loss.clip_ratio_low and _high, loss_type is "
-        "algorithm.aggregation; the others are in the TRL column of docs/reference/names.md",
-    ),
-    "ms-swift": (
-        r"swift\s+rlhf|megatron\s+rlhf|rlhf_type",
-        "--model is model.path, --dataset is data.path, --num_generations is train.group_size, "
-        "--reward_funcs is reward.graders, --beta is algorithm.kl.loss_coef; its GRPO options are "
-        "TRL's names: the TRL column of docs/reference/names.md",
-    ),
-}
+@cache
+def _others() -> dict[str, dict[str, str]]:
+    return cast(dict[str, dict[str, str]], _read("others.yaml"))
 
 
 def whose(text: str) -> str:
     """Returns the framework, of those that are not translated, whose file a text is; else ""."""
-    return next((name for name, (sight, _) in _OTHERS.items() if re.search(sight, text)), "")
+    return next((name for name, other in _others().items() if re.search(other["looks"], text)), "")
 
 
 def where_to_look(name: str) -> str:
     """Returns the answer to a file of a framework that is not translated."""
-    translated = ", ".join(shown for shown in FRAMEWORKS.values() if shown not in _OTHERS)
+    translated = ", ".join(shown for shown in FRAMEWORKS.values() if shown not in _others())
+    keys = _others()[name]["keys"]
     return (
         f"this is {name}'s, which is not translated ({translated} are). Begin with `megagrpo init` "
-        f"or docs/train.md: {_OTHERS[name][1]}. docs/reference/configuration.md has all keys"
+        f"or docs/train.md: {keys}. docs/reference/configuration.md has all keys"
     )

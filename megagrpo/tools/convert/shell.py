@@ -2,12 +2,11 @@
 syntax tree is evaluated here, and what only a program could tell is marked."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from itertools import dropwhile
 from pathlib import Path
-from posixpath import basename, dirname, join, normpath
+from posixpath import join, normpath
 
 from tree_sitter import Node
 
@@ -22,6 +21,7 @@ from megagrpo.tools.convert.shell_words import (
     calculated,
     expand,
     fits,
+    formatted,
     is_known,
     marks_in,
     parsed,
@@ -33,6 +33,7 @@ from megagrpo.tools.convert.shell_words import (
     source,
     tested,
     words,
+    written,
 )
 
 _MOST_COMMANDS = 20_000
@@ -129,6 +130,9 @@ def _run(state: State, node: Node) -> Answer:
             return _until(_subshell(state, state.output), node.named_children)
         case "function_definition":
             state.functions[source(node.children_by_field_name("name")[0])] = node
+        case "declaration_command" if source(node.children[0]) == "local":
+            for name in (source(each).partition("=")[0] for each in node.named_children):
+                state.hidden.setdefault(name, state.variables.get(name))
         case "unset_command":
             for name in words(state, node.named_children):
                 state.variables.pop(name, None)
@@ -160,7 +164,10 @@ def _decided(state: State, asked: Node, answer: Answer, yes: Nodes, no: Nodes) -
         what = state.meaning(state.unknown(asked))
         state.notes[f"taken as false, because nothing runs: {what}"] = None
     tried = replace(_subshell(state), notes={})
-    taken = _until(state, no)
+    taken = _each(state, no)
+    if state.leaving:  # what goes on was not left, so the other branch was taken
+        taken = True
+        state.leaving.clear()
     _until(tried, yes)
     return taken
 
@@ -234,31 +241,40 @@ def _command(state: State, node: Node) -> Answer:
     if name in (*state.functions, "source", "."):
         _each(state, [each for each in node.children if each.type == "variable_assignment"])
     if name in state.functions:
-        called = replace(state, arguments=parts[1:])
-        return _until(called, state.functions[name].children_by_field_name("body"), "return")
+        return _call(state, state.functions[name], parts[1:])
     match name:
         case "exit" | "return" | "break" | "continue":
             state.leaving.append(name)
+            return None if marks_in("".join(parts)) else args[:1] in ([], ["0"])
         case "cd":
             state.put("PWD", _path(state, raw(parts[-1]) if args else "~"))
         case "source" | ".":
             _source(state, raw("".join(parts[1:2])))
         case "shift":
-            state.arguments = state.arguments[1:]
+            state.arguments = state.arguments[int("".join(args[:1]) or 1) :]
+        case "set" if "--" in parts:
+            state.arguments = parts[parts.index("--") + 1 :]
         case "printf" if args[:1] == ["-v"]:
-            text = raw("".join(parts[3:4]))
-            plainly = text.count("%s") == len(parts[4:]) and not re.search(r"%[^s]|\\", text)
-            made = text % (*map(raw, parts[4:]),) if plainly else state.unknown(node)
-            state.put(args[1], made)
+            state.put(args[1], formatted(state, node, parts[3:]))
         case "read" | "mapfile" | "readarray" | "getopts" | "eval" | "let":
             for name in re.findall(r"(?<!\S)[a-zA-Z_]\w*(?![^-+*/=\s])", " ".join(args)):
                 state.variables[name] = state.unknown(node)
             return _program(state, node, parts)
         case ":" | "true" | "set" | "shopt" | "trap" | "wait":
             pass
-        case _ if not _written(state, name, parts[1:]):
+        case _ if not written(state, name, parts[1:]):
             return _program(state, node, parts)
     return True
+
+
+def _call(state: State, function: Node, arguments: list[str]) -> Answer:
+    """Evaluates a function; its `local` variables get their values back."""
+    called = replace(state, arguments=arguments, hidden={})
+    answer = _until(called, function.children_by_field_name("body"), "return")
+    for name, value in called.hidden.items():
+        state.variables.pop(name, None)
+        state.variables |= {} if value is None else {name: value}
+    return answer
 
 
 def _program(state: State, node: Node, parts: list[str]) -> Answer:
@@ -315,27 +331,8 @@ def _assign(state: State, node: Node) -> bool:
         value = [*items[:number], QUOTED + quoted(quoted_text(state, given)), *items[number + 1 :]]
     else:
         value = raw("".join(items[:1])) + quoted_text(state, given)
+        value = [QUOTED + quoted(value), *items[1:]] if items[1:] else value
     state.put(name, value)
-    return True
-
-
-def _written(state: State, name: str, parts: Sequence[str]) -> bool:
-    """Writes what a simple command writes; returns False for another program."""
-    match name, plain_words(parts):
-        case "echo", [*texts]:
-            text = " ".join(dropwhile(("-n", "-e").__contains__, texts))
-        case "pwd", _:
-            text = str(state.variables["PWD"])
-        case "dirname", [*_, path]:
-            text = dirname(path.rstrip("/")) or "."
-        case "basename", ["-s" | "--", *ending, path] | [path, *ending]:
-            text = basename(path.rstrip("/")).removesuffix("".join(ending))
-        case "seq", [first, step, last] if (first + step + last).isdecimal() and len(last) < 5:
-            text = "\n".join(map(str, range(int(first), int(last) + 1, int(step) or 1)))
-        case _:
-            return False
-    if state.output is not None:
-        state.output.append(text + marks_in("".join(parts)) + "\n")
     return True
 
 

@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import translate
 from functools import cache
-from itertools import count
-from operator import add, eq, floordiv, ge, gt, le, lt, mod, mul, ne, sub
+from itertools import count, dropwhile
+from operator import add, eq, ge, gt, le, lt, mul, ne, sub
+from posixpath import basename, dirname
 from textwrap import shorten
 
 import tree_sitter_bash
@@ -33,14 +34,22 @@ _PIECES = re.compile(rf"({_QUOTED}|(?<!\S)\#[^\n]*|\\\n)|\\(.)|\$(\d|\w+)", re.D
 _EXPANSION = r"\$\(+[^()\n]*\)+|\$\{[^{}\n]*\}"
 _ASSIGNMENT = rf"\w+=(?:{_QUOTED}|{_EXPANSION}|\\[^\n]|[^\s'\"()\\;&|])*+"
 _SEVERAL = re.compile(rf"(?m)(?<!\S)({_ASSIGNMENT}[ \t]+{_ASSIGNMENT})[ \t]*$")
-_LONGEST = 100_000  # text of a variable, of a command
+LONGEST = 100_000  # text of a variable, of a command
 _COMPARED = {"-eq": eq, "-ne": ne, "-lt": lt, "-le": le, "-gt": gt, "-ge": ge}
+
+
+def _quotient(left: int, right: int) -> int:
+    """Returns left / right, rounded toward zero as in C."""
+    size = abs(left) // abs(right)
+    return size if (left < 0) == (right < 0) else -size
+
+
 _COMPUTED = {
     "+": add,
     "-": sub,
     "*": mul,
-    "/": floordiv,
-    "%": mod,
+    "/": _quotient,
+    "%": lambda left, right: left - right * _quotient(left, right),
     "<": lt,
     "<=": le,
     ">": gt,
@@ -64,6 +73,7 @@ class State:
     marks: dict[str, str] = field(default_factory=dict)  # what they stand for -> that with its line
     functions: dict[str, Node] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)  # words with their signs
+    hidden: dict[str, Value | None] = field(default_factory=dict)  # by `local`: the caller's
     output: list[str] | None = None
     asked: str = ""  # the mark that stands for the output of programs
     place: str = ""  # of a text that is evaluated; else a node's line
@@ -79,7 +89,7 @@ class State:
 
     def put(self, name: str, value: Value) -> None:
         """Sets a variable. Raises ValueError if it gets too long."""
-        if sum(map(len, value)) > _LONGEST:
+        if sum(map(len, value)) > LONGEST:
             raise ValueError(f"${name} gets too long")
         self.variables[name] = value
 
@@ -134,7 +144,7 @@ def quoted(text: str) -> str:
 def words(state: State, nodes: Nodes) -> list[str]:
     """Returns the words that words become, with their signs."""
     text = " ".join(expand(state, node) for node in nodes)
-    if len(text) > _LONGEST:
+    if len(text) > LONGEST:
         raise ValueError("a command gets too long")
     return [word for word in re.split(r"[ \t\n]+", text) if word]
 
@@ -259,6 +269,36 @@ def _glob(state: State, nodes: Nodes) -> str:
     return found
 
 
+def formatted(state: State, node: Node, parts: Sequence[str]) -> str:
+    """Returns what `printf` makes of a format, the first of the words, and of texts."""
+    text = raw("".join(parts[:1]))
+    if text.count("%s") != len(parts[1:]) or re.search(r"%[^s]|\\", text):
+        return state.unknown(node)
+    return str(text % (*map(raw, parts[1:]),))
+
+
+def written(state: State, name: str, parts: Sequence[str]) -> bool:
+    """Writes what a simple command writes; returns False for another program."""
+    match name, plain_words(parts):
+        case "echo", [*texts]:
+            text = " ".join(dropwhile(("-n", "-e").__contains__, texts))
+        case "pwd", _:
+            text = str(state.variables["PWD"])
+        case "dirname", [*_, path]:
+            text = dirname(path.rstrip("/")) or "."
+        case "basename", ["-s" | "--", *ending, path] | [path, *ending]:
+            text = basename(path.rstrip("/")).removesuffix("".join(ending))
+        case "seq", [first, step, last] if (first + step + last).isdecimal() and len(last) < 5:
+            text = "\n".join(map(str, range(int(first), int(last) + 1, int(step) or 1)))
+        case _:
+            return False
+    if state.output is not None:
+        state.output.append(text + marks_in("".join(parts)) + "\n")
+        if sum(map(len, state.output)) > LONGEST:
+            raise ValueError("what $(...) writes gets too long")
+    return True
+
+
 def fits(state: State, text: str, nodes: Nodes) -> bool:
     """Returns whether a text is what one of several patterns, between `|`, stands for."""
     globs = _glob(state, nodes).split("|")
@@ -310,9 +350,14 @@ def _number(state: State, node: Node, read: list[str]) -> int:
     operator = next((part.type for part in node.children if not part.is_named), "")
     if node.type in ("arithmetic_expansion", "parenthesized_expression", "compound_statement"):
         return [_number(state, child, read) for child in children][-1]
+    if node.type == "unary_expression" and operator == "-":
+        return -_number(state, children[0], read)
     if node.type == "binary_expression" and operator in _COMPUTED:
         left, right = (_number(state, child, read) for child in children)
-        return _COMPUTED[operator](left, right)
+        result = _COMPUTED[operator](left, right)
+        if not -(1 << 63) <= result < 1 << 63:  # bash has 64 bits
+            raise ValueError
+        return result
     text = source(node) if "expan" not in node.type else quoted_text(state, [node])
     if text.isidentifier():
         text = "".join(state.variables.get(text) or state.mark(EMPTY, f"${text}", node))

@@ -4,14 +4,27 @@ of each of these."""
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import Literal, cast
 
 from megagrpo.config.load import Plain
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.tools.convert.foreign import FRAMEWORKS, Entry, defaults, find
+from megagrpo.tools.convert.foreign import (
+    FRAMEWORKS,
+    Entry,
+    Row,
+    Words,
+    alike,
+    defaults,
+    entries,
+    find,
+    full_names,
+    rows,
+    spelled,
+)
 
 _SECRET = re.compile(r"(?i)(?:^|[._-])(?:\w*key|\w*token|\w*secret|\w*password)$")
 _COLUMN = re.compile(  # whose keys are names of columns
@@ -79,12 +92,12 @@ class Translation:
         return "" if value is None else str(value)
 
     def number(self, *keys: str, default: int = 1) -> int:
-        """Returns `get` as a whole number; `default` for None, and for another value, which is not
-        translated."""
+        """Returns `get` as a whole number, from 1 if `default` is; `default` for None, and for
+        another value, which is not translated."""
         value = self.real(*keys, default=default)
-        if value == int(value):
+        if value == int(value) and (value > 0 or default < 1):
             return int(value)
-        self._lack_first(keys, "should be a whole number")
+        self._lack_first(keys, "should be a whole number above 0")
         return default
 
     def real(self, *keys: str, default: float = 0.0) -> float:
@@ -105,7 +118,8 @@ class Translation:
         """Sets our key because of `keys`, and of the table's that the rule has read; left out if
         none of these is given and the value is our default."""
         read = [key for key in self.theirs(ours) if key in self._read]
-        because = list(dict.fromkeys([*read, *(key for key in keys if key in self._set)]))
+        before = self.because.get(ours, [])
+        because = [*dict.fromkeys([*before, *read, *(key for key in keys if key in self._set)])]
         # their defaults depend on the variant's name
         depends_on_variant = ours.startswith(("algorithm.loss.", "algorithm.advantage."))
         if not because and (value is None or (value == _default(ours) and not depends_on_variant)):
@@ -113,9 +127,13 @@ class Translation:
         self.values[ours] = value
         self.because[ours] = because
 
-    def copy(self, ours: str, key: str) -> None:
-        """Sets our key to what theirs says."""
-        self.put(ours, self.get(key), key)
+    def spelled(self, key: str) -> str:
+        """Returns `text` in our words."""
+        return str(spelled(self.text(key), self._words(key)))
+
+    def _words(self, *keys: str) -> Words:
+        entries = filter(None, (find(self.framework, key) for key in keys))
+        return next((entry.values for entry in entries), ())
 
     def below(self, prefix: str) -> dict[str, Plain]:
         """Returns the given keys that begin with `prefix`, by the rest of their names."""
@@ -129,9 +147,20 @@ class Translation:
         """Returns the given keys that the table has for ours."""
         return self._theirs.get(ours, [])
 
+    def named(self, ours: str) -> tuple[str, ...]:
+        """Returns the keys that the table has for ours."""
+        return tuple(
+            key for entry in entries() if entry.to == ours for key in entry.keys[self.framework]
+        )
+
     def parallel(self, name: str) -> int:
         """Returns a size of actor.parallel that is translated already; 1 without one."""
-        return int(str(self.values.get(f"actor.parallel.{name}", 1)))
+        return self.translated(f"actor.parallel.{name}", 1)
+
+    def translated(self, ours: str, default: int) -> int:
+        """Returns a number that is translated already; `default` without one."""
+        value = self.values.get(ours)
+        return value if isinstance(value, int) and value > 0 else default
 
     def lack(self, key: str, reason: str) -> None:
         """Records that what `key` says, or what it stands for by default, is not translated."""
@@ -143,24 +172,76 @@ class Translation:
         for key in self.because.pop(ours) or [ours]:
             self.lack(key, reason)
 
-    def apply(self, rules: Iterable["Rule"]) -> None:
-        """Translates keys that depend on others."""
-        for rule in rules:
-            self._read.clear()
-            rule(self)
-
-    def put_plain(self) -> None:
-        """Translates every key that depends on no other, defaults included."""
+    def apply(self, functions: Mapping[str, Callable[["Translation"], None]]) -> None:
+        """Translates every key that depends on no other, defaults included, then by the rows of
+        rules.yaml. functions: what it names."""
         for key, value in self._all.items():
             entry = find(self.framework, key)
             if entry is None or entry.rule:
                 continue
-            if entry.to:
-                known = entry.values or {}
-                spelled = value if isinstance(value, list | dict) else known.get(value, value)
-                self.put(entry.to.replace("*", key.rpartition(".")[2]), spelled, key)
-            elif entry.lacks and value not in entry.same:
+            if entry.to and "*" in entry.to and is_secret(key):
+                self.lack(key, "a secret; what needs it should read a variable")
+            elif entry.to:
+                name = re.sub("^--(sglang-)?", "", key.rpartition(".")[2])
+                ours = entry.to.replace("*", name.replace("-", "_") if name in key[2:] else name)
+                self.put(ours, spelled(value, entry.values), key)
+            elif entry.lacks and not any(alike(value, same) for same in entry.same):
                 self.lack(key, entry.lacks)
+        for row in rows(self.framework):
+            self._read.clear()
+            if isinstance(row, str):
+                functions[row](self)
+            else:
+                self._follow(row)
+
+    def _follow(self, row: Row) -> None:
+        """Does what a row says if its conditions hold."""
+        if not self._holds(row):
+            return
+        source, by = (full_names(self.framework, row.get(key, [])) for key in ("from", "by"))
+        value = self.get(*source)
+        value = str(value) if "text" in row and value is not None else value
+        words = tuple(row.get("values", {}).items()) or self._words(*source[:1])
+        reason = row.get("lacks")
+        told = {"value": value, "values": ", ".join(str(theirs) for theirs, _ in words)}
+        known = [None, "", *(theirs for theirs, _ in words)]
+        listed: list[Plain] = value if isinstance(value, list) else [value]
+        unknown = [one for one in listed if not any(alike(one, other) for other in known)]
+        if unknown and "only" in row:
+            reason = row["only"]
+            told["value"] = ", ".join(map(str, unknown))
+        if "remark" in row:
+            self.remarks.append(row["remark"].format(**told))
+        elif reason:
+            self._lack_first(source, reason.format(**told))
+        elif "is" in row:
+            self.put(row["to"], row["is"], *by)
+        elif "to" in row and (value is not None or "else" in row):
+            value = _filled(row["else"], self.values) if value is None else spelled(value, words)
+            self.put(
+                row["to"],
+                listed if "listed" in row else value,
+                *[key for key in source if key in self._set][:1],
+                *by,
+            )
+
+    def _holds(self, row: Row) -> bool:
+        conditions = [
+            (self._option(full_names(self.framework, names.split("|")), wanted), wanted)
+            for names, wanted in row.get("when", {}).items()
+        ]
+        for names, wanted in row.get("got", {}).items():
+            ours = (self.values[name] for name in names.split("|") if name in self.values)
+            conditions.append((next(ours, None), wanted))
+        return all(_is_wanted(value, wanted) for value, wanted in conditions)
+
+    def _option(self, keys: Sequence[str], wanted: object) -> Plain:
+        """Returns `get`, or `real` if a number is wanted; None for what is set to null."""
+        if str(wanted).startswith("> "):
+            return self.real(*keys)
+        value = self.get(*keys)
+        is_set = any(key in self._set for key in keys)
+        return value if is_set or not any(key in self.given for key in keys) else None
 
     def outcomes(self) -> list[KeyOutcome]:
         """Returns what became of every given key, and of defaults that are not translated."""
@@ -229,14 +310,36 @@ class Translation:
         return lines
 
 
-Rule = Callable[[Translation], None]  # translates keys that depend on each other
+def _filled(value: Plain, ours: Mapping[str, Plain]) -> Plain:
+    return value.format(**ours) if isinstance(value, str) else value
+
+
+def _is_wanted(value: object, wanted: object) -> bool:
+    """Returns whether a value meets a condition of rules.yaml."""
+    if isinstance(wanted, list):
+        return any(_is_wanted(value, one) for one in wanted)
+    if isinstance(wanted, dict):
+        return not _is_wanted(value, wanted["not"])
+    if isinstance(wanted, str) and wanted.startswith("> "):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        return value > int(wanted[2:])
+    if isinstance(wanted, str) and "*" in wanted:
+        return fnmatchcase(str(value), wanted)
+    match wanted:
+        case "any":
+            return value is not None
+        case "truthy" | "falsy":
+            return bool(value) is (wanted == "truthy")
+    return alike(value, wanted)
 
 
 def _is_left_out(entry: Entry, value: Plain) -> bool:
     """Returns whether no rule took a value that counts, and that is not what we have anyway."""
     if not entry.to or not entry.rule or entry.needs or isinstance(value, list | dict):
         return False
-    return value not in entry.same and (entry.values or {}).get(value, value) != _default(entry.to)
+    left_out = (*entry.same, False, _default(entry.to))  # a switch that is off says nothing
+    return not any(alike(spelled(value, entry.values), one) for one in left_out)
 
 
 def _flow(value: Plain) -> str:

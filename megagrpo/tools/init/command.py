@@ -70,11 +70,11 @@ def run(args: argparse.Namespace) -> int:
         write_whole(output, _text(draft))
         progress.enter("checks it")
         config, _ = with_local_files(load_config(output, judge=broken_as_read), weights="")
-        found = known_problems(config, try_loading(config))
+        problems = known_problems(config, try_loading(config))
     print(output.read_text(encoding="utf-8"))
-    print("\n".join(found) or f"no problems found; `megagrpo check {output}` explains it")
+    print("\n".join(problems) or f"no problems found; `megagrpo check {output}` explains it")
     print(f"next: megagrpo try {output}; megagrpo run {output}")
-    return 1 if found else 0
+    return 1 if problems else 0
 
 
 def _lay_out(draft: Draft, nodes: int, gpus: int, hardware: str) -> None:
@@ -92,7 +92,7 @@ def _lay_out(draft: Draft, nodes: int, gpus: int, hardware: str) -> None:
         (plan, max(rank.total for rank in plan.phases.values()))
         for plan in best_layouts(config, target, nodes)
     ]
-    best, most = next((each for each in fullest if each[1] <= TIGHT * room), fullest[0])
+    best, most = next((pair for pair in fullest if pair[1] <= TIGHT * room), fullest[0])
     for word in changes(config, best.config):
         keys, _, value = word.partition("=")
         *around, key = keys.split(".")
@@ -116,9 +116,9 @@ def _text(draft: Draft) -> str:
     names += [name for name in draft.sections if name not in _ORDER]
     for name in names:
         block = _section(name, draft.sections[name])
-        said = "".join(f"# {comment}\n" for comment in draft.comments.get(name, ()))
-        short = name in _ORDER[:4] and not said
-        blocks.append((said + block).rstrip() + ("" if short else "\n"))
+        comments = "".join(f"# {comment}\n" for comment in draft.comments.get(name, ()))
+        short = name in _ORDER[:4] and not comments
+        blocks.append((comments + block).rstrip() + ("" if short else "\n"))
     return "\n".join(blocks)
 
 

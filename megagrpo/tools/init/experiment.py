@@ -79,10 +79,10 @@ class Draft:
 
     def keys(self, *path: str) -> dict[str, Plain]:
         """Returns the keys of a section, or of one inside it, which is made."""
-        found = self.sections
+        section = self.sections
         for key in path:
-            found = cast(dict[str, Plain], found.setdefault(key, {}))
-        return found
+            section = cast(dict[str, Plain], section.setdefault(key, {}))
+        return section
 
     def config(self) -> ExperimentConfig:
         """Returns it without its preset, with the local files of names on the Hub. Raises
@@ -102,31 +102,31 @@ class Draft:
         return path
 
 
-def draft_experiment(draft: Draft, on_cpu: bool, columns: Sequence[str | None]) -> None:
-    """Adds all sections but those of the layout to a draft that names model and data. columns: of
-    prompt and answer, as far as they are given. Raises ValueError."""
+def draft_experiment(draft: Draft, on_cpu: bool, named: Sequence[str | None]) -> None:
+    """Adds all sections but those of the layout to a draft that names model and data. named: columns
+    of prompt and answer, None for one to look for. Raises ValueError."""
     config = draft.config()
     arch = architecture_of(describe_model(config))
     tokenizer = load_tokenizer(Model.of(config))
     rows = first_rows(config.data.paths)
-    found = columns_of(rows, *columns)
+    columns = columns_of(rows, *named)
     chat = bool(tokenizer.chat_template)
     keys: dict[str, Plain] = {
-        "prompt_key": found.prompt,
-        "answer_key": found.answer,
+        "prompt_key": columns.prompt,
+        "answer_key": columns.answer,
         "chat_template": chat,
     }
-    draft.add("data", keys, f"columns: {', '.join(found.names)}")
+    draft.add("data", keys, f"columns: {', '.join(columns.names)}")
     says = "has a chat template" if chat else "has no chat template: prompts are plain text"
     draft.comments["data"].append(f"the tokenizer {says}")
-    if found.images is not None and Model.of(config).sees_images:
-        draft.add("data", {"images_key": found.images})
+    if columns.images is not None and Model.of(config).sees_images:
+        draft.add("data", {"images_key": columns.images})
     looked = draft.config().data.model_copy(update={"limit": LOOKED_AT})
     proposal = proposed_grader([row.answer for row in read_rows(looked)])
     if proposal.template != "{prompt}":
         draft.add("data", {"prompt_template": proposal.template})
     response = _add_lengths(draft, arch, tokenizer, proposal, on_cpu)
-    _add_reward(draft, proposal, rows, found)
+    _add_reward(draft, proposal, rows, columns)
     samples = {"num_prompts_per_step": 8 if on_cpu else 64, "group_size": 8}
     draft.add("train", {"num_steps": 100, **samples}, "a step: prompts x responses to each")
     _add_algorithm(draft, arch)

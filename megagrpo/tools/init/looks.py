@@ -62,8 +62,8 @@ def columns_of(rows: Sequence[Values], prompt: str | None, answer: str | None) -
     if answer is None and isinstance(last, dict) and last.get("role") == "assistant":
         answer = f"{prompt}.-1.content"
     answer = answer or next((name for name in _ANSWERS if name in names and name != prompt), None)
-    for key, found in (("prompt", prompt), ("answer", answer)):
-        if found is None:
+    for key, column in (("prompt", prompt), ("answer", answer)):
+        if column is None:
             raise ValueError(
                 f"no column is known as the {key}; say --{key}-key COLUMN, "
                 f"one of {', '.join(names)}"
@@ -111,8 +111,8 @@ def proposed_grader(answers: Sequence[str]) -> ProposedGrader:
 
 
 def _is_number(answer: str) -> bool:
-    found: list[str] = []
-    with collected(found):
+    problems: list[str] = []
+    with collected(problems):
         return gsm8k(answer, answer, "last") == 1.0
     return False
 

@@ -74,14 +74,14 @@ def read_curves(folder: RunFolder) -> dict[str, list[tuple[int, float]]]:
     """Returns (step, value) of the metrics that the page draws, by their names; at most _MAX_POINTS
     each, evenly spread, and no metric that the run did not measure."""
     entries = read_metrics(folder)
-    found = {
+    curves = {
         name: spread(
             [(entry["step"], entry[name]) for entry in entries if entry.get(name) is not None],
             _MAX_POINTS,
         )
         for name in CURVES
     }
-    return {name: points for name, points in found.items() if points}
+    return {name: points for name, points in curves.items() if points}
 
 
 def spread(items: Sequence[T], number: int) -> list[T]:
@@ -94,12 +94,12 @@ def spread(items: Sequence[T], number: int) -> list[T]:
 
 def _images(folder: RunFolder, groups: list[dict], max_bytes: float) -> dict[str, str]:
     """Returns the images of the groups' prompts, by their keys, as far as the bytes go."""
-    found: dict[str, str] = {}
+    images: dict[str, str] = {}
     for key in dict.fromkeys(key for group in groups for key in group.get("images", ())):
         path = folder.images / f"{key}.png"
         if path.is_file() and (max_bytes := max_bytes - path.stat().st_size * 4 / 3) > 0:
-            found[key] = "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
-    return found
+            images[key] = "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+    return images
 
 
 def _group(
@@ -134,7 +134,7 @@ def _trained(
 ) -> tuple[dict[tuple[int, int], dict], dict[str, str]]:
     """Returns advantage and tokens by (step, sample id), as recorded by the update, and the text of
     each token id."""
-    found: dict[tuple[int, int], dict] = {}
+    updates: dict[tuple[int, int], dict] = {}
     pieces: dict[str, str] = {}
     for path in folder.trained_files().values():
         for line in read_step_lines(path):
@@ -142,11 +142,11 @@ def _trained(
             if line["step"] not in steps:
                 continue
             for sample_id, advantage in zip(line["sample_ids"], line["advantages"], strict=True):
-                found[line["step"], sample_id] = {"advantage": advantage}
+                updates[line["step"], sample_id] = {"advantage": advantage}
             for sample in line["tokens"]:
                 tokens = {"ids": sample["ids"], "difference": sample["difference"]}
-                found[line["step"], sample["sample_id"]]["tokens"] = tokens
-    return found, pieces
+                updates[line["step"], sample["sample_id"]]["tokens"] = tokens
+    return updates, pieces
 
 
 def _cut(text: str) -> str:

@@ -1,5 +1,5 @@
-"""Storages that a loader fills from HF tensors while it is recorded: which elements of which HF
-tensor each holds."""
+"""The storages that a loader fills while it is recorded, and which elements of which HF tensor they
+hold."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +12,7 @@ from megagrpo.weights.copies.views import Untraceable, factor, naming, row_major
 
 
 class JoinedPart(NamedTuple):
-    """A part's share in a cut: `source`, a view of the part, lies in the cut from index `start`
-    along `dim` on."""
+    """A view of a part of a concatenation, which begins at index `start` along `dim` of a cut."""
 
     source: Tensor
     dim: int
@@ -22,29 +21,29 @@ class JoinedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Concatenation:
-    """`parts`, one after the other along dimension `dim` of `whole`, which is contiguous."""
+    """Tensors one after the other along dimension `dim` of `result`, which is contiguous."""
 
     parts: Sequence[Tensor]
     dim: int
-    whole: Tensor
+    result: Tensor
 
     def pieces(self, cut: Tensor, shape: torch.Size) -> list[JoinedPart]:
-        """Returns the parts of `cut`, a range of `whole` in any order of dimensions. Else raises
-        Untraceable."""
+        """Returns the parts of `cut`, a range of `result` in any order of dimensions. Raises
+        Untraceable for another view."""
         first = []
         rest = int(cut.storage_offset())
-        for stride in self.whole.stride():
+        for stride in self.result.stride():
             first.append(rest // stride)
             rest %= stride
         order = self._order(cut, first)
-        if sorted(order) != list(range(self.whole.dim())) or shape != cut.shape:
+        if sorted(order) != list(range(self.result.dim())) or shape != cut.shape:
             raise Untraceable(
                 f"shape {tuple(cut.shape)} with strides {cut.stride()}, for shape {tuple(shape)}, "
-                f"which is no range of a concatenation {tuple(self.whole.shape)}"
+                f"which is no range of a concatenation {tuple(self.result.shape)}"
             )
         along = order.index(self.dim)
         begin = first[self.dim]
-        found = []
+        parts = []
         stop = begin + cut.shape[along]
         edge = 0
         for part in self.parts:
@@ -57,21 +56,21 @@ class Concatenation:
                         (low - edge, high - low) if dim == self.dim else (first[dim], size)
                     )
                     view = view.narrow(dim, start, count)
-                found.append(JoinedPart(view.permute(order), along, low - begin))
+                parts.append(JoinedPart(view.permute(order), along, low - begin))
             edge += part.shape[self.dim]
-        return found
+        return parts
 
     def _order(self, cut: Tensor, first: list[int]) -> list[int]:
-        """Returns for each dimension of `cut` that of `whole` it runs along, or -1. first: index of
-        its start."""
+        """Returns for each dimension of `cut` the dimension of `result` along which it runs, or -1.
+        first: the index of the cut's first element."""
         order: list[int] = []
         for size, stride in zip(cut.shape, cut.stride(), strict=True):
             fitting = (
                 dim
-                for dim, step in enumerate(self.whole.stride())
+                for dim, step in enumerate(self.result.stride())
                 if step == stride
                 and dim not in order
-                and first[dim] + size <= self.whole.shape[dim]
+                and first[dim] + size <= self.result.shape[dim]
             )
             order.append(next(fitting, -1))
         return order
@@ -87,8 +86,8 @@ class Computed:
 
 @dataclass(frozen=True)
 class HfView:
-    """Elements of one HF tensor, in an order of iteration: their `offset` and `strides` there, in
-    elements."""
+    """Elements of one HF tensor in an order of iteration, with their `offset` and `strides` in that
+    tensor, in elements."""
 
     hf: str
     offset: int
@@ -97,15 +96,15 @@ class HfView:
 
 
 class Zeros:
-    """Elements that are 0: padding, made by the loader."""
+    """Elements that are 0: padding that the loader makes."""
 
 
 class TracedStorages:
-    """Storages that a loader makes: views of an HF tensor, concatenations of such views, computed
-    values, zeros."""
+    """The storages that a loader makes: views of HF tensors, concatenations, computed values,
+    zeros."""
 
     def __init__(self, hf: Mapping[str, Tensor]):
-        # A dense storage's elements in order of memory.
+        # a dense storage's elements in the order of memory
         self._known: dict[int, HfView | Concatenation | Computed | Zeros] = {
             storage_id(t): HfView(name, 0, tuple(t.shape), row_major(tuple(t.shape)))
             for name, t in hf.items()
@@ -117,17 +116,17 @@ class TracedStorages:
         return isinstance(self._known.get(storage_id(tensor)), HfView)
 
     def is_zero(self, tensor: Tensor) -> bool:
-        """Returns whether all elements are 0, made by the loader."""
+        """Returns whether all elements are zeros that the loader made."""
         return isinstance(self._known.get(storage_id(tensor)), Zeros)
 
-    def note_zeros(self, made: Tensor) -> Tensor:
-        """Returns a new tensor, of zeros."""
-        self._keep.append(made)
-        self._known[storage_id(made)] = Zeros()
-        return made
+    def note_zeros(self, zeros: Tensor) -> Tensor:
+        """Records that a new tensor has only zeros, and returns it."""
+        self._keep.append(zeros)
+        self._known[storage_id(zeros)] = Zeros()
+        return zeros
 
     def overwritten(self, written: list[Tensor]) -> None:
-        """Notes tensors that hold something else from now on, of no HF tensor."""
+        """Records that tensors are overwritten with values that come from no HF tensor."""
         for tensor in filter(self.is_zero, written):
             del self._known[storage_id(tensor)]
 
@@ -136,13 +135,15 @@ class TracedStorages:
         return storage_id(tensor) in self._known and not self.is_zero(tensor)
 
     def computed(self, tensor: Tensor) -> Computed | None:
-        """Returns how the tensor was computed, None if it holds copies only."""
+        """Returns how the tensor was computed, None if it has only copies."""
         known = self._known.get(storage_id(tensor))
-        return known if isinstance(known, Computed) else None
+        if isinstance(known, Computed):
+            return known
+        return None
 
     def names(self, tensor: Tensor) -> list[str]:
-        """Returns the HF tensors whose elements a traced tensor or a concatenation of such
-        holds."""
+        """Returns the HF tensors whose elements a traced tensor or a concatenation of such tensors
+        has."""
         joined = self._known.get(storage_id(tensor))
         parts = joined.parts if isinstance(joined, Concatenation) else [tensor]
         known = [self._known.get(storage_id(part)) for part in parts]
@@ -170,22 +171,22 @@ class TracedStorages:
         dim %= parts[0].dim()
         shape = list(parts[0].shape)
         shape[dim] = sum(part.shape[dim] for part in parts)
-        whole = parts[0].new_empty(shape)
-        self._keep += [whole, *parts]
-        self._known[storage_id(whole)] = Concatenation(parts, dim, whole)
-        return whole
+        result = parts[0].new_empty(shape)
+        self._keep += [result, *parts]
+        self._known[storage_id(result)] = Concatenation(parts, dim, result)
+        return result
 
     def copy_to_temporary(self, target: Tensor, source: Tensor) -> None:
         """Traces a copy into a tensor that is no parameter."""
-        whole = target.nbytes == target.untyped_storage().nbytes() and target.shape == source.shape
-        if whole and self.is_traced(source):
+        full = target.nbytes == target.untyped_storage().nbytes() and target.shape == source.shape
+        if full and self.is_traced(source):
             self._trace(target, source)
         else:
             self.lose(target, [source, target], "a piecewise copy into a temporary")
 
     def joined_parts(self, source: Tensor, shape: torch.Size) -> list[JoinedPart]:
-        """Returns the parts of a view of a concatenation that is copied into this shape, [] for
-        another tensor."""
+        """Returns the parts of a view of a concatenation that is copied into this shape; [] for any
+        other tensor."""
         joined = self._known.get(storage_id(source))
         if isinstance(joined, Concatenation) and source.numel():
             try:
@@ -201,10 +202,10 @@ class TracedStorages:
         strides: tuple[int, ...],
         other: tuple[int, ...],
     ) -> tuple[HfView, tuple[int, ...]]:
-        """Returns a traced tensor, read with this shape and these strides, as a view of its HF
+        """Returns a traced tensor, read with this shape and these strides, as a view of the HF
         tensor.
 
-        Also the strides, along the dimensions of that view, of a second tensor [*shape] with
+        Also returns the strides, along the dimensions of that view, of a second tensor [*shape] with
         strides `other`.
         """
         origin = self._known[storage_id(tensor)]
@@ -217,14 +218,16 @@ class TracedStorages:
         return view, tuple(other[p.dim] * p.scale for p in pieces)
 
     def lose(self, tensor: Tensor, origins: list[Tensor], how: str) -> None:
-        """Notes that a tensor is no view of one HF tensor. how: what made it of the `origins`."""
+        """Records that a tensor is no view of one HF tensor. how: the operation on the `origins`."""
         self._keep.append(tensor)
         earlier = list(filter(None, map(self.computed, origins)))
         names = [name for t in origins for name in self.names(t)]
-        text = earlier[0].how if earlier else f"{how} of HF tensor {names[0]}"
-        self._known[storage_id(tensor)] = Computed(
-            text, set(names).union(*(part.hf for part in earlier))
-        )
+        if earlier:
+            how = earlier[0].how
+        else:
+            how += f" of HF tensor {names[0]}"
+        hf = set(names).union(*(part.hf for part in earlier))
+        self._known[storage_id(tensor)] = Computed(how, hf)
 
     def _trace(self, out: Tensor, source: Tensor) -> None:
         self._keep.append(out)

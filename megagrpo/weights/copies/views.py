@@ -1,11 +1,11 @@
 """Strided views and boxes: the elements of a tensor that a view touches, in order.
 
-A *box* is a start and a size along each dimension. Copies of weights are kept as boxes of the HF
-tensor, because boxes intersect, subtract and split without looking at elements; `factor` turns any
-view a loader makes into boxes.
+A *box* is a start and a size along each dimension. Copies of weights are boxes of the HF tensor,
+because boxes intersect, subtract and split without looking at elements. `factor` turns any view
+that a loader makes into boxes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,9 +22,9 @@ class Untraceable(ValueError):
     """A view does not consist of boxes; the caller adds the tensor's name."""
 
 
-def naming(what: str) -> AbstractContextManager[None]:
-    """Adds a name to an Untraceable inside."""
-    return translated(what, Untraceable)
+def naming(tensor: str) -> AbstractContextManager[None]:
+    """Adds the tensor's name to an Untraceable inside the block."""
+    return translated(tensor, Untraceable)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,9 @@ class Box:
         start = tuple(map(max, self.start, other.start))
         stop = map(min, self._stop(), other._stop())
         size = tuple(b - a for a, b in zip(start, stop, strict=True))
-        return Box(start, size) if all(n > 0 for n in size) else None
+        if min(size, default=1) <= 0:
+            return None
+        return Box(start, size)
 
     def subtract(self, other: "Box") -> list["Box"]:
         """Returns disjoint boxes that cover self without other, at most two per dimension."""
@@ -83,17 +85,14 @@ class Box:
         return tuple(a + n for a, n in zip(self.start, self.size, strict=True))
 
     def __str__(self) -> str:
-        return (
-            "["
-            + ", ".join(f"{a}:{a + n}" for a, n in zip(self.start, self.size, strict=True))
-            + "]"
-        )
+        ranges = zip(self.start, self._stop(), strict=True)
+        return f"[{', '.join(f'{a}:{b}' for a, b in ranges)}]"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Takes `size` elements, `step` apart along dimension `base`; a step is `scale` steps along the
-    view's `dim`."""
+    """`size` elements, `step` apart along dimension `base`. A step is `scale` steps along the view's
+    `dim`."""
 
     size: int
     base: int
@@ -128,8 +127,13 @@ class ParameterSlice:
         )
 
 
+def tuples(values: Iterable[object]) -> Iterator:
+    """Yields values that come from JSON, lists as tuples."""
+    return (tuple(value) if isinstance(value, list) else value for value in values)
+
+
 def extent(tensor: Tensor) -> int:
-    """Returns the elements from the first to the last of a tensor in memory."""
+    """Returns the number of elements from the first to the last of a tensor in memory."""
     return sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
 
 
@@ -141,12 +145,12 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 def factor(
     offset: int, shape: tuple[int, ...], strides: tuple[int, ...], base: tuple[int, ...]
 ) -> tuple[tuple[int, ...], list[Piece]]:
-    """Rewrites a view of a contiguous tensor of shape `base` so that every piece runs along one
-    dimension of `base`.
+    """Rewrites a view of a contiguous tensor of shape `base` as pieces along one dimension of `base`
+    each.
 
     Returns the index in `base` of the view's first element, and the pieces, in the view's order of
     iteration (dimensions of size 1 give none). Raises Untraceable for views such as a range of a
-    flattened matrix that cuts through its rows.
+    flattened matrix that cuts through the rows.
     """
     base_strides = row_major(base)
     rest = offset
@@ -171,7 +175,7 @@ def factor(
             step = stride // base_strides[k]
             take = size
             if reach[k] + (size - 1) * step >= base[k]:
-                # The view leaves this dimension: it must fill it, and go on in the one before.
+                # The view leaves this dimension: it must fill it and go on in the one before.
                 take = base[k] // step
                 if (
                     take < 2
@@ -198,8 +202,8 @@ def split_into_boxes(
     base: tuple[int, ...],
     other: tuple[int, ...],
 ) -> list[tuple[Box, int, tuple[int, ...]]]:
-    """Returns the boxes of `base` that a view covers, each with offset and strides of its elements
-    in a second view.
+    """Returns the boxes of `base` that a view covers, each with the offset and strides of the same
+    elements in a second view.
 
     other: strides of the second view, per dimension of `shape`. The boxes are disjoint if the view
     touches no element twice.
@@ -221,7 +225,7 @@ def split_into_boxes(
             )
         for _, size, _, run_strides in boxes:
             size[k], run_strides[k] = run[0], run[2]
-        for count, step, stride in parts:  # not one run in the second view: one box for each
+        for count, step, stride in parts:  # not one run in the second view: one box per step
             boxes = [
                 ([*a[:k], a[k] + i * step, *a[k + 1 :]], list(n), o + i * stride, list(s))
                 for a, n, o, s in boxes
@@ -233,8 +237,8 @@ def split_into_boxes(
 def overlap(
     parts: Sequence[ParameterSlice], shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> bool:
-    """Returns whether slices share an element of a dense tensor [*shape]. Their sizes sum to the
-    tensor's."""
+    """Returns whether slices share an element of a dense tensor [*shape] with as many elements as
+    all slices."""
     in_memory = tuple(
         shape[d] for d in sorted(range(len(shape)), key=strides.__getitem__, reverse=True)
     )
@@ -246,7 +250,7 @@ def overlap(
                 part.offset, part.size, part.strides, in_memory, (0,) * len(part.size)
             )
         ]
-    except Untraceable:  # interleaved slices are no boxes: count element by element
+    except Untraceable:  # interleaved slices are no boxes, so elements are counted
         count = torch.zeros(prod(shape), dtype=torch.uint8)
         for part in parts:
             count.as_strided(part.size, part.strides, part.offset).add_(1)

@@ -1,5 +1,4 @@
-"""Batches of recorded copies for one digest call: launches per kind of matrix in a layer, not per
-expert."""
+"""Batches of recorded copies for one digest call, so that launches do not grow with experts."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megagrpo.weights.copies.record import Copy, Specs
+from megagrpo.weights.copies.recorder import Copy, Specs
 from megagrpo.weights.copies.views import Box
 
-_CAST_ELEMENTS = 1 << 26  # of a temporary in the published dtype
+_CAST_ELEMENTS = 1 << 26  # of a temporary tensor in the published dtype
 
 
 class LiveBatch(NamedTuple):
@@ -22,7 +21,7 @@ class LiveBatch(NamedTuple):
     box: Box
     values: Tensor  # [k, *box.size], a view
     indices: np.ndarray  # [k] int64, of the copies in CopyBatches
-    dtype: torch.dtype  # published, perhaps not that of the values
+    dtype: torch.dtype  # published; the values may have another
 
 
 class _Run(NamedTuple):
@@ -34,11 +33,10 @@ class _Run(NamedTuple):
 
 
 class CopyBatches:
-    """Batches copies that share box, strides and storage and lie at constant distances, in any
-    parameters.
+    """Batches copies with equal box, strides and storage at constant distances, in any parameters.
 
-    specs: with published dtypes. Parameters may move to other storages between two calls; the
-    batches follow.
+    specs: with published dtypes. The batches follow parameters that move to other storages between
+    two calls.
     """
 
     def __init__(self, copies: Sequence[Copy], specs: Specs):
@@ -49,8 +47,8 @@ class CopyBatches:
         self._runs: list[_Run] = []
 
     def views(self, parameters: Mapping[str, Tensor]) -> Iterator[LiveBatch]:
-        """Yields every copy once, in the parameters' dtype; in parts if another is published: a
-        cast makes a copy."""
+        """Yields every copy once, in the parameters' dtype. If another dtype is published, yields
+        them in parts, because a cast makes a copy."""
         layout = {name: _in_memory(parameters[name]) for name in self._parameters}
         if layout != self._layout:
             self._layout, self._runs = layout, self._plan(layout)
@@ -60,9 +58,9 @@ class CopyBatches:
             dtype = self._specs[copy.hf][1]
             first = parameter.storage_offset() + copy.offset
             values = parameter.as_strided((count, *copy.size), (step, *copy.strides), first)
-            at_once = (
-                count if values.dtype == dtype else max(1, _CAST_ELEMENTS // max(copy.box.numel, 1))
-            )
+            at_once = count
+            if values.dtype != dtype:
+                at_once = max(1, _CAST_ELEMENTS // max(copy.box.numel, 1))
             for begin in range(0, count, at_once):
                 part = slice(begin, begin + at_once)
                 yield LiveBatch(copy.box, values[part], indices[part], dtype)
@@ -87,8 +85,7 @@ class CopyBatches:
 
 
 def constant_steps(ascending: Sequence[int]) -> Iterator[range]:
-    """Cuts ascending numbers into runs of constant steps, as long as they go, and yields the
-    indices of each."""
+    """Cuts ascending numbers into the longest runs of constant steps, and yields their indices."""
     first = 0
     for stop in range(1, len(ascending) + 1):
         steps = [b - a for a, b in pairwise(ascending[max(first, stop - 2) : stop + 1])]

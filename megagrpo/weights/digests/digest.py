@@ -107,11 +107,9 @@ def _row_sums(bits: Tensor, columns: Tensor) -> Tensor:
             )
         else:
             rows = max(1, len(buffer) // bits[0].numel())
-            parts = (
-                [(sums[0], bits[0])]
-                if len(bits) == 1
-                else zip(sums.split(rows), bits.split(rows), strict=True)
-            )
+            parts = zip(sums.split(rows), bits.split(rows), strict=True)
+            if len(bits) == 1:
+                parts = zip(sums, bits, strict=True)
             for part in parts:
                 sum_into(*part)
 
@@ -125,7 +123,7 @@ def _has_triton() -> bool:
 
 
 def _stream(tensor: Tensor) -> int:
-    """Returns the identity of the current CUDA stream of the tensor's device, 0 on a CPU."""
+    """Returns the identity of the current CUDA stream on the tensor's device, 0 on a CPU."""
     return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
 
 
@@ -133,7 +131,8 @@ def _stream(tensor: Tensor) -> int:
 def _odd(start: int, count: int, dimension: int, device: torch.device, stream: int) -> Tensor:
     """Returns the odd multipliers [count] int64 of the indices from `start` on along a dimension.
 
-    `stream` keeps streams apart: one would use, or free, what another has not finished.
+    stream: in the key of the cache, because one stream must not use or free another one's tensors
+    before they are finished.
     """
     x = torch.arange(count, dtype=torch.int64, device=device) + index_seed(start, dimension)
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)

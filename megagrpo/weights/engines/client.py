@@ -1,4 +1,4 @@
-"""Rank 0's client of one SGLang engine: HTTP calls, mailbox, and copy lists of its ranks."""
+"""Rank 0's client of one SGLang engine: HTTP calls, mailbox, and the copy lists of its ranks."""
 
 import base64
 import pickle
@@ -13,27 +13,28 @@ import torch
 
 from megagrpo.system.environment import WEIGHT_LOADER
 from megagrpo.types import EngineInfo
-from megagrpo.weights.copies.record import Copy, Specs
+from megagrpo.weights.copies.recorder import Copy, Specs
+from megagrpo.weights.copies.views import tuples
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.mailbox import Mailbox, encode
 from megagrpo.weights.wire.shared_buffer import Place
 
 _CONNECT_S = 10.0
-_ANSWER_S = 30.0  # an answer is in the mailbox before the HTTP call returns
+_ANSWER_S = 30.0  # the answer is in the mailbox before the HTTP call returns
 
 
 class EngineDown(RuntimeError):
-    """The engine does not answer: suspect, to be restarted."""
+    """The engine does not answer and should be restarted."""
 
 
 class EngineRefused(RuntimeError):
-    """The engine answers that it will not. A restart would not help: this stops the run."""
+    """The engine answers with an error. A restart would not help, so this stops the run."""
 
 
 class EngineConnection:
     """A connection to one incarnation of an engine with `tp` ranks. Every publish sets `deadline`.
 
-    patience_s: seconds that a healthy engine may need for an idle call, or for one forward pass.
+    patience_s: the seconds that a healthy engine may need for an idle call or one forward pass.
     """
 
     def __init__(
@@ -49,20 +50,20 @@ class EngineConnection:
         self.incarnation = info.incarnation
         self.tp = tp
         self.deadline = Deadline(0)
-        # by rank, filled by `record`: what its parameters hold of which HF tensor
+        # by rank, set by `record`: which slice of which HF tensor the parameters hold
         self.slices: list[list[Copy]] = []
         self.kind = -1  # index of `slices` in EngineFleet.kinds
-        self.emptied = False  # whether the exchange has emptied its caches
-        self.places: list[Place] = []  # by rank, filled by `record`: where it runs
-        # likewise: names of HF tensors that one load_weights must bring
+        self.emptied = False  # whether the exchange has emptied the engine's caches
+        self.places: list[Place] = []  # by rank, set by `record`: where the rank runs
+        # set by `record`: names of HF tensors that must be in one load_weights
         self.together: set[tuple[str, ...]] = set()
-        self._asked: list[str] = []  # the calls that it has not answered yet; several threads call
+        self._asked: list[str] = []  # unanswered calls, of several threads
         self.address = mailbox.access[0]  # of this host, as the engine reaches it
         self.mailbox = mailbox
         self._patience_s = patience_s
-        # whether it speculates: SGLang then passes requests to both models, the draft's last
+        # whether the engine speculates: SGLang then passes requests to both models, the draft last
         self.has_draft = False
-        # of the HTTP connections, one for each call at a time
+        # of the HTTP connections, one for each concurrent call
         self._sockets: list[socket.socket] = []
         self._closed = False
         self._lock = threading.Lock()
@@ -71,7 +72,7 @@ class EngineConnection:
             trust_env=False,
             verify=info.url.startswith("https"),  # loading certificates takes 50 ms
             headers={"Authorization": f"Bearer {api_key}"},
-            # or a call may close a connection that another was given
+            # or a call may close a connection that another call has
             limits=httpx.Limits(max_keepalive_connections=0),
         )
 
@@ -80,22 +81,22 @@ class EngineConnection:
 
     @property
     def asked(self) -> str:
-        """Returns the call that it has not answered for longest, "" for none."""
+        """Returns the oldest unanswered call, "" for none."""
         return next(iter(self._asked), "")
 
     @property
     def patience(self) -> float:
-        """Returns `patience_s`, or what is left of the deadline if that is less, in seconds."""
+        """Returns `patience_s`, or the rest of the deadline if that is less, in seconds."""
         return min(self._patience_s, self.deadline.left)
 
     def post(
         self, path: str, body: dict | None = None, timeout_s: float | None = None
     ) -> httpx.Response:
-        """Posts and returns the answer, a success. Raises EngineDown for a timeout, EngineRefused
+        """Posts and returns the successful answer. Raises EngineDown for a timeout, EngineRefused
         for an error status.
 
-        timeout_s: by default the rest of the deadline.
-        No answer carries the result of a custom weight loader.
+        timeout_s: by default the rest of the deadline. The answer never has the result of a custom
+        weight loader.
         """
         timeout_s = timeout_s or self.deadline.left
         timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_S, timeout_s))
@@ -119,11 +120,11 @@ class EngineConnection:
         return response
 
     def pause(self) -> None:
-        """Stops sampling; what is in flight is retracted and sampled again after `resume`."""
+        """Stops sampling. Requests in flight are retracted and sampled again after `resume`."""
         self.post("/pause_generation", {"mode": "retract"}, self.patience)
 
     def resume(self, version: int) -> None:
-        """Names the weights and goes on sampling."""
+        """Sets the version of the weights and goes on sampling."""
         self.post(
             "/update_weight_version",
             {"new_version": str(version), "abort_all_requests": False},
@@ -142,12 +143,12 @@ class EngineConnection:
     def record(
         self, specs: Specs, past_loader: bool, dummy_start: bool, forgets: bool = False
     ) -> None:
-        """Records the copy list of every rank. specs: with published dtypes. past_loader: see
-        Transport.
+        """Records the copy list of every rank.
 
-        dummy_start: the engine started with random values, also in buffers of its checkpoint.
-        forgets: it loses all but its buffers in its sleep. Raises RuntimeError naming parameters
-        that these tensors do not fill, or buffers that cannot be updated.
+        specs: with published dtypes. past_loader: see Transport. dummy_start: the engine started
+        with random values, also in buffers of the checkpoint. forgets: the engine loses all but its
+        buffers when it sleeps. Raises RuntimeError naming parameters that these tensors do not
+        fill, or buffers that cannot be updated.
         """
         message = {
             name: (shape, str(dtype).removeprefix("torch."))
@@ -157,30 +158,21 @@ class EngineConnection:
         request = {"specs": key, "allow_computed": past_loader, "dummy_start": dummy_start}
         answers = self.ask("record", [request] * self.tp)
         self.mailbox.delete(key)
-        if problems := [
-            f"rank {rank}: {line}"
-            for rank, answer in enumerate(answers)
-            for line in answer["problems"]
-        ]:
+        if problems := _lines("rank", answers):
             raise RuntimeError(
                 f"{self} has parameters that the published tensors do not fill:\n"
                 + "\n".join(problems)
             )
-
-        def copy(
-            hf: str, start: list, size: list, parameter: str, offset: int, strides: list
-        ) -> Copy:
-            return Copy(hf, tuple(start), tuple(size), parameter, offset, tuple(strides))
-
-        self.slices = [[copy(*one) for one in answer["copies"]] for answer in answers]
+        self.slices = [[Copy(*tuples(copy)) for copy in answer["copies"]] for answer in answers]
         self.places = [Place(*answer["place"]) for answer in answers]
         self.together = {tuple(names) for answer in answers for names in answer["together"]}
-        if computed := {
+        computed = {
             f"{name} from {how}" for answer in answers for name, how in answer["computed"].items()
-        }:
-            lines = ", ".join(sorted(computed))
+        }
+        if computed:
             print(
-                f"{self}: not copied but computed by its loader, which gets whole tensors: {lines}"
+                f"{self}: not copied but computed by its loader, which gets whole tensors: "
+                + ", ".join(sorted(computed))
             )
         derived = {name for answer in answers for name in answer["derived"]}
         if derived and past_loader and not answers[0]["post_load"]:
@@ -189,9 +181,10 @@ class EngineConnection:
                 "perhaps computed from weights on loading, and its model has no "
                 "post_load_weights: use weights.transport: broadcast"
             )
-        if unknown := {
+        unknown = {
             name for answer in answers for name in answer["derived"] if name not in answer["proven"]
-        }:
+        }
+        if unknown:
             names = ", ".join(sorted(unknown))
             if forgets:
                 raise RuntimeError(
@@ -208,25 +201,20 @@ class EngineConnection:
             )
 
     def digests(self, flush: bool) -> tuple[list[np.ndarray], list[str]]:
-        """Returns live digests, by rank as `slices`, and problems. flush: the engine also empties
-        its cache of keys."""
+        """Returns live digests, by rank like `slices`, and problems. flush: the engine also empties
+        its KV cache."""
         answers = self.ask("digest", [{}] * self.tp, flush)
-        problems = [
-            f"{self} rank {rank}: {line}"
-            for rank, answer in enumerate(answers)
-            for line in answer["problems"]
-        ]
         return [
             np.frombuffer(base64.b64decode(answer["digests"]), dtype="<i8") for answer in answers
-        ], problems
+        ], _lines(f"{self} rank", answers)
 
     def close(self) -> None:
-        """Cuts the HTTP connections, whatever state the engine is in; a call under way raises
+        """Cuts the HTTP connections, whatever the engine does. A call in progress raises
         EngineDown."""
         self._closed = True
         if self.asked and self._sockets:
-            # Not closed: this would not wake the thread that reads from it, which might then read
-            # from the next socket that gets its number. That thread closes it.
+            # Closing would not wake the thread that reads from the socket, which might then read
+            # from the next socket with this number. That thread closes it.
             for connection in self._sockets:
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
@@ -234,7 +222,7 @@ class EngineConnection:
             self._http.close()
 
     def _trace(self, event: str, info: dict) -> None:
-        """Stores the socket of a new connection; httpx exposes it nowhere else."""
+        """Stores the socket of a new connection, which httpx exposes nowhere else."""
         if event == "connection.connect_tcp.complete":
             with self._lock:
                 still_open = [
@@ -245,11 +233,11 @@ class EngineConnection:
     def ask(
         self, operation: str, requests: Sequence[Mapping[str, object]], flush: bool = False
     ) -> list[dict]:
-        """Runs an operation of loader.py on every rank, inside a weight-update session of its own.
+        """Runs an operation of loader.py on every rank, inside a separate weight-update session.
 
-        requests: one for each rank. flush: empties the KV cache too. Returns answers by rank.
-        Raises EngineDown if one does not come, RuntimeError with the traceback of a rank in which
-        the operation failed.
+        requests: by rank. flush: also empties the KV cache. Returns answers by rank. Raises
+        EngineDown if one does not come, RuntimeError with the traceback of a rank in which the
+        operation failed.
         """
         keys = [self.mailbox.new_key(f"{operation}/{self.id}") for _ in range(self.tp)]
         base = {
@@ -277,8 +265,7 @@ class EngineConnection:
                 answers.append(self.mailbox.take(key, min(_ANSWER_S, self.deadline.left)))
             except torch.distributed.DistStoreError as exc:
                 raise EngineDown(
-                    f"rank 0 waits for the {operation} of {self} rank {rank}: none "
-                    f"after {_ANSWER_S:.0f} s"
+                    f"rank 0 waits for the {operation} of {self} rank {rank}: none after {_ANSWER_S:.0f} s"
                 ) from exc
         self.end()
         for rank, answer in enumerate(answers):
@@ -287,8 +274,17 @@ class EngineConnection:
         return [answer["answer"] for answer in answers]
 
 
+def _lines(rank: str, answers: Sequence[Mapping]) -> list[str]:
+    """Returns the problems of all ranks, each after `rank` and the rank's number."""
+    return [
+        f"{rank} {number}: {line}"
+        for number, answer in enumerate(answers)
+        for line in answer["problems"]
+    ]
+
+
 def _pickled(request: dict) -> str:
-    # Plain pickle carries the bytes; torch's own ForkingPickler would pass a shared-memory handle
-    # of this host.
+    # Plain pickle carries the bytes. torch's ForkingPickler would pass a shared-memory handle of
+    # this host.
     tensor = torch.frombuffer(bytearray(encode(request)), dtype=torch.uint8)
     return base64.b64encode(pickle.dumps([("request", tensor)])).decode()

@@ -1,5 +1,4 @@
-"""What an engine's model holds besides its recorded parameters: buffers and matrices derived from
-weights."""
+"""The other tensors of an engine's model: buffers, and matrices derived from weights."""
 
 from collections.abc import Iterator
 
@@ -7,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.weights.blocks import FP8, dequantize
-from megagrpo.weights.copies.record import Fill, Recording
+from megagrpo.weights.copies.recorder import Fill, Recording
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -16,8 +15,8 @@ def live_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def random_buffers(model: torch.nn.Module, recording: Recording) -> list[str]:
-    """Returns a line for each buffer that a dummy start fills with random values and no HF tensor
-    overwrites."""
+    """Returns a line for each buffer with random values: a dummy start fills it, and no HF tensor
+    does."""
     # SGLang's initialize_dummy_weights fills the state dict, which leaves out non-persistent
     # buffers.
     persistent = model.state_dict()
@@ -33,11 +32,10 @@ def random_buffers(model: torch.nn.Module, recording: Recording) -> list[str]:
 
 
 def cache_scales(model: torch.nn.Module) -> Iterator[Fill]:
-    """Yields the scales by which an FP8 model's attention would multiply cached keys and values, as
-    constants of 1.
+    """Yields the scales of cached keys and values in an FP8 model's attention, as constants of 1.
 
-    Some models of SGLang have these parameters. No published tensor fills them, and the cache stays
-    in bfloat16.
+    Some of SGLang's models have these parameters. No published tensor fills them, and the cache
+    stays in bfloat16.
     """
     for path, module in model.named_modules():
         for name in ("k_scale", "v_scale"):
@@ -46,10 +44,10 @@ def cache_scales(model: torch.nn.Module) -> Iterator[Fill]:
 
 
 def random_cache_scales(model: torch.nn.Module) -> list[str]:
-    """Returns a line for each of `cache_scales` that attention uses as another number.
+    """Returns a line for each of `cache_scales` that is not 1 in attention.
 
-    A dummy start draws them, and SGLang replaces negative draws by 1. Captured CUDA graphs may hold
-    the number.
+    A dummy start draws them, and SGLang replaces negative draws by 1. Captured CUDA graphs may
+    contain the number.
     """
     return [
         f"{path}.{name} = {value}: drawn at random at the start, and a publish does not reach it"
@@ -60,21 +58,20 @@ def random_cache_scales(model: torch.nn.Module) -> list[str]:
 
 
 def derived_tensors(model: torch.nn.Module) -> list[str]:
-    """Returns the matrices besides parameters and buffers, perhaps computed from weights: no digest
-    covers them."""
+    """Returns the matrices besides parameters and buffers. They may be computed from weights, and no
+    digest covers them."""
     storages = {t.untyped_storage()._cdata for t in live_tensors(model).values()}
-    found = []
+    matrices = []
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             matrix = isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2
             if matrix and value.untyped_storage()._cdata not in storages:
-                found.append(f"{path}.{name} {tuple(value.shape)}")
-    return found
+                matrices.append(f"{path}.{name} {tuple(value.shape)}")
+    return matrices
 
 
 def copies_of_the_start(model: torch.nn.Module) -> list[str]:
-    """Returns a line for each matrix that SGLang gathers over ranks once, at the start of an
-    engine."""
+    """Returns a line for each matrix that SGLang gathers over ranks only when an engine starts."""
     return [
         f"{path}.{name}: no publish brings it up to date; leave out --dcp-replicate-q-proj"
         for path, module in model.named_modules()
@@ -88,8 +85,8 @@ def absorbed_matrices(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Ten
     attention: w_kc [heads, nope, rank] and w_vc [heads, rank, v].
 
     SGLang copies them from kv_b_proj.weight [heads * (nope + v), rank] at the end of load_weights
-    and in post_load_weights; an FP8 one times its scales, in bfloat16 (block_quant_dequant). Left
-    out: matrices that it computes in another way.
+    and in post_load_weights. It multiplies FP8 weights by their scales, in bfloat16
+    (block_quant_dequant). Matrices that it computes in another way are left out.
     """
     for path, module in model.named_modules():
         keys = getattr(module, "w_kc", None)
@@ -118,8 +115,8 @@ def shifted_norms(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor]
     """Yields name, live values and expected values of the buffers that hold a norm's weight plus 1,
     for norms whose weights are distances from 1.
 
-    SGLang's fused kernels read them (GemmaRMSNorm of its layers/layernorm.py). Its loader computes
-    them; a transport that writes past the loader leaves them old.
+    SGLang's fused kernels read them (GemmaRMSNorm in layers/layernorm.py). SGLang's loader computes
+    them, so they are stale after a transport that writes past the loader.
     """
     for path, module in model.named_modules():
         shifted = getattr(module, "gemma_weight", None)

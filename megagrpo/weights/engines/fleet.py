@@ -1,4 +1,4 @@
-"""Rank 0's view of all engines: which take part in a publish, and which died in it."""
+"""Rank 0's view of all engines: which ones take part in a publish, and which ones died in it."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from typing import Protocol
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.types import EngineInfo
-from megagrpo.weights.copies.record import Copy, Specs
+from megagrpo.weights.copies.recorder import Copy, Specs
 from megagrpo.weights.engines.client import EngineConnection, EngineDown, EngineRefused
 from megagrpo.weights.transports.protocol import Transport
 from megagrpo.weights.wire.clock import Deadline
@@ -27,26 +27,24 @@ class EngineRegistry(Protocol):
         """Returns all engines, whatever state they are in."""
 
     def begin_update(self, engine_id: str, incarnation: int) -> bool:
-        """Announces that weights are about to change. Returns False if this incarnation has died
-        meanwhile."""
+        """Announces a change of weights. Returns False if this incarnation has died."""
 
     def wake(self, engine_id: str, incarnation: int) -> bool:
-        """Gives an engine on trainers' GPUs its cache back. Returns False likewise."""
+        """Gives an engine on trainers' GPUs its cache back. Returns False if it has died."""
 
     def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
-        """Notes which weights were verified. Returns False likewise."""
+        """Records which weights are verified. Returns False if it has died."""
 
     def report_lost(self, engine_id: str, incarnation: int) -> None:
-        """Reports an update that failed half-way: the engine must be started again."""
+        """Reports an incomplete update, after which the engine must be restarted."""
 
 
 class EngineFleet:
     """Connections to all engines, and calls to those of the current *round*.
 
-    A round is the set of engines that are opened, updated and verified together. Only `each`,
-    `alive`, `kinds`, `waiting` and `close` are for all ranks; on ranks other than 0 there are no
-    connections and the round is empty.
-    patience_s: see EngineConnection.
+    A round is the set of engines that are opened, updated and verified together. All ranks may use
+    `for_each`, `alive`, `kinds`, `waiting` and `close`, but only rank 0 has connections; on the
+    others the round is empty. patience_s: see EngineConnection.
     """
 
     def __init__(
@@ -62,18 +60,18 @@ class EngineFleet:
         self._specs = specs
         self._transport = transport
         self._patience_s = patience_s
-        # distinct copy lists of engines, each by engine rank; see Exchange
+        # the engines' distinct copy lists, by engine rank; see Exchange
         self.kinds: list[list[list[Copy]]] = []
         # by engine id, kept from publish to publish
         self._connections: dict[str, EngineConnection] = {}
         self._round: list[str] = []
-        self._lost: dict[str, EngineDown] = {}  # died in this publish and are not back
+        self._lost: dict[str, EngineDown] = {}  # engines that died in this publish
         self._mailbox: Mailbox | None = None  # opened towards the first engine
         self._deadline = Deadline(0.0)  # of the publish
 
     @property
     def alive(self) -> list[EngineConnection]:
-        """Returns the engines of the round that have not died."""
+        """Returns the engines of the round that are alive."""
         return [self._connections[id] for id in self._round if id not in self._lost]
 
     def choose(self, deadline: Deadline, ids: list[str] | None = None) -> list[str]:
@@ -84,22 +82,22 @@ class EngineFleet:
         after their restart. Raises TimeoutError with the state of every engine.
         """
         self._lost.clear()
-        wanted = self._config.rollout.min_healthy_engines
-        for infos in self._listed(deadline, lambda: f"{wanted} usable engines"):
+        least = self._config.rollout.min_healthy_engines
+        for infos in self._listed(deadline, lambda: f"{least} usable engines"):
             usable = [info.id for info in infos if info.alive]
-            if len(usable) >= wanted:
+            if len(usable) >= least:
                 break
         return usable if ids is None else [id for id in usable if id in ids]
 
     def open(self, ids: list[str], deadline: Deadline, writing: bool) -> None:
-        """Begins a round with those of `ids` that the service still lists: connects, pauses,
+        """Begins a round with the engines `ids` that the service still lists: connects, pauses,
         records new copy lists.
 
-        writing: whether their weights are about to change, which the service must know.
+        writing: whether their weights will change, which the service must know.
         """
         infos = {info.id: info for info in self._registry.engines()}
         for id, connection in list(self._connections.items()):
-            # drained, or started again
+            # drained, or restarted
             if id not in infos or connection.incarnation != infos[id].incarnation:
                 self._end(self._connections.pop(id))
         listed = [infos[id] for id in ids if id in infos]
@@ -120,7 +118,7 @@ class EngineFleet:
                 raise EngineDown(f"{engine} died before it could be updated")
             engine.pause()
             if not engine.slices:
-                # unless earlier trainers died in an update, which would block this one
+                # an update in which earlier trainers died would block this one
                 with suppress(EngineRefused):
                     engine.end()
                 rollout = self._config.rollout
@@ -131,17 +129,17 @@ class EngineFleet:
                     forgets=rollout.colocate,
                 )
 
-        self.each(open_one)
+        self.for_each(open_one)
 
     def limit(self) -> None:
-        """Gives the engines half of the time that is left: one that hangs must leave time to
-        restart it."""
+        """Gives the engines half of the remaining time, so that an engine that hangs can be
+        restarted."""
         for engine in self.alive:
             engine.deadline = Deadline(self._deadline.left / 2)
 
-    def each(self, work: Callable[[EngineConnection], object]) -> None:
-        """Runs `work` for every living engine in threads. Reports engines that raise EngineDown;
-        raises other errors"""
+    def for_each(self, work: Callable[[EngineConnection], object]) -> None:
+        """Runs `work` for every living engine in threads. Reports engines that raise EngineDown, and
+        raises other errors."""
         if not self.alive:
             return
         errors = []
@@ -157,7 +155,7 @@ class EngineFleet:
             raise errors[0] if len(errors) == 1 else RuntimeError("\n".join(map(repr, errors)))
 
     def admit(self, engine: EngineConnection, version: int) -> None:
-        """Gives a verified engine its cache back if it slept, its version, and requests. Raises
+        """Gives a verified engine its cache if it slept, its version, and requests. Raises
         EngineDown."""
         sleeps = self._config.rollout.colocate
         if sleeps and not self._registry.wake(engine.id, engine.incarnation):
@@ -167,35 +165,35 @@ class EngineFleet:
             raise EngineDown(f"{engine} died after it was verified")
 
     def wait_for_lost(self, version: int, deadline: Deadline) -> list[str]:
-        """Returns the ids that a further round must update: none, unless too few engines hold
-        `version`.
+        """Returns the ids that another round must update: none if enough engines have `version`.
 
         Engines that died in this publish come back with their old weights. If enough others are
-        ready, this does not wait: the rollout refreshes them. Raises TimeoutError with the state of
-        every engine and why they died.
+        ready, this does not wait, because the rollout refreshes them. Raises TimeoutError with the
+        state of every engine and why they died.
         """
-        wanted = self._config.rollout.min_healthy_engines
-        back: list[str] = []
+        least = self._config.rollout.min_healthy_engines
+        restarted: list[str] = []
 
-        def what() -> str:
+        def condition() -> str:
             reasons = "; ".join(map(str, self._lost.values()))
-            return (
-                f"{wanted} engines to restart and take version {version}; they "
-                f"died because: {reasons}"
-            )
+            return f"{least} engines to restart and take version {version}; they died because: {reasons}"
 
-        for infos in self._listed(deadline, what) if self._lost else ():
-            if sum(info.state == "ready" for info in infos) >= wanted:
+        if not self._lost:
+            return []
+        for infos in self._listed(deadline, condition):
+            if sum(info.state == "ready" for info in infos) >= least:
                 break
-            # Past the deadline no call has time to end: engines would come back for ever.
-            if not deadline.over and (back := [i.id for i in infos if i.state == "stale"]):
+            # Past the deadline no call has time to end, so engines would come back for ever.
+            if not deadline.over and (restarted := [i.id for i in infos if i.state == "stale"]):
                 break
         self._lost.clear()
-        return back
+        return restarted
 
-    def _listed(self, deadline: Deadline, what: Callable[[], str]) -> Iterator[list[EngineInfo]]:
-        """Yields the service's record of all engines again and again; after the deadline
-        TimeoutError with `what`."""
+    def _listed(
+        self, deadline: Deadline, condition: Callable[[], str]
+    ) -> Iterator[list[EngineInfo]]:
+        """Yields the service's list of all engines again and again. After the deadline raises
+        TimeoutError with `condition`."""
         while True:
             infos = self._registry.engines()
             yield infos
@@ -204,16 +202,16 @@ class EngineFleet:
                     info.id: f"{info.state}, incarnation {info.incarnation}" for info in infos
                 }
                 limit = f"{deadline.seconds:.0f} s (weights.timeout_s)"
-                raise TimeoutError(f"rank 0 waited {limit} for {what()}; states: {states}")
+                raise TimeoutError(f"rank 0 waited {limit} for {condition()}; states: {states}")
             time.sleep(_POLL_S)
 
     def waiting(self) -> str:
-        """Returns which engines have not answered which call, "" for none. Runs in any thread."""
+        """Returns which engines have not answered which call, "" for none. For any thread."""
         engines = list(self._connections.values())
         return ", ".join(f"{engine} to answer {engine.asked}" for engine in engines if engine.asked)
 
     def close(self) -> None:
-        """Ends all connections, after the transport's `leave`. The engines stay as they are; a dead
+        """Ends all connections, after the transport's `leave`. The engines keep their state; a dead
         one is no error."""
 
         def leave(engine: EngineConnection) -> None:
@@ -224,7 +222,7 @@ class EngineFleet:
 
         self._lost.clear()
         self._round = list(self._connections)
-        self.each(leave)
+        self.for_each(leave)
         self._connections.clear()
 
     def _connect(self, info: EngineInfo) -> EngineConnection:

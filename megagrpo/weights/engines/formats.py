@@ -1,9 +1,9 @@
-"""Formats of an engine rank's live parameters: whether each has the published one.
+"""Checks that an engine rank's live parameters have the published formats.
 
-What SGLang 0.5.21 does with FP8 in blocks after loading (process_weights_after_loading): on Hopper
-nothing; before, it packs values for Marlin (another dtype); on Blackwell DeepGEMM rounds scales to
-powers of two (`format_ue8m0`), values with them. The last two are refused here: no publish writes
-what they leave.
+After loading, SGLang 0.5.21 changes FP8 in blocks (process_weights_after_loading). On Hopper it
+changes nothing. On older GPUs it packs values for Marlin, in another dtype. On Blackwell DeepGEMM
+rounds scales to powers of two (`format_ue8m0`), and the values with them. The last two are refused,
+because no publish writes these formats.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,14 +11,13 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from megagrpo.weights.blocks import FP8
-from megagrpo.weights.copies.record import Recording, Specs
+from megagrpo.weights.copies.recorder import Recording, Specs
 
 
 def format_problems(
     recording: Recording, live: Mapping[str, Tensor], specs: Specs
 ) -> Iterator[str]:
-    """Yields a line for each parameter of a model in FP8 whose format is not that of the tensor
-    published to it."""
+    """Yields a line for each parameter of an FP8 model whose format is not the published one."""
     in_fp8 = {name for name, (_, dtype) in specs.items() if dtype == FP8}
     if not in_fp8:
         return

@@ -1,5 +1,4 @@
-"""The code that SGLang calls inside an engine: `--custom-weight-loader
-megagrpo.weights.engines.loader.run`.
+"""SGLang's weight loader in an engine: `--custom-weight-loader megagrpo.weights.engines.loader.run`.
 
 Every rank of the engine calls `run` for each request of trainer rank 0. An exception would end the
 server, so `run` reports errors to the mailbox and raises nothing.
@@ -9,7 +8,7 @@ import base64
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, field
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.system.processes import route_address
-from megagrpo.weights.copies.record import Copy, Recording, Specs, coverage_problems, record
+from megagrpo.weights.copies.recorder import Copy, Recording, Specs, coverage_problems, record
 from megagrpo.weights.copies.views import Box, row_major
 from megagrpo.weights.digests.batches import CopyBatches
 from megagrpo.weights.digests.digest import batched_digest, slice_digest
@@ -38,29 +37,27 @@ from megagrpo.weights.engines.derived_tensors import (
 )
 from megagrpo.weights.engines.formats import format_problems
 from megagrpo.weights.wire.clock import Deadline
-from megagrpo.weights.wire.group import EngineGroup, GroupLimits, PeerLost, join_group
+from megagrpo.weights.wire.engine_group import EngineGroup, GroupLimits, PeerLost, join_group
 from megagrpo.weights.wire.handover import take_batches
 from megagrpo.weights.wire.mailbox import Mailbox, decode, open_mailbox
-from megagrpo.weights.wire.messages import Batches, ReceiveRequest, decode_batches
 from megagrpo.weights.wire.moving import receive_batches
 from megagrpo.weights.wire.shared_buffer import place_of
+from megagrpo.weights.wire.transfer_messages import Batches, ReceiveRequest, decode_batches
 
 _CONNECT_S = 30.0
 _PATCHING = Lock()
-# by model
 _ends: "weakref.WeakKeyDictionary[torch.nn.Module, EngineEnd]" = weakref.WeakKeyDictionary()
-# of requests that SGLang is about to pass to the draft's model, too
+# by request: the model, until SGLang passes the same request to the draft
 _models: dict[str, torch.nn.Module] = {}
 
 
 def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Runs the request, uint8 [bytes] in "request", and puts its answer into the trainer's mailbox.
-    Raises nothing.
+    """Runs the request, uint8 [bytes] in "request", and puts the answer into the trainer's mailbox.
 
-    An engine with a draft calls it twice, for the model and then for the draft; the answer is of
-    both.
+    Raises nothing. SGLang calls it twice in an engine with a draft, for the model and then for the
+    draft; the second call answers for both.
     """
-    # no mailbox: the trainer's deadline ends its wait
+    # without a mailbox the trainer waits until its deadline
     with _reported(lambda text: print(text, file=sys.stderr)):
         request = decode(bytes(dict(named_tensors)["request"].cpu().numpy()))
         key = request["reply"]
@@ -101,16 +98,16 @@ class _Recorded:
     recording: Recording
     specs: Specs  # with published dtypes
     batches: CopyBatches  # of the recorded copies
-    whole: list[Copy]  # of HF tensors from which the model's own loader computes parameters
-    arrived: list[int] | None = None  # digests of these tensors, as they arrived
+    inputs: list[Copy]  # HF tensors from which the model's own loader computes parameters
+    arrived: list[int] | None = None  # digests of `inputs` on arrival
     # digests of the computed parameters, right after
     computed: dict[str, int] = field(default_factory=dict)
-    # `whole` as it arrived, which changes are written into
-    kept: dict[str, Tensor] = field(default_factory=dict)
+    # the last values of `inputs`; the next changes are written into them
+    last: dict[str, Tensor] = field(default_factory=dict)
 
 
 class EngineEnd:
-    """One engine rank's end of the exchange. In the order of its life, one method for each request:
+    """One engine rank's end of the exchange, with one method per request. In order:
 
     1. `record`: records once which slices of which HF tensors this rank's model copies.
     2. `receive`: joins the trainers if their link is new, and writes their slices into the live
@@ -118,11 +115,11 @@ class EngineEnd:
     3. `digest`: digests the live parameters. 2 and 3 repeat in every publish.
     4. `leave`: forgets the trainers; others may come.
 
-    A request that names a `module` is a tool's own, and none of these.
+    A tool's request names a `module` instead.
     """
 
     def __init__(self, model: torch.nn.Module, draft: torch.nn.Module | None = None):
-        # Weak, because _ends keeps this object as long as the model lives.
+        # weak references, because _ends holds this object as long as the model lives
         self._weak_model = weakref.ref(model)
         self._weak_draft = None if draft is None else weakref.ref(draft)
         self.recorded: _Recorded  # from the first request on
@@ -131,8 +128,8 @@ class EngineEnd:
     def answer(self, request: dict, store: Mailbox) -> dict:
         """Runs the operation that a request names.
 
-        A request with a `module` runs an operation of that module's OPERATIONS, on the model
-        without its draft.
+        If it names a `module`, the operation is one of that module's OPERATIONS, on the model
+        without the draft.
         """
         if "module" in request:
             model = self._weak_model()
@@ -151,26 +148,29 @@ class EngineEnd:
         model = self._weak_model()
         draft = None if self._weak_draft is None else self._weak_draft()
         assert model is not None, "SGLang passes the model with every request"
-        return model if draft is None else WithDraft(model, draft)
+        if draft is None:
+            return model
+        return WithDraft(model, draft)
 
     def record(self, request: dict, specs: dict) -> dict:
         """Returns this rank's copies. problems: elements that HF tensors do not fill exactly once,
         wrong formats."""
         model = self._model
-        hf = _decoded(specs)
-        recording, whole = record_engine_model(model, hf, request["allow_computed"])
-        self.recorded = _Recorded(recording, hf, CopyBatches(recording.copies, hf), whole)
-        problems = coverage_problems(
-            recording, dict(model.named_parameters())
-        ) + copies_of_the_start(model)
-        problems += [
+        hf: Specs = {
+            name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in specs.items()
+        }
+        recording, inputs = record_engine_model(model, hf, request["allow_computed"])
+        self.recorded = _Recorded(recording, hf, CopyBatches(recording.copies, hf), inputs)
+        problems = [
+            *coverage_problems(recording, dict(model.named_parameters())),
+            *copies_of_the_start(model),
             *format_problems(recording, live_tensors(model), hf),
             *random_cache_scales(model),
         ]
         if request["dummy_start"]:
             problems += random_buffers(model, recording)
         return {
-            "copies": [astuple(copy) for copy in [*recording.copies, *whole]],
+            "copies": [astuple(copy) for copy in [*recording.copies, *inputs]],
             "problems": problems,
             "place": place_of(next(model.parameters()).device),
             "computed": {name: computed.how for name, computed in recording.computed.items()},
@@ -181,7 +181,7 @@ class EngineEnd:
         }
 
     def receive(self, request: ReceiveRequest, store: Mailbox) -> dict:
-        """Fills the live parameters from the trainers. Returns the peak staged bytes, or why the
+        """Fills the live parameters from the trainers. Returns the peak of staged bytes, or why the
         trainers were lost."""
         live = live_tensors(self._model)
         lost = ""
@@ -189,7 +189,7 @@ class EngineEnd:
             staging_bytes = self._take(request, store, live)
         except PeerLost as exc:
             lost = str(exc)
-        if lost:  # outside the handler: the exception keeps frames alive that keep the group alive
+        if lost:  # not in the handler, because the exception's frames keep the group alive
             self.leave()
             return {"lost": lost, "staging_bytes": 0}
         # an engine's parameters may start with any values
@@ -207,45 +207,40 @@ class EngineEnd:
 
         digests: int64, little-endian, as base64. problems: live values that the published dtype
         cannot represent, constants that have changed, computed matrices that differ from a fresh
-        computation, and features of images that the tower computed with older weights and that
-        could not be forgotten.
+        computation, and image features of older weights that remain in the cache.
         """
         recorded = self.recorded
         live = live_tensors(self._model)
         digests, problems = self._digest_copies(live)
         problems += forget_images(self._model)
-        fills = recorded.recording.fills
+        derived = (
+            ("kv_b_proj.weight", absorbed_matrices(self._model)),
+            ("weight", shifted_norms(self._model)),
+        )
         with torch.no_grad():
-            changed = [(fill.view(live) != fill.value).any() for fill in fills]
-            derived = {
-                f"{name}: not what the live {source} gives": (has != expected).any()
-                for source, found in (
-                    ("kv_b_proj.weight", absorbed_matrices(self._model)),
-                    ("weight", shifted_norms(self._model)),
-                )
-                for name, has, expected in found
-            }
+            problems += [
+                f"parameter {fill.parameter}: elements that the loader sets to {fill.value} hold "
+                "something else"
+                for fill in recorded.recording.fills
+                if (fill.view(live) != fill.value).any()
+            ]
+            problems += [
+                f"{name}: not what the live {source} gives"
+                for source, tensors in derived
+                for name, tensor, expected in tensors
+                if (tensor != expected).any()
+            ]
         problems += [
-            f"parameter {fill.parameter}: elements that the loader sets to "
-            f"{fill.value} hold something else"
-            for fill, differs in zip(
-                fills, torch.stack(changed).tolist() if changed else [], strict=True
-            )
-            if differs
-        ]
-        problems += [text for text, bad in derived.items() if bad]
-        problems += [
-            f"parameter {name}: not what the loader has computed of the "
-            "weights that it was sent last"
+            f"parameter {name}: not what the loader has computed of the weights that it was sent last"
             for name, digest in _digests_of(recorded.computed, live).items()
             if digest != recorded.computed[name]
         ]
-        whole = np.array(recorded.arrived or [0] * len(recorded.whole), dtype="<i8")
-        data = np.concatenate([digests, whole]).tobytes()
+        inputs = np.array(recorded.arrived or [0] * len(recorded.inputs), dtype="<i8")
+        data = np.concatenate([digests, inputs]).tobytes()
         return {"digests": base64.b64encode(data).decode(), "problems": problems}
 
     def leave(self) -> dict:
-        """Forgets the trainers, whatever state they are in."""
+        """Forgets the trainers, whatever they do."""
         link = self.link
         self.link = None
         if link is not None and link.group is not None:
@@ -253,8 +248,8 @@ class EngineEnd:
         return {}
 
     def _take(self, request: ReceiveRequest, store: Mailbox, live: dict[str, Tensor]) -> int:
-        """Receives all slices once, joining the trainers first if need be. Returns the peak staged
-        bytes."""
+        """Receives all slices once, after joining the trainers if the link is new. Returns the peak
+        of staged bytes."""
         deadline = Deadline(request["left_s"])
         patience_s = request["patience_s"]
         if self.link is None or self.link.name != request["group"]:
@@ -263,13 +258,13 @@ class EngineEnd:
         recorded = self.recorded
         device = next(model.parameters()).device
         delta = request.get("delta", False)
-        sent = recorded.kept or {
+        inputs = recorded.last or {
             copy.parameter: torch.empty(copy.size, dtype=recorded.specs[copy.hf][1], device=device)
-            for copy in recorded.whole
+            for copy in recorded.inputs
         }
-        recorded.kept = sent if delta else {}
+        recorded.last = inputs if delta else {}
         staging_bytes = 0
-        targets = live | sent
+        targets = live | inputs
         if self.link.group is None:
             take_batches(
                 store, request["memory"], self.link.batches, targets, device, deadline, patience_s
@@ -279,17 +274,17 @@ class EngineEnd:
                 self.link.group, self.link.batches, targets, deadline, patience_s, delta
             )
             staging_bytes = traffic.staging_bytes
-        if sent:  # these go through the model's own loader
+        if inputs:  # these go through the model's own loader
             recorded.arrived = [
-                int(slice_digest(sent[copy.parameter], copy.box)) for copy in recorded.whole
+                int(slice_digest(inputs[copy.parameter], copy.box)) for copy in recorded.inputs
             ]
-            model.load_weights([(copy.hf, sent[copy.parameter]) for copy in recorded.whole])  # type: ignore[operator]
+            model.load_weights([(copy.hf, inputs[copy.parameter]) for copy in recorded.inputs])  # type: ignore[operator]
             recorded.computed = _digests_of(recorded.recording.computed, live_tensors(model))
-        return staging_bytes + sum(tensor.nbytes for tensor in sent.values())
+        return staging_bytes + sum(tensor.nbytes for tensor in inputs.values())
 
     def _join(self, request: ReceiveRequest, store: Mailbox) -> _Link:
-        """Replaces the link of earlier trainers: reads the new one's batches, and joins its group
-        if it has one."""
+        """Replaces the link of earlier trainers. Reads the batches of the new link, and joins the
+        group if there is one."""
         self.leave()
         batches = decode_batches(store.take(request["plan"], _CONNECT_S))
         name = request["group"]
@@ -306,8 +301,8 @@ class EngineEnd:
         return _Link(name, group, batches)
 
     def _digest_copies(self, live: dict[str, Tensor]) -> tuple[np.ndarray, list[str]]:
-        """Returns the recorded copies' digests, int64 [copies], and a line for each that its dtype
-        cannot represent."""
+        """Returns the recorded copies' digests, int64 [copies], and a line for each copy with values
+        that the published dtype cannot represent."""
         copies = self.recorded.recording.copies
         digests = []
         order = []
@@ -331,8 +326,7 @@ class EngineEnd:
 
 
 class WithDraft(torch.nn.Module):
-    """A model and its draft as one: tensors that they share, such as the embedding, are the
-    model's."""
+    """A model and its draft as one module. Shared tensors, such as the embedding, are the model's."""
 
     def __init__(self, model: torch.nn.Module, draft: torch.nn.Module):
         super().__init__()
@@ -342,8 +336,7 @@ class WithDraft(torch.nn.Module):
             self.post_load_weights = self._post_load_weights
 
     def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
-        """Loads HF tensors by both models' own loaders, each of which leaves out those of the
-        other."""
+        """Loads HF tensors by both models' own loaders, each of which skips the other's tensors."""
         for part in self.children():
             part.load_weights(weights)  # type: ignore[operator]  # torch takes it for a Tensor or a Module
 
@@ -361,7 +354,7 @@ def engine_end(model: torch.nn.Module, draft: torch.nn.Module | None = None) -> 
 def record_engine_model(
     model: torch.nn.Module, specs: Specs, allow_computed: bool
 ) -> tuple[Recording, list[Copy]]:
-    """Records a model of SGLang; returns also copies of the whole HF tensors from which it computes
+    """Records one of SGLang's models. Also returns copies of the HF tensors from which it computes
     parameters."""
 
     def load(hf: Mapping[str, Tensor]) -> None:
@@ -373,21 +366,16 @@ def record_engine_model(
     recording.fills += cache_scales(model)
     names = sorted(set().union(*(computed.hf for computed in recording.computed.values())))
     shapes = [specs[name][0] for name in names]
-    return recording, [  # into buffers of this loader, under names that no parameter has
+    return recording, [  # into this loader's buffers, under names that no parameter has
         Copy(name, (0,) * len(shape), shape, f"HF tensor {name}", 0, row_major(shape))
         for name, shape in zip(names, shapes, strict=True)
     ]
 
 
-def _decoded(specs: Mapping[str, tuple[Sequence[int], str]]) -> Specs:
-    return {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in specs.items()}
-
-
 def forget_images(model: torch.nn.Module) -> list[str]:
-    """Empties this rank's cache of image features; returns a line if it is not empty then.
+    """Empties this rank's cache of image features. Returns a line if the cache is not empty then.
 
-    SGLang keeps what its tower has computed by the image's hash, over every update of weights and
-    every flush.
+    SGLang caches the tower's features by image hash, across updates of weights and flushes.
     """
     if not hasattr(model, "visual"):
         return []
@@ -397,16 +385,15 @@ def forget_images(model: torch.nn.Module) -> list[str]:
     if cache is None:
         return []
     cache.clear()
-    left = len(cache.mm_cache)
-    return (
-        [f"{left} features of images that older weights computed are still in the engine's cache"]
-        if left
-        else []
-    )
+    if left := len(cache.mm_cache):
+        return [
+            f"{left} features of images that older weights computed are still in the engine's cache"
+        ]
+    return []
 
 
 def _digests_of(names: Iterable[str], live: dict[str, Tensor]) -> dict[str, int]:
-    """Returns the digest of each whole parameter."""
+    """Returns the digests of these parameters."""
     tensors = {name: live[name].detach() for name in names}
     return {
         name: int(slice_digest(t, Box((0,) * t.dim(), tuple(t.shape))))
@@ -416,8 +403,7 @@ def _digests_of(names: Iterable[str], live: dict[str, Tensor]) -> dict[str, int]
 
 @contextmanager
 def _threads_run_inline() -> Iterator[None]:
-    """Makes every thread pool of this process run its work at once, in the thread that submits
-    it."""
+    """Makes every thread pool of this process run work at once, in the submitting thread."""
 
     def submit(self, function, /, *args, **kwargs):
         future: Future = Future()

@@ -1,9 +1,9 @@
 """Transport `broadcast`: rank 0 broadcasts whole tensors to SGLang's
 /update_weights_from_distributed.
 
-Each engine has groups of its own (rank 0 and the engine's ranks), so one that dies touches no
-other's transfer. Buckets are on the wire to all engines at once, one bucket at a time; while the
-engines load one, the next is gathered and sent.
+Each engine has separate groups with rank 0, so an engine that dies does not affect the transfer to
+another. A bucket travels to all engines at once, and while the engines load it, the next bucket is
+gathered and sent.
 """
 
 import uuid
@@ -15,21 +15,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megagrpo.system import environment
-from megagrpo.weights.copies.record import Copy, Specs
 from megagrpo.weights.engines.client import EngineConnection, EngineDown
 from megagrpo.weights.engines.fleet import EngineFleet
 from megagrpo.weights.transports.gather_plan import GatherPlan, gather_to_main, make_gather_plan
 from megagrpo.weights.transports.protocol import TrainerWeights
 from megagrpo.weights.wire.clock import Deadline, PhaseTimer
-from megagrpo.weights.wire.group import EngineGroup, GroupLimits, PeerLost, join_group
+from megagrpo.weights.wire.engine_group import EngineGroup, GroupLimits, PeerLost, join_group
 from megagrpo.weights.wire.mailbox import listening_store
 from megagrpo.weights.wire.moving import Traffic
 
 _HELD = 4  # buckets that rank 0 holds at most, see gather_buckets
-_IN_FLIGHT = 2  # calls that an engine has not answered
-# tensors of this size are sent as they lie; smaller ones are packed, on both sides
-_ALONE_BYTES = 1 << 20
+_IN_FLIGHT = 2  # unanswered calls of an engine
+_ALONE_BYTES = 1 << 20  # smaller tensors are packed for the transfer
 
 
 class BroadcastTransport:
@@ -39,8 +36,9 @@ class BroadcastTransport:
 
     def __init__(self, weights: TrainerWeights):
         self._weights = weights
+        self._mesh = weights.mesh
         self._together: set[tuple[str, ...]] = set()  # see EngineConnection
-        self._plan = broadcast_plan(weights.copies, weights.specs, weights.bucket_bytes)
+        self._plan = self._make_plan()
         self._lines: dict[str, _Line] = {}  # by engine id; rank 0 only
 
     def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> Traffic:
@@ -50,28 +48,23 @@ class BroadcastTransport:
         traffic = Traffic()
 
         def send(buckets: Iterator[dict[str, Tensor]]) -> None:
-            # Read when a group is made: NCCL's watchdog would end this trainer when an engine dies
-            # in a broadcast. One block around all threads: they share the environment.
-            with environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
-                engines.each(self._join)
-            engines.each(EngineConnection.begin)
+            engines.for_each(self._join)
+            engines.for_each(EngineConnection.begin)
             packed_bytes = 0
             for bucket in timer.waiting(buckets, "gather"):
                 values, body = _packed(bucket)
-                engines.each(partial(self._send_bucket, values=values, body=body))
+                engines.for_each(partial(self._send_bucket, values=values, body=body))
                 receivers = sum(engine.tp for engine in engines.alive)
                 traffic.wire_bytes += sum(part.nbytes for part in values) * receivers
                 traffic.messages += len(values) * receivers
-                packed_bytes = max(
-                    packed_bytes,
-                    sum(part.nbytes for part in values) if "load_format" in body else 0,
-                )
+                if "load_format" in body:
+                    packed_bytes = max(packed_bytes, values[0].nbytes)
             traffic.staging_bytes += packed_bytes
-            engines.each(lambda engine: self._lines[engine.id].wait_for_answers())
-            engines.each(EngineConnection.end)
+            engines.for_each(lambda engine: self._lines[engine.id].wait_for_answers())
+            engines.for_each(EngineConnection.end)
 
-        what = "broadcast weights to engines"
-        gather_to_main(self._plan, weights.parameters(), weights.mesh, send, what, traffic)
+        action = "broadcast weights to engines"
+        gather_to_main(self._plan, weights.parameters(), weights.mesh, send, action, traffic)
         return traffic
 
     def drop(self, engine: EngineConnection) -> None:
@@ -81,30 +74,33 @@ class BroadcastTransport:
 
     def leave(self, engine: EngineConnection) -> None:
         """Makes the engine destroy its end of the groups."""
-        for group in self._lines[engine.id].groups if engine.id in self._lines else ():
-            engine.post("/destroy_weights_update_group", {"group_name": group.name})
+        if line := self._lines.get(engine.id):
+            for group in line.groups:
+                engine.post("/destroy_weights_update_group", {"group_name": group.name})
 
     def _follow(self, engines: EngineFleet) -> None:
-        """Collective. Rebuilds the plan if it splits tensors that an engine's loader requires in
-        one call."""
-        weights = self._weights
-        wanted = weights.mesh.from_main(
+        """Collective. Rebuilds the plan if it splits tensors that an engine's loader needs in one
+        call."""
+        together = self._mesh.from_main(
             lambda: set().union(*(engine.together for engine in engines.alive)),
             "learn which tensors belong together",
         )
-        if wanted - self._together:
-            self._together |= wanted
-            self._plan = broadcast_plan(
-                weights.copies, weights.specs, weights.bucket_bytes, sorted(self._together)
-            )
+        if together - self._together:
+            self._together |= together
+            self._plan = self._make_plan()
+
+    def _make_plan(self) -> GatherPlan:
+        """Returns the buckets. Rank 0 holds _HELD of them, together `bucket_bytes`."""
+        weights = self._weights
+        bucket_bytes = weights.bucket_bytes // _HELD
+        return make_gather_plan(weights.copies, weights.specs, bucket_bytes, sorted(self._together))
 
     def _join(self, engine: EngineConnection) -> None:
-        """Makes the groups of rank 0 and the engine's ranks, unless they exist; all wait for
-        all."""
+        """Makes the groups of rank 0 and the engine's ranks, unless they exist. All ranks meet."""
         if engine.id not in self._lines:
             self._lines[engine.id] = _Line(engine)
             for _ in range(_IN_FLIGHT):
-                self._lines[engine.id].join(self._weights.mesh.device, self._weights.limits)
+                self._lines[engine.id].join(self._mesh.device, self._weights.limits)
 
     def _send_bucket(self, engine: EngineConnection, values: Sequence[Tensor], body: dict) -> None:
         """Broadcasts `values`, contiguous tensors, which `body` describes to the engine."""
@@ -112,10 +108,10 @@ class BroadcastTransport:
 
 
 class _Line:
-    """Rank 0's end of the groups with one engine, and the calls that it has not answered.
+    """Rank 0's end of the groups with one engine, and the engine's unanswered calls.
 
-    Buckets take turns between the groups, because two calls may reach the engine in either order:
-    each names its group.
+    Buckets take turns between the groups, because two calls may reach the engine in either order.
+    Each call names its group.
     """
 
     def __init__(self, engine: EngineConnection):
@@ -127,10 +123,10 @@ class _Line:
     def join(self, device: torch.device, limits: GroupLimits) -> None:
         """Makes one more group. Raises EngineDown, EngineRefused."""
         engine = self._engine
-        # an engine outlives trainers, and refuses a name that it has seen
+        # an engine outlives trainers, and refuses a known name
         name = f"weights-{uuid.uuid4().hex}"
-        # the wait for an engine's ranks cannot be cut short when it refuses or dies
-        # SGLang makes the engine's end, with NCCL's own number of thread blocks
+        # join_s, because the wait for an engine's ranks cannot be cut short if the engine dies;
+        # max_ctas, because SGLang makes the engine's end with NCCL's own number of thread blocks
         limits = limits._replace(join_s=min(limits.join_s, engine.deadline.seconds), max_ctas=None)
         store = listening_store(engine.address, limits.join_s)
         body = {
@@ -147,13 +143,12 @@ class _Line:
             group.set_timeout(engine.deadline.seconds)
             self.groups.append(group)
 
-        what = f"the {engine.tp} ranks of {engine} to join group {name}"
-        self._together("/init_weights_update_group", body, engine.deadline.left, join, what)
+        joining = f"the {engine.tp} ranks of {engine} to join group {name}"
+        self._together("/init_weights_update_group", body, engine.deadline.left, join, joining)
         self.wait_for_answers()
 
     def send(self, values: Sequence[Tensor], body: dict) -> None:
-        """Broadcasts `values`. Returns when they are out, perhaps before the engine has loaded
-        them."""
+        """Broadcasts `values`. Returns when they are sent; the engine may still load them."""
         self.wait_for_answers(_IN_FLIGHT - 1)
         group = self.groups[0]
         patience = self._engine.patience
@@ -173,7 +168,7 @@ class _Line:
             self._answers.popleft().result()
 
     def close(self) -> None:
-        """Ends the groups; a wait in them raises."""
+        """Ends the groups. A wait in them raises."""
         self._abort()
         self._pool.shutdown(wait=False)
 
@@ -182,13 +177,13 @@ class _Line:
             group.abort()
 
     def _together(
-        self, path: str, body: dict, timeout_s: float, ours: Callable[[], None], what: str
+        self, path: str, body: dict, timeout_s: float, ours: Callable[[], None], event: str
     ) -> None:
         """Runs our half of a collective while the engine's ranks run theirs, started by POST
         `path`.
 
         If one half fails, the other is ended. Raises the engine's error, or EngineDown if only ours
-        failed.
+        failed. event: the awaited one, for the message.
         """
         theirs = self._pool.submit(self._engine.post, path, body, timeout_s)
         theirs.add_done_callback(lambda answer: self._abort() if answer.exception() else None)
@@ -198,19 +193,8 @@ class _Line:
         except PeerLost as exc:
             self._engine.close()
             self._abort()
-            self.wait_for_answers()  # the engine's own reason is the better one
-            raise EngineDown(f"rank 0 waits for {what}: {exc}") from exc
-
-
-def broadcast_plan(
-    everyone: list[list[Copy]],
-    specs: Specs,
-    bucket_bytes: int,
-    together: Sequence[tuple[str, ...]] = (),
-) -> GatherPlan:
-    """Returns the buckets that are gathered and broadcast; rank 0 holds _HELD of them, together
-    `bucket_bytes`."""
-    return make_gather_plan(everyone, specs, bucket_bytes // _HELD, together)
+            self.wait_for_answers()  # the engine's own reason is better
+            raise EngineDown(f"rank 0 waits for {event}: {exc}") from exc
 
 
 def _packed(bucket: dict[str, Tensor]) -> tuple[list[Tensor], dict]:

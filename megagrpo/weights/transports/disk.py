@@ -1,4 +1,4 @@
-"""Transport `disk`, the reference: a checkpoint that every engine reads; needs no process group."""
+"""Transport `disk`, the reference: every engine reads a checkpoint. It needs no process group."""
 
 import shutil
 from collections.abc import Iterator
@@ -34,19 +34,19 @@ class DiskTransport(Transport):
             write_hf_folder(
                 target, timer.waiting(buckets, "gather"), weights.checkpoint, weights.dtype, fp8
             )
-            # One load_weights call for all files, so it does not matter which of them a tensor is
-            # in. The format, because the default is the one that the engine started with, which may
+            # SGLang loads all files in one call of load_weights, so a tensor may be in any of them.
+            # load_format is set, because the default is the format of the engine's start, which may
             # be "dummy".
             body = {"model_path": str(target), "load_format": "auto", "flush_cache": False}
-            engines.limit()  # once more: gathering and writing took of their time
-            engines.each(lambda engine: engine.post("/update_weights_from_disk", body))
+            engines.limit()  # again, because gathering and writing took some of their time
+            engines.for_each(lambda engine: engine.post("/update_weights_from_disk", body))
             for old in weights.folder.glob("v*"):
                 if old.name != target.name:
                     shutil.rmtree(old)
 
-        what = "disk weights to engines"
+        action = "disk weights to engines"
         traffic = Traffic()
         gather_to_main(
-            self._plan, weights.parameters(), weights.mesh, write_and_load, what, traffic
+            self._plan, weights.parameters(), weights.mesh, write_and_load, action, traffic
         )
         return traffic

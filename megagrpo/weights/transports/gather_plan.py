@@ -1,7 +1,7 @@
-"""Gathers whole Hugging Face tensors on rank 0: the plan, and the collective that executes it.
+"""Gathers Hugging Face tensors on rank 0: the plan, and the collective that executes it.
 
-Exactly one trainer rank contributes each element of every HF tensor, found by inverting the
-recorded copies.
+Exactly one trainer rank contributes each element of every HF tensor. The plan inverts the recorded
+copies.
 """
 
 from collections import deque
@@ -15,16 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo.mesh import Mesh
-from megagrpo.weights.copies.record import Copy, Specs
+from megagrpo.weights.copies.recorder import Copy, Specs
 from megagrpo.weights.transports.reshard_plan import trainer_atoms
-from megagrpo.weights.wire.group import lost_if_cut
+from megagrpo.weights.wire.engine_group import lost_if_cut
 from megagrpo.weights.wire.moving import Traffic
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Names whole HF tensors that travel together, and by rank the slices that it contributes, in
-    packed order."""
+    """HF tensors that travel together, and by rank the slices that it contributes, in packed
+    order."""
 
     names: tuple[str, ...]
     dtype: torch.dtype  # of all of them, as they are published
@@ -40,10 +40,10 @@ class GatherPlan:
 
 
 def published_specs(
-    specs: Specs, dtype: torch.dtype, kept: Mapping[str, torch.dtype] | None = None
+    specs: Specs, dtype: torch.dtype, fixed: Mapping[str, torch.dtype] | None = None
 ) -> Specs:
-    """Returns the specs with published dtypes: that in `kept`, else `dtype`."""
-    return {name: (shape, (kept or {}).get(name, dtype)) for name, (shape, _) in specs.items()}
+    """Returns the specs with published dtypes: from `fixed`, else `dtype`."""
+    return {name: (shape, (fixed or {}).get(name, dtype)) for name, (shape, _) in specs.items()}
 
 
 def share_out(
@@ -52,9 +52,9 @@ def share_out(
     """Cuts every HF tensor into disjoint slices, each with the one rank that contributes it, the
     same on all ranks.
 
-    everyone: copies by rank. on_main: a slice that rank 0 holds is rank 0's, which sends nothing;
-    any other is the rank's with the least work so far. Raises ValueError for an HF tensor with
-    elements that no rank holds.
+    everyone: copies by rank. on_main: rank 0 contributes every slice that it holds, because it sends
+    nothing. The rank with the least work so far contributes any other. Raises ValueError for an HF
+    tensor with elements that no rank holds.
     """
     load = [0] * len(everyone)
     shares: dict[str, list[tuple[int, Copy]]] = {}
@@ -73,8 +73,8 @@ def make_gather_plan(
     bucket_bytes: int,
     together: Iterable[tuple[str, ...]] = (),
 ) -> GatherPlan:
-    """Fills buckets of at most `bucket_bytes` with HF tensors in checkpoint order; a larger one has
-    its own.
+    """Fills buckets of at most `bucket_bytes` with HF tensors in checkpoint order. A larger tensor
+    has a bucket for itself.
 
     specs: with published dtypes; a bucket has one. together: names of tensors that must share a
     bucket. Raises ValueError if these have several dtypes.
@@ -94,16 +94,15 @@ def make_gather_plan(
 
 
 def _units(specs: Specs, together: Iterable[tuple[str, ...]]) -> dict[torch.dtype, list[list[str]]]:
-    """Returns by dtype the groups of tensors that share a bucket, most of one tensor, in the order
-    of their first."""
+    """Returns by dtype the groups of tensors that share a bucket, in the order of their first
+    tensors. Most groups have one tensor."""
     unit_of = {name: [name] for name in specs}
     order = {name: number for number, name in enumerate(specs)}
     for group in together:
         names = sorted({other for name in group for other in unit_of[name]}, key=order.__getitem__)
         if len({specs[name][1] for name in names}) > 1:
             raise ValueError(
-                f"an engine loads {', '.join(names)} together, which are "
-                "published in several dtypes"
+                f"an engine loads {', '.join(names)} together, which are published in several dtypes"
             )
         unit_of |= dict.fromkeys(names, names)
     units: dict[torch.dtype, list[list[str]]] = {}
@@ -134,36 +133,37 @@ def gather_to_main(
     parameters: Mapping[str, Tensor],
     mesh: Mesh,
     use: Callable[[Iterator[dict[str, Tensor]]], object],
-    what: str,
+    action: str,
     traffic: Traffic | None = None,
 ) -> None:
-    """Collective. Runs `use` on rank 0 over gather_buckets; if it fails, every rank raises
-    LeaderError with `what`."""
+    """Collective. Runs `use` on rank 0 over gather_buckets. If it fails, every rank raises
+    LeaderError, which names the action."""
     buckets = gather_buckets(plan, parameters, mesh, traffic)
 
     def use_all() -> None:
         with ExitStack() as stack:
-            # takes the rest if `use` fails: the other ranks are still sending
+            # takes the rest if `use` fails, because the other ranks are still sending
             stack.callback(deque, buckets, 0)
             use(buckets)
 
     if not mesh.is_main:
         deque(buckets, 0)
-    mesh.from_main(use_all, what)
+    mesh.from_main(use_all, action)
 
 
 def gather_buckets(
     plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh, traffic: Traffic | None = None
 ) -> Iterator[dict[str, Tensor]]:
-    """Collective. Yields the whole HF tensors of one bucket after the other on rank 0, empty dicts
-    on the others.
+    """Collective. Yields the HF tensors of one bucket after the other on rank 0, empty dicts on the
+    others.
 
-    Tensors are contiguous, in the published dtype, on the mesh's device; they are views of rank 0's
-    parameters if those are such already. Every rank must iterate to the end. The slices of the next
-    bucket travel while the caller uses this one: memory has at most four buckets, two whole ones
-    and the slices of two. traffic: counts what this rank sends and stages.
+    Tensors are contiguous, in the published dtype, on the mesh's device; rank 0's parameters are not
+    copied if they are so already. Every rank must iterate to the end. The slices of the next bucket
+    travel while the caller uses this one, so memory has at most four buckets: two assembled ones
+    and the slices of two. traffic: counts this rank's sent and staged bytes.
     """
-    traffic = Traffic() if traffic is None else traffic
+    if traffic is None:
+        traffic = Traffic()
     if mesh.rank != 0:
         yield from _contribute(plan, parameters, mesh, traffic)
         return
@@ -191,10 +191,8 @@ def gather_buckets(
         for copy in ours:
             if copy.hf in assembled:
                 full[copy.hf][copy.box.slices].copy_(copy.view(parameters))
-        what = (
-            f"slices of weights bucket {number} ({bucket.names[0]} ...) of ranks {sorted(arrived)}"
-        )
-        _wait(works, f"rank 0 waits for {what}")
+        slices = f"slices of weights bucket {number} ({bucket.names[0]} ...)"
+        _wait(works, f"rank 0 waits for {slices} of ranks {sorted(arrived)}")
         for rank, flat in arrived.items():
             parts = flat.split([copy.box.numel for copy in bucket.parts[rank]])
             for copy, part in zip(bucket.parts[rank], parts, strict=True):
@@ -206,7 +204,7 @@ def _contribute(
     plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh, traffic: Traffic
 ) -> Iterator[dict[str, Tensor]]:
     works: list[dist.Work] = []
-    packed = torch.empty(0)  # kept until it is sent
+    packed = torch.empty(0)  # referenced until it is sent
     for number, bucket in enumerate(plan.buckets, 1):
         if mesh.rank in bucket.parts:
             parts = [
@@ -233,8 +231,8 @@ def _contribute(
 def _receive(
     plan: GatherPlan, number: int, mesh: Mesh
 ) -> tuple[dict[int, Tensor], list[dist.Work]]:
-    """Returns the tensors to be filled, by rank, and the works: one for each rank over gloo, one
-    for all over NCCL."""
+    """Returns the tensors to be filled, by rank, and the works: over gloo one for each rank, over
+    NCCL one for all."""
     if number == len(plan.buckets):
         return {}, []
     bucket = plan.buckets[number]
@@ -247,14 +245,14 @@ def _receive(
     return flats, dist.batch_isend_irecv(receives) if receives else []
 
 
-def _wait(works: list[dist.Work], what: str) -> None:
+def _wait(works: list[dist.Work], problem: str) -> None:
     for work in works:
-        with lost_if_cut(what):
+        with lost_if_cut(problem):
             work.wait()
 
 
 def _is_whole(live: Tensor, name: str, plan: GatherPlan, device: torch.device) -> bool:
-    """Returns whether a slice of this rank's parameters is the whole HF tensor as published."""
+    """Returns whether a slice of this rank's parameters is the complete HF tensor as published."""
     shape, dtype = plan.specs[name]
     return (
         live.dtype == dtype

@@ -1,11 +1,11 @@
 """Transport `ipc`: an engine rank copies its slices from a buffer filled by the colocated trainer
 rank.
 
-The plan is reshard's, without a process group: NCCL refuses two ranks on one GPU. The trainer rank
-on an engine rank's GPU (on a CPU: on its node) is its *carrier*: it collects batch after batch of
-the engine rank's slices from the trainer ranks that hold it, and hands it over. What the carrier
-holds itself does not travel, and what ranks of its node hold stays inside the node. Both sides say
-where they run, so any launcher may place them.
+The plan is reshard's, but without a process group, because NCCL refuses two ranks on one GPU. The
+trainer rank on an engine rank's GPU (on a CPU: on its node) is its *carrier*. It collects batch
+after batch of the engine rank's slices from the trainer ranks that hold them, and hands each batch
+over. The carrier's own slices do not travel, and slices of ranks on its node stay inside the node.
+Both sides report where they run, so any launcher may place them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ from megagrpo.weights.transports.links import CutFlag, Link, LinkTransport
 from megagrpo.weights.transports.protocol import TrainerWeights
 from megagrpo.weights.transports.reshard_plan import Cover, Nearness, TransferPlan, plan_transfer
 from megagrpo.weights.wire.clock import Deadline
-from megagrpo.weights.wire.group import PeerLost
+from megagrpo.weights.wire.engine_group import PeerLost
 from megagrpo.weights.wire.handover import Handover
-from megagrpo.weights.wire.messages import Message
 from megagrpo.weights.wire.moving import Traffic, pack, read_message
 from megagrpo.weights.wire.shared_buffer import place_of
+from megagrpo.weights.wire.transfer_messages import Message
 
 
 class _Destination(NamedTuple):
@@ -37,8 +37,8 @@ class _Destination(NamedTuple):
 
 
 class _Post(NamedTuple):
-    """A message between two trainer ranks. Both post those of a batch in the order of `destination`
-    and `tag`."""
+    """A message between two trainer ranks. Both post a batch's messages in the order of
+    `destination` and `tag`."""
 
     destination: _Destination
     tag: int
@@ -58,45 +58,41 @@ class IpcTransport(LinkTransport):
 
     def _carriers(self, engine: EngineConnection, slot: int) -> tuple[int, ...]:
         """Returns the trainer rank on each engine rank's GPU, else one of its node. Raises
-        ValueError for none."""
-        found = []
+        ValueError if there is none."""
+        carriers = []
         for rank, place in enumerate(engine.places):
-            there = [
+            near = [
                 trainer for trainer, other in enumerate(self._places) if other.node == place.node
             ]
-            if not there:
-                problem = (
-                    f"{engine} rank {rank} runs on node {place.node}, where no trainer rank is"
-                )
+            if not near:
                 raise ValueError(
-                    f"weights.transport ipc: {problem}; engines must share the trainers' nodes"
+                    f"weights.transport ipc: {engine} rank {rank} runs on node {place.node}, where "
+                    "no trainer rank is; engines must share the trainers' nodes"
                 )
-            beside = [trainer for trainer in there if self._places[trainer] == place] or there
-            found.append(beside[(slot * engine.tp + rank) % len(beside)])
-        return tuple(found)
+            near = [trainer for trainer in near if self._places[trainer] == place] or near
+            carriers.append(near[(slot * engine.tp + rank) % len(near)])
+        return tuple(carriers)
 
     def _make_plan(self, cover: Cover, link: Link) -> TransferPlan:
         weights = self._weights
         engines = self._weights.num_engines
         # engine ranks per carrier
         carried = -(-engines * link.num_ranks // weights.mesh.world_size)
-        limit = weights.bucket_bytes // (2 * carried)  # half: the shared memory has two halves
+        limit = weights.bucket_bytes // (2 * carried)  # for half of the shared memory
         nodes = [place.node for place in self._places]
         return plan_transfer(cover, link.slot, engines, limit, Nearness(link.carriers, nodes))
 
     def _move(self, links: list[Link], traffic: Traffic) -> dict[str, Exception]:
-        """Collects every batch at its carriers and hands it over; those of all links with one
+        """Collects every batch at its carriers and hands it over. Batches of all links with the same
         number go together."""
-        rank = self._weights.mesh.rank
+        rank = self._mesh.rank
         plans = [self._plan(link) for link in links]
         outgoing = [plan.sent_by(rank) for plan in plans]
         num_batches = max((int(plan.batches.max(initial=-1)) + 1 for plan in plans), default=0)
         with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
-            # takes memory, beside an engine: one rank may have none
+            # takes memory besides the engine's, so a rank may fail
             making = pool.submit(self._handovers, links, stack)
-            handovers = self._weights.mesh.result_everywhere(
-                making, "take memory to hand weights over"
-            )
+            handovers = self._mesh.result_everywhere(making, "take memory to hand weights over")
             for number in range(num_batches):
                 self._collect(
                     number,
@@ -121,12 +117,13 @@ class IpcTransport(LinkTransport):
         handovers: Mapping[_Destination, Handover],
         traffic: Traffic,
     ) -> None:
-        """Fills a batch's shared memory with this rank's slices and those of others. outgoing:
-        messages, by link.
+        """Fills a batch's shared memory with the slices of this rank and others. outgoing: messages
+        by link.
 
-        No view of shared memory outlives it: `close` frees that for the engine's cache.
+        No view of shared memory may outlive this call, because `close` frees it for the engine's
+        cache.
         """
-        rank = self._weights.mesh.rank
+        rank = self._mesh.rank
         inbox = {
             (destination, message.peer, message.tag): values
             for destination, handover in handovers.items()
@@ -144,8 +141,9 @@ class IpcTransport(LinkTransport):
                     _Destination(index, message.peer), link, message, inbox, posts, traffic
                 )
         posts.sort(key=lambda post: (post.destination, post.tag))
-        for work in dist.batch_isend_irecv([post.operation for post in posts]) if posts else ():
-            work.wait()
+        if posts:
+            for work in dist.batch_isend_irecv([post.operation for post in posts]):
+                work.wait()
         traffic.staging_bytes = max(traffic.staging_bytes, staged)
 
     def _send(
@@ -157,30 +155,32 @@ class IpcTransport(LinkTransport):
         posts: list[_Post],
         traffic: Traffic,
     ) -> int:
-        """Packs a message into this rank's inbox, or posts it to its carrier. Returns the bytes
-        staged for it."""
+        """Packs a message into this rank's inbox, or posts it to the carrier. Returns the staged
+        bytes."""
         parameters = self._weights.parameters()
-        if (mine := inbox.get((to, self._weights.mesh.rank, message.tag))) is not None:
-            pack(message, mine, parameters)
+        rank = self._mesh.rank
+        carrier = link.carriers[to.rank]
+        if carrier == rank:
+            pack(message, inbox[to, rank, message.tag], parameters)
             return 0
         values, copied = read_message(message, parameters)
-        posts.append(_Post(to, message.tag, dist.P2POp(dist.isend, values, link.carriers[to.rank])))
+        posts.append(_Post(to, message.tag, dist.P2POp(dist.isend, values, carrier)))
         traffic.wire_bytes += values.nbytes
-        if self._places[self._weights.mesh.rank].node != self._places[link.carriers[to.rank]].node:
+        if self._places[rank].node != self._places[carrier].node:
             traffic.between_bytes += values.nbytes
         traffic.messages += 1
-        return values.nbytes if copied else 0
+        return values.nbytes * copied
 
     def _handovers(self, links: list[Link], stack: ExitStack) -> dict[_Destination, Handover]:
-        """Returns this rank's handovers to the engine ranks that it carries for; they are closed
-        with the stack."""
+        """Returns this rank's handovers to the engine ranks whose carrier it is. The stack closes
+        them."""
         handovers = {}
-        device = self._weights.mesh.device
+        device = self._mesh.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # each thread has its own
         for index, link in enumerate(links):
             for rank, carrier in enumerate(link.carriers):
-                if carrier != self._weights.mesh.rank:
+                if carrier != self._mesh.rank:
                     continue
                 store = link.open_store()
                 handover = Handover(

@@ -1,5 +1,4 @@
-"""Links between trainers and engines, and the transfer of slices over them: the common part of
-reshard and ipc."""
+"""Links between trainers and engines, and the transfer of slices over them, for reshard and ipc."""
 
 import time
 import uuid
@@ -20,52 +19,53 @@ from megagrpo.weights.transports.reshard_plan import (
     trainer_atoms,
 )
 from megagrpo.weights.wire.clock import Deadline, PhaseTimer
-from megagrpo.weights.wire.group import GroupLimits, PeerLost, lost_if_cut
+from megagrpo.weights.wire.engine_group import GroupLimits, PeerLost, lost_if_cut
 from megagrpo.weights.wire.mailbox import Access, Mailbox, open_mailbox
-from megagrpo.weights.wire.messages import encode_batches
 from megagrpo.weights.wire.moving import Traffic
+from megagrpo.weights.wire.transfer_messages import encode_batches
 
 _POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class Link:
-    """Describes one incarnation of an engine, and a transfer to it, to all trainer ranks."""
+    """One incarnation of an engine and a transfer to it, as all trainer ranks know it."""
 
-    name: str  # unique, also as the name of a process group
+    name: str  # unique, also the name of a process group
     url: str
     num_ranks: int
     slot: int  # the engine's number
     kind: int  # of its copy list, see EngineFleet.kinds
-    # by engine rank, the trainer rank that shares its memory; () if none needs to
+    # by engine rank, the trainer rank that shares memory with it; () if the transport needs none
     carriers: tuple[int, ...]
     store: Access  # on rank 0
     patience_s: float  # for one batch
     limits: GroupLimits
-    left_s: float  # for the whole transfer
+    left_s: float  # for the transfer
     transfer: str  # unique, for keys in the store
 
     def open_store(self, timeout_s: float | None = None) -> Mailbox:
-        """Connects to the store on rank 0; timeout_s: of the connection and of each request. Raises
+        """Connects to the store on rank 0. timeout_s: for the connection and each request. Raises
         PeerLost."""
         with lost_if_cut(f"no connection to the store for {self.url}"):
             return open_mailbox(self.store, timeout_s or self.left_s)
 
 
 class LinkTransport(ABC):
-    """A transport by plans, which are the same on all ranks; only rank 0 knows which engine has
+    """A transport with plans, which are the same on all ranks. Only rank 0 knows which engine has
     which link."""
 
     past_loader = True
 
     def __init__(self, weights: TrainerWeights):
         self._weights = weights
+        self._mesh = weights.mesh
         self._atoms = trainer_atoms(weights.copies, weights.specs)
         self._covers: list[Cover] = []  # by kind of engine
         # by kind, slot and carriers
         self._plans: dict[tuple[int, int, tuple[int, ...]], TransferPlan] = {}
         self._names: dict[str, str] = {}  # engine id -> name of this incarnation's link
-        self._told: set[str] = set()  # names that all ranks know
+        self._announced: set[str] = set()  # names that all ranks know
         self._planned: set[str] = set()  # names of links whose engine ranks have their batches
 
     def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> Traffic:
@@ -74,14 +74,14 @@ class LinkTransport(ABC):
         def describe() -> list[Link]:
             return [self._link(engine) for engine in engines.alive]
 
-        links = self._weights.mesh.from_main(describe, "plan the transfer to the engines")
+        links = self._mesh.from_main(describe, "plan the transfer to the engines")
         with timer("plan"):
             self._learn(links, engines)
         traffic = Traffic()
         with ThreadPoolExecutor(1) as pool:
             staged: list[int] = []  # bytes, by engine rank
             receiving = pool.submit(
-                engines.each, lambda engine: staged.extend(self._receive(engine, links))
+                engines.for_each, lambda engine: staged.extend(self._receive(engine, links))
             )
             failed = self._move(links, traffic)
             failure = receiving.exception()  # raised below: the other ranks are still sending
@@ -108,8 +108,8 @@ class LinkTransport(ABC):
 
     @abstractmethod
     def _move(self, links: list[Link], traffic: Traffic) -> dict[str, Exception]:
-        """Sends this rank's part and counts it. Returns by the link's name what failed: PeerLost
-        loses its engine."""
+        """Sends this rank's part and counts it. Returns failures by the link's name. A PeerLost means
+        that the engine is lost."""
 
     @abstractmethod
     def _request(self, link: Link, rank: int) -> dict[str, object]:
@@ -117,7 +117,7 @@ class LinkTransport(ABC):
 
     def _link(self, engine: EngineConnection) -> Link:
         slot = engine_number(engine.id)
-        # a quarter leaves time for the other engines if one does not come
+        # a quarter, so that the other engines have time if one does not come
         limits = self._weights.limits
         limits = limits._replace(join_s=min(limits.join_s, engine.deadline.left / 4))
         return Link(
@@ -128,7 +128,7 @@ class LinkTransport(ABC):
             kind=engine.kind,
             carriers=self._carriers(engine, slot),
             store=engine.mailbox.access,
-            # the links before it may have to join
+            # earlier links may have to join
             patience_s=min(engine.patience + limits.join_s, engine.deadline.left),
             limits=limits,
             left_s=engine.deadline.left,
@@ -136,7 +136,7 @@ class LinkTransport(ABC):
         )
 
     def _learn(self, links: list[Link], engines: EngineFleet) -> None:
-        """Plans transfers to engines of a new kind. Every rank for itself."""
+        """Plans transfers to engines of a new kind. Local."""
         limit = piece_limit(self._weights.bucket_bytes)
         new = engines.kinds[len(self._covers) :]
         self._covers += [make_cover(self._atoms, kind, self._weights.specs, limit) for kind in new]
@@ -149,14 +149,14 @@ class LinkTransport(ABC):
         return self._plans[link.kind, link.slot, link.carriers]
 
     def _receive(self, engine: EngineConnection, links: list[Link]) -> list[int]:
-        """Makes the engine receive its slices. Returns the bytes that each of its ranks staged.
-        Rank 0 only.
+        """Makes the engine receive its slices. Returns the staged bytes of each engine rank. Rank 0
+        only.
 
-        Raises EngineDown if one of its ranks lost the trainers.
+        Raises EngineDown if an engine rank lost the trainers.
         """
         link = next(link for link in links if link.name == self._names[engine.id])
         try:
-            # the trainers must not wait for an engine that does not come, nor it for them
+            # neither the trainers nor the engine may wait for ever for the other side
             with CutFlag(link) as flag, ThreadPoolExecutor(1) as pool:
                 receiving = pool.submit(engine.ask, "receive", self._requests(engine, link))
                 try:
@@ -173,11 +173,11 @@ class LinkTransport(ABC):
         return [answer["staging_bytes"] for answer in answers]
 
     def _requests(self, engine: EngineConnection, link: Link) -> list[dict[str, object]]:
-        """Returns a ReceiveRequest for each rank of the engine; its batches go into the mailbox,
-        once per link."""
+        """Returns a ReceiveRequest for each rank of the engine. The batches go into the mailbox, once
+        per link."""
         requests = []
         plan = self._plan(link)
-        # of the group, in which they come first
+        # the trainers' ranks in the group, in which they come first
         ranks = {trainer: rank for rank, trainer in enumerate(plan.trainers)}
         for rank in range(link.num_ranks):
             key = ""
@@ -197,12 +197,12 @@ class LinkTransport(ABC):
     def _settle(
         self, engines: EngineFleet, failed: Mapping[str, Exception], failure: BaseException | None
     ) -> set[str] | None:
-        """Collective. Sets aside the engines of links that some rank lost (see _move). Returns the
-        names of all links if these have changed.
+        """Collective. Gives up the engines of links that a rank lost (see _move). Returns the names
+        of all links if these have changed.
 
-        Raises LeaderError for any other failure of a rank, and for `failure` of rank 0.
+        Raises LeaderError for any other failure of a rank, and for `failure` on rank 0.
         """
-        mesh = self._weights.mesh
+        mesh = self._mesh
         errors = [
             f"{type(error).__name__}: {error}"
             for error in failed.values()
@@ -222,31 +222,34 @@ class LinkTransport(ABC):
         def settle() -> set[str] | None:
             if failure is not None:
                 raise failure
-            engines.each(refuse)
+            engines.for_each(refuse)
             names = set(self._names.values())
-            changed = names != self._told
-            self._told = names
-            return names if changed else None  # which is not sent
+            if names == self._announced:
+                return None  # which is not sent
+            self._announced = names
+            return names
 
         return mesh.from_main(settle, "send weights to engines")
 
 
 class CutFlag:
-    """Cuts a link for all its ranks, through the store on rank 0. As a context manager: an
-    exception inside cuts it."""
+    """Cuts a link for all its ranks, through the store on rank 0. As a context manager it cuts the
+    link if an exception leaves the block."""
 
     def __init__(self, link: Link, store: Mailbox | None = None):
         self._key = f"{link.name}/cut"
         self._store = store or link.open_store()
 
     def cut(self, reason: str) -> None:
-        """Cuts the link, unless it is cut already."""
+        """Cuts the link, unless it is already cut."""
         if not self.reason():
             self._store.set(self._key, reason or "unknown")
 
     def reason(self) -> str:
         """Returns why the link is cut, "" while it is not."""
-        return self._store.get(self._key) if self._store.has(self._key) else ""
+        if self._store.has(self._key):
+            return self._store.get(self._key)
+        return ""
 
     def __enter__(self) -> "CutFlag":
         return self
@@ -255,11 +258,12 @@ class CutFlag:
         if error is not None:
             self.cut(str(error))
 
-    def wait_until(self, done: Callable[[], bool], deadline: Deadline, what: str) -> None:
-        """Polls until `done`. Raises PeerLost if the link is cut or the deadline is over."""
+    def wait_until(self, done: Callable[[], bool], deadline: Deadline, event: str) -> None:
+        """Polls until `done`. Raises PeerLost if the link is cut or the deadline is over. event: for
+        the message."""
         while not done():
             if reason := self.reason():
                 raise PeerLost(reason)
             if deadline.over:
-                raise PeerLost(f"waited {deadline.seconds:.0f} s for {what}")
+                raise PeerLost(f"waited {deadline.seconds:.0f} s for {event}")
             time.sleep(_POLL_S)

@@ -1,9 +1,9 @@
 """Transport `reshard`: every engine rank receives exactly its slices from trainer ranks, into live
 parameters.
 
-Each engine has its own process group with the trainer ranks that serve it, so the death of one
-affects no other's transfer. A link is planned once; each publish is then one "receive" request to
-the engine while trainer ranks send.
+Each engine has a separate process group with the trainer ranks that send to it, so an engine that
+dies does not affect the transfer to another. A link is planned once. In each publish, rank 0 sends
+one "receive" request to the engine while trainer ranks send slices.
 """
 
 from collections import deque
@@ -15,7 +15,6 @@ from threading import Condition
 
 import torch
 
-from megagrpo.system import environment
 from megagrpo.weights.engines.client import EngineConnection
 from megagrpo.weights.engines.fleet import EngineFleet
 from megagrpo.weights.transports.links import CutFlag, Link, LinkTransport
@@ -23,11 +22,11 @@ from megagrpo.weights.transports.protocol import TrainerWeights
 from megagrpo.weights.transports.reshard_plan import Cover, TransferPlan, plan_transfer
 from megagrpo.weights.wire.changes import LastSent
 from megagrpo.weights.wire.clock import Deadline
-from megagrpo.weights.wire.group import EngineGroup, PeerLost, join_group
+from megagrpo.weights.wire.engine_group import EngineGroup, PeerLost, join_group
 from megagrpo.weights.wire.mailbox import address_towards
 from megagrpo.weights.wire.moving import Traffic, Turn, send_batches
 
-JOIN = -1  # the number of a turn in which a link's group is joined: before all batches
+JOIN = -1  # the number of the turn in which a link's group is joined, before all batches
 
 
 class ReshardTransport(LinkTransport):
@@ -35,10 +34,10 @@ class ReshardTransport(LinkTransport):
 
     def __init__(self, weights: TrainerWeights):
         super().__init__(weights)
-        self._ends: dict[str, _TrainerEnd] = {}  # this rank's, by the group's name
+        self._ends: dict[str, _TrainerEnd] = {}  # of this rank, by the group's name
 
     def drop(self, engine: EngineConnection) -> None:
-        """Aborts rank 0's end of the group; the other ranks drop theirs in the next transfer."""
+        """Aborts rank 0's end of the group. The other ranks drop theirs in the next transfer."""
         end = self._ends.pop(self._names.get(engine.id, ""), None)
         super().drop(engine)
         if end is not None:
@@ -50,31 +49,24 @@ class ReshardTransport(LinkTransport):
         )
 
     def _learn(self, links: list[Link], engines: EngineFleet) -> None:
-        """Also opens this rank's ends of new links and gives known ones this round's time
-        limits."""
+        """Also opens this rank's ends of new links, and gives known ones the time limits of this
+        round."""
         super()._learn(links, engines)
         for link in links:
             plan = self._plan(link)
             if link.name in self._ends:
                 self._ends[link.name].link = link
-            elif self._weights.mesh.rank in plan.trainers:
+            elif self._mesh.rank in plan.trainers:
                 self._ends[link.name] = _TrainerEnd(
-                    link, plan, self._weights.mesh.rank, self._weights.delta
+                    link, plan, self._mesh.rank, self._weights.delta
                 )
 
     def _move(self, links: list[Link], traffic: Traffic) -> dict[str, Exception]:
         ends = [self._ends[link.name] for link in links if link.name in self._ends]
         failed: dict[str, Exception] = {}
-        # Read when a group is made: NCCL's watchdog would end this trainer when an engine dies in a
-        # transfer.
-        on_cuda = self._weights.mesh.device.type == "cuda"
-        guard = (
-            environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-            if on_cuda
-            else nullcontext()
-        )
+        on_cuda = self._mesh.device.type == "cuda"
         order = SendOrder([end.turns(on_cuda) for end in ends])
-        with guard, ThreadPoolExecutor(max(1, len(ends))) as pool:
+        with ThreadPoolExecutor(max(1, len(ends))) as pool:
             sending = [
                 pool.submit(end.send, self._weights, order, index) for index, end in enumerate(ends)
             ]
@@ -91,42 +83,41 @@ class ReshardTransport(LinkTransport):
         self, engines: EngineFleet, failed: Mapping[str, Exception], failure: BaseException | None
     ) -> set[str] | None:
         names = super()._settle(engines, failed, failure)
-        for name in set() if names is None else self._ends.keys() - names:
-            self._ends.pop(name).abort()
+        if names is not None:
+            for name in self._ends.keys() - names:
+                self._ends.pop(name).abort()
         return names
 
     def _request(self, link: Link, rank: int) -> dict[str, object]:
         trainers = len(self._plan(link).trainers)
-        size = trainers + link.num_ranks
-        group = {
+        return {
             "rank": trainers + rank,
-            "size": size,
+            "size": trainers + link.num_ranks,
             "num_ranks": link.num_ranks,
+            "delta": self._weights.delta,
             **link.limits._asdict(),
         }
-        return {**group, "delta": self._weights.delta}
 
 
 class SendOrder:
-    """Lets the threads of a rank, one per link, join and start batches in one order of all ranks:
-    by number, then link.
+    """Lets a rank's threads, one per link, join groups and start batches in the same order on all
+    ranks: by number, then link.
 
-    A GPU runs the kernels of all links in the order of their launch if it has one hardware queue
-    (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron needs). Two ranks with opposite orders would wait
-    for each other. So would they if a group over NCCL, which all of its ranks make together, were
-    made in its first batch: that one has another number on every rank. All JOIN turns come first,
-    by link.
+    A GPU with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron needs) runs the
+    kernels of all links in the order of their launch. So two ranks with opposite orders would wait
+    for each other. They also would if they made an NCCL group, which is collective, in its first
+    batch, since that batch has another number on every rank. All JOIN turns come first, by link.
     """
 
     def __init__(self, numbers: Sequence[Sequence[int]]):
-        """numbers: of this rank's turns, ascending, by link: JOIN, batches. Links are in the order
-        of all ranks."""
+        """numbers: the turns of this rank, ascending, by link: JOIN, batches. All ranks have the
+        same order of links."""
         self._left = [deque(turns) for turns in numbers]
         self._changed = Condition()
 
     @contextmanager
     def turn(self, link: int, deadline: Deadline) -> Iterator[None]:
-        """The link's next batch starts inside the block. Raises PeerLost if others keep the turn
+        """The link's next batch starts inside the block. Raises PeerLost if other links have the turn
         until the deadline."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._first() == link, deadline.left):
@@ -139,7 +130,7 @@ class SendOrder:
             self._changed.notify_all()
 
     def leave(self, link: int) -> None:
-        """The link starts no more batches: it has sent all of them, or it is lost."""
+        """The link starts no more batches, because it has sent all or is lost."""
         with self._changed:
             self._left[link].clear()
             self._changed.notify_all()
@@ -158,7 +149,7 @@ class _TrainerEnd:
         self._num_trainers = len(trainers)
         batches = plan.sent_by(rank)
         self._numbers = list(batches)
-        self._batches = [  # with peers as ranks of the group, in which trainers come first
+        self._batches = [  # peers are ranks of the group, in which trainers come first
             [replace(message, peer=len(trainers) + message.peer) for message in batch]
             for batch in batches.values()
         ]
@@ -166,13 +157,12 @@ class _TrainerEnd:
         self._last = LastSent() if delta else None
 
     def turns(self, join_in_turn: bool) -> list[int]:
-        """Returns what a `send` takes turns for: its batches, and before them the group that it has
-        to join."""
+        """Returns the turns of a `send`: JOIN if it has to join the group, then its batches."""
         return [JOIN] * (join_in_turn and self._group is None) + self._numbers
 
     def send(self, weights: TrainerWeights, order: SendOrder, index: int) -> Traffic:
-        """Sends all batches as link `index` of the order, joining the engine first if need be.
-        Raises PeerLost."""
+        """Sends all batches as link `index` of the order, after joining the engine if the link is
+        new. Raises PeerLost."""
         deadline = Deadline(self.link.left_s)
         try:
             return self._send(weights, deadline, lambda: order.turn(index, deadline))
@@ -180,22 +170,23 @@ class _TrainerEnd:
             order.leave(index)
 
     def cut_if_failed(self, sent: Future[Traffic]) -> None:
-        """Cuts the link of a `send` that has failed, whatever it was: the engine must not wait for
-        this rank."""
+        """Cuts the link of a `send` that has failed for any reason, because the engine must not wait
+        for this rank."""
         if (error := sent.exception()) is not None:
-            # They keep frames alive that keep the group alive, and peers wait for its end.
+            # These hold frames that hold the group, and peers wait for the group's end.
             error.__traceback__ = error.__cause__ = error.__context__ = None
             self.abort()
-            CutFlag(self.link).cut(
-                str(error) if isinstance(error, PeerLost) else f"{type(error).__name__}: {error}"
-            )
+            reason = str(error)
+            if not isinstance(error, PeerLost):
+                reason = f"{type(error).__name__}: {error}"
+            CutFlag(self.link).cut(reason)
 
     def _send(self, weights: TrainerWeights, deadline: Deadline, turn: Turn) -> Traffic:
         link = self.link
         device = weights.mesh.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # each thread has its own
-        group = self._group  # also if it is aborted meanwhile: its next call then raises PeerLost
+        group = self._group  # if it is aborted meanwhile, its next call raises PeerLost
         if group is None:
             store = link.open_store(link.limits.join_s)
             ready = [f"{link.name}/ready/{rank}" for rank in range(link.num_ranks)]
@@ -216,7 +207,7 @@ class _TrainerEnd:
         return send_batches(group, self._batches, live, deadline, link.patience_s, turn, self._last)
 
     def abort(self) -> None:
-        """Ends the group, whatever state the others are in."""
+        """Ends the group, whatever the other ranks do."""
         if self._group is not None:
             self._group.abort()
             self._group = None

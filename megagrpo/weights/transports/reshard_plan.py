@@ -1,19 +1,19 @@
 """Plans a transfer: which trainer rank sends which elements to which engine rank, in which order.
 
-Both sides have recorded which slices of every HF tensor they hold; a transfer is the intersection
-of two box lists:
+Both sides have recorded which slices of every HF tensor they hold. A transfer is the intersection
+of two lists of boxes:
 
 1. `trainer_atoms`: every HF tensor as disjoint boxes, each with all trainer ranks that hold it.
-2. `make_cover`: those boxes cut to what the ranks of an engine need: every element of every engine
+2. `make_cover`: these boxes cut to the slices of an engine's ranks: every element of every engine
    slice once.
-3. `plan_transfer`: one of its holders for every piece, and a batch to travel in. Engines share out
-   the holders.
+3. `plan_transfer`: for every piece one of the trainer ranks that hold it, and a batch. Engines share
+   out these ranks.
 
-Every rank computes the same plan from the same lists; no weight is read.
+Every rank computes the same plan from the same lists. No weight is read.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import ceil, prod
@@ -22,18 +22,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megagrpo.weights.copies.record import Copy, Specs
+from megagrpo.weights.copies.recorder import Copy, Specs
 from megagrpo.weights.copies.views import Box, ParameterSlice
-from megagrpo.weights.wire.messages import Message
+from megagrpo.weights.wire.transfer_messages import Message
 
-# a piece of at least this size is a message of its own and needs no packing
+# a piece of at least this size is a separate message and needs no packing
 _UNPACKED_BYTES = 1 << 20
-_PIECES_A_BATCH = 8  # at least, of one rank
+_PIECES_PER_BATCH = 8  # at least, of one rank
 
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """A box of an HF tensor, cut no finer than the trainers cut it."""
+    """A box of an HF tensor, cut only where the trainers cut it."""
 
     copy: Copy  # into the parameters of each of `ranks`
     ranks: tuple[int, ...]
@@ -41,7 +41,7 @@ class Atom:
 
 @dataclass(frozen=True)
 class Cover:
-    """All slices of the ranks of one engine, in pieces. Arrays have an entry for every piece."""
+    """All slices of one engine's ranks, in pieces. Arrays have an entry for every piece."""
 
     sent: list[ParameterSlice]
     received: list[ParameterSlice]
@@ -54,14 +54,13 @@ class Cover:
 
     @property
     def total_bytes(self) -> int:
-        """Returns the bytes of all elements that the engine needs, the lower bound of any
-        transfer."""
+        """Returns the bytes of all elements that the engine needs, a lower bound of any transfer."""
         return int(self.num_bytes.sum())
 
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """A whole transfer into one engine. Arrays have an entry for every piece of the cover.
+    """A transfer into one engine. Arrays have an entry for every piece of the cover.
 
     Batch numbers are the same on all ranks. A rank starts its batches in ascending order and never
     waits for a later one, so the earliest unfinished batch can always finish: there is no deadlock.
@@ -156,9 +155,10 @@ class _Piece(NamedTuple):
         """Returns both as one piece if they are neighbors on both sides and have at most `limit`
         elements."""
         sent = _joined(self.sent, other.sent, limit)
-        received = _joined(self.received, other.received, limit) if sent is not None else None
-        alike = (self.ranks, self.target, self.dtype) == (other.ranks, other.target, other.dtype)
-        return self._replace(sent=sent, received=received) if sent and received and alike else None
+        received = _joined(self.received, other.received, limit)
+        if sent is None or received is None or self[2:] != other[2:]:
+            return None
+        return self._replace(sent=sent, received=received)
 
 
 def make_cover(
@@ -184,8 +184,8 @@ def make_cover(
                 else:
                     pieces.append(piece)
     ranks = list(dict.fromkeys(piece.ranks for piece in pieces))
+    rank_index = {holders: index for index, holders in enumerate(ranks)}
     dtypes = list(dict.fromkeys(dtype for _, dtype in specs.values()))
-    rank_index = {each: index for index, each in enumerate(ranks)}
     return Cover(
         sent=[piece.sent for piece in pieces],
         received=[piece.received for piece in pieces],
@@ -203,19 +203,19 @@ def make_cover(
 def _pieces(
     copy: Copy, atoms: Sequence[Atom], target: int, dtype: torch.dtype, limit: int
 ) -> Iterator[_Piece]:
-    """Yields a slice of an engine rank in pieces of at most `limit` elements. Raises ValueError for
-    missing ones."""
-    found = 0
+    """Yields an engine rank's slice in pieces of at most `limit` elements. Raises ValueError for
+    missing elements."""
+    held = 0
     for atom in atoms:
-        common = atom.copy.box.intersect(copy.box)
-        for box in common.split(limit) if common is not None else ():
-            found += box.numel
-            yield _Piece(
-                atom.copy.restrict(box).target, copy.restrict(box).target, atom.ranks, target, dtype
-            )
-    if found != copy.box.numel:
+        if common := atom.copy.box.intersect(copy.box):
+            for box in common.split(limit):
+                held += box.numel
+                sent = atom.copy.restrict(box)
+                received = copy.restrict(box)
+                yield _Piece(sent.target, received.target, atom.ranks, target, dtype)
+    if held != copy.box.numel:
         raise ValueError(
-            f"{copy.source}: the trainers hold {found} of its {copy.box.numel} elements"
+            f"{copy.source}: the trainers hold {held} of its {copy.box.numel} elements"
         )
 
 
@@ -226,8 +226,8 @@ class Nearness(NamedTuple):
     nodes: Sequence[Hashable]  # by trainer rank
 
     def best_of(self, ranks: tuple[int, ...], target: int) -> tuple[int, ...]:
-        """Returns the nearest of `ranks` to an engine rank: its carrier, else those of its node,
-        else all."""
+        """Returns the ranks that are nearest to an engine rank: the carrier, else those of the
+        node, else all."""
         carrier = self.carriers[target]
         if carrier in ranks:
             return (carrier,)
@@ -239,10 +239,10 @@ def plan_transfer(
 ) -> TransferPlan:
     """Returns the transfer into engine number `slot` of `slots` with the same slices.
 
-    near: where the engine's ranks are; the nearest holders send. bucket_bytes: the most that a rank
-    stages, over two batches in flight and all engines that it serves concurrently. For each set of
-    trainer ranks, the pieces of all engines form one line, cut into equal parts, one per rank: the
-    ranks send equal amounts, each to as few engines as possible.
+    near: where the engine's ranks are, so that the nearest holders send. bucket_bytes: the most that
+    a rank stages, for two batches in flight and all engines to which it sends concurrently. For
+    each set of trainer ranks, the pieces of all engines form one line that is cut into equal parts,
+    one per rank. So the ranks send equal amounts, each to as few engines as possible.
     """
     sources = np.zeros(len(cover.sent), dtype=np.int64)
     for pieces, ranks in _lines(cover, near):
@@ -251,36 +251,42 @@ def plan_transfer(
         sources[pieces] = np.array(ranks)[
             ((slot % slots + along) / slots * len(ranks)).astype(np.int64)
         ]
-    engines_a_rank = ceil(slots / min(map(len, cover.ranks))) if cover.ranks else 1
-    if near is not None:  # and those of its own node
-        engines_a_rank = min(slots, engines_a_rank + ceil(slots / len(set(near.nodes))))
-    batches = _batches(cover, sources, bucket_bytes // (2 * engines_a_rank))
+    engines_per_rank = ceil(slots / min(map(len, cover.ranks), default=slots))
+    if near is not None:  # and the engines of its node
+        engines_per_rank = min(slots, engines_per_rank + ceil(slots / len(set(near.nodes))))
+    batches = _batches(cover, sources, bucket_bytes // (2 * engines_per_rank))
     return TransferPlan(cover, sources, batches, _number_messages(cover, sources, batches))
 
 
 def _lines(cover: Cover, near: Nearness | None) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
-    """Yields the pieces of every line, ascending, and the ranks that share it; with `near` one for
-    each engine rank."""
-    targets = np.zeros_like(cover.targets) if near is None else cover.targets
-    order = np.lexsort((targets, cover.holders))  # stable: pieces stay in order
-    changes = (np.diff(cover.holders[order]) != 0) | (np.diff(targets[order]) != 0)
-    for pieces in np.split(order, np.flatnonzero(changes) + 1) if len(order) else ():
+    """Yields the pieces of every line, ascending, and the ranks that share it. With `near` every
+    engine rank has a line."""
+    lines = cover.holders
+    if near is not None:
+        lines = lines * (int(cover.targets.max(initial=0)) + 1) + cover.targets
+    for pieces in _groups(lines):
         ranks = cover.ranks[cover.holders[pieces[0]]]
-        yield pieces, ranks if near is None else near.best_of(ranks, int(cover.targets[pieces[0]]))
+        if near is not None:
+            ranks = near.best_of(ranks, int(cover.targets[pieces[0]]))
+        yield pieces, ranks
+
+
+def _groups(keys: np.ndarray) -> Iterable[np.ndarray]:
+    """Returns the indices of equal keys, ascending, by key."""
+    order = np.argsort(keys, kind="stable")
+    return filter(len, np.split(order, np.flatnonzero(np.diff(keys[order])) + 1))
 
 
 def _batches(cover: Cover, sources: np.ndarray, limit: int) -> np.ndarray:
     """Returns the earliest batch of every piece, int64 [pieces], such that no rank has over `limit`
-    bytes a batch."""
-    pairs = sources * (int(cover.targets.max(initial=0)) + 1) + cover.targets
-    # of its pair before a piece is sent, within [0, 1): all pairs advance together
+    bytes per batch."""
+    # each pair's progress before the piece is sent, within [0, 1), so that all pairs advance together
     progress = np.zeros(len(sources))
-    order = np.argsort(pairs, kind="stable")
-    for pair in np.split(order, np.flatnonzero(np.diff(pairs[order])) + 1) if len(order) else ():
+    for pair in _groups(_pairs(cover, sources)):
         size = cover.num_bytes[pair]
         progress[pair] = (np.cumsum(size) - size) / size.sum()
     batches = np.zeros(len(sources), dtype=np.int64)
-    # by side and rank: its last batch and the bytes in it
+    # by side and rank: the last batch and the bytes in it
     last: dict[tuple[str, int], tuple[int, int]] = {}
     ends = list(
         zip(sources.tolist(), cover.targets.tolist(), cover.num_bytes.tolist(), strict=True)
@@ -290,7 +296,7 @@ def _batches(cover: Cover, sources: np.ndarray, limit: int) -> np.ndarray:
         keys = ("trainer", source), ("engine", target)
         states = [last.get(key, (0, 0)) for key in keys]
         batch = max(number for number, _ in states)
-        filled = [num_bytes if number == batch else 0 for number, num_bytes in states]
+        filled = [num_bytes * (number == batch) for number, num_bytes in states]
         if max(filled) and max(filled) + size > limit:
             batch = batch + 1
             filled = [0, 0]
@@ -301,31 +307,32 @@ def _batches(cover: Cover, sources: np.ndarray, limit: int) -> np.ndarray:
 
 
 def _number_messages(cover: Cover, sources: np.ndarray, batches: np.ndarray) -> np.ndarray:
-    """Returns the message of every piece, int64 [pieces]: one per large piece, else per pair, batch
-    and dtype."""
+    """Returns the message of every piece, int64 [pieces]: one per large piece, else one per pair,
+    batch and dtype."""
     num_pieces = len(sources)
-    pairs = sources * (int(cover.targets.max(initial=0)) + 1) + cover.targets
-    together = (pairs * (int(batches.max(initial=0)) + 1) + batches) * len(
-        cover.dtypes
-    ) + cover.dtype_indices
+    together = _pairs(cover, sources) * (int(batches.max(initial=0)) + 1) + batches
+    together = together * len(cover.dtypes) + cover.dtype_indices
     unpacked = np.where(cover.num_bytes >= _UNPACKED_BYTES, np.arange(num_pieces) + 1, 0)
     return np.unique(together * (num_pieces + 1) + unpacked, return_inverse=True)[1].reshape(-1)
 
 
+def _pairs(cover: Cover, sources: np.ndarray) -> np.ndarray:
+    """Returns the number of each piece's source and target, int64 [pieces]."""
+    return sources * (int(cover.targets.max(initial=0)) + 1) + cover.targets
+
+
 def piece_limit(bucket_bytes: int) -> int:
-    """Returns the most bytes of a piece, so that a batch of any rank has room for several."""
-    return max(bucket_bytes // (2 * _PIECES_A_BATCH), 1)
+    """Returns the most bytes of a piece, so that several fit into a batch of any rank."""
+    return max(bucket_bytes // (2 * _PIECES_PER_BATCH), 1)
 
 
 def _joined(first: ParameterSlice, second: ParameterSlice, limit: int) -> ParameterSlice | None:
     """Returns two slices as one run of memory, None if they are not adjacent or exceed `limit`
     elements."""
     numel = first.numel + second.numel
-    follows = second.offset == first.offset + first.numel
-    if first.parameter != second.parameter or not follows or numel > limit:
+    start = first.parameter, first.offset + first.numel
+    if start != (second.parameter, second.offset) or numel > limit:
         return None
-    return (
-        ParameterSlice(first.parameter, first.offset, (numel,), (1,))
-        if first.contiguous and second.contiguous
-        else None
-    )
+    if not (first.contiguous and second.contiguous):
+        return None
+    return ParameterSlice(first.parameter, first.offset, (numel,), (1,))

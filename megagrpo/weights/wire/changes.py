@@ -1,9 +1,9 @@
-"""What of a message has changed since it was sent last: values and places of elements, if these are
-fewer bytes.
+"""The changes of a message since it was sent last: values and places of elements, if they are fewer
+bytes than all values.
 
-A sender counts, for every message of a batch, the elements that follow. A message of n elements of
-which `count` have changed travels as that many values, then int32 positions or a mask of n bits,
-the shorter of the two; one with count 0 not at all; one with ALL as all its values.
+For every message of a batch the sender first sends a count. A message of n elements with `count`
+changes travels as that many values, then int32 positions or a mask of n bits, the shorter of the
+two. With count 0 it does not travel. With ALL it travels as all values.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megagrpo.weights.wire.messages import Message
+from megagrpo.weights.wire.transfer_messages import Message
 
 ALL = -1
 _FIRST_COUNT_TAG = 1 << 24  # no link has so many messages
@@ -22,7 +22,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by b
 class LastSent:
     """The values that one rank has sent last on one link, in host memory.
 
-    It holds as long as the link: an engine that starts again gets all.
+    It lives as long as the link, so a restarted engine gets all values.
     """
 
     def __init__(self) -> None:
@@ -30,8 +30,8 @@ class LastSent:
         self.compared = self.changed = 0  # elements, since the last `counted`
 
     def update(self, message: Message, values: Tensor) -> tuple[int, Tensor]:
-        """Returns count and content of a message whose values [n] are sent now: those, or changes
-        as uint8 [bytes]."""
+        """Returns the count and content of a message with values [n] that are sent now: the values,
+        or changes as uint8 [bytes]."""
         bits = _bits(values)
         key = (message.peer, message.tag)
         last = self._bits.get(key)
@@ -48,39 +48,37 @@ class LastSent:
             return ALL, values
         changed = bits[positions]
         last[positions.cpu()] = changed.cpu()
-        listed = _is_listed(count, message.numel)
-        places = positions.to(_POSITION).view(torch.uint8) if listed else _packed(differs)
+        places = positions.to(_POSITION).view(torch.uint8)
+        if not _is_listed(count, message.numel):
+            places = _packed(differs)
         return count, torch.cat([changed.view(torch.uint8), places])
 
     def counted(self) -> tuple[int, int]:
-        """Returns how many elements were compared, and how many of them had changed, since the last
-        call."""
-        found = (self.compared, self.changed)
-        self.compared = 0
-        self.changed = 0
-        return found
+        """Returns how many elements were compared since the last call, and how many had changed."""
+        counts = self.compared, self.changed
+        self.compared = self.changed = 0
+        return counts
 
 
 def changes_bytes(count: int, numel: int, dtype: torch.dtype) -> int:
     """Returns the bytes of `count` changed elements of `numel`."""
-    return count * dtype.itemsize + (
-        count * _POSITION.itemsize if _is_listed(count, numel) else _mask_bytes(numel)
-    )
+    return count * dtype.itemsize + min(count * _POSITION.itemsize, _mask_bytes(numel))
 
 
 def write_changes(message: Message, count: int, content: Tensor, values: Tensor) -> None:
-    """Writes changed elements, uint8 [bytes], over the values [n] of a message as it was received
-    before."""
+    """Writes changed elements, uint8 [bytes], over the last received values [n] of a message."""
     bits = _bits(values)
     split = count * message.dtype.itemsize
     changed = content[:split].view(bits.dtype)
-    places = content[split:].clone()  # whose memory begins anywhere
-    listed = _is_listed(count, message.numel)
-    bits[places.view(_POSITION).long() if listed else _unpacked(places, message.numel)] = changed
+    places = content[split:].clone()  # aligned, unlike the content's part
+    if _is_listed(count, message.numel):
+        bits[places.view(_POSITION).long()] = changed
+    else:
+        bits[_unpacked(places, message.numel)] = changed
 
 
 def count_tags(batch: list[Message]) -> Mapping[int, int]:
-    """Returns, by peer, the tag of the counts of its messages in a batch, which no message has."""
+    """Returns by peer the tag for the counts of a batch's messages, which no message has."""
     first: dict[int, int] = {}
     for message in batch:
         first.setdefault(message.peer, _FIRST_COUNT_TAG + message.tag)
@@ -88,7 +86,7 @@ def count_tags(batch: list[Message]) -> Mapping[int, int]:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Returns values as integers: equal bits are equal, of NaN and of -0.0 too."""
+    """Returns values as integers, which are equal if the bits are, even for NaN and -0.0."""
     return values.detach().view(_BITS[values.itemsize])
 
 
@@ -103,8 +101,8 @@ def _mask_bytes(numel: int) -> int:
 
 def _packed(mask: Tensor) -> Tensor:
     """Returns a mask [n], bool, as uint8 [n / 8], the first element in the lowest bit."""
-    whole = torch.nn.functional.pad(mask.to(torch.uint8), (0, -len(mask) % 8)).view(-1, 8)
-    return (whole << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(1).to(torch.uint8)
+    bits = torch.nn.functional.pad(mask.to(torch.uint8), (0, -len(mask) % 8)).view(-1, 8)
+    return (bits << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(1).to(torch.uint8)
 
 
 def _unpacked(packed: Tensor, numel: int) -> Tensor:

@@ -17,13 +17,11 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Returns the remaining seconds, at least a few ms, so that what is ready at the last
-        moment is still taken."""
+        """Returns the remaining seconds, at least a few ms for results at the last moment."""
         return max(self._end - time.monotonic(), 0.01)
 
     def part(self, seconds: float) -> "Deadline":
-        """Returns the deadline of a part of the work: `seconds` from now, but no later than this
-        one."""
+        """Returns the deadline of a part of the work: `seconds` from now, or this one if earlier."""
         return Deadline(min(seconds, self.left))
 
     @property
@@ -32,8 +30,8 @@ class Deadline:
 
 
 class PhaseTimer:
-    """Measures seconds per phase, summed over repetitions; a phase inside another is not counted in
-    the outer one."""
+    """Measures seconds per phase, summed over repetitions. The time of an inner phase does not count
+    in the outer one."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()

@@ -1,7 +1,7 @@
 """Hands batches of a plan from a trainer rank to the colocated engine rank through shared memory.
 
-It has two halves: one is filled while the engine copies from the other. Keys in the store of
-trainer rank 0 order it:
+The memory has two halves. One is filled while the engine copies from the other. Keys in the store
+of trainer rank 0 give the order:
 
     trainer:  handle -> offered/0 -> offered/1 -> (taken/0) offered/2 -> ... -> (closed) frees the
     memory
@@ -17,24 +17,24 @@ from torch import Tensor
 from torch.distributed import DistStoreError
 
 from megagrpo.weights.wire.clock import Deadline
-from megagrpo.weights.wire.group import PeerLost, lost_if_cut
+from megagrpo.weights.wire.engine_group import PeerLost, lost_if_cut
 from megagrpo.weights.wire.mailbox import Mailbox
-from megagrpo.weights.wire.messages import Batches, Message
 from megagrpo.weights.wire.moving import unpack
 from megagrpo.weights.wire.shared_buffer import SharedBuffer, open_shared
+from megagrpo.weights.wire.transfer_messages import Batches, Message
 
 _HALVES = 2
 _ALIGNED = 16  # bytes: any dtype may begin there
-_LOOK_S = 0.5  # between two checks whether the other side is given up
+_LOOK_S = 0.5  # between two checks whether the other side was given up
 _STORE_GONE = "the store of trainer rank 0 is gone"
 
 
 class Handover:
     """The trainer's end of one transfer to one engine rank.
 
-    batches: the engine rank's, by number. cut: returns why the engine rank is given up, "" while it
-    is not. `lost`: why it takes no more, "" while it does; this is no error: the transfer to the
-    others goes on.
+    batches: of the engine rank, by number. cut: returns why the engine rank was given up, "" if it
+    was not. `lost`: why the engine rank takes no more batches, "" while it does. It is no error,
+    because the transfer to the others goes on.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Handover:
         store.set(f"{key}/handle", self._buffer.handle)
 
     def start(self, number: int) -> list[tuple[Message, Tensor]]:
-        """Returns the messages of a batch, each with its memory [n], once the engine has left
-        that."""
+        """Returns the messages of a batch, each with memory [n], when the engine no longer reads
+        it."""
         if number not in self._index:
             return []
         index = self._index[number]
@@ -74,7 +74,7 @@ class Handover:
         )
 
     def offer(self, number: int) -> None:
-        """Makes the engine rank copy a batch whose values are complete."""
+        """Makes the engine rank copy a batch with complete values."""
         if number in self._index:
             _finish(self._device)
             if not self.lost:
@@ -114,7 +114,7 @@ def take_batches(
     patience_s: float,
 ) -> None:
     """The engine's end: fills the parameters. Raises PeerLost, or ValueError if the two processes
-    share no memory."""
+    cannot share memory."""
     _wait_for(store, f"{key}/handle", deadline, patience_s)
     half = _half_bytes(batches)
     with open_shared(store.get(f"{key}/handle"), device) as memory:
@@ -136,7 +136,7 @@ def _wait_for(
     patience_s: float,
     cut: Callable[[], str] = lambda: "",
 ) -> None:
-    """Returns when the store has the key. Raises PeerLost."""
+    """Waits until the store has the key. Raises PeerLost."""
     limit = deadline.part(patience_s)
     while True:
         with lost_if_cut(_STORE_GONE), suppress(DistStoreError):

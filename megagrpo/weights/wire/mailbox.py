@@ -1,7 +1,7 @@
 """Requests to engine ranks and their answers across hosts, by a TCPStore on trainer rank 0.
 
-SGLang's HTTP answers carry no data from a custom weight loader, and tensors shared through memory
-reach one host only. The store refuses a message above 32 MiB; it demands no key, so messages carry
+SGLang's HTTP answers have no data from a custom weight loader, and tensors in shared memory reach
+only one host. The store refuses a message above 32 MiB. It has no authentication, so messages have
 a MAC.
 """
 
@@ -17,21 +17,21 @@ from urllib.parse import urlsplit
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from torch._C
 
 from megagrpo.system.processes import route_address
-from megagrpo.weights.wire.group import PeerLost
+from megagrpo.weights.wire.engine_group import PeerLost
 
 _MAC_BYTES = 64  # hexadecimal digits of a SHA-256
 
-# Address and port of a store, and the secret of those who may write into it. It travels in requests
-# to engines, which demand the run's key, and between trainer ranks.
+# The address and port of a store, and the secret that allows to write. It travels between trainer
+# ranks, and in requests to engines, which demand the run's key.
 Access = tuple[str, int, str]
 
 
 class Mailbox:
     """Messages in `plain`, the store of trainer rank 0, between processes that have the secret.
 
-    Others can list, read, overwrite and delete values of the store, but no rank takes theirs for a
-    message: a name is the MAC of a key, so none can be guessed, and a value begins with the MAC of
-    its name and bytes. No key is used for two messages, so an old one is of no use either.
+    Others can list, read, overwrite and delete values of the store, but no rank accepts their
+    values: a name is the MAC of a key, so it cannot be guessed, and a value begins with the MAC of
+    its name and bytes. A key has only one message, so an old message cannot be used again.
     secret: None to make one.
     """
 
@@ -39,13 +39,13 @@ class Mailbox:
         self.plain = plain  # for torch's process groups, without MACs
         self.access: Access = plain.host, plain.port, secret or secrets.token_hex(32)
 
-    def new_key(self, what: str) -> str:
-        """Returns a key for one message about `what`."""
-        return f"{what}/{secrets.token_hex(16)}"
+    def new_key(self, subject: str) -> str:
+        """Returns a key for one message."""
+        return f"{subject}/{secrets.token_hex(16)}"
 
-    def put(self, what: str, message: object) -> str:
+    def put(self, subject: str, message: object) -> str:
         """Stores a message until its key is deleted. Returns the key."""
-        key = self.new_key(what)
+        key = self.new_key(subject)
         self.set(key, message)
         return key
 
@@ -65,7 +65,8 @@ class Mailbox:
     def get(self, key: str) -> Any:
         """Returns the message under `key`. Raises PeerLost if a process without the secret wrote
         it."""
-        value = self.plain.get(name := self._mac(key))
+        name = self._mac(key)
+        value = self.plain.get(name)
         data = value[_MAC_BYTES:]
         if not hmac.compare_digest(value[:_MAC_BYTES], self._mac(name, data).encode()):
             raise PeerLost(
@@ -75,8 +76,7 @@ class Mailbox:
         return decode(data)
 
     def wait(self, key: str, timeout_s: float) -> None:
-        """Returns when `key` has a message. Raises torch.distributed.DistStoreError if none
-        comes."""
+        """Waits until `key` has a message. Raises torch.distributed.DistStoreError if none comes."""
         self.plain.wait([self._mac(key)], timedelta(seconds=timeout_s))
 
     def has(self, *keys: str) -> bool:
@@ -99,7 +99,7 @@ def open_mailbox(access: Access, timeout_s: float) -> Mailbox:
 
 
 def listening_store(address: str, timeout_s: float) -> TCPStore:
-    """Opens a store that listens at `address` only; torch's default is every interface."""
+    """Opens a store that listens only at `address`. torch's default is every interface."""
     listener = socket.create_server((address, 0), backlog=1024)
     return TCPStore(
         address,
@@ -117,7 +117,7 @@ def encode(message: object) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Returns the message that `encode` was given; tuples come back as lists."""
+    """Inverts `encode`; tuples come back as lists."""
     return json.loads(zlib.decompress(data))
 
 

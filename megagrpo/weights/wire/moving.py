@@ -1,4 +1,4 @@
-"""Both ends of a transfer: batches are packed from live parameters and unpacked into live
+"""Both ends of a transfer, which pack batches from live parameters and unpack them into live
 parameters."""
 
 from collections import deque
@@ -13,27 +13,27 @@ from torch import Tensor
 
 from megagrpo.weights.wire.changes import ALL, LastSent, changes_bytes, count_tags, write_changes
 from megagrpo.weights.wire.clock import Deadline
-from megagrpo.weights.wire.group import EngineGroup, Receive, Send
-from megagrpo.weights.wire.messages import Batches, Message
+from megagrpo.weights.wire.engine_group import EngineGroup, Receive, Send
+from megagrpo.weights.wire.transfer_messages import Batches, Message
 
 Turn = Callable[[], AbstractContextManager[None]]
 
-_IN_FLIGHT = 2  # batches: one is packed or unpacked while the other is on the wire
+_IN_FLIGHT = 2  # batches, so that one is packed or unpacked while the other travels
 
 
 @dataclass
 class Traffic:
-    """Counts what one rank sent, or several together."""
+    """The traffic of one rank, or of several together."""
 
-    wire_bytes: int = 0  # that left the rank, once for every receiver
+    wire_bytes: int = 0  # sent by the rank, once for every receiver
     messages: int = 0
-    staging_bytes: int = 0  # held at most besides the parameters, on either end
-    between_bytes: int = 0  # of wire_bytes, between nodes; transport ipc alone counts them
-    compared: int = 0  # elements, with those sent last (weights.delta)
-    changed: int = 0  # of these
+    staging_bytes: int = 0  # the most that either end holds besides the parameters
+    between_bytes: int = 0  # the part of wire_bytes between nodes; only transport ipc counts it
+    compared: int = 0  # elements that were compared with the last values (weights.delta)
+    changed: int = 0  # the part of `compared` that had changed
 
     def add(self, other: "Traffic") -> None:
-        """Adds traffic of another rank or time; its staging memory is not part of this rank's."""
+        """Adds traffic of another rank or time, and takes the larger staging memory."""
         self.wire_bytes += other.wire_bytes
         self.between_bytes += other.between_bytes
         self.messages += other.messages
@@ -43,8 +43,7 @@ class Traffic:
 
 
 class _Staged(NamedTuple):
-    """A message on the wire. copied: whether `values` have memory of their own, besides the
-    parameters."""
+    """A message on the wire. copied: whether `values` have separate memory from the parameters."""
 
     message: Message
     values: Tensor  # [n], or the bytes of changes
@@ -61,15 +60,12 @@ def send_batches(
     turn: Turn = nullcontext,
     last: LastSent | None = None,
 ) -> Traffic:
-    """Sends this rank's batches, each started inside `turn()`. last: to send what has changed; see
+    """Sends this rank's batches, and starts each inside `turn()`. last: to send only changes, see
     changes.py.
 
-    Raises PeerLost if one is not taken within patience_s, or by the deadline of all.
+    Raises PeerLost if a batch is not received within patience_s, or all by the deadline.
     """
     sent = Traffic()
-
-    def stage(batch: list[Message]) -> list[_Staged]:
-        return [staged(message) for message in batch]
 
     def staged(message: Message) -> _Staged:
         values, copied = read_message(message, parameters)
@@ -79,17 +75,27 @@ def send_batches(
         return _Staged(message, content, copied or count != ALL, count)
 
     def begin(batch: list[_Staged]) -> list[dist.Work]:
-        counts = [] if last is None else _counts(batch)
+        counts = []
+        if last is not None:
+            counts = _counts(batch)
         messages = [
-            Send(one.values, one.message.peer, one.message.tag) for one in batch if one.num_changed
+            Send(staged.values, staged.message.peer, staged.message.tag)
+            for staged in batch
+            if staged.num_changed
         ]
-        sent.wire_bytes += sum(each.values.nbytes for each in (*counts, *messages))
+        sent.wire_bytes += sum(message.values.nbytes for message in counts + messages)
         sent.messages += len(counts) + len(messages)
         with turn():
-            return [work for part in (counts, messages) if part for work in group.start(part)]
+            return group.start(counts) + group.start(messages)
 
     sent.staging_bytes = _move(
-        group, batches, stage, begin, lambda staged: None, deadline, patience_s
+        group,
+        batches,
+        lambda batch: list(map(staged, batch)),
+        begin,
+        lambda staged: None,
+        deadline,
+        patience_s,
     )
     if last is not None:
         sent.compared, sent.changed = last.counted()
@@ -109,10 +115,10 @@ def receive_batches(
     device = next(iter(parameters.values())).device
 
     def stage(batch: list[Message]) -> list[_Staged]:
-        counts = (
-            _heard(group, batch, device, deadline.part(patience_s)) if delta else [ALL] * len(batch)
-        )
-        return [staged(message, count) for message, count in zip(batch, counts, strict=True)]
+        counts = [ALL] * len(batch)
+        if delta:
+            counts = _received_counts(group, batch, device, deadline.part(patience_s))
+        return list(map(staged, batch, counts))
 
     def staged(message: Message, count: int) -> _Staged:
         if count != ALL:
@@ -138,9 +144,9 @@ def receive_batches(
     def begin(batch: list[_Staged]) -> list[dist.Work]:
         return group.start(
             [
-                Receive(one.values, one.message.peer, one.message.tag)
-                for one in batch
-                if one.num_changed
+                Receive(staged.values, staged.message.peer, staged.message.tag)
+                for staged in batch
+                if staged.num_changed
             ]
         )
 
@@ -148,16 +154,16 @@ def receive_batches(
 
 
 def _counts(batch: list[_Staged]) -> list[Send]:
-    """Returns for each peer the message with the counts of its messages, int32."""
+    """Returns for each peer a message with the counts of the peer's messages, int32."""
     device = batch[0].values.device
     counts = list[Send]()
-    for peer, tag in count_tags([one.message for one in batch]).items():
-        changed = [one.num_changed for one in batch if one.message.peer == peer]
+    for peer, tag in count_tags([staged.message for staged in batch]).items():
+        changed = [staged.num_changed for staged in batch if staged.message.peer == peer]
         counts.append(Send(torch.tensor(changed, dtype=torch.int32, device=device), peer, tag))
     return counts
 
 
-def _heard(
+def _received_counts(
     group: EngineGroup, batch: list[Message], device: torch.device, deadline: Deadline
 ) -> list[int]:
     """Receives the count of every message of a batch."""
@@ -167,8 +173,8 @@ def _heard(
         for peer, tag in count_tags(batch).items()
     }
     group.wait(group.start(list(counts.values())), deadline)
-    heard = {peer: iter(received.values.tolist()) for peer, received in counts.items()}
-    return [next(heard[peer]) for peer in peers]
+    numbers = {peer: iter(count.values.tolist()) for peer, count in counts.items()}
+    return [next(numbers[peer]) for peer in peers]
 
 
 def _move(
@@ -180,8 +186,8 @@ def _move(
     deadline: Deadline,
     patience_s: float,
 ) -> int:
-    """Puts all batches on the wire, at most _IN_FLIGHT at once; `finish` gets every message when
-    its batch is done.
+    """Moves all batches, at most _IN_FLIGHT at once. Calls `finish` for every message of a batch that
+    is done.
 
     Returns the most bytes that were staged.
     """

@@ -1,8 +1,7 @@
-"""Memory shared by two processes of one machine: on a GPU by a CUDA IPC handle, on the host by a
-file.
+"""Memory shared by two processes of one machine, through a CUDA IPC handle or a file on the host.
 
-The file has no name (memfd): the kernel frees it when the last process that maps it ends, even
-killed.
+The file has no name (memfd), so the kernel frees it when the last process that maps it ends, even
+if it is killed.
 """
 
 import base64
@@ -25,13 +24,13 @@ _PROBLEM = (
 )
 
 
-# Bytes, machine, and how to open them: a CUDA handle, or a process and its file number. JSON can
-# express it.
+# The bytes, the machine, and how to open the memory: a CUDA handle, or a process and a file number.
+# JSON can express it.
 Handle = tuple[int, str, list]
 
 
 class Place(NamedTuple):
-    """Where a rank runs: ranks of equal places can share memory."""
+    """Where a rank runs. Ranks with equal places can share memory."""
 
     node: str  # host name, boot id, namespaces of processes and of the network
     device: str  # UUID of its GPU; "cpu"
@@ -40,9 +39,9 @@ class Place(NamedTuple):
 def place_of(device: torch.device) -> Place:
     """Returns the place of this process, which computes on `device`."""
     node = f"{socket.gethostname()} {_machine()} {os.readlink('/proc/self/ns/net')}"
-    return Place(
-        node, str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
-    )
+    if device.type == "cuda":
+        return Place(node, str(torch.cuda.get_device_properties(device).uuid))
+    return Place(node, "cpu")
 
 
 class SharedBuffer:
@@ -69,8 +68,8 @@ class SharedBuffer:
         self.handle: Handle = num_bytes, _machine(), how
 
     def close(self, closed_there: bool) -> None:
-        """Frees the memory. closed_there: whether the other process has closed its end; else it is
-        gone."""
+        """Frees the memory. closed_there: whether the other process has closed its end; if not, it
+        has ended."""
         del self.values
         if self._counter is not None:
             # torch keeps the memory until every holder of the handle releases it
@@ -87,8 +86,8 @@ class SharedBuffer:
 
 @contextmanager
 def open_shared(handle: Handle, device: torch.device) -> Iterator[Tensor]:
-    """Yields the bytes of a SharedBuffer, uint8 [num_bytes]; no view of them may be kept. Raises
-    ValueError."""
+    """Yields the bytes of a SharedBuffer, uint8 [num_bytes]. No view of them may outlive the block.
+    Raises ValueError."""
     num_bytes, machine, how = handle
     if machine != _machine():
         raise ValueError(f"{_PROBLEM}: this process does not see that one's memory")
@@ -114,8 +113,8 @@ def open_shared(handle: Handle, device: torch.device) -> Iterator[Tensor]:
 
 @contextmanager
 def _plain_segments() -> Iterator[None]:
-    """Makes torch allocate by cudaMalloc: only children may open expandable segments (ptrace_scope
-    1)."""
+    """Makes torch allocate by cudaMalloc, because only children may open expandable segments
+    (ptrace_scope 1)."""
     with ExitStack() as restore:
         for name, plain in environment.without_expandable_segments().items():
             restore.callback(torch.cuda.memory._set_allocator_settings, environment.get(name, ""))
@@ -124,7 +123,7 @@ def _plain_segments() -> Iterator[None]:
 
 
 def _machine() -> str:
-    """Returns the boot id and the PID namespace: processes with equal ones can share memory."""
+    """Returns the boot id and the PID namespace. Processes with equal ones can share memory."""
     return (
         f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} "
         f"{os.readlink('/proc/self/ns/pid')}"

@@ -435,7 +435,11 @@ def decays_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
     exported."""
     hf = HfFolder(job["model"])
     live = actor.parameters()
-    read = {copy.hf: copy.view(live).clone() for copy in weights.copies if copy.hf in weights.kept}
+    read = {
+        copy.hf: copy.view(live).clone()
+        for copy in weights.copies
+        if copy.hf in weights.fixed_dtypes
+    }
     equal = all(
         torch.equal(values, hf[copy.hf][copy.start[0] : copy.start[0] + copy.size[0]])
         for copy in weights.copies
@@ -456,7 +460,9 @@ def decays_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
         "moved": all(moved),
         "live": sorted({str(values.dtype) for values in read.values()}),
         "exported": sorted({str(dtype) for name, (_, dtype) in exported.items() if name in read}),
-        "others": sorted({str(d) for name, (_, d) in exported.items() if name not in weights.kept}),
+        "others": sorted(
+            {str(d) for name, (_, d) in exported.items() if name not in weights.fixed_dtypes}
+        ),
     }
 
 

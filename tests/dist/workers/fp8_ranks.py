@@ -7,7 +7,7 @@ import torch
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.models.table import is_left_out
 from megagrpo.weights.actor_weights import load_initial_weights, read_recorded
-from megagrpo.weights.copies.record import record_whole
+from megagrpo.weights.copies.recorder import record_whole
 from megagrpo.weights.hf_folder import HfFolder
 from tests.dist.workers.harness import settings, with_actors
 

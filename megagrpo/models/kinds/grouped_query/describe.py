@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megagrpo.models.config_json import HfConfig, Rotary
 from megagrpo.models.costs import LayerCost, Share
@@ -36,16 +36,16 @@ class GroupedQuery(Attention):
     output_gate: bool = False  # the output is multiplied by a sigmoid of the token
 
     @classmethod
-    def read(cls, hf: HfConfig, fraction: float = 1.0, **numbers: Any) -> GroupedQuery:
-        """Reads a config.json; fraction: of a head that turns, if it has none. numbers: those that
-        are no common keys."""
+    def read(cls, hf: HfConfig, fraction: float = 1.0, **flags: bool) -> GroupedQuery:
+        """Reads a config.json; fraction: of a head that turns, if it has none. flags: of the
+        family."""
         heads = hf["num_attention_heads"]
         return cls(
             heads=heads,
             kv_heads=hf.get("num_key_value_heads") or heads,
             head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
             rotary=Rotary.read(hf, fraction),
-            **numbers,
+            **flags,
         )
 
     @property

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -258,22 +258,14 @@ class CausalAttention(torch.nn.Module):
         width = value.shape[-1]
         if width < query.shape[-1]:  # the kernel wants heads of one width
             value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
-        grouped: dict[str, Any] = {"enable_gqa": True} if _takes_grouped_heads(varlen_attn) else {}
+        attend: Callable[..., object] = varlen_attn
         repeat = query.shape[1] // key.shape[1]
-        if repeat > 1 and not grouped:
+        if _takes_grouped_heads(varlen_attn):
+            attend = partial(varlen_attn, enable_gqa=True)
+        elif repeat > 1:
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-        out = varlen_attn(
-            query,
-            key,
-            value,
-            cu,
-            cu,
-            longest,
-            longest,
-            scale=self.scale,
-            window_size=causal,
-            **grouped,
-        )
+        lengths = (cu, cu, longest, longest)
+        out = attend(query, key, value, *lengths, scale=self.scale, window_size=causal)
         assert isinstance(out, Tensor), "no log-sum-exp was asked for"
         return out[..., :width].flatten(1)
 

@@ -1,6 +1,6 @@
 """The process group of an engine's ranks and their trainer ranks, on both sides.
 
-Groups are made and dropped in one thread per engine and stay out of torch.distributed's registry,
+One thread per engine makes and drops groups, so they are not in torch.distributed's registry,
 which is not thread-safe.
 """
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -20,17 +21,18 @@ from megagrpo.system.errors import translated
 from megagrpo.weights.wire.clock import Deadline
 
 _POLL_S = 0.0005
+_MAKING = Lock()  # threads share the environment
 
 
 class PeerLost(RuntimeError):
-    """A rank of the group is gone, or silent for too long. The group is of no use any more."""
+    """A rank of the group has ended or is silent for too long. The group cannot be used any more."""
 
 
 class GroupLimits(NamedTuple):
-    """How a group is made: seconds for its ranks to meet, and NCCL's thread blocks."""
+    """Limits of a group: seconds for its ranks to meet, and NCCL's thread blocks."""
 
     join_s: float
-    # None: NCCL's own number; it connects as many channels, so all ranks need the same
+    # None: NCCL's default. NCCL connects as many channels, so all ranks need the same number
     max_ctas: int | None = 8
 
 
@@ -61,14 +63,14 @@ class EngineGroup:
         self._device = device
 
     def set_timeout(self, seconds: float) -> None:
-        """Bounds every later operation; the group was made under the shorter limit of its store."""
+        """Limits every later operation. Until then the shorter limit of the group's store holds."""
         self._backend._set_default_timeout(timedelta(seconds=seconds))
 
     def connect(self) -> None:
-        """Collective over NCCL: begins to make the communicator, which the first batch waits for.
+        """Collective over NCCL: begins to make the communicator, for which the first batch waits.
         Raises PeerLost.
 
-        Only the first rank is waited for. Over gloo, ranks are connected already.
+        It waits only for the first rank. Over gloo, ranks are already connected.
         """
         if self._device.type == "cuda":
             with self._started() as backend:
@@ -85,12 +87,12 @@ class EngineGroup:
             return backend.broadcast([values], options)
 
     def start(self, messages: Sequence[Send | Receive]) -> list[dist.Work]:
-        """Starts a batch's messages; batches in the same order on all ranks. Raises PeerLost if
+        """Starts a batch's messages. All ranks need the same order of batches. Raises PeerLost if
         they do not meet."""
         if not messages:
             return []
         with self._started() as backend:
-            # one launch over the group's own communicator, not one for every pair
+            # one launch over the group's communicator, not one for every pair
             if self._device.type == "cuda":
                 backend._start_coalescing()
             works = [
@@ -102,10 +104,10 @@ class EngineGroup:
             return [backend._end_coalescing()] if self._device.type == "cuda" else works
 
     def wait(self, works: Sequence[dist.Work], deadline: Deadline) -> None:
-        """Waits until the works are done. Raises PeerLost if a peer is gone, or is not done by the
+        """Waits until the works are done. Raises PeerLost if a peer has ended or is not done by the
         deadline."""
         for work in works:
-            # NCCL's own wait blocks a stream and not this thread, which must see the deadline pass.
+            # NCCL's wait blocks a stream, but this thread must see the deadline pass.
             while self._device.type == "cuda" and not work.is_completed():
                 if deadline.over:
                     raise PeerLost(
@@ -116,14 +118,14 @@ class EngineGroup:
                 work.wait(timedelta(seconds=deadline.left))
 
     def abort(self) -> None:
-        """Ends the group, whatever state the others are in. A wait in it raises, over gloo at its
-        timeout at last."""
+        """Ends the group, whatever the other ranks do. A wait in it raises, over gloo at its timeout
+        at the latest."""
         backend = self._backend
         self._backend = None
         if backend is not None and self._device.type == "cuda":
             backend.abort()
-        # Over gloo without its abort, which closes file descriptors that its destructor then closes
-        # once more, when another connection may have got their numbers.
+        # Not over gloo: abort closes file descriptors that the destructor closes again, when another
+        # connection may have their numbers.
 
     @contextmanager
     def _started(self) -> Iterator[Any]:
@@ -134,9 +136,9 @@ class EngineGroup:
             yield backend
 
 
-def lost_if_cut(what: str) -> AbstractContextManager[None]:
-    """Turns an error of torch's connections inside into PeerLost, which begins with `what`."""
-    return translated(what, RuntimeError, raised=PeerLost)
+def lost_if_cut(problem: str) -> AbstractContextManager[None]:
+    """Turns an error of torch's connections inside the block into PeerLost, "problem: reason"."""
+    return translated(problem, RuntimeError, raised=PeerLost)
 
 
 def join_group(
@@ -152,24 +154,22 @@ def join_group(
     init_custom_process_group does.
 
     address: of this host, as the other ranks reach it. Over gloo all ranks meet here, over NCCL in
-    the first batch. Raises PeerLost if they do not.
+    the first batch. Raises PeerLost if they do not meet. For any thread.
     """
-    # The prefixes that torch.distributed puts before a group's keys, in the same torch release on
-    # both sides.
+    # torch.distributed's prefixes of a group's keys; both sides have the same torch release
     keys = PrefixStore(f"{device.type}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
-        # The communicator is made in the first batch. Non-blocking, it raises if ranks do not come
-        # within TORCH_NCCL_NONBLOCKING_TIMEOUT, see environment.nccl_variables; else it would
+        # The first batch makes the communicator. A non-blocking one raises if ranks do not come
+        # within TORCH_NCCL_NONBLOCKING_TIMEOUT, see environment.nccl_variables. A blocking one would
         # wait for ever.
         options.config.blocking = 0
         if limits.max_ctas is not None:
             options.config.max_ctas = limits.max_ctas
         options._timeout = timedelta(seconds=limits.join_s)
-        # Read here: else the watchdog of a rank, also of an engine's, ends its process when a peer
-        # dies in a transfer. Without it `wait` raises. Trainers join in threads, which share the
-        # environment: they set it around all.
-        with environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+        # Read here. Otherwise the watchdog of a trainer or engine ends its process when a peer dies
+        # in a transfer. Without the watchdog `wait` raises.
+        with _MAKING, environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
             return EngineGroup(name, dist.ProcessGroupNCCL(keys, rank, size, options), device)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's type stubs
     options._timeout = timedelta(seconds=limits.join_s)

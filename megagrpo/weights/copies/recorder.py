@@ -1,9 +1,9 @@
-"""The recorder: learns the copies of a model's own loader without loading anything.
+"""Records the copies of a model's own loader without loading anything.
 
 The loader runs over empty tensors on the meta device that have the checkpoint's names and shapes,
-under a dispatch mode that notes every `copy_` into a parameter and does not execute it. Run on the
-actor and on every engine rank, the two lists of copies determine export, exchange and digests; no
-table of fused or sharded names exists anywhere.
+under a dispatch mode that records every `copy_` into a parameter and does not execute it. The lists
+of copies of the actor and of every engine rank determine export, exchange and digests, so there is
+no table of fused or sharded names.
 """
 
 from collections.abc import Callable, Mapping
@@ -73,21 +73,19 @@ class Copy:
 
 @dataclass(frozen=True)
 class Fill(ParameterSlice):
-    """Elements of a parameter that the loader sets to a constant, such as padding of a
-    vocabulary."""
+    """Elements of a parameter that the loader sets to a constant, such as a vocabulary's padding."""
 
     value: float
 
 
 @dataclass
 class Recording:
-    """Collects what one run of a loader does to the parameters of one rank."""
+    """The effects of one run of a loader on the parameters of one rank."""
 
     copies: list[Copy] = field(default_factory=list)
     fills: list[Fill] = field(default_factory=list)
     computed: dict[str, Computed] = field(default_factory=dict)  # by parameter
-    # Names of HF tensors that the loader concatenates before it copies: it requires them in one
-    # call.
+    # names of HF tensors that the loader concatenates before it copies, so it needs them in one call
     together: set[tuple[str, ...]] = field(default_factory=set)
 
 
@@ -97,12 +95,12 @@ def record_copies(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor])
 
 
 def record_whole(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor]) -> Recording:
-    """Records what `load` copies from HF tensors of these specs into `parameters`, which stay
-    untouched.
+    """Records the copies of `load` from HF tensors of these specs into `parameters`, which do not
+    change.
 
     Raises ValueError naming the tensor for anything but views, dtype casts and copies, and naming
-    the parameter if an element is written never or twice (elements that the loader sets to a
-    constant count as written).
+    the parameter if an element is never written or written twice (an element that the loader sets
+    to a constant is written).
     """
     recording = record(load, hf_specs, parameters)
     if problems := coverage_problems(recording, parameters):
@@ -116,8 +114,8 @@ def record_whole(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor]) 
 def record(
     load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor], allow_computed: bool = False
 ) -> Recording:
-    """Records without that check. allow_computed: notes parameters computed by more than copies,
-    else raises."""
+    """As record_whole, without the check of elements. allow_computed: also records parameters that
+    are computed by more than copies; else they raise."""
     hf = {
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, (shape, dtype) in hf_specs.items()
@@ -129,8 +127,8 @@ def record(
     for copy in recording.copies:  # a parameter is one or the other
         if copy.parameter in recording.computed:
             recording.computed[copy.parameter].hf.add(copy.hf)
-    # Once each: loaders of tied models copy the embedding again into the output layer, which has
-    # the same memory.
+    # Without repetitions: loaders of tied models copy the embedding again into the output layer,
+    # which has the same memory.
     copies = dict.fromkeys(recording.copies)
     recording.copies = [copy for copy in copies if copy.parameter not in recording.computed]
     return recording
@@ -145,8 +143,7 @@ class _Recorder(TorchDispatchMode):
         self.allow_computed = allow_computed
         self.hf = hf
         self.storages = TracedStorages(hf)
-        # By storage: several parameters may share one flat buffer; each with the range of its
-        # elements.
+        # By storage, since several parameters may share one flat buffer: names and ranges of elements.
         self.parameters: dict[int, list[tuple[str, range]]] = {}
         for name, tensor in parameters.items():
             start = int(tensor.storage_offset())
@@ -263,8 +260,8 @@ class _Recorder(TorchDispatchMode):
         return storage_id(tensor) in self.parameters
 
     def _parameter(self, tensor: Tensor) -> tuple[str, int]:
-        """Returns the (first) name of the parameter that a view lies in, and the view's offset in
-        it, in elements."""
+        """Returns the (first) name of the parameter that contains a view, and the view's offset in
+        the parameter, in elements."""
         offset = int(tensor.storage_offset())
         for name, elements in self.parameters[storage_id(tensor)]:
             if offset in elements:
@@ -273,8 +270,8 @@ class _Recorder(TorchDispatchMode):
 
 
 def coverage_problems(recording: Recording, parameters: Mapping[str, Tensor]) -> list[str]:
-    """Returns a line per parameter, tied and computed ones left out, with an element not written
-    exactly once."""
+    """Returns a line for each parameter with an element that is not written exactly once, except
+    tied and computed ones."""
     writes: dict[str, list[ParameterSlice]] = {}
     for write in [*(copy.target for copy in recording.copies), *recording.fills]:
         writes.setdefault(write.parameter, []).append(write)

@@ -1,5 +1,4 @@
-"""Messages of a transfer, and the requests by which trainer rank 0 starts it on the ranks of an
-engine."""
+"""Messages of a transfer, and the requests that start it on an engine's ranks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -7,16 +6,15 @@ from typing import NotRequired, TypedDict
 
 import torch
 
-from megagrpo.weights.copies.views import ParameterSlice
+from megagrpo.weights.copies.views import ParameterSlice, tuples
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Values that travel together between two ranks: the elements of `slices`, one after the
-    other."""
+    """Values that travel together between two ranks: the elements of `slices`, in order."""
 
     peer: int
-    tag: int  # its number among the messages of this pair of ranks
+    tag: int  # the number of the message between these two ranks
     dtype: torch.dtype  # in which they travel
     slices: tuple[ParameterSlice, ...]
 
@@ -33,7 +31,7 @@ Batches = list[list[Message]]  # of one rank, in the order in which they travel
 
 
 class ReceiveRequest(TypedDict):
-    """Makes one engine rank receive its slices. With `memory` through a shared buffer, else in a
+    """Makes one engine rank receive its slices, through a shared buffer if it has `memory`, else in a
     process group."""
 
     group: str  # name of the link
@@ -60,19 +58,24 @@ def encode_batches(batches: Iterable[Sequence[Message]], ranks: Mapping[int, int
                 str(m.dtype).removeprefix("torch."),
                 [astuple(part) for part in m.slices],
             )
-            for m in one
+            for m in batch
         ]
-        for one in batches
+        for batch in batches
     ]
 
 
 def decode_batches(encoded: list) -> Batches:
     """Returns the batches that encode_batches encoded."""
 
-    def message(peer: int, tag: int, dtype: str, parts: list) -> Message:
-        slices = tuple(
-            ParameterSlice(name, offset, tuple(n), tuple(s)) for name, offset, n, s in parts
-        )
-        return Message(peer, tag, getattr(torch, dtype), slices)
-
-    return [[message(*each) for each in batch] for batch in encoded]
+    return [
+        [
+            Message(
+                peer,
+                tag,
+                getattr(torch, dtype),
+                tuple(ParameterSlice(*tuples(part)) for part in parts),
+            )
+            for peer, tag, dtype, parts in batch
+        ]
+        for batch in encoded
+    ]
