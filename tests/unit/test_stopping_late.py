@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from megagrpo.run import Run
+from megagrpo.loop.run import Run
 
 from megagrpo.cluster import supervise
 from megagrpo.cluster.supervise import Launch
