@@ -138,14 +138,6 @@ def test_a_model_calls_tools_until_it_answers(way: str, mcp_tools, listening):
             '<tool_call>{"name": "add", "arguments": "{\\"a\\": 2}"}</tool_call>',
             "should be an object",
         ),
-        ('<tool_call>{"name": "add", "arguments": [2, 3]}</tool_call>', "should be an object"),
-        ('<tool_call>{"name": "add", "arguments": 5}</tool_call>', "should be an object"),
-        ("<tool_call>" + '{"a":' * 5000 + "</tool_call>", "no JSON with name"),
-        (
-            '<tool_call>{"name": "add", "arguments": {"a": NaN, "b": 1}}</tool_call>',
-            "NaN is no JSON",
-        ),
-        ('<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}', "the call has no end"),
         ('<tool_call>["add"]</tool_call>', "no JSON with name"),
         ("<tool_call>" * 200_000, "the call has no end"),  # a regular expression took minutes
         ('<tool_call>{"name": ["add"], "arguments": {}}</tool_call>', "no tool ['add']"),

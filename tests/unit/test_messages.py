@@ -13,7 +13,6 @@ from megagrpo.data.messages import checked_messages
 from megagrpo.data.prompts import load_prompts
 from megagrpo.data.texts import decoder
 from megagrpo.families.model import Model
-from megagrpo.rollout.agents.renderer import Renderer
 
 END = "{% if add_generation_prompt %}<assistant>{% endif %}"
 # What the templates of these models do with the parts of a message, not their words.
@@ -185,5 +184,3 @@ def test_a_marker_that_ends_a_text_is_not_its_end(marked):
     ids = np.array(tokenizer("a</tool_call>", add_special_tokens=False)["input_ids"])
     assert decoder(tokenizer, model)(ids) == "a</tool_call>"
     assert decoder(tokenizer, model)(ids[:0]) == ""
-
-

@@ -23,7 +23,6 @@ from megagrpo.batching.batch import build_batch
 from megagrpo.batching.rows import LossNeeds
 from megagrpo.batching.updates import one_pass
 from megagrpo.check.problems import preflight
-from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.data import DataConfig
 from megagrpo.data.prompts import refuse_long_demonstration
@@ -212,14 +211,6 @@ def test_a_dumped_step_has_its_streams(tmp_path):
     for name, weights in batch.streams.weights.items():
         assert torch.equal(read.streams.weights[name], weights)
     assert torch.equal(read.streams.teacher_logprobs, batch.streams.teacher_logprobs)
-
-
-def test_a_checkpoint_has_what_streams_need(tmp_path):
-    group = group_of(
-        demonstration=[7, 7, 2], weights={"rl": 0.5}, teachers=(("a", 0.25), ("b", 0.75))
-    )
-    write_groups(tmp_path / "groups", [group])
-    assert list(read_groups(tmp_path / "groups")) == [group]
 
 
 def test_a_long_demonstration_is_refused():
