@@ -103,7 +103,7 @@ CALLS = [  # program, name, arguments, result
     ("def nested(n):\n    return [[n]]", "nested", [1], [[1]]),
     ("def min(a):\n    return sorted(a)[0]", "min", [[3, 1]], 1),
     ("def heapq(a):\n    return 2 ** len(a)", "heapq", [[1] * 100], 2**100),
-    ("from __future__ import annotations\ndef f(a): return a", "f", [1], 1),
+    ("from __future__ import annotations\ndef same(a): return a", "same", [1], 1),
     ("class Solution:\n    def bisect(self, a): return a", "bisect", [1], 1),
 ]  # fmt: skip
 PROGRAMS = [  # program, standard input, standard output
