@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.common import RESULTS, provenance, write_results
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.config.schema import ActorConfig, CheckpointConfig
-from megagrpo.families.model import Model
-from megagrpo.families.table import architecture_of, parameter_counts
+from megagrpo.models.folder import Model
+from megagrpo.models.table import architecture_of, parameter_counts
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.plan.checkpoint_cost import checkpoint_cost
 

@@ -50,7 +50,7 @@ from engine_process import START_S, free_ports  # noqa: E402
 
 from examples.laptop.model import write_model  # noqa: E402
 from examples.laptop.recipe import TinyModelConfig  # noqa: E402
-from megagrpo.families.table import architecture_of  # noqa: E402
+from megagrpo.models.table import architecture_of  # noqa: E402
 from megagrpo.system.processes import spawn, stop_tree  # noqa: E402
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors  # noqa: E402
 

@@ -102,7 +102,7 @@ def train(job: dict) -> None:
 
     device = prepare_host()  # before Megatron is imported
     from megagrpo.actor.megatron_actor import MegatronActor, leave_distributed
-    from megagrpo.families.model import Model
+    from megagrpo.models.folder import Model
     from megagrpo.weights.actor_weights import load_initial_weights
     from megagrpo.weights.exchange import Exchange
 

@@ -30,10 +30,10 @@ from test_exchange import KEY, PlainSource, started
 from transformers import AutoTokenizer
 
 from megagrpo.cpu.engine.block_fp8 import dequantised
-from megagrpo.families.model import Model
-from megagrpo.families.quantization import FP8_BLOCK
-from megagrpo.families.table import model_tensors
 from megagrpo.mesh import make_mesh
+from megagrpo.models.folder import Model
+from megagrpo.models.stored.quantization import FP8_BLOCK
+from megagrpo.models.table import model_tensors
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.weights.blocks import block_maxima, block_scales, quantise

@@ -198,7 +198,7 @@ FAULTS = (
     ),
     Fault(
         "scale of adapters missing",
-        "actor/layers/lora.py",
+        "models/layers/lora.py",
         "torch.cat(added, -1) * self.scale",
         "torch.cat(added, -1)",
         ("dist/test_actor_lora.py",),
@@ -219,21 +219,21 @@ FAULTS = (
     ),
     Fault(
         "draft sees the present token",
-        "actor/layers/draft.py",
+        "models/kinds/draft/layer.py",
         "torch.where(found, every[places, 1], 0)",
         "torch.where(found, every[order, 1], 0)",
         DRAFT,
     ),
     Fault(
         "draft trains the model",
-        "actor/megatron/body.py",
+        "models/body.py",
         "self.draft(hidden.detach(), embedded",
         "self.draft(hidden, embedded",
         DRAFT,
     ),
     Fault(
         "draft in the model's norm",
-        "actor/layers/draft.py",
+        "models/kinds/draft/layer.py",
         "parameter.shared = True",
         "parameter.shared = False",
         DRAFT,

@@ -36,7 +36,7 @@ FAULTS = (
     ),
     Fault(
         "index: positions of packed rows on the host",
-        "actor/layers/attention.py",
+        "models/kinds/grouped_query/layer.py",
         "torch.arange(longest, device=query.device)",
         "torch.arange(longest)",
         LAYOUT,
@@ -102,7 +102,7 @@ FAULTS = (
     ),
     Fault(
         "dtype: int64 lengths for the kernel",
-        "actor/layers/attention.py",
+        "models/kinds/grouped_query/layer.py",
         "cu = packed.cu_seqlens_q\n",
         "cu = packed.cu_seqlens_q.long()\n",
         UPDATE,

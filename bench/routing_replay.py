@@ -43,7 +43,7 @@ from megagrpo.actor.step import token_logprobs
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig
-from megagrpo.families.model import Model
+from megagrpo.models.folder import Model
 from megagrpo.rollout.answer_arrays import read_experts
 from megagrpo.rollout.control import bearer
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample

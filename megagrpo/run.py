@@ -35,8 +35,8 @@ from megagrpo.data.prompts import (
     refuse_unknown_teacher,
 )
 from megagrpo.data.texts import decoder
-from megagrpo.families.model import Model
 from megagrpo.mesh import LeaderError, Mesh, RunStopped
+from megagrpo.models.folder import Model
 from megagrpo.monitor.alarms import MismatchAlarm
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.dump import write_dump

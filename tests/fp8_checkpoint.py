@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megagrpo.families.quantization import SCALES
+from megagrpo.models.stored.quantization import SCALES
 from megagrpo.weights.hf_folder import HfFolder
 
 WHOLE = (

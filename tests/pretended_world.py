@@ -11,12 +11,12 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megagrpo.actor.megatron.config import kernels_here, transformer_config
-from megagrpo.actor.megatron.model import build_chunks, chunk_parameters, load_hf
 from megagrpo.actor.megatron_actor import make_parallel_groups
+from megagrpo.actor.megatron_config import kernels_here, transformer_config
 from megagrpo.config.actor import ActorConfig
-from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import model_tensors
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.build import build_chunks, chunk_parameters, load_hf
+from megagrpo.models.table import model_tensors
 from megagrpo.weights.copies.record import Copy, record_copies
 from tests.pretended_groups import only_fake_groups
 

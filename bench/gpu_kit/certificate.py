@@ -10,7 +10,7 @@ import torch
 from bench.gpu_kit.figures import Figures, Setting, Unavailable
 from bench.gpu_kit.models import DEVICE
 from megagrpo.config.schema import ExperimentConfig, ParallelConfig
-from megagrpo.families.family import TinySizes
+from megagrpo.models.family import TinySizes
 from megagrpo.tools.certify.cases import LAYOUTS, NEIGHBOR, grid
 from megagrpo.tools.certify.command import certify
 from megagrpo.tools.certify.measure import measure

@@ -16,7 +16,7 @@ from bench.gpu_kit.models import (
 )
 from megagrpo.actor import step
 from megagrpo.cpu.torchvision_ops import define_torchvision_operators
-from megagrpo.families.table import architecture_of
+from megagrpo.models.table import architecture_of
 from megagrpo.types import Batch
 
 SPREAD = 4.0  # of the logits

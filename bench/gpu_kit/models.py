@@ -21,8 +21,8 @@ from megagrpo.actor.megatron_actor import MegatronActor  # noqa: E402
 from megagrpo.batching.updates import one_pass  # noqa: E402
 from megagrpo.config.algorithm import AlgorithmConfig  # noqa: E402
 from megagrpo.config.schema import ActorConfig, OptimizerConfig  # noqa: E402
-from megagrpo.families.architecture import Architecture  # noqa: E402
-from megagrpo.families.table import FAMILIES, model_tensors  # noqa: E402
+from megagrpo.models.architecture import Architecture  # noqa: E402
+from megagrpo.models.table import FAMILIES, model_tensors  # noqa: E402
 from megagrpo.tools.certify.measure import joined  # noqa: E402
 from megagrpo.types import Batch, Rewards  # noqa: E402
 

@@ -165,7 +165,7 @@ def measure(family: str, dtype: str, folder: Path, variant: dict[str, Any]) -> d
 
 def weights_of(built: Any) -> ActorWeights:
     """Returns which slice of which HF tensor lies where in an actor that read no folder."""
-    from megagrpo.families.table import model_tensors
+    from megagrpo.models.table import model_tensors
 
     dtype = getattr(torch, built.config.dtype)
     specs = {spec.name: (spec.shape, dtype) for spec in model_tensors(built.arch)}

@@ -20,7 +20,7 @@ from bench.gpu_kit.models import (
 from bench.gpu_kit.timing import peak_bytes, seconds_of, synchronisations, wait_for
 from megagrpo.actor import step
 from megagrpo.check.hardware import HARDWARE
-from megagrpo.families.architecture import Architecture
+from megagrpo.models.architecture import Architecture
 from megagrpo.tools.plan.layer_costs import model_work
 
 _SHOWN = 12  # places of synchronisations, the most frequent ones

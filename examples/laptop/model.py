@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from examples.laptop.recipe import TinyModelConfig
 from examples.laptop.squares import FAMILY, make_seeing_model
-from megagrpo.families.table import FAMILIES, architecture_of, model_problems
+from megagrpo.models.table import FAMILIES, architecture_of, model_problems
 from megagrpo.tools.certify.tiny_model import MAX_POSITIONS, VOCAB, hf_config, random_tensors
 from megagrpo.weights.hf_folder import write_hf_folder
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.family import TinySizes
+from megagrpo.models.family import TinySizes
 
 Part = TypeVar("Part")
 

@@ -18,7 +18,7 @@ import torch
 
 from examples.laptop.recipe import DatasetConfig
 from megagrpo.cpu.torchvision_ops import define_torchvision_operators
-from megagrpo.families.table import architecture_of
+from megagrpo.models.table import architecture_of
 from megagrpo.tools.certify.tiny_model import random_tensors
 from megagrpo.weights.hf_folder import write_hf_folder
 

@@ -10,8 +10,6 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megagrpo.actor.layers.draft import gather_context
-from megagrpo.actor.megatron.body import Body
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.algo.logprob import (
     VocabularyShard,
@@ -19,6 +17,8 @@ from megagrpo.algo.logprob import (
     chunked_full_kl,
     chunked_logprobs,
 )
+from megagrpo.models.body import Body
+from megagrpo.models.kinds.draft.layer import gather_context
 from megagrpo.types import Batch, MicroBatch
 
 _TP_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}

@@ -118,7 +118,7 @@ def prepare_host(
 
 
 def _internals() -> ModuleType:
-    from megagrpo.actor.megatron import internals_0_19  # imports Megatron
+    from megagrpo.models import internals_0_19  # imports Megatron
 
     return internals_0_19
 

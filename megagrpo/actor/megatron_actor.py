@@ -16,9 +16,7 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from megagrpo.actor.host_buffer import HostReference
-from megagrpo.actor.layers import lora
-from megagrpo.actor.megatron.config import checked_kernels, megatron_configs
-from megagrpo.actor.megatron.model import build_chunks, chunk_parameters, load_hf, routers
+from megagrpo.actor.megatron_config import checked_kernels, megatron_configs
 from megagrpo.actor.optimizer import build_optimizer, draft_norm, take_step, wrap_chunks
 from megagrpo.actor.routing.bias import ExpertLoad, RouterBias
 from megagrpo.actor.routing.losses import RouterLosses
@@ -27,10 +25,12 @@ from megagrpo.actor.routing.tokens import RouterScope
 from megagrpo.actor.timing import ScheduleClock
 from megagrpo.actor.update_state import UpdateState
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
-from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import model_tensors
-from megagrpo.families.tensors import adapter_tensors, layer_prefix
 from megagrpo.mesh import Mesh, RunStopped, make_mesh
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.build import build_chunks, chunk_parameters, load_hf, routers
+from megagrpo.models.layers import lora
+from megagrpo.models.table import model_tensors
+from megagrpo.models.tensors import adapter_tensors, layer_prefix
 from megagrpo.system import environment
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import Specs, record_copies

@@ -19,9 +19,9 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megagrpo.actor.layers.draft import OF_DRAFT
-from megagrpo.actor.megatron.body import Body
-from megagrpo.actor.megatron.internals_0_19 import find_by_dtype
+from megagrpo.models.body import Body
+from megagrpo.models.internals_0_19 import find_by_dtype
+from megagrpo.models.kinds.draft.layer import OF_DRAFT
 
 
 def wrap_chunks(

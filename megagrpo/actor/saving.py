@@ -40,11 +40,11 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megagrpo.actor.layers.lora import sharded_adapters
-from megagrpo.actor.megatron import internals_0_19
-from megagrpo.actor.megatron.body import Body
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.optimizer import optimizer_tensors
+from megagrpo.models import internals_0_19
+from megagrpo.models.body import Body
+from megagrpo.models.layers.lora import sharded_adapters
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

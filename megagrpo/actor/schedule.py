@@ -10,13 +10,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megagrpo.actor.head import LastStage
-from megagrpo.actor.layers.attention import PackedSequences
-from megagrpo.actor.layers.draft import following
-from megagrpo.actor.megatron.body import Body
-from megagrpo.actor.megatron.vision import Sight
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.routing.tokens import MicroBatchScope
 from megagrpo.batching.microbatch import MicroBatches, MicroBatchSize, plan_micro_batches
+from megagrpo.models.body import Body
+from megagrpo.models.kinds.draft.layer import following
+from megagrpo.models.kinds.grouped_query.layer import PackedSequences
+from megagrpo.models.kinds.vision.layer import Sight
 from megagrpo.types import Batch, MicroBatch
 
 # what the blocks of MXFP8 divide the rows of a product into; other recipes ask for 16 or less

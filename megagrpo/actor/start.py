@@ -7,7 +7,7 @@ import torch
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig, TrainConfig
-from megagrpo.families.architecture import Architecture
+from megagrpo.models.architecture import Architecture
 from megagrpo.types import TrainState
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 

@@ -14,7 +14,6 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from megagrpo.actor.head import Loss, TokenValues, gathered, over_tokens, with_draft
-from megagrpo.actor.megatron.body import Body
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.schedule import from_last_stage, run_schedule, sum_over_ranks
 from megagrpo.algo.loss import (
@@ -29,6 +28,7 @@ from megagrpo.algo.loss import (
 )
 from megagrpo.algo.rollouts import counted_tokens, of_samples, rollouts_of
 from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.models.body import Body
 from megagrpo.types import Batch, MicroBatch, ReferenceStates, on_device
 
 _COUNTS = ("updates", "padded", "real", "tokens")  # sums of a pass that are no metrics

@@ -14,8 +14,8 @@ from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor, UntypedStorage
 
 from megagrpo.actor.host_buffer import HostBuffer
-from megagrpo.actor.megatron import internals_0_19
 from megagrpo.actor.optimizer import optimizer_tensors
+from megagrpo.models import internals_0_19
 
 
 class UpdateState:

@@ -20,9 +20,9 @@ from megagrpo.batching.rows import (
     streams_of,
     with_demonstration,
 )
-from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import attention_length, patch_cost
 from megagrpo.mesh import Mesh
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.table import attention_length, patch_cost
 from megagrpo.types import Batch, Rewards, RolloutGroup, Routing, Updates
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from megagrpo.config.fields import LibrarySettings
 from megagrpo.config.layout import divisors
 from megagrpo.config.rollout import RolloutConfig
-from megagrpo.families.architecture import Architecture
-from megagrpo.families.quantization import FP8_BLOCK
-from megagrpo.families.table import FAMILIES
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.stored.quantization import FP8_BLOCK
+from megagrpo.models.table import FAMILIES
 from megagrpo.rollout.service.engine_command import num_states
 
 _CACHE_WIDTHS = {"bfloat16": 2, "bf16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}  # bytes of a value

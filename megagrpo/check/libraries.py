@@ -13,14 +13,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megagrpo.actor.megatron.fields import expected_kernels
 from megagrpo.check.hardware import Hardware, hardware_of
 from megagrpo.check.problems import describe_model, model_folder
 from megagrpo.config.fields import KeyPath, LibrarySettings, broken_rules, complaints
 from megagrpo.config.libraries import SERVER, given_settings, setting_problems
 from megagrpo.config.placement import needs_gpus
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
-from megagrpo.families.table import architecture_of, exported_config
+from megagrpo.models.fields import expected_kernels
+from megagrpo.models.table import architecture_of, exported_config
 from megagrpo.rollout.service.engine_command import (
     ServerPlace,
     engine_command,
@@ -173,7 +173,7 @@ def _of_megatron(given: _Given, whole: list[Any] | None) -> Iterator[tuple[list[
     from megagrpo.actor.host import prepare_host
 
     prepare_host("cpu")
-    from megagrpo.actor.megatron.config import build_problems, megatron_problems
+    from megagrpo.actor.megatron_config import build_problems, megatron_problems
 
     found = [
         ([*path, name], problem)

@@ -35,7 +35,7 @@ from megagrpo.data.prompts import (
 )
 from megagrpo.data.rows import Row, fingerprint, read_rows
 from megagrpo.data.texts import decoder
-from megagrpo.families.model import Model
+from megagrpo.models.folder import Model
 from megagrpo.rewards.trial_texts import first_of_each, grade_trial_texts
 from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.agents.parsers import TurnParsers

@@ -7,7 +7,6 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from megagrpo.actor.megatron.fields import expected_kernels
 from megagrpo.check.engine_layout import engine_layout_problems
 from megagrpo.checkpoint.folder import latest, layout_problem, place_problem, step_of
 from megagrpo.config.fields import complaints
@@ -18,8 +17,9 @@ from megagrpo.data.curriculum import load_curriculum
 from megagrpo.data.hub import is_hub_name
 from megagrpo.data.rows import Row, read_rows, unknown_teachers
 from megagrpo.data.vocabulary import different_tokens, token_ids
-from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import (
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.fields import expected_kernels
+from megagrpo.models.table import (
     architecture_of,
     load_format_problems,
     model_problems,

@@ -5,8 +5,8 @@ from itertools import accumulate
 
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.fields import complaints
-from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import FAMILIES
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.table import FAMILIES
 
 
 def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:

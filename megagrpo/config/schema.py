@@ -27,7 +27,7 @@ from megagrpo.config.objective.streams import stream_rules
 from megagrpo.config.objective.teachers import TeacherConfig, teacher_rules
 from megagrpo.config.reward import GraderConfig, RewardConfig
 from megagrpo.config.rollout import RolloutConfig, SamplingConfig, WeightsConfig
-from megagrpo.families.model import Model
+from megagrpo.models.folder import Model
 from megagrpo.system.run_folder import RunFolder
 
 __all__ = [

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megagrpo.families.architecture import HfConfig
-from megagrpo.families.model import Model
+from megagrpo.models.architecture import HfConfig
+from megagrpo.models.folder import Model
 from megagrpo.system.errors import explained
 from megagrpo.system.run_folder import whole_file, write_whole
 from megagrpo.types import IMAGE_TEXT, ImageRef

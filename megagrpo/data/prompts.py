@@ -26,9 +26,9 @@ from megagrpo.data.messages import (
     with_system,
 )
 from megagrpo.data.rows import Row, fingerprint, iterate_rows, unknown_teachers
-from megagrpo.families.architecture import text_part
-from megagrpo.families.model import Model
-from megagrpo.families.table import read_description
+from megagrpo.models.architecture import text_part
+from megagrpo.models.folder import Model
+from megagrpo.models.table import read_description
 from megagrpo.system import environment
 from megagrpo.system.errors import collected, explained, translated
 from megagrpo.system.torchvision import prepare_torchvision, torchvision_problem

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megagrpo.families.model import Model
-from megagrpo.families.table import read_description
+from megagrpo.models.folder import Model
+from megagrpo.models.table import read_description
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase

@@ -16,7 +16,7 @@ import orjson
 import pybase64
 import simdjson
 
-from megagrpo.families.architecture import Architecture
+from megagrpo.models.architecture import Architecture
 from megagrpo.rollout.response import TokenList
 from megagrpo.system.errors import translated
 

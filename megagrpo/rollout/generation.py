@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 
 from megagrpo.config.schema import EvalConfig, ExperimentConfig, SamplingConfig
-from megagrpo.families.architecture import Architecture
+from megagrpo.models.architecture import Architecture
 from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.answer_arrays import WrongExperts, read_experts, read_lists, read_pairs
 from megagrpo.rollout.control import bearer

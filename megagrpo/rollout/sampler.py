@@ -11,7 +11,7 @@ import numpy as np
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
-from megagrpo.families.architecture import Architecture
+from megagrpo.models.architecture import Architecture
 from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.admission import AdmissionQueue, BatchDeadline, ResponseLengths

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.architecture import Architecture
+from megagrpo.models.architecture import Architecture
 from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.answer_arrays import read_lists
 from megagrpo.rollout.control import ServiceControl

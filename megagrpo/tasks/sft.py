@@ -13,7 +13,7 @@ from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import describe_dropped, load_prompts, load_tokenizer, tokenize
-from megagrpo.families.model import Model
+from megagrpo.models.folder import Model
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.record import StepLog
 from megagrpo.system.progress import Progress

@@ -10,12 +10,6 @@ from pathlib import Path
 
 import yaml
 
-from megagrpo.actor.megatron.fields import (
-    ddp_fields,
-    expected_kernels,
-    optimizer_fields,
-    transformer_fields,
-)
 from megagrpo.check.hardware import gigabytes
 from megagrpo.check.libraries import library_problems
 from megagrpo.check.loading import LoadingTest, try_loading
@@ -27,8 +21,14 @@ from megagrpo.config.placement import needs_gpus, occupied_gpus, place, placemen
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.curriculum import describe_curriculum
 from megagrpo.data.rows import read_rows
-from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import (
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.fields import (
+    ddp_fields,
+    expected_kernels,
+    optimizer_fields,
+    transformer_fields,
+)
+from megagrpo.models.table import (
     FAMILIES,
     architecture_of,
     left_out,

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megagrpo.config.actor import LoraConfig
-from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import is_left_out, model_tensors
-from megagrpo.families.tensors import TensorSpec
 from megagrpo.mesh import Mesh
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.table import is_left_out, model_tensors
+from megagrpo.models.tensors import TensorSpec
 from megagrpo.system.run_folder import whole_folder
 from megagrpo.weights.copies.record import Copy, Recording, Specs, record_whole
 from megagrpo.weights.hf_folder import HfFolder, ReadingProgress, write_hf_folder

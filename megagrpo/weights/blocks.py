@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megagrpo.families.quantization import FP8_BLOCK
+from megagrpo.models.stored.quantization import FP8_BLOCK
 from megagrpo.weights.copies.views import Box
 
 FP8 = torch.float8_e4m3fn

@@ -21,14 +21,14 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from megagrpo.families.architecture import HfConfig, text_part
-from megagrpo.families.model import write_description
-from megagrpo.families.quantization import INT4_WORD, SCALES, fp8_block, int4_group
-from megagrpo.families.table import has_draft, read_description
+from megagrpo.models.architecture import HfConfig, text_part
+from megagrpo.models.folder import write_description
+from megagrpo.models.stored.packed_int4 import PACKED, SCALE, SHAPE, unpack_into
+from megagrpo.models.stored.quantization import INT4_WORD, SCALES, fp8_block, int4_group
+from megagrpo.models.table import has_draft, read_description
 from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import whole_folder
 from megagrpo.weights.copies.views import Box
-from megagrpo.weights.packed_int4 import PACKED, SCALE, SHAPE, unpack_into
 
 Size = TypeVar("Size")
 INDEX = "model.safetensors.index.json"

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.families.quantization import SCALES
 from megagrpo.mesh import Mesh
+from megagrpo.models.stored.quantization import SCALES
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.blocks import (
     FP8,

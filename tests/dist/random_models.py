@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.families.table import architecture_of
+from megagrpo.models.table import architecture_of
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
 from megagrpo.weights.hf_folder import write_hf_folder
 from tests.dist.workers.samples import VOCAB

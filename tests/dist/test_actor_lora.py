@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config.schema import ActorConfig
-from megagrpo.families.model import Model
+from megagrpo.models.folder import Model
 from megagrpo.tools.plan.trainer_memory import Load, trainer_side
 from tests.dist.bounds import LARGEST, bound_of, within
 from tests.dist.cases import LAYOUTS

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megagrpo.families.models.sparse_attention import dense_config
+from megagrpo.models.families.sparse_attention import dense_config
 from tests.dist.bounds import within
 from tests.dist.cases import BATCHES, LAYOUTS, SPARSE_CI
 from tests.dist.figures import LayoutFigures

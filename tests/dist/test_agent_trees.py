@@ -20,7 +20,7 @@ from sampling import experiment, playing
 
 from examples.laptop.model import character_tokenizer
 from megagrpo.checkpoint.groups import write_groups
-from megagrpo.families.model import Model
+from megagrpo.models.folder import Model
 from megagrpo.rollout.generation import sample_seed
 from megagrpo.types import Prompt, RolloutGroup
 from tests.dist.bounds import within

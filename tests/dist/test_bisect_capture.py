@@ -11,7 +11,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from transport_cases import make_model
 
-from megagrpo.families.model import Model
+from megagrpo.models.folder import Model
 from tests.dist.bounds import within
 from tests.dist.workers.captured import LENGTHS, captured, planted
 from tests.dist.workers.launch import POOL

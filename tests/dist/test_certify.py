@@ -14,7 +14,7 @@ import pytest
 
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
-from megagrpo.families.family import TinySizes
+from megagrpo.models.family import TinySizes
 from megagrpo.tools.certify import command
 from megagrpo.tools.certify.cases import (
     LAYOUTS,

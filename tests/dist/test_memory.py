@@ -8,8 +8,8 @@ import pytest
 
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.config.schema import ActorConfig
-from megagrpo.families.architecture import Architecture
-from megagrpo.families.model import Model
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.folder import Model
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.plan.trainer_memory import Load, in_flight, trainer_stages
 from tests.dist.workers.launch import run_ranks

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megagrpo.actor.megatron.fields import Kernels, ddp_fields, transformer_defaults
 from megagrpo.config.actor import ActorConfig
-from megagrpo.families.model import Model
+from megagrpo.models.fields import Kernels, ddp_fields, transformer_defaults
+from megagrpo.models.folder import Model
 from tests.dist.workers.launch import run_ranks
 
 pytestmark = pytest.mark.verifies("actor", "overlapped reduction and gathering change no bit")

@@ -112,7 +112,7 @@ def _wrong_section() -> AbstractContextManager:
 
 def _turned_grids() -> AbstractContextManager:
     """The tower takes an image's height for its width."""
-    from megagrpo.actor.megatron.vision import Tower
+    from megagrpo.models.kinds.vision.layer import Tower
 
     right = Tower.forward
 
@@ -124,7 +124,7 @@ def _turned_grids() -> AbstractContextManager:
 
 def _wrong_features() -> AbstractContextManager:
     """The features of every image come in the opposite order."""
-    from megagrpo.actor.megatron.vision import Tower
+    from megagrpo.models.kinds.vision.layer import Tower
 
     right = Tower.forward
     return patch.object(
@@ -133,7 +133,7 @@ def _wrong_features() -> AbstractContextManager:
 
 
 def _late_deepstack() -> AbstractContextManager:
-    from megagrpo.actor.megatron.vision import Sight
+    from megagrpo.models.kinds.vision.layer import Sight
 
     right = Sight.with_deep
     return patch.object(

@@ -36,9 +36,9 @@ from safetensors import safe_open
 from examples.laptop.model import write_model
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.cpu.engine import block_fp8
-from megagrpo.families.models.deepseek_v3 import DeepseekV3
-from megagrpo.families.table import FAMILIES, architecture_of, model_tensors
 from megagrpo.mesh import LeaderError, make_mesh
+from megagrpo.models.families.deepseek_v3 import DeepseekV3
+from megagrpo.models.table import FAMILIES, architecture_of, model_tensors
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.environment import temporarily
 from megagrpo.system.run_folder import RunFolder

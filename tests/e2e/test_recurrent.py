@@ -14,8 +14,8 @@ from transport_cases import make_model
 
 from examples.laptop.model import write_model
 from megagrpo.cpu import engine_command as stand_ins
-from megagrpo.families.model import Model
-from megagrpo.families.table import read_description
+from megagrpo.models.folder import Model
+from megagrpo.models.table import read_description
 from megagrpo.rollout.service.engine_command import num_states
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder

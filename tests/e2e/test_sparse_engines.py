@@ -10,9 +10,9 @@ from test_exchange import PlainSource, exchange_for, experiment
 from transport_cases import make_model
 
 from megagrpo.cpu import engine_command as stand_ins
-from megagrpo.families.family import TinySizes
-from megagrpo.families.model import Model
-from megagrpo.families.table import architecture_of
+from megagrpo.models.family import TinySizes
+from megagrpo.models.folder import Model
+from megagrpo.models.table import architecture_of
 from megagrpo.rollout.service.engine_command import (
     ServerPlace,
     engine_environment,

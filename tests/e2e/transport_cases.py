@@ -20,7 +20,7 @@ from engine_process import ListedEngines, started_engines
 from examples.laptop.model import write_model
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
-from megagrpo.families.table import architecture_of
+from megagrpo.models.table import architecture_of
 from megagrpo.rollout.control import bearer
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder

@@ -30,7 +30,7 @@ def test_packed_attention_in_bfloat16(dim, width, heads, groups):
     from megagrpo.actor.host import prepare_host
 
     prepare_host()
-    from megagrpo.actor.layers.attention import CausalAttention
+    from megagrpo.models.kinds.grouped_query.layer import CausalAttention
 
     attention = CausalAttention(
         SimpleNamespace(kv_channels=dim, context_parallel_size=1), 1, None, "self"

@@ -19,7 +19,7 @@ from megagrpo.actor.host import (
 )
 from megagrpo.config.layout import context_problem, layout_problems
 from megagrpo.config.load import load_config
-from megagrpo.families.table import architecture_of
+from megagrpo.models.table import architecture_of
 from megagrpo.tools.certify.tiny_model import hf_config
 from tests.experiments import QUICKSTART
 

@@ -8,7 +8,7 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.algo.router_losses import balance_part, chosen_experts
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.schema import ActorConfig
-from megagrpo.families.table import architecture_of
+from megagrpo.models.table import architecture_of
 from megagrpo.tools.certify.tiny_model import hf_config
 
 EXPERTS, TOP_K, LENGTHS = 6, 2, (5, 1, 9)

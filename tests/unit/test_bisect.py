@@ -13,8 +13,8 @@ from megagrpo.cli import main
 from megagrpo.config.libraries import setting_problems
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.family import TinySizes
-from megagrpo.families.table import architecture_of
+from megagrpo.models.family import TinySizes
+from megagrpo.models.table import architecture_of
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.bisect import hooks
 from megagrpo.tools.bisect.command import experiment_of

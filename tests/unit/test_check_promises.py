@@ -127,9 +127,9 @@ BUILD = """
 import json, sys
 from megagrpo.actor.host import prepare_host
 prepare_host("cpu")
-from megagrpo.actor.megatron.config import build_problems
+from megagrpo.actor.megatron_config import build_problems
 from megagrpo.config.actor import ActorConfig
-from megagrpo.families.table import architecture_of
+from megagrpo.models.table import architecture_of
 description, *jobs = json.load(sys.stdin)
 for job in jobs:
     actor = ActorConfig.model_validate(job)

@@ -17,8 +17,8 @@ from megagrpo.config.layout import layout_problems, rank_coordinates
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig, ParallelConfig
-from megagrpo.families.model import Model
-from megagrpo.families.table import read_description
+from megagrpo.models.folder import Model
+from megagrpo.models.table import read_description
 from megagrpo.system.environment import child_environment
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.explain import explain

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megagrpo.data.texts import decoder
-from megagrpo.families.model import Model
+from megagrpo.models.folder import Model
 
 
 @pytest.mark.parametrize("skip_special_tokens", [False, True])

@@ -8,8 +8,8 @@ import torch
 
 from megagrpo.algo.statistics import alone
 from megagrpo.cpu.engine import drafts
-from megagrpo.families.model import Model
-from megagrpo.families.table import (
+from megagrpo.models.folder import Model
+from megagrpo.models.table import (
     architecture_of,
     is_left_out,
     left_out,

@@ -8,8 +8,8 @@ import pytest
 
 from megagrpo.check.engine_layout import engine_layout_problems, server_of
 from megagrpo.config.rollout import RolloutConfig
-from megagrpo.families.architecture import Architecture
-from megagrpo.families.model import Model
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.folder import Model
 from megagrpo.tools.plan.engine_memory import absorbed_bytes, weight_bytes
 from megagrpo.tools.plan.layer_costs import model_work
 

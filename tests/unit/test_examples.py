@@ -13,7 +13,7 @@ from megagrpo.cluster.submit import Request, misfits, nodes_of, submit
 from megagrpo.config.load import load_config
 from megagrpo.config.placement import placement_problems
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.table import FAMILIES, architecture_of
+from megagrpo.models.table import FAMILIES, architecture_of
 from megagrpo.tools.explain import explain
 from megagrpo.tools.plan.command import placed_plan, report
 from megagrpo.tools.plan.fitting import with_model
@@ -47,7 +47,7 @@ import sys
 from megagrpo.actor.host import prepare_host
 prepare_host()
 from megagrpo.config.load import load_config
-from megagrpo.families.model import Model
+from megagrpo.models.folder import Model
 from tests.pretended_world import record_trainer_rank
 from pathlib import Path
 for path, model in zip(sys.argv[1::2], map(Path, sys.argv[2::2])):

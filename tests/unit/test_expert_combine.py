@@ -6,7 +6,7 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo.actor.host import prepare_host
-from megagrpo.actor.layers import combine
+from megagrpo.models.layers import combine
 
 TOKENS, HIDDEN, EXPERTS, TOP_K = 128, 64, 16, 8
 HALF_ULP = 2.0**-8  # of bfloat16, relative

@@ -14,9 +14,9 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.problems import check_against_model
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
-from megagrpo.families.loading import Shard, _load_qkv
-from megagrpo.families.model import Model
-from megagrpo.families.table import FAMILIES, architecture_of, model_problems
+from megagrpo.models.folder import Model
+from megagrpo.models.loading import Shard, _load_qkv
+from megagrpo.models.table import FAMILIES, architecture_of, model_problems
 from megagrpo.system.environment import child_environment
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
 from tests.experiments import QUICKSTART, ROOT, python
@@ -60,8 +60,8 @@ UNSCALED = (
 TOY = '''
 """A family whose MLP has Mixtral's names."""
 
-from megagrpo.families.models.dense import Qwen3
-from megagrpo.families.tensors import GatedNames
+from megagrpo.models.families.dense import Qwen3
+from megagrpo.models.tensors import GatedNames
 
 
 class Toy(Qwen3):
@@ -88,7 +88,7 @@ import torch
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.tools.certify.subject import make_models
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
-from megagrpo.families.model import Model
+from megagrpo.models.folder import Model
 from megagrpo.weights.hf_folder import HfFolder
 from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
@@ -200,12 +200,12 @@ def test_a_new_family_is_one_file_and_one_row(tmp_path):
     know it at once."""
     package = tmp_path / "megagrpo"
     shutil.copytree(ROOT / "megagrpo", package, ignore=shutil.ignore_patterns("__pycache__"))
-    (package / "families" / "models" / "toy.py").write_text(TOY)
-    table = package / "families" / "table.py"
+    (package / "models" / "families" / "toy.py").write_text(TOY)
+    table = package / "models" / "table.py"
     text = table.read_text()
     rows = "FAMILIES: dict[str, Family] = {\n"
     assert text.count(rows) == 1
-    imported = "from megagrpo.families.models.toy import Toy\n"
+    imported = "from megagrpo.models.families.toy import Toy\n"
     text = text.replace(rows, f'{rows}    "toy": Toy(),\n').replace(
         "import json\n", f"import json\n\n{imported}"
     )
@@ -239,7 +239,7 @@ def test_check_and_the_actor_say_the_same_of_a_layout():
         "actor.parallel.pp x vpp = 3",
     ]
     assert set(problems) <= set(check_against_model(config, hf))
-    from megagrpo.actor.megatron.config import checked_kernels
+    from megagrpo.actor.megatron_config import checked_kernels
 
     with pytest.raises(ValueError, match="the model does not fit the layout") as refused:
         checked_kernels(arch, config.actor)
@@ -250,7 +250,7 @@ def test_check_and_the_actor_say_the_same_of_a_layout():
     find_spec("transformer_engine") is not None, reason="Transformer Engine is installed"
 )
 def test_an_actor_without_transformer_engine_says_how_to_get_it():
-    from megagrpo.actor.megatron.config import checked_kernels
+    from megagrpo.actor.megatron_config import checked_kernels
 
     config = load_config(QUICKSTART, ["actor.transformer_engine=true"])
     arch = architecture_of(hf_config(TinyModelConfig(path="x", family="qwen3_moe")))

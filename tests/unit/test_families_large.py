@@ -10,8 +10,8 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
-from megagrpo.families.architecture import text_part
-from megagrpo.families.table import (
+from megagrpo.models.architecture import text_part
+from megagrpo.models.table import (
     architecture_of,
     attention_length,
     exported_config,
@@ -127,11 +127,11 @@ from megagrpo.actor.host import prepare_host
 prepare_host()
 import torch
 from megatron.core import tensor_parallel
-from megagrpo.actor.megatron.config import kernels_here, transformer_config
-from megagrpo.actor.megatron.model import build_chunks, chunk_parameters
+from megagrpo.actor.megatron_config import kernels_here, transformer_config
+from megagrpo.models.build import build_chunks, chunk_parameters
 from tests.pretended_world import pretended_world
 from megagrpo.config.actor import ActorConfig
-from megagrpo.families.table import architecture_of
+from megagrpo.models.table import architecture_of
 meta = torch.device("meta")
 for name, hf in json.load(sys.stdin).items():
     arch = architecture_of(hf)

@@ -9,8 +9,8 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
-from megagrpo.families.model import Model
-from megagrpo.families.table import (
+from megagrpo.models.folder import Model
+from megagrpo.models.table import (
     FAMILIES,
     architecture_of,
     attention_length,

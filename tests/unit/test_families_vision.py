@@ -19,15 +19,15 @@ from safetensors.torch import save_file
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.layout import layout_problems
-from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import (
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.kinds.vision.describe import tower_tensors
+from megagrpo.models.table import (
     architecture_of,
     model_problems,
     model_tensors,
     parameter_counts,
     patch_cost,
 )
-from megagrpo.families.vision import tower_tensors
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
 from megagrpo.tools.plan.engine_memory import tower_elements
 from megagrpo.tools.plan.trainer_memory import stage_parameters, trained_elements

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from megagrpo.check.problems import check_against_model
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.quantization import dequantised_config, fp8_block, quantization_problems
-from megagrpo.families.table import architecture_of
+from megagrpo.models.stored.quantization import dequantised_config, fp8_block, quantization_problems
+from megagrpo.models.table import architecture_of
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder

@@ -10,10 +10,10 @@ from torch import nn
 
 from megagrpo.check.problems import check_against_model
 from megagrpo.cpu.engine import block_fp8
-from megagrpo.families.family import TinySizes
-from megagrpo.families.quantization import FP8_EXEMPT, fp8_config
-from megagrpo.families.table import FAMILIES, architecture_of, model_problems, model_tensors
 from megagrpo.mesh import make_mesh
+from megagrpo.models.family import TinySizes
+from megagrpo.models.stored.quantization import FP8_EXEMPT, fp8_config
+from megagrpo.models.table import FAMILIES, architecture_of, model_problems, model_tensors
 from megagrpo.rollout.service.engine_command import is_recurrent
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder

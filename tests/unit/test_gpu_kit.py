@@ -134,7 +134,7 @@ def test_last_device(tmp_path):
 def test_models_that_are_compared_across_devices_are_drawn_on_the_cpu(monkeypatch):
     from bench.gpu_kit import precision
     from bench.gpu_kit.models import RandomTensors, description
-    from megagrpo.families.table import architecture_of
+    from megagrpo.models.table import architecture_of
 
     devices = []
     monkeypatch.setattr(

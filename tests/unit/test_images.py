@@ -25,7 +25,7 @@ from megagrpo.config.schema import DataConfig
 from megagrpo.data import prompts as prompts_module
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
-from megagrpo.families.model import Model
+from megagrpo.models.folder import Model
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.monitor.rollouts import RolloutLog
 from megagrpo.system.run_folder import RunFolder

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 
 from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.families.architecture import text_part
-from megagrpo.families.model import Model, write_description
-from megagrpo.families.quantization import int4_group, quantization_problems
-from megagrpo.families.table import (
+from megagrpo.models.architecture import text_part
+from megagrpo.models.folder import Model, write_description
+from megagrpo.models.stored.quantization import int4_group, quantization_problems
+from megagrpo.models.table import (
     architecture_of,
     left_out,
     model_problems,

@@ -29,7 +29,7 @@ from examples.laptop.recipe import (
 from megagrpo.config.load import load_config
 from megagrpo.cpu.torchvision_ops import define_torchvision_operators
 from megagrpo.environments.calculator import Calculator, exact_value
-from megagrpo.families.table import architecture_of, parameter_counts
+from megagrpo.models.table import architecture_of, parameter_counts
 from megagrpo.rewards.graders.gsm8k import grade
 from megagrpo.tools.certify.tiny_model import hf_config
 from tests.experiments import ROOT

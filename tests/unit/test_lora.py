@@ -10,8 +10,8 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig
-from megagrpo.families.table import architecture_of, model_tensors
-from megagrpo.families.tensors import adapter_tensors
+from megagrpo.models.table import architecture_of, model_tensors
+from megagrpo.models.tensors import adapter_tensors
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.explain import explain
 from megagrpo.tools.plan.checkpoint_cost import checkpoint_cost

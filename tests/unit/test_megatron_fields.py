@@ -7,14 +7,6 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from megagrpo.actor.megatron.fields import (
-    Kernels,
-    ddp_fields,
-    expected_kernels,
-    optimizer_fields,
-    transformer_defaults,
-    transformer_fields,
-)
 from megagrpo.check import libraries
 from megagrpo.check.problems import model_description
 from megagrpo.config.actor import ActorConfig
@@ -22,8 +14,16 @@ from megagrpo.config.fields import annotations_at
 from megagrpo.config.libraries import REFUSED, SERVER, refusal
 from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.model import Model
-from megagrpo.families.table import architecture_of
+from megagrpo.models.fields import (
+    Kernels,
+    ddp_fields,
+    expected_kernels,
+    optimizer_fields,
+    transformer_defaults,
+    transformer_fields,
+)
+from megagrpo.models.folder import Model
+from megagrpo.models.table import architecture_of
 from megagrpo.system.environment import child_environment
 from megagrpo.tools.explain import settings_report
 from megagrpo.tools.plan.layer_costs import optimizer_bytes
@@ -39,10 +39,10 @@ BUILD = """
 import json, sys
 from megagrpo.actor.host import prepare_host
 prepare_host("cpu", True)
-from megagrpo.actor.megatron.config import megatron_configs
+from megagrpo.actor.megatron_config import megatron_configs
 from megagrpo.config.actor import ActorConfig
-from megagrpo.families.table import architecture_of
-from megagrpo.actor.megatron.fields import expected_kernels
+from megagrpo.models.table import architecture_of
+from megagrpo.models.fields import expected_kernels
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from megatron.core.transformer import transformer_config
@@ -237,7 +237,7 @@ FIELDS = """
 import dataclasses, json, sys
 from megagrpo.actor.host import prepare_host
 prepare_host("cpu")
-from megagrpo.actor.megatron.config import _CLASSES
+from megagrpo.actor.megatron_config import _CLASSES
 print(json.dumps([[field.name for field in dataclasses.fields(kind)] for kind in _CLASSES.values()]))
 """
 

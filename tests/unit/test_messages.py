@@ -12,7 +12,7 @@ from megagrpo.config.data import DataConfig
 from megagrpo.data.messages import checked_messages
 from megagrpo.data.prompts import load_prompts
 from megagrpo.data.texts import decoder
-from megagrpo.families.model import Model
+from megagrpo.models.folder import Model
 
 END = "{% if add_generation_prompt %}<assistant>{% endif %}"
 # What the templates of these models do with the parts of a message, not their words.

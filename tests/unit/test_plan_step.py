@@ -14,10 +14,10 @@ from megagrpo.config.actor import ActorConfig
 from megagrpo.config.load import load_config
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.architecture import LatentAttention
-from megagrpo.families.model import Model
-from megagrpo.families.table import parameter_counts, tensor_groups
-from megagrpo.families.vision import tower_tensors
+from megagrpo.models.architecture import LatentAttention
+from megagrpo.models.folder import Model
+from megagrpo.models.kinds.vision.describe import tower_tensors
+from megagrpo.models.table import parameter_counts, tensor_groups
 from megagrpo.system.run_folder import RunFolder, write_json_lines
 from megagrpo.tools.plan import search
 from megagrpo.tools.plan.command import placed_plan, report

@@ -9,7 +9,7 @@ import pytest
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig, ParallelConfig
-from megagrpo.families.table import architecture_of, parameter_counts
+from megagrpo.models.table import architecture_of, parameter_counts
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.explain import explain
 from megagrpo.tools.plan.checkpoint_cost import checkpoint_cost

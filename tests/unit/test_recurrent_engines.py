@@ -11,8 +11,8 @@ from megagrpo.check.engine_layout import engine_layout_problems, server_of
 from megagrpo.check.hardware import hardware_of
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.cpu.engine import gated_delta
-from megagrpo.families.model import Model
-from megagrpo.families.table import read_description
+from megagrpo.models.folder import Model
+from megagrpo.models.table import read_description
 from megagrpo.rollout.service.engine_command import (
     ServerPlace,
     engine_environment,

@@ -17,14 +17,14 @@ from test_calculator import CALCULATOR, EOS, PROMPT, TOKENIZER, ids, says
 from test_rollout_client import PARAMS, PROMPTS, QUICK
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.actor.megatron.fields import Kernels, transformer_defaults
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
-from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import architecture_of
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.fields import Kernels, transformer_defaults
+from megagrpo.models.table import architecture_of
 from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
 from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.agents.make import make_answering

@@ -19,7 +19,7 @@ from examples.laptop.squares import make_seeing_model, pictures
 from megagrpo.config.schema import DataConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
-from megagrpo.families.model import Model
+from megagrpo.models.folder import Model
 from megagrpo.system.run_folder import write_json_lines
 
 SIZES = DatasetConfig(kind="squares", num_sft=40, num_train=30, num_eval=20)

@@ -13,7 +13,7 @@ from examples.laptop.model import character_tokenizer, make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.data.prompts import load_tokenizer
 from megagrpo.data.texts import decoder
-from megagrpo.families.model import Model
+from megagrpo.models.folder import Model
 
 ALPHABET = "0123456789+-*/=.()<># abcdefghijklmnopqrstuvwxyz"
 

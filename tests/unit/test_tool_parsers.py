@@ -23,8 +23,8 @@ from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.rollout import AgentConfig
 from megagrpo.data.messages import render_messages
 from megagrpo.data.texts import decoder
-from megagrpo.families.model import Model
-from megagrpo.families.table import FAMILIES
+from megagrpo.models.folder import Model
+from megagrpo.models.table import FAMILIES
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.agents.parsers import TurnParsers
 from megagrpo.rollout.agents.programs import Programs

@@ -51,12 +51,12 @@ from megagrpo.actor.host import prepare_host
 prepare_host(transformer_engine=True)
 from megatron.core import optimizer, tensor_parallel
 from megatron.core.optimizer import clip_grads, distrib_optimizer
-from megagrpo.actor.megatron.config import kernels_here, transformer_config
-from megagrpo.actor.megatron.model import build_chunks, chunk_parameters, load_hf
+from megagrpo.actor.megatron_config import kernels_here, transformer_config
+from megagrpo.models.build import build_chunks, chunk_parameters, load_hf
 from tests.pretended_world import pretended_world
 from megagrpo.config.actor import ActorConfig
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.families.table import architecture_of
+from megagrpo.models.table import architecture_of
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
 from megagrpo.weights.expected_digests import ExpectedDigests
 from megagrpo.weights.copies.record import Copy, record_copies
@@ -214,5 +214,5 @@ def test_without_its_layers_megatron_does_not_find_it():
     Rotary embeddings are ours then: to the last bit Megatron's in float32; in bfloat16 rounded
     once, at the end; and no length is read back.
     """
-    norms = "megagrpo.actor.megatron.internals_0_19"  # which wait for the device once
+    norms = "megagrpo.models.internals_0_19"  # which wait for the device once
     assert run(WITHOUT) == ["torch.optim.adamw", "True", "False", norms]

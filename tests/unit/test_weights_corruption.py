@@ -24,8 +24,8 @@ from fake_engine import FakeEngine, OneTrainer, ReceivingEnd, running
 
 from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.families.table import architecture_of, read_description
 from megagrpo.mesh import LeaderError
+from megagrpo.models.table import architecture_of, read_description
 from megagrpo.weights.actor_weights import load_initial_weights
 from megagrpo.weights.copies.record import record_copies
 from megagrpo.weights.exchange import TRANSPORTS

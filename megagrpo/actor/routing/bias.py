@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megagrpo.actor.routing.tokens import RouterScope
-from megagrpo.families.architecture import Architecture
+from megagrpo.models.architecture import Architecture
 
 
 class ExpertLoad:

@@ -19,7 +19,7 @@ from torch import Tensor
 from megagrpo.actor.routing.tokens import MicroBatchScope, RouterScope
 from megagrpo.algo.router_losses import balance_part, chosen_experts, z_part
 from megagrpo.config.actor import RouterLossConfig
-from megagrpo.families.architecture import Architecture
+from megagrpo.models.architecture import Architecture
 
 Routing = Callable[..., tuple[Tensor, Tensor]]
 

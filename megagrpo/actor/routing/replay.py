@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megagrpo.actor.routing.tokens import RouterScope
-from megagrpo.families.architecture import Architecture
+from megagrpo.models.architecture import Architecture
 from megagrpo.types import Batch, Routing
 
 TopK = Callable[..., tuple[Tensor, Tensor]]

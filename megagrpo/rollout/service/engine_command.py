@@ -15,7 +15,7 @@ from typing import Any
 from megagrpo.config.libraries import setting_problems
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.table import (
+from megagrpo.models.table import (
     architecture_of,
     exported_config,
     model_problems,

@@ -10,11 +10,11 @@ import json
 from pathlib import Path
 
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
-from megagrpo.families.architecture import HfConfig, text_part
-from megagrpo.families.model import write_description
-from megagrpo.families.models.sparse_attention import dense_config
-from megagrpo.families.quantization import quantization_problems
-from megagrpo.families.table import (
+from megagrpo.models.architecture import HfConfig, text_part
+from megagrpo.models.families.sparse_attention import dense_config
+from megagrpo.models.folder import write_description
+from megagrpo.models.stored.quantization import quantization_problems
+from megagrpo.models.table import (
     architecture_of,
     exported_config,
     load_format_problems,

@@ -16,11 +16,11 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor, nn
 
 from megagrpo.actor.head import token_values
-from megagrpo.actor.megatron.model import routers
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.routing.replay import TopK
 from megagrpo.actor.schedule import micro_batches
 from megagrpo.actor.step import token_logprobs
+from megagrpo.models.build import routers
 from megagrpo.tools.bisect.hooks import TOWER_MODULE, Recorder, SeenTokens, Tap, experts_key
 from megagrpo.types import Batch, ImageRef, MicroBatch
 

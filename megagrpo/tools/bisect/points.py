@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import FAMILIES
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.table import FAMILIES
 from megagrpo.tools.bisect.hooks import TOWER_MODULE, Tap
 
 FINAL_NORM = "final_norm"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megagrpo.families.architecture import Architecture
+from megagrpo.models.architecture import Architecture
 from megagrpo.tools.bisect.hooks import SeenTokens, experts_key
 from megagrpo.tools.bisect.points import Point, Sizes
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.actor.layers.lora import InitialAdapters
 from megagrpo.actor.megatron_actor import MegatronActor, leave_distributed
 from megagrpo.actor.step import (
     backward,
@@ -27,8 +26,9 @@ from megagrpo.batching.batch import build_batch
 from megagrpo.batching.rows import LossNeeds
 from megagrpo.batching.updates import plan_updates
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
-from megagrpo.families.model import Model
 from megagrpo.mesh import Mesh
+from megagrpo.models.folder import Model
+from megagrpo.models.layers.lora import InitialAdapters
 from megagrpo.system import environment
 from megagrpo.system.run_folder import write_whole
 from megagrpo.tools.certify.cases import NEIGHBOR, REFERENCE, Case

@@ -13,9 +13,9 @@ from torch import Tensor
 from megagrpo.check.problems import model_description
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig, ParallelConfig
-from megagrpo.families.architecture import Architecture, text_part
-from megagrpo.families.family import TinySizes
-from megagrpo.families.table import FAMILIES, architecture_of
+from megagrpo.models.architecture import Architecture, text_part
+from megagrpo.models.family import TinySizes
+from megagrpo.models.table import FAMILIES, architecture_of
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
 from megagrpo.types import ImageRef, Outcome, Prompt, RolloutGroup, Sample, TeacherScores
 from megagrpo.weights.hf_folder import write_hf_folder

@@ -6,10 +6,10 @@ import math
 import torch
 from torch import Tensor
 
-from megagrpo.families.architecture import Architecture
-from megagrpo.families.family import TinySizes
-from megagrpo.families.table import FAMILIES, model_tensors
-from megagrpo.families.tensors import TensorSpec
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.family import TinySizes
+from megagrpo.models.table import FAMILIES, model_tensors
+from megagrpo.models.tensors import TensorSpec
 
 MAX_POSITIONS = 2048
 VOCAB = 32

@@ -12,7 +12,7 @@ from megagrpo.check.problems import describe_model
 from megagrpo.cluster.machine import visible_gpus
 from megagrpo.config.load import Plain, load_config, plain_yaml
 from megagrpo.data.hub import with_local_files
-from megagrpo.families.table import architecture_of, parameter_counts
+from megagrpo.models.table import architecture_of, parameter_counts
 from megagrpo.system.arguments import positive
 from megagrpo.system.progress import Progress
 from megagrpo.system.run_folder import write_whole

@@ -13,8 +13,8 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.hub import with_local_files
 from megagrpo.data.prompts import load_tokenizer, render_rows
 from megagrpo.data.rows import Values, raw_rows, read_rows
-from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import architecture_of
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.table import architecture_of
 from megagrpo.system.run_folder import write_json_lines, write_whole
 from megagrpo.tools.init.looks import (
     LOOKED_AT,

@@ -14,9 +14,9 @@ from pathlib import Path
 from megagrpo.check.hardware import gigabytes
 from megagrpo.config.layout import rank_coordinates
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
-from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import tensor_groups
-from megagrpo.families.tensors import TensorSpec
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.table import tensor_groups
+from megagrpo.models.tensors import TensorSpec
 
 # Megatron gathers moment by moment: at the peak these bytes exist in addition to the whole state of
 # 3 float32 a parameter (received pieces, their concatenation, and those of the moment before).

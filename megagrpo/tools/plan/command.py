@@ -10,7 +10,7 @@ from megagrpo.check.hardware import usable_bytes
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.placement import Nodes, engine_ranks, occupied_gpus, placement_problems
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.table import parameter_counts
+from megagrpo.models.table import parameter_counts
 from megagrpo.system.arguments import positive
 from megagrpo.system.progress import Progress
 from megagrpo.tools.plan.fitting import teachers_memory, teachers_misfits, with_model

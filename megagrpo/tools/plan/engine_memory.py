@@ -15,9 +15,9 @@ from megagrpo.check.libraries import resolve_all
 from megagrpo.check.problems import described_architecture, longest_samples, model_description
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.architecture import Architecture
-from megagrpo.families.quantization import FP8_BLOCK
-from megagrpo.families.vision import tower_tensors
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.kinds.vision.describe import tower_tensors
+from megagrpo.models.stored.quantization import FP8_BLOCK
 from megagrpo.monitor.rollouts import read_rollouts
 from megagrpo.rollout.admission import tokens_in_cache
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings

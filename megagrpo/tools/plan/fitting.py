@@ -12,8 +12,8 @@ from megagrpo.check.problems import longest_samples, model_description
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.placement import needs_gpus
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
-from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import (
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.table import (
     architecture_of,
     model_problems,
     parameter_counts,

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from megagrpo.config.actor import ActorConfig
-from megagrpo.families.architecture import (
+from megagrpo.models.architecture import (
     Architecture,
     LatentAttention,
     LightningIndexer,
     LinearAttention,
 )
-from megagrpo.families.table import text_tensors
+from megagrpo.models.table import text_tensors
 
 ITEM = 2  # bytes of a bf16 value
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1}

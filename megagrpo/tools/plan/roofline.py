@@ -16,7 +16,7 @@ from megagrpo.check.engine_layout import Server
 from megagrpo.check.hardware import HOST_GB_S, HOST_MEMORY_GB_S, Hardware, hardware_of
 from megagrpo.check.problems import described_architecture
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.architecture import Architecture
+from megagrpo.models.architecture import Architecture
 from megagrpo.tools.plan.engine_memory import (
     EngineSide,
     Lengths,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import tensor_groups
-from megagrpo.families.tensors import TensorSpec
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.table import tensor_groups
+from megagrpo.models.tensors import TensorSpec
 from megagrpo.tools.plan.checkpoint_cost import checkpoint_cost, stage_of_layer, stages_of
 from megagrpo.tools.plan.layer_costs import LayerCost, layer_cost, optimizer_bytes
 

@@ -17,7 +17,6 @@ from megatron.core.dist_checkpointing import serialization
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from megagrpo.actor import step
-from megagrpo.actor.layers.lora import InitialAdapters
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
 from megagrpo.batching.updates import one_pass
@@ -25,6 +24,7 @@ from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.save import RunIdentity
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ActorConfig, CheckpointConfig, ParallelConfig
+from megagrpo.models.layers.lora import InitialAdapters
 from megagrpo.tools.certify.measure import ratios, whole
 from megagrpo.tools.certify.subject import near
 from megagrpo.types import Batch, TrainState

@@ -10,24 +10,24 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import torch
+from megagrpo.actor.megatron import model
 from torch import Tensor
 
 from megagrpo.actor import schedule, step
-from megagrpo.actor.layers import specs as layer_specs
-from megagrpo.actor.layers.gated_delta import GatedDelta
-from megagrpo.actor.layers.norm_over_heads import NormOverHeads
-from megagrpo.actor.megatron import model
-from megagrpo.actor.megatron.model import build_chunk
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.routing import tokens as routed_tokens
 from megagrpo.actor.routing.tokens import own_places
 from megagrpo.algo.loss import count_streams, objective
 from megagrpo.batching import microbatch
 from megagrpo.batching.microbatch import plan_micro_batches, targets
-from megagrpo.families.family import Family
-from megagrpo.families.loading import Shard
-from megagrpo.families.models.deepseek_v3 import DeepseekV3
-from megagrpo.families.models.minimax_m2 import MiniMaxM2
+from megagrpo.models.build import build_chunk
+from megagrpo.models.families.deepseek_v3 import DeepseekV3
+from megagrpo.models.families.minimax_m2 import MiniMaxM2
+from megagrpo.models.family import Family
+from megagrpo.models.kinds.gated_delta.layer import GatedDelta
+from megagrpo.models.kinds.grouped_query.norm_over_heads import NormOverHeads
+from megagrpo.models.layers import specs as layer_specs
+from megagrpo.models.loading import Shard
 from megagrpo.tools.certify import measure
 
 

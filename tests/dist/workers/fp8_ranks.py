@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.families.table import is_left_out
+from megagrpo.models.table import is_left_out
 from megagrpo.weights.actor_weights import load_initial_weights, read_recorded
 from megagrpo.weights.copies.record import record_whole
 from megagrpo.weights.hf_folder import HfFolder

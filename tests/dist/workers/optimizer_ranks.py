@@ -10,10 +10,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megagrpo.actor.megatron import internals_0_19
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
+from megagrpo.models import internals_0_19
 from megagrpo.weights.actor_weights import load_initial_weights
 from tests.dist.workers import harness
 from tests.dist.workers.actor_ranks import RICH, batch_of, gradient

@@ -161,7 +161,7 @@ def fork_ranks(address: str, kind: str) -> None:
             import megagrpo.actor.megatron_actor  # noqa: F401  Megatron with it
         if kind == "cuda":
             # refused on a GPU for its memory, without Transformer Engine; what it computes is tested
-            importlib.import_module("megagrpo.actor.megatron.config").context_problem = _no_problem
+            importlib.import_module("megagrpo.actor.megatron_config").context_problem = _no_problem
         torch.set_num_threads(1)
         arrange = dies_with_parent(os.getpid(), signal.SIGKILL)
         while True:

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.actor import step
-from megagrpo.actor.megatron.model import routers
 from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.models.build import routers
 from megagrpo.tools.certify.measure import ratios, whole
 from megagrpo.weights.actor_weights import load_initial_weights
 from tests.dist.workers.actor_ranks import PLAIN, batch_of, gradient, next_floats

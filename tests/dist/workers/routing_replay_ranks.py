@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo.actor import step
-from megagrpo.actor.megatron.model import routers
 from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.models.build import routers
 from megagrpo.tools.certify.measure import ratios, whole
 from megagrpo.types import Batch, Routing
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights

@@ -62,7 +62,7 @@ def _attend(query, key, value, cu, scale):
 def run_rank(rank: int) -> dict[str, float]:
     """The largest difference of forward and gradients between the kernel's path and plain
     attention, by release."""
-    from megagrpo.actor.layers.attention import CausalAttention
+    from megagrpo.models.kinds.grouped_query.layer import CausalAttention
 
     attention = CausalAttention(
         SimpleNamespace(kv_channels=DIM, context_parallel_size=1), 1, None, "self"

@@ -10,8 +10,8 @@ from unittest.mock import patch
 import torch
 
 from megagrpo.actor import step
-from megagrpo.actor.megatron.vision import Sight
 from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.models.kinds.vision.layer import Sight
 from megagrpo.types import Batch
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from tests.dist.workers import actor_ranks, recorded

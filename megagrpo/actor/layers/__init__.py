@@ -1,1 +1,0 @@
-"""Layers that differ from Megatron-Core's own."""

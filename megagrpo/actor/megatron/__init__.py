@@ -1,1 +1,0 @@
-"""Megatron-Core's configuration objects and model, built from an experiment."""

@@ -1,1 +1,0 @@
-"""Model families, one class each in models/, listed in table.py; imports no torch and no Megatron."""

@@ -1,0 +1,214 @@
+"""Builds the Megatron-Core model of a Hugging Face architecture and loads Hugging Face weights into
+it.
+
+`load_hf` only slices and copies. Recorded by weights/copies/record.py, its list of copies gives HF
+export, the exchange plan and the digests; there is no second description of where weights lie.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from megagrpo.config.actor import ActorConfig
+from megagrpo.models import internals_0_19
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.body import Body
+from megagrpo.models.family import Family
+from megagrpo.models.fields import Kernels
+from megagrpo.models.kinds.draft.layer import DraftLayer, mark_parameters
+from megagrpo.models.kinds.gated_delta.layer import GatedDelta
+from megagrpo.models.kinds.indexed.layer import Indexer
+from megagrpo.models.kinds.vision.layer import SeeingLayer, Tower
+from megagrpo.models.layers.lora import add_adapters, is_adapter
+from megagrpo.models.layers.specs import block_spec, layer_modules
+from megagrpo.models.loading import RankPlace, Shard, load_vocabulary
+from megagrpo.models.table import FAMILIES
+from megagrpo.models.tensors import draft_norms
+
+_SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+
+
+def build_chunk(
+    arch: Architecture,
+    actor: ActorConfig,
+    config: TransformerConfig,
+    vp_stage: int | None,
+    transformer_engine: bool,
+) -> Body:
+    """Builds this rank's model of one pipeline stage (`vp_stage` with virtual ones), its weights
+    uninitialised."""
+    layer = TransformerLayer if arch.vision is None else SeeingLayer
+    layers = block_spec(config, vp_stage, transformer_engine, layer, arch.norm_over_heads)
+    chunk = Body(arch, config, layers, vp_stage)
+    if arch.draft and chunk.post_process:  # its layer is like the model's last one
+        chunk.draft = DraftLayer(
+            config, layer_modules(config, transformer_engine, TransformerLayer), vp_stage
+        )
+        mark_parameters(chunk.draft, actor.trains_draft)
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name:
+            # Megatron says "reduce over data-parallel ranks only" unless EP > 1, which leaves
+            # expert gradients of TP + sequence parallel at EP 1 unreduced over TP: silently wrong.
+            # Expert groups are right for every layout.
+            parameter.allreduce = False
+    for module in chunk.modules():
+        if type(module) in _SHARDED_DIM and module.weight is not None:
+            # Megatron sets this mark only where it initialises a weight itself. Without it the
+            # gradient norm counts every weight as a replica and misses the shards of all
+            # tensor-parallel ranks but the first: clipped too little.
+            module.weight.tensor_model_parallel = True
+            module.weight.partition_dim = _SHARDED_DIM[type(module)]
+            module.weight.partition_stride = 1
+    if transformer_engine:
+        _mark_whole_weights(chunk)
+    if arch.vision is not None and chunk.pre_process:
+        chunk.visual = Tower(arch.vision, actor.trained_vision, actor.recompute == "full")
+    return chunk
+
+
+def _mark_whole_weights(chunk: Body) -> None:
+    """Marks latent attention's down projections as held whole by every tensor-parallel rank.
+
+    Transformer Engine marks each linear layer's weight as a shard. The gradient norm would count
+    these once a rank, and clip too much.
+    """
+    from megatron.core.extensions.transformer_engine import TELinear
+
+    for module in chunk.modules():
+        if type(module) is TELinear:  # not its subclasses, the layers that are cut
+            module.weight.tensor_model_parallel = False
+
+
+def build_chunks(
+    arch: Architecture,
+    config: ActorConfig,
+    transformer: TransformerConfig,
+    kernels: Kernels,
+    device: torch.device,
+) -> list[Body]:
+    """Builds this rank's models of all its pipeline stages on `device`, in the actor's dtype,
+    uninitialised."""
+    stages = range(config.parallel.vpp) if config.parallel.vpp > 1 else [None]
+    chunks = [
+        build_chunk(arch, config, transformer, stage, kernels.transformer_engine).to(device)
+        for stage in stages
+    ]
+    if config.lora is not None:
+        for chunk in chunks:
+            add_adapters(chunk, arch, config.lora, _place(), transformer.params_dtype)
+            chunk.to(device)
+    return [_in_bfloat16(chunk) for chunk in chunks] if transformer.bf16 else chunks
+
+
+def _in_bfloat16(chunk: Body) -> Body:
+    """Casts a chunk except the biases of its routers, the norms of its indexers, the decays of its
+    gated delta nets and the frequencies of its tower."""
+    chunk.bfloat16()
+    for module in chunk.modules():
+        if isinstance(module, Indexer | GatedDelta):
+            module.keep_float32()
+    if isinstance(getattr(chunk, "visual", None), Tower):
+        chunk.visual.keep_float32_angles()
+    drafts = [] if chunk.draft is None else [chunk.draft.layer.mlp]
+    for router in [
+        *routers([chunk]).values(),
+        *(mlp.router for mlp in drafts if isinstance(mlp, MoELayer)),
+    ]:
+        internals_0_19.keep_float32_bias(router)
+    return chunk
+
+
+def routers(chunks: Sequence[Body]) -> dict[int, TopKRouter]:
+    """Returns the routers of the chunks by the numbers of their layers in the whole model, from
+    0."""
+    layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
+    return {
+        layer.layer_number - 1: layer.mlp.router
+        for layer in layers
+        if isinstance(layer.mlp, MoELayer)
+    }
+
+
+def chunk_parameters(chunks: list[Body], of_adapters: bool = False) -> dict[str, Tensor]:
+    """Returns a rank's live tensors of the HF model, or of adapters, by a name that is unique on
+    it.
+
+    A router's bias is one of the model's and no parameter: it has no gradient, and keeps float32.
+    """
+    biases = ".router.expert_bias"
+    return {
+        f"{i}.{name}": tensor
+        for i, chunk in enumerate(chunks)
+        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers())
+        if is_adapter(name) == of_adapters
+        and (isinstance(tensor, torch.nn.Parameter) or name.endswith(biases))
+    }
+
+
+def load_hf(chunks: list[Body], arch: Architecture, hf: Mapping[str, Tensor]) -> None:
+    """Copies this rank's slices of the HF tensors (checkpoint names and shapes) into the chunks'
+    parameters."""
+    place = _place()
+    family = FAMILIES[arch.family]
+    stored = hf
+    hf = _Named(family, stored)
+    with torch.no_grad():
+        for chunk in chunks:
+            if chunk.pre_process:
+                load_vocabulary(
+                    chunk.embedding.word_embeddings.weight,
+                    hf["model.embed_tokens.weight"],
+                    place.tensor,
+                )
+                if arch.vision is not None:
+                    chunk.visual.load_hf(stored)
+            for layer in chunk.decoder.layers:
+                family.load_layer(layer, arch, hf, place)
+            if chunk.post_process:
+                chunk.decoder.final_layernorm.weight.copy_(hf["model.norm.weight"])
+                if not arch.tied:
+                    load_vocabulary(chunk.output_layer.weight, hf["lm_head.weight"], place.tensor)
+                elif not chunk.pre_process:  # tied over two pipeline stages: each holds a copy
+                    load_vocabulary(
+                        chunk.output_layer.weight, hf["model.embed_tokens.weight"], place.tensor
+                    )
+            if chunk.draft is not None:
+                for spec in draft_norms(arch):
+                    *_, module, _ = spec.name.split(".")
+                    getattr(chunk.draft, module).weight.copy_(hf[spec.name])
+                family.load_layer(chunk.draft.layer, arch, hf, place)
+
+
+class _Named(dict[str, Tensor]):
+    """Looks tensors up by the names and in the shapes that loaders know, whatever the family
+    stores; holds none."""
+
+    def __init__(self, family: Family, stored: Mapping[str, Tensor]):
+        super().__init__()
+        self._family = family
+        self._stored = stored
+
+    def __missing__(self, name: str) -> Tensor:
+        return self._family.stored(self._stored, name)
+
+
+def _place() -> RankPlace:
+    return RankPlace(
+        tensor=Shard(
+            mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+        ),
+        expert=Shard(
+            mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size()
+        ),
+    )

@@ -1,0 +1,99 @@
+"""MiniMax-M2 and its successors: partial rotary embedding, one norm over all heads, a sigmoid router
+with a bias."""
+
+from dataclasses import replace
+
+from megagrpo.models.architecture import (
+    COMMON_SIZE_KEYS,
+    Architecture,
+    HfConfig,
+    decoder_architecture,
+    every_scaling_refused,
+)
+from megagrpo.models.family import Family, TinySizes
+from megagrpo.models.tensors import GatedNames
+
+# of published files; SGLang reads them, transformers 5 neither reads nor writes them
+_EXPECTED = {
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+}
+
+
+class MiniMaxM2(Family):
+    """Grouped-query attention with Mixtral's names of experts."""
+
+    TAKES_ADAPTERS = False
+    ROUTING_REFUSAL = "SGLang's MiniMax-M2 does not say which layer chose experts"
+    EXPERT_SIZE_KEY = "intermediate_size"
+    HF_CLASS = "MiniMaxM2ForCausalLM"
+    REQUIRED_KEYS = ("num_local_experts", "num_experts_per_tok", "rotary_dim", *_EXPECTED)
+    SIZE_KEYS = COMMON_SIZE_KEYS | {"num_local_experts", "num_experts_per_tok", "rotary_dim"}
+    SIZE_KEYS |= {"partial_rotary_factor", "rope_parameters", "attn_type_list"}
+    MLP = "block_sparse_moe."
+    ROUTER_BIAS = "e_score_correction_bias"
+    PROJECTIONS = GatedNames(gate="w1", up="w3", down="w2")
+    ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
+    PARTIAL_ROTARY = True
+
+    def own_refusals(self, hf: HfConfig) -> list[str]:
+        problems = [
+            f"{key} {hf[key]!r} is not supported; supported: {value!r}"
+            for key, value in _EXPECTED.items()
+            if hf[key] != value
+        ]
+        turning, head_dim = hf["rotary_dim"], decoder_architecture(hf).head_dim
+        if turning % 2 or not 0 < turning <= head_dim:
+            problems.append(f"rotary_dim {turning} must be even and at most head_dim {head_dim}")
+        rope = hf.get("rope_parameters") or {}
+        for place in (hf, rope):
+            factor = place.get("partial_rotary_factor") or turning / head_dim
+            if factor * head_dim != turning:
+                problems.append(
+                    f"partial_rotary_factor {factor} of head_dim {head_dim} is not rotary_dim "
+                    f"{turning}: transformers reads the one, engines the other"
+                )
+        if any(kind != 1 for kind in hf.get("attn_type_list") or ()):
+            problems.append("attn_type_list: linear attention is not supported; supported: 1")
+        if hf.get("shared_intermediate_size"):
+            problems.append("shared_intermediate_size: shared experts are not loaded; it must be 0")
+        if hf["num_experts_per_tok"] == 1:
+            problems.append(
+                "num_experts_per_tok 1 is not supported: one expert's score would "
+                "not be divided by itself"
+            )
+        return problems
+
+    def architecture(self, hf: HfConfig) -> Architecture:
+        plain = decoder_architecture(hf)
+        return replace(
+            plain,
+            qk_norm=True,
+            norm_over_heads=True,
+            rotary_fraction=hf["rotary_dim"] / plain.head_dim,
+            num_experts=hf["num_local_experts"],
+            experts_per_token=hf["num_experts_per_tok"],
+            expert_ffn_size=hf["intermediate_size"],  # of one expert
+            sigmoid_router=True,
+            router_bias=True,
+        )
+
+    def exported_config(self, hf: HfConfig) -> HfConfig:
+        """Adds the fraction that transformers reads in the place of rotary_dim."""
+        return {**hf, "partial_rotary_factor": self.architecture(hf).rotary_fraction}
+
+    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
+        return {
+            **_EXPECTED,
+            "rotary_dim": sizes.head_dim // 2,
+            "partial_rotary_factor": 0.5,
+            "num_local_experts": sizes.num_experts,
+            "num_experts_per_tok": sizes.experts_per_token,
+            "intermediate_size": sizes.expert_ffn_size,
+            "shared_intermediate_size": 0,
+            "num_mtp_modules": 0,
+            "router_aux_loss_coef": 0.0,
+            "router_jitter_noise": 0.0,
+        }

@@ -1,0 +1,160 @@
+"""Families with a sigmoid router with a bias, shared experts and first layers without experts;
+GLM-4.5 is one.
+
+Megatron's router scores a group of experts by as many of its best as one chosen group contributes,
+the published models by its best 2; it always divides the chosen scores by their sum, except for one
+expert a token. A model is refused if these differ.
+"""
+
+from dataclasses import replace
+from typing import ClassVar
+
+from megagrpo.models.architecture import (
+    COMMON_SIZE_KEYS,
+    Architecture,
+    HfConfig,
+    decoder_architecture,
+    every_scaling_refused,
+    rotary_fraction,
+)
+from megagrpo.models.family import Family, TinySizes
+
+_GROUP_SCORE_EXPERTS = 2  # the published models' score of a group: its best experts' together
+_ROTARY_FRACTION = 0.5  # of transformers' Glm4MoeConfig, if config.json has none
+
+
+class SigmoidMoe(Family):
+    """The feed-forward part that DeepSeek-V3 and GLM-4.5 have in common."""
+
+    TAKES_ADAPTERS = False
+    REQUIRED_KEYS: ClassVar[tuple[str, ...]] = (
+        "n_routed_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "n_shared_experts",
+        "first_k_dense_replace",
+        "n_group",
+        "topk_group",
+        "norm_topk_prob",
+        "routed_scaling_factor",
+    )
+    # the last two keys say how a model computes, not how large it is
+    SIZE_KEYS = COMMON_SIZE_KEYS | {*REQUIRED_KEYS[:-2], "num_nextn_predict_layers"}
+
+    def own_refusals(self, hf: HfConfig) -> list[str]:
+        """Returns the problems of the router and of the order of layers, each by the name of its
+        key."""
+        expected = {
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "norm_topk_prob": True,
+            "moe_layer_freq": 1,
+        }
+        problems = [
+            f"{key} {hf[key]!r} is not supported; supported: {value!r}"
+            for key, value in expected.items()
+            if hf.get(key, value) != value
+        ]
+        if hf["num_experts_per_tok"] == 1:
+            problems.append(
+                "num_experts_per_tok 1 is not supported: one expert's score would "
+                "not be divided by itself"
+            )
+        layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
+        if not 0 <= dense < layers:
+            problems.append(
+                f"first_k_dense_replace {dense} must be less than num_hidden_layers {layers}"
+            )
+        return problems + _group_refusals(hf)
+
+    def architecture(self, hf: HfConfig) -> Architecture:
+        groups = hf["n_group"] or 1
+        return replace(
+            decoder_architecture(hf),
+            num_experts=hf["n_routed_experts"],
+            experts_per_token=hf["num_experts_per_tok"],
+            expert_ffn_size=hf["moe_intermediate_size"],
+            shared_ffn_size=hf["moe_intermediate_size"] * (hf["n_shared_experts"] or 0),
+            dense_layers=hf["first_k_dense_replace"],
+            sigmoid_router=True,
+            router_bias=True,
+            router_groups=groups,
+            router_top_groups=hf["topk_group"] if groups > 1 else 1,
+            routed_scale=float(hf["routed_scaling_factor"]),
+        )
+
+
+def _group_refusals(hf: HfConfig) -> list[str]:
+    experts, chosen = hf["n_routed_experts"], hf["num_experts_per_tok"]
+    groups, top = hf["n_group"] or 1, hf["topk_group"] or 1
+    if groups == 1:
+        return []
+    if experts % groups or not 1 <= top <= groups:
+        return [
+            f"n_group {groups} must divide n_routed_experts {experts}, and topk_group "
+            f"{top} be at most n_group"
+        ]
+    if chosen // top != _GROUP_SCORE_EXPERTS:
+        return [
+            f"topk_group {top} with num_experts_per_tok {chosen} is not supported: a "
+            f"group's score would be that of its best {chosen // top} experts, not of its "
+            f"best {_GROUP_SCORE_EXPERTS}"
+        ]
+    return []
+
+
+def tiny_moe_options(sizes: TinySizes, groups: bool) -> dict[str, object]:
+    """Returns the keys of experts in a tiny model's config.json. groups: grouped experts, if sizes
+    allow."""
+    top = sizes.experts_per_token // _GROUP_SCORE_EXPERTS
+    grouped = groups and top > 0 and sizes.num_experts % (2 * top) == 0
+    return {
+        "n_routed_experts": sizes.num_experts,
+        "num_experts_per_tok": sizes.experts_per_token,
+        "moe_intermediate_size": sizes.expert_ffn_size,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 2 * top if grouped else 1,
+        "topk_group": top if grouped else 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+class Glm4Moe(SigmoidMoe):
+    """GLM-4.5, Air and GLM-4.6: grouped-query attention with partial rotary embedding."""
+
+    HF_CLASS = "Glm4MoeForCausalLM"
+    ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
+    PARTIAL_ROTARY = True
+    LOADS_ATTENTION_BIAS = True
+
+    def own_refusals(self, hf: HfConfig) -> list[str]:
+        problems = super().own_refusals(hf)
+        head_dim = decoder_architecture(hf).head_dim
+        turning = head_dim * rotary_fraction(hf, _ROTARY_FRACTION)
+        if turning != int(turning) or int(turning) % 2:
+            problems.append(
+                f"partial_rotary_factor turns {turning:g} of head_dim "
+                f"{head_dim}; rotary turns pairs"
+            )
+        return problems
+
+    def architecture(self, hf: HfConfig) -> Architecture:
+        """Reads a config.json that has no refusals; attention_bias is of queries, keys and values
+        only."""
+        return replace(
+            super().architecture(hf),
+            qkv_bias=bool(hf.get("attention_bias")),
+            qk_norm=bool(hf.get("use_qk_norm", False)),
+            rotary_fraction=rotary_fraction(hf, _ROTARY_FRACTION),
+        )
+
+    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
+        own = {
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "partial_rotary_factor": _ROTARY_FRACTION,
+        }
+        return {**own, **tiny_moe_options(sizes, groups=False)}

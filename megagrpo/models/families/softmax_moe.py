@@ -1,0 +1,100 @@
+"""Families with a softmax router over experts in every layer: Qwen3-MoE and Mixtral."""
+
+from dataclasses import replace
+
+from megagrpo.models.architecture import COMMON_SIZE_KEYS, Architecture, HfConfig, missing_keys
+from megagrpo.models.families.dense import Qwen3
+from megagrpo.models.family import Family, TinySizes
+from megagrpo.models.tensors import GatedNames
+
+
+class Qwen3Moe(Qwen3):
+    """Qwen3's attention."""
+
+    HF_CLASS = "Qwen3MoeForCausalLM"
+    REQUIRED_KEYS = ("num_experts_per_tok", "moe_intermediate_size")
+    SIZE_KEYS = COMMON_SIZE_KEYS | {"num_experts", "num_local_experts", *REQUIRED_KEYS}
+
+    def refusals(self, hf: HfConfig) -> list[str]:
+        if not _num_experts(hf):
+            return [*missing_keys(hf, self.REQUIRED_KEYS), "config.json lacks num_experts"]
+        return super().refusals(hf)
+
+    def own_refusals(self, hf: HfConfig) -> list[str]:
+        problems = []
+        if "norm_topk_prob" not in hf:
+            problems.append(
+                "config.json lacks norm_topk_prob, which transformers reads as false and SGLang "
+                "as true; write the one with which the model was trained (Qwen3: true)"
+            )
+        if hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1:
+            wrong = (
+                "mlp_only_layers and decoder_sparse_step put layers without "
+                "experts between MoE layers"
+            )
+            problems.append(f"{wrong}, which is not supported")
+        return problems
+
+    def architecture(self, hf: HfConfig) -> Architecture:
+        return replace(
+            super().architecture(hf),
+            num_experts=_num_experts(hf),
+            experts_per_token=hf["num_experts_per_tok"],
+            expert_ffn_size=hf["moe_intermediate_size"],
+            norm_topk_prob=bool(hf.get("norm_topk_prob", True)),  # absent only in Qwen3-VL-MoE
+        )
+
+    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
+        return {
+            "num_experts": sizes.num_experts,
+            "num_experts_per_tok": sizes.experts_per_token,
+            "moe_intermediate_size": sizes.expert_ffn_size,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "router_aux_loss_coef": 0.0,
+        }
+
+
+def _num_experts(hf: HfConfig) -> int:
+    # transformers 5 saves the second spelling
+    return hf.get("num_experts") or hf.get("num_local_experts") or 0
+
+
+class Mixtral(Family):
+    """Llama's attention."""
+
+    TAKES_ADAPTERS = False
+    EXPERT_SIZE_KEY = "intermediate_size"
+    ROUTING_REFUSAL = "SGLang's Mixtral does not say which layer chose experts"
+    HF_CLASS = "MixtralForCausalLM"
+    REQUIRED_KEYS = ("num_local_experts", "num_experts_per_tok")
+    SIZE_KEYS = COMMON_SIZE_KEYS | {*REQUIRED_KEYS}
+    MLP = "block_sparse_moe."
+    PROJECTIONS = GatedNames(gate="w1", up="w3", down="w2")
+
+    def own_refusals(self, hf: HfConfig) -> list[str]:
+        if hf.get("sliding_window") is None:
+            return []
+        return [
+            f"sliding_window {hf['sliding_window']} is not supported: attention here "
+            "sees every earlier token"
+        ]
+
+    def architecture(self, hf: HfConfig) -> Architecture:
+        return replace(
+            super().architecture(hf),
+            num_experts=hf["num_local_experts"],
+            experts_per_token=hf["num_experts_per_tok"],
+            expert_ffn_size=hf["intermediate_size"],  # of one expert
+        )
+
+    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
+        return {
+            "num_local_experts": sizes.num_experts,
+            "num_experts_per_tok": sizes.experts_per_token,
+            "intermediate_size": sizes.expert_ffn_size,
+            "sliding_window": None,
+            "router_aux_loss_coef": 0.0,
+            "router_jitter_noise": 0.0,
+        }

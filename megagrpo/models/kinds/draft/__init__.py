@@ -1,0 +1,1 @@
+"""The multi-token-prediction layer, which drafts tokens."""

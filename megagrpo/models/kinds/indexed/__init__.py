@@ -1,0 +1,1 @@
+"""Sparse attention, whose keys an indexer chooses."""

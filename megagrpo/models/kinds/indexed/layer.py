@@ -1,0 +1,222 @@
+"""DeepSeek sparse attention: a frozen indexer chooses the keys that each query sees (DeepSeek-V3.2,
+arXiv 2512.02556, 2.1).
+
+Torch's layers attend under a mask of the chosen keys, as large as the square of the longest
+sequence: for tests and small machines. Transformer Engine's get Megatron's own core, absorbed,
+whose kernels read the chosen keys only. Both have the same indexer and parameter names.
+"""
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.models.common.embeddings import (
+    RotaryEmbedding,
+    YarnRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
+    AbsorbedMLASelfAttention,
+)
+from megatron.core.transformer.experimental_attention_variant.dsa import (
+    DSAttention,
+    DSAttentionSubmodules,
+    source_dsa_compute_layer,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor
+
+from megagrpo.models.kinds.grouped_query.layer import CausalAttention, PackedSequences
+from megagrpo.models.layers.whole_linear import WholeLinear
+
+_NORM_EPSILON = 1e-6  # of the published code and of engines, whatever the model's norms have
+
+
+class Indexer(torch.nn.Module):
+    """Scores every key for every query: sum over heads of weight relu(query key), in float32.
+
+    Held whole by every rank and frozen. Parameters have the names of checkpoints. Engines compute
+    the same in FP8 behind a Hadamard rotation, which changes no product: keys at the border of the
+    choice may differ.
+    """
+
+    def __init__(
+        self, config: MLATransformerConfig, pg_collection: ProcessGroupCollection | None = None
+    ):
+        super().__init__()
+        heads, dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+        assert heads and dim and config.dsa_indexer_topk and config.q_lora_rank
+        self._heads = heads
+        self._config = config
+        self.wq_b = WholeLinear(config.q_lora_rank, heads * dim, config=config)
+        self.wk = WholeLinear(config.hidden_size, dim, config=config)
+        self.weights_proj = WholeLinear(config.hidden_size, heads, config=config)
+        device = torch.cuda.current_device()
+        self.k_norm = torch.nn.LayerNorm(dim, _NORM_EPSILON, device=device, dtype=torch.float32)
+        self.requires_grad_(False)
+        rotary = RotaryEmbedding if config.rope_type == "rope" else YarnRotaryEmbedding
+        scaling = {} if config.rope_type == "rope" else _yarn(config)
+        self._rotary = rotary(
+            config.qk_pos_emb_head_dim,
+            rotary_percent=1.0,
+            rotary_base=config.rotary_base,
+            cp_group=mpu.get_context_parallel_group(),
+            **scaling,
+        )
+
+    def keep_float32(self) -> None:
+        """Restores float32 of the keys' norm after a cast, as engines compute it."""
+        self.k_norm.float()
+
+    @torch.no_grad()
+    def forward_before_topk(
+        self, x: Tensor, qr: Tensor, packed_seq_params: PackedSeqParams | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns queries [s, b, heads, d], keys [s, b, d] and scaled weights of heads [s, b,
+        heads], float32; s is this context rank's.
+
+        x: normed hidden states [s / tp, b, h]; qr: queries' normed latent [s / tp, b, rank]. Packed
+        sequences have b 1, which qr may lack. Megatron's core calls it by this name, too.
+        """
+        config = self._config
+        parts = (
+            self.wq_b(qr.view(*x.shape[:2], -1))[0],
+            self.k_norm(self.wk(x)[0].float()).to(x.dtype),
+            self.weights_proj(x)[0],
+        )
+        mixed = torch.cat(parts, -1)
+        if config.sequence_parallel:
+            mixed = gather_from_sequence_parallel_region(
+                mixed,
+                tensor_parallel_output_grad=False,
+                group=mpu.get_tensor_model_parallel_group(),
+            )
+        queries, keys, weights = mixed.split([part.shape[-1] for part in parts], -1)
+        length = self._rotary.get_rotary_seq_len(None, None, x, config, packed_seq_params)
+        angles = self._rotary(length, packed_seq=packed_seq_params is not None)
+        angles, mscale = angles if isinstance(angles, tuple) else (angles, 1.0)
+        if packed_seq_params is None or config.context_parallel_size == 1:
+            angles = angles[: len(mixed)]
+
+        def turned(t: Tensor) -> Tensor:
+            packed = packed_seq_params is not None
+            out = apply_rotary_pos_emb(
+                t.squeeze(1) if packed else t,
+                angles,
+                config=config,
+                cu_seqlens=packed_seq_params.cu_seqlens_q if packed_seq_params else None,
+                mscale=mscale,
+                cp_group=mpu.get_context_parallel_group(),
+                mla_rotary_interleaved=config.dsa_indexer_rope_interleaved,
+            )
+            return out.unsqueeze(1) if packed else out
+
+        dim = keys.shape[-1]
+        return (
+            turned(queries.unflatten(-1, (self._heads, dim))),
+            turned(keys.unsqueeze(2)).squeeze(2),
+            weights.float() * (self._heads * dim) ** -0.5,
+        )
+
+
+def _yarn(config: MLATransformerConfig) -> dict[str, float]:
+    return {
+        "scaling_factor": config.rotary_scaling_factor,
+        "original_max_position_embeddings": config.original_max_position_embeddings,
+        "beta_fast": config.beta_fast,
+        "beta_slow": config.beta_slow,
+        "mscale": config.mscale,
+        "mscale_all_dim": config.mscale_all_dim,
+    }
+
+
+class SparseAttention(CausalAttention):
+    """Attends to the chosen keys: a causal mask inside each sequence, of which the best remain."""
+
+    requires_dsa_inputs = True  # latent attention then passes x and qr
+
+    def __init__(self, config: MLATransformerConfig, layer_number: int, *args, **kwargs):
+        super().__init__(config, layer_number, *args, **kwargs)
+        assert config.dsa_indexer_topk
+        self._topk = config.dsa_indexer_topk
+        shares = config.dsa_indexer_skip_topk_offset, config.dsa_indexer_topk_freq
+        self._number = layer_number
+        self._source = source_dsa_compute_layer(layer_number, *shares)
+        self._shared = config.dsa_indexer_topk_freq > 1
+        self._choices: dict[int, Tensor] = {}  # of the forward under way
+        self.indexer = Indexer(config) if self._source == layer_number else None
+
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        /,
+        *,
+        packed_seq_params=None,
+        x=None,
+        qr=None,
+        **_,
+    ):
+        """As CausalAttention's; x, qr: what the indexer reads. Sequences of at most topk tokens are
+        dense."""
+        packed = packed_seq_params
+        assert packed is not None or not self._shared, "config/layout.py refuses it"
+        self._choices = {} if packed is None else packed.chosen
+        longest = len(query) * self.cp_size if packed is None else packed.max_seqlen_q
+        if longest <= self._topk:
+            return super().forward(query, key, value, attention_mask, packed_seq_params=packed)
+        index = () if self.indexer is None else (self._index(self.indexer, x, qr, packed),)
+        key, value = self._of_all_ranks(key), self._of_all_ranks(value)
+        if packed is None:
+            return self._padded(query, key, value, *index)
+        return self._packed(query, key, value, packed, *index)
+
+    def _index(
+        self, indexer: Indexer, x: Tensor, qr: Tensor, packed: PackedSequences | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the indexer's queries [s, b, index heads, d + 1], with the weight of the head
+        behind each, and keys [s cp, b, 1, d], float32; packed: without b."""
+        queries, keys, weights = indexer.forward_before_topk(x, qr, packed)
+        weighted = torch.cat((queries.float(), weights[..., None]), -1)
+        keys = self._of_all_ranks(keys.float()[:, :, None])
+        return (weighted, keys) if packed is None else (weighted.squeeze(1), keys.squeeze(1))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *index: Tensor
+    ) -> Tensor:
+        """index: as of `_index`, [b, heads, places, d]; none in a layer that sees the choice of
+        another, and if attention is dense."""
+        if index:
+            mask = self._chosen(mask, *index)
+            if self._shared:
+                self._choices[self._number] = mask
+        else:
+            mask = self._choices.get(self._source, mask)
+        return super()._attend(query, key, value, mask)
+
+    @torch.no_grad()
+    def _chosen(self, mask: Tensor | None, queries: Tensor, keys: Tensor) -> Tensor:
+        """Returns the mask [b, 1, queries, keys] with the best topk of the keys that each query may
+        see."""
+        if mask is None:
+            square = queries.shape[2], keys.shape[2]
+            mask = torch.ones(square, dtype=torch.bool, device=keys.device).tril()[None, None]
+        queries, weights = queries[..., :-1], queries[..., -1:]
+        products = torch.relu(queries @ keys.transpose(-1, -2))
+        scores = (products * weights).sum(1, keepdim=True).masked_fill(~mask, -torch.inf)
+        best = scores.topk(self._topk, -1).indices
+        return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & mask
+
+
+def sparse_attention(transformer_engine: bool) -> tuple[type, type | ModuleSpec]:
+    """Returns the class of latent attention and its core, by whose layers the model is built of."""
+    if not transformer_engine:
+        return MLASelfAttention, SparseAttention
+    return AbsorbedMLASelfAttention, ModuleSpec(
+        module=DSAttention, submodules=DSAttentionSubmodules(indexer=Indexer)
+    )

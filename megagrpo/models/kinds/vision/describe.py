@@ -1,0 +1,214 @@
+"""Vision towers: their numbers from config.json, and the tensors of their checkpoints by
+arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from megagrpo.models.architecture import HfConfig
+from megagrpo.models.tensors import TensorSpec
+
+# what of a tower is trained: nothing, its mergers, or everything
+Trained = Literal["none", "projector", "all"]
+# What vision_config may leave out, as fine-tunes do that hold only what differs: the defaults of
+# transformers' Qwen2_5_VLVisionConfig and Qwen3VLVisionConfig (Qwen3VLMoeVisionConfig has the
+# same).
+_DEFAULTS: dict[str, dict[str, object]] = {
+    "qwen2_5_vl": {
+        "depth": 32,
+        "hidden_size": 3584,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+    "qwen3_vl": {
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [8, 16, 24],
+    },
+}
+_ID_KEYS = ("image_token_id", "video_token_id", "vision_start_token_id")
+
+
+@dataclass(frozen=True)
+class Vision:
+    """Holds the numbers of a model's vision tower, and of the positions that images have in its
+    text part."""
+
+    kind: Literal["qwen2_5_vl", "qwen3_vl"]
+    prefix: str  # begins the names of the tower's tensors
+    depth: int
+    hidden_size: int
+    ffn_size: int
+    out_size: int  # of a feature: the text part's hidden size
+    patch: int  # pixels on a side
+    temporal_patch: int  # frames
+    merge: int  # patches of one token on a side
+    channels: int
+    num_positions: int  # learned ones; 0: none
+    deepstack: int  # first layers of the text part behind which features are added to image tokens
+    image_token_id: int
+    video_token_id: int
+    vision_start_token_id: int
+    # frequencies that turn with time, height and width; half a head together
+    mrope_section: tuple[int, int, int]
+    mrope_interleaved: bool  # they alternate; else one block each
+    # vision_config of config.json with defaults, for transformers' class
+    config: HfConfig = field(hash=False)
+
+    @property
+    def patch_values(self) -> int:
+        """Counts the values of one patch as image processors give it."""
+        return self.channels * self.temporal_patch * self.patch**2
+
+    @cached_property
+    def products_of_a_patch(self) -> int:
+        """Counts the multiply-adds of a patch with the tower's matrices; a merger takes merge**2
+        patches at once."""
+        matrices = [
+            spec
+            for spec in tower_tensors(self)
+            if spec.kind == "matrix" and "pos_embed" not in spec.name
+        ]
+        return sum(
+            spec.size // (self.merge**2 if "merger" in spec.name else 1) for spec in matrices
+        )
+
+    def tokens(self, grid: tuple[int, int, int]) -> int:
+        """Counts the tokens of an image of `grid` patches: time, height, width."""
+        return grid[0] * grid[1] * grid[2] // self.merge**2
+
+    def owns(self, name: str) -> bool:
+        """Tells whether an HF tensor is one of the tower's."""
+        return name.startswith(self.prefix)
+
+    def trains(self, name: str, trained: Trained) -> bool:
+        """Tells whether an HF tensor has a gradient, whatever else is trained; tensors of the text
+        part have."""
+        if not self.owns(name) or trained == "all":
+            return True
+        return trained == "projector" and "merger" in name.removeprefix(self.prefix).split(".")[0]
+
+
+def vision_refusals(hf: HfConfig, kind: str) -> list[str]:
+    """Returns what of a config.json keeps its vision part from being computed."""
+    if not isinstance(hf.get("vision_config"), Mapping):
+        return ["config.json lacks vision_config"]
+    tower = {**_DEFAULTS[kind], **hf["vision_config"]}
+    problems = [f"config.json lacks {key}" for key in _ID_KEYS if key not in hf]
+    section = _mrope_of(hf).get("mrope_section", ())
+    if not section:
+        problems.append("config.json lacks mrope_section in its rope_scaling or rope_parameters")
+    if problems:
+        return problems
+    width = hf["hidden_size"]
+    half = (hf.get("head_dim") or width // hf["num_attention_heads"]) // 2
+    if len(section) != 3 or sum(section) != half:
+        problems.append(
+            f"mrope_section {section} must be three numbers with the sum {half}, half a head"
+        )
+    if tower["out_hidden_size"] != width:
+        problems.append(
+            f"vision_config.out_hidden_size {tower['out_hidden_size']} is not hidden_size {width}"
+        )
+    return problems
+
+
+def _mrope_of(hf: HfConfig) -> dict:
+    """Returns the settings of rotary embedding that name sections; {} without any."""
+    found = [hf.get(key) for key in ("rope_scaling", "rope_parameters")]
+    return next(
+        (dict(rope) for rope in found if isinstance(rope, Mapping) and "mrope_section" in rope), {}
+    )
+
+
+def read_vision(hf: HfConfig, kind: Literal["qwen2_5_vl", "qwen3_vl"]) -> Vision:
+    """Reads a config.json without refusals."""
+    tower: HfConfig = {**_DEFAULTS[kind], **hf["vision_config"]}
+    rope = _mrope_of(hf)
+    return Vision(
+        kind=kind,
+        prefix="visual." if kind == "qwen2_5_vl" else "model.visual.",
+        depth=tower["depth"],
+        hidden_size=tower["hidden_size"],
+        ffn_size=tower["intermediate_size"],
+        out_size=tower["out_hidden_size"],
+        patch=tower["patch_size"],
+        temporal_patch=tower["temporal_patch_size"],
+        merge=tower["spatial_merge_size"],
+        channels=tower.get("in_channels", 3),
+        num_positions=tower["num_position_embeddings"] if kind == "qwen3_vl" else 0,
+        deepstack=len(tower["deepstack_visual_indexes"]) if kind == "qwen3_vl" else 0,
+        image_token_id=hf["image_token_id"],
+        video_token_id=hf["video_token_id"],
+        vision_start_token_id=hf["vision_start_token_id"],
+        mrope_section=tuple(rope["mrope_section"]),
+        mrope_interleaved=bool(rope.get("mrope_interleaved", False)),
+        config=tower,
+    )
+
+
+def tower_tensors(vision: Vision) -> Iterator[TensorSpec]:
+    """Yields the tensors of a tower in the order of transformers' module."""
+    width = vision.hidden_size
+    prefix = vision.prefix
+    patches = (width, vision.channels, vision.temporal_patch, vision.patch, vision.patch)
+    yield TensorSpec(prefix + "patch_embed.proj.weight", patches, "matrix")
+    if vision.kind == "qwen3_vl":
+        yield TensorSpec(prefix + "patch_embed.proj.bias", (width,), "bias")
+        yield TensorSpec(prefix + "pos_embed.weight", (vision.num_positions, width), "matrix")
+    for index in range(vision.depth):
+        yield from _block(vision, f"{prefix}blocks.{index}.")
+    merged = width * vision.merge**2
+    if vision.kind == "qwen2_5_vl":
+        yield TensorSpec(prefix + "merger.ln_q.weight", (width,), "norm")
+        yield from _linear(prefix + "merger.mlp.0", merged, merged)
+        yield from _linear(prefix + "merger.mlp.2", vision.out_size, merged)
+        return
+    names = [
+        ("merger", width),
+        *((f"deepstack_merger_list.{index}", merged) for index in range(vision.deepstack)),
+    ]
+    for name, normed in names:
+        yield TensorSpec(f"{prefix}{name}.norm.weight", (normed,), "norm")
+        yield TensorSpec(f"{prefix}{name}.norm.bias", (normed,), "bias")
+        yield from _linear(f"{prefix}{name}.linear_fc1", merged, merged)
+        yield from _linear(f"{prefix}{name}.linear_fc2", vision.out_size, merged)
+
+
+def _block(vision: Vision, prefix: str) -> Iterator[TensorSpec]:
+    width = vision.hidden_size
+    ffn = vision.ffn_size
+    for name in ("norm1", "norm2"):
+        yield TensorSpec(f"{prefix}{name}.weight", (width,), "norm")
+        if vision.kind == "qwen3_vl":
+            yield TensorSpec(f"{prefix}{name}.bias", (width,), "bias")
+    yield from _linear(prefix + "attn.qkv", 3 * width, width)
+    yield from _linear(prefix + "attn.proj", width, width)
+    if vision.kind == "qwen2_5_vl":
+        yield from _linear(prefix + "mlp.gate_proj", ffn, width)
+        yield from _linear(prefix + "mlp.up_proj", ffn, width)
+        yield from _linear(prefix + "mlp.down_proj", width, ffn)
+    else:
+        yield from _linear(prefix + "mlp.linear_fc1", ffn, width)
+        yield from _linear(prefix + "mlp.linear_fc2", width, ffn)
+
+
+def _linear(name: str, outputs: int, inputs: int) -> Iterator[TensorSpec]:
+    yield TensorSpec(name + ".weight", (outputs, inputs), "matrix")
+    yield TensorSpec(name + ".bias", (outputs,), "bias")

@@ -1,0 +1,1 @@
+"""How files hold tensors."""

@@ -1,0 +1,272 @@
+"""The table of model families, and lookups in it.
+
+To add a family: a subclass of `Family` in models/, and its row in FAMILIES. The actor, `megagrpo
+check` and the certificate then support it.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from megagrpo.models.architecture import Architecture, HfConfig, text_part
+from megagrpo.models.families.deepseek_v3 import DeepseekV3, KimiK25
+from megagrpo.models.families.dense import Llama, Qwen2, Qwen3
+from megagrpo.models.families.minimax_m2 import MiniMaxM2
+from megagrpo.models.families.qwen3_5 import Qwen3Next, Qwen35, Qwen35Moe
+from megagrpo.models.families.sigmoid_moe import Glm4Moe
+from megagrpo.models.families.softmax_moe import Mixtral, Qwen3Moe
+from megagrpo.models.families.sparse_attention import DeepseekV32, GlmMoeDsa
+from megagrpo.models.families.vision_language import Qwen3VL, Qwen3VLMoe, Qwen25VL
+from megagrpo.models.family import Family
+from megagrpo.models.kinds.vision.describe import tower_tensors
+from megagrpo.models.stored.quantization import (
+    dequantised_config,
+    quantization_problems,
+    stored_form,
+)
+from megagrpo.models.tensors import TensorSpec, adapter_tensors, draft_norms, norm_tensor
+
+# model_type of config.json -> the family's module
+FAMILIES: dict[str, Family] = {
+    "llama": Llama(),
+    "qwen2": Qwen2(),
+    "qwen3": Qwen3(),
+    "qwen3_moe": Qwen3Moe(),
+    "mixtral": Mixtral(),
+    "glm4_moe": Glm4Moe(),
+    "deepseek_v3": DeepseekV3(),
+    "kimi_k2": DeepseekV3(),
+    "qwen2_5_vl": Qwen25VL(),
+    "qwen3_vl": Qwen3VL(),
+    "qwen3_vl_moe": Qwen3VLMoe(),
+    "qwen3_5_moe": Qwen35Moe("language_model."),
+    "qwen3_5_moe_text": Qwen35Moe(),
+    "qwen3_5": Qwen35("language_model."),
+    "qwen3_5_text": Qwen35(),
+    "minimax_m2": MiniMaxM2(),
+    "kimi_k25": KimiK25(),
+    "deepseek_v32": DeepseekV32(),
+    "glm_moe_dsa": GlmMoeDsa(),
+    "qwen3_next": Qwen3Next(),
+}
+_PREDICTION_LAYERS = "num_nextn_predict_layers"
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Counts a model's parameters; embeddings and output layer are dense, tied ones count once."""
+
+    dense: int
+    expert: int  # of all routed experts
+    active: int  # that one token is multiplied with; its row of an untied input embedding is not
+
+    @property
+    def total(self) -> int:
+        """Counts all parameters."""
+        return self.dense + self.expert
+
+
+def model_problems(hf: HfConfig, draft: bool = False) -> list[str]:
+    """Returns why a config.json cannot be read, its draft included if asked; [] when
+    `architecture_of` can."""
+    name = hf.get("model_type")
+    if name not in FAMILIES:
+        return [f"model_type {name!r} is not supported; supported: {', '.join(FAMILIES)}"]
+    hf = text_part(hf)
+    problems = [*quantization_problems(hf), *FAMILIES[name].refusals(hf)]
+    layers = hf.get(_PREDICTION_LAYERS) or 0
+    if draft and (why := FAMILIES[name].DRAFT_REFUSAL):
+        problems.append(f"actor.draft is not supported with a {name} model: {why}")
+    elif draft and layers != 1:
+        found = f"{_PREDICTION_LAYERS} is {layers} here"
+        problems.append(f"actor.draft needs a model with one multi-token-prediction layer; {found}")
+    return problems
+
+
+def architecture_of(hf: HfConfig, draft: bool = False, where: str = "") -> Architecture:
+    """Reads the parsed config.json of a model, its draft included if asked. Raises ValueError with
+    every problem.
+
+    where: begins its message.
+    """
+    if problems := model_problems(hf, draft):
+        raise ValueError(where + "; ".join(problems))
+    return replace(FAMILIES[hf["model_type"]].architecture(text_part(hf)), draft=draft)
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """Returns the values of a model folder's config.json or its like; {} if there is no such file.
+
+    Raises ValueError, naming the file, when it is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (json.JSONDecodeError, UnicodeDecodeError) as exc:
+        raise ValueError(f"{path}: not a model description: {exc}") from exc
+
+
+def model_tensors(arch: Architecture) -> Iterator[TensorSpec]:
+    """Yields every tensor of the HF checkpoint, in the order in which a random model draws them."""
+    family = FAMILIES[arch.family]
+    for spec in text_tensors(arch):
+        stored = family.stored_name(spec.name)
+        yield spec if stored == spec.name else replace(spec, name=stored)
+    if arch.vision is not None:
+        yield from tower_tensors(arch.vision)
+
+
+def text_tensors(arch: Architecture) -> Iterator[TensorSpec]:
+    """Yields the tensors of the text part, under the names that text models have."""
+    vocabulary = (arch.vocab_size, arch.hidden_size)
+    yield TensorSpec("model.embed_tokens.weight", vocabulary, "matrix")
+    for index in range(arch.num_layers):
+        yield from FAMILIES[arch.family].layer_tensors(arch, index)
+    yield norm_tensor(arch, "model.norm.weight", arch.hidden_size)
+    if not arch.tied:
+        yield TensorSpec("lm_head.weight", vocabulary, "matrix")
+    if arch.draft:
+        yield from draft_norms(arch)
+        yield from FAMILIES[arch.family].layer_tensors(arch, arch.num_layers)
+
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+@lru_cache(maxsize=16)
+def tensor_groups(
+    arch: Architecture, lora: tuple[tuple[str, ...], int] | None
+) -> Mapping[TensorSpec, int]:
+    """Counts the model's and its adapters' tensors; the experts of a layer, which are alike, are
+    one tensor.
+
+    Those of the text part have the names of text models. lora: targets and rank.
+    """
+    model = [*text_tensors(arch), *(tower_tensors(arch.vision) if arch.vision is not None else ())]
+    adapters = [] if lora is None else list(adapter_tensors(model, *lora))
+    return Counter(
+        replace(spec, name=_EXPERT.sub(".experts.0.", spec.name)) if spec.expert else spec
+        for spec in model + adapters
+    )
+
+
+def parameter_counts(arch: Architecture) -> ParameterCounts:
+    """Counts the parameters of a whole model."""
+    counts = _counted(arch, tensor_groups(arch, None))
+    looked_up = 0 if arch.tied else arch.vocab_size * arch.hidden_size
+    return replace(counts, active=counts.active - looked_up)
+
+
+def _counted(arch: Architecture, groups: Mapping[TensorSpec, int]) -> ParameterCounts:
+    expert = sum(number * spec.size for spec, number in groups.items() if spec.expert)
+    dense = sum(number * spec.size for spec, number in groups.items() if not spec.expert)
+    share = expert * arch.experts_per_token // arch.num_experts if arch.is_moe else 0
+    return ParameterCounts(dense=dense, expert=expert, active=dense + share)
+
+
+@lru_cache(maxsize=16)
+def _products(arch: Architecture) -> int:
+    """Counts the elements of all matrices of the text part that a token meets, routers left out."""
+    groups = tensor_groups(replace(arch, vision=None, draft=False), None)
+    matrices = [
+        spec for spec in groups if spec.kind == "matrix" and not spec.name.endswith(".gate.weight")
+    ]
+    of_layers = {spec: groups[spec] for spec in matrices if ".layers." in spec.name}
+    return _counted(arch, of_layers).active + arch.vocab_size * arch.hidden_size
+
+
+def attention_length(arch: Architecture) -> int:
+    """Returns the sequence length, in tokens, at which attention costs as much as all other matrix
+    products.
+
+    Attention's own products are queries with keys and weights with values, under a causal mask.
+    """
+    # of a token at the end of a sequence of n: heads * n multiply-adds, twice, and half of that on
+    # average
+    heads = arch.num_heads * (arch.head_dim + (arch.mla.v_dim if arch.mla else arch.head_dim)) // 2
+    if arch.indexer:  # the keys that a query then sees are as many in long sequences
+        heads = arch.indexer.heads * arch.indexer.head_dim // 2
+    return max(_products(arch) // max(arch.attention_layers, 1) // heads, 1)
+
+
+def patch_cost(arch: Architecture) -> float:
+    """Returns the matrix products of a patch in the vision tower over those of a token in the text
+    part."""
+    return 0.0 if arch.vision is None else arch.vision.products_of_a_patch / _products(arch)
+
+
+def left_out(hf: HfConfig, draft: bool = False) -> list[str]:
+    """Returns in words the parts of a model that are not loaded, trained, published or exported.
+
+    draft: whether actor.draft asks for the multi-token-prediction layer.
+    """
+    hf = text_part(hf)
+    layers = hf.get(_PREDICTION_LAYERS) or 0
+    family = FAMILIES.get(str(hf.get("model_type")))
+    found = [f"{name}*: only texts are trained" for name in (family.LEFT_OUT if family else ())]
+    if not layers or draft:
+        return found
+    first = hf["num_hidden_layers"]
+    names = f"model.layers.{first}" + (f" to {first + layers - 1}" if layers > 1 else "")
+    return [
+        *found,
+        f"{layers} multi-token-prediction layer{'s' if layers > 1 else ''} ({names}), which only "
+        "speculate",
+    ]
+
+
+def has_draft(names: Iterable[str]) -> bool:
+    """Returns whether the tensors of a checkpoint, by their names, are also those of a draft."""
+    return any(name.endswith(".eh_proj.weight") for name in names)
+
+
+def is_left_out(arch: Architecture, tensor: str) -> bool:
+    """Returns whether a tensor of a checkpoint is ignored: listed by `left_out`, or determined by
+    config.json.
+
+    Some tied models store their output layer, too; it is the input embedding, whatever the file
+    contains. A draft's copies of input embedding and output layer are the model's.
+    """
+    if tensor.endswith("rotary_emb.inv_freq"):
+        return True
+    if tensor.startswith(FAMILIES[arch.family].LEFT_OUT):
+        return True
+    if tensor == "lm_head.weight" and arch.tied:
+        return True
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", tensor)
+    if layer is None or int(layer[1]) < arch.num_layers:
+        return False
+    return not arch.draft or layer[2] in ("embed_tokens.weight", "shared_head.head.weight")
+
+
+def exported_config(hf: HfConfig, draft: bool = False) -> dict[str, object]:
+    """Returns the config.json for export and publish: without quantisation and ignored layers."""
+    family = FAMILIES.get(str(hf.get("model_type")))
+    plain = dequantised_config(family.exported_config(hf) if family else hf)
+    speculating = plain.get(_PREDICTION_LAYERS) and not draft
+    return {**plain, **({_PREDICTION_LAYERS: 0} if speculating else {})}
+
+
+def stored_otherwise(hf: HfConfig) -> str | None:
+    """Returns in words how a model's folder differs from what engines run; None if it does not."""
+    if form := stored_form(text_part(hf)):
+        return f"in {form}"
+    same = exported_config(hf).get("model_type") == hf.get("model_type")
+    return None if same else f"as a part of a {hf['model_type']} model"
+
+
+def load_format_problems(hf: HfConfig, load_format: str) -> list[str]:
+    """Returns why engines cannot start with `load_format`: they would not read the files as they
+    are meant."""
+    stored = stored_otherwise(hf)
+    if load_format == "dummy" or stored is None:
+        return []
+    return [
+        f"rollout.load_format = {load_format}, but the model is stored {stored}: engines "
+        "run it in bfloat16, as it is trained, and do not read its files; use dummy, the "
+        "first publish fills them"
+    ]
