@@ -15,6 +15,7 @@ from megagrpo.environments.openenv import OpenEnv
 from megagrpo.environments.python_programs import PythonPrograms
 from megagrpo.rollout.agents import Unavailable
 from megagrpo.sandbox.sandbox import isolation
+from tests.experiments import live_children
 from tests.mcp_server import NOTICE, answer
 
 ROW = {"prompt": "2 + 3?", "answer": "5", "source": "", "extra": {}, "chat": False}
@@ -27,8 +28,7 @@ def call(name: str, **arguments: int) -> str:
 
 def servers() -> list[psutil.Process]:
     """Those that were started and have not ended."""
-    children = psutil.Process().children()
-    return [child for child in children if "mcp_server" in " ".join(child.cmdline())]
+    return [child for child in live_children() if "mcp_server" in " ".join(child.cmdline())]
 
 
 class Handler(BaseHTTPRequestHandler):
