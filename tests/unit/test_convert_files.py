@@ -18,8 +18,6 @@ from tests.unit.test_convert import ROLL, lost, source
         ("uv run rl @ x.toml", "run.sh", "this is prime-rl's"),
         ("[orchestrator]\nbatch_size = 8\n", "rl.toml", "group_size (once rollouts_per_example) is train.group_size"),
         ("from trl import GRPOConfig, GRPOTrainer\n", "train.py", "this is TRL's, which is not translated"),
-        ("import trl\nargs = trl.GRPOConfig(beta=0.1)\n", "train.py", "beta is algorithm.kl.loss_coef"),
-        ("trl grpo --model_name_or_path m", "run.sh", "(--model_name_or_path) is model.path"),
         ("per_device_train_batch_size: 8\n", "a.yaml", "num_generations is train.group_size"),
         ("swift rlhf --rlhf_type grpo --model m", "run.sh", "this is ms-swift's"),
     ],
