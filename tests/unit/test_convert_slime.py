@@ -3,11 +3,10 @@
 import shlex
 
 import pytest
-import yaml
 
 from megagrpo.check.problems import preflight
 from megagrpo.cli import main
-from megagrpo.config.load import ConfigError, load_config
+from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.convert.command import draft_of, translate
 from megagrpo.tools.convert.shell import trainer_command
@@ -222,12 +221,3 @@ def test_the_file_loads_and_check_finds_nothing_but_missing_files(script, tmp_pa
     assert capsys.readouterr().err.startswith(f"{script}: ")
     config = load_config(out)
     assert all("does not exist" in problem for problem in preflight(config))
-
-
-def test_an_option_of_slimes_in_our_file_is_answered_with_ours(tmp_path):
-    keys = {"name": "x", "output_dir": "x", "model": {"path": "m"}, "data": {"path": "a.jsonl"}}
-    path = source(tmp_path, yaml.safe_dump(keys | {"rollout_max_response_len": 8}), "mine.yaml")
-    with pytest.raises(
-        ConfigError, match="slime's rollout_max_response_len is sampling.max_response_tokens here"
-    ):
-        load_config(path)

@@ -170,10 +170,3 @@ def test_graders_see_special_tokens_but_the_end_and_padding(marked, end):
     padded = np.concatenate([[tokenizer.pad_token_id], ids])
     assert decoder(tokenizer, model)(ids) == decoder(tokenizer, model)(padded) == text
     assert decoder(tokenizer, model, True)(ids) == '2+3{"name": "add"}'
-
-
-def test_a_marker_that_ends_a_text_is_not_its_end(marked):
-    tokenizer, model = marked
-    ids = np.array(tokenizer("a</tool_call>", add_special_tokens=False)["input_ids"])
-    assert decoder(tokenizer, model)(ids) == "a</tool_call>"
-    assert decoder(tokenizer, model)(ids[:0]) == ""

@@ -336,22 +336,3 @@ def test_streams_without_tokens_are_found_by_check(tmp_path):
     found = "\n".join(preflight(config))
     assert "no row is of source 'maths'; there are: code, math" in found
     assert "rows.jsonl:2: weights of reference_kl, which no stream gives a token" in found
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"streams": [{"component": "distillation"}]}, "there is no distillation section"),
-        (
-            {"streams": [{"component": "rl", "written_by": ["tool"]}]},
-            "component rl is of tokens that the policy sampled",
-        ),
-        (
-            {"streams": [{"component": "reference_kl"}], "kl": {"loss_coef": 0.1}},
-            "a stream of reference_kl beside kl.loss_coef",
-        ),
-    ],
-)
-def test_what_does_not_go_together(section: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        algorithm_of(**section)
