@@ -252,7 +252,7 @@ def play(case: dict, folder: str) -> None:
     of = Case(**case)
     config = experiment(of, folder)
     arch = config.read_model().arch
-    experts = (arch.num_layers, arch.num_experts, arch.experts_per_token) if of.experts else None
+    experts = (arch.num_layers, arch.experts.count, arch.experts.per_token) if of.experts else None
     reason = "stop" if of.turns > 1 else "length"
     bodies = [prepared(of.tokens, experts, seed, reason) for seed in range(VARIANTS)]
     times: list[float] = []

@@ -21,7 +21,7 @@ from bench.gpu_kit.timing import peak_bytes, seconds_of, synchronisations, wait_
 from megagrpo.actor import step
 from megagrpo.check.hardware import HARDWARE
 from megagrpo.models.architecture import Architecture
-from megagrpo.tools.plan.layer_costs import model_work
+from megagrpo.tools.plan.work import model_work
 
 _SHOWN = 12  # places of synchronisations, the most frequent ones
 
@@ -122,7 +122,7 @@ def update_flops(arch: Architecture, lengths: Sequence[int], trained: int) -> fl
     `trained` output rows."""
     work = model_work(arch)
     layers = (work.token_flops - 2.0 * work.vocabulary) * sum(lengths)
-    attention = arch.num_layers * work.attention_flops * sum(n * (n + 1) / 2 for n in lengths)
+    attention = arch.num_layers * arch.attention.pair_flops * sum(n * (n + 1) / 2 for n in lengths)
     return 3 * (layers + attention + 2.0 * work.vocabulary * trained)
 
 

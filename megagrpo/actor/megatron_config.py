@@ -48,7 +48,7 @@ def checked_kernels(arch: Architecture, config: ActorConfig) -> Kernels:
     kernels = kernels_here(config)
     if kernels.cuda and (problem := context_problem(config, kernels.transformer_engine)):
         raise ValueError(problem)
-    if kernels.cuda and arch.linear is not None and importlib.util.find_spec("fla") is None:
+    if kernels.cuda and arch.delta is not None and importlib.util.find_spec("fla") is None:
         raise ValueError(
             f"a {arch.family} model's gated delta nets need flash-linear-attention on a GPU (the "
             "package fla), which is not installed here: pip install flash-linear-attention"
@@ -98,7 +98,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Returns Megatron's configuration of the model. Raises ValueError if Megatron refuses the
     settings."""
-    cls = TransformerConfig if arch.mla is None else MLATransformerConfig
+    cls = TransformerConfig if arch.latent is None else MLATransformerConfig
     built = _built(cls, transformer_fields(arch, config, kernels), TRANSFORMER)
     if built.gradient_accumulation_fusion:
         if not (kernels.transformer_engine or kernels.fused_weight_gradient):

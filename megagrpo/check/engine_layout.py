@@ -7,6 +7,7 @@ from megagrpo.config.fields import LibrarySettings
 from megagrpo.config.layout import divisors
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.models.architecture import Architecture
+from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.stored.quantization import FP8_BLOCK
 from megagrpo.models.table import FAMILIES
 from megagrpo.rollout.service.engine_command import num_states
@@ -68,7 +69,7 @@ def engine_layout_problems(rollout: RolloutConfig, arch: Architecture) -> list[s
     """Returns why SGLang cannot cut the model over an engine's ranks, each reason with what may
     be."""
     problems = list(_cuts(rollout, arch))
-    if arch.linear is not None and rollout.sglang.get("enable_hierarchical_cache"):
+    if arch.delta is not None and rollout.sglang.get("enable_hierarchical_cache"):
         problems.append(
             "rollout.sglang.enable_hierarchical_cache with recurrent layers is refused: no test "
             "shows that a publish reaches states on the host; remove it"
@@ -92,23 +93,24 @@ def _cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[str]:
         )
         return
     cut = f"tp = {rollout.tp} / sglang.dp_size {replicas} = {tp}" if shared else f"tp = {tp}"
-    kv_heads = arch.num_kv_heads
+    kv_heads = arch.attention.kv_heads
     divided = [
-        (cut, tp, "num_attention_heads", arch.num_heads),
-        (f"ep = {ep}", ep, "num_experts", arch.num_experts),
+        (cut, tp, "num_attention_heads", arch.attention.heads),
     ]
-    if arch.linear is not None:
-        divided.append((cut, tp, "linear_num_key_heads", arch.linear.key_heads))
+    if arch.experts is not None:
+        divided.append((f"ep = {ep}", ep, "num_experts", arch.experts.count))
+    if arch.delta is not None:
+        divided.append((cut, tp, "linear_num_key_heads", arch.delta.key_heads))
     for key, by, what, number in divided:
         if number % by:
             its = f"the model's {what} = {number}; it may be {divisors(number, by)}"
             yield f"rollout.{key} does not divide {its}"
-    if arch.mla is None and kv_heads % tp and tp % kv_heads:
+    if arch.latent is None and kv_heads % tp and tp % kv_heads:
         yield (
             f"rollout.tp = {tp} is neither a divisor nor a multiple of the model's "
             f"num_key_value_heads = {kv_heads}"
         )
-    if ep > 1 and not arch.num_experts:
+    if ep > 1 and not arch.is_moe:
         yield f"rollout.ep = {ep}, but a {arch.family} model has no experts; ep must be 1"
 
 
@@ -151,24 +153,26 @@ def _odd_parts(arch: Architecture, server: Server) -> dict[str, float]:
     part = server.attention_tp
     whole = part == server.tp > 1
     sizes: dict[str, float] = {}
-    heads = arch.num_heads / part
-    if mla := arch.mla:
+    attention = arch.attention
+    heads = attention.heads / part
+    if isinstance(attention, LatentAttention):
         if whole:
-            sizes["queries"] = heads * (mla.nope_dim + mla.rope_dim)
-            sizes["keys and values"] = heads * (mla.nope_dim + mla.v_dim)
-            sizes["attention's output"] = heads * mla.v_dim
+            sizes["queries"] = heads * attention.head_dim
+            sizes["keys and values"] = heads * (attention.nope_dim + attention.v_dim)
+            sizes["attention's output"] = heads * attention.v_dim
     else:
-        sizes["queries"] = heads * arch.head_dim * (1 + arch.output_gate)
-        sizes["keys"] = max(arch.num_kv_heads / part, 1) * arch.head_dim
-        if whole and arch.output_gate:
-            sizes["attention's output"] = heads * arch.head_dim
-    if linear := arch.linear:
+        sizes["queries"] = heads * attention.head_dim * (1 + attention.output_gate)
+        sizes["keys"] = max(attention.kv_heads / part, 1) * attention.head_dim
+        if whole and attention.output_gate:
+            sizes["attention's output"] = heads * attention.head_dim
+    if linear := arch.delta:
         sizes["delta net's keys"] = linear.key_heads / part * linear.key_dim
         sizes["delta net's values"] = linear.value_heads / part * linear.value_dim
-    if arch.shared_ffn_size:
-        sizes["shared expert"] = arch.shared_ffn_size / server.shared_tp
-    if not arch.is_moe or arch.dense_layers:
+    experts = arch.experts
+    if experts is not None and experts.shared_ffn_size:
+        sizes["shared expert"] = experts.shared_ffn_size / server.shared_tp
+    if arch.has_dense_layers:
         sizes["MLP"] = arch.ffn_size / server.dense_tp
-    if arch.is_moe:
-        sizes["expert"] = arch.expert_ffn_size / (server.tp / server.ep)
+    if experts is not None:
+        sizes["expert"] = experts.ffn_size / (server.tp / server.ep)
     return {name: size for name, size in sizes.items() if size % FP8_BLOCK[0]}

@@ -25,20 +25,20 @@ def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
 
 def _sizes(arch: Architecture, config: ActorConfig) -> Iterator[str]:
     p = config.parallel
-    sizes = [("num_attention_heads", arch.num_heads, "tp", p.tp)]
-    if arch.mla is None and (arch.num_kv_heads > p.tp or p.tp % arch.num_kv_heads):
-        sizes.append(("num_key_value_heads", arch.num_kv_heads, "tp", p.tp))
-    if arch.is_moe:
+    sizes = [("num_attention_heads", arch.attention.heads, "tp", p.tp)]
+    if not arch.latent and (arch.attention.kv_heads > p.tp or p.tp % arch.attention.kv_heads):
+        sizes.append(("num_key_value_heads", arch.attention.kv_heads, "tp", p.tp))
+    if arch.experts is not None:
         sizes += [
-            ("num_experts", arch.num_experts, "ep", p.ep),
-            (FAMILIES[arch.family].EXPERT_SIZE_KEY, arch.expert_ffn_size, "etp", p.etp),
+            ("num_experts", arch.experts.count, "ep", p.ep),
+            (FAMILIES[arch.family].EXPERT_SIZE_KEY, arch.experts.ffn_size, "etp", p.etp),
         ]
-    if arch.shared_ffn_size:
-        sizes.append((FAMILIES[arch.family].SHARED_SIZE, arch.shared_ffn_size, "tp", p.tp))
-    if arch.linear is not None:
-        heads = arch.linear.key_heads
+    if arch.experts is not None and arch.experts.shared_ffn_size:
+        sizes.append((FAMILIES[arch.family].SHARED_SIZE, arch.experts.shared_ffn_size, "tp", p.tp))
+    if arch.delta is not None:
+        heads = arch.delta.key_heads
         sizes.append(("linear_num_key_heads", heads, "tp x cp", p.tp * p.cp))
-    if not arch.is_moe or arch.dense_layers:
+    if arch.has_dense_layers:
         sizes.append(("intermediate_size", arch.ffn_size, "tp", p.tp))
     for what, number, key, by in sizes:
         if number % by:
@@ -67,7 +67,7 @@ def _stages(arch: Architecture, config: ActorConfig) -> Iterator[str]:
 
 
 def _routers(arch: Architecture, config: ActorConfig) -> Iterator[str]:
-    if config.router_bias_update is not None and not arch.router_bias:
+    if config.router_bias_update is not None and not (arch.experts and arch.experts.router_bias):
         yield f"actor.router_bias_update: a {arch.family} model's routers have no bias; remove it"
     for key in ("router_losses", "routing_replay"):
         if getattr(config, key) is not None and not arch.is_moe:
@@ -87,12 +87,12 @@ def _adapters(arch: Architecture, config: ActorConfig) -> Iterator[str]:
             "actor.lora has targets in experts, which needs an actor.parallel.etp that divides "
             f"tp = {p.tp}; {p.etp} does not: the gradient norm would count their adapters twice"
         )
-    if arch.mla is None and arch.num_kv_heads < p.tp:
+    if arch.latent is None and arch.attention.kv_heads < p.tp:
         yield (
             f"actor.lora: with actor.parallel.tp = {p.tp} ranks share the model's "
-            f"{arch.num_kv_heads} key/value heads, "
+            f"{arch.attention.kv_heads} key/value heads, "
             "whose projections adapters cannot be cut like; tp may be "
-            f"{divisors(arch.num_kv_heads, p.tp)}"
+            f"{divisors(arch.attention.kv_heads, p.tp)}"
         )
     if arch.is_moe and of_experts:
         for name in ("overlap_grad_reduce", "overlap_param_gather"):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megagrpo.models.architecture import HfConfig
+from megagrpo.models.config_json import HfConfig
 from megagrpo.models.folder import Model
 from megagrpo.system.errors import explained
 from megagrpo.system.run_folder import whole_file, write_whole

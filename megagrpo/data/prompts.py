@@ -26,7 +26,7 @@ from megagrpo.data.messages import (
     with_system,
 )
 from megagrpo.data.rows import Row, fingerprint, iterate_rows, unknown_teachers
-from megagrpo.models.architecture import text_part
+from megagrpo.models.config_json import text_part
 from megagrpo.models.folder import Model
 from megagrpo.models.table import read_description
 from megagrpo.system import environment

@@ -68,13 +68,13 @@ class Body(LanguageModule):
                 tp_group=groups.tp,
             )
         # Latent attention turns by itself, Sight has the angles of images.
-        if arch.mla is None and arch.vision is None:
-            scaling = arch.rope_scaling
+        if arch.latent is None and arch.vision is None:
+            scaling = arch.attention.rotary.scaling
             self.rotary_pos_emb = RotaryEmbedding(
                 kv_channels=config.kv_channels,
-                rotary_percent=arch.rotary_fraction,
+                rotary_percent=arch.attention.rotary.fraction,
                 rotary_interleaved=config.rotary_interleaved,
-                rotary_base=arch.rope_theta,
+                rotary_base=arch.attention.rotary.theta,
                 rope_scaling=scaling is not None,
                 rope_scaling_factor=scaling["factor"] if scaling else 8.0,
                 use_cpu_initialization=config.use_cpu_initialization,

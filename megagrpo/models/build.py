@@ -27,7 +27,7 @@ from megagrpo.models.body import Body
 from megagrpo.models.family import Family
 from megagrpo.models.fields import Kernels
 from megagrpo.models.kinds.draft.layer import DraftLayer, mark_parameters
-from megagrpo.models.kinds.gated_delta.layer import GatedDelta
+from megagrpo.models.kinds.gated_delta.layer import GatedDeltaNet
 from megagrpo.models.kinds.indexed.layer import Indexer
 from megagrpo.models.kinds.vision.layer import SeeingLayer, Tower
 from megagrpo.models.layers.lora import add_adapters, is_adapter
@@ -49,7 +49,7 @@ def build_chunk(
     """Builds this rank's model of one pipeline stage (`vp_stage` with virtual ones), its weights
     uninitialised."""
     layer = TransformerLayer if arch.vision is None else SeeingLayer
-    layers = block_spec(config, vp_stage, transformer_engine, layer, arch.norm_over_heads)
+    layers = block_spec(config, vp_stage, transformer_engine, layer, arch)
     chunk = Body(arch, config, layers, vp_stage)
     if arch.draft and chunk.post_process:  # its layer is like the model's last one
         chunk.draft = DraftLayer(
@@ -116,7 +116,7 @@ def _in_bfloat16(chunk: Body) -> Body:
     gated delta nets and the frequencies of its tower."""
     chunk.bfloat16()
     for module in chunk.modules():
-        if isinstance(module, Indexer | GatedDelta):
+        if isinstance(module, Indexer | GatedDeltaNet):
             module.keep_float32()
     if isinstance(getattr(chunk, "visual", None), Tower):
         chunk.visual.keep_float32_angles()

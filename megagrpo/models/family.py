@@ -7,16 +7,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from megagrpo.models.architecture import (
+from megagrpo.models.architecture import Architecture, Attention
+from megagrpo.models.config_json import (
     COMMON_SIZE_KEYS,
-    Architecture,
     HfConfig,
-    decoder_architecture,
     llama3_refusals,
     missing_keys,
     rope_scaling,
     rotary_fraction,
 )
+from megagrpo.models.kinds.experts.describe import Experts
+from megagrpo.models.kinds.gated_delta.describe import GatedDelta
+from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
+from megagrpo.models.kinds.vision.describe import Vision
 from megagrpo.models.loading import RankPlace, load_attention, load_mlp, mlp_weights
 from megagrpo.models.tensors import (
     GATED_NAMES,
@@ -72,6 +75,7 @@ class Family:
     TAKES_ADAPTERS: ClassVar[bool] = True  # whether models/layers/lora.py knows its layers
     EXPERT_SIZE_KEY: ClassVar[str] = "moe_intermediate_size"  # of config.json: an expert's width
     SHARED_SIZE: ClassVar[str] = "n_shared_experts x moe_intermediate_size"  # of config.json
+    CENTERED_NORMS: ClassVar[bool] = False  # RMSNorms multiply by 1 + weight
     ROUTING_REFUSAL: ClassVar[str] = ""  # why experts that engines chose cannot be replayed
 
     def refusals(self, hf: HfConfig) -> list[str]:
@@ -113,7 +117,37 @@ class Family:
 
     def architecture(self, hf: HfConfig) -> Architecture:
         """Reads a config.json that has no refusals."""
-        return decoder_architecture(hf)
+        return Architecture(
+            family=hf["model_type"],
+            hidden_size=hf["hidden_size"],
+            num_layers=hf["num_hidden_layers"],
+            ffn_size=hf["intermediate_size"],
+            vocab_size=hf["vocab_size"],
+            max_positions=hf["max_position_embeddings"],
+            rms_eps=hf["rms_norm_eps"],
+            tied=bool(hf.get("tie_word_embeddings", False)),
+            attention=self.attention(hf),
+            centered_norms=self.CENTERED_NORMS,
+            delta=self.delta(hf),
+            experts=self.experts(hf),
+            vision=self.vision(hf),
+        )
+
+    def attention(self, hf: HfConfig) -> Attention:
+        """Reads the attention of a config.json without refusals."""
+        return GroupedQuery.read(hf)
+
+    def delta(self, hf: HfConfig) -> GatedDelta | None:
+        """Reads the gated delta nets, None if there are none."""
+        return None
+
+    def experts(self, hf: HfConfig) -> Experts | None:
+        """Reads the experts, None if there are none."""
+        return None
+
+    def vision(self, hf: HfConfig) -> Vision | None:
+        """Reads the vision tower, None if there is none."""
+        return None
 
     def load_layer(
         self,
@@ -131,15 +165,15 @@ class Family:
         layer.pre_mlp_layernorm.weight.copy_(hf[prefix + "post_attention_layernorm.weight"])
         self.load_attention(layer.self_attention, arch, hf, prefix + "self_attn.", place.tensor)
         prefix += self.MLP
-        if not arch.has_experts(index):
+        if arch.experts is None or not arch.has_experts(index):
             load_mlp(*mlp_weights(mlp), hf, prefix, place.tensor, self.PROJECTIONS)
             return
         mlp.router.weight.copy_(hf[prefix + "gate.weight"])
-        if arch.router_bias:
+        if arch.experts.router_bias:
             mlp.router.expert_bias.copy_(hf[prefix + self.ROUTER_BIAS])
-        if arch.shared_ffn_size:
+        if arch.experts.shared_ffn_size:
             load_mlp(*mlp_weights(mlp.shared_experts), hf, prefix + self.SHARED_MLP, place.tensor)
-        if arch.shared_gate:
+        if arch.experts.shared_gate:
             gate = hf[prefix + "shared_expert_gate.weight"]
             mlp.shared_experts.gate_weight.copy_(gate)
         for local, expert in enumerate(mlp.local_expert_indices):
@@ -158,20 +192,21 @@ class Family:
         for name in ("input_layernorm", "post_attention_layernorm"):
             yield norm_tensor(arch, f"{prefix}{name}.weight", hidden)
         prefix += self.MLP
-        if not arch.has_experts(index):
+        experts = arch.experts
+        if experts is None or not arch.has_experts(index):
             yield from mlp_tensors(hidden, arch.ffn_size, prefix, False, names)
             return
-        yield TensorSpec(prefix + "gate.weight", (arch.num_experts, hidden), "matrix")
-        if arch.router_bias:
+        yield TensorSpec(prefix + "gate.weight", (experts.count, hidden), "matrix")
+        if experts.router_bias:
             bias = prefix + self.ROUTER_BIAS
-            yield TensorSpec(bias, (arch.num_experts,), "bias", dtype="float32", trained=False)
-        if arch.shared_ffn_size:
-            yield from mlp_tensors(hidden, arch.shared_ffn_size, prefix + self.SHARED_MLP)
-        if arch.shared_gate:
+            yield TensorSpec(bias, (experts.count,), "bias", dtype="float32", trained=False)
+        if experts.shared_ffn_size:
+            yield from mlp_tensors(hidden, experts.shared_ffn_size, prefix + self.SHARED_MLP)
+        if experts.shared_gate:
             yield TensorSpec(prefix + "shared_expert_gate.weight", (1, hidden), "matrix")
-        for expert in range(arch.num_experts):
+        for expert in range(experts.count):
             yield from mlp_tensors(
-                hidden, arch.expert_ffn_size, f"{prefix}experts.{expert}.", True, names
+                hidden, experts.ffn_size, f"{prefix}experts.{expert}.", True, names
             )
 
     attention_tensors = staticmethod(attention_tensors)

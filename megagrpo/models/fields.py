@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megagrpo.config.actor import ActorConfig, OptimizerConfig
-from megagrpo.models.architecture import (
-    Architecture,
-    LatentAttention,
-    LightningIndexer,
-    LinearAttention,
-)
+from megagrpo.models.architecture import Architecture
 from megagrpo.models.families.deepseek_v3 import YARN_KEYS
+from megagrpo.models.kinds.experts.describe import Experts
+from megagrpo.models.kinds.gated_delta.describe import GatedDelta
+from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
+from megagrpo.models.kinds.indexed.describe import LightningIndexer
+from megagrpo.models.kinds.latent.describe import LatentAttention
 
 Fields = dict[str, Any]  # of one of Megatron's classes, by its names
 
@@ -63,7 +63,7 @@ def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernel
     others = given.get("deallocate_pipeline_outputs") or given.get("batch_p2p_comm")
     messages = kernels.cuda and p.vpp > 1 and not others
     wanted = {
-        "apply_rope_fusion": engine and arch.mla is None and arch.vision is None,
+        "apply_rope_fusion": engine and arch.latent is None and arch.vision is None,
         "moe_permute_fusion": engine and arch.is_moe,
         "moe_router_fusion": engine and arch.is_moe and actor.routing_replay is None,
         "gradient_accumulation_fusion": (
@@ -90,19 +90,16 @@ def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels)
     base = {
         "num_layers": arch.num_layers,
         "hidden_size": arch.hidden_size,
-        "num_attention_heads": arch.num_heads,
-        "num_query_groups": arch.num_kv_heads,
-        "kv_channels": arch.head_dim,
+        "num_attention_heads": arch.attention.heads,
+        "num_query_groups": arch.attention.kv_heads,
+        "kv_channels": arch.attention.head_dim,
         "ffn_hidden_size": arch.ffn_size,
         "layernorm_epsilon": arch.rms_eps,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": "silu",
         "add_bias_linear": False,
-        "add_qkv_bias": arch.qkv_bias,
-        "qk_layernorm": arch.qk_norm,
         "layernorm_zero_centered_gamma": arch.centered_norms,
-        "attention_output_gate": arch.output_gate,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": p.tp,
@@ -127,9 +124,13 @@ def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels)
     }
     return {
         **base,
-        **(_expert_fields(arch, actor, kernels) if arch.is_moe else {}),
-        **({} if arch.mla is None else _latent_fields(arch, arch.mla)),
-        **({} if arch.linear is None else _linear_fields(arch.linear)),
+        **({} if arch.experts is None else _expert_fields(arch, arch.experts, actor, kernels)),
+        **(
+            _grouped_fields(arch.attention)
+            if isinstance(arch.attention, GroupedQuery)
+            else _latent_fields(arch.attention)
+        ),
+        **({} if arch.delta is None else _linear_fields(arch.delta)),
         **({} if arch.indexer is None else _indexer_fields(arch.indexer, actor, kernels)),
         **_recompute_fields(arch, actor, kernels),
         **transformer_defaults(arch, actor, kernels),
@@ -202,17 +203,25 @@ def _recomputed_modules(arch: Architecture, actor: ActorConfig, kernels: Kernels
     scaled = engine and not (actor.megatron.get("fp8") and delayed)
     modules = {
         "layernorm": scaled,
-        "mla_up_proj": scaled and arch.mla is not None,
+        "mla_up_proj": scaled and arch.latent is not None,
         "moe_act": scaled and arch.is_moe,
-        "mlp": not arch.is_moe or arch.dense_layers > 0,
+        "mlp": arch.has_dense_layers,
         "moe": not engine and arch.is_moe,  # one by one they have no activation of their own
-        "shared_experts": engine and arch.shared_ffn_size > 0,
+        "shared_experts": engine and bool(arch.experts and arch.experts.shared_ffn_size),
     }
     return [name for name, chosen in modules.items() if chosen]
 
 
-def _latent_fields(arch: Architecture, mla: LatentAttention) -> Fields:
-    scaling = arch.rope_scaling
+def _grouped_fields(attention: GroupedQuery) -> Fields:
+    return {
+        "add_qkv_bias": attention.qkv_bias,
+        "qk_layernorm": attention.qk_norm,
+        "attention_output_gate": attention.output_gate,
+    }
+
+
+def _latent_fields(mla: LatentAttention) -> Fields:
+    scaling = mla.rotary.scaling
     yarn = {key: scaling[key] for key in YARN_KEYS if key != "factor"} if scaling else {}
     return {
         "q_lora_rank": mla.q_lora_rank,
@@ -220,7 +229,7 @@ def _latent_fields(arch: Architecture, mla: LatentAttention) -> Fields:
         "qk_head_dim": mla.nope_dim,
         "qk_pos_emb_head_dim": mla.rope_dim,
         "v_head_dim": mla.v_dim,
-        "rotary_base": arch.rope_theta,
+        "rotary_base": mla.rotary.theta,
         "rope_type": "yarn" if scaling else "rope",
         # Megatron's default would scale the softmax without YaRN, too
         "rotary_scaling_factor": scaling["factor"] if scaling else 1.0,
@@ -228,7 +237,7 @@ def _latent_fields(arch: Architecture, mla: LatentAttention) -> Fields:
     }
 
 
-def _linear_fields(linear: LinearAttention) -> Fields:
+def _linear_fields(linear: GatedDelta) -> Fields:
     return {
         "linear_attention_freq": [int(layer) for layer in linear.layers],
         "linear_num_key_heads": linear.key_heads,
@@ -262,31 +271,33 @@ def _indexer_fields(indexer: LightningIndexer, actor: ActorConfig, kernels: Kern
     return fields
 
 
-def _expert_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
+def _expert_fields(
+    arch: Architecture, experts: Experts, actor: ActorConfig, kernels: Kernels
+) -> Fields:
     fields: Fields = {
-        "num_moe_experts": arch.num_experts,
-        "moe_router_topk": arch.experts_per_token,
-        "moe_ffn_hidden_size": arch.expert_ffn_size,
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.per_token,
+        "moe_ffn_hidden_size": experts.ffn_size,
         "moe_grouped_gemm": kernels.transformer_engine,
         # under plain sums Megatron's would count every token of the batch
         "moe_router_load_balancing_type": "none",
-        "moe_router_pre_softmax": not arch.norm_topk_prob,
+        "moe_router_pre_softmax": not experts.norm_topk,
         "moe_router_dtype": "fp32" if actor.dtype != "float32" else None,
-        "moe_shared_expert_intermediate_size": arch.shared_ffn_size or None,
-        "moe_shared_expert_gate": arch.shared_gate,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
+        "moe_shared_expert_gate": experts.shared_gate,
     }
-    if arch.dense_layers:
-        with_experts = arch.num_layers - arch.dense_layers
-        fields["moe_layer_freq"] = [0] * arch.dense_layers + [1] * with_experts
-    if arch.sigmoid_router:
+    if experts.dense_layers:
+        with_experts = arch.expert_layers
+        fields["moe_layer_freq"] = [0] * experts.dense_layers + [1] * with_experts
+    if experts.sigmoid:
         fields |= {
             "moe_router_score_function": "sigmoid",
-            "moe_router_topk_scaling_factor": arch.routed_scale,
-            "moe_router_enable_expert_bias": arch.router_bias,
+            "moe_router_topk_scaling_factor": experts.scale,
+            "moe_router_enable_expert_bias": experts.router_bias,
             # Megatron would move it after every step, though no optimizer holds it
             "moe_router_bias_update_rate": 0.0,
         }
-    if arch.router_groups > 1:
-        fields["moe_router_num_groups"] = arch.router_groups
-        fields["moe_router_group_topk"] = arch.router_top_groups
+    if experts.groups > 1:
+        fields["moe_router_num_groups"] = experts.groups
+        fields["moe_router_group_topk"] = experts.top_groups
     return fields

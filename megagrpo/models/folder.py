@@ -10,7 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megagrpo.models.architecture import Architecture, HfConfig
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.config_json import HfConfig
 from megagrpo.models.stored.quantization import fp8_config
 from megagrpo.models.table import architecture_of, exported_config, read_description
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megagrpo.models.architecture import Architecture
+from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.tensors import GATED_NAMES, GatedNames
 
 if TYPE_CHECKING:
@@ -48,11 +49,12 @@ def load_attention(
 ) -> None:
     """Loads grouped-query attention: projections, and biases and head norms where the architecture
     has them."""
+    assert isinstance(arch.attention, GroupedQuery)
     _load_qkv(attention.linear_qkv.weight, arch, hf, prefix, "weight", shard)
-    if arch.qkv_bias:
+    if arch.attention.qkv_bias:
         _load_qkv(attention.linear_qkv.bias, arch, hf, prefix, "bias", shard)
     attention.linear_proj.weight.copy_(shard.columns(hf[prefix + "o_proj.weight"]))
-    if arch.qk_norm:
+    if arch.attention.qk_norm:
         attention.q_layernorm.weight.copy_(hf[prefix + "q_norm.weight"])
         attention.k_layernorm.weight.copy_(hf[prefix + "k_norm.weight"])
 
@@ -79,9 +81,9 @@ def _load_qkv(
 ) -> None:
     """Loads Megatron's interleaving by key/value head: [q of its queries, k, v] for each of the
     local groups."""
-    queries = arch.num_heads // arch.num_kv_heads
-    dim = arch.head_dim
-    groups = arch.num_kv_heads
+    queries = arch.attention.heads // arch.attention.kv_heads
+    dim = arch.attention.head_dim
+    groups = arch.attention.kv_heads
     if groups < shard.size:
         _load_part_of_group(parameter, arch, hf, prefix, kind, shard)
         return
@@ -112,8 +114,8 @@ def _load_part_of_group(
     Megatron gathers a layer's projections from all ranks, and each takes from them the heads that
     it computes with.
     """
-    queries = arch.num_heads // arch.num_kv_heads
-    dim = arch.head_dim
+    queries = arch.attention.heads // arch.attention.kv_heads
+    dim = arch.attention.head_dim
     group, first = divmod(shard.rank * len(parameter), (queries + 2) * dim)
     last = first + len(parameter)
     start = 0

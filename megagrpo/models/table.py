@@ -13,7 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megagrpo.models.architecture import Architecture, HfConfig, text_part
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.config_json import HfConfig, text_part
 from megagrpo.models.families.deepseek_v3 import DeepseekV3, KimiK25
 from megagrpo.models.families.dense import Llama, Qwen2, Qwen3
 from megagrpo.models.families.minimax_m2 import MiniMaxM2
@@ -164,7 +165,8 @@ def parameter_counts(arch: Architecture) -> ParameterCounts:
 def _counted(arch: Architecture, groups: Mapping[TensorSpec, int]) -> ParameterCounts:
     expert = sum(number * spec.size for spec, number in groups.items() if spec.expert)
     dense = sum(number * spec.size for spec, number in groups.items() if not spec.expert)
-    share = expert * arch.experts_per_token // arch.num_experts if arch.is_moe else 0
+    experts = arch.experts
+    share = expert * experts.per_token // experts.count if experts else 0
     return ParameterCounts(dense=dense, expert=expert, active=dense + share)
 
 
@@ -187,7 +189,8 @@ def attention_length(arch: Architecture) -> int:
     """
     # of a token at the end of a sequence of n: heads * n multiply-adds, twice, and half of that on
     # average
-    heads = arch.num_heads * (arch.head_dim + (arch.mla.v_dim if arch.mla else arch.head_dim)) // 2
+    attention = arch.attention
+    heads = attention.heads * (attention.head_dim + attention.v_dim) // 2
     if arch.indexer:  # the keys that a query then sees are as many in long sequences
         heads = arch.indexer.heads * arch.indexer.head_dim // 2
     return max(_products(arch) // max(arch.attention_layers, 1) // heads, 1)

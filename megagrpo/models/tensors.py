@@ -6,10 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from megagrpo.models.architecture import Architecture
+from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.stored.quantization import FP8_EXEMPT
+
+if TYPE_CHECKING:
+    from megagrpo.models.architecture import Architecture
 
 # a router, what latent attention projects down, a draft's projection, and an indexer
 _WHOLE = (
@@ -109,22 +112,24 @@ def adapter_tensors(
 def attention_tensors(arch: Architecture, attention: str) -> Iterator[TensorSpec]:
     """Yields projections, biases and norms of grouped-query attention; `attention` begins their
     names."""
+    own = arch.attention
+    assert isinstance(own, GroupedQuery)
     hidden = arch.hidden_size
-    dim = arch.head_dim
+    dim = own.head_dim
     outputs = {
-        "q_proj": arch.num_heads * dim * (2 if arch.output_gate else 1),
-        "k_proj": arch.num_kv_heads * dim,
-        "v_proj": arch.num_kv_heads * dim,
+        "q_proj": own.heads * dim * (2 if own.output_gate else 1),
+        "k_proj": own.kv_heads * dim,
+        "v_proj": own.kv_heads * dim,
     }
     for name, rows in outputs.items():
         yield TensorSpec(f"{attention}{name}.weight", (rows, hidden), "matrix")
-    yield TensorSpec(f"{attention}o_proj.weight", (hidden, arch.num_heads * dim), "matrix")
-    if arch.qkv_bias:
+    yield TensorSpec(f"{attention}o_proj.weight", (hidden, own.heads * dim), "matrix")
+    if own.qkv_bias:
         for name, rows in outputs.items():
             yield TensorSpec(f"{attention}{name}.bias", (rows,), "bias")
-    if arch.qk_norm:
-        for name, heads in (("q_norm", arch.num_heads), ("k_norm", arch.num_kv_heads)):
-            width = dim * heads if arch.norm_over_heads else dim
+    if own.qk_norm:
+        for name, heads in (("q_norm", own.heads), ("k_norm", own.kv_heads)):
+            width = dim * heads if own.norm_over_heads else dim
             yield norm_tensor(arch, f"{attention}{name}.weight", width)
 
 

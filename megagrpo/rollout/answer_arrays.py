@@ -70,19 +70,19 @@ def read_experts(arch: Architecture, text: str | memoryview | None, num_tokens: 
         "routed_experts is not base64 of int32", binascii.Error, ValueError, raised=WrongExperts
     ):
         ids = np.frombuffer(pybase64.b64decode(text, validate=True), dtype="<i4")
-    layers, k = arch.num_layers, arch.experts_per_token
+    layers, k = arch.num_layers, arch.routed.per_token
     if len(ids) != num_tokens * layers * k:
         raise WrongExperts(
             f"routed_experts has {len(ids)} numbers, not {num_tokens} tokens x "
             f"{layers} layers x {k} experts"
         )
-    found = ids.reshape(num_tokens, layers, k)[:, arch.dense_layers :]
-    if found.size and (found.min() < 0 or found.max() >= arch.num_experts):
+    found = ids.reshape(num_tokens, layers, k)[:, arch.routed.dense_layers :]
+    if found.size and (found.min() < 0 or found.max() >= arch.routed.count):
         raise WrongExperts(
             f"routed_experts has ids from {found.min()} to {found.max()}, and the model experts "
-            f"0 to {arch.num_experts - 1}"
+            f"0 to {arch.routed.count - 1}"
         )
-    experts = found.astype(arch.expert_id_type)
+    experts = found.astype(arch.routed.id_type)
     _refuse_repeated(arch, experts)
     return experts
 
@@ -94,9 +94,9 @@ def _refuse_repeated(arch: Architecture, experts: np.ndarray) -> None:
         repeated |= one == other
     # rows that no kernel wrote are 0; with one expert a token 0 is valid too, but not in all tokens
     # and layers
-    single = arch.experts_per_token == 1 and len(experts) > 1 and arch.num_experts > 1
+    single = arch.routed.per_token == 1 and len(experts) > 1 and arch.routed.count > 1
     if repeated.any() or (single and not experts.any()):
-        layer = arch.dense_layers + int(repeated.any(0).argmax())
+        layer = arch.routed.dense_layers + int(repeated.any(0).argmax())
         raise WrongExperts(
             f"routed_experts names an expert of layer {layer} twice for a token, or is 0 "
             "everywhere: the engine's "

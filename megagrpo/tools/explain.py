@@ -279,9 +279,9 @@ def _routing(config: ExperimentConfig, arch: Architecture | None) -> list[str]:
     source = config.actor.routing_replay
     if arch is None or not arch.is_moe or source is None:
         return []
-    k = arch.experts_per_token
+    k = arch.routed.per_token
     sent = 4 * arch.num_layers * k
-    kept = (1 if arch.expert_id_type == "uint8" else 2) * (arch.num_layers - arch.dense_layers) * k
+    kept = (1 if arch.routed.id_type == "uint8" else 2) * (arch.expert_layers) * k
     if source == "old":
         return [
             f"routing    updates take the experts of the old log-probabilities: {kept:,} "

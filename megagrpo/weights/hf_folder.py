@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from megagrpo.models.architecture import HfConfig, text_part
+from megagrpo.models.config_json import HfConfig, text_part
 from megagrpo.models.folder import write_description
 from megagrpo.models.stored.packed_int4 import PACKED, SCALE, SHAPE, unpack_into
 from megagrpo.models.stored.quantization import INT4_WORD, SCALES, fp8_block, int4_group

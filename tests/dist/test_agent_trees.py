@@ -61,8 +61,8 @@ class Made:
     def of(cls, seed: int, model: Path) -> "Made":
         rng, arch = np.random.default_rng(seed), Model.read(str(model)).arch
         tokens = [*rng.choice(ids("0123456789HL"), rng.integers(1, 6)).tolist(), EOS]
-        scores = rng.random((256, arch.num_layers, arch.num_experts))
-        experts = np.argsort(scores, 2)[:, :, : arch.experts_per_token].astype(np.int32)
+        scores = rng.random((256, arch.num_layers, arch.experts.count))
+        experts = np.argsort(scores, 2)[:, :, : arch.experts.per_token].astype(np.int32)
         return cls(tokens, (-rng.random(len(tokens)).astype(np.float32)).tolist(), experts)
 
 

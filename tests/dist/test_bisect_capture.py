@@ -90,7 +90,7 @@ def _assert_forced(found: dict[str, Tensor], arch) -> None:
     """Planted experts have all of the weight where they are given; elsewhere the router's own
     choice has it."""
     ids = planted(arch)
-    for layer in range(arch.dense_layers, arch.num_layers):
+    for layer in range(arch.experts.dense_layers, arch.num_layers):
         given = torch.cat([ids[row, :length, layer] for row, length in enumerate(LENGTHS)])
         maps = found[f"forced/layers.{layer}.experts"].bool()  # what the router would have chosen
         wanted = torch.zeros_like(maps).scatter(1, given.clamp(min=0), True)

@@ -119,7 +119,8 @@ def _closed(arch: Architecture, actor: ActorConfig, rank: int) -> dict[str, floa
     stage = rank * p.pp // actor.world_size
     stages = trainer_stages(arch, actor, Load(sum(LENGTHS), max(LENGTHS)))
     parts = stages[stage].memory("update", bucket_bytes=0.0).parts
-    heads = (arch.num_heads + arch.num_kv_heads) * arch.head_dim * arch.qk_norm
+    attention = arch.attention
+    heads = (attention.heads + attention.kv_heads) * attention.head_dim * attention.qk_norm
     norms = (
         (2 * arch.hidden_size + heads)
         * sum(LENGTHS)

@@ -19,7 +19,7 @@ from megagrpo.models.table import read_description
 from megagrpo.rollout.service.engine_command import num_states
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.tools.plan.layer_costs import model_work
+from megagrpo.tools.plan.work import model_work
 from megagrpo.weights.engines.client import EngineConnection
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
 from tests.experiments import ROOT, until

@@ -22,7 +22,7 @@ from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.environment import child_environment
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.certify.tiny_model import hf_config
-from megagrpo.tools.plan.layer_costs import model_work
+from megagrpo.tools.plan.work import model_work
 from tests.experiments import ROOT, python
 
 pytestmark = [

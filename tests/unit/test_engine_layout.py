@@ -11,7 +11,7 @@ from megagrpo.config.rollout import RolloutConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.folder import Model
 from megagrpo.tools.plan.engine_memory import absorbed_bytes, weight_bytes
-from megagrpo.tools.plan.layer_costs import model_work
+from megagrpo.tools.plan.work import model_work
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 
@@ -56,7 +56,12 @@ def test_parts_in_fp8_are_whole_blocks(name, tp, ep, odd, may):
 
 
 def test_heads_are_divided_over_the_ranks_of_attention():
-    arch = replace(arch_of("DeepSeek-V3-0324"), num_heads=64, num_experts=384)
+    arch = arch_of("DeepSeek-V3-0324")
+    changed = {
+        "attention": replace(arch.attention, heads=64),
+        "experts": replace(arch.experts, count=384),
+    }
+    arch = replace(arch, **changed)
     assert not engine_layout_problems(engines(96, 96, dp=96), arch)
     (problem,) = engine_layout_problems(engines(96, 96), arch)
     assert problem.startswith("rollout.tp = 96 does not divide the model's num_attention_heads")

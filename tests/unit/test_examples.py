@@ -72,7 +72,7 @@ def test_every_experiment_fits_its_model_and_is_explained(path):
     if hf is not None:
         arch = architecture_of(hf)
         replays = "old" if FAMILIES[arch.family].ROUTING_REFUSAL else "rollout"
-        assert config.actor.routing_replay == (replays if arch.num_experts else None)
+        assert config.actor.routing_replay == (replays if arch.is_moe else None)
         assert check_against_model(config, hf) == [] and config.algorithm.advice == []
         assert " on a GPU, in " in text and "a save for" in text
         unreplayed = config.model_copy(

@@ -164,7 +164,7 @@ def test_a_model_folder_is_read_once(tmp_path):
 def test_no_number_of_key_heads_is_that_of_query_heads():
     hf = hf_config(TinyModelConfig(path="x", family="qwen2"))
     assert (
-        architecture_of(hf | {"num_key_value_heads": None}).num_kv_heads
+        architecture_of(hf | {"num_key_value_heads": None}).attention.kv_heads
         == (hf["num_attention_heads"])
     )
 
@@ -188,11 +188,11 @@ def test_division_by_the_chosen_experts_is_never_guessed():
     assert problem.startswith(
         "config.json lacks norm_topk_prob, which transformers reads as false and SGLang as true"
     )
-    assert not architecture_of(hf | {"norm_topk_prob": False}).norm_topk_prob
+    assert not architecture_of(hf | {"norm_topk_prob": False}).experts.norm_topk
     seeing = hf_config(TinyModelConfig(path="x", family="qwen3_vl_moe"))
-    assert not architecture_of(seeing | {"norm_topk_prob": False}).norm_topk_prob
+    assert not architecture_of(seeing | {"norm_topk_prob": False}).experts.norm_topk
     del seeing["norm_topk_prob"]
-    assert architecture_of(seeing).norm_topk_prob
+    assert architecture_of(seeing).experts.norm_topk
 
 
 def test_a_new_family_is_one_file_and_one_row(tmp_path):
@@ -269,7 +269,8 @@ def test_ranks_that_share_a_head_hold_even_parts_of_megatrons_matrix(
     too."""
     dim = 4
     arch = architecture_of(hf_config(TinyModelConfig(path="x")))
-    arch = replace(arch, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
+    numbers = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim}
+    arch = replace(arch, attention=replace(arch.attention, **numbers))
     sizes = {"q": heads, "k": kv_heads, "v": kv_heads}
     hf = {
         f"{name}_proj.{kind}": torch.randn(number * dim, *hidden) for name, number in sizes.items()

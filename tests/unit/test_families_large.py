@@ -10,7 +10,7 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
-from megagrpo.models.architecture import text_part
+from megagrpo.models.config_json import Rotary, text_part
 from megagrpo.models.table import (
     architecture_of,
     attention_length,
@@ -135,7 +135,7 @@ from megagrpo.models.table import architecture_of
 meta = torch.device("meta")
 for name, hf in json.load(sys.stdin).items():
     arch = architecture_of(hf)
-    actor = ActorConfig(world_size=arch.num_experts, parallel={"ep": arch.num_experts}, dtype="bfloat16")
+    actor = ActorConfig(world_size=arch.experts.count, parallel={"ep": arch.experts.count}, dtype="bfloat16")
     with pretended_world(actor, 0), meta:
         tensor_parallel.model_parallel_cuda_manual_seed(0)
         kernels = kernels_here(actor)
@@ -143,7 +143,7 @@ for name, hf in json.load(sys.stdin).items():
         expert = sum(p.numel() for n, p in sizes.items() if ".experts." in n)
         rest = sum(p.numel() for p in sizes.values()) - expert
         embedding = sum(p.numel() for n, p in sizes.items() if "word_embeddings" in n)
-    print(name, rest + arch.num_experts * expert, rest - embedding + arch.experts_per_token * expert)
+    print(name, rest + arch.experts.count * expert, rest - embedding + arch.experts.per_token * expert)
 """
 
 
@@ -229,17 +229,18 @@ def test_both_spellings_of_rotary_options_are_read():
         "rope_type": "yarn",
         "rope_theta": 1e4,
     }
-    arch = architecture_of(written | {"rope_parameters": rope})
-    assert arch.rope_theta == 1e4 and arch.rope_scaling["factor"] == 40
+    rotary = architecture_of(written | {"rope_parameters": rope}).attention.rotary
+    assert rotary.theta == 1e4 and rotary.scaling["factor"] == 40
     plain = {
         key: value
         for key, value in GLM.items()
         if key not in ("rope_theta", "partial_rotary_factor")
     }
     half = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.25}
-    assert architecture_of(plain).rotary_fraction == 0.5
-    arch = architecture_of(plain | {"rope_parameters": half})
-    assert (arch.rotary_fraction, arch.rope_theta, arch.rope_scaling) == (0.25, 5e5, None)
+    assert architecture_of(plain).attention.rotary.fraction == 0.5
+    assert architecture_of(plain | {"rope_parameters": half}).attention.rotary == Rotary(
+        5e5, None, 0.25
+    )
 
 
 def test_layers_that_only_speculate_are_left_out():
@@ -292,9 +293,11 @@ def test_the_length_at_which_attention_costs_as_much_as_the_rest(name):
             and not spec.name.endswith("gate.weight")
         ):
             elements += (
-                spec.size * arch.experts_per_token // arch.num_experts if spec.expert else spec.size
+                spec.size * arch.experts.per_token // arch.experts.count
+                if spec.expert
+                else spec.size
             )
-    heads = arch.num_heads * (arch.head_dim + (arch.mla.v_dim if arch.mla else arch.head_dim)) / 2
+    heads = arch.attention.heads * (arch.attention.head_dim + arch.attention.v_dim) / 2
     if arch.indexer is not None:  # it alone meets every key
         heads = arch.indexer.heads * arch.indexer.head_dim / 2
     assert attention_length(arch) == pytest.approx(elements / arch.num_layers / heads, abs=2)

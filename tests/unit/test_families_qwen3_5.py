@@ -9,6 +9,7 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
+from megagrpo.models.costs import layer_cost
 from megagrpo.models.folder import Model
 from megagrpo.models.table import (
     FAMILIES,
@@ -22,7 +23,6 @@ from megagrpo.models.table import (
     parameter_counts,
 )
 from megagrpo.tools.certify.tiny_model import hf_config
-from megagrpo.tools.plan.layer_costs import layer_cost
 from megagrpo.tools.plan.trainer_memory import stage_parameters
 from tests.experiments import QUICKSTART, ROOT
 
@@ -145,8 +145,12 @@ def test_decays_are_float32_and_gates_whole():
 @pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_5_text"])
 def test_tiny_models_have_both_kinds_of_layers(family: str):
     arch = architecture_of(hf_config(TinyModelConfig(path="x", family=family)))
-    assert [arch.is_linear(index) for index in range(4)] == [True, True, True, False]
-    assert arch.is_moe == family.startswith("qwen3_5_moe") == arch.shared_gate
+    assert [arch.mixer(index) is arch.delta for index in range(4)] == [True, True, True, False]
+    assert (
+        arch.is_moe
+        == family.startswith("qwen3_5_moe")
+        == bool(arch.experts and arch.experts.shared_gate)
+    )
 
 
 def test_costs_of_both_kinds_of_layers():

@@ -20,6 +20,7 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.layout import layout_problems
 from megagrpo.models.architecture import Architecture
+from megagrpo.models.kinds.vision.cost import engine_weights
 from megagrpo.models.kinds.vision.describe import tower_tensors
 from megagrpo.models.table import (
     architecture_of,
@@ -29,7 +30,6 @@ from megagrpo.models.table import (
     patch_cost,
 )
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
-from megagrpo.tools.plan.engine_memory import tower_elements
 from megagrpo.tools.plan.trainer_memory import stage_parameters, trained_elements
 from megagrpo.weights.actor_weights import load_initial_weights
 from tests.experiments import ROOT
@@ -228,4 +228,7 @@ def test_the_tower_is_planned_on_the_first_stage_and_in_engines():
     assert held("all") == (embedding + tower, embedding + tower, whole)
     assert held("projector") == (embedding + tower, embedding + merger, whole - tower + merger)
     assert held("none") == (embedding + tower, embedding, whole - tower)
-    assert tower_elements(arch, 1) == tower and tower / 2 < tower_elements(arch, 2) < 0.51 * tower
+    assert (
+        engine_weights(arch.vision, 1) == tower
+        and tower / 2 < engine_weights(arch.vision, 2) < 0.51 * tower
+    )

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.models.architecture import text_part
+from megagrpo.models.config_json import text_part
 from megagrpo.models.folder import Model, write_description
 from megagrpo.models.stored.quantization import int4_group, quantization_problems
 from megagrpo.models.table import (

@@ -48,12 +48,12 @@ def test_adapters_have_peft_names_and_shapes():
     tensors = {
         spec.name: spec.shape for spec in adapter_tensors(model_tensors(MOE), TARGETS, rank=4)
     }
-    assert len(tensors) == 2 * MOE.num_layers * (1 + MOE.num_experts)
-    hidden, heads = MOE.hidden_size, MOE.num_heads * MOE.head_dim
+    assert len(tensors) == 2 * MOE.num_layers * (1 + MOE.experts.count)
+    hidden, heads = MOE.hidden_size, MOE.attention.heads * MOE.attention.head_dim
     assert tensors["model.layers.0.self_attn.q_proj.lora_A.weight"] == (4, hidden)
     assert tensors["model.layers.0.self_attn.q_proj.lora_B.weight"] == (heads, 4)
-    last = f"model.layers.{MOE.num_layers - 1}.mlp.experts.{MOE.num_experts - 1}.down_proj"
-    assert tensors[f"{last}.lora_A.weight"] == (4, MOE.expert_ffn_size)
+    last = f"model.layers.{MOE.num_layers - 1}.mlp.experts.{MOE.experts.count - 1}.down_proj"
+    assert tensors[f"{last}.lora_A.weight"] == (4, MOE.experts.ffn_size)
     assert tensors[f"{last}.lora_B.weight"] == (hidden, 4)
 
 

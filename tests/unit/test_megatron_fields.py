@@ -26,7 +26,7 @@ from megagrpo.models.folder import Model
 from megagrpo.models.table import architecture_of
 from megagrpo.system.environment import child_environment
 from megagrpo.tools.explain import settings_report
-from megagrpo.tools.plan.layer_costs import optimizer_bytes
+from megagrpo.tools.plan.work import optimizer_bytes
 from tests.experiments import QUICKSTART, ROOT, experiment, python
 from tests.unit.test_examples import CONFIGS, LAPTOP, MODELS, described
 

@@ -14,8 +14,9 @@ from megagrpo.config.actor import ActorConfig
 from megagrpo.config.load import load_config
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.models.architecture import LatentAttention
+from megagrpo.models.config_json import Rotary
 from megagrpo.models.folder import Model
+from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.kinds.vision.describe import tower_tensors
 from megagrpo.models.table import parameter_counts, tensor_groups
 from megagrpo.system.run_folder import RunFolder, write_json_lines
@@ -32,7 +33,6 @@ from megagrpo.tools.plan.engine_memory import (
     weight_elements,
 )
 from megagrpo.tools.plan.fitting import with_model
-from megagrpo.tools.plan.layer_costs import model_work
 from megagrpo.tools.plan.roofline import (
     Target,
     given_lengths,
@@ -44,6 +44,7 @@ from megagrpo.tools.plan.roofline import (
 )
 from megagrpo.tools.plan.search import best_layouts, changes
 from megagrpo.tools.plan.trainer_memory import Load, links, trainer_side
+from megagrpo.tools.plan.work import model_work
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs" / "models"
@@ -128,10 +129,12 @@ def test_a_cache_repeats_heads_and_latents():
         work.cache_bytes(1) == 188 * 1024
     )  # 94 layers, 4 heads, 128 values of key and value, bf16
     assert work.cache_bytes(4) == work.cache_bytes(8) == work.cache_bytes(64) == 47 * 1024
-    mla = LatentAttention(q_lora_rank=None, kv_lora_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
-    latent = replace(work, arch=replace(work.arch, mla=mla))
+    attention = LatentAttention(
+        64, None, 512, nope_dim=128, rope_dim=64, v_dim=128, rotary=Rotary(1e4)
+    )
+    latent = replace(work, arch=replace(work.arch, attention=attention))
     assert latent.cache_bytes(1) == latent.cache_bytes(8) == 94 * 576 * 2
-    assert latent.decode_attention_flops == 2 * 64 * (576 + 512)
+    assert latent.arch.attention.decode_pair_flops == 2 * 64 * (576 + 512)
 
 
 def test_what_an_engine_rank_holds():
@@ -142,7 +145,7 @@ def test_what_an_engine_rank_holds():
     # recorded once from SGLang's own loader, over 8 ranks
     eight = server_of(RolloutConfig(tp=8, dtype="bfloat16"))
     assert 2 * weight_elements(work, eight) == pytest.approx(58.9e9, rel=0.005)
-    eight_heads = replace(work, arch=replace(work.arch, num_kv_heads=8))
+    eight_heads = replace(work, arch=replace(arch, attention=replace(arch.attention, kv_heads=8)))
     repeated = weight_elements(work, eight) - weight_elements(eight_heads, eight)
     assert repeated == pytest.approx(
         94 * 2 * 4096 * 128 * 4 / 8
@@ -280,7 +283,7 @@ def test_trainers_multiply_with_every_weight(name, more):
     token = work.token_flops
     expected = 1000 * token * (1 + more)
     assert stage.flops * 2 == pytest.approx(expected, rel=0.01 + 2 * norms / token)
-    assert stage.pair_flops * 2 == pytest.approx(work.attention_flops * arch.attention_layers)
+    assert stage.pair_flops * 2 == pytest.approx(arch.attention.pair_flops * arch.attention_layers)
 
 
 def test_all_to_all_is_slow_between_nodes():

@@ -76,7 +76,8 @@ def test_linear_weights_in_fp8_are_held_twice_beside_those_in_bfloat16():
     megatron = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
     actor = ActorConfig(dtype="bfloat16", transformer_engine=True, megatron=megatron)
     (stage,) = trainer_stages(arch, actor, Load(1024, 1024))
-    hidden, inner, kv = arch.hidden_size, arch.ffn_size, arch.num_kv_heads * arch.head_dim
+    hidden, inner = arch.hidden_size, arch.ffn_size
+    kv = arch.attention.kv_heads * arch.attention.head_dim
     linear = arch.num_layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner)
     held = {
         phase: stage.memory(phase, 0.0).parts.get("weights in FP8")

@@ -21,7 +21,7 @@ from megagrpo.rollout.service.engine_command import (
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.plan.engine_memory import assumed_lengths, engine_side
-from megagrpo.tools.plan.layer_costs import model_work
+from megagrpo.tools.plan.work import model_work
 from tests.experiments import ROOT, experiment
 
 MODEL = ROOT / "configs" / "models" / "Qwen3.5-397B-A17B"

@@ -23,7 +23,10 @@ from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.models.architecture import Architecture
+from megagrpo.models.config_json import Rotary
 from megagrpo.models.fields import Kernels, transformer_defaults
+from megagrpo.models.kinds.experts.describe import Experts
+from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.table import architecture_of
 from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
 from megagrpo.rollout.admission import AdmissionQueue
@@ -46,23 +49,18 @@ from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 REPLAY = "actor.routing_replay=rollout"
-_SIZES = {
-    "hidden_size": 16,
-    "num_heads": 2,
-    "num_kv_heads": 2,
-    "head_dim": 8,
-    "ffn_size": 32,
-    "vocab_size": 64,
-}
-_REST = {
-    "max_positions": 64,
-    "rms_eps": 1e-6,
-    "rope_theta": 1e4,
-    "rope_scaling": None,
-    "tied": False,
-}
-_EXPERTS = {"num_layers": 3, "dense_layers": 1, "num_experts": 8, "experts_per_token": 2}
-MIXED = Architecture("glm4_moe", **_SIZES, **_REST, **_EXPERTS)
+MIXED = Architecture(
+    family="glm4_moe",
+    hidden_size=16,
+    num_layers=3,
+    ffn_size=32,
+    vocab_size=64,
+    max_positions=64,
+    rms_eps=1e-6,
+    tied=False,
+    attention=GroupedQuery(heads=2, kv_heads=2, head_dim=8, rotary=Rotary(1e4)),
+    experts=Experts(count=8, per_token=2, ffn_size=0, dense_layers=1),
+)
 
 
 def told(experts: np.ndarray) -> str:
@@ -72,9 +70,9 @@ def told(experts: np.ndarray) -> str:
 
 def drawn(num_tokens: int, spec: Architecture, seed: int = 0) -> np.ndarray:
     """[tokens, layers, k], the dense layers' rows 0 as SGLang leaves them."""
-    scores = np.random.default_rng(seed).random((num_tokens, spec.num_layers, spec.num_experts))
-    experts = scores.argsort(axis=2)[:, :, : spec.experts_per_token]
-    experts[:, : spec.dense_layers] = 0
+    scores = np.random.default_rng(seed).random((num_tokens, spec.num_layers, spec.experts.count))
+    experts = scores.argsort(axis=2)[:, :, : spec.experts.per_token]
+    experts[:, : spec.experts.dense_layers] = 0
     return experts
 
 
@@ -82,7 +80,7 @@ def test_experts_are_read_without_dense_layers_in_the_smallest_type():
     experts = drawn(5, MIXED)
     found = read_experts(MIXED, told(experts), 5)
     assert found.dtype == np.uint8 and np.array_equal(found, experts[:, 1:])
-    many = replace(MIXED, num_experts=384)
+    many = replace(MIXED, experts=replace(MIXED.routed, count=384))
     experts = drawn(50, many)
     assert experts.max() > 255 and np.array_equal(
         read_experts(many, told(experts), 50), experts[:, 1:]
@@ -93,7 +91,7 @@ def test_wrong_experts_are_refused():
     right = drawn(5, MIXED)
     outside, negative, twice = right.copy(), right.copy(), right.copy()
     outside[2, 1, 0], negative[4, 2, 1], twice[3, 2] = 8, -1, 5
-    one = replace(MIXED, experts_per_token=1)
+    one = replace(MIXED, experts=replace(MIXED.routed, per_token=1))
     for spec, text, message in (
         (MIXED, None, "holds no routed_experts"),
         (MIXED, "?", "no base64|not base64"),

@@ -30,7 +30,7 @@ class ExpertLoad:
         device: torch.device,
     ):
         self.counts = torch.zeros(
-            arch.num_layers, arch.num_experts, dtype=torch.int64, device=device
+            arch.num_layers, arch.routed.count, dtype=torch.int64, device=device
         )
         self._scope = scope
         self._routers = routers

@@ -37,9 +37,9 @@ class RouterLosses:
         device: torch.device,
     ):
         self._config = config
-        self._top_k = arch.experts_per_token
-        self._sigmoid = arch.sigmoid_router
-        self._layers = arch.num_layers - arch.dense_layers
+        self._top_k = arch.routed.per_token
+        self._sigmoid = arch.routed.sigmoid
+        self._layers = arch.expert_layers
         self._scope = scope
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # balance, z
         self._num_sequences = self._num_tokens = 1

@@ -41,11 +41,11 @@ class RoutingReplay:
         device: torch.device,
     ):
         self._scope = scope
-        self._top_k = arch.experts_per_token
-        self._type = getattr(torch, arch.expert_id_type)
+        self._top_k = arch.routed.per_token
+        self._type = getattr(torch, arch.routed.id_type)
         # of this pipeline stage, virtual ones included; counted from the model's first layer with
         # experts
-        self.layers = tuple(layer - arch.dense_layers for layer in sorted(routers))
+        self.layers = tuple(layer - arch.routed.dense_layers for layer in sorted(routers))
         # compared and differing (token, layer)
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)
         self._recorded: Tensor | None = None  # [T + 1, layers, k], the last row for padding

@@ -4,12 +4,13 @@ sigmoid_moe.py."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megagrpo.models.architecture import Architecture, HfConfig, LatentAttention, text_part
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.config_json import HfConfig, text_part
 from megagrpo.models.families.sigmoid_moe import SigmoidMoe, tiny_moe_options
 from megagrpo.models.family import TinySizes
+from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.loading import Shard
 from megagrpo.models.tensors import TensorSpec
 
@@ -48,7 +49,7 @@ def _yarn_refusals(scaling: HfConfig) -> list[str]:
 
 
 class DeepseekV3(SigmoidMoe):
-    """Latent attention, from which `mla` of the Architecture and the names of its tensors
+    """Latent attention, from which `attention` of the Architecture and the names of its tensors
     differ."""
 
     HF_CLASS = "DeepseekV3ForCausalLM"
@@ -77,16 +78,8 @@ class DeepseekV3(SigmoidMoe):
             )
         return problems
 
-    def architecture(self, hf: HfConfig) -> Architecture:
-        """Reads a config.json that has no refusals; its head_dim says nothing here."""
-        mla = LatentAttention(
-            q_lora_rank=hf["q_lora_rank"],
-            kv_lora_rank=hf["kv_lora_rank"],
-            nope_dim=hf["qk_nope_head_dim"],
-            rope_dim=hf["qk_rope_head_dim"],
-            v_dim=hf["v_head_dim"],
-        )
-        return replace(super().architecture(hf), mla=mla, head_dim=mla.nope_dim + mla.rope_dim)
+    def attention(self, hf: HfConfig) -> LatentAttention:
+        return LatentAttention.read(hf)
 
     @staticmethod
     def load_attention(
@@ -98,8 +91,8 @@ class DeepseekV3(SigmoidMoe):
     ) -> None:
         """Loads down projections whole and up projections by heads, which lie one after the other
         on both sides."""
-        assert arch.mla is not None
-        if arch.mla.q_lora_rank is None:
+        assert isinstance(arch.attention, LatentAttention)
+        if arch.attention.q_lora_rank is None:
             attention.linear_q_proj.weight.copy_(shard.rows(hf[prefix + "q_proj.weight"]))
         else:
             attention.linear_q_down_proj.weight.copy_(hf[prefix + "q_a_proj.weight"])
@@ -113,10 +106,10 @@ class DeepseekV3(SigmoidMoe):
     @staticmethod
     def attention_tensors(arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
         """Yields projections and norms of latent attention."""
-        mla = arch.mla
+        mla = arch.attention
         hidden = arch.hidden_size
-        heads = arch.num_heads
-        assert mla is not None
+        heads = mla.heads
+        assert isinstance(mla, LatentAttention)
         queries = heads * (mla.nope_dim + mla.rope_dim)
         if mla.q_lora_rank is None:
             yield TensorSpec(prefix + "q_proj.weight", (queries, hidden), "matrix")

@@ -1,13 +1,8 @@
 """Dense families: Llama 2 and 3, Qwen2 and Qwen2.5, Qwen3."""
 
-from dataclasses import replace
-
-from megagrpo.models.architecture import (
-    Architecture,
-    HfConfig,
-    decoder_architecture,
-)
+from megagrpo.models.config_json import HfConfig
 from megagrpo.models.family import Family
+from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 
 
 class Llama(Family):
@@ -23,8 +18,8 @@ class Qwen2(Family):
     HF_CLASS = "Qwen2ForCausalLM"
     LOADS_ATTENTION_BIAS = True  # whatever the key says
 
-    def architecture(self, hf: HfConfig) -> Architecture:
-        return replace(decoder_architecture(hf), qkv_bias=True)
+    def attention(self, hf: HfConfig) -> GroupedQuery:
+        return GroupedQuery.read(hf, qkv_bias=True)
 
 
 class Qwen3(Family):
@@ -32,5 +27,5 @@ class Qwen3(Family):
 
     HF_CLASS = "Qwen3ForCausalLM"
 
-    def architecture(self, hf: HfConfig) -> Architecture:
-        return replace(decoder_architecture(hf), qk_norm=True)
+    def attention(self, hf: HfConfig) -> GroupedQuery:
+        return GroupedQuery.read(hf, qk_norm=True)

@@ -3,14 +3,10 @@ with a bias."""
 
 from dataclasses import replace
 
-from megagrpo.models.architecture import (
-    COMMON_SIZE_KEYS,
-    Architecture,
-    HfConfig,
-    decoder_architecture,
-    every_scaling_refused,
-)
+from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, every_scaling_refused
 from megagrpo.models.family import Family, TinySizes
+from megagrpo.models.kinds.experts.describe import Experts
+from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.tensors import GatedNames
 
 # of published files; SGLang reads them, transformers 5 neither reads nor writes them
@@ -44,7 +40,7 @@ class MiniMaxM2(Family):
             for key, value in _EXPECTED.items()
             if hf[key] != value
         ]
-        turning, head_dim = hf["rotary_dim"], decoder_architecture(hf).head_dim
+        turning, head_dim = hf["rotary_dim"], GroupedQuery.read(hf).head_dim
         if turning % 2 or not 0 < turning <= head_dim:
             problems.append(f"rotary_dim {turning} must be even and at most head_dim {head_dim}")
         rope = hf.get("rope_parameters") or {}
@@ -66,23 +62,23 @@ class MiniMaxM2(Family):
             )
         return problems
 
-    def architecture(self, hf: HfConfig) -> Architecture:
-        plain = decoder_architecture(hf)
-        return replace(
-            plain,
-            qk_norm=True,
-            norm_over_heads=True,
-            rotary_fraction=hf["rotary_dim"] / plain.head_dim,
-            num_experts=hf["num_local_experts"],
-            experts_per_token=hf["num_experts_per_tok"],
-            expert_ffn_size=hf["intermediate_size"],  # of one expert
-            sigmoid_router=True,
+    def attention(self, hf: HfConfig) -> GroupedQuery:
+        plain = GroupedQuery.read(hf, qk_norm=True, norm_over_heads=True)
+        fraction = hf["rotary_dim"] / plain.head_dim
+        return replace(plain, rotary=replace(plain.rotary, fraction=fraction))
+
+    def experts(self, hf: HfConfig) -> Experts:
+        return Experts(
+            count=hf["num_local_experts"],
+            per_token=hf["num_experts_per_tok"],
+            ffn_size=hf["intermediate_size"],  # of one expert
+            sigmoid=True,
             router_bias=True,
         )
 
     def exported_config(self, hf: HfConfig) -> HfConfig:
         """Adds the fraction that transformers reads in the place of rotary_dim."""
-        return {**hf, "partial_rotary_factor": self.architecture(hf).rotary_fraction}
+        return {**hf, "partial_rotary_factor": self.attention(hf).rotary.fraction}
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         return {

@@ -8,19 +8,14 @@ nor are multi-token-prediction layers (mtp.*) of any.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from megagrpo.models.architecture import (
-    COMMON_SIZE_KEYS,
-    Architecture,
-    HfConfig,
-    LinearAttention,
-    decoder_architecture,
-    every_scaling_refused,
-    rotary_fraction,
-)
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, every_scaling_refused
 from megagrpo.models.family import Family, TinySizes
+from megagrpo.models.kinds.experts.describe import Experts
+from megagrpo.models.kinds.gated_delta.describe import GatedDelta
+from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.loading import Shard
 from megagrpo.models.stored.fused_experts import FusedExperts
 from megagrpo.models.tensors import TensorSpec, layer_prefix
@@ -29,7 +24,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.attention import SelfAttention
     from torch import Tensor
 
-    from megagrpo.models.kinds.gated_delta.layer import GatedDelta
+    from megagrpo.models.kinds.gated_delta.layer import GatedDeltaNet
 
 _LINEAR_SIZES = (
     "linear_num_key_heads",
@@ -53,9 +48,10 @@ class Qwen35(Family):
     PARTIAL_ROTARY = True
     TAKES_ADAPTERS = False
     ENGINE_ATTENTION = ""
+    CENTERED_NORMS = True
     DRAFT_REFUSAL = "its multi-token-prediction layers (mtp.*) are not loaded"
     LEFT_OUT: ClassVar[tuple[str, ...]] = ("model.visual.", "mtp.")
-    GROUPED: ClassVar[bool] = False  # of LinearAttention
+    GROUPED: ClassVar[bool] = False  # of GatedDelta
 
     def __init__(self, part: str = ""):
         """part: what files of a vision-language model put before the names of the text part."""
@@ -82,42 +78,32 @@ class Qwen35(Family):
             )
         if hf["linear_num_value_heads"] % hf["linear_num_key_heads"]:
             problems.append("linear_num_key_heads must divide linear_num_value_heads")
-        turning = decoder_architecture(hf).head_dim * rotary_fraction(hf, _ROTARY_FRACTION)
+        attention = self.attention(hf)
+        turning = attention.head_dim * attention.rotary.fraction
         if turning % 2:
             problems.append(
                 f"partial_rotary_factor turns {turning:g} of a head; rotary turns pairs"
             )
         return problems
 
-    def architecture(self, hf: HfConfig) -> Architecture:
-        return replace(
-            decoder_architecture(hf),
-            qk_norm=True,
-            output_gate=True,
-            centered_norms=True,
-            rotary_fraction=rotary_fraction(hf, _ROTARY_FRACTION),
-            linear=LinearAttention(
-                key_heads=hf["linear_num_key_heads"],
-                value_heads=hf["linear_num_value_heads"],
-                key_dim=hf["linear_key_head_dim"],
-                value_dim=hf["linear_value_head_dim"],
-                kernel=hf["linear_conv_kernel_dim"],
-                layers=_are_linear(hf),
-                grouped=self.GROUPED,
-            ),
-        )
+    def attention(self, hf: HfConfig) -> GroupedQuery:
+        return GroupedQuery.read(hf, _ROTARY_FRACTION, qk_norm=True, output_gate=True)
+
+    def delta(self, hf: HfConfig) -> GatedDelta:
+        return GatedDelta.read(hf, _are_linear(hf), self.GROUPED)
 
     @staticmethod
     def load_attention(
-        attention: SelfAttention | GatedDelta,
+        attention: SelfAttention | GatedDeltaNet,
         arch: Architecture,
         hf: Mapping[str, Tensor],
         prefix: str,
         shard: Shard,
     ) -> None:
         """Loads gated attention, or the gated delta net in its place."""
-        if arch.linear is not None and arch.is_linear(attention.layer_number - 1):
-            _load_linear(attention, arch.linear, hf, prefix.replace("self_", "linear_"), shard)
+        mixer = arch.mixer(attention.layer_number - 1)
+        if isinstance(mixer, GatedDelta):
+            _load_linear(attention, mixer, hf, prefix.replace("self_", "linear_"), shard)
             return
         _load_qkv(attention.linear_qkv.weight, arch, hf, prefix, shard)
         attention.linear_proj.weight.copy_(shard.columns(hf[prefix + "o_proj.weight"]))
@@ -126,7 +112,8 @@ class Qwen35(Family):
 
     def layer_tensors(self, arch: Architecture, index: int) -> Iterator[TensorSpec]:
         prefix = layer_prefix(index)
-        linear = arch.linear if arch.is_linear(index) else None
+        mixer = arch.mixer(index)
+        linear = mixer if isinstance(mixer, GatedDelta) else None
         for spec in super().layer_tensors(arch, index):
             if linear is None or not spec.name.startswith(prefix + "self_attn."):
                 yield spec
@@ -168,11 +155,13 @@ class Qwen35Moe(FusedExperts, Qwen35):
         return super().refusals(_with_dense_width(hf))
 
     def architecture(self, hf: HfConfig) -> Architecture:
-        return replace(
-            super().architecture(_with_dense_width(hf)),
-            num_experts=hf["num_experts"],
-            experts_per_token=hf["num_experts_per_tok"],
-            expert_ffn_size=hf["moe_intermediate_size"],
+        return super().architecture(_with_dense_width(hf))
+
+    def experts(self, hf: HfConfig) -> Experts:
+        return Experts(
+            count=hf["num_experts"],
+            per_token=hf["num_experts_per_tok"],
+            ffn_size=hf["moe_intermediate_size"],
             shared_ffn_size=hf["shared_expert_intermediate_size"],
             shared_gate=True,
         )
@@ -212,7 +201,7 @@ def _are_linear(hf: HfConfig) -> tuple[bool, ...]:
     return tuple((index + 1) % _interval(hf) > 0 for index in range(hf["num_hidden_layers"]))
 
 
-def _linear_tensors(hidden: int, linear: LinearAttention, prefix: str) -> Iterator[TensorSpec]:
+def _linear_tensors(hidden: int, linear: GatedDelta, prefix: str) -> Iterator[TensorSpec]:
     heads = linear.value_heads
     values = heads * linear.value_dim
     inputs = {"qkv": linear.channels, "z": values, "b": heads, "a": heads}
@@ -228,7 +217,7 @@ def _linear_tensors(hidden: int, linear: LinearAttention, prefix: str) -> Iterat
 
 
 def _load_linear(
-    layer: GatedDelta, linear: LinearAttention, hf: Mapping[str, Tensor], prefix: str, shard: Shard
+    layer: GatedDeltaNet, linear: GatedDelta, hf: Mapping[str, Tensor], prefix: str, shard: Shard
 ) -> None:
     """Loads a gated delta net, whose rows stand key head by key head; in files mostly kind by
     kind."""
@@ -267,8 +256,8 @@ def _load_qkv(
 
     In files a head's gate follows its query. Ranks that share a key/value head cut it anywhere.
     """
-    groups, dim = arch.num_kv_heads, arch.head_dim
-    heads = arch.num_heads // groups
+    groups, dim = arch.attention.kv_heads, arch.attention.head_dim
+    heads = arch.attention.heads // groups
     query = hf[prefix + "q_proj.weight"].view(groups, heads, 2, dim, -1)
     key, value = (hf[f"{prefix}{name}_proj.weight"].view(groups, dim, -1) for name in "kv")
     first = shard.rank * len(parameter)

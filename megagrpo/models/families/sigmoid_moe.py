@@ -6,18 +6,12 @@ the published models by its best 2; it always divides the chosen scores by their
 expert a token. A model is refused if these differ.
 """
 
-from dataclasses import replace
 from typing import ClassVar
 
-from megagrpo.models.architecture import (
-    COMMON_SIZE_KEYS,
-    Architecture,
-    HfConfig,
-    decoder_architecture,
-    every_scaling_refused,
-    rotary_fraction,
-)
+from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, every_scaling_refused
 from megagrpo.models.family import Family, TinySizes
+from megagrpo.models.kinds.experts.describe import Experts
+from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 
 _GROUP_SCORE_EXPERTS = 2  # the published models' score of a group: its best experts' together
 _ROTARY_FRACTION = 0.5  # of transformers' Glm4MoeConfig, if config.json has none
@@ -67,20 +61,19 @@ class SigmoidMoe(Family):
             )
         return problems + _group_refusals(hf)
 
-    def architecture(self, hf: HfConfig) -> Architecture:
+    def experts(self, hf: HfConfig) -> Experts:
         groups = hf["n_group"] or 1
-        return replace(
-            decoder_architecture(hf),
-            num_experts=hf["n_routed_experts"],
-            experts_per_token=hf["num_experts_per_tok"],
-            expert_ffn_size=hf["moe_intermediate_size"],
+        return Experts(
+            count=hf["n_routed_experts"],
+            per_token=hf["num_experts_per_tok"],
+            ffn_size=hf["moe_intermediate_size"],
             shared_ffn_size=hf["moe_intermediate_size"] * (hf["n_shared_experts"] or 0),
             dense_layers=hf["first_k_dense_replace"],
-            sigmoid_router=True,
+            sigmoid=True,
             router_bias=True,
-            router_groups=groups,
-            router_top_groups=hf["topk_group"] if groups > 1 else 1,
-            routed_scale=float(hf["routed_scaling_factor"]),
+            groups=groups,
+            top_groups=hf["topk_group"] if groups > 1 else 1,
+            scale=float(hf["routed_scaling_factor"]),
         )
 
 
@@ -132,8 +125,9 @@ class Glm4Moe(SigmoidMoe):
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
         problems = super().own_refusals(hf)
-        head_dim = decoder_architecture(hf).head_dim
-        turning = head_dim * rotary_fraction(hf, _ROTARY_FRACTION)
+        attention = self.attention(hf)
+        head_dim = attention.head_dim
+        turning = head_dim * attention.rotary.fraction
         if turning != int(turning) or int(turning) % 2:
             problems.append(
                 f"partial_rotary_factor turns {turning:g} of head_dim "
@@ -141,15 +135,11 @@ class Glm4Moe(SigmoidMoe):
             )
         return problems
 
-    def architecture(self, hf: HfConfig) -> Architecture:
-        """Reads a config.json that has no refusals; attention_bias is of queries, keys and values
+    def attention(self, hf: HfConfig) -> GroupedQuery:
+        """Reads the attention of a config.json; attention_bias is of queries, keys and values
         only."""
-        return replace(
-            super().architecture(hf),
-            qkv_bias=bool(hf.get("attention_bias")),
-            qk_norm=bool(hf.get("use_qk_norm", False)),
-            rotary_fraction=rotary_fraction(hf, _ROTARY_FRACTION),
-        )
+        bias, norm = bool(hf.get("attention_bias")), bool(hf.get("use_qk_norm", False))
+        return GroupedQuery.read(hf, _ROTARY_FRACTION, qkv_bias=bias, qk_norm=norm)
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         own = {

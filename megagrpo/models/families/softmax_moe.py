@@ -1,10 +1,9 @@
 """Families with a softmax router over experts in every layer: Qwen3-MoE and Mixtral."""
 
-from dataclasses import replace
-
-from megagrpo.models.architecture import COMMON_SIZE_KEYS, Architecture, HfConfig, missing_keys
+from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, missing_keys
 from megagrpo.models.families.dense import Qwen3
 from megagrpo.models.family import Family, TinySizes
+from megagrpo.models.kinds.experts.describe import Experts
 from megagrpo.models.tensors import GatedNames
 
 
@@ -35,13 +34,12 @@ class Qwen3Moe(Qwen3):
             problems.append(f"{wrong}, which is not supported")
         return problems
 
-    def architecture(self, hf: HfConfig) -> Architecture:
-        return replace(
-            super().architecture(hf),
-            num_experts=_num_experts(hf),
-            experts_per_token=hf["num_experts_per_tok"],
-            expert_ffn_size=hf["moe_intermediate_size"],
-            norm_topk_prob=bool(hf.get("norm_topk_prob", True)),  # absent only in Qwen3-VL-MoE
+    def experts(self, hf: HfConfig) -> Experts:
+        return Experts(
+            count=_num_experts(hf),
+            per_token=hf["num_experts_per_tok"],
+            ffn_size=hf["moe_intermediate_size"],
+            norm_topk=bool(hf.get("norm_topk_prob", True)),  # absent only in Qwen3-VL-MoE
         )
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
@@ -81,12 +79,11 @@ class Mixtral(Family):
             "sees every earlier token"
         ]
 
-    def architecture(self, hf: HfConfig) -> Architecture:
-        return replace(
-            super().architecture(hf),
-            num_experts=hf["num_local_experts"],
-            experts_per_token=hf["num_experts_per_tok"],
-            expert_ffn_size=hf["intermediate_size"],  # of one expert
+    def experts(self, hf: HfConfig) -> Experts:
+        return Experts(
+            count=hf["num_local_experts"],
+            per_token=hf["num_experts_per_tok"],
+            ffn_size=hf["intermediate_size"],  # of one expert
         )
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:

@@ -8,12 +8,14 @@ reinforcement learning as well (arXiv 2602.15763).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megagrpo.models.architecture import Architecture, HfConfig, LightningIndexer
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.config_json import HfConfig
 from megagrpo.models.families.deepseek_v3 import DeepseekV3
 from megagrpo.models.family import TinySizes
+from megagrpo.models.kinds.indexed.describe import LightningIndexer
+from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.loading import Shard
 from megagrpo.models.tensors import TensorSpec, layer_prefix
 
@@ -51,7 +53,7 @@ class DeepseekV32(DeepseekV3):
             for key, value in _PLAIN_CHOICE.items()
             if hf.get(key) not in (None, value)
         ]
-        indexer = _indexer(hf)
+        indexer = LightningIndexer.read(hf)
         kinds = [
             "full" if indexer.source(index) == index else "shared"
             for index in range(hf["num_hidden_layers"])
@@ -77,9 +79,8 @@ class DeepseekV32(DeepseekV3):
             )
         return problems
 
-    def architecture(self, hf: HfConfig) -> Architecture:
-        """Reads a config.json that has no refusals."""
-        return replace(super().architecture(hf), indexer=_indexer(hf))
+    def attention(self, hf: HfConfig) -> LatentAttention:
+        return LatentAttention.read(hf, LightningIndexer.read(hf))
 
     @staticmethod
     def load_attention(
@@ -112,19 +113,6 @@ class DeepseekV32(DeepseekV3):
         }
 
 
-def _indexer(hf: HfConfig) -> LightningIndexer:
-    freq = hf.get("index_topk_freq") or 1
-    return LightningIndexer(
-        heads=hf["index_n_heads"],
-        head_dim=hf["index_head_dim"],
-        topk=hf["index_topk"],
-        in_pairs=bool(hf.get("indexer_rope_interleave")),
-        freq=freq,
-        # transformers' and SGLang's default; without sharing nothing depends on it
-        offset=(hf.get("index_skip_topk_offset") or 2) if freq > 1 else 1,
-    )
-
-
 def dense_config(hf: HfConfig) -> dict[str, object]:
     """Returns config.json of the same model without its indexer, as a DeepSeek-V3: the same model
     for sequences of at most index_topk tokens."""
@@ -138,11 +126,12 @@ def dense_config(hf: HfConfig) -> dict[str, object]:
 
 def _indexer_tensors(arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
     """Yields an indexer's tensors; engines compute with its norm in float32."""
-    assert arch.mla is not None and arch.mla.q_lora_rank is not None and arch.indexer is not None
+    assert isinstance(arch.attention, LatentAttention)
+    assert arch.attention.q_lora_rank is not None and arch.indexer is not None
     heads = arch.indexer.heads
     dim = arch.indexer.head_dim
     for name, shape in (
-        ("wq_b", (heads * dim, arch.mla.q_lora_rank)),
+        ("wq_b", (heads * dim, arch.attention.q_lora_rank)),
         ("wk", (dim, arch.hidden_size)),
         ("weights_proj", (heads, arch.hidden_size)),
     ):

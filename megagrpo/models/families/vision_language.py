@@ -3,19 +3,13 @@ tower before it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar, Literal
 
-from megagrpo.models.architecture import (
-    COMMON_SIZE_KEYS,
-    Architecture,
-    HfConfig,
-    every_scaling_refused,
-)
+from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, every_scaling_refused
 from megagrpo.models.families.dense import Qwen2, Qwen3
 from megagrpo.models.families.softmax_moe import Qwen3Moe
 from megagrpo.models.family import Family, TinySizes
-from megagrpo.models.kinds.vision.describe import read_vision, vision_refusals
+from megagrpo.models.kinds.vision.describe import Vision, read_vision, vision_refusals
 from megagrpo.models.stored.fused_experts import FusedExperts
 
 # of the text part and of the tower, and what follows from the size of a head
@@ -64,8 +58,8 @@ class Seeing(Family):
     def refusals(self, hf: HfConfig) -> list[str]:
         return super().refusals(hf) or vision_refusals(hf, self.KIND)
 
-    def architecture(self, hf: HfConfig) -> Architecture:
-        return replace(super().architecture(hf), vision=read_vision(hf, self.KIND))
+    def vision(self, hf: HfConfig) -> Vision:
+        return read_vision(hf, self.KIND)
 
 
 class Qwen25VL(Seeing, Qwen2):

@@ -158,8 +158,8 @@ def _want_gradient(module: Module, inputs: tuple, output: Tensor) -> Tensor:
 
 
 def _sites(chunk: Body, arch: Architecture) -> Iterator[_Site]:
-    queries = arch.num_heads // arch.num_kv_heads
-    dim = arch.head_dim
+    queries = arch.attention.heads // arch.attention.kv_heads
+    dim = arch.attention.head_dim
     for layer in chunk.decoder.layers:
         prefix = layer_prefix(layer.layer_number - 1)
         attention: SelfAttention = layer.self_attention

@@ -28,8 +28,10 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
+from megagrpo.models.architecture import Architecture
 from megagrpo.models.kinds.draft.layer import LayerModules
 from megagrpo.models.kinds.gated_delta.layer import gated_delta_spec
+from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.grouped_query.layer import CausalAttention
 from megagrpo.models.kinds.grouped_query.norm_over_heads import NormOverHeads
 from megagrpo.models.kinds.indexed.layer import sparse_attention
@@ -61,14 +63,11 @@ def block_spec(
     vp_stage: int | None,
     transformer_engine: bool,
     layer: type[TransformerLayer],
-    norm_over_heads: bool = False,
+    arch: Architecture,
 ) -> TransformerBlockSubmodules:
-    """Returns this stage's layers, of a class `layer`, of torch or of Transformer Engine.
-
-    norm_over_heads: of the Architecture.
-    """
+    """Returns this stage's layers, of a class `layer`, of torch or of Transformer Engine."""
     modules = layer_modules(config, transformer_engine, layer)
-    if norm_over_heads:
+    if isinstance(arch.attention, GroupedQuery) and arch.attention.norm_over_heads:
         modules = modules._replace(layer=_with_norms_over_heads(modules.layer, config))
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     own = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from megagrpo.models.architecture import Architecture, HfConfig
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.config_json import HfConfig
 from megagrpo.models.family import Family
 from megagrpo.models.tensors import TensorSpec, layer_prefix
 
@@ -53,8 +54,8 @@ class FusedExperts(Family):
             yield from specs
             return
         yield from (spec for spec in specs if not spec.expert)
-        hidden, width = arch.hidden_size, arch.expert_ffn_size
+        hidden, width = arch.hidden_size, arch.routed.ffn_size
         prefix = layer_prefix(index) + "mlp.experts."
         for name, matrix in (("gate_up_proj", (2 * width, hidden)), ("down_proj", (hidden, width))):
             matrix = matrix[::-1] if self.TRANSPOSED else matrix
-            yield TensorSpec(prefix + name, (arch.num_experts, *matrix), "matrix", True)
+            yield TensorSpec(prefix + name, (arch.routed.count, *matrix), "matrix", True)

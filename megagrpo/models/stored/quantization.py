@@ -4,7 +4,7 @@ read as bfloat16, or rejected.
 Engines may have their weights in FP8, too: in the blocks of DeepSeek-V3.
 """
 
-from megagrpo.models.architecture import HfConfig, text_part
+from megagrpo.models.config_json import HfConfig, text_part
 
 _KEY = "quantization_config"
 FP8_BLOCK = (128, 128)  # rows and columns with one scale, in engines

@@ -137,7 +137,7 @@ def is_recurrent(model: str) -> bool:
     """Returns whether layers of a model folder keep a state of each request, beside keys and
     values."""
     hf = exported_config(read_description(Path(model) / "config.json"))  # engines' may be in FP8
-    return not model_problems(hf) and architecture_of(hf).linear is not None
+    return not model_problems(hf) and architecture_of(hf).delta is not None
 
 
 def num_states(rollout: RolloutConfig, cuda: bool) -> int:

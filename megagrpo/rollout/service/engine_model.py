@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
-from megagrpo.models.architecture import HfConfig, text_part
+from megagrpo.models.config_json import HfConfig, text_part
 from megagrpo.models.families.sparse_attention import dense_config
 from megagrpo.models.folder import write_description
 from megagrpo.models.stored.quantization import quantization_problems

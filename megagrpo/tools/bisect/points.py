@@ -10,25 +10,23 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megagrpo.models.architecture import Architecture
+from megagrpo.models.points import At, Layout, Row, under
 from megagrpo.models.table import FAMILIES
 from megagrpo.tools.bisect.hooks import TOWER_MODULE, Tap
 
 FINAL_NORM = "final_norm"
 TOWER = "tower."  # begins the names of points in a vision tower
-Layout = Literal["whole", "heads", "qkv", "map", "shares"]
 Unit = Literal["tokens", "patches", "features"]
 # tokens of the sequences; patches and features of their distinct images
 Sizes = Mapping[Unit, Sequence[int]]
-_At = str | tuple[str, str, int]  # a module, of which it is the output, or its side and item
 
 
 @dataclass(frozen=True)
 class Point:
     """One point that both sides have.
 
-    layout: how tensor-parallel ranks hold it: replicated; sharded by heads; sharded by heads of
-    queries, keys and values; ids or weights of experts, compared as a map or as the share of each
-    expert. depth: layers before the point; the bound grows with it. unit: what its rows are of.
+    layout: how tensor-parallel ranks hold it. depth: layers before the point; the bound grows with
+    it. unit: what its rows are of.
     """
 
     name: str
@@ -43,7 +41,7 @@ class Point:
 
 
 def _point(
-    name: str, says: str, engine: _At, trainer: _At, depth: int = 0, layer: int | None = None
+    name: str, says: str, engine: At, trainer: At, depth: int = 0, layer: int | None = None
 ) -> Point:
     return Point(
         name,
@@ -56,7 +54,7 @@ def _point(
     )
 
 
-def _tap(name: str, at: _At) -> Tap:
+def _tap(name: str, at: At) -> Tap:
     return Tap(name, at, "out") if isinstance(at, str) else Tap(name, *at)
 
 
@@ -113,63 +111,15 @@ def final_norm(arch: Architecture) -> Point:
     return _point(FINAL_NORM, "final norm", "model.norm", trainer, depth, arch.num_layers - 1)
 
 
-# name, words, modules of the engine's and of the trainers' attention, layout
-_Row = tuple[str, str, _At, _At, Layout]
-
-
-def _attention(arch: Architecture, layer: int) -> list[_Row]:
-    """Returns attention's parts and its output projection, or a gated delta net in its place."""
-    if arch.is_linear(layer):
-        says = "gated delta net"
-        return [("attention_out", says, "linear_attn.out_proj", "self_attention.out_proj", "whole")]
-    inside = FAMILIES[arch.family].ENGINE_ATTENTION
-    output: _Row = (
-        "attention_out",
-        "output projection of attention",
-        "o_proj",
-        "linear_proj",
-        "whole",
-    )
-    return [
-        (name, says, _under(inside, engine), _under("self_attention", trainer), layout)
-        for name, says, engine, trainer, layout in [*_inner_attention(arch), output]
-    ]
-
-
-def _inner_attention(arch: Architecture) -> list[_Row]:
-    """Returns what goes into attention's output projection."""
-    if arch.mla is not None:
-        says = "normed latent of"
-        queries: _Row = ("q_latent", f"{says} queries", "q_a_layernorm", "q_layernorm", "whole")
-        return [
-            *([] if arch.mla.q_lora_rank is None else [queries]),
-            ("kv_latent", f"{says} keys and values", "kv_a_layernorm", "kv_layernorm", "whole"),
-        ]
-    attn = "attn"
-    core = "core_attention"
-    norms: list[_Row] = [
-        ("q_norm", "normed queries", "q_norm", "q_layernorm", "heads"),
-        ("k_norm", "normed keys", "k_norm", "k_layernorm", "heads"),
-    ]
-    qkv: _Row = ("qkv", "projection to queries, keys and values", "qkv_proj", "linear_qkv", "qkv")
-    # with gates among the queries the sides differ in their order, and an engine fuses the norms
-    before = [] if arch.output_gate else [qkv, *(norms if arch.qk_norm else [])]
-    return [
-        *before,
-        # as attention gets them
-        ("q_rotary", "queries with positions", (attn, "in", 0), (core, "in", 0), "heads"),
-        ("k_rotary", "keys with positions", (attn, "in", 1), (core, "in", 1), "heads"),
-        ("core_attention", "attention (scale, mask, softmax)", attn, core, "heads"),
-    ]
-
-
 def layer_points(arch: Architecture, layer: int) -> list[Point]:
     """Returns the points inside one layer, including the residual stream after attention and at its
     end."""
-    mlp = FAMILIES[arch.family].MLP.removesuffix(".")
-    rows: list[_Row] = [
+    family = FAMILIES[arch.family]
+    mlp = family.MLP.removesuffix(".")
+    experts = arch.experts if arch.has_experts(layer) else None
+    rows: list[Row] = [
         ("input_norm", "norm before attention", "input_layernorm", "input_layernorm", "whole"),
-        *_attention(arch, layer),
+        *arch.mixer(layer).points(family.ENGINE_ATTENTION),
         (
             "after_attention",
             "residual stream after attention",
@@ -184,7 +134,7 @@ def layer_points(arch: Architecture, layer: int) -> list[Point]:
             "pre_mlp_layernorm",
             "whole",
         ),
-        *(_routing(mlp) if arch.has_experts(layer) else []),
+        *(experts.points(mlp) if experts else []),
         ("mlp_out", "MLP or experts", mlp, "mlp", "whole"),
     ]
     depth = depth_before(arch, layer + 1)
@@ -194,8 +144,8 @@ def layer_points(arch: Architecture, layer: int) -> list[Point]:
             _point(
                 f"layers.{layer}.{name}",
                 f"{says} {'in' if layout == 'map' else 'of'} layer {layer}",
-                _under(places[0], engine),
-                _under(places[1], trainer),
+                under(places[0], engine),
+                under(places[1], trainer),
                 depth,
                 layer,
             ),
@@ -216,20 +166,3 @@ def layer_points(arch: Architecture, layer: int) -> list[Point]:
         layer,
     )
     return [*points, end]
-
-
-def _routing(mlp: str) -> list[_Row]:
-    """Returns what a router computes."""
-    topk = f"{mlp}.topk"
-    router = "mlp.router"
-    return [
-        ("router_logits", "router logits", f"{mlp}.gate", (router, "gating", 0), "whole"),
-        ("experts", "experts chosen", (topk, "out", 1), (router, "out", 1), "map"),
-        ("expert_shares", "weights of the experts, as shares,", topk, router, "shares"),
-    ]
-
-
-def _under(path: str, at: _At) -> _At:
-    if not path:
-        return at
-    return f"{path}.{at}" if isinstance(at, str) else (f"{path}.{at[0]}", *at[1:])

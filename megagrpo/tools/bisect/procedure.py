@@ -153,14 +153,14 @@ def _routed(job: _Job, prefilled: Prefilled) -> Tensor | None:
         return None
     count = len(job.lengths)
     longest = max(job.lengths)
-    ids = torch.full((count, longest, arch.num_layers, arch.experts_per_token), -1)
-    for layer in range(arch.dense_layers, arch.num_layers):
+    ids = torch.full((count, longest, arch.num_layers, arch.routed.per_token), -1)
+    for layer in range(arch.routed.dense_layers, arch.num_layers):
         calls = seen.get(f"layers.{layer}.experts", [])
         if sum(map(len, calls)) != sum(job.lengths):
             missing = f"the engine has no record of those of layer {layer} for every token"
             job.notes.append(f"experts are not replayed: {missing}")
             return None
-        flat = torch.cat(list(calls))[:, : arch.experts_per_token].long()
+        flat = torch.cat(list(calls))[:, : arch.routed.per_token].long()
         for row, part in enumerate(flat.split(job.lengths)):
             ids[row, : len(part), layer] = part
     return ids

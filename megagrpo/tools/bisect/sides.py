@@ -79,11 +79,13 @@ def _of_engine(point: Point, ranks: _Records, num_tokens: int, arch: Architectur
         case "heads":
             return torch.cat(parts, 1).float()
         case "qkv":
-            if arch.num_kv_heads % len(parts):
-                return f"{len(parts)} ranks share {arch.num_kv_heads} heads of keys and values"
+            if arch.attention.kv_heads % len(parts):
+                return (
+                    f"{len(parts)} ranks share {arch.attention.kv_heads} heads of keys and values"
+                )
             sizes = [
-                heads * arch.head_dim // len(parts)
-                for heads in (arch.num_heads, *[arch.num_kv_heads] * 2)
+                heads * arch.attention.head_dim // len(parts)
+                for heads in (arch.attention.heads, *[arch.attention.kv_heads] * 2)
             ]
             split = [part.float().split(sizes, 1) for part in parts]
             return torch.cat([torch.cat(of, 1) for of in zip(*split, strict=True)], 1)
@@ -109,11 +111,12 @@ def _of_trainer(
             return f"the trainers' ranks saw {int(seen.sum())} of {len(seen)} {point.unit}"
         parts.append(values)
     if point.layout == "qkv":
-        if arch.num_kv_heads % len(parts):
-            return f"{len(parts)} ranks share {arch.num_kv_heads} heads of keys and values"
+        heads = arch.attention
+        if heads.kv_heads % len(parts):
+            return f"{len(parts)} ranks share {heads.kv_heads} heads of keys and values"
         # Megatron keeps the queries of a group next to its key and value
         grouped = [
-            part.view(len(part), -1, arch.num_heads // arch.num_kv_heads + 2, arch.head_dim)
+            part.view(len(part), -1, heads.heads // heads.kv_heads + 2, heads.head_dim)
             for part in parts
         ]
         split = [(part[:, :, :-2], part[:, :, -2], part[:, :, -1]) for part in grouped]
@@ -126,10 +129,10 @@ def _of_trainer(
 def _spread(ids: Tensor, weights: Tensor, arch: Architecture) -> Tensor:
     """Returns weights [tokens, k] at the columns of ids [tokens, k] of [tokens, experts], 0
     elsewhere."""
-    real = (ids >= 0) & (ids < arch.num_experts)  # larger ids are shared experts, fused with these
-    columns = torch.where(real, ids, arch.num_experts).long()
-    return torch.zeros(len(ids), arch.num_experts + 1).scatter(1, columns, weights.float())[
-        :, : arch.num_experts
+    real = (ids >= 0) & (ids < arch.routed.count)  # larger ids are shared experts, fused with these
+    columns = torch.where(real, ids, arch.routed.count).long()
+    return torch.zeros(len(ids), arch.routed.count + 1).scatter(1, columns, weights.float())[
+        :, : arch.routed.count
     ]
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from megagrpo.check.problems import model_description
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig, ParallelConfig
-from megagrpo.models.architecture import Architecture, text_part
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.config_json import text_part
 from megagrpo.models.family import TinySizes
 from megagrpo.models.table import FAMILIES, architecture_of
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
@@ -49,7 +50,7 @@ def make_models(
     arch = architecture_of(real)
     shards = math.lcm(2, parallel.tp)  # the standing layouts cut by 2
     # twice the key/value heads if groups share one
-    heads = shards * (1 + (arch.num_heads != arch.num_kv_heads))
+    heads = shards * (1 + (arch.attention.heads != arch.attention.kv_heads))
     sizes = TinySizes(
         family=arch.family,
         hidden_size=16 * heads,
@@ -57,14 +58,14 @@ def make_models(
         num_heads=heads,
         # fewer than the experiment's ranks stay fewer
         num_kv_heads=shards
-        if arch.num_kv_heads >= parallel.tp
-        else math.gcd(arch.num_kv_heads, parallel.tp),
+        if arch.attention.kv_heads >= parallel.tp
+        else math.gcd(arch.attention.kv_heads, parallel.tp),
         head_dim=16,
         ffn_size=32 * shards,
         num_experts=math.lcm(8, 2 * parallel.ep),
-        experts_per_token=min(arch.experts_per_token, 4) if arch.is_moe else 1,
+        experts_per_token=min(arch.routed.per_token, 4) if arch.is_moe else 1,
         expert_ffn_size=32
-        * (math.lcm(parallel.tp, parallel.etp) if arch.shared_ffn_size else parallel.etp),
+        * (math.lcm(parallel.tp, parallel.etp) if arch.routed.shared_ffn_size else parallel.etp),
         tie_embeddings=arch.tied,
     )
     tiny = _description(real, sizes)
@@ -180,11 +181,9 @@ def _with_experts(
 
     def drawn(sample: Sample) -> Sample:
         num_read = len(group.prompt.token_ids) + len(sample.token_ids) - 1
-        scores = torch.rand(
-            num_read, arch.num_layers - arch.dense_layers, arch.num_experts, generator=generator
-        )
-        experts = scores.topk(arch.experts_per_token).indices.numpy()
-        return replace(sample, routed_experts=experts.astype(arch.expert_id_type))
+        scores = torch.rand(num_read, arch.expert_layers, arch.routed.count, generator=generator)
+        experts = scores.topk(arch.routed.per_token).indices.numpy()
+        return replace(sample, routed_experts=experts.astype(arch.routed.id_type))
 
     return replace(group, samples=tuple(map(drawn, group.samples)))
 

@@ -15,15 +15,15 @@ from megagrpo.check.libraries import resolve_all
 from megagrpo.check.problems import described_architecture, longest_samples, model_description
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.models.architecture import Architecture
-from megagrpo.models.kinds.vision.describe import tower_tensors
+from megagrpo.models.costs import ITEM
+from megagrpo.models.kinds.vision.cost import engine_weights
 from megagrpo.models.stored.quantization import FP8_BLOCK
 from megagrpo.monitor.rollouts import read_rollouts
 from megagrpo.rollout.admission import tokens_in_cache
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.tools.plan.layer_costs import ITEM, ModelWork, model_work
 from megagrpo.tools.plan.trainer_memory import RankMemory, TrainerSide
+from megagrpo.tools.plan.work import ModelWork, model_work
 
 FP8_ITEM = 1 + 4 / math.prod(FP8_BLOCK)  # bytes of an element: a block has one float32 scale
 _POINTS = 4096  # of a distribution that is given by numbers
@@ -146,16 +146,14 @@ def weight_elements(work: ModelWork, server: Server) -> float:
     layers = work.layers
     tp = server.tp
     attention_tp = server.attention_tp
-    repeated = 0
-    if arch.mla is None and arch.num_kv_heads < attention_tp:
-        repeated = 2 * arch.hidden_size * arch.head_dim * (attention_tp - arch.num_kv_heads)
+    repeated = arch.attention.repeated_weights(arch.hidden_size, attention_tp)
     cut = work.dense - work.whole * layers
     attention = work.attention * layers  # perhaps divided over fewer ranks than the rest
     apart = attention / attention_tp + max(cut - attention, 0.0) / tp
     divided = cut / tp if attention_tp == tp else apart
     divided += work.shared * (1 / server.shared_tp - 1 / tp)
-    if arch.is_moe:  # the first layers' MLPs
-        mlp = 3 * arch.dense_layers * arch.hidden_size * arch.ffn_size
+    if arch.experts is not None:  # the first layers' MLPs
+        mlp = 3 * arch.experts.dense_layers * arch.hidden_size * arch.ffn_size
         divided += mlp * (1 / server.dense_tp - 1 / tp)
     expert = work.expert / tp  # over ep ranks whole, and cut over the tp / ep others
     return (
@@ -178,11 +176,8 @@ def absorbed_bytes(work: ModelWork, server: Server) -> float:
     """Returns the bytes of the copies that an engine with latent attention makes of the second half
     of keys' and values' projection, w_kc and w_vc, never in FP8 (SGLang's
     models/deepseek_common/deepseek_weight_loader.py)."""
-    mla = work.arch.mla
-    if mla is None:
-        return 0.0
-    heads = work.arch.num_heads / server.attention_tp
-    return work.layers * heads * mla.kv_lora_rank * (mla.nope_dim + mla.v_dim) * server.width
+    weights = work.arch.attention.absorbed_weights / server.attention_tp
+    return work.layers * weights * server.width
 
 
 def expert_bytes(work: ModelWork, server: Server) -> float:
@@ -203,30 +198,6 @@ def weight_bytes(work: ModelWork, server: Server, width: int = ITEM) -> float:
     return plain * width + (elements - plain) * FP8_ITEM
 
 
-def tower_elements(arch: Architecture, tp: int) -> float:
-    """Counts the weights of a vision tower that one rank of an engine holds.
-
-    Matrices of blocks and mergers, and biases of their outputs, are divided; embeddings of patches
-    and biases behind a sum over ranks are whole.
-    """
-    if arch.vision is None:
-        return 0
-    whole = divided = 0
-    for spec in tower_tensors(arch.vision):
-        *_, module, kind = spec.name.split(".")
-        summed = module in ("proj", "down_proj", "linear_fc2", "2")
-        if (
-            spec.kind == "norm"
-            or "norm" in spec.name
-            or "patch_embed" in spec.name
-            or (summed and kind == "bias")
-        ):
-            whole += spec.size
-        else:
-            divided += spec.size
-    return whole + divided / tp
-
-
 def engine_side(
     work: ModelWork, server: Server, lengths: Lengths, longest: int, hardware: Hardware
 ) -> EngineSide:
@@ -236,7 +207,7 @@ def engine_side(
     longest: tokens of the longest sample, prompt included.
     """
     free = hardware.memory_bytes - CONTEXT_BYTES
-    tower = tower_elements(work.arch, server.tp) * server.width
+    tower = engine_weights(work.arch.vision, server.tp) * server.width
     weights = weight_bytes(work, server, server.width) + tower
     absorbed = absorbed_bytes(work, server)
     resident = weights + absorbed

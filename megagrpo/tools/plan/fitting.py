@@ -27,8 +27,8 @@ from megagrpo.tools.plan.engine_memory import (
     gpu_phases,
     memory_problems,
 )
-from megagrpo.tools.plan.layer_costs import ModelWork, model_work
 from megagrpo.tools.plan.trainer_memory import Load, RankMemory, TrainerSide, links, trainer_side
+from megagrpo.tools.plan.work import ModelWork, model_work
 
 _LARGE = 1e9  # parameters, from which float32 on any device is no choice but a default
 _SHIPPED_MODELS = Path(megagrpo.__file__).parents[1] / "configs" / "models"

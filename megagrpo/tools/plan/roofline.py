@@ -17,6 +17,7 @@ from megagrpo.check.hardware import HOST_GB_S, HOST_MEMORY_GB_S, Hardware, hardw
 from megagrpo.check.problems import described_architecture
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture
+from megagrpo.models.costs import ITEM
 from megagrpo.tools.plan.engine_memory import (
     EngineSide,
     Lengths,
@@ -27,14 +28,13 @@ from megagrpo.tools.plan.engine_memory import (
     weight_bytes,
 )
 from megagrpo.tools.plan.fitting import step_memory
-from megagrpo.tools.plan.layer_costs import (
+from megagrpo.tools.plan.trainer_memory import RankMemory, StageCost, TrainerSide
+from megagrpo.tools.plan.work import (
     HOST_ADAM_BYTES,
-    ITEM,
     ModelWork,
     model_work,
     optimizer_bytes,
 )
-from megagrpo.tools.plan.trainer_memory import RankMemory, StageCost, TrainerSide
 
 # read and written for each float32 weight of a shard: gradient, two moments, the weight
 _OPTIMIZER_BYTES = 40.0
@@ -190,8 +190,9 @@ def rollout_seconds(
     parts = {name: float(steps @ seconds) for name, seconds in decode.items()}
     parts["communication"] += samples * lengths.prompt * _all_reduce_seconds(target, server)
     work = target.work
-    pairs = float(_chosen_pairs(target, np.array(lengths.prompt))) * work.attention_flops
-    pairs += lengths.prompt**2 / 2 * work.index_flops * server.tp
+    attention = target.arch.attention
+    pairs = float(_chosen_pairs(target, np.array(lengths.prompt))) * attention.pair_flops
+    pairs += lengths.prompt**2 / 2 * attention.index_flops * server.tp
     flops = (lengths.prompt * work.token_flops + pairs * target.arch.attention_layers) / server.tp
     prefill = flops / target.peak(server.width)
     return {**parts, "prefill": samples * prefill}
@@ -217,8 +218,9 @@ def decode_seconds(
     states = 2 * samples * work.state_bytes(server.attention_tp, server.width)
     latents = work.cache_bytes(server.attention_tp, server.cache_width) - work.index_bytes
     cache = (chosen * latents + context * work.index_bytes + states) / target.memory
-    attention = chosen * work.decode_attention_flops / server.attention_tp
-    scores = (attention + context * work.index_flops) * target.arch.attention_layers
+    attention = target.arch.attention
+    read = chosen * attention.decode_pair_flops / server.attention_tp
+    scores = (read + context * attention.index_flops) * target.arch.attention_layers
     flops = running * work.token_flops / server.tp + scores
     products = flops / target.peak(server.width)
     return {

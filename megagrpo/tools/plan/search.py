@@ -132,7 +132,7 @@ def _best_trainers(config: ExperimentConfig, target: Target, nodes: int) -> list
 def _trainer_layouts(actor: ActorConfig, target: Target, world: int) -> Iterator[ActorConfig]:
     arch = target.arch
     tps = [tp for tp in _POWERS if tp <= target.gpus_per_node]
-    eps = [ep for ep in _POWERS if arch.num_experts % ep == 0] if arch.is_moe else [1]
+    eps = [ep for ep in _POWERS if arch.routed.count % ep == 0] if arch.is_moe else [1]
     # without Transformer Engine, context-parallel attention on a GPU builds whole masks
     cps = (1, 2, 4, 8) if actor.expects_transformer_engine else (1,)
     for tp, pp, cp, ep in product(tps, _DEPTHS, cps, eps):
@@ -183,7 +183,7 @@ def _engine_layouts(rollout: RolloutConfig, target: Target, nodes: int) -> Itera
             continue
         engines = {
             "tp": tp,
-            "ep": math.gcd(tp, arch.num_experts) if arch.is_moe else 1,
+            "ep": math.gcd(tp, arch.routed.count) if arch.is_moe else 1,
             "nodes_per_engine": across,
             "num_engines": total // tp,
             "min_healthy_engines": max(1, min(rollout.min_healthy_engines, total // tp)),

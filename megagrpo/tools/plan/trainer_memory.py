@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture
+from megagrpo.models.costs import LayerCost, layer_cost
 from megagrpo.models.table import tensor_groups
 from megagrpo.models.tensors import TensorSpec
 from megagrpo.tools.plan.checkpoint_cost import checkpoint_cost, stage_of_layer, stages_of
-from megagrpo.tools.plan.layer_costs import LayerCost, layer_cost, optimizer_bytes
+from megagrpo.tools.plan.work import optimizer_bytes
 
 PHASES = ("load", "rollout", "logprobs", "reference", "update", "publish", "checkpoint", "resume")
 _TILE_COLUMNS = 8192  # of algo/logprob.py, which loads torch

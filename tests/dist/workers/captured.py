@@ -74,7 +74,7 @@ def planted(arch) -> Tensor | None:
         return None
     shape = (len(LENGTHS), max(LENGTHS), arch.num_layers)
     first = sum(torch.meshgrid(*map(torch.arange, shape), indexing="ij"))
-    ids = (first[..., None] + torch.arange(arch.experts_per_token)) % arch.num_experts
+    ids = (first[..., None] + torch.arange(arch.experts.per_token)) % arch.experts.count
     for row, length in enumerate(LENGTHS):
         ids[row, length - 1 :] = -1
     return ids

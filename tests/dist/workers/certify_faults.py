@@ -20,11 +20,12 @@ from megagrpo.actor.routing.tokens import own_places
 from megagrpo.algo.loss import count_streams, objective
 from megagrpo.batching import microbatch
 from megagrpo.batching.microbatch import plan_micro_batches, targets
+from megagrpo.models import build as model
 from megagrpo.models.build import build_chunk
 from megagrpo.models.families.deepseek_v3 import DeepseekV3
 from megagrpo.models.families.minimax_m2 import MiniMaxM2
 from megagrpo.models.family import Family
-from megagrpo.models.kinds.gated_delta.layer import GatedDelta
+from megagrpo.models.kinds.gated_delta.layer import GatedDeltaNet
 from megagrpo.models.kinds.grouped_query.norm_over_heads import NormOverHeads
 from megagrpo.models.layers import specs as layer_specs
 from megagrpo.models.loading import Shard
@@ -166,18 +167,18 @@ def _latent_projections_cut_over_tp() -> Iterator[None]:
 
 def _state_kept_over_borders() -> AbstractContextManager[None]:
     """State and convolution of a gated delta net go on from one packed sequence to the next."""
-    mix = GatedDelta._mix
-    return patch.multiple(GatedDelta, _mix=lambda layer, mixed, borders: mix(layer, mixed, None))
+    mix = GatedDeltaNet._mix
+    return patch.multiple(GatedDeltaNet, _mix=lambda layer, mixed, borders: mix(layer, mixed, None))
 
 
 def _inner_norm_centered() -> AbstractContextManager[None]:
     """The norm inside gated delta nets multiplies by 1 + weight, as the model's others do."""
-    norm = GatedDelta._gated_norm
+    norm = GatedDeltaNet._gated_norm
 
     def centered(layer, out, gate):
         return norm(layer, out, gate) * (1.0 + layer.norm) / layer.norm
 
-    return patch.multiple(GatedDelta, _gated_norm=centered)
+    return patch.multiple(GatedDeltaNet, _gated_norm=centered)
 
 
 def _norms_not_centered() -> AbstractContextManager[None]:

@@ -59,7 +59,7 @@ def measure(actor: MegatronActor, job: dict) -> dict:
     waits = Counter()
     for place, count in found.items():
         waits[function_at(place)] += count
-    layers = [actor.arch.num_layers, actor.arch.num_layers - actor.arch.dense_layers]
+    layers = [actor.arch.num_layers, actor.arch.num_layers - actor.arch.experts.dense_layers]
     return {"micro_batches": sum(micro_batches), "layers": layers, "waits": waits, "lines": found}
 
 

@@ -66,7 +66,7 @@ def losses_by_hand(actor: MegatronActor, balance: float, z: float) -> dict[str, 
             logits.setdefault(layer, []).append(gating(x)) or (logits[layer][-1])
         )
     actor.zero_grad()
-    experts, chosen = actor.arch.num_experts, actor.arch.experts_per_token
+    experts, chosen = actor.arch.experts.count, actor.arch.experts.per_token
     for row, length in enumerate(batch.lengths.tolist()):
         logits.clear()
         tokens = batch.tokens.long().split(batch.lengths.tolist())[row][None]
@@ -75,7 +75,7 @@ def losses_by_hand(actor: MegatronActor, balance: float, z: float) -> dict[str, 
         loss = hidden.sum() * 0.0
         for [of_sequence] in logits.values():
             of_sequence = of_sequence.flatten(0, 1)
-            scores = of_sequence.sigmoid() if actor.arch.sigmoid_router else of_sequence.softmax(1)
+            scores = of_sequence.sigmoid() if actor.arch.experts.sigmoid else of_sequence.softmax(1)
             took = torch.zeros_like(scores).scatter(1, scores.topk(chosen).indices, 1.0)
             f = experts / (chosen * length) * took.sum(0)
             mean_score = (scores / scores.sum(1, keepdim=True)).mean(0)

@@ -26,11 +26,11 @@ def planted_experts(actor: MegatronActor) -> Tensor:
     scores = torch.rand(
         NUM_SAMPLES,
         WIDTH,
-        arch.num_layers - arch.dense_layers,
-        arch.num_experts,
+        arch.num_layers - arch.experts.dense_layers,
+        arch.experts.count,
         generator=generator,
     )
-    return scores.topk(arch.experts_per_token).indices.to(torch.uint8)
+    return scores.topk(arch.experts.per_token).indices.to(torch.uint8)
 
 
 def with_planted(actor: MegatronActor, batch: Batch) -> Batch:
@@ -109,18 +109,18 @@ def by_hand(actor: MegatronActor, batch: Batch) -> dict:
         by_length = {len(probs): (probs, used, values) for probs, used, values in forwards}
         for sample, length in enumerate(LENGTHS):
             probs, used, values = by_length[length]
-            given = planted[sample, : length - 1, layer - arch.dense_layers].long()
+            given = planted[sample, : length - 1, layer - arch.experts.dense_layers].long()
             expected = torch.zeros_like(used[:-1]).scatter(1, given, True)
             wrong += int((used[:-1] != expected).any(1).sum()) + int(
-                used[-1].sum() != arch.experts_per_token
+                used[-1].sum() != arch.experts.per_token
             )
             scores = values[:-1].double()
-            if arch.sigmoid_router:
+            if arch.experts.sigmoid:
                 weights = scores.sigmoid().gather(1, given)
-                weights = weights / weights.sum(1, keepdim=True) * arch.routed_scale
+                weights = weights / weights.sum(1, keepdim=True) * arch.experts.scale
             else:
                 weights = scores.gather(1, given).softmax(1)
-                own = scores.topk(arch.experts_per_token).indices
+                own = scores.topk(arch.experts.per_token).indices
                 differing += int((own.sort(1).values != given.sort(1).values).any(1).sum())
             compared += length - 1
             worst = max(worst, float((probs[:-1].gather(1, given) - weights).abs().max()))

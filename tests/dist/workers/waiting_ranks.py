@@ -148,7 +148,7 @@ def measure(actor: MegatronActor, job: dict) -> dict:
         step.update(actor, batch, RICH, 1.0, 32)
     waited = {f"{what} {place}": count for (what, place), count in waits.counts.items()}
     found = {name: count for name, count in waited.items() if not name.endswith(ON_HOST)}
-    layers = [actor.arch.num_layers, actor.arch.num_layers - actor.arch.dense_layers]
+    layers = [actor.arch.num_layers, actor.arch.num_layers - actor.arch.experts.dense_layers]
     return {"micro_batches": waits.micro_batches, "layers": layers, "waits": found}
 
 

@@ -30,7 +30,7 @@ from megagrpo.models.kinds.grouped_query.layer import PackedSequences, zigzag_po
 _CHUNK = 32  # tokens that torch computes at once; more are wasted on short sequences
 
 
-class GatedDelta(MegatronModule):
+class GatedDeltaNet(MegatronModule):
     """Takes the place of Megatron's SelfAttention.
 
     Rows of `in_proj` and `conv1d` stand key head by key head: [query, key, values, and of in_proj
@@ -167,7 +167,7 @@ class GatedDelta(MegatronModule):
 
 def gated_delta_spec(in_proj: type, out_proj: type) -> ModuleSpec:
     """Returns the specification of a gated delta net with these linear layers."""
-    return ModuleSpec(module=GatedDelta, params={"in_proj": in_proj, "out_proj": out_proj})
+    return ModuleSpec(module=GatedDeltaNet, params={"in_proj": in_proj, "out_proj": out_proj})
 
 
 def _places(count: int, packed: PackedSequences | None) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from megagrpo.models.architecture import HfConfig
+from megagrpo.models.config_json import HfConfig
 from megagrpo.models.tensors import TensorSpec
 
 # what of a tower is trained: nothing, its mergers, or everything

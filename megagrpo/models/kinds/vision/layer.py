@@ -136,8 +136,8 @@ class Sight:
         device = micro.tokens.device
         angles = section_angles(
             micro.rope_positions,
-            arch.head_dim,
-            arch.rope_theta,
+            arch.attention.head_dim,
+            arch.attention.rotary.theta,
             vision.mrope_section,
             vision.mrope_interleaved,
         )

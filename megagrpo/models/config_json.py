@@ -1,0 +1,107 @@
+"""Reads the parts of config.json common to all families; rejects values that would be silently
+wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+HfConfig = Mapping[str, Any]  # a parsed config.json, or an object in it
+
+# the constants of Megatron's own llama3 scaling; only the factor is free
+_LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_REQUIRED_KEYS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
+# keys beside text_config that count when it has them, too
+_OF_THE_WHOLE = ("model_type", "tie_word_embeddings")
+# Keys of config.json that say how large a model is, not how it computes; a smaller model of the
+# kind changes them alone.
+COMMON_SIZE_KEYS = frozenset(_REQUIRED_KEYS) - {"rms_norm_eps"} | {
+    "num_key_value_heads",
+    "head_dim",
+    "dtype",
+    "torch_dtype",
+    "layer_types",
+    "max_window_layers",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+}
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Holds how queries and keys turn with their positions (RoFormer, Su et al. 2021)."""
+
+    theta: float
+    scaling: HfConfig | None = field(default=None, hash=False)
+    fraction: float = 1.0  # of a head's dimensions that turn, the first ones
+
+    @classmethod
+    def read(cls, hf: HfConfig, fraction: float = 1.0) -> Rotary:
+        """Reads a config.json; `fraction` if it has none."""
+        rope = hf.get("rope_parameters") or {}  # transformers 5's place for theta and scaling
+        theta = float(hf.get("rope_theta") or rope.get("rope_theta") or 10000.0)
+        return cls(theta, rope_scaling(hf), rotary_fraction(hf, fraction))
+
+
+def missing_keys(hf: HfConfig, keys: tuple[str, ...] = ()) -> list[str]:
+    """Returns a problem for each key that config.json must have, the common ones and `keys`, and
+    has not."""
+    return [f"config.json lacks {key}" for key in (*_REQUIRED_KEYS, *keys) if key not in hf]
+
+
+def llama3_refusals(scaling: HfConfig) -> list[str]:
+    """Returns a problem unless a rotary scaling is Llama 3's, with any factor."""
+    if {key: scaling.get(key) for key in _LLAMA3_SCALING} == _LLAMA3_SCALING:
+        return []
+    return [
+        f"rope scaling {scaling} is not supported; supported: none, or "
+        f"{_LLAMA3_SCALING} with any factor"
+    ]
+
+
+def every_scaling_refused(scaling: HfConfig) -> list[str]:
+    """Returns a problem with any rotary scaling: the family is computed without."""
+    return [f"rope scaling {scaling} is not supported by this family; supported: none"]
+
+
+def rotary_fraction(hf: HfConfig, default: float = 1.0) -> float:
+    """Returns the fraction of a head with rotary embedding; `default` if config.json has none."""
+    rope = hf.get("rope_parameters") or {}
+    return float(hf.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or default)
+
+
+def rope_scaling(hf: HfConfig) -> HfConfig | None:
+    """Returns the scaling of rotary embedding, None if there is none.
+
+    Sections of M-RoPE are none: they change nothing where the positions in time, height and width
+    are equal.
+    """
+    given = hf.get("rope_scaling")
+    scaling = given or hf.get("rope_parameters") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    is_plain = kind == "default" and not given
+    is_sections = kind in ("default", "mrope") and "mrope_section" in scaling
+    return None if is_plain or is_sections else scaling
+
+
+def text_part(hf: HfConfig) -> dict[str, Any]:
+    """Returns the keys of a config.json as a text-only model has them, wherever they stand."""
+    whole = {key: hf[key] for key in _OF_THE_WHOLE if key in hf}
+    text = {**hf, **(hf.get("text_config") or {}), **whole}
+    text.pop("text_config", None)
+    return text

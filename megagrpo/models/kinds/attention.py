@@ -1,0 +1,53 @@
+"""What every kind of attention answers, and the answers of one whose queries see every key."""
+
+from __future__ import annotations
+
+import math
+
+from megagrpo.models.points import Row, under
+
+
+class Attention:
+    """Mixes the tokens of a sequence at a cost that grows with the square of its length.
+
+    Costs are of one layer; FLOPs are two a multiply-add.
+    """
+
+    heads: int
+
+    @property
+    def most_keys(self) -> float:
+        """Returns how many keys a query sees at most."""
+        return math.inf
+
+    @property
+    def index_flops(self) -> float:
+        """Returns the FLOPs of an indexer for a query and a key; each rank computes all of them."""
+        return 0.0
+
+    @property
+    def absorbed_weights(self) -> int:
+        """Counts the weights that an engine copies, which ranks divide as they divide heads."""
+        return 0
+
+    def index_bytes(self, num_layers: int) -> int:
+        """Returns the bytes of one token in one rank's cache, of all layers, that an indexer
+        reads."""
+        return 0
+
+    def repeated_weights(self, hidden_size: int, ranks: int) -> int:
+        """Counts the weights of key/value heads that an engine's ranks hold several times."""
+        return 0
+
+    def points(self, module: str) -> list[Row]:
+        """Returns what bisect compares inside a layer. module: the engine's of attention."""
+        says = "output projection of attention"
+        output: Row = ("attention_out", says, "o_proj", "linear_proj", "whole")
+        return [
+            (name, says, under(module, engine), under("self_attention", trainer), layout)
+            for name, says, engine, trainer, layout in [*self.inner_points(), output]
+        ]
+
+    def inner_points(self) -> list[Row]:
+        """Returns what goes into attention's output projection."""
+        raise NotImplementedError

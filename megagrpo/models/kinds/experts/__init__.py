@@ -1,0 +1,1 @@
+"""Experts, of which a router chooses some for each token."""
