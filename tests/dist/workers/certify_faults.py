@@ -10,7 +10,6 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import torch
-from megagrpo.actor.megatron import model
 from torch import Tensor
 
 from megagrpo.actor import schedule, step
