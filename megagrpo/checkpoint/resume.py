@@ -1,8 +1,6 @@
 """The start of a run: its actor, the model's weights, and the checkpoint it continues from."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from megagrpo.actor.megatron_actor import MegatronActor
@@ -15,6 +13,7 @@ from megagrpo.checkpoint.folder import (
     put_in_place,
 )
 from megagrpo.checkpoint.groups import deal_surplus
+from megagrpo.checkpoint.identity import adapter_numbers, architecture_numbers
 from megagrpo.checkpoint.save import RunIdentity
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
@@ -29,15 +28,15 @@ def run_identity(config: ExperimentConfig, actor: MegatronActor, rows: Rows = ()
     """Collective. Returns the properties that a checkpoint must share with the run that loads
     it."""
     model: dict = {
-        "model": json.loads(json.dumps(asdict(actor.arch))),
+        "model": architecture_numbers(actor.arch),
         "dtype": config.actor.dtype,
         "distributed_optimizer": config.actor.optimizer.distributed,
-    }  # as it is read
+    }
     if actor.arch.vision is not None:
         # what is frozen has no optimizer state
         model["trained_vision"] = config.actor.trained_vision
     if config.actor.lora is not None:  # the checkpoint holds only adapters
-        model["lora"] = config.actor.lora.model_dump()
+        model["lora"] = adapter_numbers(config.actor.lora)
         model["base"] = actor.mesh.from_main(
             HfFolder(config.model.path).fingerprint, "read the model's weights"
         )

@@ -43,6 +43,7 @@ from megagrpo.checkpoint.folder import (
     restore_replaced,
 )
 from megagrpo.checkpoint.groups import read_groups, write_groups
+from megagrpo.checkpoint.identity import differences
 from megagrpo.config.fields import complaints
 from megagrpo.config.schema import CheckpointConfig
 from megagrpo.mesh import LeaderError, Mesh
@@ -360,13 +361,8 @@ def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
             f"checkpoint {folder} has {', '.join(lost)} of a setting that is gone: continue it with "
             f"megagrpo {description['version']}, or take a checkpoint without"
         )
-    different = {key: value for key, value in identity.model.items() if model.get(key) != value}
-    if different:
-        texts = "; ".join(
-            f"{key}: checkpoint {model.get(key)!r}, this run {value!r}"
-            for key, value in different.items()
-        )
-        raise ValueError(f"checkpoint {folder} is of another model: {texts}")
+    if different := differences(model, identity.model):
+        raise ValueError(f"checkpoint {folder} is of another model: {'; '.join(different)}")
     problem = layout_problem(folder, identity.layout) or data_problem(folder, identity.rows)
     if problem:
         raise ValueError(problem)
