@@ -96,7 +96,7 @@ def _rounded_head() -> AbstractContextManager:
 
 def _wrong_section() -> AbstractContextManager:
     """Rotary embedding with one frequency more that turns with time, and one less with height."""
-    from megagrpo.actor.megatron import vision
+    from megagrpo.models.kinds.vision import layer as vision
 
     right = vision.section_angles
 
