@@ -296,9 +296,9 @@ FAULTS = (
     ),
     Fault(
         "as many samples as the other evaluation",
-        "run.py",
-        "config.num_as_trained if as_trained else config.num_samples",
-        "config.num_samples if as_trained else config.num_as_trained",
+        "rollout/batches.py",
+        "options.num_as_trained if as_trained else options.num_samples",
+        "options.num_samples if as_trained else options.num_as_trained",
         (
             "unit/test_dispatch.py::test_each_evaluation_has_its_own_number_of_samples_and_temperature",
         ),
@@ -309,6 +309,29 @@ FAULTS = (
         'place.glob(f"{name}*")',
         'run.path.glob("*")',
         ("unit/test_checkpoint_places.py::test_the_newest_checkpoint_is_missed",),
+    ),
+    Fault(
+        "restored groups of other leaders are saved twice",
+        "rollout/batches.py",
+        "self.restored.pop(group_id, None)",
+        "self.restored.get(group_id)",
+        (
+            "unit/test_batches.py::test_what_an_earlier_start_finished_goes_to_the_leader_whose_share_it_is",
+        ),
+    ),
+    Fault(
+        "the time of a step begins again with each publish",
+        "rollout/source.py",
+        "batch.deadline or next_look",
+        "next_look",
+        ("unit/test_rollout_client.py::test_the_time_of_a_step_goes_on_while_engines_get_weights",),
+    ),
+    Fault(
+        "batches that a step has consumed stay in flight",
+        "rollout/batches.py",
+        "if not batch.consumed",
+        "if batch.work is None or not batch.consumed",
+        ("unit/test_batches.py::test_batches_ahead_are_planned_once_and_not_beyond_the_last_step",),
     ),
     Fault(
         "an error leaves the loop before the finished steps are saved",

@@ -452,13 +452,13 @@ def lead(case: dict, folder: str, url: str) -> None:
     from megagrpo.monitor.rollouts import RolloutLog
     from megagrpo.rewards.pool import RewardPool
     from megagrpo.rollout.agents.make import make_answering
+    from megagrpo.rollout.batches import Batches, BatchPlan, SamplingJob
     from megagrpo.rollout.control import ServiceControl
-    from megagrpo.rollout.metrics import grader_metrics, rollout_metrics, source_metrics
+    from megagrpo.rollout.metrics import group_metrics
     from megagrpo.rollout.sampler import Sampler
-    from megagrpo.rollout.selection import GroupChoice
     from megagrpo.rollout.source import RolloutSource
     from megagrpo.system.processes import raise_file_limit
-    from megagrpo.types import AlgoState, Prompt, TrainState
+    from megagrpo.types import AlgoState, Prompt, RolloutGroup, TrainState
 
     raise_file_limit()
     torch.set_num_threads(1)
@@ -484,11 +484,18 @@ def lead(case: dict, folder: str, url: str) -> None:
         stack.callback(answering.close)
         sampler = Sampler(config, 1, control, pool, decode, answering)
         sampler.arch = model.arch if of.experts else None
-        source = RolloutSource(config, mesh, control, sampler, lambda version, ids: None)
+        taken = PromptSet(tuple(prompts[: of.prompts]), 0, False)
+        source = RolloutSource(control, sampler, Batches(config, mesh, taken))
+
+        def finished(plan: BatchPlan) -> list[RolloutGroup]:
+            batch = source.begin(plan)
+            assert not source.wait([batch], 0)
+            return source.take(batch)
+
         stack.callback(source.close)
         record = stack.enter_context(closing(RolloutLog(config.run_folder, 0, decode)))
         # imports, and starts processes
-        warm = source.next(0, prompts[:1], 0, of.prompts)
+        warm = finished(BatchPlan(SamplingJob.training(config, 0, 0), prompts[:1], of.prompts))
         updates = (((0,),),)
         build_batch(warm, updates, mesh, model.arch)
         record.write(1, warm)
@@ -512,10 +519,12 @@ def lead(case: dict, folder: str, url: str) -> None:
         of_loops = list(map(cpu_of, with_loops))
         began, started = time.time(), time.perf_counter()
         metrics, state = Metrics(), TrainState()
-        taken = PromptSet(tuple(prompts[: of.prompts]), 0, False)
         with phase("sampling"), holds.watched():
-            step = GroupChoice(source, taken, config, mesh).next_groups(state, metrics)
-            source.drop_consumed()
+            step = source.begin_step(state)
+            while plan := step.wanted():
+                step.add(finished(plan))
+            source.end_step(step, metrics)
+            step.finish()
         wall_s = time.perf_counter() - started
         of_loops = [
             cpu_of(thread) - spent for thread, spent in zip(with_loops, of_loops, strict=True)
@@ -531,9 +540,7 @@ def lead(case: dict, folder: str, url: str) -> None:
             updates = plan_updates(config.train, config.seed, 0)
             batch = build_batch(groups, updates, mesh, model.arch)
         with phase("statistics"):
-            grader_metrics(metrics, groups, config.reward)
-            source_metrics(metrics, groups, taken.sources)
-            rollout_metrics(metrics, groups, mesh, config.train)
+            group_metrics(metrics, groups, config, taken.sources, mesh)
             played = batch.rollout_logprobs
             batch = replace(batch, old_logprobs=played, ref_logprobs=played)
             most = config.sampling.max_response_tokens

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
@@ -24,35 +23,18 @@ from megagrpo.checkpoint.resume import (
 from megagrpo.checkpoint.save import Checkpointer, SaveSchedule
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.data.curriculum import Curriculum
-from megagrpo.data.images import ImageStore
-from megagrpo.data.prompts import (
-    PromptSet,
-    describe_dropped,
-    load_prompts,
-    load_tokenizer,
-    refuse_long_demonstration,
-    refuse_unknown_teacher,
-)
-from megagrpo.data.texts import decoder
+from megagrpo.data.prompts import describe_dropped
 from megagrpo.mesh import LeaderError, Mesh, RunStopped
-from megagrpo.models.folder import Model
 from megagrpo.monitor.alarms import MismatchAlarm
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.dump import write_dump
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.monitor.rollouts import Decode
 from megagrpo.monitor.run_record import RunRecord
 from megagrpo.monitor.watchdog import Watchdog
-from megagrpo.rewards.pool import RewardPool
-from megagrpo.rollout.agents.answering import Answering
-from megagrpo.rollout.agents.make import make_answering
+from megagrpo.rollout.batches import BatchPlan, SampledBatch, StepBatches
 from megagrpo.rollout.control import ServiceControl, find_service, service_progress
-from megagrpo.rollout.generation import SamplingParams
-from megagrpo.rollout.metrics import grader_metrics, rollout_metrics, source_metrics
-from megagrpo.rollout.sampler import Sampler
-from megagrpo.rollout.selection import GroupChoice, StepGroups
-from megagrpo.rollout.source import RolloutSource, UpdateEngines
+from megagrpo.rollout.metrics import group_metrics
+from megagrpo.rollout.source import Inputs, RolloutSource, start_source
 from megagrpo.system import environment
 from megagrpo.system.progress import Progress
 from megagrpo.system.stop_request import STOP_FILE, StopRequest
@@ -60,133 +42,11 @@ from megagrpo.types import AlgoState, Batch, RolloutGroup, TrainState, Updates
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.exchange import Exchange
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
 _PHASES = {
     "publish": "publishes weights to the engines",
     "evaluate": "evaluates",
     "rollout": "samples",
 }  # as progress
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The inputs that a run reads before it needs any other process."""
-
-    model: Model
-    tokenizer: "PreTrainedTokenizerBase"
-    decode: Decode
-    prompts: PromptSet
-    eval_prompts: PromptSet | None
-    answering: Answering
-    images: ImageStore | None  # of a vision-language model
-    curriculum: Curriculum | None
-
-    @classmethod
-    def load(cls, config: ExperimentConfig) -> "Inputs":
-        """Loads the inputs of an experiment. Raises ValueError."""
-        model = config.read_model()
-        tokenizer = load_tokenizer(model)
-        images = ImageStore.of(model, config.run_folder.images)
-        prompts = load_prompts(config.data, tokenizer, images)
-        refuse_unknown_teacher(prompts.prompts, config.teachers)
-        refuse_long_demonstration(prompts.prompts, config.sampling.max_response_tokens)
-        held_out = config.eval_data
-        eval_prompts = load_prompts(held_out, tokenizer, images) if held_out else None
-        decode = decoder(tokenizer, model, config.sampling.skip_special_tokens)
-        return cls(
-            model=model,
-            tokenizer=tokenizer,
-            decode=decode,
-            prompts=prompts,
-            eval_prompts=eval_prompts,
-            answering=make_answering(config, tokenizer),
-            images=images,
-            curriculum=Curriculum.of(config, prompts.prompts, prompts.mixture),
-        )
-
-    def close(self) -> None:
-        """Ends the processes of environments and agents."""
-        self.answering.close()
-
-
-class Sampling:
-    """Samples, scores and measures this rank's groups. A context manager, which ends requests and
-    processes.
-
-    update_engines, alive: see Sampler and RolloutSource.
-    """
-
-    def __init__(
-        self,
-        config: ExperimentConfig,
-        mesh: Mesh,
-        inputs: Inputs,
-        control: ServiceControl,
-        update_engines: UpdateEngines,
-        alive: Callable[[], None],
-    ):
-        self._config = config
-        self._mesh = mesh
-        self._inputs = inputs
-        with ExitStack() as stack:
-            sampler = None
-            if mesh.is_leader:
-                grader = RewardPool(config.reward, preload=not config.sampling.rewarding)
-                stack.enter_context(grader)
-                stack.callback(inputs.close)
-                sampler = Sampler(
-                    config,
-                    mesh.dp_size,
-                    control,
-                    grader,
-                    inputs.decode,
-                    inputs.answering,
-                )
-                sampler.images = inputs.images
-                if config.actor.routing_replay == "rollout":
-                    sampler.arch = inputs.model.arch
-            self.source = RolloutSource(config, mesh, control, sampler, update_engines, alive)
-            stack.callback(self.source.close)
-            self._stack = stack.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._stack.close()
-
-    @property
-    def rows(self) -> Sequence[list[str | int]]:
-        """Returns the fingerprint of the rows that it takes prompts from."""
-        return self._inputs.prompts.rows
-
-    def next_groups(self, state: TrainState, metrics: Metrics, steps_left: int) -> StepGroups:
-        """Collective. Returns this rank's groups of the step after `state`. Raises RunStopped on
-        every rank."""
-        config = self._config
-        inputs = self._inputs
-        choice = GroupChoice(self.source, inputs.prompts, config, self._mesh, inputs.curriculum)
-        step = choice.next_groups(state, metrics, steps_left)
-        grader_metrics(metrics, step.groups, config.reward)
-        source_metrics(metrics, step.groups, inputs.prompts.sources)
-        rollout_metrics(metrics, step.groups, self._mesh, config.train)
-        inputs.answering.add_metrics(metrics)
-        if inputs.images is not None:
-            inputs.images.add_metrics(metrics)
-        return step
-
-    def evaluation_groups(self, version: int, as_trained: bool) -> list[RolloutGroup]:
-        """Collective. Returns this rank's groups of the evaluation, or of the one that samples as
-        training does."""
-        config = self._config.eval
-        prompts = self._inputs.eval_prompts
-        assert config is not None and prompts is not None, "called only with an eval section"
-        params = SamplingParams.of_evaluation(self._config.sampling, config, as_trained)
-        num_samples = config.num_as_trained if as_trained else config.num_samples
-        return self.source.evaluate(prompts.prompts, version, params, num_samples)
 
 
 @dataclass
@@ -201,7 +61,7 @@ class Run:
     updates_done: int  # in the finished steps
     inputs: Inputs
     control: ServiceControl
-    sampling: Sampling
+    source: RolloutSource
     exchange: Exchange
     recording: RunRecord
     checkpointer: Checkpointer
@@ -222,8 +82,7 @@ class Run:
         self.watchdog.enter(phase)
         if phase == "checkpoint":  # the first of a step
             self.progress.calm()
-        source = self.sampling.source
-        exchange = self.exchange
+        source, exchange = self.source, self.exchange
         self.progress.enter(
             _PHASES.get(phase, phase), lambda: source.progress() or exchange.waiting()
         )
@@ -233,7 +92,7 @@ class Run:
         phase."""
         if self.config.weights.in_flight == "drain" and self.config.rollout.max_staleness:
             self.enter("drain")
-            self.sampling.source.drain()
+            self.source.drain()
         self.enter("publish")
         if self.config.rollout.colocate:
             self.actor.update_state.offload()
@@ -241,32 +100,43 @@ class Run:
         report = self.exchange.publish(self.state.step)
         return {f"publish/{name}": value for name, value in report.items()}
 
-    def next_groups(self, metrics: Metrics) -> StepGroups:
+    def next_groups(self, metrics: Metrics) -> StepBatches:
         """Collective. Returns this rank's share of the step's groups, sampled and scored, and takes
         the GPUs back that engines share with trainers."""
-        sampled = self.sampling.next_groups(self.state, metrics, self._steps_left)
+        step = self.source.begin_step(self.state, self._steps_left)
+        while plan := step.wanted():
+            step.add(self._groups(self.source.begin(plan)))
+        self.source.end_step(step, metrics)
+        sources = self.inputs.prompts.sources
+        group_metrics(metrics, step.groups, self.config, sources, self.mesh)
+        self.inputs.add_metrics(metrics)
         if self.config.rollout.colocate:
             self.mesh.from_main(
                 lambda: self.control.sleep(_sleep_limit_s(self.config)), "put engines to sleep"
             )
-        return sampled
+        return step
+
+    def _groups(
+        self, batch: SampledBatch, stop_requested: Callable[[], bool] = lambda: False
+    ) -> list[RolloutGroup]:
+        """Collective. Waits for this rank's groups of a batch; an engine that comes back meanwhile
+        gets weights."""
+        version = self.state.step
+        while outdated := self.source.wait([batch], version, stop_requested):
+            self.exchange.publish(version, outdated)
+        return self.source.take(batch)
 
     @property
     def _steps_left(self) -> int:
         return self.num_steps - self.state.step
 
-    def finish_step(self, sampled: StepGroups, algo_state: AlgoState) -> None:
+    def finish_step(self, sampled: StepBatches, algo_state: AlgoState) -> None:
         """Makes `state` that after the step, whose updates are made. Not earlier: until then it is
         that of the weights, and a checkpoint of the steps before holds the groups."""
-        state = self.state
-        state.step += 1
-        state.data_cursor = sampled.data_cursor
-        state.surplus = sampled.surplus
-        state.curriculum = sampled.curriculum
-        state.algo_state = algo_state
+        sampled.finish()
+        self.state.algo_state = algo_state
         self.updates_done = self.actor.updates_done
         plan_schedule(self.actor, self.config.train, self._steps_left)
-        self.sampling.source.drop_consumed()
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -300,8 +170,10 @@ class Run:
         """Collective. Returns this rank's groups of the evaluation, or of the one that samples as
         training does."""
         self.enter("evaluate")
-        self.sampling.source.asked = self.asked
-        return self.sampling.evaluation_groups(self.state.step, as_trained)
+        prompts = self.inputs.eval_prompts
+        assert prompts is not None, "called only with an eval section"
+        plan = BatchPlan.evaluation(self.config, prompts.prompts, self.state.step, as_trained)
+        return self._groups(self.source.begin(plan), self.asked)
 
     @property
     def eval_sources(self) -> list[str]:
@@ -397,19 +269,10 @@ def start_run(
         recording = stack.enter_context(RunRecord(config, mesh, state.step, console))
         watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step))
         exchange = Exchange(config, mesh, weights, control, folder.path)
-        sampling = stack.enter_context(
-            Sampling(
-                config,
-                mesh,
-                inputs,
-                control,
-                exchange.publish,
-                watchdog.alive,
-            )
-        )
-        sampling.source.restore(state.ahead)
+        source = stack.enter_context(start_source(config, mesh, inputs, control, watchdog.alive))
+        source.batches.restore(state.ahead)
         stack.callback(exchange.close)  # else engines wait in the group for a trainer that ended
-        watchdog.waits += [sampling.source.waiting, exchange.waiting]
+        watchdog.waits += [source.waiting, exchange.waiting]
         recording.open(inputs.tokenizer, inputs.decode, holds_token_values())
         run = Run(
             config=config,
@@ -419,11 +282,11 @@ def start_run(
             updates_done=actor.updates_done,
             inputs=inputs,
             control=control,
-            sampling=sampling,
+            source=source,
             exchange=exchange,
             recording=recording,
             checkpointer=_checkpointer(
-                config, actor, sampling, recording, SaveSchedule(num_steps, state.step)
+                config, actor, inputs, source, recording, SaveSchedule(num_steps, state.step)
             ),
             watchdog=watchdog,
             progress=progress,
@@ -468,7 +331,8 @@ def _sleep_limit_s(config: ExperimentConfig) -> float:
 def _checkpointer(
     config: ExperimentConfig,
     actor: MegatronActor,
-    sampling: Sampling,
+    inputs: Inputs,
+    source: RolloutSource,
     recording: RunRecord,
     schedule: SaveSchedule,
 ) -> Checkpointer:
@@ -479,14 +343,14 @@ def _checkpointer(
         recording.flush()
         surplus, ahead = (
             gather_surplus(groups, actor.mesh)
-            for groups in (state.surplus, sampling.source.finished())
+            for groups in (state.surplus, source.batches.finished())
         )
         return replace(state, surplus=surplus, ahead=ahead)
 
     return Checkpointer(
         config.checkpoint,
         recording.folder.checkpoints,
-        run_identity(config, actor, sampling.rows),
+        run_identity(config, actor, inputs.prompts.rows),
         lambda part, reshardable: save_actor(actor, part, reshardable, snapshot=background),
         gather_state,
         actor.mesh,

@@ -87,17 +87,17 @@ def continued(mesh: Mesh, url: str, folder: Path, config: ExperimentConfig, end:
     if found := latest(folder):
         state = checkpoint.load(found, ANY, lambda _: None, mesh)
     source = source_of(control, config, decode=lambda ids: f"{ids[-1] % 2}", mesh=mesh)
-    source.restore(state.ahead)
+    source.batches.restore(state.ahead)
     while state.step < end:
         # a run that is to end at `end` samples nothing for the steps after it
-        taken = take(source, config, state, end - state.step, of=prompts, mesh=mesh)
+        taken = take(source, state, end - state.step, of=prompts)
         parts = mesh.gather_dp(
             [(g.prompt.id // 3, all(o.value for o in g.outcomes)) for g in taken.groups]
         )
         steps.append([group for part in parts for group in part])
         source.drain()
         mesh.from_main(lambda: control.mark_ready("engine-0", 1, state.step), "publish")
-    whole = replace(state, ahead=gather_surplus(source.finished(), mesh))
+    whole = replace(state, ahead=gather_surplus(source.batches.finished(), mesh))
     PendingSave(folder, whole, ANY, CheckpointConfig(), NoActor, mesh).finish()
     source.close()
     return steps

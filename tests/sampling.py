@@ -15,11 +15,12 @@ from megagrpo.monitor.metrics import Metrics
 from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rollout.agents.answering import Answering
 from megagrpo.rollout.agents.make import make_answering
+from megagrpo.rollout.batches import Batches, BatchPlan, SamplingJob, StepBatches
 from megagrpo.rollout.control import ServiceControl
+from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.sampler import Sampler
-from megagrpo.rollout.selection import GroupChoice, StepGroups
 from megagrpo.rollout.source import RolloutSource
-from megagrpo.types import Outcome, Prompt, TrainState
+from megagrpo.types import Outcome, Prompt, RolloutGroup, TrainState
 from tests import experiments
 from tests.fake_service import FakeService, running
 
@@ -79,17 +80,61 @@ def source_of(
     *,
     mesh: Mesh = MESH,
     answering: Answering | None = None,
-    publish: Callable[[int, list[str]], object] | None = None,
 ) -> RolloutSource:
-    """The source of a rank as run.py builds it. publish: to engines that came back; else they are
-    called ready."""
+    """The source of a rank as a run has it."""
     sampler = None
     if mesh.is_leader:
         sampler = Sampler(config, mesh.dp_size, control, grader or Grader(), decode, answering)
         if config.actor.routing_replay == "rollout":
             sampler.arch = config.read_model().arch
-    update = publish or (lambda version, ids: control.mark_ready(ids[0], 1, version))
-    return RolloutSource(config, mesh, control, sampler, update)
+    return RolloutSource(control, sampler, Batches(config, mesh, prompt_set()))
+
+
+def plan(
+    source: RolloutSource,
+    step: int,
+    prompts: Sequence[Prompt],
+    version: int,
+    first_id: int = 0,
+    ahead: bool = False,
+) -> BatchPlan:
+    """A training batch of these prompts."""
+    job = SamplingJob.training(source.batches.config, step, version, ahead=ahead)
+    return BatchPlan(job, prompts, first_id)
+
+
+def finished(
+    source: RolloutSource,
+    planned: BatchPlan,
+    publish: Callable[[int, list[str]], object] | None = None,
+) -> list[RolloutGroup]:
+    """This rank's groups of a batch. publish: to engines that came back; else they are called
+    ready."""
+    version = planned.job.version
+    publish = publish or (lambda version, ids: source._control.mark_ready(ids[0], 1, version))
+    batch = source.begin(planned)
+    while outdated := source.wait([batch], version):
+        publish(version, outdated)
+    return source.take(batch)
+
+
+def sampled(
+    source: RolloutSource, step: int, prompts: Sequence[Prompt], version: int, publish=None
+) -> list[RolloutGroup]:
+    """This rank's groups of a training batch."""
+    return finished(source, plan(source, step, prompts, version), publish)
+
+
+def evaluated(
+    source: RolloutSource,
+    prompts: Sequence[Prompt],
+    version: int,
+    params: SamplingParams,
+    num_samples: int,
+) -> list[RolloutGroup]:
+    """This rank's groups of an evaluation."""
+    job = SamplingJob("evaluate", 0, version, params, num_samples)
+    return finished(source, BatchPlan(job, prompts))
 
 
 @contextmanager
@@ -107,22 +152,19 @@ def playing(config: ExperimentConfig, tokenizer, service: FakeService) -> Iterat
 
 
 def take(
-    source,
-    config: ExperimentConfig,
+    source: RolloutSource,
     state: TrainState,
     steps_left: int = 6,
     of: PromptSet | None = None,
-    metrics=None,
-    mesh: Mesh = MESH,
-) -> StepGroups:
-    """The groups of a step, with the state after it."""
-    prompts = of or prompt_set()
-    choice = GroupChoice(
-        source, prompts, config, mesh, Curriculum.of(config, prompts.prompts, prompts.mixture)
-    )
-    taken = choice.next_groups(state, metrics or Metrics(), steps_left)
-    state.data_cursor, state.surplus = taken.data_cursor, taken.surplus
-    state.curriculum = taken.curriculum
-    source.drop_consumed()
-    state.step += 1
-    return taken
+    metrics: Metrics | None = None,
+) -> StepBatches:
+    """A step, with the state after it. of: the prompts, if they are others."""
+    batches = source.batches
+    prompts = batches.prompts = of or batches.prompts
+    batches.curriculum = Curriculum.of(batches.config, prompts.prompts, prompts.mixture)
+    step = source.begin_step(state, steps_left)
+    while wanted := step.wanted():
+        step.add(finished(source, wanted))
+    source.end_step(step, metrics or Metrics())
+    step.finish()
+    return step

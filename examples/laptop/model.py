@@ -24,7 +24,7 @@ _NO_HEAD_DIM = ("llama", "qwen2")  # families whose heads fill hidden_size
 # half of a head turns, in pairs
 _HALF_ROTARY: tuple[str, ...] = (
     *("glm4_moe", "deepseek_v3", "kimi_k2", "deepseek_v32", "glm_moe_dsa", "kimi_k25"),
-    "minimax_m2",
+    *("minimax_m2", "glm4_moe_lite"),
 )
 
 

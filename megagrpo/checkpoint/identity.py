@@ -78,9 +78,11 @@ def _numbers(part: object, prefix: str) -> Iterator[tuple[str, object]]:
     assert is_dataclass(part) and not isinstance(part, type)
     for field in fields(part):
         value = getattr(part, field.name)
+        if not field.compare:
+            continue
         if is_dataclass(value):
             yield from _numbers(value, f"{prefix}{field.name}.")
-        elif field.default is MISSING or value != field.default:
+        elif field.compare and (field.default is MISSING or value != field.default):
             yield prefix + field.name, value
 
 

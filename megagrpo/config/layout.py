@@ -6,7 +6,6 @@ from itertools import accumulate
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.fields import complaints
 from megagrpo.models.architecture import Architecture
-from megagrpo.models.table import FAMILIES
 
 
 def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
@@ -24,26 +23,11 @@ def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
 
 
 def _sizes(arch: Architecture, config: ActorConfig) -> Iterator[str]:
-    p = config.parallel
-    sizes = [("num_attention_heads", arch.attention.heads, "tp", p.tp)]
-    if not arch.latent and (arch.attention.kv_heads > p.tp or p.tp % arch.attention.kv_heads):
-        sizes.append(("num_key_value_heads", arch.attention.kv_heads, "tp", p.tp))
-    if arch.experts is not None:
-        sizes += [
-            ("num_experts", arch.experts.count, "ep", p.ep),
-            (FAMILIES[arch.family].EXPERT_SIZE_KEY, arch.experts.ffn_size, "etp", p.etp),
-        ]
-    if arch.experts is not None and arch.experts.shared_ffn_size:
-        sizes.append((FAMILIES[arch.family].SHARED_SIZE, arch.experts.shared_ffn_size, "tp", p.tp))
-    if arch.delta is not None:
-        heads = arch.delta.key_heads
-        sizes.append(("linear_num_key_heads", heads, "tp x cp", p.tp * p.cp))
-    if arch.has_dense_layers:
-        sizes.append(("intermediate_size", arch.ffn_size, "tp", p.tp))
-    for what, number, key, by in sizes:
-        if number % by:
-            its = f"the model's {what} = {number}; it may be {divisors(number, by)}"
-            yield f"actor.parallel.{key} = {by} does not divide {its}"
+    for cut in arch.cuts(config.parallel):
+        if cut.number % cut.ranks:
+            may = divisors(cut.number, cut.ranks)
+            its = f"the model's {cut.key} = {cut.number}; it may be {may}"
+            yield f"actor.parallel.{cut.by} = {cut.ranks} does not divide {its}"
 
 
 def _stages(arch: Architecture, config: ActorConfig) -> Iterator[str]:
@@ -72,9 +56,8 @@ def _routers(arch: Architecture, config: ActorConfig) -> Iterator[str]:
     for key in ("router_losses", "routing_replay"):
         if getattr(config, key) is not None and not arch.is_moe:
             yield f"actor.{key}: a {arch.family} model has no experts to route to; remove it"
-    refusal = FAMILIES[arch.family].ROUTING_REFUSAL
-    if config.routing_replay == "rollout" and refusal:
-        yield f"actor.routing_replay: {refusal}; take old, or remove it"
+    if config.routing_replay == "rollout" and arch.experts and arch.experts.unreported:
+        yield f"actor.routing_replay: {arch.experts.unreported}; take old, or remove it"
 
 
 def _adapters(arch: Architecture, config: ActorConfig) -> Iterator[str]:
@@ -101,7 +84,7 @@ def _adapters(arch: Architecture, config: ActorConfig) -> Iterator[str]:
                     f"actor.ddp.{name}: with actor.lora, replicas of experts' adapters are summed "
                     "before the ranks' gradients are; remove it, or targets in experts"
                 )
-    if not FAMILIES[arch.family].TAKES_ADAPTERS:
+    if not arch.takes_adapters:
         yield (
             f"actor.lora is not supported with a {arch.family} model: train all "
             "weights, or another family"

@@ -67,8 +67,7 @@ class Body(LanguageModule):
                 scatter_to_sequence_parallel=arch.vision is None,
                 tp_group=groups.tp,
             )
-        # Latent attention turns by itself, Sight has the angles of images.
-        if arch.latent is None and arch.vision is None:
+        if arch.plain_rotary:
             scaling = arch.attention.rotary.scaling
             self.rotary_pos_emb = RotaryEmbedding(
                 kv_channels=config.kv_channels,

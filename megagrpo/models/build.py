@@ -17,7 +17,6 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megagrpo.config.actor import ActorConfig
@@ -26,15 +25,16 @@ from megagrpo.models.architecture import Architecture
 from megagrpo.models.body import Body
 from megagrpo.models.family import Family
 from megagrpo.models.fields import Kernels
+from megagrpo.models.kinds.draft.describe import draft_norms
 from megagrpo.models.kinds.draft.layer import DraftLayer, mark_parameters
 from megagrpo.models.kinds.gated_delta.layer import GatedDeltaNet
 from megagrpo.models.kinds.indexed.layer import Indexer
-from megagrpo.models.kinds.vision.layer import SeeingLayer, Tower
+from megagrpo.models.kinds.vision.layer import Tower
 from megagrpo.models.layers.lora import add_adapters, is_adapter
-from megagrpo.models.layers.specs import block_spec, layer_modules
-from megagrpo.models.loading import RankPlace, Shard, load_vocabulary
+from megagrpo.models.layers.parts import parts_of
+from megagrpo.models.layers.specs import block_spec, layer_spec
 from megagrpo.models.table import FAMILIES
-from megagrpo.models.tensors import draft_norms
+from megagrpo.models.tensors import RankPlace, Shard, load_vocabulary
 
 _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
 
@@ -48,13 +48,11 @@ def build_chunk(
 ) -> Body:
     """Builds this rank's model of one pipeline stage (`vp_stage` with virtual ones), its weights
     uninitialised."""
-    layer = TransformerLayer if arch.vision is None else SeeingLayer
-    layers = block_spec(config, vp_stage, transformer_engine, layer, arch)
-    chunk = Body(arch, config, layers, vp_stage)
+    parts = parts_of(transformer_engine)
+    chunk = Body(arch, config, block_spec(arch, config, vp_stage, parts), vp_stage)
     if arch.draft and chunk.post_process:  # its layer is like the model's last one
-        chunk.draft = DraftLayer(
-            config, layer_modules(config, transformer_engine, TransformerLayer), vp_stage
-        )
+        layer = layer_spec(arch, config, arch.num_layers, parts)
+        chunk.draft = DraftLayer(config, layer, parts, vp_stage)
         mark_parameters(chunk.draft, actor.trains_draft)
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
@@ -112,20 +110,13 @@ def build_chunks(
 
 
 def _in_bfloat16(chunk: Body) -> Body:
-    """Casts a chunk except the biases of its routers, the norms of its indexers, the decays of its
-    gated delta nets and the frequencies of its tower."""
+    """Casts a chunk except the biases of its routers, and what modules keep in float32."""
     chunk.bfloat16()
     for module in chunk.modules():
-        if isinstance(module, Indexer | GatedDeltaNet):
+        if isinstance(module, Indexer | GatedDeltaNet | Tower):
             module.keep_float32()
-    if isinstance(getattr(chunk, "visual", None), Tower):
-        chunk.visual.keep_float32_angles()
-    drafts = [] if chunk.draft is None else [chunk.draft.layer.mlp]
-    for router in [
-        *routers([chunk]).values(),
-        *(mlp.router for mlp in drafts if isinstance(mlp, MoELayer)),
-    ]:
-        internals_0_19.keep_float32_bias(router)
+        elif isinstance(module, TopKRouter):
+            internals_0_19.keep_float32_bias(module)
     return chunk
 
 
@@ -160,9 +151,8 @@ def load_hf(chunks: list[Body], arch: Architecture, hf: Mapping[str, Tensor]) ->
     """Copies this rank's slices of the HF tensors (checkpoint names and shapes) into the chunks'
     parameters."""
     place = _place()
-    family = FAMILIES[arch.family]
     stored = hf
-    hf = _Named(family, stored)
+    hf = _Named(FAMILIES[arch.family], stored)
     with torch.no_grad():
         for chunk in chunks:
             if chunk.pre_process:
@@ -174,7 +164,7 @@ def load_hf(chunks: list[Body], arch: Architecture, hf: Mapping[str, Tensor]) ->
                 if arch.vision is not None:
                     chunk.visual.load_hf(stored)
             for layer in chunk.decoder.layers:
-                family.load_layer(layer, arch, hf, place)
+                arch.load_layer(layer, hf, place)
             if chunk.post_process:
                 chunk.decoder.final_layernorm.weight.copy_(hf["model.norm.weight"])
                 if not arch.tied:
@@ -187,7 +177,7 @@ def load_hf(chunks: list[Body], arch: Architecture, hf: Mapping[str, Tensor]) ->
                 for spec in draft_norms(arch):
                     *_, module, _ = spec.name.split(".")
                     getattr(chunk.draft, module).weight.copy_(hf[spec.name])
-                family.load_layer(chunk.draft.layer, arch, hf, place)
+                arch.load_layer(chunk.draft.layer, hf, place)
 
 
 class _Named(dict[str, Tensor]):

@@ -16,6 +16,15 @@ _LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN_KEYS = (
+    "factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
+_YARN_READ = {*YARN_KEYS, "type", "rope_type", "rope_theta", "partial_rotary_factor"}
 _REQUIRED_KEYS = (
     "hidden_size",
     "num_hidden_layers",
@@ -72,6 +81,24 @@ def llama3_refusals(scaling: HfConfig) -> list[str]:
         f"rope scaling {scaling} is not supported; supported: none, or "
         f"{_LLAMA3_SCALING} with any factor"
     ]
+
+
+def yarn_refusals(scaling: HfConfig) -> list[str]:
+    """Returns why a rotary scaling is not YaRN with every number given, which Megatron and
+    transformers share."""
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind != "yarn":
+        return [
+            f"rope scaling {kind!r} is not supported by this family; supported: none, or 'yarn'"
+        ]
+    missing = [key for key in YARN_KEYS if not scaling.get(key)]
+    others = sorted(key for key in scaling.keys() - _YARN_READ if scaling[key] is not None)
+    problems = (
+        [f"rope scaling 'yarn' lacks {', '.join(missing)}, or has 0 there"] if missing else []
+    )
+    return problems + (
+        [f"rope scaling 'yarn' with {', '.join(others)} is not supported"] if others else []
+    )
 
 
 def every_scaling_refused(scaling: HfConfig) -> list[str]:

@@ -20,19 +20,9 @@ from megagrpo.models.kinds.experts.describe import Experts
 from megagrpo.models.kinds.gated_delta.describe import GatedDelta
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.vision.describe import Vision
-from megagrpo.models.loading import RankPlace, load_attention, load_mlp, mlp_weights
-from megagrpo.models.tensors import (
-    GATED_NAMES,
-    GatedNames,
-    TensorSpec,
-    attention_tensors,
-    layer_prefix,
-    mlp_tensors,
-    norm_tensor,
-)
+from megagrpo.models.tensors import TensorSpec
 
 if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_layer import TransformerLayer
     from torch import Tensor
 
 
@@ -61,22 +51,13 @@ class Family:
     REQUIRED_KEYS: ClassVar[tuple[str, ...]] = ()  # of config.json, besides the common ones
     # keys that a smaller model of the same kind changes
     SIZE_KEYS: ClassVar[frozenset[str]] = COMMON_SIZE_KEYS
-    MLP: ClassVar[str] = "mlp."  # begins the names of an MLP, or of router and experts, in a layer
-    SHARED_MLP: ClassVar[str] = "shared_experts."  # of the experts that every token meets
-    ROUTER_BIAS: ClassVar[str] = "gate.e_score_correction_bias"  # after MLP
-    PROJECTIONS: ClassVar[GatedNames] = GATED_NAMES  # of MLPs and experts
     ROPE_SCALING_REFUSALS = staticmethod(llama3_refusals)
     PARTIAL_ROTARY: ClassVar[bool] = False  # rotary embedding may apply to part of a head
     LOADS_ATTENTION_BIAS: ClassVar[bool] = False
     FP8_REFUSAL: ClassVar[str] = ""  # why engines cannot have weights of such a model in FP8
-    ENGINE_ATTENTION: ClassVar[str] = "self_attn"  # SGLang's module of it in a layer; "": the layer
     LEFT_OUT: ClassVar[tuple[str, ...]] = ()  # begin the names of tensors that are not loaded
     DRAFT_REFUSAL: ClassVar[str] = ""  # why actor.draft is not supported
-    TAKES_ADAPTERS: ClassVar[bool] = True  # whether models/layers/lora.py knows its layers
-    EXPERT_SIZE_KEY: ClassVar[str] = "moe_intermediate_size"  # of config.json: an expert's width
-    SHARED_SIZE: ClassVar[str] = "n_shared_experts x moe_intermediate_size"  # of config.json
     CENTERED_NORMS: ClassVar[bool] = False  # RMSNorms multiply by 1 + weight
-    ROUTING_REFUSAL: ClassVar[str] = ""  # why experts that engines chose cannot be replayed
 
     def refusals(self, hf: HfConfig) -> list[str]:
         """Returns what would fail, or be silently wrong, with this config.json: missing keys,
@@ -149,67 +130,10 @@ class Family:
         """Reads the vision tower, None if there is none."""
         return None
 
-    def load_layer(
-        self,
-        layer: TransformerLayer,
-        arch: Architecture,
-        hf: Mapping[str, Tensor],
-        place: RankPlace,
-    ) -> None:
-        """Copies this rank's slices of one layer's HF tensors into Megatron's parameters: only
-        slices and copies."""
-        index = layer.layer_number - 1
-        mlp = layer.mlp
-        prefix = layer_prefix(index)
-        layer.input_layernorm.weight.copy_(hf[prefix + "input_layernorm.weight"])
-        layer.pre_mlp_layernorm.weight.copy_(hf[prefix + "post_attention_layernorm.weight"])
-        self.load_attention(layer.self_attention, arch, hf, prefix + "self_attn.", place.tensor)
-        prefix += self.MLP
-        if arch.experts is None or not arch.has_experts(index):
-            load_mlp(*mlp_weights(mlp), hf, prefix, place.tensor, self.PROJECTIONS)
-            return
-        mlp.router.weight.copy_(hf[prefix + "gate.weight"])
-        if arch.experts.router_bias:
-            mlp.router.expert_bias.copy_(hf[prefix + self.ROUTER_BIAS])
-        if arch.experts.shared_ffn_size:
-            load_mlp(*mlp_weights(mlp.shared_experts), hf, prefix + self.SHARED_MLP, place.tensor)
-        if arch.experts.shared_gate:
-            gate = hf[prefix + "shared_expert_gate.weight"]
-            mlp.shared_experts.gate_weight.copy_(gate)
-        for local, expert in enumerate(mlp.local_expert_indices):
-            weights = mlp_weights(mlp.experts, local)
-            load_mlp(*weights, hf, f"{prefix}experts.{expert}.", place.expert, self.PROJECTIONS)
-
-    load_attention = staticmethod(load_attention)
-
     def layer_tensors(self, arch: Architecture, index: int) -> Iterator[TensorSpec]:
         """Yields the HF tensors of layer `index`, counted from 0, in the order in which a random
         model draws them."""
-        prefix = layer_prefix(index)
-        hidden = arch.hidden_size
-        names = self.PROJECTIONS
-        yield from self.attention_tensors(arch, prefix + "self_attn.")
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            yield norm_tensor(arch, f"{prefix}{name}.weight", hidden)
-        prefix += self.MLP
-        experts = arch.experts
-        if experts is None or not arch.has_experts(index):
-            yield from mlp_tensors(hidden, arch.ffn_size, prefix, False, names)
-            return
-        yield TensorSpec(prefix + "gate.weight", (experts.count, hidden), "matrix")
-        if experts.router_bias:
-            bias = prefix + self.ROUTER_BIAS
-            yield TensorSpec(bias, (experts.count,), "bias", dtype="float32", trained=False)
-        if experts.shared_ffn_size:
-            yield from mlp_tensors(hidden, experts.shared_ffn_size, prefix + self.SHARED_MLP)
-        if experts.shared_gate:
-            yield TensorSpec(prefix + "shared_expert_gate.weight", (1, hidden), "matrix")
-        for expert in range(experts.count):
-            yield from mlp_tensors(
-                hidden, experts.ffn_size, f"{prefix}experts.{expert}.", True, names
-            )
-
-    attention_tensors = staticmethod(attention_tensors)
+        return arch.layer_tensors(index)
 
     def exported_config(self, hf: HfConfig) -> HfConfig:
         """Returns the config.json of what is exported and published, quantisation left out."""

@@ -1,8 +1,8 @@
-"""Values of Megatron's three configuration classes for an experiment, as plain data. Loads no
-torch.
+"""Values of Megatron's configuration classes for an experiment, as plain data. Loads no torch.
 
-A dtype is written by name, an activation by torch's name, an enumeration by its member; config.py
-converts them. Later sources win: the model and the layout, defaults on CUDA, the user's settings.
+A dtype is written by name, an activation by torch's name, an enumeration by its member;
+actor/megatron_config.py converts them. Later sources win: the model and the layout, defaults on
+CUDA, the user's settings.
 """
 
 from dataclasses import dataclass
@@ -10,12 +10,6 @@ from typing import Any
 
 from megagrpo.config.actor import ActorConfig, OptimizerConfig
 from megagrpo.models.architecture import Architecture
-from megagrpo.models.families.deepseek_v3 import YARN_KEYS
-from megagrpo.models.kinds.experts.describe import Experts
-from megagrpo.models.kinds.gated_delta.describe import GatedDelta
-from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
-from megagrpo.models.kinds.indexed.describe import LightningIndexer
-from megagrpo.models.kinds.latent.describe import LatentAttention
 
 Fields = dict[str, Any]  # of one of Megatron's classes, by its names
 
@@ -43,17 +37,17 @@ def expected_kernels(actor: ActorConfig) -> Kernels:
 def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
     """Returns the fields of TransformerConfig that the kernels turn on; none on a plain CPU.
 
-    | field | if |
-    |---|---|
-    | apply_rope_fusion | Transformer Engine, without latent attention (Megatron calls it
-    experimental) or vision | | moe_permute_fusion | Transformer Engine and experts; the map that is
-    counted stays the same | | moe_router_fusion | likewise, without routing_replay, which the
-    kernel would ignore | | gradient_accumulation_fusion | CUDA with Transformer Engine, or with
-    Apex's kernel; not with adapters | | bias_activation_fusion | CUDA, unless
-    use_te_activation_func is set; the two exclude each other | | bias_dropout_fusion | CUDA |
-    | deterministic_mode | CUDA and rollout.deterministic |
-    | overlap_p2p_comm | CUDA with virtual stages, the only schedule that has it |
-    | deallocate_pipeline_outputs | CUDA with pipeline stages, if messages do not overlap |
+    - apply_rope_fusion: Transformer Engine, without latent attention (Megatron calls it
+      experimental) or vision
+    - moe_permute_fusion: Transformer Engine and experts; the map that is counted stays the same
+    - moe_router_fusion: likewise, without routing_replay, which the kernel would ignore
+    - gradient_accumulation_fusion: CUDA with Transformer Engine, or with Apex's kernel; not with
+      adapters
+    - bias_activation_fusion: CUDA, unless use_te_activation_func is set, which excludes it
+    - bias_dropout_fusion: CUDA
+    - deterministic_mode: CUDA and rollout.deterministic
+    - overlap_p2p_comm: CUDA with virtual stages, the only schedule that has it
+    - deallocate_pipeline_outputs: CUDA with pipeline stages, if messages do not overlap
 
     The last two exclude each other: an output is freed when its message was waited for.
     """
@@ -63,7 +57,7 @@ def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernel
     others = given.get("deallocate_pipeline_outputs") or given.get("batch_p2p_comm")
     messages = kernels.cuda and p.vpp > 1 and not others
     wanted = {
-        "apply_rope_fusion": engine and arch.latent is None and arch.vision is None,
+        "apply_rope_fusion": engine and arch.plain_rotary,
         "moe_permute_fusion": engine and arch.is_moe,
         "moe_router_fusion": engine and arch.is_moe and actor.routing_replay is None,
         "gradient_accumulation_fusion": (
@@ -87,12 +81,12 @@ def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels)
     adds.
     """
     p = actor.parallel
+    own: Fields = {}
+    for kind in arch.kinds:
+        own |= kind.fields(arch, actor, kernels)
     base = {
         "num_layers": arch.num_layers,
         "hidden_size": arch.hidden_size,
-        "num_attention_heads": arch.attention.heads,
-        "num_query_groups": arch.attention.kv_heads,
-        "kv_channels": arch.attention.head_dim,
         "ffn_hidden_size": arch.ffn_size,
         "layernorm_epsilon": arch.rms_eps,
         "normalization": "RMSNorm",
@@ -124,14 +118,7 @@ def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels)
     }
     return {
         **base,
-        **({} if arch.experts is None else _expert_fields(arch, arch.experts, actor, kernels)),
-        **(
-            _grouped_fields(arch.attention)
-            if isinstance(arch.attention, GroupedQuery)
-            else _latent_fields(arch.attention)
-        ),
-        **({} if arch.delta is None else _linear_fields(arch.delta)),
-        **({} if arch.indexer is None else _indexer_fields(arch.indexer, actor, kernels)),
+        **own,
         **_recompute_fields(arch, actor, kernels),
         **transformer_defaults(arch, actor, kernels),
         **actor.megatron,
@@ -201,103 +188,6 @@ def _recomputed_modules(arch: Architecture, actor: ActorConfig, kernels: Kernels
     delayed = actor.megatron.get("fp8_recipe", "delayed") == "delayed"
     # with delayed scales of FP8 they would be those of another forward, says Megatron
     scaled = engine and not (actor.megatron.get("fp8") and delayed)
-    modules = {
-        "layernorm": scaled,
-        "mla_up_proj": scaled and arch.latent is not None,
-        "moe_act": scaled and arch.is_moe,
-        "mlp": arch.has_dense_layers,
-        "moe": not engine and arch.is_moe,  # one by one they have no activation of their own
-        "shared_experts": engine and bool(arch.experts and arch.experts.shared_ffn_size),
-    }
-    return [name for name, chosen in modules.items() if chosen]
-
-
-def _grouped_fields(attention: GroupedQuery) -> Fields:
-    return {
-        "add_qkv_bias": attention.qkv_bias,
-        "qk_layernorm": attention.qk_norm,
-        "attention_output_gate": attention.output_gate,
-    }
-
-
-def _latent_fields(mla: LatentAttention) -> Fields:
-    scaling = mla.rotary.scaling
-    yarn = {key: scaling[key] for key in YARN_KEYS if key != "factor"} if scaling else {}
-    return {
-        "q_lora_rank": mla.q_lora_rank,
-        "kv_lora_rank": mla.kv_lora_rank,
-        "qk_head_dim": mla.nope_dim,
-        "qk_pos_emb_head_dim": mla.rope_dim,
-        "v_head_dim": mla.v_dim,
-        "rotary_base": mla.rotary.theta,
-        "rope_type": "yarn" if scaling else "rope",
-        # Megatron's default would scale the softmax without YaRN, too
-        "rotary_scaling_factor": scaling["factor"] if scaling else 1.0,
-        **yarn,
-    }
-
-
-def _linear_fields(linear: GatedDelta) -> Fields:
-    return {
-        "linear_attention_freq": [int(layer) for layer in linear.layers],
-        "linear_num_key_heads": linear.key_heads,
-        "linear_num_value_heads": linear.value_heads,
-        "linear_key_head_dim": linear.key_dim,
-        "linear_value_head_dim": linear.value_dim,
-        "linear_conv_kernel_dim": linear.kernel,
-    }
-
-
-def _indexer_fields(indexer: LightningIndexer, actor: ActorConfig, kernels: Kernels) -> Fields:
-    """Returns the fields of sparse attention; without dsa_indexer_loss_coeff its indexer is not
-    trained.
-
-    Without kernels Megatron's core would hold float32 scores of every query and key.
-    """
-    fields: Fields = {
-        "experimental_attention_variant": "dsa",
-        "dsa_indexer_n_heads": indexer.heads,
-        "dsa_indexer_head_dim": indexer.head_dim,
-        "dsa_indexer_topk": indexer.topk,
-        "dsa_indexer_rope_interleaved": indexer.in_pairs,
-        "dsa_indexer_topk_freq": indexer.freq,
-        "dsa_indexer_skip_topk_offset": indexer.offset,
-        "qk_layernorm": True,  # absorbed attention has norms of latents only if it says so
-    }
-    if kernels.cuda and kernels.transformer_engine:
-        fields["dsa_kernel_backend"] = "tilelang"
-    if actor.parallel.cp > 1:  # the only exchange of its keys that Megatron has
-        fields["cp_comm_type"] = "allgather"
-    return fields
-
-
-def _expert_fields(
-    arch: Architecture, experts: Experts, actor: ActorConfig, kernels: Kernels
-) -> Fields:
-    fields: Fields = {
-        "num_moe_experts": experts.count,
-        "moe_router_topk": experts.per_token,
-        "moe_ffn_hidden_size": experts.ffn_size,
-        "moe_grouped_gemm": kernels.transformer_engine,
-        # under plain sums Megatron's would count every token of the batch
-        "moe_router_load_balancing_type": "none",
-        "moe_router_pre_softmax": not experts.norm_topk,
-        "moe_router_dtype": "fp32" if actor.dtype != "float32" else None,
-        "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
-        "moe_shared_expert_gate": experts.shared_gate,
-    }
-    if experts.dense_layers:
-        with_experts = arch.expert_layers
-        fields["moe_layer_freq"] = [0] * experts.dense_layers + [1] * with_experts
-    if experts.sigmoid:
-        fields |= {
-            "moe_router_score_function": "sigmoid",
-            "moe_router_topk_scaling_factor": experts.scale,
-            "moe_router_enable_expert_bias": experts.router_bias,
-            # Megatron would move it after every step, though no optimizer holds it
-            "moe_router_bias_update_rate": 0.0,
-        }
-    if experts.groups > 1:
-        fields["moe_router_num_groups"] = experts.groups
-        fields["moe_router_group_topk"] = experts.top_groups
-    return fields
+    modules = ["layernorm"] if scaled else []
+    modules += [name for kind in arch.kinds for name in kind.recomputed(engine, scaled)]
+    return modules + ["mlp"] * arch.has_dense_layers

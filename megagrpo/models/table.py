@@ -15,7 +15,7 @@ from typing import Any
 
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.config_json import HfConfig, text_part
-from megagrpo.models.families.deepseek_v3 import DeepseekV3, KimiK25
+from megagrpo.models.families.deepseek_v3 import DeepseekV3, Glm4MoeLite, KimiK25
 from megagrpo.models.families.dense import Llama, Qwen2, Qwen3
 from megagrpo.models.families.minimax_m2 import MiniMaxM2
 from megagrpo.models.families.qwen3_5 import Qwen3Next, Qwen35, Qwen35Moe
@@ -24,13 +24,13 @@ from megagrpo.models.families.softmax_moe import Mixtral, Qwen3Moe
 from megagrpo.models.families.sparse_attention import DeepseekV32, GlmMoeDsa
 from megagrpo.models.families.vision_language import Qwen3VL, Qwen3VLMoe, Qwen25VL
 from megagrpo.models.family import Family
-from megagrpo.models.kinds.vision.describe import tower_tensors
+from megagrpo.models.kinds.draft.describe import draft_norms
 from megagrpo.models.stored.quantization import (
     dequantised_config,
     quantization_problems,
     stored_form,
 )
-from megagrpo.models.tensors import TensorSpec, adapter_tensors, draft_norms, norm_tensor
+from megagrpo.models.tensors import TensorSpec, adapter_tensors
 
 # model_type of config.json -> the family's module
 FAMILIES: dict[str, Family] = {
@@ -40,6 +40,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Qwen3Moe(),
     "mixtral": Mixtral(),
     "glm4_moe": Glm4Moe(),
+    "glm4_moe_lite": Glm4MoeLite(),
     "deepseek_v3": DeepseekV3(),
     "kimi_k2": DeepseekV3(),
     "qwen2_5_vl": Qwen25VL(),
@@ -118,7 +119,7 @@ def model_tensors(arch: Architecture) -> Iterator[TensorSpec]:
         stored = family.stored_name(spec.name)
         yield spec if stored == spec.name else replace(spec, name=stored)
     if arch.vision is not None:
-        yield from tower_tensors(arch.vision)
+        yield from arch.vision.tensors()
 
 
 def text_tensors(arch: Architecture) -> Iterator[TensorSpec]:
@@ -127,7 +128,7 @@ def text_tensors(arch: Architecture) -> Iterator[TensorSpec]:
     yield TensorSpec("model.embed_tokens.weight", vocabulary, "matrix")
     for index in range(arch.num_layers):
         yield from FAMILIES[arch.family].layer_tensors(arch, index)
-    yield norm_tensor(arch, "model.norm.weight", arch.hidden_size)
+    yield TensorSpec("model.norm.weight", (arch.hidden_size,), arch.norm)
     if not arch.tied:
         yield TensorSpec("lm_head.weight", vocabulary, "matrix")
     if arch.draft:
@@ -147,7 +148,7 @@ def tensor_groups(
 
     Those of the text part have the names of text models. lora: targets and rank.
     """
-    model = [*text_tensors(arch), *(tower_tensors(arch.vision) if arch.vision is not None else ())]
+    model = [*text_tensors(arch), *(arch.vision.tensors() if arch.vision is not None else ())]
     adapters = [] if lora is None else list(adapter_tensors(model, *lora))
     return Counter(
         replace(spec, name=_EXPERT.sub(".experts.0.", spec.name)) if spec.expert else spec

@@ -1,18 +1,18 @@
-"""The tensors of a Hugging Face checkpoint: names, shapes and kinds, in the order of random
-initialisation."""
+"""The tensors of a Hugging Face checkpoint: names, shapes and kinds in the order of random
+initialisation, and how ranks slice them into Megatron's modules: slices and copies only, which the
+recorder can trace."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.stored.quantization import FP8_EXEMPT
 
 if TYPE_CHECKING:
-    from megagrpo.models.architecture import Architecture
+    from torch import Tensor
 
 # a router, what latent attention projects down, a draft's projection, and an indexer
 _WHOLE = (
@@ -65,7 +65,7 @@ class TensorSpec:
 
 
 class GatedNames(NamedTuple):
-    """A family's names of the three projections of a gated MLP."""
+    """Names of the three projections of a gated MLP."""
 
     gate: str
     up: str
@@ -78,16 +78,6 @@ GATED_NAMES = GatedNames("gate_proj", "up_proj", "down_proj")
 def layer_prefix(index: int) -> str:
     """Returns what the names of a layer's tensors begin with; layers count from 0."""
     return f"model.layers.{index}."
-
-
-def draft_norms(arch: Architecture) -> Iterator[TensorSpec]:
-    """Yields what a draft has besides its layer: the norms of both inputs, their projection, and
-    the last norm."""
-    prefix = layer_prefix(arch.num_layers)
-    hidden = arch.hidden_size
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        yield TensorSpec(f"{prefix}{name}.weight", (hidden,), "norm")
-    yield TensorSpec(prefix + "eh_proj.weight", (hidden, 2 * hidden), "matrix")
 
 
 def adapter_tensors(
@@ -109,35 +99,6 @@ def adapter_tensors(
                 yield TensorSpec(adapter, shape, "matrix", spec.expert)
 
 
-def attention_tensors(arch: Architecture, attention: str) -> Iterator[TensorSpec]:
-    """Yields projections, biases and norms of grouped-query attention; `attention` begins their
-    names."""
-    own = arch.attention
-    assert isinstance(own, GroupedQuery)
-    hidden = arch.hidden_size
-    dim = own.head_dim
-    outputs = {
-        "q_proj": own.heads * dim * (2 if own.output_gate else 1),
-        "k_proj": own.kv_heads * dim,
-        "v_proj": own.kv_heads * dim,
-    }
-    for name, rows in outputs.items():
-        yield TensorSpec(f"{attention}{name}.weight", (rows, hidden), "matrix")
-    yield TensorSpec(f"{attention}o_proj.weight", (hidden, own.heads * dim), "matrix")
-    if own.qkv_bias:
-        for name, rows in outputs.items():
-            yield TensorSpec(f"{attention}{name}.bias", (rows,), "bias")
-    if own.qk_norm:
-        for name, heads in (("q_norm", own.heads), ("k_norm", own.kv_heads)):
-            width = dim * heads if own.norm_over_heads else dim
-            yield norm_tensor(arch, f"{attention}{name}.weight", width)
-
-
-def norm_tensor(arch: Architecture, name: str, size: int) -> TensorSpec:
-    """Returns the weight of one of the model's norms."""
-    return TensorSpec(name, (size,), "centered norm" if arch.centered_norms else "norm")
-
-
 def mlp_tensors(
     hidden: int, width: int, prefix: str, expert: bool = False, names: GatedNames = GATED_NAMES
 ) -> Iterator[TensorSpec]:
@@ -146,3 +107,78 @@ def mlp_tensors(
     yield TensorSpec(f"{prefix}{names.gate}.weight", (width, hidden), "matrix", expert)
     yield TensorSpec(f"{prefix}{names.up}.weight", (width, hidden), "matrix", expert)
     yield TensorSpec(f"{prefix}{names.down}.weight", (hidden, width), "matrix", expert)
+
+
+class Cut(NamedTuple):
+    """Says which number of a model a number of ranks must divide."""
+
+    key: str  # of config.json
+    number: int
+    by: str  # of actor.parallel
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Names one of `size` equal parts; `rank` counts from 0."""
+
+    rank: int
+    size: int
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """Returns this part of [rows, ...], cut along the rows."""
+        return tensor.chunk(self.size, 0)[self.rank]
+
+    def columns(self, tensor: Tensor) -> Tensor:
+        """Returns this part of [rows, columns], cut along the columns."""
+        return tensor.chunk(self.size, 1)[self.rank]
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Says which part of each sharded tensor this rank holds."""
+
+    tensor: Shard  # of dense layers, among the tensor-parallel ranks
+    expert: Shard  # of one expert, among the expert-tensor-parallel ranks
+
+
+def load_vocabulary(weight: Tensor, hf: Tensor, shard: Shard) -> None:
+    """Loads this rank's rows [padded vocab / tp, hidden] of a vocabulary [vocab, hidden].
+
+    It is padded to a multiple of tp; the rows beyond the real ones are 0 and never sampled.
+    """
+    start = shard.rank * weight.shape[0]
+    real = hf[start : start + weight.shape[0]]
+    weight[: len(real)].copy_(real)
+    if len(real) < len(weight):
+        weight[len(real) :].zero_()
+
+
+def load_mlp(
+    fc1: Tensor,
+    fc2: Tensor,
+    hf: Mapping[str, Tensor],
+    prefix: str,
+    shard: Shard,
+    names: GatedNames = GATED_NAMES,
+) -> None:
+    """Loads a gated MLP: fc1 [2 width / tp, hidden], gate above up, and fc2 [hidden, width /
+    tp]."""
+    gate, up = (shard.rows(hf[f"{prefix}{name}.weight"]) for name in (names.gate, names.up))
+    fc1[: len(gate)].copy_(gate)
+    fc1[len(gate) :].copy_(up)
+    fc2.copy_(shard.columns(hf[f"{prefix}{names.down}.weight"]))
+
+
+def mlp_weights(layer, expert: int | None = None) -> tuple[Tensor, Tensor]:
+    """Returns linear_fc1's and linear_fc2's weights of an MLP, or of the local expert of this
+    number.
+
+    An expert is a module of its own, or one of the numbered weights of Transformer Engine's grouped
+    layers.
+    """
+    if expert is not None and hasattr(layer, "local_experts"):
+        layer = layer.local_experts[expert]
+        expert = None
+    name = "weight" if expert is None else f"weight{expert}"
+    return getattr(layer.linear_fc1, name), getattr(layer.linear_fc2, name)

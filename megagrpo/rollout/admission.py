@@ -1,19 +1,16 @@
-"""Admission of requests to the engines: in order, while their caches have room, within a time
-limit.
+"""Admission of requests to the engines: in order, while their caches have room.
 
 AdmissionQueue decides which request leaves next, ResponseLengths estimates how many tokens one will
-occupy, BatchDeadline bounds the time in which a batch must be complete.
+occupy.
 """
 
 import asyncio
 import heapq
 import itertools
 import math
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from megagrpo.types import EngineInfo
 
@@ -136,53 +133,3 @@ class ResponseLengths:
     def occupied(self) -> float:
         """Returns the mean response tokens of a running sample."""
         return tokens_in_cache(max(self._sum, 1.0), self._sum_of_squares)
-
-
-class BatchDeadline:
-    """An async context manager that raises TimeoutError when its block takes too long while the
-    trainers wait for it.
-
-    Samples for later steps have no deadline. `start` and `stop` may be called from any thread.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._until: float | None = None  # of time.monotonic
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._timeout: asyncio.Timeout | None = None
-        self.expired = False  # whether that was why its block ended
-
-    def start(self) -> None:
-        """Starts the clock: the trainers wait."""
-        self._set(time.monotonic() + self._seconds)
-
-    def stop(self) -> None:
-        """Stops the clock."""
-        self._set(None)
-
-    def _set(self, until: float | None) -> None:
-        self._until = until
-        if (loop := self._loop) is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self._apply)
-
-    async def __aenter__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._timeout = asyncio.timeout(None)
-        await self._timeout.__aenter__()
-        self._apply()  # after the loop is known: `start` in the other thread sees one or the other
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        assert self._timeout is not None, "entered"
-        timeout = self._timeout
-        self._timeout = None
-        self.expired = timeout.expired()
-        await timeout.__aexit__(kind, error, traceback)
-
-    def _apply(self) -> None:
-        if self._timeout is not None and not self._timeout.expired():
-            self._timeout.reschedule(self._until)  # the clock of event loops is time.monotonic

@@ -6,13 +6,27 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megagrpo.algo.dynamic_sampling import Selection
-from megagrpo.config.schema import RewardConfig, TrainConfig
+from megagrpo.config.schema import ExperimentConfig, RewardConfig, TrainConfig
 from megagrpo.data.curriculum import POOLS, GroupResult
 from megagrpo.data.rows import metric_name
 from megagrpo.mesh import Mesh, RunStopped
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.agents.environments import ENDS
 from megagrpo.types import Outcome, RolloutGroup, Sample
+
+
+def group_metrics(
+    metrics: Metrics,
+    groups: Sequence[RolloutGroup],
+    config: ExperimentConfig,
+    sources: Sequence[str],
+    mesh: Mesh,
+) -> None:
+    """Collective over data-parallel ranks. Adds what a step's groups show of graders, sources of
+    prompts and responses; raises RunStopped as `rollout_metrics`."""
+    grader_metrics(metrics, groups, config.reward)
+    source_metrics(metrics, groups, sources)
+    rollout_metrics(metrics, groups, mesh, config.train)
 
 
 def selection_metrics(

@@ -14,8 +14,9 @@ from megagrpo.data.images import ImageStore
 from megagrpo.models.architecture import Architecture
 from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rollout.admission import AdmissionQueue, BatchDeadline, ResponseLengths
+from megagrpo.rollout.admission import AdmissionQueue, ResponseLengths
 from megagrpo.rollout.agents.answering import Answering, NoAnswer, RolloutTask, SamplePart
+from megagrpo.rollout.batches import NumberedPrompt, SampledBatch, SamplingJob
 from megagrpo.rollout.control import ServiceControl, ServiceUnreachable
 from megagrpo.rollout.engine_choice import Affinity, Engines
 from megagrpo.rollout.generation import (
@@ -26,7 +27,6 @@ from megagrpo.rollout.generation import (
     SentImages,
     sample_seed,
 )
-from megagrpo.rollout.jobs import NumberedPrompt, SamplingJob
 from megagrpo.rollout.response import CacheKey, CacheUse, Response, SampleTurn
 from megagrpo.rollout.teachers import OpenTeachers, Teachers
 from megagrpo.system.background import end_tasks
@@ -37,7 +37,7 @@ _LOOK_S = 2.0  # between questions to a service that does not answer
 _LONG = 8192  # tokens of a response that is decoded in a thread
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Rollout:
     """Holds the common part of a rollout's requests."""
 
@@ -82,8 +82,7 @@ class Sampler:
         self._grader = grader
         self._decode = decode
         self._answering: Answering = answering or NoAnswer()
-        # (job, group, prompt, sample) -> what it waits for
-        self._pending: dict[tuple[str, int, int, int], str] = {}
+        self._pending: dict[_Rollout, str] = {}  # what each waits for
         self._retry = RetryPolicy.of(config)
         self._admission = AdmissionQueue()
         self.lengths = ResponseLengths(config.sampling.max_response_tokens)
@@ -100,66 +99,55 @@ class Sampler:
     def waiting(self) -> str:
         """Returns what this rank's samples wait for, or "". May be called from any thread."""
         by_owner: dict[str, list[int]] = {}
-        for (*_, prompt, _), owner in sorted(dict(self._pending).items()):
-            by_owner.setdefault(owner, []).append(prompt)
+        for rollout, owner in dict(self._pending).items():
+            by_owner.setdefault(owner, []).append(rollout.of.prompt.id)
         return ", ".join(
             f"{len(ids)} sample(s) of {owner} (prompts {list(dict.fromkeys(ids))[:10]})"
             for owner, ids in by_owner.items()
         )
 
-    async def sample_share(
-        self,
-        job: SamplingJob,
-        share: list[NumberedPrompt],
-        finished: dict[int, RolloutGroup],
-        deadline: BatchDeadline,
-    ) -> None:
-        """Samples the groups of `share` and adds each to `finished` (by id) when it is complete.
-
-        Raises GenerationFailed, which names the missing prompts, when the deadline passes.
-        """
+    async def sample_share(self, batch: SampledBatch) -> None:
+        """Samples the groups of the batch's share that are missing, and adds each to `finished` when
+        it is complete."""
+        job, finished = batch.job, batch.finished
+        share = [prompt for prompt in batch.share if prompt.group_id not in finished]
         job_number = next(self._job_numbers)
-        limit_s = self._config.rollout.step_timeout_s
         self.cache_use.newest = max(self.cache_use.newest, job.version)
         # one job after the other, so that requests of the first leave first
         async with self._admitting:
-            while not await self._answer():
+            while not await self._count_engines():
                 await asyncio.sleep(_LOOK_S)
         async with (
             GenerationClient(self._engines, self._retry, self._admission, self.arch) as client,
             self.teachers.opened() as teachers,
         ):
-            waited_for: list[str] = []
+            batch.retries = lambda: (
+                f"{client.num_retries} retries, the last because of: "
+                f"{client.last_problem or 'nothing'}{teachers.problems()}"
+            )
             clients = (client, teachers)
-            groups = [
-                self._sample_group(clients, job, each, finished, job_number) for each in share
-            ]
-            try:
-                async with deadline:
-                    await all_of(groups, lambda: waited_for.append(self.waiting()))
-            except TimeoutError:
-                if not deadline.expired:  # one of a grader's or an environment's
-                    raise
-                late = [each.prompt.id for each in share if each.group_id not in finished]
-                raise GenerationFailed(
-                    f"{len(late)} of {len(share)} groups did not come within {limit_s:.0f} s "
-                    f"(rollout.step_timeout_s): prompts {late[:10]}; they wait for "
-                    f"{''.join(waited_for)}; {client.num_retries} retries, "
-                    f"the last because of: {client.last_problem or 'nothing'}{teachers.problems()}"
-                ) from None
+            await all_of(
+                [self._sample_group(clients, job, prompt, finished, job_number) for prompt in share]
+            )
 
-    async def count_engines(self) -> None:
-        """Sets the limits of requests in flight to this leader's share of the engines."""
-        await self._engines.look()
-        at_once = self._config.rollout.max_running_requests
-        self._admission.share(self._engines.listed, at_once, self._num_leaders)
-        await self.teachers.count_engines()
+    def missing(self, batch: SampledBatch) -> str:
+        """Returns which groups of a batch have not come in time, and what they wait for. May be
+        called from any thread."""
+        late = [n.prompt.id for n in batch.share if n.group_id not in batch.finished]
+        return (
+            f"{len(late)} of {len(batch.share)} groups did not come within "
+            f"{self._config.rollout.step_timeout_s:.0f} s (rollout.step_timeout_s): prompts "
+            f"{late[:10]}; they wait for {self.waiting()}; {batch.retries()}"
+        )
 
-    async def _answer(self) -> bool:
-        """Counts engines. Returns False if the service does not answer: the rank that waits sees to
-        it."""
+    async def _count_engines(self) -> bool:
+        """Sets the limits of requests in flight to this leader's share of the engines. Returns
+        False if the service does not answer: the rank that waits sees to it."""
         with suppress(ServiceUnreachable):
-            await self.count_engines()
+            await self._engines.look()
+            at_once = self._config.rollout.max_running_requests
+            self._admission.share(self._engines.listed, at_once, self._num_leaders)
+            await self.teachers.count_engines()
             return True
         return False
 
@@ -194,22 +182,20 @@ class Sampler:
 
     async def _sample(self, rollout: _Rollout) -> tuple[list[Sample], Outcome]:
         prompt = rollout.of.prompt
-        # The job is part of the key: an evaluation may have the same prompt under the same id.
-        key = str(rollout.job), rollout.of.group_id, prompt.id, rollout.index
         with ExitStack() as stack:
-            stack.callback(self._pending.pop, key)
-            self._pending[key] = self._answering.waited_for
+            stack.callback(self._pending.pop, rollout)
+            self._pending[rollout] = self._answering.waited_for
             parts, outcome = await self._answering.rollout(self._task(rollout))
             samples = [await self._sample_of(rollout, part) for part in parts]
             scoring = asyncio.create_task(self._scored(rollout, samples, parts))
             try:
                 if outcome is None:
                     (sample,) = samples
-                    self._pending[key] = "the grader"
+                    self._pending[rollout] = "the grader"
                     tokens = ResponseTokens(sample.token_ids, sample.loss_mask, self._decode)
                     grading = self._grader.submit(prompt, sample.text, tokens)
                     outcome = await asyncio.wrap_future(grading)
-                self._pending[key] = "its teachers"
+                self._pending[rollout] = "its teachers"
                 return await scoring, outcome
             finally:
                 await end_tasks([scoring])
@@ -326,19 +312,11 @@ class Sampler:
         )
 
 
-async def all_of(
-    work: Sequence[Coroutine[object, object, T]], on_cancel: Callable[[], object] = lambda: None
-) -> list[T]:
-    """Returns the results of all; ends the others when one fails, and all when it is cancelled.
-
-    on_cancel: called then, before they are ended.
-    """
+async def all_of(work: Sequence[Coroutine[object, object, T]]) -> list[T]:
+    """Returns the results of all; ends the others when one fails, and all when it is cancelled."""
     tasks = list(map(asyncio.create_task, work))
     try:
-        return await asyncio.shield(asyncio.gather(*tasks))
-    except asyncio.CancelledError:
-        on_cancel()
-        raise
+        return await asyncio.gather(*tasks)
     finally:
         await end_tasks(tasks)
 

@@ -29,7 +29,6 @@ from megagrpo.models.fields import (
     transformer_fields,
 )
 from megagrpo.models.table import (
-    FAMILIES,
     architecture_of,
     left_out,
     model_problems,
@@ -158,8 +157,8 @@ def _advice(
     rounded = "bfloat16" in (actor.dtype, rollout.dtype)
     unplayed = (
         arch is not None
-        and arch.is_moe
-        and not FAMILIES[arch.family].ROUTING_REFUSAL
+        and arch.experts is not None
+        and not arch.experts.unreported
         and actor.routing_replay is None
         and rounded
     )
@@ -281,7 +280,7 @@ def _routing(config: ExperimentConfig, arch: Architecture | None) -> list[str]:
         return []
     k = arch.routed.per_token
     sent = 4 * arch.num_layers * k
-    kept = (1 if arch.routed.id_type == "uint8" else 2) * (arch.expert_layers) * k
+    kept = (1 if arch.routed.id_type == "uint8" else 2) * arch.expert_layers * k
     if source == "old":
         return [
             f"routing    updates take the experts of the old log-probabilities: {kept:,} "

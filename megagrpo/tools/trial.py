@@ -18,16 +18,15 @@ from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.data.texts import decoder
 from megagrpo.monitor.rollouts import Decode, turns_of
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rollout.admission import BatchDeadline
 from megagrpo.rollout.agents.make import make_answering
+from megagrpo.rollout.batches import BatchPlan, SampledBatch, SamplingJob
 from megagrpo.rollout.control import ServiceControl, ServiceUnreachable, bearer, find_service
-from megagrpo.rollout.generation import SamplingParams
-from megagrpo.rollout.jobs import SamplingJob, numbered_prompts
+from megagrpo.rollout.generation import GenerationFailed, SamplingParams
 from megagrpo.rollout.sampler import Sampler
 from megagrpo.system.arguments import positive
 from megagrpo.system.processes import last_lines
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.types import Outcome, Prompt, RolloutGroup
+from megagrpo.types import Outcome, RolloutGroup
 
 _POLL_S = 0.5
 
@@ -62,22 +61,20 @@ def try_out(config: ExperimentConfig, num_prompts: int) -> int:
         sampler = Sampler(config, 1, control, grader, decode, answering)
         sampler.images = images
         job = SamplingJob("try", 0, 0, SamplingParams.of(config.sampling), num_samples=1)
-        for group in asyncio.run(_sampled(sampler, job, prompts, config.rollout.step_timeout_s)):
+        batch = SampledBatch(job, BatchPlan(job, prompts).numbered())
+        asyncio.run(_sample(sampler, batch, config.rollout.step_timeout_s))
+        for group in batch.groups():
             print("\n".join(_lines(group, decode)))
         launch.status = 0
     return launch.status
 
 
-async def _sampled(
-    sampler: Sampler, job: SamplingJob, prompts: tuple[Prompt, ...], limit_s: float
-) -> list[RolloutGroup]:
-    finished: dict[int, RolloutGroup] = {}
-    deadline = BatchDeadline(limit_s)
-    deadline.start()
-    await sampler.sample_share(
-        job, numbered_prompts(prompts, range(len(prompts))), finished, deadline
-    )
-    return [group for _, group in sorted(finished.items())]
+async def _sample(sampler: Sampler, batch: SampledBatch, limit_s: float) -> None:
+    work = asyncio.create_task(sampler.sample_share(batch))
+    await asyncio.wait([work], timeout=limit_s)
+    if not work.done():
+        raise GenerationFailed(sampler.missing(batch))
+    await work
 
 
 def _service(launch: Launch, config: ExperimentConfig) -> ServiceControl:

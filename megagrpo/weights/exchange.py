@@ -87,9 +87,9 @@ class Exchange:
         patience_s = config.rollout.patience_s(mesh.device.type == "cuda")
         self._fleet = EngineFleet(config, registry, specs, self._transport, patience_s)
 
-    def publish(self, version: int, only: list[str] | None = None) -> dict[str, float]:
-        """Collective. Updates all usable engines, or those in the main rank's `only`, to the
-        actor's present weights, called `version`.
+    def publish(self, version: int, engines: list[str] | None = None) -> dict[str, float]:
+        """Collective. Updates all usable engines, or those of these ids, to the actor's present
+        weights, called `version`.
 
         Returns, the same on every rank: rank 0's seconds per phase (_PHASES, total), the model's
         bytes, and the Traffic of all ranks together. Raises LeaderError on every rank: digests
@@ -98,7 +98,7 @@ class Exchange:
         timer = PhaseTimer()
         deadline = Deadline(self._config.weights.timeout_s)
         traffic = Traffic()
-        more = self._next(lambda: self._fleet.choose(only, deadline), "find engines")
+        more = self._next(lambda: self._fleet.choose(deadline, engines), "find engines")
         with self._weights.merged():
             while more:
                 more = self._update(version, deadline, timer, traffic)
@@ -112,11 +112,11 @@ class Exchange:
             | {k: float(v) for k, v in asdict(total).items()}
         )
 
-    def verify(self, only: list[str] | None = None) -> None:
+    def verify(self) -> None:
         """Collective. Compares the engines' live parameters with the actor's. LeaderError names
         what differs."""
         deadline = Deadline(self._config.weights.timeout_s)
-        self._next(lambda: self._fleet.choose(only, deadline), "find engines")
+        self._next(lambda: self._fleet.choose(deadline), "find engines")
         self._open(deadline, writing=False)
         with self._weights.merged():
             expected = self._digests.compute()

@@ -115,12 +115,13 @@ FAMILIES = ("mixtral", "glm4_moe", "deepseek_v3", "moonlight", "qwen3_5_moe", "m
 MORE_FAMILIES = (  # by --full
     "glm4_moe_air",
     "deepseek_v3_plain",
+    "glm4_moe_lite",
     "glm_moe_dsa",
     "deepseek_v32",
     "qwen3_5",
     "qwen3_next",
 )
-ONE_RANK = ("qwen3_next",)  # of these one rank in CI
+ONE_RANK = ("qwen3_next", "glm4_moe_lite")  # of these one rank in CI
 FAMILY_LAYOUTS = ("TP2+SP", "PP2xVPP2", "TP2xEP2", "CP2", "PP2", "TP2xETP2", "EP2")
 _OTHER_CHOICES = {"model": FAMILIES, "batch": tuple(BATCHES), "recompute": RECOMPUTE}
 FAMILIES_CI = [

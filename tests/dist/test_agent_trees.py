@@ -16,7 +16,7 @@ import pytest
 import torch
 from aiohttp import web
 from fake_service import FakeService
-from sampling import experiment, playing
+from sampling import experiment, playing, sampled
 
 from examples.laptop.model import character_tokenizer
 from megagrpo.checkpoint.groups import write_groups
@@ -103,7 +103,7 @@ def recorded(model: Path) -> tuple[list[RolloutGroup], int]:
     engine = Engine(version=3)
     engine.model = model
     with playing(config, TOKENIZER, engine) as source:
-        return source.next(STEP, prompts, 3), config.seed
+        return sampled(source, STEP, prompts, 3), config.seed
 
 
 def by_hand(model: Path, run_seed: int) -> list[dict]:

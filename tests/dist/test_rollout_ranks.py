@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_service import FakeService, running
-from sampling import experiment, source_of
+from sampling import experiment, sampled, source_of
 
 from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.rollout.control import ServiceControl
@@ -31,9 +31,9 @@ def one_step(mesh: Mesh, url: str) -> dict:
         if mesh.is_main:
             control.mark_ready(engine_ids[0], 1, version)
 
-    source = source_of(control, experiment(), mesh=mesh, publish=publish)
+    source = source_of(control, experiment(), mesh=mesh)
     try:
-        groups, error = source.next(3, PROMPTS, 4), ""
+        groups, error = sampled(source, 3, PROMPTS, 4, publish), ""
     except LeaderError as exc:
         groups, error = [], str(exc)
     return {"groups": groups, "error": error, "refreshed": refreshed}

@@ -1,7 +1,6 @@
 """Dynamic sampling over gloo ranks: the same groups for every data-parallel size, none lost, also
 across a resume."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from megagrpo.config.schema import CheckpointConfig, ExperimentConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, make_mesh
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.rollout.selection import GroupChoice
+from megagrpo.rollout.batches import Batches, BatchPlan, StepBatches
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
 from tests import experiments
 from tests.curricula import ANY, NoActor
@@ -29,24 +28,25 @@ PROMPTS = PromptSet(
 
 
 class Source:
-    """Two responses to each prompt, split over ranks as the real source does; two prompts of three
-    teach something."""
+    """Two responses to each prompt; two prompts of three teach something."""
 
-    def __init__(self, mesh: Mesh, always_alike: bool = False):
-        self.mesh, self.always_alike = mesh, always_alike
-        self.asked: list[tuple[int, int, list[int]]] = []
+    def __init__(self, mesh: Mesh, config: ExperimentConfig, always_alike: bool = False):
+        self.batches, self.always_alike = Batches(config, mesh, PROMPTS), always_alike
+        self.asked: list[str] = []
 
-    def next(
-        self, step: int, prompts: Sequence[Prompt], version: int, first_id: int, attempt: int
-    ) -> list[RolloutGroup]:
-        assert step == version
-        self.asked.append((step, attempt, [prompt.id for prompt in prompts]))
-        rank, size = self.mesh.dp_rank, self.mesh.dp_size
-        first, last = len(prompts) * rank // size, len(prompts) * (rank + 1) // size
-        return [self.group(first_id + i, prompts[i], version) for i in range(first, last)]
+    def take(self, state: TrainState, metrics: Metrics) -> StepBatches:
+        """The step after a state, without its end."""
+        step = StepBatches(self.batches, state)
+        while plan := step.wanted():
+            self.asked.append(plan.job.purpose)
+            step.add(self.groups(plan))
+        step.choose(metrics)
+        return step
 
-    def add_metrics(self, metrics: Metrics) -> None:
-        metrics.add_max("source/calls", 1)
+    def groups(self, plan: BatchPlan) -> list[RolloutGroup]:
+        assert plan.job.step == plan.job.version
+        share = self.batches.open(plan).share
+        return [self.group(each.group_id, each.prompt, plan.job.version) for each in share]
 
     def group(self, group_id: int, prompt: Prompt, version: int) -> RolloutGroup:
         alike = self.always_alike or prompt.id % 3 == 0
@@ -76,13 +76,11 @@ def run_steps(mesh: Mesh, folder: Path, num_steps: int) -> list[dict]:
     if found := latest(folder):
         state = checkpoint.load(found, ANY, lambda _: None, mesh)
         state.surplus = deal_surplus(state.surplus, mesh)
-    source, steps = Source(mesh), []
+    source, steps = Source(mesh, experiment()), []
     while state.step < num_steps:
         metrics = Metrics()
-        taken = GroupChoice(source, PROMPTS, experiment(), mesh).next_groups(state, metrics)
-        state = TrainState(
-            step=state.step + 1, data_cursor=taken.data_cursor, surplus=taken.surplus
-        )
+        taken = source.take(state, metrics)
+        taken.finish()
         saved = replace(state, surplus=gather_surplus(state.surplus, mesh))
         checkpoint.PendingSave(folder, saved, ANY, CheckpointConfig(keep=9), NoActor, mesh).finish()
         parts = [group for part in mesh.gather_dp(taken.groups) for group in part]
@@ -144,18 +142,16 @@ def test_selection_does_not_depend_on_the_layout(tmp_path, world):
 
 
 def test_too_few_groups_is_an_error_that_says_what_to_do():
-    source, state = Source(alone(), always_alike=True), TrainState()
+    source = Source(alone(), experiment(max_num_gen_batches=3), always_alike=True)
+    state = TrainState()
     said = (
         r"3 batches of 4 prompts .*max_num_gen_batches.* 0 of 4 groups .* 12 of 12 groups were "
         r"dropped"
     )
     with pytest.raises(RuntimeError, match=said):
-        GroupChoice(source, PROMPTS, experiment(max_num_gen_batches=3), alone()).next_groups(
-            state, Metrics()
-        )
-    assert [attempt for _, attempt, _ in source.asked] == [0, 1, 2] and state == TrainState(), (
-        "a step that fails leaves the state as it was"
-    )
+        source.take(state, Metrics())
+    assert source.asked == ["train", "train batch 1", "train batch 2"]
+    assert state == TrainState(), "a step that fails leaves the state as it was"
 
 
 def test_shaped_rewards_can_tell_groups_apart():
@@ -180,20 +176,17 @@ def test_shaped_rewards_can_tell_groups_apart():
             )
             return RolloutGroup(group_id, prompt, samples, (Outcome("score", 1.0),) * 2)
 
-    chosen = GroupChoice(Lengths(alone()), PROMPTS, config, alone()).next_groups(
-        TrainState(), Metrics()
-    )
+    chosen = Lengths(alone(), config).take(TrainState(), Metrics())
     assert [g.prompt.id % 2 for g in chosen.groups] == [1] * WANTED
 
 
 def test_without_dynamic_sampling_the_step_is_the_next_prompts():
     config = experiment()
     config = config.model_copy(update={"algorithm": type(config.algorithm)()})
-    source, state, metrics = Source(alone()), TrainState(), Metrics()
+    source, state = Source(alone(), config), TrainState()
     for step in range(2):
-        taken = GroupChoice(source, PROMPTS, config, alone()).next_groups(state, metrics)
+        taken = source.take(state, Metrics())
         assert [g.prompt for g in taken.groups] == PROMPTS.batch(step * WANTED, WANTED, 0)
-        assert taken.data_cursor == (step + 1) * WANTED
-        state = TrainState(step=step + 1, data_cursor=taken.data_cursor)
-    assert metrics.reduced(alone().reduce) == {"source/calls": 1}
-    assert [attempt for _, attempt, _ in source.asked] == [0, 0]
+        taken.finish()
+        assert (state.step, state.data_cursor) == (step + 1, (step + 1) * WANTED)
+    assert source.asked == ["train", "train"]

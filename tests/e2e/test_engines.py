@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 from running_service import START_S, RunningService, running_service, scheduler_of
-from sampling import Grader, source_of
+from sampling import Grader, sampled, source_of
 from test_exchange import PlainSource
 from tiny_model import make_tiny_model
 from transformers import AutoTokenizer
@@ -66,9 +66,7 @@ class Trainer:
         tokenizer = AutoTokenizer.from_pretrained(models[0])
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         self.exchange = self._exchange("broadcast")
-        self.rollouts = source_of(
-            service.control, service.config, self.grader, decode, publish=self.bring
-        )
+        self.rollouts = source_of(service.control, service.config, self.grader, decode)
 
     def _exchange(self, transport: str) -> Exchange:
         config = self.service.config
@@ -88,7 +86,7 @@ class Trainer:
 
     def bring(self, version: int, engine_ids: list[str]) -> None:
         self.refreshed.append(engine_ids)
-        self.exchange.publish(version, only=engine_ids)
+        self.exchange.publish(version, engine_ids)
 
     def refresh(self, engine_ids: list[str]) -> None:
         self.bring(self.version, engine_ids)
@@ -98,7 +96,7 @@ class Trainer:
         arrived."""
         self.grader.texts = arrived = []
         self.grader.on_submit = lambda: on_first() if on_first and len(arrived) == 1 else None
-        groups = self.rollouts.next(step, PROMPTS, self.version)
+        groups = sampled(self.rollouts, step, PROMPTS, self.version, self.bring)
         assert [group.group_id for group in groups] == list(range(len(PROMPTS))) and len(
             arrived
         ) == 48

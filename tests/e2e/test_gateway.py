@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 from engine_logprobs import logprobs_by
-from sampling import Grader, experiment, source_of
+from sampling import Grader, experiment, sampled, source_of
 from tiny_model import EOS
 from transformers import AutoTokenizer
 
@@ -40,7 +40,7 @@ def groups(service, model, **sampling) -> Sequence[RolloutGroup]:
     answering = make_answering(config, tokenizer)
     source = source_of(service.control, config, Grader(), decode, answering=answering)
     try:
-        return source.next(3, prompts, service.control.engines()[0].weight_version)
+        return sampled(source, 3, prompts, service.control.engines()[0].weight_version)
     finally:
         source.close()
         answering.close()

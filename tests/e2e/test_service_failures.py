@@ -7,7 +7,7 @@ from functools import partial
 import psutil
 import pytest
 from running_service import START_S, scheduler_of, start_service
-from sampling import Grader, source_of
+from sampling import Grader, sampled, source_of
 from test_service import PROMPTS, SAMPLED, generate
 from transformers import AutoTokenizer
 
@@ -18,15 +18,14 @@ from megagrpo.types import Prompt
 from tests.experiments import until
 
 
-def make_source(service, publish, grader: Grader) -> RolloutSource:
+def make_source(service, grader: Grader) -> RolloutSource:
     """Of groups of three responses of at most 150 tokens."""
     tokenizer = AutoTokenizer.from_pretrained(service.config.model.path)
     values = service.config.model_dump()
     values |= {"train": {"group_size": 3}, "sampling": {"max_response_tokens": 150}}
     decode = partial(tokenizer.decode, skip_special_tokens=True)
-    return source_of(
-        service.control, ExperimentConfig.model_validate(values), grader, decode, publish=publish
-    )
+    config = ExperimentConfig.model_validate(values)
+    return source_of(service.control, config, grader, decode)
 
 
 @pytest.mark.slow  # test_engines.py kills one of two
@@ -41,7 +40,7 @@ def test_engine_killed_during_a_rollout(service):
         refreshed.append(engine_ids)
         service.set_version(1)
 
-    undisturbed = make_source(service, publish, Grader(len)).next(5, prompts, 1)
+    undisturbed = sampled(make_source(service, Grader(len)), 5, prompts, 1, publish)
     assert refreshed == [] and len({len(s.token_ids) for g in undisturbed for s in g.samples}) > 1
     victim = service.control.engines()[0]
 
@@ -50,8 +49,8 @@ def test_engine_killed_during_a_rollout(service):
             os.kill(victim.pid, signal.SIGKILL)
         arrived.append(1)
 
-    source = make_source(service, publish, Grader(len, kill_at_the_first_arrival))
-    groups = source.next(5, prompts, 1)
+    source = make_source(service, Grader(len, kill_at_the_first_arrival))
+    groups = sampled(source, 5, prompts, 1, publish)
     assert refreshed == [[victim.id]]
     assert groups == undisturbed
     back = service.control.engines()[0]

@@ -9,7 +9,7 @@ import torch
 from engine_logprobs import logprobs_by
 from run_megagrpo import metrics, rollouts, run_experiment
 from running_service import RunningService
-from sampling import Grader, source_of
+from sampling import Grader, sampled, source_of
 from test_service import PROMPTS
 from transformers import AutoTokenizer
 
@@ -38,7 +38,9 @@ def sample(service: RunningService, **sampling) -> list[tuple[Prompt, Sample]]:
             source_of(service.control, config, Grader(len), tokenizer.decode, answering=answering)
         ) as source,
     ):
-        return [(group.prompt, s) for group in source.next(0, prompts, 0) for s in group.samples]
+        return [
+            (group.prompt, s) for group in sampled(source, 0, prompts, 0) for s in group.samples
+        ]
 
 
 def test_turns_continue_the_tokens_that_were_sampled(service):

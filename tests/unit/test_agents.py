@@ -10,7 +10,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 from fake_service import FakeService
-from sampling import experiment, playing
+from sampling import experiment, finished, plan, playing, sampled
 
 from examples.laptop.model import character_tokenizer
 from megagrpo.algo.statistics import alone
@@ -65,7 +65,7 @@ def play(*turns: dict, game: str = "GuessTheNumber", answer: str = "7", **more):
     """(the group, the requests that were sent)"""
     service = FakeService(version=3, script=list(turns))
     with playing(config_of(function=f"tests.games:{game}", **more), TOKENIZER, service) as source:
-        [group] = source.next(7, [Prompt(30, "?", tuple(ids("?")), answer)], 3)
+        [group] = sampled(source, 7, [Prompt(30, "?", tuple(ids("?")), answer)], 3)
         assert not service.script, "turns that were never asked for"
         return group, service.requests
 
@@ -274,7 +274,7 @@ def test_a_rollout_is_not_lost_because_others_hang():
     prompts = [Prompt(30 + n, "?", tuple(ids("?")), kind) for n, kind in enumerate(answers)]
     service = FakeService(version=3, script=[says("3") for _ in range(100)])
     with playing(config, TOKENIZER, service) as source:
-        groups = source.next(7, prompts, 3)
+        groups = sampled(source, 7, prompts, 3)
     ends = [group.outcomes[0].end for group in groups]
     assert ends == ["timeout" if kind == "hang" else "done" for kind in answers]
 
@@ -372,12 +372,12 @@ def test_a_rollout_keeps_its_key_over_a_publish_and_a_new_one_has_the_next(polic
     service, metrics = FakeService(version=3, script=script), Metrics()
     service.hang = lambda body: len(body["input_ids"]) > 1 and service.version == 3
     with playing(config, TOKENIZER, service) as source:
-        source.start(1, [0], prompts[:1], 3)
+        source.begin(plan(source, 1, prompts[:1], 3, ahead=True))
         until(lambda: len(service.requests) == 2, 20)
         service.version = 4  # a publish: the second turn is sampled by its weights
-        [old] = source.next(1, prompts[:1], 4)
-        source.start(2, [1], prompts[1:], 4)
-        [new] = source.next(2, prompts[1:], 4)
+        [old] = finished(source, plan(source, 1, prompts[:1], 4, ahead=True))
+        source.begin(plan(source, 2, prompts[1:], 4, 1, ahead=True))
+        [new] = finished(source, plan(source, 2, prompts[1:], 4, 1, ahead=True))
         source.add_metrics(metrics)
     (old,), (new,) = old.samples, new.samples
     assert (old.weight_version, old.newer, new.weight_version) == (3, ((3, 4),), 4)

@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 from fake_service import FakeService, running
-from sampling import Grader, experiment, source_of
+from sampling import Grader, experiment, sampled, source_of
 
 from examples.laptop.model import character_tokenizer
 from megagrpo.config.rollout import EnvironmentConfig
@@ -61,7 +61,7 @@ def respond(
         closing(make_answering(config, TOKENIZER)) as answering,
         closing(source_of(service.control, config, grader, decode, answering=answering)) as source,
     ):
-        [group] = source.next(7, [PROMPT], 3)
+        [group] = sampled(source, 7, [PROMPT], 3)
         assert not service.script, "turns that were never asked for"
         return group.samples[0], service.requests, grader.texts, group.outcomes[0]
 

@@ -309,14 +309,14 @@ def test_a_used_up_curriculum_stops_the_run_and_its_state_is_kept():
     with running(FakeService()) as service:
         source = source_of(service.control, config, decode=lambda ids: "1")
         for step in range(2):
-            take(source, config, state, of=prompt_set(5))
+            take(source, state, of=prompt_set(5))
             service.version = step + 1
         before = replace(state)
         said = (
             "draw rows: ValueError: data.curriculum drop_solved: 1 of 5 rows .* lower return_after"
         )
         with pytest.raises(LeaderError, match=said):
-            take(source, config, state, of=prompt_set(5))
+            take(source, state, of=prompt_set(5))
         source.close()
     assert state == before and state.curriculum.times_seen.sum() == 4
 
@@ -330,7 +330,7 @@ def test_metrics_by_pool():
         for step in range(STEPS):
             metrics = Metrics()
             results = state.curriculum
-            groups = take(source, config, state, of=prompt_set(3), metrics=metrics).groups
+            groups = take(source, state, of=prompt_set(3), metrics=metrics).groups
             numbers.append(metrics.reduced(MESH.reduce))
             service.version = step + 1
         source.close()

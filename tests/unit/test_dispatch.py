@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 from fake_service import FakeService, running
-from sampling import MESH, digits, experiment, prompt_set, source_of, take
+from sampling import MESH, digits, evaluated, experiment, plan, prompt_set, source_of, take
 
 from megagrpo.actor.megatron_actor import NonFiniteUpdate
 from megagrpo.config.load import load_config
@@ -21,7 +21,8 @@ from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout import source as source_module
 from megagrpo.rollout.agents.answering import NoAnswer
 from megagrpo.rollout.generation import SamplingParams
-from megagrpo.run import Run, Sampling
+from megagrpo.rollout.source import Inputs, start_source
+from megagrpo.run import Run
 from megagrpo.tools.plan.engine_memory import concurrency_report
 from megagrpo.types import Outcome, RolloutGroup, Sample, TrainState
 from tests.experiments import QUICKSTART, until
@@ -52,13 +53,14 @@ def test_limits_of_the_engines_own_cache():
     beside it."""
     config = experiment(train={"num_prompts_per_step": 4}, sampling={"max_response_tokens": 8})
     free: list[bool] = []
-    with sampling(config, cache_tokens=26, hang=lambda body: not free) as (service, source, state):
-        source.start(0, range(4), prompt_set().prompts[:4], 0)
+    with sampling(config, cache_tokens=26, hang=lambda body: not free) as (service, source, _):
+        batch = source.begin(plan(source, 0, prompt_set().prompts[:4], 0))
         until(lambda: len(service.requests) == 4)
         time.sleep(0.2)
         assert len(service.requests) == 4
         free.append(True)
-        assert len(take(source, config, state).groups) == 4 and len(service.requests) == 8
+        assert source.wait([batch], 0) == []
+        assert len(source.take(batch)) == 4 and len(service.requests) == 8
 
 
 @pytest.mark.parametrize(
@@ -93,10 +95,10 @@ def test_training_may_take_longer_than_a_rollout():
     free: list[bool] = []
     hang = lambda body: not free and body["input_ids"][1] >= 100 + WANTED  # noqa: E731
     with sampling(config, hang=hang) as (_, source, state):
-        take(source, config, state)
+        take(source, state)
         time.sleep(1.3)
         free.append(True)
-        assert trained(take(source, config, state).groups) == [2, 3]
+        assert trained(take(source, state).groups) == [2, 3]
 
 
 def test_the_same_prompts_may_be_on_their_way_twice():
@@ -107,14 +109,13 @@ def test_the_same_prompts_may_be_on_their_way_twice():
     hang = lambda body: not free and body["sampling_params"]["temperature"] > 0  # noqa: E731
     with sampling(config, hang=hang) as (service, source, state):
         for number in range(3):
-            source.start(number, range(2 * number, 2 * number + 2), of.batch(2 * number, 2, 0), 0)
+            prompts = of.batch(2 * number, 2, 0)
+            source.begin(plan(source, number, prompts, 0, 2 * number, ahead=True))
         until(lambda: len(service.requests) == 3 * WANTED * GROUP_SIZE)
-        assert len(source.evaluate(of.prompts, 0, SamplingParams(0.0, 4), 1)) == WANTED
+        assert len(evaluated(source, of.prompts, 0, SamplingParams(0.0, 4), 1)) == WANTED
         assert source.waiting()
         free.append(True)
-        assert [trained(take(source, config, state, 4, of).groups) for _ in range(4)] == [
-            [0, 1]
-        ] * 4
+        assert [trained(take(source, state, 4, of).groups) for _ in range(4)] == [[0, 1]] * 4
     assert not source.waiting()
 
 
@@ -126,10 +127,10 @@ def test_nothing_is_sampled_that_no_step_takes():
     with sampling(config) as (service, source, state):
         for step in range(4):
             service.version = step
-            take(source, config, state, 4 - step)
+            take(source, state, 4 - step)
         source.drain()
         assert len(service.requests) == 4 * (WANTED * GROUP_SIZE + WANTED)
-        assert source.finished() == []
+        assert source.batches.finished() == []
 
 
 def test_another_batch_size_after_a_restart_repeats_no_prompt():
@@ -138,9 +139,7 @@ def test_another_batch_size_after_a_restart_repeats_no_prompt():
             train={"num_prompts_per_step": 3}, rollout={"max_staleness": staleness}, algorithm=TIS
         )
         with sampling(config, TrainState(step=2, data_cursor=4), version=2) as (_, source, state):
-            found = trained(take(source, config, state).groups) + trained(
-                take(source, config, state).groups
-            )
+            found = trained(take(source, state).groups) + trained(take(source, state).groups)
         assert found == [4, 5, 6, 7, 8, 9]
 
 
@@ -155,12 +154,12 @@ def test_what_an_earlier_start_finished_is_kept_until_it_is_taken():
     config = experiment(rollout={"max_staleness": 2}, algorithm=TIS)
     ahead = [group(2), group(5)]
     with sampling(config, TrainState(step=1, data_cursor=2), version=1) as (service, source, state):
-        source.restore(list(ahead))
-        assert source.finished() == ahead, "saved again before anything was begun"
-        taken = take(source, config, state, 3)
+        source.batches.restore(list(ahead))
+        assert source.batches.finished() == ahead, "saved again before anything was begun"
+        taken = take(source, state, 3)
         assert trained(taken.groups) == [2, 3] and taken.groups[0].samples == ahead[0].samples
         source.drain()
-        assert sorted(group.group_id for group in source.finished()) == [4, 5, 6, 7]
+        assert sorted(group.group_id for group in source.batches.finished()) == [4, 5, 6, 7]
         assert len(service.requests) == 4 * GROUP_SIZE
 
 
@@ -186,8 +185,8 @@ TOO_LONG = replace(FITS.samples[0], token_ids=(7,) * 1025, logprobs=(-1.0,) * 10
 def test_what_an_earlier_start_finished_is_sampled_again_where_it_does_not_fit(stale):
     config = experiment(rollout={"max_staleness": 1}, algorithm=TIS)
     with sampling(config, TrainState(step=1, data_cursor=2), version=1) as (service, source, state):
-        source.restore([stale[1]])
-        take(source, config, state, 3)
+        source.batches.restore([stale[1]])
+        take(source, state, 3)
         source.drain()
         assert len(service.requests) == 4 * GROUP_SIZE
 
@@ -196,8 +195,8 @@ def test_a_step_that_fails_leaves_its_finished_groups():
     config = experiment(rollout={"max_staleness": 1, "step_timeout_s": 2.0}, algorithm=TIS)
     with sampling(config, hang=lambda body: body["input_ids"][1] == 101) as (_, source, state):
         with pytest.raises(LeaderError, match=r"1 of 2 groups did not come.*prompts \[1\]"):
-            take(source, config, state)
-        assert {group.group_id for group in source.finished()} == {0, 2, 3}
+            take(source, state)
+        assert {group.group_id for group in source.batches.finished()} == {0, 2, 3}
 
 
 @pytest.mark.parametrize(
@@ -217,8 +216,8 @@ def test_a_step_that_fails_late_leaves_what_it_had_taken(algorithm, sampled):
     late = lambda body: body["sampling_params"]["temperature"] == 0 or body["input_ids"][1] >= 104  # noqa: E731
     with sampling(config, hang=late, decode=lambda ids: "1") as (_, source, state):
         with pytest.raises((LeaderError, RunStopped)):
-            take(source, config, state)
-        assert {group.group_id for group in source.finished()} == sampled
+            take(source, state)
+        assert {group.group_id for group in source.batches.finished()} == sampled
 
 
 def test_drain_asks_again_what_a_lost_host_had():
@@ -228,11 +227,14 @@ def test_drain_asks_again_what_a_lost_host_had():
         source,
         state,
     ):
-        take(source, config, state)
+        take(source, state)
         until(lambda: len(service.requests) == 2 * WANTED * GROUP_SIZE)
         service.restart()
         source.drain()
-        assert len(source.finished()) == WANTED and len(service.requests) > 2 * WANTED * GROUP_SIZE
+        assert (
+            len(source.batches.finished()) == WANTED
+            and len(service.requests) > 2 * WANTED * GROUP_SIZE
+        )
 
 
 def test_a_service_that_is_gone_holds_up_no_drain(monkeypatch):
@@ -240,7 +242,7 @@ def test_a_service_that_is_gone_holds_up_no_drain(monkeypatch):
     config = experiment(rollout={"max_staleness": 1, "step_timeout_s": 600.0}, algorithm=TIS)
     with running(FakeService(script=[{}] * (WANTED * GROUP_SIZE) + ["hang"])) as service:
         source = source_of(service.control, config)
-        take(source, config, TrainState())
+        take(source, TrainState())
     with closing(source):
         source.drain()  # the publish that comes next says what is wrong
 
@@ -259,19 +261,25 @@ def test_a_service_that_does_not_answer_once_ends_no_run(number):
         running(BusyOnce()) as service,
         closing(source_of(service.control, experiment())) as source,
     ):
-        assert trained(take(source, experiment(), TrainState()).groups) == [0, 1]
+        assert trained(take(source, TrainState()).groups) == [0, 1]
 
 
 @contextmanager
-def owner_of(config: ExperimentConfig, service: FakeService) -> Iterator[Sampling]:
-    """What samples in a run, with real graders."""
-    inputs = SimpleNamespace(
-        prompts=prompt_set(), eval_prompts=prompt_set(WANTED), decode=digits, answering=NoAnswer(), images=None,
-        curriculum=None, close=lambda: None,
+def run_of(config: ExperimentConfig, service: FakeService, **more) -> Iterator[Run]:
+    """A run as far as it samples, with real graders."""
+    inputs = Inputs(
+        model=None, tokenizer=None, decode=digits, prompts=prompt_set(), eval_prompts=prompt_set(WANTED),
+        answering=NoAnswer(), images=None, curriculum=None,
     )  # fmt: skip
-    nothing = lambda *_: None  # noqa: E731
-    with Sampling(config, MESH, inputs, service.control, nothing, nothing) as owner:
-        yield owner
+    with start_source(config, MESH, inputs, service.control, lambda: None) as source:
+        run = object.__new__(Run)
+        vars(run).update(
+            config=config, actor=SimpleNamespace(mesh=MESH, updates_done=3), updates_done=3, inputs=inputs,
+            state=TrainState(), num_steps=6, source=source, control=service.control, enter=lambda phase: None,
+            stop_request=None,
+        )  # fmt: skip
+        vars(run).update(more)
+        yield run
 
 
 def test_each_evaluation_has_its_own_number_of_samples_and_temperature():
@@ -279,9 +287,9 @@ def test_each_evaluation_has_its_own_number_of_samples_and_temperature():
         eval={"data": {"path": "d"}, "num_samples": 3, "num_as_trained": 2, "temperature": 0.5},
         reward=EXACT,
     )
-    with running(FakeService()) as service, owner_of(config, service) as owner:
+    with running(FakeService()) as service, run_of(config, service) as run:
         for as_trained, number, temperature in ((False, 3, 0.5), (True, 2, 1.0)):
-            groups = owner.evaluation_groups(0, as_trained)
+            groups = run.evaluation_groups(as_trained)
             assert [len(group.samples) for group in groups] == [number] * WANTED
             assert service.requests[-1]["sampling_params"]["temperature"] == temperature
 
@@ -289,14 +297,13 @@ def test_each_evaluation_has_its_own_number_of_samples_and_temperature():
 def test_a_step_whose_gpus_do_not_come_back_is_saved_as_not_begun():
     config = experiment(rollout={"colocate": True}, weights={"transport": "ipc"}, reward=EXACT)
     saved = []
-    with running(FakeService(version=3)) as service, owner_of(config, service) as owner:
-        run = object.__new__(Run)
+    state = TrainState(step=3, data_cursor=6)
+    recording = SimpleNamespace(start_step=2)
+    with (
+        running(FakeService(version=3)) as service,
+        run_of(config, service, state=state, checkpointer=saver(saved), recording=recording) as run,
+    ):
         # /sleep is no path of the fake service
-        vars(run).update(
-            config=config, actor=SimpleNamespace(mesh=MESH, updates_done=3), updates_done=3,
-            state=TrainState(step=3, data_cursor=6), num_steps=6, sampling=owner, control=service.control,
-            checkpointer=saver(saved), recording=SimpleNamespace(start_step=2), enter=lambda phase: None,
-        )  # fmt: skip
         with pytest.raises(RunStopped, match="put engines to sleep"), run.saving():
             run.next_groups(Metrics())
         assert saved == [(3, 6), "written"]

@@ -13,7 +13,7 @@ from megagrpo.cluster.submit import Request, misfits, nodes_of, submit
 from megagrpo.config.load import load_config
 from megagrpo.config.placement import placement_problems
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.models.table import FAMILIES, architecture_of
+from megagrpo.models.table import architecture_of
 from megagrpo.tools.explain import explain
 from megagrpo.tools.plan.command import placed_plan, report
 from megagrpo.tools.plan.fitting import with_model
@@ -71,7 +71,7 @@ def test_every_experiment_fits_its_model_and_is_explained(path):
     text = explain(config)
     if hf is not None:
         arch = architecture_of(hf)
-        replays = "old" if FAMILIES[arch.family].ROUTING_REFUSAL else "rollout"
+        replays = "old" if arch.experts and arch.experts.unreported else "rollout"
         assert config.actor.routing_replay == (replays if arch.is_moe else None)
         assert check_against_model(config, hf) == [] and config.algorithm.advice == []
         assert " on a GPU, in " in text and "a save for" in text

@@ -4,7 +4,6 @@ new family."""
 import hashlib
 import json
 import shutil
-from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -14,9 +13,11 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.problems import check_against_model
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
+from megagrpo.models.config_json import Rotary
 from megagrpo.models.folder import Model
-from megagrpo.models.loading import Shard, _load_qkv
+from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.table import FAMILIES, architecture_of, model_problems
+from megagrpo.models.tensors import Shard
 from megagrpo.system.environment import child_environment
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
 from tests.experiments import QUICKSTART, ROOT, python
@@ -33,6 +34,7 @@ DIGESTS = {
     ("qwen3_moe", True): "4b40db2a44e7b811",
     ("mixtral", False): "69d7cf484c065c90",
     ("glm4_moe", False): "418d5b826b9c4988",
+    ("glm4_moe_lite", False): "b5cab126e366b585",
     ("deepseek_v3", False): "b5cab126e366b585",
     ("kimi_k2", False): "b5cab126e366b585",
     ("qwen2_5_vl", False): "b44bbd5758532621",
@@ -54,19 +56,23 @@ LLAMA3 = {
 }  # fmt: skip
 UNSCALED = (
     *("glm4_moe", "deepseek_v3", "kimi_k2", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-    *("minimax_m2", "kimi_k25", "deepseek_v32", "glm_moe_dsa"),
+    *("minimax_m2", "kimi_k25", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite"),
     *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_text", "qwen3_next"),
 )
 TOY = '''
-"""A family whose MLP has Mixtral's names."""
+"""A family whose experts have Mixtral's names."""
 
-from megagrpo.models.families.dense import Qwen3
-from megagrpo.models.tensors import GatedNames
+from dataclasses import replace
+
+from megagrpo.models.families.softmax_moe import Qwen3Moe
+from megagrpo.models.kinds.experts.describe import MIXTRAL_NAMES
 
 
-class Toy(Qwen3):
+class Toy(Qwen3Moe):
     HF_CLASS = "ToyForCausalLM"
-    PROJECTIONS = GatedNames(gate="w1", up="w3", down="w2")
+
+    def experts(self, hf):
+        return replace(super().experts(hf), names=MIXTRAL_NAMES)
 '''
 TRIES_THE_TOY = """
 import json, shutil, sys
@@ -213,18 +219,21 @@ def test_a_new_family_is_one_file_and_one_row(tmp_path):
     shutil.copytree(
         ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__")
     )
-    dense = hf_config(TinyModelConfig(family="qwen3"))
+    described = hf_config(TinyModelConfig(family="qwen3_moe"))
     (tmp_path / "data.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     env = child_environment({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, [str(tmp_path)])
     printed = python(
-        "-c", TRIES_THE_TOY, QUICKSTART, tmp_path, json.dumps(dense), cwd=tmp_path, env=env
+        "-c", TRIES_THE_TOY, QUICKSTART, tmp_path, json.dumps(described), cwd=tmp_path, env=env
     )
     found = json.loads(printed.splitlines()[-1])
     assert ": toy, " in found["said"] and not found["torch_for_check"], found["said"]
     assert (
         found["finite"] and found["spread"] > 0.1 and found["same"] and found["certified"] == "toy"
     )
-    assert "model.layers.0.mlp.w2.weight" in found["names"] and found["size"] > 0
+    assert (
+        "model.layers.0.block_sparse_moe.experts.0.w2.weight" in found["names"]
+        and found["size"] > 0
+    )
 
 
 def test_check_and_the_actor_say_the_same_of_a_layout():
@@ -268,16 +277,14 @@ def test_ranks_that_share_a_head_hold_even_parts_of_megatrons_matrix(
     """Megatron cuts [q of its queries, k, v] of all groups into rows of equal number, inside heads
     too."""
     dim = 4
-    arch = architecture_of(hf_config(TinyModelConfig(path="x")))
-    numbers = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim}
-    arch = replace(arch, attention=replace(arch.attention, **numbers))
+    attention = GroupedQuery(heads, kv_heads, dim, Rotary(1e4))
     sizes = {"q": heads, "k": kv_heads, "v": kv_heads}
     hf = {
         f"{name}_proj.{kind}": torch.randn(number * dim, *hidden) for name, number in sizes.items()
     }
     whole = torch.empty((heads + 2 * kv_heads) * dim, *hidden)
-    _load_qkv(whole, arch, hf, "", kind, Shard(0, 1))
+    attention.load_qkv(whole, hf, "", kind, Shard(0, 1))
     parts = [torch.full_like(part, torch.nan) for part in whole.chunk(ranks)]
     for rank, part in enumerate(parts):
-        _load_qkv(part, arch, hf, "", kind, Shard(rank, ranks))
+        attention.load_qkv(part, hf, "", kind, Shard(rank, ranks))
     assert torch.equal(torch.cat(parts), whole)

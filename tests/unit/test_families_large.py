@@ -38,6 +38,16 @@ MIXTRAL = {
     "num_experts_per_tok": 2, "sliding_window": None, "tie_word_embeddings": False, "hidden_act": "silu",
     "rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "rope_theta": 1e6,
 }  # fmt: skip
+GLM_FLASH = {
+    "model_type": "glm4_moe_lite", "hidden_size": 2048, "num_hidden_layers": 47, "num_attention_heads": 20,
+    "num_key_value_heads": 20, "intermediate_size": 10240, "vocab_size": 154880, "hidden_act": "silu",
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "rope_theta": 1e6, "rope_scaling": None,
+    "partial_rotary_factor": 1.0, "attention_bias": False, "tie_word_embeddings": False, "q_lora_rank": 768,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "n_routed_experts": 64,
+    "n_shared_experts": 1, "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "first_k_dense_replace": 1,
+    "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 1.8,
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
 PARAMETERS = {  # in billions: all, and active without the input embedding
     "Qwen3-30B-A3B": (30.5, 3.0),
     "Qwen3-235B-A22B": (235.1, 21.6),
@@ -50,8 +60,10 @@ PARAMETERS = {  # in billions: all, and active without the input embedding
     "MiniMax-M2": (228.7, 10.4),
     "Kimi-K2.5": (1026.4, 31.7),
     "GLM-5": (743.9, 40.8),
+    "GLM-4.7-Flash": (29.9, 3.6),
 }
-PUBLISHED = {name: MIXTRAL if name == "Mixtral-8x7B" else described(name) for name in PARAMETERS}
+INLINE = {"Mixtral-8x7B": MIXTRAL, "GLM-4.7-Flash": GLM_FLASH}
+PUBLISHED = {name: INLINE.get(name) or described(name) for name in PARAMETERS}
 V3, K2, MOONLIGHT = (
     PUBLISHED[name] for name in ("DeepSeek-V3-0324", "Kimi-K2-Instruct", "Moonlight-16B-A3B")
 )

@@ -21,7 +21,6 @@ from megagrpo.config.actor import ActorConfig
 from megagrpo.config.layout import layout_problems
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.kinds.vision.cost import engine_weights
-from megagrpo.models.kinds.vision.describe import tower_tensors
 from megagrpo.models.table import (
     architecture_of,
     model_problems,
@@ -211,8 +210,8 @@ def test_what_cannot_see_has_no_tower_and_adapters_have_none():
 
 def test_the_tower_is_planned_on_the_first_stage_and_in_engines():
     arch = architecture_of(QWEN2_5_VL_7B)
-    tower = sum(spec.size for spec in tower_tensors(arch.vision))
-    merger = sum(spec.size for spec in tower_tensors(arch.vision) if "merger" in spec.name)
+    tower = sum(spec.size for spec in arch.vision.tensors())
+    merger = sum(spec.size for spec in arch.vision.tensors() if "merger" in spec.name)
 
     def held(train: str) -> tuple[float, float, float]:
         cut = {"world_size": 8, "parallel": {"tp": 2, "pp": 4}}

@@ -11,7 +11,7 @@ from megagrpo.actor.host import prepare_host
 
 prepare_host("cpu")
 
-from megagrpo.models.layers import gated_delta  # noqa: E402  Megatron needs a prepared host
+from megagrpo.models.kinds.gated_delta import layer as gated_delta  # noqa: E402  Megatron needs a prepared host
 
 SEQUENCES, LENGTH, HEADS, KEYS, VALUES = 2, 150, 3, 16, 8  # more than four chunks
 

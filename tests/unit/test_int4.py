@@ -14,6 +14,7 @@ from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.models.config_json import text_part
 from megagrpo.models.folder import Model, write_description
+from megagrpo.models.stored import packed_int4
 from megagrpo.models.stored.quantization import int4_group, quantization_problems
 from megagrpo.models.table import (
     architecture_of,
@@ -22,7 +23,6 @@ from megagrpo.models.table import (
     model_tensors,
     read_description,
 )
-from megagrpo.weights import packed_int4
 from megagrpo.weights.hf_folder import HfFolder
 from tests.installed import installed_function
 from tests.int4_checkpoint import GROUP, QUANTIZATION, pack_folder, packed, quantised

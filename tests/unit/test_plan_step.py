@@ -17,7 +17,6 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.config_json import Rotary
 from megagrpo.models.folder import Model
 from megagrpo.models.kinds.latent.describe import LatentAttention
-from megagrpo.models.kinds.vision.describe import tower_tensors
 from megagrpo.models.table import parameter_counts, tensor_groups
 from megagrpo.system.run_folder import RunFolder, write_json_lines
 from megagrpo.tools.plan import search
@@ -113,7 +112,7 @@ def test_lengths_of_an_earlier_run(tmp_path):
 def test_the_work_is_of_every_parameter(folder):
     arch = Model.read(folder).arch
     counts, work = parameter_counts(arch), model_work(arch)
-    tower = 0 if arch.vision is None else sum(spec.size for spec in tower_tensors(arch.vision))
+    tower = 0 if arch.vision is None else sum(spec.size for spec in arch.vision.tensors())
     vocabulary = work.vocabulary * (1 if arch.tied else 2)
     assert (
         work.dense + work.expert + vocabulary + arch.hidden_size + tower == counts.total

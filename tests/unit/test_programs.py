@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from fake_service import FakeService
-from sampling import experiment, playing
+from sampling import experiment, playing, sampled
 from test_agents import TOKENIZER, ids, masked, says
 
 from examples.laptop.model import character_tokenizer
@@ -44,7 +44,7 @@ def run_all(
     before = live_children()
     service = FakeService(version=3, script=list(turns), hang=hang)
     with playing(config, tokenizer, service) as source:
-        groups = source.next(7, prompts, 3)
+        groups = sampled(source, 7, prompts, 3)
     until(lambda: live_children() <= before, said=live_children)  # no process is left
     return groups, service.requests
 

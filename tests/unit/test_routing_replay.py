@@ -4,6 +4,8 @@ refused beforehand."""
 import asyncio
 import base64
 import json
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from fake_service import FakeService, running
-from sampling import MESH, experiment
+from sampling import MESH, evaluated, experiment, sampled
 from sampling import source_of as make_source
 from test_calculator import CALCULATOR, EOS, PROMPT, TOKENIZER, ids, says
 from test_rollout_client import PARAMS, PROMPTS, QUICK
@@ -143,7 +145,8 @@ def model(tmp_path) -> Path:
     return tmp_path
 
 
-def source_of(model: Path, service: FakeService, **sampling) -> RolloutSource:
+@contextmanager
+def source_of(model: Path, service: FakeService, **sampling) -> Iterator[RolloutSource]:
     config = experiment(
         model={"path": str(model)},
         train={"group_size": 1},
@@ -151,8 +154,14 @@ def source_of(model: Path, service: FakeService, **sampling) -> RolloutSource:
         actor={"routing_replay": "rollout"},
         sampling=sampling,
     )
-    answering = make_answering(config, TOKENIZER)
-    return make_source(service.control, config, decode=lambda tokens: "1", answering=answering)
+    with (
+        closing(make_answering(config, TOKENIZER)) as answering,
+        running(service),
+        closing(
+            make_source(service.control, config, decode=lambda _: "1", answering=answering)
+        ) as source,
+    ):
+        yield source
 
 
 def test_every_turn_goes_on_where_the_experts_end(model: Path):
@@ -166,18 +175,17 @@ def test_every_turn_goes_on_where_the_experts_end(model: Path):
         says("<48/2>") | {"routed_experts": told(experts[:first])},
         says("1", end=True) | {"routed_experts": told(experts)},
     ]
-    with running(FakeService(version=3, script=script)) as service:
-        one = CALCULATOR | {"function": "tests.games:SaysOneOnce"}
-        sampling = {"max_response_tokens": 32, "stop_token_ids": [EOS], "environment": one}
-        source = source_of(model, service, **sampling)
-        [group] = source.next(7, [PROMPT], 3)
+    one = CALCULATOR | {"function": "tests.games:SaysOneOnce"}
+    sampling = {"max_response_tokens": 32, "stop_token_ids": [EOS], "environment": one}
+    with source_of(model, FakeService(version=3, script=script), **sampling) as source:
+        [group] = sampled(source, 7, [PROMPT], 3)
     assert np.array_equal(group.samples[0].routed_experts, experts[:, 1:])
 
 
 def test_evaluation_and_greedy_baselines_ask_for_none(model: Path):
-    with running(FakeService(version=3)) as service:
-        source = source_of(model, service)
-        source.evaluate(PROMPTS[:1], 3, SamplingParams(1.0, 4), 1)
+    service = FakeService(version=3)
+    with source_of(model, service) as source:
+        evaluated(source, PROMPTS[:1], 3, SamplingParams(1.0, 4), 1)
     assert service.requests and not any(
         "return_routed_experts" in request for request in service.requests
     )

@@ -36,7 +36,7 @@ def steps_of(service: FakeService, config: ExperimentConfig) -> list[list[Rollou
     """The groups of every step of a loop whose publishes the service takes at once."""
     source, state, steps = source_of(service.control, config), TrainState(), []
     for step in range(STEPS):
-        steps.append(take(source, config, state, STEPS - step).groups)
+        steps.append(take(source, state, STEPS - step).groups)
         source.drain()
         service.version = step + 1
     source.close()
@@ -78,7 +78,7 @@ def test_sampling_goes_on_while_the_trainer_trains():
     before = set(threading.enumerate())
     with running(FakeService()) as service:
         source = source_of(service.control, experiment(1))
-        take(source, experiment(1), TrainState())
+        take(source, TrainState())
         until(
             lambda: len(service.requests) == 2 * WANTED * GROUP_SIZE
         )  # the second batch, in the first one's training

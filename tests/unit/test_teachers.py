@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from fake_service import FakeService, running
-from sampling import experiment, prompt_set, source_of
+from sampling import evaluated, experiment, prompt_set, sampled, source_of
 
 from megagrpo.check.problems import preflight
 from megagrpo.checkpoint.groups import read_groups, write_groups
@@ -215,8 +215,8 @@ def groups_of(service: FakeService, config, prompts=None, metrics=None):
     service.teachers = tuple(config.teachers)
     with running(service), closing(source_of(service.control, config)) as source:
         prompts = prompts or prompt_set().prompts[:2]
-        groups = source.next(0, prompts, 0)
-        held_out = source.evaluate(prompts, 0, SamplingParams.of(config.sampling), 1)
+        groups = sampled(source, 0, prompts, 0)
+        held_out = evaluated(source, prompts, 0, SamplingParams.of(config.sampling), 1)
         source.add_metrics(metrics or Metrics())
     assert all(sample.teacher is None for group in held_out for sample in group.samples)
     return groups

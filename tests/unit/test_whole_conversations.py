@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fake_service import FakeService
-from sampling import experiment, playing
+from sampling import experiment, playing, sampled
 from test_built_in_environments import COMMAND, url  # noqa: F401  a fixture
 
 from examples.laptop.model import character_tokenizer
@@ -69,7 +69,7 @@ def played(config: ExperimentConfig, *turns: str) -> tuple[Prompt, list[str]]:
     (prompt,) = load_prompts(config.data, TOKENIZER).prompts
     service = FakeService(version=3, script=list(map(says, turns)))
     with playing(config, TOKENIZER, service) as source:
-        [group] = source.next(7, [prompt], 3)
+        [group] = sampled(source, 7, [prompt], 3)
     assert group.outcomes[0].ok, group.outcomes
     return prompt, [TOKENIZER.decode(request["input_ids"]) for request in service.requests]
 

@@ -29,9 +29,8 @@ class ExpertLoad:
         arch: Architecture,
         device: torch.device,
     ):
-        self.counts = torch.zeros(
-            arch.num_layers, arch.routed.count, dtype=torch.int64, device=device
-        )
+        experts = arch.experts.count if arch.experts else 0
+        self.counts = torch.zeros(arch.num_layers, experts, dtype=torch.int64, device=device)
         self._scope = scope
         self._routers = routers
         for layer, router in routers.items():

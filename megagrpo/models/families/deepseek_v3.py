@@ -1,61 +1,35 @@
-"""DeepSeek-V3, R1, Kimi-K2, Kimi-K2.5 and Moonlight: multi-head latent attention, experts as in
-sigmoid_moe.py."""
+"""DeepSeek-V3, R1, Kimi-K2, Kimi-K2.5, Moonlight and GLM-4.7-Flash: multi-head latent attention,
+experts as in sigmoid_moe.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
-from megagrpo.models.architecture import Architecture
-from megagrpo.models.config_json import HfConfig, text_part
+from megagrpo.models.config_json import HfConfig, text_part, yarn_refusals
 from megagrpo.models.families.sigmoid_moe import SigmoidMoe, tiny_moe_options
 from megagrpo.models.family import TinySizes
 from megagrpo.models.kinds.latent.describe import LatentAttention
-from megagrpo.models.loading import Shard
-from megagrpo.models.tensors import TensorSpec
 
-if TYPE_CHECKING:
-    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-    from torch import Tensor
-
+_YARN = {
+    "type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 256,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 _MLA_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-YARN_KEYS = (
-    "factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-)
-_READ_KEYS = {*YARN_KEYS, "type", "rope_type", "rope_theta", "partial_rotary_factor"}
-
-
-def _yarn_refusals(scaling: HfConfig) -> list[str]:
-    """Returns why a rotary scaling is not YaRN with every number given, which Megatron and
-    transformers share."""
-    kind = scaling.get("rope_type", scaling.get("type"))
-    if kind != "yarn":
-        return [
-            f"rope scaling {kind!r} is not supported by this family; supported: none, or 'yarn'"
-        ]
-    missing = [key for key in YARN_KEYS if not scaling.get(key)]
-    others = sorted(key for key in scaling.keys() - _READ_KEYS if scaling[key] is not None)
-    problems = (
-        [f"rope scaling 'yarn' lacks {', '.join(missing)}, or has 0 there"] if missing else []
-    )
-    return problems + (
-        [f"rope scaling 'yarn' with {', '.join(others)} is not supported"] if others else []
-    )
 
 
 class DeepseekV3(SigmoidMoe):
-    """Latent attention, from which `attention` of the Architecture and the names of its tensors
-    differ."""
+    """Latent attention."""
 
     HF_CLASS = "DeepseekV3ForCausalLM"
     REQUIRED_KEYS = (*_MLA_KEYS, *SigmoidMoe.REQUIRED_KEYS)
-    SIZE_KEYS = SigmoidMoe.SIZE_KEYS | {*_MLA_KEYS}
-    ROPE_SCALING_REFUSALS = staticmethod(_yarn_refusals)
+    SIZE_KEYS = SigmoidMoe.SIZE_KEYS | {*_MLA_KEYS, "mlp_layer_types"}
+    TINY_ROPE: ClassVar[dict[str, object]] = {"rope_scaling": _YARN}  # of a tiny model
+    ROPE_SCALING_REFUSALS = staticmethod(yarn_refusals)
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
         problems = super().own_refusals(hf)
@@ -76,59 +50,17 @@ class DeepseekV3(SigmoidMoe):
                 f"num_key_value_heads {kv_heads} must be num_attention_heads "
                 f"{heads} in latent attention"
             )
+        dense = hf["first_k_dense_replace"]
+        kinds = hf.get("mlp_layer_types") or []
+        if kinds and kinds != ["dense"] * dense + ["sparse"] * (hf["num_hidden_layers"] - dense):
+            problems.append(
+                f"mlp_layer_types must begin with first_k_dense_replace {dense} times 'dense', and "
+                "have 'sparse' for every other layer"
+            )
         return problems
 
     def attention(self, hf: HfConfig) -> LatentAttention:
         return LatentAttention.read(hf)
-
-    @staticmethod
-    def load_attention(
-        attention: MLASelfAttention,
-        arch: Architecture,
-        hf: Mapping[str, Tensor],
-        prefix: str,
-        shard: Shard,
-    ) -> None:
-        """Loads down projections whole and up projections by heads, which lie one after the other
-        on both sides."""
-        assert isinstance(arch.attention, LatentAttention)
-        if arch.attention.q_lora_rank is None:
-            attention.linear_q_proj.weight.copy_(shard.rows(hf[prefix + "q_proj.weight"]))
-        else:
-            attention.linear_q_down_proj.weight.copy_(hf[prefix + "q_a_proj.weight"])
-            attention.q_layernorm.weight.copy_(hf[prefix + "q_a_layernorm.weight"])
-            attention.linear_q_up_proj.weight.copy_(shard.rows(hf[prefix + "q_b_proj.weight"]))
-        attention.linear_kv_down_proj.weight.copy_(hf[prefix + "kv_a_proj_with_mqa.weight"])
-        attention.kv_layernorm.weight.copy_(hf[prefix + "kv_a_layernorm.weight"])
-        attention.linear_kv_up_proj.weight.copy_(shard.rows(hf[prefix + "kv_b_proj.weight"]))
-        attention.linear_proj.weight.copy_(shard.columns(hf[prefix + "o_proj.weight"]))
-
-    @staticmethod
-    def attention_tensors(arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
-        """Yields projections and norms of latent attention."""
-        mla = arch.attention
-        hidden = arch.hidden_size
-        heads = mla.heads
-        assert isinstance(mla, LatentAttention)
-        queries = heads * (mla.nope_dim + mla.rope_dim)
-        if mla.q_lora_rank is None:
-            yield TensorSpec(prefix + "q_proj.weight", (queries, hidden), "matrix")
-        else:
-            yield TensorSpec(prefix + "q_a_proj.weight", (mla.q_lora_rank, hidden), "matrix")
-            yield TensorSpec(prefix + "q_a_layernorm.weight", (mla.q_lora_rank,), "norm")
-            yield TensorSpec(prefix + "q_b_proj.weight", (queries, mla.q_lora_rank), "matrix")
-        yield TensorSpec(
-            prefix + "kv_a_proj_with_mqa.weight",
-            (mla.kv_lora_rank + mla.rope_dim, hidden),
-            "matrix",
-        )
-        yield TensorSpec(prefix + "kv_a_layernorm.weight", (mla.kv_lora_rank,), "norm")
-        yield TensorSpec(
-            prefix + "kv_b_proj.weight",
-            (heads * (mla.nope_dim + mla.v_dim), mla.kv_lora_rank),
-            "matrix",
-        )
-        yield TensorSpec(prefix + "o_proj.weight", (hidden, heads * mla.v_dim), "matrix")
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         """Kimi-K2 has no groups of experts. Engines require moe_layer_freq, topk_method and
@@ -142,15 +74,7 @@ class DeepseekV3(SigmoidMoe):
             "qk_nope_head_dim": sizes.head_dim,
             "qk_rope_head_dim": rope,
             "v_head_dim": sizes.head_dim,
-            "rope_scaling": {
-                "type": "yarn",
-                "factor": 8.0,
-                "original_max_position_embeddings": 256,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-            },
+            **self.TINY_ROPE,
             "moe_layer_freq": 1,
             "topk_method": "noaux_tc",
             "scoring_func": "sigmoid",
@@ -169,3 +93,14 @@ class KimiK25(DeepseekV3):
         for key in ("auto_map", "vision_config"):
             own.pop(key, None)
         return {**own, "model_type": "deepseek_v3", "architectures": [self.HF_CLASS]}
+
+
+class Glm4MoeLite(DeepseekV3):
+    """GLM-4.7-Flash: plain rotary embedding, as published; engines set moe_layer_freq."""
+
+    HF_CLASS = "Glm4MoeLiteForCausalLM"
+    TINY_ROPE: ClassVar = {}
+    DRAFT_REFUSAL = "no test compares its draft with SGLang's"
+
+    def own_refusals(self, hf: HfConfig) -> list[str]:
+        return super().own_refusals({"moe_layer_freq": 1, **hf})

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, every_scaling_refused
 from megagrpo.models.family import Family, TinySizes
-from megagrpo.models.kinds.experts.describe import Experts
+from megagrpo.models.kinds.experts.describe import MIXTRAL_NAMES, Experts
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
-from megagrpo.models.tensors import GatedNames
 
 # of published files; SGLang reads them, transformers 5 neither reads nor writes them
 _EXPECTED = {
@@ -21,16 +20,10 @@ _EXPECTED = {
 class MiniMaxM2(Family):
     """Grouped-query attention with Mixtral's names of experts."""
 
-    TAKES_ADAPTERS = False
-    ROUTING_REFUSAL = "SGLang's MiniMax-M2 does not say which layer chose experts"
-    EXPERT_SIZE_KEY = "intermediate_size"
     HF_CLASS = "MiniMaxM2ForCausalLM"
     REQUIRED_KEYS = ("num_local_experts", "num_experts_per_tok", "rotary_dim", *_EXPECTED)
     SIZE_KEYS = COMMON_SIZE_KEYS | {"num_local_experts", "num_experts_per_tok", "rotary_dim"}
     SIZE_KEYS |= {"partial_rotary_factor", "rope_parameters", "attn_type_list"}
-    MLP = "block_sparse_moe."
-    ROUTER_BIAS = "e_score_correction_bias"
-    PROJECTIONS = GatedNames(gate="w1", up="w3", down="w2")
     ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
     PARTIAL_ROTARY = True
 
@@ -68,12 +61,13 @@ class MiniMaxM2(Family):
         return replace(plain, rotary=replace(plain.rotary, fraction=fraction))
 
     def experts(self, hf: HfConfig) -> Experts:
-        return Experts(
-            count=hf["num_local_experts"],
-            per_token=hf["num_experts_per_tok"],
-            ffn_size=hf["intermediate_size"],  # of one expert
+        return Experts.read(
+            hf,
+            "num_local_experts",
+            MIXTRAL_NAMES,
             sigmoid=True,
             router_bias=True,
+            unreported="SGLang's MiniMax-M2 does not say which layer chose experts",
         )
 
     def exported_config(self, hf: HfConfig) -> HfConfig:

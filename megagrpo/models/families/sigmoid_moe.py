@@ -20,7 +20,6 @@ _ROTARY_FRACTION = 0.5  # of transformers' Glm4MoeConfig, if config.json has non
 class SigmoidMoe(Family):
     """The feed-forward part that DeepSeek-V3 and GLM-4.5 have in common."""
 
-    TAKES_ADAPTERS = False
     REQUIRED_KEYS: ClassVar[tuple[str, ...]] = (
         "n_routed_experts",
         "num_experts_per_tok",
@@ -63,10 +62,9 @@ class SigmoidMoe(Family):
 
     def experts(self, hf: HfConfig) -> Experts:
         groups = hf["n_group"] or 1
-        return Experts(
-            count=hf["n_routed_experts"],
-            per_token=hf["num_experts_per_tok"],
-            ffn_size=hf["moe_intermediate_size"],
+        return Experts.read(
+            hf,
+            "n_routed_experts",
             shared_ffn_size=hf["moe_intermediate_size"] * (hf["n_shared_experts"] or 0),
             dense_layers=hf["first_k_dense_replace"],
             sigmoid=True,

@@ -3,8 +3,7 @@
 from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, missing_keys
 from megagrpo.models.families.dense import Qwen3
 from megagrpo.models.family import Family, TinySizes
-from megagrpo.models.kinds.experts.describe import Experts
-from megagrpo.models.tensors import GatedNames
+from megagrpo.models.kinds.experts.describe import MIXTRAL_NAMES, Experts
 
 
 class Qwen3Moe(Qwen3):
@@ -15,7 +14,7 @@ class Qwen3Moe(Qwen3):
     SIZE_KEYS = COMMON_SIZE_KEYS | {"num_experts", "num_local_experts", *REQUIRED_KEYS}
 
     def refusals(self, hf: HfConfig) -> list[str]:
-        if not _num_experts(hf):
+        if not hf.get(_count(hf)):
             return [*missing_keys(hf, self.REQUIRED_KEYS), "config.json lacks num_experts"]
         return super().refusals(hf)
 
@@ -35,12 +34,8 @@ class Qwen3Moe(Qwen3):
         return problems
 
     def experts(self, hf: HfConfig) -> Experts:
-        return Experts(
-            count=_num_experts(hf),
-            per_token=hf["num_experts_per_tok"],
-            ffn_size=hf["moe_intermediate_size"],
-            norm_topk=bool(hf.get("norm_topk_prob", True)),  # absent only in Qwen3-VL-MoE
-        )
+        # absent only in Qwen3-VL-MoE
+        return Experts.read(hf, _count(hf), norm_topk=bool(hf.get("norm_topk_prob", True)))
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         return {
@@ -54,22 +49,17 @@ class Qwen3Moe(Qwen3):
         }
 
 
-def _num_experts(hf: HfConfig) -> int:
+def _count(hf: HfConfig) -> str:
     # transformers 5 saves the second spelling
-    return hf.get("num_experts") or hf.get("num_local_experts") or 0
+    return "num_experts" if hf.get("num_experts") else "num_local_experts"
 
 
 class Mixtral(Family):
     """Llama's attention."""
 
-    TAKES_ADAPTERS = False
-    EXPERT_SIZE_KEY = "intermediate_size"
-    ROUTING_REFUSAL = "SGLang's Mixtral does not say which layer chose experts"
     HF_CLASS = "MixtralForCausalLM"
     REQUIRED_KEYS = ("num_local_experts", "num_experts_per_tok")
     SIZE_KEYS = COMMON_SIZE_KEYS | {*REQUIRED_KEYS}
-    MLP = "block_sparse_moe."
-    PROJECTIONS = GatedNames(gate="w1", up="w3", down="w2")
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
         if hf.get("sliding_window") is None:
@@ -80,11 +70,8 @@ class Mixtral(Family):
         ]
 
     def experts(self, hf: HfConfig) -> Experts:
-        return Experts(
-            count=hf["num_local_experts"],
-            per_token=hf["num_experts_per_tok"],
-            ffn_size=hf["intermediate_size"],  # of one expert
-        )
+        why = "SGLang's Mixtral does not say which layer chose experts"
+        return Experts.read(hf, "num_local_experts", MIXTRAL_NAMES, unreported=why)
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         return {

@@ -9,7 +9,7 @@ from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, every_scalin
 from megagrpo.models.families.dense import Qwen2, Qwen3
 from megagrpo.models.families.softmax_moe import Qwen3Moe
 from megagrpo.models.family import Family, TinySizes
-from megagrpo.models.kinds.vision.describe import Vision, read_vision, vision_refusals
+from megagrpo.models.kinds.vision.describe import Vision, vision_refusals
 from megagrpo.models.stored.fused_experts import FusedExperts
 
 # of the text part and of the tower, and what follows from the size of a head
@@ -27,7 +27,6 @@ _SIZE_KEYS |= {"vision_start_token_id", "vision_end_token_id"}
 class Seeing(Family):
     """Reads the vision_config beside a text part."""
 
-    TAKES_ADAPTERS = False
     KIND: ClassVar[Literal["qwen2_5_vl", "qwen3_vl"]]
     TINY_TOWER: ClassVar[dict[str, object]]  # its own keys in a tiny model
     SIZE_KEYS = COMMON_SIZE_KEYS | _SIZE_KEYS
@@ -59,7 +58,7 @@ class Seeing(Family):
         return super().refusals(hf) or vision_refusals(hf, self.KIND)
 
     def vision(self, hf: HfConfig) -> Vision:
-        return read_vision(hf, self.KIND)
+        return Vision.read(hf, self.KIND)
 
 
 class Qwen25VL(Seeing, Qwen2):

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
 
 from megagrpo.models.points import Row, under
+from megagrpo.models.tensors import Cut
+
+if TYPE_CHECKING:
+    from megagrpo.config.actor import ParallelConfig
 
 
 class Attention:
@@ -13,7 +19,22 @@ class Attention:
     Costs are of one layer; FLOPs are two a multiply-add.
     """
 
+    MODULE: ClassVar[str] = "self_attn"  # of files, in a layer
+
     heads: int
+
+    @property
+    def engine_module(self) -> str:
+        """Returns SGLang's module of it in a layer; "": the layer itself."""
+        return self.MODULE
+
+    def cuts(self, p: ParallelConfig) -> Iterator[Cut]:
+        """Yields what ranks of trainers divide."""
+        yield Cut("num_attention_heads", self.heads, "tp", p.tp)
+
+    def recomputed(self, engine: bool, scaled: bool) -> list[str]:
+        """Returns Megatron's names of what is cheap to compute again."""
+        return []
 
     @property
     def most_keys(self) -> float:
@@ -39,12 +60,18 @@ class Attention:
         """Counts the weights of key/value heads that an engine's ranks hold several times."""
         return 0
 
-    def points(self, module: str) -> list[Row]:
-        """Returns what bisect compares inside a layer. module: the engine's of attention."""
+    def points(self) -> list[Row]:
+        """Returns what bisect compares inside a layer."""
         says = "output projection of attention"
         output: Row = ("attention_out", says, "o_proj", "linear_proj", "whole")
         return [
-            (name, says, under(module, engine), under("self_attention", trainer), layout)
+            (
+                name,
+                says,
+                under(self.engine_module, engine),
+                under("self_attention", trainer),
+                layout,
+            )
             for name, says, engine, trainer, layout in [*self.inner_points(), output]
         ]
 

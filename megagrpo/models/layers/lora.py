@@ -31,8 +31,7 @@ from torch.nn import Module, Parameter, ParameterDict
 from megagrpo.config.actor import LoraConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.body import Body
-from megagrpo.models.loading import RankPlace
-from megagrpo.models.tensors import layer_prefix
+from megagrpo.models.tensors import RankPlace, layer_prefix
 
 _CHILD = "adapters"  # what a linear layer calls its Adapters
 
@@ -163,7 +162,7 @@ def _sites(chunk: Body, arch: Architecture) -> Iterator[_Site]:
     for layer in chunk.decoder.layers:
         prefix = layer_prefix(layer.layer_number - 1)
         attention: SelfAttention = layer.self_attention
-        # as models/loading.py fills it
+        # as models/tensors.py fills it
         heads = _rows(attention.linear_qkv).view(-1, queries + 2, dim)
         qkv = {
             "q_proj": heads[:, :queries],

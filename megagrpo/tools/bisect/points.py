@@ -11,7 +11,6 @@ from typing import Literal
 
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.points import At, Layout, Row, under
-from megagrpo.models.table import FAMILIES
 from megagrpo.tools.bisect.hooks import TOWER_MODULE, Tap
 
 FINAL_NORM = "final_norm"
@@ -114,12 +113,11 @@ def final_norm(arch: Architecture) -> Point:
 def layer_points(arch: Architecture, layer: int) -> list[Point]:
     """Returns the points inside one layer, including the residual stream after attention and at its
     end."""
-    family = FAMILIES[arch.family]
-    mlp = family.MLP.removesuffix(".")
+    mlp = arch.experts.names.module if arch.experts else "mlp"
     experts = arch.experts if arch.has_experts(layer) else None
     rows: list[Row] = [
         ("input_norm", "norm before attention", "input_layernorm", "input_layernorm", "whole"),
-        *arch.mixer(layer).points(family.ENGINE_ATTENTION),
+        *arch.mixer(layer).points(),
         (
             "after_attention",
             "residual stream after attention",
@@ -134,7 +132,7 @@ def layer_points(arch: Architecture, layer: int) -> list[Point]:
             "pre_mlp_layernorm",
             "whole",
         ),
-        *(experts.points(mlp) if experts else []),
+        *(experts.points() if experts else []),
         ("mlp_out", "MLP or experts", mlp, "mlp", "whole"),
     ]
     depth = depth_before(arch, layer + 1)

@@ -63,9 +63,13 @@ def make_models(
         head_dim=16,
         ffn_size=32 * shards,
         num_experts=math.lcm(8, 2 * parallel.ep),
-        experts_per_token=min(arch.routed.per_token, 4) if arch.is_moe else 1,
+        experts_per_token=min(arch.experts.per_token, 4) if arch.experts else 1,
         expert_ffn_size=32
-        * (math.lcm(parallel.tp, parallel.etp) if arch.routed.shared_ffn_size else parallel.etp),
+        * (
+            math.lcm(parallel.tp, parallel.etp)
+            if arch.experts and arch.experts.shared_ffn_size
+            else parallel.etp
+        ),
         tie_embeddings=arch.tied,
     )
     tiny = _description(real, sizes)

@@ -76,11 +76,11 @@ class EngineFleet:
         """Returns the engines of the round that have not died."""
         return [self._connections[id] for id in self._round if id not in self._lost]
 
-    def choose(self, only: list[str] | None, deadline: Deadline) -> list[str]:
+    def choose(self, deadline: Deadline, ids: list[str] | None = None) -> list[str]:
         """Begins a publish: waits until the service has enough usable engines, and returns their
         ids.
 
-        Engines of `only` that died or were drained meanwhile are left out: they get their weights
+        Of `ids`, engines that died or were drained meanwhile are left out: they get their weights
         after their restart. Raises TimeoutError with the state of every engine.
         """
         self._lost.clear()
@@ -89,7 +89,7 @@ class EngineFleet:
             usable = [info.id for info in infos if info.alive]
             if len(usable) >= wanted:
                 break
-        return [id for id in usable if only is None or id in only]
+        return usable if ids is None else [id for id in usable if id in ids]
 
     def open(self, ids: list[str], deadline: Deadline, writing: bool) -> None:
         """Begins a round with those of `ids` that the service still lists: connects, pauses,

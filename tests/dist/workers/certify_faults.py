@@ -21,13 +21,13 @@ from megagrpo.batching import microbatch
 from megagrpo.batching.microbatch import plan_micro_batches, targets
 from megagrpo.models import build as model
 from megagrpo.models.build import build_chunk
-from megagrpo.models.families.deepseek_v3 import DeepseekV3
-from megagrpo.models.families.minimax_m2 import MiniMaxM2
-from megagrpo.models.family import Family
 from megagrpo.models.kinds.gated_delta.layer import GatedDeltaNet
+from megagrpo.models.kinds.grouped_query import layer as grouped_layer
+from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.grouped_query.norm_over_heads import NormOverHeads
-from megagrpo.models.layers import specs as layer_specs
-from megagrpo.models.loading import Shard
+from megagrpo.models.kinds.latent.describe import LatentAttention
+from megagrpo.models.layers import parts as layer_parts
+from megagrpo.models.tensors import Shard
 from megagrpo.tools.certify import measure
 
 
@@ -139,14 +139,14 @@ class _CutTensors(UserDict[str, Tensor]):
         return self._shard.rows(self.data[name]) if cut else self.data[name]
 
 
-def _loaded_cut(family: type[Family], *ends: str) -> AbstractContextManager[None]:
-    """Attention of a family is loaded with this rank's rows of the tensors whose names end so."""
-    load = family.load_attention
+def _loaded_cut(kind: type, *ends: str) -> AbstractContextManager[None]:
+    """Attention of a kind is loaded with this rank's rows of the tensors whose names end so."""
+    load = kind.load
 
-    def load_cut(attention, arch, hf, prefix, shard):
-        load(attention, arch, _CutTensors(hf, shard, *ends), prefix, shard)
+    def load_cut(own, attention, hf, prefix, shard):
+        load(own, attention, _CutTensors(hf, shard, *ends), prefix, shard)
 
-    return patch.multiple(family, load_attention=staticmethod(load_cut))
+    return patch.multiple(kind, load=load_cut)
 
 
 @contextmanager
@@ -158,8 +158,8 @@ def _latent_projections_cut_over_tp() -> Iterator[None]:
     """
     megatrons = vars(model)["ColumnParallelLinear"]  # only actor/ imports Megatron
     with (
-        patch.multiple(layer_specs, WholeLinear=megatrons),
-        _loaded_cut(DeepseekV3, "q_a_proj.weight", "kv_a_proj_with_mqa.weight"),
+        patch.multiple(layer_parts, WholeLinear=megatrons),
+        _loaded_cut(LatentAttention, "q_a_proj.weight", "kv_a_proj_with_mqa.weight"),
     ):
         yield
 
@@ -182,7 +182,7 @@ def _inner_norm_centered() -> AbstractContextManager[None]:
 
 def _norms_not_centered() -> AbstractContextManager[None]:
     """The model's norms multiply by their weights, as other families' do."""
-    return patch.multiple(layer_specs.RmsNorm, forward=torch.nn.RMSNorm.forward)
+    return patch.multiple(layer_parts.RmsNorm, forward=torch.nn.RMSNorm.forward)
 
 
 class _NormOfOwnHeads(NormOverHeads):
@@ -198,8 +198,8 @@ def _head_norms_cut_over_tp() -> Iterator[None]:
     """The norm over all heads is cut over ranks, as its heads are: Megatron adds other heads'
     gradients to a rank's."""
     with (
-        patch.multiple(layer_specs, NormOverHeads=_NormOfOwnHeads),
-        _loaded_cut(MiniMaxM2, "q_norm.weight", "k_norm.weight"),
+        patch.multiple(grouped_layer, NormOverHeads=_NormOfOwnHeads),
+        _loaded_cut(GroupedQuery, "q_norm.weight", "k_norm.weight"),
     ):
         yield
 

@@ -13,6 +13,7 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV32Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GlmMoeDsaConfig,
     LlamaConfig,
     MiniMaxM2Config,
@@ -112,6 +113,9 @@ CONFIGS = {
         norm_topk_prob=True,
     ),
     "qwen3_5": lambda: Qwen3_5TextConfig(**(_QWEN35 | {"tie_word_embeddings": True})),
+    "glm4_moe_lite": lambda: Glm4MoeLiteConfig(
+        **_MLA, **_ROUTED, **_NO_GROUPS, rms_norm_eps=1e-6, rope_parameters=_PLAIN
+    ),
     "glm_moe_dsa": lambda: GlmMoeDsaConfig(
         **_SPARSE, **_NO_GROUPS, rms_norm_eps=1e-6, rope_parameters=_PLAIN
     ),

@@ -44,7 +44,7 @@ def one_start(job: dict, store: Path) -> dict:
         def __init__(self, config, mesh: Mesh, weights, control, folder):
             self.mesh, self.weights, self.control = mesh, weights, control
 
-        def publish(self, version: int, only: list[str] | None = None) -> dict[str, float]:
+        def publish(self, version: int, engines: list[str] | None = None) -> dict[str, float]:
             self.mesh.from_main(lambda: self.tell(version), "publish")
             digest = hashlib.sha256()
             for _, weights in sorted(self.weights.parameters().items()):

@@ -92,7 +92,7 @@ def inspect(actor: MegatronActor, job: dict, policy: str, batch: Batch, values: 
             "updates_done",
             "inputs",
             "control",
-            "sampling",
+            "source",
             "exchange",
             "checkpointer",
             "watchdog",

@@ -11,8 +11,8 @@ import torch
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.optimizer import optimizer_tensors
 from megagrpo.models.kinds.grouped_query.layer import CausalAttention
+from megagrpo.models.kinds.indexed import layer as sparse_attention
 from megagrpo.models.kinds.indexed.layer import Indexer, SparseAttention
-from megagrpo.models.layers import sparse_attention
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from megagrpo.weights.hf_folder import HfFolder
 from tests.dist.workers.actor_ranks import RICH, batch_of, forward_job, gradient

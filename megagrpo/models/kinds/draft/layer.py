@@ -6,7 +6,6 @@ the model's own output layer. It is trained towards the model's own distribution
 detached inputs: its loss has no gradient in the model. Only last pipeline stages have one.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,35 +20,28 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from megagrpo.models.layers.parts import Parts
 from megagrpo.types import MicroBatch
 
 OF_DRAFT = "of_draft"  # attribute of its parameters, by which the optimizer groups them
-
-
-class LayerModules(NamedTuple):
-    """The classes that a decoder and a draft are built of."""
-
-    layer: ModuleSpec  # with experts if the model has any
-    one_mlp: ModuleSpec  # in place of the experts
-    linear_attention: ModuleSpec  # in place of attention
-    norm: Callable[..., torch.nn.Module]
-    whole_linear: type
 
 
 class DraftLayer(MegatronModule):
     """Maps hidden states and embedded next tokens, both [s / tp, b, h], to the hidden states of the
     draft's head."""
 
-    def __init__(self, config: TransformerConfig, modules: LayerModules, vp_stage: int | None):
+    def __init__(
+        self, config: TransformerConfig, layer: ModuleSpec, parts: Parts, vp_stage: int | None
+    ):
         super().__init__(config=config)
         hidden = config.hidden_size
 
         def norm() -> torch.nn.Module:
-            return modules.norm(config=config, hidden_size=hidden, eps=config.layernorm_epsilon)
+            return parts.norm(config=config, hidden_size=hidden, eps=config.layernorm_epsilon)
 
         self.enorm, self.hnorm, self.norm = norm(), norm(), norm()
         self.eh_proj = build_module(
-            modules.whole_linear,
+            parts.whole_linear,
             2 * hidden,
             hidden,
             config=config,
@@ -61,9 +53,7 @@ class DraftLayer(MegatronModule):
         )
         # it follows the last layer
         number = config.num_layers + 1 - get_transformer_layer_offset(config, vp_stage)
-        self.layer = build_module(
-            modules.layer, config=config, vp_stage=vp_stage, layer_number=number
-        )
+        self.layer = build_module(layer, config=config, vp_stage=vp_stage, layer_number=number)
         self.embedding: Tensor | None = None  # a copy [vocab / tp, h] of the first pipeline stage's
 
     def forward(self, hidden: Tensor, embedded: Tensor, **attention: object) -> Tensor:

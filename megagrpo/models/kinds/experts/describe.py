@@ -2,11 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megagrpo.models.config_json import HfConfig
 from megagrpo.models.costs import LayerCost, Share
 from megagrpo.models.kinds.experts import cost
 from megagrpo.models.points import Row
+from megagrpo.models.tensors import (
+    GATED_NAMES,
+    Cut,
+    GatedNames,
+    RankPlace,
+    TensorSpec,
+    load_mlp,
+    mlp_tensors,
+    mlp_weights,
+)
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from torch import Tensor
+
+    from megagrpo.config.actor import ActorConfig, ParallelConfig
+    from megagrpo.models.architecture import Architecture
+    from megagrpo.models.fields import Fields, Kernels
+
+
+class ExpertNames(NamedTuple):
+    """What files call the parts of such a layer, and config.json their sizes."""
+
+    module: str = "mlp"  # router and experts, in a layer
+    shared: str = "shared_experts"  # those that every token meets, together
+    bias: str = "gate.e_score_correction_bias"
+    projections: GatedNames = GATED_NAMES
+    size: str = "moe_intermediate_size"  # of config.json
+    shared_size: str = "n_shared_experts x moe_intermediate_size"  # likewise
+
+
+NAMES = ExpertNames()
+MIXTRAL_NAMES = ExpertNames(
+    module="block_sparse_moe",
+    bias="e_score_correction_bias",
+    projections=GatedNames(gate="w1", up="w3", down="w2"),
+    size="intermediate_size",
+)
 
 
 @dataclass(frozen=True)
@@ -25,12 +66,102 @@ class Experts:
     dense_layers: int = 0  # first layers, which have one MLP and no experts
     shared_ffn_size: int = 0  # of the experts that every token meets, together; 0: none
     shared_gate: bool = False  # times a sigmoid of the token
+    # no numbers: two models do not differ by these
+    names: ExpertNames = field(default=NAMES, compare=False)
+    # why experts that engines chose cannot be replayed
+    unreported: str = field(default="", compare=False)
+
+    @classmethod
+    def read(cls, hf: HfConfig, count: str, names: ExpertNames = NAMES, **numbers: Any) -> Experts:
+        """Reads a config.json; count: its key of the number of experts. numbers: those that are no
+        common keys."""
+        each = hf["num_experts_per_tok"]
+        return cls(hf[count], each, hf[names.size], names=names, **numbers)
 
     @property
     def id_type(self) -> str:
         """Returns the name of the smallest type that holds every expert's number, in numpy and
         torch."""
         return "uint8" if self.count <= 256 else "int16"
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Tells whether models/layers/lora.py knows them."""
+        return self.names.module == "mlp" and not (self.shared_ffn_size or self.dense_layers)
+
+    def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
+        """Yields router, shared and routed experts; prefix: of the layer."""
+        hidden, names = arch.hidden_size, self.names
+        prefix += names.module + "."
+        yield TensorSpec(prefix + "gate.weight", (self.count, hidden), "matrix")
+        if self.router_bias:
+            bias = prefix + names.bias
+            yield TensorSpec(bias, (self.count,), "bias", dtype="float32", trained=False)
+        if self.shared_ffn_size:
+            yield from mlp_tensors(hidden, self.shared_ffn_size, f"{prefix}{names.shared}.")
+        if self.shared_gate:
+            yield TensorSpec(prefix + "shared_expert_gate.weight", (1, hidden), "matrix")
+        for number in range(self.count):
+            expert = f"{prefix}experts.{number}."
+            yield from mlp_tensors(hidden, self.ffn_size, expert, True, names.projections)
+
+    def load(self, mlp: MoELayer, hf: Mapping[str, Tensor], prefix: str, place: RankPlace) -> None:
+        """Copies this rank's slices of HF tensors into Megatron's parameters; prefix: of the
+        layer."""
+        names = self.names
+        prefix += names.module + "."
+        mlp.router.weight.copy_(hf[prefix + "gate.weight"])
+        if self.router_bias:
+            mlp.router.expert_bias.copy_(hf[prefix + names.bias])
+        if self.shared_ffn_size:
+            shared = mlp_weights(mlp.shared_experts)
+            load_mlp(*shared, hf, f"{prefix}{names.shared}.", place.tensor)
+        if self.shared_gate:
+            mlp.shared_experts.gate_weight.copy_(hf[prefix + "shared_expert_gate.weight"])
+        for local, number in enumerate(mlp.local_expert_indices):
+            expert = f"{prefix}experts.{number}."
+            load_mlp(*mlp_weights(mlp.experts, local), hf, expert, place.expert, names.projections)
+
+    def cuts(self, p: ParallelConfig) -> Iterator[Cut]:
+        """Yields what expert- and tensor-parallel ranks divide."""
+        yield Cut("num_experts", self.count, "ep", p.ep)
+        yield Cut(self.names.size, self.ffn_size, "etp", p.etp)
+        yield Cut(self.names.shared_size, self.shared_ffn_size, "tp", p.tp)
+
+    def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
+        """Returns the fields of Megatron's TransformerConfig."""
+        fields: Fields = {
+            "num_moe_experts": self.count,
+            "moe_router_topk": self.per_token,
+            "moe_ffn_hidden_size": self.ffn_size,
+            "moe_grouped_gemm": kernels.transformer_engine,
+            # under plain sums Megatron's would count every token of the batch
+            "moe_router_load_balancing_type": "none",
+            "moe_router_pre_softmax": not self.norm_topk,
+            "moe_router_dtype": "fp32" if actor.dtype != "float32" else None,
+            "moe_shared_expert_intermediate_size": self.shared_ffn_size or None,
+            "moe_shared_expert_gate": self.shared_gate,
+        }
+        if self.dense_layers:
+            fields["moe_layer_freq"] = [0] * self.dense_layers + [1] * arch.expert_layers
+        if self.sigmoid:
+            fields |= {
+                "moe_router_score_function": "sigmoid",
+                "moe_router_topk_scaling_factor": self.scale,
+                "moe_router_enable_expert_bias": self.router_bias,
+                # Megatron would move it after every step, though no optimizer holds it
+                "moe_router_bias_update_rate": 0.0,
+            }
+        if self.groups > 1:
+            fields["moe_router_num_groups"] = self.groups
+            fields["moe_router_group_topk"] = self.top_groups
+        return fields
+
+    def recomputed(self, engine: bool, scaled: bool) -> list[str]:
+        """Returns Megatron's names of what is cheap to compute again; one by one experts have no
+        activation of their own."""
+        shared = ["shared_experts"] if engine and self.shared_ffn_size else []
+        return [*(["moe_act"] if scaled else []), *shared, *([] if engine else ["moe"])]
 
     @property
     def share(self) -> float:
@@ -42,8 +173,9 @@ class Experts:
         rank, over the mean."""
         return cost.layer(self, at, imbalance)
 
-    def points(self, module: str) -> list[Row]:
-        """Returns what a router computes. module: the engine's of the experts."""
+    def points(self) -> list[Row]:
+        """Returns what a router computes."""
+        module = self.names.module
         topk = f"{module}.topk"
         router = "mlp.router"
         return [

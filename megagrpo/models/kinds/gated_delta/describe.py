@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from megagrpo.models.config_json import HfConfig
 from megagrpo.models.costs import FP32, LayerCost, Share
 from megagrpo.models.kinds.gated_delta import cost
 from megagrpo.models.points import Row
+from megagrpo.models.tensors import Cut, Shard, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megagrpo.config.actor import ActorConfig, ParallelConfig
+    from megagrpo.models.architecture import Architecture
+    from megagrpo.models.fields import Fields, Kernels
+    from megagrpo.models.kinds.gated_delta.layer import GatedDeltaNet
 
 
 @dataclass(frozen=True)
 class GatedDelta:
     """Holds the sizes of linear attention, and the layers that have it in place of attention."""
+
+    MODULE: ClassVar[str] = "linear_attn"  # of files, in a layer
 
     key_heads: int
     value_heads: int  # a multiple
@@ -40,6 +53,72 @@ class GatedDelta:
         """Counts what the convolution mixes along the sequence: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
+    def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
+        """Yields projections, the convolution, decays and a norm."""
+        hidden, heads = arch.hidden_size, self.value_heads
+        values = heads * self.value_dim
+        inputs = {"qkv": self.channels, "z": values, "b": heads, "a": heads}
+        if self.grouped:
+            inputs = {"qkvz": self.channels + values, "ba": 2 * heads}
+        for name, rows in inputs.items():
+            yield TensorSpec(f"{prefix}in_proj_{name}.weight", (rows, hidden), "matrix")
+        kernel = (self.channels, 1, self.kernel)
+        yield TensorSpec(prefix + "conv1d.weight", kernel, "convolution")
+        yield TensorSpec(prefix + "A_log", (heads,), "bias", dtype="float32")  # as in engines
+        yield TensorSpec(prefix + "dt_bias", (heads,), "bias")
+        yield TensorSpec(prefix + "norm.weight", (self.value_dim,), "norm")
+        yield TensorSpec(prefix + "out_proj.weight", (hidden, values), "matrix")
+
+    def load(
+        self, layer: GatedDeltaNet, hf: Mapping[str, Tensor], prefix: str, shard: Shard
+    ) -> None:
+        """Copies this rank's slices of HF tensors, whose rows stand mostly kind by kind, into rows
+        that stand key head by key head."""
+        heads = self.key_heads
+        keys = heads * self.key_dim
+
+        def by_head(tensor: Tensor) -> Tensor:
+            return tensor.view(heads, len(tensor) // heads, *tensor.shape[1:])
+
+        def fill(target: Tensor, parts: list[Tensor]) -> None:
+            target = target.view(heads // shard.size, -1, *target.shape[1:])
+            start = 0
+            for part in map(by_head, parts):
+                end = start + part.shape[1]
+                target[:, start:end].copy_(shard.rows(part))
+                start = end
+
+        def by_kind(mixed: Tensor) -> list[Tensor]:
+            return [mixed[:keys], mixed[keys : 2 * keys], mixed[2 * keys :]]
+
+        names = ("qkvz", "ba") if self.grouped else ("qkv", "z", "b", "a")
+        inputs = [hf[f"{prefix}in_proj_{name}.weight"] for name in names]
+        fill(layer.in_proj.weight, inputs if self.grouped else by_kind(inputs[0]) + inputs[1:])
+        fill(layer.conv1d, by_kind(hf[prefix + "conv1d.weight"]))
+        layer.A_log.copy_(shard.rows(hf[prefix + "A_log"]))
+        layer.dt_bias.copy_(shard.rows(hf[prefix + "dt_bias"]))
+        layer.norm.copy_(hf[prefix + "norm.weight"])
+        layer.out_proj.weight.copy_(shard.columns(hf[prefix + "out_proj.weight"]))
+
+    def cuts(self, p: ParallelConfig) -> Iterator[Cut]:
+        """Yields what tensor- and context-parallel ranks divide."""
+        yield Cut("linear_num_key_heads", self.key_heads, "tp x cp", p.tp * p.cp)
+
+    def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
+        """Returns the fields of Megatron's TransformerConfig."""
+        return {
+            "linear_attention_freq": [int(layer) for layer in self.layers],
+            "linear_num_key_heads": self.key_heads,
+            "linear_num_value_heads": self.value_heads,
+            "linear_key_head_dim": self.key_dim,
+            "linear_value_head_dim": self.value_dim,
+            "linear_conv_kernel_dim": self.kernel,
+        }
+
+    def recomputed(self, engine: bool, scaled: bool) -> list[str]:
+        """Returns Megatron's names of what is cheap to compute again."""
+        return []
+
     def cost(self, at: Share) -> LayerCost:
         """Returns the cost of one for a micro-batch."""
         return cost.layer(self, at)
@@ -51,7 +130,7 @@ class GatedDelta:
         state = self.value_heads * self.value_dim * self.key_dim * FP32
         return sum(self.layers) * (inputs + state) // ranks
 
-    def points(self, module: str) -> list[Row]:
+    def points(self) -> list[Row]:
         """Returns what bisect compares inside a layer."""
         trainer = "self_attention.out_proj"
         return [("attention_out", "gated delta net", "linear_attn.out_proj", trainer, "whole")]

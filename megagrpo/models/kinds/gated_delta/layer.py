@@ -25,7 +25,9 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
+from megagrpo.models.kinds.gated_delta.describe import GatedDelta
 from megagrpo.models.kinds.grouped_query.layer import PackedSequences, zigzag_position
+from megagrpo.models.layers.parts import Parts
 
 _CHUNK = 32  # tokens that torch computes at once; more are wasted on short sequences
 
@@ -165,9 +167,10 @@ class GatedDeltaNet(MegatronModule):
         return state
 
 
-def gated_delta_spec(in_proj: type, out_proj: type) -> ModuleSpec:
-    """Returns the specification of a gated delta net with these linear layers."""
-    return ModuleSpec(module=GatedDeltaNet, params={"in_proj": in_proj, "out_proj": out_proj})
+def gated_delta_spec(own: GatedDelta, parts: Parts) -> ModuleSpec:
+    """Returns the specification of a gated delta net; the configuration has the numbers."""
+    linears = {"in_proj": parts.column, "out_proj": parts.row}
+    return ModuleSpec(module=GatedDeltaNet, params=linears)
 
 
 def _places(count: int, packed: PackedSequences | None) -> Tensor:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megagrpo.models.config_json import HfConfig, Rotary
 from megagrpo.models.costs import LayerCost, Share
 from megagrpo.models.kinds.attention import Attention
 from megagrpo.models.kinds.grouped_query import cost
 from megagrpo.models.points import Row
+from megagrpo.models.tensors import Cut, Shard, TensorSpec
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.attention import SelfAttention
+    from torch import Tensor
+
+    from megagrpo.config.actor import ActorConfig, ParallelConfig
+    from megagrpo.models.architecture import Architecture
+    from megagrpo.models.fields import Fields, Kernels
 
 
 @dataclass(frozen=True)
@@ -39,9 +49,93 @@ class GroupedQuery(Attention):
         )
 
     @property
+    def engine_module(self) -> str:
+        return "" if self.output_gate else self.MODULE
+
+    @property
     def v_dim(self) -> int:
         """Returns the width of a head of values."""
         return self.head_dim
+
+    def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
+        """Yields projections, biases and norms."""
+        hidden, dim = arch.hidden_size, self.head_dim
+        outputs = {
+            "q_proj": self.heads * dim * (2 if self.output_gate else 1),
+            "k_proj": self.kv_heads * dim,
+            "v_proj": self.kv_heads * dim,
+        }
+        for name, rows in outputs.items():
+            yield TensorSpec(f"{prefix}{name}.weight", (rows, hidden), "matrix")
+        yield TensorSpec(f"{prefix}o_proj.weight", (hidden, self.heads * dim), "matrix")
+        if self.qkv_bias:
+            for name, rows in outputs.items():
+                yield TensorSpec(f"{prefix}{name}.bias", (rows,), "bias")
+        if self.qk_norm:
+            for name, heads in (("q_norm", self.heads), ("k_norm", self.kv_heads)):
+                width = dim * heads if self.norm_over_heads else dim
+                yield TensorSpec(f"{prefix}{name}.weight", (width,), arch.norm)
+
+    def load(
+        self, attention: SelfAttention, hf: Mapping[str, Tensor], prefix: str, shard: Shard
+    ) -> None:
+        """Copies this rank's slices of HF tensors into Megatron's parameters."""
+        self.load_qkv(attention.linear_qkv.weight, hf, prefix, "weight", shard)
+        if self.qkv_bias:
+            self.load_qkv(attention.linear_qkv.bias, hf, prefix, "bias", shard)
+        attention.linear_proj.weight.copy_(shard.columns(hf[prefix + "o_proj.weight"]))
+        if self.qk_norm:
+            attention.q_layernorm.weight.copy_(hf[prefix + "q_norm.weight"])
+            attention.k_layernorm.weight.copy_(hf[prefix + "k_norm.weight"])
+
+    def load_qkv(
+        self, parameter: Tensor, hf: Mapping[str, Tensor], prefix: str, kind: str, shard: Shard
+    ) -> None:
+        """Loads Megatron's order: for each key/value head [q of its heads, their gates, k, v].
+
+        In files a head's gate follows its query. Ranks that share a key/value head hold even parts
+        of its rows, cut anywhere: Megatron gathers a layer's projections from all ranks, and each
+        takes from them the heads that it computes with.
+        """
+        groups, dim = self.kv_heads, self.head_dim
+        heads, halves = self.heads // groups, 1 + self.output_gate
+        q, k, v = (hf[f"{prefix}{name}_proj.{kind}"] for name in "qkv")
+        tail = q.shape[1:]  # (hidden,) for the weight, () for the bias
+        query = q.view(groups, heads, halves, dim, *tail)
+        key, value = k.view(groups, 1, dim, *tail), v.view(groups, 1, dim, *tail)
+        parts = [*query.unbind(2), key, value]  # [groups, heads, dim, ...]
+        if groups >= shard.size:
+            rows = parameter.view(groups // shard.size, -1, dim, *tail)
+            start = 0
+            for part in parts:
+                end = start + part.shape[1]
+                rows[:, start:end].copy_(shard.rows(part))
+                start = end
+            return
+        first = shard.rank * len(parameter)
+        start = 0
+        for source in (head for group in range(groups) for part in parts for head in part[group]):
+            low, high = max(first, start), min(first + len(parameter), start + dim)
+            if low < high:
+                parameter[low - first : high - first].copy_(source[low - start : high - start])
+            start += dim
+
+    def cuts(self, p: ParallelConfig) -> Iterator[Cut]:
+        """Yields what tensor-parallel ranks divide; key/value heads may also be fewer."""
+        yield from super().cuts(p)
+        if self.kv_heads > p.tp or p.tp % self.kv_heads:
+            yield Cut("num_key_value_heads", self.kv_heads, "tp", p.tp)
+
+    def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
+        """Returns the fields of Megatron's TransformerConfig."""
+        return {
+            "num_attention_heads": self.heads,
+            "num_query_groups": self.kv_heads,
+            "kv_channels": self.head_dim,
+            "add_qkv_bias": self.qkv_bias,
+            "qk_layernorm": self.qk_norm,
+            "attention_output_gate": self.output_gate,
+        }
 
     @property
     def pair_flops(self) -> float:

@@ -9,14 +9,24 @@ sequence (zigzag) and gathers the keys and values of all ranks.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
+
+from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
+from megagrpo.models.kinds.grouped_query.norm_over_heads import NormOverHeads
+
+if TYPE_CHECKING:
+    from megagrpo.models.layers.parts import Parts
 
 
 @dataclass(frozen=True)
@@ -266,3 +276,21 @@ class CausalAttention(torch.nn.Module):
         )
         assert isinstance(out, Tensor), "no log-sum-exp was asked for"
         return out[..., :width].flatten(1)
+
+
+def grouped_query_spec(own: GroupedQuery, parts: "Parts") -> ModuleSpec:
+    """Returns the specification of grouped-query attention."""
+    norms: tuple = (parts.norm if own.qk_norm else IdentityOp,) * 2
+    if own.norm_over_heads:
+        norms = tuple(partial(NormOverHeads, heads=n) for n in (own.heads, own.kv_heads))
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=parts.column,
+            core_attention=parts.core_attention,
+            linear_proj=parts.row,
+            q_layernorm=norms[0],
+            k_layernorm=norms[1],
+        ),
+    )

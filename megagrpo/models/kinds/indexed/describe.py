@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megagrpo.models.config_json import HfConfig
 from megagrpo.models.costs import FP32
+from megagrpo.models.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+    from torch import Tensor
+
+    from megagrpo.config.actor import ActorConfig
+    from megagrpo.models.architecture import Architecture
+    from megagrpo.models.fields import Fields, Kernels
+
 
 _SCALED = 128  # numbers of an engine's key with one scale
 
@@ -40,6 +52,48 @@ class LightningIndexer:
     def source(self, index: int) -> int:
         """Returns the layer, counted from 0, whose choice layer `index` sees: itself, or one before."""
         return index - max(index + 1 - self.offset, 0) % self.freq
+
+    def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
+        """Yields the tensors of a layer that chooses; engines compute with its norm in float32."""
+        hidden = arch.hidden_size
+        assert arch.latent is not None and arch.latent.q_lora_rank is not None
+        for name, rows, columns in (
+            ("wq_b", self.heads * self.head_dim, arch.latent.q_lora_rank),
+            ("wk", self.head_dim, hidden),
+            ("weights_proj", self.heads, hidden),
+        ):
+            yield TensorSpec(f"{prefix}{name}.weight", (rows, columns), "matrix", trained=False)
+        norm, width = prefix + "k_norm.", (self.head_dim,)
+        yield TensorSpec(norm + "weight", width, "norm", dtype="float32", trained=False)
+        yield TensorSpec(norm + "bias", width, "bias", dtype="float32", trained=False)
+
+    def load(self, attention: MLASelfAttention, hf: Mapping[str, Tensor], prefix: str) -> None:
+        """Loads the indexer whole, if the layer has one."""
+        if (indexer := attention.core_attention.indexer) is not None:
+            for name, parameter in indexer.named_parameters():
+                parameter.copy_(hf[f"{prefix}indexer.{name}"])
+
+    def fields(self, actor: ActorConfig, kernels: Kernels) -> Fields:
+        """Returns the fields of sparse attention; without dsa_indexer_loss_coeff its indexer is not
+        trained.
+
+        Without kernels Megatron's core would hold float32 scores of every query and key.
+        """
+        fields: Fields = {
+            "experimental_attention_variant": "dsa",
+            "dsa_indexer_n_heads": self.heads,
+            "dsa_indexer_head_dim": self.head_dim,
+            "dsa_indexer_topk": self.topk,
+            "dsa_indexer_rope_interleaved": self.in_pairs,
+            "dsa_indexer_topk_freq": self.freq,
+            "dsa_indexer_skip_topk_offset": self.offset,
+            "qk_layernorm": True,  # absorbed attention has norms of latents only if it says so
+        }
+        if kernels.cuda and kernels.transformer_engine:
+            fields["dsa_kernel_backend"] = "tilelang"
+        if actor.parallel.cp > 1:  # the only exchange of its keys that Megatron has
+            fields["cp_comm_type"] = "allgather"
+        return fields
 
     def key_bytes(self, num_layers: int) -> int:
         """Returns the bytes of one token in one rank's cache that it reads: a key in FP8 with its

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megagrpo.models.config_json import HfConfig, Rotary
+from megagrpo.models.config_json import YARN_KEYS, HfConfig, Rotary
 from megagrpo.models.costs import LayerCost, Share
 from megagrpo.models.kinds.attention import Attention
 from megagrpo.models.kinds.indexed.describe import LightningIndexer
 from megagrpo.models.kinds.latent import cost
 from megagrpo.models.points import Row
+from megagrpo.models.tensors import Shard, TensorSpec
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+    from torch import Tensor
+
+    from megagrpo.config.actor import ActorConfig
+    from megagrpo.models.architecture import Architecture
+    from megagrpo.models.fields import Fields, Kernels
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,65 @@ class LatentAttention(Attention):
     def head_dim(self) -> int:
         """Returns the width of a head of queries."""
         return self.nope_dim + self.rope_dim
+
+    def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
+        """Yields projections and norms."""
+        hidden, queries, latent = arch.hidden_size, self.heads * self.head_dim, self.kv_lora_rank
+        if self.q_lora_rank is None:
+            yield TensorSpec(prefix + "q_proj.weight", (queries, hidden), "matrix")
+        else:
+            yield TensorSpec(prefix + "q_a_proj.weight", (self.q_lora_rank, hidden), "matrix")
+            yield TensorSpec(prefix + "q_a_layernorm.weight", (self.q_lora_rank,), "norm")
+            yield TensorSpec(prefix + "q_b_proj.weight", (queries, self.q_lora_rank), "matrix")
+        down = (latent + self.rope_dim, hidden)
+        yield TensorSpec(prefix + "kv_a_proj_with_mqa.weight", down, "matrix")
+        yield TensorSpec(prefix + "kv_a_layernorm.weight", (latent,), "norm")
+        up = (self.heads * (self.nope_dim + self.v_dim), latent)
+        yield TensorSpec(prefix + "kv_b_proj.weight", up, "matrix")
+        yield TensorSpec(prefix + "o_proj.weight", (hidden, self.heads * self.v_dim), "matrix")
+
+    def load(
+        self, attention: MLASelfAttention, hf: Mapping[str, Tensor], prefix: str, shard: Shard
+    ) -> None:
+        """Loads down projections whole and up projections by heads, which lie one after the other
+        on both sides; the indexer whole, if the layer has one."""
+        if self.q_lora_rank is None:
+            attention.linear_q_proj.weight.copy_(shard.rows(hf[prefix + "q_proj.weight"]))
+        else:
+            attention.linear_q_down_proj.weight.copy_(hf[prefix + "q_a_proj.weight"])
+            attention.q_layernorm.weight.copy_(hf[prefix + "q_a_layernorm.weight"])
+            attention.linear_q_up_proj.weight.copy_(shard.rows(hf[prefix + "q_b_proj.weight"]))
+        attention.linear_kv_down_proj.weight.copy_(hf[prefix + "kv_a_proj_with_mqa.weight"])
+        attention.kv_layernorm.weight.copy_(hf[prefix + "kv_a_layernorm.weight"])
+        attention.linear_kv_up_proj.weight.copy_(shard.rows(hf[prefix + "kv_b_proj.weight"]))
+        attention.linear_proj.weight.copy_(shard.columns(hf[prefix + "o_proj.weight"]))
+        if self.indexer is not None:
+            self.indexer.load(attention, hf, prefix)
+
+    def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
+        """Returns the fields of Megatron's MLATransformerConfig."""
+        scaling = self.rotary.scaling
+        yarn = {key: scaling[key] for key in YARN_KEYS if key != "factor"} if scaling else {}
+        indexer = self.indexer.fields(actor, kernels) if self.indexer else {}
+        return {
+            "num_attention_heads": self.heads,
+            "num_query_groups": self.heads,
+            "kv_channels": self.head_dim,
+            "q_lora_rank": self.q_lora_rank,
+            "kv_lora_rank": self.kv_lora_rank,
+            "qk_head_dim": self.nope_dim,
+            "qk_pos_emb_head_dim": self.rope_dim,
+            "v_head_dim": self.v_dim,
+            "rotary_base": self.rotary.theta,
+            "rope_type": "yarn" if scaling else "rope",
+            # Megatron's default would scale the softmax without YaRN, too
+            "rotary_scaling_factor": scaling["factor"] if scaling else 1.0,
+            **yarn,
+            **indexer,
+        }
+
+    def recomputed(self, engine: bool, scaled: bool) -> list[str]:
+        return ["mla_up_proj"] if scaled else []
 
     @property
     def pair_flops(self) -> float:

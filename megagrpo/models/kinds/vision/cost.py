@@ -1,6 +1,6 @@
 """What a vision tower costs. No torch."""
 
-from megagrpo.models.kinds.vision.describe import Vision, tower_tensors
+from megagrpo.models.kinds.vision.describe import Vision
 
 
 def engine_weights(vision: Vision | None, tp: int) -> float:
@@ -12,7 +12,7 @@ def engine_weights(vision: Vision | None, tp: int) -> float:
     if vision is None:
         return 0
     whole = divided = 0
-    for spec in tower_tensors(vision):
+    for spec in vision.tensors():
         *_, module, kind = spec.name.split(".")
         summed = module in ("proj", "down_proj", "linear_fc2", "2")
         if (

@@ -71,6 +71,32 @@ class Vision:
     # vision_config of config.json with defaults, for transformers' class
     config: HfConfig = field(hash=False)
 
+    @classmethod
+    def read(cls, hf: HfConfig, kind: Literal["qwen2_5_vl", "qwen3_vl"]) -> Vision:
+        """Reads a config.json without refusals."""
+        tower: HfConfig = {**_DEFAULTS[kind], **hf["vision_config"]}
+        rope = _mrope_of(hf)
+        return cls(
+            kind=kind,
+            prefix="visual." if kind == "qwen2_5_vl" else "model.visual.",
+            depth=tower["depth"],
+            hidden_size=tower["hidden_size"],
+            ffn_size=tower["intermediate_size"],
+            out_size=tower["out_hidden_size"],
+            patch=tower["patch_size"],
+            temporal_patch=tower["temporal_patch_size"],
+            merge=tower["spatial_merge_size"],
+            channels=tower.get("in_channels", 3),
+            num_positions=tower["num_position_embeddings"] if kind == "qwen3_vl" else 0,
+            deepstack=len(tower["deepstack_visual_indexes"]) if kind == "qwen3_vl" else 0,
+            image_token_id=hf["image_token_id"],
+            video_token_id=hf["video_token_id"],
+            vision_start_token_id=hf["vision_start_token_id"],
+            mrope_section=tuple(rope["mrope_section"]),
+            mrope_interleaved=bool(rope.get("mrope_interleaved", False)),
+            config=tower,
+        )
+
     @property
     def patch_values(self) -> int:
         """Counts the values of one patch as image processors give it."""
@@ -82,7 +108,7 @@ class Vision:
         patches at once."""
         matrices = [
             spec
-            for spec in tower_tensors(self)
+            for spec in self.tensors()
             if spec.kind == "matrix" and "pos_embed" not in spec.name
         ]
         return sum(
@@ -92,6 +118,50 @@ class Vision:
     def tokens(self, grid: tuple[int, int, int]) -> int:
         """Counts the tokens of an image of `grid` patches: time, height, width."""
         return grid[0] * grid[1] * grid[2] // self.merge**2
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        """Yields the tensors of a tower in the order of transformers' module."""
+        width = self.hidden_size
+        prefix = self.prefix
+        patches = (width, self.channels, self.temporal_patch, self.patch, self.patch)
+        yield TensorSpec(prefix + "patch_embed.proj.weight", patches, "matrix")
+        if self.kind == "qwen3_vl":
+            yield TensorSpec(prefix + "patch_embed.proj.bias", (width,), "bias")
+            yield TensorSpec(prefix + "pos_embed.weight", (self.num_positions, width), "matrix")
+        for index in range(self.depth):
+            yield from self._block(f"{prefix}blocks.{index}.")
+        merged = width * self.merge**2
+        if self.kind == "qwen2_5_vl":
+            yield TensorSpec(prefix + "merger.ln_q.weight", (width,), "norm")
+            yield from _linear(prefix + "merger.mlp.0", merged, merged)
+            yield from _linear(prefix + "merger.mlp.2", self.out_size, merged)
+            return
+        names = [
+            ("merger", width),
+            *((f"deepstack_merger_list.{index}", merged) for index in range(self.deepstack)),
+        ]
+        for name, normed in names:
+            yield TensorSpec(f"{prefix}{name}.norm.weight", (normed,), "norm")
+            yield TensorSpec(f"{prefix}{name}.norm.bias", (normed,), "bias")
+            yield from _linear(f"{prefix}{name}.linear_fc1", merged, merged)
+            yield from _linear(f"{prefix}{name}.linear_fc2", self.out_size, merged)
+
+    def _block(self, prefix: str) -> Iterator[TensorSpec]:
+        width = self.hidden_size
+        ffn = self.ffn_size
+        for name in ("norm1", "norm2"):
+            yield TensorSpec(f"{prefix}{name}.weight", (width,), "norm")
+            if self.kind == "qwen3_vl":
+                yield TensorSpec(f"{prefix}{name}.bias", (width,), "bias")
+        yield from _linear(prefix + "attn.qkv", 3 * width, width)
+        yield from _linear(prefix + "attn.proj", width, width)
+        if self.kind == "qwen2_5_vl":
+            yield from _linear(prefix + "mlp.gate_proj", ffn, width)
+            yield from _linear(prefix + "mlp.up_proj", ffn, width)
+            yield from _linear(prefix + "mlp.down_proj", width, ffn)
+        else:
+            yield from _linear(prefix + "mlp.linear_fc1", ffn, width)
+            yield from _linear(prefix + "mlp.linear_fc2", width, ffn)
 
     def owns(self, name: str) -> bool:
         """Tells whether an HF tensor is one of the tower's."""
@@ -135,78 +205,6 @@ def _mrope_of(hf: HfConfig) -> dict:
     return next(
         (dict(rope) for rope in found if isinstance(rope, Mapping) and "mrope_section" in rope), {}
     )
-
-
-def read_vision(hf: HfConfig, kind: Literal["qwen2_5_vl", "qwen3_vl"]) -> Vision:
-    """Reads a config.json without refusals."""
-    tower: HfConfig = {**_DEFAULTS[kind], **hf["vision_config"]}
-    rope = _mrope_of(hf)
-    return Vision(
-        kind=kind,
-        prefix="visual." if kind == "qwen2_5_vl" else "model.visual.",
-        depth=tower["depth"],
-        hidden_size=tower["hidden_size"],
-        ffn_size=tower["intermediate_size"],
-        out_size=tower["out_hidden_size"],
-        patch=tower["patch_size"],
-        temporal_patch=tower["temporal_patch_size"],
-        merge=tower["spatial_merge_size"],
-        channels=tower.get("in_channels", 3),
-        num_positions=tower["num_position_embeddings"] if kind == "qwen3_vl" else 0,
-        deepstack=len(tower["deepstack_visual_indexes"]) if kind == "qwen3_vl" else 0,
-        image_token_id=hf["image_token_id"],
-        video_token_id=hf["video_token_id"],
-        vision_start_token_id=hf["vision_start_token_id"],
-        mrope_section=tuple(rope["mrope_section"]),
-        mrope_interleaved=bool(rope.get("mrope_interleaved", False)),
-        config=tower,
-    )
-
-
-def tower_tensors(vision: Vision) -> Iterator[TensorSpec]:
-    """Yields the tensors of a tower in the order of transformers' module."""
-    width = vision.hidden_size
-    prefix = vision.prefix
-    patches = (width, vision.channels, vision.temporal_patch, vision.patch, vision.patch)
-    yield TensorSpec(prefix + "patch_embed.proj.weight", patches, "matrix")
-    if vision.kind == "qwen3_vl":
-        yield TensorSpec(prefix + "patch_embed.proj.bias", (width,), "bias")
-        yield TensorSpec(prefix + "pos_embed.weight", (vision.num_positions, width), "matrix")
-    for index in range(vision.depth):
-        yield from _block(vision, f"{prefix}blocks.{index}.")
-    merged = width * vision.merge**2
-    if vision.kind == "qwen2_5_vl":
-        yield TensorSpec(prefix + "merger.ln_q.weight", (width,), "norm")
-        yield from _linear(prefix + "merger.mlp.0", merged, merged)
-        yield from _linear(prefix + "merger.mlp.2", vision.out_size, merged)
-        return
-    names = [
-        ("merger", width),
-        *((f"deepstack_merger_list.{index}", merged) for index in range(vision.deepstack)),
-    ]
-    for name, normed in names:
-        yield TensorSpec(f"{prefix}{name}.norm.weight", (normed,), "norm")
-        yield TensorSpec(f"{prefix}{name}.norm.bias", (normed,), "bias")
-        yield from _linear(f"{prefix}{name}.linear_fc1", merged, merged)
-        yield from _linear(f"{prefix}{name}.linear_fc2", vision.out_size, merged)
-
-
-def _block(vision: Vision, prefix: str) -> Iterator[TensorSpec]:
-    width = vision.hidden_size
-    ffn = vision.ffn_size
-    for name in ("norm1", "norm2"):
-        yield TensorSpec(f"{prefix}{name}.weight", (width,), "norm")
-        if vision.kind == "qwen3_vl":
-            yield TensorSpec(f"{prefix}{name}.bias", (width,), "bias")
-    yield from _linear(prefix + "attn.qkv", 3 * width, width)
-    yield from _linear(prefix + "attn.proj", width, width)
-    if vision.kind == "qwen2_5_vl":
-        yield from _linear(prefix + "mlp.gate_proj", ffn, width)
-        yield from _linear(prefix + "mlp.up_proj", ffn, width)
-        yield from _linear(prefix + "mlp.down_proj", width, ffn)
-    else:
-        yield from _linear(prefix + "mlp.linear_fc1", ffn, width)
-        yield from _linear(prefix + "mlp.linear_fc2", width, ffn)
 
 
 def _linear(name: str, outputs: int, inputs: int) -> Iterator[TensorSpec]:

@@ -107,7 +107,7 @@ class Tower(torch.nn.Module):
         for name, parameter in self.module.named_parameters():
             parameter.copy_(hf[self.vision.prefix + name])
 
-    def keep_float32_angles(self) -> None:
+    def keep_float32(self) -> None:
         """Restores the frequencies of rotary embedding after a cast: rounded, they would turn by
         other angles."""
         rotary = self.module.get_submodule("rotary_pos_emb")

@@ -1,0 +1,35 @@
+"""Megatron's latent attention, of our parts."""
+
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megagrpo.models.kinds.indexed.layer import sparse_attention
+from megagrpo.models.kinds.latent.describe import LatentAttention
+from megagrpo.models.layers.parts import Parts
+
+
+def latent_spec(own: LatentAttention, parts: Parts) -> ModuleSpec:
+    """Returns the specification of latent attention, sparse if it has an indexer."""
+    module: type = MLASelfAttention
+    core: type | ModuleSpec = parts.core_attention
+    if own.indexer is not None:
+        module, core = sparse_attention(parts.transformer_engine)
+    return ModuleSpec(
+        module=module,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=parts.column,
+            linear_q_down_proj=parts.whole_linear,
+            linear_q_up_proj=parts.column,
+            linear_kv_down_proj=parts.whole_linear,
+            linear_kv_up_proj=parts.column,
+            core_attention=core,
+            linear_proj=parts.row,
+            q_layernorm=parts.norm,
+            kv_layernorm=parts.norm,
+        ),
+    )
