@@ -9,8 +9,10 @@ closed forms, nothing runs. Writes bench/results/plan_engines.{json,md}.
 
 from common import ROOT, provenance, write_results
 
-from megagrpo.check.engine_layout import engine_layout_problems
+from megagrpo.check.rules import engine_layout
+from megagrpo.check.rules.subject import Subject, broken
 from megagrpo.config.load import load_config
+from megagrpo.models.folder import Model
 from megagrpo.tools.plan.fitting import with_model
 from megagrpo.tools.plan.roofline import plan_step, target_of
 
@@ -51,8 +53,8 @@ def main() -> None:
             config = with_model(load_config(ROOT / "configs" / f"{name}.yaml", overrides))
             rollout = config.rollout
             engines = f"{rollout.num_engines} x tp {rollout.tp}, {label}"
-            arch = config.read_model().arch
-            if engine_layout_problems(rollout, arch):
+            arch = Model.of(config).arch
+            if broken(engine_layout.before_start(Subject(config, arch=arch))):
                 lines.append([name, engines, "", "", "", "SGLang cannot cut it", ""])
                 continue
             plan = plan_step(config, target_of(config))

@@ -243,6 +243,7 @@ def play(case: dict, folder: str) -> None:
     import aiohttp
     from aiohttp import web
 
+    from megagrpo.models.folder import Model
     from megagrpo.rollout.service import server
     from megagrpo.rollout.service.supervisor import SupervisedEngine
     from megagrpo.system.processes import raise_file_limit
@@ -251,7 +252,7 @@ def play(case: dict, folder: str) -> None:
     raise_file_limit()
     of = Case(**case)
     config = experiment(of, folder)
-    arch = config.read_model().arch
+    arch = Model.of(config).arch
     experts = (arch.num_layers, arch.experts.count, arch.experts.per_token) if of.experts else None
     reason = "stop" if of.turns > 1 else "length"
     bodies = [prepared(of.tokens, experts, seed, reason) for seed in range(VARIANTS)]
@@ -448,6 +449,7 @@ def lead(case: dict, folder: str, url: str) -> None:
     from megagrpo.data.prompts import PromptSet
     from megagrpo.data.texts import decoder
     from megagrpo.mesh import make_mesh
+    from megagrpo.models.folder import Model
     from megagrpo.monitor.metrics import Metrics
     from megagrpo.monitor.rollouts import RolloutLog
     from megagrpo.rewards.pool import RewardPool
@@ -464,7 +466,7 @@ def lead(case: dict, folder: str, url: str) -> None:
     torch.set_num_threads(1)
     of = Case(**case)
     config = experiment(of, folder)
-    model = config.read_model()
+    model = Model.of(config)
     words = tokenizer()
     mesh = make_mesh(0, 1, torch.device("cpu"), 60.0)
     service, engines = url.split()

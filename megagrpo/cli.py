@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from megagrpo import __version__
+from megagrpo.check.rules.table import broken_as_read
 from megagrpo.cluster.machine import run, train_ranks
 from megagrpo.cluster.nodes import Node, run_node, serve_node, train_node
 from megagrpo.config.load import load_config
@@ -192,14 +193,14 @@ def _load(args: argparse.Namespace) -> ExperimentConfig:
         weights=_WEIGHTS.get(args.command, "model") if starts else "",
         cached_only=under_torchrun(),  # the process that started the ranks has fetched it
     )
-    load = partial(load_config, args.config, args.overrides, fetch=fetch)
+    load = partial(load_config, args.config, args.overrides, judge=broken_as_read, fetch=fetch)
     if args.command == "check":
         return load(later=import_module(_TOOLS["check"].module).later_problems)
     if args.command != "train" or under_torchrun():
         return load()
     from megagrpo.check.libraries import library_problems
 
-    return load(judge=library_problems)
+    return load(judge=lambda config: [*broken_as_read(config), *library_problems(config)])
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
@@ -348,6 +349,9 @@ def _run(args: argparse.Namespace, config: ExperimentConfig) -> int:
 
 
 def _serve(args: argparse.Namespace, config: ExperimentConfig) -> int:
+    from megagrpo.check.problems import describe_model
+
+    describe_model(config)  # refuses one that engines cannot load
     if args.master_addr is not None and args.ray_address is None:
         return serve_node(config, args.words, _node(args))
     from megagrpo.rollout.service.server import serve

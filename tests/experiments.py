@@ -4,13 +4,21 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import psutil
 
+from megagrpo.check.rules import engine_layout, placement, settings
+from megagrpo.check.rules.subject import Nodes, Subject, broken
+from megagrpo.check.rules.table import broken_as_read
+from megagrpo.config.actor import ActorConfig
+from megagrpo.config.fields import KeyPath
+from megagrpo.config.load import load_config
+from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.models.architecture import Architecture
 from megagrpo.system.environment import child_environment
 
 ROOT = Path(__file__).parents[1]
@@ -19,9 +27,41 @@ T = TypeVar("T")
 
 
 def experiment(**sections) -> ExperimentConfig:
-    """Required keys have values that fit no file; `sections` are added."""
+    """Required keys have values that fit no file; `sections` are added. ValueError with the rules
+    that it breaks."""
     required = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}}
-    return ExperimentConfig.model_validate(required | sections)
+    return judged(ExperimentConfig.model_validate(required | sections))
+
+
+def judged(config: ExperimentConfig) -> ExperimentConfig:
+    """The experiment; ValueError with the rules that it breaks, but those of libraries' settings."""
+    if wrong := [text for keys, text in broken_as_read(config) if not keys]:
+        raise ValueError("\n".join(wrong))
+    return config
+
+
+def read_experiment(path: str | Path, overrides: Sequence[str] = (), **options) -> ExperimentConfig:
+    """An experiment as commands read it. options: of load_config."""
+    judge = options.pop("judge", lambda config: ())
+    both = lambda config: [*broken_as_read(config), *judge(config)]  # noqa: E731
+    return load_config(path, overrides, judge=both, **options)
+
+
+def engine_layout_problems(rollout: RolloutConfig, arch: Architecture) -> list[str]:
+    """Why an engine's ranks cannot cut the model."""
+    config = experiment().model_copy(update={"rollout": rollout})
+    return broken(engine_layout.before_start(Subject(config, arch=arch)))
+
+
+def placement_problems(config: ExperimentConfig, nodes: Nodes | None = None) -> list[str]:
+    """Why the ranks have no place on the nodes."""
+    return broken(placement.before_start(Subject(config, nodes or Nodes())))
+
+
+def setting_problems(actor: ActorConfig, rollout: RolloutConfig) -> list[tuple[KeyPath, str]]:
+    """The settings of libraries that are refused."""
+    config = experiment().model_copy(update={"actor": actor, "rollout": rollout})
+    return [(rule.key, rule.text) for rule in settings.as_read(Subject(config)) if rule.when]
 
 
 def python(*words: str | Path, env: Mapping[str, str] | None = None, **options) -> str:

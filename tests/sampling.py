@@ -11,6 +11,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, make_mesh
+from megagrpo.models.folder import Model
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rollout.agents.answering import Answering
@@ -86,7 +87,7 @@ def source_of(
     if mesh.is_leader:
         sampler = Sampler(config, mesh.dp_size, control, grader or Grader(), decode, answering)
         if config.actor.routing_replay == "rollout":
-            sampler.arch = config.read_model().arch
+            sampler.arch = Model.of(config).arch
     return RolloutSource(control, sampler, Batches(config, mesh, prompt_set()))
 
 

@@ -18,12 +18,17 @@ from pydantic import ConfigDict, TypeAdapter
 
 from megagrpo.actor.host import slow_attention, uses_transformer_engine
 from megagrpo.config.fields import complaints
-from megagrpo.config.layout import context_problem, layout_problems
 from megagrpo.config.libraries import DDP, OPTIMIZER, TRANSFORMER, refusal
 from megagrpo.config.schema import ActorConfig
 from megagrpo.models import internals_0_19
 from megagrpo.models.architecture import Architecture
-from megagrpo.models.fields import Kernels, ddp_fields, optimizer_fields, transformer_fields
+from megagrpo.models.fields import (
+    Kernels,
+    context_rule,
+    ddp_fields,
+    optimizer_fields,
+    transformer_fields,
+)
 from megagrpo.system.user_function import did_you_mean
 
 C = TypeVar("C")
@@ -34,11 +39,9 @@ _ANY_CLASS = ConfigDict(arbitrary_types_allowed=True)
 def checked_kernels(arch: Architecture, config: ActorConfig) -> Kernels:
     """Returns what this process computes with, resolved once for an actor.
 
-    Raises ValueError with every reason why the model cannot be cut as the layout requires, or if a
-    package that the settings need is missing.
+    The model fits the layout (check/rules). Raises ValueError if a package that the settings need
+    is missing.
     """
-    if problems := layout_problems(arch, config):
-        raise ValueError("the model does not fit the layout:\n  " + "\n  ".join(problems))
     if config.transformer_engine is True and importlib.util.find_spec("transformer_engine") is None:
         raise ValueError(
             "actor.transformer_engine is true, but the package transformer_engine is not "
@@ -46,8 +49,8 @@ def checked_kernels(arch: Architecture, config: ActorConfig) -> Kernels:
             "actor.transformer_engine: false for torch's layers"
         )
     kernels = kernels_here(config)
-    if kernels.cuda and (problem := context_problem(config, kernels.transformer_engine)):
-        raise ValueError(problem)
+    if (rule := context_rule(config, kernels)).when:
+        raise ValueError(rule.text)
     if kernels.cuda and arch.delta is not None and importlib.util.find_spec("fla") is None:
         raise ValueError(
             f"a {arch.family} model's gated delta nets need flash-linear-attention on a GPU (the "

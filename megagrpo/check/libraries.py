@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.check.hardware import Hardware, hardware_of
-from megagrpo.check.problems import describe_model, model_folder
+from megagrpo.check.problems import describe_model
+from megagrpo.check.rules.placement import needs_gpus
+from megagrpo.check.rules.subject import model_folder
+from megagrpo.check.rules.table import broken_as_read
 from megagrpo.config.fields import KeyPath, LibrarySettings, broken_rules, complaints
-from megagrpo.config.libraries import SERVER, given_settings, setting_problems
-from megagrpo.config.placement import needs_gpus
+from megagrpo.config.libraries import SERVER, given_settings
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.models.fields import expected_kernels
 from megagrpo.models.table import architecture_of, exported_config
@@ -45,7 +47,7 @@ def library_problems(
     """
     given = given_settings(config.actor, config.rollout)
     of_engines = given.pop(SERVER)
-    broken = [*broken_rules(config), *setting_problems(config.actor, config.rollout)]
+    broken = [*broken_rules(config), *broken_as_read(config)]
     whole = everything and not broken
     description = _description(config) if whole else None
     experiment = None if description is None else [config.model_dump(mode="json"), description]

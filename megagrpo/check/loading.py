@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megagrpo.check.problems import model_folder, named_first
+from megagrpo.check.rules.inputs import named_first
+from megagrpo.check.rules.subject import model_folder
 from megagrpo.checkpoint.folder import data_problem, latest
 from megagrpo.config.fields import complaints
 from megagrpo.config.rollout import AgentConfig

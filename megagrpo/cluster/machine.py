@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
+from megagrpo.check.rules.placement import engine_ranks, occupied_gpus, place
+from megagrpo.check.rules.subject import Nodes
 from megagrpo.cluster.supervise import ALONE, Child, Launch, torchrun
 from megagrpo.config.load import dump_config
-from megagrpo.config.placement import Nodes, engine_ranks, occupied_gpus, place
 from megagrpo.config.schema import OF_TRAINING, ExperimentConfig
 from megagrpo.rollout.service.addresses import interface_of, own_address
 from megagrpo.rollout.service.engine_command import on_gpus

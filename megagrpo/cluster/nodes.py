@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from megagrpo.check.rules.placement import place
+from megagrpo.check.rules.subject import Nodes
 from megagrpo.cluster.machine import (
     alone_in,
     interface_of_engines,
@@ -27,9 +29,8 @@ from megagrpo.cluster.machine import (
 )
 from megagrpo.cluster.supervise import ALONE, Child, Launch, torchrun
 from megagrpo.config.load import dump_config
-from megagrpo.config.placement import LOOPBACK, Nodes, place
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.rollout.service.addresses import interface_of
+from megagrpo.rollout.service.addresses import LOOPBACK, interface_of
 from megagrpo.system import environment
 from megagrpo.system.processes import last_lines, route_address
 from megagrpo.system.run_folder import RunFolder

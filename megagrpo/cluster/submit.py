@@ -12,7 +12,8 @@ from pathlib import Path
 
 import megagrpo
 from megagrpo.check.problems import preflight
-from megagrpo.config.placement import Nodes, needs_gpus, place
+from megagrpo.check.rules.placement import needs_gpus, place
+from megagrpo.check.rules.subject import Nodes
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder

@@ -1,6 +1,6 @@
 """The `actor` section: layout, kernels, dtype and optimizer of the learner."""
 
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator
 
@@ -17,12 +17,6 @@ from megagrpo.config.fields import (
     Seconds,
     Section,
 )
-
-if TYPE_CHECKING:
-    from megagrpo.config.schema import ExperimentConfig
-
-
-_CHUNK = 2048  # SGLang's smallest default of chunked_prefill_size, tokens
 
 
 class ParallelConfig(Section):
@@ -324,46 +318,3 @@ class ActorConfig(Section):
         up = -(-self.world_size // size) * size
         why = f"world_size {self.world_size} is not a multiple of {what} = {size}"
         return Rule(self.world_size % size, why, f"{up} would be")
-
-    def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
-        rollout = experiment.rollout
-        by_engine = self.routing_replay == "rollout"
-        chunk = rollout.sglang.get("chunked_prefill_size")
-        unchunked = by_engine and isinstance(chunk, int) and chunk <= 0
-        read = (rollout.draft_tokens or 0) + 1  # tokens of a request in one forward of the model
-        held = rollout.max_running_requests * read
-        halves = rollout.sglang.get("enable_two_batch_overlap")
-        return [
-            Rule(
-                self.routing_replay == "old" and experiment.train.updates_of_step == 1,
-                "actor.routing_replay old changes nothing with one update a step: the same "
-                "weights choose the experts",
-                "remove it, raise train.num_updates_per_step or num_epochs_per_step, or "
-                "set it to rollout",
-            ),
-            Rule(
-                unchunked,
-                "actor.routing_replay rollout with rollout.sglang.chunked_prefill_size "
-                f"{chunk}: SGLang keeps the experts of one chunk; a longer prompt would end the engine",
-                "remove the latter",
-            ),
-            Rule(
-                by_engine and read > 1 and (held > (chunk or _CHUNK)),
-                "actor.routing_replay rollout with rollout.draft_tokens: a forward may read "
-                f"{held} tokens (max_running_requests x {read}), and SGLang keeps the experts of "
-                "one chunk",
-                f"lower the former, or set rollout.sglang: {{chunked_prefill_size: {held}}}",
-            ),
-            Rule(
-                by_engine and halves,
-                "actor.routing_replay rollout with SGLang's enable_two_batch_overlap, "
-                "which overwrites the experts of a batch's first half",
-                "remove one of them",
-            ),
-            Rule(
-                by_engine and rollout.sglang.get("enable_hierarchical_cache"),
-                "actor.routing_replay rollout with SGLang's enable_hierarchical_cache: from the "
-                "host it returns another token's experts",
-                "remove one of them",
-            ),
-        ]

@@ -2,9 +2,8 @@
 variant."""
 
 import json
-import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -19,7 +18,7 @@ from megagrpo.config.fields import (
 )
 from megagrpo.config.objective.correction import MismatchConfig
 from megagrpo.config.objective.estimators import AdvantageConfig, GrpoAdvantage
-from megagrpo.config.objective.kl import KL_ERROR_LIMIT, KlConfig
+from megagrpo.config.objective.kl import KlConfig
 from megagrpo.config.objective.own import (
     FunctionName,
     OwnArguments,
@@ -30,9 +29,6 @@ from megagrpo.config.objective.own import (
 from megagrpo.config.objective.policy_loss import DppoLoss, PolicyLossConfig, PpoClipLoss
 from megagrpo.config.objective.reward_shaping import RewardShapingConfig
 from megagrpo.config.objective.streams import DistillationConfig, StreamConfig, Writer
-
-if TYPE_CHECKING:
-    from megagrpo.config.schema import ExperimentConfig
 
 
 class DynamicSampling(Section):
@@ -160,67 +156,6 @@ class AlgorithmConfig(Section):
                 unread,
                 f"loss_scale_factor belongs to seq-mean-token-sum-norm; aggregation is {self.aggregation}",
                 "remove one of them",
-            ),
-        ]
-
-    def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
-        train = experiment.train
-        parallel = experiment.actor.parallel
-        longest = experiment.sampling.max_response_tokens
-        updates = train.updates_of_step
-        responses = train.num_prompts_per_step * train.group_size
-        padded = parallel.cp > 1 and updates > 1 and not experiment.actor.packing
-        apart = self.kl.estimator == "full" and self.uses_reference and padded
-        horizon = self.kl.adaptive.horizon if self.kl.adaptive is not None else math.inf
-        overlong = self.reward.overlong
-        endless = self.dynamic_sampling and train.num_epochs
-        refused = self.advantage.refuses_group_of_one
-        alone = train.group_size == 1
-        all_zero = alone and self.reward.normalises_by_group
-        all_equal = alone and self.dynamic_sampling
-        return [
-            Rule(
-                apart,
-                f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {updates} updates a step "
-                "need actor.packing: true; padded, reference and actor have positions on different ranks",
-                "pack, or use another estimator",
-            ),
-            Rule(
-                endless,
-                "train.num_epochs with algorithm.dynamic_sampling: a step takes as many prompts "
-                "as it must, and passes do not say how many steps there are",
-                "give train.num_steps",
-            ),
-            Rule(
-                all_zero,
-                "reward.mean/std: group with train.group_size 1 makes every reward 0",
-                "use batch, running or none",
-            ),
-            Rule(
-                alone and refused,
-                *(
-                    refused
-                    or ("this estimator compares responses to one prompt", "raise group_size")
-                ),
-            ),
-            Rule(
-                all_equal,
-                "dynamic_sampling keeps groups whose responses differ",
-                "train.group_size must be at least 2",
-            ),
-            Rule(
-                horizon <= KL_ERROR_LIMIT * responses,
-                f"algorithm.kl.adaptive.horizon {horizon:g} is too short for {responses} "
-                f"responses a step: the coefficient is multiplied by 1 - {KL_ERROR_LIMIT} x "
-                f"{responses} / horizon at worst",
-                f"use more than {KL_ERROR_LIMIT * responses:g}",
-            ),
-            Rule(
-                overlong is not None and overlong.buffer(longest) > longest,
-                "algorithm.reward.overlong.buffer_tokens "
-                f"{overlong and overlong.buffer_tokens} is more than "
-                f"sampling.max_response_tokens {longest}: every response would be punished",
-                "DAPO's buffer is a fifth of the longest response",
             ),
         ]
 

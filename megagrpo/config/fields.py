@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import UnionType
 from typing import (
-    TYPE_CHECKING,
     Annotated,
     Any,
     ClassVar,
@@ -27,9 +26,6 @@ from pydantic import (
 )
 
 from megagrpo.system.errors import collected
-
-if TYPE_CHECKING:
-    from megagrpo.config.schema import ExperimentConfig
 
 
 def _expanded(path: object) -> object:
@@ -67,12 +63,13 @@ class Rule:
 
     when: object  # true: the rule is broken
     because: str
-    remedy: str
+    remedy: str = ""
+    key: KeyPath = ()  # of the one value that is refused; (): the text names its keys
 
     @property
     def text(self) -> str:
-        """The message for users."""
-        return f"{self.because}; {self.remedy}"
+        """The message for users, without `key`."""
+        return f"{self.because}; {self.remedy}" if self.remedy else self.because
 
 
 class Section(BaseModel):
@@ -92,11 +89,7 @@ class Section(BaseModel):
     )
 
     def problems(self) -> list[Rule]:
-        """Rules between fields of this section, broken or not."""
-        return []
-
-    def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
-        """Rules between this section and others of the experiment, broken or not."""
+        """Rules between fields of this section, broken or not; all others are in check/rules."""
         return []
 
     @model_validator(mode="after")

@@ -4,7 +4,7 @@ All other fields are the user's; a pattern such as tp_comm_* stands for every fi
 library is imported: names and types are judged by the libraries themselves (check/libraries.py).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from megagrpo.config.actor import ActorConfig
@@ -158,9 +158,9 @@ _SERVER_OURS = {
     "who samples, and reads whole answers": "incremental_streaming_output",
     "sampling": "preferred_sampling_params sampling_defaults",
 }
-_RANKS = "an engine's ranks are rollout.tp; a publish would not reach the others"
+RANKS = "an engine's ranks are rollout.tp; a publish would not reach the others"
 _LOGPROBS = "log-probabilities would be of another distribution than the actor's"
-_UNEXAMINED = "no test shows that a publish into live parameters holds with it"
+UNEXAMINED = "no test shows that a publish into live parameters holds with it"
 _SERVER_REFUSED = {
     "rollout.quantization is the format of engines' weights; fewer bits would not be the published "
     "ones": """quantization*
@@ -170,7 +170,7 @@ _SERVER_REFUSED = {
     "experts would leave the ranks that a publish planned for": """*eplb* ep_num_redundant_experts
         ep_dispatch_algorithm init_expert_location *elastic_ep* enable_elastic_expert_backup mooncake_ib_device
         enable_waterfill ep_join_* max_ep_size kt_*""",
-    _RANKS: """dcp_* pp_* attn_cp_size moe_dp_size dwdp_size enable_prefill_cp cp_strategy enable_cp_decode_attn_tp
+    RANKS: """dcp_* pp_* attn_cp_size moe_dp_size dwdp_size enable_prefill_cp cp_strategy enable_cp_decode_attn_tp
         enable_dsa_cache_layer_split""",
     "keys and values of older weights would outlive a publish, which empties the caches on GPU and "
     "host only": """
@@ -185,7 +185,7 @@ _SERVER_REFUSED = {
         enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds *int8_mamba_*""",
     "an engine is one server process, spoken to in plain HTTP/1.1": """ssl_* *grpc*
         sidecar* *http2* enable_ssl_refresh fastapi_root_path *tokenizer_worker_num skip_tokenizer_init smg_*""",
-    _UNEXAMINED: """enable_page_major_kv_layout enable_unified_memory deepep_v2_mode enable_layernorm_sp
+    UNEXAMINED: """enable_page_major_kv_layout enable_unified_memory deepep_v2_mode enable_layernorm_sp
         enable_shared_experts_attn_tp shared_experts_tp_size enable_dense_mlp_attn_tp gated_launch_port
         enable_dp_attention_local_control_broadcast mamba_backend *linear_replayssm*
         linear_attn_verify_backend""",
@@ -210,25 +210,6 @@ _SERVER_REFUSED = {
         "cpu_offload_gb offload_* ple_offload_*"
     ),
 }  # fmt: skip
-# Of fields that may be set, the values that keep the promises of a publish.
-_VALUES: dict[str, tuple[tuple[str, ...], str]] = {
-    "kv_cache_dtype": (("auto", "bf16", "bfloat16", "fp8_e4m3"), _UNEXAMINED),
-    "moe_runner_backend": (
-        ("triton", "deep_gemm", "flashinfer_cutlass"),
-        "others reorder the experts' weights after loading, as flashinfer_trtllm does, "
-        "which SGLang also takes for auto on Blackwell, or need quantised ones: "
-        "digests would stop the run",
-    ),
-    "fp8_gemm_runner_backend": (
-        ("auto", "deep_gemm", "triton"),
-        "others reorder values or scales after loading: digests would stop the run",
-    ),
-    "moe_a2a_backend": (("none", "deepep"), _UNEXAMINED),
-}
-
-
-# The same, numbers: the smallest with which an engine starts.
-_AT_LEAST = {"page_size": 1, "context_length": 1, "max_total_tokens": 1, "max_prefill_tokens": 1}
 
 
 def _refused(ours: Mapping[str, str], reasons: Mapping[str, str]) -> dict[str, str]:
@@ -264,188 +245,3 @@ def given_settings(actor: ActorConfig, rollout: RolloutConfig) -> dict[Path, dic
         OPTIMIZER: actor.optimizer.megatron,
         SERVER: rollout.sglang,
     }
-
-
-def setting_problems(actor: ActorConfig, rollout: RolloutConfig) -> Iterator[tuple[Path, str]]:
-    """Yields (key path, problem) of each setting that is refused, alone or with others."""
-    given = given_settings(actor, rollout)
-    for path, settings in given.items():
-        for name in settings:
-            if why := refusal(path, name):
-                yield (*path, name), f"is {why}"
-    for name, (right, why) in _VALUES.items():
-        if (value := rollout.sglang.get(name, right[0])) not in right:
-            yield (*SERVER, name), f"{value} is refused: {why}; it may be {', '.join(right)}"
-    for name, least in _AT_LEAST.items():
-        if isinstance(value := rollout.sglang.get(name, least), int) and value < least:
-            yield (*SERVER, name), f"must be at least {least}"
-    for path, name, broken, text in (*_trainer_rules(actor), *_engine_rules(rollout)):
-        if given[path].get(name) and broken:
-            yield (*path, name), text
-
-
-_Rules = list[tuple[Path, str, object, str]]  # a field that is set, what must not be so, and why
-# Megatron's checkpoint of these names what Transformer Engine defines, in fp8 or not
-_RECOMPUTED_BY_ENGINE = {"layernorm", "moe_act", "mla_up_proj"}
-_OF_ENGINE = (
-    "fp8",
-    "moe_permute_fusion",
-    "moe_router_fusion",
-    "apply_rope_fusion",
-    "cpu_offloading",
-    "symmetric_ar_type",
-)
-
-
-def _trainer_rules(actor: ActorConfig) -> _Rules:
-    model = actor.megatron
-    p = actor.parallel
-    sharded = actor.optimizer.distributed
-    own_layers = not actor.expects_transformer_engine
-    overlaps = model.get("overlap_p2p_comm")
-    engine = "needs Transformer Engine's layers (actor.transformer_engine)"
-    of_engine = _RECOMPUTED_BY_ENGINE.intersection(model.get("recompute_modules") or ())
-    hidden = "Megatron takes with its layers only (actor.transformer_engine)"
-    virtual = "the schedule of virtual stages (actor.parallel.vpp of 2 or more)"
-    kinds = {"modules": "selective", "method": "full", "num_layers": "full"}
-    host = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
-    return [
-        *(
-            (
-                TRANSFORMER,
-                f"recompute_{what}",
-                actor.recompute != kind,
-                f"is read with actor.recompute {kind} only, which is {actor.recompute}",
-            )
-            for what, kind in kinds.items()
-        ),
-        (
-            TRANSFORMER,
-            "recompute_modules",
-            own_layers and of_engine,
-            f"{', '.join(sorted(of_engine))} {engine}",
-        ),
-        *(
-            (TRANSFORMER, name, own_layers, engine)
-            for name in (*_OF_ENGINE, "use_te_activation_func")
-        ),
-        (
-            TRANSFORMER,
-            "fp8",
-            model.get("fp8_recipe", "delayed") == "delayed",
-            "fp8_recipe delayed, the default, is refused: it takes scales from earlier passes, also "
-            "from those without a backward, and recomputes with others; take tensorwise or "
-            "blockwise",
-        ),
-        (
-            TRANSFORMER,
-            "moe_shared_expert_overlap",
-            model.get("moe_token_dispatcher_type") == "flex",
-            "works with the alltoall dispatcher only",
-        ),
-        (TRANSFORMER, "overlap_p2p_comm", p.vpp == 1, f"messages overlap only in {virtual}"),
-        (
-            TRANSFORMER,
-            "deallocate_pipeline_outputs",
-            overlaps,
-            "with overlap_p2p_comm each message would be waited for before its output is freed",
-        ),
-        (
-            TRANSFORMER,
-            "batch_p2p_comm",
-            overlaps,
-            "with overlap_p2p_comm messages are sent one by one",
-        ),
-        (
-            TRANSFORMER,
-            "batch_p2p_comm",
-            p.vpp > 1 and p.pp == 2,
-            "of two stages, each is before and after the other, and a batch mixes up what is for "
-            "which",
-        ),
-        (
-            DDP,
-            "align_param_gather",
-            p.vpp == 1,
-            f"only {virtual} starts the gathers; in others each would be waited for",
-        ),
-        (
-            DDP,
-            "overlap_param_gather",
-            not sharded,
-            "gathers what actor.optimizer.distributed: true sharded",
-        ),
-        (
-            DDP,
-            "overlap_param_gather",
-            actor.ddp.get("overlap_grad_reduce") is False,
-            "needs actor.ddp.overlap_grad_reduce: true",
-        ),
-        *(
-            (OPTIMIZER, name, not sharded, "needs actor.optimizer.distributed: true")
-            for name in host
-        ),
-        *(
-            (
-                OPTIMIZER,
-                name,
-                actor.dtype != "bfloat16",
-                "keeps float32 copies of bfloat16 weights; with actor.dtype float32 there are none",
-            )
-            for name in host
-        ),
-        *(
-            (OPTIMIZER, name, own_layers, "needs Transformer Engine's Adam, which " + hidden)
-            for name in host
-        ),
-        (
-            OPTIMIZER,
-            "main_grads_dtype",
-            actor.optimizer.megatron.get("main_grads_dtype") != "float32"
-            and not any(map(actor.optimizer.megatron.get, host)),
-            "other types than float32 need use_precision_aware_optimizer: true",
-        ),
-    ]
-
-
-def _engine_rules(rollout: RolloutConfig) -> _Rules:
-    given = rollout.sglang
-    cache = "enable_hierarchical_cache"
-    return [
-        (
-            SERVER,
-            "dp_size",
-            given.get("dp_size") != 1 and not given.get("enable_dp_attention"),
-            f"is refused without enable_dp_attention: {_RANKS}; raise num_engines",
-        ),
-        (
-            SERVER,
-            "moe_a2a_backend",
-            given.get("moe_a2a_backend") == "deepep"
-            and not rollout.quantization
-            and given.get("moe_runner_backend") != "deep_gemm",
-            "deepep with experts in bfloat16 ends in SGLang's first prefill, unless "
-            "moe_runner_backend is deep_gemm, which no GPU has run here: say that, or quantization "
-            "fp8",
-        ),
-        (
-            SERVER,
-            cache,
-            not (given.get("hicache_size") or given.get("hicache_ratio")),
-            "needs hicache_size, GB of host memory for each engine rank, or hicache_ratio: SGLang "
-            "would take 80 % of the node's free memory, and trainers and checkpoints need some",
-        ),
-        (
-            SERVER,
-            cache,
-            rollout.draft_tokens,
-            f"is refused with rollout.draft_tokens: {_UNEXAMINED}",
-        ),
-        (
-            SERVER,
-            cache,
-            rollout.max_staleness,
-            "is refused with rollout.max_staleness: paused with requests, SGLang ends no copies to "
-            "the host, and its flush asserts that there are none",
-        ),
-    ]

@@ -2,7 +2,7 @@
 once.
 
 Four steps: read each source into plain data with the location of every key; merge them (preset,
-file, overrides); validate with the schema; check the settings of libraries.
+file, overrides); validate with the schema; ask who else judges the experiment.
 Problems are reported in the words of the file.
 """
 
@@ -22,7 +22,6 @@ from megagrpo.config.fields import (
     KeyPath,
     broken_rules,
 )
-from megagrpo.config.libraries import setting_problems
 from megagrpo.config.objective.own import own_digest
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.config.wording import by_path, dotted, in_words, nearest, show, shown, value_at
@@ -97,10 +96,10 @@ def load_config(
     later: Callable[[ExperimentConfig], Iterable[str]] = lambda config: (),
     fetch: Fetch = lambda config: (config, []),
 ) -> ExperimentConfig:
-    """Reads an experiment file; `overrides` are "a.b=c" with c in YAML. `judge` returns (key path,
-    problem) of settings: check/libraries.py. `later` returns what other checks find; it is asked
-    if the file has problems, about the rest of it. `fetch` replaces names of what is elsewhere:
-    data/hub.py.
+    """Reads an experiment file; `overrides` are "a.b=c" with c in YAML. `judge` returns (key path
+    of a value, problem), () for a problem that names its keys: check/reading.py. `later` returns
+    what other checks find; it is asked if the file has problems, about the rest of it. `fetch`
+    replaces names of what is elsewhere: data/hub.py.
 
     Raises ConfigError naming every unknown key, wrong value and impossible combination, with file,
     line and remedy.
@@ -117,10 +116,10 @@ def load_config(
         for keys, text in broken_rules(config)
         if not _inside(keys, refused)
     ]
-    found += [
-        f"{source.location(keys)}: {shown(keys, value_at(source.data, keys))}: {text}"
-        for keys, text in (*setting_problems(config.actor, config.rollout), *judge(config))
-    ]
+    for keys, text in judge(config):
+        value = f"{shown(keys, value_at(source.data, keys))}: " if keys else ""
+        where = source.location(keys) if keys else _places(source, text, keys)
+        found.append(f"{where}: {value}{text}")
     if problems or found:
         found += located(path, overrides, later(config))
     # what names a refused value may be a consequence of it

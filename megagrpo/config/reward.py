@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, field_validator
@@ -20,9 +20,6 @@ from megagrpo.config.fields import (
     named,
 )
 from megagrpo.system.errors import translated
-
-if TYPE_CHECKING:
-    from megagrpo.config.schema import ExperimentConfig
 
 Scalar = str | int | float | bool
 GraderArgs = dict[str, Scalar | dict[str, Scalar]]
@@ -223,27 +220,6 @@ class RewardConfig(Section):
                 f"timeout_s {self.timeout_s:g} must be some seconds above grader code's total_s {total_s:g}; "
                 "else slow programs are grader failures, not wrong answers",
                 "raise the former, or lower the latter",
-            ),
-        ]
-
-    def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
-        advantage = experiment.algorithm.advantage
-        by_row = any(
-            part.grader or part.grader_key or part.grader_by_source
-            for part in experiment.data.parts
-        )
-        several = len(self.graders) > 1 and not by_row and self.group_grader is None
-        return [
-            Rule(
-                advantage.reads_parts and not several,
-                f"advantage {advantage.name} normalizes the scores of several graders one by one",
-                "name two or more in reward.graders, all of which score every row: without "
-                "group_grader, data.grader_key, grader_by_source and graders of sources",
-            ),
-            Rule(
-                self.group_grader and advantage.needs_greedy_response,
-                f"reward.group_grader with advantage {advantage.name}: its greedy baseline has no group",
-                "remove the group grader, or take another estimator",
             ),
         ]
 

@@ -20,8 +20,6 @@ from megagrpo.config.fields import (
 )
 
 if TYPE_CHECKING:
-    from megagrpo.config.schema import ExperimentConfig
-
     ToolParser = str
     ReasoningParser = str
 else:  # of SGLang 0.5.21's registries, whose import takes seconds; hunyuan needs a tokenizer
@@ -197,44 +195,6 @@ class SamplingConfig(Section):
         """Returns whether rollouts may have several turns, each a request."""
         return self.environment is not None or self.agent is not None
 
-    def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
-        sees = experiment.data.images_key is not None
-        reward = experiment.reward
-        advantage = experiment.algorithm.advantage.name
-        given = (
-            reward.grader,
-            reward.graders,
-            reward.group_grader,
-        )  # a dumped experiment has the default grader, too
-        graded = given != (type(reward).model_fields["grader"].default, [], None)
-        given_by = self.rewarding or "sampling.agent"
-        whole_s = 0.0 if self.environment is None else self.environment.episode_timeout_s or 0.0
-        return [
-            Rule(
-                self.rewarding and graded,
-                f"reward has graders, but the reward is given by {given_by}",
-                "remove the graders",
-            ),
-            Rule(
-                self.rewarding and experiment.algorithm.needs_greedy_response,
-                f"{given_by} with advantage {advantage}: it needs a greedy response "
-                "to each prompt, which would have other turns",
-                "take another estimator",
-            ),
-            Rule(
-                whole_s >= experiment.rollout.step_timeout_s,
-                "sampling.environment.episode_timeout_s must be below "
-                "rollout.step_timeout_s, that of all rollouts of a step",
-                "lower it, or raise rollout.step_timeout_s",
-            ),
-            Rule(
-                sees and self.several_turns,
-                "sampling.environment and agent with data.images_key: they continue "
-                "prompts of text only",
-                "remove one of both",
-            ),
-        ]
-
 
 class RolloutConfig(Section):
     """The SGLang service: engines, their size, limits of time."""
@@ -339,73 +299,6 @@ class RolloutConfig(Section):
             ),
         ]
 
-    def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
-        algorithm, weights = experiment.algorithm, experiment.weights
-        ahead = self.max_staleness
-        corrected = algorithm.mismatch.weight or algorithm.mismatch.reject
-        what = (
-            f"rollout.max_staleness {ahead} trains on tokens of older weights"
-            if ahead
-            else "a cache in fp8_e4m3 rounds"
-        )
-        return [
-            Rule(
-                self.quantization
-                and self.dtype == "float32"
-                and (experiment.actor.device != "cpu"),
-                "rollout.quantization fp8 with rollout.dtype float32: FP8 layers on GPUs "
-                "compute in bfloat16",
-                "set rollout.dtype: bfloat16, or actor.device: cpu",
-            ),
-            Rule(
-                self.quantization
-                and experiment.cluster.gpu == "B200"
-                and experiment.actor.device != "cpu"
-                and self.sglang.get("fp8_gemm_runner_backend", "auto") != "triton",
-                "rollout.quantization fp8 with cluster.gpu B200: there SGLang's DeepGEMM rounds "
-                "scales after loading, which no publish writes",
-                "set rollout.sglang: {fp8_gemm_runner_backend: triton}",
-            ),
-            Rule(
-                self.draft_tokens and (not experiment.actor.has_draft),
-                "rollout.draft_tokens without actor.draft: engines would have no draft",
-                "add actor.draft: {}, or remove rollout.draft_tokens",
-            ),
-            Rule(
-                self.colocate and weights.uses_groups,
-                f"rollout.colocate with weights.transport {weights.transport}: NCCL takes "
-                "no two ranks on one GPU",
-                "set weights.transport: ipc, or disk",
-            ),
-            Rule(
-                self.colocate and ahead,
-                f"rollout.max_staleness {ahead} with rollout.colocate: engines sleep while the actor trains",
-                "set one of them",
-            ),
-            Rule(
-                self.max_staleness == 1 and algorithm.dynamic_sampling,
-                "rollout.max_staleness 1 with algorithm.dynamic_sampling: surplus groups are "
-                "trained on one step later, which leaves nothing to sample ahead",
-                "take 2 or more, or 0",
-            ),
-            Rule(
-                not corrected and (ahead or self.sglang.get("kv_cache_dtype") == "fp8_e4m3"),
-                f"{what}, which needs a correction",
-                "set algorithm.mismatch.weight, such as {name: tis}, or algorithm.mismatch.reject",
-            ),
-            Rule(
-                self.prefix_cache == "by_version" and (not ahead),
-                "rollout.prefix_cache by_version without max_staleness: no rollout outlives a publish",
-                "take flush",
-            ),
-            Rule(
-                self.prefix_cache == "by_version" and self.deterministic,
-                "rollout.prefix_cache by_version with rollout.deterministic: bits would "
-                "depend on what caches still hold",
-                "take flush",
-            ),
-        ]
-
 
 def engine_number(engine: str) -> int:
     """Returns the number in an engine's id, as in engine-3; 0 for other text."""
@@ -479,16 +372,5 @@ class WeightsConfig(Section):
                 self.delta and self.transport != "reshard",
                 f"delta goes with transport: reshard, not {self.transport}",
                 "remove delta, or set transport: reshard",
-            ),
-        ]
-
-    def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
-        deadline_s = experiment.actor.deadline_s
-        return [
-            Rule(
-                self.timeout_s >= deadline_s,
-                f"weights.timeout_s {self.timeout_s:g} must be below actor.deadline_s "
-                f"{deadline_s:g}: other ranks wait in a collective while rank 0 updates engines",
-                "lower it, or raise the deadline",
             ),
         ]

@@ -23,11 +23,9 @@ from megagrpo.config.fields import (
     Rule,
     Section,
 )
-from megagrpo.config.objective.streams import stream_rules
-from megagrpo.config.objective.teachers import TeacherConfig, teacher_rules
+from megagrpo.config.objective.teachers import TeacherConfig
 from megagrpo.config.reward import GraderConfig, RewardConfig
 from megagrpo.config.rollout import RolloutConfig, SamplingConfig, WeightsConfig
-from megagrpo.models.folder import Model
 from megagrpo.system.run_folder import RunFolder
 
 __all__ = [
@@ -106,21 +104,6 @@ class TrainConfig(Section):
                 self.num_prompts_per_step % updates,
                 f"{prompts} is not a multiple of num_updates_per_step {updates}",
                 "take a multiple of it",
-            ),
-        ]
-
-    def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
-        mixed = any(source.ratio is not None for source in experiment.data.sources)
-        return [
-            Rule(
-                self.num_epochs and mixed,
-                "train.num_epochs with ratios in data.sources: sources are not passed equally often",
-                "give train.num_steps",
-            ),
-            Rule(
-                self.num_epochs and experiment.data.curriculum,
-                "train.num_epochs with data.curriculum: rows are not passed equally often",
-                "give train.num_steps",
             ),
         ]
 
@@ -266,10 +249,6 @@ class ExperimentConfig(Section):
         """The files of the run."""
         return RunFolder(Path(self.output_dir))
 
-    def read_model(self) -> Model:
-        """Reads the model folder's config.json. Raises ValueError if it is missing or not JSON."""
-        return Model.read(self.model.path, self.model.tokenizer, self.actor.has_draft)
-
     def of_teacher(self, name: str) -> "ExperimentConfig":
         """Returns the experiment whose engines are those of a teacher with a path: with weights of
         its files, no publish, on GPUs of their own."""
@@ -345,23 +324,9 @@ class ExperimentConfig(Section):
         return {key: data for key, data in found.items() if data is not None}
 
     def problems(self) -> list[Rule]:
-        sections = (
-            self.sampling,
-            self.rollout,
-            self.train,
-            self.weights,
-            self.algorithm,
-            self.reward,
-            self.actor,
-            self,
-        )
-        of_files = [
+        return [
             Rule(rule.when, f"{key}: {rule.because}", rule.remedy)
             for key, data in self.data_sections.items()
             if data is not self.data
             for rule in data.problems()
         ]
-        return [*of_files, *(rule for section in sections for rule in section.excludes(self))]
-
-    def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
-        return [*stream_rules(experiment), *teacher_rules(experiment)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from megagrpo.models.kinds.experts.describe import Experts
 from megagrpo.models.kinds.gated_delta.describe import GatedDelta
@@ -14,6 +14,7 @@ from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.kinds.vision.describe import Vision
 from megagrpo.models.tensors import (
     Cut,
+    Kind,
     RankPlace,
     TensorSpec,
     layer_prefix,
@@ -111,7 +112,7 @@ class Architecture:
         return isinstance(self.attention, GroupedQuery) and self.vision is None
 
     @property
-    def norm(self) -> Literal["norm", "centered norm"]:
+    def norm(self) -> Kind:
         """Returns the kind of a weight of the model's norms."""
         return "centered norm" if self.centered_norms else "norm"
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megagrpo.config.actor import ActorConfig, OptimizerConfig
+from megagrpo.config.fields import Rule
 from megagrpo.models.architecture import Architecture
 
 Fields = dict[str, Any]  # of one of Megatron's classes, by its names
@@ -32,6 +33,20 @@ def expected_kernels(actor: ActorConfig) -> Kernels:
     cuda = actor.device == "cuda" or (actor.device == "auto" and actor.dtype == "bfloat16")
     engine = actor.transformer_engine is True or (cuda and actor.expects_transformer_engine)
     return Kernels(cuda=cuda, transformer_engine=engine, fused_weight_gradient=False)
+
+
+def context_rule(actor: ActorConfig, kernels: Kernels) -> Rule:
+    """Returns the rule that GPUs with these kernels can share a sequence."""
+    remedy = "install it and set actor.dtype: bfloat16 (it has none in float32), or set cp: 1"
+    if actor.lora is not None:
+        remedy = "with actor.lora, which it does not support, cp must be 1"
+    has_kernel = kernels.transformer_engine and actor.dtype == "bfloat16"
+    return Rule(
+        kernels.cuda and actor.parallel.cp > 1 and not has_kernel,
+        f"actor.parallel.cp = {actor.parallel.cp} needs Transformer Engine's attention on a "
+        "GPU: torch's would hold masks as large as the square of the longest sequence",
+        remedy,
+    )
 
 
 def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:

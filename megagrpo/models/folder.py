@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.config_json import HfConfig
 from megagrpo.models.stored.quantization import fp8_config
@@ -46,6 +47,11 @@ class Model:
                 "folder with a config.json"
             )
         return cls(Path(folder), Path(tokenizer or folder), read_description(path), draft)
+
+    @classmethod
+    def of(cls, config: ExperimentConfig) -> Model:
+        """Reads the model of an experiment. Raises ValueError as `read` does."""
+        return cls.read(config.model.path, config.model.tokenizer, config.actor.has_draft)
 
     @cached_property
     def arch(self) -> Architecture:

@@ -261,16 +261,3 @@ def stored_otherwise(hf: HfConfig) -> str | None:
         return f"in {form}"
     same = exported_config(hf).get("model_type") == hf.get("model_type")
     return None if same else f"as a part of a {hf['model_type']} model"
-
-
-def load_format_problems(hf: HfConfig, load_format: str) -> list[str]:
-    """Returns why engines cannot start with `load_format`: they would not read the files as they
-    are meant."""
-    stored = stored_otherwise(hf)
-    if load_format == "dummy" or stored is None:
-        return []
-    return [
-        f"rollout.load_format = {load_format}, but the model is stored {stored}: engines "
-        "run it in bfloat16, as it is trained, and do not read its files; use dummy, the "
-        "first publish fills them"
-    ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from megagrpo.models.stored.quantization import FP8_EXEMPT
 
@@ -28,14 +28,17 @@ _WHOLE = (
 )
 
 
+# begins random, 1, 0 (multiplies by 1 + itself), 0 and small
+Kind: TypeAlias = Literal["matrix", "norm", "centered norm", "bias", "convolution"]
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """Describes one tensor of an HF checkpoint."""
 
     name: str
     shape: tuple[int, ...]  # a matrix: (outputs, inputs)
-    # begins random, 1, 0 (multiplies by 1 + itself), 0 and small
-    kind: Literal["matrix", "norm", "centered norm", "bias", "convolution"]
+    kind: Kind
     expert: bool = False  # one of a layer's routed experts, of which a token sees some
     dtype: str | None = None  # that it keeps whatever the model's is
     trained: bool = True  # it has a gradient
@@ -125,13 +128,17 @@ class Shard:
     rank: int
     size: int
 
+    def part(self, tensor: Tensor, dim: int) -> Tensor:
+        """Returns this part of a tensor, cut along a dimension."""
+        return tensor.chunk(self.size, dim)[self.rank]
+
     def rows(self, tensor: Tensor) -> Tensor:
-        """Returns this part of [rows, ...], cut along the rows."""
-        return tensor.chunk(self.size, 0)[self.rank]
+        """Returns this part of [rows, ...]."""
+        return self.part(tensor, 0)
 
     def columns(self, tensor: Tensor) -> Tensor:
-        """Returns this part of [rows, columns], cut along the columns."""
-        return tensor.chunk(self.size, 1)[self.rank]
+        """Returns this part of [rows, columns]."""
+        return self.part(tensor, 1)
 
 
 @dataclass(frozen=True)

@@ -271,7 +271,7 @@ class Inputs:
     @classmethod
     def load(cls, config: ExperimentConfig) -> "Inputs":
         """Loads the inputs of an experiment. Raises ValueError."""
-        model = config.read_model()
+        model = Model.of(config)
         tokenizer = load_tokenizer(model)
         images = ImageStore.of(model, config.run_folder.images)
         prompts = load_prompts(config.data, tokenizer, images)

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from megagrpo.actor.start import make_actor
+from megagrpo.check.problems import model_to_train
 from megagrpo.checkpoint.resume import latest_checkpoint, load_checkpoint
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.weights.actor_weights import export_hf, export_peft, load_initial_weights
@@ -30,7 +31,7 @@ def export(
             "export --lora writes adapters, but the experiment has no actor.lora: "
             "all weights are trained"
         )
-    actor = make_actor(config, config.read_model().arch, device)
+    actor = make_actor(config, model_to_train(config).arch, device)
     found = source or latest_checkpoint(config, actor.mesh)
     if found is None:
         root = config.run_folder.checkpoints

@@ -31,9 +31,11 @@ def train_main(config: ExperimentConfig, service_url: str | None) -> int:
     progress = _progress(config, config.name)
 
     def body(device: torch.device) -> None:
+        from megagrpo.check.problems import model_to_train
         from megagrpo.run import start_run
         from megagrpo.train import train
 
+        model_to_train(config)  # refuses one that the layout cannot cut
         with start_run(config, service_url, device, progress) as run:
             gc.collect()
             gc.freeze()  # libraries and the run: a scan of them holds up requests for 0.2 s

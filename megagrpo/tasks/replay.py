@@ -7,6 +7,7 @@ import torch
 
 from megagrpo.actor.start import initial_weights, make_actor, plan_schedule
 from megagrpo.actor.step import update, with_reference
+from megagrpo.check.problems import model_to_train
 from megagrpo.checkpoint.resume import latest_checkpoint, load_checkpoint
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
@@ -23,7 +24,7 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     dump = read_dump(dump_folder)
     # else the run's length does not depend on the prompts
     by_epochs = config.train.num_epochs is not None
-    model = config.read_model()
+    model = model_to_train(config)
     images = ImageStore.of(model, config.run_folder.images)
     num_prompts = len(load_prompts(config.data, load_tokenizer(model), images)) if by_epochs else 0
     actor = make_actor(config, model.arch, device)

@@ -13,11 +13,13 @@ import yaml
 from megagrpo.check.hardware import gigabytes
 from megagrpo.check.libraries import library_problems
 from megagrpo.check.loading import LoadingTest, try_loading
-from megagrpo.check.problems import is_made, longest_samples, model_description, preflight
-from megagrpo.config.layout import layout_problems, rank_coordinates
+from megagrpo.check.problems import layout_problems, preflight
+from megagrpo.check.rules import placement
+from megagrpo.check.rules.inputs import is_made
+from megagrpo.check.rules.placement import needs_gpus, occupied_gpus, place
+from megagrpo.check.rules.subject import Subject, broken, longest_samples, model_description
 from megagrpo.config.libraries import given_settings
 from megagrpo.config.load import located
-from megagrpo.config.placement import needs_gpus, occupied_gpus, place, placement_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.curriculum import describe_curriculum
 from megagrpo.data.rows import read_rows
@@ -36,7 +38,7 @@ from megagrpo.models.table import (
 )
 from megagrpo.rewards.graders.table import SERVICES, machine_problem
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
-from megagrpo.tools.plan.checkpoint_cost import checkpoint_lines, disk_advice
+from megagrpo.tools.plan.checkpoint_cost import checkpoint_lines, disk_advice, rank_coordinates
 from megagrpo.tools.plan.engine_memory import concurrency_report, host_cache_bytes
 from megagrpo.tools.plan.fitting import (
     StepMemory,
@@ -245,7 +247,7 @@ def _layout(config: ExperimentConfig, everything: bool) -> list[str]:
         f"{p.vpp} virtual stages a rank" if p.vpp > 1 else "",
     ]
     lines = ["; ".join(filter(None, head))]
-    if placement_problems(config):
+    if broken(placement.before_start(Subject(config))):
         return lines
     found = place(config)
     shared = ", shared by engines" if r.colocate else ""

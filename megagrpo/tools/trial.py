@@ -16,6 +16,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.data.texts import decoder
+from megagrpo.models.folder import Model
 from megagrpo.monitor.rollouts import Decode, turns_of
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.agents.make import make_answering
@@ -47,7 +48,7 @@ def try_out(config: ExperimentConfig, num_prompts: int) -> int:
     config = config.model_copy(
         update={"actor": config.actor.model_copy(update={"routing_replay": None})}
     )
-    model = config.read_model()
+    model = Model.of(config)
     tokenizer = load_tokenizer(model)
     images = ImageStore.of(model, folder.images)
     prompts = load_prompts(config.data, tokenizer, images).prompts[:num_prompts]

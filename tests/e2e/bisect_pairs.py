@@ -14,6 +14,7 @@ from engine_process import ListedEngines
 from torch import Tensor
 
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
+from megagrpo.models.folder import Model
 from megagrpo.types import EngineInfo, Prompt
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
 from tests.experiments import experiment
@@ -205,7 +206,7 @@ def bisect_cases(
             wrong = prove_weights(
                 config, actor, weights, registry, case["version"] if case.get("publish") else None
             )
-            images = ImageStore.of(config.read_model(), own / "images") if "data" in case else None
+            images = ImageStore.of(Model.of(config), own / "images") if "data" in case else None
             engine = ProbedEngine(info, tp, api_key, own, 120.0, images) if rank == 0 else None
             if engine is not None:
                 engine.resume()
@@ -213,7 +214,7 @@ def bisect_cases(
             if images is not None:
                 actor.images = images.pixels
                 prompts = load_prompts(
-                    config.data, load_tokenizer(config.read_model()), images
+                    config.data, load_tokenizer(Model.of(config)), images
                 ).prompts
             with MISTAKES[case.get("mistake", "")]():
                 found = bisect_pair(

@@ -31,6 +31,7 @@ from transformers import AutoModelForImageTextToText
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
+from megagrpo.models.folder import Model
 from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.engine_choice import Engines
 from megagrpo.rollout.generation import (
@@ -57,10 +58,10 @@ class Engine:
 
     def __init__(self, running: OneEngine, config: ExperimentConfig, folder: Path):
         self.running, self.folder = running, Path(config.model.path)
-        store = ImageStore.of(config.read_model(), folder / "images")
+        store = ImageStore.of(Model.of(config), folder / "images")
         assert store is not None
         self.store = store
-        self.prompts = load_prompts(config.data, load_tokenizer(config.read_model()), store).prompts
+        self.prompts = load_prompts(config.data, load_tokenizer(Model.of(config)), store).prompts
         self.model = AutoModelForImageTextToText.from_pretrained(
             self.folder, dtype=torch.float32
         ).eval()
@@ -139,7 +140,7 @@ def test_engines_count_the_tokens_of_images_of_500_sizes_as_trainers_do(engine, 
     path = write_rows(tmp_path / "rows.jsonl", [[size] for size in sizes])
     data = engine.running.config.data.model_copy(update={"path": str(path)})
     prompts = load_prompts(
-        data, load_tokenizer(engine.running.config.read_model()), engine.store
+        data, load_tokenizer(Model.of(engine.running.config)), engine.store
     ).prompts
     assert len(prompts) == len(sizes) and len({prompt.images[0].grid for prompt in prompts}) > 50
     for first in range(0, len(prompts), 50):

@@ -17,8 +17,9 @@ from megagrpo.actor.host import (
     uses_transformer_engine,
     why_no_gpu,
 )
-from megagrpo.config.layout import context_problem, layout_problems
+from megagrpo.check.problems import layout_problems
 from megagrpo.config.load import load_config
+from megagrpo.models.fields import Kernels, context_rule
 from megagrpo.models.table import architecture_of
 from megagrpo.tools.certify.tiny_model import hf_config
 from tests.experiments import QUICKSTART
@@ -156,10 +157,8 @@ def test_context_parallelism_on_a_gpu_needs_its_attention(settings, refused):
         if "actor.parallel.cp = 2 needs" in problem
     ]
     assert bool(problems) is refused
-    assert (
-        context_problem(found.model_copy(update={"dtype": "bfloat16", "lora": None}), False)
-        is not None
-    )
+    plain = found.model_copy(update={"dtype": "bfloat16", "lora": None})
+    assert context_rule(plain, Kernels(True, False, False)).when, "as the ranks of a GPU find out"
 
 
 @pytest.mark.parametrize(

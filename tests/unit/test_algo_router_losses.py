@@ -6,7 +6,7 @@ import torch
 
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.algo.router_losses import balance_part, chosen_experts
-from megagrpo.config.layout import layout_problems
+from megagrpo.check.problems import layout_problems
 from megagrpo.config.schema import ActorConfig
 from megagrpo.models.table import architecture_of
 from megagrpo.tools.certify.tiny_model import hf_config

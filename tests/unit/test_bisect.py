@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from megagrpo.cli import main
-from megagrpo.config.libraries import setting_problems
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.family import TinySizes
@@ -34,7 +33,7 @@ from megagrpo.tools.bisect.report import (
 from megagrpo.tools.bisect.sides import Side, from_engine, from_trainer
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.weights.engines.loader import engine_end
-from tests.experiments import QUICKSTART
+from tests.experiments import QUICKSTART, setting_problems
 
 LENGTHS = [9, 14]
 SIZES: Sizes = {"tokens": LENGTHS}

@@ -9,10 +9,10 @@ import pytest
 from megagrpo import cli
 from megagrpo.check import libraries
 from megagrpo.config.fields import Section, members, sections
-from megagrpo.config.load import ConfigError, load_config
+from megagrpo.config.load import ConfigError
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.explain import explain
-from tests.experiments import QUICKSTART, ROOT, experiment, python
+from tests.experiments import QUICKSTART, ROOT, experiment, python, read_experiment
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ from tests.experiments import QUICKSTART, ROOT, experiment, python
 def test_a_number_that_no_library_takes_is_refused_by_its_key(setting, said):
     key = re.escape(setting.partition("=")[0])
     with pytest.raises(ConfigError, match=rf"--set .*: {key}.* = .*: .*{said}"):
-        load_config(QUICKSTART, [setting])
+        read_experiment(QUICKSTART, [setting])
 
 
 def test_every_number_of_the_schema_has_bounds():
@@ -53,26 +53,26 @@ def test_every_number_of_the_schema_has_bounds():
 
 
 def test_0_means_all_tokens_as_in_other_libraries():
-    config = load_config(QUICKSTART, ["sampling.top_k=0", "eval.top_k=0"])
+    config = read_experiment(QUICKSTART, ["sampling.top_k=0", "eval.top_k=0"])
     assert config.sampling.top_k == config.eval.top_k == -1
 
 
 def test_what_changes_nothing_is_no_problem(prepared):
     remax = ["algorithm.advantage={name: remax}", "train.num_steps=2"]
     for off in ("factor: 0", "buffer_tokens: 0"):
-        config = load_config(QUICKSTART, [*remax, f"algorithm.reward.overlong={{{off}}}"])
+        config = read_experiment(QUICKSTART, [*remax, f"algorithm.reward.overlong={{{off}}}"])
         assert config.algorithm.reward.overlong is None
     with pytest.raises(ConfigError, match=r"reward\.overlong would change .* named first"):
-        load_config(QUICKSTART, [*remax, "algorithm.reward.overlong={}"])
+        read_experiment(QUICKSTART, [*remax, "algorithm.reward.overlong={}"])
     slow = ["actor.optimizer.min_lr=1e-5", "actor.optimizer.warmup_steps=4", "train.num_steps=2"]
-    text = explain(load_config(QUICKSTART, slow))
+    text = explain(read_experiment(QUICKSTART, slow))
     assert "ADVICE   actor.optimizer.min_lr 1e-05 has no effect with lr_schedule constant" in text
     assert "warmup_steps 4 are not over after the run's 4 updates" in text
-    assert "warmup_steps" not in explain(load_config(QUICKSTART, slow[:1]))
+    assert "warmup_steps" not in explain(read_experiment(QUICKSTART, slow[:1]))
     idle = (
         "ADVICE   3 of the 8 GPUs of a node (cluster.gpus_per_node) are used: `megagrpo plan CONFIG"
     )
-    assert idle in explain(load_config(QUICKSTART, ["actor.dtype=bfloat16"]))
+    assert idle in explain(read_experiment(QUICKSTART, ["actor.dtype=bfloat16"]))
     assert "cluster.gpus_per_node" not in text
 
 
@@ -111,7 +111,7 @@ def test_problems_of_all_stages_come_at_once_with_their_places(prepared, monkeyp
 )
 def test_a_section_that_is_missing_or_refused_hides_no_rule(settings):
     with pytest.raises(ConfigError) as error:
-        load_config(QUICKSTART, [*settings, "train.num_updates_per_step=3"])
+        read_experiment(QUICKSTART, [*settings, "train.num_updates_per_step=3"])
     assert "num_updates_per_step 3; take a multiple" in str(error.value)
     own = 2 if settings == ["sft={}"] else len(settings)  # keys that sft needs
     assert f": {1 + own} problems" in str(error.value)
@@ -164,7 +164,7 @@ def test_a_draft_of_a_model_without_one_is_a_problem_beside_others(prepared, mon
 def test_a_library_is_given_the_whole_experiment_only_if_it_is_sound(prepared, monkeypatch):
     asked = []
     monkeypatch.setattr(libraries, "_judged", lambda config, *job: asked.append(job) or [])
-    libraries.library_problems(load_config(QUICKSTART), everything=True)
+    libraries.library_problems(read_experiment(QUICKSTART), everything=True)
     [(_, _, whole), (_, _, words)] = sorted(asked, key=lambda job: job[0])
     assert whole[1]["model_type"] == "qwen3_moe" and "--model-path" in words
     asked.clear()

@@ -12,6 +12,7 @@ from megagrpo.check import loading
 from megagrpo.check.loading import LoadingTest, try_loading
 from megagrpo.check.problems import preflight
 from megagrpo.data.rows import fingerprint, read_rows
+from megagrpo.models.folder import Model
 from megagrpo.sandbox import sandbox
 from megagrpo.tools.explain import explain, known_problems
 from tests.experiments import ROOT, experiment
@@ -191,7 +192,7 @@ def test_the_tool_turn_is_tried_in_a_process_of_sglang(tried, model):
         }
     )
     trial = LoadingTest()
-    read = config.read_model()
+    read = Model.of(config)
     loading._try_tool_turn(config, sampling.agent, read, tokenizer_of("Qwen3"), trial)
     assert trial.loaded == ["a tool call, written by the template, parsed by qwen25"]
     wrong = sampling.agent.model_copy(update={"tool_parser": "kimi_k2"})

@@ -12,8 +12,8 @@ import yaml
 from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.loading import try_loading
-from megagrpo.check.problems import check_against_model, is_made, preflight
-from megagrpo.config.layout import layout_problems, rank_coordinates
+from megagrpo.check.problems import check_against_model, layout_problems, preflight
+from megagrpo.check.rules.inputs import is_made
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig, ParallelConfig
@@ -22,6 +22,7 @@ from megagrpo.models.table import read_description
 from megagrpo.system.environment import child_environment
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.explain import explain
+from megagrpo.tools.plan.checkpoint_cost import rank_coordinates
 from tests.experiments import QUICKSTART, ROOT, python
 
 BIG = read_description(ROOT / "configs" / "models" / "Qwen3-235B-A22B" / "config.json")

@@ -7,8 +7,9 @@ import pytest
 import yaml
 
 from megagrpo.config.fields import all_paths, annotations_at, members, sections
-from megagrpo.config.load import ConfigError, dump_config, load_config
+from megagrpo.config.load import ConfigError, dump_config
 from megagrpo.config.schema import ExperimentConfig
+from tests.experiments import read_experiment
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
@@ -23,7 +24,7 @@ data: {path: d.jsonl}
 def load(tmp_path, text, *overrides):
     path = tmp_path / "e.yaml"
     path.write_text(text)
-    return load_config(path, list(overrides))
+    return read_experiment(path, list(overrides))
 
 
 def problems(tmp_path, text, *overrides) -> list[str]:
@@ -36,9 +37,9 @@ def problems(tmp_path, text, *overrides) -> list[str]:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
 def test_every_shipped_config_loads_and_survives_being_written(path, tmp_path):
-    config = load_config(path)
+    config = read_experiment(path)
     dump_config(config, tmp_path / "resolved.yaml")
-    assert load_config(tmp_path / "resolved.yaml") == config
+    assert read_experiment(tmp_path / "resolved.yaml") == config
 
 
 def test_a_minimal_file_gets_the_defaults_and_overrides_win(tmp_path):
@@ -316,14 +317,14 @@ def test_bad_files(tmp_path):
     with pytest.raises(
         ConfigError, match=r"exporiment\.yaml: no such file; did you mean .*experiment\.yaml"
     ):
-        load_config(tmp_path / "exporiment.yaml")
+        read_experiment(tmp_path / "exporiment.yaml")
     assert problems(tmp_path, "# nothing\n") == ["e.yaml: the file is empty"]
     assert "should be sections like 'model:'" in problems(tmp_path, "- a\n")[0]
     assert "not valid YAML" in problems(tmp_path, "a: \x07\n")[0]
     (tmp_path / "latin.yaml").write_bytes(b"name: \xe9\n")
     for unreadable in (tmp_path, tmp_path / "latin.yaml"):
         with pytest.raises(ConfigError, match="cannot be read as text"):
-            load_config(unreadable)
+            read_experiment(unreadable)
 
 
 def test_writing_is_whole_or_nothing(tmp_path, monkeypatch):

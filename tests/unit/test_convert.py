@@ -9,11 +9,12 @@ import yaml
 
 from megagrpo.cli import main
 from megagrpo.config.fields import all_paths, annotations_at
-from megagrpo.config.load import ConfigError, load_config
+from megagrpo.config.load import ConfigError
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.convert.command import translate
 from megagrpo.tools.convert.foreign import FRAMEWORKS, defaults, entries, find
 from megagrpo.tools.convert.source import read_source
+from tests.experiments import read_experiment
 
 pytestmark = pytest.mark.verifies(
     "algorithms",
@@ -206,7 +207,9 @@ def test_the_file_loads_and_every_key_has_a_line(tmp_path, framework, text):
         tmp_path / "mine.yaml",
     )
     assert main(["convert", framework, str(path), "-o", str(out)]) == 0
-    assert load_config(out) == ExperimentConfig.model_validate(translate(framework, path).nested())
+    assert read_experiment(out) == ExperimentConfig.model_validate(
+        translate(framework, path).nested()
+    )
     written = out.read_text()
     for key in read_source(framework, path).given:
         assert key in written
@@ -315,4 +318,4 @@ def test_a_foreign_key_in_our_file_is_answered_with_ours(tmp_path, keys, message
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(given))
     with pytest.raises(ConfigError, match=re.escape(message)):
-        load_config(path)
+        read_experiment(path)

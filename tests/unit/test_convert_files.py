@@ -4,9 +4,10 @@ import pytest
 import yaml
 
 from megagrpo.cli import main
-from megagrpo.config.load import ConfigError, load_config
+from megagrpo.config.load import ConfigError
 from megagrpo.tools.convert.command import draft_of
 from megagrpo.tools.convert.source import Source, overrides
+from tests.experiments import read_experiment
 from tests.unit.test_convert import ROLL, lost, source
 
 
@@ -38,7 +39,7 @@ def test_trl_is_answered_with_the_names_of_its_keys_and_nothing_is_written(tmp_p
     given = {"name": "x", "output_dir": "x", "model": {"path": "m"}, "data": {"path": "a.jsonl"}}
     mine = source(tmp_path, yaml.safe_dump(given | {"per_device_train_batch_size": 8}), "own.yaml")
     with pytest.raises(ConfigError, match="TRL's per_device_train_batch_size is ") as raised:
-        load_config(mine)
+        read_experiment(mine)
     assert "megagrpo convert trl" not in str(raised.value)
 
 

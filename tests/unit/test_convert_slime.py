@@ -6,11 +6,11 @@ import pytest
 
 from megagrpo.check.problems import preflight
 from megagrpo.cli import main
-from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.convert.command import draft_of, translate
 from megagrpo.tools.convert.shell import trainer_command
 from megagrpo.tools.convert.source import Source, options
+from tests.experiments import read_experiment
 from tests.unit.test_convert import lost, source
 
 SCRIPT = """#!/bin/bash
@@ -219,5 +219,5 @@ def test_the_file_loads_and_check_finds_nothing_but_missing_files(script, tmp_pa
     out = tmp_path / "mine.yaml"
     assert main(["convert", "slime", str(script), "-o", str(out)]) == 0
     assert capsys.readouterr().err.startswith(f"{script}: ")
-    config = load_config(out)
+    config = read_experiment(out)
     assert all("does not exist" in problem for problem in preflight(config))

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.check.engine_layout import engine_layout_problems, server_of
+from megagrpo.check.rules.engine_layout import server_of
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.folder import Model
 from megagrpo.tools.plan.engine_memory import absorbed_bytes, weight_bytes
 from megagrpo.tools.plan.work import model_work
+from tests.experiments import engine_layout_problems
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 

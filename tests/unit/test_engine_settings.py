@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megagrpo.check.libraries import library_problems
-from megagrpo.config.libraries import REFUSED, SERVER, setting_problems
+from megagrpo.config.libraries import REFUSED, SERVER
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.cpu.engine_command import FOLDER
 from megagrpo.rollout.service.engine_command import (
@@ -22,7 +22,7 @@ from megagrpo.rollout.service.engine_command import (
 )
 from megagrpo.system.environment import child_environment
 from megagrpo.tools.explain import settings_report
-from tests.experiments import experiment, python
+from tests.experiments import experiment, python, setting_problems
 
 
 def place(cuda: bool, node_rank: int = 0) -> ServerPlace:
@@ -106,8 +106,6 @@ def test_refused(given, said):
     has them all."""
     found = problems(sglang=given)
     assert len(found) == 1 and said in found[0], found
-    with pytest.raises(ValueError, match="rollout.sglang"):
-        engine_command(config(sglang=given), place(True))
 
 
 def test_a_hierarchical_cache_has_a_size_and_no_drafts():

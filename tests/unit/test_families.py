@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.check.problems import check_against_model
-from megagrpo.config.layout import layout_problems
+from megagrpo.check.problems import check_against_model, layout_problems, model_to_train
 from megagrpo.config.load import load_config
 from megagrpo.models.config_json import Rotary
 from megagrpo.models.folder import Model
@@ -236,8 +235,8 @@ def test_a_new_family_is_one_file_and_one_row(tmp_path):
     )
 
 
-def test_check_and_the_actor_say_the_same_of_a_layout():
-    """One place has the rules: `check` lists them, the actor refuses with them."""
+def test_check_and_the_ranks_say_the_same_of_a_layout(tmp_path):
+    """One place has the rules: `check` lists them, who makes an actor refuses with them."""
     hf = hf_config(TinyModelConfig(path="x", family="qwen3_moe"))
     config = load_config(QUICKSTART, ["actor.world_size=9", "actor.parallel={tp: 3, ep: 3, pp: 3}"])
     arch = architecture_of(hf)
@@ -248,10 +247,10 @@ def test_check_and_the_actor_say_the_same_of_a_layout():
         "actor.parallel.pp x vpp = 3",
     ]
     assert set(problems) <= set(check_against_model(config, hf))
-    from megagrpo.actor.megatron_config import checked_kernels
-
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    model = config.model.model_copy(update={"path": str(tmp_path)})
     with pytest.raises(ValueError, match="the model does not fit the layout") as refused:
-        checked_kernels(arch, config.actor)
+        model_to_train(config.model_copy(update={"model": model}))
     assert all(text in str(refused.value) for text in problems)
 
 

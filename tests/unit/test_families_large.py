@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from examples.laptop.recipe import TinyModelConfig
+from megagrpo.check.problems import layout_problems
 from megagrpo.config.actor import ActorConfig
-from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.models.config_json import Rotary, text_part
 from megagrpo.models.table import (

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from examples.laptop.recipe import TinyModelConfig
+from megagrpo.check.problems import layout_problems
 from megagrpo.config.actor import ActorConfig
-from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.models.costs import layer_cost
 from megagrpo.models.folder import Model

@@ -17,8 +17,8 @@ import transformers
 from safetensors.torch import save_file
 
 from examples.laptop.recipe import TinyModelConfig
+from megagrpo.check.problems import layout_problems
 from megagrpo.config.actor import ActorConfig
-from megagrpo.config.layout import layout_problems
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.kinds.vision.cost import engine_weights
 from megagrpo.models.table import (

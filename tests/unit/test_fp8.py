@@ -215,15 +215,6 @@ def test_engines_start_from_the_model_in_bfloat16(stored, tmp_path):
     assert as_engines_see_it(seen, run) is seen, (
         "a model that is not quantised is started from its own folder"
     )
-    with pytest.raises(
-        ValueError, match=r"rollout.load_format = model, but the model is stored in FP8"
-    ):
-        as_engines_see_it(experiment(folder, load_format="model"), run)
-    write(tmp_path / "int4", {"x": torch.zeros(1)}, INT4)
-    with pytest.raises(
-        ValueError, match=r"pack-quantized weights in 1 config_groups with .* not read"
-    ):
-        as_engines_see_it(experiment(tmp_path / "int4"), run)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import pytest
 from huggingface_hub import constants
 
 from megagrpo import cli
-from megagrpo.config.load import ConfigError, load_config
+from megagrpo.config.load import ConfigError
 from megagrpo.data.hub import is_hub_name, with_local_files
 from megagrpo.system.environment import child_environment
-from tests.experiments import experiment, python
+from tests.experiments import experiment, python, read_experiment
 from tests.hub import SHA, cached, serving
 
 CARD = """---
@@ -127,7 +127,7 @@ def test_the_experiment_says_a_wrong_name_once_with_its_line(cache, tmp_path, ca
         "name: n\noutput_dir: o\nmodel: {path: Qwen/Qwen9}\ndata: {path: me/plain, limit: -1}\n"
     )
     with pytest.raises(ConfigError) as found:
-        load_config(file, fetch=lambda config: with_local_files(config, "model"))
+        read_experiment(file, fetch=lambda config: with_local_files(config, "model"))
     assert str(found.value).count("Qwen9") == 2  # the name and the command
     assert f"{file}:3: model.path: Qwen/Qwen9 does not exist here" in str(found.value)
     assert f"{file}:4: data.limit" in str(found.value)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.config.layout import layout_problems
+from megagrpo.check.problems import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig
 from megagrpo.models.table import architecture_of, model_tensors

@@ -8,11 +8,11 @@ from fnmatch import fnmatchcase
 import pytest
 
 from megagrpo.check import libraries
-from megagrpo.check.problems import model_description
+from megagrpo.check.rules.subject import model_description
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.fields import annotations_at
 from megagrpo.config.libraries import REFUSED, SERVER, refusal
-from megagrpo.config.load import ConfigError, load_config
+from megagrpo.config.load import ConfigError
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.fields import (
     Kernels,
@@ -27,7 +27,7 @@ from megagrpo.models.table import architecture_of
 from megagrpo.system.environment import child_environment
 from megagrpo.tools.explain import settings_report
 from megagrpo.tools.plan.work import optimizer_bytes
-from tests.experiments import QUICKSTART, ROOT, experiment, python
+from tests.experiments import QUICKSTART, ROOT, experiment, python, read_experiment
 from tests.unit.test_examples import CONFIGS, LAPTOP, MODELS, described
 
 CPU = Kernels(cuda=False, transformer_engine=False, fused_weight_gradient=False)
@@ -379,7 +379,7 @@ def test_a_wrong_setting_is_refused_by_its_key(overrides, message):
     """One of each kind; docs/reference/configuration.md, which a test compares, has all
     refusals."""
     with pytest.raises(ConfigError, match=message) as error:
-        load_config(QUICKSTART, overrides)
+        read_experiment(QUICKSTART, overrides)
     assert f"--set {overrides[-1]}: {overrides[-1].partition('=')[0]} = " in str(error.value)
 
 
@@ -400,7 +400,7 @@ def test_problems_of_all_maps_come_with_their_lines(tmp_path, monkeypatch):
     )
     (tmp_path / "e.yaml").write_text(text)
     with pytest.raises(ConfigError) as error:
-        load_config(tmp_path / "e.yaml", judge=libraries.library_problems)
+        read_experiment(tmp_path / "e.yaml", judge=libraries.library_problems)
     megatron, sglang = (
         text.splitlines().index(f"  {section}:") + 1 for section in ("megatron", "sglang")
     )

@@ -13,8 +13,8 @@ from megagrpo.algo.policy_loss import PolicyInputs, token_loss
 from megagrpo.algo.statistics import alone
 from megagrpo.check.problems import preflight
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.config.load import ConfigError, dump_config, load_config
-from tests.experiments import experiment
+from megagrpo.config.load import ConfigError, dump_config
+from tests.experiments import experiment, read_experiment
 from tests.unit.algo_inputs import batch_of, with_advantages
 
 OWN = Path(__file__).parents[1] / "own_algorithm.py"
@@ -88,18 +88,18 @@ def test_a_file_and_an_override_name_them_and_the_run_folder_records_them(tmp_pa
         "name: n\noutput_dir: o\nmodel: {path: m}\ndata: {path: d.jsonl}\n"
         f"algorithm: {{loss: {{name: '{OWN}:gmpo', args: {{clip: 0.3}}}}}}\n"
     )
-    config = load_config(file, [f"algorithm.advantage.name={OWN}:mad"])
+    config = read_experiment(file, [f"algorithm.advantage.name={OWN}:mad"])
     assert config.algorithm.loss.args == {"clip": 0.3}
     assert f"[{OWN}:gmpo], A = {OWN}:mad" in config.algorithm.formula
     dump_config(config, tmp_path / "config.yaml")
-    assert load_config(tmp_path / "config.yaml") == config
+    assert read_experiment(tmp_path / "config.yaml") == config
     digest = hashlib.sha256(OWN.read_bytes()).hexdigest()
     assert (
         f"# algorithm.loss: {OWN}:gmpo, sha256 {digest}" in (tmp_path / "config.yaml").read_text()
     )
     with pytest.raises(ConfigError, match=r"own.yaml:5: algorithm.loss.args = 3"):
         file.write_text(file.read_text().replace("{clip: 0.3}", "3"))
-        load_config(file)
+        read_experiment(file)
     with pytest.raises(ConfigError, match=r"unknown; known: ppo_clip.* \(your own is written file"):
         file.write_text(file.read_text().replace(f"'{OWN}:gmpo', args: 3", "zzz"))
-        load_config(file)
+        read_experiment(file)

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megagrpo.check.engine_layout import server_of
 from megagrpo.check.hardware import CONTEXT_BYTES, HARDWARE, hardware_of
+from megagrpo.check.rules.engine_layout import server_of
 from megagrpo.cli import main
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.load import load_config

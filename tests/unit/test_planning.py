@@ -4,8 +4,9 @@ import re
 
 import pytest
 
+from megagrpo.check.rules.placement import Placement, place
+from megagrpo.check.rules.subject import Nodes
 from megagrpo.cli import main
-from megagrpo.config.placement import Nodes, Placement, place
 from tests import experiments
 
 

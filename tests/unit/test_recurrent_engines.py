@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megagrpo.check.engine_layout import engine_layout_problems, server_of
 from megagrpo.check.hardware import hardware_of
+from megagrpo.check.rules.engine_layout import server_of
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.cpu.engine import gated_delta
 from megagrpo.models.folder import Model
@@ -22,7 +22,7 @@ from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.plan.engine_memory import assumed_lengths, engine_side
 from megagrpo.tools.plan.work import model_work
-from tests.experiments import ROOT, experiment
+from tests.experiments import ROOT, engine_layout_problems, experiment
 
 MODEL = ROOT / "configs" / "models" / "Qwen3.5-397B-A17B"
 HEADS, KEYS, K, V, TAPS = 4, 2, 3, 5, 4

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from megagrpo.config.load import ConfigError, load_config
-from tests.experiments import ROOT
+from megagrpo.config.load import ConfigError
+from tests.experiments import ROOT, read_experiment
 
 COLOCATED = ["rollout.colocate=true", "weights.transport=ipc"]
 FP8 = ["rollout.quantization=fp8", "rollout.dtype=bfloat16"]
@@ -141,4 +141,4 @@ ROWS = [("quickstart", *row) for row in REFUSED] + [
 @pytest.mark.parametrize(("config", "settings", "said"), ROWS)
 def test_settings_that_do_not_go_together(config: str, settings: list[str], said: str):
     with pytest.raises(ConfigError, match=re.escape(said)):
-        load_config(ROOT / "configs" / f"{config}.yaml", settings)
+        read_experiment(ROOT / "configs" / f"{config}.yaml", settings)

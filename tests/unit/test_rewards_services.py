@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from hostile_services import SERVICES, serving
 
-from megagrpo.config.load import ConfigError, dump_config, load_config
+from megagrpo.config.load import ConfigError, dump_config
 from megagrpo.config.schema import RewardConfig
 from megagrpo.rewards.graders.judge import render
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.types import Prompt
-from tests.experiments import experiment
+from tests.experiments import experiment, read_experiment
 
 TEMPLATE = "Question: {prompt}\nReference: {answer}\nResponse: {response}\nWrite 'Score: N'."
 
@@ -217,5 +217,5 @@ def test_wrong_options_are_refused_with_the_configuration(tmp_path, grader, args
     text = f"name: n\noutput_dir: o\nmodel: {{path: m}}\ndata: {{path: d}}\nreward: {reward}\n"
     (tmp_path / "e.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
-        load_config(tmp_path / "e.yaml")
+        read_experiment(tmp_path / "e.yaml")
     assert said in str(caught.value) and "secret" not in str(caught.value)

@@ -21,8 +21,8 @@ from test_rollout_client import PARAMS, PROMPTS, QUICK
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
+from megagrpo.check.problems import layout_problems
 from megagrpo.checkpoint.groups import read_groups, write_groups
-from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.config_json import Rotary

@@ -17,10 +17,9 @@ from megagrpo.cluster.submit import (
     sbatch_command,
     seconds,
 )
-from megagrpo.config.placement import placement_problems
 from megagrpo.config.schema import ExperimentConfig
 from tests import experiments
-from tests.experiments import ROOT
+from tests.experiments import ROOT, placement_problems
 
 
 def experiment(**sections) -> ExperimentConfig:

@@ -11,11 +11,12 @@ from fake_service import FakeService, running
 from sampling import evaluated, experiment, prompt_set, sampled, source_of
 
 from megagrpo.check.problems import preflight
+from megagrpo.check.rules.placement import occupied_gpus, place
+from megagrpo.check.rules.subject import Nodes
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.cluster.machine import with_one_engine
 from megagrpo.config.data import DataConfig
-from megagrpo.config.load import ConfigError, dump_config, load_config
-from megagrpo.config.placement import Nodes, occupied_gpus, place, placement_problems
+from megagrpo.config.load import ConfigError, dump_config
 from megagrpo.data.prompts import refuse_unknown_teacher
 from megagrpo.data.rows import read_rows
 from megagrpo.mesh import LeaderError
@@ -27,6 +28,7 @@ from megagrpo.rollout.service.engine_command import ServerPlace, engine_environm
 from megagrpo.rollout.teachers import mixture
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import EngineInfo, Prompt, TeacherScores
+from tests.experiments import placement_problems, read_experiment
 
 URL = "http://somewhere:30000"
 TWO = {"math": {"path": "m1"}, "code": {"path": "m2"}}
@@ -75,7 +77,7 @@ def test_what_does_not_go_together_is_refused(tmp_path, text, said):
     file = tmp_path / "e.yaml"
     file.write_text(MINIMAL + text)
     with pytest.raises(ConfigError, match=said) as error:
-        load_config(file)
+        read_experiment(file)
     assert str(error.value).startswith(f"{file}: 1 problem"), str(error.value)
 
 
@@ -322,7 +324,7 @@ def test_one_engine_alone_has_nothing_of_teachers_and_streams(tmp_path):
     )
     alone = with_one_engine(config, RunFolder(tmp_path), {})
     dump_config(alone, tmp_path / "config.yaml")
-    read = load_config(str(tmp_path / "config.yaml"), [])
+    read = read_experiment(str(tmp_path / "config.yaml"), [])
     assert read.teachers == {} and read.algorithm.components == ()
 
 

@@ -19,7 +19,7 @@ from megagrpo.algo.statistics import alone
 from megagrpo.check import loading
 from megagrpo.check.loading import LoadingTest
 from megagrpo.config.data import DataConfig
-from megagrpo.config.load import ConfigError, load_config
+from megagrpo.config.load import ConfigError
 from megagrpo.config.rollout import AgentConfig
 from megagrpo.data.messages import render_messages
 from megagrpo.data.texts import decoder
@@ -30,7 +30,7 @@ from megagrpo.rollout.agents.parsers import TurnParsers
 from megagrpo.rollout.agents.programs import Programs
 from megagrpo.rollout.generation import GenerationFailed
 from megagrpo.rollout.service.engine_command import environment_without_gpu
-from tests.experiments import ROOT, experiment, until
+from tests.experiments import ROOT, experiment, read_experiment, until
 from tests.unit.test_conversation import USER, talk
 
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -346,7 +346,7 @@ def test_a_parser_that_sglang_does_not_have_is_refused(parsed):
     wrong = "{function: 'a:b', tool_parser: qwen_25, reasoning_parser: qwen_3}"
     settings = ["sampling.environment=null", f"sampling.agent={wrong}"]
     with pytest.raises(ConfigError) as error:
-        load_config(ROOT / "configs" / "lake.yaml", settings)
+        read_experiment(ROOT / "configs" / "lake.yaml", settings)
     for key, name in zip(keys, ("qwen25", "qwen3"), strict=True):
         assert re.search(f"agent.{key} = .*: not a choice; did you mean '{name}'", str(error.value))
 

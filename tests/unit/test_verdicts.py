@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.check.problems import check_against_model, hub_hint, model_description
+from megagrpo.check.problems import check_against_model
+from megagrpo.check.rules.inputs import hub_hint
+from megagrpo.check.rules.subject import model_description
 from megagrpo.cluster.submit import Request, submit
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig

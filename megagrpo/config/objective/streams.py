@@ -1,14 +1,11 @@
 """The `algorithm.streams` and `algorithm.distillation` sections: which tokens each component of the
 loss is made of."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from megagrpo.config.fields import NonNegativeFloat, Number, PositiveFloat, Rule, Section, named
-
-if TYPE_CHECKING:
-    from megagrpo.config.schema import ExperimentConfig
 
 Component = Literal["rl", "distillation", "cross_entropy", "reference_kl"]
 Writer = Literal["policy", "tool", "data"]
@@ -93,34 +90,3 @@ class StreamConfig(Section):
                 "use cross_entropy for those",
             )
         ]
-
-
-def stream_rules(experiment: "ExperimentConfig") -> list[Rule]:
-    """Rules between `algorithm.streams` and other sections, broken or not."""
-    data, sampling, algorithm = experiment.data, experiment.sampling, experiment.algorithm
-    writers = {writer for each in algorithm.streams if each.weight for writer in each.written_by}
-    played = sampling.environment or sampling.agent
-    return [
-        Rule(
-            ("data" in writers) != (data.demonstration_key is not None),
-            "data.demonstration_key and a stream in algorithm.streams that is written_by data "
-            "belong together, and one of them is missing",
-            "write both, or none",
-        ),
-        Rule(
-            "tool" in writers and (played is None or played.history == "last"),
-            "a stream that is written_by tool: responses hold a tool's words only with "
-            "sampling.environment or agent and history all",
-            "remove tool from written_by",
-        ),
-        Rule(
-            data.weight_key and not algorithm.components,
-            "data.weight_key has weights of components, and rl is the only one",
-            "name others in algorithm.streams, or remove weight_key",
-        ),
-        Rule(
-            experiment.actor.trains_draft and algorithm.components,
-            "a trained draft with several components of the loss: it learns from rl's tokens",
-            "set actor.draft: {train: false}, or remove algorithm.streams and distillation",
-        ),
-    ]

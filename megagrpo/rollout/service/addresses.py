@@ -4,8 +4,7 @@ import socket
 
 import psutil
 
-from megagrpo.config.placement import LOOPBACK
-
+LOOPBACK = ("127.0.0.1", "localhost", "lo")
 EVERYWHERE = ("0.0.0.0", "::")
 
 

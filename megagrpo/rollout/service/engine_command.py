@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megagrpo.config.libraries import setting_problems
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.table import (
@@ -71,13 +70,7 @@ def on_gpus(config: ExperimentConfig, num_gpus: float) -> bool:
 
 
 def engine_command(config: ExperimentConfig, place: ServerPlace) -> list[str]:
-    """Returns the command of one server process. Raises ValueError for settings that engines must
-    not have."""
-    if problems := [
-        f"{'.'.join(keys)}: {problem}"
-        for keys, problem in setting_problems(config.actor, config.rollout)
-    ]:
-        raise ValueError("; ".join(problems))
+    """Returns the command of one server process."""
     settings = engine_settings(config, place)
     own = {name: value for name, value in settings.items() if name not in config.rollout.sglang}
     words = [word for name, value in own.items() for word in _words(name, value)]

@@ -10,14 +10,12 @@ import json
 from pathlib import Path
 
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
-from megagrpo.models.config_json import HfConfig, text_part
+from megagrpo.models.config_json import HfConfig
 from megagrpo.models.families.sparse_attention import dense_config
 from megagrpo.models.folder import write_description
-from megagrpo.models.stored.quantization import quantization_problems
 from megagrpo.models.table import (
     architecture_of,
     exported_config,
-    load_format_problems,
     model_problems,
     read_description,
     stored_otherwise,
@@ -35,9 +33,9 @@ def as_engines_see_it(
     """Returns the experiment with model.path set to the folder for engines, which is written if
     formats differ.
 
-    All nodes must see the run folder. Raises ValueError if engines would read quantised weights
-    themselves. Without CUDA a model with sparse attention is a dense one, the same up to index_topk
-    tokens (check/problems.py refuses longer samples), which ignores indexers in a publish.
+    All nodes must see the run folder. Without CUDA a model with sparse attention is a dense one,
+    the same up to index_topk tokens (check/rules/model.py refuses longer samples), which ignores
+    indexers in a publish.
     """
     model = Path(config.model.path)
     hf = read_description(model / "config.json")
@@ -46,17 +44,6 @@ def as_engines_see_it(
     dense = not cuda and "index_topk" in hf
     if stored_otherwise(hf) is None and not (quantised or text_only or dense):
         return config
-    problems = quantization_problems(text_part(hf)) + load_format_problems(
-        hf, config.rollout.load_format
-    )
-    if problems:
-        raise ValueError("; ".join(problems))
-    if dense and config.rollout.load_format == "model":
-        raise ValueError(
-            "rollout.load_format = model, but without a GPU engines start from another "
-            "description of a model with sparse attention, without its files; use dummy, the "
-            "first publish fills them"
-        )
     write_description(model, folder.engine_model, fp8=quantised, draft=config.actor.has_draft)
     written = folder.engine_model / "config.json"
     if text_only:

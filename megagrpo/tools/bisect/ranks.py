@@ -9,6 +9,7 @@ import torch
 
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.start import make_actor
+from megagrpo.check.problems import model_to_train
 from megagrpo.checkpoint.resume import load_checkpoint
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
@@ -30,7 +31,7 @@ def bisect_ranks(config: ExperimentConfig, args: Namespace, device: torch.device
 
     Raises ValueError for an unusable model, prompts or checkpoint.
     """
-    model = config.read_model()
+    model = model_to_train(config)
     images = ImageStore.of(model, config.run_folder.images)
     prompts = load_prompts(config.data, load_tokenizer(model), images)
     chosen = prompts.batch(0, min(args.prompts, len(prompts)), config.seed)

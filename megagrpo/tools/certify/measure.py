@@ -25,6 +25,7 @@ from megagrpo.algo.advantage import with_advantages
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.rows import LossNeeds
 from megagrpo.batching.updates import plan_updates
+from megagrpo.check.problems import refuse_layout
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
 from megagrpo.mesh import Mesh
 from megagrpo.models.folder import Model
@@ -85,8 +86,10 @@ def joined(
     dist.init_process_group(backend, store=meeting, rank=rank, world_size=world)
     built = None
     try:
+        arch = Model.read(model_path, draft=config.has_draft).arch
+        refuse_layout(arch, config)
         built = MegatronActor(
-            arch=Model.read(model_path, draft=config.has_draft).arch,
+            arch=arch,
             config=config,
             optimizer=optimizer,
             num_updates=num_updates,
@@ -169,7 +172,7 @@ def measure(
         **config.actor.model_dump(include=_KEPT),
     )
     optimizer = OPTIMIZER.model_copy(update={"distributed": case.distributed})
-    groups = make_groups(config, config.seed, config.read_model().arch)
+    groups = make_groups(config, config.seed, Model.of(config).arch)
     model = str(folder / ("neighbor" if case == NEIGHBOR else "model"))
     with joined(
         store, config=actor_config, optimizer=optimizer, model_path=model, device=device

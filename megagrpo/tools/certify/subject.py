@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megagrpo.check.problems import model_description
+from megagrpo.check.rules.subject import model_description
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig, ParallelConfig
 from megagrpo.models.architecture import Architecture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from megagrpo.config.libraries import setting_problems
+from megagrpo.check.rules.table import broken_as_read
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.run_folder import write_whole
 from megagrpo.tools.convert import roll, slime, verl
@@ -37,8 +37,11 @@ def draft_of(framework: str, source: Source) -> Translation:
             where = ".".join(map(str, error["loc"]))
             draft.problems.append(f"{where}: {error['msg']}" if where else error["msg"])
         return draft
-    for keys, text in setting_problems(experiment.actor, experiment.rollout):
-        draft.drop(".".join(map(str, keys)), text)
+    for keys, text in broken_as_read(experiment):
+        if keys:
+            draft.drop(".".join(map(str, keys)), text)
+        else:
+            draft.problems.append(text)
     return draft
 
 

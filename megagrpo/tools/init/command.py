@@ -9,6 +9,7 @@ import yaml
 from megagrpo.check.hardware import usable_bytes
 from megagrpo.check.loading import try_loading
 from megagrpo.check.problems import describe_model
+from megagrpo.check.rules.table import broken_as_read
 from megagrpo.cluster.machine import visible_gpus
 from megagrpo.config.load import Plain, load_config, plain_yaml
 from megagrpo.data.hub import with_local_files
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             draft.add("rollout", {"num_engines": 1}, "for GPUs: megagrpo init ... --gpus 8")
         write_whole(output, _text(draft))
         progress.enter("checks it")
-        config, _ = with_local_files(load_config(output), weights="")
+        config, _ = with_local_files(load_config(output, judge=broken_as_read), weights="")
         found = known_problems(config, try_loading(config))
     print(output.read_text(encoding="utf-8"))
     print("\n".join(found) or f"no problems found; `megagrpo check {output}` explains it")

@@ -14,6 +14,7 @@ from megagrpo.data.hub import with_local_files
 from megagrpo.data.prompts import load_tokenizer, render_rows
 from megagrpo.data.rows import Values, raw_rows, read_rows
 from megagrpo.models.architecture import Architecture
+from megagrpo.models.folder import Model
 from megagrpo.models.table import architecture_of
 from megagrpo.system.run_folder import write_json_lines, write_whole
 from megagrpo.tools.init.looks import (
@@ -106,7 +107,7 @@ def draft_experiment(draft: Draft, on_cpu: bool, columns: Sequence[str | None]) 
     prompt and answer, as far as they are given. Raises ValueError."""
     config = draft.config()
     arch = architecture_of(describe_model(config))
-    tokenizer = load_tokenizer(config.read_model())
+    tokenizer = load_tokenizer(Model.of(config))
     rows = first_rows(config.data.paths)
     found = columns_of(rows, *columns)
     chat = bool(tokenizer.chat_template)
@@ -118,7 +119,7 @@ def draft_experiment(draft: Draft, on_cpu: bool, columns: Sequence[str | None]) 
     draft.add("data", keys, f"columns: {', '.join(found.names)}")
     says = "has a chat template" if chat else "has no chat template: prompts are plain text"
     draft.comments["data"].append(f"the tokenizer {says}")
-    if found.images is not None and config.read_model().sees_images:
+    if found.images is not None and Model.of(config).sees_images:
         draft.add("data", {"images_key": found.images})
     looked = draft.config().data.model_copy(update={"limit": LOOKED_AT})
     proposal = proposed_grader([row.answer for row in read_rows(looked)])

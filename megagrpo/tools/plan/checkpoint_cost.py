@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megagrpo.check.hardware import gigabytes
-from megagrpo.config.layout import rank_coordinates
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.table import tensor_groups
@@ -197,3 +196,21 @@ def disk_advice(config: ExperimentConfig, arch: Architecture | None) -> list[str
 def _disk_seconds(size: float) -> str:
     seconds = size / _DISK_GB_S / 1e9
     return f"{seconds:{'.0f' if seconds >= 10 else '.2g'}} s at {_DISK_GB_S:g} GB/s"
+
+
+def rank_coordinates(rank: int, world_size: int, parallel: ParallelConfig) -> dict[str, int]:
+    """Returns the coordinates of a trainer rank.
+
+    Megatron's order is tp-cp-ep-dp-pp, fastest first; experts divide the same ranks a second time.
+    """
+    p = parallel
+    stage_size = world_size // p.pp
+    pp, within = divmod(rank, stage_size)
+    return {
+        "dp": within // (p.tp * p.cp),
+        "pp": pp,
+        "cp": within // p.tp % p.cp,
+        "tp": within % p.tp,
+        "ep": within // p.etp % p.ep,
+        "edp": within // (p.etp * p.ep),
+    }

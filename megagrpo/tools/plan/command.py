@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megagrpo.check.hardware import usable_bytes
+from megagrpo.check.rules import placement
+from megagrpo.check.rules.placement import engine_ranks, occupied_gpus
+from megagrpo.check.rules.subject import Nodes, Subject, broken
 from megagrpo.config.actor import ActorConfig
-from megagrpo.config.placement import Nodes, engine_ranks, occupied_gpus, placement_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.table import parameter_counts
 from megagrpo.system.arguments import positive
@@ -56,7 +58,7 @@ def placed_plan(
     """
     target = target_of(config, hardware, gpus_per_node, lengths)
     plan = plan_step(config, target)
-    placed = placement_problems(config, Nodes(target.gpus_per_node))
+    placed = broken(placement.before_start(Subject(config, Nodes(target.gpus_per_node))))
     misfits = teachers_misfits(config, target.lengths, target.hardware)
     return replace(plan, problems=(*placed, *plan.problems, *misfits))
 

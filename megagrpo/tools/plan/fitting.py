@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import megagrpo
-from megagrpo.check.engine_layout import server_of
 from megagrpo.check.hardware import EXPERT_IMBALANCE, Hardware, hardware_of
-from megagrpo.check.problems import longest_samples, model_description
-from megagrpo.config.layout import layout_problems
-from megagrpo.config.placement import needs_gpus
+from megagrpo.check.problems import layout_problems
+from megagrpo.check.rules.engine_layout import server_of
+from megagrpo.check.rules.placement import needs_gpus
+from megagrpo.check.rules.subject import longest_samples, model_description
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.table import (

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megagrpo.check.engine_layout import Server
 from megagrpo.check.hardware import HOST_GB_S, HOST_MEMORY_GB_S, Hardware, hardware_of
 from megagrpo.check.problems import described_architecture
+from megagrpo.check.rules.engine_layout import Server
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.costs import ITEM

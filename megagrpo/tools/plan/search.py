@@ -7,10 +7,11 @@ from itertools import product
 from operator import itemgetter
 from typing import TypeVar
 
-from megagrpo.check.engine_layout import engine_layout_problems, server_of
 from megagrpo.check.hardware import usable_bytes
+from megagrpo.check.problems import layout_problems
+from megagrpo.check.rules.engine_layout import before_start, server_of
+from megagrpo.check.rules.subject import Subject, broken
 from megagrpo.config.actor import ActorConfig, ParallelConfig
-from megagrpo.config.layout import layout_problems
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.plan.engine_memory import engine_side
@@ -121,6 +122,8 @@ def _best_trainers(config: ExperimentConfig, target: Target, nodes: int) -> list
     found: list[tuple[float, int, ActorConfig]] = []
     for actor in _trainer_layouts(config.actor, target, nodes * target.gpus_per_node):
         changed = config.model_copy(update={"actor": actor})
+        if layout_problems(target.arch, actor):
+            continue
         stages = trainer_stages(target.arch, actor, load_of(changed, target.arch))
         fullest = max(stage.memory("update", 0.0).total for stage in stages)
         if fullest <= usable_bytes(target.hardware):
@@ -140,11 +143,9 @@ def _trainer_layouts(actor: ActorConfig, target: Target, world: int) -> Iterator
             continue
         for stages, recompute in product(_pipelines(arch.num_layers, pp), ("none", "full")):
             parallel = ParallelConfig(tp=tp, pp=pp, cp=cp, ep=ep, **stages)
-            layout = actor.model_copy(
+            yield actor.model_copy(
                 update={"world_size": world, "parallel": parallel, "recompute": recompute}
             )
-            if not layout_problems(arch, layout):
-                yield layout
 
 
 def _pipelines(layers: int, pp: int) -> Iterator[dict[str, int]]:
@@ -164,6 +165,8 @@ def _best_engines(config: ExperimentConfig, target: Target, nodes: int) -> list[
     found: list[tuple[float, int, RolloutConfig]] = []
     for rollout in _engine_layouts(config.rollout, target, nodes):
         changed = config.model_copy(update={"rollout": rollout})
+        if broken(before_start(Subject(changed, arch=target.arch))):
+            continue
         longest = load_of(changed, target.arch).longest
         engine = engine_side(
             target.work, server_of(rollout), target.lengths, longest, target.hardware
@@ -192,7 +195,7 @@ def _engine_layouts(rollout: RolloutConfig, target: Target, nodes: int) -> Itera
         if arch.is_moe and tp % _ATTENTION_DP == 0 and not rollout.colocate:
             apart = {**rollout.sglang, "enable_dp_attention": True, "dp_size": _ATTENTION_DP}
             found.append(rollout.model_copy(update={**engines, "sglang": apart}))
-        yield from (each for each in found if not engine_layout_problems(each, arch))
+        yield from found
 
 
 def changes(before: ExperimentConfig, after: ExperimentConfig) -> list[str]:

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 
+from megagrpo.config.fields import Rule
 from megagrpo.system import environment
 from megagrpo.system.processes import dies_with_parent, spawn, stop_tree
 from tests.hostcuda import build as hostcuda
@@ -136,8 +137,8 @@ def run_main(rank: int, module: str, *arguments: object) -> None:
     importlib.import_module(module).main(*arguments)
 
 
-def _no_problem(*_) -> str:
-    return ""
+def _no_rule(*_) -> Rule:
+    return Rule(when=False, because="")
 
 
 def connected(address: str) -> connection.Connection:
@@ -161,7 +162,7 @@ def fork_ranks(address: str, kind: str) -> None:
             import megagrpo.actor.megatron_actor  # noqa: F401  Megatron with it
         if kind == "cuda":
             # refused on a GPU for its memory, without Transformer Engine; what it computes is tested
-            importlib.import_module("megagrpo.actor.megatron_config").context_problem = _no_problem
+            importlib.import_module("megagrpo.actor.megatron_config").context_rule = _no_rule
         torch.set_num_threads(1)
         arrange = dies_with_parent(os.getpid(), signal.SIGKILL)
         while True:

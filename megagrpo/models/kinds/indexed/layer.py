@@ -165,7 +165,7 @@ class SparseAttention(CausalAttention):
         """As CausalAttention's; x, qr: what the indexer reads. Sequences of at most topk tokens are
         dense."""
         packed = packed_seq_params
-        assert packed is not None or not self._shared, "config/layout.py refuses it"
+        assert packed is not None or not self._shared, "check/rules/trainer_layout.py refuses it"
         self._choices = {} if packed is None else packed.chosen
         longest = len(query) * self.cp_size if packed is None else packed.max_seqlen_q
         if longest <= self._topk:

@@ -13,7 +13,7 @@ from megagrpo.models.kinds.attention import Attention
 from megagrpo.models.kinds.indexed.describe import LightningIndexer
 from megagrpo.models.kinds.latent import cost
 from megagrpo.models.points import Row
-from megagrpo.models.tensors import Shard, TensorSpec
+from megagrpo.models.tensors import Kind, Shard, TensorSpec
 
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -64,37 +64,39 @@ class LatentAttention(Attention):
 
     def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
         """Yields projections and norms."""
-        hidden, queries, latent = arch.hidden_size, self.heads * self.head_dim, self.kv_lora_rank
-        if self.q_lora_rank is None:
-            yield TensorSpec(prefix + "q_proj.weight", (queries, hidden), "matrix")
-        else:
-            yield TensorSpec(prefix + "q_a_proj.weight", (self.q_lora_rank, hidden), "matrix")
-            yield TensorSpec(prefix + "q_a_layernorm.weight", (self.q_lora_rank,), "norm")
-            yield TensorSpec(prefix + "q_b_proj.weight", (queries, self.q_lora_rank), "matrix")
-        down = (latent + self.rope_dim, hidden)
-        yield TensorSpec(prefix + "kv_a_proj_with_mqa.weight", down, "matrix")
-        yield TensorSpec(prefix + "kv_a_layernorm.weight", (latent,), "norm")
-        up = (self.heads * (self.nope_dim + self.v_dim), latent)
-        yield TensorSpec(prefix + "kv_b_proj.weight", up, "matrix")
-        yield TensorSpec(prefix + "o_proj.weight", (hidden, self.heads * self.v_dim), "matrix")
+        for name, _, shape, _ in self._weights(arch.hidden_size):
+            kind: Kind = "matrix" if len(shape) > 1 else "norm"
+            yield TensorSpec(f"{prefix}{name}.weight", shape, kind)
 
     def load(
         self, attention: MLASelfAttention, hf: Mapping[str, Tensor], prefix: str, shard: Shard
     ) -> None:
         """Loads down projections whole and up projections by heads, which lie one after the other
         on both sides; the indexer whole, if the layer has one."""
-        if self.q_lora_rank is None:
-            attention.linear_q_proj.weight.copy_(shard.rows(hf[prefix + "q_proj.weight"]))
-        else:
-            attention.linear_q_down_proj.weight.copy_(hf[prefix + "q_a_proj.weight"])
-            attention.q_layernorm.weight.copy_(hf[prefix + "q_a_layernorm.weight"])
-            attention.linear_q_up_proj.weight.copy_(shard.rows(hf[prefix + "q_b_proj.weight"]))
-        attention.linear_kv_down_proj.weight.copy_(hf[prefix + "kv_a_proj_with_mqa.weight"])
-        attention.kv_layernorm.weight.copy_(hf[prefix + "kv_a_layernorm.weight"])
-        attention.linear_kv_up_proj.weight.copy_(shard.rows(hf[prefix + "kv_b_proj.weight"]))
-        attention.linear_proj.weight.copy_(shard.columns(hf[prefix + "o_proj.weight"]))
+        for name, module, _, dim in self._weights():
+            weight = hf[f"{prefix}{name}.weight"]
+            own = weight if dim is None else shard.part(weight, dim)
+            attention.get_submodule(module).weight.copy_(own)
         if self.indexer is not None:
             self.indexer.load(attention, hf, prefix)
+
+    def _weights(self, hidden: int = 0) -> Iterator[tuple[str, str, tuple[int, ...], int | None]]:
+        """Yields the names that files and Megatron have, shape, and the dimension that
+        tensor-parallel ranks cut, None if each has all."""
+        low, latent, heads = self.q_lora_rank, self.kv_lora_rank, self.heads
+        queries = heads * self.head_dim
+        if low is None:
+            yield "q_proj", "linear_q_proj", (queries, hidden), 0
+        else:
+            yield "q_a_proj", "linear_q_down_proj", (low, hidden), None
+            yield "q_a_layernorm", "q_layernorm", (low,), None
+            yield "q_b_proj", "linear_q_up_proj", (queries, low), 0
+        down = latent + self.rope_dim
+        yield "kv_a_proj_with_mqa", "linear_kv_down_proj", (down, hidden), None
+        yield "kv_a_layernorm", "kv_layernorm", (latent,), None
+        up = heads * (self.nope_dim + self.v_dim)
+        yield "kv_b_proj", "linear_kv_up_proj", (up, latent), 0
+        yield "o_proj", "linear_proj", (hidden, heads * self.v_dim), 1
 
     def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
         """Returns the fields of Megatron's MLATransformerConfig."""

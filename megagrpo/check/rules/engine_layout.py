@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megagrpo.config.fields import LibrarySettings
-from megagrpo.config.layout import divisors
+from megagrpo.check.rules.subject import Subject, broken
+from megagrpo.check.rules.trainer_layout import divides, divisors
+from megagrpo.config.fields import LibrarySettings, Rule
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.kinds.latent.describe import LatentAttention
@@ -65,66 +66,70 @@ def server_of(rollout: RolloutConfig, resolved: LibrarySettings | None = None) -
     )
 
 
-def engine_layout_problems(rollout: RolloutConfig, arch: Architecture) -> list[str]:
-    """Returns why SGLang cannot cut the model over an engine's ranks, each reason with what may
-    be."""
-    problems = list(_cuts(rollout, arch))
-    if arch.delta is not None and rollout.sglang.get("enable_hierarchical_cache"):
-        problems.append(
-            "rollout.sglang.enable_hierarchical_cache with recurrent layers is refused: no test "
-            "shows that a publish reaches states on the host; remove it"
-        )
-    if rollout.quantization and (reason := FAMILIES[arch.family].FP8_REFUSAL):
-        problems.append(f"rollout.quantization {rollout.quantization}: {reason}; remove it")
-    elif rollout.quantization and not problems:
-        problems += _fp8_cuts(rollout, arch)
-    return problems
+def before_start(subject: Subject) -> Iterator[Rule]:
+    """Yields the rules between the model and the ranks of an engine."""
+    rollout, arch = subject.experiment.rollout, subject.arch
+    if arch is None:
+        return
+    cuts = list(_cuts(rollout, arch))
+    yield from cuts
+    yield Rule(
+        arch.delta is not None and rollout.sglang.get("enable_hierarchical_cache"),
+        "rollout.sglang.enable_hierarchical_cache with recurrent layers is refused: no test "
+        "shows that a publish reaches states on the host",
+        "remove it",
+    )
+    fp8 = rollout.quantization
+    if refusal := FAMILIES[arch.family].FP8_REFUSAL:
+        yield Rule(fp8, f"rollout.quantization {fp8}: {refusal}", "remove it")
+    elif fp8 and not broken(cuts) and (odd := _odd_parts(arch, server_of(rollout))):
+        yield _fp8_cuts(rollout, arch, odd)
 
 
-def _cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[str]:
+def _cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[Rule]:
     tp = server_of(rollout).attention_tp
     ep = rollout.ep
     replicas = rollout.sglang.get("dp_size", 1)
     shared = rollout.sglang.get("enable_dp_attention")
-    if shared and rollout.tp % replicas:
-        yield (
-            f"rollout.sglang.dp_size = {replicas} does not divide rollout.tp = {rollout.tp}; it "
-            f"may be {divisors(rollout.tp, replicas)}"
-        )
+    uncut = shared and rollout.tp % replicas
+    yield Rule(
+        uncut,
+        f"rollout.sglang.dp_size = {replicas} does not divide rollout.tp = {rollout.tp}",
+        f"it may be {divisors(rollout.tp, replicas)}",
+    )
+    if uncut:
         return
     cut = f"tp = {rollout.tp} / sglang.dp_size {replicas} = {tp}" if shared else f"tp = {tp}"
     kv_heads = arch.attention.kv_heads
-    divided = [
+    num_experts = arch.experts.count if arch.experts is not None else 0
+    key_heads = arch.delta.key_heads if arch.delta is not None else 0
+    for key, by, what, number in (
         (cut, tp, "num_attention_heads", arch.attention.heads),
-    ]
-    if arch.experts is not None:
-        divided.append((f"ep = {ep}", ep, "num_experts", arch.experts.count))
-    if arch.delta is not None:
-        divided.append((cut, tp, "linear_num_key_heads", arch.delta.key_heads))
-    for key, by, what, number in divided:
-        if number % by:
-            its = f"the model's {what} = {number}; it may be {divisors(number, by)}"
-            yield f"rollout.{key} does not divide {its}"
-    if arch.latent is None and kv_heads % tp and tp % kv_heads:
-        yield (
-            f"rollout.tp = {tp} is neither a divisor nor a multiple of the model's "
-            f"num_key_value_heads = {kv_heads}"
-        )
-    if ep > 1 and not arch.is_moe:
-        yield f"rollout.ep = {ep}, but a {arch.family} model has no experts; ep must be 1"
+        (f"ep = {ep}", ep, "num_experts", num_experts),
+        (cut, tp, "linear_num_key_heads", key_heads),
+    ):
+        if number:
+            yield divides(f"rollout.{key}", by, what, number)
+    yield Rule(
+        arch.latent is None and kv_heads % tp and tp % kv_heads,
+        f"rollout.tp = {tp} is neither a divisor nor a multiple of the model's "
+        f"num_key_value_heads = {kv_heads}",
+    )
+    yield Rule(
+        ep > 1 and not num_experts,
+        f"rollout.ep = {ep}, but a {arch.family} model has no experts",
+        "ep must be 1",
+    )
 
 
-def _fp8_cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[str]:
-    """Yields one reason with every part of a matrix that is no whole number of blocks."""
+def _fp8_cuts(rollout: RolloutConfig, arch: Architecture, odd: dict[str, float]) -> Rule:
+    """Returns the rule that every part of a matrix is a whole number of blocks, which some are not."""
     server = server_of(rollout)
-    odd = _odd_parts(arch, server)
-    if not odd:
-        return
 
     def fits(tp: int) -> bool:
         ep = server.ep if tp % server.ep == 0 else tp
         changed = rollout.model_copy(update={"tp": tp, "ep": ep})
-        return not any(_cuts(changed, arch)) and not _odd_parts(arch, server_of(changed))
+        return not broken(_cuts(changed, arch)) and not _odd_parts(arch, server_of(changed))
 
     may = [str(tp) for tp in _TRIED if fits(tp)]
     wholes = {"shared expert": "moe_a2a_backend: deepep"}
@@ -133,13 +138,12 @@ def _fp8_cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[str]:
     if wholes.keys() >= odd.keys():
         settings = ", ".join(wholes[name] for name in odd)
         may.append(f"the same with rollout.sglang: {{{settings}}}")
-    remedy = (
-        f"tp may be {' or '.join(may)}" if may else "no tp gives whole ones: remove quantization"
-    )
-    yield (
+    return Rule(
+        True,
         "rollout.quantization fp8: SGLang cuts matrices into blocks of "
-        f"{' x '.join(map(str, FP8_BLOCK))}, and with rollout.tp = {server.tp}, ep = {server.ep} parts are left over: "
-        f"{', '.join(f'{name} {size:g}' for name, size in odd.items())}; {remedy}"
+        f"{' x '.join(map(str, FP8_BLOCK))}, and with rollout.tp = {server.tp}, ep = {server.ep} "
+        f"parts are left over: {', '.join(f'{name} {size:g}' for name, size in odd.items())}",
+        f"tp may be {' or '.join(may)}" if may else "no tp gives whole ones: remove quantization",
     )
 
 

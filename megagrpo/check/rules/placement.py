@@ -1,14 +1,15 @@
-"""Where each rank of trainers and engines runs: one answer for check, plan, submit and the
-launchers."""
+"""Where each rank of trainers and engines runs, and why it has no place: one answer for check,
+plan, submit and the launchers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import NamedTuple
 
+from megagrpo.check.rules.subject import Nodes, Subject, broken
+from megagrpo.config.fields import Rule
 from megagrpo.config.schema import ExperimentConfig
-
-LOOPBACK = ("127.0.0.1", "localhost", "lo")
+from megagrpo.rollout.service.addresses import LOOPBACK
 
 
 class Gpu(NamedTuple):
@@ -31,27 +32,17 @@ class Placement:
     names: tuple[str, ...] = ()  # of these: "0", or a teacher's, "math 0"
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """The nodes that there are. None: GPUs as `cluster.gpus_per_node` says, and as few nodes as
-    will do."""
-
-    gpus: int | None = None  # of every node
-    trainers: int | None = None
-    # nodes beside those, for engines; 0: engines run on the trainers' nodes
-    rollout: int | None = None
-
-
 def place(config: ExperimentConfig, nodes: Nodes | None = None) -> Placement:
-    """Places every rank. Raises ValueError with all of `placement_problems`."""
-    if problems := placement_problems(config, nodes):
+    """Places every rank. Raises ValueError with what has no place."""
+    subject = Subject(config, nodes or Nodes())
+    if problems := broken(before_start(subject)):
         raise ValueError("\n".join(problems))
-    return _Fit(config, nodes or Nodes()).placement()
+    return _Fit(subject).placement()
 
 
-def placement_problems(config: ExperimentConfig, nodes: Nodes | None = None) -> list[str]:
-    """Returns why the ranks have no place on these nodes, each reason with a remedy."""
-    return list(_Fit(config, nodes or Nodes()).problems())
+def before_start(subject: Subject) -> Iterator[Rule]:
+    """Yields the rules between the ranks and the nodes."""
+    return _Fit(subject).rules()
 
 
 def needs_gpus(config: ExperimentConfig) -> bool:
@@ -76,7 +67,8 @@ def engine_ranks(config: ExperimentConfig) -> int:
 class _Fit:
     """The sizes that decide where ranks go. On a CPU a node has room for any number of them."""
 
-    def __init__(self, config: ExperimentConfig, nodes: Nodes):
+    def __init__(self, subject: Subject):
+        config, nodes = subject.experiment, subject.nodes
         rollout = config.rollout
         self.world = config.actor.world_size
         self.engine_ranks = engine_ranks(config)
@@ -126,89 +118,87 @@ class _Fit:
         """Counts the nodes that the engines fill."""
         return 1 + max(gpus[-1].node for _, gpus in self.engines())
 
-    def problems(self) -> Iterator[str]:
-        """Yields what has no place."""
-        trainers = f"{self.world} trainer ranks (actor.world_size)"
+    def rules(self) -> Iterator[Rule]:
+        """Yields the rules, up to the first one that leaves the ranks without a place."""
+        for rule in self._counts():
+            yield rule
+            if rule.when:
+                return
+        if self.one_node:
+            return
+        colocate = self.rollout.colocate
+        yield from self._beside() if colocate else self._apart()
+        yield Rule(
+            (not colocate or self.trainer_nodes > 1) and self.rollout.host in LOOPBACK,
+            f"rollout.host {self.rollout.host}: trainers on other nodes cannot reach it",
+            "name the interface between nodes, as eth0",
+        )
+
+    def _counts(self) -> Iterator[Rule]:
         and_teachers = ", with teachers'" if len(self.sizes) > 1 else ""
         ranks = f"{self.engine_ranks} engine ranks (rollout.num_engines x tp{and_teachers})"
-        both = f"{trainers} and {ranks}"
-        if self.rollout.colocate and self.engine_ranks > self.world:
-            yield (
-                f"rollout.colocate: {both}: each of these needs a trainer rank beside it; "
-                "lower rollout.num_engines"
-            )
-            return
-        if self.one_node:
-            if (needed := self.world + self.engine_ranks) > self.gpus:
-                yield (
-                    f"{both} need {needed} GPUs, and the node has {self.gpus}; lower "
-                    "them, or take more nodes"
-                )
-            return
-        if self.trainer_nodes not in self.fitting:
-            divides = self.trainer_nodes > 0 and self.world % self.trainer_nodes == 0
-            a_node = (
-                f"{self.world // self.trainer_nodes} ranks a node on {self.gpus} GPUs"
-                if divides
-                else ""
-            )
-            possible = ", ".join(map(str, self.fitting))
-            problem = (
-                f"actor.world_size is {self.world}, "
-                f"{a_node or 'they do not divide'}; it may be {possible}"
-            )
-            yield f"{self.trainer_nodes} trainer nodes: {problem}"
-            return
-        if self.rollout.colocate:
-            yield from self._problems_beside()
-        else:
-            yield from self._problems_apart()
-        apart = not self.rollout.colocate or self.trainer_nodes > 1
-        if apart and self.rollout.host in LOOPBACK:
-            remedy = "name the interface between nodes, as eth0"
-            yield (
-                f"rollout.host {self.rollout.host}: trainers on other nodes "
-                f"cannot reach it; {remedy}"
-            )
+        both = f"{self.world} trainer ranks (actor.world_size) and {ranks}"
+        yield Rule(
+            self.rollout.colocate and self.engine_ranks > self.world,
+            f"rollout.colocate: {both}: each of these needs a trainer rank beside it",
+            "lower rollout.num_engines",
+        )
+        needed = self.world + self.engine_ranks
+        yield Rule(
+            self.one_node and needed > self.gpus,
+            f"{both} need {needed} GPUs, and the node has {self.gpus}",
+            "lower them, or take more nodes",
+        )
+        nodes = self.trainer_nodes
+        per_node = "they do not divide"
+        if nodes > 0 and self.world % nodes == 0:
+            per_node = f"{self.world // nodes} ranks a node on {self.gpus} GPUs"
+        yield Rule(
+            not self.one_node and nodes not in self.fitting,
+            f"{nodes} trainer nodes: actor.world_size is {self.world}, {per_node}",
+            f"it may be {', '.join(map(str, self.fitting))}",
+        )
 
-    def _problems_beside(self) -> Iterator[str]:
+    def _beside(self) -> Iterator[Rule]:
         ranks = self.room
         rollout = self.rollout
         part = rollout.tp // rollout.nodes_per_engine
         engines = f"{rollout.num_engines} engine(s) over {rollout.nodes_per_engine} node(s) each"
-        if part > ranks:
-            yield self._too_large(part, f"{ranks} trainer ranks")
-        elif self.nodes_filled > self.trainer_nodes:
-            room = f"{ranks // part} have room on a node of {ranks} trainers"
-            yield (
-                f"rollout.colocate: {engines}, but {room}, and there are "
-                f"{self.trainer_nodes}: lower num_engines"
-            )
-        if nodes := self.nodes.rollout:
-            yield (
-                f"{nodes} rollout nodes: under rollout.colocate engines have none of "
-                "their own; leave them out"
-            )
+        yield self._too_large(part, f"{ranks} trainer ranks")
+        yield Rule(
+            part <= ranks and self.nodes_filled > self.trainer_nodes,
+            f"rollout.colocate: {engines}, but {ranks // part} have room on a node of {ranks} "
+            f"trainers, and there are {self.trainer_nodes}: lower num_engines",
+        )
+        yield Rule(
+            self.nodes.rollout,
+            f"{self.nodes.rollout} rollout nodes: under rollout.colocate engines have none of "
+            "their own",
+            "leave them out",
+        )
 
-    def _problems_apart(self) -> Iterator[str]:
+    def _apart(self) -> Iterator[Rule]:
         sizes = self.sizes.values()
         part = max(of.tp // of.nodes_per_engine for of in sizes)
+        yield self._too_large(part, f"{self.gpus} GPUs")
         if part > self.room:
-            yield self._too_large(part, f"{self.gpus} GPUs")
-        elif (nodes := self.nodes.rollout) is not None:
-            least = self.nodes_filled
-            most = sum(of.num_engines * of.nodes_per_engine for of in sizes)
-            if not least <= nodes <= most:
-                engines = " and ".join(
-                    f"{of.num_engines} engine(s) over {of.nodes_per_engine} node(s) each"
-                    for of in sizes
-                )
-                yield f"{nodes} rollout nodes: {engines}, so it may be {least} to {most}"
+            return
+        least = self.nodes_filled
+        most = sum(of.num_engines * of.nodes_per_engine for of in sizes)
+        engines = " and ".join(
+            f"{of.num_engines} engine(s) over {of.nodes_per_engine} node(s) each" for of in sizes
+        )
+        nodes = self.nodes.rollout
+        yield Rule(
+            nodes is not None and not least <= nodes <= most,
+            f"{nodes} rollout nodes: {engines}, so it may be {least} to {most}",
+        )
 
-    def _too_large(self, part: int, room: str) -> str:
-        return (
-            f"an engine has {part} ranks a node, but a node {room}: raise "
-            f"{'its' if len(self.sizes) > 1 else 'rollout.'}nodes_per_engine"
+    def _too_large(self, part: int, room: str) -> Rule:
+        key = "its" if len(self.sizes) > 1 else "rollout."
+        return Rule(
+            part > self.room,
+            f"an engine has {part} ranks a node, but a node {room}: raise {key}nodes_per_engine",
         )
 
     def placement(self) -> Placement:

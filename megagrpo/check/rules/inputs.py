@@ -1,0 +1,191 @@
+"""What a run reads before it starts: files, packages, checkpoints, rows and the user's functions."""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megagrpo.check.rules.subject import Subject
+from megagrpo.checkpoint.folder import latest, layout_problem, place_problem
+from megagrpo.config.fields import Rule, complaints
+from megagrpo.config.schema import DataConfig, ExperimentConfig
+from megagrpo.data.curriculum import load_curriculum
+from megagrpo.data.hub import is_hub_name
+from megagrpo.data.rows import Row, read_rows, unknown_teachers
+from megagrpo.rewards.graders.table import check_answer, check_grader, load_group_grader
+from megagrpo.rollout.agents.environments import load_environment
+from megagrpo.rollout.agents.program_worker import load_program
+
+Call = tuple[Any, ...]  # a function and its arguments
+_NAMED = 10  # rows
+# on the Hugging Face Hub, by what the names of their models begin with
+_OWNERS = {
+    "Qwen": "Qwen",
+    "GLM": "zai-org",
+    "DeepSeek": "deepseek-ai",
+    "Kimi": "moonshotai",
+    "Moonlight": "moonshotai",
+    "Llama": "meta-llama",
+    "Mixtral": "mistralai",
+}
+
+
+def before_start(subject: Subject) -> Iterator[Rule]:
+    """Yields what is missing or cannot be read."""
+    for rules in (_files, _rows, _functions, _checkpoints):
+        yield from rules(subject.experiment)
+
+
+def _files(config: ExperimentConfig) -> Iterator[Rule]:
+    """Yields the rules that files are there; names on the Hub were judged as the experiment was
+    read."""
+    wanted = [("model.path", config.model.path)]
+    if config.model.tokenizer is not None:
+        wanted.append(("model.tokenizer", config.model.tokenizer))
+    if config.sft is not None:
+        wanted.append(("sft.model", config.sft.model))
+    for key, data in config.data_sections.items():
+        wanted += [(f"{key}.path", path) for path in data.paths]
+    if config.checkpoint.load is not None and not any(config.run_folder.checkpoints.glob("step_*")):
+        wanted.append(("checkpoint.load", config.checkpoint.load))
+    for key, path in wanted:
+        yield Rule(
+            not (Path(path).exists() or is_made(config, path) or is_hub_name(path)),
+            f"{key}: {path} does not exist",
+            hub_hint(path) if "model" in key else "",
+        )
+    model = Path(config.model.path)
+    yield Rule(
+        model.is_dir() and not (model / "config.json").is_file(),
+        f"model.path: {config.model.path} holds no config.json, so it is no Hugging Face model "
+        "folder",
+    )
+    agent = config.sampling.agent
+    for program in agent.command[:1] if agent is not None else ():
+        yield Rule(
+            shutil.which(program) is None,
+            f"sampling.agent.command: {program} is no program that this machine has",
+        )
+    spec = find_spec("wandb")
+    yield Rule(
+        # without an origin it is a folder of that name in the working directory
+        config.log.wandb is not None and (spec is None or spec.origin is None),
+        "log.wandb: the package wandb is not installed",
+        "`pip install wandb`, or remove log.wandb",
+    )
+
+
+def hub_hint(path: str) -> str:
+    """Returns how to get a model whose folder is called like one on the Hugging Face Hub."""
+    name = path.rpartition("/")[2]
+    owner = next((owner for start, owner in _OWNERS.items() if name.startswith(start)), "")
+    if not owner:
+        return ""
+    hub_name = f"{owner}/{name}"
+    return f"write {hub_name}, or fetch it: `hf download {hub_name} --local-dir {path}`"
+
+
+def _checkpoints(config: ExperimentConfig) -> Iterator[Rule]:
+    """Yields the rules about the checkpoint that the run would start from, which must suit its
+    layout, and about the place of its own."""
+    root, load = config.run_folder.checkpoints, config.checkpoint.load
+    if problem := place_problem(root, config.checkpoint.dir):
+        yield Rule(True, problem)
+    source = latest(root) or (Path(load) if load else None)
+    with suppress(OSError, ValueError):  # of a damaged checkpoint, whose load gives the reason
+        if source is not None and (problem := layout_problem(source, config.actor.layout)):
+            yield Rule(True, f"actor: {problem}")
+
+
+def _rows(config: ExperimentConfig) -> Iterator[Rule]:
+    """Yields what is wrong with rows, by their locations."""
+    for data in config.data_sections.values():
+        if all(Path(path).exists() for path in data.paths):
+            problems: list[str] = []
+            for text in complaints(_read_lines, data, config, problems):
+                where = "" if any(path in text for path in data.paths) else f"{data.name}: "
+                yield Rule(True, where + text)
+            yield from (Rule(True, text) for text in named_first(problems))
+
+
+def named_first(problems: Sequence[str]) -> Iterator[str]:
+    """Yields the first problems of rows, and a line that counts the others."""
+    yield from problems[:_NAMED]
+    if len(problems) > _NAMED:
+        yield f"and {len(problems) - _NAMED:,} more rows like these"
+
+
+def _read_lines(data: DataConfig, config: ExperimentConfig, problems: list[str]) -> None:
+    """Adds the problems of rows. Raises ValueError for those of the whole."""
+    reward = config.reward
+    rows = read_rows(data, problems)
+    problems += _teachers_of_rows(config, rows)
+    problems += _unused_streams(config, rows)
+    names = [row.grader for row in rows]
+    known = {
+        name: entry.grader for entry in reward.entries for name in (entry.short_name, entry.grader)
+    }
+    for unknown in sorted({name for name in names if name is not None} - known.keys()):
+        check_grader(unknown, {})
+    for name, row in zip(names, rows, strict=True):
+        graders = (
+            [entry.grader for entry in reward.entries] if name is None else [known.get(name, name)]
+        )
+        for grader in graders:
+            said = complaints(check_answer, grader, row.answer)
+            problems += [f"{row.location}: {problem}" for problem in said]
+
+
+def _teachers_of_rows(config: ExperimentConfig, rows: Sequence[Row]) -> Iterator[str]:
+    """Yields which rows name teachers that do not exist, or several that no loss mixes."""
+    own_sets = config.scoring[1] == "teacher_topk"
+    for row in rows:
+        names = [name for name, _ in row.teachers]
+        yield from unknown_teachers(row, config.teachers)
+        if own_sets and len(names) > 1:
+            yield (
+                f"{row.location}: teachers {', '.join(names)} with distillation.loss teacher_topk: "
+                "each has most probable tokens of its own; name one, or take student_topk"
+            )
+
+
+def _unused_streams(config: ExperimentConfig, rows: Sequence[Row]) -> Iterator[str]:
+    """Yields sources of streams that no row has, and rows with weights of components without
+    tokens."""
+    components = config.algorithm.components
+    sources = sorted({row.source for row in rows})
+    for stream in config.algorithm.streams:
+        for source in stream.sources:
+            if source not in sources:
+                found = ", ".join(filter(None, sources)) or "none"
+                yield f"algorithm.streams: no row is of source {source!r}; there are: {found}"
+    for row in rows:
+        if unused := ", ".join(sorted(row.weights.keys() - set(components))):
+            yield (
+                f"{row.location}: weights of {unused}, which no stream gives a token; the components "
+                f"are {', '.join(components)}"
+            )
+
+
+def _functions(config: ExperimentConfig) -> Iterator[Rule]:
+    """Yields why functions of the user's cannot be loaded."""
+    reward, sampling, curriculum = config.reward, config.sampling, config.data.curriculum
+    loads: list[Call] = [(load,) for load in config.algorithm.own_loaders]
+    if curriculum is not None:
+        loads.append((load_curriculum, curriculum))
+    loads += [(check_grader, entry.grader, entry.args) for entry in reward.entries]
+    if reward.group_grader is not None:
+        loads.append((load_group_grader, reward.group_grader, reward.group_args))
+    if sampling.environment is not None:
+        loads.append((load_environment, sampling.environment.function))
+    if sampling.agent is not None and sampling.agent.function is not None:
+        loads.append((load_program, sampling.agent.function))
+    for call in loads:
+        yield from (Rule(True, text) for text in complaints(*call))
+
+
+def is_made(config: ExperimentConfig, path: str) -> bool:
+    """Returns whether this experiment's own `megagrpo sft` writes `path`."""
+    return config.sft is not None and Path(path) == Path(config.model.path)

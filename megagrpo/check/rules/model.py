@@ -1,0 +1,104 @@
+"""The model with what engines load of it and how long samples are."""
+
+from collections.abc import Iterator
+
+from megagrpo.check.rules.subject import Subject, longest_samples
+from megagrpo.config.fields import Rule
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.fields import expected_kernels
+from megagrpo.models.table import model_problems, stored_otherwise
+
+
+def before_start(subject: Subject) -> Iterator[Rule]:
+    """Yields why no family reads the model; if one does, the rules between it and engines, data
+    and tokenizer."""
+    config, arch, description = subject.experiment, subject.arch, subject.description
+    if description is None:
+        return
+    for text in model_problems(description, config.actor.has_draft):
+        yield Rule(True, f"model.path: {text}")
+    if arch is None:
+        return
+    rollout, device = config.rollout, config.actor.device
+    experts = rollout.dtype == "float32" and not rollout.deterministic
+    yield Rule(
+        rollout.ep > 1 and experts and device == "cuda",
+        f"rollout.ep = {rollout.ep} with rollout.dtype float32 on GPUs: torch's experts, the only "
+        "ones in float32, do not skip those of other ranks",
+        "set ep 1 or bfloat16",
+    )
+    if stored := stored_otherwise(description):
+        yield Rule(
+            rollout.load_format != "dummy",
+            f"rollout.load_format = {rollout.load_format}, but the model is stored {stored}: "
+            "engines run it in bfloat16, as it is trained, and do not read its files",
+            "use dummy, the first publish fills them",
+        )
+    yield from _lengths(config, arch)
+    size, largest = arch.vocab_size, subject.largest_token_id
+    stop = max(config.sampling.stop_token_ids, default=0)
+    yield Rule(
+        stop >= size,
+        f"sampling.stop_token_ids: {stop} is no token of the model, which has {size} (vocab_size)",
+    )
+    yield Rule(
+        largest is not None and largest >= size,
+        f"model.tokenizer has token id {largest}, but the model only {size} embeddings "
+        "(vocab_size)",
+    )
+
+
+def _lengths(config: ExperimentConfig, arch: Architecture) -> Iterator[Rule]:
+    what = {"max_total_tokens": "cache holds", "context_length": "context is"}
+    for section, length in longest_samples(config).items():
+        samples = f"{section}: up to {length} tokens, but"
+        yield Rule(
+            length > arch.max_positions,
+            f"{samples} the model has {arch.max_positions} positions",
+        )
+        for key, limit in ((key, config.rollout.sglang.get(key)) for key in what):
+            yield Rule(
+                isinstance(limit, int) and length > limit,
+                f"{samples} an engine's {what[key]} {limit} (rollout.sglang.{key})",
+            )
+    if arch.indexer is not None:
+        yield from _sparse(config, arch.indexer.topk)
+
+
+def _sparse(config: ExperimentConfig, topk: int) -> Iterator[Rule]:
+    """Yields why sparse attention cannot be computed there: of samples longer than topk some keys
+    are left out."""
+    kernels = expected_kernels(config.actor)
+    longest = max(longest_samples(config).values())
+    sparse = f"samples of up to {longest} tokens are sparse (the model's index_topk is {topk})"
+    yield Rule(
+        kernels.cuda and config.rollout.dtype == "float32",
+        "rollout.dtype float32: SGLang's sparse attention on GPUs is of bfloat16",
+        "set that",
+    )
+    yield Rule(
+        config.rollout.load_format == "model" and not kernels.cuda,
+        "rollout.load_format = model, but without a GPU engines start from another description of "
+        "a model with sparse attention, without its files",
+        "use dummy, the first publish fills them",
+    )
+    yield Rule(
+        longest > topk and not kernels.cuda,
+        f"data: {sparse}, which engines on a CPU cannot compute: let max_prompt_tokens and "
+        f"max_response_tokens be at most {topk} together, or run on GPUs (actor.dtype: bfloat16)",
+    )
+    yield Rule(
+        longest > topk and kernels.cuda and not kernels.transformer_engine,
+        f"actor.transformer_engine: {sparse}, and torch's layers would hold masks as large as "
+        "the square of that",
+        "remove it, or set it to true",
+    )
+    yield Rule(
+        longest > topk
+        and kernels.transformer_engine
+        and config.actor.megatron.get("dsa_kernel_backend") == "none",
+        f"actor.megatron.dsa_kernel_backend none: {sparse}, and Megatron would hold float32 "
+        "scores of every query and key",
+        "remove it, or set cudnn",
+    )

@@ -1,0 +1,108 @@
+"""The objective with the rest of the experiment: passes, groups, KL and components of the loss."""
+
+import math
+from collections.abc import Iterator
+
+from megagrpo.check.rules.subject import Subject
+from megagrpo.config.fields import Rule
+from megagrpo.config.objective.kl import KL_ERROR_LIMIT
+from megagrpo.config.schema import ExperimentConfig
+
+
+def as_read(subject: Subject) -> Iterator[Rule]:
+    """Yields the rules of the experiment alone."""
+    experiment = subject.experiment
+    yield from _steps(experiment)
+    yield from _components(experiment)
+    algorithm, train = experiment.algorithm, experiment.train
+    parallel = experiment.actor.parallel
+    updates = train.updates_of_step
+    padded = parallel.cp > 1 and updates > 1 and not experiment.actor.packing
+    yield Rule(
+        padded and algorithm.kl.estimator == "full" and algorithm.uses_reference,
+        f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {updates} updates a step "
+        "need actor.packing: true; padded, reference and actor have positions on different ranks",
+        "pack, or use another estimator",
+    )
+    alone = train.group_size == 1
+    yield Rule(
+        alone and algorithm.reward.normalises_by_group,
+        "reward.mean/std: group with train.group_size 1 makes every reward 0",
+        "use batch, running or none",
+    )
+    if refused := algorithm.advantage.refuses_group_of_one:
+        yield Rule(alone, *refused)
+    yield Rule(
+        alone and algorithm.dynamic_sampling,
+        "dynamic_sampling keeps groups whose responses differ",
+        "train.group_size must be at least 2",
+    )
+    horizon = algorithm.kl.adaptive.horizon if algorithm.kl.adaptive is not None else math.inf
+    responses = train.num_prompts_per_step * train.group_size
+    longest = experiment.sampling.max_response_tokens
+    overlong = algorithm.reward.overlong
+    yield Rule(
+        horizon <= KL_ERROR_LIMIT * responses,
+        f"algorithm.kl.adaptive.horizon {horizon:g} is too short for {responses} "
+        f"responses a step: the coefficient is multiplied by 1 - {KL_ERROR_LIMIT} x "
+        f"{responses} / horizon at worst",
+        f"use more than {KL_ERROR_LIMIT * responses:g}",
+    )
+    yield Rule(
+        overlong is not None and overlong.buffer(longest) > longest,
+        "algorithm.reward.overlong.buffer_tokens "
+        f"{overlong and overlong.buffer_tokens} is more than "
+        f"sampling.max_response_tokens {longest}: every response would be punished",
+        "DAPO's buffer is a fifth of the longest response",
+    )
+
+
+def _steps(experiment: ExperimentConfig) -> Iterator[Rule]:
+    """Yields the rules of runs that end after a number of passes over the rows."""
+    data, passes = experiment.data, experiment.train.num_epochs
+    mixed = any(source.ratio is not None for source in data.sources)
+    remedy = "give train.num_steps"
+    yield Rule(
+        passes and mixed,
+        "train.num_epochs with ratios in data.sources: sources are not passed equally often",
+        remedy,
+    )
+    yield Rule(
+        passes and data.curriculum,
+        "train.num_epochs with data.curriculum: rows are not passed equally often",
+        remedy,
+    )
+    yield Rule(
+        passes and experiment.algorithm.dynamic_sampling,
+        "train.num_epochs with algorithm.dynamic_sampling: a step takes as many prompts "
+        "as it must, and passes do not say how many steps there are",
+        remedy,
+    )
+
+
+def _components(experiment: ExperimentConfig) -> Iterator[Rule]:
+    data, sampling, algorithm = experiment.data, experiment.sampling, experiment.algorithm
+    writers = {writer for each in algorithm.streams if each.weight for writer in each.written_by}
+    played = sampling.environment or sampling.agent
+    yield Rule(
+        ("data" in writers) != (data.demonstration_key is not None),
+        "data.demonstration_key and a stream in algorithm.streams that is written_by data "
+        "belong together, and one of them is missing",
+        "write both, or none",
+    )
+    yield Rule(
+        "tool" in writers and (played is None or played.history == "last"),
+        "a stream that is written_by tool: responses hold a tool's words only with "
+        "sampling.environment or agent and history all",
+        "remove tool from written_by",
+    )
+    yield Rule(
+        data.weight_key and not algorithm.components,
+        "data.weight_key has weights of components, and rl is the only one",
+        "name others in algorithm.streams, or remove weight_key",
+    )
+    yield Rule(
+        experiment.actor.trains_draft and algorithm.components,
+        "a trained draft with several components of the loss: it learns from rl's tokens",
+        "set actor.draft: {train: false}, or remove algorithm.streams and distillation",
+    )

@@ -1,0 +1,205 @@
+"""Settings of Megatron-Core and SGLang: which an experiment may not set, alone or with others."""
+
+from collections.abc import Iterator
+
+from megagrpo.check.rules.subject import Subject
+from megagrpo.config.actor import ActorConfig
+from megagrpo.config.fields import Rule, named
+from megagrpo.config.libraries import (
+    DDP,
+    OPTIMIZER,
+    RANKS,
+    SERVER,
+    TRANSFORMER,
+    UNEXAMINED,
+    Path,
+    given_settings,
+    refusal,
+)
+from megagrpo.config.rollout import RolloutConfig
+
+# Of fields that may be set, the values that keep the promises of a publish.
+VALUES: dict[str, tuple[tuple[str, ...], str]] = {
+    "kv_cache_dtype": (("auto", "bf16", "bfloat16", "fp8_e4m3"), UNEXAMINED),
+    "moe_runner_backend": (
+        ("triton", "deep_gemm", "flashinfer_cutlass"),
+        "others reorder the experts' weights after loading, as flashinfer_trtllm does, "
+        "which SGLang also takes for auto on Blackwell, or need quantised ones: "
+        "digests would stop the run",
+    ),
+    "fp8_gemm_runner_backend": (
+        ("auto", "deep_gemm", "triton"),
+        "others reorder values or scales after loading: digests would stop the run",
+    ),
+    "moe_a2a_backend": (("none", "deepep"), UNEXAMINED),
+}
+
+
+# The same, numbers: the smallest with which an engine starts.
+_AT_LEAST = {"page_size": 1, "context_length": 1, "max_total_tokens": 1, "max_prefill_tokens": 1}
+# a field that is set, what must not be so, and why
+_Together = dict[Path, list[tuple[str, object, str]]]
+# Megatron's checkpoint of these names what Transformer Engine defines, in fp8 or not
+_RECOMPUTED_BY_ENGINE = {"layernorm", "moe_act", "mla_up_proj"}
+_OF_ENGINE = (
+    "fp8",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "apply_rope_fusion",
+    "cpu_offloading",
+    "symmetric_ar_type",
+    "use_te_activation_func",
+)
+
+
+def as_read(subject: Subject) -> Iterator[Rule]:
+    """Yields the rules about settings of libraries, each with the key of the setting."""
+    actor, rollout = subject.experiment.actor, subject.experiment.rollout
+    given = given_settings(actor, rollout)
+    for path, settings in given.items():
+        for name in settings:
+            if why := refusal(path, name):
+                yield Rule(True, f"is {why}", key=(*path, name))
+    for name, (right, why) in VALUES.items():
+        value = rollout.sglang.get(name, right[0])
+        because = f"{value} is refused: {why}"
+        yield Rule(value not in right, because, f"it may be {', '.join(right)}", (*SERVER, name))
+    for name, least in _AT_LEAST.items():
+        value = rollout.sglang.get(name, least)
+        small = isinstance(value, int) and value < least
+        yield Rule(small, f"must be at least {least}", key=(*SERVER, name))
+    for path, together in (_of_trainers(actor) | _of_engines(rollout)).items():
+        for name, wrong, because in together:
+            yield Rule(given[path].get(name) and wrong, because, key=(*path, name))
+
+
+def _of_trainers(actor: ActorConfig) -> _Together:
+    model = actor.megatron
+    p = actor.parallel
+    sharded = actor.optimizer.distributed
+    own_layers = not actor.expects_transformer_engine
+    overlaps = model.get("overlap_p2p_comm")
+    engine = "needs Transformer Engine's layers (actor.transformer_engine)"
+    of_engine = _RECOMPUTED_BY_ENGINE.intersection(model.get("recompute_modules") or ())
+    virtual = "the schedule of virtual stages (actor.parallel.vpp of 2 or more)"
+    kinds = {"modules": "selective", "method": "full", "num_layers": "full"}
+    optimizer = actor.optimizer.megatron
+    host = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
+    of_host = {
+        "needs actor.optimizer.distributed: true": not sharded,
+        "keeps float32 copies of bfloat16 weights; with actor.dtype float32 there are none": (
+            actor.dtype != "bfloat16"
+        ),
+        "needs Transformer Engine's Adam, which Megatron takes with its layers only "
+        "(actor.transformer_engine)": own_layers,
+    }
+    return {
+        TRANSFORMER: [
+            *(
+                (
+                    f"recompute_{what}",
+                    actor.recompute != kind,
+                    f"is read with actor.recompute {kind} only, which is {actor.recompute}",
+                )
+                for what, kind in kinds.items()
+            ),
+            (
+                "recompute_modules",
+                own_layers and of_engine,
+                f"{named(sorted(of_engine))} {engine}",
+            ),
+            *((name, own_layers, engine) for name in _OF_ENGINE),
+            (
+                "fp8",
+                model.get("fp8_recipe", "delayed") == "delayed",
+                "fp8_recipe delayed, the default, is refused: it takes scales from earlier "
+                "passes, also from those without a backward, and recomputes with others; take "
+                "tensorwise or blockwise",
+            ),
+            (
+                "moe_shared_expert_overlap",
+                model.get("moe_token_dispatcher_type") == "flex",
+                "works with the alltoall dispatcher only",
+            ),
+            ("overlap_p2p_comm", p.vpp == 1, f"messages overlap only in {virtual}"),
+            (
+                "deallocate_pipeline_outputs",
+                overlaps,
+                "with overlap_p2p_comm each message would be waited for before its output is freed",
+            ),
+            ("batch_p2p_comm", overlaps, "with overlap_p2p_comm messages are sent one by one"),
+            (
+                "batch_p2p_comm",
+                p.vpp > 1 and p.pp == 2,
+                "of two stages, each is before and after the other, and a batch mixes up what is "
+                "for which",
+            ),
+        ],
+        DDP: [
+            (
+                "align_param_gather",
+                p.vpp == 1,
+                f"only {virtual} starts the gathers; in others each would be waited for",
+            ),
+            (
+                "overlap_param_gather",
+                not sharded,
+                "gathers what actor.optimizer.distributed: true sharded",
+            ),
+            (
+                "overlap_param_gather",
+                actor.ddp.get("overlap_grad_reduce") is False,
+                "needs actor.ddp.overlap_grad_reduce: true",
+            ),
+        ],
+        OPTIMIZER: [
+            *((name, wrong, because) for because, wrong in of_host.items() for name in host),
+            (
+                "main_grads_dtype",
+                optimizer.get("main_grads_dtype") != "float32"
+                and not any(map(optimizer.get, host)),
+                "other types than float32 need use_precision_aware_optimizer: true",
+            ),
+        ],
+    }
+
+
+def _of_engines(rollout: RolloutConfig) -> _Together:
+    given = rollout.sglang
+    cache = "enable_hierarchical_cache"
+    return {
+        SERVER: [
+            (
+                "dp_size",
+                given.get("dp_size") != 1 and not given.get("enable_dp_attention"),
+                f"is refused without enable_dp_attention: {RANKS}; raise num_engines",
+            ),
+            (
+                "moe_a2a_backend",
+                given.get("moe_a2a_backend") == "deepep"
+                and not rollout.quantization
+                and given.get("moe_runner_backend") != "deep_gemm",
+                "deepep with experts in bfloat16 ends in SGLang's first prefill, unless "
+                "moe_runner_backend is deep_gemm, which no GPU has run here: say that, or "
+                "quantization fp8",
+            ),
+            (
+                cache,
+                not (given.get("hicache_size") or given.get("hicache_ratio")),
+                "needs hicache_size, GB of host memory for each engine rank, or hicache_ratio: "
+                "SGLang would take 80 % of the node's free memory, and trainers and checkpoints "
+                "need some",
+            ),
+            (
+                cache,
+                rollout.draft_tokens,
+                f"is refused with rollout.draft_tokens: {UNEXAMINED}",
+            ),
+            (
+                cache,
+                rollout.max_staleness,
+                "is refused with rollout.max_staleness: paused with requests, SGLang ends no "
+                "copies to the host, and its flush asserts that there are none",
+            ),
+        ]
+    }

@@ -1,0 +1,127 @@
+"""Teachers: with the other sections, and the models in their folders."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from megagrpo.check.rules import engine_layout
+from megagrpo.check.rules.subject import Subject, longest_samples, tokenizer_folder
+from megagrpo.config.fields import Rule, named
+from megagrpo.data.hub import is_hub_name
+from megagrpo.data.vocabulary import different_tokens
+from megagrpo.models.table import read_description
+
+_SPARED = 7  # positions that SGLang 0.5.21 leaves free in a request that it only reads
+
+
+def as_read(subject: Subject) -> Iterator[Rule]:
+    """Yields the rules between `teachers` and the other sections."""
+    experiment = subject.experiment
+    teachers = experiment.teachers
+    distillation = experiment.algorithm.distillation
+    temperature = experiment.sampling.temperature
+    keys = experiment.data.teacher_key
+    paths = [name for name, teacher in teachers.items() if teacher.path]
+    urls = [name for name, teacher in teachers.items() if teacher.url]
+    odd = [name for name in teachers if not re.fullmatch("[a-z][a-z0-9_]*", name)]
+    ids_given = experiment.scoring[1] == "student_topk"
+    yield Rule(
+        odd,
+        f"teachers: {named(odd)}: names are part of metrics and of files",
+        "use lower-case letters, digits and _",
+    )
+    yield Rule(
+        teachers and distillation is None,
+        "teachers without algorithm.distillation: nothing learns from their scores",
+        "add algorithm.distillation: {}, or remove teachers",
+    )
+    yield Rule(
+        distillation is not None and not teachers,
+        "algorithm.distillation without teachers",
+        "add teachers: {NAME: {path: ...}}",
+    )
+    yield Rule(
+        len(teachers) > 1 and keys is None,
+        f"teachers {named(teachers)}, and no data.teacher_key says which one a row has",
+        "name its column",
+    )
+    yield Rule(
+        keys is not None and not teachers,
+        f"data.teacher_key {keys} without teachers",
+        "add them, or remove the key",
+    )
+    yield Rule(
+        teachers and experiment.data.images_key,
+        "teachers with data.images_key: they score text only",
+        "remove one of both",
+    )
+    yield Rule(
+        paths and experiment.rollout.colocate,
+        f"teachers {named(paths)} under rollout.colocate: the trainers' GPUs have no room for "
+        "engines that never sleep",
+        "give a teacher the url of a server that runs elsewhere",
+    )
+    yield Rule(
+        urls and temperature != 1,
+        f"teachers {named(urls)} with sampling.temperature {temperature:g}: SGLang scores at "
+        "temperature 1, unless this run starts its engines",
+        "give them a path, or set sampling.temperature: 1",
+    )
+    yield Rule(
+        urls and ids_given,
+        f"teachers {named(urls)} with distillation.loss student_topk: SGLang scores one list of "
+        "tokens for all positions, unless this run starts its engines",
+        "give them a path, or take reverse_kl or teacher_topk",
+    )
+
+
+def before_start(subject: Subject) -> Iterator[Rule]:
+    """Yields the rules about the files of teachers and the cut of their engines; none without the
+    trained model's, whose tokenizer teachers share."""
+    config = subject.experiment
+    for name, teacher in config.teachers.items():
+        # names on the Hub were judged as the experiment was read
+        if teacher.path is None or is_hub_name(teacher.path) or subject.description is None:
+            continue
+        folder = Path(teacher.path)
+        key = f"teachers.{name}.path: {folder}"
+        if not (folder / "config.json").is_file():
+            yield Rule(True, f"{key} holds no config.json, so it is no Hugging Face model folder")
+            continue
+        hf = read_description(folder / "config.json")
+        theirs = Subject.of(config.of_teacher(name), hf)
+        for rule in engine_layout.before_start(theirs):
+            yield replace(rule, because=rule.because.replace("rollout.", f"teachers.{name}.", 1))
+        yield from _lengths(theirs, key, longest_samples(config)["data"])
+        tokenizer = tokenizer_folder(config)
+        vocabulary = hf.get("vocab_size") or (hf.get("text_config") or {}).get("vocab_size")
+        largest = subject.largest_token_id or 0
+        yield Rule(
+            vocabulary is not None and largest >= vocabulary,
+            f"{key} has {vocabulary} embeddings (vocab_size), but {tokenizer} token id {largest}",
+        )
+        if tokenizer.is_dir() and (problem := different_tokens(folder, tokenizer)):
+            remedy = "distillation needs the same ids for the same tokens"
+            yield Rule(True, f"{key} {problem}", remedy)
+
+
+def _lengths(theirs: Subject, key: str, longest: int) -> Iterator[Rule]:
+    """Yields the rules about tokens that a teacher scores. key: of the teacher."""
+    if theirs.arch is None:  # one of SGLang's models that no trainer has
+        return
+    positions = theirs.arch.max_positions
+    context = theirs.experiment.rollout.sglang.get("context_length")
+    yield Rule(
+        context is not None and context > positions,
+        f"rollout.sglang.context_length {context} is more than the {positions} positions of "
+        f"{key}: SGLang would not start it",
+        "lower it",
+    )
+    limit = min(positions, context or math.inf) - _SPARED
+    yield Rule(
+        longest > limit,
+        f"{key} scores up to {limit} tokens ({_SPARED} below its positions), and samples have up "
+        f"to {longest}",
+    )
