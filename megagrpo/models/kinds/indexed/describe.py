@@ -55,14 +55,14 @@ class LightningIndexer:
 
     def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
         """Yields the tensors of a layer that chooses; engines compute with its norm in float32."""
-        hidden, latent = arch.hidden_size, arch.latent and arch.latent.q_lora_rank
-        assert latent is not None
-        for name, shape in (
-            ("wq_b", (self.heads * self.head_dim, latent)),
-            ("wk", (self.head_dim, hidden)),
-            ("weights_proj", (self.heads, hidden)),
+        hidden = arch.hidden_size
+        assert arch.latent is not None and arch.latent.q_lora_rank is not None
+        for name, rows, columns in (
+            ("wq_b", self.heads * self.head_dim, arch.latent.q_lora_rank),
+            ("wk", self.head_dim, hidden),
+            ("weights_proj", self.heads, hidden),
         ):
-            yield TensorSpec(f"{prefix}{name}.weight", shape, "matrix", trained=False)
+            yield TensorSpec(f"{prefix}{name}.weight", (rows, columns), "matrix", trained=False)
         norm, size = prefix + "k_norm.", (self.head_dim,)
         yield TensorSpec(norm + "weight", size, "norm", dtype="float32", trained=False)
         yield TensorSpec(norm + "bias", size, "bias", dtype="float32", trained=False)
