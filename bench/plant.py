@@ -335,7 +335,7 @@ FAULTS = (
     ),
     Fault(
         "an error leaves the loop before the finished steps are saved",
-        "run.py",
+        "loop/run.py",
         "if finished and self.actor.updates_done == self.updates_done:",
         "if self.state is None:",
         ("unit/test_dispatch.py::test_finished_steps_are_saved_unless_their_weights_are_gone",),

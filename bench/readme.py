@@ -2,7 +2,7 @@
 end -->`.
 
 `<!-- bench/results/NAME.md -->`  a measured table      `<!-- loop -->`    the loop of
-megagrpo/train.py
+megagrpo/loop/train.py
 `<!-- rooms -->`                  the tree by folder    `<!-- layers -->`  what may import what
 `<!-- presets -->`                the presets           `<!-- last-device -->`  the last bench/gpu.py
 `<!-- tests/unit/NAME.py -->`     what its table() returns
@@ -174,7 +174,7 @@ def _copied(source: str) -> str:
 
 
 def _loop() -> str:
-    text = (PACKAGE / "train.py").read_text(encoding="utf-8")
+    text = (PACKAGE / "loop" / "train.py").read_text(encoding="utf-8")
     (function,) = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
     start = next(node.lineno for node in function.body if isinstance(node, ast.For))
     return textwrap.dedent("\n".join(text.splitlines()[start - 1 : function.end_lineno]))

@@ -63,6 +63,11 @@ _TOOLS = {
         "megagrpo.tools.plan.command",
         "memory of both sides and a roofline of a step, from the model's config.json",
     ),
+    "doctor": _Tool(
+        "megagrpo.tools.doctor",
+        "versions, what is missing or clashes, and the remedy",
+        reads_experiment=False,
+    ),
     "report": _Tool(
         "megagrpo.tools.report",
         "summary table and learning curve of a run folder",
@@ -327,7 +332,6 @@ def _add_inspection(commands: _Commands) -> None:
     option("action", choices=["add", "drain"])
     option("run_dir", help="run folder")
     option("engine", nargs="?", help="to drain, by its name in `megagrpo status`")
-    commands.add("doctor", _doctor, "versions, what is missing or clashes, and the remedy")
 
 
 def _add_node(command: argparse.ArgumentParser, kind: str, port: int) -> None:
@@ -409,12 +413,6 @@ def _engines(args: argparse.Namespace) -> int:
 
     print(change_engines(Path(args.run_dir), args.action, args.engine))
     return 0
-
-
-def _doctor(args: argparse.Namespace) -> int:
-    from megagrpo.check.doctor import run_doctor
-
-    return run_doctor()
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ def train_main(config: ExperimentConfig, service_url: str | None) -> int:
 
     def body(device: torch.device) -> None:
         from megagrpo.check.problems import model_to_train
-        from megagrpo.run import start_run
-        from megagrpo.train import train
+        from megagrpo.loop.run import start_run
+        from megagrpo.loop.train import train
 
         model_to_train(config)  # refuses one that the layout cannot cut
         with start_run(config, service_url, device, progress) as run:

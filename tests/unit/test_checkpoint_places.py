@@ -10,10 +10,10 @@ import pytest
 from test_checkpoint import MESH, Plan, checkpointer, saved
 
 from megagrpo.checkpoint.folder import latest, place_problem, put_in_place
-from megagrpo.evaluation import evaluate
+from megagrpo.loop.evaluation import evaluate
+from megagrpo.loop.run import Run
 from megagrpo.mesh import LeaderError, RunStopped
 from megagrpo.rollout.source import EvaluationStopped
-from megagrpo.run import Run
 from megagrpo.system.stop_request import StopRequest
 from megagrpo.types import TrainState
 from tests.experiments import experiment

@@ -16,13 +16,13 @@ from sampling import MESH, digits, evaluated, experiment, plan, prompt_set, sour
 from megagrpo.actor.megatron_actor import NonFiniteUpdate
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.loop.run import Run
 from megagrpo.mesh import LeaderError, RunStopped
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout import source as source_module
 from megagrpo.rollout.agents.answering import NoAnswer
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.source import Inputs, start_source
-from megagrpo.run import Run
 from megagrpo.tools.plan.engine_memory import concurrency_report
 from megagrpo.types import Outcome, RolloutGroup, Sample, TrainState
 from tests.experiments import QUICKSTART, until

@@ -184,7 +184,7 @@ def test_the_loop_in_the_readme_is_the_one_that_runs():
     shown = re.search(
         r"<!-- loop -->\n```python\n(.*?)\n```", (ROOT / "README.md").read_text(), re.DOTALL
     )[1]
-    source = (ROOT / "megagrpo" / "train.py").read_text()
+    source = (ROOT / "megagrpo" / "loop" / "train.py").read_text()
     train = next(
         node
         for node in ast.parse(source).body

@@ -233,7 +233,7 @@ def test_exit_status_and_imports():
     """The command agrees with its table, and a broken heavy library cannot stop it: none is
     imported."""
     code = (
-        "import sys; from megagrpo.check.doctor import run_doctor; status = run_doctor()\n"
+        "import sys; from megagrpo.tools.doctor import run; status = run(None)\n"
         "heavy = [m for m in ('torch', 'megatron', 'sglang', 'ray', 'transformers') if m in "
         "sys.modules]\n"
         "assert not heavy, heavy\n"

@@ -556,8 +556,8 @@ from megagrpo.tasks.ranks import train_main
 from tests.experiments import experiment
 
 run = SimpleNamespace(mesh=SimpleNamespace(is_main=True))
-sys.modules["megagrpo.run"] = SimpleNamespace(start_run=lambda *_: nullcontext(run))
-sys.modules["megagrpo.train"] = SimpleNamespace(train=lambda run: None)
+sys.modules["megagrpo.loop.run"] = SimpleNamespace(start_run=lambda *_: nullcontext(run))
+sys.modules["megagrpo.loop.train"] = SimpleNamespace(train=lambda run: None)
 for folder in sys.argv[1:]:
     assert train_main(experiment(output_dir=folder, actor={"device": "cpu"}), None) == 0
 """

@@ -15,14 +15,14 @@ from megagrpo.algo.statistics import alone
 from megagrpo.checkpoint.resume import latest_checkpoint
 from megagrpo.config.schema import DataConfig, LogConfig
 from megagrpo.data.rows import read_rows
-from megagrpo.evaluation import evaluation_metrics
+from megagrpo.loop.evaluation import evaluation_metrics
+from megagrpo.loop.run import _refuse_other_rows
 from megagrpo.monitor.metrics import Metrics, StepTimer
 from megagrpo.monitor.record import StepLog, read_metrics
 from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
 from megagrpo.monitor.run_record import RunRecord, cut_record
 from megagrpo.monitor.step_lines import StepLines
 from megagrpo.rollout.metrics import by_source
-from megagrpo.run import _refuse_other_rows
 from megagrpo.system.run_folder import RunFolder, whole_folder, write_whole
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 from tests.experiments import experiment

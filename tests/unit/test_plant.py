@@ -22,7 +22,7 @@ def test_faults_are_in_many_rooms():
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     assert {fault.file.partition("/")[0] for fault in FAULTS} == {
         *("actor", "algo", "batching", "checkpoint", "cluster", "config", "cpu", "data"),
-        *("environments", "rewards", "rollout", "run.py", "sandbox", "system", "tools", "weights"),
+        *("environments", "rewards", "rollout", "loop", "sandbox", "system", "tools", "weights"),
     }
 
 

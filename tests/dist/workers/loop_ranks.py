@@ -16,11 +16,11 @@ import torch.distributed as dist
 from megagrpo import run as run_module
 from megagrpo.actor.megatron_actor import leave_distributed
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.loop.run import start_run
+from megagrpo.loop.train import train
 from megagrpo.mesh import Mesh, RunStopped
-from megagrpo.run import start_run
 from megagrpo.system.progress import Progress
 from megagrpo.system.stop_request import STOP_FILE
-from megagrpo.train import train
 from tests.dist.workers.harness import answer
 
 

@@ -9,10 +9,10 @@ from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.loop.run import Run
 from megagrpo.monitor.alarms import MismatchAlarm
 from megagrpo.monitor.dump import read_dump
 from megagrpo.monitor.run_record import RunRecord
-from megagrpo.run import Run
 from megagrpo.tasks.replay import compare
 from megagrpo.types import Batch, TrainState
 from megagrpo.weights.actor_weights import load_initial_weights

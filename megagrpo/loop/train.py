@@ -7,9 +7,9 @@ from megagrpo.algo.advantage import with_advantages
 from megagrpo.algo.kl import with_current_kl_coef
 from megagrpo.batching.batch import shuffle_rewards
 from megagrpo.batching.updates import plan_updates
-from megagrpo.evaluation import evaluate
+from megagrpo.loop.evaluation import evaluate
+from megagrpo.loop.run import Run
 from megagrpo.monitor.metrics import Metrics, StepTimer
-from megagrpo.run import Run
 
 
 def train(run: Run) -> None:

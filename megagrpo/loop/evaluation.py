@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from math import comb
 
+from megagrpo.loop.run import Run
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.metrics import by_source
 from megagrpo.rollout.source import EvaluationStopped
-from megagrpo.run import Run
 from megagrpo.types import RolloutGroup
 
 

@@ -5,6 +5,7 @@ package metadata, `pip check` judges the packages among each other, and another 
 Requirements are stated once, in pyproject.toml.
 """
 
+import argparse
 import importlib
 import importlib.metadata
 import json
@@ -69,7 +70,11 @@ class Finding:
     remedy: str = ""
 
 
-def run_doctor() -> int:
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Adds the options of the command line: none."""
+
+
+def run(args: argparse.Namespace) -> int:
     """Prints the table; returns 0 if everything needed is there, else 1."""
     gpu = Path("/dev/nvidiactl").exists()
     answer = ask_torch()
