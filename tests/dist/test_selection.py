@@ -10,7 +10,6 @@ import torch
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.folder import latest
 from megagrpo.checkpoint.groups import deal_surplus, gather_surplus
-from megagrpo.checkpoint.save import RunIdentity
 from megagrpo.config.schema import CheckpointConfig, ExperimentConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, make_mesh
@@ -18,6 +17,7 @@ from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.batches import Batches, BatchPlan, StepBatches
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
 from tests import experiments
+from tests.curricula import ANY, NoActor
 from tests.dist.workers.launch import run_meshes
 
 WANTED, NUM_STEPS, NUM_PROMPTS = 4, 4, 9
@@ -69,21 +69,6 @@ def experiment(**options) -> ExperimentConfig:
     return experiments.experiment(train=train, algorithm={"dynamic_sampling": options})
 
 
-ANY = RunIdentity({}, {})
-
-
-class NoActor:
-    """The plan of a checkpoint that holds no weights."""
-
-    reshardable = True
-
-    def write(self) -> dict[Path, tuple[int, int]]:
-        return {}
-
-    def finish(self) -> None:
-        pass
-
-
 def run_steps(mesh: Mesh, folder: Path, num_steps: int) -> list[dict]:
     """Steps of the loop without training, continued from the folder's checkpoint; one more
     checkpoint after each."""
@@ -97,9 +82,7 @@ def run_steps(mesh: Mesh, folder: Path, num_steps: int) -> list[dict]:
         taken = source.take(state, metrics)
         taken.finish()
         saved = replace(state, surplus=gather_surplus(state.surplus, mesh))
-        checkpoint.PendingSave(
-            folder, saved, ANY, CheckpointConfig(keep=9), lambda _: NoActor(), mesh
-        ).finish()
+        checkpoint.PendingSave(folder, saved, ANY, CheckpointConfig(keep=9), NoActor, mesh).finish()
         parts = [group for part in mesh.gather_dp(taken.groups) for group in part]
         surplus = [group for part in mesh.gather_dp(state.surplus) for group in part]
         numbers = metrics.reduced(mesh.reduce)

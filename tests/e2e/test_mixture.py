@@ -127,15 +127,6 @@ def test_every_step_has_the_ratios_and_each_source_its_grader(whole):
 
 
 @pytest.mark.slow
-def test_each_source_is_passed_in_its_own_order(whole):
-    drawn = [group for _, groups in sorted(rollouts(whole).items()) for group in groups]
-    of_a = [group["prompt"] for group in drawn if group["source"] == "a"]
-    assert len(of_a) == 16 and len(set(of_a[:7])) == 7 and len(set(of_a[7:14])) == 7, (
-        "two passes over seven rows"
-    )
-
-
-@pytest.mark.slow
 def test_killed_in_a_mixture_and_run_again_it_is_the_same_run(whole):
     folder = whole.parent / "mixture-resumed"
     assert_killed_run_is_the_same(folder, whole, STEPS, 1, STEPS - 1, **sections(folder))

@@ -20,7 +20,7 @@ def empty_folder(tmp_path_factory, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path_factory.mktemp("empty"))
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def handlers_of_pytest() -> Iterator[None]:
     """Restores the handlers of signals: a launch that takes stop requests leaves all ignored."""
     old = {number: signal.getsignal(number) for number in _SIGNALS}

@@ -65,13 +65,17 @@ def of_code(name: str, arguments: list, result: object) -> Iterator[object]:
     """As APPS, TACO, LiveCodeBench, DeepCoder, PrimeIntellect, MBPP and HumanEval write calls."""
     columns = {"fn_name": name, "inputs": [arguments], "outputs": [result]}
     lines = "\n".join(map(json.dumps, arguments))
+    asserted = f"assert {name}(*{arguments!r}) == {result!r}"
     functional = {"input": lines, "output": json.dumps(result), "testtype": "functional"}
     yield columns
     yield {**columns, "outputs": [[result]]}
     yield [{**functional, "metadata": {"func_name": name}}]
+    yield [{**functional, "metadata": json.dumps({"func_name": name})}]
     yield [{"input": arguments, "output": result, "type": "function_call", "fn_name": name}]
     yield {"input_output": json.dumps(columns)}
-    yield [f"assert {name}(*{arguments!r}) == {result!r}"]
+    yield [asserted]
+    yield {"asserts": f"{asserted}\n{asserted}"}
+    yield {"asserts": [], "input_output": [asserted]}
     yield {"asserts": f"def check(f):\n    assert f(*{arguments!r}) == {result!r}\n\ncheck({name})"}
 
 
@@ -83,6 +87,8 @@ def of_programs(given: str, shown: str) -> Iterator[object]:
     yield [{**test, "testtype": "stdin"}]
     yield [{**test, "type": "stdin_stdout"}]
     yield [[given, shown]]
+    yield test
+    yield {"tests": json.dumps([test])}
     yield {"input_output": json.dumps({"inputs": [given], "outputs": [shown]})}
     yield {"test_cases": [test]}
 
@@ -97,6 +103,8 @@ CALLS = [  # program, name, arguments, result
     ("def nested(n):\n    return [[n]]", "nested", [1], [[1]]),
     ("def min(a):\n    return sorted(a)[0]", "min", [[3, 1]], 1),
     ("def heapq(a):\n    return 2 ** len(a)", "heapq", [[1] * 100], 2**100),
+    ("from __future__ import annotations\ndef same(a): return a", "same", [1], 1),
+    ("class Solution:\n    def bisect(self, a): return a", "bisect", [1], 1),
 ]  # fmt: skip
 PROGRAMS = [  # program, standard input, standard output
     ("a, b = map(int, input().split())\nprint(a + b)", "1 2\n", "3\n"),

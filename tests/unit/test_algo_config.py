@@ -52,6 +52,15 @@ REFUSED = [  # options, part of the reason
     ({"loss": {"name": "ppo_clip", "dual_clip": 1.0}}, "greater than 1"),
     ({"loss": {"name": "ppo"}}, "ppo_clip"),
     ({"advantage": {"name": "gae"}}, "grpo"),
+    ({"streams": [{"component": "distillation"}]}, "there is no distillation section"),
+    (
+        {"streams": [{"component": "rl", "written_by": ["tool"]}]},
+        "component rl is of tokens that the policy sampled",
+    ),
+    (
+        {"streams": [{"component": "reference_kl"}], "kl": {"loss_coef": 0.1}},
+        "a stream of reference_kl beside kl.loss",
+    ),
 ]
 
 

@@ -15,6 +15,7 @@ from megagrpo.environments.openenv import OpenEnv
 from megagrpo.environments.python_programs import PythonPrograms
 from megagrpo.rollout.agents import Unavailable
 from megagrpo.sandbox.sandbox import isolation
+from tests.experiments import live_children
 from tests.mcp_server import NOTICE, answer
 
 ROW = {"prompt": "2 + 3?", "answer": "5", "source": "", "extra": {}, "chat": False}
@@ -27,8 +28,7 @@ def call(name: str, **arguments: int) -> str:
 
 def servers() -> list[psutil.Process]:
     """Those that were started and have not ended."""
-    children = psutil.Process().children()
-    return [child for child in children if "mcp_server" in " ".join(child.cmdline())]
+    return [child for child in live_children() if "mcp_server" in " ".join(child.cmdline())]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -138,14 +138,6 @@ def test_a_model_calls_tools_until_it_answers(way: str, mcp_tools, listening):
             '<tool_call>{"name": "add", "arguments": "{\\"a\\": 2}"}</tool_call>',
             "should be an object",
         ),
-        ('<tool_call>{"name": "add", "arguments": [2, 3]}</tool_call>', "should be an object"),
-        ('<tool_call>{"name": "add", "arguments": 5}</tool_call>', "should be an object"),
-        ("<tool_call>" + '{"a":' * 5000 + "</tool_call>", "no JSON with name"),
-        (
-            '<tool_call>{"name": "add", "arguments": {"a": NaN, "b": 1}}</tool_call>',
-            "NaN is no JSON",
-        ),
-        ('<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}', "the call has no end"),
         ('<tool_call>["add"]</tool_call>', "no JSON with name"),
         ("<tool_call>" * 200_000, "the call has no end"),  # a regular expression took minutes
         ('<tool_call>{"name": ["add"], "arguments": {}}</tool_call>', "no tool ['add']"),

@@ -109,16 +109,8 @@ def test_two_calls_and_an_answer():
             "<48/2>",
             "length",
         ),  # 24 would fit, a word after it would not
-        ([says("<48/2>"), says("<1+1>")], {"max_turns": 2}, "<48/2>24<1+1>", "length"),
     ],
-    ids=[
-        "no call",
-        "cut in a later turn",
-        "unreadable call",
-        "no value",
-        "no room for the result",
-        "too many turns",
-    ],
+    ids=["no call", "cut in a later turn", "unreadable call", "no value", "no room for the result"],
 )
 def test_how_a_response_ends(turns, options, text, reason):
     sample, _, _, _ = respond(*turns, **options)

@@ -19,20 +19,14 @@ from tests.experiments import QUICKSTART, ROOT, experiment, python, read_experim
     ("setting", "said"),
     [
         ("sampling.top_k=-5", "greater than or equal to -1"),
-        ("eval.top_k=-2", "greater than or equal to -1"),
         ("sampling.temperature=1e-7", "greater than or equal to 0.01"),
         ("sampling.stop_token_ids=[-1]", "greater than or equal to 0"),
         ("sampling.stop=['']", "at least 1 character"),
         ("actor.optimizer.adam_beta2=1", "less than 1"),
-        ("actor.optimizer.adam_beta2=-0.1", "greater than or equal to 0"),
         ("actor.optimizer.lr=10", "less than or equal to 1"),
         ("seed=99999999999999999999", "less than or equal to 9007199254740992"),
-        ("train.group_size=3000000000", "less than or equal to 2147483647"),
         ("rollout.step_timeout_s=1e9", "less than or equal to 2000000"),
-        ("reward.workers=100000", "less than or equal to 1024"),
-        ("algorithm.entropy_coef=-1e30", "greater than or equal to -1000000000"),
         ("rollout.sglang.page_size=0", "must be at least 1"),
-        ("rollout.sglang.context_length=0", "must be at least 1"),
     ],
 )
 def test_a_number_that_no_library_takes_is_refused_by_its_key(setting, said):

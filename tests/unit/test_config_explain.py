@@ -33,7 +33,6 @@ MOE = hf_config(TinyModelConfig(path="x", family="qwen3_moe"))
 @pytest.mark.parametrize(
     "tp, cp, pp, ep, etp, world",
     [
-        (2, 1, 2, 2, 1, 8),
         (2, 2, 2, 4, 1, 16),
         (4, 1, 1, 2, 2, 8),
         (1, 1, 1, 2, 1, 2),
@@ -374,7 +373,6 @@ print(*try_loading(load_config(sys.argv[1])).problems, sep="\\n")
     [
         (4, {}, [4]),
         (4, {"pp": 2}, [2, 2]),
-        (5, {"pp": 2, "first_stage_layers": 3}, [3, 2]),
         (5, {"pp": 2, "last_stage_layers": 3}, [2, 3]),
         (5, {"pp": 2, "first_stage_layers": 2, "last_stage_layers": 3}, [2, 3]),
         (94, {"pp": 8, "first_stage_layers": 11, "last_stage_layers": 11}, [11, *[12] * 6, 11]),

@@ -208,10 +208,6 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
             "actor.optimizer: min_lr 1 is above lr 1e-06",
         ),
         (
-            "algorithm: {kl: {loss_coef: 0.1, adaptive: {target: 0.1, horizon: 100}}}\n",
-            "too short for 512 responses",
-        ),
-        (
             "train: {num_prompts_per_step: 9, num_updates_per_step: 2}\n",
             "9 is not a multiple of num_updates",
         ),

@@ -224,7 +224,15 @@ def test_the_file_loads_and_every_key_has_a_line(tmp_path, framework, text):
 
 
 def test_rolls_yaml_whole(tmp_path):
-    draft = translate("roll", source(tmp_path, ROLL, "roll.yaml"))
+    text = ROLL + "\ncheckpoint_config: {output_dir: /data/ckpts, type: file_system}\n"
+    draft = translate("roll", source(tmp_path, text, "roll.yaml"))
+    (reason,) = (
+        each.text
+        for each in draft.outcomes()
+        if each.key.endswith("train.strategy_args.strategy_name")
+    )
+    assert reason == "the trainer is Megatron-Core with a distributed optimizer", "ROLL's own"
+    assert draft.values["checkpoint.dir"] == "/data/ckpts"
     assert lost(draft) == {} and draft.problems == []
     config = ExperimentConfig.model_validate(draft.nested())
     assert (
@@ -322,6 +330,7 @@ def path_of(key: str) -> tuple:
         ({"algorithm": {"reward": {"scale": True}}}, "ROLL's reward_scale: true is "
                                                      "algorithm.reward.std here"),
         ({"critic_warmup": 0}, "not here: there is no critic"),
+        ({"rollout_max_response_len": 8}, "slime's rollout_max_response_len is sampling.max_response_tokens here"),
     ],
 )  # fmt: skip
 def test_a_foreign_key_in_our_file_is_answered_with_ours(tmp_path, keys, message):

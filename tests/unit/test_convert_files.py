@@ -5,7 +5,7 @@ import yaml
 
 from megagrpo.cli import main
 from megagrpo.config.load import ConfigError
-from megagrpo.tools.convert.command import draft_of, translate
+from megagrpo.tools.convert.command import draft_of
 from megagrpo.tools.convert.source import Source, overrides
 from tests.experiments import read_experiment
 from tests.unit.test_convert import ROLL, lost, source
@@ -19,8 +19,6 @@ from tests.unit.test_convert import ROLL, lost, source
         ("uv run rl @ x.toml", "run.sh", "this is prime-rl's"),
         ("[orchestrator]\nbatch_size = 8\n", "rl.toml", "group_size (once rollouts_per_example) is train.group_size"),
         ("from trl import GRPOConfig, GRPOTrainer\n", "train.py", "this is TRL's, which is not translated"),
-        ("import trl\nargs = trl.GRPOConfig(beta=0.1)\n", "train.py", "beta is algorithm.kl.loss_coef"),
-        ("trl grpo --model_name_or_path m", "run.sh", "(--model_name_or_path) is model.path"),
         ("per_device_train_batch_size: 8\n", "a.yaml", "num_generations is train.group_size"),
         ("swift rlhf --rlhf_type grpo --model m", "run.sh", "this is ms-swift's"),
     ],
@@ -107,12 +105,3 @@ def test_batches_of_dynamic_sampling_have_the_size_of_a_step_here():
     draft = verl(*words, "data.train_batch_size=256", "data.gen_batch_size=512")
     assert draft.values["algorithm.dynamic_sampling.max_num_gen_batches"] == 20
     assert "filter_groups.metric acc is the grader's score here" in draft.yaml("")
-
-
-def test_the_reasons_of_rolls_keys_are_theirs(tmp_path):
-    text = ROLL + "\ncheckpoint_config: {output_dir: /data/ckpts, type: file_system}\n"
-    draft = translate("roll", source(tmp_path, text, "roll.yaml"))
-    reasons = {each.key: each.text for each in draft.outcomes()}
-    strategy = "actor_train.strategy_args.strategy_name"
-    assert reasons[strategy] == "the trainer is Megatron-Core with a distributed optimizer"
-    assert draft.values["checkpoint.dir"] == "/data/ckpts"

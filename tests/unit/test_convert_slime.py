@@ -3,11 +3,9 @@
 import shlex
 
 import pytest
-import yaml
 
 from megagrpo.check.problems import preflight
 from megagrpo.cli import main
-from megagrpo.config.load import ConfigError
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.convert.command import draft_of, translate
 from megagrpo.tools.convert.shell import trainer_command
@@ -195,9 +193,6 @@ def test_engines_on_gpus_of_their_own(words, train, more, becomes):
         ("--use-tis --custom-tis-function-path a.b", "--custom-tis-function-path", "a.b: algorithm.mismatch"),
         ("--rollout-function-path slime.rollout.sft_rollout.f", "--rollout-function-path", "`megagrpo sft`"),
         ("--custom-advantage-function-path a.b", "--custom-advantage-function-path", "a function of one's own"),
-        ("--use-rollout-logprobs", "--use-rollout-logprobs", "always the trainer's"),
-        ("--sglang-dp-size 8", "--sglang-dp-size", "is refused without enable_dp_attention"),
-        ("--attention-dropout 0.1", "--attention-dropout", "there is no dropout"),
         ("--optimizer muon", "--optimizer", "the optimizer is AdamW"),
         ("--hf-checkpoint /m/x-int4", "--hf-checkpoint", "name the model in bfloat16"),
         ("--global-batch-size 48", "--global-batch-size", "do not divide 32 prompts into whole groups"),
@@ -230,12 +225,3 @@ def test_the_file_loads_and_check_finds_nothing_but_missing_files(script, tmp_pa
     assert capsys.readouterr().err.startswith(f"{script}: ")
     config = read_experiment(out)
     assert all("does not exist" in problem for problem in preflight(config))
-
-
-def test_an_option_of_slimes_in_our_file_is_answered_with_ours(tmp_path):
-    keys = {"name": "x", "output_dir": "x", "model": {"path": "m"}, "data": {"path": "a.jsonl"}}
-    path = source(tmp_path, yaml.safe_dump(keys | {"rollout_max_response_len": 8}), "mine.yaml")
-    with pytest.raises(
-        ConfigError, match="slime's rollout_max_response_len is sampling.max_response_tokens here"
-    ):
-        read_experiment(path)

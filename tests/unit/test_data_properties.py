@@ -3,6 +3,7 @@ same text in every file and for every program."""
 
 import json
 import random
+from itertools import cycle
 
 import pytest
 
@@ -40,22 +41,28 @@ def test_gsm8k_takes_each_gold_for_itself():
         assert gsm8k.grade("#### 1234567890", gold) == 0
 
 
+RUBBISH = ("print('rubbish')", "raise SystemExit(3)", "")
+
+
 @isolated
 @pytest.mark.parametrize("program, name, arguments, result", golds.CALLS)
 def test_code_takes_each_function_for_its_tests(program, name, arguments, result):
+    returns_nothing = (f"{name} = print", f"def {name}(*_): 0")
+    rubbish = cycle([*RUBBISH, *(returns_nothing if result is not None else ())])
     for tests in golds.of_code(name, arguments, result):
         text = json.dumps(tests)
         assert grade(f"So:\n```python\n{program}\n```", text, **SECONDS) == (1.0, ""), text
-        assert grade("print('rubbish')", text, **SECONDS)[0] == 0.0, text
+        assert grade(next(rubbish), text, **SECONDS)[0] == 0.0, text
 
 
 @isolated
 @pytest.mark.parametrize("program, given, shown", golds.PROGRAMS)
 def test_code_takes_each_program_for_its_tests(program, given, shown):
+    rubbish = cycle(RUBBISH)
     for tests in golds.of_programs(given, shown):
         text = json.dumps(tests)
         assert grade(f"```python\n{program}\n```", text, **SECONDS) == (1.0, ""), text
-        assert grade("print('rubbish')", text, **SECONDS)[0] == 0.0, text
+        assert grade(next(rubbish), text, **SECONDS)[0] == 0.0, text
 
 
 # LiveCodeBench's form, as verl's converted data has it: test cases as JSON in reward_model.ground_truth.

@@ -91,18 +91,12 @@ def test_sglang_itself_judges_names_and_values():
     "given, said",
     [
         ({"lora_paths": []}, "is refused: engines receive whole weights"),
-        ({"max_queued_requests": 8}, "is refused: rejected requests are sent again"),
-        ({"mm_process_config": {}}, "is refused: images come with the trainers' requests"),
         ({"tp_size": 8}, "rollout.sglang.tp_size: is set by rollout.tp"),
-        ({"speculative_algorithm": "EAGLE"}, "is set by rollout.draft_tokens"),
-        ({"quantization": "fp8"}, "is refused: rollout.quantization is the format"),
         ({"moe_runner_backend": "flashinfer_trtllm"}, "digests would stop the run; it may be "
                                                       "triton, deep_gemm"),
         ({"moe_runner_backend": "auto"}, "digests would stop the run"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "it may be auto, bf16, bfloat16, fp8_e4m3"),
         ({"dp_size": 2}, "rollout.sglang.dp_size: is refused without enable_dp_attention"),
-        ({"hicache_storage_backend": "file"}, "is refused: keys and values of older weights would "
-                                              "outlive a publish"),
         ({"enable_hierarchical_cache": True}, "needs hicache_size, GB of host memory for each "
                                               "engine rank"),
     ],

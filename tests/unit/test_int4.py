@@ -77,21 +77,6 @@ def test_every_part_is_what_compressed_tensors_reads(tmp_path):
     assert hf.stored_bytes("a.weight", (6, 96)) == 288
 
 
-def test_the_scale_of_a_neighboring_group_would_be_seen(tmp_path, monkeypatch):
-    values, scales = quantized(torch.randn(4, 96))
-    tensors = {"a.weight_packed": packed(values), "a.weight_scale": scales}
-    folder = folder_of(tmp_path / "int4", tensors)
-    right, real = HfFolder(folder)["a.weight"], packed_int4.unpack_into
-    monkeypatch.setattr(
-        "megagrpo.weights.hf_folder.unpack_into",
-        lambda target, words, scales, left: real(target, words, scales.roll(1, 1), left),
-    )
-    wrong = HfFolder(folder)["a.weight"]
-    wanted = values * scales.float().repeat_interleave(GROUP, 1)
-    assert torch.equal(right.float(), wanted.bfloat16().float())
-    assert not torch.allclose(wrong.float(), wanted, rtol=0.05)
-
-
 def test_damage_and_other_formats_are_named(tmp_path):
     values, scales = quantized(torch.randn(4, 64))
     tensors = {"a.weight_packed": packed(values), "a.weight_scale": scales[:, :1].contiguous()}

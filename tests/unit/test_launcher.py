@@ -38,8 +38,6 @@ from megagrpo.tools.stop import stop
 from tests import experiments
 from tests.experiments import QUICKSTART, python, until
 
-pytestmark = pytest.mark.usefixtures("handlers_of_pytest")
-
 
 def experiment(transport: str) -> ExperimentConfig:
     sections = {

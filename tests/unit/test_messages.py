@@ -13,8 +13,6 @@ from megagrpo.data.messages import checked_messages
 from megagrpo.data.prompts import load_prompts
 from megagrpo.data.texts import decoder
 from megagrpo.models.folder import Model
-from megagrpo.rollout.agents.answering import RolloutTask
-from megagrpo.rollout.agents.renderer import Renderer
 
 END = "{% if add_generation_prompt %}<assistant>{% endif %}"
 # What the templates of these models do with the parts of a message, not their words.
@@ -61,10 +59,10 @@ TOOLS_USED = [
 SPELLED = "".join(sorted(set(map(chr, range(32, 127))))) + "\n"
 
 
-@pytest.fixture(params=TEMPLATES)
-def tokenizer(request):
+@pytest.fixture
+def plain():
     made = character_tokenizer(SPELLED)
-    made.chat_template = TEMPLATES[request.param] + END
+    made.chat_template = TEMPLATES["Qwen2.5"] + END
     return made
 
 
@@ -81,25 +79,6 @@ def as_object(messages):
     function = {**CALL["function"], "arguments": {"a": 2, "b": 3}}
     call = {**CALL, "function": function}
     return [{**m, **({"tool_calls": [call]} if "tool_calls" in m else {})} for m in messages]
-
-
-def test_the_same_messages_are_rendered_alike_wherever_they_come_from(tmp_path, tokenizer):
-    rows = [{"prompt": messages, "answer": "5"} for messages in (PLAIN, TOOLS_USED)]
-    objects = [{**row, "prompt": as_object(row["prompt"])} for row in rows]
-    found = []
-    for name, those in (
-        ("a.jsonl", rows),
-        ("a.parquet", rows),
-        ("b.jsonl", objects),
-        ("b.parquet", objects),
-    ):
-        data = DataConfig(path=written(tmp_path / name, those), chat_template=True)
-        found.append([p.token_ids.tolist() for p in load_prompts(data, tokenizer).prompts])
-    renderer = Renderer(tokenizer, data, False)
-    found.append([renderer.begin(messages).tolist() for messages in (PLAIN, TOOLS_USED)])
-    assert all(ids == found[0] for ids in found)
-    text = tokenizer.decode(found[0][1])
-    assert "None" not in text and "null" not in text and '\\"' not in text and "5" in text
 
 
 def test_members_that_are_null_are_left_out_at_any_depth():
@@ -127,34 +106,17 @@ def row_error(tmp_path, tokenizer, prompt, **keys) -> str:
     [
         ([{"role": "user", "content": None}], "message 1 has no content, and no tool calls"),
         ([{"role": "user"}], "message 1 has no content"),
-        ([*PLAIN, {"role": "user", "content": "\ud83d"}], "message 2 holds half of a character"),
         ([{"content": "2+3"}], "should be a list of {role, content}"),
     ],
 )
-def test_a_message_that_cannot_be_meant_is_named_by_its_row(tmp_path, tokenizer, prompt, said):
-    message = row_error(tmp_path, tokenizer, prompt)
+def test_a_message_that_cannot_be_meant_is_named_by_its_row(tmp_path, plain, prompt, said):
+    message = row_error(tmp_path, plain, prompt)
     assert "a.jsonl:2" in message and said in message
-
-
-@pytest.fixture
-def plain():
-    made = character_tokenizer(SPELLED)
-    made.chat_template = TEMPLATES["Qwen2.5"] + END
-    return made
 
 
 def texts(tmp_path, tokenizer, rows, **keys) -> list[str]:
     data = DataConfig(path=written(tmp_path / "t.jsonl", rows), chat_template=True, **keys)
     return [prompt.text for prompt in load_prompts(data, tokenizer).prompts]
-
-
-def test_a_row_with_a_system_message_keeps_its_own(tmp_path, plain):
-    rows = [{"prompt": p, "answer": ""} for p in ("2+3", PLAIN, TOOLS_USED[:2])]
-    assert texts(tmp_path, plain, rows, system_prompt="add") == [
-        "<system>add<user>2+3<assistant>",
-        "<system>add<user>2+3<assistant>",
-        "<system>be brief<user>2+3<assistant>",
-    ]
 
 
 def test_the_prompt_template_reaches_the_last_message_of_the_user(tmp_path, plain):
@@ -188,15 +150,6 @@ def test_a_rows_tools_reach_its_template(tmp_path, plain):
         texts(tmp_path, plain, rows, tools_key="tools")
 
 
-def test_environments_get_the_question_as_it_was_before_the_template(tmp_path, plain):
-    rows = [{"prompt": p, "answer": ""} for p in ("2+3", TOOLS_USED[:2])]
-    data = DataConfig(
-        path=written(tmp_path / "q.jsonl", rows), chat_template=True, system_prompt="add"
-    )
-    prompts = load_prompts(data, plain).prompts
-    assert [RolloutTask(p, hash, None, 1, str).row["prompt"] for p in prompts] == ["2+3", "2+3"]
-
-
 @pytest.fixture
 def marked(plain, tmp_path):
     """A tokenizer whose markers are special tokens, and a model that ends at two of them."""
@@ -217,19 +170,3 @@ def test_graders_see_special_tokens_but_the_end_and_padding(marked, end):
     padded = np.concatenate([[tokenizer.pad_token_id], ids])
     assert decoder(tokenizer, model)(ids) == decoder(tokenizer, model)(padded) == text
     assert decoder(tokenizer, model, True)(ids) == '2+3{"name": "add"}'
-
-
-def test_a_marker_that_ends_a_text_is_not_its_end(marked):
-    tokenizer, model = marked
-    ids = np.array(tokenizer("a</tool_call>", add_special_tokens=False)["input_ids"])
-    assert decoder(tokenizer, model)(ids) == "a</tool_call>"
-    assert decoder(tokenizer, model)(ids[:0]) == ""
-
-
-def test_half_a_character_said_by_an_environment_is_replaced(plain):
-    """A tool's text that was cut inside a character ends no rollout; in a row it is a mistake."""
-    tokenizer = character_tokenizer(SPELLED + "\ufffd")
-    tokenizer.chat_template = plain.chat_template
-    renderer = Renderer(tokenizer, DataConfig(path="rows.jsonl", chat_template=True), False)
-    ids = renderer.begin([{"role": "user", "content": "a\ud83d"}])
-    assert tokenizer.decode(ids) == "<user>a\ufffd<assistant>"

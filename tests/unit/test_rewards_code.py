@@ -263,60 +263,8 @@ def test_an_answer_without_tests_is_an_error_and_not_a_wrong_program(answer, sai
         read_tests(answer)
 
 
-ADDS = "a, b = map(int, input().split())\nprint(a + b)"
-ADD = "def add(a, b):\n    return a + b"
-STDIN = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]
-CALL = {"input": "1\n2", "output": "3", "testtype": "functional"}
-
-
-@isolated
-@pytest.mark.parametrize(
-    "program, answer",
-    [
-        (ADDS, STDIN),  # LiveCodeBench
-        (ADDS, [{"input": "1 2", "output": "3", "type": "stdin_stdout"}]),  # DeepCoder
-        (ADDS, {"test_cases": [{"input": "1 2", "output": "3", "type": "stdin_stdout"}]}),
-        (ADDS, [["1 2", "3"]]),
-        (ADDS, {"input_output": json.dumps({"inputs": ["1 2"], "outputs": ["3"]})}),  # TACO
-        (ADDS, {"tests": json.dumps(STDIN)}),
-        (ADDS, {"input": "1 2", "output": "3"}),
-        (ADD, [{**CALL, "metadata": {"func_name": "add"}}]),
-        (ADD, [{**CALL, "metadata": '{"func_name": "add"}'}]),
-        (ADD, [{"input": [1, 2], "output": 3, "type": "function_call", "fn_name": "add"}]),
-        (ADD, {"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "add"}),  # APPS
-        (ADD, ["assert add(1, 2) == 3"]),  # MBPP
-        (ADD, {"asserts": "assert add(1, 2) == 3\nassert add(2, 2) == 4"}),
-        (ADD, {"input_output": None, "asserts": []} | {"input_output": ["assert add(1, 2) == 3"]}),
-    ],
-)
-def test_public_forms_of_tests_pass_the_right_program_and_no_rubbish(program, answer):
-    text = json.dumps(answer)
-    assert grade(program, text, **GENEROUS) == (1.0, "")
-    for rubbish in ("print('rubbish')", "raise SystemExit(3)", "add = print", "", "def add(*_): 0"):
-        assert grade(rubbish, text, **GENEROUS)[0] == 0.0
-
-
 def test_assertions_need_no_json():
     assert read_tests("assert add(1, 2) == 3").statements == ("assert add(1, 2) == 3",)
-
-
-@isolated
-@pytest.mark.parametrize(
-    "program, name, inputs, output",
-    [
-        ("def f(nums: List[int]) -> int:\n    return sum(nums)", "f", [[1, 2]], 3),
-        ("class Solution:\n    def f(self, a: Optional[int]): return a", "f", [1], 1),
-        ("def f(a):\n    d = defaultdict(int)\n    return d[a]", "f", [1], 0),
-        ("def f(head: Optional[ListNode]): return pow(2, 2, 3)", "f", [None], 1),
-        ("from __future__ import annotations\ndef f(a): return {1: a}", "f", [2], {"1": 2}),
-        ("def sum(nums): return 7", "sum", [[1, 2]], 7),
-        ("class Solution:\n    def bisect(self, a): return a", "bisect", [1], 1),
-        ("def same(a): return a", "same", [1], 1),
-    ],
-)
-def test_programs_find_the_usual_names_and_keep_their_own(program, name, inputs, output):
-    answer = json.dumps({"inputs": [inputs], "outputs": [output], "fn_name": name})
-    assert grade(program, answer, **GENEROUS) == (1.0, "")
 
 
 @isolated

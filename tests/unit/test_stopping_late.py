@@ -15,9 +15,6 @@ from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import STOPPED, StopRequest
 from megagrpo.types import TrainState
 
-pytestmark = pytest.mark.usefixtures("handlers_of_pytest")
-
-
 # Ranks that save and grant while they are ended.
 _LATE = """trap 'printf "saved after step 3" > "$2"; exit 0' TERM; touch "$1"; while :; do sleep 0.1; done"""
 

@@ -23,7 +23,6 @@ from megagrpo.batching.batch import build_batch
 from megagrpo.batching.sample_rows import LossNeeds
 from megagrpo.batching.updates import one_pass
 from megagrpo.check.problems import preflight
-from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.data import DataConfig
 from megagrpo.data.prompts import refuse_long_demonstration
@@ -214,14 +213,6 @@ def test_a_dumped_step_has_its_streams(tmp_path):
     assert torch.equal(read.streams.teacher_logprobs, batch.streams.teacher_logprobs)
 
 
-def test_a_checkpoint_has_what_streams_need(tmp_path):
-    group = group_of(
-        demonstration=[7, 7, 2], weights={"rl": 0.5}, teachers=(("a", 0.25), ("b", 0.75))
-    )
-    write_groups(tmp_path / "groups", [group])
-    assert list(read_groups(tmp_path / "groups")) == [group]
-
-
 def test_a_long_demonstration_is_refused():
     prompts = [group_of().prompt, replace(group_of(demonstration=[7] * 9).prompt, location="a:2")]
     refuse_long_demonstration(prompts, 9)
@@ -345,22 +336,3 @@ def test_streams_without_tokens_are_found_by_check(tmp_path):
     found = "\n".join(preflight(config))
     assert "no row is of source 'maths'; there are: code, math" in found
     assert "rows.jsonl:2: weights of reference_kl, which no stream gives a token" in found
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"streams": [{"component": "distillation"}]}, "there is no distillation section"),
-        (
-            {"streams": [{"component": "rl", "written_by": ["tool"]}]},
-            "component rl is of tokens that the policy sampled",
-        ),
-        (
-            {"streams": [{"component": "reference_kl"}], "kl": {"loss_coef": 0.1}},
-            "a stream of reference_kl beside kl.loss_coef",
-        ),
-    ],
-)
-def test_what_does_not_go_together(section: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        algorithm_of(**section)

@@ -302,7 +302,11 @@ def test_groups_keep_scores_and_teachers(tmp_path):
     (group,) = groups_of(
         FakeService(),
         distilled(TWO, "student_topk"),
-        [replace(prompt_set().prompts[0], teachers=both)],
+        [
+            replace(
+                prompt_set().prompts[0], teachers=both, demonstration=[7, 7, 2], weights={"rl": 0.5}
+            )
+        ],
     )
     write_groups(tmp_path / "groups.npz", [group])
     assert read_groups(tmp_path / "groups.npz") == [group]

@@ -97,26 +97,3 @@ def test_a_file_is_loaded_once_and_its_module_is_registered(tmp_path):
     for _ in range(2):
         with pytest.raises(ValueError, match="division by zero"):
             load_function(f"{tmp_path / 'broken.py'}:f", {}, "a.key")
-
-
-STATEFUL = """
-from __future__ import annotations
-from dataclasses import dataclass
-@dataclass
-class Count:
-    number: int = 0
-COUNT = Count()
-def counted():
-    COUNT.number += 1
-    return COUNT.number
-"""
-
-
-def test_a_file_is_executed_once(tmp_path):
-    """Its name may be that of a module of Python's, and dataclasses look their module up."""
-    (tmp_path / "math.py").write_text(STATEFUL)
-    name = f"{tmp_path / 'math.py'}:counted"
-    assert [load_function(name, {}, "a.key")() for _ in range(3)] == [1, 2, 3]
-    import math
-
-    assert math.pi > 3

@@ -193,18 +193,6 @@ def test_a_reward_function_of_trl_gets_the_whole_conversation(trls, tmp_path):
     assert answer_grader(trls, row)("1a") == 1.0, "of an environment's answer, too"
 
 
-def test_a_reward_function_of_trl_gets_texts_without_a_chat_template(tmp_path):
-    (tmp_path / "trls.py").write_text(
-        "def reward(prompts, completions, **columns):\n"
-        "    return [float((prompts, completions) == (['2+3='], ['5']))]\n"
-    )
-    grader = f"{tmp_path / 'trls.py'}:reward"
-    prompt = Prompt(0, "2+3=", (1,), "5")
-    with RewardPool(RewardConfig(grader=grader, workers=1)) as rewards:
-        assert rewards.submit(prompt, "5").result(timeout=60).value == 1.0
-    assert answer_grader(grader, RolloutTask(prompt, hash, None, 1, str).row)("5") == 1.0
-
-
 def test_a_transcript_has_roles_and_calls_of_tools_if_there_are_several_messages():
     prompt = Prompt(0, "a text", (1,), "")
     assert prompt.transcript == "a text"

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -159,27 +158,6 @@ def test_a_grader_whose_replacement_cannot_start_loses_no_place(tmp_path, monkey
         assert ask("x").value == 1.0
         began = time.monotonic()
     assert time.monotonic() - began < 20
-
-
-def test_a_worker_ends_with_its_parent(slot, tmp_path):
-    """Also a hung one, which does not see its socket close."""
-    code = f"""
-import asyncio, sys
-from megagrpo.system.worker_process import WorkerProcess
-async def run():
-    process = WorkerProcess([sys.executable, {str(tmp_path / "child.py")!r}], ["one"])
-    await process.ready()
-    print(process._process.pid, flush=True)
-    await process.call("hang")
-asyncio.run(run())
-"""
-    (tmp_path / "child.py").write_text(CHILD)
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    child = psutil.Process(int(parent.stdout.readline()))
-    time.sleep(0.3)
-    parent.kill()
-    parent.communicate()
-    until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 10)
 
 
 def test_closing_a_loop_that_is_busy_hides_no_exception(monkeypatch, capsys):
