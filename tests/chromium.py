@@ -1,5 +1,4 @@
-"""A page in headless Chromium, driven over its DevTools protocol: what it logs, what it asks for,
-what it shows."""
+"""A page in headless Chromium, driven over its DevTools protocol: what it logs, what it asks for, what it shows."""
 
 import asyncio
 import fcntl
@@ -18,8 +17,7 @@ _START_S, _ANSWER_S, _INSTALL_S = 120.0, 120.0, 600.0
 
 
 def find_chromium() -> str:
-    """The browser's program. Debian's package is installed where this process may do so; else the
-    test is skipped."""
+    """The browser's program. Debian's package is installed where this process may do so; else the test is skipped."""
     found = shutil.which("chromium")
     if found is None and os.geteuid() == 0 and shutil.which("apt-get"):
         with (Path(tempfile.gettempdir()) / "megagrpo_installs_chromium").open("w") as lock:
@@ -30,15 +28,12 @@ def find_chromium() -> str:
             subprocess.run(["sh", "-c", command], **quiet, timeout=_INSTALL_S)
         found = shutil.which("chromium")
     if found is None:
-        pytest.skip(
-            "no Chromium here: `apt-get install chromium`; the test installs it where it is root"
-        )
+        pytest.skip("no Chromium here: `apt-get install chromium`; the test installs it where it is root")
     return found
 
 
 class BrowserPage:
-    """One tab. A context manager; `folder` is the browser's own. Times are not looked at
-    anywhere."""
+    """One tab. A context manager; `folder` is the browser's own. Times are not looked at anywhere."""
 
     def __init__(self, folder: Path, width: int = 1440, height: int = 900):
         self._folder, self._size = folder, f"{width},{height}"
@@ -48,18 +43,8 @@ class BrowserPage:
 
     def __enter__(self) -> "BrowserPage":
         program = find_chromium()
-        flags = [
-            "--headless=new",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--no-first-run",
-            "--hide-scrollbars",
-        ]
-        flags += [
-            "--remote-debugging-port=0",
-            f"--user-data-dir={self._folder}",
-            f"--window-size={self._size}",
-        ]
+        flags = ["--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars"]
+        flags += ["--remote-debugging-port=0", f"--user-data-dir={self._folder}", f"--window-size={self._size}"]
         flags += ["--disable-background-networking", "--disable-component-update"]
         if os.geteuid() == 0:
             flags.append("--no-sandbox")
@@ -85,24 +70,17 @@ class BrowserPage:
     async def _connect(self) -> None:
         port_file, deadline = self._folder / "DevToolsActivePort", time.monotonic() + _START_S
         while not (port_file.exists() and port_file.read_text().count("\n")):
-            assert self._process.poll() is None and time.monotonic() < deadline, (
-                "Chromium did not start"
-            )
+            assert self._process.poll() is None and time.monotonic() < deadline, "Chromium did not start"
             await asyncio.sleep(0.05)
         self._http = aiohttp.ClientSession()
-        async with self._http.get(
-            f"http://127.0.0.1:{port_file.read_text().splitlines()[0]}/json"
-        ) as answer:
+        async with self._http.get(f"http://127.0.0.1:{port_file.read_text().splitlines()[0]}/json") as answer:
             targets = json.loads(await answer.text())
         (url,) = (target["webSocketDebuggerUrl"] for target in targets if target["type"] == "page")
         self._socket = await self._http.ws_connect(url, max_msg_size=0)
 
     def call(self, method: str, **params) -> dict:
-        """Calls a DevTools method and returns its result; what the page reports meanwhile is
-        kept."""
-        return self._loop.run_until_complete(
-            asyncio.wait_for(self._call(method, params), _ANSWER_S)
-        )
+        """Calls a DevTools method and returns its result; what the page reports meanwhile is kept."""
+        return self._loop.run_until_complete(asyncio.wait_for(self._call(method, params), _ANSWER_S))
 
     async def _call(self, method: str, params: dict) -> dict:
         self._last += 1
@@ -132,9 +110,7 @@ class BrowserPage:
 
     def value(self, expression: str):
         """The value of a JavaScript expression in the page; of a promise, what it resolves to."""
-        found = self.call(
-            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
-        )
+        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, f"{expression}: {found['exceptionDetails']}"
         return found["result"].get("value")
 
@@ -149,18 +125,9 @@ class BrowserPage:
         """Clicks with the mouse in the middle of an element."""
         element = f"document.querySelector({json.dumps(selector)})"
         self.value(f"{element}.scrollIntoView({{block: 'nearest'}})")
-        box = self.value(
-            f"(b => [b.x + b.width / 2, b.y + b.height / 2])({element}.getBoundingClientRect())"
-        )
+        box = self.value(f"(b => [b.x + b.width / 2, b.y + b.height / 2])({element}.getBoundingClientRect())")
         for kind in ("mousePressed", "mouseReleased"):
-            self.call(
-                "Input.dispatchMouseEvent",
-                type=kind,
-                x=box[0],
-                y=box[1],
-                button="left",
-                clickCount=1,
-            )
+            self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
 
     def type(self, text: str) -> None:
         """Types into what has the focus."""

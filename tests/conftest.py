@@ -1,5 +1,4 @@
-"""What every test shares: time limits by folder, few threads, and the check that nothing outlives
-the session."""
+"""What every test shares: time limits by folder, few threads, and the check that nothing outlives the session."""
 
 import importlib.util
 import os
@@ -24,9 +23,7 @@ GRACE_S = 60.0  # Ray and SGLang end in several steps
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share few cores
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"  # a name of a model that a test makes up is asked nowhere
-IS_WORKER = (
-    "PYTEST_XDIST_WORKER" in os.environ
-)  # of `pytest -n`, whose controller starts it and looks after it
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # of `pytest -n`, whose controller starts it and looks after it
 if not IS_WORKER:
     os.environ[SESSION_VARIABLE] = uuid.uuid4().hex  # every process that a test starts inherits it
 if importlib.util.find_spec("hypothesis"):  # tests/gpu runs where it is not installed
@@ -37,13 +34,9 @@ if importlib.util.find_spec("hypothesis"):  # tests/gpu runs where it is not ins
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--figures", action="store_true", help="write what the tests measure to bench/results")
     parser.addoption(
-        "--figures", action="store_true", help="write what the tests measure to bench/results"
-    )
-    parser.addoption(
-        "--hostcuda",
-        action="store_true",
-        help="ranks of tests/dist compute on a CUDA device that the host pretends",
+        "--hostcuda", action="store_true", help="ranks of tests/dist compute on a CUDA device that the host pretends"
     )
 
 
@@ -91,32 +84,25 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(trylast=True)  # after the workers of `pytest -n` have ended
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A skip without a known reason fails a session, and a process left behind, which holds memory
-    and ports."""
+    """A skip without a known reason fails a session, and a process left behind, which holds memory and ports."""
     if IS_WORKER:
         return
     if _unknown_skips:
-        print(
-            "\nskipped for a reason that tests/skips.py does not list:", *_unknown_skips, sep="\n  "
-        )
+        print("\nskipped for a reason that tests/skips.py does not list:", *_unknown_skips, sep="\n  ")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     deadline = time.monotonic() + GRACE_S
     while (left := processes_of_session()) and time.monotonic() < deadline:
         time.sleep(0.2)
     for process in left:
         with suppress(psutil.NoSuchProcess):
-            print(
-                f"\nleft behind by the tests: pid {process.pid}: "
-                f"{' '.join(process.cmdline())[:200]}"
-            )
+            print(f"\nleft behind by the tests: pid {process.pid}: {' '.join(process.cmdline())[:200]}")
             process.kill()
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def processes_of_session() -> list[psutil.Process]:
-    """Running processes other than this one that carry this session's variable, however often they
-    were re-parented."""
+    """Running processes other than this one that carry this session's variable, however often they were re-parented."""
     session, found = os.environ[SESSION_VARIABLE], []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):

@@ -23,9 +23,7 @@ Steps = list[list[tuple[int, bool]]]
 
 def prompt_set(number: int = NUM_ROWS, **of) -> PromptSet:
     """Rows whose ids are not their places."""
-    prompts = [
-        Prompt(3 * i, "", (1, 100 + i), "", location=f"rows.jsonl:{i + 1}") for i in range(number)
-    ]
+    prompts = [Prompt(3 * i, "", (1, 100 + i), "", location=f"rows.jsonl:{i + 1}") for i in range(number)]
     return PromptSet(tuple(prompts), 0, True, **of)
 
 
@@ -91,9 +89,7 @@ def continued(mesh: Mesh, url: str, folder: Path, config: ExperimentConfig, end:
     while state.step < end:
         # a run that is to end at `end` samples nothing for the steps after it
         taken = take(source, state, end - state.step, of=prompts)
-        parts = mesh.gather_dp(
-            [(g.prompt.id // 3, all(o.value for o in g.outcomes)) for g in taken.groups]
-        )
+        parts = mesh.gather_dp([(g.prompt.id // 3, all(o.value for o in g.outcomes)) for g in taken.groups])
         steps.append([group for part in parts for group in part])
         source.drain()
         mesh.from_main(lambda: control.mark_ready("engine-0", 1, state.step), "publish")

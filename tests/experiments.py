@@ -27,8 +27,7 @@ T = TypeVar("T")
 
 
 def experiment(**sections) -> ExperimentConfig:
-    """Required keys have values that fit no file; `sections` are added. ValueError with the rules
-    that it breaks."""
+    """Required keys have values that fit no file; `sections` are added. ValueError with the rules that it breaks."""
     required = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}}
     return judged(ExperimentConfig.model_validate(required | sections))
 
@@ -65,8 +64,7 @@ def setting_problems(actor: ActorConfig, rollout: RolloutConfig) -> list[tuple[K
 
 
 def python(*words: str | Path, env: Mapping[str, str] | None = None, **options) -> str:
-    """What Python prints with these words; it must end without an error. options: of
-    subprocess.run."""
+    """What Python prints with these words; it must end without an error. options: of subprocess.run."""
     command = [sys.executable, "-W", "ignore", *map(str, words)]
     env = child_environment() if env is None else env
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, **options)
@@ -81,12 +79,7 @@ def live_children() -> set[psutil.Process]:
     return {child for child in found if child.status() != psutil.STATUS_ZOMBIE}
 
 
-def until(
-    ready: Callable[[], T],
-    within_s: float = 15.0,
-    said: Callable[[], object] = str,
-    poll_s: float = 0.02,
-) -> T:
+def until(ready: Callable[[], T], within_s: float = 15.0, said: Callable[[], object] = str, poll_s: float = 0.02) -> T:
     """The first true value of ready(); after that time AssertionError with what `said` returns."""
     deadline = time.monotonic() + within_s
     while not (value := ready()):
@@ -96,8 +89,7 @@ def until(
 
 
 def documented_metrics() -> set[str]:
-    """The names in the first column of docs/reference/metrics.md; * stands for a name or a
-    number."""
+    """The names in the first column of docs/reference/metrics.md; * stands for a name or a number."""
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     return {row for cell in cells for row in re.findall(r"`([a-z_]+/[a-z_0-9*]+)`", cell)}
@@ -105,6 +97,4 @@ def documented_metrics() -> set[str]:
 
 def metric_patterns() -> list[re.Pattern[str]]:
     """What these names match."""
-    return [
-        re.compile(re.escape(row).replace(r"\*", r"[a-z_0-9{}]+")) for row in documented_metrics()
-    ]
+    return [re.compile(re.escape(row).replace(r"\*", r"[a-z_0-9{}]+")) for row in documented_metrics()]

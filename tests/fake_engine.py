@@ -1,5 +1,4 @@
-"""An SGLang engine without SGLang: its weight calls over real HTTP, around a small torch module and
-our own loader.
+"""An SGLang engine without SGLang: its weight calls over real HTTP, around a small torch module and our own loader.
 
 Also the service's record of it, as far as the exchange asks.
 """
@@ -31,9 +30,7 @@ from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
 from tests.experiments import experiment
 
-STARTED = EngineInfo(
-    "engine-0", "", "stale", weight_version=None, incarnation=1, restarts=0, pid=1, reason=""
-)
+STARTED = EngineInfo("engine-0", "", "stale", weight_version=None, incarnation=1, restarts=0, pid=1, reason="")
 
 
 class FusedModel(nn.Module):
@@ -45,19 +42,14 @@ class FusedModel(nn.Module):
         self.down = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
 
     def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
-        places = {
-            "gate": self.gate_up.data[:4],
-            "up": self.gate_up.data[4:],
-            "down": self.down.data,
-        }
+        places = {"gate": self.gate_up.data[:4], "up": self.gate_up.data[4:], "down": self.down.data}
         for name, tensor in weights:
             places[name].copy_(tensor)
 
 
 @dataclass
 class FakeEngine:
-    """One engine; `models`: its ranks'. `calls`: the paths asked for. `more`: further paths -> what
-    they do."""
+    """One engine; `models`: its ranks'. `calls`: the paths asked for. `more`: further paths -> what they do."""
 
     models: list[nn.Module] = field(default_factory=lambda: [FusedModel()])
     more: dict[str, Callable[[dict], None]] = field(default_factory=dict)
@@ -90,22 +82,13 @@ class FakeEngine:
             if body["flush_cache"]:
                 self.calls.append("flush")
                 self.more.get("flush", lambda body: None)(body)
-            requests = [
-                pickle.loads(base64.b64decode(payload))
-                for payload in body["serialized_named_tensors"]
-            ]
+            requests = [pickle.loads(base64.b64decode(payload)) for payload in body["serialized_named_tensors"]]
             ranks = ThreadPoolExecutor(len(self.models))
-            answers = [
-                ranks.submit(self.run_rank, *one) for one in zip(self.models, requests, strict=True)
-            ]
-            for failed in wait(
-                answers, return_when=FIRST_EXCEPTION
-            ).done:  # a rank that dies takes the server along
+            answers = [ranks.submit(self.run_rank, *one) for one in zip(self.models, requests, strict=True)]
+            for failed in wait(answers, return_when=FIRST_EXCEPTION).done:  # a rank that dies takes the server along
                 failed.result()
         elif path == "/update_weights_from_disk":
-            assert (
-                body["load_format"] == "auto"
-            )  # by default SGLang takes that of its start, perhaps "dummy"
+            assert body["load_format"] == "auto"  # by default SGLang takes that of its start, perhaps "dummy"
             for model in self.models:
                 model.load_weights(list(HfFolder(body["model_path"]).items()))
 
@@ -133,9 +116,7 @@ class FakeEngine:
         for model in self.models:
             for parameter in model.parameters():
                 parameter.data = torch.rand_like(parameter)  # of another process
-        self.info = replace(
-            self.info, state="stale", weight_version=None, incarnation=incarnation + 1
-        )
+        self.info = replace(self.info, state="stale", weight_version=None, incarnation=incarnation + 1)
 
 
 class FakeFleet:
@@ -210,11 +191,9 @@ def write_checkpoint(folder: Path, tensors: dict[str, Tensor]) -> Path:
 
 
 class ReceivingEnd:
-    """The engine's end of `broadcast`: gloo groups as SGLang makes them; buckets flattened, or
-    tensor by tensor.
+    """The engine's end of `broadcast`: gloo groups as SGLang makes them; buckets flattened, or tensor by tensor.
 
-    It takes one call after the other. `awaits_next`: it loads a bucket only when the next one's
-    call has arrived.
+    It takes one call after the other. `awaits_next`: it loads a bucket only when the next one's call has arrived.
     """
 
     def __init__(self, engine: FakeEngine, awaits_next: bool = False):
@@ -232,13 +211,8 @@ class ReceivingEnd:
         store = dist.TCPStore(host, body["master_port"], wait_for_workers=False, timeout=limit)
         keys = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
         options = dist.ProcessGroupGloo._Options()
-        options._timeout, options._devices = (
-            limit,
-            [dist.ProcessGroupGloo.create_device(hostname=host)],
-        )
-        self.groups[name] = dist.ProcessGroupGloo(
-            keys, body["rank_offset"], body["world_size"], options
-        )
+        options._timeout, options._devices = (limit, [dist.ProcessGroupGloo.create_device(hostname=host)])
+        self.groups[name] = dist.ProcessGroupGloo(keys, body["rank_offset"], body["world_size"], options)
 
     def take(self, body: dict) -> None:
         self.arrived.release()
@@ -255,35 +229,22 @@ class ReceivingEnd:
             for part in values:
                 self.groups[body["group_name"]].broadcast([part], dist.BroadcastOptions()).wait()
             if self.formats[-1] is not None:
-                for part, tensor in zip(
-                    flat.split([tensor.nbytes for tensor in tensors]), tensors, strict=True
-                ):
+                for part, tensor in zip(flat.split([tensor.nbytes for tensor in tensors]), tensors, strict=True):
                     tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
             if self.awaits_next and self.num_buckets < 3:
                 for _ in range(2):  # its own and the next one's
-                    assert self.arrived.acquire(timeout=10), (
-                        "the next call does not wait for the answer to this one"
-                    )
+                    assert self.arrived.acquire(timeout=10), "the next call does not wait for the answer to this one"
                 self.arrived.release()
             self.engine.model.load_weights(list(zip(body["names"], tensors, strict=True)))
 
 
 class OneTrainer:
-    """One rank with parameters `live`, which `load` fills from HF tensors, and its exchange with
-    fake engines.
+    """One rank with parameters `live`, which `load` fills from HF tensors, and its exchange with fake engines.
 
     Each publish sends other random weights. settings: sections of the experiment.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        engine,
-        transport: str,
-        live: dict[str, Tensor],
-        shapes: dict,
-        **settings,
-    ):
+    def __init__(self, folder: Path, engine, transport: str, live: dict[str, Tensor], shapes: dict, **settings):
         self.engine, self.live, self.shapes, self.version = engine, live, shapes, 0
         self.draw = torch.Generator().manual_seed(0)
         specs = {name: (tuple(shape), torch.float32) for name, shape in shapes.items()}
@@ -291,12 +252,8 @@ class OneTrainer:
         weights = ActorWeights(copies, specs, lambda: live, self.merged, settings.pop("kept", {}))
         sections = {"weights": {}} | settings
         sections["weights"] = {"timeout_s": 20, "bucket_mb": 1e-4} | sections["weights"]
-        config = exchange_config(
-            folder, write_checkpoint(folder / "initial", {"norm": torch.zeros(4)}), **sections
-        )
-        config = config.model_copy(
-            update={"weights": config.weights.model_copy(update={"transport": transport})}
-        )
+        config = exchange_config(folder, write_checkpoint(folder / "initial", {"norm": torch.zeros(4)}), **sections)
+        config = config.model_copy(update={"weights": config.weights.model_copy(update={"transport": transport})})
         mesh = make_mesh(0, 1, torch.device("cpu"), deadline_s=30)
         self.exchange = Exchange(config, mesh, weights, engine, folder)
 
@@ -309,9 +266,7 @@ class OneTrainer:
 
     def publish(self) -> dict[str, float]:
         self.version += 1
-        self.load(
-            {name: torch.randn(shape, generator=self.draw) for name, shape in self.shapes.items()}
-        )
+        self.load({name: torch.randn(shape, generator=self.draw) for name, shape in self.shapes.items()})
         return self.exchange.publish(self.version)
 
 

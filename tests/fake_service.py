@@ -1,5 +1,4 @@
-"""A rollout service in a thread, over real HTTP: the control endpoint and the engine of one, which
-fail on purpose."""
+"""A rollout service in a thread, over real HTTP: the control endpoint and the engine of one, which fail on purpose."""
 
 import asyncio
 import threading
@@ -61,14 +60,8 @@ class FakeService:
         }
         engine |= {"restarts": 0, "pid": 1, "reason": "", "load_now": self.load_now}
         engine["cache_tokens"] = self.cache_tokens
-        scoring = [
-            engine | {"id": f"teacher-{name}-0", "teacher": name, "serves": True}
-            for name in self.teachers
-        ]
-        found = {
-            "failed": self.failed,
-            "engines": [engine, *scoring],
-        }
+        scoring = [engine | {"id": f"teacher-{name}-0", "teacher": name, "serves": True} for name in self.teachers]
+        found = {"failed": self.failed, "engines": [engine, *scoring]}
         return web.json_response(found)
 
     async def ready(self, request: web.Request) -> web.Response:
@@ -97,11 +90,7 @@ class FakeService:
             return web.json_response({"text": "", "meta_info": scores_of(body) | step})
         # The response is a function of the request alone: the seed's last digits, as tokens.
         tokens = [int(digit) for digit in str(body["sampling_params"]["sampling_seed"])[-4:]]
-        meta = {
-            "finish_reason": {"type": "stop"},
-            "weight_version": str(self.version),
-            "weight_versions": [],
-        }
+        meta = {"finish_reason": {"type": "stop"}, "weight_version": str(self.version), "weight_versions": []}
         meta["output_token_logprobs"] = [[-0.5, token, None] for token in tokens]
         if number := body.get("top_logprobs_num"):
             meta["output_top_logprobs"] = [tokens_at(token, number) for token in tokens]
@@ -114,8 +103,7 @@ def tokens_at(token: int, number: int) -> list[list]:
 
 
 def scores_of(body: dict) -> dict:
-    """Of a request: the log-probability of a token is a hundredth of its id, as is that of others at
-    its position."""
+    """Of a request: the log-probability of a token is a hundredth of its id, as is that of others at its position."""
     first, *rest = body["input_ids"][body["logprob_start_len"] :]
     meta = {
         "finish_reason": {"type": "length", "length": 0},
@@ -137,10 +125,7 @@ def running(service: FakeService) -> Iterator[FakeService]:
     loop = asyncio.new_event_loop()
     app = web.Application()
     routes = [web.get("/status", service.status), web.post("/engines/{id}/ready", service.ready)]
-    routes += [
-        web.post("/generate", service.generate),
-        web.post(f"{RESTARTED}/generate", service.generate),
-    ]
+    routes += [web.post("/generate", service.generate), web.post(f"{RESTARTED}/generate", service.generate)]
     app.add_routes(routes)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
 

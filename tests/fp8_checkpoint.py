@@ -1,5 +1,4 @@
-"""Makes an FP8 checkpoint as DeepSeek-V3's: matrices in E4M3 with a scale for each block, and its
-bfloat16 twin."""
+"""Makes an FP8 checkpoint as DeepSeek-V3's: matrices in E4M3 with a scale for each block, and its bfloat16 twin."""
 
 import json
 import shutil
@@ -25,8 +24,7 @@ WHOLE = (
 
 
 def dequantized(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """As SGLang's block_quant_dequant, on whole tensors: the definition, which takes 8 bytes more
-    an element."""
+    """As SGLang's block_quant_dequant, on whole tensors: the definition, which takes 8 bytes more an element."""
     grid = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return (weight.float() * grid[: weight.shape[0], : weight.shape[1]]).bfloat16()
 
@@ -42,9 +40,7 @@ def quantized(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return parts.to(torch.float8_e4m3fn).contiguous(), scales
 
 
-def quantize_folder(
-    source: Path, target: Path, twin: Path, block: tuple[int, int], shards: int = 2
-) -> None:
+def quantize_folder(source: Path, target: Path, twin: Path, block: tuple[int, int], shards: int = 2) -> None:
     """Writes the model of `source` in FP8 to `target`, and what that is in bfloat16 to `twin`."""
     hf = HfFolder(source)
     stored: dict[str, Tensor] = {}
@@ -61,26 +57,15 @@ def quantize_folder(
             stored[name], stored[name + SCALES] = quantized(tensor.float(), block)
             plain[name] = dequantized(stored[name], stored[name + SCALES], block)
     description = json.loads((source / "config.json").read_text())
-    method = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "weight_block_size": list(block),
-        "activation_scheme": "dynamic",
-    }
+    method = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block), "activation_scheme": "dynamic"}
     _write(target, source, stored, description | {"quantization_config": method}, shards)
     _write(twin, source, plain, description | {"dtype": "bfloat16"}, shards)
 
 
-def _write(
-    folder: Path, like: Path, tensors: dict[str, Tensor], description: dict, shards: int
-) -> None:
+def _write(folder: Path, like: Path, tensors: dict[str, Tensor], description: dict, shards: int) -> None:
     folder.mkdir(parents=True)
     for file in like.iterdir():
-        if (
-            file.is_file()
-            and file.suffix != ".safetensors"
-            and not file.name.endswith(".index.json")
-        ):
+        if file.is_file() and file.suffix != ".safetensors" and not file.name.endswith(".index.json"):
             shutil.copyfile(file, folder / file.name)
     (folder / "config.json").write_text(json.dumps(description))
     matrices = [name for name in tensors if not name.endswith(SCALES)]

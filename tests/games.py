@@ -1,5 +1,4 @@
-"""Environments of tests: a number to be guessed, a walk whose turns see the present place alone,
-and bad ones."""
+"""Environments of tests: a number to be guessed, a walk whose turns see the present place alone, and bad ones."""
 
 import asyncio
 import os
@@ -33,8 +32,7 @@ class GuessTheNumber:
 
 
 class Walk:
-    """From 0 to 3 by "+"; each turn sees its place alone, "-" ends it. A step is worth a
-    quarter."""
+    """From 0 to 3 by "+"; each turn sees its place alone, "-" ends it. A step is worth a quarter."""
 
     def __init__(self, row: dict, seed: int):
         self.place = 0
@@ -139,8 +137,7 @@ class Slow:
 
 
 class Flaky:
-    """Fails as the row's answer says until it was begun so often; every begin is a line of a
-    file."""
+    """Fails as the row's answer says until it was begun so often; every begin is a line of a file."""
 
     def __init__(self, row: dict, seed: int, file: str, good: int):
         with Path(file).open("a") as log:
@@ -164,8 +161,7 @@ class Flaky:
 
 
 class Sums:
-    """Three sums; each answer is worth the share of its small digits, which a random model gets in
-    part."""
+    """Three sums; each answer is worth the share of its small digits, which a random model gets in part."""
 
     def __init__(self, row: dict, seed: int):
         self.turn = 0
@@ -180,8 +176,7 @@ class Sums:
 
 
 class Opens:
-    """Begins with words of its own, or with the row's conversation and a message more; the second
-    turn is the last."""
+    """Begins with words of its own, or with the row's conversation and a message more; the second turn is the last."""
 
     def __init__(self, row: dict, seed: int, whole: bool = False):
         self.row, self.whole, self.turns = row, whole, 0

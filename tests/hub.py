@@ -26,8 +26,7 @@ def cached(cache: Path, kind: str, repo: str, files: dict[str, str]) -> Path:
 
 @contextmanager
 def serving(repos: dict[str, dict[str, str]]) -> Iterator[tuple[str, list[str]]]:
-    """Serves {"models/OWNER/NAME": {file: text}}; yields the endpoint and the files that were
-    read."""
+    """Serves {"models/OWNER/NAME": {file: text}}; yields the endpoint and the files that were read."""
     read: list[str] = []
 
     class Hub(BaseHTTPRequestHandler):

@@ -14,8 +14,7 @@ import torch
 
 @cache
 def installed_function(package: str, file: str, name: str) -> Callable:
-    """Compiles it alone from its source: its module would import much else. Skips without the
-    package."""
+    """Compiles it alone from its source: its module would import much else. Skips without the package."""
     spec = find_spec(package)
     if spec is None:
         pytest.skip("SGLang is not installed")

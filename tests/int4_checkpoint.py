@@ -42,8 +42,7 @@ _LEFT_OUT = {
 
 
 def packed(values: Tensor) -> Tensor:
-    """Integers from -8 to 7, eight to a word, by the format's description: one nibble after the
-    other."""
+    """Integers from -8 to 7, eight to a word, by the format's description: one nibble after the other."""
     rows, columns = values.shape
     words = []
     for row in values.tolist():
@@ -62,8 +61,7 @@ def quantized(weight: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
 
 
 def pack_folder(source: Path, target: Path, twin: Path) -> None:
-    """Writes the model of `source` as Kimi-K2.5 is published to `target`, and what that is in
-    bfloat16 to `twin`."""
+    """Writes the model of `source` as Kimi-K2.5 is published to `target`, and what that is in bfloat16 to `twin`."""
     stored: dict[str, Tensor] = dict(_LEFT_OUT)
     plain: dict[str, Tensor] = {}
     for name, tensor in HfFolder(source).items():

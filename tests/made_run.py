@@ -23,41 +23,22 @@ HOSTILE = (
 
 
 def made_groups(step: int, num_groups: int = 3) -> list[RolloutGroup]:
-    """Every group's first sample is right; the last one of group 0 tries to break out of the
-    page."""
+    """Every group's first sample is right; the last one of group 0 tries to break out of the page."""
     groups = []
     for number in range(num_groups):
-        prompt = Prompt(
-            100 * step + number, f"What is {step} + {number}?", (1, 2, 3), str(step + number)
-        )
-        texts = [
-            str(step + number),
-            "seven",
-            f"banana {step}",
-            HOSTILE if number == 0 else "nothing",
-        ]
+        prompt = Prompt(100 * step + number, f"What is {step} + {number}?", (1, 2, 3), str(step + number))
+        texts = [str(step + number), "seven", f"banana {step}", HOSTILE if number == 0 else "nothing"]
         samples = tuple(
-            Sample(
-                i,
-                (5, 6, 9)[: 2 + i % 2],
-                (-0.5,) * (2 + i % 2),
-                "length" if i == 3 else "stop",
-                step - 1,
-                text,
-            )
+            Sample(i, (5, 6, 9)[: 2 + i % 2], (-0.5,) * (2 + i % 2), "length" if i == 3 else "stop", step - 1, text)
             for i, text in enumerate(texts)
         )
-        outcomes = (
-            *(Outcome("score", float(i == 0)) for i in range(3)),
-            Outcome("timeout", detail="2 s"),
-        )
+        outcomes = (*(Outcome("score", float(i == 0)) for i in range(3)), Outcome("timeout", detail="2 s"))
         groups.append(RolloutGroup(number, prompt, samples, outcomes))
     return groups
 
 
 def made_batch(groups: list[RolloutGroup], difference: float = 2e-3) -> Batch:
-    """The batch of these groups: the trainer's log-probabilities are the engine's plus
-    `difference`."""
+    """The batch of these groups: the trainer's log-probabilities are the engine's plus `difference`."""
     rows = [(group, sample) for group in groups for sample in group.samples]
     n, width = len(rows), 6
     tokens, mask = torch.zeros(n, width, dtype=torch.int64), torch.zeros(n, width)
@@ -67,24 +48,11 @@ def made_batch(groups: list[RolloutGroup], difference: float = 2e-3) -> Batch:
         mask[i, 3 : len(ids)] = 1
     advantages = torch.tensor([1.5, -0.5, -1.0, 0.0] * len(groups))[:, None] * mask
     rollout = -0.5 * mask
-    ids = torch.tensor(
-        [[group.group_id * GROUP_SIZE + sample.index, group.group_id] for group, sample in rows]
-    )
-    verdicts = {
-        "rewards": torch.zeros(n, dtype=torch.float64),
-        "valid": torch.ones(n, dtype=torch.bool),
-    }
+    ids = torch.tensor([[group.group_id * GROUP_SIZE + sample.index, group.group_id] for group, sample in rows])
+    verdicts = {"rewards": torch.zeros(n, dtype=torch.float64), "valid": torch.ones(n, dtype=torch.bool)}
     lengths = {"lengths": mask.sum(1).long() + 3, "prompt_lengths": torch.full((n,), 3)}
-    values = {
-        "tokens": tokens,
-        "loss_mask": mask,
-        "rollout_logprobs": rollout,
-        "advantages": advantages,
-    }
-    values |= {
-        "old_logprobs": rollout + difference * mask,
-        "truncated": torch.zeros(n, dtype=torch.bool),
-    }
+    values = {"tokens": tokens, "loss_mask": mask, "rollout_logprobs": rollout, "advantages": advantages}
+    values |= {"old_logprobs": rollout + difference * mask, "truncated": torch.zeros(n, dtype=torch.bool)}
     groups_of = {"sample_ids": ids[:, 0], "group_ids": ids[:, 1], "num_groups": len(groups)}
     return batch_of_rows(**groups_of, **lengths, **values, **verdicts)
 

@@ -6,20 +6,11 @@ import sys
 import time
 
 TOOLS = [
-    {
-        "name": "add",
-        "description": "The sum.",
-        "inputSchema": {"type": "object"},
-        "annotations": {"title": "left out"},
-    },
+    {"name": "add", "description": "The sum.", "inputSchema": {"type": "object"}, "annotations": {"title": "left out"}},
     {"name": "fail", "inputSchema": {"type": "object"}},
 ]
 
-NOTICE = {
-    "jsonrpc": "2.0",
-    "method": "notifications/message",
-    "params": {"level": "info", "data": "at work"},
-}
+NOTICE = {"jsonrpc": "2.0", "method": "notifications/message", "params": {"level": "info", "data": "at work"}}
 
 
 def answer(message: dict, calls: list[str]) -> dict:
@@ -40,9 +31,7 @@ def answer(message: dict, calls: list[str]) -> dict:
         case "tools/call":
             calls.append(message["params"]["name"])
             if calls[-1] == "fail":
-                return {
-                    "result": {"content": [{"type": "text", "text": "no luck"}], "isError": True}
-                }
+                return {"result": {"content": [{"type": "text", "text": "no luck"}], "isError": True}}
             if not (arguments := message["params"]["arguments"]):
                 return {"error": {"code": -32602, "message": "a and b are missing"}}
             parts = [
@@ -67,14 +56,8 @@ def main() -> None:
             # between a request and its answer a server may ask and tell
             print(json.dumps({"jsonrpc": "2.0", "id": "p", "method": "ping"}), flush=True)
             assert json.loads(sys.stdin.readline()) == {"jsonrpc": "2.0", "id": "p", "result": {}}
-            print(
-                json.dumps(NOTICE),
-                flush=True,
-            )
-        print(
-            json.dumps({"jsonrpc": "2.0", "id": message["id"], **answer(message, calls)}),
-            flush=True,
-        )
+            print(json.dumps(NOTICE), flush=True)
+        print(json.dumps({"jsonrpc": "2.0", "id": message["id"], **answer(message, calls)}), flush=True)
 
 
 if __name__ == "__main__":

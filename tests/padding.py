@@ -1,5 +1,4 @@
-"""Batches written as padded rows, which tests read and write more easily than values without
-padding."""
+"""Batches written as padded rows, which tests read and write more easily than values without padding."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,20 +40,9 @@ def batch_of_rows(**given: Any) -> Batch:
 
 
 def as_rows(batch: Batch) -> Batch:
-    """The batch with values of tokens as [N, S]: what they are is easier to say so, and nothing
-    else may be done."""
-    names = [
-        "tokens",
-        "loss_mask",
-        "rollout_logprobs",
-        "lags",
-        "advantages",
-        "old_logprobs",
-        "ref_logprobs",
-    ]
-    correction = replace(
-        batch.correction, **_padded(batch.correction, ("weights", "counted"), batch.lengths)
-    )
+    """The batch with values of tokens as [N, S]: what they are is easier to say so, and nothing else may be done."""
+    names = ["tokens", "loss_mask", "rollout_logprobs", "lags", "advantages", "old_logprobs", "ref_logprobs"]
+    correction = replace(batch.correction, **_padded(batch.correction, ("weights", "counted"), batch.lengths))
     return replace(batch, **_padded(batch, names, batch.lengths), correction=correction)
 
 

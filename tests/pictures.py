@@ -38,13 +38,7 @@ def write_rows(path: Path, sizes_of_rows: Sequence[Sequence[Size]], answer: str 
     for sizes in sizes_of_rows:
         images = [uri(png(picture(seed + number, size))) for number, size in enumerate(sizes)]
         seed += len(sizes)
-        rows.append(
-            {
-                "prompt": "<image>" * len(images) + f"How many? {seed}",
-                "answer": answer,
-                "images": images,
-            }
-        )
+        rows.append({"prompt": "<image>" * len(images) + f"How many? {seed}", "answer": answer, "images": images})
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -1,8 +1,7 @@
-"""A machine with eight GPUs that is not there: torch's own functions over pretended drivers, values
-on the CPU.
+"""A machine with eight GPUs that is not there: torch's own functions over pretended drivers, values on the CPU.
 
-Only what torch calls in C++ is replaced, so torch.cuda's Python code refuses what it refuses on a
-GPU: set_device and use_mem_pool a device without an index, and a new thread starts on device 0.
+Only what torch calls in C++ is replaced, so torch.cuda's Python code refuses what it refuses on a GPU: set_device and
+use_mem_pool a device without an index, and a new thread starts on device 0.
 """
 
 import threading
@@ -21,8 +20,7 @@ _thread = threading.local()
 
 
 class OnGpu(TorchFunctionMode):
-    """Makes tensors of CUDA devices on the CPU; those of another device than this thread's current
-    one are refused."""
+    """Makes tensors of CUDA devices on the CPU; those of another device than this thread's current one are refused."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -30,9 +28,7 @@ class OnGpu(TorchFunctionMode):
         if device is not None and torch.device(device).type == "cuda":
             index = torch.device(device).index
             if index is not None and index != current():
-                raise RuntimeError(
-                    f"Expected all tensors to be on the same device: cuda:{index}, cuda:{current()}"
-                )
+                raise RuntimeError(f"Expected all tensors to be on the same device: cuda:{index}, cuda:{current()}")
             kwargs = {**kwargs, "device": torch.device("cpu")}
         return func(*args, **kwargs)
 
@@ -66,8 +62,7 @@ def _exchange(index: int) -> int:
 
 @contextmanager
 def pretended() -> Iterator[None]:
-    """Makes torch.cuda find NUM_GPUS devices in this process; forget no thread that still computes
-    at the end."""
+    """Makes torch.cuda find NUM_GPUS devices in this process; forget no thread that still computes at the end."""
     without_triton()
     in_c = {"_cuda_setDevice": _set, "_cuda_getDevice": current}
     names = {
@@ -83,17 +78,11 @@ def pretended() -> Iterator[None]:
         "stream": lambda stream: nullcontext(),
         "MemPool": lambda: mock.Mock(id=(0, 1)),
     }
-    pools = (
-        "_cuda_beginAllocateCurrentThreadToPool",
-        "_cuda_endAllocateToPool",
-        "_cuda_releasePool",
-    )
+    pools = ("_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool", "_cuda_releasePool")
     with (
         mock.patch.multiple(torch._C, create=True, **in_c),
         mock.patch.multiple(torch.cuda, create=True, **names),
-        mock.patch.multiple(
-            torch.cuda.memory, create=True, **dict.fromkeys(pools, lambda *args: None)
-        ),
+        mock.patch.multiple(torch.cuda.memory, create=True, **dict.fromkeys(pools, lambda *args: None)),
         OnGpu(),
     ):
         yield

@@ -23,30 +23,21 @@ from tests.pretended_groups import only_fake_groups
 META = torch.device("meta")
 
 
-def record_trainer_rank(
-    arch: Architecture, config: ActorConfig, rank: int
-) -> tuple[dict[str, int], list[Copy]]:
-    """The indices of a rank among the ranks of "tp", "pp" and "ep" in Megatron, and its copies from
-    an HF model."""
+def record_trainer_rank(arch: Architecture, config: ActorConfig, rank: int) -> tuple[dict[str, int], list[Copy]]:
+    """The indices of a rank among the ranks of "tp", "pp" and "ep" in Megatron, and its copies from an HF model."""
     dtype = getattr(torch, config.dtype)
     tensors = {
-        spec.name: torch.empty(
-            spec.shape, dtype=getattr(torch, spec.dtype) if spec.dtype else dtype, device=META
-        )
+        spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype) if spec.dtype else dtype, device=META)
         for spec in model_tensors(arch)
     }
     with pretended_world(config, rank), META:
         tensor_parallel.model_parallel_cuda_manual_seed(0)  # Megatron reads the state in any case
         kernels = kernels_here(config)
-        chunks = build_chunks(
-            arch, config, transformer_config(arch, config, kernels), kernels, META
-        )
+        chunks = build_chunks(arch, config, transformer_config(arch, config, kernels), kernels, META)
         read = _Noting(tensors)  # record_copies makes every tensor it is given
         load_hf(chunks, arch, read)
         specs = {name: (tuple(tensors[name].shape), tensors[name].dtype) for name in read.names}
-        copies = record_copies(
-            lambda hf: load_hf(chunks, arch, hf), specs, chunk_parameters(chunks)
-        )
+        copies = record_copies(lambda hf: load_hf(chunks, arch, hf), specs, chunk_parameters(chunks))
         indices = {
             "tp": mpu.get_tensor_model_parallel_rank(),
             "pp": mpu.get_pipeline_model_parallel_rank(),

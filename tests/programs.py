@@ -1,5 +1,4 @@
-"""Agent programs of tests: a guessing game over plain openai, one that forks and compacts, and bad
-ones.
+"""Agent programs of tests: a guessing game over plain openai, one that forks and compacts, and bad ones.
 
 Imports are late: a process of the bad ones starts in half a second less than openai's import takes.
 """
@@ -21,19 +20,11 @@ async def guess(base_url: str, key: str, row: dict, hint: str = "HL") -> dict:
     game, rewards, messages = GuessTheNumber(row, row["seed"], hint), [], list(row["messages"])
     async with AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
         while True:
-            answer = (
-                (await client.chat.completions.create(model="policy", messages=messages))
-                .choices[0]
-                .message
-            )
+            answer = (await client.chat.completions.create(model="policy", messages=messages)).choices[0].message
             said, reward, done = await game.step(answer.content)
             rewards.append(reward)
             if done:
-                return {
-                    "reward": sum(rewards),
-                    "turn_rewards": rewards,
-                    "info": {"guesses": len(rewards)},
-                }
+                return {"reward": sum(rewards), "turn_rewards": rewards, "info": {"guesses": len(rewards)}}
             messages += [answer, {"role": "user", "content": said}]
 
 
@@ -44,9 +35,7 @@ def guess_in_a_thread(base_url: str, key: str, row: dict) -> float:
     goal, messages = row["answer"], list(row["messages"])
     client = OpenAI(base_url=base_url, api_key=key, max_retries=0)
     for _ in range(10):
-        pieces = list(
-            client.chat.completions.create(model="policy", messages=messages, stream=True)
-        )
+        pieces = list(client.chat.completions.create(model="policy", messages=messages, stream=True))
         text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
         if text == goal:
             return 1.0
@@ -55,9 +44,7 @@ def guess_in_a_thread(base_url: str, key: str, row: dict) -> float:
     return 0.0
 
 
-def call(
-    url: str, path: str, key: str | None, body: object = None, timeout: float = 20
-) -> tuple[int, dict]:
+def call(url: str, path: str, key: str | None, body: object = None, timeout: float = 20) -> tuple[int, dict]:
     """(status, JSON) of a GET, or of a POST with a body: an object, or bytes as they are."""
     where = urlsplit(f"{url}/{path}")
     connection = http.client.HTTPConnection(where.netloc, timeout=timeout)
@@ -72,11 +59,9 @@ def call(
 
 
 def scripted(base_url: str, key: str, row: dict) -> float:
-    """Does what the row's answer says: a list of [number of messages so far that are kept, text]; 0
-    begins anew.
+    """Does what the row's answer says: a list of [number of messages so far that are kept, text]; 0 begins anew.
 
-    Of several texts each is a tool's output. Its reward follows from the number of tokens that were
-    sampled.
+    Of several texts each is a tool's output. Its reward follows from the number of tokens that were sampled.
     """
     messages: list = []
     sampled = 0
@@ -96,9 +81,7 @@ async def bad(base_url: str, key: str, row: dict):
     """Fails as the row's answer says, after a turn."""
 
     async def say(*texts: str, timeout: float = 20, **more) -> int:
-        messages = [
-            {"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)
-        ]
+        messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
         asked = {"messages": messages} | more
         return (await asyncio.to_thread(call, base_url, "chat/completions", key, asked, timeout))[0]
 
@@ -134,9 +117,7 @@ async def bad(base_url: str, key: str, row: dict):
                 await say("L", timeout=0.5)
             except TimeoutError:
                 return 0.5
-        case (
-            "patient"
-        ):  # a tool that takes longer than servers commonly keep a connection that is idle
+        case "patient":  # a tool that takes longer than servers commonly keep a connection that is idle
             where = urlsplit(base_url)
             connection = http.client.HTTPConnection(where.netloc, timeout=20)
             for pause in (6, 0):
@@ -145,20 +126,11 @@ async def bad(base_url: str, key: str, row: dict):
                 await asyncio.sleep(pause)
             return 1.0
         case "statuses":
-            bodies = [
-                {"messages": 5},
-                {"messages": []},
-                {"n": 2},
-                {"tool_choice": "required"},
-                {"tools": [{}]},
-            ]
+            bodies = [{"messages": 5}, {"messages": []}, {"n": 2}, {"tool_choice": "required"}, {"tools": [{}]}]
             found = [await say("?", **body) for body in bodies]
             plain, other = base_url.replace(f"/e/{key}", ""), base_url.replace(key, "x" * 32)
             found.append(call(base_url, "chat/completions", key, b"{")[0])
-            found += [
-                call(url, "models", it)[0]
-                for url, it in ((other, key), (plain, key), (base_url, None))
-            ]
+            found += [call(url, "models", it)[0] for url, it in ((other, key), (plain, key), (base_url, None))]
             found.append(call(plain, "models", None)[0])
             return {"reward": 0.0, "info": json.dumps(found)}
     return 0.25

@@ -29,8 +29,7 @@ def as_published(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
             found[stored] = tensor
     for layer, kinds in experts.items():
         gate, up, down = (
-            [kinds[f"{kind}_proj"][n] for n in range(len(kinds["up_proj"]))]
-            for kind in ("gate", "up", "down")
+            [kinds[f"{kind}_proj"][n] for n in range(len(kinds["up_proj"]))] for kind in ("gate", "up", "down")
         )
         both = [torch.cat(pair) for pair in zip(gate, up, strict=True)]
         found[layer + ".experts.gate_up_proj"] = torch.stack(both)

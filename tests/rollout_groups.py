@@ -1,5 +1,4 @@
-"""Groups whose rollouts have one to five samples, and the same ones with a single sample for each
-rollout."""
+"""Groups whose rollouts have one to five samples, and the same ones with a single sample for each rollout."""
 
 from dataclasses import replace
 
@@ -12,8 +11,7 @@ GRADERS = {"fine": 1.0, "even": -0.5}  # of the outcomes' parts, with their weig
 
 
 def split_groups() -> list[RolloutGroup]:
-    """Rollouts of 1 to 5 samples, some with a context of their own, some partly off the loss mask;
-    one has no score."""
+    """Rollouts of 1 to 5 samples, some with a context of their own, some partly off the loss mask; one has no score."""
     chance = np.random.default_rng(7)
     made = []
     for g in range(NUM_GROUPS):
@@ -46,27 +44,16 @@ def split_groups() -> list[RolloutGroup]:
 
 
 def joined(group: RolloutGroup) -> RolloutGroup:
-    """One sample for each rollout: the same tokens in the same order, contexts off the loss
-    mask."""
+    """One sample for each rollout: the same tokens in the same order, contexts off the loss mask."""
     samples = []
     for number, parts in enumerate(group.rollouts):
-        pieces = [
-            np.concatenate([s.prompt_ids, s.token_ids]) if n else s.token_ids
-            for n, s in enumerate(parts)
-        ]
+        pieces = [np.concatenate([s.prompt_ids, s.token_ids]) if n else s.token_ids for n, s in enumerate(parts)]
         before = [len(p) - len(s.token_ids) for p, s in zip(pieces, parts, strict=True)]
         zeros = [np.zeros(n) for n in before]
         masks = [np.concatenate([z > 0, s.loss_mask]) for z, s in zip(zeros, parts, strict=True)]
         logprobs = [np.concatenate([z, s.logprobs]) for z, s in zip(zeros, parts, strict=True)]
         reason = "length" if any(s.finish_reason == "length" for s in parts) else "stop"
-        whole = (
-            np.concatenate(pieces),
-            np.concatenate(logprobs),
-            reason,
-            0,
-            "",
-            np.concatenate(masks),
-        )
+        whole = (np.concatenate(pieces), np.concatenate(logprobs), reason, 0, "", np.concatenate(masks))
         samples.append(Sample(number, *whole))
     last = [len(s.token_ids) - 1 for s in samples]  # the reward of a token was that of the last one
     outcomes = [replace(o, token_rewards=((last[n], 0.25),)) for n, o in enumerate(group.outcomes)]

@@ -30,24 +30,12 @@ COUNT = re.compile(r"(\d+) (failed|passed|skipped|deselected|xfailed|xpassed|war
 # Tests of e2e by what they start; those that are not named share one undisturbed `megagrpo run`.
 E2E = {
     # one service, and two engines
-    "e2e-engines": (
-        "engines",
-        "gateway",
-        "service",
-        "service_failures",
-        "tools",
-    ),
+    "e2e-engines": ("engines", "gateway", "service", "service_failures", "tools"),
     "e2e-faults": ("clone_names", "restart", "run_failures", "soak"),  # runs of their own
-    "e2e-weights": (
-        "exchange",
-        "fp8_engine",
-        "transports",
-        "vision_publish",
-    ),  # engines without a service
+    "e2e-weights": ("exchange", "fp8_engine", "transports", "vision_publish"),  # engines without a service
 }
-# Other processors round in another order. These repeat the tests that compare numbers: unit tests
-# in each, and files of ranks pairwise, each with what rests on that library most; without `-m "not
-# slow"` all of DIST_NUMERIC in each.
+# Other processors round in another order. These repeat the tests that compare numbers: unit tests in each, and files of
+# ranks pairwise, each with what rests on that library most; without `-m "not slow"` all of DIST_NUMERIC in each.
 ARITHMETIC = {
     "arithmetic-default": {
         "ATEN_CPU_CAPABILITY": "default",  # no vector instructions in torch's own kernels
@@ -90,18 +78,11 @@ def parts_alone() -> dict[str, list[str]]:
 
 def parts_of_arithmetic(full: bool) -> dict[str, list[str]]:
     """What pytest is given for each repetition under ARITHMETIC."""
-    unit = [
-        str(path)
-        for name in UNIT_NUMERIC
-        for path in sorted((TESTS / "unit").glob(f"test_{name}.py"))
-    ]
+    unit = [str(path) for name in UNIT_NUMERIC for path in sorted((TESTS / "unit").glob(f"test_{name}.py"))]
     parts = {}
     for part in ARITHMETIC:
         ranks = ["arithmetic", *(name for name, own in DIST_NUMERIC.items() if full or part == own)]
-        files = [
-            str(TESTS / "dist" / f"test_{name}.py") + ("" if full else SHORT.get(name, ""))
-            for name in ranks
-        ]
+        files = [str(TESTS / "dist" / f"test_{name}.py") + ("" if full else SHORT.get(name, "")) for name in ranks]
         parts[part] = [*unit, *files]
     return parts
 
@@ -109,14 +90,9 @@ def parts_of_arithmetic(full: bool) -> dict[str, list[str]]:
 def parts_together(full: bool) -> dict[str, list[str]]:
     """What pytest is given for each of the others, the longest first; full: files of ranks on the
     pretended device too."""
-    e2e = {
-        part: [str(TESTS / "e2e" / f"test_{name}.py") for name in names]
-        for part, names in E2E.items()
-    }
+    e2e = {part: [str(TESTS / "e2e" / f"test_{name}.py") for name in names] for part, names in E2E.items()}
     named = {path for paths in e2e.values() for path in paths}
-    e2e["e2e-runs"] = [
-        path for path in map(str, sorted((TESTS / "e2e").glob("test_*.py"))) if path not in named
-    ]
+    e2e["e2e-runs"] = [path for path in map(str, sorted((TESTS / "e2e").glob("test_*.py"))) if path not in named]
     folders = {name: [str(TESTS / name)] for name in ("dist", "cluster", "gpu", "hostcuda")}
     if not full:  # those repeat it, and nothing else of its file
         again = [f"{TESTS}/dist/test_{name}.py{test}" for name, test in SHORT.items()]
@@ -141,10 +117,7 @@ class Part:
         streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*command, *options],
-                stdout=log,
-                env=os.environ | ARITHMETIC.get(name, {}),
-                **streams,
+                [*command, *options], stdout=log, env=os.environ | ARITHMETIC.get(name, {}), **streams
             )
 
     def progress(self) -> str:
@@ -181,9 +154,7 @@ def seconds_by_file(report: Path) -> Counter[str]:
     return found
 
 
-def run(
-    parts: dict[str, list[str]], at_once: int, arguments: list[str], logs: Path
-) -> dict[str, Ended]:
+def run(parts: dict[str, list[str]], at_once: int, arguments: list[str], logs: Path) -> dict[str, Ended]:
     """Runs the parts, some at once; returns how each ended."""
     waiting = list(parts)
     running: list[Part] = []
@@ -236,20 +207,13 @@ def seconds_table(results: dict[str, Ended]) -> str:
 
 @contextmanager
 def runs_of_a_user() -> Iterator[None]:
-    """Run folders of both laptop examples inside the block, with contents that break a test that
-    reads them.
+    """Run folders of both laptop examples inside the block, with contents that break a test that reads them.
 
-    A user who has run the quickstart has such folders; unit tests must not depend on them. Existing
-    ones stay.
+    A user who has run the quickstart has such folders; unit tests must not depend on them. Existing ones stay.
     """
     runs = TESTS.parent / "runs"
     made = [runs / name for name in ("quickstart", "smollm2") if not (runs / name).exists()]
-    files = (
-        "model/config.json",
-        "random/config.json",
-        "pretrained/config.json",
-        "data/train.jsonl",
-    )
+    files = ("model/config.json", "random/config.json", "pretrained/config.json", "data/train.jsonl")
     try:
         for path in (folder / name for folder in made for name in files):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -272,9 +236,7 @@ def main(arguments: list[str]) -> int:
         together = parts_together(full) | parts_of_arithmetic(full)
         results |= run(together, SIDE_BY_SIDE, arguments, Path(logs))
     failed = [
-        f"{name} (exit status {ended.status})"
-        for name, ended in results.items()
-        if ended.status not in (0, NO_TESTS)
+        f"{name} (exit status {ended.status})" for name, ended in results.items() if ended.status not in (0, NO_TESTS)
     ]
     for name, ended in results.items():
         print(f"[test] {name}: {ended.counts.strip('= ') or 'ended without a count'}")
@@ -283,11 +245,7 @@ def main(arguments: list[str]) -> int:
         RECORD.write_text(table)
     if failed:
         print(f"[test] FAILED: {', '.join(failed)}")
-    print(
-        total([ended.counts for ended in results.values()], time.monotonic() - started).center(
-            100, "="
-        )
-    )
+    print(total([ended.counts for ended in results.values()], time.monotonic() - started).center(100, "="))
     return int(bool(failed))
 
 

@@ -1,5 +1,4 @@
-"""Sampling against a service, fake or real: a grader, an experiment, a source of groups, and the
-steps of a loop."""
+"""Sampling against a service, fake or real: a grader, an experiment, a source of groups, and the steps of a loop."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -43,9 +42,7 @@ class Grader:
         self.on_submit()
         return _done(Outcome("score", float(self._score(text))))
 
-    def submit_group(
-        self, prompt: Prompt, texts: Sequence[str], outcomes: Sequence[Outcome]
-    ) -> Future:
+    def submit_group(self, prompt: Prompt, texts: Sequence[str], outcomes: Sequence[Outcome]) -> Future:
         return _done([Outcome("score", -outcome.value) for outcome in outcomes])
 
 
@@ -59,9 +56,7 @@ def experiment(**sections) -> ExperimentConfig:
     """Two prompts of two responses a step, short time limits; each section is added to these."""
     base = {"train": {"group_size": 2, "num_prompts_per_step": 2, "num_steps": 6}}
     base |= {"rollout": {"request_timeout_s": 20.0, "step_timeout_s": 20.0}}
-    return experiments.experiment(
-        **base | {name: base.get(name, {}) | section for name, section in sections.items()}
-    )
+    return experiments.experiment(**base | {name: base.get(name, {}) | section for name, section in sections.items()})
 
 
 def prompt_set(number: int = 20) -> PromptSet:
@@ -92,12 +87,7 @@ def source_of(
 
 
 def plan(
-    source: RolloutSource,
-    step: int,
-    prompts: Sequence[Prompt],
-    version: int,
-    first_id: int = 0,
-    ahead: bool = False,
+    source: RolloutSource, step: int, prompts: Sequence[Prompt], version: int, first_id: int = 0, ahead: bool = False
 ) -> BatchPlan:
     """A training batch of these prompts."""
     job = SamplingJob.training(source.batches.config, step, version, ahead=ahead)
@@ -105,12 +95,9 @@ def plan(
 
 
 def finished(
-    source: RolloutSource,
-    planned: BatchPlan,
-    publish: Callable[[int, list[str]], object] | None = None,
+    source: RolloutSource, planned: BatchPlan, publish: Callable[[int, list[str]], object] | None = None
 ) -> list[RolloutGroup]:
-    """This rank's groups of a batch. publish: to engines that came back; else they are called
-    ready."""
+    """This rank's groups of a batch. publish: to engines that came back; else they are called ready."""
     version = planned.job.version
     publish = publish or (lambda version, ids: source._control.mark_ready(ids[0], 1, version))
     batch = source.begin(planned)
@@ -127,11 +114,7 @@ def sampled(
 
 
 def evaluated(
-    source: RolloutSource,
-    prompts: Sequence[Prompt],
-    version: int,
-    params: SamplingParams,
-    num_samples: int,
+    source: RolloutSource, prompts: Sequence[Prompt], version: int, params: SamplingParams, num_samples: int
 ) -> list[RolloutGroup]:
     """This rank's groups of an evaluation."""
     job = SamplingJob("evaluate", 0, version, params, num_samples)
@@ -145,9 +128,7 @@ def playing(config: ExperimentConfig, tokenizer, service: FakeService) -> Iterat
     with (
         closing(make_answering(config, tokenizer)) as answering,
         running(service),
-        closing(
-            source_of(service.control, config, Grader(), decode, answering=answering)
-        ) as source,
+        closing(source_of(service.control, config, Grader(), decode, answering=answering)) as source,
     ):
         yield source
 

@@ -1,8 +1,6 @@
-"""Why a test may skip. A skip for any other reason fails the session: a test that nobody runs
-proves nothing.
+"""Why a test may skip. A skip for any other reason fails the session: a test that nobody runs proves nothing.
 
-`launch/test.sh` leaves out tests marked slow (--full runs them); everything else runs in a fresh
-clone, but for these.
+`launch/test.sh` leaves out tests marked slow (--full runs them); everything else runs in a fresh clone, but for these.
 """
 
 import re

@@ -1,5 +1,4 @@
-"""Agent programs of test_gateway.py: the game of games.Sums over plain openai, and one whose
-history is a tree."""
+"""Agent programs of test_gateway.py: the game of games.Sums over plain openai, and one whose history is a tree."""
 
 from openai import AsyncOpenAI, BadRequestError
 
@@ -7,15 +6,12 @@ from tests.games import Sums
 
 
 async def sums(base_url: str, key: str, row: dict) -> dict:
-    """Plays games.Sums; its rewards so far count when a limit is met, as those of an environment
-    do."""
+    """Plays games.Sums; its rewards so far count when a limit is met, as those of an environment do."""
     game, rewards, messages, done = Sums(row, row["seed"]), [], list(row["messages"]), False
     async with AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
         while not done:
             try:
-                answer = (
-                    await client.chat.completions.create(model="policy", messages=messages)
-                ).choices[0]
+                answer = (await client.chat.completions.create(model="policy", messages=messages)).choices[0]
             except BadRequestError:
                 break
             if answer.finish_reason == "length":
@@ -27,8 +23,7 @@ async def sums(base_url: str, key: str, row: dict) -> dict:
 
 
 async def branches(base_url: str, key: str, row: dict) -> dict:
-    """Two turns, the second one twice, and a summary that begins anew. Its note is the number of
-    sampled tokens."""
+    """Two turns, the second one twice, and a summary that begins anew. Its note is the number of sampled tokens."""
     first, sampled = list(row["messages"]), 0
     async with AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
 

@@ -1,8 +1,6 @@
-"""Random vision-language models of 300,000 parameters with tokenizer and processor, as published
-folders are.
+"""Random vision-language models of 300,000 parameters with tokenizer and processor, as published folders are.
 
-A character of text is a token, and an image of 56 x 56 (Qwen2.5-VL) or 64 x 64 (Qwen3-VL) pixels is
-4.
+A character of text is a token, and an image of 56 x 56 (Qwen2.5-VL) or 64 x 64 (Qwen3-VL) pixels is 4.
 """
 
 import json
@@ -23,9 +21,7 @@ SPECIAL = (
     "<pad>", "<bos>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>",
     "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
-CHARACTERS = (
-    "\n !\"'(),-./0123456789:;<=>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]_abcdefghijklmnopqrstuvwxyz{}"
-)
+CHARACTERS = "\n !\"'(),-./0123456789:;<=>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]_abcdefghijklmnopqrstuvwxyz{}"
 VOCABULARY = {token: number for number, token in enumerate((*SPECIAL, *CHARACTERS))}
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -52,9 +48,7 @@ TOWER = {
 CLASSES = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"}
 
 
-def make_tiny_vlm(
-    folder: Path, family: str = "qwen2_5_vl", seed: int = 0, tied: bool = False, layers: int = 4
-) -> Path:
+def make_tiny_vlm(folder: Path, family: str = "qwen2_5_vl", seed: int = 0, tied: bool = False, layers: int = 4) -> Path:
     """A float32 model of one of FAMILIES, its fused experts in the published layout."""
     ids = {f"{name}_token_id": VOCABULARY[f"<|{name}|>"] for name in ("vision_start", "vision_end")}
     ids |= {f"{name}_token_id": VOCABULARY[f"<|{name}_pad|>"] for name in ("image", "video")}
@@ -86,31 +80,15 @@ def _text(family: str, tied: bool) -> dict[str, object]:
     if family == "qwen2_5_vl":
         rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6}
         return {**TEXT, "rope_parameters": rope, "tie_word_embeddings": tied}
-    rope = {
-        "rope_type": "default",
-        "mrope_section": [4, 2, 2],
-        "mrope_interleaved": True,
-        "rope_theta": 5e6,
-    }
+    rope = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True, "rope_theta": 5e6}
     experts = EXPERTS if family == "qwen3_vl_moe" else {}
     return {**TEXT, **experts, "head_dim": 16, "rope_parameters": rope, "tie_word_embeddings": tied}
 
 
 def _tower(family: str) -> dict[str, object]:
     if family == "qwen2_5_vl":
-        return {
-            **TOWER,
-            "patch_size": 14,
-            "window_size": 56,
-            "fullatt_block_indexes": [1, 3],
-            "tokens_per_second": 2,
-        }
-    return {
-        **TOWER,
-        "patch_size": 16,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0, 1, 2],
-    }
+        return {**TOWER, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1, 3], "tokens_per_second": 2}
+    return {**TOWER, "patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1, 2]}
 
 
 def _publish_experts(path: Path) -> None:
@@ -142,9 +120,7 @@ def _write_processor(folder: Path, family: str) -> None:
     tokenizer, patch = make_tokenizer(), 14 if family == "qwen2_5_vl" else 16
     # an image has 4 to 64 tokens of (2 patch)^2 pixels
     sizes = {"min_pixels": 4 * (2 * patch) ** 2, "max_pixels": 64 * (2 * patch) ** 2}
-    image = transformers.Qwen2VLImageProcessor(
-        patch_size=patch, merge_size=2, temporal_patch_size=2, **sizes
-    )
+    image = transformers.Qwen2VLImageProcessor(patch_size=patch, merge_size=2, temporal_patch_size=2, **sizes)
     prefix, video = ("Qwen2_5_VL", "Qwen2VL") if family == "qwen2_5_vl" else ("Qwen3VL", "Qwen3VL")
     processor = getattr(transformers, f"{prefix}Processor")(
         image_processor=image,
@@ -154,9 +130,5 @@ def _write_processor(folder: Path, family: str) -> None:
     )
     processor.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    generation = {
-        "bos_token_id": BOS,
-        "eos_token_id": VOCABULARY["<|im_end|>"],
-        "pad_token_id": PAD,
-    }
+    generation = {"bos_token_id": BOS, "eos_token_id": VOCABULARY["<|im_end|>"], "pad_token_id": PAD}
     (folder / "generation_config.json").write_text(json.dumps(generation))

@@ -1,5 +1,4 @@
-"""An agent program over plain HTTP whose rollouts are trees: it goes on, forks and begins anew from
-a summary."""
+"""An agent program over plain HTTP whose rollouts are trees: it goes on, forks and begins anew from a summary."""
 
 import json
 import os
@@ -10,13 +9,10 @@ from pathlib import Path
 
 
 def tree(base_url: str, key: str, row: dict, marks: str = "", pause_s: float = 0.0) -> dict:
-    """Two turns, the second one twice, a third after the fork, and a summary. Its note: the number
-    of sampled tokens.
+    """Two turns, the second one twice, a third after the fork, and a summary. Its note: the number of sampled tokens.
 
-    Its reward, the share of small digits in all answers, is what a random model gets in part;
-    limits end it early.
-    marks: a file that gets a line before the third turn, its process. pause_s: before each turn
-    after the first.
+    Its reward, the share of small digits in all answers, is what a random model gets in part; limits end it early.
+    marks: a file that gets a line before the third turn, its process. pause_s: before each turn after the first.
     """
     texts, sampled = [], 0
 
@@ -26,10 +22,7 @@ def tree(base_url: str, key: str, row: dict, marks: str = "", pause_s: float = 0
         if marks and len(texts) == 2:
             with Path(marks).open("a") as file:
                 file.write(f"{os.getpid()}\n")
-        data, headers = (
-            json.dumps({"messages": messages}).encode(),
-            {"Content-Type": "application/json"},
-        )
+        data, headers = (json.dumps({"messages": messages}).encode(), {"Content-Type": "application/json"})
         request = urllib.request.Request(f"{base_url}/chat/completions", data, headers)
         with urllib.request.urlopen(request, timeout=400) as answer:
             found = json.load(answer)

@@ -17,16 +17,10 @@ SERVICE = "serve"  # by whose end no run ends
 
 
 class HostRun:
-    """`megagrpo` commands of one experiment, each on its host, by name; also a context manager that
-    ends them."""
+    """`megagrpo` commands of one experiment, each on its host, by name; also a context manager that ends them."""
 
     def __init__(self, hosts: Hosts, config: Path, token: dict[str, str]):
-        self.folder, self.hosts, self.config, self._token = (
-            config.with_suffix(""),
-            hosts,
-            config,
-            token,
-        )
+        self.folder, self.hosts, self.config, self._token = (config.with_suffix(""), hosts, config, token)
         self._children: dict[str, subprocess.Popen] = {}
 
     def start(self, name: str, number: int, words: list[str]) -> None:
@@ -76,10 +70,7 @@ class HostRun:
 
     def end(self) -> str:
         """The last lines of every log."""
-        logs = [
-            *self.folder.parent.glob(f"{self.folder.name}-*.log"),
-            *self.folder.glob("logs/*.log"),
-        ]
+        logs = [*self.folder.parent.glob(f"{self.folder.name}-*.log"), *self.folder.glob("logs/*.log")]
         return "\n".join(f"== {log}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
 
     def __enter__(self) -> "HostRun":

@@ -1,8 +1,6 @@
-"""Test hosts on this machine: network namespaces with an address of their own on one bridge, and
-links that can be cut.
+"""Test hosts on this machine: network namespaces with an address of their own on one bridge, and links that can be cut.
 
-They share the file system and the processors; names resolve through a hosts file of each. Needs
-root and iproute2.
+They share the file system and the processors; names resolve through a hosts file of each. Needs root and iproute2.
 """
 
 import os
@@ -30,8 +28,7 @@ def _ip(*words: str) -> None:
 
 
 class Hosts:
-    """host1 ... hostN at `address(1)` ... `address(N)`; a context manager. The interface is eth0 on
-    each."""
+    """host1 ... hostN at `address(1)` ... `address(N)`; a context manager. The interface is eth0 on each."""
 
     def __init__(self, count: int):
         self.count, self._tag = count, f"mg{os.getpid() % 10_000}"
@@ -59,22 +56,10 @@ class Hosts:
             folder.mkdir(parents=True)
             own = f"127.0.0.1 localhost\n127.0.1.1 host{i}\n"  # as Debian and cloud images write it
             (folder / "hosts").write_text(own + names)
-            # Names come from that file alone: else every reverse look-up waits 10 s for a name
-            # server out of reach.
+            # Names come from that file alone: else every reverse look-up waits 10 s for a name server out of reach.
             (folder / "nsswitch.conf").write_text("hosts: files\n")
             _ip("netns", "add", namespace)
-            _ip(
-                "link",
-                "add",
-                self._link(i),
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "eth0",
-                "netns",
-                namespace,
-            )
+            _ip("link", "add", self._link(i), "type", "veth", "peer", "name", "eth0", "netns", namespace)
             _ip("link", "set", self._link(i), "master", self._bridge, "up")
             _ip("-n", namespace, "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
@@ -88,9 +73,8 @@ class Hosts:
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True)
 
     def command(self, number: int, command: list[str]) -> list[str]:
-        """The same command, run on that host under its name, with shared memory of its own: SGLang
-        takes processes that share some for processes of one machine, which talk over loopback.
-        """
+        """The same command, run on that host under its name, with shared memory of its own: SGLang takes processes that
+        share some for processes of one machine, which talk over loopback."""
         script = 'hostname "$0"; mount -t tmpfs shm /dev/shm; exec "$@"'
         rename = ["unshare", "--uts", "sh", "-c", script, f"host{number}"]
         return ["ip", "netns", "exec", self._namespace(number), *rename, *command]

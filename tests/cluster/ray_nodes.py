@@ -1,5 +1,4 @@
-"""Ray nodes as a cluster's hosts would run them: `ray start --block` on each, and how one is
-lost."""
+"""Ray nodes as a cluster's hosts would run them: `ray start --block` on each, and how one is lost."""
 
 import os
 import secrets
@@ -18,27 +17,18 @@ from megagrpo.system.processes import spawn, stop_tree
 
 _START_S = 300.0
 # The head pings its nodes every second; three pings without an answer in two seconds are a death.
-_CHECKS = {
-    "initial_delay_ms": "1000",
-    "period_ms": "1000",
-    "timeout_ms": "2000",
-    "failure_threshold": "3",
-}
+_CHECKS = {"initial_delay_ms": "1000", "period_ms": "1000", "timeout_ms": "2000", "failure_threshold": "3"}
 _HEALTH = {f"RAY_health_check_{name}": value for name, value in _CHECKS.items()}
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_worker_niceness": "0"}
 
 
 class RayNodes:
-    """A head and workers, each with one slot for a node of an engine; a context manager that ends
-    them all.
+    """A head and workers, each with one slot for a node of an engine; a context manager that ends them all.
 
-    `wrap(number, command)` makes the command run on host `number`; by default this one, where
-    `folder` must be short.
+    `wrap(number, command)` makes the command run on host `number`; by default this one, where `folder` must be short.
     """
 
-    def __init__(
-        self, folder: Path, wrap=lambda number, command: command, host=lambda number: "127.0.0.1"
-    ):
+    def __init__(self, folder: Path, wrap=lambda number, command: command, host=lambda number: "127.0.0.1"):
         self._folder, self._wrap, self._host = folder, wrap, host
         self._nodes: dict[int, Popen] = {}
         self.address = ""
@@ -62,19 +52,8 @@ class RayNodes:
                 probe.bind(("", 0))
                 port = probe.getsockname()[1]
             self.address = f"{host}:{port}"
-            role = [
-                "--head",
-                f"--port={port}",
-                "--include-dashboard=false",
-                f"--temp-dir={self._folder}/ray",
-            ]
-        command = [
-            str(Path(sys.executable).with_name("ray")),
-            "start",
-            *role,
-            f"--node-ip-address={host}",
-            "--block",
-        ]
+            role = ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={self._folder}/ray"]
+        command = [str(Path(sys.executable).with_name("ray")), "start", *role, f"--node-ip-address={host}", "--block"]
         command += [f"--num-cpus={slots}", "--num-gpus=0", f"--object-store-memory={80 * 2**20}"]
         command.append("--disable-usage-stats")
         log = self._folder / f"ray-{number}-{time.monotonic():.0f}.log"
@@ -90,10 +69,7 @@ class RayNodes:
         """Of everything that runs on this node."""
         node = self._nodes[number]
         with suppress(psutil.NoSuchProcess):  # it ended by itself
-            return {
-                node.pid,
-                *(process.pid for process in psutil.Process(node.pid).children(recursive=True)),
-            }
+            return {node.pid, *(process.pid for process in psutil.Process(node.pid).children(recursive=True))}
         return set()
 
     def kill(self, number: int) -> None:

@@ -1,9 +1,8 @@
-"""A real Slurm cluster on this machine: munged, slurmctld and one slurmd for each pretended node,
-in a private folder.
+"""A real Slurm cluster on this machine: munged, slurmctld and one slurmd for each pretended node, in a private folder.
 
-Every node has an address of its own (127.0.0.2, 127.0.0.3, ...) and a name that does not resolve,
-as on clusters without DNS. It needs no systemd, cgroups or database; every daemon is a child of
-this process and is ended by its process id.
+Every node has an address of its own (127.0.0.2, 127.0.0.3, ...) and a name that does not resolve, as on clusters
+without DNS. It needs no systemd, cgroups or database; every daemon is a child of this process and is ended by its
+process id.
 """
 
 import re
@@ -77,22 +76,15 @@ def why_not() -> str | None:
 
 
 class SlurmCluster:
-    """`with SlurmCluster() as slurm: job = slurm.submit(...); slurm.wait(job)`. Nothing of it is
-    left afterwards."""
+    """`with SlurmCluster() as slurm: job = slurm.submit(...); slurm.wait(job)`. Nothing of it is left afterwards."""
 
-    def __init__(
-        self, num_nodes: int = 4, cpus_per_node: int = 4, user_signal_at_preemption: bool = True
-    ):
+    def __init__(self, num_nodes: int = 4, cpus_per_node: int = 4, user_signal_at_preemption: bool = True):
         self.nodes = [f"node{i + 1}" for i in range(num_nodes)]
-        self.root = Path(
-            tempfile.mkdtemp(prefix="slurm-")
-        )  # short: munge's socket path ends at 107 characters
+        self.root = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: munge's socket path ends at 107 characters
         self.root.chmod(0o755)  # munge refuses a socket that not everybody may reach
         self.env = child_environment({"SLURM_CONF": str(self.root / "slurm.conf")})
         self._cpus = cpus_per_node
-        self._parameters = (
-            "preempt_send_user_signal" if user_signal_at_preemption else "enable_configless"
-        )
+        self._parameters = "preempt_send_user_signal" if user_signal_at_preemption else "enable_configless"
         self._daemons: list[subprocess.Popen] = []
         self._slurmd: dict[str, subprocess.Popen] = {}
 
@@ -111,10 +103,7 @@ class SlurmCluster:
                 (self.root / f"spool-{node}").mkdir()
                 self.start_node(node)
             idle = [str(len(self.nodes)), "idle"]
-            self._until(
-                lambda: self.run("sinfo", "-h", "-p", "main", "-o", "%D %t").split() == idle,
-                "the nodes",
-            )
+            self._until(lambda: self.run("sinfo", "-h", "-p", "main", "-o", "%D %t").split() == idle, "the nodes")
             return self
         except BaseException:
             self.__exit__()
@@ -142,8 +131,7 @@ class SlurmCluster:
         self._slurmd[node] = self._start("slurmd", "-D", "-N", node, log=f"slurmd-{node}")
 
     def lose_node(self, node: str) -> None:
-        """SIGKILL its daemon and all that ever started there, at once, as when its power is
-        gone."""
+        """SIGKILL its daemon and all that ever started there, at once, as when its power is gone."""
         self._daemons.remove(daemon := self._slurmd.pop(node))
         daemon.send_signal(signal.SIGSTOP)  # reports no end of a step
         for process in psutil.process_iter():
@@ -164,13 +152,10 @@ class SlurmCluster:
         return dict(re.findall(r"(\w[\w:/]*)=(\S*)", shown))
 
     def wait(self, job: int, *states: str, timeout_s: float = 300.0) -> str:
-        """Waits until the job is in one of `states` (default: ended, not to be run again); returns
-        the state."""
+        """Waits until the job is in one of `states` (default: ended, not to be run again); returns the state."""
         wanted, deadline = set(states) or ENDED, time.monotonic() + timeout_s
         while (state := self.job(job)["JobState"]) not in wanted:
-            assert time.monotonic() < deadline, (
-                f"job {job} is {state} after {timeout_s:.0f} s, not {sorted(wanted)}"
-            )
+            assert time.monotonic() < deadline, f"job {job} is {state} after {timeout_s:.0f} s, not {sorted(wanted)}"
             time.sleep(0.3)
         return state
 
@@ -184,24 +169,16 @@ class SlurmCluster:
         deadline = time.monotonic() + _START_S
         while not ready():
             dead = [str(daemon.args) for daemon in self._daemons if daemon.poll() is not None]
-            logs = "\n".join(
-                path.read_text(errors="replace")[-1500:] for path in self.root.glob("*.log")
-            )
-            assert not dead and time.monotonic() < deadline, (
-                f"waiting for {what}; ended: {dead}\n{logs}"
-            )
+            logs = "\n".join(path.read_text(errors="replace")[-1500:] for path in self.root.glob("*.log"))
+            assert not dead and time.monotonic() < deadline, f"waiting for {what}; ended: {dead}\n{logs}"
             time.sleep(0.1)
 
     def _write_configuration(self) -> None:
         host, ports = socket.gethostname().partition(".")[0], _free_ports(len(self.nodes) + 1)
         line = "NodeName={} NodeHostname={} NodeAddr=127.0.0.{} Port={} CPUs={} State=UNKNOWN"
         numbered = enumerate(zip(self.nodes, ports[1:], strict=True), start=2)
-        nodes = "\n".join(
-            line.format(node, host, i, port, self._cpus) for i, (node, port) in numbered
-        )
-        text = _CONF.format(
-            host=host, port=ports[0], root=self.root, parameters=self._parameters, nodes=nodes
-        )
+        nodes = "\n".join(line.format(node, host, i, port, self._cpus) for i, (node, port) in numbered)
+        text = _CONF.format(host=host, port=ports[0], root=self.root, parameters=self._parameters, nodes=nodes)
         (self.root / "slurm.conf").write_text(text)
         # Named, since its choice by itself fails where /sys/fs/cgroup is not mounted.
         (self.root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")

@@ -1,8 +1,6 @@
-"""Engines on the trainers' hosts: two network namespaces with two ranks each, an engine inside one
-or over both.
+"""Engines on the trainers' hosts: two network namespaces with two ranks each, an engine inside one or over both.
 
-Whatever is killed in whatever phase, the run ends as one of the same layout whose engine has a
-place of its own.
+Whatever is killed in whatever phase, the run ends as one of the same layout whose engine has a place of its own.
 """
 
 import time
@@ -13,15 +11,7 @@ import psutil
 import pytest
 from host_run import HostRun
 from netns_hosts import NEEDED, Hosts, available
-from run_megagrpo import (
-    assert_agrees,
-    assert_same_run,
-    engine,
-    metrics,
-    prepared,
-    run_experiment,
-    write_experiment,
-)
+from run_megagrpo import assert_agrees, assert_same_run, engine, metrics, prepared, run_experiment, write_experiment
 
 from tests.experiments import until
 
@@ -30,15 +20,10 @@ pytestmark = [
     pytest.mark.timeout(2400),
     pytest.mark.verifies(
         "runs",
-        "colocated engines over two hosts: same bits, also killed in [four "
-        "phases](faults.md#colocated-over-two-hosts)",
+        "colocated engines over two hosts: same bits, also killed in [four phases](faults.md#colocated-over-two-hosts)",
     ),
 ]
-PARALLEL = {
-    "tp": 2,
-    "pp": 2,
-    "ep": 1,
-}  # a stage on each host: half of the weights lie on the other one
+PARALLEL = {"tp": 2, "pp": 2, "ep": 1}  # a stage on each host: half of the weights lie on the other one
 ACTOR = {"world_size": 4, "parallel": PARALLEL, "device": "cpu", "max_restarts": 20}
 ROLLOUT = {"deterministic": True, "tp": 2, "start_timeout_s": 600, "max_restarts": 20}
 PHASES = ("asleep", "waking", "publishing", "sampling")
@@ -59,11 +44,9 @@ class ColocatedRun(HostRun):
         self.start(f"host{number}", number, words)
 
     def in_phase(self, phase: str, find: Callable[[], Callable[[], None]]) -> str:
-        """Does what `find` returns once engine-0 is in the phase; returns its state then, as the
-        service says it.
+        """Does what `find` returns once engine-0 is in the phase; returns its state then, as the service says it.
 
-        In the order of a step: sampling, asleep, waking, publishing. `find` runs before the moment
-        comes.
+        In the order of a step: sampling, asleep, waking, publishing. `find` runs before the moment comes.
         """
         state = lambda: (engine(self.folder) or {}).get("state", "")  # noqa: E731
         self.wait_for(lambda: state() == "ready", "an engine that samples")
@@ -71,9 +54,7 @@ class ColocatedRun(HostRun):
             self.wait_for(lambda: state() == "asleep", "an engine asleep", poll_s=0.002)
         act, seen = find(), state()
         if phase in ("waking", "publishing"):
-            seen = self.wait_for(
-                lambda: (now := state()) != "asleep" and now, "an engine that wakes", poll_s=0.002
-            )
+            seen = self.wait_for(lambda: (now := state()) != "asleep" and now, "an engine that wakes", poll_s=0.002)
         if phase == "publishing":
             time.sleep(0.05)
         act()
@@ -86,14 +67,11 @@ def experiments(tmp_path_factory) -> Path:
 
 
 def apart(experiments: Path, num_steps: int, **sections) -> Path:
-    """The folder of the same run on this machine, whose engine gets its weights over process
-    groups."""
+    """The folder of the same run on this machine, whose engine gets its weights over process groups."""
     folder = experiments / f"apart-{num_steps}"
     if not folder.exists():
         sections = {"train": {"num_steps": num_steps}} | sections
-        run_experiment(
-            folder, 1200, actor=ACTOR, rollout=ROLLOUT, weights={"transport": "reshard"}, **sections
-        )
+        run_experiment(folder, 1200, actor=ACTOR, rollout=ROLLOUT, weights={"transport": "reshard"}, **sections)
     return folder
 
 
@@ -105,10 +83,7 @@ def colocated(folder: Path, num_steps: int, across: int = 2, **sections) -> Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("across", "steps"),
-    [(1, 30), (2, 30)],
-)
+@pytest.mark.parametrize(("across", "steps"), [(1, 30), (2, 30)])
 def test_the_same_bits_as_apart_and_the_same_bytes_between_hosts(experiments, across, steps):
     config = colocated(experiments / f"on-{across}-{steps}", steps, across)
     with Hosts(2) as hosts, ColocatedRun(hosts, config) as run:
@@ -123,8 +98,7 @@ def test_the_same_bits_as_apart_and_the_same_bytes_between_hosts(experiments, ac
 @pytest.mark.slow
 @pytest.mark.parametrize("whose", ["engine", "trainer", "node", "launcher"])
 def test_whoever_is_killed_in_any_phase(experiments, whose):
-    """An engine over both hosts, trainer rank 3, the second host, the first one with the service
-    and the rendezvous."""
+    """An engine over both hosts, trainer rank 3, the second host, the first one with the service and the rendezvous."""
     sections = {"checkpoint": {"every": 1, "keep": 20}}
     reference = apart(experiments, NUM_STEPS, **sections)
     config = colocated(experiments / f"killed-{whose}", NUM_STEPS, **sections)
@@ -137,15 +111,10 @@ def test_whoever_is_killed_in_any_phase(experiments, whose):
         }
         for number, phase in enumerate(PHASES):
             run.wait_for_step(2 * number + 1)
-            print(
-                f"{whose} killed, {phase}: the engine was {run.in_phase(phase, victims[whose])}",
-                flush=True,
-            )
+            print(f"{whose} killed, {phase}: the engine was {run.in_phase(phase, victims[whose])}", flush=True)
             if whose == "launcher":  # the other host ends with a reason
                 until(lambda: run.statuses()[1] is not None, 900, run.end)
-                assert run.statuses()[1] == 1 and "megagrpo: " in run.log("host2").read_text(), (
-                    run.end()
-                )
+                assert run.statuses()[1] == 1 and "megagrpo: " in run.log("host2").read_text(), run.end()
             for host in {"node": (2,), "launcher": (1, 2)}.get(whose, ()):
                 run.start_host(host)
         run.finish()

@@ -1,5 +1,4 @@
-"""Trainers on two hosts and engines on two others, each with an address of its own; links that are
-cut and healed."""
+"""Trainers on two hosts and engines on two others, each with an address of its own; links that are cut and healed."""
 
 import subprocess
 import sys
@@ -11,24 +10,14 @@ import pytest
 from host_run import SERVICE, HostRun
 from netns_hosts import NEEDED, Hosts, available
 from ray_nodes import RayNodes
-from run_megagrpo import (
-    assert_agrees,
-    assert_same_run,
-    prepared,
-    run_experiment,
-    step_after_saved,
-    write_experiment,
-)
+from run_megagrpo import assert_agrees, assert_same_run, prepared, run_experiment, step_after_saved, write_experiment
 
 from megagrpo.cluster.supervise import ALONE, torchrun
 from megagrpo.system.environment import child_environment
 from megagrpo.system.stop_request import ENDED, STOPPED
 from megagrpo.tools.stop import stop
 
-pytestmark = [
-    pytest.mark.skipif(not available(), reason=NEEDED),
-    pytest.mark.timeout(1800),
-]
+pytestmark = [pytest.mark.skipif(not available(), reason=NEEDED), pytest.mark.timeout(1800)]
 TRAINERS, ENGINES = (1, 2), (3, 4)
 CUT_S = 20.0
 PARALLEL = {"tp": 2, "ep": 1}
@@ -36,8 +25,7 @@ ROLLOUT = {"deterministic": True, "num_engines": 2, "host": "eth0", "start_timeo
 
 
 def started(hosts: Hosts, nodes: RayNodes, config: Path) -> HostRun:
-    """Processes as launch/ starts them on every host: Ray and, on the first, `serve` for the
-    engines; torchrun."""
+    """Processes as launch/ starts them on every host: Ray and, on the first, `serve` for the engines; torchrun."""
     run = HostRun(hosts, config, nodes.token)
     for number in ENGINES:
         nodes.start(number)
@@ -50,22 +38,14 @@ def start_trainers(run: HostRun) -> None:
     for number in TRAINERS:
         command = ["train", str(run.config), "--nnodes=2", f"--node-rank={number - 1}"]
         run.start(
-            f"trainer-{number}",
-            number,
-            [*command, f"--master-addr={run.hosts.address(1)}", "--master-port=29500"],
+            f"trainer-{number}", number, [*command, f"--master-addr={run.hosts.address(1)}", "--master-port=29500"]
         )
 
 
 @pytest.fixture
 def hosts():
-    short = TemporaryDirectory(
-        prefix="mgr-", ignore_cleanup_errors=True
-    )  # Unix socket paths end at 107 characters
-    with (
-        short as folder,
-        Hosts(4) as hosts,
-        RayNodes(Path(folder), hosts.command, hosts.address) as nodes,
-    ):
+    short = TemporaryDirectory(prefix="mgr-", ignore_cleanup_errors=True)  # Unix socket paths end at 107 characters
+    with short as folder, Hosts(4) as hosts, RayNodes(Path(folder), hosts.command, hosts.address) as nodes:
         yield hosts, nodes
 
 
@@ -89,22 +69,16 @@ def assert_as_on_one_host(run: HostRun, experiments: Path, num_steps: int) -> No
 
 
 @pytest.mark.verifies(
-    "runs",
-    "trainers on two hosts, engines on two others (network namespaces) compute what one host does",
+    "runs", "trainers on two hosts, engines on two others (network namespaces) compute what one host does"
 )
 @pytest.mark.slow
 def test_four_hosts_compute_what_one_does(hosts, experiments):
-    """Same rewards, losses and gradients in the same bits, though tensors, prompts and weights
-    cross links."""
+    """Same rewards, losses and gradients in the same bits, though tensors, prompts and weights cross links."""
     sections = {"actor": {"parallel": PARALLEL}, "rollout": ROLLOUT, "train": {"num_steps": 2}}
     with started(*hosts, write_experiment(experiments / "four", **sections)) as run:
         run.finish()
     assert_as_on_one_host(run, experiments, 2)
-    served = {
-        line.split("http://")[1].split(":")[0]
-        for line in (run.end()).splitlines()
-        if " is up at " in line
-    }
+    served = {line.split("http://")[1].split(":")[0] for line in (run.end()).splitlines() if " is up at " in line}
     assert served == {hosts[0].address(number) for number in ENGINES}
 
 
@@ -115,9 +89,7 @@ def test_a_link_is_cut_and_healed(hosts, experiments, number):
     """Packets are lost for 20 s without a notice. The run ends as the undisturbed one."""
     steps, folder = 8, experiments / f"cut-{number}"
     actor = {"parallel": PARALLEL, "max_restarts": 3}
-    config = write_experiment(
-        folder, actor=actor, rollout=ROLLOUT, train={"num_steps": steps}, checkpoint={"every": 1}
-    )
+    config = write_experiment(folder, actor=actor, rollout=ROLLOUT, train={"num_steps": steps}, checkpoint={"every": 1})
     with started(*hosts, config) as run:
         run.wait_for_step(2)
         hosts[0].cut(number)
@@ -132,17 +104,10 @@ def test_ctrl_c_on_one_host_and_stop_save_on_both(hosts, experiments):
     """What goes on is the run that nobody stopped; nothing but the stops is saved."""
     steps, folder = 8, experiments / "stopped"
     config = write_experiment(
-        folder,
-        actor={"parallel": PARALLEL},
-        rollout=ROLLOUT,
-        train={"num_steps": steps},
-        checkpoint={"every": 0},
+        folder, actor={"parallel": PARALLEL}, rollout=ROLLOUT, train={"num_steps": steps}, checkpoint={"every": 0}
     )
     with started(*hosts, config) as run:
-        stops = (
-            (lambda: run.interrupt("trainer-2"), STOPPED),
-            (lambda: stop(folder, now=False), ENDED),
-        )
+        stops = ((lambda: run.interrupt("trainer-2"), STOPPED), (lambda: stop(folder, now=False), ENDED))
         for asks, status in stops:
             run.wait_for_step(step_after_saved(folder))
             asks()
@@ -160,9 +125,7 @@ def test_ranks_meet_on_a_machine_whose_name_does_not_resolve(tmp_path: Path):
     )
     renamed = 'hostname gpu-node-17; mount --bind "$0/hosts" /etc/hosts; exec "$@"'
     words = [sys.executable, "-W", "ignore", *torchrun(2), *ALONE, str(tmp_path / "rank.py")]
-    env = child_environment(
-        {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    )  # as a launch sets it
+    env = child_environment({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"})  # as a launch sets it
     command = ["unshare", "--uts", "--mount", "sh", "-c", renamed, str(tmp_path), *words]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["met", "met"], done.stderr

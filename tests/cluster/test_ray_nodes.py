@@ -1,5 +1,4 @@
-"""Engines on several Ray nodes of this machine: placement, a node lost in the middle of a step, and
-one that joins."""
+"""Engines on several Ray nodes of this machine: placement, a node lost in the middle of a step, and one that joins."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,10 +21,7 @@ pytestmark = [
 @pytest.fixture
 def nodes():
     # short: Unix socket paths end at 107 characters
-    with (
-        TemporaryDirectory(prefix="mgr-", ignore_cleanup_errors=True) as folder,
-        RayNodes(Path(folder)) as nodes,
-    ):
+    with TemporaryDirectory(prefix="mgr-", ignore_cleanup_errors=True) as folder, RayNodes(Path(folder)) as nodes:
         yield nodes
 
 
@@ -45,8 +41,7 @@ def started(nodes: RayNodes, folder: Path, **rollout) -> Iterator[tuple[RunningS
 
 
 def test_a_node_is_lost_and_another_joins(nodes, tmp_path):
-    """Each node has one slot. The step goes on with the engine that is left; the other is placed
-    again later."""
+    """Each node has one slot. The step goes on with the engine that is left; the other is placed again later."""
     with started(nodes, tmp_path) as (service, trainer):
         trainer.publish()
         on_second = [e.id for e in service.control.engines() if e.pid in nodes.pids(2)]
@@ -77,11 +72,6 @@ def test_one_engine_over_two_nodes(nodes, tmp_path):
         nodes.kill(2)  # half of the engine
         nodes.start(3)
         service.wait_alive(0)
-        wait_until(
-            lambda: states(service)["engine-0"][2] == 2 and service.wait_alive(0),
-            "the whole engine again",
-        )
+        wait_until(lambda: states(service)["engine-0"][2] == 2 and service.wait_alive(0), "the whole engine again")
         trainer.step(3)
-        assert states(service) == {"engine-0": ("ready", 2, 2)} and trainer.refreshed == [
-            ["engine-0"]
-        ]
+        assert states(service) == {"engine-0": ("ready", 2, 2)} and trainer.refreshed == [["engine-0"]]

@@ -1,5 +1,4 @@
-"""Jobs of a real Slurm: to the end, pre-empted, out of time, cancelled, submitted again; the same
-run every time."""
+"""Jobs of a real Slurm: to the end, pre-empted, out of time, cancelled, submitted again; the same run every time."""
 
 import json
 import re
@@ -13,15 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_megagrpo import (
-    GRADERS,
-    assert_agrees,
-    assert_same_run,
-    metrics,
-    prepared,
-    step_after_saved,
-    write_experiment,
-)
+from run_megagrpo import GRADERS, assert_agrees, assert_same_run, metrics, prepared, step_after_saved, write_experiment
 from slurm_cluster import SlurmCluster, why_not
 
 from megagrpo.rollout.control import ServiceControl
@@ -43,8 +34,7 @@ pytestmark = [
 
 NUM_STEPS = 8  # of the undisturbed run
 END_S = 400  # a job, started again once
-# Rewards as in run_megagrpo.py; while the file `slow` is there a step lasts seconds, long enough to
-# be met.
+# Rewards as in run_megagrpo.py; while the file `slow` is there a step lasts seconds, long enough to be met.
 SLOW_GRADER = """
 def slow_digits(text, answer):
     time.sleep(0.15 * Path(__file__).with_name("slow").exists())
@@ -77,9 +67,7 @@ def experiment(folder: Path, num_steps: int, **sections) -> Path:
     return write_experiment(folder, **SECTIONS, **sections, train={"num_steps": num_steps})
 
 
-def submit(
-    slurm: SlurmCluster, config: Path, *options: str, limit: str = "20", prefix: str = ""
-) -> int:
+def submit(slurm: SlurmCluster, config: Path, *options: str, limit: str = "20", prefix: str = "") -> int:
     env = slurm.env | {
         "MEGAGRPO_NODE_PREFIX": prefix,
         "PYTHONPATH": f"{config.parent}:{slurm.env['PYTHONPATH']}",
@@ -104,18 +92,12 @@ def output(folder: Path) -> str:
 def finish(slurm: SlurmCluster, job: int, folder: Path, state: str = "COMPLETED") -> str:
     """Wait for the end of the job; returns what it printed. No process of it may be left."""
     assert slurm.wait(job, timeout_s=END_S) == state, output(folder)
-    until(
-        lambda: not processes_of(job),
-        30,
-        lambda: f"left behind: {[found for found, _ in processes_of(job)]}",
-        0.2,
-    )
+    until(lambda: not processes_of(job), 30, lambda: f"left behind: {[found for found, _ in processes_of(job)]}", 0.2)
     return output(folder)
 
 
 def processes_of(job: int) -> list[tuple[str, dict[str, str]]]:
-    """All processes with the job's number in their environment, whatever their parent is now; and
-    that environment."""
+    """All processes with the job's number in their environment, whatever their parent is now; and that environment."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -141,18 +123,12 @@ def saved_step(text: str) -> int:
 
 
 def test_one_node_trains_to_the_end(undisturbed):
-    assert (
-        sorted(metrics(undisturbed)) == list(range(NUM_STEPS + 1))
-        and (undisturbed / "summary.md").exists()
-    )
+    assert sorted(metrics(undisturbed)) == list(range(NUM_STEPS + 1)) and (undisturbed / "summary.md").exists()
 
 
 @pytest.mark.slow
-def test_a_preempted_job_goes_back_into_the_queue_and_is_the_same_run(
-    slurm, experiments, undisturbed
-):
-    """Two nodes train, one samples; a job of higher priority takes all nodes. No checkpoint but
-    that of the stop."""
+def test_a_preempted_job_goes_back_into_the_queue_and_is_the_same_run(slurm, experiments, undisturbed):
+    """Two nodes train, one samples; a job of higher priority takes all nodes. No checkpoint but that of the stop."""
     folder, slow = experiments / "preempted", experiments / "slow"
     slow.touch()
     job = submit(slurm, experiment(folder, 500), "--trainer-nodes", "2", "--partition", "low")
@@ -197,8 +173,7 @@ def test_nodes_run_inside_a_root_file_system(slurm, experiments, undisturbed, tm
 
 @pytest.mark.slow
 def test_a_heterogeneous_job_and_a_second_submit(slurm, experiments, undisturbed):
-    """Two engines on two nodes. The second submit waits for the first, then goes on from its
-    checkpoint."""
+    """Two engines on two nodes. The second submit waits for the first, then goes on from its checkpoint."""
     folder = experiments / "het"
     rollout = SECTIONS["rollout"] | {"num_engines": 2, "min_healthy_engines": 2}
     config = write_experiment(folder, **SECTIONS | {"rollout": rollout}, train={"num_steps": 3})
@@ -260,18 +235,12 @@ def test_a_job_that_is_stopped_at_once_leaves_nothing_behind(slurm, experiments)
 
 @pytest.mark.slow
 def test_engines_on_the_trainers_nodes(slurm, experiments, undisturbed):
-    """Two nodes, an engine of two ranks over both; asked to stop, it goes back into the queue and
-    on."""
+    """Two nodes, an engine of two ranks over both; asked to stop, it goes back into the queue and on."""
     folder, slow = experiments / "colocated", experiments / "slow"
     slow.touch()
     rollout = SECTIONS["rollout"] | {"colocate": True, "tp": 2, "nodes_per_engine": 2}
     sections = SECTIONS | {"rollout": rollout, "weights": {"transport": "ipc"}}
-    job = submit(
-        slurm,
-        write_experiment(folder, **sections, train={"num_steps": 500}),
-        "--trainer-nodes",
-        "2",
-    )
+    job = submit(slurm, write_experiment(folder, **sections, train={"num_steps": 500}), "--trainer-nodes", "2")
     wait_for(lambda: step_done(folder), "step 1", folder)
     assert slurm.job(job)["NumNodes"] == "2"
     slurm.run("scancel", "--batch", "--signal=USR1", str(job))
@@ -287,21 +256,12 @@ def test_engines_on_the_trainers_nodes(slurm, experiments, undisturbed):
 
 @pytest.mark.slow
 def test_a_node_is_lost_in_any_phase(slurm, experiments):
-    """The second of two colocated nodes vanishes: Slurm puts the job back into the queue, and the
-    run goes on."""
+    """The second of two colocated nodes vanishes: Slurm puts the job back into the queue, and the run goes on."""
     rollout = SECTIONS["rollout"] | {"colocate": True, "tp": 2, "nodes_per_engine": 2}
-    sections = SECTIONS | {
-        "rollout": rollout,
-        "weights": {"transport": "ipc"},
-        "train": {"num_steps": NUM_STEPS},
-    }
+    sections = SECTIONS | {"rollout": rollout, "weights": {"transport": "ipc"}, "train": {"num_steps": NUM_STEPS}}
     sections |= {"checkpoint": {"every": 1, "keep": 20}}
     folder, reference, slow = experiments / "lost", experiments / "kept", experiments / "slow"
-    finish(
-        slurm,
-        submit(slurm, write_experiment(reference, **sections), "--trainer-nodes", "2"),
-        reference,
-    )
+    finish(slurm, submit(slurm, write_experiment(reference, **sections), "--trainer-nodes", "2"), reference)
     slow.touch()
     job = submit(slurm, write_experiment(folder, **sections), "--trainer-nodes", "2")
     for lost, phase in enumerate(("sampling", "asleep", "waking")):
@@ -309,11 +269,7 @@ def test_a_node_is_lost_in_any_phase(slurm, experiments):
         nodes = slurm.run("scontrol", "show", "hostnames", slurm.job(job)["NodeList"]).split()
         wait_for_engine(folder, job, phase)
         slurm.lose_node(nodes[1])
-        wait_for(
-            partial(was_restarted, slurm, job, lost + 1),
-            f"requeue after a loss while {phase}",
-            folder,
-        )
+        wait_for(partial(was_restarted, slurm, job, lost + 1), f"requeue after a loss while {phase}", folder)
         slurm.start_node(nodes[1])
     slow.unlink()
     assert finish(slurm, job, folder).count("continues after step") == 3
@@ -327,12 +283,8 @@ def was_restarted(slurm: SlurmCluster, job: int, times: int) -> bool:
 
 def wait_for_engine(folder: Path, job: int, phase: str) -> None:
     """Until engine-0 is in the phase: sampling, asleep or waking."""
-    keys = {environ.get(API_KEY) for _, environ in processes_of(job)} - {
-        None
-    }  # made anew at each start of the job
-    control = ServiceControl(
-        json.loads(RunFolder(folder).service.read_text())["url"], str(keys.pop())
-    )
+    keys = {environ.get(API_KEY) for _, environ in processes_of(job)} - {None}  # made anew at each start of the job
+    control = ServiceControl(json.loads(RunFolder(folder).service.read_text())["url"], str(keys.pop()))
 
     def state() -> str:
         return control.status().engines[0].state
@@ -358,11 +310,7 @@ def test_the_same_launchers_without_slurm(experiments, undisturbed):
     slow.touch()
     with Node("rollout", experiment(folder, 500), "127.0.0.9", {"MASTER_PORT": "31500"}):
         for number, (asks, status) in enumerate(stops):
-            first_node = {
-                "MASTER_ADDR": "127.0.0.7",
-                "NNODES": "2",
-                "MASTER_PORT": str(31700 + number),
-            }
+            first_node = {"MASTER_ADDR": "127.0.0.7", "NNODES": "2", "MASTER_PORT": str(31700 + number)}
             met = step_after_saved(folder)
             if asks is None:
                 slow.unlink()
@@ -383,20 +331,10 @@ class Node:
 
     def __init__(self, kind: str, config: Path, address: str, first: dict[str, str], rank: int = 0):
         script = Path(__file__).parents[2] / "launch" / f"{kind}_node.sh"
-        own = {
-            "NODE_ADDR": address,
-            "NODE_RANK": str(rank),
-            "MASTER_ADDR": address,
-            "MEGAGRPO_VENV": sys.prefix,
-        }
+        own = {"NODE_ADDR": address, "NODE_RANK": str(rank), "MASTER_ADDR": address, "MEGAGRPO_VENV": sys.prefix}
         self.log = config.with_suffix(f".{kind}-{rank}.log")
-        command, env = (
-            ["bash", str(script), str(config)],
-            child_environment(own | first, [str(config.parent)]),
-        )
-        self.process = subprocess.Popen(
-            command, env=env, stdout=self.log.open("ab"), stderr=subprocess.STDOUT
-        )
+        command, env = (["bash", str(script), str(config)], child_environment(own | first, [str(config.parent)]))
+        self.process = subprocess.Popen(command, env=env, stdout=self.log.open("ab"), stderr=subprocess.STDOUT)
 
     def __enter__(self) -> "Node":
         return self

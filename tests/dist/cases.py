@@ -1,8 +1,6 @@
-"""Which cases of the actor's tests CI runs: every two choices (model, layout, batch, recompute)
-meet in some case.
+"""Which cases of the actor's tests CI runs: every two choices (model, layout, batch, recompute) meet in some case.
 
-The table is made, not listed: a new model or layout is one line below. All other cases run by
---full.
+The table is made, not listed: a new model or layout is one line below. All other cases run by --full.
 """
 
 from collections import Counter
@@ -29,20 +27,12 @@ FOUR_RANKS = ("TP2xPP2", "EP2xPP2", "CP2xPP2")  # the others: two
 OF_FOUR_RANKS = ("qwen3", "qwen3_moe")  # what CI checks on four ranks, of which two share a core
 BATCHES = {"packed": {"packing": True, "budget": 64}, "padded": {"packing": False, "budget": 200}}
 RECOMPUTE = ("none", "full", "selective")
-SMALL = {
-    "hidden_size": 32,
-    "num_layers": 2,
-    "num_heads": 2,
-    "num_kv_heads": 1,
-    "head_dim": 16,
-    "ffn_size": 48,
-}
+SMALL = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "ffn_size": 48}
 
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """One model in one layout: its logits and gradients against transformers, its update against
-    one rank's."""
+    """One model in one layout: its logits and gradients against transformers, its update against one rank's."""
 
     model: str
     layout: str
@@ -54,11 +44,8 @@ class LayoutCase:
         return 4 if self.layout in FOUR_RANKS else 2
 
 
-def pairwise(
-    choices: Mapping[str, Iterable[str]], possible: Callable[..., bool]
-) -> list[dict[str, str]]:
-    """Few combinations, one choice each, in which all pairs of choices occur that any possible
-    combination has.
+def pairwise(choices: Mapping[str, Iterable[str]], possible: Callable[..., bool]) -> list[dict[str, str]]:
+    """Few combinations, one choice each, in which all pairs of choices occur that any possible combination has.
 
     Greedy: the next one has most new pairs, and among those the choices that were made least.
     """
@@ -68,13 +55,7 @@ def pairwise(
     used: Counter[tuple[str, str]] = Counter()
     chosen = []
     while missing:
-        best = max(
-            rows,
-            key=lambda row: (
-                len(missing & pairs(row)),
-                -sum(used[choice] for choice in row.items()),
-            ),
-        )
+        best = max(rows, key=lambda row: (len(missing & pairs(row)), -sum(used[choice] for choice in row.items())))
         chosen.append(best)
         missing -= pairs(best)
         used.update(best.items())
@@ -94,23 +75,16 @@ def of_ci(model: str, layout: str, **_: str) -> bool:
     return has(model, layout) and (layout not in FOUR_RANKS or model in OF_FOUR_RANKS)
 
 
-CHOICES = {
-    "model": MODELS,
-    "layout": tuple(LAYOUTS),
-    "batch": tuple(BATCHES),
-    "recompute": RECOMPUTE,
-}
+CHOICES = {"model": MODELS, "layout": tuple(LAYOUTS), "batch": tuple(BATCHES), "recompute": RECOMPUTE}
 CI = [LayoutCase(**row) for row in pairwise(CHOICES, of_ci)]
 # each model, layout and batch that CI leaves out
 REST = [
     LayoutCase(model, layout, batch, "none")
     for model, layout, batch in product(MODELS, LAYOUTS, BATCHES)
-    if has(model, layout)
-    and all((c.model, c.layout, c.batch) != (model, layout, batch) for c in CI)
+    if has(model, layout) and all((c.model, c.layout, c.batch) != (model, layout, batch) for c in CI)
 ]
 
-# the large families, whose tests are test_actor_families.py: in CI every layout, and every two
-# other choices
+# the large families, whose tests are test_actor_families.py: in CI every layout, and every two other choices
 FAMILIES = ("mixtral", "glm4_moe", "deepseek_v3", "moonlight", "qwen3_5_moe", "minimax_m2")
 MORE_FAMILIES = (  # by --full
     "glm4_moe_air",
@@ -126,9 +100,7 @@ FAMILY_LAYOUTS = ("TP2+SP", "PP2xVPP2", "TP2xEP2", "CP2", "PP2", "TP2xETP2", "EP
 _OTHER_CHOICES = {"model": FAMILIES, "batch": tuple(BATCHES), "recompute": RECOMPUTE}
 FAMILIES_CI = [
     LayoutCase(layout=layout, **row)
-    for layout, row in zip(
-        cycle(FAMILY_LAYOUTS), pairwise(_OTHER_CHOICES, lambda **_: True), strict=False
-    )
+    for layout, row in zip(cycle(FAMILY_LAYOUTS), pairwise(_OTHER_CHOICES, lambda **_: True), strict=False)
 ]
 # whole sequences of some heads, exchanged for parts of sequences of all
 FAMILIES_CI.append(LayoutCase("qwen3_5_moe", "CP2", "packed", "none"))

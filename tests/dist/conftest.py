@@ -1,5 +1,4 @@
-"""Shared by the tests of several ranks: the pool of ranks, models with transformers' logits and
-gradients, figures."""
+"""Shared by the tests of several ranks: the pool of ranks, models with transformers' logits and gradients, figures."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +34,4 @@ def layout_figures(request: pytest.FixtureRequest) -> Iterator[LayoutFigures]:
     yield figures
     if request.config.getoption("--figures"):
         name = request.module.__name__.rpartition(".")[2]
-        figures.write(
-            {"test_actor_layouts": "layouts", "test_actor_families": "layouts_families"}[name]
-        )
+        figures.write({"test_actor_layouts": "layouts", "test_actor_families": "layouts_families"}[name])

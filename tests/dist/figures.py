@@ -1,5 +1,4 @@
-"""Gathers the table of layouts x model families while the actor's tests run; `launch/test.sh
---full` writes it."""
+"""Gathers the table of layouts x model families while the actor's tests run; `launch/test.sh --full` writes it."""
 
 import re
 
@@ -9,8 +8,7 @@ _FAMILY = re.compile("_(tied|raw|air|plain)$")  # checkpoints of one family
 
 
 class LayoutFigures:
-    """Worst figures by (layout, family) over variants and over checkpoints of one family (tied,
-    unscaled routing)."""
+    """Worst figures by (layout, family) over variants and over checkpoints of one family (tied, unscaled routing)."""
 
     def __init__(self):
         self._worst: dict[tuple[str, str], dict[str, float]] = {}
@@ -32,16 +30,12 @@ class LayoutFigures:
 
     def write(self, name: str) -> None:
         """bench/results/NAME.json and .md."""
-        layouts, families = (
-            list(dict.fromkeys(key[place] for key in self._worst)) for place in (0, 1)
-        )
+        layouts, families = (list(dict.fromkeys(key[place] for key in self._worst)) for place in (0, 1))
         rows = [
             {"layout": at[0], "family": at[1], **worst, "bit_equal": self._bit_equal[at]}
             for at, worst in self._worst.items()
         ]
-        lines = [
-            (layout, *(self._cell(layout, family) for family in families)) for layout in layouts
-        ]
+        lines = [(layout, *(self._cell(layout, family) for family in families)) for layout in layouts]
         write_results(name, {**provenance(), "rows": rows}, ("layout", *families), lines)
 
     def _cell(self, layout: str, family: str) -> str:
@@ -49,7 +43,4 @@ class LayoutFigures:
         if worst is None:
             return "no experts"
         against_one = f"{worst['gradients']:.1e}" if worst.get("gradients") else "-"
-        return (
-            f"{worst['logits']:.1e}, {against_one}, "
-            f"{'bit-equal' if self._bit_equal[layout, family] else 'DIFFERS'}"
-        )
+        return f"{worst['logits']:.1e}, {against_one}, {'bit-equal' if self._bit_equal[layout, family] else 'DIFFERS'}"

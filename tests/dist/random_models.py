@@ -1,5 +1,4 @@
-"""Random models as folders, whose tensors no transformers made: for ranks that are compared with
-other ranks."""
+"""Random models as folders, whose tensors no transformers made: for ranks that are compared with other ranks."""
 
 import json
 from collections.abc import Callable
@@ -21,8 +20,7 @@ def write_random_model(
     change: Callable[[str, Tensor, Generator], Tensor] = lambda name, tensor, generator: tensor,
     vocab: int = VOCAB,
 ) -> Path:
-    """Leaves FOLDER/model with the tensors that `change` makes of random ones; sizes: of
-    TinyModelConfig."""
+    """Leaves FOLDER/model with the tensors that `change` makes of random ones; sizes: of TinyModelConfig."""
     description = hf_config(TinyModelConfig(path=str(folder), **sizes)) | {"vocab_size": vocab}
     like = folder / "description"
     like.mkdir(parents=True)
@@ -35,15 +33,8 @@ def write_random_model(
 
 
 def write_model(folder: Path, family: str, num_kv_heads: int = 2) -> Path:
-    """Routers have biases, and experts that differ: balanced ones would have next to no
-    gradient."""
-    sizes = {
-        "family": family,
-        "hidden_size": 64,
-        "num_heads": 4,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": 16,
-    }
+    """Routers have biases, and experts that differ: balanced ones would have next to no gradient."""
+    sizes = {"family": family, "hidden_size": 64, "num_heads": 4, "num_kv_heads": num_kv_heads, "head_dim": 16}
 
     def change(name: str, tensor: Tensor, generator: Generator) -> Tensor:
         if name.endswith("e_score_correction_bias"):

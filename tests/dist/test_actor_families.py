@@ -42,24 +42,14 @@ def one_rank_jobs(folder: Path, model: str) -> dict[tuple[str, str, str], dict]:
     """What other layouts are compared with, and one rank against transformers."""
     base = {"model": str(folder / model), "reference": str(folder / f"{model}.rank1.pt")}
     return {
-        (model, "1", "reference"): {
-            **base,
-            "do": "layout",
-            "write": True,
-            **BATCHES["padded"],
-            "budget": 4096,
-        },
+        (model, "1", "reference"): {**base, "do": "layout", "write": True, **BATCHES["padded"], "budget": 4096},
         (model, "1", "forward packed"): {**base, **BATCHES["packed"], "do": "forward"},
     }
 
 
 @pytest.fixture(scope="module")
 def one_rank(hf_families: Path, layout_figures: LayoutFigures) -> Path:
-    jobs = {
-        key: job
-        for model in (*FAMILIES, *ONE_RANK)
-        for key, job in one_rank_jobs(hf_families, model).items()
-    }
+    jobs = {key: job for model in (*FAMILIES, *ONE_RANK) for key, job in one_rank_jobs(hf_families, model).items()}
     check(hf_families, 1, jobs, layout_figures)
     return hf_families
 
@@ -108,25 +98,15 @@ def resumed_elsewhere(folder: Path, model: str, layouts: tuple[str, ...], last: 
 
 
 @pytest.mark.parametrize(
-    ("family", "layers"),
-    [
-        ("deepseek_v3", [1, 2, 3]),
-        pytest.param("minimax_m2", [0, 1, 2, 3], marks=pytest.mark.slow),
-    ],
+    ("family", "layers"), [("deepseek_v3", [1, 2, 3]), pytest.param("minimax_m2", [0, 1, 2, 3], marks=pytest.mark.slow)]
 )
 def test_biases_of_routers_stay_and_travel(one_rank: Path, family: str, layers: list[int]):
-    """In bfloat16 they are float32 still, no update moves them, and a checkpoint brings them to
-    another layout."""
+    """In bfloat16 they are float32 still, no update moves them, and a checkpoint brings them to another layout."""
     model = str(one_rank / family)
     biases = {"do": "biases", "model": model, "parallel": LAYOUTS["TP2xEP2"], "dtype": "bfloat16"}
     # with biases of 0, as before loading, tokens would go elsewhere
     found = resumed_elsewhere(one_rank / f"biases_{family}", model, ("TP2xEP2", "PP2"), biases)
-    assert (
-        found["float32"]
-        and found["unmoved"]
-        and found["layers"] == layers
-        and found["trained"] == []
-    )
+    assert found["float32"] and found["unmoved"] and found["layers"] == layers and found["trained"] == []
     assert found["busy"] == len(layers) and found["imbalance_off"] < 1e-6
 
 
@@ -142,9 +122,7 @@ def test_decays_of_gated_delta_nets_are_float32_and_travel(one_rank: Path):
     model = str(one_rank / "qwen3_5_moe")
     decays = {"do": "decays", "model": model, "dtype": "bfloat16", "distributed": True}
     layouts = ("TP2xEP2", "PP2xVPP2")
-    found = resumed_elsewhere(
-        one_rank / "decays", model, layouts, decays | {"parallel": LAYOUTS["TP2+SP"]}
-    )
+    found = resumed_elsewhere(one_rank / "decays", model, layouts, decays | {"parallel": LAYOUTS["TP2+SP"]})
     names = [f"model.layers.{layer}.linear_attn.A_log" for layer in range(3)]
     assert found["names"] == names and found["equal"] and found["moved"]
     assert found["live"] == found["exported"] == ["torch.float32"]
@@ -174,15 +152,8 @@ def test_layers_that_only_speculate_are_not_loaded(one_rank: Path):
     shutil.copytree(f"{source}.gradients", f"{folder}.gradients")
     shutil.copy(f"{source}.pt", f"{folder}.pt")
     tensors = load_file(folder / "model.safetensors")
-    more = {
-        name.replace("layers.3.", "layers.4."): t.clone()
-        for name, t in tensors.items()
-        if "layers.3." in name
-    }
-    save_file(
-        {**tensors, **more, "model.layers.4.eh_proj.weight": torch.zeros(64, 128)},
-        folder / "model.safetensors",
-    )
+    more = {name.replace("layers.3.", "layers.4."): t.clone() for name, t in tensors.items() if "layers.3." in name}
+    save_file({**tensors, **more, "model.layers.4.eh_proj.weight": torch.zeros(64, 128)}, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
     [result] = run_ranks(1, one_rank / "speculate", [{"do": "forward", "model": str(folder)}])

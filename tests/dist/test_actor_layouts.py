@@ -1,8 +1,6 @@
-"""The actor against transformers and against itself on one rank: logits, gradients, export, one
-update.
+"""The actor against transformers and against itself on one rank: logits, gradients, export, one update.
 
-Float32, gloo. tests/dist/cases.py says which cases run; a failing check is named by model, layout
-and what was done.
+Float32, gloo. tests/dist/cases.py says which cases run; a failing check is named by model, layout and what was done.
 """
 
 import shutil
@@ -16,24 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from megagrpo.weights.hf_folder import HfFolder
 from tests.dist.bounds import bound_of, within
-from tests.dist.cases import (
-    BATCHES,
-    CHOICES,
-    CI,
-    LAYOUTS,
-    MODELS,
-    MOE,
-    REST,
-    LayoutCase,
-    has,
-    of_ci,
-)
+from tests.dist.cases import BATCHES, CHOICES, CI, LAYOUTS, MODELS, MOE, REST, LayoutCase, has, of_ci
 from tests.dist.figures import LayoutFigures
 from tests.dist.workers.launch import run_ranks
 from tests.dist.workers.samples import LENGTHS
 
-# A loss is a mean of terms of size 1 whose log-probabilities round apart by some 1e-6: it has no
-# better bound itself.
+# A loss is a mean of terms of size 1 whose log-probabilities round apart by some 1e-6: it has no better bound itself.
 LOGIT_BOUND, LOSS_BOUND, GRADIENT_BOUND, WEIGHT_BOUND = 1e-4, 4e-6, 1e-5, 1e-6
 pytestmark = [
     pytest.mark.timeout(900),  # one launch runs many checks
@@ -55,8 +41,7 @@ JobKey = tuple[str, str, str]  # model, layout, what is done
 
 
 def one_rank_jobs(folder: Path, models: Iterable[str] = MODELS) -> dict[JobKey, dict]:
-    """Every model and kind of batch. A model's first jobs write what its updates in other layouts
-    are compared with."""
+    """Every model and kind of batch. A model's first jobs write what its updates in other layouts are compared with."""
     jobs = {}
     for model in models:
         base = {"model": str(folder / model), "reference": str(folder / f"{model}.rank1.pt")}
@@ -79,10 +64,7 @@ def jobs_of(cases: list[LayoutCase], world: int, folder: Path) -> dict[JobKey, d
     jobs = {}
     for case in cases:
         if case.world == world:
-            base = {
-                "model": str(folder / case.model),
-                "reference": str(folder / f"{case.model}.rank1.pt"),
-            }
+            base = {"model": str(folder / case.model), "reference": str(folder / f"{case.model}.rank1.pt")}
             job = {**base, "parallel": LAYOUTS[case.layout], **BATCHES[case.batch]}
             job |= {"recompute": case.recompute, "do": ["forward", "layout"]}
             jobs[case.model, case.layout, f"{case.batch}, recompute {case.recompute}"] = job
@@ -90,13 +72,8 @@ def jobs_of(cases: list[LayoutCase], world: int, folder: Path) -> dict[JobKey, d
 
 
 def special_jobs(model: str, folder: Path) -> dict[JobKey, dict]:
-    """On two ranks: fewer samples than ranks (one has dummy micro-batches only), distributed
-    optimizer, recompute."""
-    base = {
-        "model": str(folder / model),
-        "reference": str(folder / f"{model}.rank1.pt"),
-        "do": "layout",
-    }
+    """On two ranks: fewer samples than ranks (one has dummy micro-batches only), distributed optimizer, recompute."""
+    base = {"model": str(folder / model), "reference": str(folder / f"{model}.rank1.pt"), "do": "layout"}
     few = {**base, "keep": 1, "reference": str(folder / f"{model}.few.pt")}
     jobs = {
         (model, "DP2", "update one sample"): few,
@@ -107,17 +84,11 @@ def special_jobs(model: str, folder: Path) -> dict[JobKey, dict]:
         jobs[model, "EP2", "update one sample"] = {**few, **ep2, "packing": False}
         jobs[model, "EP2", "update distributed optimizer"] = {**base, **ep2, "distributed": True}
         for layout, kind in product(("PP2", "TP2xEP2"), ("none", "full", "selective")):
-            jobs[model, layout, f"update recompute {kind}"] = {
-                **base,
-                "parallel": LAYOUTS[layout],
-                "recompute": kind,
-            }
+            jobs[model, layout, f"update recompute {kind}"] = {**base, "parallel": LAYOUTS[layout], "recompute": kind}
     return jobs
 
 
-def check(
-    folder: Path, world: int, jobs: dict[JobKey, dict], figures: LayoutFigures
-) -> dict[JobKey, dict]:
+def check(folder: Path, world: int, jobs: dict[JobKey, dict], figures: LayoutFigures) -> dict[JobKey, dict]:
     """Run the jobs, keep their figures, fail with every problem; returns the results, which of a
     job that does several things are by their names."""
     first = "-".join(next(iter(jobs))).replace(" ", "_")
@@ -145,12 +116,7 @@ def problems_of(what: str, result: dict) -> list[str]:
     gradient_bound = bound_of(GRADIENT_BOUND, result.get("rounding", {}).get("gradient", 0.0))
     forward = what.startswith("forward")
     kind = "forward" if forward else "update"
-    bounds = {
-        "logits": LOGIT_BOUND,
-        "logprobs": LOGIT_BOUND,
-        "norm": GRADIENT_BOUND,
-        "weights": WEIGHT_BOUND,
-    }
+    bounds = {"logits": LOGIT_BOUND, "logprobs": LOGIT_BOUND, "norm": GRADIENT_BOUND, "weights": WEIGHT_BOUND}
     bounds |= {"loss": 1e-5 if forward else LOSS_BOUND, "seen_logprobs": LOGIT_BOUND}
     found = [
         f"{name} off by {result[name]:.2g}"
@@ -170,17 +136,10 @@ def problems_of(what: str, result: dict) -> list[str]:
 
 @pytest.fixture(scope="module")
 def one_rank(hf_models: Path, layout_figures: LayoutFigures) -> Path:
-    """The one-rank runs, checked against transformers, which leave the references for all other
-    layouts."""
+    """The one-rank runs, checked against transformers, which leave the references for all other layouts."""
     results = check(hf_models, 1, one_rank_jobs(hf_models), layout_figures)
-    compared = {
-        result["positions"]
-        for (_, _, what), result in results.items()
-        if what.startswith("forward")
-    }
-    assert compared == {sum(LENGTHS) - len(LENGTHS)}, (
-        "every position that predicts a token was compared"
-    )
+    compared = {result["positions"] for (_, _, what), result in results.items() if what.startswith("forward")}
+    assert compared == {sum(LENGTHS) - len(LENGTHS)}, "every position that predicts a token was compared"
     return hf_models
 
 
@@ -192,38 +151,24 @@ def test_two_ranks(one_rank: Path, layout_figures: LayoutFigures):
     check(one_rank, 2, jobs_of(CI, 2, one_rank), layout_figures)
 
 
-def test_few_samples_distributed_optimizer_and_recompute(
-    one_rank: Path, layout_figures: LayoutFigures
-):
-    results = check(
-        one_rank,
-        2,
-        special_jobs("qwen3", one_rank) | special_jobs("qwen3_moe", one_rank),
-        layout_figures,
-    )
+def test_few_samples_distributed_optimizer_and_recompute(one_rank: Path, layout_figures: LayoutFigures):
+    results = check(one_rank, 2, special_jobs("qwen3", one_rank) | special_jobs("qwen3_moe", one_rank), layout_figures)
     calls = {key[1:]: result["mlp_calls"] for key, result in results.items()}
     for layout, kind in product(("PP2", "TP2xEP2"), ("full", "selective")):
-        assert (
-            calls[layout, f"update recompute {kind}"] == 2 * calls[layout, "update recompute none"]
-        ), "it was computed once more"
+        assert calls[layout, f"update recompute {kind}"] == 2 * calls[layout, "update recompute none"], (
+            "it was computed once more"
+        )
 
 
 def test_an_output_layer_stored_beside_a_tied_embedding_is_not_loaded(one_rank: Path):
-    """As published Qwen3 models have it: read, computed, and exported without it, over two stages
-    and ranks."""
+    """As published Qwen3 models have it: read, computed, and exported without it, over two stages and ranks."""
     source, folder = one_rank / "qwen3_tied", one_rank / "stored"
     for suffix in ("", ".gradients"):
         shutil.copytree(f"{source}{suffix}", f"{folder}{suffix}")
     shutil.copy(f"{source}.pt", f"{folder}.pt")
     tensors = load_file(folder / "model.safetensors")
-    save_file(
-        {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1},
-        folder / "model.safetensors",
-    )
-    jobs = [
-        {"do": "forward", "model": str(folder), "parallel": LAYOUTS[layout]}
-        for layout in ("TP2+SP", "PP2")
-    ]
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, folder / "model.safetensors")
+    jobs = [{"do": "forward", "model": str(folder), "parallel": LAYOUTS[layout]} for layout in ("TP2+SP", "PP2")]
     for result in run_ranks(2, one_rank / "stored_ranks", jobs):
         assert within("forward logits", result["logits"], LOGIT_BOUND) and not result["export"], (
             "it lacks what the source has"
@@ -242,8 +187,7 @@ def test_the_rest_of_the_grid(one_rank: Path, layout_figures: LayoutFigures, wor
 
 
 def test_every_two_choices_meet_in_a_case():
-    """Whatever the function that makes the table does; by its definition, over the choices that CI
-    can make."""
+    """Whatever the function that makes the table does; by its definition, over the choices that CI can make."""
     rows = [vars(case) for case in CI]
     for (one, values), (other, others) in combinations(CHOICES.items(), 2):
         seen = {(row[one], row[other]) for row in rows}
@@ -253,6 +197,4 @@ def test_every_two_choices_meet_in_a_case():
         assert seen == expected, (one, other, expected - seen)
     assert all(of_ci(case.model, case.layout) for case in CI) and len(set(CI)) == len(CI) < 50
     grid = {(case.model, case.layout, case.batch) for case in CI + REST}
-    assert grid == {row for row in product(MODELS, LAYOUTS, BATCHES) if has(*row[:2])}, (
-        "--full checks everything"
-    )
+    assert grid == {row for row in product(MODELS, LAYOUTS, BATCHES) if has(*row[:2])}, "--full checks everything"

@@ -1,5 +1,4 @@
-"""Adapters: one rank against a formula by hand and PEFT, every layout against one rank, bytes
-against `check`."""
+"""Adapters: one rank against a formula by hand and PEFT, every layout against one rank, bytes against `check`."""
 
 import json
 from dataclasses import dataclass, field
@@ -19,8 +18,7 @@ LOGIT_BOUND, LOSS_BOUND, GRADIENT_BOUND = 1e-5, 4e-6, 1e-5
 pytestmark = [
     pytest.mark.timeout(900),  # one launch runs many checks
     pytest.mark.verifies(
-        "actor",
-        "LoRA: gradients of dense effective weights, merged and PEFT exports, resume bit by bit",
+        "actor", "LoRA: gradients of dense effective weights, merged and PEFT exports, resume bit by bit"
     ),
 ]
 LORA = {"rank": 4, "alpha": 8.0}
@@ -42,10 +40,7 @@ class Case:
     def job(self, models: Path, references: Path) -> dict:
         reference = f"{self.model}.{'-'.join(self.lora.get('targets', ['all']))}.pt"
         job = {"do": "layout", "model": str(models / self.model), "lora": self.lora, **self.options}
-        return job | {
-            "reference": str(references / reference),
-            "parallel": LAYOUTS.get(self.layout, {}),
-        }
+        return job | {"reference": str(references / reference), "parallel": LAYOUTS.get(self.layout, {})}
 
 
 PADDED = {"packing": False}
@@ -79,51 +74,28 @@ FOUR_RANKS = [
 
 @pytest.mark.parametrize(
     "world, cases",
-    [
-        (2, CI),
-        pytest.param(2, REST, marks=pytest.mark.slow),
-        pytest.param(4, FOUR_RANKS, marks=pytest.mark.slow),
-    ],
+    [(2, CI), pytest.param(2, REST, marks=pytest.mark.slow), pytest.param(4, FOUR_RANKS, marks=pytest.mark.slow)],
 )
-def test_every_layout_equals_one_rank(
-    hf_models: Path, tmp_path: Path, world: int, cases: list[Case]
-):
-    alone = [
-        Case(case.model, "1", case.lora, PADDED | {"write": True, "budget": 4096}) for case in cases
-    ]
+def test_every_layout_equals_one_rank(hf_models: Path, tmp_path: Path, world: int, cases: list[Case]):
+    alone = [Case(case.model, "1", case.lora, PADDED | {"write": True, "budget": 4096}) for case in cases]
     jobs = {job["reference"]: job for job in (case.job(hf_models, tmp_path) for case in alone)}
     run_ranks(1, tmp_path / "one", list(jobs.values()))
-    results = run_ranks(
-        world, tmp_path / "layouts", [case.job(hf_models, tmp_path) for case in cases]
-    )
+    results = run_ranks(world, tmp_path / "layouts", [case.job(hf_models, tmp_path) for case in cases])
     problems = []
     for case, result in zip(cases, results, strict=True):
         found = problems_of("update", result)
         assert bool(result["gradients"]) != ("distributed" in case.options)
-        problems += [
-            f"{case}: {problem}"
-            for problem in found + memory_problems(case, world, hf_models, result)
-        ]
+        problems += [f"{case}: {problem}" for problem in found + memory_problems(case, world, hf_models, result)]
     assert not problems, "\n".join(problems)
 
 
 def memory_problems(case: Case, world: int, models: Path, result: dict) -> list[str]:
-    """The bytes of gradients and optimizer state that a rank really allocated against what
-    `megagrpo check` says."""
+    """The bytes of gradients and optimizer state that a rank really allocated against what `megagrpo check` says."""
     optimizer = {"distributed": "distributed" in case.options}
     config = ActorConfig.model_validate(
-        {
-            "world_size": world,
-            "parallel": LAYOUTS[case.layout],
-            "lora": case.lora,
-            "optimizer": optimizer,
-        }
+        {"world_size": world, "parallel": LAYOUTS[case.layout], "lora": case.lora, "optimizer": optimizer}
     )
-    said = (
-        trainer_side(Model.read(models / case.model).arch, config, Load(64, 64))
-        .phases["rollout"]
-        .parts
-    )
+    said = trainer_side(Model.read(models / case.model).arch, config, Load(64, 64)).phases["rollout"].parts
     figures = {
         "gradients": (result["gradient_bytes"], said["gradients"]),
         "optimizer state": (result["state_bytes"], said["optimizer"]),
@@ -138,17 +110,11 @@ def memory_problems(case: Case, world: int, models: Path, result: dict) -> list[
 
 @pytest.fixture(scope="module")
 def adapted(hf_models: Path, tmp_path_factory) -> dict[str, dict]:
-    """By model: what the actor says of its adapters, and in "errors" what transformers and PEFT say
-    of it."""
+    """By model: what the actor says of its adapters, and in "errors" what transformers and PEFT say of it."""
     folder = tmp_path_factory.mktemp("adapted")
     jobs = {}
     for model, lora in ONE_RANK.items():
-        jobs[model] = {
-            "do": "adapters",
-            "model": str(hf_models / model),
-            "lora": lora,
-            "out": str(folder / model),
-        }
+        jobs[model] = {"do": "adapters", "model": str(hf_models / model), "lora": lora, "out": str(folder / model)}
         (folder / model).mkdir()
         (folder / model / "job.json").write_text(json.dumps(jobs[model]))
     results = run_ranks(1, folder / "ranks", list(jobs.values()))

@@ -52,9 +52,7 @@ def test_planted_mistakes_are_seen_and_an_update_leaves_indexers_alone(one_rank:
     jobs = [{"do": "forward", "model": model, "fault": fault} for fault in FAULTS]
     jobs += [{"do": "frozen", "model": model, "dtype": dtype} for dtype in ("float32", "bfloat16")]
     jobs.append({"do": "frozen", "model": model, "fault": "trained"})
-    *planted, float32, bfloat16, trained = run_ranks(
-        1, one_rank / "planted", jobs, "sparse_ranks.py"
-    )
+    *planted, float32, bfloat16, trained = run_ranks(1, one_rank / "planted", jobs, "sparse_ranks.py")
     off = {fault: result["logits"] for fault, result in zip(FAULTS, planted, strict=True)}
     assert all(error > 1e4 * LOGIT_BOUND for error in off.values()), off
     right = {"tensors": 4 * 5, "whole": True, "unmoved": True, "float32_norms": True}
@@ -63,9 +61,7 @@ def test_planted_mistakes_are_seen_and_an_update_leaves_indexers_alone(one_rank:
     assert trained == right | {"unmoved": False}
 
 
-def rewritten(
-    source: Path, name: str, description: Callable, tensor: Callable[[str, Tensor], Tensor | None]
-) -> Path:
+def rewritten(source: Path, name: str, description: Callable, tensor: Callable[[str, Tensor], Tensor | None]) -> Path:
     """A model beside `source` that must compute the same, by other tensors (None: without it)."""
     folder = source.with_name(name)
     for kind in ("", ".gradients"):
@@ -80,8 +76,7 @@ def rewritten(
 
 
 def in_pairs(name: str, tensor: Tensor) -> Tensor:
-    """Rows of an indexer for rotary embedding of neighbors: 8 of 16 numbers turn, in halves in
-    `tensor`."""
+    """Rows of an indexer for rotary embedding of neighbors: 8 of 16 numbers turn, in halves in `tensor`."""
     order = [place + late for place in range(4) for late in (0, 4)] + list(range(8, 16))
     if ".indexer.wq_b." in name:
         return tensor.unflatten(0, (8, 16))[:, order].flatten(0, 1).contiguous()
@@ -90,21 +85,13 @@ def in_pairs(name: str, tensor: Tensor) -> Tensor:
 
 
 def test_dense_up_to_topk_tokens_and_the_rotary_form_of_published_indexers(one_rank: Path):
-    """An engine on a CPU is started as DeepSeek-V3: without an indexer the same model computes the
-    same, if no sequence is longer than index_topk. GLM-5's indexers turn neighbors, which
-    transformers does not know."""
+    """An engine on a CPU is started as DeepSeek-V3: without an indexer the same model computes the same, if no sequence
+    is longer than index_topk. GLM-5's indexers turn neighbors, which transformers does not know."""
     dense = one_rank / "glm_moe_dsa_dense"
     models = [
         dense,
-        rewritten(
-            dense,
-            "as_deepseek_v3",
-            dense_config,
-            lambda name, tensor: None if ".indexer." in name else tensor,
-        ),
-        rewritten(
-            one_rank / MODEL, "pairs", lambda hf: hf | {"indexer_rope_interleave": True}, in_pairs
-        ),
+        rewritten(dense, "as_deepseek_v3", dense_config, lambda name, tensor: None if ".indexer." in name else tensor),
+        rewritten(one_rank / MODEL, "pairs", lambda hf: hf | {"indexer_rope_interleave": True}, in_pairs),
     ]
     reference = str(one_rank / f"{MODEL}.rank1.pt")
     jobs = [{"do": "forward", "model": str(model), "reference": reference} for model in models]

@@ -1,9 +1,8 @@
-"""The turns of a scripted agent are trained on as the same tokens are that were made by hand: the
-same gradients.
+"""The turns of a scripted agent are trained on as the same tokens are that were made by hand: the same gradients.
 
-Six turns with outputs of parallel tools, a fork and a compaction, through real programs and the
-real gateway; tokens, log-probabilities and experts of the fake engine follow from each request's
-seed. Every layout gives the same bits for both, and one rank's gradients but for rounding.
+Six turns with outputs of parallel tools, a fork and a compaction, through real programs and the real gateway; tokens,
+log-probabilities and experts of the fake engine follow from each request's seed. Every layout gives the same bits for
+both, and one rank's gradients but for rounding.
 """
 
 import base64
@@ -31,9 +30,7 @@ from tests.dist.workers.launch import run_ranks
 TOKENIZER = character_tokenizer("0123456789HL?")
 EOS = TOKENIZER.eos_token_id
 STEP, GROUP_SIZE = 7, 3
-GRADIENT_BOUND = (
-    5e-5  # rounding: the advantages of a group cancel, and gradients are small beside their terms
-)
+GRADIENT_BOUND = 5e-5  # rounding: the advantages of a group cancel, and gradients are small beside their terms
 TREE = [[0, "?"], [2, ["3", "4"]], [5, "H"], [5, "L"], [7, "5"], [0, "9"]]
 LINE = [[0, "?"], [2, "H"], [4, "L"]]
 SCRIPTS = [TREE, LINE, TREE]
@@ -79,12 +76,8 @@ class Engine(FakeService):
         meta = {
             "finish_reason": {"type": "stop"},
             "weight_version": str(self.version),
-            "output_token_logprobs": [
-                [lp, t, None] for lp, t in zip(made.logprobs, made.tokens, strict=True)
-            ],
-            "routed_experts": base64.b64encode(
-                made.experts[:read].astype("<i4").tobytes()
-            ).decode(),
+            "output_token_logprobs": [[lp, t, None] for lp, t in zip(made.logprobs, made.tokens, strict=True)],
+            "routed_experts": base64.b64encode(made.experts[:read].astype("<i4").tobytes()).decode(),
         }
         return web.json_response({"meta_info": meta})
 
@@ -107,8 +100,7 @@ def recorded(model: Path) -> tuple[list[RolloutGroup], int]:
 
 
 def by_hand(model: Path, run_seed: int) -> list[dict]:
-    """Each sample with what an agent's turns were, the advantage of its rollout, and each token's
-    first experts."""
+    """Each sample with what an agent's turns were, the advantage of its rollout, and each token's first experts."""
     rows = []
     for prompt, script in enumerate(SCRIPTS):
         rewards, of_group = [], []
@@ -120,31 +112,19 @@ def by_hand(model: Path, run_seed: int) -> list[dict]:
             rewards.append(sum(len(turn.tokens) for turn in turns) % 7 / 6)
             said = ["".join(text) for _, text in script]
             for path, trained, begins in SAMPLES[len(script)]:
-                row = {
-                    "prompt": len(ids(begins)),
-                    "tokens": ids(begins),
-                    "mask": [False],
-                    "logprobs": [0.0],
-                }
+                row = {"prompt": len(ids(begins)), "tokens": ids(begins), "mask": [False], "logprobs": [0.0]}
                 experts, known = [], 0
                 for number in path:
                     before = ids(said[number]) if number != path[0] else []
                     row["tokens"] = row["tokens"] + before + turns[number].tokens
-                    row["mask"] = (
-                        row["mask"]
-                        + [False] * len(before)
-                        + [number in trained] * len(turns[number].tokens)
-                    )
+                    row["mask"] = row["mask"] + [False] * len(before) + [number in trained] * len(turns[number].tokens)
                     row["logprobs"] = row["logprobs"] + [0.0] * len(before) + turns[number].logprobs
                     experts.append(turns[number].experts[known : len(row["tokens"]) - 1])
                     known = len(row["tokens"]) - 1
                 of_group.append((index, row | {"experts": np.concatenate(experts)}))
         values = np.array(rewards)
         advantages = (values - values.mean()) / (values.std(ddof=1) + 1e-6)
-        rows += [
-            row | {"advantage": advantages[index], "place": n}
-            for n, (index, row) in enumerate(of_group)
-        ]
+        rows += [row | {"advantage": advantages[index], "place": n} for n, (index, row) in enumerate(of_group)]
         rows = [{"group": prompt} | row for row in rows]
     return rows
 
@@ -163,34 +143,21 @@ def inputs(tmp_path_factory, model_of) -> tuple[Path, dict]:
     for sample, row in zip(found, rows, strict=True):
         start = row["prompt"]
         assert sample.token_ids.tolist() == row["tokens"][start:], "the exact ids"
-        mask = (
-            np.ones(len(sample.token_ids), bool) if sample.loss_mask is None else sample.loss_mask
-        )
+        mask = np.ones(len(sample.token_ids), bool) if sample.loss_mask is None else sample.loss_mask
         assert mask.tolist() == row["mask"][start:]
         trained = np.array(row["mask"][start:])
-        assert np.array_equal(
-            sample.logprobs[trained], np.float32(row["logprobs"][start:])[trained]
-        )
+        assert np.array_equal(sample.logprobs[trained], np.float32(row["logprobs"][start:])[trained])
         assert np.array_equal(sample.routed_experts, row["experts"])
     assert sum(sum(row["mask"]) for row in rows) > 0
-    base = {
-        "model": str(model),
-        "groups": str(folder / "groups.npz"),
-        "rows": str(folder / "rows.pt"),
-    }
+    base = {"model": str(model), "groups": str(folder / "groups.npz"), "rows": str(folder / "rows.pt")}
     return folder, base
 
 
 @pytest.mark.parametrize("replay", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gradients_of_a_tree_are_those_of_samples_by_hand_in_every_layout(inputs, replay):
     folder, base = inputs
-    base = base | {
-        "routing_replay": "rollout" if replay else None,
-        "reference": f"{folder}/one_{replay}.pt",
-    }
-    [alone] = run_ranks(
-        1, folder / f"one_{replay}", [base | {"write": True}], script="agent_trees_ranks.py"
-    )
+    base = base | {"routing_replay": "rollout" if replay else None, "reference": f"{folder}/one_{replay}.pt"}
+    [alone] = run_ranks(1, folder / f"one_{replay}", [base | {"write": True}], script="agent_trees_ranks.py")
     assert alone["same"] == [] and alone["trained"] > 100
     jobs = [base | {"parallel": LAYOUTS[name], "packing": name != "TP2+SP"} for name in OF_CI]
     results = run_ranks(2, folder / f"two_{replay}", jobs, script="agent_trees_ranks.py")

@@ -1,5 +1,4 @@
-"""Ranks compute as the tests' process does: a variable that chooses other arithmetic reaches
-them."""
+"""Ranks compute as the tests' process does: a variable that chooses other arithmetic reaches them."""
 
 import os
 
@@ -8,9 +7,7 @@ import torch
 from tests.dist.workers.launch import POOL
 from tests.run_parts import ARITHMETIC
 
-NAMES = sorted(
-    {name for variables in ARITHMETIC.values() for name in variables} - {"OMP_NUM_THREADS"}
-)
+NAMES = sorted({name for variables in ARITHMETIC.values() for name in variables} - {"OMP_NUM_THREADS"})
 
 
 def arithmetic(rank: int = 0) -> tuple[str, list[str | None]]:

@@ -1,5 +1,4 @@
-"""What hooks on the actor show is the same in every layout, and planted experts are those that are
-computed with."""
+"""What hooks on the actor show is the same in every layout, and planted experts are those that are computed with."""
 
 import sys
 from pathlib import Path
@@ -24,14 +23,8 @@ LAYOUTS: dict[str, list[dict]] = {  # of two ranks; the first of a family are wh
         {"parallel": {"pp": 2}, "packing": True, "micro_batch_tokens": 30},
         {"parallel": {"ep": 2}, "packing": False},
     ],
-    "qwen2": [
-        {"parallel": {"tp": 2}, "packing": False, "micro_batch_tokens": 30},
-        {"parallel": {}},
-    ],
-    "deepseek_v3": [
-        {"parallel": {"tp": 2, "ep": 2}, "packing": False},
-        {"parallel": {"cp": 2}, "packing": True},
-    ],
+    "qwen2": [{"parallel": {"tp": 2}, "packing": False, "micro_batch_tokens": 30}, {"parallel": {}}],
+    "deepseek_v3": [{"parallel": {"tp": 2, "ep": 2}, "packing": False}, {"parallel": {"cp": 2}, "packing": True}],
     "minimax_m2": [
         {"parallel": {"tp": 2}, "packing": True},
         {"parallel": {"pp": 2}, "packing": False, "recompute": "full"},
@@ -41,13 +34,7 @@ LAYOUTS: dict[str, list[dict]] = {  # of two ranks; the first of a family are wh
 
 @pytest.mark.parametrize(
     "family",
-    [
-        "qwen3_moe",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("qwen2", "deepseek_v3", "minimax_m2")
-        ),
-    ],
+    ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "deepseek_v3", "minimax_m2"))],
 )
 def test_every_layout_shows_what_one_rank_shows(family: str, tmp_path: Path):
     model = make_model(tmp_path / family, family)
@@ -75,20 +62,16 @@ def _off(found: dict[str, Tensor], alone: dict[str, Tensor], name: str) -> float
 
 
 def _assert_consistent(found: dict[str, Tensor]) -> None:
-    """What modules add is what the residual stream grows by, and the head ends in the
-    log-probabilities."""
+    """What modules add is what the residual stream grows by, and the head ends in the log-probabilities."""
     added = found["embedding"] + found["layers.0.attention_out"]
     assert torch.allclose(added, found["layers.0.after_attention"], atol=1e-5)
     assert torch.allclose(added + found["layers.0.mlp_out"], found["layers.0.output"], atol=1e-5)
-    of_sequences = torch.cat(
-        [found["logprobs"][row, 1:length] for row, length in enumerate(LENGTHS)]
-    )
+    of_sequences = torch.cat([found["logprobs"][row, 1:length] for row, length in enumerate(LENGTHS)])
     assert torch.allclose(found["head"], of_sequences, atol=1e-5)
 
 
 def _assert_forced(found: dict[str, Tensor], arch) -> None:
-    """Planted experts have all of the weight where they are given; elsewhere the router's own
-    choice has it."""
+    """Planted experts have all of the weight where they are given; elsewhere the router's own choice has it."""
     ids = planted(arch)
     for layer in range(arch.experts.dense_layers, arch.num_layers):
         given = torch.cat([ids[row, :length, layer] for row, length in enumerate(LENGTHS)])

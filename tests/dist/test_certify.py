@@ -1,5 +1,4 @@
-"""The certificate passes what is right, for any algorithm section, and finds every planted
-fault."""
+"""The certificate passes what is right, for any algorithm section, and finds every planted fault."""
 
 import json
 import math
@@ -16,24 +15,8 @@ from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
 from megagrpo.models.family import TinySizes
 from megagrpo.tools.certify import command
-from megagrpo.tools.certify.cases import (
-    LAYOUTS,
-    NEIGHBOR,
-    REFERENCE,
-    SMALL_BUDGET,
-    Case,
-    grid,
-    layouts_of,
-)
-from megagrpo.tools.certify.report import (
-    FACTOR,
-    LARGEST,
-    LEAST,
-    bounds_of,
-    errors_of,
-    failures,
-    write_certificate,
-)
+from megagrpo.tools.certify.cases import LAYOUTS, NEIGHBOR, REFERENCE, SMALL_BUDGET, Case, grid, layouts_of
+from megagrpo.tools.certify.report import FACTOR, LARGEST, LEAST, bounds_of, errors_of, failures, write_certificate
 from megagrpo.tools.certify.subject import make_models
 from megagrpo.tools.certify.tiny_model import hf_config
 from tests.dist.bounds import within
@@ -104,9 +87,7 @@ ALGORITHMS["a user's own"] = {
 }
 FIRST = next(iter(ALGORITHMS))
 # two passes of two updates each, after the update whose gradients are compared
-SETTINGS = {
-    "gspo, token TIS, rejection": ["train.num_epochs_per_step=2", "train.num_updates_per_step=2"]
-}
+SETTINGS = {"gspo, token TIS, rejection": ["train.num_epochs_per_step=2", "train.num_updates_per_step=2"]}
 # fault -> a layout that it spoils
 SPOILED = {
     "experts-not-reduced-over-tp": "TP2+SP",
@@ -118,13 +99,10 @@ SPOILED = {
 
 
 def described(folder: Path, family: str = "qwen3_moe") -> list[str]:
-    """Settings that name a model of which there is only config.json: the certificate makes its own
-    tensors."""
+    """Settings that name a model of which there is only config.json: the certificate makes its own tensors."""
     moe = {} if family in ("qwen3", "qwen3_moe") else {"experts_per_token": 4}
     (folder / "real").mkdir(parents=True)
-    (folder / "real" / "config.json").write_text(
-        json.dumps(hf_config(TinySizes(family=family, **moe)))
-    )
+    (folder / "real" / "config.json").write_text(json.dumps(hf_config(TinySizes(family=family, **moe))))
     return [f"model.path={folder / 'real'}", "sft=null"]
 
 
@@ -137,20 +115,13 @@ def case(layout: str, fault: str | None = None, **options) -> dict:
 
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory) -> Callable[..., dict]:
-    """Returns what the jobs of one subject share; its tiny model and what one rank computes are
-    made at first use."""
+    """Returns what the jobs of one subject share; its tiny model and what one rank computes are made at first use."""
 
     @cache
     def make(*settings: str, algorithm=FIRST, family="qwen3_moe", config="quickstart") -> dict:
         folder = tmp_path_factory.mktemp(family)
-        make_models(
-            folder, load_config(str(CONFIG), described(folder, family)), ParallelConfig(), 0
-        )
-        common = {
-            "config": str(CONFIG.with_stem(config)),
-            "folder": str(folder),
-            "algorithm": ALGORITHMS[algorithm],
-        }
+        make_models(folder, load_config(str(CONFIG), described(folder, family)), ParallelConfig(), 0)
+        common = {"config": str(CONFIG.with_stem(config)), "folder": str(folder), "algorithm": ALGORITHMS[algorithm]}
         common["settings"] = list(settings)
         return with_bounds(folder, common)
 
@@ -164,11 +135,8 @@ def with_bounds(folder: Path, common: dict, pool: RankPool | None = None) -> dic
     return common | {"bounds": bounds_of(neighbor)}
 
 
-def measured(
-    folder: Path, jobs: list[dict], pool: RankPool | None = None
-) -> tuple[list[dict], list[list[str]]]:
-    """Figures and failures of jobs on two ranks; of a planted fault what is ten times above its
-    bound."""
+def measured(folder: Path, jobs: list[dict], pool: RankPool | None = None) -> tuple[list[dict], list[list[str]]]:
+    """Figures and failures of jobs on two ranks; of a planted fault what is ten times above its bound."""
     results = run_ranks(2, folder / f"two{len(jobs)}", jobs, "certify_ranks.py", pool)
     found = []
     for job, result in zip(jobs, results, strict=True):
@@ -209,9 +177,7 @@ def test_other_algorithms_are_certified_too(subject, tmp_path: Path, layouts: in
     results, found = measured(tmp_path, jobs)
     assert found == [[]] * len(jobs)
     for result in results:
-        assert result["grad_norm"] > 1e-3 and len(result["gradients"]) > 20, (
-            "there was something to compare"
-        )
+        assert result["grad_norm"] > 1e-3 and len(result["gradients"]) > 20, "there was something to compare"
 
 
 def test_components_of_the_loss_are_certified(subject, tmp_path: Path):
@@ -235,66 +201,38 @@ def test_components_of_the_loss_are_certified_in_every_layout(subject, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("source", "more"),
-    [("rollout", []), pytest.param("old", ["train.num_epochs_per_step=2"], marks=pytest.mark.slow)],
+    ("source", "more"), [("rollout", []), pytest.param("old", ["train.num_epochs_per_step=2"], marks=pytest.mark.slow)]
 )
 def test_replayed_experts_are_certified(subject, tmp_path: Path, source: str, more: list[str]):
-    """Of the engine: drawn at random, so that routers left to themselves would differ; and one
-    token off."""
+    """Of the engine: drawn at random, so that routers left to themselves would differ; and one token off."""
     common = subject(f"actor.routing_replay={source}", *more)
-    cases = [
-        case("DP2"),
-        case("TP2+SP", recompute="full"),
-        case("PP2xVPP2"),
-        case("CP2"),
-        case("EP2"),
-    ]
+    cases = [case("DP2"), case("TP2+SP", recompute="full"), case("PP2xVPP2"), case("CP2"), case("EP2")]
     wrong = [case("CP2", "experts-of-token-before")] if source == "rollout" else []
     _, found = measured(tmp_path, [common | each for each in cases + wrong])
     assert found[: len(cases)] == [[]] * len(cases)
-    assert all(
-        any("gradient of" in problem for problem in problems) for problems in found[len(cases) :]
-    )
+    assert all(any("gradient of" in problem for problem in problems) for problems in found[len(cases) :])
 
 
 @pytest.mark.slow
 def test_adapters_are_certified(subject, tmp_path: Path):
     """Their gradients and updates, with the model without them as reference."""
-    cases = [
-        case("DP2", distributed=True),
-        case("TP2+SP", recompute="full"),
-        case("CP2"),
-        case("EP2"),
-    ]
-    results, found = measured(
-        tmp_path, [subject(config="quickstart_lora") | each for each in cases]
-    )
+    cases = [case("DP2", distributed=True), case("TP2+SP", recompute="full"), case("CP2"), case("EP2")]
+    results, found = measured(tmp_path, [subject(config="quickstart_lora") | each for each in cases])
     assert found == [[]] * len(cases)
     for result in results[1:]:
         assert result["gradients"] and all(".lora_" in name for name in result["gradients"])
 
 
 def test_latent_attention_is_certified_and_its_fault_found(subject, tmp_path: Path):
-    cases = [
-        case("TP2+SP"),
-        case("PP2xVPP2", recompute="full"),
-        case("TP2+SP", "latent-projections-cut-over-tp"),
-    ]
+    cases = [case("TP2+SP"), case("PP2xVPP2", recompute="full"), case("TP2+SP", "latent-projections-cut-over-tp")]
     results, found = measured(tmp_path, [subject(family="deepseek_v3") | each for each in cases])
     assert found[:2] == [[], []]
     assert results[2]["loss_error"] < 1e-6, "a loss that agrees proves nothing"
-    # half of the heads' part is missing in every layer: a large share of the gradient, no rounding
-    # of a right one
-    spoiled = [
-        ratio
-        for name, ratio in results[2]["gradients"].items()
-        if name.endswith("kv_a_proj_with_mqa.weight")
-    ]
+    # half of the heads' part is missing in every layer: a large share of the gradient, no rounding of a right one
+    spoiled = [ratio for name, ratio in results[2]["gradients"].items() if name.endswith("kv_a_proj_with_mqa.weight")]
     assert len(spoiled) == 4 and min(spoiled) > 1e-2, spoiled
     assert any("gradient of" in problem for problem in found[2])
-    assert len(results[0]["gradients"]) > 100 and "router" not in str(
-        results[0]["gradients"].keys()
-    )
+    assert len(results[0]["gradients"]) > 100 and "router" not in str(results[0]["gradients"].keys())
 
 
 @pytest.mark.slow
@@ -320,16 +258,7 @@ def test_norms_over_all_heads_are_certified_and_their_fault_found(subject, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family",
-    [
-        "mixtral",
-        "glm4_moe",
-        "deepseek_v3",
-        "kimi_k2",
-        "minimax_m2",
-        "qwen3_5_moe",
-        "qwen3_next",
-    ],
+    "family", ["mixtral", "glm4_moe", "deepseek_v3", "kimi_k2", "minimax_m2", "qwen3_5_moe", "qwen3_next"]
 )
 def test_large_families_are_certified(subject, tmp_path: Path, family: str):
     """Every layout of two ranks, and the faults of every family."""
@@ -341,9 +270,7 @@ def test_large_families_are_certified(subject, tmp_path: Path, family: str):
     assert all(wrong), dict(zip(SPOILED, wrong, strict=True))
 
 
-def certify(
-    folder: Path, *arguments: str, family: str = "qwen3_moe"
-) -> subprocess.CompletedProcess:
+def certify(folder: Path, *arguments: str, family: str = "qwen3_moe") -> subprocess.CompletedProcess:
     """`megagrpo certify` of the quickstart with a model of `family`, in folder/run."""
     settings = [f"output_dir={folder / 'run'}", *described(folder, family)]
     words = [*arguments, *(word for setting in settings for word in ("--set", setting))]
@@ -353,8 +280,7 @@ def certify(
 
 @pytest.mark.slow
 def test_the_command_fails_above_the_bound_and_reports(tmp_path: Path, monkeypatch, capsys):
-    """The ranks of two processes are the pool's, with a fault; those of one compute the reference
-    without it."""
+    """The ranks of two processes are the pool's, with a fault; those of one compute the reference without it."""
 
     def ranks_of_pool(config: ExperimentConfig, name: str, words: list[str]) -> int:
         file = Path(*words)
@@ -392,13 +318,8 @@ def test_the_command_passes_what_is_right(tmp_path: Path, ranks: str):
 def test_the_grid_names_what_is_left_out():
     cases, left_out = grid(LAYOUTS, 2, is_moe=False, only=None)
     assert cases[0] == REFERENCE and all(c not in cases[:i] for i, c in enumerate(cases))
-    dense, small = (
-        ("EP2", "TP2xEP2", "EP2xPP2", "TP2xETP2"),
-        ("TP2xPP2", "TP2xDP2", "TP2xCP2", "CP2xPP2"),
-    )
-    without = dict.fromkeys(dense, "the model has no experts") | dict.fromkeys(
-        small, "needs 4 ranks, 2 were given"
-    )
+    dense, small = (("EP2", "TP2xEP2", "EP2xPP2", "TP2xETP2"), ("TP2xPP2", "TP2xDP2", "TP2xCP2", "CP2xPP2"))
+    without = dict.fromkeys(dense, "the model has no experts") | dict.fromkeys(small, "needs 4 ranks, 2 were given")
     assert left_out == without
     assert {c.layout for c in cases} - {NEIGHBOR.layout} | left_out.keys() == LAYOUTS.keys()
     with pytest.raises(ValueError, match="no layout is called 'TP3'"):
@@ -418,9 +339,7 @@ def test_the_grid_names_what_is_left_out():
     ],
 )
 def test_what_the_experiment_trains_is_certified(tmp_path: Path, settings):
-    config = load_config(
-        CONFIG, [f"actor.{key}={json.dumps(one)}" for key, one in settings.items()]
-    )
+    config = load_config(CONFIG, [f"actor.{key}={json.dumps(one)}" for key, one in settings.items()])
     tiny = command.tiny_experiment(config, tmp_path / "model", tmp_path, 2).actor
     assert tiny.world_size == 2
     for key in settings:
@@ -445,7 +364,4 @@ def test_not_a_number_is_above_every_bound(tmp_path: Path):
     result = {**case("DP2"), "variant": "x", **figures, "gradients": {"a": 0.0, "b": math.inf}}
     assert len(failures(result, LEAST)) == 4
     results = [result, result | {"case": asdict(NEIGHBOR)}]
-    assert (
-        write_certificate(tmp_path, name="name", family="qwen3", results=results, left_out={})[1]
-        is False
-    )
+    assert write_certificate(tmp_path, name="name", family="qwen3", results=results, left_out={})[1] is False

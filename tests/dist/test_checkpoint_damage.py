@@ -1,5 +1,4 @@
-"""One message on every rank says what is wrong with a checkpoint, before a weight is touched; old
-ones stay whole."""
+"""One message on every rank says what is wrong with a checkpoint, before a weight is touched; old ones stay whole."""
 
 import json
 import os
@@ -52,10 +51,7 @@ def lose_a_file(folder: Path) -> str:
 
 def half_written(folder: Path) -> str:
     (folder / "manifest.json").unlink()
-    return (
-        f"checkpoint {folder} has no manifest.json: it is not a checkpoint, or its save was "
-        "interrupted"
-    )
+    return f"checkpoint {folder} has no manifest.json: it is not a checkpoint, or its save was interrupted"
 
 
 def broken_manifest(folder: Path) -> str:
@@ -76,35 +72,20 @@ def test_damage_is_named(healthy: tuple[Path, Path], tmp_path: Path):
         expected.append(damage(folder))
         jobs.append({**base, "load": str(folder)})
     jobs.append({**base, "load": str(good), "identity": {"model": "another"}})
-    expected.append(
-        f"checkpoint {good} is of another model: model: checkpoint 'qwen3', this run 'another'"
-    )
+    expected.append(f"checkpoint {good} is of another model: model: checkpoint 'qwen3', this run 'another'")
     jobs.append({**base, "load": str(tmp_path / "nowhere")})
     expected.append(f"checkpoint {tmp_path / 'nowhere'} has no manifest.json")
     for result, text in zip(run_ranks(2, tmp_path / "ranks", jobs), expected, strict=True):
-        assert [text in message for message in result["messages"]] == [True, True], (
-            text,
-            result["messages"],
-        )
+        assert [text in message for message in result["messages"]] == [True, True], (text, result["messages"])
         assert all("\n" not in message for message in result["messages"]), "one line"
         assert result["untouched"]
 
 
-def test_an_architecture_that_does_not_fit_is_named(
-    healthy: tuple[Path, Path], hf_models: Path, tmp_path: Path
-):
+def test_an_architecture_that_does_not_fit_is_named(healthy: tuple[Path, Path], hf_models: Path, tmp_path: Path):
     """Even where the identity was written wrongly."""
-    job = {
-        "model": str(hf_models / "qwen2"),
-        "do": "refusal",
-        "load": str(healthy[1]),
-        "identity": {"model": "qwen3"},
-    }
+    job = {"model": str(hf_models / "qwen2"), "do": "refusal", "load": str(healthy[1]), "identity": {"model": "qwen3"}}
     result = run_ranks(1, tmp_path / "ranks", [job])[0]
-    assert (
-        f"checkpoint {healthy[1] / 'actor'} does not fit this model and layout"
-        in result["messages"][0]
-    )
+    assert f"checkpoint {healthy[1] / 'actor'} does not fit this model and layout" in result["messages"][0]
     assert len(result["messages"][0]) < 600
 
 
@@ -121,15 +102,11 @@ def small_disk(tmp_path: Path, healthy: tuple[Path, Path]):
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_disk_full_leaves_the_older_checkpoint(
-    healthy: tuple[Path, Path], small_disk: Path, tmp_path: Path
-):
+def test_disk_full_leaves_the_older_checkpoint(healthy: tuple[Path, Path], small_disk: Path, tmp_path: Path):
     model, good = healthy
     older = small_disk / "run" / "step_000001"
     shutil.copytree(good, older)
-    before = {
-        file.relative_to(older): file.read_bytes() for file in older.rglob("*") if file.is_file()
-    }
+    before = {file.relative_to(older): file.read_bytes() for file in older.rglob("*") if file.is_file()}
     base = {"model": str(model), "do": "refusal"}
     save = {**base, "save": str(older.parent), "step": 2}
     files = (".metadata", "metadata.json")  # which rank 0 alone writes
@@ -143,10 +120,6 @@ def test_disk_full_leaves_the_older_checkpoint(
         assert "rank 0 could not write" in result["messages"][0]
         assert "No space left" in result["messages"][0]
         assert not list((tmp_path / file).iterdir()), "no partial folder is left"
-    assert [path.name for path in older.parent.iterdir()] == ["step_000001"], (
-        "no partial folder is left"
-    )
-    assert {
-        file.relative_to(older): file.read_bytes() for file in older.rglob("*") if file.is_file()
-    } == before
+    assert [path.name for path in older.parent.iterdir()] == ["step_000001"], "no partial folder is left"
+    assert {file.relative_to(older): file.read_bytes() for file in older.rglob("*") if file.is_file()} == before
     assert json.loads((older / "state.json").read_text())["train"]["data_cursor"] == 17

@@ -1,5 +1,4 @@
-"""How often all ranks exchange Python objects in a publish, which every step has: at 1, 2 and 4
-ranks."""
+"""How often all ranks exchange Python objects in a publish, which every step has: at 1, 2 and 4 ranks."""
 
 import sys
 from contextlib import ExitStack
@@ -41,8 +40,7 @@ class NoTransport:
 
 
 def counted(mesh: Mesh, folder: Path) -> dict[str, int]:
-    """Publishes twice to one engine; returns the calls of the second publish, in which nothing is
-    new."""
+    """Publishes twice to one engine; returns the calls of the second publish, in which nothing is new."""
     # The zeros that the fake engine's model begins with: its digests are right without a transfer.
     live = {name: torch.zeros(4, 4) for name in ("gate", "up", "down")}
     specs = dict.fromkeys(live, ((4, 4), torch.float32))
@@ -53,9 +51,7 @@ def counted(mesh: Mesh, folder: Path) -> dict[str, int]:
         stack.enter_context(mock.patch.dict(module.TRANSPORTS, {"disk": NoTransport}))
         if mesh.is_main:
             stack.enter_context(running(engine))
-        config = exchange_config(
-            folder, folder / "initial" / "model", weights={"transport": "disk", "timeout_s": 30}
-        )
+        config = exchange_config(folder, folder / "initial" / "model", weights={"transport": "disk", "timeout_s": 30})
         exchange = Exchange(config, mesh, weights, FakeFleet([engine]), folder)
         stack.callback(exchange.close)
         exchange.publish(1)

@@ -22,7 +22,5 @@ def test_rows_do_not_depend_on_the_layout(tmp_path, staleness):
     assert two == [whole] * 2
     with running(FakeService()) as service:
         first = continued(MESH, service.url, tmp_path / "parts", config, BREAK)
-        last = run_meshes(
-            4, tmp_path, continued, service.url, tmp_path / "parts", config, STEPS, replicas=2
-        )
+        last = run_meshes(4, tmp_path, continued, service.url, tmp_path / "parts", config, STEPS, replicas=2)
     assert [first + rest for rest in last] == [whole] * 4

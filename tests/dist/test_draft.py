@@ -1,8 +1,6 @@
-"""A draft in the actor: loss and gradients against transformers' layers, layouts; the model's own
-bits stay.
+"""A draft in the actor: loss and gradients against transformers' layers, layouts; the model's own bits stay.
 
-Float32, gloo. GLM-4.5 (grouped-query attention) and DeepSeek-V3 (latent attention, groups of
-experts).
+Float32, gloo. GLM-4.5 (grouped-query attention) and DeepSeek-V3 (latent attention, groups of experts).
 """
 
 from pathlib import Path
@@ -19,10 +17,7 @@ BOUND = 1e-5  # of each parameter's largest gradient
 MODELS = ("glm4_moe", "deepseek_v3")
 pytestmark = [
     pytest.mark.timeout(900),
-    pytest.mark.verifies(
-        "actor",
-        "drafts: loss and gradients of transformers' layers; the model's bits unchanged",
-    ),
+    pytest.mark.verifies("actor", "drafts: loss and gradients of transformers' layers; the model's bits unchanged"),
 ]
 
 
@@ -41,15 +36,9 @@ def job(folder: Path, model: str, layout: str = "DP2", batch: str = "packed", **
 def check(result: dict, name: str) -> None:
     for what in ("draft_loss", "draft_norm"):
         assert within(what, result[what], BOUND), (name, what, result[what])
-    wrong = {
-        tensor: value
-        for tensor, value in result["draft"].items()
-        if not within("draft gradient", value, BOUND)
-    }
+    wrong = {tensor: value for tensor, value in result["draft"].items() if not within("draft gradient", value, BOUND)}
     assert not wrong and not result["others"], (name, wrong, result["others"])
-    assert result["moved"] == len(result["draft"]), (
-        f"{name}: parameters of the draft that no update moves"
-    )
+    assert result["moved"] == len(result["draft"]), f"{name}: parameters of the draft that no update moves"
     kept = {what: result[what] for what in ("loss", "norm", "gradients", "weights")}
     assert all(kept.values()), f"{name}: the draft changes the model's {kept}"
     assert result["export"], f"{name}: HF -> actor -> HF is not bit-equal"
@@ -59,14 +48,9 @@ def check(result: dict, name: str) -> None:
 def test_one_rank_equals_transformers_and_leaves_the_model_alone(models: Path, batch: str):
     jobs = []
     for model in MODELS:
-        of_model = job(models, model, "DP2", batch) | {
-            "parallel": {},
-            "alone": str(models / f"{model}.1.{batch}.pt"),
-        }
+        of_model = job(models, model, "DP2", batch) | {"parallel": {}, "alone": str(models / f"{model}.1.{batch}.pt")}
         jobs += [of_model, of_model | {"draft": {}}]
-    for model, result in zip(
-        MODELS, run_ranks(1, models / f"one_{batch}", jobs, "draft_ranks.py")[1::2], strict=True
-    ):
+    for model, result in zip(MODELS, run_ranks(1, models / f"one_{batch}", jobs, "draft_ranks.py")[1::2], strict=True):
         check(result, model)
 
 
@@ -85,33 +69,19 @@ def test_layouts(models: Path, cases):
     jobs = []
     for case in cases:
         jobs += [job(models, *case), job(models, *case) | {"draft": {}}]
-    for case, result in zip(
-        cases, run_ranks(2, models / "two", jobs, "draft_ranks.py")[1::2], strict=True
-    ):
+    for case, result in zip(cases, run_ranks(2, models / "two", jobs, "draft_ranks.py")[1::2], strict=True):
         check(result, " ".join(case))
 
 
 def test_a_checkpoint_goes_on_in_another_layout(models: Path):
-    """The draft's optimizer state is part of it: bit-equal in the same layout, within a bound in
-    others."""
-    base = {
-        "do": "checkpoint",
-        "model": str(models / "glm4_moe"),
-        "distributed": True,
-        "draft": {},
-    }
+    """The draft's optimizer state is part of it: bit-equal in the same layout, within a bound in others."""
+    base = {"do": "checkpoint", "model": str(models / "glm4_moe"), "distributed": True, "draft": {}}
     saved = models / "checkpoints"
-    run_ranks(
-        1,
-        models / "save",
-        [base | {"warm": 1, "save": str(saved), "then": str(models / "whole.pt")}],
-    )
+    run_ranks(1, models / "save", [base | {"warm": 1, "save": str(saved), "then": str(models / "whole.pt")}])
     load = base | {"load": str(saved / "step_000001")}
     run_ranks(1, models / "same", [load | {"then": str(models / "same.pt")}])
     layouts = ("TP2xEP2", "PP2")
-    jobs = [
-        load | {"parallel": LAYOUTS[name], "then": str(models / f"{name}.pt")} for name in layouts
-    ]
+    jobs = [load | {"parallel": LAYOUTS[name], "then": str(models / f"{name}.pt")} for name in layouts]
     run_ranks(2, models / "others", jobs)
     whole, same = (
         torch.load(models / "whole.pt", map_location="cpu"),
@@ -132,26 +102,17 @@ def test_a_checkpoint_goes_on_in_another_layout(models: Path):
 def test_a_draft_that_is_not_trained_stays(models: Path):
     plain = job(models, "glm4_moe", "DP2", "packed") | {"parallel": {}}
     path = models / "frozen.pt"
-    frozen = {
-        "do": "checkpoint",
-        "model": plain["model"],
-        "warm": 1,
-        "draft": {"train": False},
-        "then": str(path),
-    }
+    frozen = {"do": "checkpoint", "model": plain["model"], "warm": 1, "draft": {"train": False}, "then": str(path)}
     run_ranks(1, models / "frozen", [frozen])
     assert not [
-        name
-        for name in torch.load(path, map_location="cpu")["weights11"]
-        if name.startswith("model.layers.4.")
+        name for name in torch.load(path, map_location="cpu")["weights11"] if name.startswith("model.layers.4.")
     ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 def test_with_layers_of_transformer_engine(models: Path, fused: bool):
-    """Megatron's wrappers around the stand-in; fused: weight gradients go into Megatron's
-    buffers."""
+    """Megatron's wrappers around the stand-in; fused: weight gradients go into Megatron's buffers."""
     cases = [("glm4_moe", "TP2+SP", "packed"), ("deepseek_v3", "EP2", "padded")]
     more = {"transformer_engine": True, "megatron": {"gradient_accumulation_fusion": fused}}
     jobs = []
@@ -159,8 +120,6 @@ def test_with_layers_of_transformer_engine(models: Path, fused: bool):
         of_model = job(models, *case, **more)
         of_model["alone"] += f".te{fused}"
         jobs += [of_model, of_model | {"draft": {}}]
-    found = run_ranks(
-        2, models / f"te{fused}", jobs, "draft_ranks.py", pool=TRANSFORMER_ENGINE_POOL
-    )[1::2]
+    found = run_ranks(2, models / f"te{fused}", jobs, "draft_ranks.py", pool=TRANSFORMER_ENGINE_POOL)[1::2]
     for case, result in zip(cases, found, strict=True):
         check(result, " ".join(case))

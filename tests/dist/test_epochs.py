@@ -1,5 +1,4 @@
-"""Several passes over a step's samples, against a loop written by hand on transformers' model with
-torch's AdamW.
+"""Several passes over a step's samples, against a loop written by hand on transformers' model with torch's AdamW.
 
 Layouts: tests/dist/test_certify.py has an experiment of two passes.
 """
@@ -29,9 +28,7 @@ from tests.dist.cases import SMALL
 from tests.dist.workers.launch import run_transformers
 from tests.padding import padded
 
-TRAIN = TrainConfig(
-    num_prompts_per_step=6, group_size=2, num_updates_per_step=2, num_epochs_per_step=2
-)
+TRAIN = TrainConfig(num_prompts_per_step=6, group_size=2, num_updates_per_step=2, num_epochs_per_step=2)
 CLIP = 0.02  # narrow: from the second update on it acts
 ALGORITHM = AlgorithmConfig.model_validate(
     {"loss": {"name": "ppo_clip", "clip_ratio_low": CLIP, "clip_ratio_high": CLIP}}
@@ -42,16 +39,13 @@ SEED, STEP = 5, 3
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """What `update` did, by the actor: metrics, gradients of each update, weights after the
-    last."""
+    """What `update` did, by the actor: metrics, gradients of each update, weights after the last."""
     root = tmp_path_factory.mktemp("epochs")
     model = str(root / "model")
     make_tiny_model(TinyModelConfig(path=model, family="qwen3", **SMALL), 0)
     config = ActorConfig(logprob_chunk_tokens=7, micro_batch_tokens=24)
     optimizer = OptimizerConfig(lr=LR, clip_grad=0.0, distributed=False, megatron={"adam_eps": EPS})
-    with joined(
-        root / "store", config=config, optimizer=optimizer, model_path=model, device=DEVICE
-    ) as actor:
+    with joined(root / "store", config=config, optimizer=optimizer, model_path=model, device=DEVICE) as actor:
         weights = load_initial_weights(actor, model)
         batch = batch_of(actor)
         gradients, one = [], step.backward
@@ -72,32 +66,19 @@ def batch_of(actor):
     generator = torch.Generator().manual_seed(3)
     groups = []
     for g in range(TRAIN.num_prompts_per_step):
-        answers = [
-            tuple(torch.randint(3, 20, (3 + (g + i) % 6,), generator=generator).tolist())
-            for i in range(2)
-        ]
-        samples = [
-            Sample(i, ids, (-1.0,) * len(ids), "stop", 0, "") for i, ids in enumerate(answers)
-        ]
-        groups.append(
-            RolloutGroup(g, Prompt(g, "", (1, 5, 6), ""), tuple(samples), (Outcome("score"),) * 2)
-        )
+        answers = [tuple(torch.randint(3, 20, (3 + (g + i) % 6,), generator=generator).tolist()) for i in range(2)]
+        samples = [Sample(i, ids, (-1.0,) * len(ids), "stop", 0, "") for i, ids in enumerate(answers)]
+        groups.append(RolloutGroup(g, Prompt(g, "", (1, 5, 6), ""), tuple(samples), (Outcome("score"),) * 2))
     batch = build_batch(groups, plan_updates(TRAIN, SEED, STEP), actor.mesh)
     of_samples = torch.randn(len(batch.lengths), generator=generator)
     advantages = of_samples.repeat_interleave(batch.lengths) * batch.loss_mask
-    return replace(
-        batch, advantages=advantages, old_logprobs=token_logprobs(actor, batch, TEMPERATURE)
-    )
+    return replace(batch, advantages=advantages, old_logprobs=token_logprobs(actor, batch, TEMPERATURE))
 
 
-@pytest.mark.verifies(
-    "actor", "two passes of two updates equal a handwritten loop on transformers' model"
-)
+@pytest.mark.verifies("actor", "two passes of two updates equal a handwritten loop on transformers' model")
 def test_two_passes_of_two_updates_equal_a_loop_written_by_hand(made, tmp_path):
     model, batch, values, gradients, weights = made
-    rows = {
-        name: padded(getattr(batch, name), batch.lengths) for name in ("loss_mask", "advantages")
-    }
+    rows = {name: padded(getattr(batch, name), batch.lengths) for name in ("loss_mask", "advantages")}
     rows["tokens"] = padded(batch.tokens.long(), batch.lengths)
     given = {"model": model, "clip": CLIP, "temperature": TEMPERATURE, "lr": LR, "eps": EPS}
     given["batch"] = {"updates": batch.updates, "group_ids": batch.group_ids} | rows

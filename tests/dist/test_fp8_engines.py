@@ -1,5 +1,4 @@
-"""Trainer ranks publish to engines in FP8: each byte is what an engine's own loader makes of a
-quantized checkpoint."""
+"""Trainer ranks publish to engines in FP8: each byte is what an engine's own loader makes of a quantized checkpoint."""
 
 import sys
 from contextlib import ExitStack
@@ -30,8 +29,7 @@ STEP = 32  # rows of gate, then rows of up, in the trainers' parameter
 
 
 def hf_tensors(seed: int) -> dict[str, Tensor]:
-    """Rows of very different size, a block of zeros, and a tensor so small that its scales are the
-    smallest ones."""
+    """Rows of very different size, a block of zeros, and a tensor so small that its scales are the smallest ones."""
     draw = torch.Generator().manual_seed(seed)
     tensors = {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
     tensors["gate"] *= torch.logspace(-3, 3, FFN)[:, None]
@@ -52,8 +50,7 @@ def checkpoint(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tens
 
 
 class ToyActor:
-    """A tensor-parallel rank: gate and up in turns in one parameter, down cut by columns, the rest
-    whole."""
+    """A tensor-parallel rank: gate and up in turns in one parameter, down cut by columns, the rest whole."""
 
     def __init__(self, tp: int, rank: int):
         self.width, self.rank = FFN // tp, rank
@@ -82,9 +79,7 @@ class ToyEngine(nn.Module):
         sizes = {"kv": (LATENT, HIDDEN), "gate_up": (2 * half, HIDDEN), "down": (HIDDEN, half)}
         for name, (rows, columns) in sizes.items():
             scales = torch.full((-(-rows // 128), -(-columns // 128)), 7.0)
-            self._add(
-                name, torch.zeros(rows, columns, dtype=torch.bfloat16 if name in plain else FP8)
-            )
+            self._add(name, torch.zeros(rows, columns, dtype=torch.bfloat16 if name in plain else FP8))
             if name not in plain:
                 self._add(name + SCALES, scales)
         for name in ("embed", "norm"):
@@ -126,8 +121,7 @@ def bits(model: nn.Module) -> dict[str, Tensor]:
 
 
 def differing(engine: FakeEngine, hf: dict[str, Tensor]) -> list[str]:
-    """The parameters that do not have the bytes that a rank's own loader makes of the stored
-    checkpoint."""
+    """The parameters that do not have the bytes that a rank's own loader makes of the stored checkpoint."""
     wrong = []
     for rank, model in enumerate(engine.models):
         like = ToyEngine(rank)
@@ -154,9 +148,7 @@ def run_rank(mesh: Mesh, transport: str, delta: bool, folder: Path) -> dict:
             stack.enter_context(running(engine))
         exchange = Exchange(config, mesh, weights, FakeFleet([engine]), folder)
         stack.callback(exchange.close)
-        for version, hf in enumerate(
-            [hf_tensors(1), hf_tensors(2), *([turned] if delta else [])], 1
-        ):
+        for version, hf in enumerate([hf_tensors(1), hf_tensors(2), *([turned] if delta else [])], 1):
             actor.load(hf)
             report = exchange.publish(version)
             if mesh.is_main:
@@ -166,16 +158,11 @@ def run_rank(mesh: Mesh, transport: str, delta: bool, folder: Path) -> dict:
             live = dict(engine.models[1].named_parameters())[name].data
             before = live.clone()
             change(live.view(torch.uint8) if name == "down" else live)
-            with pytest.raises(
-                LeaderError,
-                match=rf"in 1 places:\n.*rank 1: parameter {name} does not hold .*{where}",
-            ):
+            with pytest.raises(LeaderError, match=rf"in 1 places:\n.*rank 1: parameter {name} does not hold .*{where}"):
                 exchange.verify()
             live.copy_(before)
         exchange.verify()
-        assert not any(name.endswith("FP8") for name in exchange._weights.parameters()), (
-            "buffers outlive a publish"
-        )
+        assert not any(name.endswith("FP8") for name in exchange._weights.parameters()), "buffers outlive a publish"
     return report
 
 
@@ -196,18 +183,13 @@ FAULTS = [
 @pytest.mark.parametrize(
     ("world", "transport", "delta"),
     [
-        *(
-            pytest.param(*case, False, marks=pytest.mark.slow)
-            for case in ((1, "reshard"), (2, "reshard"), (4, "disk"))
-        ),
+        *(pytest.param(*case, False, marks=pytest.mark.slow) for case in ((1, "reshard"), (2, "reshard"), (4, "disk"))),
         (4, "reshard", False),  # 4 ranks cut blocks in halves
         (4, "reshard", True),
         (4, "ipc", False),
     ],
 )
-def test_engines_hold_what_their_loader_makes_of_a_quantized_checkpoint(
-    tmp_path, world, transport, delta
-):
+def test_engines_hold_what_their_loader_makes_of_a_quantized_checkpoint(tmp_path, world, transport, delta):
     write_checkpoint(tmp_path / "initial", hf_tensors(0))
     reports = run_meshes(world, tmp_path, run_rank, transport, delta, tmp_path, replicas=1)
     assert all(report == reports[0] for report in reports)
@@ -216,16 +198,12 @@ def test_engines_hold_what_their_loader_makes_of_a_quantized_checkpoint(
         assert reports[0]["changed"] == 1 and 4 * (reports[0]["messages"] - 1) <= counts < 2000
     elif transport == "reshard":
         parameters = [p for rank in range(2) for p in ToyEngine(rank).parameters()]
-        assert reports[0]["wire_bytes"] == sum(p.nbytes for p in parameters), (
-            "each byte of the engine once"
-        )
+        assert reports[0]["wire_bytes"] == sum(p.nbytes for p in parameters), "each byte of the engine once"
 
 
 def refused(mesh: Mesh, engines: list[dict], folder: Path) -> str:
     actor = ToyActor(1, 0)
-    weights = ActorWeights(
-        record_copies(actor.load, SPECS, actor.live), SPECS, lambda: actor.live, fp8=IN_FP8
-    )
+    weights = ActorWeights(record_copies(actor.load, SPECS, actor.live), SPECS, lambda: actor.live, fp8=IN_FP8)
     fakes = [engine_of(**settings) for settings in engines]
     rollout = {"tp": 2, "dtype": "bfloat16", "quantization": "fp8", "num_engines": len(fakes)}
     rollout["min_healthy_engines"] = len(fakes)
@@ -234,11 +212,7 @@ def refused(mesh: Mesh, engines: list[dict], folder: Path) -> str:
         for fake in fakes:
             stack.enter_context(running(fake))
         exchange = Exchange(
-            exchange_config(folder, folder / "initial/model", **sections),
-            mesh,
-            weights,
-            FakeFleet(fakes),
-            folder,
+            exchange_config(folder, folder / "initial/model", **sections), mesh, weights, FakeFleet(fakes), folder
         )
         stack.callback(exchange.close)
         with pytest.raises((LeaderError, ValueError)) as caught:

@@ -1,5 +1,4 @@
-"""An FP8 checkpoint with partial blocks under TP2 x EP2: the bits of its bfloat16 twin, and few
-bytes beside them."""
+"""An FP8 checkpoint with partial blocks under TP2 x EP2: the bits of its bfloat16 twin, and few bytes beside them."""
 
 from pathlib import Path
 
@@ -16,13 +15,7 @@ BLOCK = (24, 40)  # divides neither the tensors below nor a rank's part of them
 LAYOUT = {"tp": 2, "ep": 2}
 
 
-TWICE = (
-    "norm",
-    "mlp.gate.",
-    "moe.gate.",
-    "q_a_proj",
-    "kv_a_proj",
-)  # what both ranks of the layout hold whole
+TWICE = ("norm", "mlp.gate.", "moe.gate.", "q_a_proj", "kv_a_proj")  # what both ranks of the layout hold whole
 
 
 def write_models(folder: Path, family: str) -> None:
@@ -62,27 +55,17 @@ def wanted_bytes(folder: Path) -> int:
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "minimax_m2"])
 def test_every_rank_holds_the_twins_bits(family, tmp_path):
     write_models(tmp_path, family)
-    job = {
-        "model": str(tmp_path / "model"),
-        "twin": str(tmp_path / "twin"),
-        "parallel": LAYOUT,
-        "dtype": "bfloat16",
-    }
+    job = {"model": str(tmp_path / "model"), "twin": str(tmp_path / "twin"), "parallel": LAYOUT, "dtype": "bfloat16"}
     (result,) = run_ranks(2, tmp_path / "ranks", [job], script="fp8_ranks.py")
     assert all(rank["equal"] and rank["parameters"] > 20 for rank in result["ranks"])
-    wanted, read = (
-        wanted_bytes(tmp_path / "model"),
-        sum(rank["bytes_read"] for rank in result["ranks"]),
-    )
+    wanted, read = (wanted_bytes(tmp_path / "model"), sum(rank["bytes_read"] for rank in result["ranks"]))
     assert wanted <= read <= 1.05 * wanted < 1.05 * 0.75 * wanted_bytes(tmp_path / "twin")
 
 
 def test_every_rank_holds_the_bits_of_an_int4_checkpoints_twin(tmp_path):
     """As Kimi-K2.5 is published; a rank's part of an expert's columns begins within a group."""
     sizes = {"num_layers": 2, "hidden_size": 64, "num_experts": 4, "expert_ffn_size": 96}
-    make_tiny_model(
-        TinyModelConfig(path=str(tmp_path / "float32"), family="kimi_k25", **sizes), seed=0
-    )
+    make_tiny_model(TinyModelConfig(path=str(tmp_path / "float32"), family="kimi_k25", **sizes), seed=0)
     pack_folder(tmp_path / "float32", tmp_path / "model", tmp_path / "twin")
     job = {
         "model": str(tmp_path / "model"),

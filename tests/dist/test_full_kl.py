@@ -1,5 +1,4 @@
-"""The exact KL to the reference in the actor: values and gradients against dense logits and finite
-differences.
+"""The exact KL to the reference in the actor: values and gradients against dense logits and finite differences.
 
 Layouts: `megagrpo certify CONFIG --set algorithm.kl.estimator=full`.
 """
@@ -13,14 +12,7 @@ import torch
 
 from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.actor.step import (
-    backward,
-    denominators_of,
-    hidden_states,
-    update,
-    with_old_logprobs,
-    with_reference,
-)
+from megagrpo.actor.step import backward, denominators_of, hidden_states, update, with_old_logprobs, with_reference
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.algorithm import AlgorithmConfig
@@ -50,9 +42,7 @@ def actor(tmp_path):
     options = ActorConfig(logprob_chunk_tokens=7, micro_batch_tokens=24)
     optimizer = OptimizerConfig(lr=1e-2, distributed=False)
     model = str(tmp_path / "model")
-    with joined(
-        tmp_path / "store", config=options, optimizer=optimizer, model_path=model, device=DEVICE
-    ) as actor:
+    with joined(tmp_path / "store", config=options, optimizer=optimizer, model_path=model, device=DEVICE) as actor:
         load_initial_weights(actor, str(tmp_path / "model"))
         actor.keep_reference()
         move(actor, direction(actor, 1), 0.05)
@@ -74,31 +64,21 @@ def move(actor, by: dict, amount: float) -> None:
 
 
 def batch_of(actor):
-    """Six responses, the second of each group with a hole; advantages 0, so that the loss is the
-    KL."""
+    """Six responses, the second of each group with a hole; advantages 0, so that the loss is the KL."""
     generator = torch.Generator().manual_seed(3)
     groups = []
     for g in range(3):
-        responses = [
-            tuple(torch.randint(3, 20, (n,), generator=generator).tolist()) for n in (2 + g, 9)
-        ]
+        responses = [tuple(torch.randint(3, 20, (n,), generator=generator).tolist()) for n in (2 + g, 9)]
         masks = [None, (1, 1, 1, 0, 0, 0, 1, 1, 1)]
-        samples = [
-            Sample(i, ids, (-1.0,) * len(ids), "stop", 0, "", masks[i])
-            for i, ids in enumerate(responses)
-        ]
-        groups.append(
-            RolloutGroup(g, Prompt(g, "", (1, 5, 6), ""), tuple(samples), (Outcome("score"),) * 2)
-        )
+        samples = [Sample(i, ids, (-1.0,) * len(ids), "stop", 0, "", masks[i]) for i, ids in enumerate(responses)]
+        groups.append(RolloutGroup(g, Prompt(g, "", (1, 5, 6), ""), tuple(samples), (Outcome("score"),) * 2))
     batch = build_batch(groups, one_pass(3, num_updates=3), actor.mesh)
     return type(batch)(**{**vars(batch), "advantages": torch.zeros(len(batch.tokens))})
 
 
 def exact_loss(actor, batch) -> float:
     rows = range(len(batch.lengths))
-    return backward(
-        actor, batch, rows, FULL, TEMPERATURE, denominators_of(actor, batch, rows, FULL, 9)
-    )["loss/total"]
+    return backward(actor, batch, rows, FULL, TEMPERATURE, denominators_of(actor, batch, rows, FULL, 9))["loss/total"]
 
 
 def referred(actor, batch):
@@ -126,15 +106,13 @@ def test_value_and_gradient_of_the_output_weight(actor):
 
 
 def test_gradient_of_all_weights(actor):
-    """Along a direction, against finite differences: the gradient passes through the whole
-    model."""
+    """Along a direction, against finite differences: the gradient passes through the whole model."""
     batch = referred(actor, batch_of(actor))
     exact_loss(actor, batch)
     with actor.as_reference():
         initial = {name: p.detach().clone() for name, p in actor.parameters().items()}
     away = {
-        name: (p.detach() - initial[name]).sign() * p.detach().abs().mean()
-        for name, p in actor.parameters().items()
+        name: (p.detach() - initial[name]).sign() * p.detach().abs().mean() for name, p in actor.parameters().items()
     }
     slope = sum(float((actor.gradients()[name] * away[name]).sum()) for name in away)
     eps = 3e-3

@@ -1,5 +1,4 @@
-"""What a bare machine with a GPU has: little but torch, perhaps an older one. The kit, run to its
-end on a CPU."""
+"""What a bare machine with a GPU has: little but torch, perhaps an older one. The kit, run to its end on a CPU."""
 
 import json
 import math
@@ -21,36 +20,21 @@ NEEDS_A_GPU = {"engine", "decode of a 1.7B", "whole loop"}  # they start SGLang
 
 @pytest.mark.slow
 def test_every_section_writes_its_figures(tmp_path):
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        "--device",
-        "cpu",
-        "--small",
-        "--out",
-        str(tmp_path),
-        "--commit",
-        "abc",
-    ]
+    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--small", "--out", str(tmp_path), "--commit", "abc"]
     env = child_environment({"PATH": ""})  # neither git nor a compiler
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     report = json.loads((tmp_path / "gpu_cpu.json").read_text())
     sections = {section["section"]: section for section in report["sections"]}
     assert list(sections) == list(SECTIONS) and report["commit"] == "abc"
-    assert {
-        name for name, section in sections.items() if section["status"] != "done"
-    } == NEEDS_A_GPU
+    assert {name for name, section in sections.items() if section["status"] != "done"} == NEEDS_A_GPU
     table = (tmp_path / "gpu_cpu.md").read_text()
     for name, section in sections.items():
         assert section["figures"], name
         assert f"| {name} |" in table
         for figure in section["figures"]:
             assert figure["value"] is not None or figure["note"], (name, figure)
-            assert not isinstance(figure["value"], float) or math.isfinite(figure["value"]), (
-                name,
-                figure,
-            )
+            assert not isinstance(figure["value"], float) or math.isfinite(figure["value"]), (name, figure)
     libraries = {figure["what"]: figure for figure in sections["head"]["figures"]}
     assert "not here" in libraries["bfloat16: Liger"]["note"]
 

@@ -1,5 +1,4 @@
-"""Vocabulary-parallel log-probabilities over two gloo ranks give what one rank gives, gradients
-included."""
+"""Vocabulary-parallel log-probabilities over two gloo ranks give what one rank gives, gradients included."""
 
 from pathlib import Path
 
@@ -10,13 +9,7 @@ from megagrpo.mesh import Mesh
 from tests.dist.bounds import close, within
 from tests.dist.workers.launch import run_meshes
 
-WORLD, TOKENS, HIDDEN, VOCAB, PADDED = (
-    2,
-    23,
-    8,
-    37,
-    48,
-)  # the second rank's last 11 columns are padding
+WORLD, TOKENS, HIDDEN, VOCAB, PADDED = (2, 23, 8, 37, 48)  # the second rank's last 11 columns are padding
 
 
 def problem() -> tuple[torch.Tensor, ...]:
@@ -37,13 +30,7 @@ def solve(start: int, stop: int, reduce) -> dict[str, torch.Tensor]:
     reference = (hidden.detach().flip(0), weight[start:stop].flip(1))
     kl = chunked_full_kl(hidden, local, *reference, 0.7, 5, shard)
     (logprobs @ a + entropy @ b + kl @ a).backward()
-    out = {
-        "logprobs": logprobs,
-        "entropy": entropy,
-        "kl": kl,
-        "hidden": hidden.grad,
-        "weight": local.grad,
-    }
+    out = {"logprobs": logprobs, "entropy": entropy, "kl": kl, "hidden": hidden.grad, "weight": local.grad}
     return {name: value.detach() for name, value in out.items()}
 
 
@@ -57,8 +44,7 @@ def test_two_ranks_equal_one(tmp_path: Path):
     for name in ("logprobs", "entropy", "kl"):
         for rank in ranks:
             assert close(name, rank[name], one[name], rtol=1e-5, atol=1e-5)
-    # the caller sums the partial gradients of hidden; each rank holds the whole gradient of its own
-    # columns
+    # the caller sums the partial gradients of hidden; each rank holds the whole gradient of its own columns
     summed = ranks[0]["hidden"] + ranks[1]["hidden"]
     weight = torch.cat([r["weight"] for r in ranks])
     for name, gradient in {"hidden": summed, "weight": weight}.items():

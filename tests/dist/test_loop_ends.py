@@ -1,6 +1,5 @@
-"""How a start ends, by the real loop on two ranks: finished steps are saved and recorded whatever
-ended it, the next starts make the undisturbed run of it, and a record whose checkpoints are gone
-stays."""
+"""How a start ends, by the real loop on two ranks: finished steps are saved and recorded whatever ended it, the next
+starts make the undisturbed run of it, and a record whose checkpoints are gone stays."""
 
 import json
 from dataclasses import dataclass, field
@@ -54,9 +53,7 @@ class Runs:
         rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
         for name, part in (("train", rows), ("eval", rows[:3])):
             (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
-        (folder / "gr.py").write_text(
-            "def grade(text, answer):\n    return sum(map(ord, text)) % 2.0\n"
-        )
+        (folder / "gr.py").write_text("def grade(text, answer):\n    return sum(map(ord, text)) % 2.0\n")
 
     def experiment(self, name: str, **sections) -> dict:
         base = {
@@ -67,18 +64,9 @@ class Runs:
             "eval": {"data": {"path": str(self.folder / "eval.jsonl")}, "every": 2},
             "sampling": {"max_response_tokens": 8},
             "reward": {"grader": f"{self.folder}/gr.py:grade", "workers": 1},
-            "train": {
-                "num_steps": NUM_STEPS,
-                "num_prompts_per_step": 4,
-                "group_size": 2,
-                "num_updates_per_step": 2,
-            },
+            "train": {"num_steps": NUM_STEPS, "num_prompts_per_step": 4, "group_size": 2, "num_updates_per_step": 2},
             "algorithm": {"loss": {"name": "ppo_clip"}, "mismatch": {"alarm": None}},
-            "actor": {
-                "world_size": 2,
-                "threads": 1,
-                "optimizer": {"lr": 1e-3, "lr_schedule": "linear"},
-            },
+            "actor": {"world_size": 2, "threads": 1, "optimizer": {"lr": 1e-3, "lr_schedule": "linear"}},
             "rollout": {"step_timeout_s": 240},
             "checkpoint": {"every": 25},
             "log": {"tensorboard": False},

@@ -1,5 +1,4 @@
-"""Agreement of ranks: one integer all-reduce; objects travel only with a value or an error; metrics
-over ranks."""
+"""Agreement of ranks: one integer all-reduce; objects travel only with a value or an error; metrics over ranks."""
 
 import pytest
 
@@ -14,27 +13,18 @@ def fail() -> None:
     raise OSError("disk full")
 
 
-# Collective -> how often each of torch's calls is made, and what comes out of it on rank r of a
-# world w.
+# Collective -> how often each of torch's calls is made, and what comes out of it on rank r of a world w.
 INTEGER = {"all_reduce": 1}
 VALUE = INTEGER | {"broadcast_object_list": 1}
 CASES = {
     "all true": (lambda mesh: mesh.all_true(True), INTEGER, lambda r, w: True),
     "one false": (lambda mesh: mesh.all_true(mesh.rank > 0), INTEGER, lambda r, w: False),
-    "any true": (
-        lambda mesh: mesh.any_true(mesh.rank == mesh.world_size - 1),
-        INTEGER,
-        lambda r, w: True,
-    ),
+    "any true": (lambda mesh: mesh.any_true(mesh.rank == mesh.world_size - 1), INTEGER, lambda r, w: True),
     "none true": (lambda mesh: mesh.any_true(False), INTEGER, lambda r, w: False),
     "no error": (lambda mesh: mesh.raise_any(""), INTEGER, lambda r, w: None),
     "no value": (lambda mesh: mesh.from_main(lambda: None, "act"), INTEGER, lambda r, w: None),
     "value": (lambda mesh: mesh.from_main(lambda: [7], "act"), VALUE, lambda r, w: [7]),
-    "leader's value": (
-        lambda mesh: mesh.from_leader(lambda: mesh.rank, "act"),
-        VALUE,
-        lambda r, w: r // 2 * 2,
-    ),
+    "leader's value": (lambda mesh: mesh.from_leader(lambda: mesh.rank, "act"), VALUE, lambda r, w: r // 2 * 2),
     "one leader's value": (  # of two replicas; the other's is None
         lambda mesh: mesh.from_leader(lambda: 5 if mesh.rank == 0 else None, "act"),
         VALUE,
@@ -80,11 +70,7 @@ def test_ranks_agree_by_one_integer(world, tmp_path):
 
 WORLD = 3
 # Per rank: (numerator, denominator) of a mean, a sum, an extreme, (amount, seconds) of a rate.
-MEASURED = [
-    ((1.0, 1), 5.0, -3.0, (10, 2.0)),
-    ((7.0, 3), 0.5, 8.0, (30, 4.0)),
-    ((0.0, 0), 1.0, 2.0, (20, 1.0)),
-]
+MEASURED = [((1.0, 1), 5.0, -3.0, (10, 2.0)), ((7.0, 3), 0.5, 8.0, (30, 4.0)), ((0.0, 0), 1.0, 2.0, (20, 1.0))]
 EXPECTED = {"a/max": 8.0, "a/mean": 2.0, "a/rate": 15.0, "a/sum": 6.5}
 
 
@@ -118,7 +104,5 @@ def test_ranks_are_combined_as_stated_and_disagreement_raises_on_every_rank(tmp_
     for rank, (agreed, error, values) in enumerate(run_meshes(WORLD, tmp_path, metrics_of_rank)):
         assert agreed == EXPECTED
         assert "different metrics" in error and ("only/here" in error) == (rank == 1)
-        assert values["loss/total"] != values["loss/total"], (
-            "a sum with NaN on one rank is NaN on all"
-        )
+        assert values["loss/total"] != values["loss/total"], "a sum with NaN on one rank is NaN on all"
         assert values["optim/grad_norm"] == float("inf"), "a maximum with NaN is not finite"

@@ -35,16 +35,9 @@ def test_kinds_of_adam_train_and_resume(tmp_path: Path):
     model = str(write_random_model(tmp_path / "tiny", SMALL | EXPERTS))
     base = {"model": model, "dtype": "bfloat16", "transformer_engine": True}
     jobs = []
-    for name, reshardable in [(name, True) for name in VARIANTS] + [
-        (name, False) for name in OWN_PARTS
-    ]:
+    for name, reshardable in [(name, True) for name in VARIANTS] + [(name, False) for name in OWN_PARTS]:
         saved = str(tmp_path / f"{name} {reshardable}")
-        own = {
-            "optimizer": VARIANTS[name],
-            "reshardable": reshardable,
-            "checkpoint": saved,
-            "weights": f"{saved}.pt",
-        }
+        own = {"optimizer": VARIANTS[name], "reshardable": reshardable, "checkpoint": saved, "weights": f"{saved}.pt"}
         jobs += [{**base, **own, "load": load} for load in (False, True)]
     jobs.append({**base, "load": True, "checkpoint": str(tmp_path / "aware True")})
     adam = {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-5}
@@ -61,19 +54,14 @@ def test_kinds_of_adam_train_and_resume(tmp_path: Path):
         assert resumed.pop("in place") or resumed["kinds"] != ["FusedAdam"], job
         assert resumed | {"in place": False} == first and resumed["same"], job
     kinds = {name: first["kinds"] for name, first in zip(VARIANTS, runs[::2], strict=False)}
-    assert kinds["aware"] == ["FusedAdam"] and kinds["half on the host"] == [
-        "HybridDeviceOptimizer"
-    ]
-    after = {
-        name: torch.load(tmp_path / f"{name} True.pt", map_location="cpu") for name in VARIANTS
-    }
+    assert kinds["aware"] == ["FusedAdam"] and kinds["half on the host"] == ["HybridDeviceOptimizer"]
+    after = {name: torch.load(tmp_path / f"{name} True.pt", map_location="cpu") for name in VARIANTS}
     apart = {name: (flat(weights) - flat(after["plain"])).abs() for name, weights in after.items()}
     share = {name: float((of > 0).float().mean()) for name, of in apart.items()}
-    # Float32 states behind other interfaces are the same arithmetic, in another order: float32
-    # weights are a few eps32 = 2^-23 apart, so a share of some eps32 / eps16 = 2^-16 of them, per
-    # operation and update, lies across a rounding boundary of bfloat16 (eps16 = 2^-7). That changes
-    # later gradients by eps16: 1e-3 of the weights in all, 0 on some processors; another formula
-    # changes most.
+    # Float32 states behind other interfaces are the same arithmetic, in another order: float32 weights are a few eps32
+    # = 2^-23 apart, so a share of some eps32 / eps16 = 2^-16 of them, per operation and update, lies across a rounding
+    # boundary of bfloat16 (eps16 = 2^-7). That changes later gradients by eps16: 1e-3 of the weights in all, 0 on some
+    # processors; another formula changes most.
     assert share["aware"] < SAME_ARITHMETIC and share["half on the host"] < SAME_ARITHMETIC
     assert share["short gradients"] > 0
     assert all(float(of.max()) <= FURTHEST for of in apart.values()), apart

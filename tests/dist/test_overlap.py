@@ -1,7 +1,6 @@
 """Communication that overlaps with computation gives the same bits, with pipeline stages too.
 
-Buckets cut gradients at other places, so that their norm is summed in another order: those of one
-cut are compared.
+Buckets cut gradients at other places, so that their norm is summed in another order: those of one cut are compared.
 """
 
 from pathlib import Path
@@ -34,11 +33,7 @@ OVERLAPS = {
     "gradients": ({**GRADIENTS, **MANY}, {}, "gradients"),
     "both": ({**BOTH, **MANY}, {}, "gradients"),
 }
-STAGES = {
-    **OVERLAPS,
-    "freed": ({}, FREED, "none"),
-    "everything": ({**BOTH, **MANY}, FREED, "gradients"),
-}
+STAGES = {**OVERLAPS, "freed": ({}, FREED, "none"), "everything": ({**BOTH, **MANY}, FREED, "gradients")}
 VIRTUAL_STAGES = {
     **OVERLAPS,
     "freed": ({}, FREED, "none"),
@@ -51,11 +46,8 @@ LAYOUTS = {"PP2": ({"pp": 2}, STAGES), "PP2xVPP2": ({"pp": 2, "vpp": 2}, VIRTUAL
 MODELS = {"qwen3": {}, "qwen3_tied": {}, "qwen3_moe": {"ep": 2}}
 
 
-def check_same_bits(
-    hf_models: Path, folder: Path, world: int, parallel: dict, cases: list[tuple[str, str]]
-) -> None:
-    """Two updates for every (model, name of an overlap) in one layout, against those that they must
-    equal."""
+def check_same_bits(hf_models: Path, folder: Path, world: int, parallel: dict, cases: list[tuple[str, str]]) -> None:
+    """Two updates for every (model, name of an overlap) in one layout, against those that they must equal."""
     overlaps = VIRTUAL_STAGES if "vpp" in parallel else STAGES
     jobs = {
         (model, overlap): {
@@ -74,44 +66,25 @@ def check_same_bits(
     for (model, overlap), result in results.items():
         settings, _, same = overlaps[overlap]
         assert result["overlaps"] == [bool(settings.get(name)) for name in BOTH]
-        assert result["same_on_replicas"] or "ep" in MODELS[model], (
-            model,
-            overlap,
-        )  # its ranks share the experts
+        assert result["same_on_replicas"] or "ep" in MODELS[model], (model, overlap)  # its ranks share the experts
         assert (result["buckets"] > 3) == (settings.get("bucket_size") == MANY["bucket_size"])
-        found, expected = (
-            torch.load(folder / f"{model}.{kind}.pt0", map_location="cpu")
-            for kind in (overlap, same)
-        )
+        found, expected = (torch.load(folder / f"{model}.{kind}.pt0", map_location="cpu") for kind in (overlap, same))
         assert found["norms"] == expected["norms"], (model, overlap)
         weights = expected["weights"]
-        different = [
-            name
-            for name, tensor in found["weights"].items()
-            if not torch.equal(tensor, weights[name])
-        ]
+        different = [name for name, tensor in found["weights"].items() if not torch.equal(tensor, weights[name])]
         assert not different, (model, overlap, different[:3])
 
 
 @pytest.mark.timeout(300)
 def test_overlap_changes_no_bit(hf_models, tmp_path):
-    cases = [
-        (model, overlap)
-        for model in MODELS
-        for overlap in OVERLAPS
-        if model == "qwen3" or "," not in overlap
-    ]
+    cases = [(model, overlap) for model in MODELS for overlap in OVERLAPS if model == "qwen3" or "," not in overlap]
     check_same_bits(hf_models, tmp_path, 2, {}, cases)
 
 
 @pytest.mark.timeout(300)
 def test_overlap_changes_no_bit_with_virtual_stages(hf_models, tmp_path):
     check_same_bits(
-        hf_models,
-        tmp_path,
-        4,
-        LAYOUTS["PP2xVPP2"][0],
-        [("qwen3_tied", name) for name in ("gradients", "everything")],
+        hf_models, tmp_path, 4, LAYOUTS["PP2xVPP2"][0], [("qwen3_tied", name) for name in ("gradients", "everything")]
     )
 
 
@@ -129,9 +102,6 @@ def test_what_overlaps_on_cuda_is_what_was_compared(layout, hf_models):
     parallel, overlaps = LAYOUTS[layout]
     actor = ActorConfig.model_validate({"world_size": 4, "parallel": parallel})
     ddp, megatron, _ = overlaps["everything"]
-    given, on = (
-        ddp_fields(actor, CUDA),
-        transformer_defaults(Model.read(hf_models / "qwen3").arch, actor, CUDA),
-    )
+    given, on = (ddp_fields(actor, CUDA), transformer_defaults(Model.read(hf_models / "qwen3").arch, actor, CUDA))
     assert {name: True for name in ALIGNED if given.get(name)} | MANY == ddp
     assert {name: True for name in (*FREED, *FLUSH) if on.get(name)} == megatron

@@ -46,18 +46,14 @@ def as_others(groups: list[RolloutGroup]) -> list[RolloutGroup]:
 
 @pytest.mark.parametrize("world, dp", [(2, 2), (4, 2), (2, 1)])
 def test_shares_do_not_depend_on_the_layout(tmp_path, world, dp):
-    """Replica by replica the groups are those of one rank, and every rank of a replica has them
-    all."""
+    """Replica by replica the groups are those of one rank, and every rank of a replica has them all."""
     with running(FakeService(version=4)) as service:
         results = run_meshes(world, tmp_path, one_step, service.url, replicas=dp)
     per_replica = [results[d * world // dp]["groups"] for d in range(dp)]
     groups = [group for part in per_replica for group in part]
     assert [(g.group_id, g.prompt) for g in groups] == list(enumerate(PROMPTS))
     for rank, result in enumerate(results):
-        assert (
-            as_others(result["groups"]) == as_others(per_replica[rank * dp // world])
-            and result["refreshed"] == []
-        )
+        assert as_others(result["groups"]) == as_others(per_replica[rank * dp // world]) and result["refreshed"] == []
     if dp == 2:
         assert [len(part) for part in per_replica] == [3, 3]
     assert groups[0].samples != groups[5].samples, "a prompt that comes again gets other responses"
@@ -71,14 +67,10 @@ def test_all_ranks_refresh_a_stale_engine_together(tmp_path):
 
 
 def test_a_leaders_failure_reaches_every_rank(tmp_path):
-    """One leader's request is refused for good; the other leader and the ranks that only wait learn
-    it at once."""
+    """One leader's request is refused for good; the other leader and the ranks that only wait learn it at once."""
     with running(FakeService(version=4, script=[400])) as service:
         started = time.monotonic()
         results = run_meshes(4, tmp_path, one_step, service.url, replicas=2)
     assert time.monotonic() - started < 300, "long before the time limits of requests and steps"
     assert len({r["error"] for r in results}) == 1
-    assert (
-        "train step 3" in results[1]["error"]
-        and "refused a request: on purpose" in results[1]["error"]
-    )
+    assert "train step 3" in results[1]["error"] and "refused a request: on purpose" in results[1]["error"]

@@ -1,5 +1,4 @@
-"""Rollouts of several samples over data-parallel ranks: nobody is cut in two, advantages have the
-same bits."""
+"""Rollouts of several samples over data-parallel ranks: nobody is cut in two, advantages have the same bits."""
 
 from pathlib import Path
 
@@ -23,9 +22,7 @@ ALGORITHMS = [
     {"advantage": {"name": "reinforce_plus_plus", "gamma": 0.9}},
     {"advantage": {"name": "gdpo"}},
 ]
-Found = dict[
-    int, tuple[int, list[tuple[float, ...]]]
-]  # by sample id: its rank, and its advantages by algorithm
+Found = dict[int, tuple[int, list[tuple[float, ...]]]]  # by sample id: its rank, and its advantages by algorithm
 
 
 def advantages(mesh: Mesh, shuffle: bool) -> Found:
@@ -35,9 +32,9 @@ def advantages(mesh: Mesh, shuffle: bool) -> Found:
         batch = shuffle_rewards(batch, 1, 3, mesh)
     reduce = alone if mesh.dp_size == 1 else mesh.reduce
     of_all = [
-        with_advantages(batch, AlgorithmConfig(**options), reduce, AlgoState(), 60)[
-            0
-        ].advantages.split(batch.lengths.tolist())
+        with_advantages(batch, AlgorithmConfig(**options), reduce, AlgoState(), 60)[0].advantages.split(
+            batch.lengths.tolist()
+        )
         for options in ALGORITHMS
     ]
     rows = zip(*of_all, strict=True)
@@ -63,7 +60,5 @@ def test_rollouts_stay_whole_and_advantages_have_the_same_bits(tmp_path: Path, w
         assert {s: v for s, (_, v) in found.items()} == {s: v for s, (_, v) in whole.items()}
         for group in groups:
             for rollout in group.rollouts:
-                assert (
-                    len({found[group.group_id * most + sample.index][0] for sample in rollout}) == 1
-                )
+                assert len({found[group.group_id * most + sample.index][0] for sample in rollout}) == 1
         assert len({rank for rank, _ in found.values()}) == world, "every rank trains"

@@ -1,8 +1,7 @@
-"""What is computed of routers beside routing: biases that move, losses; the same in every layout,
-of real tokens alone.
+"""What is computed of routers beside routing: biases that move, losses; the same in every layout, of real tokens alone.
 
-actor.router_bias_update moves biases by the counts of all tokens of an update; actor.router_losses
-are compared with formulas written out in plain torch, on one rank, a sample at a time.
+actor.router_bias_update moves biases by the counts of all tokens of an update; actor.router_losses are compared with
+formulas written out in plain torch, on one rank, a sample at a time.
 """
 
 from dataclasses import dataclass
@@ -20,16 +19,10 @@ pytestmark = pytest.mark.verifies(
 
 RATE, LOSSES = 0.01, {"balance": 0.3, "z": 0.02}
 VALUE_BOUND, GRADIENT_BOUND = 1e-5, 1e-5
-# deepseek_v3: sigmoid routers with biases and groups; its first layer is dense. qwen3_moe: softmax
-# routers
+# deepseek_v3: sigmoid routers with biases and groups; its first layer is dense. qwen3_moe: softmax routers
 MODELS = ("deepseek_v3", "qwen3_moe")
 BIAS_LAYOUTS = {
-    "TP2xEP2 recomputed": {
-        "parallel": {"tp": 2, "ep": 2},
-        "packing": False,
-        "budget": 200,
-        "recompute": "full",
-    },
+    "TP2xEP2 recomputed": {"parallel": {"tp": 2, "ep": 2}, "packing": False, "budget": 200, "recompute": "full"},
     "CP2 packed": {"parallel": {"cp": 2}},
     "PP2 padded": {"parallel": {"pp": 2}, "packing": False, "budget": 200},
     "DP2 packed": {"parallel": {}},
@@ -53,9 +46,7 @@ _LOSSES_ALONE = {
 }
 LOSS_LAYOUTS = {
     "deepseek_v3": BIAS_LAYOUTS | _LOSSES_ALONE,
-    "qwen3_moe": {
-        name: _LOSSES_ALONE[name] for name in ("TP2+SP packed", "EP2 padded", "CP2 padded")
-    },
+    "qwen3_moe": {name: _LOSSES_ALONE[name] for name in ("TP2+SP packed", "EP2 padded", "CP2 padded")},
 }
 
 
@@ -73,11 +64,7 @@ class Ran:
 def ran(tmp_path_factory, model_of) -> Ran:
     """Both features on one rank and on two, in one launch each."""
     folder, jobs = tmp_path_factory.mktemp("routers"), {1: {}, 2: {}}
-    alone = {
-        "packing": False,
-        "budget": 1,
-        "count": True,
-    }  # a sample a micro-batch: nothing is padded
+    alone = {"packing": False, "budget": 1, "count": True}  # a sample a micro-batch: nothing is padded
     for family in MODELS:
         model = str(model_of(write_model, family))
         losses = {"model": model, "reference": str(folder / f"{family}.pt")}
@@ -91,15 +78,10 @@ def ran(tmp_path_factory, model_of) -> Ran:
             base = {"model": model, "router_bias_update": RATE, "distributed": True}
             jobs[1]["bias", family, "1"] = {**base, **alone}
             jobs[1]["no bias", family, "1"] = {**base, **alone, "router_bias_update": None}
-            jobs[2] |= {
-                ("bias", family, name): {**base, **options}
-                for name, options in BIAS_LAYOUTS.items()
-            }
+            jobs[2] |= {("bias", family, name): {**base, **options} for name, options in BIAS_LAYOUTS.items()}
     results: dict = {}
     for world, of_world in jobs.items():
-        found = run_ranks(
-            world, folder / f"world{world}", list(of_world.values()), script="router_bias_ranks.py"
-        )
+        found = run_ranks(world, folder / f"world{world}", list(of_world.values()), script="router_bias_ranks.py")
         results |= dict(zip(of_world, found, strict=True))
     return Ran(results)
 
@@ -111,12 +93,8 @@ def test_biases_move_against_the_load_alike_in_every_layout(ran: Ran):
     for layer, counts in one["counts"].items():
         assert sum(counts) == 2 * sum(LENGTHS), "every token chose two experts"
         mean = sum(counts) / len(counts)
-        for count, before, after in zip(
-            counts, one["before"][layer], one["after"][layer], strict=True
-        ):
-            assert after == pytest.approx(
-                before + RATE * ((mean > count) - (mean < count)), abs=1e-7
-            )
+        for count, before, after in zip(counts, one["before"][layer], one["after"][layer], strict=True):
+            assert after == pytest.approx(before + RATE * ((mean > count) - (mean < count)), abs=1e-7)
     for name, result in found.items():
         assert result["after"] == one["after"], name
 

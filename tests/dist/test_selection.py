@@ -1,5 +1,4 @@
-"""Dynamic sampling over gloo ranks: the same groups for every data-parallel size, none lost, also
-across a resume."""
+"""Dynamic sampling over gloo ranks: the same groups for every data-parallel size, none lost, also across a resume."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +21,7 @@ from tests.dist.workers.launch import run_meshes
 
 WANTED, NUM_STEPS, NUM_PROMPTS = 4, 4, 9
 DROPPED = "dynamic_sampling/dropped"
-PROMPTS = PromptSet(
-    tuple(Prompt(i, str(i), (1, i), "") for i in range(NUM_PROMPTS)), 0, shuffle=True
-)
+PROMPTS = PromptSet(tuple(Prompt(i, str(i), (1, i), "") for i in range(NUM_PROMPTS)), 0, shuffle=True)
 
 
 class Source:
@@ -50,17 +47,9 @@ class Source:
 
     def group(self, group_id: int, prompt: Prompt, version: int) -> RolloutGroup:
         alike = self.always_alike or prompt.id % 3 == 0
-        other = (
-            Outcome("score", 0.1)
-            if alike
-            else Outcome("timeout")
-            if prompt.id == 1
-            else Outcome("score", 1.0)
-        )
+        other = Outcome("score", 0.1) if alike else Outcome("timeout") if prompt.id == 1 else Outcome("score", 1.0)
         outcomes = (Outcome("score", 0.1), other)
-        samples = tuple(
-            Sample(i, (5, 6 + i), (-0.1, -1 / 3), "stop", version, "a") for i in range(2)
-        )
+        samples = tuple(Sample(i, (5, 6 + i), (-0.1, -1 / 3), "stop", version, "a") for i in range(2))
         return RolloutGroup(group_id, prompt, samples, outcomes)
 
 
@@ -70,8 +59,7 @@ def experiment(**options) -> ExperimentConfig:
 
 
 def run_steps(mesh: Mesh, folder: Path, num_steps: int) -> list[dict]:
-    """Steps of the loop without training, continued from the folder's checkpoint; one more
-    checkpoint after each."""
+    """Steps of the loop without training, continued from the folder's checkpoint; one more checkpoint after each."""
     state = TrainState()
     if found := latest(folder):
         state = checkpoint.load(found, ANY, lambda _: None, mesh)
@@ -86,9 +74,7 @@ def run_steps(mesh: Mesh, folder: Path, num_steps: int) -> list[dict]:
         parts = [group for part in mesh.gather_dp(taken.groups) for group in part]
         surplus = [group for part in mesh.gather_dp(state.surplus) for group in part]
         numbers = metrics.reduced(mesh.reduce)
-        steps.append(
-            {"chosen": parts, "surplus": surplus, "cursor": state.data_cursor, "metrics": numbers}
-        )
+        steps.append({"chosen": parts, "surplus": surplus, "cursor": state.data_cursor, "metrics": numbers})
     return steps
 
 
@@ -109,26 +95,19 @@ def test_batches_are_full_and_nothing_is_lost(tmp_path):
             group.prompt.id for group in step["chosen"]
         ], "the index in the run, through the surplus too"
         # the informative prompts in the order of the data, none left out and none twice
-        expected = [
-            next(prompt for prompt in order if prompt.id % 3 and prompt.id != 1).id
-            for _ in range(WANTED)
-        ]
+        expected = [next(prompt for prompt in order if prompt.id % 3 and prompt.id != 1).id for _ in range(WANTED)]
         assert [g.prompt.id for g in step["chosen"]] == expected
         numbers = {name.split("/")[1]: value for name, value in step["metrics"].items()}
         assert numbers["generated"] == step["cursor"] - taken == WANTED * numbers["num_gen_batches"]
         assert numbers["carried"] == carried and numbers["surplus"] == len(step["surplus"])
         assert numbers["generated"] + carried == WANTED + numbers["dropped"] + numbers["surplus"]
         taken, carried = step["cursor"], len(step["surplus"])
-    assert (
-        any(step["surplus"] for step in steps)
-        and sum(step["metrics"][DROPPED] for step in steps) > 0
-    )
+    assert any(step["surplus"] for step in steps) and sum(step["metrics"][DROPPED] for step in steps) > 0
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_selection_does_not_depend_on_the_layout(tmp_path, world):
-    """Two steps by one rank, the rest by `world` from its checkpoint: the same groups as one rank
-    without a break."""
+    """Two steps by one rank, the rest by `world` from its checkpoint: the same groups as one rank without a break."""
     whole = run_steps(alone(), tmp_path / "whole", NUM_STEPS)
     assert whole[1]["surplus"], "the break would prove nothing about the surplus"
     run_steps(alone(), tmp_path / "parts", 2)
@@ -157,10 +136,7 @@ def test_too_few_groups_is_an_error_that_says_what_to_do():
 def test_shaped_rewards_can_tell_groups_apart():
     """Rewards alike, lengths not: overlong shaping makes the difference."""
     config = experiment(metric="shaped_reward")
-    options = {
-        "reward": {"overlong": {"buffer_tokens": 4}},
-        "dynamic_sampling": config.algorithm.dynamic_sampling,
-    }
+    options = {"reward": {"overlong": {"buffer_tokens": 4}}, "dynamic_sampling": config.algorithm.dynamic_sampling}
     config = config.model_copy(
         update={
             "algorithm": type(config.algorithm)(**options),
@@ -171,9 +147,7 @@ def test_shaped_rewards_can_tell_groups_apart():
     class Lengths(Source):
         def group(self, group_id, prompt, version):
             lengths = (2, 2 + prompt.id % 2)
-            samples = tuple(
-                Sample(i, (5,) * n, (-0.1,) * 5, "stop", version, "") for i, n in enumerate(lengths)
-            )
+            samples = tuple(Sample(i, (5,) * n, (-0.1,) * 5, "stop", version, "") for i, n in enumerate(lengths))
             return RolloutGroup(group_id, prompt, samples, (Outcome("score", 1.0),) * 2)
 
     chosen = Lengths(alone(), config).take(TrainState(), Metrics())

@@ -1,5 +1,4 @@
-"""More tensor-parallel ranks than key/value heads: updates are of one rank, exports equal the
-folder bit by bit."""
+"""More tensor-parallel ranks than key/value heads: updates are of one rank, exports equal the folder bit by bit."""
 
 from pathlib import Path
 
@@ -8,10 +7,7 @@ from tests.dist.test_actor_layouts import problems_of
 from tests.dist.workers.launch import run_ranks
 
 CASES = {
-    "qwen3": {
-        "packing": True,
-        "budget": 64,
-    },  # norms of heads, whose gradients several ranks have a part of
+    "qwen3": {"packing": True, "budget": 64},  # norms of heads, whose gradients several ranks have a part of
     "minimax_m2": {"packing": False, "budget": 64},  # the norm over all heads counts each once
     "qwen2": {"packing": False, "budget": 200, "recompute": "full"},  # biases of projections
 }
@@ -20,17 +16,10 @@ CASES = {
 def test_ranks_that_share_a_head_compute_what_one_rank_does(model_of, tmp_path: Path):
     """Four heads of queries and one of keys and values."""
     base = {
-        family: {
-            "model": str(model_of(write_model, family, 1)),
-            "reference": str(tmp_path / f"{family}.pt"),
-        }
+        family: {"model": str(model_of(write_model, family, 1)), "reference": str(tmp_path / f"{family}.pt")}
         for family in CASES
     }
-    run_ranks(
-        1,
-        tmp_path / "one",
-        [{**job, "do": "layout", "write": True, "budget": 4096} for job in base.values()],
-    )
+    run_ranks(1, tmp_path / "one", [{**job, "do": "layout", "write": True, "budget": 4096} for job in base.values()])
     jobs = [
         {**job, **CASES[family], "parallel": {"tp": 2}, "do": what}
         for family, job in base.items()

@@ -1,5 +1,4 @@
-"""Statistics and advantages are the same bits for every data-parallel size, rank order and
-placement, over gloo."""
+"""Statistics and advantages are the same bits for every data-parallel size, rank order and placement, over gloo."""
 
 from dataclasses import fields, replace
 
@@ -38,28 +37,18 @@ ALGORITHMS = {
     "grpo": {},
     "dr_grpo": {"advantage": {"name": "dr_grpo"}, "whiten_advantages": True},
     "grpo_passk": {"advantage": {"name": "grpo_passk"}},
-    "rloo": {
-        "advantage": {"name": "rloo"},
-        "kl": {"reward_coef": 0.1, "adaptive": {"target": 0.1, "horizon": 100.0}},
-    },
+    "rloo": {"advantage": {"name": "rloo"}, "kl": {"reward_coef": 0.1, "adaptive": {"target": 0.1, "horizon": 100.0}}},
     "reinforce_plus_plus": {
         "advantage": {"name": "reinforce_plus_plus", "gamma": 0.9},
         "kl": {"reward_coef": 0.1, "estimator": "k1"},
     },
-    "reinforce_plus_plus_baseline": {
-        "advantage": {"name": "reinforce_plus_plus_baseline"},
-        "reward": SHAPING,
-    },
+    "reinforce_plus_plus_baseline": {"advantage": {"name": "reinforce_plus_plus_baseline"}, "reward": SHAPING},
     "reinforce": {
         "advantage": {"name": "reinforce"},
         "reward": {"mean": "group", "std": "group", "clip": 1.5},
         "kl": {"reward_coef": 0.1, "estimator": "k1"},
     },
-    "remax": {
-        "advantage": {"name": "remax"},
-        "advantage_clip": 2.0,
-        "kl": {"reward_coef": 0.1, "estimator": "k1"},
-    },
+    "remax": {"advantage": {"name": "remax"}, "advantage_clip": 2.0, "kl": {"reward_coef": 0.1, "estimator": "k1"}},
     "opo": {"advantage": {"name": "opo"}, "mask_truncated": True},
     "gdpo": {"advantage": {"name": "gdpo", "whiten_over": "responses"}},
     "gdpo over tokens": {"advantage": {"name": "gdpo"}, "mask_truncated": True},
@@ -108,46 +97,30 @@ def share(batch: Batch, owner: torch.Tensor, rank: int, seed: int) -> Batch:
     """This rank's samples in random order."""
     rows = torch.nonzero(owner == rank).flatten()
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
-    of_each = [
-        torch.arange(n) + start for n, start in zip(batch.lengths, batch.starts, strict=True)
-    ]
+    of_each = [torch.arange(n) + start for n, start in zip(batch.lengths, batch.starts, strict=True)]
     tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(of_each[row] for row in rows)])
 
     def taken(part):
         values = {
-            name: value
-            for name, value in vars(part).items()
-            if isinstance(value, torch.Tensor) and name != "weights"
+            name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor) and name != "weights"
         }
-        return replace(
-            part,
-            **{n: v[tokens if len(v) == len(batch.tokens) else rows] for n, v in values.items()},
-        )
+        return replace(part, **{n: v[tokens if len(v) == len(batch.tokens) else rows] for n, v in values.items()})
 
     return replace(taken(batch), rewards=taken(batch.rewards))
 
 
 def measure(batch: Batch, reduce) -> dict:
-    """Everything that must not depend on the placement; per-sample things by sample id, doubles as
-    their bits."""
+    """Everything that must not depend on the placement; per-sample things by sample id, doubles as their bits."""
     out, rewards = {}, batch.rewards
     for ddof in (0, 1):
-        stats = group_statistics(
-            rewards.values, batch.group_ids, batch.num_groups, rewards.valid, reduce, ddof
-        )
-        out[f"stats{ddof}"] = [
-            getattr(stats, f.name).double().view(torch.int64).tolist() for f in fields(stats)
-        ]
+        stats = group_statistics(rewards.values, batch.group_ids, batch.num_groups, rewards.valid, reduce, ddof)
+        out[f"stats{ddof}"] = [getattr(stats, f.name).double().view(torch.int64).tolist() for f in fields(stats)]
     spread = moments(rewards.values[rewards.valid], reduce)
     out["moments"] = [float(getattr(spread, f.name)).hex() for f in fields(spread)]
     for name, options in ALGORITHMS.items():
-        result, state, metrics = with_advantages(
-            batch, AlgorithmConfig(**options), reduce, AlgoState(), WIDTH - 1
-        )
+        result, state, metrics = with_advantages(batch, AlgorithmConfig(**options), reduce, AlgoState(), WIDTH - 1)
         out[name] = metrics, state
-        weights = (
-            result.loss_mask if result.correction.weights is None else result.correction.weights
-        )
+        weights = result.loss_mask if result.correction.weights is None else result.correction.weights
         for row, sample in enumerate(batch.sample_ids.tolist()):
             start, length = int(batch.starts[row]), int(batch.lengths[row])
             out[name, sample] = [
@@ -162,18 +135,14 @@ def of_rank(mesh: Mesh) -> list:
     for kind in KINDS:
         batch = whole_batch(kind)
         for placement in range(PLACEMENTS):
-            owner = torch.randint(
-                0, world, (len(batch.lengths),), generator=torch.Generator().manual_seed(placement)
-            )
+            owner = torch.randint(0, world, (len(batch.lengths),), generator=torch.Generator().manual_seed(placement))
             if placement == 0:
                 owner = torch.full_like(owner, world - 1)  # everybody else has no sample at all
             mine = measure(share(batch, owner, rank, seed=10 * placement + rank), mesh.reduce)
             merged: dict = {}
             for part in mesh.gather_dp(mine):
                 for key, value in part.items():
-                    assert key not in merged or merged[key] == value, (
-                        f"ranks disagree about {key} of {kind}"
-                    )
+                    assert key not in merged or merged[key] == value, f"ranks disagree about {key} of {kind}"
                     merged[key] = value
             results.append((kind, merged))
     return results if rank == 0 else []
@@ -185,9 +154,7 @@ def results(tmp_path_factory) -> dict[int, list]:
     return {world: run_meshes(world, folder, of_rank)[0] for world in WORLDS}
 
 
-@pytest.mark.verifies(
-    "algorithms", "group statistics: same bits for any placement and number of ranks"
-)
+@pytest.mark.verifies("algorithms", "group statistics: same bits for any placement and number of ranks")
 @pytest.mark.parametrize("kind", KINDS)
 def test_bit_identical_for_every_size_and_placement(results, kind):
     everywhere = [merged for world in WORLDS for k, merged in results[world] if k == kind]

@@ -1,5 +1,4 @@
-"""The host waits for the device in forward and backward of a micro-batch only where
-docs/evidence/gpu.md lists it."""
+"""The host waits for the device in forward and backward of a micro-batch only where docs/evidence/gpu.md lists it."""
 
 import re
 from pathlib import Path
@@ -10,9 +9,7 @@ from tests.dist.random_models import write_model
 from tests.dist.workers.launch import run_ranks
 
 pytestmark = pytest.mark.verifies(
-    "actor",
-    "an update waits for the device only where [the "
-    "table](gpu.md#synchronizations-that-remain) says",
+    "actor", "an update waits for the device only where [the table](gpu.md#synchronizations-that-remain) says"
 )
 
 DOCS = Path(__file__).parents[2] / "docs" / "evidence" / "gpu.md"
@@ -20,12 +17,9 @@ ROW = re.compile(r"^\| `(\w+)` in `([\w.:]+)` \| (\d+) a layer( with experts)? \
 
 
 def documented() -> dict[str, tuple[int, bool]]:
-    """Operator and place -> how often a layer of one micro-batch waits there, and whether only one
-    with experts."""
+    """Operator and place -> how often a layer of one micro-batch waits there, and whether only one with experts."""
     [section] = re.findall(
-        r"^## Synchronizations that remain$(.*?)(?:^## |\Z)",
-        DOCS.read_text(),
-        re.MULTILINE | re.DOTALL,
+        r"^## Synchronizations that remain$(.*?)(?:^## |\Z)", DOCS.read_text(), re.MULTILINE | re.DOTALL
     )
     rows = ROW.findall(section)
     return {f"{what} {place}": (int(n), bool(experts)) for what, place, n, experts in rows}
@@ -64,7 +58,6 @@ def test_the_host_waits_where_it_is_documented_and_nowhere_else(ran: list[tuple[
 
 
 def test_waits_are_seen(ran: list[tuple[dict, dict]]):
-    """Else an empty list would prove nothing: Megatron's own, which are documented, are found in
-    these runs."""
+    """Else an empty list would prove nothing: Megatron's own, which are documented, are found in these runs."""
     seen = {name for _, found in ran for name in found["waits"]}
     assert seen == documented().keys() and any("synchronize" in name for name in seen)

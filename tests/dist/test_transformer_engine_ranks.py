@@ -1,9 +1,7 @@
-"""Megatron's own wrappers of Transformer Engine's layers, around the stand-in for it, against
-torch's layers.
+"""Megatron's own wrappers of Transformer Engine's layers, around the stand-in for it, against torch's layers.
 
-Weights loaded and exported bit by bit, logits and gradients against transformers, an update against
-one rank with torch's layers, the certificate and its planted faults: within the bounds that torch's
-layers have.
+Weights loaded and exported bit by bit, logits and gradients against transformers, an update against one rank with
+torch's layers, the certificate and its planted faults: within the bounds that torch's layers have.
 """
 
 import json
@@ -37,10 +35,7 @@ from tests.dist.workers.pool import STAND_INS
 
 pytestmark = [
     pytest.mark.timeout(900),
-    pytest.mark.verifies(
-        "actor",
-        "Transformer Engine's wrappers over a stand-in with its classes and parameters",
-    ),
+    pytest.mark.verifies("actor", "Transformer Engine's wrappers over a stand-in with its classes and parameters"),
 ]
 # model, layout, batch, recompute, distributed optimizer
 CI = (
@@ -64,12 +59,7 @@ def reference(hf_models: Path) -> Callable[[str], Path]:
     @cache
     def of(model: str) -> Path:
         file = hf_models / f"{model}.torch.pt"
-        job = {
-            "do": "layout",
-            "write": True,
-            "model": str(hf_models / model),
-            "reference": str(file),
-        }
+        job = {"do": "layout", "write": True, "model": str(hf_models / model), "reference": str(file)}
         run_ranks(1, hf_models / f"torch_{model}", [{**job, **BATCHES["padded"], "budget": 4096}])
         return file
 
@@ -79,33 +69,16 @@ def reference(hf_models: Path) -> Callable[[str], Path]:
 def check(folder: Path, reference: Callable[[str], Path], cases: list[tuple]) -> None:
     jobs = []
     for model, layout, batch, recompute, distributed in cases:
-        base = {
-            "model": str(folder / model),
-            "reference": str(reference(model)),
-            "transformer_engine": True,
-        }
+        base = {"model": str(folder / model), "reference": str(reference(model)), "transformer_engine": True}
         base |= {"parallel": LAYOUTS[layout], **BATCHES[batch]}
         jobs.append({**base, "do": "forward"})
-        fused = {
-            "gradient_accumulation_fusion": recompute == "full"
-        }  # weight gradients go into Megatron's buffers
-        jobs.append(
-            {
-                **base,
-                "do": "layout",
-                "recompute": recompute,
-                "distributed": distributed,
-                "megatron": fused,
-            }
-        )
+        fused = {"gradient_accumulation_fusion": recompute == "full"}  # weight gradients go into Megatron's buffers
+        jobs.append({**base, "do": "layout", "recompute": recompute, "distributed": distributed, "megatron": fused})
     results = run_ranks(2, folder / f"te_{len(jobs)}", jobs, pool=TRANSFORMER_ENGINE_POOL)
     problems = []
     for job, result in zip(jobs, results, strict=True):
         found = problems_of("forward" if job["do"] == "forward" else "update", result)
-        problems += [
-            f"{Path(job['model']).name}, {job['parallel']}, {job['do']}: {problem}"
-            for problem in found
-        ]
+        problems += [f"{Path(job['model']).name}, {job['parallel']}, {job['do']}: {problem}" for problem in found]
     assert not problems, "\n".join(problems)
 
 
@@ -119,19 +92,12 @@ def test_every_layout(hf_models: Path, reference: Callable[[str], Path], model: 
     check(hf_models, reference, [one for one in ALL if one[0] == model])
 
 
-def certified(
-    folder: Path, family: str, cases: list[dict], *more: str
-) -> tuple[list[dict], list[list[str]]]:
+def certified(folder: Path, family: str, cases: list[dict], *more: str) -> tuple[list[dict], list[list[str]]]:
     """What the certificate measures of a family's tiny model with Transformer Engine's layers, and
     `more` settings; and the failures."""
     settings = [*described(folder, family), "actor.transformer_engine=true", *more]
     make_models(folder, load_config(str(CONFIG), settings), ParallelConfig(), 0)
-    common = {
-        "config": str(CONFIG),
-        "folder": str(folder),
-        "algorithm": ALGORITHMS[FIRST],
-        "settings": settings,
-    }
+    common = {"config": str(CONFIG), "folder": str(folder), "algorithm": ALGORITHMS[FIRST], "settings": settings}
     common = with_bounds(folder, common, TRANSFORMER_ENGINE_POOL)
     return measured(folder, [common | one for one in cases], TRANSFORMER_ENGINE_POOL)
 
@@ -148,16 +114,10 @@ def test_latent_attention_is_certified_and_a_fault_found(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", ["qwen3", "qwen3_moe", "glm4_moe", "mixtral", "kimi_k2", "minimax_m2"]
-)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe", "mixtral", "kimi_k2", "minimax_m2"])
 def test_families_are_certified(tmp_path: Path, family: str):
     left_out = {"ep", "etp"} if family == "qwen3" else set()
-    names = [
-        name
-        for name, (ranks, sizes) in CERTIFIED.items()
-        if ranks == 2 and not sizes.keys() & left_out
-    ]
+    names = [name for name, (ranks, sizes) in CERTIFIED.items() if ranks == 2 and not sizes.keys() & left_out]
     _, found = certified(tmp_path, family, [case(name) for name in names])
     assert found == [[]] * len(names)
 
@@ -176,9 +136,7 @@ def test_replayed_experts_are_certified(tmp_path: Path, family: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3"], ids=["quickstart", "dense"])
 def test_the_command_certifies_its_layers(tmp_path: Path, monkeypatch, family: str):
-    monkeypatch.setenv(
-        "PYTHONPATH", environment.child_environment({}, [str(STAND_INS)])["PYTHONPATH"]
-    )
+    monkeypatch.setenv("PYTHONPATH", environment.child_environment({}, [str(STAND_INS)])["PYTHONPATH"])
     done = certify(tmp_path, "--set", "actor.transformer_engine=true", family=family)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "run" / "certify" / "report.json").read_text())

@@ -1,5 +1,4 @@
-"""The page about who waits for whom, from real gloo ranks of which one is stuck in a way of its
-own."""
+"""The page about who waits for whom, from real gloo ranks of which one is stuck in a way of its own."""
 
 import ctypes
 import os
@@ -34,9 +33,7 @@ def sleeps_in_a_loader() -> None:
 
 
 def rank_main(rank: int, stuck, folder: Path) -> None:
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(folder / "store"), WORLD), rank=rank, world_size=WORLD
-    )
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), WORLD), rank=rank, world_size=WORLD)
     mesh = make_mesh(rank, WORLD, torch.device("cpu"), 60.0)
     config = experiment(weights={"timeout_s": 1}, actor={"deadline_s": DEADLINE_S})
     watchdog._SILENT_S, watchdog._BEAT_S, watchdog._ANSWER_S = 3.0, 1.0, 5.0
@@ -79,9 +76,7 @@ def test_the_page_names_who_holds_up_whom(tmp_path: Path, stuck):
     pid = (tmp_path / f"pid{STUCK}").read_text()
     assert "is in update of step 7 for" in lines[0] and "nothing has moved for" in lines[0]
     assert lines[1].startswith(f"HELD UP BY rank {STUCK} (") and f"pid {pid})" in lines[1]
-    assert (
-        lines[2].startswith("WAITING: ranks 0, 2: in update of step 7 since ") and len(lines) == 3
-    )
+    assert lines[2].startswith("WAITING: ranks 0, 2: in update of step 7 since ") and len(lines) == 3
     assert "all_reduce" in lines[2] and "mesh.py" in lines[2]
     of_state, of_stacks = {
         stopped: (("no heartbeat since", "in update of step 7 since", "its process is stopped"), ()),

@@ -1,5 +1,4 @@
-"""HF -> sharded ranks -> HF is bit-equal: tensor-parallel shards, replicas, fused and padded
-parameters, stages."""
+"""HF -> sharded ranks -> HF is bit-equal: tensor-parallel shards, replicas, fused and padded parameters, stages."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -42,12 +41,9 @@ def hf_tensors() -> dict[str, torch.Tensor]:
 
 
 class ToyActor:
-    """tp shards of a fused model; last layer and head live on the last pipeline stage; the rest
-    replicate it."""
+    """tp shards of a fused model; last layer and head live on the last pipeline stage; the rest replicate it."""
 
-    def __init__(
-        self, tp: int, tp_rank: int, pp: int, pp_rank: int, device: torch.device | None = None
-    ):
+    def __init__(self, tp: int, tp_rank: int, pp: int, pp_rank: int, device: torch.device | None = None):
         self.tp, self.tp_rank = tp, tp_rank
         zeros = partial(torch.zeros, device=device)
         self.layers = [layer for layer in range(LAYERS) if layer * pp // LAYERS == pp_rank]
@@ -80,29 +76,21 @@ class ToyActor:
             fc1[0].copy_(shard(hf[f"{layer}.gate"], 0))
             fc1[1].copy_(shard(hf[f"{layer}.up"], 0))
             self.live[f"{layer}.fc2"].copy_(shard(hf[f"{layer}.down"], 1))
-            groups = self.live[f"{layer}.qk"].view(
-                2 // self.tp, 3, 2, HIDDEN
-            )  # [q, q, k] by key head
+            groups = self.live[f"{layer}.qk"].view(2 // self.tp, 3, 2, HIDDEN)  # [q, q, k] by key head
             groups[:, :2].copy_(shard(hf[f"{layer}.q"].view(2, 2, 2, HIDDEN), 0))
             groups[:, 2].copy_(shard(hf[f"{layer}.k"].view(2, 2, HIDDEN), 0))
 
 
 def expected_by_name(expected: ExpectedDigests) -> dict[str, tuple[int, int]]:
-    """Digests of every whole tensor and of all but its first row, added later; local parts in a
-    thread of their own."""
-    whole = {
-        name: Copy(name, (0,) * len(shape), shape, "", 0, (0,) * len(shape))
-        for name, shape in SHAPES.items()
-    }
+    """Digests of every whole tensor and of all but its first row, added later; local parts in a thread of their own."""
+    whole = {name: Copy(name, (0,) * len(shape), shape, "", 0, (0,) * len(shape)) for name, shape in SHAPES.items()}
     rest = {
         name: copy.restrict(Box((1, *copy.start[1:]), (copy.size[0] - 1, *copy.size[1:])))
         for name, copy in whole.items()
     }
     numbers = expected.add([list(copies.values()) for copies in (whole, whole)])
     numbers += expected.add([list(rest.values())])
-    assert (numbers[0] == numbers[1]).all() and numbers[2].min() == len(SHAPES), (
-        "each slice has one number"
-    )
+    assert (numbers[0] == numbers[1]).all() and numbers[2].min() == len(SHAPES), "each slice has one number"
     with ThreadPoolExecutor(1) as pool:
         digests = expected.total(pool.submit(expected.local).result())
     assert (digests == expected.compute()).all()
@@ -110,9 +98,7 @@ def expected_by_name(expected: ExpectedDigests) -> dict[str, tuple[int, int]]:
     return dict(zip(SHAPES, zip(*both, strict=True), strict=True))
 
 
-def of_rank(
-    mesh: Mesh, tp: int, pp: int, folder: Path
-) -> tuple[dict, set, int, list[int], dict, Traffic]:
+def of_rank(mesh: Mesh, tp: int, pp: int, folder: Path) -> tuple[dict, set, int, list[int], dict, Traffic]:
     actor, world = ToyActor.of(mesh, tp, pp), mesh.world_size
     copies = record_copies(actor.load, SPECS, actor.live)
     actor.load(hf_tensors())
@@ -123,12 +109,8 @@ def of_rank(
     for bucket in gather_buckets(plan, actor.live, mesh, traffic):
         full |= bucket
     spans = [range(live.data_ptr(), live.data_ptr() + live.nbytes) for live in actor.live.values()]
-    uncopied = {
-        name for name, tensor in full.items() if any(tensor.data_ptr() in span for span in spans)
-    }
-    half = make_gather_plan(
-        everyone, published_specs(SPECS, torch.bfloat16, KEPT), bucket_bytes=700
-    )
+    uncopied = {name for name, tensor in full.items() if any(tensor.data_ptr() in span for span in spans)}
+    half = make_gather_plan(everyone, published_specs(SPECS, torch.bfloat16, KEPT), bucket_bytes=700)
     write = lambda buckets: write_hf_folder(  # noqa: E731
         folder / "out", buckets, folder / "like", torch.bfloat16
     )
@@ -141,31 +123,12 @@ def of_rank(
     with pytest.raises(LeaderError, match="rank 0, export: OSError: disk full"):
         gather_to_main(half, actor.live, mesh, stop_at_the_second, "export")  # and nobody hangs
     shares = share_out(everyone, SPECS, on_main=False)
-    load = [
-        sum(copy.box.numel for parts in shares.values() for r, copy in parts if r == k)
-        for k in range(world)
-    ]
+    load = [sum(copy.box.numel for parts in shares.values() for r, copy in parts if r == k) for k in range(world)]
     weights = TrainerWeights(
-        mesh,
-        SPECS,
-        everyone,
-        lambda: actor.live,
-        torch.float32,
-        700,
-        1,
-        folder,
-        folder,
-        GroupLimits(60),
+        mesh, SPECS, everyone, lambda: actor.live, torch.float32, 700, 1, folder, folder, GroupLimits(60)
     )
     digests = expected_by_name(ExpectedDigests(weights))
-    return (
-        {name: t.clone() for name, t in full.items()},
-        uncopied,
-        len(plan.buckets),
-        load,
-        digests,
-        traffic,
-    )
+    return ({name: t.clone() for name, t in full.items()}, uncopied, len(plan.buckets), load, digests, traffic)
 
 
 @pytest.mark.parametrize(("world", "tp", "pp"), [(1, 1, 1), (3, 1, 3), (4, 2, 2), (4, 2, 1)])
@@ -182,21 +145,14 @@ def test_gathered_tensors_are_bit_equal(tmp_path, world, tp, pp):
     interleaved = {name for name in expected if name.rpartition(".")[2] in ("q", "k")}
     whole = expected.keys() - split - interleaved
     assert uncopied == whole if world == 1 else uncopied <= whole
-    # Of two buckets at a time rank 0 holds the tensors that it put together, and the slices of
-    # others for them.
+    # Of two buckets at a time rank 0 holds the tensors that it put together, and the slices of others for them.
     assert traffic.wire_bytes == 0 and 0 < traffic.staging_bytes <= (2 if world == 1 else 4) * 700
     sent = sum(results[rank][5].wire_bytes for rank in range(world))
-    assert (
-        (sent == 0)
-        if world == 1
-        else (sum(4 * expected[name].numel() for name in whole - uncopied) <= sent)
-    )
+    assert (sent == 0) if world == 1 else (sum(4 * expected[name].numel() for name in whole - uncopied) <= sent)
     assert num_buckets > 5 and all(not results[rank][0] for rank in range(1, world))
     exported = HfFolder(tmp_path / "out")
     assert {name for name in exported if exported[name].dtype == torch.float32} == KEPT.keys()
-    assert all(
-        torch.equal(exported[n], t.to(KEPT.get(n, torch.bfloat16))) for n, t in expected.items()
-    )
+    assert all(torch.equal(exported[n], t.to(KEPT.get(n, torch.bfloat16))) for n, t in expected.items())
     for name, tensor in expected.items():
         start, size = (0,) * tensor.dim(), tuple(tensor.shape)
         rest = slice_digest(tensor[1:], Box((1, *start[1:]), (size[0] - 1, *size[1:])))

@@ -1,5 +1,4 @@
-"""Several trainer ranks fill several engines of several ranks over real gloo, and one of them dies
-on the way."""
+"""Several trainer ranks fill several engines of several ranks over real gloo, and one of them dies on the way."""
 
 import os
 import resource
@@ -38,23 +37,14 @@ ENGINE_VOCAB = 32  # padded
 
 
 class ToyEngine(nn.Module):
-    """One of two tensor-parallel ranks: gate and up fused, q and k fused, rows of both vocabularies
-    with padding."""
+    """One of two tensor-parallel ranks: gate and up fused, q and k fused, rows of both vocabularies with padding."""
 
     def __init__(self, rank: int):
         super().__init__()
         self.rank = rank
-        shapes = {
-            "embed": (ENGINE_VOCAB // 2, HIDDEN),
-            "norm": (HIDDEN,),
-            "head": (ENGINE_VOCAB // 2, HIDDEN),
-        }
+        shapes = {"embed": (ENGINE_VOCAB // 2, HIDDEN), "norm": (HIDDEN,), "head": (ENGINE_VOCAB // 2, HIDDEN)}
         for layer in range(LAYERS):
-            shapes |= {
-                f"{layer}-norm": (HIDDEN,),
-                f"{layer}-fc1": (FFN, HIDDEN),
-                f"{layer}-fc2": (HIDDEN, FFN // 2),
-            }
+            shapes |= {f"{layer}-norm": (HIDDEN,), f"{layer}-fc1": (FFN, HIDDEN), f"{layer}-fc2": (HIDDEN, FFN // 2)}
             shapes |= {f"{layer}-qk": (6, HIDDEN)}
         for name, shape in shapes.items():  # anything, as after a start without a checkpoint
             self.register_parameter(name, nn.Parameter(torch.full(shape, 7.0), requires_grad=False))
@@ -99,8 +89,7 @@ def assert_filled(engines: list[FakeEngine], hf: dict[str, torch.Tensor]) -> Non
 
 
 def dies_once(engine: FakeEngine, while_joining: bool) -> None:
-    """Makes rank 1 of an engine go away when it is next asked to receive, with all that it has on
-    the wire."""
+    """Makes rank 1 of an engine go away when it is next asked to receive, with all that it has on the wire."""
 
     def run(model: nn.Module, named_tensors: list) -> None:
         request = decode(bytes(dict(named_tensors)["request"].numpy()))
@@ -128,22 +117,12 @@ class Publishing:
 
 @contextmanager
 def publishing(
-    mesh: Mesh,
-    actor: ToyActor,
-    folder: Path,
-    number: int = 2,
-    read: Callable[[], None] = lambda: None,
-    **options,
+    mesh: Mesh, actor: ToyActor, folder: Path, number: int = 2, read: Callable[[], None] = lambda: None, **options
 ) -> Iterator[Publishing]:
     """To so many engines. read: called in each thread that reads the actor's parameters; options:
     dtype, transport and delta if they are not float32, reshard and False."""
     chosen = {"dtype": "float32", "transport": "reshard", "delta": False} | options
-    rollout = {
-        "num_engines": number,
-        "tp": ENGINE_TP,
-        "min_healthy_engines": number,
-        "dtype": chosen.pop("dtype"),
-    }
+    rollout = {"num_engines": number, "tp": ENGINE_TP, "min_healthy_engines": number, "dtype": chosen.pop("dtype")}
     settings = {"timeout_s": 40, "bucket_mb": 2e-3, **chosen}
     config = exchange_config(folder, folder / "initial/model", rollout=rollout, weights=settings)
 
@@ -155,9 +134,7 @@ def publishing(
     colocated = chosen["transport"] == "ipc"
     devices = [engine_device(mesh, n, colocated) for n in range(number * ENGINE_TP)]
     models = [ToyEngine(n % ENGINE_TP).to(device) for n, device in enumerate(devices)]
-    engines = [
-        FakeEngine(models=models[n : n + ENGINE_TP]) for n in range(0, len(models), ENGINE_TP)
-    ]
+    engines = [FakeEngine(models=models[n : n + ENGINE_TP]) for n in range(0, len(models), ENGINE_TP)]
     fleet = FakeFleet(engines)
     with ExitStack() as stack:
         for engine in engines if mesh.is_main else ():
@@ -179,8 +156,7 @@ def of_rank(mesh: Mesh, tp: int, pp: int, dtype: str, transport: str, folder: Pa
         norm = actor.live.get("norm", torch.zeros(HIDDEN))
         actor.live["norm"] = norm + 1  # after publishing: the engines now differ from the trainers
         with pytest.raises(
-            LeaderError,
-            match=r"in 2 places(.|\n)* rank 1: parameter norm does not hold HF tensor norm \[0:8\]",
+            LeaderError, match=r"in 2 places(.|\n)* rank 1: parameter norm does not hold HF tensor norm \[0:8\]"
         ):
             exchange.verify()
         actor.live["norm"] = norm
@@ -196,10 +172,7 @@ def of_rank(mesh: Mesh, tp: int, pp: int, dtype: str, transport: str, folder: Pa
             exchange.publish(version)
             if rank == 0:
                 assert fleet.lost[-1:] == [f"engine-{number}"]
-                assert all(
-                    info.state == "ready" and info.weight_version == version
-                    for info in fleet.engines()
-                )
+                assert all(info.state == "ready" and info.weight_version == version for info in fleet.engines())
                 assert_filled(engines, published)
     assert not any(loader.engine_end(model).link for engine in engines for model in engine.models)
     return first
@@ -207,9 +180,7 @@ def of_rank(mesh: Mesh, tp: int, pp: int, dtype: str, transport: str, folder: Pa
 
 def needed_elements() -> int:
     """Of two engines, without the padding of their two vocabularies."""
-    of_models = sum(
-        parameter.numel() for rank in range(ENGINE_TP) for parameter in ToyEngine(rank).parameters()
-    )
+    of_models = sum(parameter.numel() for rank in range(ENGINE_TP) for parameter in ToyEngine(rank).parameters())
     return 2 * (of_models - 2 * (ENGINE_VOCAB - VOCAB) * HIDDEN)
 
 
@@ -223,19 +194,14 @@ def needed_elements() -> int:
         (3, 1, 3, "float32", "ipc"),  # one of them beside two
     ],
 )
-def test_engines_are_filled_exactly_and_outlive_a_rank_that_dies(
-    tmp_path, world, tp, pp, dtype, transport
-):
+def test_engines_are_filled_exactly_and_outlive_a_rank_that_dies(tmp_path, world, tp, pp, dtype, transport):
     write_checkpoint(tmp_path / "initial", hf_tensors())
     in_memory = set(Path("/dev/shm").iterdir())
     arguments = (tp, pp, dtype, transport, tmp_path)
     results = run_meshes(world, tmp_path, of_rank, *arguments, replicas=world // (tp * pp))
     assert all(report == results[0] for report in results)
     if transport == "ipc":
-        assert (
-            not {path for path in Path("/dev/shm").iterdir() if path.name.startswith("torch_")}
-            - in_memory
-        )
+        assert not {path for path in Path("/dev/shm").iterdir() if path.name.startswith("torch_")} - in_memory
     else:
         expected = needed_elements() * getattr(torch, dtype).itemsize
         assert results[0]["wire_bytes"] == expected, "each engine element once"
@@ -258,11 +224,7 @@ def without_memory(mesh: Mesh, folder: Path) -> str:
     actor = ToyActor.of(mesh, 1, 2)
     actor.load(hf_tensors())
     limit = file_size_limit(64) if mesh.rank == 1 else nullcontext()
-    with (
-        publishing(mesh, actor, folder, transport="ipc") as made,
-        limit,
-        pytest.raises(LeaderError) as error,
-    ):
+    with publishing(mesh, actor, folder, transport="ipc") as made, limit, pytest.raises(LeaderError) as error:
         made.exchange.publish(1)
     return str(error.value)
 
@@ -280,8 +242,7 @@ def mapped(pid: int) -> int:
 
 
 def held(mesh: Mesh, folder: Path) -> dict[str, list[int]]:
-    """Publishes by ipc twice. Returns how many buffers the ranks hold while an engine receives, and
-    when it digests."""
+    """Publishes by ipc twice. Returns how many buffers the ranks hold while an engine receives, and when it digests."""
     pids = mesh.gather_world(os.getpid())
     found: dict[str, list[int]] = {"receive": [], "digest": []}
 
@@ -312,8 +273,7 @@ def test_memory_of_a_hand_over_is_free_before_the_engine_takes_it(tmp_path):
 
 
 def few(hf: dict[str, torch.Tensor]) -> None:
-    """Changes elements of slices that lie together and of such that do not, some by less than
-    bfloat16 has bits for."""
+    """Changes elements of slices that lie together and of such that do not, some by less than bfloat16 has bits for."""
     hf["norm"][3] = float("inf")
     hf["1.down"][2, 5:8] *= -1
     hf["2.gate"][:, 1] += 1
@@ -333,31 +293,20 @@ VERSIONS = (few, one_tensor, lambda hf: None, back)
 
 
 def delta_rank(mesh: Mesh, tp: int, pp: int, dtype: str, folder: Path) -> list[tuple[dict, int]]:
-    """Publishes changes to two engines, of which one dies in the last publish. Returns reports and
-    changed elements."""
+    """Publishes changes to two engines, of which one dies in the last publish. Returns reports and changed elements."""
     actor, hf, found = ToyActor.of(mesh, tp, pp), hf_tensors(), []
     with publishing(mesh, actor, folder, dtype=dtype, delta=True) as made:
         engines = made.engines
         for version, change in enumerate((lambda hf: None, *VERSIONS), 1):
             change(hf)
             actor.load(hf)
-            published = {
-                name: tensor.to(getattr(torch, dtype)).float() for name, tensor in hf.items()
-            }
-            before = [
-                p.clone()
-                for engine in engines
-                for model in engine.models
-                for p in model.parameters()
-            ]
+            published = {name: tensor.to(getattr(torch, dtype)).float() for name, tensor in hf.items()}
+            before = [p.clone() for engine in engines for model in engine.models for p in model.parameters()]
             if mesh.is_main and change is VERSIONS[-1]:
                 dies_once(engines[1], while_joining=False)
             report = made.exchange.publish(version)
             after = [p for engine in engines for model in engine.models for p in model.parameters()]
-            bits = (
-                (a.view(torch.int32) != b.view(torch.int32)).sum()
-                for a, b in zip(after, before, strict=True)
-            )
+            bits = ((a.view(torch.int32) != b.view(torch.int32)).sum() for a, b in zip(after, before, strict=True))
             found.append((report, int(sum(bits))))
             if mesh.is_main:
                 assert_filled(engines, published)
@@ -369,9 +318,7 @@ def delta_rank(mesh: Mesh, tp: int, pp: int, dtype: str, folder: Path) -> list[t
     ("world", "tp", "pp", "dtype"),
     [(1, 1, 1, "float32"), (3, 1, 3, "float32"), (4, 2, 2, "float32"), (4, 2, 1, "bfloat16")],
 )
-def test_only_what_has_changed_is_sent_and_an_engine_that_dies_gets_all(
-    tmp_path, world, tp, pp, dtype
-):
+def test_only_what_has_changed_is_sent_and_an_engine_that_dies_gets_all(tmp_path, world, tp, pp, dtype):
     write_checkpoint(tmp_path / "initial", hf_tensors())
     arguments, replicas = (tp, pp, dtype, tmp_path), world // (tp * pp)
     (whole, _), *later = run_meshes(world, tmp_path, delta_rank, *arguments, replicas=replicas)[0]
@@ -381,21 +328,16 @@ def test_only_what_has_changed_is_sent_and_an_engine_that_dies_gets_all(
     for (report, changed), change in zip(later[:3], VERSIONS, strict=False):
         assert (report["compared"], report["changed"]) == (elements, changed)
         assert (changed == 0) == (change is VERSIONS[2])
-        assert report["wire_bytes"] <= counts + changed * (4 + item), (
-            "values and positions, or less"
-        )
+        assert report["wire_bytes"] <= counts + changed * (4 + item), "values and positions, or less"
         assert report["wire_bytes"] >= counts + changed * item, "a whole message has no places"
     assert later[0][0]["wire_bytes"] > counts + later[0][1] * item, "places of single elements"
-    assert later[1][0]["wire_bytes"] < counts + later[1][1] * (4 + item), (
-        "a tensor that has changed as a whole"
-    )
+    assert later[1][0]["wire_bytes"] < counts + later[1][1] * (4 + item), "a tensor that has changed as a whole"
     again, _ = later[3]
     assert again["wire_bytes"] > elements / 2 * item, "the engine that died"
 
 
 class OneQueue:
-    """The works of a GPU with one hardware queue: each begins when all before it in this process
-    are done."""
+    """The works of a GPU with one hardware queue: each begins when all before it in this process are done."""
 
     def __init__(self):
         self._pool, self.begun = ThreadPoolExecutor(1), []
@@ -407,8 +349,7 @@ class OneQueue:
 
 
 def ordered_rank(mesh: Mesh, folder: Path) -> list[str]:
-    """Publishes to two engines; each rank hurries to send to another engine first. Returns the
-    groups in its order."""
+    """Publishes to two engines; each rank hurries to send to another engine first. Returns the groups in its order."""
     actor, hf = ToyActor.of(mesh, 1, mesh.world_size), hf_tensors()
     actor.load(hf)
     start, send, queue, queues = EngineGroup.start, _TrainerEnd._send, OneQueue(), {}
@@ -416,9 +357,7 @@ def ordered_rank(mesh: Mesh, folder: Path) -> list[str]:
     def queued(group, messages):
         if not isinstance(messages[0], Receive):
             return queue.start(start, group, messages)
-        return queues.setdefault(group, OneQueue()).start(
-            start, group, messages
-        )  # a GPU of an engine rank
+        return queues.setdefault(group, OneQueue()).start(start, group, messages)  # a GPU of an engine rank
 
     def late(end, weights, deadline, turn):
         joined = ends.setdefault(end.link.name, end)
@@ -439,9 +378,7 @@ def ordered_rank(mesh: Mesh, folder: Path) -> list[str]:
         made.exchange.publish(1)
         with counted_calls() as calls:
             made.exchange.publish(2)
-        assert calls.total() - calls["all_reduce"] == 3, (
-            "which engines receive, bytes sent, seconds"
-        )
+        assert calls.total() - calls["all_reduce"] == 3, "which engines receive, bytes sent, seconds"
         if mesh.is_main:
             assert not made.fleet.lost
             assert_filled(made.engines, hf)
@@ -494,12 +431,8 @@ def failing_rank(mesh: Mesh, kind: type[Exception], folder: Path) -> dict[str, t
     return found
 
 
-@pytest.mark.verifies(
-    "weights", "a failure in any thread of a publish ends all ranks with one message in under 30 s"
-)
-@pytest.mark.parametrize(
-    "kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])]
-)
+@pytest.mark.verifies("weights", "a failure in any thread of a publish ends all ranks with one message in under 30 s")
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
 def test_a_failure_in_any_thread_of_a_publish_ends_all_ranks_at_once(kind, tmp_path):
     write_checkpoint(tmp_path / "initial", hf_tensors())
     first, *others = run_meshes(2, tmp_path, failing_rank, kind, tmp_path)
@@ -507,7 +440,5 @@ def test_a_failure_in_any_thread_of_a_publish_ends_all_ranks_at_once(kind, tmp_p
         assert f"planted in {thread}" in message, thread
         assert (kind.__name__ if thread in READERS else "EngineRefused") in message, thread
     for found in (first, *others):
-        assert {thread: message for thread, (message, _) in found.items()} == {
-            t: m for t, (m, _) in first.items()
-        }
+        assert {thread: message for thread, (message, _) in found.items()} == {t: m for t, (m, _) in first.items()}
         assert max(seconds for _, seconds in found.values()) < 30  # weights.timeout_s is 40

@@ -1,5 +1,4 @@
-"""Actors that differ from a running engine by one planted mistake, and what `megagrpo bisect`
-finds."""
+"""Actors that differ from a running engine by one planted mistake, and what `megagrpo bisect` finds."""
 
 import json
 import shutil
@@ -65,10 +64,7 @@ def with_config(**changes) -> Callable[[dict], None]:
 
 
 def changed_copy(
-    model: Path,
-    folder: Path,
-    tensors: Callable[[Tensors], None] | None,
-    config: Callable[[dict], None] | None,
+    model: Path, folder: Path, tensors: Callable[[Tensors], None] | None, config: Callable[[dict], None] | None
 ) -> Path:
     """An HF folder like `model` with other tensors or another config.json."""
     like = folder / "like"
@@ -101,12 +97,8 @@ def _wrong_section() -> AbstractContextManager:
 
     right = vision.section_angles
 
-    def wrong(
-        positions: Tensor, dim: int, theta: float, section: tuple[int, int, int], interleaved: bool
-    ) -> Tensor:
-        return right(
-            positions, dim, theta, (section[0] + 1, section[1] - 1, section[2]), interleaved
-        )
+    def wrong(positions: Tensor, dim: int, theta: float, section: tuple[int, int, int], interleaved: bool) -> Tensor:
+        return right(positions, dim, theta, (section[0] + 1, section[1] - 1, section[2]), interleaved)
 
     return patch.object(vision, "section_angles", wrong)
 
@@ -128,38 +120,25 @@ def _wrong_features() -> AbstractContextManager:
     from megagrpo.models.kinds.vision.layer import Tower
 
     right = Tower.forward
-    return patch.object(
-        Tower, "forward", lambda *args: [features.flip(0) for features in right(*args)]
-    )
+    return patch.object(Tower, "forward", lambda *args: [features.flip(0) for features in right(*args)])
 
 
 def _late_deepstack() -> AbstractContextManager:
     from megagrpo.models.kinds.vision.layer import Sight
 
     right = Sight.with_deep
-    return patch.object(
-        Sight, "with_deep", lambda self, i, hidden: right(self, i - 1, hidden) if i else hidden
-    )
+    return patch.object(Sight, "with_deep", lambda self, i, hidden: right(self, i - 1, hidden) if i else hidden)
 
 
 MISTAKES: dict[str, Callable[[], AbstractContextManager]] = {
-    "": nullcontext,
-    "a bf16 head": _rounded_head,
-    "a rotary section off by one": _wrong_section,
-    "grids turned": _turned_grids,
-    "features in another order": _wrong_features,
+    "": nullcontext, "a bf16 head": _rounded_head, "a rotary section off by one": _wrong_section,
+    "grids turned": _turned_grids, "features in another order": _wrong_features,
     "deepstack a layer late": _late_deepstack,
-}
+}  # fmt: skip
 
 
 def bisect_cases(
-    rank: int,
-    info: EngineInfo,
-    api_key: str,
-    tp: int,
-    folder: Path,
-    cases: list[dict],
-    world: int = 1,
+    rank: int, info: EngineInfo, api_key: str, tp: int, folder: Path, cases: list[dict], world: int = 1
 ) -> list[Found]:
     """Collective. Bisects the engine against one actor after the other.
 
@@ -184,28 +163,18 @@ def bisect_cases(
         own.mkdir(parents=True, exist_ok=True)
         parallel = ParallelConfig(**case.get("parallel", {}))
         dtype = case.get("dtype", "float32")
-        actor_config = ActorConfig(
-            world_size=world, parallel=parallel, deadline_s=120.0, dtype=dtype
-        )
+        actor_config = ActorConfig(world_size=world, parallel=parallel, deadline_s=120.0, dtype=dtype)
         config = experiment(
             output_dir=str(own),
             model={"path": str(case["model"])},
             data=PICTURES | {"path": str(case["data"])} if "data" in case else {"path": "none"},
-            rollout={
-                "tp": tp,
-                "dtype": dtype,
-                "load_format": "dummy" if case.get("publish") else "model",
-            },
+            rollout={"tp": tp, "dtype": dtype, "load_format": "dummy" if case.get("publish") else "model"},
             weights={"timeout_s": 60.0, "bucket_mb": 0.1},
         ).model_copy(update={"actor": actor_config})
         settings = {"optimizer": OptimizerConfig(distributed=False), "device": torch.device("cpu")}
-        with joined(
-            own / "store", config=actor_config, model_path=config.model.path, **settings
-        ) as actor:
+        with joined(own / "store", config=actor_config, model_path=config.model.path, **settings) as actor:
             weights = load_initial_weights(actor, config.model.path)
-            wrong = prove_weights(
-                config, actor, weights, registry, case["version"] if case.get("publish") else None
-            )
+            wrong = prove_weights(config, actor, weights, registry, case["version"] if case.get("publish") else None)
             images = ImageStore.of(Model.of(config), own / "images") if "data" in case else None
             engine = ProbedEngine(info, tp, api_key, own, 120.0, images) if rank == 0 else None
             if engine is not None:
@@ -213,13 +182,9 @@ def bisect_cases(
             prompts = tuple(Prompt(number, "", prompt, "") for number, prompt in enumerate(PROMPTS))
             if images is not None:
                 actor.images = images.pixels
-                prompts = load_prompts(
-                    config.data, load_tokenizer(Model.of(config)), images
-                ).prompts
+                prompts = load_prompts(config.data, load_tokenizer(Model.of(config)), images).prompts
             with MISTAKES[case.get("mistake", "")]():
-                found = bisect_pair(
-                    actor, engine, prompts, NEW_TOKENS, own, version=case.get("version")
-                )
+                found = bisect_pair(actor, engine, prompts, NEW_TOKENS, own, version=case.get("version"))
             if engine is not None and found is not None:
                 engine.close()
                 found.weights += wrong

@@ -19,23 +19,11 @@ def tiny_model(model_of) -> Path:
 
 @pytest.fixture(scope="session")
 def service(tiny_model, tmp_path_factory):
-    """Deterministic engine, float32, one rank; shared by tests, which leave it with a ready or
-    stale engine."""
+    """Deterministic engine, float32, one rank; shared by tests, which leave it with a ready or stale engine."""
     run_dir = tmp_path_factory.mktemp("service")
-    rollout = {
-        "deterministic": True,
-        "start_timeout_s": START_S,
-        "step_timeout_s": 240.0,
-    }
-    rollout |= {
-        "load_format": "model",
-        "max_restarts": 5,
-    }  # without a publish: see RunningService.set_version
-    sections = {
-        "model": {"path": str(tiny_model)},
-        "rollout": rollout,
-        "sampling": {"max_response_tokens": 24},
-    }
+    rollout = {"deterministic": True, "start_timeout_s": START_S, "step_timeout_s": 240.0}
+    rollout |= {"load_format": "model", "max_restarts": 5}  # without a publish: see RunningService.set_version
+    sections = {"model": {"path": str(tiny_model)}, "rollout": rollout, "sampling": {"max_response_tokens": 24}}
     with running_service(experiment(output_dir=str(run_dir), **sections), run_dir) as running:
         yield running
 
@@ -60,12 +48,6 @@ def long_run(experiments) -> tuple[Path, Finished]:
     evaluations in between."""
     folder = experiments / "long"
     held_out = {"path": str(experiments / "data" / "eval.jsonl")}
-    evaluation = {
-        "data": held_out,
-        "every": 5,
-        "num_samples": 2,
-        "num_as_trained": 2,
-        "temperature": 1.0,
-    }
+    evaluation = {"data": held_out, "every": 5, "num_samples": 2, "num_as_trained": 2, "temperature": 1.0}
     log = {"tensorboard": True, "dump_steps": [4]}
     return folder, run_experiment(folder, 560, **LONG_RUN, eval=evaluation, log=log)

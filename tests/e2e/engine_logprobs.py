@@ -1,5 +1,4 @@
-"""The log-probabilities of an engine beside those that transformers computes of the same tokens
-with an HF folder."""
+"""The log-probabilities of an engine beside those that transformers computes of the same tokens with an HF folder."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -35,15 +34,8 @@ class Difference(NamedTuple):
 def sampled(url: str, new_tokens: int = NEW_TOKENS) -> list[dict]:
     """The engine's answers to PROMPTS, with the log-probabilities of all tokens."""
     sampling = {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True}
-    body = {
-        "input_ids": PROMPTS,
-        "return_logprob": True,
-        "logprob_start_len": 0,
-        "sampling_params": sampling,
-    }
-    answer = httpx.post(
-        f"{url}/generate", json=body, headers=bearer(OneEngine.api_key), timeout=300
-    )
+    body = {"input_ids": PROMPTS, "return_logprob": True, "logprob_start_len": 0, "sampling_params": sampling}
+    answer = httpx.post(f"{url}/generate", json=body, headers=bearer(OneEngine.api_key), timeout=300)
     return answer.raise_for_status().json()
 
 
@@ -63,22 +55,17 @@ def logits_by(model: Path | str, rows: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=4)
 def _load(model: Path | str) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def logprob_difference(url: str, model: Path, version: int | None = None) -> Difference:
-    """Samples from an engine whose cache holds nothing of the prompts, as after a publish of
-    `version`."""
+    """Samples from an engine whose cache holds nothing of the prompts, as after a publish of `version`."""
     distances, replicas = [], set()
     for prompt, out in zip(PROMPTS, sampled(url), strict=True):
         info = out["meta_info"]
         replicas.add(info.get("dp_rank"))
         assert version is None or info["weight_version"] == str(version)
-        found = [
-            entry[0] for entry in [*info["input_token_logprobs"], *info["output_token_logprobs"]]
-        ]
+        found = [entry[0] for entry in [*info["input_token_logprobs"], *info["output_token_logprobs"]]]
         expected = logprobs_by(model, prompt + out["output_ids"])
         assert found[0] is None and len(found) == 1 + len(expected)
         distances.append((torch.tensor(found[1:]) - expected).abs())

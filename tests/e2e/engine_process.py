@@ -1,5 +1,4 @@
-"""SGLang engines as child processes, and plain objects that stand for the rollout service around
-them."""
+"""SGLang engines as child processes, and plain objects that stand for the rollout service around them."""
 
 import os
 import signal
@@ -13,12 +12,7 @@ from pathlib import Path
 import httpx
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.rollout.service.engine_command import (
-    ServerPlace,
-    engine_command,
-    engine_environment,
-    engine_python_path,
-)
+from megagrpo.rollout.service.engine_command import ServerPlace, engine_command, engine_environment, engine_python_path
 from megagrpo.rollout.service.node import free_port
 from megagrpo.system.environment import API_KEY, child_environment
 from megagrpo.types import EngineInfo
@@ -32,8 +26,7 @@ def engine_info(url: str, state: str, incarnation: int, id: str = "e0") -> Engin
 
 
 class OneEngine:
-    """Starts, kills and restarts one engine; has the methods of the service's control that the
-    exchange uses.
+    """Starts, kills and restarts one engine; has the methods of the service's control that the exchange uses.
 
     An engine over several nodes has a server process for each, all on this machine.
     """
@@ -66,36 +59,22 @@ class OneEngine:
         return self.finish_start()
 
     def begin_start(self) -> None:
-        """Start the processes; several engines start at once when `finish_start` is called
-        later."""
+        """Start the processes; several engines start at once when `finish_start` is called later."""
         nodes = self.config.rollout.nodes_per_engine
         *self.ports, meeting = free_ports(nodes + 1)
-        self.logs = [
-            self.folder / f"{self.info.id}-{self.info.incarnation}.node-{rank}.log"
-            for rank in range(nodes)
-        ]
+        self.logs = [self.folder / f"{self.info.id}-{self.info.incarnation}.node-{rank}.log" for rank in range(nodes)]
         self.processes = []
         for rank, (port, log) in enumerate(zip(self.ports, self.logs, strict=True)):
-            place = ServerPlace(
-                rank,
-                "127.0.0.1",
-                port,
-                f"127.0.0.1:{meeting}",
-                cuda=False,
-                num_cores=os.cpu_count(),
-            )
+            place = ServerPlace(rank, "127.0.0.1", port, f"127.0.0.1:{meeting}", cuda=False, num_cores=os.cpu_count())
             variables = engine_environment(self.config, place) | {API_KEY: self.api_key}
             env = child_environment(variables, engine_python_path(place) + list(self.python_path))
             with log.open("wb") as output:
                 streams = {"stdout": output, "stderr": output, "stdin": subprocess.DEVNULL}
                 command = [*engine_command(self.config, place), *self.words]
-                self.processes.append(
-                    subprocess.Popen(command, env=env, start_new_session=True, **streams)
-                )
+                self.processes.append(subprocess.Popen(command, env=env, start_new_session=True, **streams))
 
     def finish_start(self) -> "OneEngine":
-        """Wait until it answers; one that ends at once is started again, as the service does: a
-        port may be taken."""
+        """Wait until it answers; one that ends at once is started again, as the service does: a port may be taken."""
         try:
             return self._wait_for_answer()
         except RuntimeError as failure:
@@ -109,10 +88,7 @@ class OneEngine:
             with suppress(httpx.HTTPError):
                 if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                     break
-            if (
-                any(process.poll() is not None for process in self.processes)
-                or time.monotonic() > end
-            ):
+            if any(process.poll() is not None for process in self.processes) or time.monotonic() > end:
                 self.stop()
                 ends = "\n".join(log.read_text(errors="replace")[-3000:] for log in self.logs)
                 raise RuntimeError(f"the engine did not start:\n{ends}")
@@ -149,16 +125,10 @@ class OneEngine:
 
 @contextmanager
 def started_engines(
-    config: ExperimentConfig,
-    folder: Path,
-    paths: Sequence[str] = (),
-    words: Sequence[str] = (),
+    config: ExperimentConfig, folder: Path, paths: Sequence[str] = (), words: Sequence[str] = ()
 ) -> Iterator[list[OneEngine]]:
     """All engines of an experiment, started together; the end of the block kills them."""
-    engines = [
-        OneEngine(config, folder, paths, f"e{number}", words)
-        for number in range(config.rollout.num_engines)
-    ]
+    engines = [OneEngine(config, folder, paths, f"e{number}", words) for number in range(config.rollout.num_engines)]
     try:
         for engine in engines:
             engine.begin_start()
@@ -183,9 +153,7 @@ class ListedEngines:
         return True
 
     def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
-        self.infos[engine_id] = replace(
-            self.infos[engine_id], state="ready", weight_version=weight_version
-        )
+        self.infos[engine_id] = replace(self.infos[engine_id], state="ready", weight_version=weight_version)
         return True
 
     def report_lost(self, engine_id: str, incarnation: int) -> None:
@@ -193,8 +161,7 @@ class ListedEngines:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, all different, and where no connection takes one that the
-    engine counts from it."""
+    """Ports that nobody listens on, all different, and where no connection takes one that the engine counts from it."""
     ports: set[int] = set()
     while len(ports) < count:
         ports.add(free_port("127.0.0.1"))

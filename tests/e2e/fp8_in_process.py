@@ -1,5 +1,4 @@
-"""SGLang's own models in FP8 in this process, one rank: python -m tests.e2e.fp8_in_process FOLDER
-FAMILY.
+"""SGLang's own models in FP8 in this process, one rank: python -m tests.e2e.fp8_in_process FOLDER FAMILY.
 
 The stand-ins for a CPU must come first on PYTHONPATH. Prints what `main` returns as JSON.
 """
@@ -51,14 +50,7 @@ from tests.pretended_groups import only_fake_groups
 from tests.published import published_config
 
 VOCAB = 131
-SIZES = {
-    "hidden_size": 256,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 64,
-    "ffn_size": 256,
-}
+SIZES = {"hidden_size": 256, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "ffn_size": 256}
 
 
 class PlainActor:
@@ -78,13 +70,10 @@ class PlainActor:
 
 
 def built(config) -> torch.nn.Module:
-    """A model of SGLang with memory, processed after loading as a start with random weights
-    processes it."""
+    """A model of SGLang with memory, processed after loading as a start with random weights processes it."""
     get_model_architecture(config)
     with set_default_torch_dtype(config.dtype):
-        model = _initialize_model(
-            config, LoadConfig(), _get_quantization_config(config, LoadConfig())
-        )
+        model = _initialize_model(config, LoadConfig(), _get_quantization_config(config, LoadConfig()))
     processed(model)
     return model
 
@@ -101,15 +90,12 @@ def differing(model: torch.nn.Module, reference: torch.nn.Module) -> list[str]:
         name
         for name, held in model.named_parameters()
         if held.dtype != wanted[name].dtype
-        or not torch.equal(
-            held.data.view(-1).view(torch.uint8), wanted[name].data.view(-1).view(torch.uint8)
-        )
+        or not torch.equal(held.data.view(-1).view(torch.uint8), wanted[name].data.view(-1).view(torch.uint8))
     ]
 
 
 def layer_outputs(model: torch.nn.Module) -> dict[str, float]:
-    """Relative distance of a fused projection, and of the experts, to products with the dequantized
-    weights."""
+    """Relative distance of a fused projection, and of the experts, to products with the dequantized weights."""
     layer, draw = model.model.layers[1], torch.Generator().manual_seed(3)
     x = torch.randn(5, SIZES["hidden_size"], generator=draw).bfloat16()
     qkv, experts = layer.self_attn.qkv_proj, layer.mlp.experts
@@ -121,12 +107,8 @@ def layer_outputs(model: torch.nn.Module) -> dict[str, float]:
     wanted = torch.zeros_like(out)
     for token, chosen in enumerate(ids.tolist()):
         for one in chosen:
-            w13 = block_fp8.dequantized(
-                experts.w13_weight[one], experts.w13_weight_scale_inv[one], [128, 128]
-            )
-            w2 = block_fp8.dequantized(
-                experts.w2_weight[one], experts.w2_weight_scale_inv[one], [128, 128]
-            )
+            w13 = block_fp8.dequantized(experts.w13_weight[one], experts.w13_weight_scale_inv[one], [128, 128])
+            w2 = block_fp8.dequantized(experts.w2_weight[one], experts.w2_weight_scale_inv[one], [128, 128])
             gate, up = (w13 @ x[token].float()).chunk(2)
             wanted[token] += 0.5 * (w2 @ (torch.nn.functional.silu(gate) * up))
     found["experts"] = out - wanted
@@ -166,9 +148,7 @@ def described(folder: Path, family: str) -> tuple[TinyModelConfig, dict]:
     """Sizes of whole blocks, and config.json."""
     latent = {"hidden_size": 512, "num_kv_heads": 4, "head_dim": 32}
     own = latent if isinstance(FAMILIES[family], DeepseekV3) else {}
-    sizes = TinyModelConfig(
-        path=str(folder / "model"), family=family, expert_ffn_size=128, **(SIZES | own)
-    )
+    sizes = TinyModelConfig(path=str(folder / "model"), family=family, expert_ffn_size=128, **(SIZES | own))
     hf = hf_config(sizes) | {"vocab_size": VOCAB}
     if "linear_num_key_heads" in hf:  # one layer of each kind
         hf |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
@@ -194,16 +174,7 @@ def main(folder: Path, family: str) -> dict:
         return exchange_config(folder, folder / "model", weights=weights, **sections)
 
     seen = as_engines_see_it(config_of("reshard"), RunFolder(folder / "run"))
-    words = [
-        "--model-path",
-        seen.model.path,
-        "--load-format",
-        "dummy",
-        "--dtype",
-        "bfloat16",
-        "--device",
-        "cpu",
-    ]
+    words = ["--model-path", seen.model.path, "--load-format", "dummy", "--dtype", "bfloat16", "--device", "cpu"]
     load_plugins()
     words += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
     words += ["--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"]
@@ -221,14 +192,11 @@ def main(folder: Path, family: str) -> dict:
         engine = FakeEngine(models=[model])
         disk = "/update_weights_from_disk"
         engine.more[disk] = lambda body: read(
-            model,
-            [safe_open(file, "pt") for file in Path(body["model_path"]).glob("*.safetensors")],
+            model, [safe_open(file, "pt") for file in Path(body["model_path"]).glob("*.safetensors")]
         )
         with running(engine):
             for version, transport in enumerate(("reshard", "disk"), 1):
-                exchange = Exchange(
-                    config_of(transport), mesh, actor.weights, engine, Path(scratch)
-                )
+                exchange = Exchange(config_of(transport), mesh, actor.weights, engine, Path(scratch))
                 actor.load({name: -tensor for name, tensor in tensors.items()})
                 exchange.publish(2 * version - 1)
                 found[f"{transport}, others"] = len(differing(model, reference))
@@ -239,13 +207,9 @@ def main(folder: Path, family: str) -> dict:
                 exchange.verify()
                 exchange.close()
         found["parameters"] = len(list(model.parameters()))
-        padding = (
-            2 * (model.lm_head.weight.shape[0] - VOCAB) * sizes.hidden_size
-        )  # of two vocabularies
+        padding = 2 * (model.lm_head.weight.shape[0] - VOCAB) * sizes.hidden_size  # of two vocabularies
         found["bytes"] = sum(  # in float32 there, published in bfloat16: some routers and norms
-            p.numel() * 2
-            if name.endswith((".gate.weight", "linear_attn.norm.weight"))
-            else p.nbytes
+            p.numel() * 2 if name.endswith((".gate.weight", "linear_attn.norm.weight")) else p.nbytes
             for name, p in model.named_parameters()
             if p.dim()
         )

@@ -10,9 +10,7 @@ def _bytes(model, request) -> dict[str, int]:
     held = {MambaPool: 0, MHATokenToKVPool: 0, MLATokenToKVPool: 0}
     for pool in [thing for thing in gc.get_objects() if isinstance(thing, tuple(held))]:
         if isinstance(pool, MambaPool):
-            held[MambaPool] += sum(
-                t.nbytes for t in [*pool.mamba_cache.conv, pool.mamba_cache.temporal]
-            )
+            held[MambaPool] += sum(t.nbytes for t in [*pool.mamba_cache.conv, pool.mamba_cache.temporal])
         elif isinstance(pool, MLATokenToKVPool):
             held[MLATokenToKVPool] += sum(t.nbytes for t in pool.kv_buffer)
         else:

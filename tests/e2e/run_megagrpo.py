@@ -1,5 +1,4 @@
-"""The command line as a user sees it: an experiment of its own, a finished command, or one that is
-still running."""
+"""The command line as a user sees it: an experiment of its own, a finished command, or one that is still running."""
 
 import json
 import os
@@ -33,9 +32,7 @@ LONG_RUN = {
     "rollout": {"deterministic": True},
     "checkpoint": {"every": 1, "keep": 20},
 }
-_TORCHVISION_HOOK = str(
-    Path(__file__).parents[2] / "megagrpo" / "cpu" / "engine"
-)  # see its sitecustomize
+_TORCHVISION_HOOK = str(Path(__file__).parents[2] / "megagrpo" / "cpu" / "engine")  # see its sitecustomize
 
 GRADERS = '''
 import time
@@ -72,8 +69,7 @@ PREPARE = Path(__file__).parents[2] / "examples" / "laptop" / "prepare.py"
 
 
 def prepared(folder: Path, graders: str = GRADERS) -> Path:
-    """The folder, with the tiny model and data, and graders for runs on other hosts; experiments
-    lie beside them."""
+    """The folder, with the tiny model and data, and graders for runs on other hosts; experiments lie beside them."""
     (folder / "graders_of_tests.py").write_text(graders)
     make_inputs(write_experiment(folder / "prepared"))
     return folder
@@ -83,15 +79,11 @@ def make_inputs(experiment: Path, **sections) -> None:
     """Makes the experiment's model and data by RECIPE; sections are merged over it."""
     recipe = experiment.with_suffix(".recipe")
     recipe.write_text(yaml.safe_dump(merged(RECIPE, sections)))
-    subprocess.run(
-        [sys.executable, "-W", "ignore", str(PREPARE), str(experiment), "--recipe", str(recipe)],
-        check=True,
-    )
+    subprocess.run([sys.executable, "-W", "ignore", str(PREPARE), str(experiment), "--recipe", str(recipe)], check=True)
 
 
 def experiment(folder: Path, **sections) -> dict:
-    """A tiny Qwen3-MoE, two trainer ranks, 8 prompts x 4 samples; sections are merged over it, key
-    by key."""
+    """A tiny Qwen3-MoE, two trainer ranks, 8 prompts x 4 samples; sections are merged over it, key by key."""
     base = {
         "name": folder.name,
         "output_dir": str(folder),
@@ -100,20 +92,13 @@ def experiment(folder: Path, **sections) -> dict:
         "sampling": {"max_response_tokens": 8},
         "reward": {"grader": "graders_of_tests:low_digits", "workers": 1},
         "train": {"num_steps": 2, "num_prompts_per_step": 8, "group_size": 4},
-        "actor": {
-            "world_size": 2,
-            "parallel": {"ep": 2},
-            "optimizer": {"lr": 1e-3},
-            "deadline_s": 600,
-        },
+        "actor": {"world_size": 2, "parallel": {"ep": 2}, "optimizer": {"lr": 1e-3}, "deadline_s": 600},
         "rollout": {"start_timeout_s": 240, "step_timeout_s": 240, "max_running_requests": 64},
         "weights": {"timeout_s": 300},
         "log": {"tensorboard": False},
     }
     sampling = sections.get("sampling", {})
-    if "agent" in sampling or sampling.get("environment", {}).get(
-        "rewards", "environment" in sampling
-    ):
+    if "agent" in sampling or sampling.get("environment", {}).get("rewards", "environment" in sampling):
         del base["reward"]
     return merged(base, sections)
 
@@ -122,11 +107,7 @@ def merged(below: dict, above: dict) -> dict:
     """Sections of `above` over those of `below`, key by key."""
     out = dict(below)
     for key, value in above.items():
-        out[key] = (
-            merged(below[key], value)
-            if isinstance(value, dict) and isinstance(below.get(key), dict)
-            else value
-        )
+        out[key] = merged(below[key], value) if isinstance(value, dict) and isinstance(below.get(key), dict) else value
     return out
 
 
@@ -167,14 +148,11 @@ def run_experiment(folder: Path, timeout_s: float = 500.0, **sections) -> Finish
 
 
 class Job:
-    """`megagrpo ARGUMENTS` running; also a context manager that ends it and everything that it
-    started."""
+    """`megagrpo ARGUMENTS` running; also a context manager that ends it and everything that it started."""
 
     def __init__(self, *arguments: str | Path, env: dict[str, str] | None = None):
         folder = Path(str(arguments[1])).parent if len(arguments) > 1 else Path.cwd()
-        self.folder = (
-            Path(str(arguments[1])).with_suffix("") if len(arguments) > 1 else folder
-        )  # of the run
+        self.folder = Path(str(arguments[1])).with_suffix("") if len(arguments) > 1 else folder  # of the run
         graders = folder / "graders_of_tests.py"
         if not graders.exists():
             graders.write_text(GRADERS)
@@ -230,9 +208,7 @@ class Job:
     def left_behind(self, within_s: float = 60.0) -> list[str]:
         """Processes of this command that still run after it has ended."""
         deadline = time.monotonic() + within_s
-        while (
-            left := [p for p in self._tree.values() if is_live(p)]
-        ) and time.monotonic() < deadline:
+        while (left := [p for p in self._tree.values() if is_live(p)]) and time.monotonic() < deadline:
             time.sleep(0.2)
         return [f"{p.pid} {' '.join(p.cmdline())[:120]}" for p in left]
 
@@ -274,11 +250,7 @@ def trainer_below(pid: int, rank: int) -> psutil.Process | None:
     for process in process_tree(pid):
         try:
             words = process.cmdline()
-            if (
-                "train" in words
-                and "torch.distributed.run" not in words
-                and process.environ().get("RANK") == str(rank)
-            ):
+            if "train" in words and "torch.distributed.run" not in words and process.environ().get("RANK") == str(rank):
                 return process
         except psutil.NoSuchProcess:
             continue
@@ -342,13 +314,8 @@ def rollouts(run_dir: Path) -> dict[int, list[dict]]:
 
 
 def assert_agrees(folder: Path) -> None:
-    """In float32 the trainers' log-probabilities are the engine's but for rounding, at every
-    step."""
-    assert all(
-        entry["mismatch/logprob_abs_mean"] <= 1e-5
-        for step, entry in metrics(folder).items()
-        if step
-    )
+    """In float32 the trainers' log-probabilities are the engine's but for rounding, at every step."""
+    assert all(entry["mismatch/logprob_abs_mean"] <= 1e-5 for step, entry in metrics(folder).items() if step)
 
 
 def step_after_saved(folder: Path) -> int:
@@ -366,14 +333,11 @@ def assert_same_run(folder: Path, reference: Path, num_steps: int) -> None:
         differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
         assert not differing, f"step {step}: {differing}"
     ours, theirs = rollouts(folder), rollouts(reference)
-    assert {s: ours[s] for s in range(1, num_steps + 1)} == {
-        s: theirs[s] for s in range(1, num_steps + 1)
-    }
+    assert {s: ours[s] for s in range(1, num_steps + 1)} == {s: theirs[s] for s in range(1, num_steps + 1)}
 
 
 def transformers_accepts(folder: Path, prompt: str = "12+3=") -> dict:
-    """Load an exported folder with Hugging Face transformers alone, in a process of its own;
-    returns what it found."""
+    """Load an exported folder with Hugging Face transformers alone, in a process of its own; returns what it found."""
     program = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -384,10 +348,7 @@ print(json.dumps({
     "finite": bool(model(ids).logits.isfinite().all()),
 }))
 """
-    command, env = (
-        [sys.executable, "-c", program, str(folder), prompt],
-        child_environment(None, [_TORCHVISION_HOOK]),
-    )
+    command, env = ([sys.executable, "-c", program, str(folder), prompt], child_environment(None, [_TORCHVISION_HOOK]))
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -41,30 +41,20 @@ class RunningService:
 
     def stop(self) -> None:
         """End it as a user would, and check that nothing is left."""
-        tree = (
-            psutil.Process(self.process.pid).children(recursive=True)
-            if self.process.poll() is None
-            else []
-        )
+        tree = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
         self.process.terminate()
         try:
             assert self.process.wait(240) == 0
             assert not [p for p in tree if is_live(p)], "the service left processes behind"
-            assert (
-                not (self.run_dir / "service.json").exists()
-                and not (self.run_dir / "service.key").exists()
-            )
+            assert not (self.run_dir / "service.json").exists() and not (self.run_dir / "service.key").exists()
         finally:
             stop_tree(self.process.pid)
 
     def set_version(self, version: int, number: int = 0) -> None:
-        """What the exchange does after an update of one engine; here the weights stay those of the
-        folder."""
+        """What the exchange does after an update of one engine; here the weights stay those of the folder."""
         engine = self.wait_alive(number)
         body, key = {"new_version": str(version)}, bearer(self.control.api_key)
-        httpx.post(
-            f"{engine.url}/update_weight_version", json=body, headers=key, timeout=60
-        ).raise_for_status()
+        httpx.post(f"{engine.url}/update_weight_version", json=body, headers=key, timeout=60).raise_for_status()
         assert self.control.mark_ready(engine.id, engine.incarnation, version)
 
 
@@ -82,13 +72,9 @@ def running_service(
 
 
 def scheduler_of(engine: int) -> psutil.Process:
-    """The process of an engine of one rank that computes. SGLang starts it first; not every system
-    shows its title."""
+    """The process of an engine of one rank that computes. SGLang starts it first; not every system shows its title."""
     children = psutil.Process(engine).children(recursive=True)
-    return min(
-        (c for c in children if "resource_tracker" not in " ".join(c.cmdline())),
-        key=psutil.Process.create_time,
-    )
+    return min((c for c in children if "resource_tracker" not in " ".join(c.cmdline())), key=psutil.Process.create_time)
 
 
 def start_service(
@@ -103,11 +89,6 @@ def start_service(
 
 def wait_for_service(process: subprocess.Popen, run_dir: Path) -> ServiceControl:
     log = run_dir / "serve.log"
-    until(
-        lambda: (run_dir / "service.json").exists() or process.poll() is not None,
-        START_S,
-        log.read_text,
-        0.1,
-    )
+    until(lambda: (run_dir / "service.json").exists() or process.poll() is not None, START_S, log.read_text, 0.1)
     assert process.poll() is None, log.read_text()[-3000:]
     return find_service(run_dir)

@@ -1,5 +1,4 @@
-"""Runs with an environment, over real engines and trainers: rollouts of one growing sample, and of
-a sample a turn."""
+"""Runs with an environment, over real engines and trainers: rollouts of one growing sample, and of a sample a turn."""
 
 import json
 import os
@@ -26,8 +25,7 @@ from tests import games, tree_agent
 
 pytestmark = pytest.mark.verifies(
     "runs",
-    "environments, agents: trainer's and engine's log-probabilities agree to 5e-6; killed "
-    "and run again bit by bit",
+    "environments, agents: trainer's and engine's log-probabilities agree to 5e-6; killed and run again bit by bit",
 )
 
 STEPS = 3
@@ -39,19 +37,14 @@ def played(folder: Path, history: str, **more) -> dict:
     shutil.copy(games.__file__, folder.parent / "games_of_tests.py")
     environment = {"function": "games_of_tests:Sums", "history": history, "max_turns": 4}
     # turns end at a digit, too: a random model hardly ever ends them by itself
-    sampling = {
-        "max_response_tokens": 24,
-        "stop_token_ids": [4, 5, 6, 7],
-        "environment": environment,
-    }
+    sampling = {"max_response_tokens": 24, "stop_token_ids": [4, 5, 6, 7], "environment": environment}
     return {"train": LEARNS, "sampling": sampling, "rollout": {"deterministic": True}, **more}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("history", ["all", "last"])
 def test_what_was_sampled_is_what_is_trained_on(experiments, history):
-    """One forward of the actor over every sample gives the engine's log-probabilities; a rollout is
-    counted once."""
+    """One forward of the actor over every sample gives the engine's log-probabilities; a rollout is counted once."""
     folder = experiments / f"environment_{history}"
     run_experiment(folder, **played(folder, history))
     steps, entries = rollouts(folder), metrics(folder)
@@ -64,11 +57,7 @@ def test_what_was_sampled_is_what_is_trained_on(experiments, history):
             assert sorted(set(numbers)) == list(range(LEARNS["group_size"]))
             turns += len(samples) - LEARNS["group_size"]
             for number in set(numbers):
-                of_rollout = {
-                    sample["reward"]
-                    for sample, n in zip(samples, numbers, strict=True)
-                    if n == number
-                }
+                of_rollout = {sample["reward"] for sample, n in zip(samples, numbers, strict=True) if n == number}
                 assert len(of_rollout) == 1, "one reward"
             if history == "all":
                 assert len(samples) == LEARNS["group_size"]
@@ -79,9 +68,7 @@ def test_what_was_sampled_is_what_is_trained_on(experiments, history):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("history", ["all", "last"])
-def test_a_run_with_an_environment_that_is_killed_goes_on_as_the_undisturbed_one(
-    experiments, history
-):
+def test_a_run_with_an_environment_that_is_killed_goes_on_as_the_undisturbed_one(experiments, history):
     """Rollouts of the next step are open when one trainer dies, and when everything does."""
     ahead = {
         "train": LEARNS | {"num_steps": 4},
@@ -109,16 +96,11 @@ def trees(steps: int = STEPS, **more) -> dict:
 
 
 def trained_rollouts(folder: Path, step: int) -> list[list[tuple[float, list[dict]]]]:
-    """Of each group of a step, (reward, samples) of its rollouts. Each sampled token was trained
-    on, once.
+    """Of each group of a step, (reward, samples) of its rollouts. Each sampled token was trained on, once.
 
     Samples have "advantage" added, the mean over their trained tokens.
     """
-    lines = [
-        json.loads(line)
-        for file in folder.glob("trained/*.jsonl")
-        for line in file.read_text().splitlines()
-    ]
+    lines = [json.loads(line) for file in folder.glob("trained/*.jsonl") for line in file.read_text().splitlines()]
     advantages, trained = {}, defaultdict(int)
     for line in (line for line in lines if line["step"] == step):
         advantages |= dict(zip(line["sample_ids"], line["advantages"], strict=True))
@@ -141,16 +123,13 @@ def trained_rollouts(folder: Path, step: int) -> list[list[tuple[float, list[dic
 
 @pytest.mark.slow
 def test_a_program_that_forks_and_compacts_is_trained_as_rollouts_on_what_was_sampled(experiments):
-    """Whole runs: each sampled token is trained on once, in one branch, with the advantage of its
-    rollout."""
+    """Whole runs: each sampled token is trained on once, in one branch, with the advantage of its rollout."""
     folder = experiments / "trees"
     run_experiment(folder, **trees())
     entries, num_trees = metrics(folder), 0
     for step in range(1, STEPS + 1):
         assert entries[step]["mismatch/logprob_abs_mean"] <= 5e-6
-        assert (
-            entries[step]["reward/error_fraction"] == 0.0 and entries[step]["agent/engines_s"] > 0.0
-        )
+        assert entries[step]["reward/error_fraction"] == 0.0 and entries[step]["agent/engines_s"] > 0.0
         for group in trained_rollouts(folder, step):
             rewards = [reward for reward, _ in group]
             mean, std = statistics.mean(rewards), statistics.stdev(rewards)
@@ -163,8 +142,7 @@ def test_a_program_that_forks_and_compacts_is_trained_as_rollouts_on_what_was_sa
 
 @pytest.mark.slow
 def test_faults_in_the_third_turn_lose_nothing_and_change_no_bit(experiments):
-    """Killed in turn 3: the engine, the process of the programs, and a trainer with its gateway,
-    which all resume."""
+    """Killed in turn 3: the engine, the process of the programs, and a trainer with its gateway, which all resume."""
     reference, folder, steps = experiments / "trees_undisturbed", experiments / "trees_killed", 5
     run_experiment(reference, **trees(steps))
     marks = folder.with_suffix(".marks")
@@ -173,9 +151,7 @@ def test_faults_in_the_third_turn_lose_nothing_and_change_no_bit(experiments):
         for step, victim in enumerate(("engine", "program", "trainer"), 1):
             job.wait_for_step(step)
             seen = len(marks.read_text().splitlines())
-            job.wait_for(
-                lambda seen=seen: len(marks.read_text().splitlines()) > seen, "turn 3", poll_s=0.002
-            )
+            job.wait_for(lambda seen=seen: len(marks.read_text().splitlines()) > seen, "turn 3", poll_s=0.002)
             pids = {
                 "engine": lambda: engine(folder)["pid"],
                 "program": lambda: int(marks.read_text().split()[-1]),
@@ -185,6 +161,4 @@ def test_faults_in_the_third_turn_lose_nothing_and_change_no_bit(experiments):
         job.succeed()
     assert_same_run(folder, reference, steps)
     assert "engine-0 died" in (folder / "logs" / "service.log").read_text()
-    assert all(
-        entry["reward/error_fraction"] == 0.0 for step, entry in metrics(folder).items() if step
-    )
+    assert all(entry["reward/error_fraction"] == 0.0 for step, entry in metrics(folder).items() if step)

@@ -1,5 +1,4 @@
-"""What a user did wrong is said in one message, with a non-zero exit, before anything is
-written."""
+"""What a user did wrong is said in one message, with a non-zero exit, before anything is written."""
 
 import io
 import json
@@ -41,27 +40,15 @@ def in_this_process(command: str, config: Path, *words: str, timeout_s: float) -
     ("override", "said"),
     [
         ("train.num_step=3", "train.num_step = 3: unknown key; did you mean 'num_steps'?"),
-        (
-            "train.num_updates_per_step=3",
-            "num_prompts_per_step 8 is not a multiple of num_updates_per_step 3",
-        ),
-        (
-            "weights.timeout_s=700",
-            "weights.timeout_s 700 must be below actor.deadline_s 600: other ranks wait",
-        ),
+        ("train.num_updates_per_step=3", "num_prompts_per_step 8 is not a multiple of num_updates_per_step 3"),
+        ("weights.timeout_s=700", "weights.timeout_s 700 must be below actor.deadline_s 600: other ranks wait"),
         ("actor.world_size=3", "world_size 3 is not a multiple of etp x ep x pp = 2; 4 would be"),
-        (
-            "actor={world_size: 3, parallel: {pp: 3}}",
-            "pp x vpp = 3 does not divide the model's num_hidden_layers = 2",
-        ),
+        ("actor={world_size: 3, parallel: {pp: 3}}", "pp x vpp = 3 does not divide the model's num_hidden_layers = 2"),
         ("rollout.tp=3", "rollout.tp = 3 does not divide the model's num_attention_heads = 4"),
         ("data.path=nowhere.jsonl", "data.path: nowhere.jsonl does not exist"),
         ("sampling.max_response_tokens=4000", "4008 tokens, but the model has 2048 positions"),
         ("reward.grader=exat", "reward.grader 'exat' is unknown; did you mean 'exact'?"),
-        (
-            "reward.grader=graders_of_tests:low_digit",
-            "has no function low_digit; did you mean 'low_digits'?",
-        ),
+        ("reward.grader=graders_of_tests:low_digit", "has no function low_digit; did you mean 'low_digits'?"),
         ("reward.args={strict: true}", "reward.args do not fit grader"),
     ],
 )
@@ -70,60 +57,39 @@ def test_an_impossible_experiment(experiments, override, said):
 
 
 def test_what_the_warm_up_has_not_made_yet(experiments):
-    sft = {
-        "model": str(experiments / "model"),
-        "path": str(experiments / "data" / "sft.jsonl"),
-    }
-    config = write_experiment(
-        experiments / "refused", sft=sft, model={"path": str(experiments / "warm")}
-    )
+    sft = {"model": str(experiments / "model"), "path": str(experiments / "data" / "sft.jsonl")}
+    config = write_experiment(experiments / "refused", sft=sft, model={"path": str(experiments / "warm")})
     assert f"missing: {experiments / 'warm'}; run `megagrpo sft` first\n" in refused(config)
 
 
 def test_every_problem_at_once(experiments):
     config = write_experiment(experiments / "refused")
-    said = refused(
-        config, "data.path=a.jsonl", "actor={world_size: 3, parallel: {tp: 3}}", run=in_this_process
-    )
+    said = refused(config, "data.path=a.jsonl", "actor={world_size: 3, parallel: {tp: 3}}", run=in_this_process)
     assert "a.jsonl" in said and "num_attention_heads" in said and "num_key_value_heads" in said
 
 
 def test_a_broken_line_is_named_by_file_and_line(experiments, tmp_path):
-    """Of the training and of the evaluation data; tests/unit/test_prompts.py has every kind of
-    broken line."""
+    """Of the training and of the evaluation data; tests/unit/test_prompts.py has every kind of broken line."""
     path = tmp_path / "lines.jsonl"
     path.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "anwser": "3"}\n')
     said = "lines.jsonl:2: no key 'answer'; keys found: 'prompt', 'anwser'"
     for override in (f"data.path={path}", f"eval={{data: {{path: {path}}}}}"):
-        assert said in refused(
-            write_experiment(experiments / "refused"), override, run=in_this_process
-        )
+        assert said in refused(write_experiment(experiments / "refused"), override, run=in_this_process)
 
 
 def trainers_alone(config: Path, *settings: str) -> tuple[Finished, list[str]]:
-    """torchrun of `megagrpo train` as on a cluster, with a service that is not there; and what the
-    ranks report.
+    """torchrun of `megagrpo train` as on a cluster, with a service that is not there; and what the ranks report.
 
     Once one has ended torchrun ends the others, now and then before they have written theirs.
     """
     (config.parent / "graders_of_tests.py").write_text(GRADERS)
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [
-        *ranks,
-        "-m",
-        "megagrpo.cli",
-        "train",
-        str(config),
-        "--service",
-        "http://127.0.0.1:9",
-    ]
+    command = [*ranks, "-m", "megagrpo.cli", "train", str(config), "--service", "http://127.0.0.1:9"]
     command += [word for setting in settings for word in ("--set", setting)]
     env = child_environment({API_KEY: "of the run"}, [str(config.parent)])
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
     reports = sorted((config.with_suffix("") / "logs").glob("error_trainer_rank*.txt"))
-    return Finished(done.returncode, done.stdout, done.stderr), [
-        report.read_text() for report in reports
-    ]
+    return Finished(done.returncode, done.stdout, done.stderr), [report.read_text() for report in reports]
 
 
 @pytest.mark.slow
@@ -132,17 +98,12 @@ def test_a_service_that_is_not_there(experiments):
     sections = {"data": {"max_prompt_tokens": 5}, "rollout": {"start_timeout_s": 5.0}}
     done, reports = trainers_alone(write_experiment(experiments / "unreachable", **sections))
     assert done.status != 0 and len(set(reports)) == 1, "every rank knows why"
-    assert (
-        "no rollout service answers at http://127.0.0.1:9" in reports[0] and "\n" not in reports[0]
-    )
+    assert "no rollout service answers at http://127.0.0.1:9" in reports[0] and "\n" not in reports[0]
     assert "is `megagrpo serve` running" in reports[0]
     lines = (experiments / "data" / "train.jsonl").read_text().splitlines()
     too_long = sum(len(json.loads(line)["prompt"]) > 5 for line in lines)
     assert 0 < too_long < len(lines)
-    assert (
-        f"{too_long} of {len(lines)} prompts dropped, longer than 5 tokens (max_prompt_tokens)"
-        in done.stdout
-    )
+    assert f"{too_long} of {len(lines)} prompts dropped, longer than 5 tokens (max_prompt_tokens)" in done.stdout
 
 
 def test_a_damaged_checkpoint_is_not_resumed(long_run):
@@ -153,11 +114,7 @@ def test_a_damaged_checkpoint_is_not_resumed(long_run):
     folder = long_run[0].parent / "flipped"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 0}\n')
-    copy = Path(
-        shutil.copytree(
-            long_run[0] / "checkpoints" / "step_000010", folder / "checkpoints" / "step_000010"
-        )
-    )
+    copy = Path(shutil.copytree(long_run[0] / "checkpoints" / "step_000010", folder / "checkpoints" / "step_000010"))
     path = max((copy / "actor").glob("*.distcp"), key=lambda file: file.stat().st_size)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1

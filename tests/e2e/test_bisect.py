@@ -1,5 +1,4 @@
-"""`megagrpo bisect` against real engines: it names the point of planted mistakes, and nothing in
-healthy pairs."""
+"""`megagrpo bisect` against real engines: it names the point of planted mistakes, and nothing in healthy pairs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,44 +39,26 @@ EXPERTS = ("layers.1.mlp.experts.0.", "layers.1.mlp.experts.1.")
 OF_EXPERTS = ("model.layers.1.mlp.experts", "MLP or experts of layer 1")
 PLANTED = {
     "nothing": Planted(None, None, ("nothing differs",)),
-    "a perturbed weight": Planted(
-        "weights", "layers.1.attention_out", OF_PROJECTION, tensors=noisy(PROJECTION)
-    ),
-    "a wrong rope theta": Planted(
-        *["layers.0.q_rotary"] * 2, OF_ROTARY, config=with_config(rope_theta=1e6)
-    ),
-    "a wrong norm epsilon": Planted(
-        *["layers.0.input_norm"] * 2, OF_NORM, config=with_config(rms_norm_eps=1e-5)
-    ),
-    "swapped experts": Planted(
-        "weights", "layers.1.mlp_out", OF_EXPERTS, tensors=swapped(*EXPERTS)
-    ),
+    "a perturbed weight": Planted("weights", "layers.1.attention_out", OF_PROJECTION, tensors=noisy(PROJECTION)),
+    "a wrong rope theta": Planted(*["layers.0.q_rotary"] * 2, OF_ROTARY, config=with_config(rope_theta=1e6)),
+    "a wrong norm epsilon": Planted(*["layers.0.input_norm"] * 2, OF_NORM, config=with_config(rms_norm_eps=1e-5)),
+    "swapped experts": Planted("weights", "layers.1.mlp_out", OF_EXPERTS, tensors=swapped(*EXPERTS)),
     "a bf16 head": Planted("head", "head", ("output layer",), mistake="a bf16 head"),
-    "stale weights": Planted(
-        "weights", "embedding", ("version 3, the trainers have 4",), stale=True
-    ),
+    "stale weights": Planted("weights", "embedding", ("version 3, the trainers have 4",), stale=True),
 }
 IN_EVERY_RUN = ("nothing", "a perturbed weight", "a wrong rope theta")
 # tensor, without ".weight" -> the point at which a change of 5 % shows first
 PERTURBED = {
-    "model.embed_tokens": "embedding",
-    "model.layers.0.input_layernorm": "layers.0.input_norm",
-    "model.layers.1.self_attn.k_proj": "layers.1.qkv",
-    "model.layers.0.self_attn.q_norm": "layers.0.q_norm",
-    "model.layers.1.self_attn.k_norm": "layers.1.k_norm",
-    "model.layers.0.self_attn.o_proj": "layers.0.attention_out",
-    "model.layers.1.post_attention_layernorm": "layers.1.mlp_norm",
-    "model.layers.1.mlp.gate": "layers.1.router_logits",
-    "model.layers.0.mlp.experts.3.down_proj": "layers.0.mlp_out",
-    "model.norm": "final_norm",
-    "lm_head": "head",
-}
+    "model.embed_tokens": "embedding", "model.layers.0.input_layernorm": "layers.0.input_norm",
+    "model.layers.1.self_attn.k_proj": "layers.1.qkv", "model.layers.0.self_attn.q_norm": "layers.0.q_norm",
+    "model.layers.1.self_attn.k_norm": "layers.1.k_norm", "model.layers.0.self_attn.o_proj": "layers.0.attention_out",
+    "model.layers.1.post_attention_layernorm": "layers.1.mlp_norm", "model.layers.1.mlp.gate": "layers.1.router_logits",
+    "model.layers.0.mlp.experts.3.down_proj": "layers.0.mlp_out", "model.norm": "final_norm", "lm_head": "head",
+}  # fmt: skip
 LEAST_MARGIN = 2.0  # of a bound over the difference of a healthy pair
 
 
-@pytest.mark.parametrize(
-    "names", [IN_EVERY_RUN, pytest.param(tuple(PLANTED), marks=pytest.mark.slow)], ids=len
-)
+@pytest.mark.parametrize("names", [IN_EVERY_RUN, pytest.param(tuple(PLANTED), marks=pytest.mark.slow)], ids=len)
 def test_planted_mistakes_are_found_and_named(names, service, pool, tiny_model, tmp_path: Path):
     service.set_version(3)
     cases = []
@@ -99,10 +80,7 @@ def test_planted_mistakes_are_found_and_named(names, service, pool, tiny_model, 
 @pytest.mark.slow
 def test_a_perturbed_weight_is_named_wherever_it_is(service, pool, tiny_model, tmp_path: Path):
     service.set_version(3)
-    models = (
-        changed_copy(tiny_model, tmp_path / name, noisy(f"{name}.weight"), None)
-        for name in PERTURBED
-    )
+    models = (changed_copy(tiny_model, tmp_path / name, noisy(f"{name}.weight"), None) for name in PERTURBED)
     cases = [{"model": model, "version": 3} for model in models]
     args = (service.wait_alive(), service.control.api_key, 1, tmp_path / "out", cases)
     found = pool.run(1, bisect_cases, *args)[0]
@@ -120,41 +98,18 @@ def test_a_perturbed_weight_is_named_wherever_it_is(service, pool, tiny_model, t
         *((family, "TP1", "bfloat16") for family in ("qwen3", "qwen3_moe", "deepseek_v3")),
     ],
 )
-def test_nothing_differs_in_a_healthy_pair(
-    family: str, engines: str, dtype: str, pool, tmp_path: Path
-):
+def test_nothing_differs_in_a_healthy_pair(family: str, engines: str, dtype: str, pool, tmp_path: Path):
     """And the bounds leave room: a cluster's models are deeper and wider."""
     model = make_model(tmp_path / family, family)
-    layouts = (
-        [(1, {})]
-        if dtype == "bfloat16"
-        else [(1, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"cp": 2})]
-    )
+    layouts = [(1, {})] if dtype == "bfloat16" else [(1, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"cp": 2})]
     with running_engines(model, engines, tmp_path, dtype) as (info,):
         for world, parallel in layouts:
-            cases = [
-                {
-                    "model": model,
-                    "parallel": parallel,
-                    "publish": True,
-                    "version": 1,
-                    "dtype": dtype,
-                }
-            ]
+            cases = [{"model": model, "parallel": parallel, "publish": True, "version": 1, "dtype": dtype}]
             folder = tmp_path / "_".join([str(world), *parallel])
-            args = (
-                info,
-                ListedEngines.api_key,
-                ENGINES[engines].get("tp", 1),
-                folder,
-                cases,
-                world,
-            )
+            args = (info, ListedEngines.api_key, ENGINES[engines].get("tp", 1), folder, cases, world)
             (said,) = pool.run(world, bisect_cases, *args)[0]
             assert said.point is None, f"{parallel}:\n{said.report}"
-            assert engines != "TP1" or "Not compared" not in said.report, (
-                f"{parallel}:\n{said.report}"
-            )
+            assert engines != "TP1" or "Not compared" not in said.report, f"{parallel}:\n{said.report}"
             assert said.margin > LEAST_MARGIN, f"{parallel}:\n{said.report}"
 
 

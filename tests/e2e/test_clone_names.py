@@ -1,8 +1,7 @@
-"""A clone as a newcomer has it: in a folder called megagrpo, below one with a space in its name,
-with .venv inside.
+"""A clone as a newcomer has it: in a folder called megagrpo, below one with a space in its name, with .venv inside.
 
-No path of the project, and none of torch's below .venv, may be judged or cut by such names: the
-launch scripts, the engine, the trainers and the watchdog run there once.
+No path of the project, and none of torch's below .venv, may be judged or cut by such names: the launch scripts, the
+engine, the trainers and the watchdog run there once.
 """
 
 import os
@@ -25,8 +24,7 @@ LIMIT_S = 500.0
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> Path:
-    """The files that git knows or would add, and .venv as a link to the environment of these
-    tests."""
+    """The files that git knows or would add, and .venv as a link to the environment of these tests."""
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     found = subprocess.run(listing, cwd=REPOSITORY, capture_output=True, text=True)
     if found.returncode != 0:
@@ -49,43 +47,24 @@ def environment_of(clone: Path, **variables: str) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_the_watchdog_names_our_line_and_not_torchs(clone: Path):
-    command = [
-        clone / ".venv" / "bin" / "python",
-        "-m",
-        "pytest",
-        "-q",
-        "tests/dist/test_watchdog.py",
-        "-k",
-        "loader",
-    ]
+    command = [clone / ".venv" / "bin" / "python", "-m", "pytest", "-q", "tests/dist/test_watchdog.py", "-k", "loader"]
     captured = {"capture_output": True, "text": True, "timeout": LIMIT_S}
     done = subprocess.run(command, cwd=clone, env=environment_of(clone), **captured)
-    assert done.returncode == 0 and "1 passed" in done.stdout, (
-        done.stdout[-3000:] + done.stderr[-1000:]
-    )
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
 
 
 @pytest.mark.slow
 def test_a_step_by_the_launch_scripts(clone: Path, experiments: Path):
-    """rollout_node.sh and torchrun_node.sh: Ray, an engine, two ranks; all of them run the clone's
-    files."""
+    """rollout_node.sh and torchrun_node.sh: Ray, an engine, two ranks; all of them run the clone's files."""
     python, runs = clone / ".venv" / "bin" / "python", clone / "runs"
     env = environment_of(clone, NODE_ADDR="127.0.0.1", MASTER_ADDR="127.0.0.1")
-    ask = [
-        python,
-        "-c",
-        "import megagrpo, torch; print(megagrpo.__file__, torch.__file__, sep='\\n')",
-    ]
+    ask = [python, "-c", "import megagrpo, torch; print(megagrpo.__file__, torch.__file__, sep='\\n')"]
     where = subprocess.run(ask, cwd=clone, env=env, capture_output=True, text=True)
-    assert [path.startswith(str(clone)) for path in where.stdout.splitlines()] == [True, True], (
-        where
-    )
+    assert [path.startswith(str(clone)) for path in where.stdout.splitlines()] == [True, True], where
     for name in ("model", "data"):
         shutil.copytree(experiments / name, runs / name)
     (runs / "graders_of_tests.py").write_text(GRADERS)
-    config = write_experiment(
-        runs / "one step", train={"num_steps": 1}, rollout={"host": "127.0.0.1"}
-    )
+    config = write_experiment(runs / "one step", train={"num_steps": 1}, rollout={"host": "127.0.0.1"})
     logs = {kind: runs / f"{kind}.log" for kind in ("rollout", "torchrun")}
     nodes: list[subprocess.Popen] = []
     for kind, log in logs.items():
@@ -93,9 +72,7 @@ def test_a_step_by_the_launch_scripts(clone: Path, experiments: Path):
         nodes.append(spawn(command, env | {"MASTER_PORT": str(free_ports(1)[0])}, log))
     try:
         status = nodes[1].wait(LIMIT_S)
-        said = "\n".join(
-            f"== {log}\n{log.read_text(errors='replace')[-3000:]}" for log in logs.values()
-        )
+        said = "\n".join(f"== {log}\n{log.read_text(errors='replace')[-3000:]}" for log in logs.values())
         assert status == 0, said
         assert metrics(runs / "one step")[1]["mismatch/logprob_abs_mean"] <= 1e-5
         os.kill(nodes[0].pid, signal.SIGINT)

@@ -1,5 +1,4 @@
-"""Colocated engines: they sleep while the actor trains, and nothing that is sampled or learned
-differs for it."""
+"""Colocated engines: they sleep while the actor trains, and nothing that is sampled or learned differs for it."""
 
 import os
 import signal
@@ -19,9 +18,7 @@ from run_megagrpo import (
 
 pytestmark = pytest.mark.verifies("runs", "colocated engines: the run of engines apart, bit by bit")
 
-NUM_STEPS = (
-    4  # of the session's ten undisturbed ones, whose engine has the other way of getting weights
-)
+NUM_STEPS = 4  # of the session's ten undisturbed ones, whose engine has the other way of getting weights
 COLOCATED = LONG_RUN | {
     "train": LONG_RUN["train"] | {"num_steps": NUM_STEPS},
     "rollout": LONG_RUN["rollout"] | {"colocate": True},
@@ -30,8 +27,7 @@ COLOCATED = LONG_RUN | {
 
 
 def killed_in_its_sleep(job: Job, folder: Path, step: int, whose: str) -> None:
-    """SIGKILL the engine or trainer rank 1 after step `step`, while rank 1 is held so that the
-    engine stays asleep."""
+    """SIGKILL the engine or trainer rank 1 after step `step`, while rank 1 is held so that the engine stays asleep."""
     job.wait_for_step(step)
 
     def killed() -> bool:
@@ -68,9 +64,7 @@ def test_whoever_is_killed_in_its_sleep_comes_back(long_run):
         killed_in_its_sleep(job, folder, 2, "trainer")
         done = job.succeed()
     log = (folder / "logs" / "service.log").read_text()
-    assert (
-        log.count("engine-0 died: ") == 1
-    )  # the supervisor sees it, or trainers who were about to wake it
+    assert log.count("engine-0 died: ") == 1  # the supervisor sees it, or trainers who were about to wake it
     assert "restarted all ranks (restart 1 of " in done.stdout
     assert_same_run(folder, long_run[0], NUM_STEPS)
     assert_no_complaint(folder)

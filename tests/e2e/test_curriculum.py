@@ -4,18 +4,11 @@ it is the same run."""
 from pathlib import Path
 
 import pytest
-from run_megagrpo import (
-    assert_killed_run_is_the_same,
-    metrics,
-    rollouts,
-    run_experiment,
-)
+from run_megagrpo import assert_killed_run_is_the_same, metrics, rollouts, run_experiment
 
 from tests.curricula import assert_left_out
 
-pytestmark = pytest.mark.verifies(
-    "runs", "`data.curriculum` with `max_staleness` 1: killed and run again bit by bit"
-)
+pytestmark = pytest.mark.verifies("runs", "`data.curriculum` with `max_staleness` 1: killed and run again bit by bit")
 
 STEPS, ROWS, PASS, EASY, RETURN_AFTER = 6, 14, 0.4, 0.5, 2
 SECTIONS = {
@@ -43,9 +36,7 @@ def test_killed_in_a_curriculum_and_run_again_it_is_the_same_run(experiments: Pa
     taken = []
     for _, groups in sorted(rollouts(whole).items()):
         rewards = {g["prompt_id"]: [s["reward"] for s in g["samples"]] for g in groups}
-        taken.append(
-            [(row, sum(r >= PASS for r in of) >= EASY * len(of)) for row, of in rewards.items()]
-        )
+        taken.append([(row, sum(r >= PASS for r in of) >= EASY * len(of)) for row, of in rewards.items()])
     assert_left_out(taken, staleness=1, return_after=RETURN_AFTER)
     entry = metrics(whole)[STEPS]
     pools = ("unseen", "hard", "medium", "easy")

@@ -7,18 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from run_megagrpo import (
-    PREPARE,
-    RECIPE,
-    assert_killed_run_is_the_same,
-    metrics,
-    run_experiment,
-    write_experiment,
-)
+from run_megagrpo import PREPARE, RECIPE, assert_killed_run_is_the_same, metrics, run_experiment, write_experiment
 
 pytestmark = pytest.mark.verifies(
-    "runs",
-    "`teachers`, streams and demonstrations, also with `max_staleness` 1: killed and run again",
+    "runs", "`teachers`, streams and demonstrations, also with `max_staleness` 1: killed and run again"
 )
 STEPS = 4
 
@@ -72,9 +64,7 @@ def test_killed_with_teachers_and_run_again_it_is_the_same_run(
     entries = metrics(whole)
     for step in range(1, STEPS + 1):
         entry = entries[step]
-        assert entry["loss/total"] == pytest.approx(
-            sum(entry[f"loss/{name}"] for name in LOSSES), rel=1e-5, abs=1e-6
-        )
+        assert entry["loss/total"] == pytest.approx(sum(entry[f"loss/{name}"] for name in LOSSES), rel=1e-5, abs=1e-6)
         # of 8 prompts two have no teacher; each has a demonstration, of its answer and the end
         assert 0 < entry["stream/distillation_tokens"] < entry["stream/reference_kl_tokens"]
         assert entry["stream/cross_entropy_tokens"] >= 2 * 8

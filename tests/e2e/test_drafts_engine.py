@@ -1,5 +1,4 @@
-"""Engines that draft tokens by the model's own additional layer: what they answer is the model's,
-only sooner."""
+"""Engines that draft tokens by the model's own additional layer: what they answer is the model's, only sooner."""
 
 import base64
 import random
@@ -27,23 +26,14 @@ NUM_SAMPLES, NEW_TOKENS = 3000, 6
 
 
 @contextmanager
-def started(
-    folder: Path, table: dict[str, tuple[Path, bool, int | None]]
-) -> Iterator[dict[str, OneEngine]]:
-    """Engines of models, deterministic or not, with so many drafts for each forward; the latter say
-    their experts."""
+def started(folder: Path, table: dict[str, tuple[Path, bool, int | None]]) -> Iterator[dict[str, OneEngine]]:
+    """Engines of models, deterministic or not, with so many drafts for each forward; the latter say their experts."""
     with ExitStack() as stack:
         found = {}
         for name, (model, deterministic, drafts) in table.items():
-            rollout = {
-                "deterministic": deterministic,
-                "load_format": "model",
-                "draft_tokens": drafts,
-            }
+            rollout = {"deterministic": deterministic, "load_format": "model", "draft_tokens": drafts}
             actor = {"draft": {}} | ({"routing_replay": "rollout"} if deterministic else {})
-            config = experiment(
-                output_dir=str(folder), model={"path": str(model)}, rollout=rollout, actor=actor
-            )
+            config = experiment(output_dir=str(folder), model={"path": str(model)}, rollout=rollout, actor=actor)
             found[name] = OneEngine(config, folder, id=name)
             stack.callback(found[name].stop)
             found[name].begin_start()
@@ -61,16 +51,10 @@ def engines(tmp_path_factory) -> Iterator[dict[str, OneEngine]]:
 
 def post(engine: OneEngine, path: str, **body):
     headers = bearer(engine.api_key)
-    return (
-        httpx.post(engine.info.url + path, json=body, headers=headers, timeout=400)
-        .raise_for_status()
-        .json()
-    )
+    return httpx.post(engine.info.url + path, json=body, headers=headers, timeout=400).raise_for_status().json()
 
 
-def generate(
-    engine: OneEngine, prompts: list[list[int]], seeds: range | list[int], **params
-) -> list[dict]:
+def generate(engine: OneEngine, prompts: list[list[int]], seeds: range | list[int], **params) -> list[dict]:
     """As GenerationClient asks, but without an end of the text, unless one is in params."""
     more = {"ignore_eos": "stop_token_ids" not in params}
     sampling = [SamplingParams(**params).body(seed) | more for seed in seeds]
@@ -79,9 +63,7 @@ def generate(
 
 
 def logprobs(answer: dict, of: str = "output") -> np.ndarray:
-    return np.array(
-        [entry[0] for entry in answer["meta_info"][f"{of}_token_logprobs"]], dtype=np.float64
-    )
+    return np.array([entry[0] for entry in answer["meta_info"][f"{of}_token_logprobs"]], dtype=np.float64)
 
 
 def experts(answer: dict) -> np.ndarray:
@@ -89,54 +71,34 @@ def experts(answer: dict) -> np.ndarray:
 
 
 def acceptance(answers: list[dict]) -> float:
-    drafts = [
-        (x["meta_info"]["spec_num_correct_drafts"], x["meta_info"]["spec_num_proposed_drafts"])
-        for x in answers
-    ]
+    drafts = [(x["meta_info"]["spec_num_correct_drafts"], x["meta_info"]["spec_num_proposed_drafts"]) for x in answers]
     accepted, proposed = np.array(drafts).sum(0)
     return accepted / proposed
 
 
 def some_prompts(count: int, seed: int = 0) -> list[list[int]]:
     draw = random.Random(seed)
-    return [
-        [1, *(draw.randrange(3, 320) for _ in range(draw.randrange(3, 60)))] for _ in range(count)
-    ]
+    return [[1, *(draw.randrange(3, 320) for _ in range(draw.randrange(3, 60)))] for _ in range(count)]
 
 
 def as_read_by(engine: OneEngine, prompts: list[list[int]], answers: list[dict]) -> list[dict]:
-    """The engine's answers to prompts and responses together: it reads these tokens at once and
-    drafts none."""
+    """The engine's answers to prompts and responses together: it reads these tokens at once and drafts none."""
     whole = [prompt + answer["output_ids"] for prompt, answer in zip(prompts, answers, strict=True)]
     sampling = {"max_new_tokens": 1, "temperature": 0.0}
-    body = {
-        "input_ids": whole,
-        "sampling_params": sampling,
-        "return_logprob": True,
-        "logprob_start_len": 0,
-    }
+    body = {"input_ids": whole, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
     return post(engine, "/generate", **body, return_routed_experts=True)
 
 
 def assert_own_logprobs(engine: OneEngine, prompts: list[list[int]], answers: list[dict]) -> None:
-    for prompt, answer, read in zip(
-        prompts, answers, as_read_by(engine, prompts, answers), strict=True
-    ):
+    for prompt, answer, read in zip(prompts, answers, as_read_by(engine, prompts, answers), strict=True):
         assert np.abs(logprobs(answer) - logprobs(read, "input")[len(prompt) :]).max() < 1e-5
 
 
 def test_greedy_answers_and_experts_are_those_without_drafts(engines):
     prompts = some_prompts(24)
     sampling = {"max_new_tokens": 64, "temperature": 0.0, "ignore_eos": True}
-    body = {
-        "input_ids": prompts,
-        "sampling_params": sampling,
-        "return_logprob": True,
-        "return_routed_experts": True,
-    }
-    with_drafts, without = (
-        post(engines[name], "/generate", **body) for name in ("drafting", "plain")
-    )
+    body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True, "return_routed_experts": True}
+    with_drafts, without = (post(engines[name], "/generate", **body) for name in ("drafting", "plain"))
     for one, other in zip(with_drafts, without, strict=True):
         assert one["output_ids"] == other["output_ids"]
         assert np.abs(logprobs(one) - logprobs(other)).max() < 1e-5
@@ -153,9 +115,7 @@ def test_a_chain_ends_where_the_response_does(engines):
         [answer] = generate(engine, prompt, [0], temperature=0.0, max_tokens=length)
         assert answer["output_ids"] == tokens[:length] and len(logprobs(answer)) == length
         end = tokens.index(tokens[length])
-        [answer] = generate(
-            engine, prompt, [0], temperature=0.0, max_tokens=64, stop_token_ids=(tokens[length],)
-        )
+        [answer] = generate(engine, prompt, [0], temperature=0.0, max_tokens=64, stop_token_ids=(tokens[length],))
         assert answer["output_ids"] == tokens[: end + 1] and len(logprobs(answer)) == end + 1
         assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": tokens[length]}
 
@@ -186,25 +146,20 @@ def test_samples_have_the_distribution_of_a_model_with_latent_attention(tmp_path
 
 
 def assert_distribution(engine: OneEngine, temperature: float) -> None:
-    """With the exact probability of every token after its prefix, u = P(smaller token) + v P(token)
-    is uniform and independent of the u before, for uniform v. A greedy verifier fails by far: its
-    tokens are the likely ones."""
+    """With the exact probability of every token after its prefix, u = P(smaller token) + v P(token) is uniform and
+    independent of the u before, for uniform v. A greedy verifier fails by far: its tokens are the likely ones."""
     params = {"temperature": temperature, "max_tokens": NEW_TOKENS}
     answers = generate(engine, [PROMPT] * NUM_SAMPLES, range(NUM_SAMPLES), **params)
     tokens = torch.tensor([answer["output_ids"] for answer in answers])
     rows = torch.cat([torch.tensor(PROMPT).expand(NUM_SAMPLES, -1), tokens], 1)
-    logits = (
-        logits_by(engine.config.model.path, rows)[:, len(PROMPT) - 1 : -1].double() / temperature
-    )
+    logits = logits_by(engine.config.model.path, rows)[:, len(PROMPT) - 1 : -1].double() / temperature
     exact = logits.log_softmax(-1).gather(2, tokens[:, :, None])[:, :, 0]
     assert np.abs(exact.numpy() - np.stack([logprobs(answer) for answer in answers])).max() < 2e-5
     assert 0.1 < acceptance(answers) < 0.9
     probabilities, places = logits.softmax(-1).sort(-1, descending=True)
     rank = (places == tokens[:, :, None]).int().argmax(-1, keepdim=True)
     own, to_here = (x.gather(2, rank)[:, :, 0] for x in (probabilities, probabilities.cumsum(-1)))
-    u = to_here - own * torch.rand(
-        own.shape, generator=torch.Generator().manual_seed(0), dtype=own.dtype
-    )
+    u = to_here - own * torch.rand(own.shape, generator=torch.Generator().manual_seed(0), dtype=own.dtype)
     sixth = (6 * u).long().clamp(0, 5)
     for position in range(NEW_TOKENS - 1):
         pairs = 6 * sixth[:, position] + sixth[:, position + 1]
@@ -216,14 +171,8 @@ def assert_distribution(engine: OneEngine, temperature: float) -> None:
 def test_top_k_and_greedy_requests_share_a_batch(engines):
     engine, prompt = engines["drafting"], some_prompts(1)[0]
     [greedy] = generate(engine, [prompt], [0], temperature=0.0, max_tokens=16)
-    sampling = [
-        {"max_new_tokens": 16, "temperature": 0.0},
-        {"max_new_tokens": 16, "sampling_seed": 7},
-    ]
-    sampling += [
-        {"max_new_tokens": 16, "top_k": 3, "top_p": 0.8, "sampling_seed": seed}
-        for seed in range(30)
-    ]
+    sampling = [{"max_new_tokens": 16, "temperature": 0.0}, {"max_new_tokens": 16, "sampling_seed": 7}]
+    sampling += [{"max_new_tokens": 16, "top_k": 3, "top_p": 0.8, "sampling_seed": seed} for seed in range(30)]
     body = {"input_ids": [prompt] * 32, "sampling_params": sampling, "return_logprob": True}
     answers = post(engine, "/generate", **body)
     assert answers[0]["output_ids"] == greedy["output_ids"]
@@ -249,7 +198,5 @@ def test_a_pause_between_chains(engines):
     thread.join()
     reasons = {answer["meta_info"]["finish_reason"]["type"] for answer in found}
     assert reasons == {"length"}
-    assert {answer["meta_info"]["num_retractions"] for answer in found} == {1}, (
-        "the pause came too late"
-    )
+    assert {answer["meta_info"]["num_retractions"] for answer in found} == {1}, "the pause came too late"
     assert_own_logprobs(engines["plain"], prompts, found)

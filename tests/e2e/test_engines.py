@@ -1,5 +1,4 @@
-"""Two engines, and a trainer's exchange: faults, engines that come and go, and
-who may ask what."""
+"""Two engines, and a trainer's exchange: faults, engines that come and go, and who may ask what."""
 
 import json
 import os
@@ -30,9 +29,7 @@ from tests.experiments import until
 
 pytestmark = [
     pytest.mark.timeout(1200),
-    pytest.mark.verifies(
-        "runs", "engines killed, hung, added and drained", "e2e/test_service_failures.py"
-    ),
+    pytest.mark.verifies("runs", "engines killed, hung, added and drained", "e2e/test_service_failures.py"),
 ]
 MESH = make_mesh(0, 1, torch.device("cpu"), 60.0)
 PROMPTS = [Prompt(i, "", (1, *range(40 + 3 * i, 60 + 4 * i)), "") for i in range(12)]
@@ -57,12 +54,7 @@ class Trainer:
 
     def __init__(self, service: RunningService, models: list[Path]):
         self.service, self.models = service, models
-        self.source, self.grader, self.version, self.refreshed = (
-            PlainSource(models[0]),
-            Grader(len),
-            0,
-            [],
-        )
+        self.source, self.grader, self.version, self.refreshed = (PlainSource(models[0]), Grader(len), 0, [])
         tokenizer = AutoTokenizer.from_pretrained(models[0])
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         self.exchange = self._exchange("broadcast")
@@ -70,9 +62,7 @@ class Trainer:
 
     def _exchange(self, transport: str) -> Exchange:
         config = self.service.config
-        config = config.model_copy(
-            update={"weights": config.weights.model_copy(update={"transport": transport})}
-        )
+        config = config.model_copy(update={"weights": config.weights.model_copy(update={"transport": transport})})
         return Exchange(config, MESH, self.source, self.service.control, self.service.run_dir)
 
     def use(self, transport: str) -> None:
@@ -92,18 +82,12 @@ class Trainer:
         self.bring(self.version, engine_ids)
 
     def step(self, step: int = 0, on_first=None) -> list:
-        """Tokens and log-probabilities of every sample; `on_first` is called when the first has
-        arrived."""
+        """Tokens and log-probabilities of every sample; `on_first` is called when the first has arrived."""
         self.grader.texts = arrived = []
         self.grader.on_submit = lambda: on_first() if on_first and len(arrived) == 1 else None
         groups = sampled(self.rollouts, step, PROMPTS, self.version, self.bring)
-        assert [group.group_id for group in groups] == list(range(len(PROMPTS))) and len(
-            arrived
-        ) == 48
-        return [
-            [(sample.token_ids.tolist(), sample.logprobs.tolist()) for sample in group.samples]
-            for group in groups
-        ]
+        assert [group.group_id for group in groups] == list(range(len(PROMPTS))) and len(arrived) == 48
+        return [[(sample.token_ids.tolist(), sample.logprobs.tolist()) for sample in group.samples] for group in groups]
 
 
 @pytest.fixture(scope="module")
@@ -131,48 +115,28 @@ def wait_until(true, what: str, timeout_s: float = START_S) -> None:
 
 
 def states(service: RunningService) -> dict[str, tuple]:
-    return {
-        each.id: (each.state, each.weight_version, each.incarnation)
-        for each in service.control.engines()
-    }
+    return {each.id: (each.state, each.weight_version, each.incarnation) for each in service.control.engines()}
 
 
 def test_both_transports_put_the_same_weights_into_both(trainer):
     for transport, model in (("broadcast", 1), ("disk", 0), ("broadcast", 1)):
         trainer.use(transport)
         trainer.publish(model)
-        assert states(trainer.service) == {
-            f"engine-{i}": ("ready", trainer.version, 1) for i in range(2)
-        }
+        assert states(trainer.service) == {f"engine-{i}": ("ready", trainer.version, 1) for i in range(2)}
     sampling = {"max_new_tokens": 24, "sampling_seed": 7}
     body = {"input_ids": [1, 50, 51], "return_logprob": True, "sampling_params": sampling}
-    key, urls = (
-        bearer(trainer.service.control.api_key),
-        [each.url for each in trainer.service.control.engines()],
-    )
-    said = [
-        httpx.post(f"{url}/generate", json=body, headers=key, timeout=120).json() for url in urls
-    ]
+    key, urls = (bearer(trainer.service.control.api_key), [each.url for each in trainer.service.control.engines()])
+    said = [httpx.post(f"{url}/generate", json=body, headers=key, timeout=120).json() for url in urls]
     assert said[0]["output_ids"] == said[1]["output_ids"]
-    assert (
-        said[0]["meta_info"]["output_token_logprobs"]
-        == said[1]["meta_info"]["output_token_logprobs"]
-    )
+    assert said[0]["meta_info"]["output_token_logprobs"] == said[1]["meta_info"]["output_token_logprobs"]
     trainer.publish()
 
 
 def test_nobody_is_heard_without_the_key(trainer):
     control, run_dir = trainer.service.control, trainer.service.run_dir
     engine = control.engines()[0].url
-    calls = [
-        ("GET", f"{control.url}/status"),
-        ("POST", f"{control.url}/engines"),
-        ("POST", f"{engine}/generate"),
-    ]
-    calls += [
-        ("POST", f"{engine}/update_weights_from_tensor"),
-        ("POST", f"{engine}/pause_generation"),
-    ]
+    calls = [("GET", f"{control.url}/status"), ("POST", f"{control.url}/engines"), ("POST", f"{engine}/generate")]
+    calls += [("POST", f"{engine}/update_weights_from_tensor"), ("POST", f"{engine}/pause_generation")]
     calls += [("GET", f"{engine}/server_info")]
     body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
     for headers in ({}, bearer("x" * len(control.api_key))):
@@ -182,22 +146,17 @@ def test_nobody_is_heard_without_the_key(trainer):
     # The key stands in one file, which is its owner's, and in no log and no command line.
     key = control.api_key.encode()
     assert len(key) >= 32
-    assert [f.name for f in run_dir.rglob("*") if f.is_file() and key in f.read_bytes()] == [
-        "service.key"
-    ]
+    assert [f.name for f in run_dir.rglob("*") if f.is_file() and key in f.read_bytes()] == ["service.key"]
     assert (run_dir / "service.key").stat().st_mode & 0o777 == 0o600
     for process in psutil.process_iter(["cmdline"]):
         assert control.api_key not in " ".join(process.info["cmdline"] or []), process
 
 
 def test_services_listen_on_the_given_interface_only(trainer):
-    """rollout.host is 127.0.0.1. Ray's ports (guarded by its token) and the store of SGLang's ranks
-    are not ours."""
+    """rollout.host is 127.0.0.1. Ray's ports (guarded by its token) and the store of SGLang's ranks are not ours."""
 
     def elsewhere(process: psutil.Process) -> list[int]:
-        listening = [
-            c.laddr for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN
-        ]
+        listening = [c.laddr for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
         return [address.port for address in listening if address.ip not in ("127.0.0.1", "::1")]
 
     service = trainer.service.process.pid
@@ -216,9 +175,7 @@ def test_services_listen_on_the_given_interface_only(trainer):
     found = until(ports, 60.0)
     rays_own = found.pop(next(name for name in found if name.endswith(f" {service}")))
     assert len(rays_own) == 1, "in `serve`"
-    assert not {name: ports for name, ports in found.items() if ports} and not elsewhere(
-        psutil.Process()
-    )
+    assert not {name: ports for name, ports in found.items() if ports} and not elsewhere(psutil.Process())
 
 
 def test_one_engine_killed_while_the_other_serves(trainer):
@@ -229,33 +186,19 @@ def test_one_engine_killed_while_the_other_serves(trainer):
     assert states(service)["engine-1"] == ("ready", trainer.version, 1)
     service.wait_alive(0)
     trainer.step(3)
-    wait_until(
-        lambda: (
-            states(service)["engine-0"][:2] == ("ready", trainer.version) or trainer.step(3) is None
-        ),
-        "0",
-    )
-    assert states(service) == {
-        "engine-0": ("ready", trainer.version, 2),
-        "engine-1": ("ready", trainer.version, 1),
-    }
+    wait_until(lambda: states(service)["engine-0"][:2] == ("ready", trainer.version) or trainer.step(3) is None, "0")
+    assert states(service) == {"engine-0": ("ready", trainer.version, 2), "engine-1": ("ready", trainer.version, 1)}
     trainer.publish()
 
 
 @pytest.mark.slow  # in CI a killed engine
 def test_hung_scheduler_is_found_and_replaced(trainer):
-    """Its HTTP process still answers. The other engine takes its samples; it gets the weights
-    before a request."""
+    """Its HTTP process still answers. The other engine takes its samples; it gets the weights before a request."""
     service, undisturbed = trainer.service, trainer.step(4)
     victim = service.control.engines()[1]
     assert trainer.step(4, scheduler_of(victim.pid).suspend) == undisturbed
-    wait_until(
-        lambda: states(service)["engine-1"][2] == victim.incarnation + 1, "a new incarnation"
-    )
-    assert (
-        "hangs: no answer to /server_info for 20 s (rollout.health_timeout_s)"
-        in service.control.engines()[1].reason
-    )
+    wait_until(lambda: states(service)["engine-1"][2] == victim.incarnation + 1, "a new incarnation")
+    assert "hangs: no answer to /server_info for 20 s (rollout.health_timeout_s)" in service.control.engines()[1].reason
     assert not psutil.pid_exists(victim.pid)
     service.wait_alive(1)
     trainer.refresh(["engine-1"])
@@ -264,26 +207,19 @@ def test_hung_scheduler_is_found_and_replaced(trainer):
 
 @pytest.mark.slow
 def test_engine_that_hangs_in_an_update(trainer):
-    """The whole server stops answering; the publish goes on with the other engine when the
-    trainer's patience ends."""
+    """The whole server stops answering; the publish goes on with the other engine when the trainer's patience ends."""
     service, victim = trainer.service, trainer.service.control.engines()[0]
     os.kill(victim.pid, signal.SIGSTOP)
     trainer.publish(1)
     assert states(service)["engine-1"][:2] == ("ready", trainer.version)
-    wait_until(
-        lambda: states(service)["engine-0"][2] == victim.incarnation + 1, "a new incarnation"
-    )
+    wait_until(lambda: states(service)["engine-0"][2] == victim.incarnation + 1, "a new incarnation")
     service.wait_alive(0)
     trainer.publish()
     assert all(state[:2] == ("ready", trainer.version) for state in states(service).values())
 
 
 def test_an_engine_is_added_and_another_drained(trainer, capsys):
-    service, control, folder = (
-        trainer.service,
-        trainer.service.control,
-        str(trainer.service.run_dir),
-    )
+    service, control, folder = (trainer.service, trainer.service.control, str(trainer.service.run_dir))
     undisturbed = trainer.step(5)
     assert main(["engines", "add", folder]) == 0
     added = capsys.readouterr().out.removesuffix(" is starting\n")
@@ -293,10 +229,7 @@ def test_an_engine_is_added_and_another_drained(trainer, capsys):
     assert listed == ["engine-0", "engine-1", added]
     assert states(service)[added] == ("stale", None, 1)
     assert trainer.step(5) == undisturbed
-    wait_until(
-        lambda: states(service)[added] == ("ready", trainer.version, 1) or trainer.step(5) is None,
-        "verified",
-    )
+    wait_until(lambda: states(service)[added] == ("ready", trainer.version, 1) or trainer.step(5) is None, "verified")
     drained = control.engines()[0]
     drain = threading.Thread(target=control.drain_engine, args=[drained.id])
     assert trainer.step(5, drain.start) == undisturbed
@@ -304,9 +237,7 @@ def test_an_engine_is_added_and_another_drained(trainer, capsys):
     assert not psutil.pid_exists(drained.pid)
     assert states(service).keys() == {"engine-1", added} and trainer.step(5) == undisturbed
     assert main(["engines", "drain", folder, "engine-1"]) == 0
-    with pytest.raises(
-        ValueError, match=r"cannot be drained: .*min_healthy_engines 1 would be left"
-    ):
+    with pytest.raises(ValueError, match=r"cannot be drained: .*min_healthy_engines 1 would be left"):
         control.drain_engine(added)
     with pytest.raises(ValueError, match="no engine engine-7"):
         control.drain_engine("engine-7")

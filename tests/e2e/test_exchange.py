@@ -1,5 +1,4 @@
-"""The exchange against a real SGLang engine: weights go in, are proven, and are what the engine
-then computes with."""
+"""The exchange against a real SGLang engine: weights go in, are proven, and are what the engine then computes with."""
 
 import base64
 import os
@@ -66,9 +65,7 @@ def experiment(model: Path, transport: str, rollout: dict, **sections) -> Experi
 def exchange_for(engine: OneEngine, source: PlainSource, transport: str, run_dir: Path) -> Exchange:
     """transport: with "changes" behind it, only what has changed is sent."""
     way = {"transport": transport.removesuffix(" changes"), "delta": transport.endswith(" changes")}
-    config = engine.config.model_copy(
-        update={"weights": engine.config.weights.model_copy(update=way)}
-    )
+    config = engine.config.model_copy(update={"weights": engine.config.weights.model_copy(update=way)})
     return Exchange(config, make_mesh(0, 1, torch.device("cpu"), 60.0), source, engine, run_dir)
 
 
@@ -92,11 +89,7 @@ def plant_fault(url: str, tp: int, rank: int, parameter: str, index: int | list[
         "load_format": "plant_fault.run",
         "flush_cache": False,
     }
-    for path, content in (
-        ("begin_weight_update", {}),
-        ("update_weights_from_tensor", body),
-        ("end_weight_update", {}),
-    ):
+    for path, content in (("begin_weight_update", {}), ("update_weights_from_tensor", body), ("end_weight_update", {})):
         httpx.post(f"{url}/{path}", json=content, headers=KEY, timeout=60).raise_for_status()
 
 
@@ -107,25 +100,18 @@ def moe_models(model_of):
 
 @pytest.fixture(scope="module")
 def moe_engine(moe_models, tmp_path_factory):
-    with started(
-        experiment(moe_models[0], "broadcast", {}), tmp_path_factory.mktemp("engine")
-    ) as engine:
+    with started(experiment(moe_models[0], "broadcast", {}), tmp_path_factory.mktemp("engine")) as engine:
         yield engine
 
 
 def test_every_transport_puts_weights_into_a_moe_that_started_with_random_ones(
     moe_engine, moe_models, tmp_path, monkeypatch
 ):
-    source, transports = (
-        PlainSource(moe_models[0]),
-        ("broadcast", "disk", "reshard", "broadcast", "reshard"),
-    )
+    source, transports = (PlainSource(moe_models[0]), ("broadcast", "disk", "reshard", "broadcast", "reshard"))
     for version, (transport, seed) in enumerate(zip(transports, (1, 2, 0, 2, 1), strict=True), 1):
         model = moe_models[seed]
         if version == 4:
-            monkeypatch.setattr(
-                broadcast, "_ALONE_BYTES", 1
-            )  # tensor by tensor; else they are packed
+            monkeypatch.setattr(broadcast, "_ALONE_BYTES", 1)  # tensor by tensor; else they are packed
         exchange = exchange_for(moe_engine, source.load(model), transport, tmp_path)
         report = exchange.publish(version)
         exchange.verify()
@@ -137,15 +123,11 @@ def test_every_transport_puts_weights_into_a_moe_that_started_with_random_ones(
     assert not (tmp_path / "weights" / "v1").exists()
 
 
-@pytest.mark.verifies(
-    "weights",
-    "a response cut by a publish: old log-probabilities before, new after, within 1e-5",
-)
+@pytest.mark.verifies("weights", "a response cut by a publish: old log-probabilities before, new after, within 1e-5")
 def test_a_response_that_outlives_a_publish_is_of_the_old_weights_and_then_of_the_new_ones(
     moe_engine, moe_models, tmp_path
 ):
-    """weights.in_flight: retract. What was sampled before the publish is read again by the new
-    weights."""
+    """weights.in_flight: retract. What was sampled before the publish is read again by the new weights."""
     source, url = PlainSource(moe_models[1]), moe_engine.info.url
     exchange = exchange_for(moe_engine, source.load(moe_models[1]), "reshard", tmp_path)
     exchange.publish(40)
@@ -182,20 +164,12 @@ RUN = range(3 * EXPERT + UP + 6 * 64 + 5, 3 * EXPERT + UP + 6 * 64 + 25)  # in u
         ("reshard", RUN[0], {"3.up"}),  # one element
         ("reshard", [[*RUN], [i - 400 for i in RUN]], {"3.up"}),  # a run of others
         ("broadcast", [[0, EXPERT], [EXPERT, 0]], {"0.gate", "1.gate"}),  # of two experts
-        (
-            "disk",
-            [[*range(EXPERT)], [*range(UP, EXPERT), *range(UP)]],
-            {"0.gate", "0.up"},
-        ),  # in the wrong order
+        ("disk", [[*range(EXPERT)], [*range(UP, EXPERT), *range(UP)]], {"0.gate", "0.up"}),  # in the wrong order
     ],
 )
-def test_what_is_broken_is_found_and_named(
-    transport, index, named, moe_engine, moe_models, tmp_path
-):
+def test_what_is_broken_is_found_and_named(transport, index, named, moe_engine, moe_models, tmp_path):
     """tests/unit/test_weights_corruption.py has every kind under every transport."""
-    exchange = exchange_for(
-        moe_engine, PlainSource(moe_models[2]).load(moe_models[2]), transport, tmp_path
-    )
+    exchange = exchange_for(moe_engine, PlainSource(moe_models[2]).load(moe_models[2]), transport, tmp_path)
     exchange.publish(20)
     parameter = "model.layers.1.mlp.experts.w13_weight"  # [8, 2 * 64, 64]
     plant_fault(moe_engine.info.url, 1, 0, parameter, index)
@@ -204,17 +178,13 @@ def test_what_is_broken_is_found_and_named(
     text = str(caught.value)
     assert f"differ from the trainers' in {len(named)} places" in text
     assert f"engine e0 ({moe_engine.info.url}, incarnation 1) rank 0: parameter {parameter}" in text
-    assert all(
-        f"model.layers.1.mlp.experts.{name}_proj.weight [0:64, 0:64]" in text for name in named
-    )
+    assert all(f"model.layers.1.mlp.experts.{name}_proj.weight [0:64, 0:64]" in text for name in named)
     exchange.publish(21)  # heals
     exchange.verify()
     exchange.close()
 
 
-def test_an_engine_killed_during_the_update_is_updated_after_its_restart(
-    moe_engine, moe_models, tmp_path
-):
+def test_an_engine_killed_during_the_update_is_updated_after_its_restart(moe_engine, moe_models, tmp_path):
     source = PlainSource(moe_models[1]).load(moe_models[1])
     exchange = exchange_for(moe_engine, source, "broadcast", tmp_path)
     exchange.publish(30)

@@ -1,5 +1,4 @@
-"""A whole run whose engine keeps its layers in FP8: it samples, every publish is proven, the
-mismatch is corrected."""
+"""A whole run whose engine keeps its layers in FP8: it samples, every publish is proven, the mismatch is corrected."""
 
 import pytest
 from run_megagrpo import make_inputs, metrics, run_experiment, write_experiment
@@ -12,21 +11,14 @@ SIZES = {  # SGLang requires whole blocks of 128 wherever it cuts or fuses matri
     "num_heads": 2,
     "num_kv_heads": 1,
 }
-LATENT = SIZES | {
-    "family": "deepseek_v3",
-    "hidden_size": 512,
-    "head_dim": 32,
-    "num_heads": 4,
-    "num_kv_heads": 4,
-}
+LATENT = SIZES | {"family": "deepseek_v3", "hidden_size": 512, "head_dim": 32, "num_heads": 4, "num_kv_heads": 4}
 
 RECURRENT = SIZES | {"family": "qwen3_5_moe_text", "num_layers": 4, "num_heads": 8}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "transport, sizes",
-    [("reshard", SIZES), ("broadcast", SIZES), ("reshard", LATENT), ("reshard", RECURRENT)],
+    "transport, sizes", [("reshard", SIZES), ("broadcast", SIZES), ("reshard", LATENT), ("reshard", RECURRENT)]
 )
 def test_an_engine_in_fp8_samples_and_takes_every_publish(tmp_path, transport, sizes):
     """With latent attention the matrices that SGLang makes of a projection are proven, too."""
@@ -36,10 +28,7 @@ def test_an_engine_in_fp8_samples_and_takes_every_publish(tmp_path, transport, s
         folder,
         train={"num_steps": STEPS},
         actor={"device": "cpu"},
-        rollout={
-            "deterministic": sizes is SIZES,
-            "quantization": "fp8",
-        },  # SGLang: not with latents on a CPU
+        rollout={"deterministic": sizes is SIZES, "quantization": "fp8"},  # SGLang: not with latents on a CPU
         weights={"transport": transport},
         algorithm={"mismatch": {"weight": {"name": "tis"}}},
     )
@@ -56,8 +45,7 @@ def test_an_engine_in_fp8_samples_and_takes_every_publish(tmp_path, transport, s
 
 @pytest.mark.slow
 def test_a_checkpoint_in_fp8_is_trained_with_an_engine_in_fp8(tmp_path):
-    """As DeepSeek-V3 is published: the actor reads it in its own dtype, and publishes it in FP8
-    again."""
+    """As DeepSeek-V3 is published: the actor reads it in its own dtype, and publishes it in FP8 again."""
     make_inputs(write_experiment(tmp_path / "prepared"), model=SIZES)
     quantize_folder(tmp_path / "model", tmp_path / "stored", tmp_path / "twin", (128, 128))
     run_experiment(

@@ -1,5 +1,4 @@
-"""Agent programs in front of a real engine: what an agent saw is what is trained on, bit for
-bit."""
+"""Agent programs in front of a real engine: what an agent saw is what is trained on, bit for bit."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -24,18 +23,11 @@ def groups(service, model, **sampling) -> Sequence[RolloutGroup]:
     config = experiment(
         model={"path": str(model)},
         train={"group_size": SAMPLES},
-        rollout={
-            "deterministic": True,
-            "request_timeout_s": 300.0,
-            "step_timeout_s": 300.0,
-        },
+        rollout={"deterministic": True, "request_timeout_s": 300.0, "step_timeout_s": 300.0},
         sampling={"max_response_tokens": 60, "stop_token_ids": TURN_ENDS} | sampling,
     )
     tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = [
-        Prompt(n, text, tokenizer(text)["input_ids"], "")
-        for n, text in enumerate(("12+3=", "4+5="))
-    ]
+    prompts = [Prompt(n, text, tokenizer(text)["input_ids"], "") for n, text in enumerate(("12+3=", "4+5="))]
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     answering = make_answering(config, tokenizer)
     source = source_of(service.control, config, Grader(), decode, answering=answering)
@@ -46,43 +38,24 @@ def groups(service, model, **sampling) -> Sequence[RolloutGroup]:
         answering.close()
 
 
-def test_a_program_samples_the_bits_of_the_same_environment_and_branches_are_trained_on_once(
-    service, tiny_model
-):
+def test_a_program_samples_the_bits_of_the_same_environment_and_branches_are_trained_on_once(service, tiny_model):
     service.set_version(1)
-    theirs = groups(
-        service, tiny_model, environment={"function": "tests.games:Sums", "max_turns": 4}
-    )
-    ours = groups(
-        service,
-        tiny_model,
-        agent={"function": "tests.sums_agent:sums", "workers": 1, "max_turns": 4},
-    )
+    theirs = groups(service, tiny_model, environment={"function": "tests.games:Sums", "max_turns": 4})
+    ours = groups(service, tiny_model, agent={"function": "tests.sums_agent:sums", "workers": 1, "max_turns": 4})
     assert [group.samples for group in ours] == [group.samples for group in theirs]
     rewards = [
-        [(outcome.status, outcome.value) for group in side for outcome in group.outcomes]
-        for side in (ours, theirs)
+        [(outcome.status, outcome.value) for group in side for outcome in group.outcomes] for side in (ours, theirs)
     ]
     assert rewards[0] == rewards[1]
-    assert (
-        sum(not sample.loss_mask.all() for group in ours for sample in group.samples) > SAMPLES
-    ), "several turns"
+    assert sum(not sample.loss_mask.all() for group in ours for sample in group.samples) > SAMPLES, "several turns"
 
-    trees = groups(
-        service, tiny_model, agent={"function": "tests.sums_agent:branches", "workers": 1}
-    )
+    trees = groups(service, tiny_model, agent={"function": "tests.sums_agent:branches", "workers": 1})
     for group in trees:
         assert [outcome.ok for outcome in group.outcomes] == [True] * SAMPLES, group.outcomes
-        assert [sample.rollout for sample in group.samples] == [
-            n for n in range(SAMPLES) for _ in range(3)
-        ]
+        assert [sample.rollout for sample in group.samples] == [n for n in range(SAMPLES) for _ in range(3)]
         for outcome, samples in zip(group.outcomes, group.rollouts, strict=True):
-            assert sum(int(sample.loss_mask.sum()) for sample in samples) == int(outcome.detail), (
-                "as many as sampled"
-            )
-            assert not samples[1].loss_mask[0] and samples[1].loss_mask.any(), (
-                "its first turn is the other's"
-            )
+            assert sum(int(sample.loss_mask.sum()) for sample in samples) == int(outcome.detail), "as many as sampled"
+            assert not samples[1].loss_mask[0] and samples[1].loss_mask.any(), "its first turn is the other's"
             assert samples[2].prompt_ids is not None and samples[2].loss_mask.all()
 
     differences = []

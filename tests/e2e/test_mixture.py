@@ -1,8 +1,6 @@
-"""A mixture of three sources with keys and graders of their own, one of which rewards parts of a
-response.
+"""A mixture of three sources with keys and graders of their own, one of which rewards parts of a response.
 
-What a user sees of it: ratios, metrics by source, rewards of tokens; and a run killed in it is the
-same run.
+What a user sees of it: ratios, metrics by source, rewards of tokens; and a run killed in it is the same run.
 """
 
 import json
@@ -11,13 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from run_megagrpo import (
-    assert_agrees,
-    assert_killed_run_is_the_same,
-    metrics,
-    rollouts,
-    run_experiment,
-)
+from run_megagrpo import assert_agrees, assert_killed_run_is_the_same, metrics, rollouts, run_experiment
 
 from megagrpo.rewards.graders.format import exact
 
@@ -38,23 +30,15 @@ def parts(text, answer, extra_info):
 
 
 def sections(folder: Path) -> dict:
-    """The experiment's sections, and its three files beside the run folder: text, messages as JSON,
-    dotted keys."""
-    rows = [
-        json.loads(line)
-        for line in (folder.parent / "data" / "train.jsonl").read_text().splitlines()
-    ][:30]
+    """The experiment's sections, and its three files beside the run folder: text, messages as JSON, dotted keys."""
+    rows = [json.loads(line) for line in (folder.parent / "data" / "train.jsonl").read_text().splitlines()][:30]
     (folder.parent / "mixture_graders.py").write_text(GRADERS)
     files = {source: folder.parent / f"mixture_{source[-1]}.jsonl" for source in RATIOS}
     made = {
         "a": [{"prompt": row["prompt"], "answer": row["answer"]} for row in rows[:7]],
         "b": [{"question": row["prompt"], "solution": row["answer"]} for row in rows[7:20]],
         "openai/c": [
-            {
-                "prompt": row["prompt"],
-                "reward_model": {"ground_truth": row["answer"]},
-                "extra_info": {"bonus": 0.5},
-            }
+            {"prompt": row["prompt"], "reward_model": {"ground_truth": row["answer"]}, "extra_info": {"bonus": 0.5}}
             for row in rows[20:]
         ],
     }
@@ -63,16 +47,9 @@ def sections(folder: Path) -> dict:
     keys = {
         "a": {"grader": "low"},
         "b": {"prompt_key": "question", "answer_key": "solution", "grader": "exact"},
-        "openai/c": {
-            "answer_key": "reward_model.ground_truth",
-            "extra_key": "extra_info",
-            "grader": "parts",
-        },
+        "openai/c": {"answer_key": "reward_model.ground_truth", "extra_key": "extra_info", "grader": "parts"},
     }
-    sources = [
-        {"source": s, "path": str(files[s]), "ratio": ratio, **keys[s]}
-        for s, ratio in RATIOS.items()
-    ]
+    sources = [{"source": s, "path": str(files[s]), "ratio": ratio, **keys[s]} for s, ratio in RATIOS.items()]
     graders = [
         {"grader": "mixture_graders:low_digits", "name": "low"},
         {"grader": "exact"},
@@ -115,14 +92,9 @@ def test_every_step_has_the_ratios_and_each_source_its_grader(whole):
         entry = metrics(whole)[step]
         for name, source in (("a", "a"), ("b", "b"), ("openai_c", "openai/c")):
             of_source = [
-                sample["reward"]
-                for group in groups
-                if group["source"] == source
-                for sample in group["samples"]
+                sample["reward"] for group in groups if group["source"] == source for sample in group["samples"]
             ]
-            assert entry[f"source/{name}_reward_mean"] == pytest.approx(
-                statistics.fmean(of_source), rel=1e-12
-            )
+            assert entry[f"source/{name}_reward_mean"] == pytest.approx(statistics.fmean(of_source), rel=1e-12)
             assert entry[f"source/{name}_fraction"] == RATIOS[source] / PROMPTS
 
 

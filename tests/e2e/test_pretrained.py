@@ -1,5 +1,4 @@
-"""configs/smollm2.yaml in short: a real pretrained model out of its package, checked, two steps of
-GRPO."""
+"""configs/smollm2.yaml in short: a real pretrained model out of its package, checked, two steps of GRPO."""
 
 import json
 import subprocess
@@ -20,8 +19,7 @@ MISMATCH = 2e-5  # mean |trainer - engine| log-probability of float32
 
 
 def short_form(folder: Path) -> Path:
-    """The shipped experiment in `folder`: no warm-up, 2 prompts x 4 samples, 4 held-out
-    problems."""
+    """The shipped experiment in `folder`: no warm-up, 2 prompts x 4 samples, 4 held-out problems."""
     text = yaml.safe_load(CONFIG.read_text().replace("runs/smollm2", str(folder / "run")))
     del text["sft"]
     text["model"]["path"] = str(folder / "run" / "pretrained")
@@ -33,9 +31,7 @@ def short_form(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.verifies(
-    "runs", "a pretrained model (SmolLM2-135M, if installed): trainer and engine within 2e-5"
-)
+@pytest.mark.verifies("runs", "a pretrained model (SmolLM2-135M, if installed): trainer and engine within 2e-5")
 @pytest.mark.slow
 def test_two_steps_of_a_real_pretrained_model(tmp_path):
     try:
@@ -44,17 +40,9 @@ def test_two_steps_of_a_real_pretrained_model(tmp_path):
         pytest.skip(str(missing))
     config = short_form(tmp_path)
     recipe = tmp_path / "recipe.yaml"
-    dataset = {
-        "kind": "word_problems",
-        "max_operand": 12,
-        "num_sft": 4,
-        "num_train": 32,
-        "num_eval": 4,
-    }
+    dataset = {"kind": "word_problems", "max_operand": 12, "num_sft": 4, "num_train": 32, "num_eval": 4}
     recipe.write_text(yaml.safe_dump({"pretrained": {}, "dataset": dataset}))
-    subprocess.run(
-        [sys.executable, "-W", "ignore", PREPARE, config, "--recipe", recipe], check=True
-    )
+    subprocess.run([sys.executable, "-W", "ignore", PREPARE, config, "--recipe", recipe], check=True)
     model = tmp_path / "run" / "pretrained"
     described = json.loads((model / "config.json").read_text())
     assert described["architectures"] == ["LlamaForCausalLM"] and described["dtype"] == "float32"
@@ -64,14 +52,8 @@ def test_two_steps_of_a_real_pretrained_model(tmp_path):
     entries = read_metrics(RunFolder(tmp_path / "run"))
     assert [entry["step"] for entry in entries] == [0, 1, 2]
     patterns = metric_patterns()
-    assert all(
-        any(p.fullmatch(name) for p in patterns)
-        for entry in entries
-        for name in entry.keys() - {"step"}
-    )
+    assert all(any(p.fullmatch(name) for p in patterns) for entry in entries for name in entry.keys() - {"step"})
     assert all(entry["mismatch/logprob_abs_mean"] <= MISMATCH for entry in entries[1:])
-    assert all(
-        entry["optim/grad_norm"] >= 0 and entry["publish/verify"] > 0 for entry in entries[1:]
-    )
+    assert all(entry["optim/grad_norm"] >= 0 and entry["publish/verify"] > 0 for entry in entries[1:])
     for entry in (entries[0], entries[-1]):  # greedy, and sampled as in training
         assert 0 <= entry["eval/accuracy"] <= 1 and 0 <= entry["eval_as_trained/accuracy"] <= 1

@@ -27,10 +27,7 @@ from tests.published import as_published
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.verifies(
-        "weights",
-        "recurrent layers: after a publish no state of older weights answers, within 1e-4",
-    ),
+    pytest.mark.verifies("weights", "recurrent layers: after a publish no state of older weights answers, within 1e-4"),
 ]
 FAMILY = "qwen3_5_moe_text"
 BOUND, DIFFERS = 1e-4, 1e-2  # of log-probabilities: of the same weights, of others
@@ -126,9 +123,7 @@ def test_an_old_state_never_answers_for_new_weights(engine, models, publisher, m
 def test_a_cache_by_version_keeps_states_apart(engine, models, tmp_path):
     """rollout.prefix_cache: by_version. A rollout goes on from the state of the weights that it
     began with, and only such a one."""
-    rollout = engine.config.rollout.model_copy(
-        update={"prefix_cache": "by_version", "max_staleness": 1}
-    )
+    rollout = engine.config.rollout.model_copy(update={"prefix_cache": "by_version", "max_staleness": 1})
     whole = engine.config
     engine.config = whole.model_copy(update={"rollout": rollout})
     publisher = Publisher(engine, models, tmp_path)
@@ -191,19 +186,14 @@ def test_engines_load_the_text_part_of_a_vision_language_model(load_format, mode
             assert logprob_difference(engine.info.url, models[0], version).largest <= BOUND
 
 
-def test_a_response_that_outlives_a_publish_is_read_again_by_the_new_weights(
-    engine, models, publisher
-):
+def test_a_response_that_outlives_a_publish_is_read_again_by_the_new_weights(engine, models, publisher):
     old, new = models
     publisher.publish(old)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(sampled, engine.info.url, 300)
         loads = f"{engine.info.url}/v1/loads"
         until(
-            lambda: (
-                httpx.get(loads, headers=KEY).json()["loads"][0]["num_used_tokens"]
-                >= 2 * NUM_PROMPT_TOKENS
-            ),
+            lambda: httpx.get(loads, headers=KEY).json()["loads"][0]["num_used_tokens"] >= 2 * NUM_PROMPT_TOKENS,
             60,
             poll_s=0,
         )
@@ -212,9 +202,7 @@ def test_a_response_that_outlives_a_publish_is_read_again_by_the_new_weights(
         responses = asked.result()
     for prompt, response in zip(PROMPTS, responses, strict=True):
         meta, ids = response["meta_info"], response["output_ids"]
-        versions, starts = zip(
-            *((span["version"], span["start"]) for span in meta["weight_versions"]), strict=True
-        )
+        versions, starts = zip(*((span["version"], span["start"]) for span in meta["weight_versions"]), strict=True)
         assert versions == ("1", "2") and 0 < starts[1] < len(ids)
         by_old, by_new = (logprobs_by(model, prompt + ids)[len(prompt) - 1 :] for model in models)
         found = torch.tensor([entry[0] for entry in meta["output_token_logprobs"]])

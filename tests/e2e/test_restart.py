@@ -1,5 +1,4 @@
-"""A trainer rank dies by SIGKILL: all start again from the last checkpoint, and the run is the
-undisturbed one."""
+"""A trainer rank dies by SIGKILL: all start again from the last checkpoint, and the run is the undisturbed one."""
 
 import json
 import os
@@ -16,12 +15,9 @@ NUM_STEPS = 6
 
 @pytest.mark.slow  # test_soak.py kills a rank too
 def test_killed_in_an_update_of_the_weights_and_in_a_rollout(long_run):
-    """First rank 0 amid giving weights to the engine, then rank 1. Steps after the checkpoint are
-    made again."""
+    """First rank 0 amid giving weights to the engine, then rank 1. Steps after the checkpoint are made again."""
     folder = long_run[0].parent / "restarted"
-    config = write_experiment(
-        folder, **WATCHED, train={"num_steps": NUM_STEPS}, checkpoint={"every": 2, "keep": 5}
-    )
+    config = write_experiment(folder, **WATCHED, train={"num_steps": NUM_STEPS}, checkpoint={"every": 2, "keep": 5})
     with Job("run", config) as job:
         job.wait_for_step(3)
         first = kill_rank(job, folder, 0, during_update)
@@ -41,12 +37,7 @@ def kill_rank(job: Job, folder: Path, rank: int, now) -> psutil.Process:
     """SIGKILL a trainer when the engine's log shows that moment."""
     log, victim = folder / "logs" / "engine-0.node-0.log", trainer(job, rank)
     begin = log.stat().st_size
-    job.wait_for(
-        lambda: now(log.read_bytes()[begin:].decode(errors="replace")),
-        now.__name__,
-        300,
-        poll_s=0.002,
-    )
+    job.wait_for(lambda: now(log.read_bytes()[begin:].decode(errors="replace")), now.__name__, 300, poll_s=0.002)
     os.kill(victim.pid, signal.SIGKILL)
     return victim
 
@@ -60,6 +51,4 @@ def test_what_another_try_would_meet_again_is_not_tried_again(experiments, tmp_p
     done = megagrpo("train", config, "--set", f"data.path={lines}", timeout_s=280)
     assert done.status == 1 and "lines.jsonl:2: broken JSON" in done.stderr, done
     tries = (folder / "logs" / "trainer.log").read_text().count("broken JSON")
-    assert 0 < tries <= 6, (
-        f"{tries} of two ranks"
-    )  # they may have begun once more before the launcher saw it
+    assert 0 < tries <= 6, f"{tries} of two ranks"  # they may have begun once more before the launcher saw it

@@ -1,5 +1,4 @@
-"""`megagrpo run` with the engine's experts in the trainer: through tools, surplus groups,
-checkpoints and a restart."""
+"""`megagrpo run` with the engine's experts in the trainer: through tools, surplus groups, checkpoints and a restart."""
 
 import pytest
 from run_megagrpo import assert_same_run, metrics, rollouts, run_experiment
@@ -26,33 +25,21 @@ def test_the_engines_experts_are_the_trainers_own_in_float32(experiments):
         run_experiment(folder, train={"num_steps": steps}, **sections)
     entries = metrics(folder)
     for step in range(1, 2 * STEPS + 1):
-        assert (
-            entries[step]["mismatch/logprob_abs_mean"] <= 1e-5
-            or entries[step]["dynamic_sampling/carried"]
-        )
-        assert entries[step]["router/replay_differs"] < 0.05, (
-            "surplus groups alone are of older weights"
-        )
-    assert all(
-        "routed" not in str(group) for groups in rollouts(folder).values() for group in groups
-    )
+        assert entries[step]["mismatch/logprob_abs_mean"] <= 1e-5 or entries[step]["dynamic_sampling/carried"]
+        assert entries[step]["router/replay_differs"] < 0.05, "surplus groups alone are of older weights"
+    assert all("routed" not in str(group) for groups in rollouts(folder).values() for group in groups)
     surplus = latest(RunFolder(folder).checkpoints).parent.glob("*/surplus.npz")
-    for sample in (
-        sample for file in surplus for group in read_groups(file) for sample in group.samples
-    ):
+    for sample in (sample for file in surplus for group in read_groups(file) for sample in group.samples):
         assert sample.routed_experts is not None and sample.routed_experts.dtype.name == "uint8"
 
 
 @pytest.mark.slow
 def test_runs_repeat_and_change_no_bit_while_experts_agree(experiments):
-    """The same experts from the engine as from the routers: through the whole loop, the same losses
-    and responses."""
+    """The same experts from the engine as from the routers: through the whole loop, the same losses and responses."""
     folders = {"first": "rollout", "second": "rollout", "without": None}
     for name, source in folders.items():
         actor = {} if source is None else {"routing_replay": source}
-        run_experiment(
-            experiments / name, train={"num_steps": 3}, rollout={"deterministic": True}, actor=actor
-        )
+        run_experiment(experiments / name, train={"num_steps": 3}, rollout={"deterministic": True}, actor=actor)
     first, second, without = (experiments / name for name in folders)
     assert_same_run(first, second, 3)
     differs = [metrics(first)[step]["router/replay_differs"] for step in range(1, 4)]

@@ -1,5 +1,4 @@
-"""`megagrpo run` as a user runs it, with real trainers and a real engine: what it measures, writes
-and repeats."""
+"""`megagrpo run` as a user runs it, with real trainers and a real engine: what it measures, writes and repeats."""
 
 import statistics
 from pathlib import Path
@@ -43,29 +42,16 @@ def test_ten_steps_are_measured_and_agree_with_the_engine(long_run):
     assert done.stderr.strip() == ""
     entries = metrics(folder)
     assert sorted(entries) == list(range(NUM_STEPS + 1))
-    assert all(
-        "eval/accuracy" in entries[step] and "eval/pass_at_k" in entries[step]
-        for step in (0, 5, 10)
-    )
-    for step in (
-        0,
-        5,
-        10,
-    ):  # both are sampled at temperature 1 with the same seeds; a cached prefix may flip a token
-        assert entries[step]["eval_as_trained/accuracy"] == pytest.approx(
-            entries[step]["eval/accuracy"], abs=0.1
-        )
+    assert all("eval/accuracy" in entries[step] and "eval/pass_at_k" in entries[step] for step in (0, 5, 10))
+    for step in (0, 5, 10):  # both are sampled at temperature 1 with the same seeds; a cached prefix may flip a token
+        assert entries[step]["eval_as_trained/accuracy"] == pytest.approx(entries[step]["eval/accuracy"], abs=0.1)
     for step in range(1, NUM_STEPS + 1):
         missing = {name for name in MEASURED if entries[step].get(name) is None}
         assert not missing, f"step {step}: {missing}"
         assert entries[step]["optim/grad_norm"] > 0, "nothing was learned, so nothing was tested"
     assert_agrees(folder)
     # 0 where no look at the engine, once a second, met the samples of a step: see test_service.py
-    assert all(
-        0 <= entry["engines/running_max"] <= NUM_PROMPTS * GROUP_SIZE
-        for step, entry in entries.items()
-        if step
-    )
+    assert all(0 <= entry["engines/running_max"] <= NUM_PROMPTS * GROUP_SIZE for step, entry in entries.items() if step)
 
 
 def test_every_sample_is_there_with_its_weights_and_its_reward(long_run):
@@ -73,9 +59,7 @@ def test_every_sample_is_there_with_its_weights_and_its_reward(long_run):
     assert sorted(steps) == list(range(1, NUM_STEPS + 1))
     for step, groups in steps.items():
         first_id = (step - 1) * NUM_PROMPTS
-        assert [group["group_id"] for group in groups] == list(
-            range(first_id, first_id + NUM_PROMPTS)
-        )
+        assert [group["group_id"] for group in groups] == list(range(first_id, first_id + NUM_PROMPTS))
         for group in groups:
             assert len(group["samples"]) == GROUP_SIZE
             for sample in group["samples"]:
@@ -102,20 +86,14 @@ def test_the_run_leaves_a_summary_a_curve_and_a_model(long_run, tmp_path):
     folder, done = long_run
     summary = (folder / "summary.md").read_text()
     assert summary in done.stdout and "mean abs(trainer - rollout) log-prob" in summary
-    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG") and list(
-        (folder / "tensorboard").iterdir()
-    )
-    assert not (folder / "service.json").exists() and not list(
-        (folder / "checkpoints").glob("*.partial")
-    )
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG") and list((folder / "tensorboard").iterdir())
+    assert not (folder / "service.json").exists() and not list((folder / "checkpoints").glob("*.partial"))
     assert len(list((folder / "checkpoints").glob("step_*"))) == NUM_STEPS
     succeed("export", folder.with_suffix(".yaml"), tmp_path / "exported")
     assert transformers_accepts(tmp_path / "exported") == {"wrong": [], "finite": True}
     before, after = HfFolder(folder.parent / "model"), HfFolder(tmp_path / "exported")
     assert before.specs == after.specs
-    assert all(not torch.equal(before[name], after[name]) for name in before.specs), (
-        "a weight that no step has moved"
-    )
+    assert all(not torch.equal(before[name], after[name]) for name in before.specs), "a weight that no step has moved"
 
 
 def test_a_dumped_step_is_replayed_from_the_checkpoint_before_it(long_run):
@@ -134,8 +112,7 @@ def test_a_dumped_step_is_replayed_from_the_checkpoint_before_it(long_run):
     "e2e/test_restart.py",
 )
 def test_killed_and_run_again_it_is_the_same_run(long_run):
-    """The launcher dies without a chance to clean up; `megagrpo run` again goes on from the last
-    checkpoint.
+    """The launcher dies without a chance to clean up; `megagrpo run` again goes on from the last checkpoint.
 
     Everything equals the run that nobody disturbed, whose weights took the other way to the engine.
     """
@@ -149,10 +126,7 @@ def test_killed_and_run_again_it_is_the_same_run(long_run):
     reached = reached_before(folder, NUM_STEPS, middle=5)
     done = succeed("run", config, "--set", "algorithm.mismatch.alarm=1.0e-9")
     assert done.stdout.count("ALARM: log-probabilities of trainer and engine are") == 1
-    assert (
-        f"continues after step {reached}" in done.stdout
-        and f" {reached + 1}/{NUM_STEPS}  " in done.stdout
-    )
+    assert f"continues after step {reached}" in done.stdout and f" {reached + 1}/{NUM_STEPS}  " in done.stdout
     assert_same_run(folder, long_run[0], NUM_STEPS)
     assert_same_state(folder, long_run[0])
 
@@ -161,16 +135,10 @@ def last_state(folder: Path) -> dict[str, torch.Tensor]:
     """Weights and optimizer of the last checkpoint, by Megatron's name."""
     file = folder / "whole.pt"
     dcp_to_torch_save(latest(folder / "checkpoints") / "actor", file)
-    return {
-        name: value
-        for name, value in torch.load(file, weights_only=False).items()
-        if torch.is_tensor(value)
-    }
+    return {name: value for name, value in torch.load(file, weights_only=False).items() if torch.is_tensor(value)}
 
 
 def assert_same_state(folder: Path, other: Path) -> None:
     mine, theirs = last_state(folder), last_state(other)
-    assert mine.keys() == theirs.keys() and any(
-        name.startswith("optimizer.state.exp_avg.") for name in mine
-    )
+    assert mine.keys() == theirs.keys() and any(name.startswith("optimizer.state.exp_avg.") for name in mine)
     assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []

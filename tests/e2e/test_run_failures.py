@@ -1,5 +1,4 @@
-"""What goes wrong during `megagrpo run`: rewards that fail; and how an engine is killed at a moment
-of a run."""
+"""What goes wrong during `megagrpo run`: rewards that fail; and how an engine is killed at a moment of a run."""
 
 import os
 import signal
@@ -11,12 +10,8 @@ import pytest
 from run_megagrpo import Job, engine, metrics, rollouts, write_experiment
 
 SAMPLES = 32  # of a step
-# Access logs tell from outside where an engine is; small buckets make an update of the weights long
-# enough to be met.
-WATCHED = {
-    "rollout": {"deterministic": True, "sglang": {"log_level_http": "info"}},
-    "weights": {"bucket_mb": 0.02},
-}
+# Access logs tell from outside where an engine is; small buckets make an update of the weights long enough to be met.
+WATCHED = {"rollout": {"deterministic": True, "sglang": {"log_level_http": "info"}}, "weights": {"bucket_mb": 0.02}}
 
 
 def during_rollout(log: str, samples: int = SAMPLES) -> bool:
@@ -32,8 +27,7 @@ def during_update(log: str) -> bool:
 
 
 def kill_engine(job: Job, folder: Path, now: Callable[[str], bool]) -> dict:
-    """SIGKILL the engine when its log shows that moment: it is stopped first, and goes on if the
-    moment has passed."""
+    """SIGKILL the engine when its log shows that moment: it is stopped first, and goes on if the moment has passed."""
     log, victim = folder / "logs" / "engine-0.node-0.log", engine(folder)
     begin = log.stat().st_size
 
@@ -57,34 +51,25 @@ def kill_engine(job: Job, folder: Path, now: Callable[[str], bool]) -> dict:
 
 @pytest.mark.slow
 def test_rewards_that_fail_are_no_zeros_and_too_many_end_the_run(experiments):
-    """The grader raises, hangs, returns NaN or scores 5, by the response; later it always
-    raises."""
+    """The grader raises, hangs, returns NaN or scores 5, by the response; later it always raises."""
     folder, flag = experiments / "rewards", experiments / "all_bad"
     reward = {"grader": "graders_of_tests:sometimes_bad", "timeout_s": 4.0}
     # three kinds of eight are bad, so that more than half of a step's samples may be, now and then
-    config = write_experiment(
-        folder, reward=reward, train={"num_steps": 500, "max_bad_fraction": 0.9}
-    )
+    config = write_experiment(folder, reward=reward, train={"num_steps": 500, "max_bad_fraction": 0.9})
     with Job("run", config) as job:
         job.wait_for_step(1)
         flag.touch()
         done = job.finish(300)
     assert done.status == 1
     assert done.stderr.count("\n") == 3, done.stderr
-    assert (
-        "of 32 rewards of this step are errors or timeouts, more than train.max_bad_fraction 0.9"
-        in done.stderr
-    )
+    assert "of 32 rewards of this step are errors or timeouts, more than train.max_bad_fraction 0.9" in done.stderr
     assert "graders_of_tests:sometimes_bad raised KeyError: 'no such column'" in done.stderr
     samples = [sample for group in rollouts(folder)[1] for sample in group["samples"]]
     bad = {0: "error", 1: "timeout", 2: "error"}
     expected = [bad.get(sum(map(ord, sample["text"])) % 8, "score") for sample in samples]
     assert [sample["outcome"]["status"] for sample in samples] == expected
     assert set(expected) == {"error", "timeout", "score"}
-    assert all(
-        sample["reward"] == (5.0 if sample["outcome"]["status"] == "score" else None)
-        for sample in samples
-    )
+    assert all(sample["reward"] == (5.0 if sample["outcome"]["status"] == "score" else None) for sample in samples)
     entry = metrics(folder)[1]
     assert entry["reward/mean"] == 5.0 and entry["reward/min"] == 5.0
     assert entry["reward/error_fraction"] == expected.count("error") / SAMPLES

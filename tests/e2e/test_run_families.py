@@ -8,14 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_megagrpo import (
-    assert_agrees,
-    make_inputs,
-    metrics,
-    succeed,
-    transformers_accepts,
-    write_experiment,
-)
+from run_megagrpo import assert_agrees, make_inputs, metrics, succeed, transformers_accepts, write_experiment
 
 from megagrpo.weights.hf_folder import HfFolder
 from tests.int4_checkpoint import pack_folder
@@ -46,18 +39,11 @@ NUM_STEPS = 2
         ("glm_moe_dsa", "float32", 1e-5),  # dense, as samples have no more than index_topk tokens
         # routers are in float32 in this engine, with the values that the actor has in bfloat16
         ("minimax_m2", "bfloat16", 0.05),
-        (
-            "deepseek_v3",
-            "bfloat16",
-            0.05,
-        ),  # the same weights and routing biases, other roundings of activations
+        ("deepseek_v3", "bfloat16", 0.05),  # the same weights and routing biases, other roundings of activations
     ],
 )
 def test_steps_agree_with_the_engine_and_are_exported(family, dtype, mismatch, tmp_path: Path):
-    sections = {
-        "actor": {"dtype": dtype, "device": "cpu"},
-        "rollout": {"dtype": dtype, "start_timeout_s": 900},
-    }
+    sections = {"actor": {"dtype": dtype, "device": "cpu"}, "rollout": {"dtype": dtype, "start_timeout_s": 900}}
     sections |= {"train": {"num_steps": NUM_STEPS}, "checkpoint": {"every": NUM_STEPS}}
     config = write_experiment(tmp_path / family, **sections)
     make_inputs(config, model={"family": family, "num_layers": NUM_LAYERS.get(family, 2)})
@@ -69,9 +55,7 @@ def test_steps_agree_with_the_engine_and_are_exported(family, dtype, mismatch, t
     succeed("export", config, tmp_path / "exported")
     exported = HfFolder(tmp_path / "exported")
     for name, (_, found) in exported.specs.items():
-        assert found == (torch.float32 if name.endswith(IN_FLOAT32) else getattr(torch, dtype)), (
-            name
-        )
+        assert found == (torch.float32 if name.endswith(IN_FLOAT32) else getattr(torch, dtype)), name
     before = HfFolder(tmp_path / "model")
     assert before.keys() == exported.keys()
     frozen = [name for name in before if name.endswith(BIAS) or ".indexer." in name]
@@ -79,9 +63,7 @@ def test_steps_agree_with_the_engine_and_are_exported(family, dtype, mismatch, t
     assert transformers_accepts(tmp_path / "exported") == {"wrong": [], "finite": True}
 
 
-@pytest.mark.verifies(
-    "weights", "Kimi-K2.5's INT4 release is trained: engines agree, the export is its text model"
-)
+@pytest.mark.verifies("weights", "Kimi-K2.5's INT4 release is trained: engines agree, the export is its text model")
 @pytest.mark.slow
 def test_an_int4_release_of_another_models_part_is_trained_and_exported(tmp_path: Path):
     """Engines start from the description of the text model, and get it in the dtype of the run."""
@@ -103,13 +85,9 @@ def test_an_int4_release_of_another_models_part_is_trained_and_exported(tmp_path
 @pytest.mark.verifies("weights", "engines with data-parallel attention agree with the trainer")
 @pytest.mark.slow
 def test_an_engine_with_data_parallel_attention_agrees_and_its_experts_are_replayed(tmp_path: Path):
-    """Both publishes between steps are into an engine that has sampled, whose ranks each have a
-    cache of their own."""
+    """Both publishes between steps are into an engine that has sampled, whose ranks each have a cache of their own."""
     attention = {"enable_dp_attention": True, "dp_size": 2}
-    sections = {
-        "rollout": {"tp": 2, "ep": 2, "sglang": attention},
-        "actor": {"routing_replay": "rollout"},
-    }
+    sections = {"rollout": {"tp": 2, "ep": 2, "sglang": attention}, "actor": {"routing_replay": "rollout"}}
     config = write_experiment(tmp_path / "run", **sections, weights={"transport": "reshard"})
     make_inputs(config)
     succeed("run", config, timeout_s=900)

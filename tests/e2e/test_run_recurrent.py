@@ -1,24 +1,15 @@
-"""`megagrpo run` with Qwen3.5, whose engines keep recurrent states: ahead of the trainer, asleep, bit
-by bit."""
+"""`megagrpo run` with Qwen3.5, whose engines keep recurrent states: ahead of the trainer, asleep, bit by bit."""
 
 from pathlib import Path
 
 import pytest
-from run_megagrpo import (
-    assert_agrees,
-    assert_same_run,
-    make_inputs,
-    metrics,
-    run_experiment,
-    write_experiment,
-)
+from run_megagrpo import assert_agrees, assert_same_run, make_inputs, metrics, run_experiment, write_experiment
 from test_tools import SAYS_IT_AGAIN
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.verifies(
-        "runs",
-        "recurrent layers: sampled ahead with experts replayed; colocated, the run of engines apart",
+        "runs", "recurrent layers: sampled ahead with experts replayed; colocated, the run of engines apart"
     ),
 ]
 NUM_STEPS = 3
@@ -27,9 +18,7 @@ NUM_STEPS = 3
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("recurrent")
-    make_inputs(
-        write_experiment(folder / "inputs"), model={"family": "qwen3_5_moe_text", "num_layers": 4}
-    )
+    make_inputs(write_experiment(folder / "inputs"), model={"family": "qwen3_5_moe_text", "num_layers": 4})
     return folder
 
 

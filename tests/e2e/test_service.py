@@ -11,13 +11,7 @@ from tiny_model import EOS
 from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.control import find_service, print_engines
 from megagrpo.rollout.engine_choice import Engines
-from megagrpo.rollout.generation import (
-    GenerationClient,
-    GenerationFailed,
-    RetryPolicy,
-    SampleRequest,
-    SamplingParams,
-)
+from megagrpo.rollout.generation import GenerationClient, GenerationFailed, RetryPolicy, SampleRequest, SamplingParams
 from tests.experiments import until
 
 PROMPTS = [(1, 40, 41, 42), (1, *range(50, 80)), (1, 7), (1, *range(100, 190))]
@@ -31,9 +25,7 @@ def generate(service, requests, version=0, retry=RETRY):
     async def run():
         engines = Engines.from_service(service.control)
         async with GenerationClient(engines, retry, AdmissionQueue(64)) as client:
-            return await asyncio.gather(
-                *(client.generate(SampleRequest(*request, version)) for request in requests)
-            )
+            return await asyncio.gather(*(client.generate(SampleRequest(*request, version)) for request in requests))
 
     return asyncio.run(run())
 
@@ -46,25 +38,17 @@ def ready(service):
 
 def test_logprobs_equal_transformers(ready):
     params = [SAMPLED, replace(SAMPLED, temperature=0.6)]
-    requests = [
-        (prompt, p, 10 * i + j) for i, prompt in enumerate(PROMPTS) for j, p in enumerate(params)
-    ]
+    requests = [(prompt, p, 10 * i + j) for i, prompt in enumerate(PROMPTS) for j, p in enumerate(params)]
     for (prompt, p, _), response in zip(requests, generate(ready, requests), strict=True):
-        expected = logprobs_by(
-            ready.config.model.path, [*prompt, *response.token_ids], p.temperature
-        )
-        difference = (
-            (expected[len(prompt) - 1 :] - torch.tensor(response.logprobs)).abs().max().item()
-        )
+        expected = logprobs_by(ready.config.model.path, [*prompt, *response.token_ids], p.temperature)
+        difference = (expected[len(prompt) - 1 :] - torch.tensor(response.logprobs)).abs().max().item()
         assert difference <= 1e-4, (prompt, p, difference)
 
 
 def test_a_seed_gives_the_same_tokens_in_any_company(ready):
     alone = [generate(ready, [(prompt, SAMPLED, seed)])[0] for seed, prompt in enumerate(PROMPTS)]
     together = generate(ready, [(prompt, SAMPLED, seed) for seed, prompt in enumerate(PROMPTS)])
-    others = generate(
-        ready, [(prompt, SAMPLED, seed + 2**62) for seed, prompt in enumerate(PROMPTS)]
-    )
+    others = generate(ready, [(prompt, SAMPLED, seed + 2**62) for seed, prompt in enumerate(PROMPTS)])
     assert alone == together
     assert [r.token_ids.tolist() for r in others] != [r.token_ids.tolist() for r in alone]
 
@@ -74,19 +58,12 @@ def test_an_engine_says_how_many_tokens_its_cache_holds(ready):
 
 
 def test_the_load_of_an_engine_is_the_most_since_its_weights_were_verified(ready, capsys):
-    sampled = [
-        (PROMPTS[0], SamplingParams(temperature=1.0, max_tokens=400), seed) for seed in range(4)
-    ]
+    sampled = [(PROMPTS[0], SamplingParams(temperature=1.0, max_tokens=400), seed) for seed in range(4)]
     load = lambda: ready.control.engines()[0].load  # noqa: E731
-    until(
-        lambda: generate(ready, sampled) and load().get("running", 0) >= 1, 120
-    )  # the service looks once a second
+    until(lambda: generate(ready, sampled) and load().get("running", 0) >= 1, 120)  # the service looks once a second
     seen = load()
     assert seen["running"] <= 4 and 0 < seen["kv_use"] <= 1 and seen["retracted"] == 0
-    assert (
-        print_engines(find_service(ready.run_dir)) == 0
-        and " of its cache in use since" in capsys.readouterr().out
-    )
+    assert print_engines(find_service(ready.run_dir)) == 0 and " of its cache in use since" in capsys.readouterr().out
     ready.set_version(0)
     assert load().get("running", 0) == 0
 
@@ -101,9 +78,7 @@ def test_how_a_response_ends(ready):
     first = ids.index(stop_at)
     (stopped,) = generate(ready, [(PROMPTS[0], replace(greedy, stop_token_ids=(stop_at,)), 0)])
     assert stopped.finish_reason == "stop"
-    assert stopped.token_ids.tolist() == ids[: first + 1], (
-        "the token that ended it is part of the response"
-    )
+    assert stopped.token_ids.tolist() == ids[: first + 1], "the token that ended it is part of the response"
     assert len(stopped.logprobs) == first + 1
 
 

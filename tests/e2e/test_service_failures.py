@@ -30,8 +30,7 @@ def make_source(service, grader: Grader) -> RolloutSource:
 
 @pytest.mark.slow  # test_engines.py kills one of two
 def test_engine_killed_during_a_rollout(service):
-    """It is started again, gets its weights by a publish, and every sample of the step arrives, as
-    without the kill."""
+    """It is started again, gets its weights by a publish, and every sample of the step arrives, as without the kill."""
     service.set_version(1)
     prompts = [Prompt(i, "", PROMPTS[i % 4], "") for i in range(8)]
     refreshed, arrived = [], []
@@ -54,22 +53,15 @@ def test_engine_killed_during_a_rollout(service):
     assert refreshed == [[victim.id]]
     assert groups == undisturbed
     back = service.control.engines()[0]
-    assert (back.incarnation, back.state, back.weight_version) == (
-        victim.incarnation + 1,
-        "ready",
-        1,
-    )
+    assert (back.incarnation, back.state, back.weight_version) == (victim.incarnation + 1, "ready", 1)
     assert "killed by signal 9" in back.reason
     assert not psutil.pid_exists(victim.pid)
-    assert not service.control.mark_ready(victim.id, victim.incarnation, 2), (
-        "that incarnation is dead"
-    )
+    assert not service.control.mark_ready(victim.id, victim.incarnation, 2), "that incarnation is dead"
 
 
 @pytest.mark.slow
 def test_scheduler_killed(service):
-    """Not the server process itself, but the one that computes: the supervisor sees the engine
-    end."""
+    """Not the server process itself, but the one that computes: the supervisor sees the engine end."""
     service.set_version(1)
     before = service.control.engines()[0]
     scheduler_of(before.pid).kill()
@@ -89,38 +81,23 @@ def test_model_that_does_not_exist(service, tmp_path):
     finally:
         stop_tree(process.pid)
     said = (tmp_path / "run" / "serve.log").read_text()
-    assert (
-        "rollout service failed" in said
-        and "after 1 restart" in said
-        and str(tmp_path / "nothing") in said
-    )
+    assert "rollout service failed" in said and "after 1 restart" in said and str(tmp_path / "nothing") in said
     assert not (tmp_path / "run" / "service.json").exists()
 
 
 def test_nothing_is_left_when_the_service_is_killed(service, tmp_path):
-    """It has no chance to clean up: the kernel ends its children, and theirs. (The fixture checks
-    the orderly end.)"""
+    """It has no chance to clean up: the kernel ends its children, and theirs. (The fixture checks the orderly end.)"""
     process = start_service(service.config, tmp_path)
     try:
         engine = "megagrpo.rollout.service.engine_process"
-        until(
-            lambda: any(engine in command for command in below(process.pid).values()),
-            START_S,
-            poll_s=0.2,
-        )
+        until(lambda: any(engine in command for command in below(process.pid).values()), START_S, poll_s=0.2)
         tree = below(process.pid)
     finally:
         process.kill()
         process.wait()
-    names = {
-        process: process.name()
-        for process in psutil.wait_procs(tree, timeout=1)[1]
-        if is_live(process)
-    }
+    names = {process: process.name() for process in psutil.wait_procs(tree, timeout=1)[1] if is_live(process)}
     # Ray's agents end by themselves, but wait a minute for Ray's dead server to take their report.
-    ray_agents = {
-        process for process, name in names.items() if name.startswith("ray::") and "Agent" in name
-    }
+    ray_agents = {process for process, name in names.items() if name.startswith("ray::") and "Agent" in name}
     _, left = psutil.wait_procs(names.keys() - ray_agents, timeout=60)
     for agent in ray_agents:
         if is_live(agent):

@@ -13,11 +13,7 @@ from megagrpo.cpu import engine_command as stand_ins
 from megagrpo.models.family import TinySizes
 from megagrpo.models.folder import Model
 from megagrpo.models.table import architecture_of
-from megagrpo.rollout.service.engine_command import (
-    ServerPlace,
-    engine_environment,
-    engine_python_path,
-)
+from megagrpo.rollout.service.engine_command import ServerPlace, engine_environment, engine_python_path
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.environment import child_environment
 from megagrpo.system.run_folder import RunFolder
@@ -27,9 +23,7 @@ from tests.experiments import ROOT, python
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.verifies(
-        "runs", "latents and indexer keys: planned bytes are those of SGLang's own pools"
-    ),
+    pytest.mark.verifies("runs", "latents and indexer keys: planned bytes are those of SGLang's own pools"),
 ]
 FAMILY = "glm_moe_dsa"
 PUBLISHED = json.loads((ROOT / "configs" / "models" / "GLM-5" / "config.json").read_text())

@@ -4,14 +4,7 @@ run that nobody stopped."""
 import signal
 
 import pytest
-from run_megagrpo import (
-    LONG_RUN,
-    Job,
-    assert_same_run,
-    megagrpo,
-    step_after_saved,
-    write_experiment,
-)
+from run_megagrpo import LONG_RUN, Job, assert_same_run, megagrpo, step_after_saved, write_experiment
 
 from megagrpo.checkpoint.folder import finished_checkpoints
 from megagrpo.system.stop_request import ENDED, STOPPED

@@ -8,24 +8,12 @@ import numpy as np
 import pytest
 import torch
 from engine_logprobs import logits_by
-from run_megagrpo import (
-    Job,
-    assert_same_run,
-    metrics,
-    rollouts,
-    run_experiment,
-    succeed,
-    write_experiment,
-)
+from run_megagrpo import Job, assert_same_run, metrics, rollouts, run_experiment, succeed, write_experiment
 from running_service import START_S, running_service
 from tiny_model import make_tiny_model
 
 from megagrpo.rollout.control import find_service
-from megagrpo.rollout.service.engine_command import (
-    ServerPlace,
-    engine_environment,
-    engine_python_path,
-)
+from megagrpo.rollout.service.engine_command import ServerPlace, engine_environment, engine_python_path
 from megagrpo.rollout.teacher_scores import Teachers
 from megagrpo.system.environment import API_KEY, child_environment
 from megagrpo.types import Prompt, TeacherScores
@@ -43,18 +31,14 @@ def distilled(service, loss: str, **sections) -> dict[str, object]:
     return experiment(**(said | sections))
 
 
-def scores_of(
-    teachers: Teachers, given: list[np.ndarray | None], prompt=None
-) -> list[TeacherScores]:
+def scores_of(teachers: Teachers, given: list[np.ndarray | None], prompt=None) -> list[TeacherScores]:
     """Of all responses at once."""
 
     async def run():
         prompted = prompt or Prompt(0, "", CONTEXT, "")
         async with teachers.opened() as opened:
             pairs = zip(RESPONSES, given, strict=True)
-            return await asyncio.gather(
-                *(opened.score(prompted, CONTEXT, ids, top) for ids, top in pairs)
-            )
+            return await asyncio.gather(*(opened.score(prompted, CONTEXT, ids, top) for ids, top in pairs))
 
     return asyncio.run(run())
 
@@ -121,10 +105,7 @@ def test_engines_of_teachers(tiny_model, tmp_path, deterministic):
         assert [e.id for e in service.control.engines()] == ["engine-0"]
         of_math = [expected(other, ids, temperature) for ids in RESPONSES]
         of_code = [expected(tiny_model, ids, temperature) for ids in RESPONSES]
-        mixed = [
-            torch.logaddexp(a + np.log(0.3), b + np.log(0.7))
-            for a, b in zip(of_math, of_code, strict=True)
-        ]
+        mixed = [torch.logaddexp(a + np.log(0.3), b + np.log(0.7)) for a, b in zip(of_math, of_code, strict=True)]
         chance = np.random.default_rng(0)
         given = [chance.integers(0, 320, (len(ids), K)).astype(np.int32) for ids in RESPONSES]
         cases = {"math": of_math, "code": of_code, "both": mixed}
@@ -142,9 +123,7 @@ def test_engines_of_teachers(tiny_model, tmp_path, deterministic):
 
         prompt = Prompt(0, "", CONTEXT, "", teachers=(("math", 1.0),))
         os.kill(service.control.status().engines[1].pid, signal.SIGKILL)
-        again = scores_of(
-            Teachers(distilled(service, "reverse_kl"), 1, service.control), [None] * 3, prompt
-        )
+        again = scores_of(Teachers(distilled(service, "reverse_kl"), 1, service.control), [None] * 3, prompt)
         for scores, rows, ids in zip(again, of_math, RESPONSES, strict=True):
             assert_equal(scores, rows, ids, False)
         until(lambda: service.control.status().engines[1].restarts == 1, 60)
@@ -174,8 +153,7 @@ STEPS = 4
 
 @pytest.mark.slow
 @pytest.mark.verifies(
-    "runs",
-    "a run with a teacher, which is killed, and then everything, has the bits of the undisturbed one",
+    "runs", "a run with a teacher, which is killed, and then everything, has the bits of the undisturbed one"
 )
 def test_a_run_whose_teacher_and_then_everything_is_killed_is_the_undisturbed_one(experiments):
     """Two runs of the same steps, ahead of the weights; nothing is trained without a score."""
@@ -186,10 +164,7 @@ def test_a_run_whose_teacher_and_then_everything_is_killed_is_the_undisturbed_on
         "sampling": {"temperature": 0.7},
         "checkpoint": {"every": 1, "keep": 20},
         "teachers": {"first": {"path": str(experiments / "model")}},
-        "algorithm": {
-            "distillation": {"loss": "student_topk", "top_k": 4},
-            "mismatch": {"weight": {"name": "tis"}},
-        },
+        "algorithm": {"distillation": {"loss": "student_topk", "top_k": 4}, "mismatch": {"weight": {"name": "tis"}}},
     }
     whole = experiments / "taught"
     run_experiment(whole, **sections)

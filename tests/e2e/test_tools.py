@@ -1,5 +1,4 @@
-"""Responses of several turns from a real engine, and the loop with all that asks for more than one
-batch of samples."""
+"""Responses of several turns from a real engine, and the loop with all that asks for more than one batch of samples."""
 
 from contextlib import closing
 
@@ -26,29 +25,20 @@ MAX_TOKENS, GROUP_SIZE = 24, 3
 
 def sample(service: RunningService, **sampling) -> list[tuple[Prompt, Sample]]:
     tokenizer = AutoTokenizer.from_pretrained(service.config.model.path)
-    sections = {
-        "train": {"group_size": GROUP_SIZE},
-        "sampling": {"max_response_tokens": MAX_TOKENS} | sampling,
-    }
+    sections = {"train": {"group_size": GROUP_SIZE}, "sampling": {"max_response_tokens": MAX_TOKENS} | sampling}
     config = ExperimentConfig.model_validate(service.config.model_dump() | sections)
     prompts = [Prompt(i, "", ids, "") for i, ids in enumerate(PROMPTS)]
     with (
         closing(make_answering(config, tokenizer)) as answering,
-        closing(
-            source_of(service.control, config, Grader(len), tokenizer.decode, answering=answering)
-        ) as source,
+        closing(source_of(service.control, config, Grader(len), tokenizer.decode, answering=answering)) as source,
     ):
-        return [
-            (group.prompt, s) for group in sampled(source, 0, prompts, 0) for s in group.samples
-        ]
+        return [(group.prompt, s) for group in sampled(source, 0, prompts, 0) for s in group.samples]
 
 
 def test_turns_continue_the_tokens_that_were_sampled(service):
-    """The first turn is the response without a tool up to the call; log-probabilities are those of
-    transformers.
+    """The first turn is the response without a tool up to the call; log-probabilities are those of transformers.
 
-    Those of all turns, for the whole sequence: what was put in was seen, and nothing was tokenized
-    again.
+    Those of all turns, for the whole sequence: what was put in was seen, and nothing was tokenized again.
     """
     service.set_version(0)
     plain = sample(service)
@@ -92,16 +82,10 @@ def test_turns_continue_the_tokens_that_were_sampled(service):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_dynamic_sampling_tools_and_exact_kl_together(experiments):
-    """Three steps, then two more from the checkpoint with its surplus, are five: the surplus and
-    its order survive."""
+    """Three steps, then two more from the checkpoint with its surplus, are five: the surplus and its order survive."""
     sections = {
         "sampling": {"max_response_tokens": 10} | SAYS_IT_AGAIN,
-        "train": {
-            "num_steps": 5,
-            "num_prompts_per_step": 8,
-            "group_size": 2,
-            "num_updates_per_step": 2,
-        },
+        "train": {"num_steps": 5, "num_prompts_per_step": 8, "group_size": 2, "num_updates_per_step": 2},
         "algorithm": {"dynamic_sampling": {}, "kl": {"loss_coef": 0.1, "estimator": "full"}},
         "rollout": {"deterministic": True},
         "checkpoint": {"every": 1, "keep": 9},
@@ -110,29 +94,15 @@ def test_dynamic_sampling_tools_and_exact_kl_together(experiments):
     run_experiment(whole, **sections)
     for num_steps in (3, 5):
         run_experiment(parts, **sections | {"train": sections["train"] | {"num_steps": num_steps}})
-    entries, again, counted = (
-        metrics(whole),
-        metrics(parts),
-        ("generated", "carried", "dropped", "surplus"),
-    )
+    entries, again, counted = (metrics(whole), metrics(parts), ("generated", "carried", "dropped", "surplus"))
     for step in range(1, 6):
         entry = entries[step]
-        generated, carried, dropped, surplus = (
-            entry[f"dynamic_sampling/{name}"] for name in counted
-        )
+        generated, carried, dropped, surplus = (entry[f"dynamic_sampling/{name}"] for name in counted)
         assert generated + carried == 8 + dropped + surplus
         assert carried == (entries[step - 1]["dynamic_sampling/surplus"] if step > 1 else 0)
-        names = [
-            n
-            for n in entry
-            if n.startswith(("dynamic_sampling/", "loss/", "reward/", "response/", "policy/"))
-        ]
+        names = [n for n in entry if n.startswith(("dynamic_sampling/", "loss/", "reward/", "response/", "policy/"))]
         assert {n: again[step][n] for n in names} == {n: entry[n] for n in names}
-        assert all(
-            len({s["reward"] for s in group["samples"]}) > 1 for group in rollouts(whole)[step]
-        )
-    assert sum(entry.get("dynamic_sampling/dropped", 0) for entry in entries.values()) > 0, (
-        "nothing was ever dropped"
-    )
+        assert all(len({s["reward"] for s in group["samples"]}) > 1 for group in rollouts(whole)[step])
+    assert sum(entry.get("dynamic_sampling/dropped", 0) for entry in entries.values()) > 0, "nothing was ever dropped"
     assert sum(entry.get("response/tool_use_fraction", 0) for entry in entries.values()) > 0
     assert entries[5]["policy/kl_reference"] > 1e-6

@@ -1,9 +1,7 @@
-"""Some cases of bench/transports.py: after `reshard` the engines' parameters are bit-equal to what
-`disk` gives.
+"""Some cases of bench/transports.py: after `reshard` the engines' parameters are bit-equal to what `disk` gives.
 
-Every trainer layout and every engine layout is there, and every family; all combinations take a
-quarter of an hour. And what engines of the families that are not tried elsewhere then compute is
-what transformers computes.
+Every trainer layout and every engine layout is there, and every family; all combinations take a quarter of an hour. And
+what engines of the families that are not tried elsewhere then compute is what transformers computes.
 """
 
 from pathlib import Path
@@ -24,8 +22,7 @@ from transport_cases import (
 
 pytestmark = pytest.mark.verifies(
     "weights",
-    "`reshard`, `broadcast`, `disk`, `ipc`: same bits in every engine parameter; "
-    "`reshard` moves each element once",
+    "`reshard`, `broadcast`, `disk`, `ipc`: same bits in every engine parameter; `reshard` moves each element once",
     see="[table](../../bench/results/transports.md)",
 )
 
@@ -41,19 +38,13 @@ CASES = {  # (family, engines) -> trainers: an engine start each
 IN_EVERY_RUN = ("deepseek_v3", "TP2")
 
 
-OFTEN = [
-    ("qwen3_moe", "TP2xEP2"),
-    ("qwen2", "two nodes"),
-]  # test_engines.py has two engines, COMPUTED those of TP2
+OFTEN = [("qwen3_moe", "TP2xEP2"), ("qwen2", "two nodes")]  # test_engines.py has two engines, COMPUTED those of TP2
 
 
 @pytest.mark.parametrize(
-    ("family", "engines"),
-    [pytest.param(*case, marks=[pytest.mark.slow] * (case not in OFTEN)) for case in CASES],
+    ("family", "engines"), [pytest.param(*case, marks=[pytest.mark.slow] * (case not in OFTEN)) for case in CASES]
 )
-def test_parameters_are_those_of_disk_and_no_byte_travels_twice(
-    family, engines, pool, tmp_path: Path
-):
+def test_parameters_are_those_of_disk_and_no_byte_travels_twice(family, engines, pool, tmp_path: Path):
     cases = [TransportCase(family, trainers, engines) for trainers in CASES[family, engines]]
     transports = ["reshard", "ipc"] if engines == "TP2" else ["reshard", f"reshard{CHANGES}"]
     rows = list(run_engine_cases(pool, cases, tmp_path, transports))
@@ -62,23 +53,16 @@ def test_parameters_are_those_of_disk_and_no_byte_travels_twice(
 
 
 @pytest.mark.parametrize(
-    ("family", "engines"),
-    [pytest.param(*case, marks=[pytest.mark.slow] * (case != IN_EVERY_RUN)) for case in COMPUTED],
+    ("family", "engines"), [pytest.param(*case, marks=[pytest.mark.slow] * (case != IN_EVERY_RUN)) for case in COMPUTED]
 )
 def test_engines_compute_what_transformers_does(family, engines, pool, tmp_path: Path):
-    transports = (
-        ["broadcast", "reshard"]
-        if (family, engines) == IN_EVERY_RUN
-        else ["disk", "broadcast", "reshard"]
-    )
+    transports = ["broadcast", "reshard"] if (family, engines) == IN_EVERY_RUN else ["disk", "broadcast", "reshard"]
     rows = list(run_computed(pool, family, engines, tmp_path, transports))
     assert len(rows) == len(transports) * len(COMPUTED[family, engines])
     assert not [problem for row in rows for problem in problems_of(row)]
 
 
 def test_every_family_and_layout_is_in_some_case():
-    assert {family for family, _ in [*CASES, *COMPUTED]} == set(FAMILIES) and {*DENSE} <= {
-        name for name, _ in CASES
-    }
+    assert {family for family, _ in [*CASES, *COMPUTED]} == set(FAMILIES) and {*DENSE} <= {name for name, _ in CASES}
     assert {engines for _, engines in [*CASES, *COMPUTED]} == set(ENGINES)
     assert set().union(*CASES.values()) == set(TRAINERS)

@@ -16,16 +16,11 @@ def test_rollouts_with_an_environment_are_printed_as_conversations(experiments):
     shutil.copy(games.__file__, experiments / "games_of_tests.py")
     environment = {"function": "games_of_tests:Sums", "history": "last", "max_turns": 3}
     folder = experiments / "try_environment"
-    experiment = write_experiment(
-        folder, sampling=TURN_ENDS | {"environment": environment}, rollout=PATIENT
-    )
+    experiment = write_experiment(folder, sampling=TURN_ENDS | {"environment": environment}, rollout=PATIENT)
     rollouts = succeed("try", experiment, "--prompts", "2").stdout.split("== prompt ")[1:]
     assert [text.split(",")[0] for text in rollouts] == ["0", "1"]
     for text in rollouts:
-        samples, said = (
-            text.count("-- sample") or 1,
-            re.findall(r"^ +model > (.*)$", text, re.MULTILINE),
-        )
+        samples, said = (text.count("-- sample") or 1, re.findall(r"^ +model > (.*)$", text, re.MULTILINE))
         assert len(said) == samples
         own = re.search(rf"; (\d+) tokens of {samples} sample\(s\) would be trained on", text)
         # a token a character, or a special token such as <bos>, and the ends of turns
@@ -40,8 +35,4 @@ def test_responses_of_one_turn_are_printed_with_their_grade(experiments):
     experiment = write_experiment(experiments / "try_grader", rollout=PATIENT)
     (shown,) = succeed("try", experiment, "--prompts", "1").stdout.split("== prompt ")[1:]
     assert re.search(r"^ +prompt \| \d+", shown, re.MULTILINE) and shown.count(" model >") == 1
-    assert re.search(
-        r"^reward (0|1|0\.\d+); \d+ tokens of 1 sample\(s\) would be trained on$",
-        shown,
-        re.MULTILINE,
-    )
+    assert re.search(r"^reward (0|1|0\.\d+); \d+ tokens of 1 sample\(s\) would be trained on$", shown, re.MULTILINE)

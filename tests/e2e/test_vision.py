@@ -1,5 +1,4 @@
-"""Models that see, with real engines: what they read of images, and their log-probabilities beside
-transformers'."""
+"""Models that see, with real engines: what they read of images, and their log-probabilities beside transformers'."""
 
 import asyncio
 from collections.abc import Iterator
@@ -62,9 +61,7 @@ class Engine:
         assert store is not None
         self.store = store
         self.prompts = load_prompts(config.data, load_tokenizer(Model.of(config)), store).prompts
-        self.model = AutoModelForImageTextToText.from_pretrained(
-            self.folder, dtype=torch.float32
-        ).eval()
+        self.model = AutoModelForImageTextToText.from_pretrained(self.folder, dtype=torch.float32).eval()
 
     def request(self, prompt: Prompt, max_tokens: int, seed: int = 0, **changes) -> SampleRequest:
         stops = (self.store.image_token, self.store.video_token)
@@ -93,16 +90,11 @@ class Engine:
         inputs = {}
         if prompt.images:
             pixels = torch.cat([self.store.pixels(image.key) for image in prompt.images])
-            inputs = {
-                "pixel_values": pixels,
-                "image_grid_thw": torch.tensor([image.grid for image in prompt.images]),
-            }
+            inputs = {"pixel_values": pixels, "image_grid_thw": torch.tensor([image.grid for image in prompt.images])}
             inputs["mm_token_type_ids"] = (ids == self.store.image_token).int()
         ids_in = ids[:, :-1]  # the last token may be a placeholder itself
         inputs |= {k: v[:, :-1] for k, v in inputs.items() if k == "mm_token_type_ids"}
-        logits = self.model(
-            input_ids=ids_in, attention_mask=torch.ones_like(ids_in), **inputs
-        ).logits[0]
+        logits = self.model(input_ids=ids_in, attention_mask=torch.ones_like(ids_in), **inputs).logits[0]
         start = len(prompt.token_ids) - 1
         return logits[start:].log_softmax(-1).gather(1, ids[0, start + 1 :, None])[:, 0].numpy()
 
@@ -133,25 +125,15 @@ def test_engines_read_the_trainers_prompts_and_agree_with_transformers(engine):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_engines_count_the_tokens_of_images_of_500_sizes_as_trainers_do(engine, tmp_path):
-    """The client refuses an answer whose count of image tokens, or whose expanded prompt,
-    differs."""
+    """The client refuses an answer whose count of image tokens, or whose expanded prompt, differs."""
     random = np.random.default_rng(0)
     sizes = [tuple(map(int, size)) for size in random.integers(24, 700, (500, 2))]
     path = write_rows(tmp_path / "rows.jsonl", [[size] for size in sizes])
     data = engine.running.config.data.model_copy(update={"path": str(path)})
-    prompts = load_prompts(
-        data, load_tokenizer(Model.of(engine.running.config)), engine.store
-    ).prompts
+    prompts = load_prompts(data, load_tokenizer(Model.of(engine.running.config)), engine.store).prompts
     assert len(prompts) == len(sizes) and len({prompt.images[0].grid for prompt in prompts}) > 50
     for first in range(0, len(prompts), 50):
-        assert (
-            len(
-                engine.generate(
-                    [engine.request(prompt, 1) for prompt in prompts[first : first + 50]]
-                )
-            )
-            == 50
-        )
+        assert len(engine.generate([engine.request(prompt, 1) for prompt in prompts[first : first + 50]])) == 50
 
 
 @pytest.mark.slow
@@ -159,9 +141,7 @@ def test_an_engine_that_reads_another_prompt_is_an_error_that_names_the_row(engi
     first = engine.prompts[0]
     other = engine.store.uri(engine.prompts[2].images[0].key)
     for changes in ({"uris": [other]}, {"num_tokens": 3}):
-        with pytest.raises(
-            GenerationFailed, match=r"rows\.jsonl:1: the engine has read another prompt"
-        ):
+        with pytest.raises(GenerationFailed, match=r"rows\.jsonl:1: the engine has read another prompt"):
             engine.generate([engine.request(first, 2, **changes)])
 
 
@@ -184,12 +164,7 @@ def sections(tmp_path_factory) -> dict:
     path = write_rows(folder / "rows.jsonl", SIZES)
     return {
         "model": {"path": str(make_tiny_vlm(folder / "model"))},
-        "data": {
-            "path": str(path),
-            "images_key": "images",
-            "chat_template": True,
-            "max_prompt_tokens": 256,
-        },
+        "data": {"path": str(path), "images_key": "images", "chat_template": True, "max_prompt_tokens": 256},
         "sampling": {"max_response_tokens": 16},
         "train": {"num_steps": STEPS, "num_prompts_per_step": len(SIZES), "group_size": 4},
         "actor": {"world_size": 1, "parallel": {"ep": 1}, "optimizer": {"lr": 1e-2}},
@@ -205,36 +180,20 @@ def test_a_run_on_pictures_that_come_again_and_text_beside_them(sections, tmp_pa
     entries = metrics(folder)
     for step in range(1, STEPS + 1):
         assert entries[step]["mismatch/logprob_abs_mean"] < 1e-5, entries[step]
-    assert any(entries[step]["optim/grad_norm"] > 0 for step in range(1, STEPS)), (
-        "else the weights never changed"
-    )
-    keys = {
-        image
-        for groups in rollouts(folder).values()
-        for group in groups
-        for image in group.get("images", ())
-    }
-    assert keys == {path.stem for path in RunFolder(folder).images.glob("*.png")} and len(
-        keys
-    ) == sum(map(len, SIZES))
+    assert any(entries[step]["optim/grad_norm"] > 0 for step in range(1, STEPS)), "else the weights never changed"
+    keys = {image for groups in rollouts(folder).values() for group in groups for image in group.get("images", ())}
+    assert keys == {path.stem for path in RunFolder(folder).images.glob("*.png")} and len(keys) == sum(map(len, SIZES))
     replayed = succeed("replay", folder.with_suffix(".yaml"), RunFolder(folder).dump(2))
-    then, now = next(
-        line.split()[-2:] for line in replayed.stdout.splitlines() if line.startswith("loss/total")
-    )
+    then, now = next(line.split()[-2:] for line in replayed.stdout.splitlines() if line.startswith("loss/total"))
     assert then != "-" and now != "-"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_killed_with_images_on_the_way_and_run_again_it_is_the_same_run(sections, tmp_path):
-    """The engine dies in a rollout, a trainer in the next one, then all; the run goes on from a
-    checkpoint."""
+    """The engine dies in a rollout, a trainer in the next one, then all; the run goes on from a checkpoint."""
     rollout = sections["rollout"] | WATCHED["rollout"]
-    more = sections | {
-        "rollout": rollout,
-        "weights": WATCHED["weights"],
-        "checkpoint": {"every": 1, "keep": 20},
-    }
+    more = sections | {"rollout": rollout, "weights": WATCHED["weights"], "checkpoint": {"every": 1, "keep": 20}}
     more["train"] = sections["train"] | {"num_steps": 2 * STEPS}
     run_experiment(tmp_path / "undisturbed", timeout_s=560, **more)
     folder = tmp_path / "killed"

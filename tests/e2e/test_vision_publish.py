@@ -1,5 +1,4 @@
-"""A publish to an engine that sees: the tower arrives, and features of images that older weights
-computed are gone."""
+"""A publish to an engine that sees: the tower arrives, and features of images that older weights computed are gone."""
 
 import base64
 import io
@@ -31,13 +30,9 @@ class Asked:
     """One picture and a question, as an engine and as transformers gets them."""
 
     def __init__(self, model: Path, seed: int, size: tuple[int, int]):
-        pixels = torch.randint(
-            0, 256, (size[1], size[0], 3), generator=torch.Generator().manual_seed(seed)
-        )
+        pixels = torch.randint(0, 256, (size[1], size[0], 3), generator=torch.Generator().manual_seed(seed))
         image = Image.fromarray(pixels.to(torch.uint8).numpy())
-        messages = [
-            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}
-        ]
+        messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}]
         processor = AutoProcessor.from_pretrained(model)
         text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         self.inputs = processor(text=[text], images=[image], return_tensors="pt")
@@ -53,14 +48,9 @@ class Asked:
         }
 
     def answer(self, url: str) -> tuple[list[int], torch.Tensor]:
-        """Response tokens and their log-probabilities; no placeholder, which transformers would
-        take for an image."""
+        """Response tokens and their log-probabilities; no placeholder, which transformers would take for an image."""
         while True:
-            answer = (
-                httpx.post(f"{url}/generate", json=self.body, headers=KEY, timeout=300)
-                .raise_for_status()
-                .json()
-            )
+            answer = httpx.post(f"{url}/generate", json=self.body, headers=KEY, timeout=300).raise_for_status().json()
             meta, found = answer["meta_info"], answer["meta_info"]["output_token_logprobs"]
             assert meta["image_tokens"] == self.prompt.count(PAD)
             response = [entry[1] for entry in found]
@@ -75,11 +65,7 @@ class Asked:
         kinds = torch.nn.functional.pad(self.inputs["mm_token_type_ids"], (0, len(response)))
         rest = {key: self.inputs[key] for key in ("pixel_values", "image_grid_thw")}
         logits = loaded(input_ids=ids[:, :-1], mm_token_type_ids=kinds[:, :-1], **rest).logits[0]
-        return (
-            logits[len(self.prompt) - 1 :]
-            .log_softmax(-1)
-            .gather(1, ids[0, len(self.prompt) :, None])[:, 0]
-        )
+        return logits[len(self.prompt) - 1 :].log_softmax(-1).gather(1, ids[0, len(self.prompt) :, None])[:, 0]
 
     def distance(self, url: str, model: Path) -> float:
         response, found = self.answer(url)
@@ -107,23 +93,13 @@ def models(case, model_of) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def engine(case, models, tmp_path_factory) -> Iterator[OneEngine]:
-    with started(
-        experiment(models[0], "broadcast", {"tp": case[1]}), tmp_path_factory.mktemp("engine")
-    ) as engine:
+    with started(experiment(models[0], "broadcast", {"tp": case[1]}), tmp_path_factory.mktemp("engine")) as engine:
         yield engine
 
 
 def test_a_new_tower_sees_images_that_were_seen_before(engine, models, tmp_path):
     source, asked = PlainSource(models[0]), Asked(models[0], 1, (112, 84))
-    ways = (
-        ("reshard", 0),
-        ("reshard", 1),
-        ("disk", 0),
-        ("broadcast", 1),
-        ("ipc", 0),
-        ("ipc", 1),
-        ("reshard", 1),
-    )
+    ways = (("reshard", 0), ("reshard", 1), ("disk", 0), ("broadcast", 1), ("ipc", 0), ("ipc", 1), ("reshard", 1))
     for version, (transport, model) in enumerate(ways, 1):
         exchange = exchange_for(engine, source.load(models[model]), transport, tmp_path)
         exchange.publish(version)
@@ -153,9 +129,6 @@ def test_features_that_stay_in_the_cache_stop_the_publish(engine, models, tmp_pa
     asked = Asked(models[0], 2, (56, 56))
     asked.answer(engine.info.url)
     plant_fault(engine.info.url, engine.config.rollout.tp, 0, "keep the features of images", 0)
-    with pytest.raises(
-        LeaderError,
-        match="1 features of images that older weights computed are still in the engine",
-    ):
+    with pytest.raises(LeaderError, match="1 features of images that older weights computed are still in the engine"):
         exchange.publish(21)
     exchange.close()

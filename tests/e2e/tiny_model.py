@@ -28,12 +28,7 @@ SIZES = {
     "intermediate_size": 128, "bos_token_id": BOS, "eos_token_id": EOS,
     "initializer_range": 0.15,  # peaked enough that samples differ from noise
 }  # fmt: skip
-EXPERTS = {
-    "moe_intermediate_size": 64,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-}
+EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
 
 
 def make_tiny_model(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
@@ -43,12 +38,7 @@ def make_tiny_model(folder: Path, seed: int = 0, dtype: torch.dtype = torch.floa
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    rest = {
-        "norm_topk_prob": True,
-        "max_position_embeddings": 2048,
-        "pad_token_id": PAD,
-        "tie_word_embeddings": False,
-    }
+    rest = {"norm_topk_prob": True, "max_position_embeddings": 2048, "pad_token_id": PAD, "tie_word_embeddings": False}
     config = Qwen3MoeConfig(**SIZES, **EXPERTS, **rest, vocab_size=320)
     torch.manual_seed(seed)
     Qwen3MoeForCausalLM(config).to(dtype).save_pretrained(folder)
@@ -85,11 +75,9 @@ _DRAFTING = {
 
 
 def make_drafting_model(folder: Path, family: str = "glm4_moe", seed: int = 0) -> Path:
-    """A model with a layer that drafts: the last layer again, over the embedding of the newest
-    token.
+    """A model with a layer that drafts: the last layer again, over the embedding of the newest token.
 
-    Embeddings and logits are large, so that the draft is often the most probable token and one
-    token is often likely.
+    Embeddings and logits are large, so that the draft is often the most probable token and one token is often likely.
     """
     make_tiny_model(folder, seed)  # tokenizer files
     rest = {"max_position_embeddings": 2048, "pad_token_id": PAD, "tie_word_embeddings": False}
@@ -97,32 +85,21 @@ def make_drafting_model(folder: Path, family: str = "glm4_moe", seed: int = 0) -
     model = _DRAFTING[family](SIZES | _ROUTED | rest | {"vocab_size": 320})
     with torch.no_grad():
         for vector in (p for p in model.parameters() if p.dim() == 1):
-            vector += 0.2 * torch.randn_like(
-                vector
-            )  # norms of one and biases of zero would hide a mistake
+            vector += 0.2 * torch.randn_like(vector)  # norms of one and biases of zero would hide a mistake
         model.model.embed_tokens.weight *= 50.0
         model.lm_head.weight *= 3.5
     model.save_pretrained(folder)
     file, description = folder / "model.safetensors", folder / "config.json"
     tensors, hidden, last = load_file(file), SIZES["hidden_size"], SIZES["num_hidden_layers"]
     prefix, own = f"model.layers.{last}.", f"model.layers.{last - 1}."
-    tensors |= {
-        name.replace(own, prefix): x.clone() for name, x in tensors.items() if name.startswith(own)
-    }
+    tensors |= {name.replace(own, prefix): x.clone() for name, x in tensors.items() if name.startswith(own)}
     embedding, both = tensors["model.embed_tokens.weight"], torch.eye(hidden)
-    tensors[prefix + "enorm.weight"] = torch.full(
-        (hidden,), float(embedding.square().mean().sqrt())
-    )
+    tensors[prefix + "enorm.weight"] = torch.full((hidden,), float(embedding.square().mean().sqrt()))
     tensors[prefix + "hnorm.weight"] = torch.ones(hidden)
     tensors[prefix + "eh_proj.weight"] = torch.cat([both, 0.1 * both], 1)
     tensors[prefix + "shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
     save_file(tensors, file, {"format": "pt"})
     # published files have these, engines ask for them, transformers drops them
-    more = {
-        "num_nextn_predict_layers": 1,
-        "moe_layer_freq": 1,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-    }
+    more = {"num_nextn_predict_layers": 1, "moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     description.write_text(json.dumps(json.loads(description.read_text()) | more))
     return folder

@@ -1,8 +1,7 @@
-"""Publishes by every family, trainer layout and engine layout: the engines' parameters against
-those `disk` gives.
+"""Publishes by every family, trainer layout and engine layout: the engines' parameters against those `disk` gives.
 
-The trainers are Megatron actors on the pool of ranks (tests/dist/workers/pool.py), the engines real
-ones. The test runs pairs of these cases, bench/transports.py all of them.
+The trainers are Megatron actors on the pool of ranks (tests/dist/workers/pool.py), the engines real ones. The test runs
+pairs of these cases, bench/transports.py all of them.
 """
 
 import tempfile
@@ -33,25 +32,14 @@ from tests.dist.workers.pool import RankPool
 
 DENSE = ("qwen3", "qwen2", "llama")
 MOE = (
-    "qwen3_moe",
-    "mixtral",
-    "glm4_moe",
-    "deepseek_v3",
-    "moonlight",
-    "qwen3_5_moe_text",
-    "minimax_m2",
-    "glm_moe_dsa",
+    "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "moonlight", "qwen3_5_moe_text", "minimax_m2", "glm_moe_dsa",
     "qwen3_next",
-)
+)  # fmt: skip
 FAMILIES, TIED = DENSE + MOE, ("llama",)
-# A name that is no family -> the family, and what its config.json has otherwise. transformers gives
-# the norms of latents an epsilon of 1e-6 always, Megatron and SGLang that of config.json, which is
-# 1e-5 in the published Moonlight.
+# A name that is no family -> the family, and what its config.json has otherwise. transformers gives the norms of
+# latents an epsilon of 1e-6 always, Megatron and SGLang that of config.json, which is 1e-5 in the published Moonlight.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "moonlight": (
-        "deepseek_v3",
-        {"q_lora_rank": None, "rope_scaling": None, "n_group": 1, "topk_group": 1},
-    ),
+    "moonlight": ("deepseek_v3", {"q_lora_rank": None, "rope_scaling": None, "n_group": 1, "topk_group": 1}),
     # as many keys as prompt and response have tokens: a CPU's engines are dense
     "glm_moe_dsa": ("glm_moe_dsa", {"index_topk": 80}),
     "qwen3_5_moe_text": (  # in two layers, of which every fourth would have attention
@@ -67,10 +55,7 @@ TRAINERS: dict[str, tuple[int, dict[str, int]]] = {  # ranks, layout
     "DP2": (2, {}),
     "EP2": (2, {"ep": 2}),
     "TP2xPP2": (4, {"tp": 2, "pp": 2}),
-    "TP2xEP2": (
-        4,
-        {"tp": 2, "ep": 2},
-    ),  # two replicas of everything but experts, which have two holders each
+    "TP2xEP2": (4, {"tp": 2, "ep": 2}),  # two replicas of everything but experts, which have two holders each
 }
 _DP_ATTENTION = {"enable_dp_attention": True, "dp_size": 2}
 ENGINES: dict[str, dict[str, Any]] = {  # section `rollout`
@@ -132,16 +117,9 @@ class TransportCase:
 
 
 def make_model(folder: Path, family: str) -> Path:
-    """A random model of two layers in which no parameter is zero or one throughout: that would hide
-    a mistake."""
+    """A random model of two layers in which no parameter is zero or one throughout: that would hide a mistake."""
     base, otherwise = VARIANTS.get(family, (family, {}))
-    sizes = {
-        "hidden_size": 64,
-        "num_layers": 2,
-        "head_dim": 16,
-        "ffn_size": 96,
-        "expert_ffn_size": 48,
-    }
+    sizes = {"hidden_size": 64, "num_layers": 2, "head_dim": 16, "ffn_size": 96, "expert_ffn_size": 48}
     sizes = TinyModelConfig(path=str(folder), family=base, tie_embeddings=family in TIED, **sizes)
     hf = hf_config(sizes) | {"vocab_size": _VOCAB} | otherwise
     generator = torch.Generator().manual_seed(0)
@@ -155,9 +133,7 @@ def make_model(folder: Path, family: str) -> Path:
     return folder
 
 
-def experiment(
-    model: Path, engines: str, transport: str, dtype: str = "float32"
-) -> ExperimentConfig:
+def experiment(model: Path, engines: str, transport: str, dtype: str = "float32") -> ExperimentConfig:
     return experiments.experiment(
         output_dir=str(model.parent),
         model={"path": str(model)},
@@ -173,9 +149,7 @@ def experiment(
 
 
 @contextmanager
-def running_engines(
-    model: Path, engines: str, folder: Path, dtype: str = "float32"
-) -> Iterator[list[EngineInfo]]:
+def running_engines(model: Path, engines: str, folder: Path, dtype: str = "float32") -> Iterator[list[EngineInfo]]:
     """All engines of a layout, which start together, from the folder that engines are given."""
     config = experiment(model, engines, "disk", dtype)
     config = as_engines_see_it(config, RunFolder(folder), cuda=False)
@@ -184,60 +158,41 @@ def running_engines(
 
 
 def run_case(
-    pool: RankPool,
-    case: TransportCase,
-    model: Path,
-    infos: Sequence[EngineInfo],
-    transports: Sequence[str],
+    pool: RankPool, case: TransportCase, model: Path, infos: Sequence[EngineInfo], transports: Sequence[str]
 ) -> list[dict]:
-    """Run one case on engines that run already; returns a row for each transport, see
-    `publish_and_compare`."""
+    """Run one case on engines that run already; returns a row for each transport, see `publish_and_compare`."""
     world, _ = TRAINERS[case.trainers]
     with tempfile.TemporaryDirectory() as folder:
-        return pool.run(
-            world, publish_and_compare, case, model, list(infos), tuple(transports), Path(folder)
-        )[0]
+        return pool.run(world, publish_and_compare, case, model, list(infos), tuple(transports), Path(folder))[0]
 
 
 def run_engine_cases(
     pool: RankPool, cases: Sequence[TransportCase], folder: Path, transports: Sequence[str]
 ) -> Iterator[dict]:
-    """Run cases of one family and one engine layout, whose engines start once; yields their
-    rows."""
+    """Run cases of one family and one engine layout, whose engines start once; yields their rows."""
     (family,), (engines,) = {case.family for case in cases}, {case.engines for case in cases}
     if possible := [case for case in cases if case.possible]:
-        model = (
-            folder / family if (folder / family).exists() else make_model(folder / family, family)
-        )
+        model = folder / family if (folder / family).exists() else make_model(folder / family, family)
         with running_engines(model, engines, folder) as infos:
             for case in possible:
                 yield from run_case(pool, case, model, infos, transports)
 
 
-def run_computed(
-    pool: RankPool, family: str, engines: str, folder: Path, transports: Sequence[str]
-) -> Iterator[dict]:
-    """Yields the rows of COMPUTED's cases of one engine start, with "logprobs": their distance to
-    transformers'."""
-    from engine_logprobs import (
-        logprob_difference,
-    )  # imports transformers: in the process that asks engines only
+def run_computed(pool: RankPool, family: str, engines: str, folder: Path, transports: Sequence[str]) -> Iterator[dict]:
+    """Yields the rows of COMPUTED's cases of one engine start, with "logprobs": their distance to transformers'."""
+    from engine_logprobs import logprob_difference  # imports transformers: in the process that asks engines only
 
     model = make_model(folder / family, family)
     with running_engines(model, engines, folder) as infos:
         for trainers in COMPUTED[family, engines]:
             for transport in transports:
-                (row,) = run_case(
-                    pool, TransportCase(family, trainers, engines), model, infos, [transport]
-                )
+                (row,) = run_case(pool, TransportCase(family, trainers, engines), model, infos, [transport])
                 yield row | {"logprobs": logprob_difference(infos[0].url, model)._asdict()}
 
 
 def problems_of(row: dict) -> list[str]:
     """What of a row is not as it must be."""
-    name = (
-        f"{row['family']}, trainers {row['trainers']}, engines {row['engines']}, {row['transport']}"
-    )
+    name = f"{row['family']}, trainers {row['trainers']}, engines {row['engines']}, {row['transport']}"
     report, unchanged = row["report"], row["parameters"] - row["changed"]
     resharded, planned = row["transport"] == "reshard", row["transport"] in ("reshard", "ipc")
     delta = row["transport"].endswith(CHANGES)
@@ -249,44 +204,29 @@ def problems_of(row: dict) -> list[str]:
         f"{report['wire_bytes']:.0f} bytes on the wire, not {row['lower_bound']}": resharded
         and report["wire_bytes"] != row["lower_bound"],
         f"{report['changed']:.0f} elements changed, {report['wire_bytes']:.0f} bytes": delta
-        and not 0
-        < report["changed"] * 4
-        <= report["wire_bytes"]
-        < report["changed"] * 8 + 8 * report["messages"],
+        and not 0 < report["changed"] * 4 <= report["wire_bytes"] < report["changed"] * 8 + 8 * report["messages"],
         f"{report['staging_bytes']:.0f} bytes staged, more than weights.bucket_mb": planned
         and report["staging_bytes"] > _BUCKET_MB * 2**20,
         f"log-probabilities are {distance} from transformers'": distance["mean"] > _MOST_MEAN
         or distance["largest"] > _MOST,
-        f"{distance['replicas']} of {replicas} data-parallel ranks sampled": distance["replicas"]
-        != replicas,
+        f"{distance['replicas']} of {replicas} data-parallel ranks sampled": distance["replicas"] != replicas,
     }
     return [f"{name}: {problem}" for problem, true in found.items() if true]
 
 
 def publish_and_compare(
-    rank: int,
-    case: TransportCase,
-    model: Path,
-    infos: list[EngineInfo],
-    transports: tuple[str, ...],
-    folder: Path,
+    rank: int, case: TransportCase, model: Path, infos: list[EngineInfo], transports: tuple[str, ...], folder: Path
 ) -> list[dict]:
-    """Collective. The weights by disk, then by every transport: others first, whose parameters must
-    all differ.
+    """Collective. The weights by disk, then by every transport: others first, whose parameters must all differ.
 
-    A row has the case, the transport, how many parameters of all engine ranks there are, changed by
-    the others, and have the checksums of disk; bytes counted and their lower bound. Only rank 0
-    returns rows.
+    A row has the case, the transport, how many parameters of all engine ranks there are, changed by the others, and
+    have the checksums of disk; bytes counted and their lower bound. Only rank 0 returns rows.
     """
-    from megagrpo.tools.certify.measure import (
-        joined,
-    )  # imports Megatron: in the pool's processes only
+    from megagrpo.tools.certify.measure import joined  # imports Megatron: in the pool's processes only
     from megagrpo.weights.actor_weights import load_initial_weights
 
     world, parallel = TRAINERS[case.trainers]
-    actor_config = ActorConfig(
-        world_size=world, parallel=ParallelConfig(**parallel), deadline_s=_PUBLISH_S + 60.0
-    )
+    actor_config = ActorConfig(world_size=world, parallel=ParallelConfig(**parallel), deadline_s=_PUBLISH_S + 60.0)
     settings = {"optimizer": OptimizerConfig(distributed=False), "device": torch.device("cpu")}
     rows = []
     with joined(folder / "store", config=actor_config, model_path=str(model), **settings) as actor:
@@ -299,11 +239,7 @@ def publish_and_compare(
         def publish(exchange: Exchange, version: int, hf: Mapping) -> tuple[dict, dict]:
             actor.load_hf(hf)
             report = exchange.publish(version)
-            found = (
-                {key: value for info in infos for key, value in checksums(info).items()}
-                if rank == 0
-                else {}
-            )
+            found = {key: value for info in infos for key, value in checksums(info).items()} if rank == 0 else {}
             if world > 1:
                 dist.barrier()
             return report, found
@@ -325,17 +261,8 @@ def publish_and_compare(
                 assert reference and reference.keys() == before.keys() == after.keys()
                 wrong = [key for key in reference if after[key] != reference[key]]
                 changed = sum(before[key] != reference[key] for key in reference)
-                row = {
-                    "transport": transport,
-                    "report": report,
-                    "wrong": wrong,
-                    "lower_bound": needed,
-                }
-                row |= {
-                    "parameters": len(reference),
-                    "changed": changed,
-                    "equal": len(reference) - len(wrong),
-                }
+                row = {"transport": transport, "report": report, "wrong": wrong, "lower_bound": needed}
+                row |= {"parameters": len(reference), "changed": changed, "equal": len(reference) - len(wrong)}
                 rows.append(asdict(case) | row)
     return rows
 
@@ -343,9 +270,7 @@ def publish_and_compare(
 def checksums(info: EngineInfo) -> dict[str, str]:
     """SGLang's own checksum of every live parameter, by "engine, rank: parameter"."""
     headers = bearer(ListedEngines.api_key)
-    answer = httpx.post(
-        f"{info.url}/weights_checker", json={"action": "checksum"}, headers=headers, timeout=60
-    )
+    answer = httpx.post(f"{info.url}/weights_checker", json={"action": "checksum"}, headers=headers, timeout=60)
     return {
         f"{info.id}, rank {rank['parallelism_info'][0]['tp_rank']}: {name}": checksum
         for rank in answer.raise_for_status().json()["ranks"]

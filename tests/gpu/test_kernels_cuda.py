@@ -1,5 +1,4 @@
-"""On one GPU: variable-length attention, digests, group statistics, against the CPU or plain
-torch."""
+"""On one GPU: variable-length attention, digests, group statistics, against the CPU or plain torch."""
 
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -20,21 +19,16 @@ from megagrpo.weights.wire.engine_group import GroupLimits
 CUDA = torch.device("cuda")
 
 
-@pytest.mark.parametrize(
-    "dim, width", [(64, 64), (128, 128), (192, 128)]
-)  # of values: latent attention's are narrower
+@pytest.mark.parametrize("dim, width", [(64, 64), (128, 128), (192, 128)])  # of values: latent attention's are narrower
 @pytest.mark.parametrize("heads, groups", [(8, 8), (8, 2), (4, 1)])
 def test_packed_attention_in_bfloat16(dim, width, heads, groups):
-    """Forward and gradients of every sequence against float32 attention over that sequence
-    alone."""
+    """Forward and gradients of every sequence against float32 attention over that sequence alone."""
     from megagrpo.actor.host import prepare_host
 
     prepare_host()
     from megagrpo.models.kinds.grouped_query.layer import CausalAttention
 
-    attention = CausalAttention(
-        SimpleNamespace(kv_channels=dim, context_parallel_size=1), 1, None, "self"
-    )
+    attention = CausalAttention(SimpleNamespace(kv_channels=dim, context_parallel_size=1), 1, None, "self")
     lengths = [1, 7, 130, 64, 33]
     generator = torch.Generator().manual_seed(0)
     parts = [
@@ -44,9 +38,7 @@ def test_packed_attention_in_bfloat16(dim, width, heads, groups):
     weight = torch.randn(sum(lengths), heads * width, generator=generator).to(CUDA)
     cu = torch.tensor([0, *lengths], device=CUDA).cumsum(0).int()
     packed = [p.clone().requires_grad_() for p in parts]
-    out = attention(
-        *packed, None, packed_seq_params=SimpleNamespace(cu_seqlens_q=cu, max_seqlen_q=max(lengths))
-    )
+    out = attention(*packed, None, packed_seq_params=SimpleNamespace(cu_seqlens_q=cu, max_seqlen_q=max(lengths)))
     (out.float() * weight).sum().backward()
     exact = [p.float().requires_grad_() for p in parts]
     rows = []
@@ -58,18 +50,14 @@ def test_packed_attention_in_bfloat16(dim, width, heads, groups):
         rows.append((scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
     expected = torch.cat(rows)
     (expected * weight).sum().backward()
-    for mine, truth in [
-        (out, expected),
-        *((p.grad, e.grad) for p, e in zip(packed, exact, strict=True)),
-    ]:
+    for mine, truth in [(out, expected), *((p.grad, e.grad) for p, e in zip(packed, exact, strict=True))]:
         assert float((mine.float() - truth).norm() / truth.norm()) < 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fused", [True, False])
 def test_digest_has_the_same_bits(dtype, fused, monkeypatch):
-    """The fused kernel, and plain torch in its place: batches of vectors, matrices and transposed
-    ones, and 3-D."""
+    """The fused kernel, and plain torch in its place: batches of vectors, matrices and transposed ones, and 3-D."""
     if fused:
         assert digest._has_triton(), "torch for CUDA brings Triton"
     else:
@@ -84,15 +72,11 @@ def test_digest_has_the_same_bits(dtype, fused, monkeypatch):
             layouts.append(layouts[0].mT.contiguous().mT)
         for layout in layouts:
             assert torch.equal(batched_digest(layout, box).cpu(), expected), (size, layout.stride())
-            assert torch.equal(batched_digest(layout[1::3], box).cpu(), expected[1::3]), (
-                size,
-                layout.stride(),
-            )
+            assert torch.equal(batched_digest(layout[1::3], box).cpu(), expected[1::3]), (size, layout.stride())
 
 
 def test_digests_in_a_side_thread_have_the_same_bits(tmp_path):
-    """As ExpectedDigests runs them while the transfer goes on: in a thread and a stream of their
-    own."""
+    """As ExpectedDigests runs them while the transfer goes on: in a thread and a stream of their own."""
     values = torch.randn(6, 700, 300, generator=torch.Generator().manual_seed(0))
     specs = {str(k): ((700, 300), torch.bfloat16) for k in range(6)}
     copies = [Copy(str(k), (0, 0), (700, 300), "experts", k * 210_000, (300, 1)) for k in range(6)]
@@ -100,25 +84,13 @@ def test_digests_in_a_side_thread_have_the_same_bits(tmp_path):
     live = {"experts": values.to(CUDA)}
     expected = ExpectedDigests(
         TrainerWeights(
-            mesh,
-            specs,
-            [copies],
-            lambda: live,
-            torch.bfloat16,
-            1 << 20,
-            1,
-            tmp_path,
-            tmp_path,
-            GroupLimits(60),
+            mesh, specs, [copies], lambda: live, torch.bfloat16, 1 << 20, 1, tmp_path, tmp_path, GroupLimits(60)
         )
     )
     expected.add([copies])
     with ThreadPoolExecutor(1) as pool:
         found = expected.total(pool.submit(expected.local).result())
-    assert (
-        found.tolist()
-        == batched_digest(values.to(torch.bfloat16), Box((0, 0), (700, 300))).tolist()
-    )
+    assert found.tolist() == batched_digest(values.to(torch.bfloat16), Box((0, 0), (700, 300))).tolist()
 
 
 def test_group_statistics_have_the_same_bits():
@@ -128,9 +100,7 @@ def test_group_statistics_have_the_same_bits():
     valid = torch.rand(4096, generator=generator) < 0.9
 
     def on(device: torch.device):
-        return group_statistics(
-            rewards.to(device), groups.to(device), 512, valid.to(device), alone, 1
-        )
+        return group_statistics(rewards.to(device), groups.to(device), 512, valid.to(device), alone, 1)
 
     mine, theirs = on(CUDA), on(torch.device("cpu"))
     for name, value in vars(theirs).items():

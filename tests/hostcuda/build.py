@@ -35,15 +35,7 @@ def _compile(torch: Path, made: Path) -> None:
     include = (torch / "include", torch / "include/torch/csrc/api/include")
     headers = [f"-I{path}" for path in (*include, sysconfig.get_paths()["include"])]
     libraries = [f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
-    flags = [
-        "-std=c++20",
-        "-O1",
-        "-g0",
-        "-w",
-        "-fPIC",
-        "-shared",
-        "-DTORCH_EXTENSION_NAME=hostcuda",
-    ]
+    flags = ["-std=c++20", "-O1", "-g0", "-w", "-fPIC", "-shared", "-DTORCH_EXTENSION_NAME=hostcuda"]
     unfinished = made.with_suffix(".part")
     command = ["g++", *flags, *headers, str(HERE / "device/module.cpp"), *libraries]
     subprocess.run([*command, "-o", str(unfinished)], check=True)
@@ -58,7 +50,5 @@ def variables() -> dict[str, str]:
 
 def environment() -> dict[str, str]:
     """Returns a whole environment for a process that computes on the device."""
-    path = os.pathsep.join(
-        filter(None, (str(SITE), str(HERE.parents[1]), os.environ.get("PYTHONPATH")))
-    )
+    path = os.pathsep.join(filter(None, (str(SITE), str(HERE.parents[1]), os.environ.get("PYTHONPATH"))))
     return {**os.environ, **variables(), "PYTHONPATH": path}

@@ -178,13 +178,7 @@ def _statistics(device: int) -> dict:
 
     of_blocks = ("allocation", "segment", "active", "inactive_split")
     of_bytes = ("allocated", "reserved", "active", "inactive_split", "requested")
-    zero = (
-        "num_alloc_retries",
-        "num_ooms",
-        "num_sync_all_streams",
-        "num_device_alloc",
-        "num_device_free",
-    )
+    zero = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
     found = {name: one(blocks, blocks) for name in of_blocks}
     found |= {f"{name}_bytes": one(held, peak) for name in of_bytes}
     none = {"oversize_allocations": {}, "oversize_segments": {}, "max_split_size": -1}
@@ -257,16 +251,9 @@ def install() -> None:
     functions |= {f"cuda_{name}": nothing for name in ignored.split()}
     for name, function in functions.items():
         setattr(torch._C, f"_{name}", function)
-    classes = {
-        "_CudaStreamBase": Stream,
-        "_CudaEventBase": Event,
-        "_CudaDeviceProperties": Properties,
-    }
+    classes = {"_CudaStreamBase": Stream, "_CudaEventBase": Event, "_CudaDeviceProperties": Properties}
     plain = ("_cuda_CUDAAllocator", "_CUDAGraph", "_graph_pool_handle")
-    classes |= {name: type(name, (), {}) for name in plain} | {
-        "_MemPool": MemPool,
-        "_cudart": Runtime(),
-    }
+    classes |= {name: type(name, (), {}) for name in plain} | {"_MemPool": MemPool, "_cudart": Runtime()}
     for name, value in classes.items():
         setattr(torch._C, name, value)
     torch._C._has_cuda = True

@@ -28,10 +28,7 @@ def _sequences(q, k, v, cu_q, cu_k, max_q, dropout) -> Iterator[tuple[slice, sli
         assert t.is_cuda and t.dtype in HALF and t.dtype == q.dtype, (t.device, t.dtype)
         assert t.dim() == 3 and t.stride(-1) == 1, (t.shape, t.stride())
     for cu in (cu_q, cu_k):
-        assert cu.device == q.device and cu.dtype == torch.int32 and cu.is_contiguous(), (
-            cu.device,
-            cu.dtype,
-        )
+        assert cu.device == q.device and cu.dtype == torch.int32 and cu.is_contiguous(), (cu.device, cu.dtype)
     size = q.shape[-1]
     assert size <= 256 and size % 8 == 0 and k.shape[-1] == v.shape[-1] == size, size
     assert q.shape[1] % k.shape[1] == 0 and isinstance(max_q, int) and dropout == 0.0
@@ -87,15 +84,8 @@ def _attention_backward(
     repeats, scale = q.shape[1] // k.shape[1], scale or q.shape[-1] ** -0.5
     right = 0 if causal else window_size_right
     for rows, keys in _sequences(q, k, v, cu_q, cu_k, max_q, dropout):
-        one, two, three = (
-            _heads_first(qs[rows]),
-            _heads_first(ks[keys], repeats),
-            _heads_first(vs[keys], repeats),
-        )
-        up, p = (
-            _heads_first(gs[rows]),
-            _scores(one, two, scale, window_size_left, right).softmax(-1),
-        )
+        one, two, three = (_heads_first(qs[rows]), _heads_first(ks[keys], repeats), _heads_first(vs[keys], repeats))
+        up, p = (_heads_first(gs[rows]), _scores(one, two, scale, window_size_left, right).softmax(-1))
         dp = up @ three.transpose(1, 2)
         ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
         found = ds @ two, ds.transpose(1, 2) @ one, p.transpose(1, 2) @ up

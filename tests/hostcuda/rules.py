@@ -20,10 +20,7 @@ def index() -> None:
     assert torch.cuda.is_available() and torch.cuda.device_count() == 8
     torch.cuda.set_device(3)
     assert ones(2, device="cuda").device == torch.device("cuda", 3)
-    for call in (
-        lambda: torch.cuda.set_device(8),
-        lambda: torch.cuda.use_mem_pool(None, CUDA).__enter__(),
-    ):
+    for call in (lambda: torch.cuda.set_device(8), lambda: torch.cuda.use_mem_pool(None, CUDA).__enter__()):
         with pytest.raises((RuntimeError, ValueError, AttributeError)):
             call()
     one, other = ones(2), ones(2, device="cuda:1")
@@ -59,9 +56,7 @@ def memory() -> None:
     before = torch.cuda.memory_allocated()
     made = ones(1000)
     product = made * 2
-    assert (
-        torch.cuda.memory_allocated() == before + 8000 and torch.cuda.mem_get_info()[1] == 80 << 30
-    )
+    assert torch.cuda.memory_allocated() == before + 8000 and torch.cuda.mem_get_info()[1] == 80 << 30
     del made, product
     assert torch.cuda.memory_allocated() == before < torch.cuda.max_memory_allocated()
 
@@ -119,10 +114,7 @@ def waits() -> None:
 def streams() -> None:
     x, side = ones(4), torch.cuda.Stream()
     assert side.cuda_stream and not torch.cuda.current_stream().cuda_stream
-    with (
-        torch.cuda.stream(side),
-        refused("reads in stream .* of cuda:0 what .* writes in stream 0"),
-    ):
+    with torch.cuda.stream(side), refused("reads in stream .* of cuda:0 what .* writes in stream 0"):
         x + 1
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

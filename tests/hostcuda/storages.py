@@ -26,9 +26,7 @@ def _share(storage: UntypedStorage) -> tuple:
 
 def _opened(device: int, handle: bytes, num_bytes: int, *_) -> UntypedStorage:
     if device != host().get_device():
-        raise RuntimeError(
-            f"hostcuda: a handle of cuda:{device} is opened on cuda:{host().get_device()}"
-        )
+        raise RuntimeError(f"hostcuda: a handle of cuda:{device} is opened on cuda:{host().get_device()}")
     process, number = handle.decode().split("/")
     with open(f"/proc/{process}/fd/{number}", "r+b", buffering=0) as file:
         mapped = torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)

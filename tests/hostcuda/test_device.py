@@ -7,10 +7,7 @@ import pytest
 
 from tests.hostcuda.build import environment
 
-RULES = (
-    *("index", "values", "memory", "dtype", "pinned", "waits"),
-    *("streams", "freed", "pool", "threads", "hidden"),
-)
+RULES = (*("index", "values", "memory", "dtype", "pinned", "waits"), *("streams", "freed", "pool", "threads", "hidden"))
 RUN = """
 import os, sys
 from tests.hostcuda import rules

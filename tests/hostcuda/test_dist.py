@@ -7,9 +7,7 @@ import pytest
 from tests.dist.test_actor_checkpoint import (
     test_the_optimizers_own_weights_come_back_from_the_host_bit_by_bit as offloaded,
 )
-from tests.dist.test_weights_reshard import (
-    test_engines_are_filled_exactly_and_outlive_a_rank_that_dies as published,
-)
+from tests.dist.test_weights_reshard import test_engines_are_filled_exactly_and_outlive_a_rank_that_dies as published
 
 
 def test_checkpoints_and_offload(hf_models: Path, tmp_path: Path):

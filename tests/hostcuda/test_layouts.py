@@ -29,8 +29,6 @@ def one_of_each_layout() -> list[LayoutCase]:
 def test_two_ranks(hf_models: Path, layout_figures: LayoutFigures):
     cases = one_of_each_layout()
     needed = {case.model for case in cases}
-    references = {
-        key: job for key, job in one_rank_jobs(hf_models, needed).items() if key[2] == "reference"
-    }
+    references = {key: job for key, job in one_rank_jobs(hf_models, needed).items() if key[2] == "reference"}
     check(hf_models, 1, references, layout_figures)
     check(hf_models, 2, jobs_of(cases, 2, hf_models), layout_figures)

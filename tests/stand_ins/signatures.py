@@ -59,8 +59,7 @@ FILES = {
 
 
 def parameters(tree: ast.AST, name: str) -> list[str] | None:
-    """Of a function, or of a method "Class.method": its parameters with their defaults, as text;
-    None if not there."""
+    """Of a function, or of a method "Class.method": its parameters with their defaults, as text; None if not there."""
     owner, _, method = name.rpartition(".")
     body = tree.body
     if owner:
@@ -87,24 +86,18 @@ def _with_default(name: str, default: ast.expr | None) -> str:
 
 def released(folder: Path) -> dict[str, list[str] | None]:
     """The parameters in an unpacked source; `folder` holds `pytorch`."""
-    return {
-        name: parameters(ast.parse((folder / file).read_text()), name)
-        for name, file in FILES.items()
-    }
+    return {name: parameters(ast.parse((folder / file).read_text()), name) for name, file in FILES.items()}
 
 
 def stand_ins() -> dict[str, list[str] | None]:
     """The parameters in the stand-in, whatever its files are called."""
     trees = [ast.parse(path.read_text()) for path in sorted(STAND_IN.rglob("*.py"))]
     return {
-        name: next((found for tree in trees if (found := parameters(tree, name)) is not None), None)
-        for name in FILES
+        name: next((found for tree in trees if (found := parameters(tree, name)) is not None), None) for name in FILES
     }
 
 
 if __name__ == "__main__":
     source = Path(sys.argv[1])
     source = source / "transformer_engine" if (source / "transformer_engine").is_dir() else source
-    TABLE.write_text(
-        json.dumps({"version": sys.argv[2], "parameters": released(source)}, indent=1) + "\n"
-    )
+    TABLE.write_text(json.dumps({"version": sys.argv[2], "parameters": released(source)}, indent=1) + "\n")

@@ -1,5 +1,4 @@
-"""Fixtures of the unit tests, which run in an empty folder: none of them sees runs/ of the
-checkout."""
+"""Fixtures of the unit tests, which run in an empty folder: none of them sees runs/ of the checkout."""
 
 import json
 import signal
@@ -31,8 +30,7 @@ def handlers_of_pytest() -> Iterator[None]:
 
 @pytest.fixture
 def prepared(tmp_path, monkeypatch) -> Path:
-    """The current folder, with the start model's config.json and data files of
-    configs/quickstart.yaml."""
+    """The current folder, with the start model's config.json and data files of configs/quickstart.yaml."""
     from examples.laptop.recipe import TinyModelConfig
     from megagrpo.tools.certify.tiny_model import hf_config
 

@@ -31,13 +31,7 @@ def of_math(seed: int, each: int = 3) -> Iterator[str]:
 
 def solution(gold: str, seed: str) -> str:
     """A gold as such, or at the end of a solution."""
-    wraps = (
-        "{}",
-        r"So \boxed{{{}}}.",
-        r"We get $x$; it is $\boxed{{{}}}$.",
-        r"\[\boxed{{{}}}\]",
-        r"\fbox{{{}}}",
-    )
+    wraps = ("{}", r"So \boxed{{{}}}.", r"We get $x$; it is $\boxed{{{}}}$.", r"\[\boxed{{{}}}\]", r"\fbox{{{}}}")
     return random.Random(seed).choice(wraps).format(gold)
 
 
@@ -46,14 +40,7 @@ def of_gsm8k(seed: int) -> Iterator[str]:
     r = random.Random(seed)
     for _ in range(10):
         number = r.randint(1, 10**6)
-        yield from (
-            f"{number}",
-            f"-{number}",
-            f"{number:,}",
-            f"${number:,}",
-            f"{number}.",
-            f"{number}.50",
-        )
+        yield from (f"{number}", f"-{number}", f"{number:,}", f"${number:,}", f"{number}.", f"{number}.50")
         yield from (
             f".{number}",
             f"+{number}",
@@ -108,11 +95,7 @@ CALLS = [  # program, name, arguments, result
 ]  # fmt: skip
 PROGRAMS = [  # program, standard input, standard output
     ("a, b = map(int, input().split())\nprint(a + b)", "1 2\n", "3\n"),
-    (
-        "for _ in range(int(input())): print(*sorted(map(int, input().split())))",
-        "2\n3 1\n2 0",
-        "1 3\n0 2\n",
-    ),
+    ("for _ in range(int(input())): print(*sorted(map(int, input().split())))", "2\n3 1\n2 0", "1 3\n0 2\n"),
     ("print(f'{float(input()):.3f}')", "0.5\n", "0.500 "),
     ("from sys import stdin\nprint(stdin.readline().strip() or 'empty')", "\n", "empty"),
 ]

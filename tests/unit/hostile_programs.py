@@ -47,10 +47,7 @@ _OF_SCRIPTS = {
         "for n in range(11): os.write(os.memfd_create(str(n)), bytes(2**22))\ntime.sleep(1000)",
         "memory limit",
     ),
-    "eats memory in System V segments": (
-        _CALL + "while True: call('shmget', 0, 2**20, 0o1600)",
-        _errno(1),
-    ),
+    "eats memory in System V segments": (_CALL + "while True: call('shmget', 0, 2**20, 0o1600)", _errno(1)),
     "eats memory in a file system of its own": (
         _CALL + "call('unshare', 0x10020000)\ncall('mount', b'x', b'/tmp', b'tmpfs', 0, None)",
         _errno(1),
@@ -65,29 +62,14 @@ _OF_SCRIPTS = {
         "else: raise SystemExit(0)\ncall('msgget', 0, 0o1600)",
         _errno(1),
     ),
-    "opens an io_uring": (
-        _CALL + "call('syscall', 425, 8, (ctypes.c_uint8 * 120)())",
-        _errno(1),
-    ),
+    "opens an io_uring": (_CALL + "call('syscall', 425, 8, (ctypes.c_uint8 * 120)())", _errno(1)),
     "traces its parent": (_CALL + "call('ptrace', 16, os.getppid(), 0, 0)", _errno(1)),
     "prints forever": ("while True: print('x' * 1000)", "output limit"),
-    "prints forever to standard error": (
-        "import sys\nwhile True: print('x' * 1000, file=sys.stderr)",
-        "output limit",
-    ),
-    "closes its output and stays": (
-        "import os, time\nos.close(1); os.close(2)\ntime.sleep(1000)",
-        "time limit",
-    ),
+    "prints forever to standard error": ("import sys\nwhile True: print('x' * 1000, file=sys.stderr)", "output limit"),
+    "closes its output and stays": ("import os, time\nos.close(1); os.close(2)\ntime.sleep(1000)", "time limit"),
     "reads its input forever": ("import sys\nwhile True: sys.stdin.read()", "time limit"),
-    "writes a huge file": (
-        "with open('x', 'wb') as f:\n    while True: f.write(bytes(2**20))",
-        _errno(27),
-    ),
-    "writes many files": (
-        "for i in range(20):\n    with open(str(i), 'wb') as f: f.write(bytes(2**20))",
-        _errno(28),
-    ),
+    "writes a huge file": ("with open('x', 'wb') as f:\n    while True: f.write(bytes(2**20))", _errno(27)),
+    "writes many files": ("for i in range(20):\n    with open(str(i), 'wb') as f: f.write(bytes(2**20))", _errno(28)),
     "opens many files": ("x = [open('/dev/null') for _ in range(100)]", _errno(24)),
     "forks without end": (
         "import os\nfirst = os.getpid()\ntry:\n    while True: os.fork()\nexcept OSError:\n"
@@ -96,8 +78,7 @@ _OF_SCRIPTS = {
         _errno(11),
     ),
     "starts threads without end": (
-        "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(1000,), "
-        "daemon=True).start()",
+        "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()",
         "exit code 1: RuntimeError: can't start new thread",
     ),
     "leaves a daemon behind": (
@@ -111,27 +92,15 @@ _OF_SCRIPTS = {
         "wrong output",
     ),
     "kills everybody": ("import os\nos.kill(-1, 9)", "exit code 1: ProcessLookupError"),
-    "connects to the network": (
-        "import socket\nsocket.create_connection(('192.0.2.1', 80))",
-        _errno(101),
-    ),
-    "connects to a server of this machine": (
-        "import socket\nsocket.create_connection(('127.0.0.1', 22))",
-        _errno(101),
-    ),
-    "reads the user's files": (
-        "import os\nprint(open('/etc/passwd').read())",
-        "exit code 1: FileNotFoundError",
-    ),
+    "connects to the network": ("import socket\nsocket.create_connection(('192.0.2.1', 80))", _errno(101)),
+    "connects to a server of this machine": ("import socket\nsocket.create_connection(('127.0.0.1', 22))", _errno(101)),
+    "reads the user's files": ("import os\nprint(open('/etc/passwd').read())", "exit code 1: FileNotFoundError"),
     "writes where the interpreter is": ("import os\nopen(os.__file__, 'a')", "exit code 1: "),
     "becomes root": ("import os\nos.setuid(0)", "exit code 1: "),
 }
 _OF_CALLS = {
     "leaves before its tests": ("import os\nos._exit(0)", "the program ended with exit code 0"),
-    "says that it is done": (
-        "import sys\nprint('passed')\nsys.exit(0)",
-        "the program defines no f",
-    ),
+    "says that it is done": ("import sys\nprint('passed')\nsys.exit(0)", "the program defines no f"),
     "leaves when called": ("import sys\ndef f(x): sys.exit(0)", "SystemExit: 0"),
     "returns what equals everything": (
         "class Equal:\n    def __eq__(self, other): return True\n    def __sub__(self, other): "
@@ -140,13 +109,11 @@ _OF_CALLS = {
         "a wrong result",
     ),
     "changes the builtins": (
-        "import builtins\nbuiltins.AssertionError = builtins.abs = abs = lambda *x: 0\ndef f(x): "
-        "return 7",
+        "import builtins\nbuiltins.AssertionError = builtins.abs = abs = lambda *x: 0\ndef f(x): return 7",
         "a wrong result",
     ),
     "looks for the answer in its memory": (
-        "import gc\nfound = ' '.join(['assert', 'f(1)']) in repr(gc.get_objects())\ndef f(x): "
-        "return 2 if found else 0",
+        "import gc\nfound = ' '.join(['assert', 'f(1)']) in repr(gc.get_objects())\ndef f(x): return 2 if found else 0",
         "a wrong result",
     ),
     "answers before it is asked": (
@@ -168,13 +135,8 @@ PROGRAMS = {
 
 
 def options(detail: str) -> dict:
-    """Grader options: little time for a program that is to run out of it, much for the others, on a
-    busy machine."""
-    return OPTIONS | (
-        {"test_s": 0.5, "total_s": 1.0}
-        if detail == "time limit"
-        else {"test_s": 20.0, "total_s": 30.0}
-    )
+    """Grader options: little time for a program that is to run out of it, much for the others, on a busy machine."""
+    return OPTIONS | ({"test_s": 0.5, "total_s": 1.0} if detail == "time limit" else {"test_s": 20.0, "total_s": 30.0})
 
 
 def table() -> str:

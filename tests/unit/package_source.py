@@ -12,14 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megagrpo"
-NO_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
+NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
 # Every token has one of these at least, so a file has no more tokens than this finds.
@@ -66,11 +59,7 @@ def all_nodes() -> list[tuple[str, ast.AST]]:
 
 def functions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """(path inside the package, function) of every function and method of the package."""
-    return [
-        (path, node)
-        for path, node in all_nodes()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
+    return [(path, node) for path, node in all_nodes() if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def _with_whole_strings(text: str) -> Iterator[tokenize.TokenInfo]:
@@ -96,8 +85,7 @@ def tokens(path: Path) -> tuple[int, ...]:
     return tuple(
         token.start[0]
         for token in _with_whole_strings(path.read_text())
-        if token.type not in NO_CODE
-        and not (token.type == tokenize.STRING and token.start[0] in docstrings)
+        if token.type not in NO_CODE and not (token.type == tokenize.STRING and token.start[0] in docstrings)
     )
 
 
@@ -109,8 +97,7 @@ def part_of(path: str) -> str:
 
 @cache
 def imports(path: str) -> tuple[str, ...]:
-    """Full names of imported modules; `from megagrpo.a import b` counts as megagrpo.a.b. No
-    TYPE_CHECKING blocks."""
+    """Full names of imported modules; `from megagrpo.a import b` counts as megagrpo.a.b. No TYPE_CHECKING blocks."""
     found = []
 
     def visit(node: ast.AST) -> None:

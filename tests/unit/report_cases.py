@@ -108,9 +108,7 @@ def same_text(messages: list, template: str = "Llama-3.1") -> bool:
 
 def question(prompt: object, **keys) -> str:
     """The text that a program of the environment `python` is written for."""
-    data = DataConfig(
-        path=rows_file([{"prompt": prompt, "answer": ""}]), chat_template=True, **keys
-    )
+    data = DataConfig(path=rows_file([{"prompt": prompt, "answer": ""}]), chat_template=True, **keys)
     (found,) = load_prompts(data, tokenizer()).prompts
     row = RolloutTask(found, hash, None, 1, str).row
     return PythonPrograms(row, 0, "exact").reset().rpartition("\n\n")[2]

@@ -38,8 +38,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """A machine with CUDA and a version of Transformer Engine, whose part for torch runs `body`
-    when it is imported."""
+    """A machine with CUDA and a version of Transformer Engine, whose part for torch runs `body` when it is imported."""
 
     def of(version: str, body: str = "") -> None:
         folder = tmp_path / "transformer_engine" / "pytorch"
@@ -66,9 +65,7 @@ def test_cuda_without_a_gpu_is_refused(no_gpu):
 
 
 def test_training_in_bfloat16_without_a_gpu_is_refused(no_gpu):
-    with pytest.raises(
-        ValueError, match="no GPU is visible here: .*or set actor.device: cpu to train"
-    ):
+    with pytest.raises(ValueError, match="no GPU is visible here: .*or set actor.device: cpu to train"):
         refuse_training_without_gpu(actor("dtype=bfloat16"), CPU)
     for fine in (actor("dtype=bfloat16", "device=cpu"), actor("dtype=float32")):
         refuse_training_without_gpu(fine, CPU)
@@ -77,9 +74,7 @@ def test_training_in_bfloat16_without_a_gpu_is_refused(no_gpu):
 
 def test_the_reason_is_what_torch_says(monkeypatch: pytest.MonkeyPatch):
     def too_old() -> None:
-        raise RuntimeError(
-            "The NVIDIA driver on your system is too old (found version 12040).\nPlease update"
-        )
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nPlease update")
 
     monkeypatch.setattr(torch.version, "cuda", None)
     assert why_no_gpu() == f"torch {torch.__version__} is built without CUDA"
@@ -88,9 +83,7 @@ def test_the_reason_is_what_torch_says(monkeypatch: pytest.MonkeyPatch):
     assert why_no_gpu() == "CUDA_VISIBLE_DEVICES is ''"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(torch._C, "_cuda_init", too_old, raising=False)
-    assert why_no_gpu().endswith(
-        "CUDA 13.0 says: The NVIDIA driver on your system is too old (found version 12040)."
-    )
+    assert why_no_gpu().endswith("CUDA 13.0 says: The NVIDIA driver on your system is too old (found version 12040).")
 
 
 @pytest.mark.parametrize(
@@ -115,18 +108,11 @@ def test_where_layers_are_transformer_engines(installed, version, settings, expe
 
 
 @pytest.mark.parametrize(
-    "body",
-    [
-        "import missing_library",
-        "raise OSError('undefined symbol')",
-        "raise RuntimeError('built for cu12')",
-    ],
+    "body", ["import missing_library", "raise OSError('undefined symbol')", "raise RuntimeError('built for cu12')"]
 )
 def test_one_that_cannot_be_imported_leaves_layers_to_torch_and_says_why(installed, body):
     installed("2.11.0", body)
-    with pytest.warns(
-        UserWarning, match="its import fails: .*(missing_library|undefined symbol|built for cu12)"
-    ):
+    with pytest.warns(UserWarning, match="its import fails: .*(missing_library|undefined symbol|built for cu12)"):
         assert not uses_transformer_engine(actor("dtype=bfloat16"))
     assert "transformer_engine" not in sys.modules, "or it could not be hidden"
     assert uses_transformer_engine(actor("transformer_engine=true"))
@@ -151,11 +137,7 @@ def test_on_a_cpu_they_are_only_on_request(no_gpu):
 def test_context_parallelism_on_a_gpu_needs_its_attention(settings, refused):
     arch = architecture_of(hf_config(TinyModelConfig()))
     found = actor("world_size=2", "parallel={cp: 2}", *settings)
-    problems = [
-        problem
-        for problem in layout_problems(arch, found)
-        if "actor.parallel.cp = 2 needs" in problem
-    ]
+    problems = [problem for problem in layout_problems(arch, found) if "actor.parallel.cp = 2 needs" in problem]
     assert bool(problems) is refused
     plain = found.model_copy(update={"dtype": "bfloat16", "lora": None})
     assert context_rule(plain, Kernels(True, False, False)).when, "as the ranks of a GPU find out"
@@ -175,9 +157,7 @@ def test_context_parallelism_on_a_gpu_needs_its_attention(settings, refused):
         ((12, 0), True, True, "2.14.1", "deterministic runs on GPUs of compute capability 12.0"),
     ],
 )
-def test_gpus_without_a_fused_attention_are_told(
-    monkeypatch, capability, packing, deterministic, version, said
-):
+def test_gpus_without_a_fused_attention_are_told(monkeypatch, capability, packing, deterministic, version, said):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     found = slow_attention(packing, deterministic)

@@ -1,5 +1,4 @@
-"""Rollouts with environments: real processes, the fake service's HTTP, and the ids that are kept,
-masked and sent."""
+"""Rollouts with environments: real processes, the fake service's HTTP, and the ids that are kept, masked and sent."""
 
 import asyncio
 import itertools
@@ -36,28 +35,16 @@ def ids(text: str, end: bool = False) -> list[int]:
 
 def says(text: str, reason: str = "stop") -> dict:
     tokens = ids(text, reason == "stop")
-    return {
-        "output_token_logprobs": [[-0.25, t, None] for t in tokens],
-        "finish_reason": {"type": reason},
-    }
+    return {"output_token_logprobs": [[-0.25, t, None] for t in tokens], "finish_reason": {"type": reason}}
 
 
-def config_of(
-    *, samples: int = 1, tokens: int = 32, rollout: dict | None = None, **environment
-) -> ExperimentConfig:
+def config_of(*, samples: int = 1, tokens: int = 32, rollout: dict | None = None, **environment) -> ExperimentConfig:
     """One worker plays; environment: of the section."""
     return experiment(
         train={"group_size": samples},
         rollout=rollout or {},
-        algorithm={
-            "advantage": {"name": "reinforce_plus_plus"},
-            "mismatch": {"weight": {"name": "tis"}},
-        },
-        sampling={
-            "max_response_tokens": tokens,
-            "stop_token_ids": [EOS],
-            "environment": {"workers": 1} | environment,
-        },
+        algorithm={"advantage": {"name": "reinforce_plus_plus"}, "mismatch": {"weight": {"name": "tis"}}},
+        sampling={"max_response_tokens": tokens, "stop_token_ids": [EOS], "environment": {"workers": 1} | environment},
     )
 
 
@@ -73,10 +60,7 @@ def play(*turns: dict, game: str = "GuessTheNumber", answer: str = "7", **more):
 def masked(group: RolloutGroup, sample: int = 0) -> str:
     """A response with what was said to the model in brackets."""
     found = group.samples[sample]
-    said = [
-        (TOKENIZER.decode([token]), own)
-        for token, own in zip(found.token_ids, found.loss_mask, strict=True)
-    ]
+    said = [(TOKENIZER.decode([token]), own) for token, own in zip(found.token_ids, found.loss_mask, strict=True)]
     return "".join(text if own else f"[{text}]" for text, own in said)
 
 
@@ -84,11 +68,7 @@ def test_a_rollout_is_one_sample_that_grows():
     group, requests = play(says("3"), says("9"), says("7"))
     (sample,) = group.samples
     end = TOKENIZER.eos_token
-    assert (
-        masked(group) == f"3{end}[H]9{end}[L]7{end}"
-        and sample.rollout is None
-        and sample.prompt_ids is None
-    )
+    assert masked(group) == f"3{end}[H]9{end}[L]7{end}" and sample.rollout is None and sample.prompt_ids is None
     assert sample.logprobs.tolist() == [-0.25 * own for own in sample.loss_mask]
     assert [request["input_ids"] for request in requests] == [
         ids("?"),
@@ -97,22 +77,14 @@ def test_a_rollout_is_one_sample_that_grows():
     ]
     purposes = ["train", "train turn 1", "train turn 2"]
     seeds = [request["sampling_params"]["sampling_seed"] for request in requests]
-    assert seeds == [sample_seed(0, purpose, 7, 30, 0) for purpose in purposes], (
-        "a seed for every turn"
-    )
-    assert (
-        group.outcomes[0].ok and group.outcomes[0].value == 1.0 and sample.finish_reason == "stop"
-    )
+    assert seeds == [sample_seed(0, purpose, 7, 30, 0) for purpose in purposes], "a seed for every turn"
+    assert group.outcomes[0].ok and group.outcomes[0].value == 1.0 and sample.finish_reason == "stop"
 
 
 def test_a_turn_may_see_the_last_message_alone():
     group, requests = play(says("+"), says("+"), says("+"), game="Walk", history="last")
     assert [sample.rollout for sample in group.samples] == [0, 0, 0] and len(group.outcomes) == 1
-    assert [list(sample.prompt_ids) for sample in group.samples] == [
-        ids("0:"),
-        ids("1:"),
-        ids("2:"),
-    ]
+    assert [list(sample.prompt_ids) for sample in group.samples] == [ids("0:"), ids("1:"), ids("2:")]
     assert [request["input_ids"] for request in requests] == [ids("0:"), ids("1:"), ids("2:")]
     assert all(s.loss_mask.all() and s.token_ids.tolist() == ids("+", True) for s in group.samples)
     assert group.outcomes[0].value == 0.75 and group.outcomes[0].token_rewards == ()
@@ -126,30 +98,14 @@ def test_a_turn_may_see_the_last_message_alone():
         ([says("3"), says("4")], {"max_turns": 2}, "turns", "2 turns", 0.0),
         ([says("33", reason="length")], {}, "tokens", "a turn reached the limit of tokens", 0.0),
         ([says("3")], {"tokens": 3}, "tokens", "no room for another turn", 0.0),
-        (
-            [says("+"), says("+")],
-            {"max_turns": 2, "game": "Walk", "history": "last"},
-            "turns",
-            "2 turns",
-            0.5,
-        ),
-        (
-            3 * [says("3")],
-            {"game": "Slow", "episode_timeout_s": 3.1, "timeout_s": 3},
-            "time",
-            "environment took",
-            0.75,
-        ),
+        ([says("+"), says("+")], {"max_turns": 2, "game": "Walk", "history": "last"}, "turns", "2 turns", 0.5),
+        (3 * [says("3")], {"game": "Slow", "episode_timeout_s": 3.1, "timeout_s": 3}, "time", "environment took", 0.75),
     ],
 )
 def test_each_limit_cuts_a_rollout_and_keeps_its_rewards(turns, more, end, reason, value):
     group, _ = play(*turns, **more)
     outcome = group.outcomes[0]
-    assert (outcome.status, outcome.value, outcome.end) == (
-        "score",
-        value,
-        end,
-    ) and reason in outcome.detail
+    assert (outcome.status, outcome.value, outcome.end) == ("score", value, end) and reason in outcome.detail
     assert group.samples[-1].finish_reason == "length"
 
 
@@ -161,11 +117,7 @@ def test_each_limit_cuts_a_rollout_and_keeps_its_rewards(turns, more, end, reaso
         ("raise", "error", "step raised RuntimeError: the tool server is gone"),
         ("strange", "error", "the tokenizer does not know every character of 'x y'"),
         ("content", "error", "the content of a message is a text"),
-        (
-            "long",
-            "error",
-            "an environment began with 1025 tokens, more than data.max_prompt_tokens 1024",
-        ),
+        ("long", "error", "an environment began with 1025 tokens, more than data.max_prompt_tokens 1024"),
         ("nan", "error", "step returned the reward nan, not a finite number"),
         ("pair", "error", "not (message, reward, done)"),
         ("die", "error", "step: the environment's process died: exit code 3"),
@@ -178,19 +130,11 @@ def test_each_limit_cuts_a_rollout_and_keeps_its_rewards(turns, more, end, reaso
 def test_an_environment_that_fails_gives_no_reward(kind, status, named):
     turns = [] if kind in ("make", "reset", "long") else [says("3")]
     before = live_children()
-    group, _ = play(
-        *turns, game="Bad", answer=kind, timeout_s=0.5 if kind in ("hang", "fork") else 20
-    )
+    group, _ = play(*turns, game="Bad", answer=kind, timeout_s=0.5 if kind in ("hang", "fork") else 20)
     (outcome,) = group.outcomes
-    assert (outcome.status, outcome.end, outcome.ok) == (
-        status,
-        status,
-        False,
-    ) and named in outcome.detail
+    assert (outcome.status, outcome.end, outcome.ok) == (status, status, False) and named in outcome.detail
     until(lambda: live_children() <= before, said=live_children)  # no process is left
-    assert len(group.samples[0].token_ids) == sum(
-        len(turn["output_token_logprobs"]) for turn in turns
-    ), "kept"
+    assert len(group.samples[0].token_ids) == sum(len(turn["output_token_logprobs"]) for turn in turns), "kept"
 
 
 def opened(function: str = "tests.games:Bad", tokenizer=TOKENIZER, **more) -> closing[Environments]:
@@ -222,9 +166,7 @@ def test_a_rollout_begins_again_where_that_may_help(tmp_path, kind, good, begun,
 
 
 def test_the_handbooks_environment_plays(tmp_path, monkeypatch):
-    (code,) = re.findall(
-        r"```python\n(# games.py\n.*?)```", (ROOT / "docs" / "agents.md").read_text(), re.DOTALL
-    )
+    (code,) = re.findall(r"```python\n(# games.py\n.*?)```", (ROOT / "docs" / "agents.md").read_text(), re.DOTALL)
     (tmp_path / "games.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -233,21 +175,14 @@ def test_the_handbooks_environment_plays(tmp_path, monkeypatch):
             assert await episode.reset() is None
             return [await episode.step(turn) for turn in ("3", "a", "7")]
 
-    with opened(
-        "games:Guess", character_tokenizer("0123456789 abcdefghijklmnopqrstuvwxyz?")
-    ) as environments:
+    with opened("games:Guess", character_tokenizer("0123456789 abcdefghijklmnopqrstuvwxyz?")) as environments:
         answers = asyncio.run(run())
-    assert [(said, done) for said, _, done in answers] == [
-        ("higher", False),
-        ("say a number", False),
-        (None, True),
-    ]
+    assert [(said, done) for said, _, done in answers] == [("higher", False), ("say a number", False), (None, True)]
     assert answers[-1][1] == 1.0
 
 
 def test_others_of_a_process_that_was_ended_begin_again():
-    """One worker, two episodes: the first one's call hangs, the second's process is gone with
-    it."""
+    """One worker, two episodes: the first one's call hangs, the second's process is gone with it."""
 
     async def run() -> tuple[str, str, float]:
         begin = environments.episode
@@ -286,10 +221,7 @@ def test_a_process_that_cannot_start_is_not_the_environments_mistake(monkeypatch
         async with environments.episode({"answer": "7"}, 1):
             pass
 
-    with (
-        opened() as environments,
-        pytest.raises(EnvironmentFailed, match="cannot start") as failed,
-    ):
+    with opened() as environments, pytest.raises(EnvironmentFailed, match="cannot start") as failed:
         asyncio.run(run())
     assert failed.value.end == "infrastructure", "another attempt is made"
 
@@ -313,9 +245,7 @@ CHAT = (
     "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-FORGETS = CHAT.replace(
-    "{{ m['content'] }}", "{{ m['content'] if loop.last or m['role'] == 'user' else '-' }}"
-)
+FORGETS = CHAT.replace("{{ m['content'] }}", "{{ m['content'] if loop.last or m['role'] == 'user' else '-' }}")
 NO_END = CHAT.replace("{{ eos_token }}", "|")
 
 
@@ -333,16 +263,14 @@ def test_half_a_character_is_replaced_and_a_whole_one_in_two_halves_is_kept():
 
 
 @pytest.mark.parametrize(
-    ("template", "named"),
-    [(FORGETS, "it writes earlier turns in another way"), (NO_END, "not the answer and")],
+    ("template", "named"), [(FORGETS, "it writes earlier turns in another way"), (NO_END, "not the answer and")]
 )
 def test_a_template_that_cannot_be_continued_is_refused(template, named):
     tokenizer, data = chat(template)
     with pytest.raises(ValueError, match=named):
         Renderer(tokenizer, data, True)
     assert (
-        Renderer(tokenizer, data, False).start("3", PROMPT).tolist()
-        == tokenizer("<user>3\n<assistant>")["input_ids"]
+        Renderer(tokenizer, data, False).start("3", PROMPT).tolist() == tokenizer("<user>3\n<assistant>")["input_ids"]
     )
 
 
@@ -360,15 +288,9 @@ def test_an_answer_that_something_else_ended_gets_the_end_that_the_template_writ
 
 @pytest.mark.parametrize("policy", ["by_version", "flush"])
 def test_a_rollout_keeps_its_key_over_a_publish_and_a_new_one_has_the_next(policy):
-    config = config_of(
-        function="tests.games:GuessTheNumber", rollout={"prefix_cache": policy, "max_staleness": 1}
-    )
+    config = config_of(function="tests.games:GuessTheNumber", rollout={"prefix_cache": policy, "max_staleness": 1})
     prompts = [Prompt(n, "?", tuple(ids("?")), "7") for n in (30, 31)]
-    script = [
-        says("3") | {"cached_tokens": 0},
-        says("7") | {"cached_tokens": 3},
-        says("7") | {"cached_tokens": 0},
-    ]
+    script = [says("3") | {"cached_tokens": 0}, says("7") | {"cached_tokens": 3}, says("7") | {"cached_tokens": 0}]
     service, metrics = FakeService(version=3, script=script), Metrics()
     service.hang = lambda body: len(body["input_ids"]) > 1 and service.version == 3
     with playing(config, TOKENIZER, service) as source:
@@ -382,15 +304,11 @@ def test_a_rollout_keeps_its_key_over_a_publish_and_a_new_one_has_the_next(polic
     (old,), (new,) = old.samples, new.samples
     assert (old.weight_version, old.newer, new.weight_version) == (3, ((3, 4),), 4)
     keys = [request.get("extra_key") for request in service.requests]
-    assert keys == (
-        ["weights 3", "weights 3", "weights 4"] if policy == "by_version" else [None] * 3
-    )
+    assert keys == (["weights 3", "weights 3", "weights 4"] if policy == "by_version" else [None] * 3)
     found = metrics.reduced(alone)
     read = sum(len(request["input_ids"]) for request in service.requests)
     assert found["prefix/hit_fraction"] == pytest.approx(3 / read)
     if policy == "by_version":
-        assert found["prefix/on_older_keys_fraction"] == pytest.approx(2 / 6), (
-            "the second turn's two tokens"
-        )
+        assert found["prefix/on_older_keys_fraction"] == pytest.approx(2 / 6), "the second turn's two tokens"
     else:
         assert "prefix/on_older_keys_fraction" not in found

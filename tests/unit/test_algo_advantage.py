@@ -21,15 +21,9 @@ from tests.unit.algo_inputs import reward_inputs, with_advantages
 EPS = 1e-6
 
 
-def batch_of(
-    rewards: list[float], groups: list[int], mask: list[list[int]] | None = None, **more
-) -> Batch:
-    loss_mask = torch.tensor(mask if mask is not None else [[1]] * len(rewards)).reshape(
-        len(rewards), -1
-    )
-    return algo_inputs.batch_of(
-        torch.tensor(rewards, dtype=torch.float64), groups, loss_mask, **more
-    )
+def batch_of(rewards: list[float], groups: list[int], mask: list[list[int]] | None = None, **more) -> Batch:
+    loss_mask = torch.tensor(mask if mask is not None else [[1]] * len(rewards)).reshape(len(rewards), -1)
+    return algo_inputs.batch_of(torch.tensor(rewards, dtype=torch.float64), groups, loss_mask, **more)
 
 
 def solve(batch: Batch, **options) -> tuple[torch.Tensor, dict]:
@@ -51,10 +45,7 @@ CLOSED = [  # options of the estimator, advantages
     ({"name": "maxrl", "single_sample": "raw"}, [-2 / 3, -1 / 3, 1, 0, 0, 3]),
     ({"name": "opo"}, [-2, -1, 3, 0, 0, 0]),  # one token each: the plain mean
     ({"name": "opo", "single_sample": "raw"}, [-2, -1, 3, 0, 0, 3]),
-    (
-        {"name": "gpg"},
-        [-4, -2, 6, 0, 0, 0],
-    ),  # alpha = 6 responses / 3 of them in groups that differ
+    ({"name": "gpg"}, [-4, -2, 6, 0, 0, 0]),  # alpha = 6 responses / 3 of them in groups that differ
 ]
 
 
@@ -71,10 +62,7 @@ def test_maxrl_without_a_positive_mean_is_0_and_never_beyond_the_group():
 
 
 def of_graders(scores: list[list[float]], weights: list[float]) -> dict:
-    return {
-        "parts": torch.tensor(scores, dtype=torch.float64),
-        "weights": torch.tensor(weights, dtype=torch.float64),
-    }
+    return {"parts": torch.tensor(scores, dtype=torch.float64), "weights": torch.tensor(weights, dtype=torch.float64)}
 
 
 def test_gdpo_normalizes_each_grader_by_itself():
@@ -126,31 +114,20 @@ def test_pass_at_k_ties_and_invalid():
     batch = batch_of([4.0, 4.0, 1.0, 3.0, 1.0, 0.0], [0, 0, 0, 1, 1, 1])
     advantages, _ = solve(batch, advantage={"name": "grpo_passk", "normalize": False})
     assert advantages[:, 0].tolist() == [0, 0, 0, 2, 0, 0]
-    batch = replace(
-        batch,
-        rewards=replace(batch.rewards, valid=torch.tensor([True, False, True, True, False, False])),
-    )
+    batch = replace(batch, rewards=replace(batch.rewards, valid=torch.tensor([True, False, True, True, False, False])))
     advantages, _ = solve(batch, advantage={"name": "grpo_passk", "normalize": False})
     assert advantages[:, 0].tolist() == [3, 0, 0, 0, 0, 0]
 
 
 def test_opo_weighs_by_sampled_tokens():
-    advantages, _ = solve(
-        batch_of([1.0, 5.0], [0, 0], [[1, 1, 1, 0], [0, 1, 0, 0]]), advantage={"name": "opo"}
-    )
-    assert advantages.tolist() == [
-        [-1, -1, -1, 0],
-        [0, 3, 0, 0],
-    ]  # baseline (3 * 1 + 1 * 5) / 4 = 2
+    advantages, _ = solve(batch_of([1.0, 5.0], [0, 0], [[1, 1, 1, 0], [0, 1, 0, 0]]), advantage={"name": "opo"})
+    assert advantages.tolist() == [[-1, -1, -1, 0], [0, 3, 0, 0]]  # baseline (3 * 1 + 1 * 5) / 4 = 2
 
 
 def test_reinforce_plus_plus_carries_credit_across_tool_tokens():
-    """The masked middle is skipped undiscounted; two responses, returns whitened over the 5 sampled
-    tokens."""
+    """The masked middle is skipped undiscounted; two responses, returns whitened over the 5 sampled tokens."""
     mask = [[1, 1, 0, 0, 1], [1, 0, 1, 0, 0]]
-    advantages, _ = solve(
-        batch_of([8.0, -2.0], [0, 0], mask), advantage={"name": "reinforce_plus_plus", "gamma": 0.5}
-    )
+    advantages, _ = solve(batch_of([8.0, -2.0], [0, 0], mask), advantage={"name": "reinforce_plus_plus", "gamma": 0.5})
     returns = torch.tensor([2.0, 4.0, 8.0, -1.0, -2.0])
     white = (returns - returns.mean()) / returns.std()
     assert advantages[torch.tensor(mask) > 0].tolist() == pytest.approx(white.tolist(), rel=1e-5)
@@ -163,13 +140,8 @@ def test_token_kl_in_the_reward_is_inside_the_statistics():
     batch = batch_of([1.0, 2.0], [0, 0], [[1, 1], [1, 0]], old_logprobs=old, ref_logprobs=ref)
     kl = {"reward_coef": 0.1, "estimator": "k1"}
     advantages, metrics = solve(batch, advantage={"name": "dr_grpo"}, kl=kl)
-    assert advantages[:, 0].tolist() == pytest.approx(
-        [-0.525, 0.525]
-    )  # rewards 1 - 0.1 * 0.5 and 2
-    assert (
-        metrics["kl/reference_before_update"] == pytest.approx(0.5 / 3)
-        and metrics["kl/coef"] == 0.1
-    )
+    assert advantages[:, 0].tolist() == pytest.approx([-0.525, 0.525])  # rewards 1 - 0.1 * 0.5 and 2
+    assert metrics["kl/reference_before_update"] == pytest.approx(0.5 / 3) and metrics["kl/coef"] == 0.1
     advantages, _ = solve(batch, advantage={"name": "reinforce_plus_plus"}, kl=kl)
     returns = torch.tensor([0.95, 1.0, 2.0])
     white = (returns - returns.mean()) / returns.std()
@@ -178,9 +150,7 @@ def test_token_kl_in_the_reward_is_inside_the_statistics():
 
 def test_adaptive_kl_coefficient_is_used_then_changed():
     one = torch.ones(2, 1)
-    batch = batch_of(
-        [0.0, 1.0], [0, 0], old_logprobs=-one, ref_logprobs=-2 * one
-    )  # KL 1, five times the target
+    batch = batch_of([0.0, 1.0], [0, 0], old_logprobs=-one, ref_logprobs=-2 * one)  # KL 1, five times the target
     adaptive = {"target": 0.2, "horizon": 10.0}
     algorithm = AlgorithmConfig(kl={"reward_coef": 0.1, "estimator": "k1", "adaptive": adaptive})
     assert with_current_kl_coef(algorithm, AlgoState()) is algorithm
@@ -216,49 +186,25 @@ def test_scale_and_shift_come_first_and_reach_the_greedy_baseline(name, reward, 
 
 
 def test_invalid_truncated_and_rejected_samples_leave_the_mask():
-    more = {
-        "valid": torch.tensor([True, True, False, True]),
-        "truncated": torch.tensor([False, True, False, False]),
-    }
-    more |= {
-        "old_logprobs": -torch.ones(4, 1),
-        "rollout_logprobs": torch.tensor([[-1.0], [-1.0], [-1.0], [-4.0]]),
-    }
+    more = {"valid": torch.tensor([True, True, False, True]), "truncated": torch.tensor([False, True, False, False])}
+    more |= {"old_logprobs": -torch.ones(4, 1), "rollout_logprobs": torch.tensor([[-1.0], [-1.0], [-1.0], [-4.0]])}
     batch = batch_of([1.0, 0.0, 9.0, 2.0], [0, 0, 0, 0], **more)
     mismatch = {"reject": {"high": 2.0}, "weight": {"name": "icepop", "low": 0.5, "high": 5.0}}
-    algorithm = AlgorithmConfig(
-        advantage={"name": "dr_grpo"}, mask_truncated=True, mismatch=mismatch
-    )
+    algorithm = AlgorithmConfig(advantage={"name": "dr_grpo"}, mask_truncated=True, mismatch=mismatch)
     result, _, metrics = with_advantages(batch, algorithm)
     assert result.loss_mask[:, 0].tolist() == [1, 0, 0, 0] and result.correction.counted is None
-    assert result.advantages[:, 0].tolist() == [
-        0,
-        0,
-        0,
-        0,
-    ]  # 1 - mean(1, 0, 2): the invalid 9 does not count
-    assert (
-        result.correction.weights[:, 0].tolist() == [1, 0, 0, 0]
-        and metrics["mismatch/rejected_fraction"] == 0.5
-    )
+    assert result.advantages[:, 0].tolist() == [0, 0, 0, 0]  # 1 - mean(1, 0, 2): the invalid 9 does not count
+    assert result.correction.weights[:, 0].tolist() == [1, 0, 0, 0] and metrics["mismatch/rejected_fraction"] == 0.5
     keep = {"reject": {"high": 2.0, "keep_denominator": True}}
     result, _, _ = with_advantages(batch, AlgorithmConfig(mask_truncated=True, mismatch=keep))
     assert result.correction.counted[:, 0].tolist() == [True, False, False, True]
 
 
 def test_groups_without_a_valid_response_are_dropped_and_counted():
-    batch = batch_of(
-        [1.0, 0.0, 3.0, 4.0], [0, 0, 1, 1], valid=torch.tensor([True, True, False, False])
-    )
+    batch = batch_of([1.0, 0.0, 3.0, 4.0], [0, 0, 1, 1], valid=torch.tensor([True, True, False, False]))
     result, _, metrics = with_advantages(batch, AlgorithmConfig())
-    assert (
-        metrics["group/dropped"] == 1
-        and metrics["group/degenerate_fraction"] == 0
-        and metrics["reward/mean"] == 0.5
-    )
-    assert (
-        result.loss_mask[:, 0].tolist() == [1, 1, 0, 0] and result.advantages[2:].abs().sum() == 0
-    )
+    assert metrics["group/dropped"] == 1 and metrics["group/degenerate_fraction"] == 0 and metrics["reward/mean"] == 0.5
+    assert result.loss_mask[:, 0].tolist() == [1, 1, 0, 0] and result.advantages[2:].abs().sum() == 0
 
 
 def test_running_moments_are_those_of_all_batches():
@@ -270,18 +216,14 @@ def test_running_moments_are_those_of_all_batches():
         out = normalize(ShapedRewards(part, state, {}), reward_inputs(zeros), options)
         state = out.state
         seen = parts[: i + 1].reshape(-1)
-        torch.testing.assert_close(
-            out.values, (part - seen.mean()) / (seen.std() + EPS), rtol=1e-12, atol=1e-12
-        )
+        torch.testing.assert_close(out.values, (part - seen.mean()) / (seen.std() + EPS), rtol=1e-12, atol=1e-12)
     assert state.reward_moments.count == 30
 
 
 def test_the_state_survives_a_checkpoint_to_the_last_bit():
     moments = RewardMoments(count=30, mean=1 / 3, root=0.1 + 0.2)
     for saved in (AlgoState(reward_moments=moments, kl_coef=0.7 / 3), AlgoState()):
-        assert (
-            TypeAdapter(AlgoState).validate_python(json.loads(json.dumps(asdict(saved)))) == saved
-        )
+        assert TypeAdapter(AlgoState).validate_python(json.loads(json.dumps(asdict(saved)))) == saved
 
 
 @pytest.mark.parametrize("scope", ["group", "batch", "running"])
@@ -301,34 +243,19 @@ def test_row_sums_do_not_depend_on_the_padding():
 
 
 NAMES = (
-    "grpo",
-    "dr_grpo",
-    "grpo_passk",
-    "rloo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "opo",
-    "gpg",
-    "maxrl",
-    "gdpo",
-)
-REWARD = st.one_of(
-    st.sampled_from([0.0, 1.0, 0.7, 1e-4, 1e30]), st.floats(-1e30, 1e30), st.floats(-2.0, 2.0)
-)
+    "grpo", "dr_grpo", "grpo_passk", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg",
+    "maxrl", "gdpo",
+)  # fmt: skip
+REWARD = st.one_of(st.sampled_from([0.0, 1.0, 0.7, 1e-4, 1e30]), st.floats(-1e30, 1e30), st.floats(-2.0, 2.0))
 
 
 @given(
-    samples=st.lists(
-        st.tuples(REWARD, st.integers(0, 2), st.booleans(), st.integers(0, 3)),
-        min_size=1,
-        max_size=14,
-    ),
+    samples=st.lists(st.tuples(REWARD, st.integers(0, 2), st.booleans(), st.integers(0, 3)), min_size=1, max_size=14),
     name=st.sampled_from(NAMES),
     seed=st.integers(0, 99),
 )
 def test_properties(samples, name, seed):
-    """Finite whatever the rewards; groups sum to 0; invariant to permutation and to an added
-    all-masked sequence."""
+    """Finite whatever the rewards; groups sum to 0; invariant to permutation and to an added all-masked sequence."""
     rewards, groups, valid, lengths = (list(x) for x in zip(*samples, strict=True))
     mask = [[int(t < length) for t in range(3)] for length in lengths]
 

@@ -1,5 +1,4 @@
-"""The algorithm section: impossible combinations are refused with the reason, presets are the
-papers' settings."""
+"""The algorithm section: impossible combinations are refused with the reason, presets are the papers' settings."""
 
 import pytest
 
@@ -37,30 +36,15 @@ REFUSED = [  # options, part of the reason
     ({"kl": {"loss_coef": 0.1, "importance": True}}, "none of them"),
     ({"kl": {"loss_coef": 0.1, "estimator": "k1", "value_clamp": 10.0}}, "belongs to k3"),
     ({"kl": {"adaptive": {"target": 0.1, "horizon": 1e4}}}, "starting coefficient"),
-    (
-        {
-            "kl": {
-                "loss_coef": 0.1,
-                "estimator": "full",
-                "adaptive": {"target": 0.1, "horizon": 1e4},
-            }
-        },
-        "sampled tokens",
-    ),
+    ({"kl": {"loss_coef": 0.1, "estimator": "full", "adaptive": {"target": 0.1, "horizon": 1e4}}}, "sampled tokens"),
     ({"mismatch": {"weight": {"name": "icepop", "low": 5.0, "high": 2.0}}}, "not below"),
     ({"mismatch": {"reject": {"low": 1.5, "high": 2.0}}}, "rejects perfect agreement"),
     ({"loss": {"name": "ppo_clip", "dual_clip": 1.0}}, "greater than 1"),
     ({"loss": {"name": "ppo"}}, "ppo_clip"),
     ({"advantage": {"name": "gae"}}, "grpo"),
     ({"streams": [{"component": "distillation"}]}, "there is no distillation section"),
-    (
-        {"streams": [{"component": "rl", "written_by": ["tool"]}]},
-        "component rl is of tokens that the policy sampled",
-    ),
-    (
-        {"streams": [{"component": "reference_kl"}], "kl": {"loss_coef": 0.1}},
-        "a stream of reference_kl beside kl.loss",
-    ),
+    ({"streams": [{"component": "rl", "written_by": ["tool"]}]}, "component rl is of tokens that the policy sampled"),
+    ({"streams": [{"component": "reference_kl"}], "kl": {"loss_coef": 0.1}}, "a stream of reference_kl beside kl.loss"),
 ]
 
 
@@ -73,11 +57,7 @@ def test_refused(options, reason):
 def problems(options: dict, max_response_tokens: int = 512, **train) -> str:
     """Why the algorithm section does not go together with others; "" if it does."""
     train = {"num_prompts_per_step": 4, "num_updates_per_step": 1, **train}
-    whole = {
-        "algorithm": options,
-        "train": train,
-        "sampling": {"max_response_tokens": max_response_tokens},
-    }
+    whole = {"algorithm": options, "train": train, "sampling": {"max_response_tokens": max_response_tokens}}
     try:
         experiment(**whole)
     except ValueError as exc:
@@ -109,9 +89,7 @@ def test_group_of_one_is_refused_if_it_teaches_nothing(options, reason):
 def test_the_adaptive_coefficient_stays_positive():
     options = {"kl": {"loss_coef": 0.1, "adaptive": {"target": 0.1, "horizon": 100}}}
     assert not problems(options, num_prompts_per_step=1, group_size=499)
-    assert "too short for 500 responses" in problems(
-        options, num_prompts_per_step=1, group_size=500
-    )
+    assert "too short for 500 responses" in problems(options, num_prompts_per_step=1, group_size=500)
 
 
 def test_overlong_buffer_must_fit_and_is_a_fifth_of_the_longest_response_by_default():
@@ -150,8 +128,7 @@ def test_gdpo_needs_the_scores_of_several_graders_for_every_row():
 def test_gdpos_formula_and_advice():
     gdpo = AlgorithmConfig(advantage={"name": "gdpo", "whiten_over": "responses"})
     assert gdpo.formula.endswith(
-        "A = whiten(sum_k w_k (r_k - mean_k) / (std_k + eps)) over responses, r_k, w_k = score "
-        "and weight of grader k"
+        "A = whiten(sum_k w_k (r_k - mean_k) / (std_k + eps)) over responses, r_k, w_k = score and weight of grader k"
     )
     assert gdpo.advice == [] and not gdpo.whitens
     (advice,) = AlgorithmConfig(advantage={"name": "gdpo"}, dynamic_sampling={}).advice
@@ -179,19 +156,9 @@ def test_advice_and_formula():
     formula = "1/N_tok sum_it [-min(rho A, clip(rho) A)], A = (r - mean) / (std + eps), r = reward"
     assert AlgorithmConfig().formula == formula
     reward = {"scale": 2, "shift": -1, "overlong": {}, "mean": "batch", "std": "batch", "clip": 5}
-    options = {
-        "whiten_advantages": True,
-        "advantage_clip": 3,
-        "mask_truncated": True,
-        "dynamic_sampling": {},
-    }
-    options |= {
-        "mismatch": {"weight": {"name": "tis"}, "reject": {"high": 2}},
-        "kl": {"reward_coef": 0.1},
-    }
-    everything = AlgorithmConfig(
-        advantage={"name": "rloo"}, reward=reward, entropy_coef=0.01, **options
-    )
+    options = {"whiten_advantages": True, "advantage_clip": 3, "mask_truncated": True, "dynamic_sampling": {}}
+    options |= {"mismatch": {"weight": {"name": "tis"}, "reject": {"high": 2}}, "kl": {"reward_coef": 0.1}}
+    everything = AlgorithmConfig(advantage={"name": "rloo"}, reward=reward, entropy_coef=0.01, **options)
     assert everything.formula == (
         "1/N_tok sum_it [w -min(rho A, clip(rho) A) + (-0.01) H], w = old / rollout of the token "
         "in [0, 2], "

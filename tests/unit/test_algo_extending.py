@@ -1,8 +1,6 @@
-"""One place each: a toy estimator, loss and reward step, written into a copy of the package as a
-user of a clone would.
+"""One place each: a toy estimator, loss and reward step, written into a copy of the package as a user of a clone would.
 
-Each takes a variant with its name in the union, and a function with its row: two files, nothing
-else.
+Each takes a variant with its name in the union, and a function with its row: two files, nothing else.
 """
 
 import json
@@ -79,8 +77,7 @@ algorithm:
   loss: {name: toy, weight: 0.5}
   reward: {scale: 2.0, bonus: 10.0, clip: 13.0}
 """
-# One step of two responses: the YAML file is read, the rewards 1 and 2 become advantages, and these
-# a loss.
+# One step of two responses: the YAML file is read, the rewards 1 and 2 become advantages, and these a loss.
 PROGRAM = """
 import json, sys, torch
 from megagrpo.algo.advantage import with_advantages
@@ -110,9 +107,7 @@ print(json.dumps([batch.advantages.tolist(), float(loss), algorithm.formula]))
 @pytest.fixture
 def clone(tmp_path) -> Path:
     """The folder that holds a copy of the package."""
-    shutil.copytree(
-        ROOT / "megagrpo", tmp_path / "megagrpo", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    shutil.copytree(ROOT / "megagrpo", tmp_path / "megagrpo", ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 
 
@@ -127,9 +122,7 @@ def write(clone: Path, name: str, *insertions: str) -> None:
 
 
 def in_clone(clone: Path, program: str, *arguments: str) -> list:
-    return json.loads(
-        python("-c", program, *arguments, cwd=clone, env=os.environ | {"PYTHONPATH": str(clone)})
-    )
+    return json.loads(python("-c", program, *arguments, cwd=clone, env=os.environ | {"PYTHONPATH": str(clone)}))
 
 
 def test_a_variant_a_function_and_a_row_are_all_it_takes(clone):
@@ -164,9 +157,5 @@ print(json.dumps(out))
         "AdvantageConfig (config/objective/estimators.py) offers ToyAdvantage, "
         "which ESTIMATORS (algo/estimators.py) has no function for"
     )
-    assert (
-        "ToyLoss" in messages[1] and "POLICY_LOSSES" in messages[1] and messages[1] == messages[4]
-    )
-    assert (
-        "RewardBonus" in messages[2] and "REWARD_STEPS" in messages[2] and messages[3] != "imported"
-    )
+    assert "ToyLoss" in messages[1] and "POLICY_LOSSES" in messages[1] and messages[1] == messages[4]
+    assert "RewardBonus" in messages[2] and "REWARD_STEPS" in messages[2] and messages[3] != "imported"

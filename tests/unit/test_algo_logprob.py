@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from megagrpo.algo import logprob
-from megagrpo.algo.logprob import (
-    VocabularyShard,
-    chunked_draft_kl,
-    chunked_full_kl,
-    chunked_logprobs,
-)
+from megagrpo.algo.logprob import VocabularyShard, chunked_draft_kl, chunked_full_kl, chunked_logprobs
 
 TOKENS, HIDDEN, VOCAB, PADDED = 21, 8, 29, 32
 REAL = VocabularyShard(size=VOCAB)
@@ -18,10 +13,7 @@ REAL = VocabularyShard(size=VOCAB)
 @pytest.fixture
 def problem():
     torch.manual_seed(0)
-    hidden, weight = (
-        torch.randn(TOKENS, HIDDEN, requires_grad=True),
-        torch.randn(PADDED, HIDDEN, requires_grad=True),
-    )
+    hidden, weight = (torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.randn(PADDED, HIDDEN, requires_grad=True))
     targets = torch.randint(0, VOCAB, (TOKENS,))
     targets[[2, 7]] = -1
     return hidden, weight, targets
@@ -30,9 +22,7 @@ def problem():
 def plain(hidden, weight, targets, temperature):
     logp = ((hidden @ weight[:VOCAB].T) / temperature).log_softmax(-1)
     used = (targets >= 0).float()
-    return logp.gather(1, targets.clamp(min=0)[:, None]).squeeze(1) * used, -(
-        logp.exp() * logp
-    ).sum(1) * used
+    return logp.gather(1, targets.clamp(min=0)[:, None]).squeeze(1) * used, -(logp.exp() * logp).sum(1) * used
 
 
 def gradients(value, *inputs):
@@ -47,13 +37,9 @@ def test_values_and_gradients(problem, monkeypatch, tile, chunk, a, b):
     hidden, weight, targets = problem
     logprobs, entropy = chunked_logprobs(hidden, weight, targets, 0.7, chunk, REAL)
     right_logprobs, right_entropy = plain(hidden, weight, targets, 0.7)
-    torch.testing.assert_close(
-        (logprobs, entropy), (right_logprobs, right_entropy), rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close((logprobs, entropy), (right_logprobs, right_entropy), rtol=1e-5, atol=1e-5)
     coefficients = torch.randn(TOKENS)
-    used = (
-        a * logprobs + b * entropy if b else a * logprobs
-    )  # only the log-probabilities may be used
+    used = a * logprobs + b * entropy if b else a * logprobs  # only the log-probabilities may be used
     mine = gradients(used @ coefficients, hidden, weight)
     right = gradients((a * right_logprobs + b * right_entropy) @ coefficients, hidden, weight)
     torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
@@ -73,9 +59,7 @@ def test_several_targets_of_a_position(problem, monkeypatch, tile):
     torch.testing.assert_close(logprobs, right, rtol=1e-5, atol=1e-5)
     coefficients = torch.randn(TOKENS, 3)
     mine = gradients((logprobs * coefficients).sum(), hidden, weight)
-    torch.testing.assert_close(
-        mine, gradients((right * coefficients).sum(), hidden, weight), rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(mine, gradients((right * coefficients).sum(), hidden, weight), rtol=1e-4, atol=1e-5)
     first, of_first = chunked_logprobs(hidden, weight, targets, 0.7, 4, REAL)
     assert torch.equal(first, logprobs[:, 0]) and torch.equal(of_first, entropy)
 
@@ -90,10 +74,7 @@ def test_no_tokens_keep_the_graph(problem):
 def test_bfloat16_weights_are_multiplied_in_float32(problem):
     """N7: bfloat16 logits move log-probabilities by 1e-2; here only the inputs are rounded."""
     hidden, weight, targets = (x.detach() for x in problem)
-    half_hidden, half_weight = (
-        hidden.bfloat16().requires_grad_(),
-        weight.bfloat16().requires_grad_(),
-    )
+    half_hidden, half_weight = (hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_())
     logprobs, entropy = chunked_logprobs(half_hidden, half_weight, targets, 1.0, 4, REAL)
     right = plain(half_hidden.detach().float(), half_weight.detach().float(), targets, 1.0)
     torch.testing.assert_close((logprobs, entropy), right, rtol=1e-5, atol=1e-5)
@@ -106,25 +87,16 @@ def test_flat_and_peaked_distributions_stay_finite(problem, scale):
     hidden, weight, targets = problem
     logprobs, entropy = chunked_logprobs(hidden * scale, weight, targets, 1.0, 4, REAL)
     grads = gradients(logprobs.sum() + entropy.sum(), hidden, weight)
-    assert (
-        all(torch.isfinite(x).all() for x in (logprobs, entropy, *grads))
-        and (entropy >= -1e-4).all()
-    )
+    assert all(torch.isfinite(x).all() for x in (logprobs, entropy, *grads)) and (entropy >= -1e-4).all()
 
 
 @pytest.mark.parametrize("tile", [5, 8192])
 def test_full_kl(problem, monkeypatch, tile):
     monkeypatch.setattr(logprob, "TILE_COLUMNS", tile)
     hidden, weight, _ = problem
-    ref_hidden, ref_weight = (
-        torch.randn(TOKENS, 5),
-        torch.randn(PADDED, 5),
-    )  # the reference may be of another width
+    ref_hidden, ref_weight = (torch.randn(TOKENS, 5), torch.randn(PADDED, 5))  # the reference may be of another width
     mine = chunked_full_kl(hidden, weight, ref_hidden, ref_weight, 0.7, 4, REAL)
-    logp, logq = (
-        ((h @ w[:VOCAB].T) / 0.7).log_softmax(-1)
-        for h, w in ((hidden, weight), (ref_hidden, ref_weight))
-    )
+    logp, logq = (((h @ w[:VOCAB].T) / 0.7).log_softmax(-1) for h, w in ((hidden, weight), (ref_hidden, ref_weight)))
     right = (logp.exp() * (logp - logq)).sum(1)
     torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
     coefficients = torch.randn(TOKENS)
@@ -140,9 +112,7 @@ def test_a_draft_is_pulled_to_the_policy_which_has_no_gradient(problem, monkeypa
     hidden, weight, _ = problem
     draft = torch.randn(TOKENS, hidden.shape[1], requires_grad=True)
     mine = chunked_draft_kl(draft, hidden, weight, 0.7, 4, REAL)
-    logp, logq = (
-        ((h @ weight.detach()[:VOCAB].T) / 0.7).log_softmax(-1) for h in (hidden.detach(), draft)
-    )
+    logp, logq = (((h @ weight.detach()[:VOCAB].T) / 0.7).log_softmax(-1) for h in (hidden.detach(), draft))
     right = (logp.exp() * (logp - logq)).sum(1)
     torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
     coefficients = torch.randn(TOKENS)

@@ -1,5 +1,4 @@
-"""Every loss, KL form and aggregation: closed-form value and gradient; shares add up; masked tokens
-leak nothing."""
+"""Every loss, KL form and aggregation: closed-form value and gradient; shares add up; masked tokens leak nothing."""
 
 import math
 from dataclasses import replace
@@ -24,12 +23,7 @@ from megagrpo.config.objective.policy_loss import (
     SapoLoss,
 )
 
-AGGREGATIONS = (
-    "token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-)
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 OLD = -1.0
 
 
@@ -37,9 +31,7 @@ def value_and_gradient(options, ratio: float, advantage: float) -> tuple[float, 
     """Loss of a single token whose probability ratio is `ratio`, and d loss / d logp."""
     logp = torch.tensor([[OLD + math.log(ratio)]], dtype=torch.float64, requires_grad=True)
     old, adv = torch.full_like(logp, OLD), torch.full_like(logp, advantage)
-    loss = token_loss(
-        PolicyInputs(logp, old, adv, torch.ones_like(logp, dtype=torch.bool)), options
-    ).value.sum()
+    loss = token_loss(PolicyInputs(logp, old, adv, torch.ones_like(logp, dtype=torch.bool)), options).value.sum()
     loss.backward()
     return loss.item(), logp.grad.item()
 
@@ -84,28 +76,14 @@ CASES = [  # options, ratio, advantage, value, gradient
     (CISPO, 1.5, 2.0, -1.3 * 2.0 * logp_of(1.5), -2.6),  # clipped weight, gradient alive
     (CISPO, 0.5, -2.0, 0.8 * 2.0 * logp_of(0.5), 1.6),
     (GpgLoss(), 1.5, 2.0, -2.0 * logp_of(1.5), -2.0),
-    (
-        SapoLoss(),
-        1.5,
-        2.0,
-        -gate(1.5, 1.0) * 8.0,
-        -8.0 * gate(1.5, 1.0) * (1 - gate(1.5, 1.0)) * 1.5,
-    ),
-    (
-        SapoLoss(),
-        0.5,
-        -2.0,
-        gate(0.5, 1.05) * 8 / 1.05,
-        8.0 * gate(0.5, 1.05) * (1 - gate(0.5, 1.05)) * 0.5,
-    ),
+    (SapoLoss(), 1.5, 2.0, -gate(1.5, 1.0) * 8.0, -8.0 * gate(1.5, 1.0) * (1 - gate(1.5, 1.0)) * 1.5),
+    (SapoLoss(), 0.5, -2.0, gate(0.5, 1.05) * 8 / 1.05, 8.0 * gate(0.5, 1.05) * (1 - gate(0.5, 1.05)) * 0.5),
 ]
 
 
 @pytest.mark.parametrize(("options", "ratio", "advantage", "value", "gradient"), CASES)
 def test_token_loss(options, ratio, advantage, value, gradient):
-    assert value_and_gradient(options, ratio, advantage) == pytest.approx(
-        (value, gradient), rel=1e-9, abs=1e-12
-    )
+    assert value_and_gradient(options, ratio, advantage) == pytest.approx((value, gradient), rel=1e-9, abs=1e-12)
 
 
 def test_gmpo_has_the_gradient_of_the_paper():
@@ -127,36 +105,26 @@ def test_gmpo_has_the_gradient_of_the_paper():
 
 
 def test_gspo_uses_one_ratio_per_sequence():
-    logp = torch.tensor(
-        [[-1.0, -2.0, -9.0], [-1.0, -1.0, -1.0]], dtype=torch.float64, requires_grad=True
-    )
+    logp = torch.tensor([[-1.0, -2.0, -9.0], [-1.0, -1.0, -1.0]], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([[-1.2, -2.4, 0.0], [-1.0, -1.0, -1.0]], dtype=torch.float64)
     mask = torch.tensor([[True, True, False], [True, True, True]])
     adv = torch.tensor([[1.0], [2.0]], dtype=torch.float64).expand(2, 3)
-    value = token_loss(
-        PolicyInputs(logp, old, adv, mask), GspoLoss(clip_ratio_low=0.9, clip_ratio_high=9.0)
-    ).value
+    value = token_loss(PolicyInputs(logp, old, adv, mask), GspoLoss(clip_ratio_low=0.9, clip_ratio_high=9.0)).value
     s = math.exp((0.2 + 0.4) / 2)  # the masked token's log-ratio of -9 is not in the mean
     assert value[0, :2].tolist() == pytest.approx([-s, -s]) and value[1].tolist() == [-2.0] * 3
-    loss = aggregate(
-        value, mask, "seq-mean-token-mean", count_denominators((mask > 0).sum(1), alone, 1.0)
-    )
+    loss = aggregate(value, mask, "seq-mean-token-mean", count_denominators((mask > 0).sum(1), alone, 1.0))
     loss.backward()
-    # d/d logp_t of -(1/2) s_i A_i, s_i = exp(mean log-ratio): s_i A_i / (2 T_i), the paper's
-    # gradient
+    # d/d logp_t of -(1/2) s_i A_i, s_i = exp(mean log-ratio): s_i A_i / (2 T_i), the paper's gradient
     assert logp.grad[0].tolist() == pytest.approx([-s / 4, -s / 4, 0.0])
 
 
 @pytest.mark.parametrize(
-    ("clamp", "log_ratio", "expected"),
-    [("both", 50.0, 20.0), ("above", 50.0, 10.0), ("both", -50.0, -20.0)],
+    ("clamp", "log_ratio", "expected"), [("both", 50.0, 20.0), ("above", 50.0, 10.0), ("both", -50.0, -20.0)]
 )
 def test_gspo_limits_the_mean_log_ratio(clamp, log_ratio, expected):
     logp = torch.full((1, 3), log_ratio, dtype=torch.float64, requires_grad=True)
     options = GspoLoss(clip_ratio_low=1.0, clip_ratio_high=1e9, clamp=clamp)
-    value = token_loss(
-        PolicyInputs(logp, torch.zeros_like(logp), -torch.ones_like(logp), logp == logp), options
-    ).value
+    value = token_loss(PolicyInputs(logp, torch.zeros_like(logp), -torch.ones_like(logp), logp == logp), options).value
     assert value[0, 0].item() == pytest.approx(math.exp(expected))
     value.sum().backward()
     assert not logp.grad.any()  # as verl's, which clamps the sum with its gradient
@@ -169,11 +137,7 @@ def test_log_ratio_is_clamped_without_gradient_and_counted():
     algorithm = AlgorithmConfig(loss={"name": "ppo_clip", "clip_ratio_high": 1e9})
     loss, sums = objective(inputs, algorithm, Denominators(2, 1, 1.0))
     loss.backward()
-    assert (
-        logp.grad[0, 0] == 0
-        and logp.grad[0, 1] != 0
-        and float(sums["policy/clamped_fraction"]) == 1
-    )
+    assert logp.grad[0, 0] == 0 and logp.grad[0, 1] != 0 and float(sums["policy/clamped_fraction"]) == 1
     assert loss.item() == pytest.approx((math.exp(20) + math.exp(0.5)) / 2)
 
 
@@ -196,9 +160,7 @@ def test_kl(estimator, value, gradient, sign):
     kl = kl_penalty(logp, torch.tensor(-2.0).double(), estimator)
     kl.backward()
     if sign < 0:
-        value = {"k1": -X, "k1+": -X}.get(
-            estimator, math.exp(X) - X - 1 if estimator.startswith("k3") else value
-        )
+        value = {"k1": -X, "k1+": -X}.get(estimator, math.exp(X) - X - 1 if estimator.startswith("k3") else value)
         gradient = {"k1": 1.0, "abs": -1.0, "k3": 1 - math.exp(X)}.get(estimator, -X)
     assert (kl.item(), logp.grad.item()) == pytest.approx((value, gradient), rel=1e-12)
 
@@ -220,9 +182,7 @@ def test_kl_importance_weighs_by_the_ratio():
     loss, _ = objective(inputs, AlgorithmConfig(kl=kl), Denominators(1, 1, 1.0))
     loss.backward()
     ratio = math.exp(0.5)
-    assert (loss.item(), logp.grad.item()) == pytest.approx(
-        (0.5 * ratio * math.exp(-1), 0.5 * ratio * 1.0)
-    )
+    assert (loss.item(), logp.grad.item()) == pytest.approx((0.5 * ratio * math.exp(-1), 0.5 * ratio * 1.0))
 
 
 def test_full_kl_and_entropy_enter_with_their_coefficients():
@@ -256,22 +216,17 @@ def test_aggregation(name):
     loss.backward()
     value, first, second = AGGREGATED[name]
     assert loss.item() == pytest.approx(value)
-    assert matrix.grad.tolist() == [
-        pytest.approx(row) for row in ([first, first, 0], [second, 0, 0], [0, 0, 0])
-    ]
+    assert matrix.grad.tolist() == [pytest.approx(row) for row in ([first, first, 0], [second, 0, 0], [0, 0, 0])]
 
 
 def test_rejected_tokens_may_stay_in_every_denominator():
-    """Two of four tokens were rejected: with counted_tokens the others weigh 1/4 each, not 1/2;
-    metrics see those."""
+    """Two of four tokens were rejected: with counted_tokens the others weigh 1/4 each, not 1/2; metrics see those."""
     trained, counted = (
         torch.tensor([[1.0, 1.0, 0.0, 0.0]], dtype=torch.float64),
         torch.ones(1, 4, dtype=torch.float64),
     )
     zeros, logprobs = torch.zeros_like(counted), torch.zeros_like(counted).requires_grad_()
-    inputs = LossInputs(
-        logprobs, zeros, trained, counted, zeros, zeros, counted_tokens=counted.sum(1)
-    )
+    inputs = LossInputs(logprobs, zeros, trained, counted, zeros, zeros, counted_tokens=counted.sum(1))
     for aggregation in ("seq-mean-token-mean", "token-mean"):
         denominators = count_denominators((counted > 0).sum(1), alone, C)
         loss, sums = objective(inputs, AlgorithmConfig(aggregation=aggregation), denominators)
@@ -307,15 +262,7 @@ def random_inputs(seed: int, n: int, width: int) -> LossInputs:
 
     mask = (torch.rand(n, width, generator=generator) > 0.4).double()
     old, near = normal() - 2, 0.3 * normal()
-    values = (
-        old + near,
-        normal().abs(),
-        mask,
-        normal(),
-        old,
-        old + 0.1 * normal(),
-        old + 0.1 * normal(),
-    )
+    values = (old + near, normal().abs(), mask, normal(), old, old + 0.1 * normal(), old + 0.1 * normal())
     return LossInputs(*values, None, normal().abs())
 
 
@@ -331,9 +278,7 @@ def solve(inputs: LossInputs, algorithm, denominators) -> tuple[float, torch.Ten
 
 
 def pick(inputs: LossInputs, rows) -> LossInputs:
-    return LossInputs(
-        **{name: None if value is None else value[rows] for name, value in vars(inputs).items()}
-    )
+    return LossInputs(**{name: None if value is None else value[rows] for name, value in vars(inputs).items()})
 
 
 @given(
@@ -344,8 +289,7 @@ def pick(inputs: LossInputs, rows) -> LossInputs:
     aggregation=st.sampled_from(AGGREGATIONS),
 )
 def test_invariances(seed, n, width, loss, aggregation):
-    """Permutation, any split into micro-batches, and an added all-masked sequence full of NaN
-    change nothing."""
+    """Permutation, any split into micro-batches, and an added all-masked sequence full of NaN change nothing."""
     inputs, algorithm = random_inputs(seed, n, width), algorithm_of(loss, aggregation)
     denominators = denominators_of(inputs)
     value, gradient, sums = solve(inputs, algorithm, denominators)
@@ -357,16 +301,10 @@ def test_invariances(seed, n, width, loss, aggregation):
     torch.testing.assert_close(permuted[1], gradient[order], rtol=1e-12, atol=1e-14)
 
     cut = seed % (n + 1)  # one part may be empty
-    parts = [
-        solve(pick(inputs, slice(*ends)), algorithm, denominators) for ends in ((0, cut), (cut, n))
-    ]
+    parts = [solve(pick(inputs, slice(*ends)), algorithm, denominators) for ends in ((0, cut), (cut, n))]
     assert parts[0][0] + parts[1][0] == pytest.approx(value, rel=1e-12, abs=1e-12)
-    torch.testing.assert_close(
-        torch.cat([parts[0][1], parts[1][1]]), gradient, rtol=1e-12, atol=1e-14
-    )
-    assert {k: parts[0][2][k] + parts[1][2][k] for k in sums} == pytest.approx(
-        sums, rel=1e-9, abs=1e-9
-    )
+    torch.testing.assert_close(torch.cat([parts[0][1], parts[1][1]]), gradient, rtol=1e-12, atol=1e-14)
+    assert {k: parts[0][2][k] + parts[1][2][k] for k in sums} == pytest.approx(sums, rel=1e-9, abs=1e-9)
 
     padded = pick(inputs, [*range(n), 0])  # a copy
     for name, tensor in vars(padded).items():
@@ -392,8 +330,6 @@ def test_weights_multiply_the_policy_term_only(loss):
     algorithm = algorithm_of(loss, "token-mean")
     zeros = torch.zeros(3, 4, dtype=torch.float64)
     without = solve(replace(inputs, policy_weights=zeros), algorithm, denominators)
-    no_policy = solve(
-        replace(inputs, policy_weights=None, advantages=zeros), algorithm, denominators
-    )
+    no_policy = solve(replace(inputs, policy_weights=None, advantages=zeros), algorithm, denominators)
     assert without[0] == pytest.approx(no_policy[0]) and without[0] != 0
     torch.testing.assert_close(without[1], no_policy[1])

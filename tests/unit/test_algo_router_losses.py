@@ -1,5 +1,4 @@
-"""Losses of routers: values of uniform and collapsed routing, gradients by hand; z is in
-dist/test_router_bias.py."""
+"""Losses of routers: values of uniform and collapsed routing, gradients by hand; z is in dist/test_router_bias.py."""
 
 import pytest
 import torch
@@ -14,9 +13,7 @@ from megagrpo.tools.certify.tiny_model import hf_config
 EXPERTS, TOP_K, LENGTHS = 6, 2, (5, 1, 9)
 
 
-def balance(
-    logits: torch.Tensor, sequence: torch.Tensor, lengths: torch.Tensor, sigmoid: bool
-) -> torch.Tensor:
+def balance(logits: torch.Tensor, sequence: torch.Tensor, lengths: torch.Tensor, sigmoid: bool) -> torch.Tensor:
     counts = chosen_experts(logits, sequence, len(lengths), TOP_K)
     return balance_part(logits, sequence, counts, lengths, TOP_K, sigmoid)
 
@@ -36,8 +33,7 @@ def by_hand(logits: torch.Tensor, sequence: torch.Tensor, sigmoid: bool) -> torc
 
 @pytest.fixture
 def tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits [T, E] of three sequences' tokens, mixed, with padding among them; to which each
-    belongs; lengths."""
+    """Logits [T, E] of three sequences' tokens, mixed, with padding among them; to which each belongs; lengths."""
     generator = torch.Generator().manual_seed(0)
     sequence = torch.repeat_interleave(torch.arange(4), torch.tensor([*LENGTHS, 4]))  # 3: padding
     sequence = sequence[torch.randperm(len(sequence), generator=generator)]
@@ -54,16 +50,12 @@ def test_balance_has_the_value_and_gradient_of_its_equations(tokens, sigmoid: bo
     assert float(value.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
     [found] = torch.autograd.grad(value, logits)
     assert torch.allclose(found, gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()))
-    assert gradient.abs().max() > 1e-3 and not found[sequence == 3].any(), (
-        "padding has no part in it"
-    )
+    assert gradient.abs().max() > 1e-3 and not found[sequence == 3].any(), "padding has no part in it"
 
 
 def test_balanced_routing_is_1_and_one_expert_for_all_is_the_worst():
     even = 1e-3 * torch.eye(EXPERTS)  # every token prefers another expert by a hair
-    loss = balance_part(
-        even, torch.zeros(6, dtype=torch.int64), torch.full((1, 6), 2), torch.tensor([6]), 2, False
-    )
+    loss = balance_part(even, torch.zeros(6, dtype=torch.int64), torch.full((1, 6), 2), torch.tensor([6]), 2, False)
     assert float(loss) == pytest.approx(1.0)
     collapsed = torch.zeros(6, EXPERTS)
     collapsed[:, :TOP_K] = 50.0

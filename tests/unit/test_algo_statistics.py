@@ -15,15 +15,8 @@ MODERATE = st.floats(-1e6, 1e6)
 
 
 def statistics_of(values: list[float], groups: list[int], num_groups: int, valid=None):
-    values, groups = (
-        torch.tensor(values, dtype=torch.float64),
-        torch.tensor(groups, dtype=torch.int64),
-    )
-    valid = (
-        torch.ones(len(values), dtype=torch.bool)
-        if valid is None
-        else torch.tensor(valid, dtype=torch.bool)
-    )
+    values, groups = (torch.tensor(values, dtype=torch.float64), torch.tensor(groups, dtype=torch.int64))
+    valid = torch.ones(len(values), dtype=torch.bool) if valid is None else torch.tensor(valid, dtype=torch.bool)
     return group_statistics(values, groups, num_groups, valid, alone)
 
 
@@ -33,33 +26,22 @@ def test_against_rational_arithmetic(values):
     exact = [Fraction(v) for v in values]
     mean = sum(exact) / len(exact)
     largest = max(abs(v) for v in exact)
-    assert (
-        abs(Fraction(float(stats.mean)) - mean)
-        <= largest * Fraction(2) ** -80 + abs(mean) * Fraction(2) ** -51
-    )
+    assert abs(Fraction(float(stats.mean)) - mean) <= largest * Fraction(2) ** -80 + abs(mean) * Fraction(2) ** -51
     if len(values) > 1:
         variance = sum((v - mean) ** 2 for v in exact) / (len(exact) - 1)
         bound = variance * Fraction(2) ** -49 + (largest * Fraction(2) ** -51) ** 2
         assert abs(Fraction(float(stats.std)) ** 2 - variance) <= bound
-    assert (float(stats.min), float(stats.max), int(stats.count)) == (
-        min(values),
-        max(values),
-        len(values),
-    )
+    assert (float(stats.min), float(stats.max), int(stats.count)) == (min(values), max(values), len(values))
 
 
 @given(st.lists(st.tuples(FINITE, st.integers(0, 3), st.booleans()), max_size=25))
 def test_never_nan(samples):
     """Constant, huge, tiny, mixed, single and empty groups."""
-    values, groups, valid = (
-        [list(x) for x in zip(*samples, strict=True)] if samples else ([], [], [])
-    )
+    values, groups, valid = [list(x) for x in zip(*samples, strict=True)] if samples else ([], [], [])
     stats = statistics_of(values, groups, 4, valid=valid)
     for x in (stats.mean, stats.std, stats.min, stats.max):
         assert not torch.isnan(x).any() and torch.isfinite(stats.mean).all()
-    assert (stats.degenerate | (stats.count > 1)).all() and (
-        stats.mean[stats.count == 0] == 0
-    ).all()
+    assert (stats.degenerate | (stats.count > 1)).all() and (stats.mean[stats.count == 0] == 0).all()
 
 
 def test_degenerate_is_about_the_range_and_not_the_std():
@@ -93,14 +75,10 @@ def test_cancellation_is_exact():
 @pytest.mark.parametrize("scale", [1.0, 1e-300, 1e300, 0.0])
 def test_moments_in_blocks_have_the_bits_of_one_group(size, scale):
     draw = torch.Generator().manual_seed(size)
-    values = torch.randn(size, generator=draw, dtype=torch.float64) * scale + (
-        0.1 if scale == 1 else 0.0
-    )
+    values = torch.randn(size, generator=draw, dtype=torch.float64) * scale + (0.1 if scale == 1 else 0.0)
     values[::7] *= 2.0**-40  # bits of all limbs
     ids, everything = torch.zeros(size, dtype=torch.int64), torch.ones(size, dtype=torch.bool)
     of_one = group_statistics(values, ids, 1, everything, alone)
-    expected = [
-        float(part) for part in (of_one.count, of_one.mean, of_one.std, of_one.min, of_one.max)
-    ]
+    expected = [float(part) for part in (of_one.count, of_one.mean, of_one.std, of_one.min, of_one.max)]
     assert list(astuple(moments(values, alone))) == expected
     assert moments(values.flip(0), alone) == moments(values, alone)

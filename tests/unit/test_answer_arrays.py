@@ -31,10 +31,7 @@ def by_json(text: bytes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def same_bits(found: tuple[np.ndarray, ...], wanted: tuple[np.ndarray, ...]) -> bool:
-    return all(
-        a.dtype == b.dtype and a.tobytes() == b.tobytes()
-        for a, b in zip(found, wanted, strict=True)
-    )
+    return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in zip(found, wanted, strict=True))
 
 
 def written(values: np.ndarray) -> bytes:

@@ -14,17 +14,7 @@ import pytest
 
 from megagrpo.config.fields import Section, members, sections
 from megagrpo.config.schema import ExperimentConfig
-from tests.unit.package_source import (
-    PACKAGE,
-    ROOT,
-    all_nodes,
-    functions,
-    imports,
-    is_longer,
-    part_of,
-    sources,
-    tokens,
-)
+from tests.unit.package_source import PACKAGE, ROOT, all_nodes, functions, imports, is_longer, part_of, sources, tokens
 
 # Code tokens, without comments and docstrings: dense lines buy nothing. Tests are tables, so their files may be longer.
 MAX_FILE_TOKENS, MAX_TEST_FILE_TOKENS, MAX_FUNCTION_TOKENS, MAX_TRAIN_LINES = 3200, 4500, 450, 40
@@ -81,27 +71,19 @@ NO_TORCH = (
 )
 
 LONG_FUNCTIONS: dict[str, str] = {}  # "path:function" -> why it is better in one piece
-# These run in the engine's interpreter before any code of ours and patch what it reads from its
-# environment.
+# These run in the engine's interpreter before any code of ours and patch what it reads from its environment.
 READS_ENVIRONMENT = r"system/environment\.py|cpu/engine/"
 
 
 def own_part(module: str) -> str | None:
-    """The part that an imported name belongs to, None for other people's modules and for the
-    package itself."""
+    """The part that an imported name belongs to, None for other people's modules and for the package itself."""
     names = module.split(".")
-    return (
-        names[1]
-        if names[0] == "megagrpo" and len(names) > 1 and names[1] != "__version__"
-        else None
-    )
+    return names[1] if names[0] == "megagrpo" and len(names) > 1 and names[1] != "__version__" else None
 
 
 def layer_of(part: str) -> int:
     found = [index for index, parts in enumerate(LAYERS) if part in parts]
-    assert found, (
-        f"megagrpo/{part} has no place in LAYERS of {Path(__file__).name}: say what it may import"
-    )
+    assert found, f"megagrpo/{part} has no place in LAYERS of {Path(__file__).name}: say what it may import"
     return found[0]
 
 
@@ -125,17 +107,10 @@ def test_imports_point_one_way():
 
 def test_no_import_cycles():
     """Imports inside functions count: they only hide a circle."""
-    known = {
-        path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path
-        for path in sources()
-    }
+    known = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in sources()}
 
     def targets(path: str) -> set[str]:
-        names = [
-            module.removeprefix("megagrpo.")
-            for module in imports(path)
-            if module.startswith("megagrpo.")
-        ]
+        names = [module.removeprefix("megagrpo.") for module in imports(path) if module.startswith("megagrpo.")]
         return {name if name in known else name.rpartition(".")[0] for name in names} & set(known)
 
     done: set[str] = set()
@@ -153,20 +128,14 @@ def test_no_import_cycles():
 
 @pytest.mark.parametrize("library", ONLY_IN)
 def test_library_stays_in_its_place(library: str):
-    users = [
-        path
-        for path in sources()
-        if any(module.split(".")[0] == library for module in imports(path))
-    ]
+    users = [path for path in sources() if any(module.split(".")[0] == library for module in imports(path))]
     wrong = [path for path in users if not re.match(ONLY_IN[library], path)]
     assert not wrong, f"{library} is imported outside {ONLY_IN[library]}: {wrong}"
 
 
 def test_algorithms_import_only_torch():
     allowed = ALGO_MAY_IMPORT | sys.stdlib_module_names
-    used = [
-        (path, module) for path in sources() if part_of(path) == "algo" for module in imports(path)
-    ]
+    used = [(path, module) for path in sources() if part_of(path) == "algo" for module in imports(path)]
     wrong = [f"{path}: {module}" for path, module in used if module.split(".")[0] not in allowed]
     assert not wrong, wrong
 
@@ -178,13 +147,8 @@ def test_configuration_and_types_load_without_torch():
         if re.match(NO_TORCH, path)
     ]
     heavy = ("torch", "ray", "megatron", "sglang", "transformers")
-    code = (
-        f"import sys, {', '.join(modules)}; print([name for name in {heavy} if name in "
-        "sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    code = f"import sys, {', '.join(modules)}; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -202,26 +166,14 @@ def test_environment_is_read_in_one_file():
         for name in names & set(imports(path))
         if not re.match(READS_ENVIRONMENT, path)
     ]
-    assert not wrong, "hand values over, or use megagrpo/system/environment.py:\n" + "\n".join(
-        wrong
-    )
+    assert not wrong, "hand values over, or use megagrpo/system/environment.py:\n" + "\n".join(wrong)
 
 
 def test_files_are_short():
-    files = [
-        *PACKAGE.rglob("*.py"),
-        *(ROOT / "tests").rglob("*.py"),
-        *(ROOT / "bench").rglob("*.py"),
-    ]
-    limits = {
-        path: MAX_FILE_TOKENS if PACKAGE in path.parents else MAX_TEST_FILE_TOKENS for path in files
-    }
-    wrong = {
-        str(path): len(tokens(path)) for path, limit in limits.items() if is_longer(path, limit)
-    }
-    assert not wrong, (
-        f"more than {MAX_FILE_TOKENS} tokens, {MAX_TEST_FILE_TOKENS} in tests: {wrong}"
-    )
+    files = [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").rglob("*.py")]
+    limits = {path: MAX_FILE_TOKENS if PACKAGE in path.parents else MAX_TEST_FILE_TOKENS for path in files}
+    wrong = {str(path): len(tokens(path)) for path, limit in limits.items() if is_longer(path, limit)}
+    assert not wrong, f"more than {MAX_FILE_TOKENS} tokens, {MAX_TEST_FILE_TOKENS} in tests: {wrong}"
 
 
 def test_functions_are_short():
@@ -231,9 +183,7 @@ def test_functions_are_short():
         length = bisect_right(lines, node.end_lineno) - bisect_left(lines, node.lineno)
         lengths[name] = max(lengths[name], length)
     wrong = {
-        name: length
-        for name, length in lengths.items()
-        if length > MAX_FUNCTION_TOKENS and name not in LONG_FUNCTIONS
+        name: length for name, length in lengths.items() if length > MAX_FUNCTION_TOKENS and name not in LONG_FUNCTIONS
     }
     assert not wrong, f"more than {MAX_FUNCTION_TOKENS} tokens: {wrong}"
     needless = [name for name in LONG_FUNCTIONS if lengths[name] <= MAX_FUNCTION_TOKENS]
@@ -262,9 +212,7 @@ def test_the_core_does_not_know_what_stands_beside_it():
 
 def test_the_loop_fits_on_a_screen():
     loops = [
-        node
-        for node in sources()["loop/train.py"].body
-        if isinstance(node, ast.FunctionDef) and node.name == "train"
+        node for node in sources()["loop/train.py"].body if isinstance(node, ast.FunctionDef) and node.name == "train"
     ]
     assert len(loops) == 1, "train.py has one function train()"
     length = loops[0].end_lineno - loops[0].lineno + 1
@@ -272,37 +220,24 @@ def test_the_loop_fits_on_a_screen():
 
 
 def test_no_name_means_two_things():
-    """Public classes and functions. Families, and graders, are modules with the same names on
-    purpose."""
+    """Public classes and functions. Families, and graders, are modules with the same names on purpose."""
     # two programs; the launcher's, what SGLang calls in a loader, and a tool's command with its
     # options; the advantage and the loss of one paper; moments at which check/rules are judged
     allowed = {"main", "run", "add_options", "gpg", "as_read", "before_start"}
     places: dict[str, list[str]] = {}
     for path, tree in sources().items():
         if not re.match(r"cpu/engine/|models/|rewards/|environments/", path):
-            for name in {
-                node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)
-            }:
+            for name in {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}:
                 places.setdefault(name, []).append(path)
-    wrong = {
-        name: paths
-        for name, paths in places.items()
-        if len(paths) > 1 and name not in allowed and name[0] != "_"
-    }
+    wrong = {name: paths for name, paths in places.items() if len(paths) > 1 and name not in allowed and name[0] != "_"}
     assert not wrong, wrong
 
 
 def test_rooms_are_few_and_not_too_full():
     flat = [path for path in sources() if "/" not in path and path != "__init__.py"]
     assert len(flat) <= MAX_FLAT_MODULES, flat
-    folders = Counter(
-        str(Path(path).parent) for path in sources() if not path.endswith("__init__.py")
-    )
-    wrong = {
-        folder: number
-        for folder, number in folders.items()
-        if folder != "." and number > MAX_FOLDER_FILES
-    }
+    folders = Counter(str(Path(path).parent) for path in sources() if not path.endswith("__init__.py"))
+    wrong = {folder: number for folder, number in folders.items() if folder != "." and number > MAX_FOLDER_FILES}
     assert not wrong, f"more than {MAX_FOLDER_FILES} files: {wrong}"
 
 
@@ -355,17 +290,11 @@ def test_errors_rise():
         and (node.type is None or re.search(r"\b(Base)?Exception\b", ast.unparse(node.type)))
     ]
     assert len(broad) <= CEILINGS["broad_excepts"], broad
-    assert not [
-        path
-        for path in sources()
-        if any(module.split(".")[0] == "unittest" for module in imports(path))
-    ]
+    assert not [path for path in sources() if any(module.split(".")[0] == "unittest" for module in imports(path))]
 
 
 def test_types_are_named():
-    uses = Counter(
-        path for path, node in all_nodes() if isinstance(node, ast.Name) and node.id == "Any"
-    )
+    uses = Counter(path for path, node in all_nodes() if isinstance(node, ast.Name) and node.id == "Any")
     assert uses.total() <= CEILINGS["any"], f"{uses.total()} uses of Any: {uses.most_common(8)}"
 
 
@@ -385,9 +314,7 @@ def test_no_transport_is_asked_by_name():
 
 
 def test_no_registries_no_utils():
-    assert not [
-        path for path in sources() if re.search(r"(^|/)(utils?|helpers?|common|misc)(\.py|/)", path)
-    ]
+    assert not [path for path in sources() if re.search(r"(^|/)(utils?|helpers?|common|misc)(\.py|/)", path)]
 
 
 def test_no_paths_of_one_machine():
@@ -399,11 +326,7 @@ def test_no_paths_of_one_machine():
     wrong = []
     for name in filter(None, done.stdout.split("\0")):
         path = ROOT / name
-        if (
-            path.suffix in {".png", ".parquet", ".safetensors"}
-            or path == Path(__file__)
-            or not path.is_file()
-        ):
+        if path.suffix in {".png", ".parquet", ".safetensors"} or path == Path(__file__) or not path.is_file():
             continue
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         wrong += [

@@ -40,10 +40,7 @@ def groups_of(plan: BatchPlan, alike: tuple[int, ...] = ()) -> list[RolloutGroup
     groups = []
     for numbered in plan.numbered():
         group_id = numbered.group_id
-        samples = tuple(
-            Sample(i, (7,), (-1.0,), "stop", plan.job.version, str(i))
-            for i in range(plan.job.num_samples)
-        )
+        samples = tuple(Sample(i, (7,), (-1.0,), "stop", plan.job.version, str(i)) for i in range(plan.job.num_samples))
         outcomes = [Outcome("score", 1.0 if group_id in alike else float(i)) for i in range(2)]
         outcomes = tuple(outcomes[: plan.job.num_samples])
         groups.append(RolloutGroup(group_id, numbered.prompt, samples, outcomes))
@@ -147,10 +144,7 @@ def test_a_surplus_that_is_enough_takes_no_batch_and_still_samples_ahead():
 def test_shares_of_leaders_are_the_batch():
     plan = BatchPlan(SamplingJob.training(experiment(), 0, 0), prompt_set().prompts[:5], 10)
     shares = [batches_of(experiment(), leader(rank)).open(plan).share for rank in range(2)]
-    assert [[numbered.group_id for numbered in share] for share in shares] == [
-        [10, 11],
-        [12, 13, 14],
-    ]
+    assert [[numbered.group_id for numbered in share] for share in shares] == [[10, 11], [12, 13, 14]]
     no_leader = replace(leader(1), leader=0)
     assert batches_of(experiment(), no_leader).open(plan).share == ()
 

@@ -1,5 +1,4 @@
-"""What `megagrpo bisect` makes of two sides: planted differences are named, noise of right kernels
-is not."""
+"""What `megagrpo bisect` makes of two sides: planted differences are named, noise of right kernels is not."""
 
 import json
 import math
@@ -21,15 +20,7 @@ from megagrpo.tools.bisect.compare import BOUNDS, Flips, bound_at, compare_point
 from megagrpo.tools.bisect.engine import only_prefills
 from megagrpo.tools.bisect.hooks import Recorder, SeenTokens, Tap
 from megagrpo.tools.bisect.points import Point, Sizes, layer_points, residual_points
-from megagrpo.tools.bisect.report import (
-    OUTPUT,
-    UNSEEN,
-    Findings,
-    Pass,
-    layer_to_open,
-    verdict,
-    write_findings,
-)
+from megagrpo.tools.bisect.report import OUTPUT, UNSEEN, Findings, Pass, layer_to_open, verdict, write_findings
 from megagrpo.tools.bisect.sides import Side, from_engine, from_trainer
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.weights.engines.loader import engine_end
@@ -67,9 +58,7 @@ def found_in(engine: Values, trainer: Values, points: list[Point] = POINTS) -> F
 
 
 def flip(maps: Tensor, token: int) -> None:
-    maps[token] = (
-        maps[token].roll(1) if (maps[token].roll(1) != maps[token]).any() else 1 - maps[token]
-    )
+    maps[token] = maps[token].roll(1) if (maps[token].roll(1) != maps[token]).any() else 1 - maps[token]
 
 
 @pytest.mark.parametrize(
@@ -88,34 +77,19 @@ def test_the_first_of_several_differences_is_named_and_its_layer_opened(name, la
     engine, trainer = both_sides()
     names = [point.name for point in POINTS]
     for later in names[names.index(name) :] if name else []:
-        trainer[later] = (
-            trainer[later].roll(1, 1) if later.endswith("experts") else trainer[later] * 1.001
-        )
+        trainer[later] = trainer[later].roll(1, 1) if later.endswith("experts") else trainer[later] * 1.001
     found = found_in(engine, trainer)
     compared = [point for point in POINTS if point.layout != "map"]
     assert [d.name for d in found.passes[0].differences] == [point.name for point in compared]
-    assert (
-        verdict(found).point == name and layer_to_open([*found.passes, Pass(OUTPUT, [])]) == layer
-    )
-    before = [
-        point.says for point in compared if names.index(point.name) < names.index(name or names[0])
-    ]
+    assert verdict(found).point == name and layer_to_open([*found.passes, Pass(OUTPUT, [])]) == layer
+    before = [point.says for point in compared if names.index(point.name) < names.index(name or names[0])]
     assert not before or f"equal up to {before[-1]}" in verdict(found).text
 
 
 def test_modules_of_a_layer_are_named_before_its_sum():
     points = layer_points(ARCH, 1)
     assert [point.name.rpartition(".")[2] for point in points] == [
-        *(
-            "input_norm",
-            "qkv",
-            "q_norm",
-            "k_norm",
-            "q_rotary",
-            "k_rotary",
-            "core_attention",
-            "attention_out",
-        ),
+        *("input_norm", "qkv", "q_norm", "k_norm", "q_rotary", "k_rotary", "core_attention", "attention_out"),
         "after_attention",
         *("mlp_norm", "router_logits", "experts", "expert_shares", "mlp_out", "output"),
     ]
@@ -155,12 +129,8 @@ def test_more_flips_than_near_ties_explain_are_a_difference():
     assert verdict(found).point == "layers.2.experts"
     assert "bias" in verdict(found).text
     flips = found.passes[0].flips[2]
-    assert (flips.tokens, flips.flipped, flips.first) == (TOKENS, 12, (0, 0)) and not replace(
-        flips, flipped=1
-    ).beyond
-    few = Flips(
-        layer=30, tokens=2, flipped=2, bound=0.3, first=(0, 0)
-    )  # of two tokens a handful proves nothing
+    assert (flips.tokens, flips.flipped, flips.first) == (TOKENS, 12, (0, 0)) and not replace(flips, flipped=1).beyond
+    few = Flips(layer=30, tokens=2, flipped=2, bound=0.3, first=(0, 0))  # of two tokens a handful proves nothing
     assert not few.beyond and replace(few, tokens=40, flipped=30).beyond
     assert layer_to_open(found.passes) == 2
 
@@ -174,10 +144,7 @@ def test_weights_come_first_and_layers_before_the_output():
     trainer["layers.0.output"] = trainer["layers.0.output"] * 2
     found.passes[0] = found_in(engine, trainer).passes[0]
     assert verdict(found).point == "layers.0.output"
-    found.weights = [
-        "live weights differ in 1 parameter:",
-        "engine e0 rank 0: parameter a does not hold HF tensor b",
-    ]
+    found.weights = ["live weights differ in 1 parameter:", "engine e0 rank 0: parameter a does not hold HF tensor b"]
     assert verdict(found).point == "weights"
     assert "HF tensor b" in verdict(found).text
     assert verdict(found).computed == "layers.0.output"
@@ -185,12 +152,8 @@ def test_weights_come_first_and_layers_before_the_output():
 
 
 def test_hooks_that_saw_nothing_prove_nothing():
-    near = difference(
-        "logprobs", "logprobs", torch.ones(TOKENS, 1), torch.ones(TOKENS, 1), LENGTHS, 1e-6
-    )
-    blind = Findings(
-        [], [Pass("x", []), Pass(OUTPUT, [near])], ["the hooks saw 3 rows of 23"], LENGTHS, FLOAT32
-    )
+    near = difference("logprobs", "logprobs", torch.ones(TOKENS, 1), torch.ones(TOKENS, 1), LENGTHS, 1e-6)
+    blind = Findings([], [Pass("x", []), Pass(OUTPUT, [near])], ["the hooks saw 3 rows of 23"], LENGTHS, FLOAT32)
     said = verdict(blind)
     assert (said.point, said.computed) == (UNSEEN, None)
     assert "the hooks saw 3 rows of 23" in said.text
@@ -198,20 +161,14 @@ def test_hooks_that_saw_nothing_prove_nothing():
 
 
 def test_passes_that_decode_are_left_out():
-    """An engine that overlaps its work decodes a token of a response that has ended; a long prompt
-    comes in chunks."""
+    """An engine that overlaps its work decodes a token of a response that has ended; a long prompt comes in chunks."""
     sizes = [9, 1, 8, 6, 1]
-    seen = {
-        "passes": [torch.zeros(n, 2) for n in sizes],
-        "heads": [torch.full((3 * n, 4), n) for n in sizes],
-    }
+    seen = {"passes": [torch.zeros(n, 2) for n in sizes], "heads": [torch.full((3 * n, 4), n) for n in sizes]}
     once = {"norm": [torch.zeros(1, 2)]}
     found = only_prefills(seen | once, [9, 14])
     assert [int(call[0, 0]) for call in found["heads"]] == [9, 8, 6]
     assert found.keys() == {"heads", "norm"} and len(found["norm"]) == 1
-    assert [len(call) for call in only_prefills(seen, [9, 20])["heads"]] == [
-        3 * n for n in sizes
-    ]  # unknown which
+    assert [len(call) for call in only_prefills(seen, [9, 20])["heads"]] == [3 * n for n in sizes]  # unknown which
 
 
 def test_the_report_is_for_people_and_programs(tmp_path):
@@ -223,23 +180,17 @@ def test_the_report_is_for_people_and_programs(tmp_path):
     assert (tmp_path / "report.md").read_text() == text
     assert text.count("**differs**") == 1
     assert "q_norm: no such module" in text
-    record = json.loads(
-        (tmp_path / "report.json").read_text(), parse_constant=lambda name: pytest.fail(name)
-    )
+    record = json.loads((tmp_path / "report.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert record["place"] == "layers.2.output"
 
 
 def engine_rank(values: dict[str, Tensor]) -> dict[str, list[Tensor]]:
     """What hooks saw of two sequences, prefilled one after the other."""
-    return {
-        name: list(tensor.split([n * len(tensor) // TOKENS for n in LENGTHS]))
-        for name, tensor in values.items()
-    }
+    return {name: list(tensor.split([n * len(tensor) // TOKENS for n in LENGTHS])) for name, tensor in values.items()}
 
 
 def pieces_of(key: str, values: Tensor, tp_rank: int = 0) -> list[SeenTokens]:
-    """A trainer rank's pieces, the sequences of the batch in one micro-batch each, tokens in any
-    order."""
+    """A trainer rank's pieces, the sequences of the batch in one micro-batch each, tokens in any order."""
     rows = torch.repeat_interleave(torch.arange(2), torch.tensor(LENGTHS))
     columns = torch.cat([torch.arange(n) for n in LENGTHS])
     order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(2))
@@ -251,27 +202,18 @@ def test_both_sides_come_out_in_the_order_of_tokens_and_heads():
     qkv, q_norm, experts = INSIDE["qkv"], INSIDE["q_norm"], INSIDE["experts"]
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(TOKENS, heads, 4, generator=generator) for heads in (4, 2, 2))
-    normed, ids = (
-        torch.randn(TOKENS, 4, 4, generator=generator),
-        torch.arange(2).repeat(TOKENS, 1).int(),
-    )
+    normed, ids = (torch.randn(TOKENS, 4, 4, generator=generator), torch.arange(2).repeat(TOKENS, 1).int())
     ranks = []
     for rank in range(2):  # two heads of queries and one of keys a rank
         own, kv = slice(2 * rank, 2 * rank + 2), slice(rank, rank + 1)
         fused = torch.cat([q[:, own].flatten(1), k[:, kv].flatten(1), v[:, kv].flatten(1)], 1)
-        ranks.append(
-            engine_rank(
-                {qkv.name: fused, q_norm.name: normed[:, own].reshape(-1, 4), experts.name: ids}
-            )
-        )
+        ranks.append(engine_rank({qkv.name: fused, q_norm.name: normed[:, own].reshape(-1, 4), experts.name: ids}))
     engine = from_engine([qkv, q_norm, experts], ranks, SIZES, ARCH)
     pieces = []
     for rank in range(2):  # Megatron keeps a group's queries next to its key and value
         own = slice(2 * rank, 2 * rank + 2)
         group = torch.cat([q[:, own].flatten(1), k[:, rank], v[:, rank]], 1)
-        pieces += pieces_of(qkv.name, group, rank) + pieces_of(
-            q_norm.name, normed[:, own].flatten(1), rank
-        )
+        pieces += pieces_of(qkv.name, group, rank) + pieces_of(q_norm.name, normed[:, own].flatten(1), rank)
     maps = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool)
     maps[:, :2] = True
     pieces += pieces_of(experts.name, maps)
@@ -286,9 +228,7 @@ def test_shares_are_of_the_chosen_experts_whatever_their_order_and_factor():
     chosen = [INSIDE["experts"], INSIDE["expert_shares"]]
     ids = torch.tensor([[3, 1]]).repeat(TOKENS, 1).int()
     weights = torch.tensor([[0.6, 0.2]]).repeat(TOKENS, 1)
-    engine = from_engine(
-        chosen, [engine_rank({chosen[0].name: ids, chosen[1].name: weights})], SIZES, ARCH
-    )
+    engine = from_engine(chosen, [engine_rank({chosen[0].name: ids, chosen[1].name: weights})], SIZES, ARCH)
     dense = torch.zeros(TOKENS, EXPERTS)
     dense[:, 3], dense[:, 1] = 1.5, 0.5
     trainer = from_trainer(chosen[1:], pieces_of(chosen[1].name, dense), SIZES, ARCH)
@@ -301,27 +241,17 @@ def test_what_cannot_be_compared_is_said():
     side: Side = from_engine([norm, out], [seen, seen], SIZES, ARCH)
     assert side.values.keys() == {norm.name}
     assert "part of a sum" in side.notes[0]
-    short = {
-        norm.name: [torch.ones(TOKENS - 1, 16)]
-    }  # a cache has shortened the prefill, or a graph hid a pass
-    assert (
-        f"saw {TOKENS - 1} rows of {TOKENS}" in from_engine([norm], [short], SIZES, ARCH).notes[0]
-    )
+    short = {norm.name: [torch.ones(TOKENS - 1, 16)]}  # a cache has shortened the prefill, or a graph hid a pass
+    assert f"saw {TOKENS - 1} rows of {TOKENS}" in from_engine([norm], [short], SIZES, ARCH).notes[0]
     some = pieces_of(norm.name, torch.ones(TOKENS, 16))[:1]
     assert "of 23 tokens" in from_trainer([norm], some, SIZES, ARCH).notes[0]
     assert "no such module" in from_trainer([norm], [], SIZES, ARCH).notes[0]
 
 
 def test_the_engine_is_one_whose_passes_hooks_can_see(tmp_path):
-    config = load_config(
-        str(QUICKSTART), ["rollout.num_engines=3", "rollout.colocate=true", "weights.transport=ipc"]
-    )
+    config = load_config(str(QUICKSTART), ["rollout.num_engines=3", "rollout.colocate=true", "weights.transport=ipc"])
     eager = experiment_of(config, True, RunFolder(tmp_path))
-    assert (eager.rollout.num_engines, eager.rollout.colocate, eager.rollout.load_format) == (
-        1,
-        False,
-        "model",
-    )
+    assert (eager.rollout.num_engines, eager.rollout.colocate, eager.rollout.load_format) == (1, False, "model")
     assert (eager.output_dir, eager.weights.transport) == (str(tmp_path), "reshard")
     graphs = {name for name, value in eager.rollout.sglang.items() if value == "disabled"}
     assert graphs == {"cuda_graph_backend_decode", "cuda_graph_backend_prefill"}
@@ -373,9 +303,7 @@ def test_hooks_copy_before_the_next_module_writes_over_it():
 
 
 class _FusedNorm(_Norm):
-    def forward_with_allreduce_fusion(
-        self, hidden: Tensor, residual: Tensor | None = None, fused: bool = True
-    ):
+    def forward_with_allreduce_fusion(self, hidden: Tensor, residual: Tensor | None = None, fused: bool = True):
         return (hidden + residual, hidden * 3) if fused else self(hidden, residual)
 
 
@@ -384,9 +312,7 @@ def test_a_norm_that_is_fused_with_an_all_reduce_is_seen_once(fused):
     model = nn.ModuleDict({"norm": _FusedNorm()})
     taps = [Tap("normed", "norm", "out"), Tap("sum", "norm", "out", 1)]
     recorder = Recorder(dict(model.named_modules()), taps)
-    normed, total = model["norm"].forward_with_allreduce_fusion(
-        torch.ones(3), torch.ones(3), fused=fused
-    )
+    normed, total = model["norm"].forward_with_allreduce_fusion(torch.ones(3), torch.ones(3), fused=fused)
     recorder.remove()
     model["norm"].forward_with_allreduce_fusion(torch.ones(3), torch.ones(3), fused=fused)
     assert [t.tolist() for t in recorder.seen["normed"]] == [normed.tolist()]

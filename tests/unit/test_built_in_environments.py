@@ -1,5 +1,4 @@
-"""Built-in environments: `mcp` with servers on stdio and HTTP, `openenv` as openenv-core 0.3.0
-speaks, `python`."""
+"""Built-in environments: `mcp` with servers on stdio and HTTP, `openenv` as openenv-core 0.3.0 speaks, `python`."""
 
 import json
 import sys
@@ -48,9 +47,7 @@ class Handler(BaseHTTPRequestHandler):
         stream = message["method"] == "tools/call"
         found = getattr(self.server, "found", None) if stream else None
         body = (
-            json.dumps(
-                {"jsonrpc": "2.0", "id": message["id"], **(found or answer(message, []))}, indent=1
-            )
+            json.dumps({"jsonrpc": "2.0", "id": message["id"], **(found or answer(message, []))}, indent=1)
             if "id" in message
             else ""
         )
@@ -94,37 +91,17 @@ def listening() -> Iterator[ThreadingHTTPServer]:
 @pytest.mark.parametrize("way", ["command", "url"])
 def test_a_model_calls_tools_until_it_answers(way: str, mcp_tools, listening):
     url = f"http://127.0.0.1:{listening.server_port}/mcp"
-    environment = mcp_tools(
-        ROW, 0, "exact", **({"command": COMMAND} if way == "command" else {"url": url})
-    )
+    environment = mcp_tools(ROW, 0, "exact", **({"command": COMMAND} if way == "command" else {"url": url}))
     said = environment.reset()
     assert said.endswith("\n\n2 + 3?") and '{"name": "add", "description": "The sum."' in said
     assert '"fail"' in said and "left out" not in said
-    calls = [
-        call("add", a=2, b=3),
-        "and",
-        call("fail"),
-        call("add"),
-        call("none"),
-        "<tool_call>2 +</tool_call>",
-    ]
+    calls = [call("add", a=2, b=3), "and", call("fail"), call("add"), call("none"), "<tool_call>2 +</tool_call>"]
     results, reward, done = environment.step(" ".join(calls))
-    told = [
-        part.strip()
-        for part in results.replace("</tool_response>", "").split("<tool_response>")[1:]
-    ]
+    told = [part.strip() for part in results.replace("</tool_response>", "").split("<tool_response>")[1:]]
     assert told[:4] == [
-        *(
-            "5\n[image]",
-            "error: no luck",
-            "error: a and b are missing",
-            "error: no tool 'none'; there are add, fail",
-        ),
+        *("5\n[image]", "error: no luck", "error: a and b are missing", "error: no tool 'none'; there are add, fail")
     ]
-    assert told[4].startswith("error: the call is no JSON with name and arguments") and (
-        reward,
-        done,
-    ) == (0.0, False)
+    assert told[4].startswith("error: the call is no JSON with name and arguments") and (reward, done) == (0.0, False)
     assert environment.step("6") == (None, 0.0, True) and environment.step("5") == (None, 1.0, True)
     environment.close()
     assert way == "command" or listening.ended == "s1"
@@ -134,10 +111,7 @@ def test_a_model_calls_tools_until_it_answers(way: str, mcp_tools, listening):
 @pytest.mark.parametrize(
     "bad, said",
     [
-        (
-            '<tool_call>{"name": "add", "arguments": "{\\"a\\": 2}"}</tool_call>',
-            "should be an object",
-        ),
+        ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 2}"}</tool_call>', "should be an object"),
         ('<tool_call>["add"]</tool_call>', "no JSON with name"),
         ("<tool_call>" * 200_000, "the call has no end"),  # a regular expression took minutes
         ('<tool_call>{"name": ["add"], "arguments": {}}</tool_call>', "no tool ['add']"),
@@ -208,19 +182,12 @@ def url() -> Iterator[str]:
                 case "close", _:
                     return
                 case "step", {"message": "boom"}:
-                    answer = {
-                        "type": "error",
-                        "data": {"code": "EXECUTION_ERROR", "message": "boom"},
-                    }
+                    answer = {"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "boom"}}
                 case "step", {"message": "leave"}:
                     return
                 case _, data:
                     observation = {"text": f"{message['type']} {json.dumps(data)}"}
-                    said = {
-                        "observation": observation,
-                        "reward": 0.5 if turn else None,
-                        "done": turn == 2,
-                    }
+                    said = {"observation": observation, "reward": 0.5 if turn else None, "done": turn == 2}
                     answer = {"type": "observation", "data": said}
             socket.send(json.dumps(answer))
 
@@ -277,10 +244,7 @@ def test_a_program_runs_and_a_turn_without_one_is_the_answer():
 @pytest.mark.parametrize(
     "program, shown",
     [
-        (
-            "print(x)",
-            "exit code 1: NameError: name 'x' is not defined",
-        ),  # of the program before it nothing is kept
+        ("print(x)", "exit code 1: NameError: name 'x' is not defined"),  # of the program before it nothing is kept
         ("print(1)\n1/0", "1\nexit code 1: ZeroDivisionError: division by zero"),
         ("while True: pass", "time limit"),
         ("x = bytearray(2**30)", "exit code 1: MemoryError"),
@@ -300,10 +264,7 @@ def test_what_fails_is_shown_and_the_model_has_another_turn(program, shown):
 @pytest.mark.skipif(bool(isolation()), reason=f"no namespaces here: {isolation()}")
 @pytest.mark.parametrize(
     "program",
-    [
-        f"print(open({__file__!r}).read())",
-        "import socket; print(socket.create_connection(('127.0.0.1', 22)))",
-    ],
+    [f"print(open({__file__!r}).read())", "import socket; print(socket.create_connection(('127.0.0.1', 22)))"],
 )
 def test_a_program_sees_neither_files_nor_network(program):
     said, _, _ = environment().step(block(program))
@@ -311,8 +272,7 @@ def test_a_program_sees_neither_files_nor_network(program):
 
 
 @pytest.mark.parametrize(
-    "args, message",
-    [({"grader": "no_such"}, "no_such"), ({"memory": 5}, "memory"), ({"memory_mb": 1}, "64")],
+    "args, message", [({"grader": "no_such"}, "no_such"), ({"memory": 5}, "memory"), ({"memory_mb": 1}, "64")]
 )
 def test_wrong_arguments_are_refused_before_the_rollout(args, message):
     with pytest.raises(ValueError, match=message):

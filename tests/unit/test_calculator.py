@@ -1,5 +1,4 @@
-"""The calculator, an environment without a reward: what is sent, masked and graded, over real
-HTTP."""
+"""The calculator, an environment without a reward: what is sent, masked and graded, over real HTTP."""
 
 from contextlib import closing
 
@@ -19,13 +18,7 @@ EOS = TOKENIZER.eos_token_id
 PROMPT = Prompt(30, "48/2+1=", tuple(TOKENIZER("48/2+1=")["input_ids"]), "25")
 UNREADABLE = ("48/2>", "<48/2> ", "<<1>>", "<9**9>", "<>", "< >")
 # what would take long, or has more digits than Python writes, or needs a deep stack
-UNREADABLE += (
-    "<1e5000>",
-    "<1e-4000000>",
-    "<1e20000000>",
-    f"<{'1+' * 1200}1>",
-    f"<{'-' * 200_000}1>",
-)
+UNREADABLE += ("<1e5000>", "<1e-4000000>", "<1e20000000>", f"<{'1+' * 1200}1>", f"<{'-' * 200_000}1>")
 CALCULATOR = {"function": "calculator", "rewards": False, "workers": 1}
 
 
@@ -39,9 +32,7 @@ def says(text: str, end: bool = False, reason: str = "stop") -> dict:
     return {"output_token_logprobs": logprobs, "finish_reason": {"type": reason}}
 
 
-def respond(
-    *turns: dict, max_tokens: int = 32, **environment
-) -> tuple[Sample, list[dict], list[str], Outcome]:
+def respond(*turns: dict, max_tokens: int = 32, **environment) -> tuple[Sample, list[dict], list[str], Outcome]:
     """(the sample, the requests that were sent, the texts that were graded, the outcome)"""
     config = experiment(
         train={"group_size": 1},
@@ -67,24 +58,12 @@ def respond(
 
 
 def test_two_calls_and_an_answer():
-    sample, requests, graded, outcome = respond(
-        says("<48/2>"), says("<24+1>"), says("=25", end=True)
-    )
-    parts = [
-        (ids("<48/2>"), 1),
-        (ids("24"), 0),
-        (ids("<24+1>"), 1),
-        (ids("25"), 0),
-        (ids("=25", end=True), 1),
-    ]
+    sample, requests, graded, outcome = respond(says("<48/2>"), says("<24+1>"), says("=25", end=True))
+    parts = [(ids("<48/2>"), 1), (ids("24"), 0), (ids("<24+1>"), 1), (ids("25"), 0), (ids("=25", end=True), 1)]
     assert list(sample.token_ids) == [token for part, _ in parts for token in part]
     assert list(sample.loss_mask) == [m for part, m in parts for _ in part]
     assert list(sample.logprobs) == [-0.25 * m for m in sample.loss_mask]
-    assert (sample.finish_reason, sample.text, graded) == (
-        "stop",
-        "<48/2>24<24+1>25=25",
-        ["<48/2>24<24+1>25=25"],
-    )
+    assert (sample.finish_reason, sample.text, graded) == ("stop", "<48/2>24<24+1>25=25", ["<48/2>24<24+1>25=25"])
     assert outcome.ok and outcome.value == 2.0
     # every turn continues the very ids of the turns before it, within what is left of the limit
     sent = [request["input_ids"][len(PROMPT.token_ids) :] for request in requests]
@@ -103,12 +82,7 @@ def test_two_calls_and_an_answer():
         ([says("<48/2>"), says("24", reason="length")], {"max_tokens": 10}, "<48/2>2424", "length"),
         ([says("<4(2>")], {}, "<4(2>", "stop"),  # nothing that can be answered
         ([says("<1/3>")], {}, "<1/3>", "stop"),  # no finite decimal
-        (
-            [says("<48/2>")],
-            {"max_tokens": 8},
-            "<48/2>",
-            "length",
-        ),  # 24 would fit, a word after it would not
+        ([says("<48/2>")], {"max_tokens": 8}, "<48/2>", "length"),  # 24 would fit, a word after it would not
     ],
     ids=["no call", "cut in a later turn", "unreadable call", "no value", "no room for the result"],
 )
@@ -125,8 +99,7 @@ def test_an_environment_that_fails_is_graded_by_nobody():
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
-    [({"history": "last"}, "needs history all"), ({"credit": "turn"}, "needs rewards true")],
+    ("more", "said"), [({"history": "last"}, "needs history all"), ({"credit": "turn"}, "needs rewards true")]
 )
 def test_graders_score_whole_rollouts_of_one_sample(more, said):
     with pytest.raises(ValueError, match=said):

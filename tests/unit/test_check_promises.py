@@ -69,9 +69,7 @@ def test_what_changes_nothing_is_no_problem(prepared):
     assert "ADVICE   actor.optimizer.min_lr 1e-05 has no effect with lr_schedule constant" in text
     assert "warmup_steps 4 are not over after the run's 4 updates" in text
     assert "warmup_steps" not in explain(read_experiment(QUICKSTART, slow[:1]))
-    idle = (
-        "ADVICE   3 of the 8 GPUs of a node (cluster.gpus_per_node) are used: `megagrpo plan CONFIG"
-    )
+    idle = "ADVICE   3 of the 8 GPUs of a node (cluster.gpus_per_node) are used: `megagrpo plan CONFIG"
     assert idle in explain(read_experiment(QUICKSTART, ["actor.dtype=bfloat16"]))
     assert "cluster.gpus_per_node" not in text
 
@@ -106,9 +104,7 @@ def test_problems_of_all_stages_come_at_once_with_their_places(prepared, monkeyp
     assert "min_healthy_engines" not in said
 
 
-@pytest.mark.parametrize(
-    "settings", [["model=3"], ["data=3"], ["name=3", "model.path=4"], ["sft={}"], ["eval.data=1"]]
-)
+@pytest.mark.parametrize("settings", [["model=3"], ["data=3"], ["name=3", "model.path=4"], ["sft={}"], ["eval.data=1"]])
 def test_a_section_that_is_missing_or_refused_hides_no_rule(settings):
     with pytest.raises(ConfigError) as error:
         read_experiment(QUICKSTART, [*settings, "train.num_updates_per_step=3"])
@@ -155,9 +151,7 @@ def test_a_draft_of_a_model_without_one_is_a_problem_beside_others(prepared, mon
     words = ("--set", "actor.draft={}", "--set", "data.path=nowhere.jsonl")
     assert cli.main(["check", str(QUICKSTART), *words]) == 2
     said = capsys.readouterr().out
-    assert (
-        "--set actor.draft={}: model.path: actor.draft needs a model with one multi-token" in said
-    )
+    assert "--set actor.draft={}: model.path: actor.draft needs a model with one multi-token" in said
     assert "--set data.path=nowhere.jsonl: data.path: nowhere.jsonl does not exist" in said
 
 
@@ -168,8 +162,6 @@ def test_a_library_is_given_the_whole_experiment_only_if_it_is_sound(prepared, m
     [(_, _, whole), (_, _, words)] = sorted(asked, key=lambda job: job[0])
     assert whole[1]["model_type"] == "qwen3_moe" and "--model-path" in words
     asked.clear()
-    broken = experiment(
-        model={"path": "runs/quickstart/random"}, rollout={"sglang": {"tp_size": 2}}
-    )
+    broken = experiment(model={"path": "runs/quickstart/random"}, rollout={"sglang": {"tp_size": 2}})
     libraries.library_problems(broken, everything=True)
     assert [whole for *_, whole in asked] == [None, None]

@@ -1,5 +1,4 @@
-"""What `megagrpo check` tries of the data: every row, the graders on the first ones, the rows of a
-checkpoint."""
+"""What `megagrpo check` tries of the data: every row, the graders on the first ones, the rows of a checkpoint."""
 
 import json
 import re
@@ -96,9 +95,7 @@ def test_a_file_without_rows_is_a_problem(tried):
     assert named(trial.problems) == ["a.jsonl: no row"]
 
 
-def test_of_a_huge_file_a_stated_sample_is_rendered_and_progress_is_said(
-    tried, monkeypatch, capsys
-):
+def test_of_a_huge_file_a_stated_sample_is_rendered_and_progress_is_said(tried, monkeypatch, capsys):
     monkeypatch.setattr(loading, "_MOST_ROWS", 4)
     monkeypatch.setattr(loading, "_CHUNK", 2)
     monkeypatch.setattr(loading, "_QUIET_S", -1.0)
@@ -179,17 +176,10 @@ def test_the_tool_turn_is_tried_in_a_process_of_sglang(tried, model):
 
     _, config = tried([RIGHT])
     sampling = config.sampling.model_copy(
-        update={
-            "agent": experiment(
-                sampling={"agent": {"command": ["true"], "tool_parser": "qwen25"}}
-            ).sampling.agent
-        }
+        update={"agent": experiment(sampling={"agent": {"command": ["true"], "tool_parser": "qwen25"}}).sampling.agent}
     )
     config = config.model_copy(
-        update={
-            "sampling": sampling,
-            "data": config.data.model_copy(update={"chat_template": True}),
-        }
+        update={"sampling": sampling, "data": config.data.model_copy(update={"chat_template": True})}
     )
     trial = LoadingTest()
     read = Model.of(config)

@@ -18,12 +18,7 @@ from megagrpo.actor.megatron_actor import learning_rate
 from megagrpo.actor.start import plan_schedule, steps_in_all
 from megagrpo.checkpoint import resume as beginning
 from megagrpo.checkpoint import save as checkpoint
-from megagrpo.checkpoint.folder import (
-    data_problem,
-    is_reshardable,
-    latest,
-    restore_replaced,
-)
+from megagrpo.checkpoint.folder import data_problem, is_reshardable, latest, restore_replaced
 from megagrpo.checkpoint.save import Checkpointer, PendingSave, RunIdentity, SaveSchedule, load
 from megagrpo.config.schema import CheckpointConfig, OptimizerConfig
 from megagrpo.mesh import LeaderError, make_mesh
@@ -38,15 +33,8 @@ ANY = RunIdentity({}, LAYOUT)
 class Plan:
     """Writes one file, when it may, or fails with a reason."""
 
-    def __init__(
-        self, folder: Path, reshardable: bool = True, gate=None, fault: str = "", size: int = 7
-    ):
-        self.file, self.reshardable, self.gate, self.fault = (
-            folder / "weights",
-            reshardable,
-            gate,
-            fault,
-        )
+    def __init__(self, folder: Path, reshardable: bool = True, gate=None, fault: str = "", size: int = 7):
+        self.file, self.reshardable, self.gate, self.fault = (folder / "weights", reshardable, gate, fault)
         self.content = b"weights".ljust(size)
 
     def write(self) -> dict[Path, tuple[int, int]]:
@@ -75,9 +63,7 @@ class Plan:
 def test_the_newest_stays(tmp_path: Path, there, keep, left):
     for name in there:
         (tmp_path / (name if isinstance(name, str) else f"step_{name:06d}")).mkdir()
-    folder = PendingSave(
-        tmp_path, TrainState(step=17), ANY, CheckpointConfig(keep=keep), Plan, MESH
-    ).finish()
+    folder = PendingSave(tmp_path, TrainState(step=17), ANY, CheckpointConfig(keep=keep), Plan, MESH).finish()
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:06d}" for step in left]
     assert (folder / "manifest.json").is_file() and latest(tmp_path, at_most=17) == folder
 
@@ -88,9 +74,7 @@ def test_only_a_steps_own_name_is_a_checkpoint(tmp_path: Path):
         (tmp_path / name).mkdir()
     assert latest(tmp_path).name == "step_1000000"
     assert latest(tmp_path, at_most=999_999).name == "step_000010"
-    PendingSave(
-        tmp_path, TrainState(step=1_000_001), ANY, CheckpointConfig(keep=2), Plan, MESH
-    ).finish()
+    PendingSave(tmp_path, TrainState(step=1_000_001), ANY, CheckpointConfig(keep=2), Plan, MESH).finish()
     left = {"step_000020.bad", "step_000005.tar", "step_1000000", "step_1000001"}
     assert {path.name for path in tmp_path.iterdir()} == left
 
@@ -127,9 +111,7 @@ def test_a_checkpoint_is_on_disk_before_older_ones_go(tmp_path: Path, monkeypatc
     done: list[str] = []
     monkeypatch.setattr(checkpoint, "sync", lambda path: done.append(path.name))
     remove = shutil.rmtree
-    monkeypatch.setattr(
-        shutil, "rmtree", lambda path, **more: done.append(f"-{path.name}") or remove(path, **more)
-    )
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **more: done.append(f"-{path.name}") or remove(path, **more))
     options = CheckpointConfig(keep=1)
     PendingSave(tmp_path, TrainState(step=17), ANY, options, Plan, MESH).finish()
     synced = done[: done.index("-step_000010")]
@@ -146,27 +128,17 @@ def test_a_failure_at_any_moment_leaves_nothing(tmp_path: Path, fault: str):
     (tmp_path / "step_000010").mkdir()
     message = r"step_000017: rank 0 could not write, \d+ MiB are free there: OSError: disk full"
     with pytest.raises(LeaderError, match=message):
-        PendingSave(
-            tmp_path, TrainState(step=17), ANY, CheckpointConfig(keep=1), plan, MESH
-        ).finish()
+        PendingSave(tmp_path, TrainState(step=17), ANY, CheckpointConfig(keep=1), plan, MESH).finish()
     assert [path.name for path in tmp_path.iterdir()] == ["step_000010"]
 
 
-def checkpointer(
-    root: Path, plan=Plan, saved_step: int = 0, background: bool = False, **options
-) -> Checkpointer:
+def checkpointer(root: Path, plan=Plan, saved_step: int = 0, background: bool = False, **options) -> Checkpointer:
     schedule = SaveSchedule(5, saved_step, background)
-    return Checkpointer(
-        CheckpointConfig(keep=9, **options), root, ANY, plan, lambda state: state, MESH, schedule
-    )
+    return Checkpointer(CheckpointConfig(keep=9, **options), root, ANY, plan, lambda state: state, MESH, schedule)
 
 
 def saved(root: Path) -> list[int]:
-    return [
-        int(path.name.removeprefix("step_"))
-        for path in sorted(root.glob("step_*"))
-        if path.suffix != ".partial"
-    ]
+    return [int(path.name.removeprefix("step_")) for path in sorted(root.glob("step_*")) if path.suffix != ".partial"]
 
 
 def test_what_is_saved_is_not_saved_again(tmp_path: Path):
@@ -180,9 +152,7 @@ def test_what_is_saved_is_not_saved_again(tmp_path: Path):
 
 def test_training_goes_on_while_a_save_is_written_and_the_next_waits_for_it(tmp_path: Path):
     gate = threading.Event()
-    saver = checkpointer(
-        tmp_path, lambda folder, _: Plan(folder, gate=gate), every=2, background=True
-    )
+    saver = checkpointer(tmp_path, lambda folder, _: Plan(folder, gate=gate), every=2, background=True)
     for step in (2, 3):
         saver.on_schedule(TrainState(step=step))
         assert saved(tmp_path) == []
@@ -198,12 +168,9 @@ def forms(root: Path) -> dict[int, bool]:
 
 
 @pytest.mark.parametrize(
-    ("choice", "expected"),
-    [("last", [False, False, True]), ("always", [True] * 3), ("never", [False] * 3)],
+    ("choice", "expected"), [("last", [False, False, True]), ("always", [True] * 3), ("never", [False] * 3)]
 )
-def test_the_schedule_asks_for_every_second_step_and_the_last(
-    tmp_path: Path, choice: str, expected: list[bool]
-):
+def test_the_schedule_asks_for_every_second_step_and_the_last(tmp_path: Path, choice: str, expected: list[bool]):
     """Another layout can load the saves that checkpoint.reshardable chooses."""
     saver = checkpointer(tmp_path, every=2, reshardable=choice)
     for step in range(6):
@@ -227,9 +194,7 @@ def test_a_stop_saves_the_step_for_any_layout_once(tmp_path: Path):
     for _ in range(2):
         saver.save_now(TrainState(step=2))
     assert forms(tmp_path) == {2: True} and planned == [False, True]
-    checkpointer(tmp_path, plan, saved_step=2).save_now(
-        TrainState(step=2)
-    )  # a start that is asked to stop at once
+    checkpointer(tmp_path, plan, saved_step=2).save_now(TrainState(step=2))  # a start that is asked to stop at once
     assert planned == [False, True]
     assert [path.name for path in tmp_path.iterdir()] == ["step_000002"]
 
@@ -237,14 +202,10 @@ def test_a_stop_saves_the_step_for_any_layout_once(tmp_path: Path):
 def test_another_layout_is_refused_with_what_to_do(tmp_path: Path):
     for step, reshardable in ((1, True), (2, False)):
         plan = lambda folder, form=reshardable: Plan(folder, form)  # noqa: E731  # two of them
-        folder = PendingSave(
-            tmp_path, TrainState(step=step), ANY, CheckpointConfig(keep=9), plan, MESH
-        ).finish()
+        folder = PendingSave(tmp_path, TrainState(step=step), ANY, CheckpointConfig(keep=9), plan, MESH).finish()
     other = RunIdentity({}, {"ranks": 4, "tp": 2})
     layouts = r"by its own layout alone \(ranks 1\), this run has another \(ranks 4, tp 2\)"
-    what_to_do = (
-        r".*SIGUSR1 .*checkpoint.reshardable .*rename it to step_000002.old: step_000001 beside it"
-    )
+    what_to_do = r".*SIGUSR1 .*checkpoint.reshardable .*rename it to step_000002.old: step_000001 beside it"
     with pytest.raises(LeaderError, match="step_000002 can be loaded " + layouts + what_to_do):
         load(folder, other, lambda _: None, MESH)
     assert load(folder, ANY, lambda _: None, MESH).step == 2
@@ -252,12 +213,8 @@ def test_another_layout_is_refused_with_what_to_do(tmp_path: Path):
 
 
 @pytest.mark.parametrize("deferred", [[], [[4, 1]]])
-def test_state_of_a_setting_that_is_gone_is_refused_unless_it_is_empty(
-    tmp_path: Path, deferred: list
-):
-    folder = PendingSave(
-        tmp_path, TrainState(step=2), ANY, CheckpointConfig(keep=1), Plan, MESH
-    ).finish()
+def test_state_of_a_setting_that_is_gone_is_refused_unless_it_is_empty(tmp_path: Path, deferred: list):
+    folder = PendingSave(tmp_path, TrainState(step=2), ANY, CheckpointConfig(keep=1), Plan, MESH).finish()
     file, manifest = folder / "state.json", folder / "manifest.json"
     description = json.loads(file.read_text())
     description["train"]["deferred"] = deferred
@@ -268,20 +225,14 @@ def test_state_of_a_setting_that_is_gone_is_refused_unless_it_is_empty(
     if not deferred:
         assert load(folder, ANY, lambda _: None, MESH) == TrainState(step=2)
         return
-    with pytest.raises(
-        LeaderError, match="has deferred of a setting that is gone: continue it with"
-    ):
+    with pytest.raises(LeaderError, match="has deferred of a setting that is gone: continue it with"):
         load(folder, ANY, lambda _: None, MESH)
 
 
-def test_checksums_are_those_of_the_writer_and_its_files_are_not_read_again(
-    tmp_path: Path, monkeypatch
-):
+def test_checksums_are_those_of_the_writer_and_its_files_are_not_read_again(tmp_path: Path, monkeypatch):
     read = []
     monkeypatch.setattr(checkpoint, "_crc", lambda path: read.append(path.name) or 0)
-    folder = PendingSave(
-        tmp_path, TrainState(step=1), ANY, CheckpointConfig(keep=1), Plan, MESH
-    ).finish()
+    folder = PendingSave(tmp_path, TrainState(step=1), ANY, CheckpointConfig(keep=1), Plan, MESH).finish()
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["actor/weights"] == [7, zlib.crc32(b"weights")] and read == ["state.json"]
 
@@ -291,8 +242,7 @@ SAVED = TrainState(step=5, data_cursor=40, algo_state=AlgoState(kl_coef=0.3))
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Resumes an experiment with these `checkpoint` options; returns the state, the actor and what
-    was read."""
+    """Resumes an experiment with these `checkpoint` options; returns the state, the actor and what was read."""
     read = []
     for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
@@ -312,21 +262,15 @@ def start(tmp_path, monkeypatch):
     ) -> tuple[TrainState, SimpleNamespace, list[Path]]:
         sections = {"output_dir": str(tmp_path), "checkpoint": options} | (sections or {})
         config = experiment(**sections)
-        actor = SimpleNamespace(
-            mesh=make_mesh(0, 1, torch.device("cpu"), deadline_s=60), updates_done=5
-        )
+        actor = SimpleNamespace(mesh=make_mesh(0, 1, torch.device("cpu"), deadline_s=60), updates_done=5)
         source = beginning.find_checkpoint(config, actor.mesh)
         return beginning.resume(config, source, actor, rows), actor, read
 
     return resume
 
 
-@pytest.mark.parametrize(
-    ("own", "load"), [(False, None), (False, "elsewhere/step_000005"), (True, "elsewhere")]
-)
-def test_the_runs_own_checkpoint_comes_first_and_another_runs_weights_without_its_progress(
-    start, tmp_path, own, load
-):
+@pytest.mark.parametrize(("own", "load"), [(False, None), (False, "elsewhere/step_000005"), (True, "elsewhere")])
+def test_the_runs_own_checkpoint_comes_first_and_another_runs_weights_without_its_progress(start, tmp_path, own, load):
     folder = tmp_path / "checkpoints" / "step_000005"
     if own:
         folder.mkdir(parents=True)
@@ -363,9 +307,7 @@ ROWS = [["data/a.jsonl", 6, "a6"], ["data/b.jsonl", 4, "b4"]]
     ],
 )
 def test_a_checkpoint_counts_in_the_rows_that_it_was_written_with(tmp_path, now, said):
-    folder = PendingSave(
-        tmp_path, SAVED, RunIdentity({}, LAYOUT, ROWS), CheckpointConfig(), Plan, MESH
-    ).finish()
+    folder = PendingSave(tmp_path, SAVED, RunIdentity({}, LAYOUT, ROWS), CheckpointConfig(), Plan, MESH).finish()
 
     def loaded() -> TrainState:
         return load(folder, RunIdentity({}, LAYOUT, now), lambda part: None, MESH)
@@ -393,15 +335,9 @@ def test_other_data_is_what_ends_a_start_unless_it_is_wanted(start, tmp_path):
 
 @pytest.mark.parametrize("source", [None, Path("step_000005")])
 @pytest.mark.parametrize("reference", [False, True])
-def test_the_model_is_read_unless_a_checkpoint_overwrites_it(
-    monkeypatch, source: Path | None, reference: bool
-):
+def test_the_model_is_read_unless_a_checkpoint_overwrites_it(monkeypatch, source: Path | None, reference: bool):
     done = []
-    monkeypatch.setattr(
-        starting,
-        "load_initial_weights",
-        lambda actor, path, overwritten: done.append(overwritten),
-    )
+    monkeypatch.setattr(starting, "load_initial_weights", lambda actor, path, overwritten: done.append(overwritten))
     actor = SimpleNamespace(keep_reference=lambda: done.append("reference"))
     config = experiment(algorithm={"kl": {"loss_coef": 0.1}} if reference else {})
     starting.initial_weights(config, config.algorithm, source, actor)
@@ -409,25 +345,19 @@ def test_the_model_is_read_unless_a_checkpoint_overwrites_it(
 
 
 def group(version: int) -> RolloutGroup:
-    return RolloutGroup(
-        version, Prompt(0, "", (1,), ""), (Sample(0, (7,), (-1.0,), "stop", version, "7"),), ()
-    )
+    return RolloutGroup(version, Prompt(0, "", (1,), ""), (Sample(0, (7,), (-1.0,), "stop", version, "7"),), ())
 
 
 DYNAMIC = {"dynamic_sampling": {}, "mismatch": {"weight": {"name": "tis"}}}
 
 
 @pytest.mark.parametrize("staleness, young", [(4, [2, 3, 4]), (2, [3, 4]), (0, [4])])
-def test_groups_too_old_for_a_smaller_bound_are_left_out(
-    start, tmp_path, monkeypatch, capsys, staleness, young
-):
+def test_groups_too_old_for_a_smaller_bound_are_left_out(start, tmp_path, monkeypatch, capsys, staleness, young):
     (tmp_path / "checkpoints" / "step_000005").mkdir(parents=True)
     monkeypatch.setattr(SAVED, "surplus", [group(version) for version in (2, 3, 4)])
     state, *_ = start(sections={"rollout": {"max_staleness": staleness}, "algorithm": DYNAMIC})
     assert [group.samples[0].weight_version for group in state.surplus] == young
-    assert [group.group_id for group in state.surplus] == young, (
-        "the ids that they were sampled with"
-    )
+    assert [group.group_id for group in state.surplus] == young, "the ids that they were sampled with"
     assert ("are left out" in capsys.readouterr().out) == (len(young) < 3)
 
 
@@ -438,10 +368,7 @@ def test_a_rollout_without_tokens_makes_no_group_too_old(start, tmp_path, monkey
     assert start(sections={"algorithm": DYNAMIC})[0].surplus == [failed]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "steps"),
-    [(10, 20), (20, 15), (5, 30)],
-)
+@pytest.mark.parametrize(("wanted", "steps"), [(10, 20), (20, 15), (5, 30)])
 def test_epochs_end_with_the_prompts_also_if_steps_took_other_numbers_of_them(wanted, steps):
     """Two epochs of 100 prompts, stopped after 10 steps of 10."""
     state = TrainState(step=10, data_cursor=100)
@@ -481,9 +408,7 @@ def test_more_groups_than_a_step_takes_would_get_too_old(start, tmp_path, monkey
     monkeypatch.setattr(SAVED, "surplus", [group(4)] * 3)
     few = {"train": {"num_prompts_per_step": 3}, "algorithm": DYNAMIC}
     for staleness in (0, 2):
-        with pytest.raises(
-            ValueError, match=r"has 3 groups for the next step, .* is 3: take 4 or more"
-        ):
+        with pytest.raises(ValueError, match=r"has 3 groups for the next step, .* is 3: take 4 or more"):
             start(sections=few | {"rollout": {"max_staleness": staleness}})
     assert len(start(sections=few | {"algorithm": {}})[0].surplus) == 3, "which no step takes"
 

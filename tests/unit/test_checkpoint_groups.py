@@ -29,22 +29,13 @@ def test_groups_come_back_as_they_were(tmp_path):
         for i, (n, mask) in enumerate([(4, None), (0, None), (3, (1, 0, 1))])
     )
     outcomes = (
-        Outcome(
-            "score", 0.1 + 0.2, parts={"array": Outcome("score", 2.0)}
-        ),  # a grader of that name
+        Outcome("score", 0.1 + 0.2, parts={"array": Outcome("score", 2.0)}),  # a grader of that name
         Outcome("error", detail="x", parts={"taste": Outcome("timeout", detail="10 s")}),
         Outcome("score", -1.0, token_rewards=((0, 0.5), (2, -1.5))),
     )
     groups = [
         RolloutGroup(0, prompt, samples, outcomes),
-        RolloutGroup(
-            1,
-            prompt,
-            samples,
-            outcomes,
-            Sample(0, (1, 2), (0.0, -0.5), "length", 3, ""),
-            Outcome("score"),
-        ),
+        RolloutGroup(1, prompt, samples, outcomes, Sample(0, (1, 2), (0.0, -0.5), "length", 3, ""), Outcome("score")),
     ]
     write_groups(tmp_path / "groups.npz", groups)
     found = read_groups(tmp_path / "groups.npz")
@@ -53,9 +44,7 @@ def test_groups_come_back_as_they_were(tmp_path):
     write_groups(tmp_path / "older.npz", groups)
     del vars(prompt)["question"]
     assert read_groups(tmp_path / "older.npz") == groups
-    odd = replace(
-        prompt, extra={"value": float("nan"), "\0array": ["int32", 0, 1], "half": "\ud83d"}
-    )
+    odd = replace(prompt, extra={"value": float("nan"), "\0array": ["int32", 0, 1], "half": "\ud83d"})
     write_groups(tmp_path / "odd.npz", [replace(groups[0], prompt=odd)])
     (back,) = read_groups(tmp_path / "odd.npz")
     assert repr(back.prompt.extra) == repr(odd.extra)

@@ -55,6 +55,4 @@ def test_a_setting_that_adapters_gain_is_no_difference():
     assert differences({"lora": lora.model_dump()}, own) == []
     earlier = {key: value for key, value in lora.model_dump().items() if key != "alpha"}
     assert differences({"lora": earlier}, own) == []
-    assert differences({"lora": lora.model_dump() | {"rank": 8}}, own) == [
-        "lora.rank: checkpoint 8, this run 4"
-    ]
+    assert differences({"lora": lora.model_dump() | {"rank": 8}}, own) == ["lora.rank: checkpoint 8, this run 4"]

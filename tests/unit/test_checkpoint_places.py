@@ -44,9 +44,7 @@ def test_the_newest_checkpoint_is_missed(tmp_path: Path):
 def test_a_run_that_ends_itself_finishes_the_save_in_the_background(tmp_path: Path):
     """Step 3 left weights between two versions: only step 2 can be saved, and is being written."""
     gate = threading.Event()
-    saver = checkpointer(
-        tmp_path, lambda folder, _: Plan(folder, gate=gate), every=2, background=True
-    )
+    saver = checkpointer(tmp_path, lambda folder, _: Plan(folder, gate=gate), every=2, background=True)
     state = TrainState(step=2)
     entered: list[str] = []
     run = ending_run(state, saver, updates_done=5, enter=entered.append)
@@ -126,9 +124,7 @@ def test_checkpoints_that_were_moved_as_proposed_are_linked(tmp_path: Path):
     assert put_in_place(root, str(big)) == root / "step_000001" and root.resolve() == big
     root.unlink()
     (big / "step_000001").rename(tmp_path / "step_000001")
-    assert f"step_000001, the checkpoint that was saved last, is not in {big}" in place_problem(
-        root, str(big)
-    )
+    assert f"step_000001, the checkpoint that was saved last, is not in {big}" in place_problem(root, str(big))
 
 
 def test_a_folder_that_another_run_has_saved_into_is_not_linked(tmp_path: Path):
@@ -141,9 +137,7 @@ def test_a_folder_that_another_run_has_saved_into_is_not_linked(tmp_path: Path):
     assert "another run's step_000002" in place_problem(root, str(other))
 
 
-@pytest.mark.parametrize(
-    ("suffix", "there"), [(".old", True), (".replaced.partial", True), (".partial", False)]
-)
+@pytest.mark.parametrize(("suffix", "there"), [(".old", True), (".replaced.partial", True), (".partial", False)])
 def test_what_counts_as_the_checkpoint(tmp_path: Path, suffix: str, there: bool):
     """A user's suffix, and the form that restore_replaced puts back; not an interrupted save."""
     root = tmp_path / "checkpoints"
@@ -175,9 +169,7 @@ def test_checkpoints_on_another_disk_are_found_in_the_run_folder(tmp_path: Path)
     for directory in (str(other), None):  # of a run that goes on, and of one that says no more
         put_in_place(root, directory)
         assert latest(root) == root / "step_000010"
-    with pytest.raises(
-        ValueError, match=r"this run's checkpoints are in .*scratch/mine: move them"
-    ):
+    with pytest.raises(ValueError, match=r"this run's checkpoints are in .*scratch/mine: move them"):
         put_in_place(root, str(tmp_path / "third"))
     assert not (tmp_path / "third").exists()
     new = tmp_path / "other run" / "checkpoints"

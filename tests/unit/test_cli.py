@@ -19,9 +19,7 @@ def test_help_has_every_command_in_one_group_with_an_example(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     text = capsys.readouterr().out
-    listed = [
-        line.split()[0] for line in text.splitlines() if line.startswith("  ") and line[2] != " "
-    ]
+    listed = [line.split()[0] for line in text.splitlines() if line.startswith("  ") and line[2] != " "]
     commands = [word for word in listed if not word.startswith("-") and word != "COMMAND"]
     assert sorted(commands) == sorted(cli.command_parsers())
     for group in ("run: megagrpo run ", "look: megagrpo ", "plan: megagrpo ", "verify: megagrpo "):
@@ -68,10 +66,5 @@ def test_the_experiment_is_wrong_is_one_exit_code(monkeypatch, capsys):
                 continue  # it starts before it reads data
             assert cli.main([command[0], experiment, *command[1:]]) == 2, (command, experiment)
     assert "PROBLEMS (" in capsys.readouterr().out  # check's: no file of the experiment is here
-    for words in (
-        ["view", "absent"],
-        ["status", "absent"],
-        ["report", "absent"],
-        ["stop", "absent"],
-    ):
+    for words in (["view", "absent"], ["status", "absent"], ["report", "absent"], ["stop", "absent"]):
         assert cli.main(words) == 2, words

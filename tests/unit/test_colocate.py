@@ -1,5 +1,4 @@
-"""Colocated engines without SGLang: what is refused, what `check` says, who releases what, and the
-shared memory."""
+"""Colocated engines without SGLang: what is refused, what `check` says, who releases what, and the shared memory."""
 
 import asyncio
 import json
@@ -42,13 +41,8 @@ CPU = torch.device("cpu")
 
 def test_engines_beside_trainers_get_less_memory_and_can_release_it():
     config = load_config(QUICKSTART, SETTINGS)
-    assert (
-        config.rollout.mem_fraction == 0.6
-        and load_config(QUICKSTART, []).rollout.mem_fraction == 0.85
-    )
-    assert (
-        load_config(QUICKSTART, [*SETTINGS, "rollout.mem_fraction=0.4"]).rollout.mem_fraction == 0.4
-    )
+    assert config.rollout.mem_fraction == 0.6 and load_config(QUICKSTART, []).rollout.mem_fraction == 0.85
+    assert load_config(QUICKSTART, [*SETTINGS, "rollout.mem_fraction=0.4"]).rollout.mem_fraction == 0.4
     place = ServerPlace(0, "127.0.0.1", 1, "", cuda=False, num_cores=1)
     assert "--enable-memory-saver" in engine_command(config, place)
     assert "--enable-memory-saver" not in engine_command(load_config(QUICKSTART, []), place)
@@ -56,24 +50,19 @@ def test_engines_beside_trainers_get_less_memory_and_can_release_it():
 
 def test_an_engine_rank_without_a_trainer_beside_it_is_refused():
     config = load_config(QUICKSTART, [*SETTINGS, "rollout.num_engines=3"])
-    with pytest.raises(
-        ValueError, match=r"3 engine ranks .* each of these needs a trainer rank beside it"
-    ):
+    with pytest.raises(ValueError, match=r"3 engine ranks .* each of these needs a trainer rank beside it"):
         _devices(config, ["0", "1", "2"])
     config = load_config(QUICKSTART, [*SETTINGS, "rollout.num_engines=2"])
     assert _devices(config, ["4", "5", "6"]) == ({"CUDA_VISIBLE_DEVICES": "4,5"},) * 2
 
 
 def test_only_a_colocated_run_has_one_launcher_for_both_sides():
-    with pytest.raises(
-        ValueError, match="without rollout.colocate trainers and engines have nodes of their own"
-    ):
+    with pytest.raises(ValueError, match="without rollout.colocate trainers and engines have nodes of their own"):
         run_node(load_config(QUICKSTART, []), [], Node(0, 2, None, "10.0.0.1", 1))
 
 
 def test_an_engine_rank_takes_the_nearest_holder():
-    """Its carrier, else a trainer of its node, else another; where no trainer is beside it there is
-    no plan."""
+    """Its carrier, else a trainer of its node, else another; where no trainer is beside it there is no plan."""
     near = Nearness([0, 3], ["a", "a", "b", "b"])
     assert near.best_of((0, 1, 2), 0) == (0,) and near.best_of((0, 1, 2), 1) == (2,)
     assert near.best_of((1, 2), 0) == (1,) and near.best_of((0, 1), 1) == (0, 1)
@@ -95,10 +84,7 @@ def test_check_says_what_is_on_a_gpu_when(tmp_path):
     lines = dict(re.findall(r"^    (rollout|logprobs|update|publish) +(.*)$", text, re.MULTILINE))
     lines[name] = text.partition(" on a GPU, in ")[2].partition("\n")[0]
     assert sorted(lines) == ["logprobs", "publish", "rollout", "update"]
-    assert all(
-        ("optimizer" in line and "gradients" in line) == (phase == "update")
-        for phase, line in lines.items()
-    )
+    assert all(("optimizer" in line and "gradients" in line) == (phase == "update") for phase, line in lines.items())
     awake = {phase for phase, line in lines.items() if "engine's weights" in line}
     assert awake == {"rollout", "publish"} and "engine's cache" in lines["rollout"]
     totals = [line.partition(":")[0] for phase, line in lines.items() if phase != name]
@@ -114,9 +100,7 @@ def test_an_engine_releases_once_and_takes_back_only_what_it_has_released():
     async def through_a_step(url: str) -> None:
         memory = EngineMemory(url, "key", 5.0)
         async with aiohttp.ClientSession() as http:
-            await asyncio.gather(
-                memory.release(http), memory.release(http)
-            )  # of trainers that died, and of new ones
+            await asyncio.gather(memory.release(http), memory.release(http))  # of trainers that died, and of new ones
             await memory.resume(http, WEIGHTS)
             await memory.resume(http, WEIGHTS)
             await memory.release(http)  # the trainers died before the cache was back
@@ -125,20 +109,12 @@ def test_an_engine_releases_once_and_takes_back_only_what_it_has_released():
 
     with running(FakeEngine(more=more)) as engine:
         asyncio.run(through_a_step(engine.info.url))
-        assert engine.calls[:2] == ["/pause_generation", "/abort_request"], (
-            "it releases nothing while something runs"
-        )
+        assert engine.calls[:2] == ["/pause_generation", "/abort_request"], "it releases nothing while something runs"
         engine.refuses = "/release_memory_occupation"
         with pytest.raises(SleepFailed, match="refuses release_memory_occupation: 400"):
             asyncio.run(through_a_step(engine.info.url))
     both = [("release", CACHE), ("release", WEIGHTS)]
-    assert asked == [
-        *both,
-        ("resume", WEIGHTS),
-        ("release", WEIGHTS),
-        ("resume", WEIGHTS),
-        ("resume", CACHE),
-    ]
+    assert asked == [*both, ("resume", WEIGHTS), ("release", WEIGHTS), ("resume", WEIGHTS), ("resume", CACHE)]
 
 
 READER = """
@@ -154,46 +130,25 @@ def test_another_process_sees_the_memory_and_nothing_is_left_when_it_dies():
     before = set(Path("/dev/shm").iterdir())
     buffer = SharedBuffer(64, CPU)
     buffer.values.copy_(torch.arange(64, dtype=torch.uint8))
-    assert (
-        subprocess.run([sys.executable, "-c", READER, json.dumps(buffer.handle)]).returncode == -9
-    )
+    assert subprocess.run([sys.executable, "-c", READER, json.dumps(buffer.handle)]).returncode == -9
     assert torch.equal(buffer.values, torch.arange(64, dtype=torch.uint8) + 1)
     left = {path.name for path in set(Path("/dev/shm").iterdir()) - before}
     assert not [name for name in left if name.startswith("torch_")]
     num_bytes, machine, how = buffer.handle
     buffer.close(closed_there=True)
-    for where, named in (
-        (machine, "every engine rank on the machine"),
-        ("another", "does not see that one's memory"),
-    ):
+    for where, named in ((machine, "every engine rank on the machine"), ("another", "does not see that one's memory")):
         with pytest.raises(ValueError, match=named), open_shared((num_bytes, where, how), CPU):
             pass
 
 
 def test_torch_opens_a_cuda_handle_by_what_we_send():
-    """No GPU shows it here: the order of arguments is torch's own affair, and was that of torch
-    2.13 when written."""
+    """No GPU shows it here: the order of arguments is torch's own affair, and was that of torch 2.13 when written."""
     names = list(signature(rebuild_cuda_tensor).parameters)
-    opened = [
-        "storage_device",
-        "storage_handle",
-        "storage_size_bytes",
-        "storage_offset_bytes",
-        "requires_grad",
-    ]
+    opened = ["storage_device", "storage_handle", "storage_size_bytes", "storage_offset_bytes", "requires_grad"]
     opened += ["ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required"]
-    assert names[:6] == [
-        "tensor_cls",
-        "tensor_size",
-        "tensor_stride",
-        "tensor_offset",
-        "storage_cls",
-        "dtype",
-    ]
+    assert names[:6] == ["tensor_cls", "tensor_size", "tensor_stride", "tensor_offset", "storage_cls", "dtype"]
     assert names[6:] == opened
-    assert callable(torch.UntypedStorage._release_ipc_counter_cuda) and callable(
-        torch.cuda.use_mem_pool
-    )
+    assert callable(torch.UntypedStorage._release_ipc_counter_cuda) and callable(torch.cuda.use_mem_pool)
     assert callable(torch.cuda.memory._set_allocator_settings)
 
 
@@ -201,10 +156,7 @@ def test_an_engine_rank_that_goes_away_holds_up_nobody():
     store = Mailbox(listening_store("127.0.0.1", 30))
     other = open_mailbox(store.access, 10)
     live = {"a": torch.zeros(40)}
-    batches = {
-        n: [Message(0, n, torch.float32, (ParameterSlice("a", 10 * n, (10,), (1,)),))]
-        for n in range(4)
-    }
+    batches = {n: [Message(0, n, torch.float32, (ParameterSlice("a", 10 * n, (10,), (1,)),))] for n in range(4)}
     cut: list[str] = []
 
     def taking(of: list) -> None:

@@ -1,5 +1,4 @@
-"""What `megagrpo check` says: the layout, the sizes, every clash with the model, and what it loads
-as trainers do."""
+"""What `megagrpo check` says: the layout, the sizes, every clash with the model, and what it loads as trainers do."""
 
 import json
 import re
@@ -31,13 +30,7 @@ MOE = hf_config(TinyModelConfig(path="x", family="qwen3_moe"))
 
 
 @pytest.mark.parametrize(
-    "tp, cp, pp, ep, etp, world",
-    [
-        (2, 2, 2, 4, 1, 16),
-        (4, 1, 1, 2, 2, 8),
-        (1, 1, 1, 2, 1, 2),
-        (2, 1, 4, 8, 1, 64),
-    ],
+    "tp, cp, pp, ep, etp, world", [(2, 2, 2, 4, 1, 16), (4, 1, 1, 2, 2, 8), (1, 1, 1, 2, 1, 2), (2, 1, 4, 8, 1, 64)]
 )
 def test_coordinates_of_ranks_are_megatrons(tp, cp, pp, ep, etp, world):
     from megatron.core.parallel_state import RankGenerator
@@ -46,72 +39,29 @@ def test_coordinates_of_ranks_are_megatrons(tp, cp, pp, ep, etp, world):
     dense = RankGenerator(tp=tp, ep=1, dp=world // (tp * cp * pp), pp=pp, cp=cp, order=order)
     expert = RankGenerator(tp=etp, ep=ep, dp=world // (etp * ep * pp), pp=pp, cp=1, order=order)
     coordinates = [rank_coordinates(r, world, layout) for r in range(world)]
-    axes = [
-        *((dense, axis, axis) for axis in ("dp", "tp", "pp", "cp")),
-        (expert, "ep", "ep"),
-        (expert, "dp", "edp"),
-    ]
+    axes = [*((dense, axis, axis) for axis in ("dp", "tp", "pp", "cp")), (expert, "ep", "ep"), (expert, "dp", "edp")]
     for generator, axis, name in axes:
         for group in generator.get_ranks(axis):
-            assert [coordinates[rank][name] for rank in group] == list(range(len(group))), (
-                axis,
-                group,
-            )
+            assert [coordinates[rank][name] for rank in group] == list(range(len(group))), (axis, group)
 
 
 @pytest.mark.parametrize(
     "hf, overrides, said",
     [
-        (
-            DENSE,
-            ["actor.world_size=8", "actor.parallel.tp=8"],
-            "parallel.tp = 8 .* num_attention_heads = 4",
-        ),
-        (
-            BIG,
-            ["actor.world_size=3", "actor.parallel.tp=3"],
-            "parallel.tp = 3 .* num_key_value_heads = 4",
-        ),
-        (
-            DENSE,
-            ["actor.world_size=3", "actor.parallel.pp=3"],
-            "pp x vpp = 3 .* num_hidden_layers = 4",
-        ),
-        (
-            DENSE,
-            ["actor.world_size=2", "actor.parallel={pp: 2, vpp: 4}"],
-            "pp x vpp = 8 .* num_hidden_layers = 4",
-        ),
-        (
-            MOE,
-            ["actor.world_size=3", "actor.parallel.ep=3"],
-            "ep = 3 .* num_experts = 8; it may be 2 or 4",
-        ),
-        (
-            DENSE,
-            ["actor.world_size=2", "actor.parallel={tp: 2, etp: 2}"],
-            "etp = 2, but a qwen3 model has no experts",
-        ),
+        (DENSE, ["actor.world_size=8", "actor.parallel.tp=8"], "parallel.tp = 8 .* num_attention_heads = 4"),
+        (BIG, ["actor.world_size=3", "actor.parallel.tp=3"], "parallel.tp = 3 .* num_key_value_heads = 4"),
+        (DENSE, ["actor.world_size=3", "actor.parallel.pp=3"], "pp x vpp = 3 .* num_hidden_layers = 4"),
+        (DENSE, ["actor.world_size=2", "actor.parallel={pp: 2, vpp: 4}"], "pp x vpp = 8 .* num_hidden_layers = 4"),
+        (MOE, ["actor.world_size=3", "actor.parallel.ep=3"], "ep = 3 .* num_experts = 8; it may be 2 or 4"),
+        (DENSE, ["actor.world_size=2", "actor.parallel={tp: 2, etp: 2}"], "etp = 2, but a qwen3 model has no experts"),
         (DENSE, ["actor.parallel.ep=2"], "actor.parallel.ep = 2, but a qwen3 model has no experts"),
         (MOE, ["rollout.tp=3"], "rollout.tp = 3 .* num_attention_heads = 4; it may be 2 or 4"),
         (BIG, ["rollout={tp: 6, ep: 3}"], "rollout.tp = 6 is neither a divisor nor a multiple"),
         (BIG, ["rollout={tp: 6, ep: 3}"], "rollout.ep = 3 .* num_experts = 128; it may be 2 or 4"),
         (DENSE, ["rollout={tp: 2, ep: 2}"], "rollout.ep = 2, but a qwen3 model has no experts"),
-        (
-            MOE,
-            ["sampling.max_response_tokens=2048"],
-            "^data: up to 2056 tokens, but the model has 2048 positions",
-        ),
-        (
-            MOE,
-            ["eval.max_response_tokens=4000"],
-            "^eval.data: up to 4008 tokens, but the model has 2048 positions",
-        ),
-        (
-            MOE,
-            ["rollout.sglang.max_total_tokens=10"],
-            "^data: up to 16 tokens, but an engine's cache holds 10",
-        ),
+        (MOE, ["sampling.max_response_tokens=2048"], "^data: up to 2056 tokens, but the model has 2048 positions"),
+        (MOE, ["eval.max_response_tokens=4000"], "^eval.data: up to 4008 tokens, but the model has 2048 positions"),
+        (MOE, ["rollout.sglang.max_total_tokens=10"], "^data: up to 16 tokens, but an engine's cache holds 10"),
         (
             MOE,
             ["rollout.sglang.context_length=8"],
@@ -119,11 +69,7 @@ def test_coordinates_of_ranks_are_megatrons(tp, cp, pp, ep, etp, world):
         ),
         (MOE, ["sampling.stop_token_ids=[1, 1000000]"], "stop_token_ids: 1000000 is no token"),
         (MOE, ["rollout={tp: 2, ep: 2}", "actor.device=cuda"], "float32 on GPUs: torch's experts"),
-        (
-            {"model_type": "gpt2"},
-            [],
-            "'gpt2' is not supported; supported: llama, qwen2, qwen3, qwen3_moe",
-        ),
+        ({"model_type": "gpt2"}, [], "'gpt2' is not supported; supported: llama, qwen2, qwen3, qwen3_moe"),
     ],
 )
 def test_clashes_with_the_model_are_named_with_their_numbers(hf, overrides, said):
@@ -133,10 +79,7 @@ def test_clashes_with_the_model_are_named_with_their_numbers(hf, overrides, said
 
 def test_a_tokenizer_clashes_by_its_largest_token_id():
     assert check_against_model(load_config(QUICKSTART), MOE, 25) == [], "the unchanged layout"
-    assert (
-        "token id 32, but the model only 32 embeddings"
-        in check_against_model(load_config(QUICKSTART), MOE, 32)[0]
-    )
+    assert "token id 32, but the model only 32 embeddings" in check_against_model(load_config(QUICKSTART), MOE, 32)[0]
 
 
 def test_preflight_finds_missing_files_a_wrong_grader_and_a_foreign_tokenizer(prepared):
@@ -154,9 +97,7 @@ def test_preflight_finds_missing_files_a_wrong_grader_and_a_foreign_tokenizer(pr
     alphabet = "".join(map(chr, range(33, 93)))
     make_tiny_model(TinyModelConfig(path="other", alphabet=alphabet), seed=0)
     found = preflight(load_config(QUICKSTART, ["model.tokenizer=other"]))
-    assert found == [
-        "model.tokenizer has token id 63, but the model only 32 embeddings (vocab_size)"
-    ]
+    assert found == ["model.tokenizer has token id 63, but the model only 32 embeddings (vocab_size)"]
     Path("other/config.json").write_text("{")
     with pytest.raises(ValueError, match=r"other/config\.json: not a model description"):
         preflight(load_config(QUICKSTART, ["model.path=other"]))
@@ -167,29 +108,18 @@ def test_preflight_finds_a_checkpoint_of_another_layout(prepared):
     folder = Path(config.output_dir) / "checkpoints" / "step_000003"
     folder.mkdir(parents=True)
     state = {"layout": config.actor.layout, "reshardable": False}
-    for change, problems in (
-        ({}, 0),
-        ({"layout": {"ranks": 4, "tp": 2}}, 1),
-        ({"reshardable": True}, 0),
-    ):
+    for change, problems in (({}, 0), ({"layout": {"ranks": 4, "tp": 2}}, 1), ({"reshardable": True}, 0)):
         state |= change
         (folder / "state.json").write_text(json.dumps(state))
         found = preflight(config)
-        assert len(found) == problems and all(
-            "by its own layout alone (ranks 4, tp 2)" in text for text in found
-        )
+        assert len(found) == problems and all("by its own layout alone (ranks 4, tp 2)" in text for text in found)
 
 
 def test_explain_says_what_a_step_is(prepared):
     train = "train={num_steps: 5, num_prompts_per_step: 12, group_size: 4, num_updates_per_step: 2}"
-    text = explain(
-        load_config(
-            QUICKSTART, ["actor.world_size=8", "actor.parallel={tp: 2, pp: 2, ep: 2}", train]
-        )
-    )
+    text = explain(load_config(QUICKSTART, ["actor.world_size=8", "actor.parallel={tp: 2, pp: 2, ep: 2}", train]))
     for said in (
-        "8 trainer ranks = tp 2 x cp 1 x dp 2 x pp 2; experts: etp 1 x ep 2 x dp 2 x pp 2; "
-        "sequence parallel",
+        "8 trainer ranks = tp 2 x cp 1 x dp 2 x pp 2; experts: etp 1 x ep 2 x dp 2 x pp 2; sequence parallel",
         "12 prompts x 4 samples = 48 samples",
         "asked for by 2 data-parallel leaders, 6 prompts each",
         "updates    2 of 6 prompts = 24 samples",
@@ -207,9 +137,7 @@ def test_explain_says_what_a_step_is(prepared):
 def test_explain_counts_the_steps_of_epochs_and_the_updates_of_passes(prepared):
     for name, count in (("a.jsonl", 20), ("b.jsonl", 13)):
         Path(name).write_text('{"prompt": "1+1=", "answer": 2}\n' * count)
-    train = (
-        "train={num_epochs: 2, num_prompts_per_step: 12, group_size: 4, num_updates_per_step: 2}"
-    )
+    train = "train={num_epochs: 2, num_prompts_per_step: 12, group_size: 4, num_updates_per_step: 2}"
     settings = [train, "train.num_epochs_per_step=3", "data.path=[a.jsonl, b.jsonl]"]
     text = explain(load_config(QUICKSTART, settings))
     assert "quickstart: 6 steps into" in text, "66 prompts, 12 a step"
@@ -217,10 +145,7 @@ def test_explain_counts_the_steps_of_epochs_and_the_updates_of_passes(prepared):
     assert "the run    36 optimizer updates, 288 samples" in text and "no problems found" in text
     Path("b.jsonl").unlink()
     text = explain(load_config(QUICKSTART, settings))
-    assert (
-        "data.path: b.jsonl does not exist" in text
-        and "its length is known when the prompts are there" in text
-    )
+    assert "data.path: b.jsonl does not exist" in text and "its length is known when the prompts are there" in text
 
 
 def test_explaining_starts_nothing_and_loads_no_torch(prepared):
@@ -236,11 +161,8 @@ print(json.dumps(sorted({{"torch", "transformers", "megatron", "ray", "sglang"}}
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml")))
 def test_every_preset_fits_the_quickstart(prepared, preset):
-    """As bench/presets.py runs it: the experiment's own algorithm section makes room for the
-    preset."""
-    text, found = re.subn(
-        r"(?m)^algorithm:\n(?: .*\n)+", f"preset: {preset}\n", QUICKSTART.read_text()
-    )
+    """As bench/presets.py runs it: the experiment's own algorithm section makes room for the preset."""
+    text, found = re.subn(r"(?m)^algorithm:\n(?: .*\n)+", f"preset: {preset}\n", QUICKSTART.read_text())
     if preset == "gdpo":
         text = text.replace("grader: exact,", "graders: [{grader: exact}, {grader: format}],")
     (prepared / "e.yaml").write_text(text)
@@ -267,17 +189,8 @@ def model(tmp_path_factory) -> Path:
 def experiment(folder: Path, model: Path, **data) -> Path:
     rows = [{"prompt": "12+3", "answer": "15"}, {"prompt": "1", "answer": "1"}]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {
-        "path": str(folder / "rows.jsonl"),
-        "chat_template": True,
-        "max_prompt_tokens": 2,
-    } | data
-    text = {
-        "name": "trial",
-        "output_dir": str(folder / "run"),
-        "model": {"path": str(model)},
-        "data": data,
-    }
+    data = {"path": str(folder / "rows.jsonl"), "chat_template": True, "max_prompt_tokens": 2} | data
+    text = {"name": "trial", "output_dir": str(folder / "run"), "model": {"path": str(model)}, "data": data}
     (folder / "trial.yaml").write_text(yaml.safe_dump(text))
     return folder / "trial.yaml"
 
@@ -300,14 +213,8 @@ def test_a_sound_experiment_is_loaded_as_far_as_it_goes(tmp_path, model):
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (
-            {"system_prompt": "Answer."},
-            "rows.jsonl:1: the chat template refuses this prompt: TemplateError: no system",
-        ),
-        (
-            {"prompt_template": "Say {prompt}"},
-            "rows.jsonl:1: the tokenizer does not know every character",
-        ),
+        ({"system_prompt": "Answer."}, "rows.jsonl:1: the chat template refuses this prompt: TemplateError: no system"),
+        ({"prompt_template": "Say {prompt}"}, "rows.jsonl:1: the tokenizer does not know every character"),
     ],
 )
 def test_a_first_row_that_the_trainers_would_refuse(tmp_path, model, data, said):
@@ -325,9 +232,7 @@ def test_a_tokenizer_without_a_template_is_one_problem(tmp_path, model):
     turns = "sampling.environment={function: calculator, rewards: false}"
     for settings in ([], [turns]):
         config = load_config(experiment(tmp_path, bare), settings)
-        assert try_loading(config).problems == [
-            "data.chat_template is true, but the tokenizer has no chat template"
-        ]
+        assert try_loading(config).problems == ["data.chat_template is true, but the tokenizer has no chat template"]
 
 
 def test_what_is_not_there_yet_is_not_tried(tmp_path, model):
@@ -339,9 +244,7 @@ def test_what_is_not_there_yet_is_not_tried(tmp_path, model):
     trial = try_loading(config)
     assert trial.problems == [] and trial.loaded[0] == f"the tokenizer of {model}"
     assert "not there yet: made by megagrpo sft" in explain(config, trial)
-    config = load_config(
-        path, [f"model.path={tmp_path / 'made'}", "sft={model: made, path: rows.jsonl}"]
-    )
+    config = load_config(path, [f"model.path={tmp_path / 'made'}", "sft={model: made, path: rows.jsonl}"])
     trial = try_loading(config)
     assert trial.problems == [] and trial.loaded == []
     assert (
@@ -388,22 +291,10 @@ def test_layers_of_stages(num_layers, sizes, stages):
     [
         (5, {"pp": 1, "first_stage_layers": 3}, "first_stage_layers 3 needs pp > 1"),
         (5, {}, "num_hidden_layers = 5 cannot be cut into 2 equal stages"),
-        (
-            5,
-            {"first_stage_layers": 5},
-            "5 less first_stage_layers and last_stage_layers, 5 together, cannot",
-        ),
+        (5, {"first_stage_layers": 5}, "5 less first_stage_layers and last_stage_layers, 5 together, cannot"),
         (3, {"first_stage_layers": 4}, "4 together, cannot be cut into 1 equal"),
-        (
-            6,
-            {"first_stage_layers": 3, "last_stage_layers": 2},
-            "5 together, cannot be cut into 0 equal stages",
-        ),
-        (
-            6,
-            {"vpp": 2, "first_stage_layers": 3},
-            "a stage of 3 layers does not divide into vpp = 2 virtual stages",
-        ),
+        (6, {"first_stage_layers": 3, "last_stage_layers": 2}, "5 together, cannot be cut into 0 equal stages"),
+        (6, {"vpp": 2, "first_stage_layers": 3}, "a stage of 3 layers does not divide into vpp = 2 virtual stages"),
     ],
 )
 def test_what_cannot_be_cut_is_said(num_layers, sizes, message):
@@ -426,15 +317,11 @@ def test_the_message_names_stages_that_are_accepted(model, sizes, ends):
     arch = Model.read(ROOT / "configs" / "models" / model).arch
 
     def problems(**more: int) -> list[str]:
-        config = ActorConfig(
-            world_size=sizes["pp"], parallel=ParallelConfig(**sizes | more), dtype="bfloat16"
-        )
+        config = ActorConfig(world_size=sizes["pp"], parallel=ParallelConfig(**sizes | more), dtype="bfloat16")
         return [text for text in layout_problems(arch, config) if "num_hidden_layers" in text]
 
     (said,) = problems()
-    named = re.search(
-        r"actor.parallel.first_stage_layers: (\d+) and last_stage_layers: (\d+)", said
-    )
+    named = re.search(r"actor.parallel.first_stage_layers: (\d+) and last_stage_layers: (\d+)", said)
     assert ends == (named and tuple(map(int, named.groups()))), said
     if ends:
         assert problems(first_stage_layers=ends[0], last_stage_layers=ends[1]) == []

@@ -1,5 +1,4 @@
-"""Configuration files, good and bad: every problem is reported at once, with its location, its
-value and the remedy."""
+"""Configuration files, good and bad: every problem is reported at once, with its location, its value and the remedy."""
 
 from pathlib import Path
 
@@ -43,12 +42,7 @@ def test_every_shipped_config_loads_and_survives_being_written(path, tmp_path):
 
 
 def test_a_minimal_file_gets_the_defaults_and_overrides_win(tmp_path):
-    overrides = (
-        "train.num_steps=7",
-        "actor.optimizer.lr=1e-6",
-        "sampling.stop=['a', b]",
-        "reward.args.format=last",
-    )
+    overrides = ("train.num_steps=7", "actor.optimizer.lr=1e-6", "sampling.stop=['a', b]", "reward.args.format=last")
     config = load(tmp_path, MINIMAL, *overrides)
     assert (config.train.num_steps, config.actor.optimizer.lr) == (7, 1e-6)
     assert (config.sampling.stop, config.reward.args) == (["a", "b"], {"format": "last"})
@@ -56,31 +50,14 @@ def test_a_minimal_file_gets_the_defaults_and_overrides_win(tmp_path):
 
 
 def test_scalars_hold_no_surprises(tmp_path):
-    numbers = {
-        "1e-6": 1e-6,
-        "1E5": 1e5,
-        "1.5e+3": 1500.0,
-        "0.1": 0.1,
-        ".5": 0.5,
-        "3": 3.0,
-        "1_000": 1000.0,
-    }
+    numbers = {"1e-6": 1e-6, "1E5": 1e5, "1.5e+3": 1500.0, "0.1": 0.1, ".5": 0.5, "3": 3.0, "1_000": 1000.0}
     for text, value in numbers.items():
-        assert (
-            load(
-                tmp_path, MINIMAL + f"algorithm: {{entropy_coef: {text}}}\n"
-            ).algorithm.entropy_coef
-            == value
-        )
+        assert load(tmp_path, MINIMAL + f"algorithm: {{entropy_coef: {text}}}\n").algorithm.entropy_coef == value
     text = "name: no\noutput_dir: 2026-11-21\nmodel: {path: m}\ndata: {path: d, limit: 010}\n"
     text += "sampling: {stop: [on, 1:30]}\neval: ~\n"
     config = load(tmp_path, text)
     assert config.eval is None and config.data.limit == 10
-    assert (config.name, config.output_dir, config.sampling.stop) == (
-        "no",
-        "2026-11-21",
-        ["on", "1:30"],
-    )
+    assert (config.name, config.output_dir, config.sampling.stop) == ("no", "2026-11-21", ["on", "1:30"])
 
 
 def test_every_key_has_a_description_in_the_schema():
@@ -150,14 +127,8 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
 @pytest.mark.parametrize(
     "more, said",
     [
-        (
-            "algorithm: {advantage: {eps: 1e-6}}\n",
-            "advantage = {'eps': 1e-06}: needs a 'name', one of grpo, ",
-        ),
-        (
-            "algorithm: {advantage: {name: dr_grpo, eps: 0.5}}\n",
-            "algorithm.advantage.eps = 0.5: unknown key",
-        ),
+        ("algorithm: {advantage: {eps: 1e-6}}\n", "advantage = {'eps': 1e-06}: needs a 'name', one of grpo, "),
+        ("algorithm: {advantage: {name: dr_grpo, eps: 0.5}}\n", "algorithm.advantage.eps = 0.5: unknown key"),
         (
             "algorithm: {loss: {name: sapo, clip_ratio_low: 0.1}}\n",
             "clip_ratio_low = 0.1: unknown key; known: name, tau_positive, tau_negative",
@@ -166,10 +137,7 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
         ("train:\n", "e.yaml:5: train = None: should be a section with keys num_steps"),
         ("seed: true\n", "e.yaml:5: seed = True: should be a valid integer"),
         ("data: {path: d}\n", "e.yaml:5: data is written twice (first at e.yaml:4); remove one"),
-        (
-            "train:\n  num_steps: 1\n  num_steps: 2\n",
-            "e.yaml:7: train.num_steps is written twice (first at e.yaml:6)",
-        ),
+        ("train:\n  num_steps: 1\n  num_steps: 2\n", "e.yaml:7: train.num_steps is written twice (first at e.yaml:6)"),
         ("train: {num_steps: 1\n", "e.yaml:6: not valid YAML"),
         (
             "algorithm: {advantage: {name: grpo_passk, normalise: false}}\n",
@@ -179,46 +147,19 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
             "algorithm: {mismatch: {weight: {name: tis, self_normalise: true}}}\n",
             "weight.self_normalise = True: unknown key; did you mean 'self_normalize'?",
         ),
-        (
-            "name2: !!python/object:os.system {}\n",
-            "e.yaml:5: name2 = {}: unknown key; did you mean 'name'?",
-        ),
-        (
-            "actor: {world_size: 3, parallel: {tp: 2}}\n",
-            "3 is not a multiple of tp x pp x cp = 2; 4 would be",
-        ),
-        (
-            "actor: {world_size: 4, parallel: {ep: 3}}\n",
-            "world_size 4 is not a multiple of etp x ep x pp = 3; 6",
-        ),
+        ("name2: !!python/object:os.system {}\n", "e.yaml:5: name2 = {}: unknown key; did you mean 'name'?"),
+        ("actor: {world_size: 3, parallel: {tp: 2}}\n", "3 is not a multiple of tp x pp x cp = 2; 4 would be"),
+        ("actor: {world_size: 4, parallel: {ep: 3}}\n", "world_size 4 is not a multiple of etp x ep x pp = 3; 6"),
         ("actor: {routing_replay: []}\n", "actor.routing_replay = []: not a choice"),
-        (
-            "actor: {device: cpu, transformer_engine: true}\n",
-            "transformer_engine true with device cpu: it needs CUDA",
-        ),
+        ("actor: {device: cpu, transformer_engine: true}\n", "transformer_engine true with device cpu: it needs CUDA"),
         ("actor: {parallel: {vpp: 2}}\n", "e.yaml:5: actor.parallel: vpp 2 needs pp > 1"),
         ("rollout: {tp: 3, ep: 2}\n", "e.yaml:5: rollout: tp 3 is not a multiple of ep 2"),
-        (
-            "sft: {model: m, path: []}\n",
-            "sft: path names no file",
-        ),
+        ("sft: {model: m, path: []}\n", "sft: path names no file"),
         ("eval: {data: {path: []}}\n", "eval.data: path names no file"),
-        (
-            "actor: {optimizer: {min_lr: 1, lr_schedule: linear}}\n",
-            "actor.optimizer: min_lr 1 is above lr 1e-06",
-        ),
-        (
-            "train: {num_prompts_per_step: 9, num_updates_per_step: 2}\n",
-            "9 is not a multiple of num_updates",
-        ),
-        (
-            "train: {num_steps: 9, num_epochs: 2}\n",
-            "train: num_steps 9 and num_epochs 2 both say how long the run is",
-        ),
-        (
-            "train: {num_epochs: 2}\nalgorithm: {dynamic_sampling: {}}\n",
-            "num_epochs with algorithm.dynamic_sampling",
-        ),
+        ("actor: {optimizer: {min_lr: 1, lr_schedule: linear}}\n", "actor.optimizer: min_lr 1 is above lr 1e-06"),
+        ("train: {num_prompts_per_step: 9, num_updates_per_step: 2}\n", "9 is not a multiple of num_updates"),
+        ("train: {num_steps: 9, num_epochs: 2}\n", "train: num_steps 9 and num_epochs 2 both say how long the run is"),
+        ("train: {num_epochs: 2}\nalgorithm: {dynamic_sampling: {}}\n", "num_epochs with algorithm.dynamic_sampling"),
     ],
 )
 def test_one_bad_line(tmp_path, more, said):
@@ -229,18 +170,9 @@ def test_one_bad_line(tmp_path, more, said):
 @pytest.mark.parametrize(
     "override, said",
     [
-        (
-            "train.num_stepz=3",
-            "--set train.num_stepz=3: train.num_stepz = 3: unknown key; did you mean 'num_steps'?",
-        ),
-        (
-            "trian.num_steps=3",
-            "--set trian.num_steps=3: trian = {'num_steps': 3}: unknown key; did you mean 'train'?",
-        ),
-        (
-            "train.num_steps=many",
-            "--set train.num_steps=many: train.num_steps = 'many': should be a valid integer",
-        ),
+        ("train.num_stepz=3", "--set train.num_stepz=3: train.num_stepz = 3: unknown key; did you mean 'num_steps'?"),
+        ("trian.num_steps=3", "--set trian.num_steps=3: trian = {'num_steps': 3}: unknown key; did you mean 'train'?"),
+        ("train.num_steps=many", "--set train.num_steps=many: train.num_steps = 'many': should be a valid integer"),
         ("train.num_steps", "--set train.num_steps: should look like --set train.num_steps=20"),
         ("train..num_steps=1", "--set train..num_steps=1: should look like"),
         ("name.x=1", "--set name.x=1: name is 'test', not a section"),
@@ -256,37 +188,19 @@ def test_an_override_can_mend_a_bad_line(tmp_path):
     text = MINIMAL + "train: {num_steps: many}\n"
     assert load(tmp_path, text, "train.num_steps=3").train.num_steps == 3
     with_advantage = MINIMAL + "algorithm: {advantage: {name: grpo, eps: 0.5}}\n"
-    assert (
-        load(
-            tmp_path, with_advantage, "algorithm.advantage={name: dr_grpo}"
-        ).algorithm.advantage.name
-        == "dr_grpo"
-    )
+    assert load(tmp_path, with_advantage, "algorithm.advantage={name: dr_grpo}").algorithm.advantage.name == "dr_grpo"
 
 
 def test_an_override_of_the_variant_drops_what_belonged_to_the_old_one(tmp_path):
-    text = (
-        MINIMAL + "algorithm: {loss: {name: ppo_clip, clip_ratio_low: 0.1, clip_ratio_high: 0.2}}\n"
-    )
-    loss = load(
-        tmp_path, text, "algorithm.loss.clip_ratio_high=5e-4", "algorithm.loss.name=gspo"
-    ).algorithm.loss
-    assert (loss.name, loss.clip_ratio_low, loss.clip_ratio_high) == ("gspo", 3e-4, 5e-4), (
-        "the paper's, and the given"
-    )
-    assert (
-        load(tmp_path, text, "algorithm.loss.name=ppo_clip").algorithm.loss.clip_ratio_high == 0.2
-    )
+    text = MINIMAL + "algorithm: {loss: {name: ppo_clip, clip_ratio_low: 0.1, clip_ratio_high: 0.2}}\n"
+    loss = load(tmp_path, text, "algorithm.loss.clip_ratio_high=5e-4", "algorithm.loss.name=gspo").algorithm.loss
+    assert (loss.name, loss.clip_ratio_low, loss.clip_ratio_high) == ("gspo", 3e-4, 5e-4), "the paper's, and the given"
+    assert load(tmp_path, text, "algorithm.loss.name=ppo_clip").algorithm.loss.clip_ratio_high == 0.2
     found = problems(tmp_path, text, "algorithm.loss.name=gsqo")
-    said = (
-        "--set algorithm.loss.name=gsqo: algorithm.loss.name = 'gsqo': unknown; did you mean 'gspo'"
-    )
+    said = "--set algorithm.loss.name=gsqo: algorithm.loss.name = 'gsqo': unknown; did you mean 'gspo'"
     assert len(found) == 1 and found[0].startswith(said)
     config = load(tmp_path, MINIMAL, "algorithm.aggregation=token-mean", "preset=dr_grpo")
-    assert (config.algorithm.advantage.name, config.algorithm.aggregation) == (
-        "dr_grpo",
-        "token-mean",
-    )
+    assert (config.algorithm.advantage.name, config.algorithm.aggregation) == ("dr_grpo", "token-mean")
 
 
 def test_presets_lie_under_the_files_own_values(tmp_path, monkeypatch):
@@ -296,23 +210,17 @@ def test_presets_lie_under_the_files_own_values(tmp_path, monkeypatch):
     preset += "train: {num_steps: 3}\n"
     (folder / "mine.yaml").write_text(preset)
     monkeypatch.setattr("megagrpo.config.load.PRESETS", folder)
-    config = load(
-        tmp_path,
-        MINIMAL + "preset: mine\nalgorithm: {advantage: {eps: 1e-5}}\n",
-        "train.num_steps=4",
+    config = load(tmp_path, MINIMAL + "preset: mine\nalgorithm: {advantage: {eps: 1e-5}}\n", "train.num_steps=4")
+    assert (config.algorithm.advantage.single_sample, config.algorithm.advantage.eps, config.train.num_steps) == (
+        "raw",
+        1e-5,
+        4,
     )
-    assert (
-        config.algorithm.advantage.single_sample,
-        config.algorithm.advantage.eps,
-        config.train.num_steps,
-    ) == ("raw", 1e-5, 4)
     other = load(tmp_path, MINIMAL + "preset: mine\nalgorithm: {advantage: {name: dr_grpo}}\n")
     assert other.algorithm.advantage.name == "dr_grpo" and other.train.num_steps == 3
     (folder / "mine.yaml").write_text(preset.replace("num_steps", "group_sise"))
     found = problems(tmp_path, MINIMAL + "preset: mine\n")
-    assert found == [
-        "presets/mine.yaml:4: train.group_sise = 3: unknown key; did you mean 'group_size'?"
-    ]
+    assert found == ["presets/mine.yaml:4: train.group_sise = 3: unknown key; did you mean 'group_size'?"]
     found = problems(tmp_path, MINIMAL + "preset: mime\n")
     assert found == [
         "e.yaml:5: preset 'mime' is unknown; did you mean 'mine'?",
@@ -322,9 +230,7 @@ def test_presets_lie_under_the_files_own_values(tmp_path, monkeypatch):
 
 def test_bad_files(tmp_path):
     (tmp_path / "experiment.yaml").write_text(MINIMAL)
-    with pytest.raises(
-        ConfigError, match=r"exporiment\.yaml: no such file; did you mean .*experiment\.yaml"
-    ):
+    with pytest.raises(ConfigError, match=r"exporiment\.yaml: no such file; did you mean .*experiment\.yaml"):
         read_experiment(tmp_path / "exporiment.yaml")
     assert problems(tmp_path, "# nothing\n") == ["e.yaml: the file is empty"]
     assert "should be sections like 'model:'" in problems(tmp_path, "- a\n")[0]
@@ -348,6 +254,4 @@ def test_writing_is_whole_or_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("os.replace", disk_full)
     with pytest.raises(OSError, match="No space left"):
         dump_config(config, target)
-    assert target.read_text() == before and [p.name for p in target.parent.iterdir()] == [
-        "config.yaml"
-    ]
+    assert target.read_text() == before and [p.name for p in target.parent.iterdir()] == ["config.yaml"]

@@ -1,5 +1,4 @@
-"""Conversations by themselves: which ids a request continues, and what the two dialects make of a
-turn."""
+"""Conversations by themselves: which ids a request continues, and what the two dialects make of a turn."""
 
 import asyncio
 import json
@@ -40,11 +39,7 @@ USER = {"role": "user", "content": "?"}
 
 
 def ids(text: str) -> list[int]:
-    return [
-        i
-        for part in text.split("$")
-        for i in (TOKENIZER.eos_token_id, *TOKENIZER(part)["input_ids"])
-    ][1:]
+    return [i for part in text.split("$") for i in (TOKENIZER.eos_token_id, *TOKENIZER(part)["input_ids"])][1:]
 
 
 def talk(*texts: str, **limits) -> tuple[Conversation, list[list[int]]]:
@@ -53,9 +48,7 @@ def talk(*texts: str, **limits) -> tuple[Conversation, list[list[int]]]:
 
     async def sample(number: int, context: np.ndarray, max_tokens: int, known: int) -> Response:
         turns = [before + ids(f"{text}$") for before, text in zip(contexts, texts, strict=False)]
-        read = [
-            len(turn) - 1 for turn in turns if context[: len(turn)].tolist() == turn
-        ]  # the end was not
+        read = [len(turn) - 1 for turn in turns if context[: len(turn)].tolist() == turn]  # the end was not
         assert known == max(read, default=0)
         contexts.append(context.tolist())
         answer = ids(f"{left.pop(0)}$")
@@ -67,11 +60,7 @@ def talk(*texts: str, **limits) -> tuple[Conversation, list[list[int]]]:
             reasoning, _, content = text.rpartition("=")
             return {"role": "assistant", "content": content, "reasoning_content": reasoning}
         calls = [
-            {
-                "id": f"{prefix}{x}",
-                "type": "function",
-                "function": {"name": "add", "arguments": json.dumps({"x": x})},
-            }
+            {"id": f"{prefix}{x}", "type": "function", "function": {"name": "add", "arguments": json.dumps({"x": x})}}
             for x in text
         ]
         return {"role": "assistant", "content": "", "tool_calls": calls}
@@ -91,16 +80,10 @@ def test_parallel_tool_calls_and_their_outputs_continue_the_exact_ids():
     async def run() -> tuple[ChatTurn, list[list[int]]]:
         conversation, contexts = talk("12", "7")
         first = await conversation.say([USER], TOOLS)
-        echo = json.loads(json.dumps(first.message)) | {
-            "content": None,
-            "refusal": None,
-        }  # as clients send it back
+        echo = json.loads(json.dumps(first.message)) | {"content": None, "refusal": None}  # as clients send it back
         for call in echo["tool_calls"]:
             call["function"]["arguments"] = call["function"]["arguments"].replace(" ", "")
-        outputs = [
-            {"role": "tool", "tool_call_id": call["id"], "content": "3"}
-            for call in echo["tool_calls"]
-        ]
+        outputs = [{"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in echo["tool_calls"]]
         return await conversation.say([USER, echo, *outputs], TOOLS), contexts
 
     turn, contexts = asyncio.run(run())
@@ -130,9 +113,7 @@ def test_a_request_continues_what_was_sent_and_nothing_else(change, continues):
     found, contexts = asyncio.run(run())
     assert found == continues
     if continues:
-        assert contexts[1] == [*contexts[0], *ids("2+2=4$\n<user>?\n<assistant>")], (
-            "the reasoning is kept"
-        )
+        assert contexts[1] == [*contexts[0], *ids("2+2=4$\n<user>?\n<assistant>")], "the reasoning is kept"
 
 
 def test_of_two_branches_the_one_that_a_limit_ended_is_cut():
@@ -166,14 +147,8 @@ def test_anthropics_blocks_are_the_same_messages_and_their_stream_the_same_block
         "system": [{"type": "text", "text": "s"}],
         "messages": [
             {"role": "user", "content": "?"},
-            {
-                "role": "assistant",
-                "content": [{"type": "tool_use", "id": "a", "name": "add", "input": {"x": 1}}],
-            },
-            {
-                "role": "user",
-                "content": [{"type": "tool_result", "tool_use_id": "a", "content": "3"}],
-            },
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "add", "input": {"x": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "3"}]},
         ],
         "tools": [{"name": "add", "input_schema": {"type": "object"}}],
     }
@@ -183,9 +158,7 @@ def test_anthropics_blocks_are_the_same_messages_and_their_stream_the_same_block
     assert tools[0]["function"]["parameters"] == {"type": "object"}
 
     conversation, contexts = asyncio.run(_two_turns((messages, tools)))
-    assert contexts[0] == ids(
-        "<tools>1\n<system>s\n<user>?\n<assistant>|add1$\n<tool>3\n<assistant>"
-    )
+    assert contexts[0] == ids("<tools>1\n<system>s\n<user>?\n<assistant>|add1$\n<tool>3\n<assistant>")
     answer = ANTHROPIC.write(conversation, body, "policy")
     assert answer["stop_reason"] == "tool_use" and answer["content"][0]["input"] == {"x": "5"}
     events = [name for name, _ in ANTHROPIC.pieces(answer, body)]
@@ -228,9 +201,7 @@ def test_a_key_reaches_its_own_rollout_only_and_the_endpoint_one_address():
         statuses = []
 
         async def ask(url: str, key: str, *messages: dict) -> dict:
-            status, answer = await asyncio.to_thread(
-                post, url, "chat/completions", key, {"messages": messages}
-            )
+            status, answer = await asyncio.to_thread(post, url, "chat/completions", key, {"messages": messages})
             statuses.append(status)
             return answer
 
@@ -254,20 +225,15 @@ def test_a_key_reaches_its_own_rollout_only_and_the_endpoint_one_address():
 
 
 def test_signals_are_the_programs():
-    """In a main thread, as `megagrpo try` serves its agents: uvicorn would take INT and TERM for
-    itself."""
+    """In a main thread, as `megagrpo try` serves its agents: uvicorn would take INT and TERM for itself."""
 
     async def run() -> bool:
         gateway, (conversation, _) = Gateway("127.0.0.1", "policy"), talk("12")
         before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
         gateway.start()
         with gateway.session(conversation) as (url, key):
-            assert (
-                await asyncio.to_thread(post, url, "chat/completions", key, {"messages": [USER]})
-            )[0] == 200
-            return before == [
-                signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
-            ]
+            assert (await asyncio.to_thread(post, url, "chat/completions", key, {"messages": [USER]}))[0] == 200
+            return before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
     assert asyncio.run(run())
 
@@ -288,18 +254,14 @@ def test_a_tool_that_no_parser_reads_is_the_agents_mistake():
     """Coding clients send tools that their own server would run; as text, the calls would be lost.
     No turn is sampled or counted."""
     wrong = [{"type": "web_search"}, {"type": "function", "name": "f"}, 3]
-    bodies = [
-        {"messages": [USER], "tools": tools} for tool in wrong for tools in ([*TOOLS, tool], [tool])
-    ]
+    bodies = [{"messages": [USER], "tools": tools} for tool in wrong for tools in ([*TOOLS, tool], [tool])]
 
     async def run() -> list[tuple[int, dict]]:
         gateway = Gateway("127.0.0.1", "policy")
         conversation, contexts = talk("12", tool_parser="qwen25", max_turns=1)
         gateway.start()
         with gateway.session(conversation) as (url, key):
-            said = [
-                await asyncio.to_thread(post, url, "chat/completions", key, body) for body in bodies
-            ]
+            said = [await asyncio.to_thread(post, url, "chat/completions", key, body) for body in bodies]
             assert not contexts
             assert (await conversation.say([USER], TOOLS)).text == "12", "its only turn is left"
         return said
@@ -332,9 +294,7 @@ def tokenizer_of(name: str):
     define_torchvision_operators()
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(
-        source.parent, gguf_file=source.name, local_files_only=True
-    )
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, local_files_only=True)
     tokenizer.eos_token = "<|im_end|>"
     return tokenizer
 
@@ -343,23 +303,17 @@ def message(text: str) -> dict:
     return {"role": "user", "content": text}
 
 
-@pytest.mark.parametrize(
-    ("name", "changed"), [("characters", 0), pytest.param("smollm2", 100, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("name", "changed"), [("characters", 0), pytest.param("smollm2", 100, marks=pytest.mark.slow)])
 def test_a_conversation_keeps_every_sampled_id(name, changed):
-    """What stands between turns is what the template writes there; of characters, the whole is the
-    whole rendered once.
+    """What stands between turns is what the template writes there; of characters, the whole is the whole rendered once.
 
-    changed: conversations at least, of which decode and encode would have made other ids than were
-    sampled.
+    changed: conversations at least, of which decode and encode would have made other ids than were sampled.
     """
     tokenizer, chance = tokenizer_of(name), np.random.default_rng(11)
     special, end = set(tokenizer.all_special_ids), tokenizer.eos_token_id
     plain = np.array([i for i in range(len(tokenizer)) if i not in special])
     renderer = Renderer(tokenizer, DataConfig(path="rows.jsonl", chat_template=True), True)
-    words = (
-        ["how many", "2+2", "see", "again", "why"] if name == "smollm2" else ["2+2", "why", "see 3"]
-    )
+    words = ["how many", "2+2", "see", "again", "why"] if name == "smollm2" else ["2+2", "why", "see 3"]
     contexts: list[np.ndarray] = []
     sampled: list[np.ndarray] = []
 
@@ -394,22 +348,14 @@ def test_a_conversation_keeps_every_sampled_id(name, changed):
                 assert np.array_equal(contexts[-1][: len(before)], before), "drift"
                 assert tokenizer.decode(contexts[-1][len(before) :].tolist()) == follows(said)
             if name == "characters":
-                whole = tokenizer.apply_chat_template(
-                    history, tokenize=False, add_generation_prompt=True
-                )
-                assert (
-                    contexts[-1].tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
-                )
+                whole = tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True)
+                assert contexts[-1].tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
             own = sampled[-1][:-1].tolist()
-            drifted |= (
-                tokenizer(tokenizer.decode(own), add_special_tokens=False)["input_ids"] != own
-            )
+            drifted |= tokenizer(tokenizer.decode(own), add_special_tokens=False)["input_ids"] != own
             said = [message(str(chance.choice(words))) for _ in range(int(chance.integers(1, 3)))]
             history += [answer, *said]
         [part], _ = talk.samples()
-        assert int(part.loss_mask.sum()) == sum(map(len, sampled)), (
-            "as many are trained on as were sampled"
-        )
+        assert int(part.loss_mask.sum()) == sum(map(len, sampled)), "as many are trained on as were sampled"
         return drifted
 
     assert sum(asyncio.run(converse()) for _ in range(CONVERSATIONS)) >= changed

@@ -1,5 +1,4 @@
-"""Experiments of verl, ROLL and slime as ours: what each key becomes, what is refused, and that the
-result loads."""
+"""Experiments of verl, ROLL and slime as ours: what each key becomes, what is refused, and that the result loads."""
 
 import re
 from pathlib import Path
@@ -77,17 +76,11 @@ def source(tmp_path: Path, text: str, name: str = "run.sh") -> Path:
 
 
 def verl(tmp_path: Path, estimator: str = "grpo", more: str = ""):
-    return translate(
-        "verl", source(tmp_path, COMMAND.replace("ESTIMATOR", estimator).replace("MORE", more))
-    )
+    return translate("verl", source(tmp_path, COMMAND.replace("ESTIMATOR", estimator).replace("MORE", more)))
 
 
 def lost(draft) -> dict[str, str]:
-    return {
-        each.key: each.text
-        for each in draft.outcomes()
-        if each.status in ("not translated", "unknown")
-    }
+    return {each.key: each.text for each in draft.outcomes() if each.status in ("not translated", "unknown")}
 
 
 def becomes(draft, key: str) -> object:
@@ -105,8 +98,7 @@ def test_a_clip_ratio_that_verl_does_not_read_is_said(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "lost_ones"),
-    [("--config-name='ppo_megatron_trainer.yaml'", []), ("-cn fully_async", ["--config-name"])],
+    ("words", "lost_ones"), [("--config-name='ppo_megatron_trainer.yaml'", []), ("-cn fully_async", ["--config-name"])]
 )
 def test_the_file_that_verls_command_builds_on(tmp_path, words, lost_ones):
     assert list(lost(verl(tmp_path, more=words))) == lost_ones
@@ -140,52 +132,24 @@ def test_verls_command_whole(tmp_path):
     config = ExperimentConfig.model_validate(draft.nested())
     train = config.train
     assert (train.num_prompts_per_step, train.group_size, train.num_updates_per_step) == (256, 4, 4)
-    assert (train.num_epochs, config.name, config.log.wandb.project) == (
-        2,
-        "my run",
-        "verl_examples",
-    )
+    assert (train.num_epochs, config.name, config.log.wandb.project) == (2, "my run", "verl_examples")
     actor, rollout = config.actor, config.rollout
-    assert (actor.world_size, actor.parallel.tp, actor.dtype, actor.recompute) == (
-        8,
-        2,
-        "bfloat16",
-        "full",
-    )
-    assert (rollout.num_engines, rollout.tp, rollout.colocate, rollout.dtype) == (
-        4,
-        2,
-        True,
-        "bfloat16",
-    )
+    assert (actor.world_size, actor.parallel.tp, actor.dtype, actor.recompute) == (8, 2, "bfloat16", "full")
+    assert (rollout.num_engines, rollout.tp, rollout.colocate, rollout.dtype) == (4, 2, True, "bfloat16")
     assert config.weights.transport == "ipc" and actor.micro_batch_tokens == 4 * (512 + 1024)
     assert actor.optimizer.weight_decay == 0.01, "verl's default"
     algorithm = config.algorithm
     assert algorithm.loss.dual_clip == 3.0 and algorithm.aggregation == "token-mean"
-    assert (algorithm.kl.estimator, algorithm.kl.loss_coef, algorithm.kl.value_clamp) == (
-        "k3",
-        0.001,
-        10,
-    )
+    assert (algorithm.kl.estimator, algorithm.kl.loss_coef, algorithm.kl.value_clamp) == ("k3", 0.001, 10)
     data = config.data
-    assert data.chat_template and (data.answer_key, data.source_key) == (
-        "reward_model.ground_truth",
-        "data_source",
-    )
+    assert data.chat_template and (data.answer_key, data.source_key) == ("reward_model.ground_truth", "data_source")
     graders = data.grader_by_source
     assert graders["openai/gsm8k"] == "gsm8k" and graders["lighteval/MATH"] == "math"
-    assert {graders[name] for name in ("math_dapo", "math", "math_dapo_reasoning", "aime*")} == {
-        "math_dapo"
-    }
-    assert (
-        config.eval.every == 5 and len(config.eval_data.paths) == 2 and config.eval.temperature == 0
-    )
+    assert {graders[name] for name in ("math_dapo", "math", "math_dapo_reasoning", "aime*")} == {"math_dapo"}
+    assert config.eval.every == 5 and len(config.eval_data.paths) == 2 and config.eval.temperature == 0
 
 
-@pytest.mark.parametrize(
-    ("framework", "case"),
-    [(name, case) for name in ("verl", "roll") for case in CASES[name]],
-)
+@pytest.mark.parametrize(("framework", "case"), [(name, case) for name in ("verl", "roll") for case in CASES[name]])
 def test_what_their_keys_become(tmp_path, framework, case):
     if framework == "verl":
         draft = verl(tmp_path, case["estimator"], case["more"])
@@ -210,14 +174,9 @@ def test_what_cannot_be_said_is_named_and_nothing_is_written(tmp_path, capsys, c
 @pytest.mark.parametrize(("framework", "text"), [("verl", COMMAND), ("roll", ROLL)])
 def test_the_file_loads_and_every_key_has_a_line(tmp_path, framework, text):
     name = "run.sh" if framework == "verl" else "run.yaml"
-    path, out = (
-        source(tmp_path, text.replace("ESTIMATOR", "grpo").replace("MORE", ""), name),
-        tmp_path / "mine.yaml",
-    )
+    path, out = (source(tmp_path, text.replace("ESTIMATOR", "grpo").replace("MORE", ""), name), tmp_path / "mine.yaml")
     assert main(["convert", framework, str(path), "-o", str(out)]) == 0
-    assert read_experiment(out) == ExperimentConfig.model_validate(
-        translate(framework, path).nested()
-    )
+    assert read_experiment(out) == ExperimentConfig.model_validate(translate(framework, path).nested())
     written = out.read_text()
     for key in read_source(framework, path).given:
         assert key in written
@@ -226,32 +185,16 @@ def test_the_file_loads_and_every_key_has_a_line(tmp_path, framework, text):
 def test_rolls_yaml_whole(tmp_path):
     text = ROLL + "\ncheckpoint_config: {output_dir: /data/ckpts, type: file_system}\n"
     draft = translate("roll", source(tmp_path, text, "roll.yaml"))
-    (reason,) = (
-        each.text
-        for each in draft.outcomes()
-        if each.key.endswith("train.strategy_args.strategy_name")
-    )
+    (reason,) = (each.text for each in draft.outcomes() if each.key.endswith("train.strategy_args.strategy_name"))
     assert reason == "the trainer is Megatron-Core with a distributed optimizer", "ROLL's own"
     assert draft.values["checkpoint.dir"] == "/data/ckpts"
     assert lost(draft) == {} and draft.problems == []
     config = ExperimentConfig.model_validate(draft.nested())
-    assert (
-        config.algorithm.advantage.name == "grpo"
-        and config.algorithm.aggregation == "seq-mean-token-mean"
-    )
-    assert (config.train.num_updates_per_step, config.train.num_prompts_per_step) == (
-        4,
-        48,
-    )  # 384 / (1 * 24 * 4)
+    assert config.algorithm.advantage.name == "grpo" and config.algorithm.aggregation == "seq-mean-token-mean"
+    assert (config.train.num_updates_per_step, config.train.num_prompts_per_step) == (4, 48)  # 384 / (1 * 24 * 4)
     assert config.train.num_steps == 120
-    assert (config.actor.world_size, config.rollout.num_engines, config.rollout.colocate) == (
-        8,
-        8,
-        True,
-    )
-    assert (
-        config.sampling.max_response_tokens == 4096 and config.sampling.allow_truncated_distribution
-    )
+    assert (config.actor.world_size, config.rollout.num_engines, config.rollout.colocate) == (8, 8, True)
+    assert config.sampling.max_response_tokens == 4096 and config.sampling.allow_truncated_distribution
     assert (config.data.prompt_key, config.data.answer_key) == ("messages", "ground_truth")
     assert config.data.grader_by_source == {"aime": "math"} and config.data.source_key == "tag"
 
@@ -264,17 +207,10 @@ def test_a_value_that_no_rule_took_is_not_as_here(tmp_path):
 
 @pytest.mark.parametrize(
     ("older", "mean", "std"),
-    [
-        ("reward_shift: true", "batch", "none"),
-        ("reward_scale: true", "none", "batch"),
-        ("gamma: 1", "batch", "batch"),
-    ],
+    [("reward_shift: true", "batch", "none"), ("reward_scale: true", "none", "batch"), ("gamma: 1", "batch", "batch")],
 )
 def test_rolls_older_names_of_the_normalization(tmp_path, older, mean, std):
-    text = (
-        ROLL.replace("adv_estimator: grpo", "adv_estimator: reinforce")
-        + f"\nreward_norm: batch\n{older}\n"
-    )
+    text = ROLL.replace("adv_estimator: grpo", "adv_estimator: reinforce") + f"\nreward_norm: batch\n{older}\n"
     draft = translate("roll", source(tmp_path, text, "roll.yaml"))
     algorithm = ExperimentConfig.model_validate(draft.nested()).algorithm
     assert (algorithm.reward.mean, algorithm.reward.std) == (mean, std)
@@ -305,9 +241,7 @@ def test_no_row_of_a_table_loses_a_value_without_a_word(framework):
                     is_lost = outcome.status == "not translated"
                     assert is_lost != any(alike(value, same) for same in entry.same), (key, value)
                 if outcome.status == "translated":
-                    assert all(
-                        becomes(draft, ours) is not None for ours in outcome.text.split(", ")
-                    ), key
+                    assert all(becomes(draft, ours) is not None for ours in outcome.text.split(", ")), key
 
 
 def path_of(key: str) -> tuple:
@@ -334,12 +268,7 @@ def path_of(key: str) -> tuple:
     ],
 )  # fmt: skip
 def test_a_foreign_key_in_our_file_is_answered_with_ours(tmp_path, keys, message):
-    given = {
-        "name": "x",
-        "output_dir": "x",
-        "model": {"path": "m"},
-        "data": {"path": "a.jsonl"},
-    } | keys
+    given = {"name": "x", "output_dir": "x", "model": {"path": "m"}, "data": {"path": "a.jsonl"}} | keys
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(given))
     with pytest.raises(ConfigError, match=re.escape(message)):

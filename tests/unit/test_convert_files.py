@@ -23,9 +23,7 @@ from tests.unit.test_convert import ROLL, lost, source
         ("swift rlhf --rlhf_type grpo --model m", "run.sh", "this is ms-swift's"),
     ],
 )  # fmt: skip
-def test_a_file_of_another_framework_is_answered_with_where_to_look(
-    tmp_path, capsys, text, name, message
-):
+def test_a_file_of_another_framework_is_answered_with_where_to_look(tmp_path, capsys, text, name, message):
     assert main(["convert", "verl", str(source(tmp_path, text, name))]) != 0
     assert message in capsys.readouterr().err
 

@@ -48,16 +48,10 @@ def words(tmp_path: Path, text: str) -> tuple[object, list[str]]:
 def test_a_script_is_read_as_bash_reads_it_and_nothing_of_it_runs(tmp_path):
     script = COMMAND + f"\ntouch {tmp_path}/touched; : > {tmp_path}/made; cd /\n"
     given = read_source("verl", source(tmp_path, script)).given
-    assert (
-        given["data.train_files"] == "~/data/train.parquet"
-        and given["data.train_batch_size"] == 256
-    )
+    assert given["data.train_files"] == "~/data/train.parquet" and given["data.train_batch_size"] == 256
     assert given["data.val_files"] == ["~/a.parquet", "~/b.parquet"]
     assert given["actor_rollout_ref.model.path"] == "~/models/Qwen2.5-7B"
-    assert (
-        given["trainer.logger"] == ["console", "wandb"]
-        and given["trainer.experiment_name"] == "my run"
-    )
+    assert given["trainer.logger"] == ["console", "wandb"] and given["trainer.experiment_name"] == "my run"
     assert [path.name for path in tmp_path.iterdir()] == ["run.sh"]
 
 
@@ -97,10 +91,7 @@ def test_a_strangers_script_writes_nothing_reads_no_file_and_starts_no_process(t
         ('[ -z "$OF_A_TEST" ] && exit 1', r"ends by `exit`, without \$OF_A_TEST$"),
         ("MY=${MY:-}; OWN=; if [ ! $OWN$MY ]; then exit; fi", r"`exit`, without \$MY$"),
         ("f() { f; }; f", r"run.sh is not understood; .* alone: maximum recursion"),
-        (
-            "f() { g; g; }; g() { for x in 1 2 3; do h; h; done; }; h() { f; }; f",
-            "too many|recursion",
-        ),
+        ("f() { g; g; }; g() { for x in 1 2 3; do h; h; done; }; h() { f; }; f", "too many|recursion"),
         ("X=${}", "run.sh is not understood"),
         ("printf -v", "run.sh is not understood"),
         ("X=${X:-$((", "run.sh is not understood|has no command"),
@@ -115,10 +106,7 @@ def test_a_strangers_script_writes_nothing_reads_no_file_and_starts_no_process(t
         ("f() { f $1$1; }; f 1234", "a command gets too long"),
         ("X=1234" + "; A=; Y=${A:=$X$X}; X=$A" * 30, r"\$A gets too long"),
         ("X=1234; for i in " + "1 " * 30 + "; do X=$X$X; done", r"\$X gets too long"),
-        (
-            "for i in " + "1 " * 99 + "; do for j in " + "1 " * 999 + "; do :; done; done",
-            "too many",
-        ),
+        ("for i in " + "1 " * 99 + "; do for j in " + "1 " * 999 + "; do :; done; done", "too many"),
     ],
 )
 def test_a_script_without_a_command_is_named(tmp_path, text, message):
@@ -142,9 +130,7 @@ def test_a_script_is_read_in_any_encoding(tmp_path):
 @pytest.mark.parametrize("text", ["\n" * 100_000, "grpo:\n" * 20_000, "run_grpo" * 20_000])
 def test_whose_a_long_text_is_is_found_in_one_pass(text):
     assert whose(text) == ""
-    assert (
-        whose(text + "\ngrpo:\npolicy:\n") == whose("policy:\na: 1\ngrpo: \n" + text) == "NeMo-RL"
-    )
+    assert whose(text + "\ngrpo:\npolicy:\n") == whose("policy:\na: 1\ngrpo: \n" + text) == "NeMo-RL"
 
 
 @pytest.mark.parametrize(
@@ -309,7 +295,4 @@ def test_files_of_the_scripts_folder_are_read_and_others_are_noted(tmp_path):
     """
     read = read_source("verl", source(tmp_path, text, "examples/run.sh"))
     assert read.given == {"m.a": 1, "m.b": 2, "m.c": None}
-    assert read.notes == [
-        f"{tmp_path}/examples/../beside.sh {MISSING}",
-        "expanded to nothing: $3 (two.sh), in m.c",
-    ]
+    assert read.notes == [f"{tmp_path}/examples/../beside.sh {MISSING}", "expanded to nothing: $3 (two.sh), in m.c"]

@@ -16,27 +16,14 @@ from megagrpo.checkpoint import resume
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.save import PendingSave, RunIdentity
 from megagrpo.config.load import dump_config
-from megagrpo.config.schema import (
-    CheckpointConfig,
-    CurriculumConfig,
-    DataConfig,
-    ExperimentConfig,
-)
+from megagrpo.config.schema import CheckpointConfig, CurriculumConfig, DataConfig, ExperimentConfig
 from megagrpo.data.curriculum import Curriculum, describe_curriculum, load_curriculum
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import LeaderError
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.types import Outcome, Prompt, RolloutGroup, RowResults, TrainState
 from tests import experiments
-from tests.curricula import (
-    NoActor,
-    Steps,
-    assert_left_out,
-    continued,
-    dropping,
-    prompt_set,
-    section,
-)
+from tests.curricula import NoActor, Steps, assert_left_out, continued, dropping, prompt_set, section
 
 pytestmark = pytest.mark.verifies(
     "runs",
@@ -45,9 +32,7 @@ pytestmark = pytest.mark.verifies(
 )
 
 
-def curriculum(
-    number: int = 6, seed: int = 0, of: PromptSet | None = None, **options
-) -> Curriculum:
+def curriculum(number: int = 6, seed: int = 0, of: PromptSet | None = None, **options) -> Curriculum:
     of = of or prompt_set(number)
     return Curriculum(CurriculumConfig(**options), seed, of.prompts, of.mixture)
 
@@ -129,9 +114,7 @@ def test_what_groups_show_is_kept_by_row():
         group(11, Outcome("error")),  # shows nothing
         group(13, score(0.5), score(-1.0), score(0.5)),
     ]
-    after = made.recorded(
-        of, [made.shown(of, 10, groups[:2]), made.shown(of, 10, groups[2:])], 7, 4
-    )
+    after = made.recorded(of, [made.shown(of, 10, groups[:2]), made.shown(of, 10, groups[2:])], 7, 4)
     assert after == RowResults(
         last_step=[0, 7, 7, 0],
         times_seen=[0, 1, 2, 0],
@@ -187,16 +170,10 @@ def test_an_own_function_gets_ids_sources_and_results(own):
     [
         ("short", r"mine.py:short' returns a weight for each row in use, \[6\]; it returned \[1\]"),
         ("negative", "mine.py:negative' returned -1.0 for rows.jsonl:3 .*at least 0"),
-        (
-            "unseen_is_nan",
-            "returned nan for rows.jsonl:1 .*pass_rate is NaN until a row has a group",
-        ),
+        ("unseen_is_nan", "returned nan for rows.jsonl:1 .*pass_rate is NaN until a row has a group"),
         ("words", r"returns a weight for each row in use, \[6\]; it failed: ValueError: could not"),
         ("raises", "it failed: AttributeError: .*pas_rate"),
-        (
-            "nothing",
-            "0 of 6 rows have a weight above 0, step 1 draws 2; change data.curriculum.args",
-        ),
+        ("nothing", "0 of 6 rows have a weight above 0, step 1 draws 2; change data.curriculum.args"),
     ],
 )
 def test_a_wrong_function_is_one_message_before_the_first_step(own, name, said):
@@ -229,8 +206,7 @@ def test_what_cannot_be_combined_is_refused():
 def test_check_says_the_formula():
     options = CurriculumConfig(name="pools", args={"easy": 0.0}, easy_at_least=0.75)
     assert describe_curriculum(options) == (
-        "by pools(unseen 1, hard 0.5, medium 1, easy 0.0), p = fraction of rewards >= 1; hard p <= "
-        "0, easy p >= 0.75"
+        "by pools(unseen 1, hard 0.5, medium 1, easy 0.0), p = fraction of rewards >= 1; hard p <= 0, easy p >= 0.75"
     )
 
 
@@ -248,12 +224,7 @@ def test_results_are_not_of_other_rows(tmp_path, monkeypatch):
     rows = [["a.jsonl", 4, "a4"]]
     state = TrainState(step=3, curriculum=results([None, 1.0, 0.5, 0.0]))
     folder = PendingSave(
-        tmp_path / "checkpoints",
-        state,
-        RunIdentity({}, {}, rows),
-        CheckpointConfig(),
-        NoActor,
-        MESH,
+        tmp_path / "checkpoints", state, RunIdentity({}, {}, rows), CheckpointConfig(), NoActor, MESH
     ).finish()
     load = lambda *_: checkpoint.load(folder, RunIdentity({}, {}), lambda part: None, MESH)  # noqa: E731
     monkeypatch.setattr(resume, "load_checkpoint", load)
@@ -267,9 +238,7 @@ def test_bytes_of_a_row_in_a_checkpoint(tmp_path):
     sizes = []
     for number in (1000, 3000):
         state = TrainState(step=number, curriculum=results([0.5] * number))
-        folder = PendingSave(
-            tmp_path, state, RunIdentity({}, {}), CheckpointConfig(), NoActor, MESH
-        ).finish()
+        folder = PendingSave(tmp_path, state, RunIdentity({}, {}), CheckpointConfig(), NoActor, MESH).finish()
         sizes.append(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
     assert (sizes[1] - sizes[0]) / 2000 == pytest.approx(24, abs=0.1)
 
@@ -312,9 +281,7 @@ def test_a_used_up_curriculum_stops_the_run_and_its_state_is_kept():
             take(source, state, of=prompt_set(5))
             service.version = step + 1
         before = replace(state)
-        said = (
-            "draw rows: ValueError: data.curriculum drop_solved: 1 of 5 rows .* lower return_after"
-        )
+        said = "draw rows: ValueError: data.curriculum drop_solved: 1 of 5 rows .* lower return_after"
         with pytest.raises(LeaderError, match=said):
             take(source, state, of=prompt_set(5))
         source.close()

@@ -17,9 +17,7 @@ from tests.unit import golds
 from tests.unit.report_cases import SECONDS, rows_file, tokenizer
 from tests.unit.test_messages import SPELLED, TEMPLATES
 
-isolated = pytest.mark.skipif(
-    bool(sandbox.isolation()), reason=f"no namespaces here: {sandbox.isolation()}"
-)
+isolated = pytest.mark.skipif(bool(sandbox.isolation()), reason=f"no namespaces here: {sandbox.isolation()}")
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -73,12 +71,7 @@ TRIANGLE = {
         "style": "rule",
         "ground_truth": json.dumps(
             [
-                {
-                    "input": f"{n}\n",
-                    "output": f"{n * (n + 1) // 2}\n",
-                    "testtype": "stdin",
-                    "metadata": {},
-                }
+                {"input": f"{n}\n", "output": f"{n * (n + 1) // 2}\n", "testtype": "stdin", "metadata": {}}
                 for n in (1, 4, 10, 0)
             ]
         ),
@@ -101,22 +94,11 @@ TEN_PROGRAMS = [  # the reward by hand: passed tests of 1, 10, 55, 0
 
 @isolated
 def test_a_converted_file_rewards_ten_programs_as_by_hand():
-    keys = {
-        "answer_key": "reward_model.ground_truth",
-        "source_key": "data_source",
-        "chat_template": True,
-    }
-    data = DataConfig(
-        path=rows_file([TRIANGLE], "lcb.parquet"),
-        grader_by_source={"livecodebench": "code"},
-        **keys,
-    )
+    keys = {"answer_key": "reward_model.ground_truth", "source_key": "data_source", "chat_template": True}
+    data = DataConfig(path=rows_file([TRIANGLE], "lcb.parquet"), grader_by_source={"livecodebench": "code"}, **keys)
     (prompt,) = load_prompts(data, tokenizer("Qwen3")).prompts
     assert prompt.grader == "code"
-    rewards = [
-        grade(f"```python\n{program}\n```", prompt.answer, **SECONDS)[0]
-        for program, _ in TEN_PROGRAMS
-    ]
+    rewards = [grade(f"```python\n{program}\n```", prompt.answer, **SECONDS)[0] for program, _ in TEN_PROGRAMS]
     assert rewards == [by_hand for _, by_hand in TEN_PROGRAMS]
 
 
@@ -134,9 +116,7 @@ def conversation(seed: str) -> list[dict]:
                 arguments = json.dumps(arguments)
             function = {"name": "add", "arguments": arguments}
             call = {"id": f"{turn}", "type": "function", "function": function}
-            said.append(
-                {"role": "assistant", "content": r.choice([None, ""]), "tool_calls": [call]}
-            )
+            said.append({"role": "assistant", "content": r.choice([None, ""]), "tool_calls": [call]})
             said.append({"role": "tool", "tool_call_id": f"{turn}", "content": "5"})
         said.append({"role": "assistant", "content": "5"})
         if r.random() < 0.3:
@@ -161,17 +141,13 @@ def test_the_same_messages_are_the_same_ids_everywhere(template, system_prompt):
     found = []
     for name, messages in (("a.jsonl", said), ("a.parquet", list(map(spelled, said)))):
         path = rows_file([{"prompt": each, "answer": ""} for each in messages], name)
-        data = DataConfig(
-            path=path, chat_template=True, system_prompt=system_prompt, max_prompt_tokens=9999
-        )
+        data = DataConfig(path=path, chat_template=True, system_prompt=system_prompt, max_prompt_tokens=9999)
         prompts = load_prompts(data, made).prompts
         found.append([prompt.token_ids.tolist() for prompt in prompts])
     renderer = Renderer(made, data, False)
     pairs = list(zip(said, prompts, strict=True))
     found.append([renderer.start(messages, prompt).tolist() for messages, prompt in pairs])
-    found.append(
-        [renderer.start(prompt.messages[-1]["content"], prompt).tolist() for prompt in prompts]
-    )
+    found.append([renderer.start(prompt.messages[-1]["content"], prompt).tolist() for prompt in prompts])
     found.append([renderer.begin(prompt.messages).tolist() for prompt in prompts])  # an agent's
     assert all(ids == found[0] for ids in found)
     assert not any(word in prompt.text for prompt in prompts for word in ("None", "null"))

@@ -22,9 +22,7 @@ def is_unrelated(node: ast.AST) -> bool:
         return False  # one name for the whole tuple
     swapped = {ast.unparse(name) for name in names} == {ast.unparse(value) for value in values}
     owners = {
-        ast.unparse(value.value)
-        if isinstance(value, ast.Attribute | ast.Subscript)
-        else ast.unparse(value)
+        ast.unparse(value.value) if isinstance(value, ast.Attribute | ast.Subscript) else ast.unparse(value)
         for value in values
     }
     return not swapped and len(owners) > 1
@@ -67,8 +65,6 @@ def test_unrelated_values(statement, unwanted):
     assert is_unrelated(ast.parse(statement).body[0]) == unwanted
 
 
-@pytest.mark.parametrize(
-    "text, unwanted", [("a if b else c if d else e", True), ("a if b else c", False)]
-)
+@pytest.mark.parametrize("text, unwanted", [("a if b else c if d else e", True), ("a if b else c", False)])
 def test_nested_conditions(text, unwanted):
     assert is_nested(ast.parse(text, mode="eval").body) == unwanted

@@ -1,5 +1,4 @@
-"""Threads of a trainer on GPU 3 work on GPU 3: torch's own rules for devices, over pretended
-drivers."""
+"""Threads of a trainer on GPU 3 work on GPU 3: torch's own rules for devices, over pretended drivers."""
 
 import json
 import re
@@ -27,10 +26,7 @@ def run() -> dict[str, str]:
 
         torch.cuda.set_device(device)
         mesh = make_mesh(0, 1, device, deadline_s=30)
-        found |= {
-            "device": str(mesh.device),
-            "index": str(torch.cuda._utils._get_device_index(mesh.device)),
-        }
+        found |= {"device": str(mesh.device), "index": str(torch.cuda._utils._get_device_index(mesh.device))}
 
         def in_a_thread(name, action) -> None:
             def body() -> None:
@@ -54,9 +50,7 @@ def digested_on(mesh, current) -> int:
     from megagrpo.weights.expected_digests import ExpectedDigests
 
     where = []
-    weights = SimpleNamespace(
-        mesh=mesh, copies=[], specs={}, parameters=lambda: where.append(current()) or {}
-    )
+    weights = SimpleNamespace(mesh=mesh, copies=[], specs={}, parameters=lambda: where.append(current()) or {})
     assert ExpectedDigests(weights).local().shape == (0,)
     return where[0]
 
@@ -68,11 +62,7 @@ def sent_on(mesh, current) -> int:
     link = SimpleNamespace(left_s=30.0, patience_s=30.0)
     end = _TrainerEnd(link, SimpleNamespace(trainers=[0], sent_by=lambda rank: {}), 0)
     end._group = SimpleNamespace()  # joined before, and asked to send nothing
-    end.send(
-        SimpleNamespace(mesh=mesh, parameters=lambda: where.append(current()) or {}),
-        SendOrder([[]]),
-        0,
-    )
+    end.send(SimpleNamespace(mesh=mesh, parameters=lambda: where.append(current()) or {}), SendOrder([[]]), 0)
     return where[0]
 
 
@@ -82,10 +72,7 @@ def shared_on(mesh, current) -> int:
     from megagrpo.weights.wire import shared_buffer
 
     torch.cuda.set_device(mesh.device)  # of the thread that moves weights
-    shared_buffer.reduce_tensor = lambda values: (
-        None,
-        (None,) * 7 + (b"", 1, 0, 0, b"", 0, b"", False),
-    )
+    shared_buffer.reduce_tensor = lambda values: (None, (None,) * 7 + (b"", 1, 0, 0, b"", 0, b"", False))
     assert shared_buffer.SharedBuffer(16, mesh.device).values.shape == (16,)
     return current()
 
@@ -94,20 +81,13 @@ def test_threads_of_local_rank_3_work_on_its_gpu():
     env = child_environment({"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": ""})
     printed = python("-m", "tests.unit.test_device_index", cwd=ROOT, env=env)
     expected = dict.fromkeys(("device", "digest", "send", "shared buffer"), "cuda:3")
-    assert json.loads(printed.splitlines()[-1]) == expected | {
-        "index": "3",
-        "deterministic": "True",
-    }
+    assert json.loads(printed.splitlines()[-1]) == expected | {"index": "3", "deterministic": "True"}
 
 
 def test_no_cuda_device_without_an_index():
     """Megatron and torch take one for the current device, which threads do not share."""
     without = re.compile(r"torch\.device\(\s*[\"']cuda[\"']\s*\)")
-    found = [
-        str(path.relative_to(PACKAGE))
-        for path in PACKAGE.rglob("*.py")
-        if without.search(path.read_text())
-    ]
+    found = [str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if without.search(path.read_text())]
     assert not found, found
 
 

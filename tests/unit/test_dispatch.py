@@ -1,5 +1,4 @@
-"""When requests leave, which groups a step takes, and what becomes of those that are late or of
-another start."""
+"""When requests leave, which groups a step takes, and what becomes of those that are late or of another start."""
 
 import itertools
 import time
@@ -33,14 +32,9 @@ TIS = {"mismatch": {"weight": {"name": "tis"}}}
 
 
 @contextmanager
-def sampling(
-    config: ExperimentConfig, state: TrainState | None = None, decode: Callable = digits, **service
-):
+def sampling(config: ExperimentConfig, state: TrainState | None = None, decode: Callable = digits, **service):
     """(a service with these fields, the source of a rank, its state)"""
-    with (
-        running(FakeService(**service)) as fake,
-        closing(source_of(fake.control, config, decode=decode)) as source,
-    ):
+    with running(FakeService(**service)) as fake, closing(source_of(fake.control, config, decode=decode)) as source:
         yield fake, source, state or TrainState()
 
 
@@ -49,8 +43,7 @@ def trained(groups: list[RolloutGroup]) -> list[int]:
 
 
 def test_limits_of_the_engines_own_cache():
-    """Six tokens of prompt and guessed response each, a cache of 26: four at once with the tenth
-    beside it."""
+    """Six tokens of prompt and guessed response each, a cache of 26: four at once with the tenth beside it."""
     config = experiment(train={"num_prompts_per_step": 4}, sampling={"max_response_tokens": 8})
     free: list[bool] = []
     with sampling(config, cache_tokens=26, hang=lambda body: not free) as (service, source, _):
@@ -66,22 +59,10 @@ def test_limits_of_the_engines_own_cache():
 @pytest.mark.parametrize(
     "settings, said",
     [
-        (
-            ["rollout.sglang.max_total_tokens=300"],
-            ["300 tokens an engine, as its arguments on a CPU", " by its cache"],
-        ),
-        (
-            ["rollout.max_running_requests=7"],
-            ["20,000 tokens", "7 samples an engine, by rollout.max_running_requests"],
-        ),
-        (
-            ["rollout.sglang.max_total_tokens=5"],
-            ["5 tokens an engine", "ADVICE   a sample may have"],
-        ),
-        (
-            ["rollout.dtype=bfloat16"],
-            ["on an H100 by the closed forms", "`--hardware H100` asks SGLang"],
-        ),
+        (["rollout.sglang.max_total_tokens=300"], ["300 tokens an engine, as its arguments on a CPU", " by its cache"]),
+        (["rollout.max_running_requests=7"], ["20,000 tokens", "7 samples an engine, by rollout.max_running_requests"]),
+        (["rollout.sglang.max_total_tokens=5"], ["5 tokens an engine", "ADVICE   a sample may have"]),
+        (["rollout.dtype=bfloat16"], ["on an H100 by the closed forms", "`--hardware H100` asks SGLang"]),
     ],
 )
 def test_check_says_how_many_samples_run_at_once(prepared, settings, said):
@@ -102,8 +83,7 @@ def test_training_may_take_longer_than_a_rollout():
 
 
 def test_the_same_prompts_may_be_on_their_way_twice():
-    """Few prompts, in every batch at the same place, and an evaluation of prompts with the same ids
-    beside them."""
+    """Few prompts, in every batch at the same place, and an evaluation of prompts with the same ids beside them."""
     config = experiment(rollout={"max_staleness": 2}, algorithm=TIS)
     of, free = prompt_set(WANTED), []
     hang = lambda body: not free and body["sampling_params"]["temperature"] > 0  # noqa: E731
@@ -121,9 +101,7 @@ def test_the_same_prompts_may_be_on_their_way_twice():
 
 def test_nothing_is_sampled_that_no_step_takes():
     """With greedy responses; test_staleness.py has the others."""
-    config = experiment(
-        rollout={"max_staleness": 2}, algorithm=TIS | {"advantage": {"name": "remax"}}
-    )
+    config = experiment(rollout={"max_staleness": 2}, algorithm=TIS | {"advantage": {"name": "remax"}})
     with sampling(config) as (service, source, state):
         for step in range(4):
             service.version = step
@@ -135,9 +113,7 @@ def test_nothing_is_sampled_that_no_step_takes():
 
 def test_another_batch_size_after_a_restart_repeats_no_prompt():
     for staleness in (0, 2):
-        config = experiment(
-            train={"num_prompts_per_step": 3}, rollout={"max_staleness": staleness}, algorithm=TIS
-        )
+        config = experiment(train={"num_prompts_per_step": 3}, rollout={"max_staleness": staleness}, algorithm=TIS)
         with sampling(config, TrainState(step=2, data_cursor=4), version=2) as (_, source, state):
             found = trained(take(source, state).groups) + trained(take(source, state).groups)
         assert found == [4, 5, 6, 7, 8, 9]
@@ -145,9 +121,7 @@ def test_another_batch_size_after_a_restart_repeats_no_prompt():
 
 def group(place: int, version: int = 0, number: int = GROUP_SIZE) -> RolloutGroup:
     samples = tuple(Sample(i, (7,), (-1.0,), "stop", version, "7") for i in range(number))
-    return RolloutGroup(
-        place, prompt_set().prompts[place], samples, (Outcome("score", 1.0),) * number
-    )
+    return RolloutGroup(place, prompt_set().prompts[place], samples, (Outcome("score", 1.0),) * number)
 
 
 def test_what_an_earlier_start_finished_is_kept_until_it_is_taken():
@@ -176,9 +150,7 @@ TOO_LONG = replace(FITS.samples[0], token_ids=(7,) * 1025, logprobs=(-1.0,) * 10
         "other data": replace(group(4, 1), group_id=5),
         "another template": replace(FITS, prompt=OTHER_TEMPLATE),
         "longer than responses may be now": replace(FITS, samples=(TOO_LONG, FITS.samples[1])),
-        "not graded": replace(
-            FITS, outcomes=(FITS.outcomes[0], Outcome("error", detail="judge is down"))
-        ),
+        "not graded": replace(FITS, outcomes=(FITS.outcomes[0], Outcome("error", detail="judge is down"))),
     }.items(),
     ids=lambda item: item[0],
 )
@@ -201,18 +173,12 @@ def test_a_step_that_fails_leaves_its_finished_groups():
 
 @pytest.mark.parametrize(
     "algorithm, sampled",
-    [
-        ({"advantage": {"name": "remax"}}, {0, 1}),
-        ({"dynamic_sampling": {"max_num_gen_batches": 2}}, {0, 1, 2, 3}),
-    ],
+    [({"advantage": {"name": "remax"}}, {0, 1}), ({"dynamic_sampling": {"max_num_gen_batches": 2}}, {0, 1, 2, 3})],
     ids=["its greedy responses", "its second batch"],
 )
 def test_a_step_that_fails_late_leaves_what_it_had_taken(algorithm, sampled):
-    """Else the next start would sample it anew, by newer weights than a run that nobody
-    disturbed."""
-    config = experiment(
-        rollout={"max_staleness": 2, "step_timeout_s": 2.0}, algorithm=TIS | algorithm
-    )
+    """Else the next start would sample it anew, by newer weights than a run that nobody disturbed."""
+    config = experiment(rollout={"max_staleness": 2, "step_timeout_s": 2.0}, algorithm=TIS | algorithm)
     late = lambda body: body["sampling_params"]["temperature"] == 0 or body["input_ids"][1] >= 104  # noqa: E731
     with sampling(config, hang=late, decode=lambda ids: "1") as (_, source, state):
         with pytest.raises((LeaderError, RunStopped)):
@@ -222,19 +188,12 @@ def test_a_step_that_fails_late_leaves_what_it_had_taken(algorithm, sampled):
 
 def test_drain_asks_again_what_a_lost_host_had():
     config = experiment(rollout={"max_staleness": 1, "request_timeout_s": 600.0}, algorithm=TIS)
-    with sampling(config, script=[{}] * (WANTED * GROUP_SIZE) + ["hang"]) as (
-        service,
-        source,
-        state,
-    ):
+    with sampling(config, script=[{}] * (WANTED * GROUP_SIZE) + ["hang"]) as (service, source, state):
         take(source, state)
         until(lambda: len(service.requests) == 2 * WANTED * GROUP_SIZE)
         service.restart()
         source.drain()
-        assert (
-            len(source.batches.finished()) == WANTED
-            and len(service.requests) > 2 * WANTED * GROUP_SIZE
-        )
+        assert len(source.batches.finished()) == WANTED and len(service.requests) > 2 * WANTED * GROUP_SIZE
 
 
 def test_a_service_that_is_gone_holds_up_no_drain(monkeypatch):
@@ -253,14 +212,9 @@ def test_a_service_that_does_not_answer_once_ends_no_run(number):
 
     class BusyOnce(FakeService):
         async def status(self, request):
-            return (
-                web.Response(status=500) if next(calls) == number else await super().status(request)
-            )
+            return web.Response(status=500) if next(calls) == number else await super().status(request)
 
-    with (
-        running(BusyOnce()) as service,
-        closing(source_of(service.control, experiment())) as source,
-    ):
+    with running(BusyOnce()) as service, closing(source_of(service.control, experiment())) as source:
         assert trained(take(source, TrainState()).groups) == [0, 1]
 
 
@@ -284,8 +238,7 @@ def run_of(config: ExperimentConfig, service: FakeService, **more) -> Iterator[R
 
 def test_each_evaluation_has_its_own_number_of_samples_and_temperature():
     config = experiment(
-        eval={"data": {"path": "d"}, "num_samples": 3, "num_as_trained": 2, "temperature": 0.5},
-        reward=EXACT,
+        eval={"data": {"path": "d"}, "num_samples": 3, "num_as_trained": 2, "temperature": 0.5}, reward=EXACT
     )
     with running(FakeService()) as service, run_of(config, service) as run:
         for as_trained, number, temperature in ((False, 3, 0.5), (True, 2, 1.0)):
@@ -312,8 +265,7 @@ def test_a_step_whose_gpus_do_not_come_back_is_saved_as_not_begun():
 def saver(saved: list) -> SimpleNamespace:
     """What saves a run, as far as an error asks it."""
     return SimpleNamespace(
-        save_now=lambda state: saved.append((state.step, state.data_cursor)),
-        complete=lambda: saved.append("written"),
+        save_now=lambda state: saved.append((state.step, state.data_cursor)), complete=lambda: saved.append("written")
     )
 
 

@@ -1,5 +1,4 @@
-"""README, docs/ and the project's papers say what is so: links resolve, commands parse, copies
-equal their sources."""
+"""README, docs/ and the project's papers say what is so: links resolve, commands parse, copies equal their sources."""
 
 import ast
 import re
@@ -18,21 +17,11 @@ from tests.experiments import ROOT, documented_metrics, metric_patterns
 
 PAGES = [*pages(), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 MAX_README_LINES, MAX_PAGE_LINES = 150, 180
-# Names in commands that stand for the reader's own; everything else that looks like a file must
-# exist.
+# Names in commands that stand for the reader's own; everything else that looks like a file must exist.
 EXAMPLES = {
-    "CONFIG",
-    "run.sh",
-    "mine.yaml",
-    "out/",
-    "runs/mine",
-    "runs/quickstart",
-    "runs/quickstart/dumps/step_000012",
-}
-NODE_SCRIPTS = {
-    "launch/rollout_node.sh": "serve",
-    "launch/torchrun_node.sh": "train",
-}  # they hand their words on
+    "CONFIG", "run.sh", "mine.yaml", "out/", "runs/mine", "runs/quickstart", "runs/quickstart/dumps/step_000012",
+}  # fmt: skip
+NODE_SCRIPTS = {"launch/rollout_node.sh": "serve", "launch/torchrun_node.sh": "train"}  # they hand their words on
 SCRIPTS = re.compile(r"(?:launch|slurm)/\w+\.(?:sh|sbatch)")
 FOLDERS = r"(?:megagrpo|docs|tests|bench|launch|slurm|configs|\.ci)/"
 
@@ -73,9 +62,7 @@ def test_links_resolve_and_named_files_exist(page):
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), f"[{text}]({target})"
-        assert not anchor or anchor in anchors(file), (
-            f"[{text}]({target}): anchors are {sorted(anchors(file))}"
-        )
+        assert not anchor or anchor in anchors(file), f"[{text}]({target}): anchors are {sorted(anchors(file))}"
     for name in re.findall(rf"`({FOLDERS}[\w./-]*)`", page.read_text()):
         assert (ROOT / name).exists(), name
 
@@ -90,12 +77,8 @@ def test_commands_parse_and_scripts_exist(page):
                 cli._parser(words).parse_args([*words, "--help"])
             continue
         args = cli._parser(words).parse_args(words)  # exits on an unknown command or option
-        for name in {vars(args).get(key) for key in ("config", "run_dir", "dump", "output")} - {
-            None
-        }:
-            assert str(name) in EXAMPLES or (ROOT / name).exists(), (
-                f"megagrpo {shlex.join(words)}: no {name}"
-            )
+        for name in {vars(args).get(key) for key in ("config", "run_dir", "dump", "output")} - {None}:
+            assert str(name) in EXAMPLES or (ROOT / name).exists(), f"megagrpo {shlex.join(words)}: no {name}"
 
 
 @every_page
@@ -120,16 +103,11 @@ def test_a_description_of_a_key_stands_without_its_heading():
 
 
 def test_pages_are_short_and_reachable():
-    """At most 180 lines but the generated ones, 150 for README; and every page is linked from the
-    index."""
+    """At most 180 lines but the generated ones, 150 for README; and every page is linked from the index."""
     assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
     generated = {"configuration.md", "rules.md", "cli.md", "names.md"}
     pages_of_docs = [page for page in pages() if page.name != "README.md"]
-    lengths = {
-        page.name: len(page.read_text().splitlines())
-        for page in pages_of_docs
-        if page.name not in generated
-    }
+    lengths = {page.name: len(page.read_text().splitlines()) for page in pages_of_docs if page.name not in generated}
     assert not {name: length for name, length in lengths.items() if length > MAX_PAGE_LINES}
     index = ROOT / "docs" / "index.md"
     targets = re.findall(r"\]\(([^)#\s]+)", index.read_text())
@@ -138,15 +116,12 @@ def test_pages_are_short_and_reachable():
 
 
 def test_pages_have_one_width():
-    """Prose ends at 120 columns; tables, blocks of code and formulas, and copied parts are as wide
-    as they are."""
+    """Prose ends at 120 columns; tables, blocks of code and formulas, and copied parts are as wide as they are."""
     for page in pages():
         if page.parent.name == "reference":
             continue
         prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-        prose = re.sub(
-            r"^<!-- \S+ -->$.*?^<!-- end -->$", "", prose, flags=re.DOTALL | re.MULTILINE
-        )
+        prose = re.sub(r"^<!-- \S+ -->$.*?^<!-- end -->$", "", prose, flags=re.DOTALL | re.MULTILINE)
         for line in prose.splitlines():
             if not line.startswith(("|", "    ", "<!--", "![")):
                 assert len(line) <= 120, f"{page.name}: {line}"
@@ -164,19 +139,11 @@ def test_every_metric_is_explained():
     groups = {row.partition("/")[0] for row in rows}
     patterns = metric_patterns()
     sources = "\n".join(path.read_text() for path in (ROOT / "megagrpo").rglob("*.py"))
-    names = {
-        name
-        for name in re.findall(r"f?\"([a-z_]+/[a-z_0-9{}]+)\"", sources)
-        if name.partition("/")[0] in groups
-    }
+    names = {name for name in re.findall(r"f?\"([a-z_]+/[a-z_0-9{}]+)\"", sources) if name.partition("/")[0] in groups}
     assert len(names) > 40
     for name in sorted(names):  # of f"loss/{name}" at least one row has the prefix
         prefix, is_family, _ = name.partition("{")
-        explained = (
-            (row.startswith(prefix) for row in rows)
-            if is_family
-            else (p.fullmatch(name) for p in patterns)
-        )
+        explained = (row.startswith(prefix) for row in rows) if is_family else (p.fullmatch(name) for p in patterns)
         assert any(explained), name
 
 
@@ -186,27 +153,17 @@ def test_copies_equal_their_sources(page):
 
 
 def test_the_loop_in_the_readme_is_the_one_that_runs():
-    """Line by line, whatever bench/readme.py believes: nothing of train()'s loop is left out or
-    changed."""
-    shown = re.search(
-        r"<!-- loop -->\n```python\n(.*?)\n```", (ROOT / "README.md").read_text(), re.DOTALL
-    )[1]
+    """Line by line, whatever bench/readme.py believes: nothing of train()'s loop is left out or changed."""
+    shown = re.search(r"<!-- loop -->\n```python\n(.*?)\n```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     source = (ROOT / "megagrpo" / "loop" / "train.py").read_text()
-    train = next(
-        node
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef) and node.name == "train"
-    )
+    train = next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "train")
     loop = next(index for index, node in enumerate(train.body) if isinstance(node, ast.For))
-    assert ast.dump(ast.parse(shown)) == ast.dump(
-        ast.Module(body=train.body[loop:], type_ignores=[])
-    )
+    assert ast.dump(ast.parse(shown)) == ast.dump(ast.Module(body=train.body[loop:], type_ignores=[]))
     assert all(f"    {line}" in source.splitlines() for line in shown.splitlines())
 
 
 def test_the_table_of_files_to_open_counts_them():
-    """In docs/architecture.md: the number of files touched is the number of the package's files and
-    folders named."""
+    """In docs/architecture.md: the number of files touched is the number of the package's files and folders named."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     rows = re.findall(r"^\| (?:read|find|add) .*$", page, re.MULTILINE)
     assert len(rows) >= 9
@@ -237,18 +194,11 @@ def test_measured_tables_are_shown_or_linked_and_figures_in_prose_are_measured()
     names = "learning_quickstart learning_quickstart_arithmetic learning_gsm8k_calc faults soak "
     assert set(f"{names}presets certificates layouts".split()) <= shown
     text = (ROOT / "README.md").read_text().replace("\n", " ")
-    before, after = re.search(
-        r"Seed 0 of the quickstart.*? from (0\.\d+) to (0\.\d+);", text
-    ).groups()
-    assert (
-        f"| seed 0 | {before} | {after} |"
-        in (ROOT / "bench/results/learning_quickstart.md").read_text()
-    )
+    before, after = re.search(r"Seed 0 of the quickstart.*? from (0\.\d+) to (0\.\d+);", text).groups()
+    assert f"| seed 0 | {before} | {after} |" in (ROOT / "bench/results/learning_quickstart.md").read_text()
     ranges = re.search(r"from (0\.\d+)-(0\.\d+) to (0\.\d+)-(0\.\d+) under three", text).groups()
     rows = (ROOT / "bench/results/learning_quickstart_arithmetic.md").read_text().splitlines()[2:]
-    starts, ends = zip(
-        *(row.split(" | ")[1:3] for row in rows if row.startswith("| seed")), strict=True
-    )
+    starts, ends = zip(*(row.split(" | ")[1:3] for row in rows if row.startswith("| seed")), strict=True)
     assert ranges == (min(starts), max(starts), min(ends), max(ends))
 
 
@@ -261,6 +211,4 @@ def test_papers_agree_and_commit_hooks_fetch_nothing():
     assert citation["version"] == version and version in (ROOT / "CHANGELOG.md").read_text()
     repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     assert [repository["repo"] for repository in repositories] == ["local"]
-    assert {hook["language"] for repository in repositories for hook in repository["hooks"]} == {
-        "system"
-    }
+    assert {hook["language"] for repository in repositories for hook in repository["hooks"]} == {"system"}

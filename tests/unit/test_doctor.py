@@ -1,5 +1,4 @@
-"""The doctor finds what is missing or clashes. Environments are real folders of package
-metadata."""
+"""The doctor finds what is missing or clashes. Environments are real folders of package metadata."""
 
 import subprocess
 import sys
@@ -14,8 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def environment(tmp_path, monkeypatch):
-    """add(name, version, *requirements) puts a distribution's metadata into an otherwise empty
-    search path."""
+    """add(name, version, *requirements) puts a distribution's metadata into an otherwise empty search path."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
 
     def add(name: str, version: str, *requirements: str) -> None:
@@ -23,18 +21,12 @@ def environment(tmp_path, monkeypatch):
         folder.mkdir()
         lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
         lines += [f"Provides-Extra: {extra}" for extra in ("cpu", "gpu", "te", "cpu-engine")]
-        (folder / "METADATA").write_text(
-            "\n".join([*lines, *(f"Requires-Dist: {r}" for r in requirements)]) + "\n"
-        )
+        (folder / "METADATA").write_text("\n".join([*lines, *(f"Requires-Dist: {r}" for r in requirements)]) + "\n")
 
     return add
 
 
-ENGINE, CPU, GPU = (
-    'sglang==0.5.21; extra == "cpu-engine"',
-    'scipy; extra == "cpu"',
-    'nvidia-thing; extra == "gpu"',
-)
+ENGINE, CPU, GPU = ('sglang==0.5.21; extra == "cpu-engine"', 'scipy; extra == "cpu"', 'nvidia-thing; extra == "gpu"')
 OURS = ("torch==2.13.0", "rich>=14", ENGINE, CPU, GPU)
 
 
@@ -45,9 +37,7 @@ def statuses(gpu: bool = False) -> dict[str, str]:
 def test_complete_environment(environment):
     environment("megagrpo", "0.1", *OURS)
     environment("torch", "2.13.0+cpu", "filelock")
-    environment(
-        "sglang", "0.5.21", "cuda-python>=13"
-    )  # installed without its requirements: not followed
+    environment("sglang", "0.5.21", "cuda-python>=13")  # installed without its requirements: not followed
     for name, version in (("filelock", "3"), ("rich", "15.0"), ("scipy", "1.17")):
         environment(name, version)
     found = statuses()
@@ -61,12 +51,7 @@ def test_missing_and_clashing(environment):
     environment("filelock", "3")
     findings = {finding.what: finding for finding in doctor.package_findings(gpu=False)}
     bad = {what for what, finding in findings.items() if finding.status == "error"}
-    assert bad == {
-        "torch",
-        "sglang",
-        "rich",
-        "scipy",
-    }
+    assert bad == {"torch", "sglang", "rich", "scipy"}
     assert findings["torch"].found == "2.12.0" and findings["torch"].wanted == "==2.13.0"
     assert all(findings[what].remedy for what in bad)
 
@@ -99,12 +84,7 @@ def test_gpu_machine_wants_the_gpu_extra_and_a_cuda_build(environment):
     assert (broken.status, broken.found) == ("error", "libcuda.so.1: cannot open")
 
 
-SEES = {
-    "cuda": "13.0",
-    "gpus": ["NVIDIA H100 80GB HBM3"] * 2,
-    "nccl": "2.29.7",
-    "why": "",
-}
+SEES = {"cuda": "13.0", "gpus": ["NVIDIA H100 80GB HBM3"] * 2, "nccl": "2.29.7", "why": ""}
 BLIND = {
     "cuda": "13.0",
     "gpus": [],
@@ -115,20 +95,15 @@ BLIND = {
 
 @pytest.fixture
 def on_gpus(environment, tmp_path, monkeypatch):
-    """on_gpus(...) returns the findings of a machine with this driver, this answer of torch, and
-    these packages."""
-    environment(
-        "megagrpo", "0.1", *OURS, 'transformer-engine[core_cu13,pytorch]>=2.9,<2.15; extra == "te"'
-    )
+    """on_gpus(...) returns the findings of a machine with this driver, this answer of torch, and these packages."""
+    environment("megagrpo", "0.1", *OURS, 'transformer-engine[core_cu13,pytorch]>=2.9,<2.15; extra == "te"')
     environment("torch", "2.13.0")
 
     def findings(driver, answer, engine="2.14.1", torch_part=True, nvcc="toolkit/13.0"):
         programs = tmp_path / nvcc / "bin"
         programs.mkdir(parents=True, exist_ok=True)
         for name in ("nvcc", "ninja"):
-            (programs / name).write_text(
-                f"#!/bin/sh\necho Cuda compilation tools, release {nvcc[-4:]}\n"
-            )
+            (programs / name).write_text(f"#!/bin/sh\necho Cuda compilation tools, release {nvcc[-4:]}\n")
             (programs / name).chmod(0o755)
         monkeypatch.setattr(doctor, "_NVCC", "/nowhere")
         monkeypatch.setenv("PATH", str(programs) if nvcc.startswith("toolkit") else "/nowhere")
@@ -144,21 +119,14 @@ def on_gpus(environment, tmp_path, monkeypatch):
 def test_a_gpu_machine_that_fits(on_gpus):
     found = on_gpus("580.65.06", SEES)
     assert {finding.status for finding in found.values()} == {"ok"}
-    assert (
-        found["NVIDIA driver"].wanted == ">=580 for CUDA 13.0"
-        and found["NCCL of torch"].found == "2.29.7"
-    )
+    assert found["NVIDIA driver"].wanted == ">=580 for CUDA 13.0" and found["NCCL of torch"].found == "2.29.7"
     assert found["GPUs that torch sees"].found == "2: NVIDIA H100 80GB HBM3"
 
 
 @pytest.mark.parametrize(
     "nvcc, found, remedy",
     [
-        (
-            "toolkit/12.8",
-            "CUDA 12",
-            "install the toolkit of CUDA 13.0, or pip install nvidia-cuda-nvcc==13.0.*",
-        ),
+        ("toolkit/12.8", "CUDA 12", "install the toolkit of CUDA 13.0, or pip install nvidia-cuda-nvcc==13.0.*"),
         ("nvidia/cu13", "none", "export CUDA_HOME="),  # pip's own, which SGLang does not look for
         ("elsewhere/13.0", "none", "install the toolkit"),
     ],
@@ -177,21 +145,14 @@ def test_a_gpu_machine_without_any_package_is_diagnosed(environment, monkeypatch
     monkeypatch.setattr(doctor, "driver_version", lambda: "580.65.06")
     answer = BLIND | {"cuda": None}
     found = {finding.what: finding.status for finding in doctor.gpu_findings(answer)}
-    assert found == {
-        "NVIDIA driver": "ok",
-        "GPUs that torch sees": "error",
-        "transformer-engine": "warning",
-    }
+    assert found == {"NVIDIA driver": "ok", "GPUs that torch sees": "error", "transformer-engine": "warning"}
 
 
 def test_a_driver_too_old_or_missing(on_gpus):
     found = on_gpus("550.54.15", BLIND)
     bad = {what for what, finding in found.items() if finding.status == "error"}
     assert bad == {"NVIDIA driver", "GPUs that torch sees"}
-    assert (
-        "newer driver" in found["NVIDIA driver"].remedy
-        and "too old" in found["GPUs that torch sees"].found
-    )
+    assert "newer driver" in found["NVIDIA driver"].remedy and "too old" in found["GPUs that torch sees"].found
     assert on_gpus("550.54.15", SEES | {"cuda": "12.9"})["NVIDIA driver"].status == "ok"
 
     found = on_gpus(None, BLIND | {"why": ""})
@@ -230,8 +191,7 @@ def test_short_of_memory_and_disk():
 
 
 def test_exit_status_and_imports():
-    """The command agrees with its table, and a broken heavy library cannot stop it: none is
-    imported."""
+    """The command agrees with its table, and a broken heavy library cannot stop it: none is imported."""
     code = (
         "import sys; from megagrpo.tools.doctor import run; status = run(None)\n"
         "heavy = [m for m in ('torch', 'megatron', 'sglang', 'ray', 'transformers') if m in "
@@ -241,9 +201,7 @@ def test_exit_status_and_imports():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stderr == ""
-    assert ("ready" in done.stdout) == (done.returncode == 0) and ("BAD" in done.stdout) == (
-        done.returncode == 1
-    )
+    assert ("ready" in done.stdout) == (done.returncode == 0) and ("BAD" in done.stdout) == (done.returncode == 1)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""Drafts: the stand-ins for SGLang's kernels, the attention of a chain, what is counted, what is
-refused."""
+"""Drafts: the stand-ins for SGLang's kernels, the attention of a chain, what is counted, what is refused."""
 
 import json
 
@@ -9,12 +8,7 @@ import torch
 from megagrpo.algo.statistics import alone
 from megagrpo.cpu.engine import drafts
 from megagrpo.models.folder import Model
-from megagrpo.models.table import (
-    architecture_of,
-    is_left_out,
-    left_out,
-    model_tensors,
-)
+from megagrpo.models.table import architecture_of, is_left_out, left_out, model_tensors
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.response import CacheUse, Response
 from tests.experiments import ROOT
@@ -47,8 +41,7 @@ def test_greedy_drafts_are_accepted_up_to_the_first_wrong_one():
 
 
 def test_sampled_chains_have_exactly_the_distribution_of_the_model():
-    """Frequencies of whole outcomes against their probabilities; the error of 400,000 draws is at
-    most 0.0008."""
+    """Frequencies of whole outcomes against their probabilities; the error of 400,000 draws is at most 0.0008."""
     draw, size = torch.Generator().manual_seed(0), 400_000
     rows = torch.randn(CHAIN, WORDS, generator=draw).mul(1.5).softmax(-1)
     candidates = torch.tensor([0, 3, 1]).expand(size, -1)
@@ -59,21 +52,15 @@ def test_sampled_chains_have_exactly_the_distribution_of_the_model():
         target_probs=rows.expand(size, -1, -1), draft_probs=None,
     )  # fmt: skip
     accepted = [float(rows[0, 3]), float(rows[1, 1])]
-    first, second, third = (
-        torch.bincount(tokens[:, i] + 1, minlength=WORDS + 1)[1:] / size for i in range(CHAIN)
-    )
+    first, second, third = (torch.bincount(tokens[:, i] + 1, minlength=WORDS + 1)[1:] / size for i in range(CHAIN))
     assert torch.allclose(first, rows[0], atol=0.003)
     assert torch.allclose(second, accepted[0] * rows[1], atol=0.003)
     assert torch.allclose(third, accepted[0] * accepted[1] * rows[2], atol=0.003)
-    assert set(tokens[number == 0, 0].tolist()) == {0, 1, 2, 4}, (
-        "a rejected draft is not drawn again"
-    )
+    assert set(tokens[number == 0, 0].tolist()) == {0, 1, 2, 4}, "a rejected draft is not drawn again"
 
 
 def test_impossible_tokens_are_never_sampled_and_certain_ones_always():
-    probabilities = torch.tensor(
-        [[[0.0, 0.0, 1.0, 0.0, 0.0], [0.0, 0.5, 0.0, 0.5, 0.0], [0.0, 1.0, 0.0, 0.0, 0.0]]]
-    )
+    probabilities = torch.tensor([[[0.0, 0.0, 1.0, 0.0, 0.0], [0.0, 0.5, 0.0, 0.5, 0.0], [0.0, 1.0, 0.0, 0.0, 0.0]]])
     for coin in (0.0, 0.5, 1.0 - 2.0**-24):
         tokens, number = verified(
             drafts.tree_speculative_sampling_target_only, torch.tensor([[0, 2, 4]]),
@@ -113,28 +100,18 @@ def test_forwards_are_counted_by_what_they_accepted():
     assert found["draft/tokens_per_forward"] == (2 + 2 + 3) / 4
     metrics = Metrics()
     use.add_metrics(metrics, 2)
-    assert not [name for name in metrics.reduced(alone) if name.startswith("draft/")], (
-        "it began anew"
-    )
+    assert not [name for name in metrics.reduced(alone) if name.startswith("draft/")], "it began anew"
 
 
 def test_a_model_without_such_a_layer_is_refused_and_one_with_it_has_it_on_request():
     models = ROOT / "configs" / "models"
-    with pytest.raises(
-        ValueError, match="one multi-token-prediction layer; num_nextn_predict_layers is 0 here"
-    ):
+    with pytest.raises(ValueError, match="one multi-token-prediction layer; num_nextn_predict_layers is 0 here"):
         assert not Model.read(models / "Kimi-K2-Instruct", draft=True).arch.draft
     hf = {"num_nextn_predict_layers": 1, "num_hidden_layers": 61}
-    plain, whole = (
-        Model.read(models / "DeepSeek-V3-0324", draft=draft).arch for draft in (False, True)
-    )
-    names = {spec.name for spec in model_tensors(whole)} - {
-        spec.name for spec in model_tensors(plain)
-    }
+    plain, whole = (Model.read(models / "DeepSeek-V3-0324", draft=draft).arch for draft in (False, True))
+    names = {spec.name for spec in model_tensors(whole)} - {spec.name for spec in model_tensors(plain)}
     assert all(name.startswith("model.layers.61.") for name in names)
-    assert sum(spec.size for spec in model_tensors(whole) if spec.name in names) == pytest.approx(
-        11.5e9, rel=0.01
-    )
+    assert sum(spec.size for spec in model_tensors(whole) if spec.name in names) == pytest.approx(11.5e9, rel=0.01)
     assert left_out(hf) and not left_out(hf, True)
     assert all(is_left_out(plain, name) and not is_left_out(whole, name) for name in names)
     assert is_left_out(whole, "model.layers.61.embed_tokens.weight"), "the model's own"

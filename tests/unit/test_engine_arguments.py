@@ -1,5 +1,4 @@
-"""The engines' command lines of every shipped experiment, as SGLang itself resolves them on
-pretended H100s."""
+"""The engines' command lines of every shipped experiment, as SGLang itself resolves them on pretended H100s."""
 
 import json
 from pathlib import Path
@@ -16,22 +15,13 @@ from tests.experiments import experiment
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs" / "models"
 STAND_INS = {"Qwen3-1.7B": "Qwen3-8B"}  # described in configs/models, of the same family
-DECIDING = {
-    "tp",
-    "ep",
-    "nodes_per_engine",
-    "dtype",
-    "deterministic",
-    "max_running_requests",
-    "max_total_tokens",
-}
+DECIDING = {"tp", "ep", "nodes_per_engine", "dtype", "deterministic", "max_running_requests", "max_total_tokens"}
 DECIDING |= {"mem_fraction", "sglang", "colocate"}
 UNKNOWN = {"smollm2"}  # its model is unpacked from a package
 
 
 def shipped(tiny: Path) -> dict[str, ExperimentConfig]:
-    """Name -> experiment with a model that is described: laptop experiments, which make theirs, get
-    a tiny one."""
+    """Name -> experiment with a model that is described: laptop experiments, which make theirs, get a tiny one."""
     (tiny / "config.json").write_text(json.dumps(hf_config(TinyModelConfig())))
     found = {}
     for path in sorted((ROOT / "configs").glob("*.yaml")):
@@ -43,9 +33,7 @@ def shipped(tiny: Path) -> dict[str, ExperimentConfig]:
 
 
 def test_sglang_takes_the_arguments_of_every_experiment(tmp_path):
-    experiments = {
-        name: config for name, config in shipped(tmp_path).items() if name not in UNKNOWN
-    }
+    experiments = {name: config for name, config in shipped(tmp_path).items() if name not in UNKNOWN}
     # Experiments with equal engines are resolved once: half a second each, after SGLang's import.
     distinct: dict[str, list[str]] = {}
     for name, config in experiments.items():
@@ -84,12 +72,7 @@ def test_sglang_takes_the_arguments_of_every_experiment(tmp_path):
 def test_check_asks_sglang_about_the_gpu_that_the_experiment_names(tmp_path):
     """SGLang's own rule, of which no rule here knows: this kernel takes ep 1 or ep of all ranks."""
     folder = ROOT / "configs" / "models" / "Qwen3-30B-A3B"
-    rollout = {
-        "tp": 4,
-        "ep": 2,
-        "dtype": "bfloat16",
-        "sglang": {"moe_runner_backend": "flashinfer_cutlass"},
-    }
+    rollout = {"tp": 4, "ep": 2, "dtype": "bfloat16", "sglang": {"moe_runner_backend": "flashinfer_cutlass"}}
     wrong = experiment(model={"path": str(folder)}, actor={"dtype": "bfloat16"}, rollout=rollout)
     [(keys, text)] = library_problems(wrong, everything=True)
     assert keys == ("rollout", "sglang") and text.startswith("on H100 SGLang does not resolve")

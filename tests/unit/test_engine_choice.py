@@ -175,11 +175,8 @@ def test_a_look_that_began_before_it_was_asked_for_does_not_count():
 TURNS = 3
 
 
-async def fake_engine(
-    stack: AsyncExitStack, number: int, down: set[str], answered: list[str]
-) -> EngineInfo:
-    """An engine that answers over HTTP and notes its name, and breaks off every request while it is
-    down."""
+async def fake_engine(stack: AsyncExitStack, number: int, down: set[str], answered: list[str]) -> EngineInfo:
+    """An engine that answers over HTTP and notes its name, and breaks off every request while it is down."""
 
     async def answer(request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != "Bearer key":
@@ -187,11 +184,7 @@ async def fake_engine(
         if listed.id in down:
             request.transport.close()
         answered.append(listed.id)
-        meta = {
-            "finish_reason": {"type": "stop"},
-            "weight_version": "0",
-            "output_token_logprobs": [[-0.5, 1, None]],
-        }
+        meta = {"finish_reason": {"type": "stop"}, "weight_version": "0", "output_token_logprobs": [[-0.5, 1, None]]}
         return web.json_response({"meta_info": meta})
 
     app = web.Application()
@@ -212,11 +205,7 @@ async def episodes(number: int) -> tuple[list[list[str]], list[str]]:
     answered: list[str] = []
     async with AsyncExitStack() as stack:
         listed = [await fake_engine(stack, each, down, answered) for each in range(2)]
-        client = GenerationClient(
-            Engines(lambda: listed, "key"),
-            RetryPolicy(4, 20.0, base_s=0.01),
-            AdmissionQueue(64),
-        )
+        client = GenerationClient(Engines(lambda: listed, "key"), RetryPolicy(4, 20.0, base_s=0.01), AdmissionQueue(64))
         await stack.enter_async_context(client)
 
         async def turn(affinity: Affinity) -> str:

@@ -23,9 +23,7 @@ def engines(tp: int, ep: int = 1, dp: int = 0, **settings: object) -> RolloutCon
     if dp:
         sglang |= {"enable_dp_attention": True, "dp_size": dp}
     nodes = max(tp // 8, 1)
-    return RolloutConfig(
-        tp=tp, ep=ep, nodes_per_engine=nodes, dtype="bfloat16", sglang=sglang, **settings
-    )
+    return RolloutConfig(tp=tp, ep=ep, nodes_per_engine=nodes, dtype="bfloat16", sglang=sglang, **settings)
 
 
 def arch_of(name: str) -> Architecture:
@@ -58,10 +56,7 @@ def test_parts_in_fp8_are_whole_blocks(name, tp, ep, odd, may):
 
 def test_heads_are_divided_over_the_ranks_of_attention():
     arch = arch_of("DeepSeek-V3-0324")
-    changed = {
-        "attention": replace(arch.attention, heads=64),
-        "experts": replace(arch.experts, count=384),
-    }
+    changed = {"attention": replace(arch.attention, heads=64), "experts": replace(arch.experts, count=384)}
     arch = replace(arch, **changed)
     assert not engine_layout_problems(engines(96, 96, dp=96), arch)
     (problem,) = engine_layout_problems(engines(96, 96), arch)

@@ -1,5 +1,4 @@
-"""Engines' command lines, settings and environments: every field of ServerArgs is decided; a CPU's
-shims."""
+"""Engines' command lines, settings and environments: every field of ServerArgs is decided; a CPU's shims."""
 
 import json
 from fnmatch import fnmatchcase
@@ -102,8 +101,7 @@ def test_sglang_itself_judges_names_and_values():
     ],
 )  # fmt: skip
 def test_refused(given, said):
-    """One field of each kind of refusal; docs/reference/configuration.md, which a test compares,
-    has them all."""
+    """One field of each kind of refusal; docs/reference/configuration.md, which a test compares, has them all."""
     found = problems(sglang=given)
     assert len(found) == 1 and said in found[0], found
 
@@ -114,8 +112,7 @@ def test_a_hierarchical_cache_has_a_size_and_no_drafts():
     drafting = experiment(rollout={"sglang": sized, "draft_tokens": 2}, actor={"draft": {}})
     assert "is refused with rollout.draft_tokens" in said(drafting)[0]
     ahead = experiment(
-        rollout={"sglang": sized, "max_staleness": 2},
-        algorithm={"mismatch": {"weight": {"name": "tis"}}},
+        rollout={"sglang": sized, "max_staleness": 2}, algorithm={"mismatch": {"weight": {"name": "tis"}}}
     )
     assert "ends no copies" in said(ahead)[0]
 
@@ -164,13 +161,9 @@ def test_interleaved_experts_are_refused(monkeypatch):
 )
 def test_engines_without_a_gpu_run_on_the_cpu_only_where_that_is_meant(device, dtype, gpus, on_gpu):
     resolved = config(dtype=dtype)
-    resolved = resolved.model_copy(
-        update={"actor": resolved.actor.model_copy(update={"device": device})}
-    )
+    resolved = resolved.model_copy(update={"actor": resolved.actor.model_copy(update={"device": device})})
     if on_gpu is None:
-        with pytest.raises(
-            ValueError, match="no GPU is visible where engines are to run, .* set actor.device: cpu"
-        ):
+        with pytest.raises(ValueError, match="no GPU is visible where engines are to run, .* set actor.device: cpu"):
             on_gpus(resolved, gpus)
     else:
         assert on_gpus(resolved, gpus) is on_gpu
@@ -200,25 +193,19 @@ def test_settings_of_our_own_on_gpus(rollout, setting, value):
 
 
 def test_engines_in_float32_and_fp8_on_gpus(monkeypatch):
-    """SGLang's kernels of norms know no float32, torch's experts skip none; DeepGEMM compiles for
-    minutes."""
+    """SGLang's kernels of norms know no float32, torch's experts skip none; DeepGEMM compiles for minutes."""
     forced, warm = "SGLANG_FORCE_FUSED_OP_BACKEND", "SGLANG_JIT_DEEPGEMM_FAST_WARMUP"
 
     def found(cuda: bool = True, **rollout) -> tuple[str | None, str | None]:
         env = engine_environment(config(**rollout), place(cuda))
         return env.get(forced), env.get(warm)
 
-    assert found() == ("torch", None) and found(deterministic=True) == found(cuda=False) == (
-        None,
-        None,
-    )
+    assert found() == ("torch", None) and found(deterministic=True) == found(cuda=False) == (None, None)
     in_fp8 = {"dtype": "bfloat16", "quantization": "fp8"}
     assert found(dtype="bfloat16") == (None, None) and found(**in_fp8) == (None, "1")
     monkeypatch.setenv(warm, "0")
     assert found(**in_fp8) == (None, "0"), "the user's own"
-    with pytest.raises(
-        ValueError, match="rollout.ep 2 with rollout.dtype float32 on GPUs: .* set ep 1 or bfloat16"
-    ):
+    with pytest.raises(ValueError, match="rollout.ep 2 with rollout.dtype float32 on GPUs: .* set ep 1 or bfloat16"):
         engine_settings(config(tp=2, ep=2), place(True))
     engine_settings(config(tp=2, ep=2), place(False))
 
@@ -236,35 +223,19 @@ def test_check_says_what_is_handed_over():
 def options(command: list[str]) -> dict[str, str | None]:
     """Flag -> its value, None for a switch."""
     pairs = pairwise([*command[4:], "--"])
-    return {
-        word: None if after.startswith("--") else after
-        for word, after in pairs
-        if word.startswith("--")
-    }
+    return {word: None if after.startswith("--") else after for word, after in pairs if word.startswith("--")}
 
 
 def test_cpu_engine():
     found = options(engine_command(config(deterministic=True), place(False)))
-    expected = {
-        "--device": "cpu",
-        "--attention-backend": "torch_native",
-        "--sampling-backend": "pytorch",
-    }
+    expected = {"--device": "cpu", "--attention-backend": "torch_native", "--sampling-backend": "pytorch"}
     expected |= {"--max-total-tokens": "20000", "--dtype": "float32", "--tokenizer-path": "m"}
     expected |= {"--custom-weight-loader": "megagrpo.weights.engines.loader.run"}
-    expected |= dict.fromkeys(
-        ("--sleep-on-idle", "--skip-server-warmup", "--enable-deterministic-inference")
-    )
+    expected |= dict.fromkeys(("--sleep-on-idle", "--skip-server-warmup", "--enable-deterministic-inference"))
     assert expected.items() <= found.items() and "--nnodes" not in found
     environment = engine_environment(config(), place(False))
-    expected = {
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "OMP_NUM_THREADS": "4",
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
-    assert (
-        expected.items() <= environment.items() and "SGLANG_CPU_OMP_THREADS_BIND" not in environment
-    )
+    expected = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "PASSIVE"}
+    assert expected.items() <= environment.items() and "SGLANG_CPU_OMP_THREADS_BIND" not in environment
     # the bits of a deterministic run do not depend on how many engines share the cores
     assert engine_environment(config(deterministic=True), place(False))["OMP_NUM_THREADS"] == "1"
 
@@ -272,11 +243,7 @@ def test_cpu_engine():
 def test_gpu_engine_is_plain():
     command = engine_command(config(tp=8, ep=4, dtype="bfloat16"), place(True))
     found = options(command)
-    assert (found["--tp-size"], found["--ep-size"], found["--mem-fraction-static"]) == (
-        "8",
-        "4",
-        "0.85",
-    )
+    assert (found["--tp-size"], found["--ep-size"], found["--mem-fraction-static"]) == ("8", "4", "0.85")
     of_cpus = {"--device", "--max-total-tokens", "--attention-backend", "--sleep-on-idle"}
     assert not {*of_cpus, "--enable-deterministic-inference"} & set(found)
     assert engine_python_path(place(True)) == []
@@ -286,11 +253,7 @@ def test_gpu_engine_is_plain():
 def test_engine_over_two_nodes():
     two = config(tp=2, nodes_per_engine=2)
     second = options(engine_command(two, place(False, 1)))
-    assert (second["--nnodes"], second["--node-rank"], second["--dist-init-addr"]) == (
-        "2",
-        "1",
-        "10.0.0.1:20002",
-    )
+    assert (second["--nnodes"], second["--node-rank"], second["--dist-init-addr"]) == ("2", "1", "10.0.0.1:20002")
     # a core for every rank of the engine, not only of the node
     assert engine_environment(two, place(False, 1))["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
 
@@ -301,9 +264,7 @@ def in_engine_python(code: str) -> str:
 
 
 def test_shims_are_there_for_the_engine_alone():
-    code = (
-        "import sys, sgl_kernel, sitecustomize; print(sgl_kernel.__file__, sitecustomize.__file__)"
-    )
+    code = "import sys, sgl_kernel, sitecustomize; print(sgl_kernel.__file__, sitecustomize.__file__)"
     assert in_engine_python(code) == f"{FOLDER}/sgl_kernel/__init__.py {FOLDER}/sitecustomize.py"
     with pytest.raises(AssertionError, match="ModuleNotFoundError"):
         python("-c", "import sgl_kernel")
@@ -326,8 +287,7 @@ except NotImplementedError as exc: print(kernel.__name__, other(), exc, triton.c
 
 
 def murmur3(data: bytes) -> int:
-    """MurmurHash3_x86_32 with seed 0, for whole blocks of four bytes, from the published algorithm,
-    in integers."""
+    """MurmurHash3_x86_32 with seed 0, for whole blocks of four bytes, from the published algorithm, in integers."""
     state = 0
     for i in range(0, len(data), 4):
         k = int.from_bytes(data[i : i + 4], "little") * 0xCC9E2D51 & 0xFFFFFFFF
@@ -349,6 +309,4 @@ def test_seed_hash_is_murmur3():
     def pack(s, p, c):
         return s.to_bytes(8, "little") + p.to_bytes(4, "little") + c.to_bytes(4, "little")
 
-    assert got.tolist() == [
-        [murmur3(pack(s, p, c)) for c in columns] for s, p in zip(seeds, positions, strict=True)
-    ]
+    assert got.tolist() == [[murmur3(pack(s, p, c)) for c in columns] for s, p in zip(seeds, positions, strict=True)]

@@ -1,5 +1,4 @@
-"""What every process of a run is given beside the user's own environment, against the table in
-docs/evidence/gpu.md."""
+"""What every process of a run is given beside the user's own environment, against the table in docs/evidence/gpu.md."""
 
 import os
 import re
@@ -19,8 +18,7 @@ from tests import experiments
 
 pytestmark = [
     pytest.mark.verifies(
-        "runs",
-        "each process has the environment of [the table](gpu.md#environment-of-every-process)",
+        "runs", "each process has the environment of [the table](gpu.md#environment-of-every-process)"
     ),
     pytest.mark.usefixtures("handlers_of_pytest"),  # its launches leave all signals ignored
 ]
@@ -30,28 +28,17 @@ HEADING = "## Environment of every process"
 KINDS = {
     "CPU": {"rollout": {}},
     "one machine": {"rollout": {"dtype": "bfloat16"}},
-    "several machines": {
-        "rollout": {"dtype": "bfloat16", "tp": 2, "nodes_per_engine": 2, "host": "0.0.0.0"}
-    },
-    "colocated": {
-        "rollout": {"dtype": "bfloat16", "colocate": True},
-        "weights": {"transport": "ipc"},
-    },
+    "several machines": {"rollout": {"dtype": "bfloat16", "tp": 2, "nodes_per_engine": 2, "host": "0.0.0.0"}},
+    "colocated": {"rollout": {"dtype": "bfloat16", "colocate": True}, "weights": {"transport": "ipc"}},
 }
-# Of the process that starts the others, and so of all; what is not named in the table is not
-# touched.
+# Of the process that starts the others, and so of all; what is not named in the table is not touched.
 USERS = ("PATH",)
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 VARYING = {
-    environment.API_KEY: "<key>",
-    "MEGAGRPO_STOP_FILE": "<file>",
-    "TMPDIR": "<folder>",
-    "RAY_AUTH_TOKEN": "<token>",
-    "CUDA_VISIBLE_DEVICES": "<GPUs>",
-    "GLOO_SOCKET_IFNAME": "<interface>",
-    "NCCL_SOCKET_IFNAME": "<interface>",
+    environment.API_KEY: "<key>", "MEGAGRPO_STOP_FILE": "<file>", "TMPDIR": "<folder>", "RAY_AUTH_TOKEN": "<token>",
+    "CUDA_VISIBLE_DEVICES": "<GPUs>", "GLOO_SOCKET_IFNAME": "<interface>", "NCCL_SOCKET_IFNAME": "<interface>",
     "SGLANG_HOST_IP": "<address>",
-}
+}  # fmt: skip
 
 
 class Recorder:
@@ -66,15 +53,9 @@ class Recorder:
 
     def spawn(self, words, env, *_, **__):
         text = " ".join(words)
-        names = {
-            " serve ": "service",
-            " train ": "trainer ranks",
-            "ray start": "Ray",
-        }
+        names = {" serve ": "service", " train ": "trainer ranks", "ray start": "Ray"}
         self.note(next((name for part, name in names.items() if part in text), "engine"), env)
-        return subprocess.Popen(
-            ["sleep", "60"] if " serve " in text else ["true"]
-        )  # the launcher ends it
+        return subprocess.Popen(["sleep", "60"] if " serve " in text else ["true"])  # the launcher ends it
 
 
 def experiment(kind: str, folder: Path) -> ExperimentConfig:
@@ -82,9 +63,7 @@ def experiment(kind: str, folder: Path) -> ExperimentConfig:
     return experiments.experiment(output_dir=str(folder), actor=actor, **KINDS[kind])
 
 
-def environments(
-    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> dict[str, dict[str, str]]:
+def environments(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
     """Process -> the variables that this program sets for it."""
     for name in os.environ.keys() - {*USERS}:
         monkeypatch.delenv(name)
@@ -110,11 +89,8 @@ def environments(
     with monkeypatch.context() as inside:
         for name, value in recorder.found["Ray" if "Ray" in recorder.found else "service"].items():
             inside.setenv(name, value)
-        # The machine of an engine knows a loopback alone here: the interface's name stands for
-        # another one.
-        server = EngineNode(
-            config, engine="engine-0", node_rank=0, cuda=cuda, cores_share=1, api_key="key"
-        )
+        # The machine of an engine knows a loopback alone here: the interface's name stands for another one.
+        server = EngineNode(config, engine="engine-0", node_rank=0, cuda=cuda, cores_share=1, api_key="key")
         server.bind_address, server.num_cores = "127.0.0.1", 2
         server.start(20001, "127.0.0.1:20002", str(folder / "log"))
 
@@ -137,12 +113,7 @@ def environments(
 def told(found: dict[str, str]) -> str:
     """Returns a cell of the table."""
     return (
-        " ".join(
-            sorted(
-                f"`{name}={VARYING.get(name, value) if value else ''}`"
-                for name, value in found.items()
-            )
-        )
+        " ".join(sorted(f"`{name}={VARYING.get(name, value) if value else ''}`" for name, value in found.items()))
         or "nothing"
     )
 
@@ -150,11 +121,7 @@ def told(found: dict[str, str]) -> str:
 def table() -> dict[tuple[str, str], str]:
     """(process, kind) -> the variables of its rows in docs/evidence/gpu.md, in order."""
     text = DOCS.read_text().split(HEADING)[1].split("\n## ")[0]
-    rows = [
-        re.split(r"\s*\|\s*", line.strip("| \n"))
-        for line in text.splitlines()
-        if line.startswith("|")
-    ]
+    rows = [re.split(r"\s*\|\s*", line.strip("| \n")) for line in text.splitlines() if line.startswith("|")]
     found: dict[tuple[str, str], list[str]] = {}
     for processes, kinds, variables in rows[2:]:
         for process in processes.split(", "):
@@ -165,10 +132,7 @@ def table() -> dict[tuple[str, str], str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_table_says_what_every_process_is_given(kind, tmp_path, monkeypatch):
-    found = {
-        name: told(variables)
-        for name, variables in environments(kind, tmp_path, monkeypatch).items()
-    }
+    found = {name: told(variables) for name, variables in environments(kind, tmp_path, monkeypatch).items()}
     said = {name: cell for (name, of_kind), cell in table().items() if of_kind == kind}
     print(*(f"| {name} | {kind} | {cell} |" for name, cell in found.items()), sep="\n")
     assert found == said
@@ -178,21 +142,12 @@ def test_both_sides_of_a_communicator_agree(tmp_path, monkeypatch):
     for kind in KINDS:
         found = environments(kind, tmp_path, monkeypatch)
         ours, theirs = found["trainer ranks"], found["service"] | found["engine"]
-        for name in (
-            "NCCL_CUMEM_ENABLE",
-            "NCCL_NVLS_ENABLE",
-            "TORCH_NCCL_NONBLOCKING_TIMEOUT",
-            "NCCL_SOCKET_IFNAME",
-        ):
+        for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "TORCH_NCCL_NONBLOCKING_TIMEOUT", "NCCL_SOCKET_IFNAME"):
             assert ours[name] == theirs[name], (kind, name)
 
 
 def test_what_the_user_sets_stays(monkeypatch):
-    given = {
-        "NCCL_NVLS_ENABLE": "1",
-        "PYTORCH_ALLOC_CONF": "max_split_size_mb:64",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    }
+    given = {"NCCL_NVLS_ENABLE": "1", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)

@@ -1,5 +1,4 @@
-"""Every file in configs/ fits its model; docs/examples.md quotes of the published ones what their
-files say."""
+"""Every file in configs/ fits its model; docs/examples.md quotes of the published ones what their files say."""
 
 import json
 import re
@@ -34,9 +33,7 @@ LARGE = {
 # not published elsewhere; nor are those of examples/laptop
 ONE_NODE = {"qwen3_30b_a3b_one_node", "moonlight_16b_a3b_one_node"}
 AGENTS = {"qwen3_30b_swe", "qwen3_235b_search"}
-LARGE |= {
-    f"{name}_fp8" for name in ("qwen3_235b_a22b", "glm45_355b", "deepseek_v3_671b", "kimi_k2_1t")
-}
+LARGE |= {f"{name}_fp8" for name in ("qwen3_235b_a22b", "glm45_355b", "deepseek_v3_671b", "kimi_k2_1t")}
 OURS = {"gsm8k", *LARGE, *ONE_NODE, *AGENTS} - {"deepseek_v3_671b"}
 LAPTOP = {path.stem for path in (ROOT / "examples" / "laptop").glob("*.yaml")}
 GPUS = 8  # of a node
@@ -75,9 +72,7 @@ def test_every_experiment_fits_its_model_and_is_explained(path):
         assert config.actor.routing_replay == (replays if arch.is_moe else None)
         assert check_against_model(config, hf) == [] and config.algorithm.advice == []
         assert " on a GPU, in " in text and "a save for" in text
-        unreplayed = config.model_copy(
-            update={"actor": config.actor.model_copy(update={"routing_replay": None})}
-        )
+        unreplayed = config.model_copy(update={"actor": config.actor.model_copy(update={"routing_replay": None})})
         warned = "ADVICE   set actor.routing_replay: rollout" in explain(unreplayed)
         assert warned == (config.actor.routing_replay == "rollout")
     one_screen = explain(config, everything=False)
@@ -86,16 +81,11 @@ def test_every_experiment_fits_its_model_and_is_explained(path):
 
 @cache
 def rows(columns: int) -> dict[str, list[str]]:
-    """The rows of docs/examples.md's table of so many columns: name of the experiment -> the cells
-    that quote it."""
+    """The rows of docs/examples.md's table of so many columns: name of the experiment -> the cells that quote it."""
     page = (ROOT / "docs" / "examples.md").read_text()
     lines = re.findall(r"^\|.*\|$", page, re.MULTILINE)
     found = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    named = [
-        (row, re.fullmatch(r"`configs/(\w+)\.yaml`", row[1]))
-        for row in found
-        if len(row) == columns
-    ]
+    named = [(row, re.fullmatch(r"`configs/(\w+)\.yaml`", row[1])) for row in found if len(row) == columns]
     return {name[1]: row[2:] for row, name in named if name}
 
 
@@ -107,10 +97,7 @@ def submitted(name: str) -> tuple[ExperimentConfig, Request]:
     path = ROOT / "configs" / f"{name}.yaml"
     (line,) = re.findall(r"^# (megagrpo submit .*)$", path.read_text(), re.MULTILINE)
     *_, file, _, trainers, _, samplers, _, gpus, _, time = line.split()
-    config, request = (
-        load_config(path),
-        Request("one-job", int(trainers), int(samplers), int(gpus), time),
-    )
+    config, request = (load_config(path), Request("one-job", int(trainers), int(samplers), int(gpus), time))
     assert file == f"configs/{name}.yaml" and misfits(config, request) == []
     return config, request
 
@@ -119,9 +106,7 @@ def submitted(name: str) -> tuple[ExperimentConfig, Request]:
 def test_a_large_experiment_stays_inside_nodes_and_is_submitted_as_its_head_says(name):
     config, request = submitted(name)
     parallel = config.actor.parallel
-    assert GPUS % parallel.tp == 0 and GPUS % (parallel.ep * parallel.etp) == 0, (
-        "no all-to-all between nodes"
-    )
+    assert GPUS % parallel.tp == 0 and GPUS % (parallel.ep * parallel.etp) == 0, "no all-to-all between nodes"
     assert config.rollout.tp // config.rollout.nodes_per_engine <= GPUS == request.gpus_per_node
     assert config.actor.micro_batch_tokens >= longest_samples(config)["data"]
     assert (config.rollout.quantization == "fp8") == name.endswith("_fp8")
@@ -165,9 +150,7 @@ def test_a_mixture_of_experts_fits_one_node(name):
 def clashes(config: ExperimentConfig) -> list[str]:
     """What `check` prints of ranks without a place and of memory."""
     return without_files(
-        re.findall(
-            r"^  (.*)$", explain(config).partition("PROBLEMS")[2].partition("\n\n")[0], re.MULTILINE
-        )
+        re.findall(r"^  (.*)$", explain(config).partition("PROBLEMS")[2].partition("\n\n")[0], re.MULTILINE)
     )
 
 
@@ -178,9 +161,7 @@ def without_files(problems: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-@pytest.mark.parametrize(
-    "change", [[], ["rollout.host=lo"], ["cluster.gpus_per_node=3"], ["actor.recompute=none"]]
-)
+@pytest.mark.parametrize("change", [[], ["rollout.host=lo"], ["cluster.gpus_per_node=3"], ["actor.recompute=none"]])
 def test_check_plan_and_submit_say_the_same(path, change):
     """As it is, and in forms that have no place on the nodes or no room in their memory."""
     config = load_config(path, change)
@@ -216,13 +197,9 @@ def test_the_page_quotes_what_the_file_says(name):
 def test_the_last_rank_of_every_example_is_built():
     """Megatron's own modules without memory, in a pretended world: one of each model and layout."""
     distinct = {}
-    for path in (
-        ROOT / "configs" / f"{name}.yaml" for name in [*PUBLISHED, *sorted(LARGE - set(PUBLISHED))]
-    ):
+    for path in (ROOT / "configs" / f"{name}.yaml" for name in [*PUBLISHED, *sorted(LARGE - set(PUBLISHED))]):
         config = described(path)
-        layout = json.dumps(
-            [config.actor.layout, config.actor.recompute, Path(config.model.path).name]
-        )
+        layout = json.dumps([config.actor.layout, config.actor.recompute, Path(config.model.path).name])
         distinct[layout] = (str(path), config.model.path)
     printed = python("-c", BUILD, *(word for pair in distinct.values() for word in pair))
     built = [line.split() for line in printed.splitlines()]
@@ -238,21 +215,10 @@ def test_the_last_rank_of_every_example_is_built():
 def test_the_memory_by_model_size_is_what_check_says():
     """Rows of docs/choosing.md: experiment, overrides, a trainer's GB and an engine's."""
     page = (ROOT / "docs" / "choosing.md").read_text()
-    rows = re.findall(
-        r"^\|[^|]*\| `(configs/\w+\.yaml)`([^|]*)\|[^|]*\| ([\d.]+) \| ([\d.]+) \|$",
-        page,
-        re.MULTILINE,
-    )
+    rows = re.findall(r"^\|[^|]*\| `(configs/\w+\.yaml)`([^|]*)\|[^|]*\| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
     assert len(rows) >= 10
     for name, others, trainer, engine in rows:
         folder = MODELS / Path(load_config(ROOT / name).model.path).name
-        text = explain(
-            load_config(
-                ROOT / name, [f"model.path={folder}", *re.findall(r"`([\w.]+=\w+)`", others)]
-            )
-        )
-        said = re.search(
-            r"at most  ([\d.]+) GB on a GPU(?s:.*) rank holds about ([\d.]+) GB of weights, before",
-            text,
-        )
+        text = explain(load_config(ROOT / name, [f"model.path={folder}", *re.findall(r"`([\w.]+=\w+)`", others)]))
+        said = re.search(r"at most  ([\d.]+) GB on a GPU(?s:.*) rank holds about ([\d.]+) GB of weights, before", text)
         assert said and said.groups() == (trainer, engine), (name, said and said.groups())

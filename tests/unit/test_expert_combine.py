@@ -13,8 +13,7 @@ HALF_ULP = 2.0**-8  # of bfloat16, relative
 
 
 def routed(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows [n, h] of bfloat16 in the order of experts, the token [n] of each, and its sums in
-    float64 [tokens, h]."""
+    """Rows [n, h] of bfloat16 in the order of experts, the token [n] of each, and its sums in float64 [tokens, h]."""
     draw = torch.Generator().manual_seed(seed)
     experts = torch.rand(TOKENS, EXPERTS, generator=draw).argsort(1)[:, :TOP_K]
     chosen = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).scatter_(1, experts, True)
@@ -51,9 +50,7 @@ def test_it_adds_in_float32_and_rounds_once():
     rows, tokens, exact = routed()
     with Added() as added:
         found = combine.unpermute(rows, tokens, exact.shape)
-    assert added.seen == {("index_add", torch.float32)}, (
-        "on a GPU scatter_add of bfloat16 rounds after each addition"
-    )
+    assert added.seen == {("index_add", torch.float32)}, "on a GPU scatter_add of bfloat16 rounds after each addition"
     assert found.dtype is torch.bfloat16
     assert worst(found, exact) <= HALF_ULP * (1 + 2**-8)  # of the sum in float32 too
 
@@ -61,9 +58,7 @@ def test_it_adds_in_float32_and_rounds_once():
 def test_the_order_of_experts_does_not_matter_but_where_float32_is_halfway_between_two_values():
     rows, tokens, exact = routed()
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))
-    found, again = (
-        combine.unpermute(rows[o], tokens[o], exact.shape) for o in (slice(None), order)
-    )
+    found, again = (combine.unpermute(rows[o], tokens[o], exact.shape) for o in (slice(None), order))
     assert int((found != again).sum()) <= TOKENS * HIDDEN / 1000
 
 
@@ -80,6 +75,5 @@ def test_what_is_not_bfloat16_is_left_to_megatron(dtype):
     rows, tokens, _ = routed()
     shape = torch.Size((TOKENS, HIDDEN))
     assert torch.equal(
-        combine.unpermute(rows.to(dtype), tokens, shape),
-        moe_utils.unpermute(rows.to(dtype), tokens, shape),
+        combine.unpermute(rows.to(dtype), tokens, shape), moe_utils.unpermute(rows.to(dtype), tokens, shape)
     )

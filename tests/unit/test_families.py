@@ -1,5 +1,4 @@
-"""The families: random tensors stay as they are, refusals go by name, one file and one row make a
-new family."""
+"""The families: random tensors stay as they are, refusals go by name, one file and one row make a new family."""
 
 import hashlib
 import json
@@ -141,9 +140,7 @@ def test_what_would_be_silently_wrong_is_refused_by_name(family, tmp_path):
         problems = model_problems(hf | {key: value})
         assert len(problems) == 1 and key.replace("rope_scaling", "rope scaling") in problems[0]
     assert len(model_problems(hf | wrong)) == len(wrong)
-    assert bool(model_problems(hf | {"attention_bias": True})) == (
-        family not in ("qwen2", "glm4_moe", "qwen2_5_vl")
-    )
+    assert bool(model_problems(hf | {"attention_bias": True})) == (family not in ("qwen2", "glm4_moe", "qwen2_5_vl"))
     assert bool(model_problems(hf | {"partial_rotary_factor": 0.25})) == (
         family != "glm4_moe" and not family.startswith(("qwen3_5", "qwen3_next"))
     )
@@ -168,10 +165,7 @@ def test_a_model_folder_is_read_once(tmp_path):
 
 def test_no_number_of_key_heads_is_that_of_query_heads():
     hf = hf_config(TinyModelConfig(path="x", family="qwen2"))
-    assert (
-        architecture_of(hf | {"num_key_value_heads": None}).attention.kv_heads
-        == (hf["num_attention_heads"])
-    )
+    assert architecture_of(hf | {"num_key_value_heads": None}).attention.kv_heads == (hf["num_attention_heads"])
 
 
 def test_layers_without_experts_are_refused():
@@ -190,9 +184,7 @@ def test_division_by_the_chosen_experts_is_never_guessed():
     hf = hf_config(TinyModelConfig(path="x", family="qwen3_moe"))
     del hf["norm_topk_prob"]
     [problem] = model_problems(hf)
-    assert problem.startswith(
-        "config.json lacks norm_topk_prob, which transformers reads as false and SGLang as true"
-    )
+    assert problem.startswith("config.json lacks norm_topk_prob, which transformers reads as false and SGLang as true")
     assert not architecture_of(hf | {"norm_topk_prob": False}).experts.norm_topk
     seeing = hf_config(TinyModelConfig(path="x", family="qwen3_vl_moe"))
     assert not architecture_of(seeing | {"norm_topk_prob": False}).experts.norm_topk
@@ -201,8 +193,7 @@ def test_division_by_the_chosen_experts_is_never_guessed():
 
 
 def test_a_new_family_is_one_file_and_one_row(tmp_path):
-    """In a copy of the package: `check`, the tiny model, the certificate's models, and the actor
-    know it at once."""
+    """In a copy of the package: `check`, the tiny model, the certificate's models, and the actor know it at once."""
     package = tmp_path / "megagrpo"
     shutil.copytree(ROOT / "megagrpo", package, ignore=shutil.ignore_patterns("__pycache__"))
     (package / "models" / "families" / "toy.py").write_text(TOY)
@@ -211,28 +202,17 @@ def test_a_new_family_is_one_file_and_one_row(tmp_path):
     rows = "FAMILIES: dict[str, Family] = {\n"
     assert text.count(rows) == 1
     imported = "from megagrpo.models.families.toy import Toy\n"
-    text = text.replace(rows, f'{rows}    "toy": Toy(),\n').replace(
-        "import json\n", f"import json\n\n{imported}"
-    )
+    text = text.replace(rows, f'{rows}    "toy": Toy(),\n').replace("import json\n", f"import json\n\n{imported}")
     table.write_text(text)
-    shutil.copytree(
-        ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     described = hf_config(TinyModelConfig(family="qwen3_moe"))
     (tmp_path / "data.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     env = child_environment({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, [str(tmp_path)])
-    printed = python(
-        "-c", TRIES_THE_TOY, QUICKSTART, tmp_path, json.dumps(described), cwd=tmp_path, env=env
-    )
+    printed = python("-c", TRIES_THE_TOY, QUICKSTART, tmp_path, json.dumps(described), cwd=tmp_path, env=env)
     found = json.loads(printed.splitlines()[-1])
     assert ": toy, " in found["said"] and not found["torch_for_check"], found["said"]
-    assert (
-        found["finite"] and found["spread"] > 0.1 and found["same"] and found["certified"] == "toy"
-    )
-    assert (
-        "model.layers.0.block_sparse_moe.experts.0.w2.weight" in found["names"]
-        and found["size"] > 0
-    )
+    assert found["finite"] and found["spread"] > 0.1 and found["same"] and found["certified"] == "toy"
+    assert "model.layers.0.block_sparse_moe.experts.0.w2.weight" in found["names"] and found["size"] > 0
 
 
 def test_check_and_the_ranks_say_the_same_of_a_layout(tmp_path):
@@ -254,9 +234,7 @@ def test_check_and_the_ranks_say_the_same_of_a_layout(tmp_path):
     assert all(text in str(refused.value) for text in problems)
 
 
-@pytest.mark.skipif(
-    find_spec("transformer_engine") is not None, reason="Transformer Engine is installed"
-)
+@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="Transformer Engine is installed")
 def test_an_actor_without_transformer_engine_says_how_to_get_it():
     from megagrpo.actor.megatron_config import checked_kernels
 
@@ -266,21 +244,14 @@ def test_an_actor_without_transformer_engine_says_how_to_get_it():
         checked_kernels(arch, config.actor)
 
 
-@pytest.mark.parametrize(
-    "heads, kv_heads, ranks", [(4, 1, 2), (4, 1, 4), (4, 2, 4), (8, 2, 8), (6, 3, 6), (8, 4, 4)]
-)
+@pytest.mark.parametrize("heads, kv_heads, ranks", [(4, 1, 2), (4, 1, 4), (4, 2, 4), (8, 2, 8), (6, 3, 6), (8, 4, 4)])
 @pytest.mark.parametrize("kind, hidden", [("weight", (5,)), ("bias", ())])
-def test_ranks_that_share_a_head_hold_even_parts_of_megatrons_matrix(
-    heads, kv_heads, ranks, kind, hidden
-):
-    """Megatron cuts [q of its queries, k, v] of all groups into rows of equal number, inside heads
-    too."""
+def test_ranks_that_share_a_head_hold_even_parts_of_megatrons_matrix(heads, kv_heads, ranks, kind, hidden):
+    """Megatron cuts [q of its queries, k, v] of all groups into rows of equal number, inside heads too."""
     dim = 4
     attention = GroupedQuery(heads, kv_heads, dim, Rotary(1e4))
     sizes = {"q": heads, "k": kv_heads, "v": kv_heads}
-    hf = {
-        f"{name}_proj.{kind}": torch.randn(number * dim, *hidden) for name, number in sizes.items()
-    }
+    hf = {f"{name}_proj.{kind}": torch.randn(number * dim, *hidden) for name, number in sizes.items()}
     whole = torch.empty((heads + 2 * kv_heads) * dim, *hidden)
     attention.load_qkv(whole, hf, "", kind, Shard(0, 1))
     parts = [torch.full_like(part, torch.nan) for part in whole.chunk(ranks)]

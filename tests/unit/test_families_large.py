@@ -64,9 +64,7 @@ PARAMETERS = {  # in billions: all, and active without the input embedding
 }
 INLINE = {"Mixtral-8x7B": MIXTRAL, "GLM-4.7-Flash": GLM_FLASH}
 PUBLISHED = {name: INLINE.get(name) or described(name) for name in PARAMETERS}
-V3, K2, MOONLIGHT = (
-    PUBLISHED[name] for name in ("DeepSeek-V3-0324", "Kimi-K2-Instruct", "Moonlight-16B-A3B")
-)
+V3, K2, MOONLIGHT = (PUBLISHED[name] for name in ("DeepSeek-V3-0324", "Kimi-K2-Instruct", "Moonlight-16B-A3B"))
 GLM, AIR, YARN = PUBLISHED["GLM-4.5"], PUBLISHED["GLM-4.5-Air"], V3["rope_scaling"]
 M2, K25 = PUBLISHED["MiniMax-M2"], PUBLISHED["Kimi-K2.5"]
 GLM5 = PUBLISHED["GLM-5"]
@@ -92,18 +90,12 @@ REFUSED = [
         (V3, {"rope_scaling": {k: v for k, v in YARN.items() if k != key}}, key)
         for key in sorted(YARN.keys() - {"type"})
     ),
-    *(
-        (hf, {"moe_layer_freq": None}, 'lacks "moe_layer_freq": 1, which engines read')
-        for hf in (V3, K2)
-    ),
+    *((hf, {"moe_layer_freq": None}, 'lacks "moe_layer_freq": 1, which engines read') for hf in (V3, K2)),
     (GLM, {"rope_scaling": YARN}, "yarn"),
     (GLM, {"num_experts_per_tok": 1}, "num_experts_per_tok 1"),
     (GLM, {"partial_rotary_factor": 0.3}, "partial_rotary_factor"),
     (GLM, {"norm_topk_prob": False}, "norm_topk_prob"),
-    *(
-        (GLM, {key: None}, f"lacks {key}")
-        for key in ("n_group", "first_k_dense_replace", "routed_scaling_factor")
-    ),
+    *((GLM, {key: None}, f"lacks {key}") for key in ("n_group", "first_k_dense_replace", "routed_scaling_factor")),
     (MIXTRAL, {"sliding_window": 4096}, "sliding_window 4096"),
     (K25, {"scoring_func": "softmax"}, "scoring_func"),
     (M2, {"use_qk_norm": False}, "use_qk_norm"),
@@ -117,10 +109,7 @@ REFUSED = [
     (M2, {"num_experts_per_tok": 1}, "num_experts_per_tok 1"),
     (M2, {"rope_scaling": YARN}, "yarn"),
     # what transformers 5 does not write
-    *(
-        (M2, {key: None}, f"lacks {key}")
-        for key in ("rotary_dim", "use_qk_norm", "use_routing_bias")
-    ),
+    *((M2, {key: None}, f"lacks {key}") for key in ("rotary_dim", "use_qk_norm", "use_routing_bias")),
     (GLM5, {"index_topk_pattern": "FS" * 39}, "index_topk_pattern 'FSFS"),
     (GLM5, {"indexer_types": ["full", "shared"] * 39}, "not what index_topk_freq 1 and"),
     (GLM5, {"index_kpool": 4}, "index_kpool 4"),
@@ -131,8 +120,7 @@ REFUSED = [
 ]
 
 
-# Megatron's modules of a rank that holds every layer and one expert of each, on the meta device in
-# a pretended world
+# Megatron's modules of a rank that holds every layer and one expert of each, on the meta device in a pretended world
 COUNT = """
 import json, sys
 from megagrpo.actor.host import prepare_host
@@ -165,19 +153,14 @@ def test_published_models_have_their_parameters_by_the_families_and_by_the_modul
     built = {name: tuple(round(int(number) / 1e9, 1) for number in rest) for name, *rest in lines}
     assert built == PARAMETERS
     counts = {name: parameter_counts(architecture_of(hf)) for name, hf in PUBLISHED.items()}
-    assert built == {
-        name: (round(n.total / 1e9, 1), round(n.active / 1e9, 1)) for name, n in counts.items()
-    }
+    assert built == {name: (round(n.total / 1e9, 1), round(n.active / 1e9, 1)) for name, n in counts.items()}
 
 
 @pytest.mark.parametrize(("hf", "change", "said"), REFUSED)
 def test_what_would_be_computed_wrongly_is_refused_by_name(hf, change, said):
-    """None: without that key. Where a number of yarn is missing, Megatron and transformers take
-    other defaults."""
+    """None: without that key. Where a number of yarn is missing, Megatron and transformers take other defaults."""
     assert model_problems(hf) == []
-    changed = {
-        key: value for key, value in (hf | change).items() if key not in change or value is not None
-    }
+    changed = {key: value for key, value in (hf | change).items() if key not in change or value is not None}
     (problem,) = model_problems(changed)
     assert said in problem
 
@@ -190,23 +173,14 @@ def test_layers_of_glm_5_2_share_choices():
     hf = GLM5 | shared | {"indexer_types": kinds}
     assert model_problems(hf) == model_problems(GLM5 | shared) == []
     names = {spec.name for spec in model_tensors(architecture_of(hf))}
-    assert {
-        layer for layer in range(78) if f"model.layers.{layer}.self_attn.indexer.wk.weight" in names
-    } == full
+    assert {layer for layer in range(78) if f"model.layers.{layer}.self_attn.indexer.wk.weight" in names} == full
 
     def problems(**actor) -> list[str]:
         return layout_problems(architecture_of(hf), ActorConfig(**actor))
 
     stages = {"world_size": 3, "parallel": {"pp": 3}}
-    assert (
-        problems(
-            **stages | {"parallel": {"pp": 3, "first_stage_layers": 26, "last_stage_layers": 24}}
-        )
-        == []
-    )
-    (wrong,) = problems(
-        **stages | {"parallel": {"pp": 3, "first_stage_layers": 28, "last_stage_layers": 24}}
-    )
+    assert problems(**stages | {"parallel": {"pp": 3, "first_stage_layers": 26, "last_stage_layers": 24}}) == []
+    (wrong,) = problems(**stages | {"parallel": {"pp": 3, "first_stage_layers": 28, "last_stage_layers": 24}})
     assert "a stage begins at layer 28, which sees the keys that layer 26 of" in wrong
     assert "in packed batches only" in problems(packing=False)[0]
     virtual = problems(world_size=2, parallel={"pp": 2, "vpp": 3})
@@ -214,21 +188,13 @@ def test_layers_of_glm_5_2_share_choices():
 
 
 def test_deepseek_v32_is_v3_with_indexers():
-    more = (
-        parameter_counts(architecture_of(V32)).dense - parameter_counts(architecture_of(V3)).dense
-    )
+    more = parameter_counts(architecture_of(V32)).dense - parameter_counts(architecture_of(V3)).dense
     assert more == 61 * (64 * 128 * 1536 + (128 + 64) * 7168 + 2 * 128)
 
 
 def test_groups_score_their_best_two():
     """Megatron takes the best experts_per_token // topk_group."""
-    for chosen, top, right in (
-        (8, 4, True),
-        (9, 4, True),
-        (12, 4, False),
-        (8, 8, False),
-        (4, 1, False),
-    ):
+    for chosen, top, right in ((8, 4, True), (9, 4, True), (12, 4, False), (8, 8, False), (4, 1, False)):
         hf = V3 | {"num_experts_per_tok": chosen, "topk_group": top}
         assert (model_problems(hf) == []) == right, (chosen, top)
     assert model_problems(K2 | {"num_experts_per_tok": 6}) == [], "one group scores nothing"
@@ -237,32 +203,20 @@ def test_groups_score_their_best_two():
 def test_both_spellings_of_rotary_options_are_read():
     """Published files have rope_theta and rope_scaling, transformers 5 writes rope_parameters."""
     written = {key: value for key, value in V3.items() if key not in ("rope_theta", "rope_scaling")}
-    rope = {key: value for key, value in YARN.items() if key != "type"} | {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-    }
+    rope = {key: value for key, value in YARN.items() if key != "type"} | {"rope_type": "yarn", "rope_theta": 1e4}
     rotary = architecture_of(written | {"rope_parameters": rope}).attention.rotary
     assert rotary.theta == 1e4 and rotary.scaling["factor"] == 40
-    plain = {
-        key: value
-        for key, value in GLM.items()
-        if key not in ("rope_theta", "partial_rotary_factor")
-    }
+    plain = {key: value for key, value in GLM.items() if key not in ("rope_theta", "partial_rotary_factor")}
     half = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.25}
     assert architecture_of(plain).attention.rotary.fraction == 0.5
-    assert architecture_of(plain | {"rope_parameters": half}).attention.rotary == Rotary(
-        5e5, None, 0.25
-    )
+    assert architecture_of(plain | {"rope_parameters": half}).attention.rotary == Rotary(5e5, None, 0.25)
 
 
 def test_layers_that_only_speculate_are_left_out():
     assert "multi-token-prediction layer (model.layers.61)" in left_out(V3)[0]
     assert left_out(K2) == left_out(MOONLIGHT) == left_out(MIXTRAL) == []
     plain = {key: value for key, value in V3.items() if key != "quantization_config"}
-    assert (
-        exported_config(V3) == plain | {"num_nextn_predict_layers": 0}
-        and exported_config(MIXTRAL) == MIXTRAL
-    )
+    assert exported_config(V3) == plain | {"num_nextn_predict_layers": 0} and exported_config(MIXTRAL) == MIXTRAL
     assert is_left_out(architecture_of(V3), "model.layers.61.eh_proj.weight")
     assert is_left_out(architecture_of(K2), "model.layers.3.self_attn.rotary_emb.inv_freq")
     arch = architecture_of(V3)
@@ -273,14 +227,11 @@ def test_layers_that_only_speculate_are_left_out():
 
 def test_the_router_bias_alone_keeps_its_dtype():
     found = {spec.name for spec in model_tensors(architecture_of(AIR)) if spec.dtype is not None}
-    assert found == {
-        f"model.layers.{index}.mlp.gate.e_score_correction_bias" for index in range(1, 46)
-    }
+    assert found == {f"model.layers.{index}.mlp.gate.e_score_correction_bias" for index in range(1, 46)}
 
 
 def test_every_width_that_is_cut_must_be_divided():
-    """Latent attention has no heads of keys to divide; dense, shared and routed experts' widths
-    each have a rule."""
+    """Latent attention has no heads of keys to divide; dense, shared and routed experts' widths each have a rule."""
     layout = ["actor.world_size=12", "actor.parallel={tp: 12, etp: 6}"]
     actor = load_config(QUICKSTART, layout).actor
     problems = layout_problems(architecture_of(V3 | {"intermediate_size": 18431}), actor)
@@ -294,21 +245,12 @@ def test_every_width_that_is_cut_must_be_divided():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_length_at_which_attention_costs_as_much_as_the_rest(name):
-    """By the model's matrices that a token is multiplied with, but the router, and products over
-    half of a sequence."""
+    """By the model's matrices that a token is multiplied with, but the router, and products over half of a sequence."""
     arch = architecture_of(PUBLISHED[name])
     elements = arch.vocab_size * arch.hidden_size  # the output layer's
     for spec in model_tensors(arch):
-        if (
-            spec.kind == "matrix"
-            and ".layers." in spec.name
-            and not spec.name.endswith("gate.weight")
-        ):
-            elements += (
-                spec.size * arch.experts.per_token // arch.experts.count
-                if spec.expert
-                else spec.size
-            )
+        if spec.kind == "matrix" and ".layers." in spec.name and not spec.name.endswith("gate.weight"):
+            elements += spec.size * arch.experts.per_token // arch.experts.count if spec.expert else spec.size
     heads = arch.attention.heads * (arch.attention.head_dim + arch.attention.v_dim) / 2
     if arch.indexer is not None:  # it alone meets every key
         heads = arch.indexer.heads * arch.indexer.head_dim / 2
@@ -316,9 +258,7 @@ def test_the_length_at_which_attention_costs_as_much_as_the_rest(name):
 
 
 def test_check_says_what_is_left_out(tmp_path):
-    hf = hf_config(TinyModelConfig(path="x", family="deepseek_v3")) | {
-        "num_nextn_predict_layers": 1
-    }
+    hf = hf_config(TinyModelConfig(path="x", family="deepseek_v3")) | {"num_nextn_predict_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(hf))
     config = load_config(QUICKSTART, [f"model.path={tmp_path}", "sft=null"])
     assert "  left out 1 multi-token-prediction layer (model.layers.4)" in explain(config)
@@ -332,8 +272,7 @@ def test_adapters_are_refused(hf):
 
 
 def test_what_engines_and_transformers_read_is_exported():
-    """MiniMax-M2's rotary_dim, and the fraction that transformers reads in its place; of Kimi-K2.5
-    the text model."""
+    """MiniMax-M2's rotary_dim, and the fraction that transformers reads in its place; of Kimi-K2.5 the text model."""
     plain = {key: value for key, value in M2.items() if key != "quantization_config"}
     assert exported_config(M2) == plain | {"partial_rotary_factor": 0.5}
     assert model_problems(exported_config(M2)) == [] == model_problems(exported_config(K25))
@@ -351,7 +290,5 @@ def test_experts_that_engines_do_not_tell_are_not_replayed():
 def test_a_bias_is_moved_only_where_there_is_one():
     moving = load_config(QUICKSTART, ["actor.router_bias_update=0.001", "actor.parallel={}"]).actor
     (problem,) = layout_problems(architecture_of(PUBLISHED["Qwen3-235B-A22B"]), moving)
-    assert (
-        problem == "actor.router_bias_update: a qwen3_moe model's routers have no bias; remove it"
-    )
+    assert problem == "actor.router_bias_update: a qwen3_moe model's routers have no bias; remove it"
     assert layout_problems(architecture_of(V3), moving) == []

@@ -1,5 +1,4 @@
-"""Qwen3.5: sizes as published, refusals by name, names in files of vision-language models, costs of
-its layers."""
+"""Qwen3.5: sizes as published, refusals by name, names in files of vision-language models, costs of its layers."""
 
 import json
 
@@ -54,8 +53,7 @@ NEXT = {
 
 
 @pytest.mark.parametrize(
-    ("hf", "total", "active"),
-    [(NEXT, 79.7, 3.6), (LARGE, 396.3, 16.3), (A122, 122.1, 9.0), (A35, 34.7, 2.9)],
+    ("hf", "total", "active"), [(NEXT, 79.7, 3.6), (LARGE, 396.3, 16.3), (A122, 122.1, 9.0), (A35, 34.7, 2.9)]
 )
 def test_published_sizes(hf: dict, total: float, active: float):
     """Without vision tower and multi-token-prediction layer."""
@@ -104,8 +102,7 @@ def test_heads_are_divided_by_tensor_and_context_ranks():
     many = {"world_size": 32, "dtype": "bfloat16", "parallel": {"tp": 4, "cp": 8}}
     [problem] = layout_problems(arch, ActorConfig.model_validate(many))
     assert problem == (
-        "actor.parallel.tp x cp = 32 does not divide the model's linear_num_key_heads = 16; it may "
-        "be 16"
+        "actor.parallel.tp x cp = 32 does not divide the model's linear_num_key_heads = 16; it may be 16"
     )
     many |= {"parallel": {"tp": 4, "cp": 4, "ep": 2}}
     assert layout_problems(arch, ActorConfig.model_validate(many)) == []
@@ -146,11 +143,7 @@ def test_decays_are_float32_and_gates_whole():
 def test_tiny_models_have_both_kinds_of_layers(family: str):
     arch = architecture_of(hf_config(TinyModelConfig(path="x", family=family)))
     assert [arch.mixer(index) is arch.delta for index in range(4)] == [True, True, True, False]
-    assert (
-        arch.is_moe
-        == family.startswith("qwen3_5_moe")
-        == bool(arch.experts and arch.experts.shared_gate)
-    )
+    assert arch.is_moe == family.startswith("qwen3_5_moe") == bool(arch.experts and arch.experts.shared_gate)
 
 
 def test_costs_of_both_kinds_of_layers():
@@ -170,7 +163,5 @@ def test_costs_of_both_kinds_of_layers():
     alone = ActorConfig.model_validate({"dtype": "bfloat16"})
     [stage] = stage_parameters(arch, alone)
     assert (stage.dense, stage.expert) == (whole.dense, whole.expert)
-    short = architecture_of(
-        published(layer_types=["full_attention"] * 60, full_attention_interval=1)
-    )
+    short = architecture_of(published(layer_types=["full_attention"] * 60, full_attention_interval=1))
     assert attention_length(arch) == pytest.approx(4 * attention_length(short), rel=0.05)

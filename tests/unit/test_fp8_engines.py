@@ -1,5 +1,4 @@
-"""FP8 engines: the trainers' quantizer, formats of parameters, what engines start from, and what is
-refused."""
+"""FP8 engines: the trainers' quantizer, formats of parameters, what engines start from, and what is refused."""
 
 import json
 from types import SimpleNamespace
@@ -22,11 +21,7 @@ from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.blocks import block_maxima, block_scales, dequantize, quantize
 from megagrpo.weights.copies.recorder import Copy, Recording, coverage_problems, record_copies
 from megagrpo.weights.copies.storages import Computed
-from megagrpo.weights.engines.derived_tensors import (
-    absorbed_matrices,
-    cache_scales,
-    random_cache_scales,
-)
+from megagrpo.weights.engines.derived_tensors import absorbed_matrices, cache_scales, random_cache_scales
 from megagrpo.weights.engines.formats import format_problems
 from megagrpo.weights.quantized import quantized, quantized_specs
 from tests import experiments
@@ -40,9 +35,7 @@ def nearest_codes(values: torch.Tensor) -> torch.Tensor:
     codes = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
     numbers = codes.view(FP8).double()
     distance = (values.double().reshape(-1, 1) - numbers).abs() + (codes & 1) * 1e-13
-    signed = (
-        distance + (torch.signbit(numbers) != torch.signbit(values.double().reshape(-1, 1))) * 1e-12
-    )
+    signed = distance + (torch.signbit(numbers) != torch.signbit(values.double().reshape(-1, 1))) * 1e-12
     return codes[signed.argmin(1)].view(values.shape)
 
 
@@ -60,21 +53,15 @@ def test_the_quantizer_rounds_each_block_by_its_largest_element():
             codes = whole.view(torch.uint8)[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)]
             assert torch.equal(codes, nearest_codes(block / scales[i, j]))
     part = matrix[100:190, 50:290]  # begins and ends within blocks
-    assert torch.equal(
-        quantize(part, (100, 50), scales).view(torch.uint8),
-        whole[100:190, 50:290].view(torch.uint8),
-    )
+    assert torch.equal(quantize(part, (100, 50), scales).view(torch.uint8), whole[100:190, 50:290].view(torch.uint8))
     assert torch.equal(block_maxima(matrix[128:], (128, 0)), block_maxima(matrix, (0, 0))[1:])
     bad = matrix.clone()
     bad[0, 0] = torch.nan
-    assert quantize(bad, (0, 0), block_scales(block_maxima(bad, (0, 0)))).float()[0, 0].isnan(), (
-        "not hidden"
-    )
+    assert quantize(bad, (0, 0), block_scales(block_maxima(bad, (0, 0)))).float()[0, 0].isnan(), "not hidden"
 
 
 def test_a_stack_of_matrices_is_each_matrix():
-    """Experts as published files of Qwen3.5 have them, one of them cut within blocks over two
-    parameters."""
+    """Experts as published files of Qwen3.5 have them, one of them cut within blocks over two parameters."""
     stack = torch.randn(3, 200, 300) * torch.tensor([1.0, 1e-3, 50.0])[:, None, None]
     live = {"some": stack[:1].clone(), "top": stack[1:, :90].clone(), "low": stack[1:, 90:].clone()}
 
@@ -89,9 +76,7 @@ def test_a_stack_of_matrices_is_each_matrix():
     weights = quantized(weights, mesh)
     assert weights.hf_specs["x_scale_inv"] == ((3, 2, 3), torch.float32)
     with weights.merged():
-        found = {
-            name: torch.zeros(shape, dtype=kind) for name, (shape, kind) in weights.hf_specs.items()
-        }
+        found = {name: torch.zeros(shape, dtype=kind) for name, (shape, kind) in weights.hf_specs.items()}
         for copy in weights.copies:
             found[copy.hf][copy.box.slices] = copy.view(weights.parameters())
     for number, matrix in enumerate(stack):
@@ -108,19 +93,12 @@ def test_a_large_slice_is_quantized_in_parts(monkeypatch):
     mesh = make_mesh(0, 1, torch.device("cpu"), 10.0)
     weights = quantized(ActorWeights(copies, specs, lambda: live, fp8=frozenset("x")), mesh)
     with weights.merged():
-        values, scales = (
-            c.view(weights.parameters()) for c in sorted(weights.copies, key=lambda c: len(c.hf))
-        )
+        values, scales = (c.view(weights.parameters()) for c in sorted(weights.copies, key=lambda c: len(c.hf)))
         expected = block_scales(block_maxima(live["p"], (0, 0)))
         assert torch.equal(scales, expected)
-        assert torch.equal(
-            values.view(torch.uint8), quantize(live["p"], (0, 0), expected).view(torch.uint8)
-        )
+        assert torch.equal(values.view(torch.uint8), quantize(live["p"], (0, 0), expected).view(torch.uint8))
     assert weights.parameters().keys() == {"p"}
-    with pytest.raises(
-        ValueError,
-        match=r"bias \(4,\) has FP8 parameters in the engine, but blocks are of matrices",
-    ):
+    with pytest.raises(ValueError, match=r"bias \(4,\) has FP8 parameters in the engine, but blocks are of matrices"):
         quantized_specs({"bias": ((4,), torch.float32)}, {"bias"})
 
 
@@ -131,24 +109,18 @@ def test_formats_that_no_publish_can_write_are_named():
     recording = Recording(copies)
     assert not list(format_problems(recording, live, specs))
     (line,) = format_problems(recording, live | {"w": torch.zeros(4, 4)}, specs)
-    assert line.startswith(
-        "parameter w is in torch.float32, and HF tensor x is published in torch.float8_e4m3fn"
-    )
+    assert line.startswith("parameter w is in torch.float32, and HF tensor x is published in torch.float8_e4m3fn")
     (line,) = format_problems(recording, live | {"norm": torch.zeros(4).to(FP8)}, specs)
     assert "parameter norm is in torch.float8_e4m3fn" in line
     computed = Recording(
-        copies,
-        computed={"own": Computed("a product", {"n"}), "of both": Computed("a sum", {"n", "x"})},
+        copies, computed={"own": Computed("a product", {"n"}), "of both": Computed("a sum", {"n", "x"})}
     )
     (line,) = format_problems(computed, live | {"own": live["w"], "of both": live["w"]}, specs)
     assert line == "parameter own is in FP8, and computed from n, which are not"
     live["w_scale_inv"] = torch.ones(1, 1)
     live["w_scale_inv"].format_ue8m0 = True  # as SGLang marks them
     (line,) = format_problems(recording, live, specs)
-    assert (
-        "w_scale_inv: scales are rounded to powers of two" in line
-        and "fp8_gemm_runner_backend: triton" in line
-    )
+    assert "w_scale_inv: scales are rounded to powers of two" in line and "fp8_gemm_runner_backend: triton" in line
 
 
 def test_what_latent_attention_keeps_beside_fp8_weights_is_compared_with_their_products():
@@ -161,32 +133,19 @@ def test_what_latent_attention_keeps_beside_fp8_weights_is_compared_with_their_p
     attention.kv_b_proj = projection
     by_head = dequantize(projection.weight, (0, 0), scales).bfloat16().unflatten(0, (heads, -1))
     assert torch.allclose(by_head.flatten(0, 1).float(), matrix, rtol=0.1, atol=0.02)
-    attention.w_kc, attention.w_vc = (
-        by_head[:, :nope].clone(),
-        by_head[:, nope:].transpose(1, 2).clone(),
-    )
-    assert [bool((has != wanted).any()) for _, has, wanted in absorbed_matrices(attention)] == [
-        False,
-        False,
-    ]
+    attention.w_kc, attention.w_vc = (by_head[:, :nope].clone(), by_head[:, nope:].transpose(1, 2).clone())
+    assert [bool((has != wanted).any()) for _, has, wanted in absorbed_matrices(attention)] == [False, False]
     projection.weight_scale_inv = scales * 2  # a publish after which nobody computed them anew
-    assert [bool((has != wanted).any()) for _, has, wanted in absorbed_matrices(attention)] == [
-        True,
-        True,
-    ]
+    assert [bool((has != wanted).any()) for _, has, wanted in absorbed_matrices(attention)] == [True, True]
 
 
 def test_scales_of_a_cache_are_constants_and_a_drawn_one_is_named():
     model = nn.Module()
     model.attn = nn.Module()
-    model.attn.k_scale, model.attn.v_scale = (
-        nn.Parameter(torch.ones(()), requires_grad=False) for _ in "kv"
-    )
+    model.attn.k_scale, model.attn.v_scale = (nn.Parameter(torch.ones(()), requires_grad=False) for _ in "kv")
     model.attn.k_scale_float = model.attn.v_scale_float = 1.0
     model.plain = nn.Module()
-    model.plain.k_scale = model.plain.k_scale_float = (
-        None  # as SGLang's attention without such scales
-    )
+    model.plain.k_scale = model.plain.k_scale_float = None  # as SGLang's attention without such scales
     recording = Recording(fills=list(cache_scales(model)))
     live = dict(model.named_parameters())
     assert not coverage_problems(recording, live) and len(recording.fills) == 2
@@ -197,9 +156,7 @@ def test_scales_of_a_cache_are_constants_and_a_drawn_one_is_named():
     assert line.startswith("attn.v_scale_float = 0.0003: drawn at random")
 
 
-@pytest.mark.parametrize(
-    "family", sorted(name for name, family in FAMILIES.items() if not family.FP8_REFUSAL)
-)
+@pytest.mark.parametrize("family", sorted(name for name, family in FAMILIES.items() if not family.FP8_REFUSAL))
 def test_every_family_names_its_matrices(family):
     hf = hf_config(TinySizes(family=family)) | {"vocab_size": 32}
     tensors = list(model_tensors(architecture_of(hf)))
@@ -214,23 +171,15 @@ def test_every_family_names_its_matrices(family):
 
 
 def test_families_that_sglang_cannot_hold_in_fp8_are_refused():
-    for family, reason in (
-        ("llama", "drops the scales of a Llama's blocks"),
-        ("qwen3_vl", "not for vision-language"),
-    ):
+    for family, reason in (("llama", "drops the scales of a Llama's blocks"), ("qwen3_vl", "not for vision-language")):
         config = experiments.experiment(rollout={"quantization": "fp8"}, actor={"device": "cpu"})
-        (problem,) = check_against_model(
-            config, hf_config(TinySizes(family=family)) | {"vocab_size": 32}
-        )
+        (problem,) = check_against_model(config, hf_config(TinySizes(family=family)) | {"vocab_size": 32})
         assert problem.startswith("rollout.quantization fp8: ") and reason in problem
 
 
 def test_engines_have_an_hour_to_compile_kernels_unless_the_file_says_otherwise():
     given = {"quantization": "fp8", "dtype": "bfloat16"}
-    found = [
-        experiments.experiment(rollout=r).rollout
-        for r in ({}, given, given | {"start_timeout_s": 60})
-    ]
+    found = [experiments.experiment(rollout=r).rollout for r in ({}, given, given | {"start_timeout_s": 60})]
     assert [rollout.start_timeout_s for rollout in found] == [300, 3600, 60]
 
 
@@ -238,10 +187,7 @@ def test_engines_start_from_a_description_in_fp8(tmp_path):
     model, run = tmp_path / "model", RunFolder(tmp_path / "run")
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "toy", "dtype": "bfloat16"}))
-    sections = {
-        "model": {"path": str(model)},
-        "rollout": {"quantization": "fp8", "dtype": "bfloat16"},
-    }
+    sections = {"model": {"path": str(model)}, "rollout": {"quantization": "fp8", "dtype": "bfloat16"}}
     seen = as_engines_see_it(experiments.experiment(output_dir=str(run.path), **sections), run)
     assert json.loads((run.engine_model / "config.json").read_text()) == {
         "model_type": "toy",
@@ -274,25 +220,18 @@ def test_the_stand_in_multiplies_dequantized_blocks_and_rounded_activations():
                 expected[rows] += product * scales[i, j].double() * of_group.double()
         assert torch.allclose(out[row].double(), expected, rtol=1e-5, atol=1e-4)
     assert (out - x @ weight.t()).norm() / out.norm() < 0.06
-    layer = SimpleNamespace(
-        w13_weight=codes[None].repeat(2, 1, 1), w13_weight_scale_inv=scales[None].repeat(2, 1, 1)
-    )
+    layer = SimpleNamespace(w13_weight=codes[None].repeat(2, 1, 1), w13_weight_scale_inv=scales[None].repeat(2, 1, 1))
     layer.w2_weight, layer.w2_weight_scale_inv = (
         codes[None, :, :128].repeat(2, 1, 1),
         scales[None, :, :1].repeat(2, 1, 1),
     )
-    ids, shares = (
-        torch.tensor([[0, 1], [1, -1], [0, -1]]),
-        torch.tensor([[0.5, 0.5], [1.0, 9.0], [1.0, 9.0]]),
-    )
+    ids, shares = (torch.tensor([[0, 1], [1, -1], [0, -1]]), torch.tensor([[0.5, 0.5], [1.0, 9.0], [1.0, 9.0]]))
     found = block_fp8.experts(layer, x, shares, ids, [128, 128])
     gate, up = out.chunk(2, -1)
     alone = block_fp8.linear(
         nn.functional.silu(gate) * up, layer.w2_weight[0], layer.w2_weight_scale_inv[0], [128, 128]
     )
-    assert torch.allclose(found, alone, rtol=1e-4, atol=1e-3), (
-        "equal experts, whose shares sum to 1"
-    )
+    assert torch.allclose(found, alone, rtol=1e-4, atol=1e-3), "equal experts, whose shares sum to 1"
 
 
 def test_engines_of_a_vision_language_file_keep_their_states_and_plain_projections(tmp_path):

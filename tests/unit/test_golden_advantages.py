@@ -27,13 +27,9 @@ ADVANTAGES = {  # the reference's estimator -> ours, in its convention for group
 }
 
 
-def estimated(
-    rewards: torch.Tensor, mask: torch.Tensor, groups: list, advantage: dict, **more
-) -> torch.Tensor:
+def estimated(rewards: torch.Tensor, mask: torch.Tensor, groups: list, advantage: dict, **more) -> torch.Tensor:
     """Our advantages [n, S] by these options."""
-    names = sorted(
-        set(map(repr, groups))
-    )  # an explicit id for every distinct name: nothing is cast to an integer
+    names = sorted(set(map(repr, groups)))  # an explicit id for every distinct name: nothing is cast to an integer
     batch = batch_of(rewards, [names.index(repr(g)) for g in groups], mask, **more)
     return with_advantages(batch, AlgorithmConfig(advantage=advantage), mask.shape[1])[0].advantages
 
@@ -41,9 +37,7 @@ def estimated(
 def of_responses(inputs: dict, **advantage) -> torch.Tensor:
     """Those [n] of one reward a response."""
     rewards = tensor(inputs["rewards"])
-    return estimated(
-        rewards, torch.ones(len(rewards), 1, dtype=torch.bool), inputs["group"], advantage
-    )[:, 0]
+    return estimated(rewards, torch.ones(len(rewards), 1, dtype=torch.bool), inputs["group"], advantage)[:, 0]
 
 
 def of_tokens(inputs: dict, **advantage) -> torch.Tensor:
@@ -62,9 +56,7 @@ def advantages_of(case: dict) -> torch.Tensor:
         return estimated((token_rewards * mask).sum(1), mask, inputs["index"], advantage, **more)
     if name == "remax":
         more["greedy_rewards"] = tensor(inputs["reward_baselines"])
-        return estimated(
-            (token_rewards * mask).sum(1), mask, inputs["index"], {"name": "remax"}, **more
-        )
+        return estimated((token_rewards * mask).sum(1), mask, inputs["index"], {"name": "remax"}, **more)
     return of_tokens(inputs, **ADVANTAGES[name])
 
 
@@ -80,23 +72,14 @@ def matches(case: dict, outputs: dict) -> None:
     mask = tensor(case["inputs"]["response_mask"]) > 0
     mine, reference = advantages_of(case), theirs(case, outputs)
     rewards = tensor(case["inputs"]["token_level_rewards"])
-    noise = max(
-        2 * outputs.get("max_abs_f32_vs_f64_run", 0), 1e-6
-    )  # what float32 cost the reference
+    noise = max(2 * outputs.get("max_abs_f32_vs_f64_run", 0), 1e-6)  # what float32 cost the reference
     if case["params"]["estimator"] == "grpo_vectorized_nostd":
         noise = max(noise, mean_rounding(rewards))  # not measured there
-    close(
-        mine,
-        reference.tolist(),
-        rtol=2e-5 if rewards.abs().max() > 100 else 1e-5,
-        atol=noise,
-        where=mask,
-    )
+    close(mine, reference.tolist(), rtol=2e-5 if rewards.abs().max() > 100 else 1e-5, atol=noise, where=mask)
 
 
 def mean_rounding(rewards: torch.Tensor) -> float:
-    """Half the distance of float32 numbers at the rewards' size: what storing a mean in float32
-    costs."""
+    """Half the distance of float32 numbers at the rewards' size: what storing a mean in float32 costs."""
     return float(rewards.abs().max()) * 2.0**-24
 
 
@@ -110,63 +93,42 @@ def test_references_and_conventions_under_their_options(case):
 
 
 @pytest.mark.parametrize(
-    "case",
-    cases(FILE, ("defect",), lambda c: by_response(c) and set(c["defects"]) <= {"D1", "D2", "D6"}),
+    "case", cases(FILE, ("defect",), lambda c: by_response(c) and set(c["defects"]) <= {"D1", "D2", "D6"})
 )
 def test_variance_and_credit_defects_give_the_expected_value(case):
-    """D1 variance floor, D2 one-pass float32 variance, D6 credit cut at tool tokens: `expected` is
-    the right answer."""
+    """D1 variance floor, D2 one-pass float32 variance, D6 credit cut at tool tokens: `expected` is the right answer."""
     matches(case, {**case["outputs"]["expected"], "max_abs_f32_vs_f64_run": 2e-6})
     mask = tensor(case["inputs"]["response_mask"]) > 0
-    assert (advantages_of(case) - theirs(case, case["outputs"]))[mask].abs().max() > 1e-3, (
-        "no defect to show"
-    )
+    assert (advantages_of(case) - theirs(case, case["outputs"]))[mask].abs().max() > 1e-3, "no defect to show"
 
 
-@pytest.mark.parametrize(
-    "case", cases(FILE, ("defect",), lambda c: by_response(c) and c["defects"] == ["N1"])
-)
+@pytest.mark.parametrize("case", cases(FILE, ("defect",), lambda c: by_response(c) and c["defects"] == ["N1"]))
 def test_constant_groups_are_exactly_zero(case):
-    """N1: float32 mean noise over eps = 1e-6 becomes an advantage; constant rewards say nothing, so
-    0 is right."""
+    """N1: float32 mean noise over eps = 1e-6 becomes an advantage; constant rewards say nothing, so 0 is right."""
     mine = advantages_of(case)[:, 0]
     rewards, groups = tensor(case["inputs"]["token_level_rewards"]).sum(1), case["inputs"]["index"]
     constant = [
-        i
-        for i, g in enumerate(groups)
-        if len({float(r) for r, h in zip(rewards, groups, strict=True) if h == g}) == 1
+        i for i, g in enumerate(groups) if len({float(r) for r, h in zip(rewards, groups, strict=True) if h == g}) == 1
     ]
     alone_in_group = {i for i in constant if groups.count(groups[i]) == 1}
     assert [i for i in constant if mine[i] != 0 and i not in alone_in_group] == []
-    assert tensor(case["outputs"]["advantage_per_response"])[constant].abs().max() > 0, (
-        "no defect to show"
-    )
+    assert tensor(case["outputs"]["advantage_per_response"])[constant].abs().max() > 0, "no defect to show"
 
 
 @pytest.mark.parametrize("case", cases(FILE, ("error",), by_response))
 def test_pass_at_k_errors_become_a_refusal_at_start(case):
-    """The reference raises in the middle of training for a group of one; here train.group_size 1 is
-    refused before."""
+    """The reference raises in the middle of training for a group of one; here train.group_size 1 is refused before."""
     assert case["params"]["estimator"].startswith("grpo_passk")
     refused = AlgorithmConfig(advantage={"name": "grpo_passk"}).advantage.refuses_group_of_one
     assert "at least 2" in " ".join(refused)
-    singles = [
-        i for i, g in enumerate(case["inputs"]["index"]) if case["inputs"]["index"].count(g) == 1
-    ]
-    assert (
-        advantages_of(case)[singles].abs().sum() == 0
-    )  # one valid response left of many: nothing to compare
+    singles = [i for i, g in enumerate(case["inputs"]["index"]) if case["inputs"]["index"].count(g) == 1]
+    assert advantages_of(case)[singles].abs().sum() == 0  # one valid response left of many: nothing to compare
 
 
-@pytest.mark.parametrize(
-    "case", cases(FILE, ("reference", "defect"), lambda c: "compute_advantage" in c["source"])
-)
+@pytest.mark.parametrize("case", cases(FILE, ("reference", "defect"), lambda c: "compute_advantage" in c["source"]))
 def test_no_std_flag_is_never_ignored(case):
-    """D23: a flag that is silently ignored. Here division by std is the estimator's name, so
-    dr_grpo cannot divide."""
-    if (
-        "raises" in case["outputs"]
-    ):  # a TypeError in mid-run; an estimator that does not exist is refused at start
+    """D23: a flag that is silently ignored. Here division by std is the estimator's name, so dr_grpo cannot divide."""
+    if "raises" in case["outputs"]:  # a TypeError in mid-run; an estimator that does not exist is refused at start
         with pytest.raises(ValueError, match="optimal_token_baseline"):
             AlgorithmConfig(advantage={"name": case["params"]["adv_estimator"]})
         return
@@ -189,8 +151,7 @@ def test_groups_are_never_merged(case):
 
 @pytest.mark.parametrize("case", cases("gdpo.json", ("reference", "convention")))
 def test_gdpo(case):
-    """verl whitens over tokens and keeps the scores of groups of one; NeMo-RL and TRL whiten over
-    responses."""
+    """verl whitens over tokens and keeps the scores of groups of one; NeMo-RL and TRL whiten over responses."""
     inputs, weights, outputs = case["inputs"], case["params"]["weights"], case["outputs"]
     parts, mask = tensor(inputs["parts"]), tensor(inputs["response_mask"]) > 0
     advantage = {"name": "gdpo", "whiten_over": "responses", "eps": case["params"].get("eps", 1e-6)}
@@ -209,9 +170,7 @@ def test_gdpo(case):
 def normalized(inputs: dict, **options) -> torch.Tensor:
     rewards = tensor(inputs["rewards"])
     groups = reward_inputs(torch.tensor(inputs["group"]))
-    return normalize(
-        ShapedRewards(rewards, AlgoState(), {}), groups, RewardShapingConfig(**options)
-    ).values
+    return normalize(ShapedRewards(rewards, AlgoState(), {}), groups, RewardShapingConfig(**options)).values
 
 
 def tolerance_of(inputs: dict) -> dict:
@@ -223,26 +182,16 @@ def tolerance_of(inputs: dict) -> dict:
 
 
 @pytest.mark.parametrize(
-    "case",
-    cases(
-        FILE,
-        ("reference",),
-        lambda c: c["source"].startswith("roll") and "norm_mean_type" in c["params"],
-    ),
+    "case", cases(FILE, ("reference",), lambda c: c["source"].startswith("roll") and "norm_mean_type" in c["params"])
 )
 def test_roll_reward_normalization(case):
     params = case["params"]
-    mine = normalized(
-        case["inputs"],
-        mean=params["norm_mean_type"] or "none",
-        std=params["norm_std_type"] or "none",
-    )
+    mine = normalized(case["inputs"], mean=params["norm_mean_type"] or "none", std=params["norm_std_type"] or "none")
     close(mine, case["outputs"]["advantage_per_response"], **tolerance_of(case["inputs"]))
 
 
 @pytest.mark.parametrize(
-    "case",
-    cases(FILE, ("reference", "convention"), lambda c: c["source"].startswith(("slime", "miles"))),
+    "case", cases(FILE, ("reference", "convention"), lambda c: c["source"].startswith(("slime", "miles")))
 )
 def test_slime_and_miles(case):
     mine = of_responses(case["inputs"], name="grpo" if case["params"]["std"] else "dr_grpo")
@@ -250,18 +199,14 @@ def test_slime_and_miles(case):
 
 
 @pytest.mark.parametrize(
-    "case",
-    cases(FILE, ("defect",), lambda c: c["case"].startswith("xf.") and "rewards" in c["inputs"]),
+    "case", cases(FILE, ("defect",), lambda c: c["case"].startswith("xf.") and "rewards" in c["inputs"])
 )
 def test_per_response_defects(case):
-    """D9 NaN for n = 1, D15 wrong shape, D16 KeyError, D21 leave-one-out std blow-up, N8 a short
-    group takes all."""
+    """D9 NaN for n = 1, D15 wrong shape, D16 KeyError, D21 leave-one-out std blow-up, N8 a short group takes all."""
     inputs = case["inputs"]
     if "D16" in case["defects"]:  # running moments need no such key
         rewards = {"rewards": inputs["rewards"], "group": [0] * len(inputs["rewards"])}
-        assert normalized(rewards, mean="running", std="running").tolist() == [0.0] * len(
-            inputs["rewards"]
-        )
+        assert normalized(rewards, mean="running", std="running").tolist() == [0.0] * len(inputs["rewards"])
         return
     shape, groups = tensor(inputs["rewards"]).shape, inputs["group"]
     for name in ("grpo", "dr_grpo", "rloo"):
@@ -278,9 +223,7 @@ def test_per_response_defects(case):
 def nemo_without_leave_one_out(case):
     if not case["source"].startswith("nemo") or case["params"]["leave_one_out"]:
         return False
-    return not case["case"].startswith(
-        "xf.offset1000"
-    )  # D2 again, one-pass variance in float32: off by a factor of 2
+    return not case["case"].startswith("xf.offset1000")  # D2 again, one-pass variance in float32: off by a factor of 2
 
 
 @pytest.mark.parametrize("case", cases(FILE, ("convention",), nemo_without_leave_one_out))
@@ -288,6 +231,4 @@ def test_nemo_without_leave_one_out(case):
     """With leave_one_out its std is over the others (D21), which is not offered."""
     outputs, informative = case["outputs"], tensor(case["outputs"]["std"]) > 1e-4
     mine = of_responses(case["inputs"], name="grpo")
-    close(
-        mine, outputs["advantage_per_response"], **tolerance_of(case["inputs"]), where=informative
-    )
+    close(mine, outputs["advantage_per_response"], **tolerance_of(case["inputs"]), where=informative)

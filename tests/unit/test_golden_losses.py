@@ -1,5 +1,4 @@
-"""Policy losses, aggregation and KL forms against the numbers of verl, slime and ROLL: values and
-gradients."""
+"""Policy losses, aggregation and KL forms against the numbers of verl, slime and ROLL: values and gradients."""
 
 from itertools import pairwise
 
@@ -27,17 +26,14 @@ LOSSES, AGGREGATION, KL = "policy_losses.json", "agg_loss.json", "kl.json"
 
 
 class Problem:
-    """The tensors of a policy-loss case; sum-norm is compared as a plain sum over C (D4: upstream's
-    name says mean)."""
+    """The tensors of a policy-loss case; sum-norm is compared as a plain sum over C (D4: upstream's name says mean)."""
 
     def __init__(self, case: dict):
         inputs, params = case["inputs"], case["params"]
         self.old, self.advantages = tensor(inputs["old_log_prob"]), tensor(inputs["advantages"])
         self.logp = tensor(inputs["log_prob"]).requires_grad_()
         self.mask = tensor(inputs["response_mask"]) > 0
-        self.weights = (
-            tensor(inputs["rollout_is_weights"]) if inputs.get("rollout_is_weights") else None
-        )
+        self.weights = tensor(inputs["rollout_is_weights"]) if inputs.get("rollout_is_weights") else None
         info = params.get("global_batch_info") or {}
         counted = count_denominators((self.mask > 0).sum(1), alone, 1.0)
         self.aggregation = params.get("loss_agg_mode", "token-mean")
@@ -45,18 +41,13 @@ class Problem:
         if self.aggregation == "seq-mean-token-sum-norm":
             sequences = 1
         scale = info.get("loss_scale_factor", self.mask.shape[1])
-        self.denominators = Denominators(
-            info.get("batch_num_tokens", counted.num_tokens), sequences, float(scale)
-        )
-        # Their loss is multiplied by dp_size because their gradients are averaged over ranks; ours
-        # are summed.
+        self.denominators = Denominators(info.get("batch_num_tokens", counted.num_tokens), sequences, float(scale))
+        # Their loss is multiplied by dp_size because their gradients are averaged over ranks; ours are summed.
         self.factor = info.get("dp_size", 1) if self.aggregation != "seq-mean-token-sum-norm" else 1
 
     def objective(self, loss: dict, aggregation: str | None = None) -> tuple[torch.Tensor, dict]:
         zero = torch.zeros_like(self.old)
-        inputs = LossInputs(
-            self.logp, zero, self.mask, self.advantages, self.old, zero, policy_weights=self.weights
-        )
+        inputs = LossInputs(self.logp, zero, self.mask, self.advantages, self.old, zero, policy_weights=self.weights)
         algorithm = AlgorithmConfig(loss=loss, aggregation=aggregation or self.aggregation)
         value, sums = objective(inputs, algorithm, self.denominators)
         return value * self.factor, sums
@@ -75,11 +66,7 @@ def clip(params: dict, name: str) -> dict:
 def verl_loss(case: dict) -> dict:
     params, kind = case["params"], case["source"].split("compute_policy_loss_")[1]
     if kind == "sapo":
-        return {
-            "name": "sapo",
-            "tau_positive": float(params["tau_pos"]),
-            "tau_negative": params["tau_neg"],
-        }
+        return {"name": "sapo", "tau_positive": float(params["tau_pos"]), "tau_negative": params["tau_neg"]}
     if kind == "vanilla":
         return {**clip(params, "ppo_clip"), "dual_clip": float(params["clip_ratio_c"])}
     if kind.startswith("dppo"):
@@ -114,25 +101,17 @@ def is_verl(case):
 def test_verl(case):
     problem = Problem(case)
     ignores_aggregation = case["source"].endswith(BY_SEQUENCE)
-    value, sums = problem.objective(
-        verl_loss(case), "seq-mean-token-mean" if ignores_aggregation else None
-    )
+    value, sums = problem.objective(verl_loss(case), "seq-mean-token-mean" if ignores_aggregation else None)
     outputs = case["outputs"]
     problem.check(value, outputs.get("loss_f64", outputs["loss"]), outputs["grad_log_prob"])
     if case["source"].endswith("vanilla"):
         num_tokens = int(problem.mask.sum())
-        clipped = (
-            sums["policy/clip_fraction_low"] + sums["policy/clip_fraction_high"]
-        ) / num_tokens
+        clipped = (sums["policy/clip_fraction_low"] + sums["policy/clip_fraction_high"]) / num_tokens
         found = [float(clipped), float(sums["policy/clip_fraction_dual"] / num_tokens)]
-        assert found == pytest.approx(
-            [outputs["pg_clipfrac"], outputs["pg_clipfrac_lower"]], abs=1e-6
-        )
+        assert found == pytest.approx([outputs["pg_clipfrac"], outputs["pg_clipfrac_lower"]], abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "case", cases(LOSSES, ("reference",), lambda c: c["source"].startswith("slime"))
-)
+@pytest.mark.parametrize("case", cases(LOSSES, ("reference",), lambda c: c["source"].startswith("slime")))
 def test_slime(case):
     problem, params, outputs = Problem(case), case["params"], case["outputs"]
     name = next((name for name in ("gspo", "cispo") if name in case["source"]), "ppo_clip")
@@ -149,58 +128,40 @@ ROLL = {  # pg_variant -> our loss
     "ppo": {"name": "ppo_clip"},
     "vanilla": {"name": "gpg"},
     "tis": {"name": "cispo", "clip_ratio_low": 1.0, "clip_ratio_high": 0.0},  # weight min(ratio, 1)
-    "cispo": {
-        "name": "cispo",
-        "clip_ratio_low": 0.1,
-        "clip_ratio_high": 0.1,
-    },  # its own bounds, whatever pg_clip says
+    "cispo": {"name": "cispo", "clip_ratio_low": 0.1, "clip_ratio_high": 0.1},  # its own bounds, whatever pg_clip says
 }
 
 
 @pytest.mark.parametrize(
-    "case",
-    cases(LOSSES, ("reference", "convention"), lambda c: c["params"].get("pg_variant") in ROLL),
+    "case", cases(LOSSES, ("reference", "convention"), lambda c: c["params"].get("pg_variant") in ROLL)
 )
 def test_roll(case):
     problem, params = Problem(case), case["params"]
     loss = dict(ROLL[params["pg_variant"]])
     if params["pg_variant"] == "ppo":
-        low, high = (
-            ("pg_clip_low", "pg_clip_high")
-            if params["use_pg_clip_range"]
-            else ("pg_clip", "pg_clip")
-        )
+        low, high = ("pg_clip_low", "pg_clip_high") if params["use_pg_clip_range"] else ("pg_clip", "pg_clip")
         dual = 1 + 2 * params["pg_clip"] if params["dual_clip_loss"] else None  # N9: their constant
         loss |= {"clip_ratio_low": params[low], "clip_ratio_high": params[high], "dual_clip": dual}
-    problem.check(
-        problem.objective(loss)[0], case["outputs"]["loss"], case["outputs"]["grad_log_prob"]
-    )
+    problem.check(problem.objective(loss)[0], case["outputs"]["loss"], case["outputs"]["grad_log_prob"])
 
 
-@pytest.mark.parametrize(
-    "case", cases(LOSSES, ("reference",), lambda c: c["params"].get("pg_variant") == "topr")
-)
+@pytest.mark.parametrize("case", cases(LOSSES, ("reference",), lambda c: c["params"].get("pg_variant") == "topr"))
 def test_roll_topr_is_two_of_our_losses(case):
     """Right answers are imitated (-log p A), wrong ones weighted by min(ratio, 1)."""
     problem = Problem(case)
     scores = case["notes"].split("scores=[")[1].split("]")[0].split(",")
     positive = torch.tensor([float(score) > 0 for score in scores])[:, None]
     right, wrong = (
-        token_loss(
-            PolicyInputs(problem.logp, problem.old, problem.advantages, problem.mask), options
-        ).value
+        token_loss(PolicyInputs(problem.logp, problem.old, problem.advantages, problem.mask), options).value
         for options in (GpgLoss(), CispoLoss(clip_ratio_high=0.0))
     )
-    value = aggregate(
-        torch.where(positive, right, wrong), problem.mask, problem.aggregation, problem.denominators
-    )
+    value = aggregate(torch.where(positive, right, wrong), problem.mask, problem.aggregation, problem.denominators)
     problem.check(value, case["outputs"]["loss"], case["outputs"]["grad_log_prob"])
 
 
 @pytest.mark.parametrize("case", cases(LOSSES, ("defect",), lambda c: c["defects"] == ["D20"]))
 def test_masked_tokens_have_no_gradient(case):
-    """D20: a numerator that is not multiplied by the mask trains on padding and tool output; ours
-    is 0 there."""
+    """D20: a numerator that is not multiplied by the mask trains on padding and tool output; ours is 0 there."""
     problem = Problem(case)
     theirs = tensor(case["outputs"]["grad_log_prob"])
     (mine,) = torch.autograd.grad(problem.objective({"name": "gpg"}, "token-mean")[0], problem.logp)
@@ -228,14 +189,10 @@ def aggregated(case: dict) -> tuple[torch.Tensor, torch.Tensor, float]:
     mask = tensor(case["inputs"]["loss_mask"]) > 0
     counted, mode = count_denominators((mask > 0).sum(1), alone, 1.0), params["loss_agg_mode"]
     info = params.get("global_batch_info") or {}
-    sequences = params.get(
-        "global_valid_samples", info.get("global_batch_size", counted.num_sequences)
-    )
+    sequences = params.get("global_valid_samples", info.get("global_batch_size", counted.num_sequences))
     tokens = params.get("batch_num_tokens", info.get("batch_num_tokens", counted.num_tokens))
     scale = float(info.get("loss_scale_factor", mask.shape[1]))
-    factor = (
-        sequences if mode == "seq-mean-token-sum-norm" else info.get("dp_size", 1)
-    )  # D4: a sum there, a mean here
+    factor = sequences if mode == "seq-mean-token-sum-norm" else info.get("dp_size", 1)  # D4: a sum there, a mean here
     return aggregate(matrix, mask, mode, Denominators(tokens, sequences, scale)), matrix, factor
 
 
@@ -254,8 +211,7 @@ def test_aggregation(case):
 
 @pytest.mark.parametrize("case", cases(AGGREGATION, ("defect",)))
 def test_only_unmasked_tokens_count(case):
-    """D20 and N10: the same sum with the mask applied to the numerator first, so NaN off the mask
-    stays there."""
+    """D20 and N10: the same sum with the mask applied to the numerator first, so NaN off the mask stays there."""
     value, _, _ = aggregated(case)
     matrix, mask = tensor(case["inputs"]["loss_mat"]), tensor(case["inputs"]["loss_mask"]) > 0
     clean = torch.where(mask, matrix, torch.zeros(()).double())
@@ -263,18 +219,12 @@ def test_only_unmasked_tokens_count(case):
     assert torch.isfinite(value) and value.item() == expected.item()
 
 
-@pytest.mark.parametrize(
-    "case", cases(AGGREGATION, ("reference",), lambda c: c["case"].startswith("micro."))
-)
+@pytest.mark.parametrize("case", cases(AGGREGATION, ("reference",), lambda c: c["case"].startswith("micro.")))
 def test_micro_batches_add_up(case):
-    """D5: a mean of micro-batch means weighs tokens by the luck of the split; shares of a global
-    mean do not."""
+    """D5: a mean of micro-batch means weighs tokens by the luck of the split; shares of a global mean do not."""
     outputs, mode = case["outputs"], case["params"]["loss_agg_mode"]
     matrix, mask = tensor(case["inputs"]["loss_mat"]), tensor(case["inputs"]["loss_mask"]) > 0
-    denominators, cuts = (
-        count_denominators((mask > 0).sum(1), alone, 1.0),
-        case["params"]["row_cuts"],
-    )
+    denominators, cuts = (count_denominators((mask > 0).sum(1), alone, 1.0), case["params"]["row_cuts"])
     shares = [aggregate(matrix[a:b], mask[a:b], mode, denominators) for a, b in pairwise(cuts)]
     close(aggregate(matrix, mask, mode, denominators), outputs["full_batch"])
     close(torch.stack(shares), outputs["micro_with_global_info"])
@@ -291,9 +241,7 @@ ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 def test_kl(case):
     """Conventions are values beyond a clamp: slime's low_var_kl clamps, its k3 does not."""
     params, inputs = case["params"], case["inputs"]
-    value_clamp = (
-        10.0 if case["status"] == "convention" and params.get("kl_loss_type") != "k3" else None
-    )
+    value_clamp = 10.0 if case["status"] == "convention" and params.get("kl_loss_type") != "k3" else None
     name = params.get("kl_penalty") or params["kl_loss_type"]
     logp = tensor(inputs["log_prob"]).requires_grad_()
     value = kl_penalty(logp, tensor(inputs["ref_log_prob"]), ALIASES.get(name, name), value_clamp)
@@ -304,23 +252,15 @@ def test_kl(case):
     if case["source"].startswith("verl"):
         inside = torch.ones_like(inside)
     (gradient,) = torch.autograd.grad(value.sum(), logp)
-    # Their exp(-x) - 1 + x loses digits near 0, so values of 1e-7 are noise there. kl_f64 is there
-    # where it differs.
+    # Their exp(-x) - 1 + x loses digits near 0, so values of 1e-7 are noise there. kl_f64 is there where it differs.
     in_f64 = case["outputs"].get("kl_f64")
-    close(
-        value,
-        in_f64 if isinstance(in_f64, list) else case["outputs"]["kl"],
-        rtol=2e-5,
-        atol=1e-6,
-        where=inside,
-    )
+    close(value, in_f64 if isinstance(in_f64, list) else case["outputs"]["kl"], rtol=2e-5, atol=1e-6, where=inside)
     close(gradient, case["outputs"]["grad_log_prob"], rtol=2e-5, atol=1e-6, where=inside)
 
 
 @pytest.mark.parametrize("case", cases(KL, ("defect",)))
 def test_kl_forms_that_raise_elsewhere(case):
-    """D3: "+" has the estimator's value and k2's gradient. D8: "full" is a KL over the vocabulary,
-    a loss here."""
+    """D3: "+" has the estimator's value and k2's gradient. D8: "full" is a KL over the vocabulary, a loss here."""
     name = case["params"]["kl_penalty"]
     if name == "full":
         assert KlConfig(loss_coef=0.1, estimator="full").estimator == "full"
@@ -328,9 +268,7 @@ def test_kl_forms_that_raise_elsewhere(case):
     base = ALIASES.get(name.removesuffix("+"), name.removesuffix("+"))
     inputs = case["inputs"] if "log_prob" in case["inputs"] else load(KL)[0]["inputs"]
     logp, ref = tensor(inputs["log_prob"]).requires_grad_(), tensor(inputs["ref_log_prob"])
-    value = kl_penalty(
-        logp, ref, base if base == "k2" else base + "+"
-    )  # k2 has its own gradient already
+    value = kl_penalty(logp, ref, base if base == "k2" else base + "+")  # k2 has its own gradient already
     (gradient,) = torch.autograd.grad(value.sum(), logp)
     close(value, kl_penalty(logp, ref, base).tolist(), rtol=1e-12)
     close(gradient, (logp - ref).tolist(), rtol=1e-12)

@@ -1,5 +1,4 @@
-"""Mismatch correction, DAPO, whitening and log-probabilities against the numbers of verl, slime,
-ROLL and miles."""
+"""Mismatch correction, DAPO, whitening and log-probabilities against the numbers of verl, slime, ROLL and miles."""
 
 import math
 
@@ -19,46 +18,32 @@ from megagrpo.config.objective.policy_loss import GpgLoss, PpoClipLoss
 from megagrpo.config.objective.reward_shaping import OverlongShaping
 from tests.unit.golden_cases import cases, close, defects, load, tensor
 
-CORRECTION, DAPO, STATS, LOSSES = (
-    "rollout_correction.json",
-    "dapo.json",
-    "stats_logits.json",
-    "policy_losses.json",
-)
+CORRECTION, DAPO, STATS, LOSSES = ("rollout_correction.json", "dapo.json", "stats_logits.json", "policy_losses.json")
 
 
 def log_ratio_and_mask(case: dict) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = case["inputs"]
-    return tensor(inputs["old_log_prob"]) - tensor(inputs["rollout_log_prob"]), tensor(
-        inputs["response_mask"]
-    ) > 0
+    return tensor(inputs["old_log_prob"]) - tensor(inputs["rollout_log_prob"]), tensor(inputs["response_mask"]) > 0
 
 
 def rejection(mode: str, threshold: str) -> Rejection:
-    """verl's names: token|seq_sum|seq_mean|seq_max _ k1|k2|k3. D7: its k1 bounds act on rollout /
-    old."""
+    """verl's names: token|seq_sum|seq_mean|seq_max _ k1|k2|k3. D7: its k1 bounds act on rollout / old."""
     over, measure = mode.rsplit("_", 1)
     over = over.removeprefix("seq_")
     if measure != "k1":
         return Rejection(measure=measure, over=over, high=float(threshold))
-    low, high = (
-        [*threshold.split("_"), None][:2] if "_" in threshold else (1 / float(threshold), threshold)
-    )
+    low, high = [*threshold.split("_"), None][:2] if "_" in threshold else (1 / float(threshold), threshold)
     return Rejection(measure="ratio", over=over, low=1 / float(high), high=1 / float(low))
 
 
 def truncated(params: dict) -> TruncatedImportance:
-    return TruncatedImportance(
-        name="tis", over=params["rollout_is"], cap=float(params["rollout_is_threshold"])
-    )
+    return TruncatedImportance(name="tis", over=params["rollout_is"], cap=float(params["rollout_is_threshold"]))
 
 
 def weights_of(log_ratio: torch.Tensor, mask: torch.Tensor, options) -> torch.Tensor:
     """policy_weights of whole rows [n, S]."""
     lengths = torch.full((len(mask),), mask.shape[1])
-    return policy_weights(log_ratio.flatten(), mask.flatten(), lengths, options, alone).view(
-        mask.shape
-    )
+    return policy_weights(log_ratio.flatten(), mask.flatten(), lengths, options, alone).view(mask.shape)
 
 
 def kept_of(log_ratio: torch.Tensor, mask: torch.Tensor, options: Rejection) -> torch.Tensor:
@@ -67,9 +52,7 @@ def kept_of(log_ratio: torch.Tensor, mask: torch.Tensor, options: Rejection) -> 
     return accepted_tokens(log_ratio.flatten(), mask.flatten(), lengths, options).view(mask.shape)
 
 
-@pytest.mark.parametrize(
-    "case", cases(CORRECTION, ("reference",), lambda c: "rollout_is" in c["params"])
-)
+@pytest.mark.parametrize("case", cases(CORRECTION, ("reference",), lambda c: "rollout_is" in c["params"]))
 def test_verl_importance_weights(case):
     log_ratio, mask = log_ratio_and_mask(case)
     normalize = {"self_normalize": case["params"]["rollout_is_batch_normalize"]}
@@ -77,24 +60,17 @@ def test_verl_importance_weights(case):
     close(weights_of(log_ratio, mask, options), case["outputs"]["weights"], where=mask)
 
 
-@pytest.mark.parametrize(
-    "case", cases(CORRECTION, ("reference", "convention"), lambda c: "rollout_rs" in c["params"])
-)
+@pytest.mark.parametrize("case", cases(CORRECTION, ("reference", "convention"), lambda c: "rollout_rs" in c["params"]))
 def test_verl_rejection(case):
     log_ratio, mask = log_ratio_and_mask(case)
-    modes, thresholds = (
-        case["params"]["rollout_rs"].split(","),
-        case["params"]["rollout_rs_threshold"].split(","),
-    )
+    modes, thresholds = (case["params"]["rollout_rs"].split(","), case["params"]["rollout_rs_threshold"].split(","))
     left = mask
     for mode, threshold in zip(modes, thresholds, strict=True):
         left = left & kept_of(log_ratio, mask, rejection(mode, threshold))
     close(left.double(), case["outputs"]["mask"])
 
 
-@pytest.mark.parametrize(
-    "case", cases(CORRECTION, ("reference",), lambda c: c["source"].startswith("slime"))
-)
+@pytest.mark.parametrize("case", cases(CORRECTION, ("reference",), lambda c: c["source"].startswith("slime")))
 def test_slime_weights(case):
     log_ratio, mask = log_ratio_and_mask(case)
     low, high = float(case["params"]["tis_clip_low"]), float(case["params"]["tis_clip"])
@@ -105,15 +81,11 @@ def test_slime_weights(case):
     close(weights_of(log_ratio, mask, options), case["outputs"]["weights"], where=mask)
 
 
-@pytest.mark.parametrize(
-    "case", cases(CORRECTION, ("reference",), lambda c: c["source"].startswith("roll"))
-)
+@pytest.mark.parametrize("case", cases(CORRECTION, ("reference",), lambda c: c["source"].startswith("roll")))
 def test_roll_weights_and_filter(case):
     log_ratio, mask = log_ratio_and_mask(case)
     params = case["params"]
-    options = TruncatedImportance(
-        name="tis", over=params["weight_type"], cap=float(params["upper_bound"])
-    )
+    options = TruncatedImportance(name="tis", over=params["weight_type"], cap=float(params["upper_bound"]))
     close(weights_of(log_ratio, mask, options), case["outputs"]["weights"], where=mask)
     over = {"token": "token", "sequence": "sum", "geometric": "mean"}[params["weight_type"]]
     low, high = params["filter_ratio"]
@@ -121,45 +93,32 @@ def test_roll_weights_and_filter(case):
     close(mine.double(), case["outputs"]["filter_mask"], where=mask)
 
 
-@pytest.mark.parametrize(
-    "case", cases(LOSSES, ("reference", "convention"), lambda c: c["case"].startswith("bypass"))
-)
+@pytest.mark.parametrize("case", cases(LOSSES, ("reference", "convention"), lambda c: c["case"].startswith("bypass")))
 def test_verl_bypass_mode(case):
-    """The rollout's log-probs stand in for the old ones, so the weights are those of the live
-    policy, detached."""
+    """The rollout's log-probs stand in for the old ones, so the weights are those of the live policy, detached."""
     inputs, params = case["inputs"], case["params"]
     old, advantages = tensor(inputs["old_log_prob"]), tensor(inputs["advantages"])
     logp, mask = tensor(inputs["log_prob"]).requires_grad_(), tensor(inputs["response_mask"]) > 0
     log_ratio, left = (logp - old).detach(), mask
     policy = PolicyInputs(logp, old, advantages, mask)
     if params["rollout_rs"]:
-        left = kept_of(
-            log_ratio, mask, rejection(params["rollout_rs"], params["rollout_rs_threshold"])
-        )
+        left = kept_of(log_ratio, mask, rejection(params["rollout_rs"], params["rollout_rs_threshold"]))
     if params["loss_type"] == "reinforce":
         value = token_loss(policy, GpgLoss()).value * weights_of(log_ratio, mask, truncated(params))
     else:
         value = token_loss(policy, PpoClipLoss()).value  # its ratio is the correction already
-    loss = aggregate(
-        value, left, params["loss_agg_mode"], count_denominators((left > 0).sum(1), alone, 1.0)
-    )
+    loss = aggregate(value, left, params["loss_agg_mode"], count_denominators((left > 0).sum(1), alone, 1.0))
     (gradient,) = torch.autograd.grad(loss, logp)
     close(loss, case["outputs"]["loss"])
     close(gradient, case["outputs"]["grad_log_prob"])
 
 
-@pytest.mark.parametrize(
-    "case", cases(DAPO, ("reference",), lambda c: c["case"].startswith("overlong"))
-)
+@pytest.mark.parametrize("case", cases(DAPO, ("reference",), lambda c: c["case"].startswith("overlong")))
 def test_overlong(case):
     params, factor = case["params"], float(case["params"]["penalty_factor"])
     options = OverlongShaping(buffer_tokens=params["overlong_buffer_len"], factor=factor)
-    mine = overlong_penalty(
-        torch.tensor(case["inputs"]["lengths"]), params["max_resp_len"], options
-    )
-    theirs = tensor(case["outputs"]["overlong_reward"]).clamp(
-        min=-factor
-    )  # unbounded there beyond the maximum length
+    mine = overlong_penalty(torch.tensor(case["inputs"]["lengths"]), params["max_resp_len"], options)
+    theirs = tensor(case["outputs"]["overlong_reward"]).clamp(min=-factor)  # unbounded there beyond the maximum length
     close(mine, theirs.tolist())
 
 
@@ -180,12 +139,10 @@ def kept_groups(case: dict) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "case",
-    cases(DAPO, ("reference", "convention", "defect"), lambda c: c["case"].startswith("filter")),
+    "case", cases(DAPO, ("reference", "convention", "defect"), lambda c: c["case"].startswith("filter"))
 )
 def test_dynamic_sampling(case):
-    """D12: std > 0 keeps constant groups whose float mean is off by a bit. n = 1 is kept by verl,
-    dropped here."""
+    """D12: std > 0 keeps constant groups whose float mean is off by a bit. n = 1 is kept by verl, dropped here."""
     groups, outputs = case["inputs"]["group"], case["outputs"]
     theirs = [g for g in outputs["kept_groups"] if groups.count(g) > 1]
     if case["status"] == "defect":
@@ -194,9 +151,7 @@ def test_dynamic_sampling(case):
     assert kept_groups(case) == sorted(theirs)  # listed there by first appearance
 
 
-@pytest.mark.parametrize(
-    "case", cases(STATS, ("reference",), lambda c: c["case"].startswith("whiten"))
-)
+@pytest.mark.parametrize("case", cases(STATS, ("reference",), lambda c: c["case"].startswith("whiten")))
 def test_whitening(case):
     values, mask = tensor(case["inputs"]["values"]), tensor(case["inputs"]["mask"]) > 0
     spread = moments(values[mask], alone)
@@ -206,17 +161,12 @@ def test_whitening(case):
     close(mine, outputs.get("whitened_f64", outputs["whitened"]), rtol=1e-5, atol=noise, where=mask)
 
 
-@pytest.mark.parametrize(
-    "case", cases(STATS, ("reference", "convention"), lambda c: c["case"].startswith("logits"))
-)
+@pytest.mark.parametrize("case", cases(STATS, ("reference", "convention"), lambda c: c["case"].startswith("logits")))
 def test_logprobs_and_entropy(case):
-    """An identity weight makes hidden states the logits. N7: bfloat16 is off by 1e-2; the float64
-    case is right."""
+    """An identity weight makes hidden states the logits. N7: bfloat16 is off by 1e-2; the float64 case is right."""
     logits = tensor(case["inputs"]["logits"], torch.float32).requires_grad_()
     labels = torch.tensor(case["inputs"]["labels"], dtype=torch.int64)
-    mine, entropy = chunked_logprobs(
-        logits, torch.eye(logits.shape[1]), labels, 1.0, chunk_tokens=2
-    )
+    mine, entropy = chunked_logprobs(logits, torch.eye(logits.shape[1]), labels, 1.0, chunk_tokens=2)
     outputs = case["outputs"]
     # float32 elsewhere: p * 1000 costs 2e-4 of the entropy
     if case["status"] == "convention" or "offset_1e3" in case["case"]:
@@ -225,10 +175,7 @@ def test_logprobs_and_entropy(case):
     tolerance = {"rtol": 1e-5, "atol": 1e-5}
     close(mine, outputs.get("log_probs", outputs.get("logprobs_from_logits")), **tolerance)
     close(entropy, outputs.get("entropy", outputs.get("entropy_from_logits")), **tolerance)
-    for name, value in (
-        ("grad_logits_of_sum_logprob_row0", mine),
-        ("grad_logits_of_sum_entropy_row0", entropy),
-    ):
+    for name, value in (("grad_logits_of_sum_logprob_row0", mine), ("grad_logits_of_sum_entropy_row0", entropy)):
         if name in outputs:
             (gradient,) = torch.autograd.grad(value.sum(), logits, retain_graph=True)
             close(gradient[0], outputs[name], **tolerance)

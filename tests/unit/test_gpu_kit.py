@@ -1,7 +1,6 @@
 """The GPU kit: what goes wrong in one section is reported and the others go on.
 
-That its sections run to their end is in tests/dist/test_gpu_kit_run.py, on a GPU in
-tests/gpu/test_kit.py.
+That its sections run to their end is in tests/dist/test_gpu_kit_run.py, on a GPU in tests/gpu/test_kit.py.
 """
 
 import json
@@ -30,13 +29,9 @@ def planted(name: str, limit_s: float = 30.0) -> Section:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    sections = {
-        name: planted(name) for name in ("raises", "crashes", "lacks", "misses", "above", "works")
-    }
+    sections = {name: planted(name) for name in ("raises", "crashes", "lacks", "misses", "above", "works")}
     sections = {"hangs": planted("hangs", 2.0), **sections}
-    return run_all(
-        sections, Setting("cpu", small=True, folder=tmp_path_factory.mktemp("kit")), limit_s=60.0
-    )
+    return run_all(sections, Setting("cpu", small=True, folder=tmp_path_factory.mktemp("kit")), limit_s=60.0)
 
 
 def test_what_goes_wrong_ends_one_section(outcomes):
@@ -50,9 +45,7 @@ def test_what_goes_wrong_ends_one_section(outcomes):
         "above": "done",
         "works": "done",
     }
-    assert (
-        by_name["raises"].reason == "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB"
-    )
+    assert by_name["raises"].reason == "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB"
     assert [figure.value for figure in by_name["raises"].figures] == [1.5]  # found before it failed
     assert by_name["crashes"].reason.startswith("ended by SIGSEGV")
     assert any("about to crash" in line for line in by_name["crashes"].last_lines)
@@ -65,24 +58,17 @@ def test_what_goes_wrong_ends_one_section(outcomes):
 
 def test_nothing_of_a_section_is_left_running(outcomes):
     (started,) = next(outcome for outcome in outcomes if outcome.section == "hangs").figures
-    assert (
-        not psutil.pid_exists(started.value)
-        or psutil.Process(started.value).status() == psutil.STATUS_ZOMBIE
-    )
+    assert not psutil.pid_exists(started.value) or psutil.Process(started.value).status() == psutil.STATUS_ZOMBIE
 
 
 def test_report(outcomes, tmp_path, capsys):
     page = write_report(tmp_path, outcomes, ORIGIN)
     text = page.read_text()
-    assert (
-        "| raises |  | **failed** |" in text and "RuntimeError: CUDA out of memory. Tried" in text
-    )
+    assert "| raises |  | **failed** |" in text and "RuntimeError: CUDA out of memory. Tried" in text
     assert "**0.5 nats** | 0.1" in text and "**nan** | 0.1" in text
     assert len(above_bounds(outcomes)) == 2
     data = json.loads(page.with_suffix(".json").read_text())
-    assert [section["status"] for section in data["sections"]] == [
-        outcome.status for outcome in outcomes
-    ]
+    assert [section["status"] for section in data["sections"]] == [outcome.status for outcome in outcomes]
     assert data["commit"] == "abc"
     assert capsys.readouterr().out.strip() in text
 
@@ -95,9 +81,7 @@ def test_a_section_in_a_fresh_interpreter(tmp_path, monkeypatch):
 
 
 def test_the_time_limit_of_all(tmp_path):
-    outcomes = run_all(
-        {"works": planted("works")}, Setting("cpu", small=True, folder=tmp_path), limit_s=0.0
-    )
+    outcomes = run_all({"works": planted("works")}, Setting("cpu", small=True, folder=tmp_path), limit_s=0.0)
     assert [outcome.status for outcome in outcomes] == ["not run"]
 
 
@@ -117,17 +101,12 @@ def test_synchronizations_are_counted_by_line(tmp_path):
 def test_last_device(tmp_path):
     """docs/evidence/gpu.md says where the kit last ran, from what it wrote."""
     assert "none was at hand" in last_device(tmp_path)
-    for date, device in (
-        ("2026-01-02", "NVIDIA H100"),
-        ("2026-03-01", "NVIDIA H200"),
-        ("2026-04-01", "cpu"),
-    ):
+    for date, device in (("2026-01-02", "NVIDIA H100"), ("2026-03-01", "NVIDIA H200"), ("2026-04-01", "cpu")):
         surroundings = Outcome("surroundings", "done", figures=[Figure("device", device)])
         others = [Outcome("engine", "unavailable"), Outcome("head", "timed out")]
         write_report(tmp_path, [surroundings, *others], ORIGIN | {"date": date})
-    assert (
-        "NVIDIA H200, 2026-03-01, commit abc: 1 of 3 sections to their end, 1 lacked something"
-        in last_device(tmp_path)
+    assert "NVIDIA H200, 2026-03-01, commit abc: 1 of 3 sections to their end, 1 lacked something" in last_device(
+        tmp_path
     )
 
 
@@ -138,15 +117,11 @@ def test_models_that_are_compared_across_devices_are_drawn_on_the_cpu(monkeypatc
 
     devices = []
     monkeypatch.setattr(
-        precision,
-        "random_actor",
-        lambda *args, drawn_on, **options: devices.append(drawn_on) or nullcontext(),
+        precision, "random_actor", lambda *args, drawn_on, **options: devices.append(drawn_on) or nullcontext()
     )
     with suppress(AttributeError):  # no actor
         precision.measure("qwen3", "float32", Path(), {})
     assert devices == [torch.device("cpu")]
     arch = architecture_of(description("qwen3", precision.FAMILIES["qwen3"]))
     elsewhere = RandomTensors(arch, torch.device("meta"), drawn_on=devices[0])
-    assert (
-        elsewhere["model.embed_tokens.weight"].device.type == "meta"
-    )  # drawn on the CPU, then moved
+    assert elsewhere["model.embed_tokens.weight"].device.type == "meta"  # drawn on the CPU, then moved

@@ -1,5 +1,4 @@
-"""The environment `gymnasium` over the library itself, if it is installed: real FrozenLake, and a
-space of texts."""
+"""The environment `gymnasium` over the library itself, if it is installed: real FrozenLake, and a space of texts."""
 
 import pytest
 
@@ -47,8 +46,4 @@ def test_a_space_of_texts_takes_the_turn_itself_and_the_seed_makes_the_task():
     games = [make({"extra": {}}, seed, id="Echo-v0", rendered=False) for seed in (5, 5, 6)]
     first, same, other = [game.reset() for game in games]
     assert first == same != other
-    assert games[0].step("no") == ("again", 0.0, False) and games[0].step("yes") == (
-        None,
-        1.0,
-        True,
-    )
+    assert games[0].step("no") == ("again", 0.0, False) and games[0].step("yes") == (None, 1.0, True)

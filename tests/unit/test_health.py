@@ -1,5 +1,4 @@
-"""What a run says of its health: warnings, the alarm of the first step, and which line of a stack
-is ours."""
+"""What a run says of its health: warnings, the alarm of the first step, and which line of a stack is ours."""
 
 import json
 import threading
@@ -22,16 +21,10 @@ from tests.experiments import experiment, until
 
 ALL = get_args(HealthAlarm)
 HEALTHY = {
-    "loss/total": 0.1,
-    "group/degenerate_fraction": 0.3,
-    "advantage/std": 0.84,
-    "policy/kl_reference": 0.01,
-    "policy/clip_fraction_low": 0.1,
-    "policy/clip_fraction_high": 0.1,
-    "response/truncated_fraction": 0.05,
-    "policy/entropy": 0.6,
-    "mismatch/logprob_abs_mean": 0.004,
-}
+    "loss/total": 0.1, "group/degenerate_fraction": 0.3, "advantage/std": 0.84, "policy/kl_reference": 0.01,
+    "policy/clip_fraction_low": 0.1, "policy/clip_fraction_high": 0.1, "response/truncated_fraction": 0.05,
+    "policy/entropy": 0.6, "mismatch/logprob_abs_mean": 0.004,
+}  # fmt: skip
 
 
 def said(*steps: dict[str, float], alarms: Sequence[str] = ALL, start: int = 0) -> list[str]:
@@ -49,40 +42,20 @@ def said(*steps: dict[str, float], alarms: Sequence[str] = ALL, start: int = 0) 
     [
         (
             {"group/degenerate_fraction": 1.0, "advantage/std": 0.0},
-            [
-                "group/degenerate_fraction is 1 (bound 1) since step 3",
-                "train.group_size",
-                "log.alarms: degenerate",
-            ],
+            ["group/degenerate_fraction is 1 (bound 1) since step 3", "train.group_size", "log.alarms: degenerate"],
         ),
-        (
-            {"advantage/std": 0.005},
-            ["advantage/std is 0.005 (bound 0.01) since step 3", "train.group_size"],
-        ),
+        ({"advantage/std": 0.005}, ["advantage/std is 0.005 (bound 0.01) since step 3", "train.group_size"]),
         (
             {"policy/kl_reference": 0.15},
             ["policy/kl_reference is 0.15 (bound 0.1)", "actor.optimizer.lr", "kl.loss_coef"],
         ),
-        (
-            {"policy/clip_fraction_low": 0.25},
-            ["_high is 0.35 (bound 0.3) since step 3", "num_updates_per_step"],
-        ),
+        ({"policy/clip_fraction_low": 0.25}, ["_high is 0.35 (bound 0.3) since step 3", "num_updates_per_step"]),
         (
             {"response/truncated_fraction": 0.2},
-            [
-                "is 0.2 (0.05 in step 1, bound 0.15) since step 3",
-                "max_response_tokens",
-                "log.alarms: truncated_rise",
-            ],
+            ["is 0.2 (0.05 in step 1, bound 0.15) since step 3", "max_response_tokens", "log.alarms: truncated_rise"],
         ),
-        (
-            {"policy/entropy": 0.05},
-            ["policy/entropy is 0.05 (0.6 in step 1, bound 0.06)", "clip_ratio_high"],
-        ),
-        (
-            {"mismatch/logprob_abs_mean": 0.013},
-            ["is 0.013 (0.004 in step 1, bound 0.012)", "megagrpo bisect"],
-        ),
+        ({"policy/entropy": 0.05}, ["policy/entropy is 0.05 (0.6 in step 1, bound 0.06)", "clip_ratio_high"]),
+        ({"mismatch/logprob_abs_mean": 0.013}, ["is 0.013 (0.004 in step 1, bound 0.012)", "megagrpo bisect"]),
     ],
 )
 def test_a_warning_names_value_bound_step_and_remedy_once(changes, words):
@@ -228,11 +201,8 @@ def test_values_that_no_update_computed_do_not_count():
     assert "are 0.5 apart" in raised(some)
 
 
-def test_libraries_inside_a_clone_and_the_interpreters_own_frames_are_not_ours(
-    tmp_path: Path, monkeypatch
-):
-    """A clone as `git clone` makes it, with its environment: all its files are below a folder named
-    megagrpo."""
+def test_libraries_inside_a_clone_and_the_interpreters_own_frames_are_not_ours(tmp_path: Path, monkeypatch):
+    """A clone as `git clone` makes it, with its environment: all its files are below a folder named megagrpo."""
     clone = tmp_path / "megagrpo"
     monkeypatch.setattr(watchdog, "_PACKAGE", clone / "megagrpo")
     assert watchdog.is_ours(str(clone / "megagrpo" / "mesh.py"))

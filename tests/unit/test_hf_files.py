@@ -53,35 +53,22 @@ def test_a_tokenizer_of_its_own_replaces_that_of_the_model(tmp_path, like):
         (other / name).write_text("its own")
     write_hf_folder(tmp_path / "out", shards(1), like, torch.float32, tokenizer=other)
     own = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
-    assert all(
-        (tmp_path / "out" / name).read_bytes() == (other / name).read_bytes() for name in own
-    )
+    assert all((tmp_path / "out" / name).read_bytes() == (other / name).read_bytes() for name in own)
     rest = {file.name for file in (tmp_path / "out").iterdir()} - own
     assert rest == {SINGLE, "config.json", "generation_config.json"}
-    assert json.loads((tmp_path / "out/config.json").read_text()) == {
-        "model_type": "toy",
-        "dtype": "float32",
-    }
+    assert json.loads((tmp_path / "out/config.json").read_text()) == {"model_type": "toy", "dtype": "float32"}
     generation = json.loads((tmp_path / "out/generation_config.json").read_text())
     assert generation == {"eos_token_id": [2, 7], "temperature": 0.6}
 
 
-def test_tensors_keep_their_dtype_and_views_of_one_storage_and_the_config_names_the_dtype(
-    tmp_path, like
-):
+def test_tensors_keep_their_dtype_and_views_of_one_storage_and_the_config_names_the_dtype(tmp_path, like):
     flat, half = torch.arange(10.0), torch.ones(5, dtype=torch.bfloat16)
     tensors = {"half": half, "bias": flat[:4], "view": flat.view(5, 2).t()}
     write_hf_folder(tmp_path / "out", iter([tensors]), like, torch.bfloat16)
     folder = HfFolder(tmp_path / "out")
-    assert folder.specs["half"] == ((5,), torch.bfloat16) and folder.specs["bias"] == (
-        (4,),
-        torch.float32,
-    )
+    assert folder.specs["half"] == ((5,), torch.bfloat16) and folder.specs["bias"] == ((4,), torch.float32)
     assert torch.equal(folder["view"], flat.view(5, 2).t())
-    assert json.loads((tmp_path / "out/config.json").read_text()) == {
-        "model_type": "toy",
-        "dtype": "bfloat16",
-    }
+    assert json.loads((tmp_path / "out/config.json").read_text()) == {"model_type": "toy", "dtype": "bfloat16"}
 
 
 def test_a_failure_leaves_the_old_folder_and_nothing_else(tmp_path, like):
@@ -101,9 +88,7 @@ def test_a_failure_leaves_the_old_folder_and_nothing_else(tmp_path, like):
 def test_disk_full_is_one_clear_error_and_leaves_nothing(tmp_path, like):
     small = tmp_path / "small"
     small.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", small], capture_output=True
-    ).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", small], capture_output=True).returncode:
         pytest.skip("mounting is not allowed here")
     try:
         with pytest.raises(OSError, match=r"cannot write the checkpoint .*out"):
@@ -121,19 +106,10 @@ FIRST, SECOND = (f"model-0000{k}-of-00002.safetensors" for k in (1, 2))
     ("damage", "named"),
     [
         (lambda out: shutil.rmtree(out), "out: no such folder"),
-        (
-            lambda out: (out / FIRST).write_bytes(b"old weights"),
-            f"{FIRST}: unreadable or cut short",
-        ),
-        (
-            lambda out: (out / FIRST).write_bytes((out / FIRST).read_bytes()[:-4]),
-            f"{FIRST}: unreadable or cut short",
-        ),
+        (lambda out: (out / FIRST).write_bytes(b"old weights"), f"{FIRST}: unreadable or cut short"),
+        (lambda out: (out / FIRST).write_bytes((out / FIRST).read_bytes()[:-4]), f"{FIRST}: unreadable or cut short"),
         (lambda out: (out / FIRST).unlink(), f"{FIRST}: missing, but {INDEX} names it"),
-        (
-            lambda out: (out / FIRST).write_bytes((out / SECOND).read_bytes()),
-            f"{FIRST}: lacks .* that {INDEX} names",
-        ),
+        (lambda out: (out / FIRST).write_bytes((out / SECOND).read_bytes()), f"{FIRST}: lacks .* that {INDEX} names"),
         (lambda out: (out / INDEX).write_text("{"), f"{INDEX}: not a safetensors index"),
         (lambda out: (out / INDEX).write_text("{}"), f"{INDEX}: not a safetensors index"),
         (lambda out: (out / INDEX).unlink(), "out: has neither model.safetensors nor"),

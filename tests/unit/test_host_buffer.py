@@ -1,5 +1,4 @@
-"""What leaves a GPU lies in one pinned buffer of exactly its size; torch's own pinned memory rounds
-every part up."""
+"""What leaves a GPU lies in one pinned buffer of exactly its size; torch's own pinned memory rounds every part up."""
 
 import json
 from types import SimpleNamespace
@@ -13,8 +12,7 @@ SHAPES = {"a": (1000, 3), "b": (7,), "c": (33, 65)}  # 12,000, 28 and 8,580 byte
 
 
 def registered() -> dict[str, list]:
-    """Keeps a reference on a pretended GPU; returns what is pinned and released, and by torch's own
-    allocator."""
+    """Keeps a reference on a pretended GPU; returns what is pinned and released, and by torch's own allocator."""
     from megagrpo.actor.host_buffer import HostReference
 
     found: dict[str, list] = {"pinned": [], "released": [], "by torch": []}
@@ -29,9 +27,7 @@ def registered() -> dict[str, list]:
         mock.patch.object(torch.cuda, "cudart", lambda: runtime),
         mock.patch.object(torch.cuda, "check_error", lambda status: None),
         mock.patch.object(torch.Tensor, "device", property(lambda tensor: gpu)),
-        mock.patch.object(
-            torch.Tensor, "pin_memory", lambda tensor: found["by torch"].append(tensor.nbytes)
-        ),
+        mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: found["by torch"].append(tensor.nbytes)),
     ):
         reference = HostReference(parameters)
         for tensor in parameters.values():

@@ -77,11 +77,7 @@ def test_an_evaluation_reads_the_test_split_and_a_list_may_mix(cache):
     name = "openai/gsm8k?config=main"
     values, problems = read(data={"path": ["own.jsonl", name]}, eval={"data": {"path": name}})
     assert not problems
-    assert [Path(path).name for path in values["data"]["path"]] == [
-        "own.jsonl",
-        "train-0.jsonl",
-        "train-1.jsonl",
-    ]
+    assert [Path(path).name for path in values["data"]["path"]] == ["own.jsonl", "train-0.jsonl", "train-1.jsonl"]
     assert Path(values["eval"]["data"]["path"]).name == "test-0.jsonl"
 
 
@@ -123,9 +119,7 @@ def test_what_is_a_name(tmp_path, monkeypatch):
 
 def test_the_experiment_says_a_wrong_name_once_with_its_line(cache, tmp_path, capsys):
     file = tmp_path / "mine.yaml"
-    file.write_text(
-        "name: n\noutput_dir: o\nmodel: {path: Qwen/Qwen9}\ndata: {path: me/plain, limit: -1}\n"
-    )
+    file.write_text("name: n\noutput_dir: o\nmodel: {path: Qwen/Qwen9}\ndata: {path: me/plain, limit: -1}\n")
     with pytest.raises(ConfigError) as found:
         read_experiment(file, fetch=lambda config: with_local_files(config, "model"))
     assert str(found.value).count("Qwen9") == 2  # the name and the command

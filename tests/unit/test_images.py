@@ -1,5 +1,4 @@
-"""Prompts with images: what is read of files, both forms of their token ids, and every mistake by
-file and line."""
+"""Prompts with images: what is read of files, both forms of their token ids, and every mistake by file and line."""
 
 import io
 import json
@@ -40,9 +39,7 @@ IMAGE = VOCABULARY["<|image_pad|>"]
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
 def model(request, tmp_path_factory) -> Model:
-    return Model.read(
-        make_tiny_vlm(tmp_path_factory.mktemp(request.param) / "model", request.param)
-    )
+    return Model.read(make_tiny_vlm(tmp_path_factory.mktemp(request.param) / "model", request.param))
 
 
 @pytest.fixture
@@ -61,13 +58,8 @@ def load(model, tmp_path):
 
 def test_both_forms_of_the_ids_and_the_pixels_are_the_processors_own(model, tmp_path):
     random = np.random.default_rng(0)
-    sizes = [
-        [tuple(map(int, random.integers(30, 500, 2))) for _ in range(number)]
-        for number in (1, 0, 3, 2) * 5
-    ]
-    data = DataConfig(
-        path=str(write_rows(tmp_path / "r.jsonl", sizes)), images_key="images", chat_template=True
-    )
+    sizes = [[tuple(map(int, random.integers(30, 500, 2))) for _ in range(number)] for number in (1, 0, 3, 2) * 5]
+    data = DataConfig(path=str(write_rows(tmp_path / "r.jsonl", sizes)), images_key="images", chat_template=True)
     store = ImageStore.of(model, tmp_path / "images")
     prompts = load_prompts(data, load_tokenizer(model), store).prompts
     processor = AutoProcessor.from_pretrained(model.folder)
@@ -82,9 +74,7 @@ def test_both_forms_of_the_ids_and_the_pixels_are_the_processors_own(model, tmp_
         assert [list(ref.grid) for ref in prompt.images] == expected["image_grid_thw"].tolist()
         pixels = torch.cat([store.pixels(ref.key) for ref in prompt.images])
         assert torch.equal(pixels, expected["pixel_values"]) and pixels.dtype is torch.float32
-        places = [
-            p for ref in prompt.images for p in range(ref.start, ref.start + store.tokens(ref.grid))
-        ]
+        places = [p for ref in prompt.images for p in range(ref.start, ref.start + store.tokens(ref.grid))]
         assert places == np.flatnonzero(prompt.token_ids == IMAGE).tolist()
         assert all(image.size == (ref.grid[2] * store._processor.patch_size, ref.grid[1] * store._processor.patch_size)
                    for image, ref in zip(images, prompt.images, strict=True))  # fmt: skip
@@ -97,29 +87,12 @@ def test_every_way_to_write_an_image_is_the_same_prompt(model, load, tmp_path):
     rows = [
         {"prompt": "<image>How many?", "images": ["a b.png"]},
         {"prompt": "<image>How many?", "images": "a b.png"},
-        {
-            "prompt": "<image>How many?",
-            "images": [{"bytes": None, "path": str(tmp_path / "a b.png")}],
-        },
+        {"prompt": "<image>How many?", "images": [{"bytes": None, "path": str(tmp_path / "a b.png")}]},
         {"prompt": [{"role": "user", "content": "<image>How many?"}], "images": [uri(data)]},
         {"prompt": [{"role": "user", "content": [image, text]}], "images": ["a b.png"]},
         {"prompt": [{"role": "user", "content": [image | {"image": uri(data)}, text]}]},
-        {
-            "prompt": [
-                {
-                    "role": "user",
-                    "content": [{"type": "image_url", "image_url": {"url": uri(data)}}, text],
-                }
-            ]
-        },
-        {
-            "prompt": [
-                {
-                    "role": "user",
-                    "content": [image | {"path": f"file://{tmp_path}/a%20b.png"}, text],
-                }
-            ]
-        },
+        {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": uri(data)}}, text]}]},
+        {"prompt": [{"role": "user", "content": [image | {"path": f"file://{tmp_path}/a%20b.png"}, text]}]},
     ]
     prompts, store = load(*rows)
     assert len({prompt.images for prompt in prompts}) == 1 and len(prompts[0].images) == 1
@@ -127,13 +100,7 @@ def test_every_way_to_write_an_image_is_the_same_prompt(model, load, tmp_path):
     asked = [{"role": "user", "content": [image, text]}]
     assert all(prompt.messages == asked for prompt in prompts), "no bytes, which checkpoints hold"
     assert prompts[0].transcript == "<image>How many?", "as a judge reads it"
-    table = pyarrow.table(
-        {
-            "prompt": ["<image>How many?"],
-            "answer": ["1"],
-            "images": [[{"bytes": data, "path": "x"}]],
-        }
-    )
+    table = pyarrow.table({"prompt": ["<image>How many?"], "answer": ["1"], "images": [[{"bytes": data, "path": "x"}]]})
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     keys = DataConfig(path=str(tmp_path / "rows.parquet"), images_key="images", chat_template=True)
     assert load_prompts(keys, load_tokenizer(model), store).prompts[0].images == prompts[0].images
@@ -189,48 +156,23 @@ def test_rows_that_hold_images_are_read_a_block_at_a_time(model, load, tmp_path,
     held = []
     rendered = prompts_module.render_rows
     monkeypatch.setattr(prompts_module, "_BLOCK", 2)
-    monkeypatch.setattr(
-        prompts_module, "render_rows", lambda *a: held.append(len(a[2])) or rendered(*a)
-    )
-    prompts, _ = load(
-        *({"prompt": f"<image>{n}", "images": [uri(png(picture(n)))]} for n in range(3))
-    )
+    monkeypatch.setattr(prompts_module, "render_rows", lambda *a: held.append(len(a[2])) or rendered(*a))
+    prompts, _ = load(*({"prompt": f"<image>{n}", "images": [uri(png(picture(n)))]} for n in range(3)))
     assert [prompt.id for prompt in prompts] == [0, 1, 2] and held == [2, 1]
 
 
 BROKEN = [
-    (
-        {"prompt": "<image><image>?", "images": [uri(png(picture(0)))]},
-        r"2 <image> and the row 1 image\(s\)",
-    ),
+    ({"prompt": "<image><image>?", "images": [uri(png(picture(0)))]}, r"2 <image> and the row 1 image\(s\)"),
     ({"prompt": "?", "images": [uri(png(picture(0)))]}, r"0 <image> and the row 1 image\(s\)"),
     ({"prompt": "<image>?"}, r"1 <image> and the row 0 image\(s\)"),
-    (
-        {"prompt": "<image>?", "images": ["missing.png"]},
-        "image 1 cannot be used: FileNotFoundError",
-    ),
-    (
-        {"prompt": "<image>?", "images": ["rows.jsonl"]},
-        "image 1 cannot be used: UnidentifiedImageError",
-    ),
-    (
-        {"prompt": "<image>?", "images": [uri(png(picture(0))[:200])]},
-        "image 1 cannot be used: OSError",
-    ),
-    (
-        {"prompt": "<image>?", "images": [uri(png(Image.new("RGB", (2000, 4))))]},
-        "absolute aspect ratio",
-    ),
+    ({"prompt": "<image>?", "images": ["missing.png"]}, "image 1 cannot be used: FileNotFoundError"),
+    ({"prompt": "<image>?", "images": ["rows.jsonl"]}, "image 1 cannot be used: UnidentifiedImageError"),
+    ({"prompt": "<image>?", "images": [uri(png(picture(0))[:200])]}, "image 1 cannot be used: OSError"),
+    ({"prompt": "<image>?", "images": [uri(png(Image.new("RGB", (2000, 4))))]}, "absolute aspect ratio"),
     ({"prompt": "<image>?", "images": ["https://example.org/a.png"]}, "nothing is downloaded"),
-    (
-        {"prompt": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]},
-        "a part of type 'video'",
-    ),
+    ({"prompt": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]}, "a part of type 'video'"),
     ({"prompt": "what is <|image_pad|>"}, r"1 image placeholder\(s\) for 0 image\(s\)"),
-    (
-        {"prompt": "<image><|image_pad|>", "images": [uri(png(picture(0)))]},
-        r"2 image placeholder\(s\) for 1",
-    ),
+    ({"prompt": "<image><|image_pad|>", "images": [uri(png(picture(0)))]}, r"2 image placeholder\(s\) for 1"),
     ({"prompt": "what is <|video_pad|>"}, "and one of a video"),
 ]
 
@@ -245,10 +187,7 @@ def test_every_mistake_names_its_row(load, row, said):
 @pytest.mark.parametrize("model", ["qwen2_5_vl"], indirect=True)
 def test_the_limit_of_a_prompt_counts_the_tokens_of_images(load):
     small, large = (uri(png(picture(0, size))) for size in ((56, 56), (224, 224)))
-    prompts, _ = load(
-        *({"prompt": "<image>", "images": [image]} for image in (small, large)),
-        max_prompt_tokens=40,
-    )
+    prompts, _ = load(*({"prompt": "<image>", "images": [image]} for image in (small, large)), max_prompt_tokens=40)
     assert [len(prompt.token_ids) for prompt in prompts] == [19 + 2 + 4]
 
 
@@ -269,9 +208,7 @@ def test_what_a_model_without_eyes_and_what_tools_refuse(model, tmp_path):
 def test_check_tries_the_first_rows_and_leaves_nothing_behind(model, tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", [[], [(56, 56)], [(70, 90)]])
     sections = {"data": {"path": str(path), "images_key": "images", "chat_template": True}}
-    config = experiment(
-        model={"path": str(model.folder)}, output_dir=str(tmp_path / "run"), **sections
-    )
+    config = experiment(model={"path": str(model.folder)}, output_dir=str(tmp_path / "run"), **sections)
     trial = try_loading(config)
     assert not trial.problems and not (tmp_path / "run").exists()
     path.write_text(path.read_text().replace("base64,", "base64,AAAA", 2))
@@ -292,9 +229,7 @@ def test_a_checkpoint_is_of_the_same_model_after_it_was_read(model):
 def test_view_shows_the_images_of_the_prompts(load, tmp_path):
     prompts, store = load({"prompt": "<image>", "images": [uri(png(picture(0)))]}, {"prompt": "1"})
     outcome, sample = Outcome("score", 1.0), Sample(0, [1], [0.0], "stop", 0, "3")
-    groups = [
-        RolloutGroup(number, prompt, (sample,), (outcome,)) for number, prompt in enumerate(prompts)
-    ]
+    groups = [RolloutGroup(number, prompt, (sample,), (outcome,)) for number, prompt in enumerate(prompts)]
     with closing(RolloutLog(RunFolder(tmp_path), 0)) as log:
         log.write(1, groups)
     (key,) = (ref.key for ref in prompts[0].images)
@@ -316,7 +251,4 @@ def test_bytes_of_images_are_counted(model, load):
         found = metrics.reduced(lambda values, op: values)
         assert found["images/held_mb"] == kept.stat().st_size / 1e6, "three prompts, one file"
         assert found["images/sent_mb"] == used * 3 * len(sent) / 1e6
-        assert (
-            found["images/moved_mb"] == used * pixels.nbytes / 1e6
-            and (found["images/processing_s"] > 0) == used
-        )
+        assert found["images/moved_mb"] == used * pixels.nbytes / 1e6 and (found["images/processing_s"] > 0) == used

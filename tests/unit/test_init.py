@@ -68,14 +68,8 @@ def test_the_grader_that_answers_propose(answers, name):
     [
         ({"question": "q", "answer": "a"}, ("question", "answer")),
         ({"problem": "q", "solution": "s", "answer": "a"}, ("problem", "answer")),
-        (
-            {"prompt": [], "reward_model": {"ground_truth": "a"}},
-            ("prompt", "reward_model.ground_truth"),
-        ),
-        (
-            {"messages": [{"role": "user"}, {"role": "assistant"}], "label": "x"},
-            ("messages", "messages.-1.content"),
-        ),
+        ({"prompt": [], "reward_model": {"ground_truth": "a"}}, ("prompt", "reward_model.ground_truth")),
+        ({"messages": [{"role": "user"}, {"role": "assistant"}], "label": "x"}, ("messages", "messages.-1.content")),
     ],
 )
 def test_columns_are_found_by_their_names(row, found):

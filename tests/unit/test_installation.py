@@ -1,8 +1,6 @@
-"""Everything that a GPU machine installs resolves together, without installing it. Needs a package
-index.
+"""Everything that a GPU machine installs resolves together, without installing it. Needs a package index.
 
-pip chooses files for the named Python and platform, and evaluates markers for the Python that runs
-it.
+pip chooses files for the named Python and platform, and evaluates markers for the Python that runs it.
 """
 
 import json
@@ -21,9 +19,8 @@ import pytest
 from examples.laptop.model import character_tokenizer
 
 ROOT = Path(__file__).parents[2]
-# Released as source alone, which pip would have to build to read its metadata: version -> its
-# requirements. A wheel without content stands for each; the first is a stub whose build fetches the
-# real one from NVIDIA's index.
+# Released as source alone, which pip would have to build to read its metadata: version -> its requirements. A wheel
+# without content stands for each; the first is a stub whose build fetches the real one from NVIDIA's index.
 SOURCES = {
     ("cuda-tile", "1.6.0rc5"): (),
     **{
@@ -42,12 +39,7 @@ def stand_in(folder: Path, name: str, version: str, requirements: tuple[str, ...
     stem = f"{name.replace('-', '_')}-{version}"
     metadata = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
     with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
-        text = (
-            "\n".join(
-                [*metadata, *(f"Requires-Dist: {requirement}" for requirement in requirements)]
-            )
-            + "\n"
-        )
+        text = "\n".join([*metadata, *(f"Requires-Dist: {requirement}" for requirement in requirements)]) + "\n"
         wheel.writestr(f"{stem}.dist-info/METADATA", text)
         tags = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         wheel.writestr(f"{stem}.dist-info/WHEEL", tags)
@@ -69,22 +61,8 @@ def test_extras_gpu_and_te_resolve_on_linux(python, tmp_path):
     # launch/install.sh does it on 3.11; elsewhere pip would ask for what it runs on itself
     if python == "3.11" or not sys.version.startswith(f"{python}."):
         words.append("--ignore-requires-python")
-    words += [
-        "--only-binary=:all:",
-        "--python-version",
-        python,
-        "--implementation",
-        "cp",
-        "--abi",
-        abi,
-    ]
-    words += [
-        "--abi",
-        "abi3",
-        "--abi",
-        "none",
-        *(word for name in PLATFORMS for word in ("--platform", name)),
-    ]
+    words += ["--only-binary=:all:", "--python-version", python, "--implementation", "cp", "--abi", abi]
+    words += ["--abi", "abi3", "--abi", "none", *(word for name in PLATFORMS for word in ("--platform", name))]
     words += ["--target", str(tmp_path / "none"), "--report", str(tmp_path / "report.json")]
     words += ["--find-links", str(tmp_path / "wheels"), *wanted]
     done = subprocess.run(words, capture_output=True, text=True)
@@ -94,27 +72,12 @@ def test_extras_gpu_and_te_resolve_on_linux(python, tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     packages = [entry["metadata"] for entry in report["install"]]
     found = {package["name"].lower().replace("_", "-"): package["version"] for package in packages}
-    print(
-        f"Python {python}: {len(found)} packages, "
-        + ", ".join(f"{n} {found[n]}" for n in ("torch", "sglang"))
-    )
+    print(f"Python {python}: {len(found)} packages, " + ", ".join(f"{n} {found[n]}" for n in ("torch", "sglang")))
     assert found["transformer-engine"] == found["transformer-engine-torch"] == "2.14.1"
-    assert (
-        found["torch"].startswith("2.13.0")
-        and found["sglang"] == "0.5.21"
-        and found["megatron-core"] == "0.19.2"
-    )
+    assert found["torch"].startswith("2.13.0") and found["sglang"] == "0.5.21" and found["megatron-core"] == "0.19.2"
 
 
-HEADERS = (
-    "cuda_runtime.h",
-    "cudnn.h",
-    "nccl.h",
-    "cublas_v2.h",
-    "cusolverDn.h",
-    "cusparse.h",
-    "nvtx3/nvToolsExt.h",
-)
+HEADERS = ("cuda_runtime.h", "cudnn.h", "nccl.h", "cublas_v2.h", "cusolverDn.h", "cusparse.h", "nvtx3/nvToolsExt.h")
 PYTHON = """#!/bin/sh
 echo "$@" >>{folder}/words
 case "$*" in
@@ -140,8 +103,7 @@ esac
     ],
 )
 def test_transformer_engine_may_fail_or_be_left_out(planted, says, tmp_path):
-    """install_gpu itself, with a python that notes its words, over planted CUDA packages of
-    torch."""
+    """install_gpu itself, with a python that notes its words, over planted CUDA packages of torch."""
     python, cuda = tmp_path / "bin" / "python", tmp_path / "nvidia" / "cu13"
     for path in (
         python,
@@ -159,11 +121,7 @@ def test_transformer_engine_may_fail_or_be_left_out(planted, says, tmp_path):
     script = (ROOT / "launch" / "install.sh").read_text()
     functions = script[script.index("say() {") : script.index("repair=no")]
     without = planted.get("without", "")
-    code = (
-        "set -euo "
-        f"pipefail\nvenv={tmp_path}\nwithout={without!r}\n{functions}\ninstall_gpu\necho went "
-        "on\n"
-    )
+    code = f"set -euo pipefail\nvenv={tmp_path}\nwithout={without!r}\n{functions}\ninstall_gpu\necho went on\n"
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and "went on" in done.stdout, done.stderr
     words = (tmp_path / "words").read_text()
@@ -173,9 +131,7 @@ def test_transformer_engine_may_fail_or_be_left_out(planted, says, tmp_path):
     compiled = not without and (not says or "imports" in planted)
     assert says in done.stderr and ("--no-build-isolation" in words) == compiled
     if not planted:  # headers of torch's own packages, of a toolkit nothing
-        assert (tmp_path / "variables").read_text().split(":")[
-            0
-        ] == f"{cuda} {tmp_path}/nvidia/cudnn/include\n"
+        assert (tmp_path / "variables").read_text().split(":")[0] == f"{cuda} {tmp_path}/nvidia/cudnn/include\n"
 
 
 @pytest.mark.parametrize(
@@ -221,49 +177,33 @@ actor: {device: cpu}
 
 
 def run(*words, cwd: Path, status: int = 0, timeout_s: float = 300) -> subprocess.CompletedProcess:
-    """Runs a command that sees neither this checkout nor the caller's Python settings, to an end
-    with `status`."""
+    """Runs a command that sees neither this checkout nor the caller's Python settings, to an end with `status`."""
     # bytecode is kept: without it a command that imports all of SGLang compiles for 20 s
     settings = {key for key in os.environ if key.startswith("PYTHON")} - {"PYTHONPYCACHEPREFIX"}
     environment = {key: value for key, value in os.environ.items() if key not in settings}
     command = [str(word) for word in words]
-    done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_s
-    )
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == status, done.stdout + done.stderr
     return done
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """The Python of an empty environment into which a wheel of this package was installed, and
-    nothing else."""
+    """The Python of an empty environment into which a wheel of this package was installed, and nothing else."""
     folder = tmp_path_factory.mktemp("wheel")
     source, environment = folder / "source", folder / "environment"
     ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(
-        ROOT / "megagrpo", source / "megagrpo", ignore=ignored
-    )  # a build leaves files in its source folder
+    shutil.copytree(ROOT / "megagrpo", source / "megagrpo", ignore=ignored)  # a build leaves files in its source folder
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    run(
-        *pip,
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        folder,
-        source,
-        cwd=folder,
-    )
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source, cwd=folder)
     (wheel,) = folder.glob("megagrpo-*.whl")
     python = environment / "bin" / "python"
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
     run(*pip, "--python", python, "install", "--no-deps", wheel, cwd=folder)
-    # Other people's packages come from the environment of the tests. The .pth files in a folder
-    # that a .pth names are not read, so an editable installation of this checkout stays out of
-    # reach.
+    # Other people's packages come from the environment of the tests. The .pth files in a folder that a .pth names are
+    # not read, so an editable installation of this checkout stays out of reach.
     (site,) = environment.glob("lib/python*/site-packages")
     (site / "requirements.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python
@@ -274,9 +214,7 @@ TE_WHEELS = os.environ.get("MEGAGRPO_TE_WHEELS")
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(
-    TE_WHEELS is None, reason="MEGAGRPO_TE_WHEELS names no folder of launch/build_te.sh"
-)
+@pytest.mark.skipif(TE_WHEELS is None, reason="MEGAGRPO_TE_WHEELS names no folder of launch/build_te.sh")
 def test_transformer_engine_is_imported_without_a_gpu(tmp_path):
     """What launch/build_te.sh has built, in a fresh environment with torch for CUDA."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -391,11 +329,7 @@ def test_every_file_of_the_package_is_in_the_wheel_and_imported_from_there(insta
     done = run(installed, "-c", "import megagrpo; print(megagrpo.__file__)", cwd=empty)
     (package,) = installed.parents[1].glob("lib/python*/site-packages/megagrpo")
     assert Path(done.stdout.strip()).parent == package, done.stdout + done.stderr
-    ours = {
-        path.relative_to(ROOT / "megagrpo")
-        for path in (ROOT / "megagrpo").rglob("*")
-        if path.is_file()
-    }
+    ours = {path.relative_to(ROOT / "megagrpo") for path in (ROOT / "megagrpo").rglob("*") if path.is_file()}
     theirs = {path.relative_to(package) for path in package.rglob("*") if path.is_file()}
     assert {path for path in ours - theirs if "__pycache__" not in path.parts} == set()
     assert (package / "py.typed").is_file()
@@ -413,8 +347,7 @@ def test_an_experiment_with_a_preset_is_read_and_checked(installed, empty):
 
 
 def test_the_container_recipes_are_one_installation():
-    """Neither can be built here: no daemon and no NVIDIA image. Their shell is parsed, and both say
-    the same."""
+    """Neither can be built here: no daemon and no NVIDIA image. Their shell is parsed, and both say the same."""
     folder = ROOT / "launch" / "container"
     text = (folder / "Dockerfile").read_text().replace("\\\n", " ")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
@@ -427,11 +360,7 @@ def test_the_container_recipes_are_one_installation():
         run("bash", "-n", "-c", script, cwd=ROOT)
     assert f"From: {lines[0].split()[1]}" in definition
     packages = re.search(r"--no-install-recommends\s+(.*?)\s+&&", commands[0])
-    assert (
-        packages
-        and packages[1].split()
-        == re.search(r"--no-install-recommends \\\n\s+(.*)", post)[1].split()
-    )
+    assert packages and packages[1].split() == re.search(r"--no-install-recommends \\\n\s+(.*)", post)[1].split()
     assert all("bash launch/install.sh" in script for script in (commands[1], post))
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert ".venv" in ignored and not any((ROOT / "megagrpo").match(name) for name in ignored)

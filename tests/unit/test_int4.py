@@ -1,5 +1,4 @@
-"""INT4 checkpoints and Kimi-K2.5's text part: unpacked as the format says, a part as its whole, refused
-by name."""
+"""INT4 checkpoints and Kimi-K2.5's text part: unpacked as the format says, a part as its whole, refused by name."""
 
 import json
 from dataclasses import replace
@@ -16,20 +15,13 @@ from megagrpo.models.config_json import text_part
 from megagrpo.models.folder import Model, write_description
 from megagrpo.models.stored import packed_int4
 from megagrpo.models.stored.quantization import int4_group, quantization_problems
-from megagrpo.models.table import (
-    architecture_of,
-    left_out,
-    model_problems,
-    model_tensors,
-    read_description,
-)
+from megagrpo.models.table import architecture_of, left_out, model_problems, model_tensors, read_description
 from megagrpo.weights.hf_folder import HfFolder
 from tests.installed import installed_function
 from tests.int4_checkpoint import GROUP, QUANTIZATION, pack_folder, packed, quantized
 
 pytestmark = pytest.mark.verifies(
-    "weights",
-    "INT4 checkpoints (Kimi-K2.5, K2-Thinking) are read to the bits of compressed-tensors",
+    "weights", "INT4 checkpoints (Kimi-K2.5, K2-Thinking) are read to the bits of compressed-tensors"
 )
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 GROUPED = QUANTIZATION["config_groups"]["group_0"]["weights"]
@@ -50,9 +42,7 @@ def folder_of(path, tensors, quantization=QUANTIZATION):
 def test_a_word_holds_eight_columns_from_its_low_end():
     """By hand: 0x0123CDEF is, from the right, 15 14 13 12 3 2 1 0, each less 8; its sign is a bit."""
     words = torch.tensor([[0x0123CDEF, -1, -(1 << 31)]], dtype=torch.int32)
-    assert packed_int4.unpacked(words).tolist() == [
-        [7, 6, 5, 4, -5, -6, -7, -8] + [7] * 8 + [-8] * 7 + [0]
-    ]
+    assert packed_int4.unpacked(words).tolist() == [[7, 6, 5, 4, -5, -6, -7, -8] + [7] * 8 + [-8] * 7 + [0]]
     values = torch.randint(-8, 8, (5, 64), dtype=torch.int32)
     assert torch.equal(packed_int4.unpacked(packed(values)), values)
 

@@ -1,5 +1,4 @@
-"""One machine's launcher: GPUs of trainers and engines, one run a folder, signals; children end
-with their parent."""
+"""One machine's launcher: GPUs of trainers and engines, one run a folder, signals; children end with their parent."""
 
 import json
 import os
@@ -23,14 +22,7 @@ from megagrpo.cluster.supervise import Child, Launch
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import CheckpointConfig, ExperimentConfig
 from megagrpo.system.environment import child_environment
-from megagrpo.system.processes import (
-    end_of,
-    is_live,
-    last_lines,
-    process_tree,
-    spawn,
-    stop_tree,
-)
+from megagrpo.system.processes import end_of, is_live, last_lines, process_tree, spawn, stop_tree
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import ENDED, STOPPED, StopRequest
 from megagrpo.tools.status import print_status
@@ -40,24 +32,15 @@ from tests.experiments import QUICKSTART, python, until
 
 
 def experiment(transport: str) -> ExperimentConfig:
-    sections = {
-        "actor": {"world_size": 2},
-        "rollout": {"num_engines": 2, "tp": 2},
-        "weights": {"transport": transport},
-    }
+    sections = {"actor": {"world_size": 2}, "rollout": {"num_engines": 2, "tp": 2}, "weights": {"transport": transport}}
     return experiments.experiment(**sections)
 
 
 def test_trainers_and_engines_have_gpus_of_their_own_or_too_few_are_refused():
     trainers, engines = _devices(experiment("broadcast"), ["7", "6", "5", "4", "3", "2"])
-    assert trainers == {"CUDA_VISIBLE_DEVICES": "7,6"} and engines == {
-        "CUDA_VISIBLE_DEVICES": "5,4,3,2"
-    }
+    assert trainers == {"CUDA_VISIBLE_DEVICES": "7,6"} and engines == {"CUDA_VISIBLE_DEVICES": "5,4,3,2"}
     assert _devices(experiment("broadcast"), []) == ({}, {}), "a machine without GPUs"
-    with pytest.raises(
-        ValueError,
-        match=r"2 trainer ranks .* and 4 engine ranks .* need 6 GPUs, and the node has 5",
-    ):
+    with pytest.raises(ValueError, match=r"2 trainer ranks .* and 4 engine ranks .* need 6 GPUs, and the node has 5"):
         _devices(experiment("broadcast"), list("01234"))
     assert _devices(experiment("disk"), list("01234")) == ({}, {}), "shared"
 
@@ -76,9 +59,7 @@ def test_rays_folder_is_this_users_alone(tmp_path):
 
 def test_only_one_run_trains_into_a_folder(tmp_path):
     folder = RunFolder(tmp_path / "run")
-    refused = pytest.raises(
-        ValueError, match="output_dir .*run: another run trains into this folder"
-    )
+    refused = pytest.raises(ValueError, match="output_dir .*run: another run trains into this folder")
     with alone_in(folder), alone_in(RunFolder(tmp_path / "other")), refused, alone_in(folder):
         pass
     with alone_in(folder):
@@ -107,9 +88,7 @@ def test_a_folder_without_permission_is_one_message(monkeypatch, capsys):
 
     monkeypatch.setattr("megagrpo.tools.doctor.run", refused)
     assert cli.main(["doctor"]) == 2
-    assert capsys.readouterr().err == (
-        "megagrpo doctor: [Errno 13] Permission denied: '/data/runs'\n"
-    )
+    assert capsys.readouterr().err == ("megagrpo doctor: [Errno 13] Permission denied: '/data/runs'\n")
 
 
 def test_a_command_may_have_as_many_files_open_as_the_machine_allows():
@@ -119,13 +98,9 @@ def test_a_command_may_have_as_many_files_open_as_the_machine_allows():
         "resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
         "main(['view', 'none'])\nprint(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=child_environment()
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=child_environment())
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    assert int(done.stdout.split()[-1]) == (
-        65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
-    ), done
+    assert int(done.stdout.split()[-1]) == (65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)), done
 
 
 def test_a_node_waits_until_the_name_of_the_first_one_is_known(monkeypatch):
@@ -158,9 +133,7 @@ def test_a_signal_in_a_clean_up_does_not_cut_it_short(tmp_path):
         launch.end = interrupted
     assert all(child.process.poll() is not None for child in children)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL, (
-        "ignored meanwhile, though not handled"
-    )
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL, "ignored meanwhile, though not handled"
 
 
 def test_an_export_is_not_taken_for_the_run_beside_it(tmp_path, capsys):
@@ -175,9 +148,7 @@ def test_an_export_is_not_taken_for_the_run_beside_it(tmp_path, capsys):
             assert launch.watch(Child(failed.process, failed.log, reports)) == 1
             assert f"{reports}-1 ended with status 1\n{said}\n" in capsys.readouterr().err
         quiet = launch.spawn(["sleep", "1"], folder.log("trainer-1"), {})
-        assert launch.watch(Child(quiet.process, quiet.log, "trainer")) == 0, (
-            "the export's report ends no trainer"
-        )
+        assert launch.watch(Child(quiet.process, quiet.log, "trainer")) == 0, "the export's report ends no trainer"
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -192,8 +163,7 @@ def test_a_signal_ends_with_the_status_that_shells_know(number, status, tmp_path
 
 @pytest.mark.parametrize("final, status", [(False, STOPPED), (True, ENDED)])
 def test_a_stop_request_lets_ranks_finish_and_a_second_term_ends(final, status, tmp_path, capsys):
-    """final: `megagrpo stop` wrote it on another node. What fails once the run is saved changes
-    nothing."""
+    """final: `megagrpo stop` wrote it on another node. What fails once the run is saved changes nothing."""
     folder = RunFolder(tmp_path)
     request = StopRequest(folder.stop_request("trainer"))
     for program in ("true", "false", "sleep"):
@@ -290,10 +260,7 @@ def test_no_later_request_or_signal_changes_how_a_stopped_run_ends(asks, status,
     """As under Slurm, whose job repeats USR1 until the launcher has exited."""
     path = tmp_path / "run"
     launcher = subprocess.Popen(
-        [sys.executable, "-c", _LAUNCHER, path, _RANKS],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=child_environment(),
+        [sys.executable, "-c", _LAUNCHER, path, _RANKS], stderr=subprocess.PIPE, text=True, env=child_environment()
     )
     sent = 0
     asked = threading.Event()
@@ -406,18 +373,14 @@ def test_a_finished_run_says_so_before_anything_starts(tmp_path, capsys):
     assert not finished(more) and not finished(anew)
 
 
-def test_unheard_signals_still_reach_the_children_and_a_failure_leaves_none_and_no_temporary_folder(
-    tmp_path,
-):
+def test_unheard_signals_still_reach_the_children_and_a_failure_leaves_none_and_no_temporary_folder(tmp_path):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     launch = Launch(RunFolder(tmp_path), "serve", end=(), unheard=(signal.SIGTERM,))
     launch.remove_at_end(scratch)
     with pytest.raises(ValueError, match="no Ray"), launch:
         signal.raise_signal(signal.SIGTERM)
-        child, other = (
-            launch.spawn(["sleep", "60"], tmp_path / name, {}) for name in ("child", "other")
-        )
+        child, other = (launch.spawn(["sleep", "60"], tmp_path / name, {}) for name in ("child", "other"))
         time.sleep(0.3)
         child.process.terminate()
         assert child.process.wait(5) == -signal.SIGTERM
@@ -450,8 +413,7 @@ _POLITE = "import time; print('up', flush=True); time.sleep(600)"
 
 
 @pytest.mark.parametrize(
-    ("code", "number", "grace_s", "by"),
-    [(_STUBBORN, 3, 0.3, signal.SIGKILL), (_POLITE, 1, 30, signal.SIGTERM)],
+    ("code", "number", "grace_s", "by"), [(_STUBBORN, 3, 0.3, signal.SIGKILL), (_POLITE, 1, 30, signal.SIGTERM)]
 )
 def test_a_whole_tree_ends_and_the_polite_at_once(tmp_path, code, number, grace_s, by):
     process, tree = start(code, tmp_path / "deep" / "log")
@@ -566,10 +528,7 @@ for folder in sys.argv[1:]:
 
 
 def test_a_report_that_cannot_be_written_fails_no_finished_run(tmp_path):
-    lines = {
-        "cut": '{"step": 1, "rew\n{"step": 2}\n',
-        "blocked": '{"step": 1, "reward/mean": 0.5}\n',
-    }
+    lines = {"cut": '{"step": 1, "rew\n{"step": 2}\n', "blocked": '{"step": 1, "reward/mean": 0.5}\n'}
     folders = [tmp_path / name for name in lines]
     for folder in folders:
         folder.mkdir()

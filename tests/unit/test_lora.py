@@ -1,5 +1,4 @@
-"""Adapters without Megatron: what a configuration may say, what they weigh, and whose weights a
-checkpoint is for."""
+"""Adapters without Megatron: what a configuration may say, what they weigh, and whose weights a checkpoint is for."""
 
 import re
 from pathlib import Path
@@ -29,9 +28,7 @@ def test_experts_cut_more_finely_than_the_rest_are_refused():
 
     assert problems(["q_proj"]) == []
     [problem] = problems(["up_proj"])
-    assert (
-        "actor.lora has targets in experts" in problem and "divides tp = 1; 2 does not" in problem
-    )
+    assert "actor.lora has targets in experts" in problem and "divides tp = 1; 2 does not" in problem
 
 
 def test_reductions_overlap_without_replicas_of_experts_adapters():
@@ -45,9 +42,7 @@ def test_reductions_overlap_without_replicas_of_experts_adapters():
 
 
 def test_adapters_have_peft_names_and_shapes():
-    tensors = {
-        spec.name: spec.shape for spec in adapter_tensors(model_tensors(MOE), TARGETS, rank=4)
-    }
+    tensors = {spec.name: spec.shape for spec in adapter_tensors(model_tensors(MOE), TARGETS, rank=4)}
     assert len(tensors) == 2 * MOE.num_layers * (1 + MOE.experts.count)
     hidden, heads = MOE.hidden_size, MOE.attention.heads * MOE.attention.head_dim
     assert tensors["model.layers.0.self_attn.q_proj.lora_A.weight"] == (4, hidden)
@@ -63,9 +58,7 @@ def test_check_says_what_is_saved_and_a_checkpoint_holds_adapters_alone(prepared
     assert "the reference is the model without adapters, no copy" in text
     assert re.search(r"lora +trains [\d.]+ k of [\d.]+ M parameters", text)
     arch = architecture_of(hf_config(TinyModelConfig()))
-    trained = sum(
-        spec.size for spec in adapter_tensors(model_tensors(arch), config.actor.lora.targets, 4)
-    )
+    trained = sum(spec.size for spec in adapter_tensors(model_tensors(arch), config.actor.lora.targets, 4))
     assert checkpoint_cost(arch, config.actor, 2).file_bytes == trained * 16
     assert "lora" not in explain(load_config(QUICKSTART, []))
 

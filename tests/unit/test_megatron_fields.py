@@ -1,5 +1,4 @@
-"""Settings for libraries, checked against their sources, and what Megatron's configuration classes
-are given."""
+"""Settings for libraries, checked against their sources, and what Megatron's configuration classes are given."""
 
 import json
 import re
@@ -82,12 +81,7 @@ STAGES = {"parallel": {"pp": 2}}
         (DENSE, ENGINE, {}, {*OF_ENGINE, "apply_rope_fusion"}),
         (EXPERTS, ENGINE, {}, {*OF_ENGINE, *OF_EXPERTS, "apply_rope_fusion"}),
         (LATENT, ENGINE, {}, OF_ENGINE | OF_EXPERTS),
-        (
-            DENSE,
-            ENGINE,
-            {"parallel": {"pp": 2, "vpp": 2}},
-            {*OF_ENGINE, "apply_rope_fusion", "overlap_p2p_comm"},
-        ),
+        (DENSE, ENGINE, {"parallel": {"pp": 2, "vpp": 2}}, {*OF_ENGINE, "apply_rope_fusion", "overlap_p2p_comm"}),
         (DENSE, CUDA, {"lora": {"rank": 4}}, BIAS),  # adapters get no fused gradients
     ],
 )
@@ -108,9 +102,7 @@ def test_no_output_is_freed_while_it_is_sent(given, on):
     layout = actor(parallel={"pp": 4, "vpp": 2}, megatron=given)
     fields = transformer_fields(DENSE, layout, ENGINE)
     assert given.items() <= fields.items(), "the user's settings win"
-    assert [
-        name for name in ("overlap_p2p_comm", "deallocate_pipeline_outputs") if fields.get(name)
-    ] == on
+    assert [name for name in ("overlap_p2p_comm", "deallocate_pipeline_outputs") if fields.get(name)] == on
 
 
 @pytest.mark.parametrize(
@@ -130,12 +122,8 @@ def test_no_output_is_freed_while_it_is_sent(given, on):
 )
 def test_communication_overlaps_on_cuda(options, kernels, overlaps):
     fields = ddp_fields(actor(**options), kernels)
-    assert [
-        name for name in ("overlap_grad_reduce", "overlap_param_gather") if fields.get(name)
-    ] == overlaps
-    assert optimizer_fields(actor(**options), kernels)["overlap_param_gather"] == (
-        "overlap_param_gather" in overlaps
-    )
+    assert [name for name in ("overlap_grad_reduce", "overlap_param_gather") if fields.get(name)] == overlaps
+    assert optimizer_fields(actor(**options), kernels)["overlap_param_gather"] == ("overlap_param_gather" in overlaps)
     assert bool(fields.get("align_param_gather")) == ("vpp" in options.get("parallel", {}))
 
 
@@ -179,8 +167,7 @@ def test_bytes_of_a_trained_element(dtype, settings, gradient, state, host):
 
 
 def test_every_shipped_experiment_builds_megatrons_objects(prepared):
-    """As on CUDA, with the functions that Transformer Engine's stand-in has; Megatron's own checks
-    run and are named.
+    """As on CUDA, with the functions that Transformer Engine's stand-in has; Megatron's own checks run and are named.
 
     Of the laptop's experiments the quickstart has its model's description.
     """
@@ -193,30 +180,18 @@ def test_every_shipped_experiment_builds_megatrons_objects(prepared):
             report = "\n".join(settings_report(architecture_of(hf), config, True))
             for key in ("actor.megatron:", "actor.ddp: {use_dist", "rollout.sglang: {model_path"):
                 assert key in report
-    assert {path.stem for path in CONFIGS} - {"gsm8k", *LAPTOP - {"quickstart"}} == {
-        name for name, *_ in jobs
-    }
+    assert {path.stem for path in CONFIGS} - {"gsm8k", *LAPTOP - {"quickstart"}} == {name for name, *_ in jobs}
     hf = json.loads((MODELS / "Qwen3-8B" / "config.json").read_text())
     wrong = {"recompute_method": "block", "distribute_saved_activations": True}
-    jobs.append(
-        ["wrong", hf, actor(recompute="full", megatron=wrong, parallel={"tp": 2}).model_dump()]
-    )
+    jobs.append(["wrong", hf, actor(recompute="full", megatron=wrong, parallel={"tp": 2}).model_dump()])
     stand_ins = {"PYTHONPATH": f"{ROOT / 'tests' / 'stand_ins'}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
-    printed = python(
-        "-c", BUILD, cwd=ROOT, env=child_environment(stand_ins), input=json.dumps(jobs)
-    )
+    printed = python("-c", BUILD, cwd=ROOT, env=child_environment(stand_ins), input=json.dumps(jobs))
     built = {name: rest for name, *rest in map(json.loads, printed.splitlines())}
     assert built.keys() == {name for name, *_ in jobs}
     said = built["wrong"][0]
-    assert (
-        "Megatron's TransformerConfig refuses these settings: distribute_saved_activations" in said
-    )
+    assert "Megatron's TransformerConfig refuses these settings: distribute_saved_activations" in said
     assert "may be set in actor.megatron" in said
-    assert built["qwen3_30b_a3b"][:3] == [True, True, True] and built["quickstart"][:3] == [
-        False,
-        False,
-        False,
-    ]
+    assert built["qwen3_30b_a3b"][:3] == [True, True, True] and built["quickstart"][:3] == [False, False, False]
 
 
 def test_bfloat16_is_for_cuda():
@@ -259,12 +234,7 @@ def test_every_refusal_fits_a_field_and_names_a_key():
 
 
 WRONG = [  # key, right, wrong, message
-    (
-        "actor.megatron.moe_hybridep_num_sms_preprocessing",
-        [5],
-        [5.0, True, "5", None],
-        "declares it as .*int",
-    ),
+    ("actor.megatron.moe_hybridep_num_sms_preprocessing", [5], [5.0, True, "5", None], "declares it as .*int"),
     ("actor.megatron.apply_rope_fusion", [True], [1, "true", None], "valid boolean"),
     ("actor.megatron.fp8", ["hybrid", None], [3], "'e4m3' or 'hybrid'"),
     ("actor.megatron.attention_backend", ["flash"], ["flsh", 2], "flash, fused, unfused, local"),
@@ -288,9 +258,7 @@ def test_megatron_itself_judges_names_and_values():
     given = [[key.split(".")[:-1], {key.split(".")[-1]: value}] for key, value, _ in jobs]
     # one process for all of them: a path may come twice
     printed = python(
-        *("-W", "ignore", "-m", "megagrpo.check.libraries"),
-        cwd=ROOT,
-        input=json.dumps(["megatron", given, None]),
+        *("-W", "ignore", "-m", "megagrpo.check.libraries"), cwd=ROOT, input=json.dumps(["megatron", given, None])
     )
     found = json.loads(printed.splitlines()[-1])
     assert [".".join(path) for path, _ in found] == [key for key, _, right in jobs if not right]
@@ -299,9 +267,7 @@ def test_megatron_itself_judges_names_and_values():
         assert re.search(messages[".".join(path)], problem), problem
 
 
-@pytest.mark.parametrize(
-    "missing, said", [(True, "not judged, megatron is not installed"), (False, "")]
-)
+@pytest.mark.parametrize("missing, said", [(True, "not judged, megatron is not installed"), (False, "")])
 def test_a_library_is_asked_only_if_it_is_there(missing, said, monkeypatch, capsys):
     monkeypatch.setattr(libraries, "find_spec", lambda name: None)
     settings = {"megatron": {"apply_rope_fusion": 1}} if missing else {}
@@ -314,23 +280,11 @@ def test_a_library_is_asked_only_if_it_is_there(missing, said, monkeypatch, caps
     [
         (["actor.megatron.tensor_model_parallel_size=2"], "set by actor.parallel.tp"),
         (["actor.megatron.hidden_dropout=0.1"], "ratio of new to old probabilities"),
-        (
-            ["actor.ddp.grad_reduce_in_fp32=false"],
-            "set by actor.optimizer.megatron.main_grads_dtype",
-        ),
+        (["actor.ddp.grad_reduce_in_fp32=false"], "set by actor.optimizer.megatron.main_grads_dtype"),
         (["actor.optimizer.megatron.exp_avg_dtype=bfloat16"], "14 bytes of an element at the peak"),
-        (
-            ["actor.megatron.recompute_modules=[mlp]"],
-            "read with actor.recompute selective .*, which is none",
-        ),
-        (
-            ["actor.recompute=selective", "actor.megatron.recompute_num_layers=2"],
-            "actor.recompute full",
-        ),
-        (
-            [*OWN_LAYERS, "actor.megatron.recompute_modules=[mlp, moe_act]"],
-            "moe_act needs Transformer Engine's",
-        ),
+        (["actor.megatron.recompute_modules=[mlp]"], "read with actor.recompute selective .*, which is none"),
+        (["actor.recompute=selective", "actor.megatron.recompute_num_layers=2"], "actor.recompute full"),
+        ([*OWN_LAYERS, "actor.megatron.recompute_modules=[mlp, moe_act]"], "moe_act needs Transformer Engine's"),
         ([*OWN_LAYERS, "actor.megatron.fp8=hybrid"], "needs Transformer Engine's layers"),
         *(
             ([*ON_CPU, f"actor.megatron.{name}"], "needs Transformer Engine's layers")
@@ -347,37 +301,21 @@ def test_a_library_is_asked_only_if_it_is_there(missing, said, monkeypatch, caps
             for lead in (ON_CPU, [*OWN_LAYERS, "actor.dtype=bfloat16"], LORA_ON_GPU)
         ),
         (["actor.optimizer.distributed=false", "actor.ddp.overlap_param_gather=true"], "sharded"),
-        (
-            ["actor.megatron.overlap_p2p_comm=true"],
-            "messages overlap only in the schedule of virtual stages",
-        ),
+        (["actor.megatron.overlap_p2p_comm=true"], "messages overlap only in the schedule of virtual stages"),
         (["actor.ddp.align_param_gather=true"], "in others each would be waited for"),
-        (
-            [*MESSAGES, "actor.megatron.deallocate_pipeline_outputs=true"],
-            "waited for before its output is freed",
-        ),
-        (
-            [*MESSAGES, "actor.megatron.batch_p2p_comm=true"],
-            "with overlap_p2p_comm messages are sent one by one",
-        ),
+        ([*MESSAGES, "actor.megatron.deallocate_pipeline_outputs=true"], "waited for before its output is freed"),
+        ([*MESSAGES, "actor.megatron.batch_p2p_comm=true"], "with overlap_p2p_comm messages are sent one by one"),
         ([*VIRTUAL, "actor.megatron.batch_p2p_comm=true"], "a batch mixes up what is for which"),
-        (
-            ["actor.optimizer.megatron.optimizer_cpu_offload=true"],
-            "with actor.dtype float32 there are none",
-        ),
+        (["actor.optimizer.megatron.optimizer_cpu_offload=true"], "with actor.dtype float32 there are none"),
         (
             ["actor.dtype=bfloat16", "actor.optimizer.megatron.main_grads_dtype=bfloat16"],
             "use_precision_aware_optimizer",
         ),
-        (
-            ["actor.transformer_engine=true", "actor.megatron.fp8=hybrid"],
-            "fp8_recipe delayed, the default, is refused",
-        ),
+        (["actor.transformer_engine=true", "actor.megatron.fp8=hybrid"], "fp8_recipe delayed, the default, is refused"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_its_key(overrides, message):
-    """One of each kind; docs/reference/configuration.md, which a test compares, has all
-    refusals."""
+    """One of each kind; docs/reference/configuration.md, which a test compares, has all refusals."""
     with pytest.raises(ConfigError, match=message) as error:
         read_experiment(QUICKSTART, overrides)
     assert f"--set {overrides[-1]}: {overrides[-1].partition('=')[0]} = " in str(error.value)
@@ -392,22 +330,12 @@ def test_problems_of_all_maps_come_with_their_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(libraries, "_answer", answer)
     actor = "actor:\n  megatron:\n    moe_hybridep_num_sms_preprocessing: x\n    tp: 2\n  ddp: {bucket_size: x}\n"
     text = QUICKSTART.read_text().replace("actor:\n", actor, 1)
-    text = re.sub(
-        r"^rollout: .*$",
-        "rollout:\n  sglang:\n    page_sise: 1\n    page_size: x",
-        text,
-        flags=re.MULTILINE,
-    )
+    text = re.sub(r"^rollout: .*$", "rollout:\n  sglang:\n    page_sise: 1\n    page_size: x", text, flags=re.MULTILINE)
     (tmp_path / "e.yaml").write_text(text)
     with pytest.raises(ConfigError) as error:
         read_experiment(tmp_path / "e.yaml", judge=libraries.library_problems)
-    megatron, sglang = (
-        text.splitlines().index(f"  {section}:") + 1 for section in ("megatron", "sglang")
-    )
-    found = [
-        problem.strip().removeprefix(f"{tmp_path}/")
-        for problem in str(error.value).splitlines()[1:]
-    ]
+    megatron, sglang = (text.splitlines().index(f"  {section}:") + 1 for section in ("megatron", "sglang"))
+    found = [problem.strip().removeprefix(f"{tmp_path}/") for problem in str(error.value).splitlines()[1:]]
     lines = [megatron + 1, megatron + 2, megatron + 3, sglang + 1, sglang + 2]
     assert [problem.split(": ")[0] for problem in found] == [f"e.yaml:{line}" for line in lines]
     assert found[3].endswith(": rollout.sglang.page_sise = 1: is wrong")

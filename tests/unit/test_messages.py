@@ -83,12 +83,7 @@ def as_object(messages):
 
 def test_members_that_are_null_are_left_out_at_any_depth():
     """Arrow fills them in, in the objects of a list as well."""
-    given = {
-        "role": "user",
-        "name": None,
-        "tool_calls": [{"id": "1", "function": None}],
-        "a": [None],
-    }
+    given = {"role": "user", "name": None, "tool_calls": [{"id": "1", "function": None}], "a": [None]}
     found = {"role": "user", "tool_calls": [{"id": "1"}], "a": [None]}
     assert checked_messages([given]) == [found]
 
@@ -140,11 +135,7 @@ def test_a_rows_tools_reach_its_template(tmp_path, plain):
         {"prompt": "2+3", "answer": ""},
     ]
     with_tool = '[{"type": "function", "function": {"name": "add"}}]<user>2+3<assistant>'
-    assert texts(tmp_path, plain, rows, tools_key="tools") == [
-        with_tool,
-        with_tool,
-        "<user>2+3<assistant>",
-    ]
+    assert texts(tmp_path, plain, rows, tools_key="tools") == [with_tool, with_tool, "<user>2+3<assistant>"]
     rows[0]["tools"] = ["add"]
     with pytest.raises(ValueError, match=r"t.jsonl:1: 'tools' should be a list of"):
         texts(tmp_path, plain, rows, tools_key="tools")

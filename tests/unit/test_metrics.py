@@ -1,5 +1,4 @@
-"""Metrics are combined as they say, whatever the number of ranks; files survive crashes and
-resumes."""
+"""Metrics are combined as they say, whatever the number of ranks; files survive crashes and resumes."""
 
 import json
 import math
@@ -50,12 +49,7 @@ def test_every_reduction_over_calls():
     for value in (2.0, -5.0, weight.max()):
         metrics.add_max("moe/largest", value)
     metrics.add_rate("perf/tokens_per_s", 100, 4.0)
-    expected = {
-        "batch/tokens": 9.0,
-        "loss/total": 7.0 / 4.0,
-        "moe/largest": 2.0,
-        "perf/tokens_per_s": 25.0,
-    }
+    expected = {"batch/tokens": 9.0, "loss/total": 7.0 / 4.0, "moe/largest": 2.0, "perf/tokens_per_s": 25.0}
     assert metrics.reduced(alone) == expected and Metrics().reduced(alone) == {}
 
 
@@ -89,21 +83,9 @@ def test_timer_counts_phases_and_the_rest():
     now[0] += 0.5
     metrics = Metrics()
     timer.record(metrics, num_tokens=50)
-    expected = {
-        "time/bookkeeping_s": 0.5,
-        "time/rollout_s": 6.0,
-        "time/update_s": 3.0,
-        "time/step_s": 10.0,
-    }
-    assert metrics.reduced(alone) == expected | {
-        "perf/tokens_per_s": 5.0,
-        "time/framework_fraction": 0.1,
-    }
-    with (
-        pytest.raises(AssertionError, match="inside phase"),
-        timer.phase("rollout"),
-        timer.phase("update"),
-    ):
+    expected = {"time/bookkeeping_s": 0.5, "time/rollout_s": 6.0, "time/update_s": 3.0, "time/step_s": 10.0}
+    assert metrics.reduced(alone) == expected | {"perf/tokens_per_s": 5.0, "time/framework_fraction": 0.1}
+    with pytest.raises(AssertionError, match="inside phase"), timer.phase("rollout"), timer.phase("update"):
         pass
 
 
@@ -137,12 +119,8 @@ def test_broken_line_is_named(tmp_path):
 
 def test_rollout_lines(tmp_path):
     prompt = Prompt(id=7, text="1+1=", token_ids=(1, 2), answer="2")
-    samples = tuple(
-        Sample(i, (3, 4), (-0.1, -0.2), "stop", 5, text) for i, text in enumerate(("2", "é"))
-    )
-    group = RolloutGroup(
-        0, prompt, samples, (Outcome("score", 1.0), Outcome("timeout", detail="10 s"))
-    )
+    samples = tuple(Sample(i, (3, 4), (-0.1, -0.2), "stop", 5, text) for i, text in enumerate(("2", "é")))
+    group = RolloutGroup(0, prompt, samples, (Outcome("score", 1.0), Outcome("timeout", detail="10 s")))
     with closing(RolloutLog(RunFolder(tmp_path), 0)) as log:
         log.write(12, [group])
     (line,) = (tmp_path / "rollouts" / "step_000012.replica_0.jsonl").read_text().splitlines()
@@ -163,10 +141,7 @@ def test_samples_of_all_replicas_are_one_record(tmp_path):
                 log.write(step, [RolloutGroup(number, prompt, (), ()) for number in groups])
 
     def found(step):
-        return [
-            record["group_id"]
-            for record in read_rollouts(folder.rollout_files().get(step, {}).values())
-        ]
+        return [record["group_id"] for record in read_rollouts(folder.rollout_files().get(step, {}).values())]
 
     write(0, [3, 0])
     write(1, [2, 1])
@@ -198,11 +173,7 @@ def test_tensorboard_reads_back(tmp_path):
                 log.write(step, {"reward/mean": value})
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
-    assert [(event.step, event.value) for event in board.Scalars("reward/mean")] == [
-        (0, 0.0),
-        (1, 0.5),
-        (2, 9.0),
-    ]
+    assert [(event.step, event.value) for event in board.Scalars("reward/mean")] == [(0, 0.0), (1, 0.5), (2, 9.0)]
 
 
 def test_a_folder_that_replaces_another_leaves_that_if_it_fails_or_is_killed(tmp_path, monkeypatch):
@@ -244,11 +215,7 @@ def test_sources_have_metrics_of_their_own(tmp_path, sources, refused):
             read_rows(data)
     else:
         found = sorted(row.source for row in read_rows(data))
-        assert [name for name, _ in by_source([], found)] == [
-            "math_500",
-            "u4ee3u7801",
-            "u6570u5b66",
-        ]
+        assert [name for name, _ in by_source([], found)] == ["math_500", "u4ee3u7801", "u6570u5b66"]
 
 
 def test_ranks_that_read_other_rows_are_refused():
@@ -271,15 +238,8 @@ def test_a_record_that_cannot_be_written_does_not_hide_why_a_run_ends(tmp_path, 
 
 
 def test_gradient_norms_are_the_mean_and_the_largest_of_all_updates():
-    optim = [
-        {"optim/lr": 2.0, "optim/grad_norm": 581.5},
-        {"optim/lr": 1.0, "optim/grad_norm": 10.5},
-    ]
-    assert _of_updates(optim) == {
-        "optim/lr": 1.0,
-        "optim/grad_norm": 296.0,
-        "optim/grad_norm_max": 581.5,
-    }
+    optim = [{"optim/lr": 2.0, "optim/grad_norm": 581.5}, {"optim/lr": 1.0, "optim/grad_norm": 10.5}]
+    assert _of_updates(optim) == {"optim/lr": 1.0, "optim/grad_norm": 296.0, "optim/grad_norm_max": 581.5}
 
 
 def test_an_evaluation_measures_samples_and_scores_rollouts():

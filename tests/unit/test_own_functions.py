@@ -71,10 +71,7 @@ def test_a_filter_chooses_the_groups():
         ({"loss": {"name": f"{OWN}:gmpo", "args": {"clp": 1}}}, "did you mean 'clip'?"),
         ({"loss": {"name": f"{OWN}:plain"}}, "missing a required argument: 'weight'"),
         ({"advantage": {"name": f"{OWN}:NUMBER"}}, "algorithm.advantage"),
-        (
-            {"dynamic_sampling": {"filter": f"{OWN}:mixed"}},
-            "algorithm.dynamic_sampling.filter.args do not fit",
-        ),
+        ({"dynamic_sampling": {"filter": f"{OWN}:mixed"}}, "algorithm.dynamic_sampling.filter.args do not fit"),
     ],
 )
 def test_a_mistake_is_one_message(sections, said):
@@ -94,9 +91,7 @@ def test_a_file_and_an_override_name_them_and_the_run_folder_records_them(tmp_pa
     dump_config(config, tmp_path / "config.yaml")
     assert read_experiment(tmp_path / "config.yaml") == config
     digest = hashlib.sha256(OWN.read_bytes()).hexdigest()
-    assert (
-        f"# algorithm.loss: {OWN}:gmpo, sha256 {digest}" in (tmp_path / "config.yaml").read_text()
-    )
+    assert f"# algorithm.loss: {OWN}:gmpo, sha256 {digest}" in (tmp_path / "config.yaml").read_text()
     with pytest.raises(ConfigError, match=r"own.yaml:5: algorithm.loss.args = 3"):
         file.write_text(file.read_text().replace("{clip: 0.3}", "3"))
         read_experiment(file)

@@ -49,18 +49,9 @@ ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs" / "models"
 QWEN = MODELS / "Qwen3-235B-A22B"
 H100 = HARDWARE["H100"]
-CLUSTER = [
-    path
-    for path in sorted((ROOT / "configs").glob("*.yaml"))
-    if load_config(path).actor.world_size >= 16
-]
+CLUSTER = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if load_config(path).actor.world_size >= 16]
 LARGE = "qwen3_235b_a22b"
-SHORT = (
-    "sampling.max_response_tokens=8192",
-    "rollout.tp=8",
-    "rollout.ep=8",
-    "rollout.nodes_per_engine=1",
-)
+SHORT = ("sampling.max_response_tokens=8192", "rollout.tp=8", "rollout.ep=8", "rollout.nodes_per_engine=1")
 
 
 def shipped(name: str = LARGE, *words: str) -> ExperimentConfig:
@@ -86,14 +77,10 @@ def test_lengths_as_they_are_given(tmp_path):
     assert found.spread(3).tolist() == pytest.approx([13.333, 20, 26.667], rel=1e-3)
     assert given_lengths("800", config).mean == pytest.approx(800, rel=1e-3)
     assumed = assumed_lengths(config).responses
-    assert (
-        np.quantile(assumed, 0.5) == pytest.approx(0.3 * 8192, rel=2e-3) and assumed.max() == 8192
-    )
+    assert np.quantile(assumed, 0.5) == pytest.approx(0.3 * 8192, rel=2e-3) and assumed.max() == 8192
     assert np.mean(assumed >= 8191) == pytest.approx(0.01, abs=1e-3)
     for text in ("no_such_file", "1/2", "9000", "0", "-3"):
-        with pytest.raises(
-            ValueError, match=f"--lengths {text}: no such file, and no mean between 0 and"
-        ):
+        with pytest.raises(ValueError, match=f"--lengths {text}: no such file, and no mean between 0 and"):
             given_lengths(text, config)
 
 
@@ -114,9 +101,7 @@ def test_the_work_is_of_every_parameter(folder):
     counts, work = parameter_counts(arch), model_work(arch)
     tower = 0 if arch.vision is None else sum(spec.size for spec in arch.vision.tensors())
     vocabulary = work.vocabulary * (1 if arch.tied else 2)
-    assert (
-        work.dense + work.expert + vocabulary + arch.hidden_size + tower == counts.total
-    )  # and the last norm
+    assert work.dense + work.expert + vocabulary + arch.hidden_size + tower == counts.total  # and the last norm
     active = work.token_flops / 2 + arch.hidden_size
     # without the embedding, which only looks up, and the tower, which tokens of text do not meet
     assert active == pytest.approx(counts.active - tower, rel=1e-9)
@@ -124,13 +109,9 @@ def test_the_work_is_of_every_parameter(folder):
 
 def test_a_cache_repeats_heads_and_latents():
     work = model_work(Model.read(QWEN).arch)
-    assert (
-        work.cache_bytes(1) == 188 * 1024
-    )  # 94 layers, 4 heads, 128 values of key and value, bf16
+    assert work.cache_bytes(1) == 188 * 1024  # 94 layers, 4 heads, 128 values of key and value, bf16
     assert work.cache_bytes(4) == work.cache_bytes(8) == work.cache_bytes(64) == 47 * 1024
-    attention = LatentAttention(
-        64, None, 512, nope_dim=128, rope_dim=64, v_dim=128, rotary=Rotary(1e4)
-    )
+    attention = LatentAttention(64, None, 512, nope_dim=128, rope_dim=64, v_dim=128, rotary=Rotary(1e4))
     latent = replace(work, arch=replace(work.arch, attention=attention))
     assert latent.cache_bytes(1) == latent.cache_bytes(8) == 94 * 576 * 2
     assert latent.arch.attention.decode_pair_flops == 2 * 64 * (576 + 512)
@@ -146,25 +127,18 @@ def test_what_an_engine_rank_holds():
     assert 2 * weight_elements(work, eight) == pytest.approx(58.9e9, rel=0.005)
     eight_heads = replace(work, arch=replace(arch, attention=replace(arch.attention, kv_heads=8)))
     repeated = weight_elements(work, eight) - weight_elements(eight_heads, eight)
-    assert repeated == pytest.approx(
-        94 * 2 * 4096 * 128 * 4 / 8
-    )  # 4 heads of key and of value on 8 ranks
+    assert repeated == pytest.approx(94 * 2 * 4096 * 128 * 4 / 8)  # 4 heads of key and of value on 8 ranks
 
 
 @pytest.mark.parametrize("name", ["Qwen3-235B-A22B", "GLM-4.5", "DeepSeek-V3-0324", "Qwen3-8B"])
 def test_fp8_engines_hold_a_byte_an_element_and_a_scale_a_block(name):
-    """By the tensors in FP8, without the first halves of latent projections: 0.1 % of
-    DeepSeek-V3."""
+    """By the tensors in FP8, without the first halves of latent projections: 0.1 % of DeepSeek-V3."""
     arch = Model.read(MODELS / name).arch
     work, server = model_work(arch), server_of(RolloutConfig(quantization="fp8", dtype="bfloat16"))
     groups = tensor_groups(arch, None).items()
-    tensors = sum(
-        number * spec.size * (1 + 4 / 128**2 if spec.in_fp8 else 2) for spec, number in groups
-    )
+    tensors = sum(number * spec.size * (1 + 4 / 128**2 if spec.in_fp8 else 2) for spec, number in groups)
     assert weight_bytes(work, server) == pytest.approx(tensors, rel=3e-3)
-    assert weight_bytes(work, replace(server, fp8=False)) == pytest.approx(
-        2 * parameter_counts(arch).total, rel=1e-6
-    )
+    assert weight_bytes(work, replace(server, fp8=False)) == pytest.approx(2 * parameter_counts(arch).total, rel=1e-6)
     eight = replace(server, tp=8, attention_tp=8)
     assert expert_bytes(work, eight) == pytest.approx(work.expert * (1 + 4 / 128**2) / 8)
 
@@ -188,10 +162,7 @@ def test_the_cache_is_what_weights_leave():
 
 def test_a_rollout_reads_weights_and_cache_once_a_step():
     lengths = lengths_of(640)
-    config, target = (
-        shipped(LARGE, "train.num_prompts_per_step=512", "train.group_size=16"),
-        qwen(lengths),
-    )
+    config, target = (shipped(LARGE, "train.num_prompts_per_step=512", "train.group_size=16"), qwen(lengths))
     side = engine(config, lengths)
     samples = 512 * 16 / config.rollout.num_engines
     found, slots = rollout_seconds(config, target, side), side.concurrent
@@ -207,21 +178,14 @@ def test_a_rollout_reads_weights_and_cache_once_a_step():
 def test_the_long_tail_and_few_slots_take_longer():
     even, config = lengths_of(2000), shipped()
     long = lengths_of(1000, 1000, 1000, 5000)  # as many tokens
-    at = [
-        sum(rollout_seconds(config, qwen(found), engine(config, found)).values())
-        for found in (even, long)
-    ]
+    at = [sum(rollout_seconds(config, qwen(found), engine(config, found)).values()) for found in (even, long)]
     assert at[1] > 1.5 * at[0]
     few = shipped(LARGE, "rollout.max_running_requests=4")
     assert sum(rollout_seconds(few, qwen(even), engine(few, even)).values()) > 2 * at[0]
     one = rollout_seconds(config, qwen(even), replace(engine(config, even), concurrent=1))
     all_experts = rollout_seconds(config, qwen(even), replace(engine(config, even), concurrent=200))
-    samples = (
-        config.train.num_prompts_per_step * config.train.group_size / config.rollout.num_engines
-    )
-    assert (
-        one["weights"] / samples < all_experts["weights"] * 200 / samples / 5
-    )  # a step reads 8 of 128 experts
+    samples = config.train.num_prompts_per_step * config.train.group_size / config.rollout.num_engines
+    assert one["weights"] / samples < all_experts["weights"] * 200 / samples / 5  # a step reads 8 of 128 experts
 
 
 def trained(*words: str, **parallel: int):
@@ -234,23 +198,14 @@ def trained(*words: str, **parallel: int):
 
 
 def test_an_update_is_its_micro_batches_and_the_bubble():
-    forward, parts, side, config = trained(
-        "actor.micro_batch_tokens=18000", "train.num_updates_per_step=2", pp=2, ep=8
-    )
+    forward, parts, side, config = trained("actor.micro_batch_tokens=18000", "train.num_updates_per_step=2", pp=2, ep=8)
     dp, peak = config.actor.dp, 989e12
     assert dp == 8
     count = 256 * 4 / 2 / 8 / 2  # samples of an update on a rank, two in a micro-batch
-    products = [
-        (cost.flops * 18000 / cost.tokens + cost.pair_flops * 2 * 9000**2 / 2) / peak
-        for cost in side.stages
-    ]
+    products = [(cost.flops * 18000 / cost.tokens + cost.pair_flops * 2 * 9000**2 / 2) / peak for cost in side.stages]
     slowest = int(np.argmax(products))
-    assert parts["compute"] == pytest.approx(
-        2 * count * 4 * products[slowest]
-    )  # forward, again, 2 backward
-    sent = sum(seconds for name, seconds in parts.items() if "communication" in name) / (
-        2 * count * 3
-    )
+    assert parts["compute"] == pytest.approx(2 * count * 4 * products[slowest])  # forward, again, 2 backward
+    sent = sum(seconds for name, seconds in parts.items() if "communication" in name) / (2 * count * 3)
     assert parts["pipeline bubble"] == pytest.approx(2 * (4 * products[slowest] + 3 * sent))
     assert forward == pytest.approx(2 * (count + 1) * (products[slowest] + sent), rel=1e-2)
     stage = side.stages[slowest].gradient_bytes
@@ -270,12 +225,9 @@ def test_an_update_is_its_micro_batches_and_the_bubble():
     ],
 )
 def test_trainers_multiply_with_every_weight(name, more):
-    """The FLOPs that the trainers' side counts layer by layer are those of the model's own
-    tensors."""
+    """The FLOPs that the trainers' side counts layer by layer are those of the model's own tensors."""
     arch = Model.read(MODELS / name).arch
-    actor = ActorConfig.model_validate(
-        {"world_size": 2, "dtype": "bfloat16", "parallel": {"tp": 2}}
-    )
+    actor = ActorConfig.model_validate({"world_size": 2, "dtype": "bfloat16", "parallel": {"tp": 2}})
     (stage,) = trainer_side(arch, actor, Load(1000, 1000)).stages
     work = model_work(arch)
     norms = work.whole * arch.num_layers  # which are no products, nor are biases
@@ -295,12 +247,8 @@ def test_a_publish_fills_the_fullest_link():
     config, target = shipped(), qwen(lengths_of(1000))
     side = engine(config, target.lengths)
     assert publish_seconds(config, target, side) == {"receiving on an engine": side.weights / 50e9}
-    many = config.model_copy(
-        update={"rollout": config.rollout.model_copy(update={"num_engines": 32})}
-    )
-    assert publish_seconds(many, target, side) == {
-        "sending from the trainers": side.weights * 256 / 128 / 50e9
-    }
+    many = config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_engines": 32})})
+    assert publish_seconds(many, target, side) == {"sending from the trainers": side.weights * 256 / 128 / 50e9}
 
 
 @pytest.mark.parametrize("path", CLUSTER, ids=lambda path: path.stem)
@@ -308,10 +256,7 @@ def test_every_cluster_experiment_fits(path):
     config = with_model(load_config(path))
     plan = plan_step(config, target_of(config))
     assert plan.problems == ()
-    assert (
-        plan.synchronous == pytest.approx(sum(plan.seconds.values()))
-        and 0 < plan.off_policy < plan.synchronous
-    )
+    assert plan.synchronous == pytest.approx(sum(plan.seconds.values())) and 0 < plan.off_policy < plan.synchronous
     assert plan.step == (plan.off_policy if config.rollout.max_staleness else plan.synchronous)
 
 
@@ -327,9 +272,7 @@ def test_the_plan_as_text_names_the_search_if_it_does_not_fit():
         "limit      rollout: ",
     ):
         assert words in text
-    with pytest.raises(
-        ValueError, match="A100 is not in the table, which has H100, H200, H20, B200"
-    ):
+    with pytest.raises(ValueError, match="A100 is not in the table, which has H100, H200, H20, B200"):
         hardware_of("A100")
     large = shipped("qwen3_8b_gsm8k", "actor.micro_batch_tokens=200000", "actor.recompute=none")
     text = "\n".join(report(placed_plan(large)))
@@ -358,26 +301,17 @@ def test_a_search_proposes_what_fits():
     best = found[0].config
     assert {plan.config.rollout.colocate for plan in found} == {True, False}, "side by side"
     for plan in found:
-        ranks = (
-            plan.config.actor.world_size,
-            plan.config.rollout.num_engines * plan.config.rollout.tp,
-        )
+        ranks = (plan.config.actor.world_size, plan.config.rollout.num_engines * plan.config.rollout.tp)
         assert ranks == ((16, 16) if plan.config.rollout.colocate else (8, 8))
     made = load_config(ROOT / "configs" / "qwen3_8b_gsm8k.yaml", changes(config, best))
-    assert (
-        made.actor == best.actor and made.rollout == best.rollout and made.weights == best.weights
-    )
-    assert all(plan.config.rollout.colocate for plan in best_layouts(config, target, 1)), (
-        "one node has no others"
-    )
+    assert made.actor == best.actor and made.rollout == best.rollout and made.weights == best.weights
+    assert all(plan.config.rollout.colocate for plan in best_layouts(config, target, 1)), "one node has no others"
 
 
 def test_words_of_a_proposal_make_it():
     config = shipped("deepseek_v3_671b", "rollout.sglang={schedule_policy: lpm}")
     apart = {**config.rollout.sglang, "enable_dp_attention": True, "dp_size": 8}
-    other = config.model_copy(
-        update={"rollout": config.rollout.model_copy(update={"sglang": apart})}
-    )
+    other = config.model_copy(update={"rollout": config.rollout.model_copy(update={"sglang": apart})})
     made = load_config(ROOT / "configs" / "deepseek_v3_671b.yaml", changes(config, other))
     assert made.rollout == other.rollout
 

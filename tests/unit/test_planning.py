@@ -10,15 +10,11 @@ from megagrpo.cli import main
 from tests import experiments
 
 
-def placed(
-    world: int, engines: int, tp: int, across: int, gpus: int, *, shared: bool = False
-) -> Placement:
+def placed(world: int, engines: int, tp: int, across: int, gpus: int, *, shared: bool = False) -> Placement:
     rollout = {"tp": tp, "nodes_per_engine": across, "host": "eth0", "colocate": shared}
     rollout |= {"num_engines": engines}
     config = experiments.experiment(
-        actor={"world_size": world},
-        rollout=rollout,
-        weights={"transport": "ipc" if shared else "reshard"},
+        actor={"world_size": world}, rollout=rollout, weights={"transport": "ipc" if shared else "reshard"}
     )
     return place(config, Nodes(gpus))
 
@@ -54,16 +50,9 @@ def test_colocated_engines_are_where_trainers_are(world, engines, tp, across, at
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["plan", "x", "--search", "0"],
-        ["try", "x", "--prompts", "-1"],
-        ["bisect", "x", "--max-new-tokens", "0"],
-    ],
+    "words", [["plan", "x", "--search", "0"], ["try", "x", "--prompts", "-1"], ["bisect", "x", "--max-new-tokens", "0"]]
 )
 def test_numbers_below_one_are_refused(capsys, words):
     with pytest.raises(SystemExit):
         main(words)
-    assert re.search(
-        rf"argument {words[2]}: invalid positive value: '{words[3]}'", capsys.readouterr().err
-    )
+    assert re.search(rf"argument {words[2]}: invalid positive value: '{words[3]}'", capsys.readouterr().err)

@@ -1,5 +1,4 @@
-"""The trainers' closed forms against recorded bytes of GPU kernels; what saves and resumes cost, by
-sums by hand."""
+"""The trainers' closed forms against recorded bytes of GPU kernels; what saves and resumes cost, by sums by hand."""
 
 import json
 from pathlib import Path
@@ -17,19 +16,14 @@ from megagrpo.tools.plan.trainer_memory import Load, in_flight, trainer_stages
 from tests.experiments import QUICKSTART
 
 pytestmark = pytest.mark.verifies(
-    "runs",
-    "`plan`: memory against real ranks and recorded bytes; no seconds",
-    "dist/test_memory.py",
+    "runs", "`plan`: memory against real ranks and recorded bytes; no seconds", "dist/test_memory.py"
 )
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
-ALLOWED = {
-    "DeepSeek-V3-0324": 0.16
-}  # of what an update adds; the others: 0.05, the largest difference is 0.031
-# Recorded at commit 110b4be, whose dry run made Megatron's real update on shapes, with what a GPU's
-# kernels keep: by rank MB of parameters, gradients and optimizer, and what forward and backward add
-# to them. All models of 4 layers, Qwen3-235B of 2; tokens of a micro-batch and of the longest
-# sample, imbalance of experts.
+ALLOWED = {"DeepSeek-V3-0324": 0.16}  # of what an update adds; the others: 0.05, the largest difference is 0.031
+# Recorded at commit 110b4be, whose dry run made Megatron's real update on shapes, with what a GPU's kernels keep: by
+# rank MB of parameters, gradients and optimizer, and what forward and backward add to them. All models of 4 layers,
+# Qwen3-235B of 2; tokens of a micro-batch and of the longest sample, imbalance of experts.
 RECORDED = [
     (
         "Qwen2.5-7B", {"world_size": 8, "parallel": {"tp": 2, "pp": 2}, "recompute": "none"}, (8192, 4096, 1.0),
@@ -54,9 +48,7 @@ RECORDED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "load", "recorded"), RECORDED, ids=lambda value: str(value)[:20]
-)
+@pytest.mark.parametrize(("model", "options", "load", "recorded"), RECORDED, ids=lambda value: str(value)[:20])
 def test_closed_forms_are_near_the_bytes_of_gpu_kernels(model, options, load, recorded):
     layers = {"num_hidden_layers": 2 if "235B" in model else 4}
     description = json.loads((MODELS / model / "config.json").read_text()) | layers
@@ -79,18 +71,13 @@ def test_linear_weights_in_fp8_are_held_twice_beside_those_in_bfloat16():
     hidden, inner = arch.hidden_size, arch.ffn_size
     kv = arch.attention.kv_heads * arch.attention.head_dim
     linear = arch.num_layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner)
-    held = {
-        phase: stage.memory(phase, 0.0).parts.get("weights in FP8")
-        for phase in ("load", "rollout", "update")
-    }
+    held = {phase: stage.memory(phase, 0.0).parts.get("weights in FP8") for phase in ("load", "rollout", "update")}
     assert held == {"load": None, "rollout": 2 * linear, "update": 2 * linear}
 
 
 def test_a_stage_keeps_what_the_schedule_has_in_flight():
     assert [in_flight(ParallelConfig(pp=4), stage) for stage in range(4)] == [4, 3, 2, 1]
-    assert (
-        in_flight(ParallelConfig(pp=2, vpp=2), 0) == 2.5
-    )  # chunks of half a stage: 2 to warm up twice, and one
+    assert in_flight(ParallelConfig(pp=2, vpp=2), 0) == 2.5  # chunks of half a stage: 2 to warm up twice, and one
 
 
 def arch_of(family: str, tied: bool = False):
@@ -98,26 +85,14 @@ def arch_of(family: str, tied: bool = False):
     return architecture_of(hf_config(sizes))
 
 
-def actor(
-    world: int, distributed: bool = True, dtype: str = "bfloat16", **parallel: int
-) -> ActorConfig:
-    options = {
-        "world_size": world,
-        "dtype": dtype,
-        "parallel": parallel,
-        "optimizer": {"distributed": distributed},
-    }
+def actor(world: int, distributed: bool = True, dtype: str = "bfloat16", **parallel: int) -> ActorConfig:
+    options = {"world_size": world, "dtype": dtype, "parallel": parallel, "optimizer": {"distributed": distributed}}
     return ActorConfig.model_validate(options)
 
 
 @pytest.mark.parametrize(
     ("distributed", "dtype", "bytes_a_parameter"),
-    [
-        (True, "bfloat16", 14),
-        (True, "float32", 16),
-        (False, "bfloat16", 14),
-        (False, "float32", 12),
-    ],
+    [(True, "bfloat16", 14), (True, "float32", 16), (False, "bfloat16", 14), (False, "float32", 12)],
 )
 def test_files_hold_weights_and_state(distributed: bool, dtype: str, bytes_a_parameter: int):
     arch = arch_of("qwen3")
@@ -131,10 +106,7 @@ LAYOUTS = [{}, {"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"cp": 2, "tp": 2}]
 
 @pytest.mark.parametrize(
     ("family", "parallel"),
-    [
-        *((family, layout) for family in ("qwen3", "qwen3_moe") for layout in LAYOUTS),
-        ("qwen3_moe", {"ep": 4}),
-    ],
+    [*((family, layout) for family in ("qwen3", "qwen3_moe") for layout in LAYOUTS), ("qwen3_moe", {"ep": 4})],
 )
 def test_own_parts_of_all_ranks_are_the_files(family: str, parallel: dict[str, int]):
     cost = checkpoint_cost(arch_of(family), actor(8, **parallel), ranks_per_node=8)
@@ -154,10 +126,7 @@ def test_experts_are_gathered_after_the_dense_part():
     arch = arch_of("qwen3_moe")
     counts = parameter_counts(arch)
     cost = checkpoint_cost(arch, actor(2, ep=2), ranks_per_node=1)
-    dense, expert = (
-        counts.dense,
-        counts.expert / 2,
-    )  # of rank 0, which gathers the one and is alone with the other
+    dense, expert = (counts.dense, counts.expert / 2)  # of rank 0, which gathers the one and is alone with the other
     assert cost.save_host_bytes[True] == dense * 12 + expert * (12 + 12 + 12)
 
 
@@ -172,22 +141,17 @@ def test_tied_stages_both_hold_the_embedding():
 
 def test_check_counts_the_host_memory_of_the_experiments_own_nodes(prepared):
     options = ["actor.world_size=8", "cluster.gpus_per_node=4"]
-    assert "of host memory on the fullest node (4 ranks)" in explain(
-        load_config(QUICKSTART, options)
-    )
+    assert "of host memory on the fullest node (4 ranks)" in explain(load_config(QUICKSTART, options))
 
 
 def test_check_says_what_a_save_and_a_resume_cost(prepared):
     options = ["checkpoint.every=5"]
     text = explain(load_config(QUICKSTART, options))
     config = load_config(QUICKSTART)
-    cost = checkpoint_cost(
-        architecture_of(hf_config(TinyModelConfig())), config.actor, config.actor.world_size
-    )
+    cost = checkpoint_cost(architecture_of(hf_config(TinyModelConfig())), config.actor, config.actor.world_size)
     for said in (
         "checkpoint every 5 steps and at the end, 2 kept, resume auto",
-        f"a save for this layout alone: {cost.file_bytes / 1e6:.3g} MB, "
-        f"{cost.file_bytes / 1e10:.2g} s at 10 GB/s; ",
+        f"a save for this layout alone: {cost.file_bytes / 1e6:.3g} MB, {cost.file_bytes / 1e10:.2g} s at 10 GB/s; ",
         f"{cost.save_host_bytes[True] / 1e6:.3g} MB of host memory on the fullest node (2 ranks)",
         f"a resume: reads {cost.read_bytes / 1e6:.3g} MB (checksums, then the state)",
     ):

@@ -22,17 +22,7 @@ def test_faults_are_in_many_rooms():
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     assert {fault.file.partition("/")[0] for fault in FAULTS} == {
         *("actor", "algo", "batching", "checkpoint", "cluster", "config", "cpu", "data"),
-        *(
-            "environments",
-            "models",
-            "rewards",
-            "rollout",
-            "loop",
-            "sandbox",
-            "system",
-            "tools",
-            "weights",
-        ),
+        *("environments", "models", "rewards", "rollout", "loop", "sandbox", "system", "tools", "weights"),
     }
 
 

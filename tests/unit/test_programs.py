@@ -18,29 +18,20 @@ EOS = TOKENIZER.eos_token_id
 END = TOKENIZER.eos_token
 
 
-def run_all(
-    answers: list[str], *turns, program: str, **more
-) -> tuple[list[RolloutGroup], list[dict]]:
+def run_all(answers: list[str], *turns, program: str, **more) -> tuple[list[RolloutGroup], list[dict]]:
     """(the groups, the requests that were sent); turns: what the engines answer first."""
-    function = (
-        {} if more.keys() & {"command", "function"} else {"function": f"tests.programs:{program}"}
-    )
+    function = {} if more.keys() & {"command", "function"} else {"function": f"tests.programs:{program}"}
     tokenizer, environment = more.pop("tokenizer", TOKENIZER), more.pop("environment", None)
     tokens, hang = more.pop("tokens", 32), more.pop("hang", lambda body: False)
     extra = more.pop("extra", lambda number: {})
-    player = (
-        {"environment": environment} if environment else {"agent": function | {"workers": 1} | more}
-    )
+    player = {"environment": environment} if environment else {"agent": function | {"workers": 1} | more}
     config = experiment(
         train={"group_size": 1},
         rollout={"request_timeout_s": 200.0, "step_timeout_s": 200.0},
         algorithm={"advantage": {"name": "reinforce_plus_plus"}},
         sampling={"max_response_tokens": tokens, "stop_token_ids": [EOS], **player},
     )
-    prompts = [
-        Prompt(30 + n, "?", tuple(ids("?")), answer, extra=extra(n))
-        for n, answer in enumerate(answers)
-    ]
+    prompts = [Prompt(30 + n, "?", tuple(ids("?")), answer, extra=extra(n)) for n, answer in enumerate(answers)]
     before = live_children()
     service = FakeService(version=3, script=list(turns), hang=hang)
     with playing(config, tokenizer, service) as source:
@@ -49,9 +40,7 @@ def run_all(
     return groups, service.requests
 
 
-def run(
-    *turns, answer: str = "7", program: str = "guess", **more
-) -> tuple[RolloutGroup, list[dict]]:
+def run(*turns, answer: str = "7", program: str = "guess", **more) -> tuple[RolloutGroup, list[dict]]:
     """(the group, the requests that were sent)"""
     [group], requests = run_all([answer], *turns, program=program, **more)
     return group, requests
@@ -61,9 +50,7 @@ def run(
 def test_a_program_and_an_environment_of_the_same_game_are_the_same_bits(program):
     turns = says("3"), says("9"), says("7")
     group, requests = run(*turns, program=program)
-    expected, their_requests = run(
-        *turns, environment={"function": "tests.games:GuessTheNumber", "workers": 1}
-    )
+    expected, their_requests = run(*turns, environment={"function": "tests.games:GuessTheNumber", "workers": 1})
     assert requests == their_requests, "ids, seeds and limits"
     assert group.samples == expected.samples
     assert group.outcomes[0].value == expected.outcomes[0].value == 1.0
@@ -71,10 +58,7 @@ def test_a_program_and_an_environment_of_the_same_game_are_the_same_bits(program
 
 def test_rewards_of_turns_go_to_their_last_tokens():
     group, _ = run(says("3"), says("77"), says("7"), credit="turn", args={"hint": "H?"})
-    assert (
-        group.outcomes[0].token_rewards == ((8, 1.0),)
-        and group.outcomes[0].detail == '{"guesses": 3}'
-    )
+    assert group.outcomes[0].token_rewards == ((8, 1.0),) and group.outcomes[0].detail == '{"guesses": 3}'
 
 
 def test_a_command_is_a_program(tmp_path, monkeypatch):
@@ -88,26 +72,15 @@ print(json.dumps({"reward": float(text == row["answer"]), "info": text}))
 """
     (tmp_path / "agent.py").write_text(code)
     group, _ = run(says("7"), command=[sys.executable, str(tmp_path / "agent.py")])
-    assert (group.outcomes[0].status, group.outcomes[0].value, group.outcomes[0].detail) == (
-        "score",
-        1.0,
-        "7",
-    )
+    assert (group.outcomes[0].status, group.outcomes[0].value, group.outcomes[0].detail) == ("score", 1.0, "7")
     group, _ = run(command=[sys.executable, "-c", "print('done')"])
-    assert (
-        "printed is no reward in JSON: 'done'" in group.outcomes[0].detail
-        and group.outcomes[0].status == "error"
-    )
+    assert "printed is no reward in JSON: 'done'" in group.outcomes[0].detail and group.outcomes[0].status == "error"
     for name in ("MEGAGRPO_API_KEY", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.setenv(name, "hunter2")
     group, _ = run(command=[sys.executable, "-c", "import os; print('hunter2' in str(os.environ))"])
-    assert "printed is no reward in JSON: 'False'" in group.outcomes[0].detail, (
-        "no business of a program's"
-    )
+    assert "printed is no reward in JSON: 'False'" in group.outcomes[0].detail, "no business of a program's"
     group, _ = run(command=[sys.executable, "-c", "import sys; sys.exit(5)"])
-    assert (
-        "ended with exit code 5" in group.outcomes[0].detail and group.outcomes[0].status == "error"
-    )
+    assert "ended with exit code 5" in group.outcomes[0].detail and group.outcomes[0].status == "error"
     hangs = "import subprocess, time; subprocess.Popen(['sleep', '3600']); time.sleep(3600)"
     group, _ = run(command=[sys.executable, "-c", hangs], timeout_s=1.0)
     assert group.outcomes[0].status == "timeout"
@@ -133,20 +106,12 @@ def test_a_command_need_not_read_its_row():
 
 
 def test_a_fork_and_a_compaction_are_samples_of_one_rollout():
-    script = [
-        [0, "?"],
-        [2, "H"],
-        [4, "H"],
-        [4, "L"],
-        [0, "9"],
-    ]  # a history that grows, its fork, a new beginning
+    script = [[0, "?"], [2, "H"], [4, "H"], [4, "L"], [0, "9"]]  # a history that grows, its fork, a new beginning
     turns = [says(text) for text in ("1", "2", "3", "4", "5")]
     group, requests = run(*turns, program="scripted", answer=json.dumps(script))
     assert [sample.rollout for sample in group.samples] == [0, 0, 0] and len(group.outcomes) == 1
     assert masked(group, 0) == f"1{END}[H]2{END}[H]3{END}"
-    assert (
-        masked(group, 1) == "".join(f"[{c}]" for c in ("1", END, "H", "2", END, "L")) + f"4{END}"
-    ), "trained once"
+    assert masked(group, 1) == "".join(f"[{c}]" for c in ("1", END, "H", "2", END, "L")) + f"4{END}", "trained once"
     assert masked(group, 2) == f"5{END}" and group.samples[2].prompt_ids.tolist() == ids("9")
     assert group.samples[0].prompt_ids is None, "the prompt of the data"
     sampled = sum(len(turn["output_token_logprobs"]) for turn in turns)
@@ -162,20 +127,14 @@ def test_a_history_that_was_edited_begins_anew_or_is_refused():
     assert [masked(group, n) for n in range(2)] == [f"1{END}", f"2{END}"]
     assert group.samples[1].prompt_ids.tolist() == ids("?H")
     group, _ = run(says("1"), program="scripted", answer=json.dumps(script), fork="refuse")
-    assert (
-        group.outcomes[0].status == "error"
-        and "sampling.agent.fork: refuse" in group.outcomes[0].detail
-    )
+    assert group.outcomes[0].status == "error" and "sampling.agent.fork: refuse" in group.outcomes[0].detail
     assert masked(group) == f"1{END}", "kept"
 
 
 def test_every_turn_may_be_a_sample():
     script = json.dumps([[0, "?"], [2, "H"]])
     group, requests = run(says("3"), says("7"), program="scripted", answer=script, history="last")
-    assert [sample.token_ids.tolist() for sample in group.samples] == [
-        ids("3", True),
-        ids("7", True),
-    ]
+    assert [sample.token_ids.tolist() for sample in group.samples] == [ids("3", True), ids("7", True)]
     assert requests[1]["input_ids"] == ids("?3H") == group.samples[1].prompt_ids.tolist()
 
 
@@ -183,11 +142,7 @@ def test_every_turn_may_be_a_sample():
     ("turns", "more", "reason"),
     [
         ([says("3"), says("4")], {"max_turns": 2}, "2 turns"),
-        (
-            [says("33", reason="length")],
-            {"truncated_reward": -1.0},
-            "a turn reached the limit of tokens",
-        ),
+        ([says("33", reason="length")], {"truncated_reward": -1.0}, "a turn reached the limit of tokens"),
         ([says("3")], {"tokens": 3}, "no room for another turn"),
     ],
 )
@@ -195,9 +150,7 @@ def test_each_limit_cuts_a_rollout_and_its_reward_is_what_was_declared(turns, mo
     group, _ = run(*turns, program="scripted", answer=json.dumps([[9, "H"]] * 3), **more)
     outcome = group.outcomes[0]
     declared = more.get("truncated_reward")
-    assert (outcome.status, outcome.value) == (
-        ("error", 0.0) if declared is None else ("score", declared)
-    )
+    assert (outcome.status, outcome.value) == (("error", 0.0) if declared is None else ("score", declared))
     assert reason in outcome.detail and "RuntimeError: this rollout has a limit" in outcome.detail
     assert group.samples[-1].finish_reason == "length"
 
@@ -216,22 +169,14 @@ FAILURES = {
 
 
 def test_a_program_that_fails_gives_no_reward_and_takes_no_other_with_it(monkeypatch):
-    """All in one process, which two of them end: those that are lost begin again, each in a process
-    of its own."""
+    """All in one process, which two of them end: those that are lost begin again, each in a process of its own."""
     monkeypatch.setattr("megagrpo.system.worker_process.GRACE_S", 0.5)
     groups, requests = run_all(list(FAILURES), program="bad", timeout_s=8.0)
     for group, (status, named) in zip(groups, FAILURES.values(), strict=True):
         outcome = group.outcomes[0]
-        assert (outcome.status, outcome.value) == (
-            status,
-            0.25 if outcome.ok else 0.0,
-        ) and named in outcome.detail
-        assert len(group.samples) == 1 and len(group.samples[0].token_ids) == 4, (
-            "what was sampled is kept"
-        )
-    assert len(FAILURES) < len(requests) <= 2 * len(FAILURES), (
-        "at least one began again, none twice"
-    )
+        assert (outcome.status, outcome.value) == (status, 0.25 if outcome.ok else 0.0) and named in outcome.detail
+        assert len(group.samples) == 1 and len(group.samples[0].token_ids) == 4, "what was sampled is kept"
+    assert len(FAILURES) < len(requests) <= 2 * len(FAILURES), "at least one began again, none twice"
 
 
 def test_a_program_that_holds_its_process_costs_no_other_its_time(monkeypatch):
@@ -247,15 +192,10 @@ def test_branches_of_parallel_requests_and_a_turn_that_its_agent_did_not_wait_fo
     def hang(body: dict) -> bool:
         return body["input_ids"] == ids("L")
 
-    groups, requests = run_all(
-        ["parallel", "leave", "statuses", "patient"], program="bad", hang=hang
-    )
+    groups, requests = run_all(["parallel", "leave", "statuses", "patient"], program="bad", hang=hang)
     parallel, left, told, patient = groups
     assert patient.outcomes[0].value == 1.0, "its connection was kept"
-    assert (
-        parallel.outcomes[0].value == 1.0
-        and [sample.rollout for sample in parallel.samples] == [0] * 4
-    )
+    assert parallel.outcomes[0].value == 1.0 and [sample.rollout for sample in parallel.samples] == [0] * 4
     assert all(sample.prompt_ids is None and sample.loss_mask.all() for sample in parallel.samples)
     seeds = {request["sampling_params"]["sampling_seed"] for request in requests}
     assert len(seeds) == len(requests) == 4 + 2 + 1 + 1, "seeds of their own"
@@ -266,12 +206,8 @@ def test_branches_of_parallel_requests_and_a_turn_that_its_agent_did_not_wait_fo
 
 
 def test_the_handbooks_program_plays(tmp_path):
-    (code,) = re.findall(
-        r"```python\n(# agent.py\n.*?)```", (ROOT / "docs" / "agents.md").read_text(), re.DOTALL
-    )
+    (code,) = re.findall(r"```python\n(# agent.py\n.*?)```", (ROOT / "docs" / "agents.md").read_text(), re.DOTALL)
     (tmp_path / "agent.py").write_text(code)
     tokenizer = character_tokenizer("0123456789 abcdefghijklmnopqrstuvwxyz?")
-    group, _ = run(
-        says("3"), says("7"), function=f"{tmp_path / 'agent.py'}:guess", tokenizer=tokenizer
-    )
+    group, _ = run(says("3"), says("7"), function=f"{tmp_path / 'agent.py'}:guess", tokenizer=tokenizer)
     assert group.outcomes[0].value == 1.0

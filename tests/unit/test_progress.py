@@ -94,9 +94,7 @@ def run(num_steps: int) -> list[dict]:
     entries = [{"step": 0, "eval/accuracy": 0.25}]
     for step in range(1, num_steps + 1):
         times = {"time/rollout_s": 3.0, "time/update_s": 1.0, "time/step_s": 5.0}
-        entries.append(
-            {"step": step, "reward/mean": step / 10, "mismatch/logprob_abs_mean": 2e-6, **times}
-        )
+        entries.append({"step": step, "reward/mean": step / 10, "mismatch/logprob_abs_mean": 2e-6, **times})
     entries[-1]["eval/accuracy"] = 0.75
     return entries
 
@@ -118,28 +116,16 @@ def test_summary_figures():
 
 
 def test_the_kl_is_without_its_coefficient():
-    entries = [
-        {"step": step, "loss/kl": 0.001 * 0.02 * step, "policy/kl_reference": 0.02 * step}
-        for step in (1, 2)
-    ]
-    assert cells(summary(entries, "demo"), "KL to the reference") == [
-        "0.0200",
-        "0.0400",
-        "",
-        "0.0300",
-    ]
+    entries = [{"step": step, "loss/kl": 0.001 * 0.02 * step, "policy/kl_reference": 0.02 * step} for step in (1, 2)]
+    assert cells(summary(entries, "demo"), "KL to the reference") == ["0.0200", "0.0400", "", "0.0300"]
 
 
 def test_values_that_were_not_finite_are_left_out():
-    assert series([{"step": 1, "a/b": None}, {"step": 2, "a/b": 3.0}, {"step": 3}], "a/b") == (
-        [2],
-        [3.0],
-    )
+    assert series([{"step": 1, "a/b": None}, {"step": 2, "a/b": 3.0}, {"step": 3}], "a/b") == ([2], [3.0])
 
 
 @pytest.mark.parametrize(
-    "entries",
-    [run(30), run(1), [{"step": 0, "eval/accuracy": 0.5}], [{"step": 1, "reward/mean": -2.0}]],
+    "entries", [run(30), run(1), [{"step": 0, "eval/accuracy": 0.5}], [{"step": 1, "reward/mean": -2.0}]]
 )
 def test_files_are_written(tmp_path, entries):
     write_json_lines(tmp_path / "metrics.jsonl", entries)

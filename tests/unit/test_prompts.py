@@ -1,5 +1,4 @@
-"""Prompt files of our own and of other frameworks, good and broken; the order of prompts; mixtures
-of sources."""
+"""Prompt files of our own and of other frameworks, good and broken; the order of prompts; mixtures of sources."""
 
 import json
 from collections import Counter
@@ -18,10 +17,7 @@ from megagrpo.rollout.group_metrics import source_metrics
 from megagrpo.types import Outcome, RolloutGroup, Sample
 
 ALPHABET = "0123456789+-*/=.()<># abcdefghijklmnopqrstuvwxyz"
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}#{% endfor %}{% if "
-    "add_generation_prompt %}>{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}#{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 
 
 @pytest.fixture(scope="module")
@@ -47,34 +43,22 @@ def rows(*pairs):
 
 
 def test_jsonl_is_read_with_ids_by_line_and_answers_as_text(tmp_path, tokenizer):
-    path = write(
-        tmp_path / "a.jsonl", [*rows(("1+1=", 2), ("2+2=", "4")), "", *rows(("3/2=", 1.5))]
-    )
+    path = write(tmp_path / "a.jsonl", [*rows(("1+1=", 2), ("2+2=", "4")), "", *rows(("3/2=", 1.5))])
     prompts = load_prompts(DataConfig(path=path), tokenizer).prompts
-    assert [(p.id, p.text, p.answer) for p in prompts] == [
-        (0, "1+1=", "2"),
-        (1, "2+2=", "4"),
-        (3, "3/2=", "1.5"),
-    ]
+    assert [(p.id, p.text, p.answer) for p in prompts] == [(0, "1+1=", "2"), (1, "2+2=", "4"), (3, "3/2=", "1.5")]
     assert tokenizer.decode(prompts[0].token_ids) == "1+1="
     assert prompts[0].token_ids.tolist() == tokenizer.convert_tokens_to_ids(list("1+1="))
 
 
 def test_parquet_is_read_like_jsonl(tmp_path, tokenizer):
-    table = pyarrow.table(
-        {"question": ["1+1=", "2+2="], "target": ["2", "4"], "kind": ["exact", "gsm8k"]}
-    )
+    table = pyarrow.table({"question": ["1+1=", "2+2="], "target": ["2", "4"], "kind": ["exact", "gsm8k"]})
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(table, path)
-    data = DataConfig(
-        path=str(path), prompt_key="question", answer_key="target", grader_key="kind", add_bos=True
-    )
+    data = DataConfig(path=str(path), prompt_key="question", answer_key="target", grader_key="kind", add_bos=True)
     prompts = load_prompts(data, tokenizer).prompts
     assert [(p.id, p.answer, p.grader) for p in prompts] == [(0, "2", "exact"), (1, "4", "gsm8k")]
     assert prompts[0].token_ids[0] == tokenizer.bos_token_id
-    with pytest.raises(
-        ValueError, match=r"a.parquet:1: no key 'prompt'; keys found: 'question', 'target', 'kind'"
-    ):
+    with pytest.raises(ValueError, match=r"a.parquet:1: no key 'prompt'; keys found: 'question', 'target', 'kind'"):
         load_prompts(DataConfig(path=str(path)), tokenizer)
 
 
@@ -101,12 +85,7 @@ def test_several_files_are_read_as_one(tmp_path, tokenizer):
     second = write(tmp_path / "b.jsonl", [*rows(("3+3=", 6)), "", *rows(("4+4=", 8))])
     found = load_prompts(DataConfig(path=[first, second]), tokenizer).prompts
     places = [(p.id, p.answer, p.location.removeprefix(f"{tmp_path}/")) for p in found]
-    assert places == [
-        (1, "2", "a.jsonl:2"),
-        (2, "4", "a.jsonl:3"),
-        (3, "6", "b.jsonl:1"),
-        (5, "8", "b.jsonl:3"),
-    ]
+    assert places == [(1, "2", "a.jsonl:2"), (2, "4", "a.jsonl:3"), (3, "6", "b.jsonl:1"), (5, "8", "b.jsonl:3")]
     few = load_prompts(DataConfig(path=[first, second], limit=3), tokenizer).prompts
     assert [p.answer for p in few] == ["2", "4", "6"]
     write(tmp_path / "b.jsonl", [*rows(("3+3=", 6)), "nonsense"])
@@ -119,25 +98,13 @@ def test_several_files_are_read_as_one(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     "lines, said",
     [
-        (
-            ['{"prompt": "1", "answer": "1"}', '{"prompt": "2", "answer'],
-            r"bad.jsonl:2: broken JSON, column 24",
-        ),
+        (['{"prompt": "1", "answer": "1"}', '{"prompt": "2", "answer'], r"bad.jsonl:2: broken JSON, column 24"),
         (['{"prompt": "1", "answer": "1"}', "", "nonsense"], r"bad.jsonl:3: broken JSON"),
         (['["1", "1"]'], r"bad.jsonl:1: should be an object"),
-        (
-            ['{"question": "1", "answer": "1"}'],
-            r"bad.jsonl:1: no key 'prompt'; keys found: 'question', 'answer'",
-        ),
-        (
-            ['{"prompt": "1", "anwser": "1"}'],
-            r"bad.jsonl:1: no key 'answer'; keys found: 'prompt', 'anwser'",
-        ),
+        (['{"question": "1", "answer": "1"}'], r"bad.jsonl:1: no key 'prompt'; keys found: 'question', 'answer'"),
+        (['{"prompt": "1", "anwser": "1"}'], r"bad.jsonl:1: no key 'answer'; keys found: 'prompt', 'anwser'"),
         (['{"prompt": "1", "answer": [1]}'], r"bad.jsonl:1: 'answer' should be a text or a number"),
-        (
-            ['{"prompt": "1", "answer": null}'],
-            r"bad.jsonl:1: 'answer' should be a text or a number, is None",
-        ),
+        (['{"prompt": "1", "answer": null}'], r"bad.jsonl:1: 'answer' should be a text or a number, is None"),
         (['{"prompt": "", "answer": "1"}'], r"bad.jsonl:1: the prompt '' has no tokens"),
         (["", '{"prompt": "\\u00e9", "answer": "1"}'], r"bad.jsonl:2: the tokenizer does not know"),
         ([], r"bad.jsonl: no row$"),
@@ -161,18 +128,11 @@ def test_bad_files(tmp_path, tokenizer):
 
 
 def test_long_prompts_are_dropped_and_counted(tmp_path, tokenizer):
-    path = write(
-        tmp_path / "a.jsonl", rows(("1+1=", "2"), ("1+1+1=", "3"), ("1+1+1+1=", "4"), ("2", "2"))
-    )
+    path = write(tmp_path / "a.jsonl", rows(("1+1=", "2"), ("1+1+1=", "3"), ("1+1+1+1=", "4"), ("2", "2")))
     found = load_prompts(DataConfig(path=path, max_prompt_tokens=6), tokenizer)
     assert [p.id for p in found.prompts] == [0, 1, 3] and found.num_too_long == 1
-    assert (
-        load_prompts(DataConfig(path=path, max_prompt_tokens=6, limit=2), tokenizer).num_too_long
-        == 0
-    )
-    with pytest.raises(
-        ValueError, match=r"at most 3 tokens \(data.max_prompt_tokens\); the shortest has 4 tokens"
-    ):
+    assert load_prompts(DataConfig(path=path, max_prompt_tokens=6, limit=2), tokenizer).num_too_long == 0
+    with pytest.raises(ValueError, match=r"at most 3 tokens \(data.max_prompt_tokens\); the shortest has 4 tokens"):
         load_prompts(DataConfig(path=path, max_prompt_tokens=3, limit=3), tokenizer)
 
 
@@ -188,9 +148,7 @@ def test_templates(tmp_path, tokenizer, templated):
     messages = json.dumps({"prompt": turns, "answer": "2"})
     several = DataConfig(path=write(tmp_path / "m.jsonl", [messages]), chat_template=True)
     assert load_prompts(several, templated).prompts[0].text == "<assistant>yo#<user>hi#>"
-    with pytest.raises(
-        ValueError, match=r"m\.jsonl:1: 'prompt' holds chat messages; set data.chat_template"
-    ):
+    with pytest.raises(ValueError, match=r"m\.jsonl:1: 'prompt' holds chat messages; set data.chat_template"):
         load_prompts(DataConfig(path=several.path), templated)
 
 
@@ -199,9 +157,7 @@ def test_the_cursor_alone_is_the_state(tmp_path, tokenizer):
     prompts = load_prompts(DataConfig(path=path), tokenizer)
     one_by_one = [prompts.batch(i, 1, seed=3)[0].id for i in range(40)]
     assert [p.id for c in range(0, 40, 4) for p in prompts.batch(c, 4, seed=3)] == one_by_one
-    assert load_prompts(DataConfig(path=path), tokenizer).batch(17, 6, seed=3) == prompts.batch(
-        17, 6, seed=3
-    )
+    assert load_prompts(DataConfig(path=path), tokenizer).batch(17, 6, seed=3) == prompts.batch(17, 6, seed=3)
     epochs = [one_by_one[i : i + 10] for i in range(0, 40, 10)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len(set(map(tuple, epochs))) == 4
@@ -225,11 +181,7 @@ def jsonl(path: Path, *rows: dict) -> str:
 def verl_row(source: str, answer: str) -> dict:
     """The columns of verl's examples/data_preprocess."""
     extra = {"split": "train", "index": 0}
-    return {
-        "data_source": source,
-        "prompt": [USER],
-        "reward_model": {"style": "rule", "ground_truth": answer},
-    } | {
+    return {"data_source": source, "prompt": [USER], "reward_model": {"style": "rule", "ground_truth": answer}} | {
         "ability": "math",
         "extra_info": extra,
     }
@@ -237,17 +189,9 @@ def verl_row(source: str, answer: str) -> dict:
 
 def test_verls_parquet(tmp_path, templated):
     path = tmp_path / "train.parquet"
-    rows = [
-        verl_row("openai/gsm8k", "2"),
-        verl_row("lighteval/MATH", "\\frac12"),
-        verl_row("aime25", "7"),
-    ]
+    rows = [verl_row("openai/gsm8k", "2"), verl_row("lighteval/MATH", "\\frac12"), verl_row("aime25", "7")]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    keys = {
-        "answer_key": "reward_model.ground_truth",
-        "source_key": "data_source",
-        "extra_key": "extra_info",
-    }
+    keys = {"answer_key": "reward_model.ground_truth", "source_key": "data_source", "extra_key": "extra_info"}
     graders = {"aime*": "math_dapo", "openai/gsm8k": "gsm8k", "lighteval/MATH": "math"}
     data = DataConfig(path=str(path), chat_template=True, grader_by_source=graders, **keys)
     prompts = load_prompts(data, templated)
@@ -264,53 +208,27 @@ def test_verls_parquet(tmp_path, templated):
 def test_rolls_messages_are_json_in_a_text(tmp_path, templated):
     path = jsonl(tmp_path / "a.jsonl", {"messages": json.dumps([USER]), "ground_truth": "2"})
     keys = {"path": path, "prompt_key": "messages", "answer_key": "ground_truth"}
-    assert (
-        load_prompts(DataConfig(**keys, chat_template=True), templated).prompts[0].text
-        == "<user>1+1=#>"
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"a\.jsonl:1: 'messages' holds chat messages; set data.chat_template: true",
-    ):
+    assert load_prompts(DataConfig(**keys, chat_template=True), templated).prompts[0].text == "<user>1+1=#>"
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: 'messages' holds chat messages; set data.chat_template: true"):
         load_prompts(DataConfig(**keys), templated)
     listed = jsonl(
-        tmp_path / "list.jsonl",
-        {"prompt": "[1, 2] is a list", "answer": "2"},
-        {"prompt": "[1, 2]", "answer": 3},
+        tmp_path / "list.jsonl", {"prompt": "[1, 2] is a list", "answer": "2"}, {"prompt": "[1, 2]", "answer": 3}
     )
-    assert [row.prompt for row in read_rows(DataConfig(path=listed))] == [
-        "[1, 2] is a list",
-        "[1, 2]",
-    ]
+    assert [row.prompt for row in read_rows(DataConfig(path=listed))] == ["[1, 2] is a list", "[1, 2]"]
 
 
 def test_openai_messages_and_trls_columns(tmp_path, templated):
     path = jsonl(tmp_path / "a.jsonl", {"messages": [USER, {"role": "assistant", "content": "2"}]})
     keys = {"path": path, "prompt_key": "messages", "chat_template": True}
-    prompt = load_prompts(DataConfig(**keys, answer_key="messages.-1.content"), templated).prompts[
-        0
-    ]
+    prompt = load_prompts(DataConfig(**keys, answer_key="messages.-1.content"), templated).prompts[0]
     assert (prompt.text, prompt.answer) == ("<user>1+1=#>", "2")
     answered = {"messages": [USER, {"role": "assistant", "content": "2"}], "answer": 2}
     with pytest.raises(
-        ValueError,
-        match=r"ends with the assistant's message; with data.answer_key: messages.-1.content",
+        ValueError, match=r"ends with the assistant's message; with data.answer_key: messages.-1.content"
     ):
-        read_rows(
-            DataConfig(
-                path=jsonl(tmp_path / "b.jsonl", answered),
-                prompt_key="messages",
-                chat_template=True,
-            )
-        )
-    trl = DataConfig(
-        path=jsonl(tmp_path / "trl.jsonl", {"prompt": [USER], "solution": "2"}),
-        answer_key="solution",
-    )
-    assert (
-        load_prompts(trl.model_copy(update={"chat_template": True}), templated).prompts[0].answer
-        == "2"
-    )
+        read_rows(DataConfig(path=jsonl(tmp_path / "b.jsonl", answered), prompt_key="messages", chat_template=True))
+    trl = DataConfig(path=jsonl(tmp_path / "trl.jsonl", {"prompt": [USER], "solution": "2"}), answer_key="solution")
+    assert load_prompts(trl.model_copy(update={"chat_template": True}), templated).prompts[0].answer == "2"
 
 
 @pytest.mark.parametrize(
@@ -334,22 +252,13 @@ def mixture(tmp_path: Path, ratios: list) -> DataConfig:
     a = jsonl(tmp_path / "a.jsonl", *({"question": f"{i}", "answer": str(i)} for i in range(3)))
     b = jsonl(tmp_path / "b.jsonl", *({"prompt": f"{i}", "solution": str(i)} for i in range(5)))
     c = jsonl(tmp_path / "c.jsonl", *({"prompt": f"{i}", "answer": str(i)} for i in range(40)))
-    keys = [
-        {"prompt_key": "question", "grader": "gsm8k"},
-        {"answer_key": "solution", "grader": "math"},
-    ]
+    keys = [{"prompt_key": "question", "grader": "gsm8k"}, {"answer_key": "solution", "grader": "math"}]
     keys.append({"prompt_template": "say {prompt}"})
     files = zip("abc", (a, b, c), ratios, keys, strict=True)
-    return DataConfig(
-        sources=[
-            {"source": s, "path": path, "ratio": ratio, **more} for s, path, ratio, more in files
-        ]
-    )
+    return DataConfig(sources=[{"source": s, "path": path, "ratio": ratio, **more} for s, path, ratio, more in files])
 
 
-def test_a_mixture_keeps_its_ratios_in_every_stretch_and_its_place_by_the_cursor_alone(
-    tmp_path, templated
-):
+def test_a_mixture_keeps_its_ratios_in_every_stretch_and_its_place_by_the_cursor_alone(tmp_path, templated):
     prompts = load_prompts(mixture(tmp_path, [0.5, 0.3, 0.2]), templated)
     drawn = prompts.batch(0, 200, seed=3)
     for start in range(0, 200, 10):
@@ -358,26 +267,17 @@ def test_a_mixture_keeps_its_ratios_in_every_stretch_and_its_place_by_the_cursor
     assert Counter(p.source for p in drawn) == {"a": 100, "b": 60, "c": 40}
     assert [p for c in range(0, 200, 8) for p in prompts.batch(c, 8, seed=3)] == drawn
     again = load_prompts(mixture(tmp_path, [0.5, 0.3, 0.2]), templated)  # a restarted process
-    assert (
-        again.batch(77, 50, seed=3) == drawn[77:127]
-        and again.batch(77, 50, seed=4) != drawn[77:127]
-    )
+    assert again.batch(77, 50, seed=3) == drawn[77:127] and again.batch(77, 50, seed=4) != drawn[77:127]
     of_c = [p.answer for p in drawn if p.source == "c"]
-    assert sorted(of_c, key=int) == [
-        str(i) for i in range(40)
-    ]  # one pass over it, each prompt once
+    assert sorted(of_c, key=int) == [str(i) for i in range(40)]  # one pass over it, each prompt once
     assert {(p.source, p.grader) for p in drawn} == {("a", "gsm8k"), ("b", "math"), ("c", None)}
     assert {p.text[:4] for p in drawn if p.source == "c"} == {"say "}
     assert len({p.id for p in prompts.prompts}) == 48
 
 
-def test_a_source_whose_prompts_are_all_too_long_is_named_with_its_own_shortest(
-    tmp_path, templated
-):
+def test_a_source_whose_prompts_are_all_too_long_is_named_with_its_own_shortest(tmp_path, templated):
     data = mixture(tmp_path, [0.5, 0.3, 0.2]).model_copy(update={"max_prompt_tokens": 2})
-    with pytest.raises(
-        ValueError, match=r"c.jsonl: no prompt of at most 2 tokens .*; the shortest has 5 tokens"
-    ):
+    with pytest.raises(ValueError, match=r"c.jsonl: no prompt of at most 2 tokens .*; the shortest has 5 tokens"):
         load_prompts(data, templated)
 
 
@@ -387,8 +287,7 @@ def test_without_ratios_sources_are_read_as_one(tmp_path, templated):
 
 
 @pytest.mark.parametrize(
-    "ratios",
-    [(0.62, 0.21, 0.1, 0.05, 0.02), (1.0, 1.0, 1.0), (3.0,), (1e-6, 1.0), (7.0, 1.0 / 3.0)],
+    "ratios", [(0.62, 0.21, 0.1, 0.05, 0.02), (1.0, 1.0, 1.0), (3.0,), (1e-6, 1.0), (7.0, 1.0 / 3.0)]
 )
 def test_a_stretch_of_a_mixture_is_that_of_the_whole_sequence(ratios):
     shares = [ratio / sum(ratios) for ratio in ratios]
@@ -400,22 +299,15 @@ def test_a_stretch_of_a_mixture_is_that_of_the_whole_sequence(ratios):
 
 def test_the_place_in_a_long_run_is_found_without_its_past():
     (first, *_), far = interleaved((2.0, 1.0), 0, 3), interleaved((2.0, 1.0), 3 * 10**12, 3)
-    assert [k for k, _ in far] == [k for k, _ in interleaved((2.0, 1.0), 0, 3)] and far[0][
-        1
-    ] == first[1] + 2 * 10**12
+    assert [k for k, _ in far] == [k for k, _ in interleaved((2.0, 1.0), 0, 3)] and far[0][1] == first[1] + 2 * 10**12
 
 
 def test_metrics_by_source(tmp_path, templated):
     drawn = load_prompts(mixture(tmp_path, [0.5, 0.3, 0.2]), templated).batch(0, 10, seed=0)
     sample = Sample(0, (1, 2), (-1.0, -1.0), "stop", 0, "")
-    groups = [
-        RolloutGroup(i, p, (sample,), (Outcome("score", float(p.source == "a")),))
-        for i, p in enumerate(drawn)
-    ]
+    groups = [RolloutGroup(i, p, (sample,), (Outcome("score", float(p.source == "a")),)) for i, p in enumerate(drawn)]
     metrics = Metrics()
     source_metrics(metrics, groups, ["a", "b", "c"])
     found = metrics.reduced(lambda values, op: values)
     assert [found[f"source/{s}_fraction"] for s in "abc"] == pytest.approx([0.5, 0.3, 0.2])
-    assert [found[f"source/{s}_reward_mean"] for s in "abc"] == [1, 0, 0] and found[
-        "source/a_length_mean"
-    ] == 2
+    assert [found[f"source/{s}_reward_mean"] for s in "abc"] == [1, 0, 0] and found["source/a_length_mean"] == 2

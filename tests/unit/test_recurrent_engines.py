@@ -1,5 +1,4 @@
-"""Engines of models with recurrent layers: their settings, their memory, and kernels stood in on a
-CPU."""
+"""Engines of models with recurrent layers: their settings, their memory, and kernels stood in on a CPU."""
 
 import json
 from pathlib import Path
@@ -13,11 +12,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.cpu.engine import gated_delta
 from megagrpo.models.folder import Model
 from megagrpo.models.table import read_description
-from megagrpo.rollout.service.engine_command import (
-    ServerPlace,
-    engine_environment,
-    engine_settings,
-)
+from megagrpo.rollout.service.engine_command import ServerPlace, engine_environment, engine_settings
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.plan.engine_memory import assumed_lengths, engine_side
@@ -37,8 +32,7 @@ def place(cuda: bool) -> ServerPlace:
 
 
 @pytest.mark.parametrize(
-    ("cuda", "sglang", "states"),
-    [(True, {}, 5), (False, {}, 3), (True, {"disable_radix_cache": True}, 1)],
+    ("cuda", "sglang", "states"), [(True, {}, 5), (False, {}, 3), (True, {"disable_radix_cache": True}, 1)]
 )
 def test_states_are_bounded_by_the_requests_that_run(cuda, sglang, states):
     of = config(max_running_requests=20, dtype="float32", sglang=sglang)
@@ -141,9 +135,7 @@ def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_in_pieces():
     assert not together[1].any() and not together[3].any(), "slots of others"
     alone = torch.zeros(4, HEADS, V, K)
     for start, stop in ((3, 7), (7, 10)):
-        piece = read(
-            {name: x[:, start:stop] for name, x in of.items()}, alone, [0, stop - start], [0]
-        )
+        piece = read({name: x[:, start:stop] for name, x in of.items()}, alone, [0, stop - start], [0])
         assert torch.equal(piece, out[:, start:stop])
     assert torch.equal(alone[0], together[0])
 

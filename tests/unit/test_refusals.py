@@ -1,5 +1,4 @@
-"""Settings that do not go together are refused with the reason. test_config_load.py has what an
-error looks like."""
+"""Settings that do not go together are refused with the reason. test_config_load.py has what an error looks like."""
 
 import re
 
@@ -13,63 +12,33 @@ FP8 = ["rollout.quantization=fp8", "rollout.dtype=bfloat16"]
 REPLAY = "actor.routing_replay=rollout"
 TIS = "algorithm.mismatch.weight={name: tis}"
 BY_VERSION = ["rollout.prefix_cache=by_version", "rollout.max_staleness=1"]
-PLAYED = [
-    "reward={}",
-    "sampling.environment={function: 'tests.games:Walk', episode_timeout_s: 100}",
-]
+PLAYED = ["reward={}", "sampling.environment={function: 'tests.games:Walk', episode_timeout_s: 100}"]
 REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     # routers and adapters
-    (
-        ["actor.router_losses={balance: 0}"],
-        "balance and z are both 0; set one, or remove router_losses",
-    ),
+    (["actor.router_losses={balance: 0}"], "balance and z are both 0; set one, or remove router_losses"),
     (["actor.router_losses={z: -1}"], "actor.router_losses.z = -1"),
     (["actor.router_losses={z: 1}", "actor.lora.rank=4"], "the routers' too; remove router_losses"),
     (["actor.router_bias_update=0.001", "actor.lora={rank: 4}"], "remove router_bias_update"),
-    (
-        ["actor.lora={targets: [q_prj]}"],
-        "actor.lora.targets.0 = 'q_prj': not a choice; did you mean 'q_proj'?",
-    ),
+    (["actor.lora={targets: [q_prj]}"], "actor.lora.targets.0 = 'q_prj': not a choice; did you mean 'q_proj'?"),
     (["actor.lora={targets: [q_proj, q_proj]}"], "actor.lora.targets: names q_proj twice"),
     (["actor.lora={targets: []}"], "actor.lora.targets = []"),
     (["actor.lora={rank: 0}"], "actor.lora.rank = 0: should be greater than or equal to 1"),
     (["actor.lora={alpha: 0}"], "actor.lora.alpha = 0"),
-    (
-        ["actor.lora.rank=4", "actor.transformer_engine=true"],
-        "lora adds to Megatron's own linear layers",
-    ),
+    (["actor.lora.rank=4", "actor.transformer_engine=true"], "lora adds to Megatron's own linear layers"),
     # the engine's experts
-    (
-        ["actor.routing_replay=old", "train.num_updates_per_step=1"],
-        "old changes nothing with one update a step",
-    ),
-    (
-        [REPLAY, "actor.megatron={moe_router_fusion: true}"],
-        "the fused kernel chooses experts by itself",
-    ),
-    (
-        [REPLAY, "rollout.sglang={chunked_prefill_size: -1}"],
-        "chunked_prefill_size -1: SGLang keeps the experts",
-    ),
-    (
-        [REPLAY, "rollout.sglang={enable_two_batch_overlap: true}"],
-        "enable_two_batch_overlap, which overwrites the",
-    ),
+    (["actor.routing_replay=old", "train.num_updates_per_step=1"], "old changes nothing with one update a step"),
+    ([REPLAY, "actor.megatron={moe_router_fusion: true}"], "the fused kernel chooses experts by itself"),
+    ([REPLAY, "rollout.sglang={chunked_prefill_size: -1}"], "chunked_prefill_size -1: SGLang keeps the experts"),
+    ([REPLAY, "rollout.sglang={enable_two_batch_overlap: true}"], "enable_two_batch_overlap, which overwrites the"),
     (
         [REPLAY, "rollout.sglang={enable_hierarchical_cache: true, hicache_size: 8}"],
         "it returns another token's experts",
     ),
-    (
-        ["rollout.sglang={enable_return_routed_experts: true}"],
-        "is set by actor.routing_replay: rollout",
-    ),
+    (["rollout.sglang={enable_return_routed_experts: true}"], "is set by actor.routing_replay: rollout"),
     (["actor.megatron={moe_enable_routing_replay: true}"], "actor.routing_replay"),
     # engines in FP8
     ([*FP8, "rollout.load_format=model"], "quantization fp8 with load_format model"),
-    (
-        [*FP8, "cluster.gpu=B200", "actor.device=cuda"],
-        "rollout.quantization fp8 with cluster.gpu B200",
-    ),
+    ([*FP8, "cluster.gpu=B200", "actor.device=cuda"], "rollout.quantization fp8 with cluster.gpu B200"),
     ([*FP8, "rollout.dtype=float32"], "rollout.quantization fp8 with rollout.dtype float32"),
     # engines beside trainers
     (
@@ -85,33 +54,15 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     (BY_VERSION, "needs a correction"),
     ([*BY_VERSION, "rollout.deterministic=true", TIS], "what caches still hold"),
     # rewards, environments, data
-    (
-        ["reward={grader: exact, graders: [{grader: format}]}"],
-        "grader and graders are both set; write one of them",
-    ),
-    (
-        ["reward={graders: [{grader: exact}, {grader: exact}]}"],
-        "two are named exact; give each a name of its own",
-    ),
+    (["reward={grader: exact, graders: [{grader: format}]}"], "grader and graders are both set; write one of them"),
+    (["reward={graders: [{grader: exact}, {grader: exact}]}"], "two are named exact; give each a name of its own"),
     (["reward={graders: [{grader: exact, name: 'Exact!'}]}"], "should match pattern"),
     (["reward={group_args: {x: 1}}"], "group_args without group_grader"),
-    (
-        ["reward={graders: [{grader: http, args: {url: nowhere}}]}"],
-        "should look like http://host:port/path",
-    ),
-    (
-        ["reward.group_grader=rank", "algorithm.advantage={name: remax}"],
-        "its greedy baseline has no group",
-    ),
-    (
-        [*PLAYED, "reward={grader: exact}"],
-        "the reward is given by sampling.environment; remove the graders",
-    ),
+    (["reward={graders: [{grader: http, args: {url: nowhere}}]}"], "should look like http://host:port/path"),
+    (["reward.group_grader=rank", "algorithm.advantage={name: remax}"], "its greedy baseline has no group"),
+    ([*PLAYED, "reward={grader: exact}"], "the reward is given by sampling.environment; remove the graders"),
     ([*PLAYED, "algorithm.advantage={name: remax}"], "it needs a greedy response"),
-    (
-        [*PLAYED, "rollout.step_timeout_s=99"],
-        "episode_timeout_s must be below rollout.step_timeout_s",
-    ),
+    ([*PLAYED, "rollout.step_timeout_s=99"], "episode_timeout_s must be below rollout.step_timeout_s"),
     (
         ["sampling.environment={function: 'a:b', episode_timeout_s: 30}"],
         "episode_timeout_s 30.0 must be above timeout_s",
@@ -130,14 +81,10 @@ REFUSED_DRAFTS = [  # over configs/quickstart_draft.yaml
     (["rollout.sglang={speculative_draft_model_path: x}"], "a publish reaches no other draft"),
     ([REPLAY, "rollout.max_running_requests=1024"], "may read 3072 tokens"),
 ]
-ROWS = [("quickstart", *row) for row in REFUSED] + [
-    ("quickstart_draft", *row) for row in REFUSED_DRAFTS
-]
+ROWS = [("quickstart", *row) for row in REFUSED] + [("quickstart_draft", *row) for row in REFUSED_DRAFTS]
 
 
-@pytest.mark.verifies(
-    "runs", "`check`, `plan`, `submit --dry-run` refuse the same in the same words"
-)
+@pytest.mark.verifies("runs", "`check`, `plan`, `submit --dry-run` refuse the same in the same words")
 @pytest.mark.parametrize(("config", "settings", "said"), ROWS)
 def test_settings_that_do_not_go_together(config: str, settings: list[str], said: str):
     with pytest.raises(ConfigError, match=re.escape(said)):

@@ -7,8 +7,7 @@ from tests.unit.report_cases import REPORTS
 
 
 @pytest.mark.parametrize(
-    "report, number",
-    [(report, number) for report, (_, cases) in REPORTS.items() for number in range(len(cases))],
+    "report, number", [(report, number) for report, (_, cases) in REPORTS.items() for number in range(len(cases))]
 )
 def test_a_report_and_its_relatives(report, number):
     what, expected, found = REPORTS[report][1][number]

@@ -1,5 +1,4 @@
-"""What each grader counts as right; broken answers; which tokens get parts of a reward; verl's
-graders as they are."""
+"""What each grader counts as right; broken answers; which tokens get parts of a reward; verl's graders as they are."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -144,9 +143,7 @@ def test_math_reads_both_sides_alike(text, answer, score):
     assert MATH(text, answer) == score
 
 
-@pytest.mark.parametrize(
-    "text", [r"\boxed{" * 50_000, r"\boxed" * 50_000, "{" * 300_000, r"\boxed{7} " * 20_000]
-)
+@pytest.mark.parametrize("text", [r"\boxed{" * 50_000, r"\boxed" * 50_000, "{" * 300_000, r"\boxed{7} " * 20_000])
 def test_math_finds_boxes_in_one_pass(text):
     start = time.process_time()
     mathematics._last_boxed(text)
@@ -190,9 +187,7 @@ def plain(text, answer, extra_info):
 
 
 def response(sampled=None) -> ResponseTokens:
-    return ResponseTokens(
-        np.arange(len(PIECES)), sampled, lambda ids: "".join(PIECES[i] for i in ids)
-    )
+    return ResponseTokens(np.arange(len(PIECES)), sampled, lambda ids: "".join(PIECES[i] for i in ids))
 
 
 @pytest.fixture(scope="module")
@@ -212,12 +207,7 @@ def graded(file, name: str, args=None, tokens=response, **reward):
     ("name", "sampled", "value", "token_rewards"),
     [
         ("steps", None, 1.2, ((2, 0.1), (5, 0.1))),  # a span belongs to the token that completes it
-        (
-            "steps",
-            [1, 1, 0, 0, 1, 0, 1],
-            1.2,
-            ((1, 0.1), (4, 0.1)),
-        ),  # a tool's token hands it to the one before
+        ("steps", [1, 1, 0, 0, 1, 0, 1], 1.2, ((1, 0.1), (4, 0.1))),  # a tool's token hands it to the one before
         ("tokens", None, 3.5, tuple((i, 0.5) for i in range(7))),
     ],
 )
@@ -249,14 +239,9 @@ def test_weights_and_group_graders(file):
     outcome = graded(file, "", graders=entries)
     assert outcome.value == pytest.approx(2.4) and outcome.token_rewards == ((2, 0.2), (5, 0.2))
     with RewardPool(RewardConfig(grader=f"{file}:steps", group_grader="rank", workers=1)) as pool:
-        first = [
-            pool.submit(PROMPT, text, response()).result(timeout=60)
-            for text in (TEXT, TEXT[:-1] + "8")
-        ]
+        first = [pool.submit(PROMPT, text, response()).result(timeout=60) for text in (TEXT, TEXT[:-1] + "8")]
         ranked = pool.submit_group(PROMPT, [TEXT, ""], first).result(timeout=60)
-    assert [one.value for one in ranked] == [1.0, 0.0] and not any(
-        one.token_rewards for one in ranked
-    )
+    assert [one.value for one in ranked] == [1.0, 0.0] and not any(one.token_rewards for one in ranked)
 
 
 @pytest.mark.parametrize(
@@ -288,12 +273,7 @@ def test_verls_compute_score_runs_as_it_is(file):
 
 @pytest.mark.parametrize(
     "returned, value",
-    [
-        ("np.isclose(1, 1)", 1.0),
-        ("np.float32(0.5)", 0.5),
-        ("np.int64(2)", 2.0),
-        ("np.array(3.0)", 3.0),
-    ],
+    [("np.isclose(1, 1)", 1.0), ("np.float32(0.5)", 0.5), ("np.int64(2)", 2.0), ("np.array(3.0)", 3.0)],
 )
 def test_numbers_of_numpy_are_scores(tmp_path, returned, value):
     file = tmp_path / "of_numpy.py"

@@ -21,12 +21,9 @@ from megagrpo.sandbox.test_cases import read_tests
 from megagrpo.types import Prompt
 from tests.experiments import until
 
-isolated = pytest.mark.skipif(
-    bool(sandbox.isolation()), reason=f"no namespaces here: {sandbox.isolation()}"
-)
+isolated = pytest.mark.skipif(bool(sandbox.isolation()), reason=f"no namespaces here: {sandbox.isolation()}")
 GENEROUS = options("")
-# What the interpreter has loaded before it becomes another user, who may not read the interpreter's
-# folder.
+# What the interpreter has loaded before it becomes another user, who may not read the interpreter's folder.
 ALSO_WITHOUT_NAMESPACES = (
     "right", "loops", "eats memory", "prints forever", "closes its output and stays", "writes a huge file",
     "opens many files", "forks without end", "leaves a daemon behind", "becomes root",
@@ -36,8 +33,7 @@ ALSO_WITHOUT_NAMESPACES = (
 
 @pytest.fixture
 def scratch(tmp_path, monkeypatch):
-    """The folder that all sandboxes of a test have theirs in; afterwards no file and no process of
-    one is left."""
+    """The folder that all sandboxes of a test have theirs in; afterwards no file and no process of one is left."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     os.chmod(tmp_path, 0o755)
     yield tmp_path
@@ -47,22 +43,12 @@ def scratch(tmp_path, monkeypatch):
 
 def survivors(folder: str) -> list[psutil.Process]:
     """Processes that run a program of a sandbox in `folder`."""
-    commands = (
-        (process, " ".join(process.info["cmdline"] or ()))
-        for process in psutil.process_iter(["cmdline"])
-    )
-    return [
-        process
-        for process, command in commands
-        if folder in command and "sandbox/child.py" in command
-    ]
+    commands = ((process, " ".join(process.info["cmdline"] or ())) for process in psutil.process_iter(["cmdline"]))
+    return [process for process, command in commands if folder in command and "sandbox/child.py" in command]
 
 
 @pytest.mark.verifies(
-    "algorithms",
-    "hostile programs and services",
-    "unit/test_rewards_services.py",
-    see="[tables](hostile.md)",
+    "algorithms", "hostile programs and services", "unit/test_rewards_services.py", see="[tables](hostile.md)"
 )
 @isolated
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -74,8 +60,7 @@ def test_whatever_a_program_does_is_its_outcome_and_leaves_nothing(name, scratch
 
 @pytest.mark.parametrize("name", ALSO_WITHOUT_NAMESPACES)
 def test_limits_hold_without_namespaces(name):
-    """If the kernel allows none. The folder is the system's own: another user must be able to enter
-    it."""
+    """If the kernel allows none. The folder is the system's own: another user must be able to enter it."""
     tests, program, _, detail = PROGRAMS[name]
     assert tests is SCRIPTS
     settings = {"open_files": 16, "processes": 6, "memory_mb": 192, "output_kb": 64, "disk_mb": 4}
@@ -85,9 +70,7 @@ def test_limits_hold_without_namespaces(name):
     if not detail:
         assert ended.stdout == b"2\n"
     below = psutil.Process()
-    until(
-        lambda: not [p for p in below.children(True) if "sandbox/child.py" in str(p.cmdline())], 5
-    )
+    until(lambda: not [p for p in below.children(True) if "sandbox/child.py" in str(p.cmdline())], 5)
 
 
 # Python runs it first in every process: a kernel that grants no namespaces.
@@ -142,25 +125,16 @@ print(sorted(os.environ), [name for name in os.listdir("/proc") if name.isdigit(
 """
     limits = sandbox.Limits(20.0, 192, 64, 4, 16, 6)
     ended = sandbox.run_program(program, b"", limits, isolate=True)
-    assert (
-        ended.stdout.decode().split("]", 1)[1] == " ['1'] /tmp []\n"
-        and b"SECRET" not in ended.stdout
-    )
+    assert ended.stdout.decode().split("]", 1)[1] == " ['1'] /tmp []\n" and b"SECRET" not in ended.stdout
 
 
 @isolated
 def test_a_killed_worker_takes_its_program_along(scratch):
-    """As when the pool kills a worker at its own limit: only its supervisor can still end the
-    program."""
+    """As when the pool kills a worker at its own limit: only its supervisor can still end the program."""
     pid = os.fork()
     if pid == 0:
         try:
-            sandbox.run_program(
-                "import time\ntime.sleep(1000)",
-                b"",
-                sandbox.Limits(1000.0, 192, 64, 4, 16, 6),
-                True,
-            )
+            sandbox.run_program("import time\ntime.sleep(1000)", b"", sandbox.Limits(1000.0, 192, 64, 4, 16, 6), True)
         finally:
             os._exit(0)
     until(lambda: len(survivors(str(scratch))) == 2, 30)  # a supervisor and its program
@@ -201,9 +175,7 @@ def s(): return Stack()
     ],
 )  # fmt: skip
 def test_forms_of_test_cases_and_options_of_scoring(program, answer, score, more, scratch):
-    found = grade(
-        program, answer if isinstance(answer, str) else json.dumps(answer), **GENEROUS, **more
-    )
+    found = grade(program, answer if isinstance(answer, str) else json.dumps(answer), **GENEROUS, **more)
     assert score in (found, found[0])
 
 
@@ -211,9 +183,7 @@ def test_forms_of_test_cases_and_options_of_scoring(program, answer, score, more
 def test_all_tests_share_one_time(scratch):
     tests = json.dumps({"inputs": [""] * 4, "outputs": [""] * 4})
     start = time.monotonic()
-    score, said = grade(
-        "import time\ntime.sleep(1000)", tests, **OPTIONS | {"test_s": 60.0, "total_s": 0.6}
-    )
+    score, said = grade("import time\ntime.sleep(1000)", tests, **OPTIONS | {"test_s": 60.0, "total_s": 0.6})
     assert score == 0.0 and said == "test 1 of 4: time limit" and time.monotonic() - start < 20
 
 
@@ -248,10 +218,7 @@ def test_the_last_python_block_is_the_program(text, program):
         ),
         ('{"inputs": ["1"], "outputs": ["1"], "fn_name": "f g"}', "the name of a function"),
         ("x", "not JSON with test cases"),
-        (
-            '{"inputs": ["1"], "outputs": []}',
-            '"outputs" of the answer should be a list with at least one entry',
-        ),
+        ('{"inputs": ["1"], "outputs": []}', '"outputs" of the answer should be a list with at least one entry'),
         ('{"inputs": ["1"], "outputs": ["1", "2"]}', "1 inputs and 2 outputs"),
         ('{"asserts": ["assert f(1 =="]}', "is not Python"),
         ('{"inputs": [1], "outputs": [2]}', "texts or lists of lines"),
@@ -290,14 +257,10 @@ def test_a_response_of_fences_is_read_at_once(text):
 
 @isolated
 def test_code_in_the_pool():
-    config = RewardConfig(
-        grader="code", args=OPTIONS | {"test_s": 20.0, "total_s": 20.0}, workers=1, timeout_s=60.0
-    )
+    config = RewardConfig(grader="code", args=OPTIONS | {"test_s": 20.0, "total_s": 20.0}, workers=1, timeout_s=60.0)
     with RewardPool(config) as pool:
         prompts = [Prompt(0, "", (1,), answer) for answer in (SCRIPTS, CALLS, "no tests")]
-        right, wrong, broken = (
-            pool.submit(p, "print(int(input()) + 1)").result(timeout=120) for p in prompts
-        )
+        right, wrong, broken = (pool.submit(p, "print(int(input()) + 1)").result(timeout=120) for p in prompts)
     assert (right.status, right.value, right.detail) == ("score", 1.0, "")
     assert wrong.status == "score" and wrong.value == 0.0 and "test 1 of 2" in wrong.detail
     assert broken.status == "error" and "not JSON" in broken.detail

@@ -1,5 +1,4 @@
-"""The reward pool in real processes: graders that raise, hang, die or return nonsense; several;
-group graders."""
+"""The reward pool in real processes: graders that raise, hang, die or return nonsense; several; group graders."""
 
 import asyncio
 import json
@@ -89,16 +88,9 @@ def graded(
     graders: str | list[dict], prompts_and_texts: Sequence[tuple[Prompt, str]], workers=1, **options
 ) -> list[Outcome]:
     """What a pool makes of these responses. graders: one of the module above, or all of them."""
-    named = (
-        {"grader": f"own_graders:{graders}"} if isinstance(graders, str) else {"graders": graders}
-    )
-    with RewardPool(
-        RewardConfig(**named, workers=workers, **{"timeout_s": 1.0, **options})
-    ) as pool:
-        return [
-            future.result(timeout=120)
-            for future in [pool.submit(*each) for each in prompts_and_texts]
-        ]
+    named = {"grader": f"own_graders:{graders}"} if isinstance(graders, str) else {"graders": graders}
+    with RewardPool(RewardConfig(**named, workers=workers, **{"timeout_s": 1.0, **options})) as pool:
+        return [future.result(timeout=120) for future in [pool.submit(*each) for each in prompts_and_texts]]
 
 
 def grade(name: str, text: str = "abc", answer: str = "", **options) -> Outcome:
@@ -122,14 +114,10 @@ def grade(name: str, text: str = "abc", answer: str = "", **options) -> Outcome:
         ("leaves", "abc", "", None, "died: exit code 3"),
     ],
 )
-def test_a_finite_number_is_a_score_and_anything_else_an_error_and_not_a_zero(
-    name, text, answer, value, said
-):
+def test_a_finite_number_is_a_score_and_anything_else_an_error_and_not_a_zero(name, text, answer, value, said):
     outcome = grade(name, text, answer)
     assert (outcome.status, outcome.ok) == (("error", False) if value is None else ("score", True))
-    assert said in outcome.detail and (
-        name in outcome.detail if value is None else outcome.value == value
-    )
+    assert said in outcome.detail and (name in outcome.detail if value is None else outcome.value == value)
 
 
 @pytest.mark.parametrize("name", ["hangs", "hangs_holding_the_lock", "ignores_signals"])
@@ -146,13 +134,7 @@ def test_a_pool_survives_bad_responses_and_keeps_every_outcome_with_its_response
     texts = ["1", "hang", "2", "die", "3", "raise", "nan", "4", "hang", "5"]
     outcomes = graded("by_text", [(prompt(), text) for text in texts], workers=2, timeout_s=0.5)
     assert [o.value for o in outcomes if o.ok] == [1, 2, 3, 4, 5]
-    assert [o.status for o in outcomes if not o.ok] == [
-        "timeout",
-        "error",
-        "error",
-        "error",
-        "timeout",
-    ]
+    assert [o.status for o in outcomes if not o.ok] == ["timeout", "error", "error", "error", "timeout"]
 
 
 def test_restarting_does_not_count_against_the_next_response(tmp_path):
@@ -164,9 +146,7 @@ def test_restarting_does_not_count_against_the_next_response(tmp_path):
 def test_close_leaves_no_process_and_no_waiter():
     others = psutil.Process().children()  # of other tests
     pool = RewardPool(RewardConfig(grader="own_graders:by_text", workers=2, timeout_s=60.0))
-    workers = [
-        child for child in psutil.Process().children() if child not in others and is_live(child)
-    ]
+    workers = [child for child in psutil.Process().children() if child not in others and is_live(child)]
     running = [pool.submit(prompt(), "hang") for _ in range(2)]
     waiting = pool.submit(prompt(), "1")
     time.sleep(0.3)
@@ -186,8 +166,7 @@ def test_what_a_hung_grader_started_dies_with_it(tmp_path):
 
 
 def test_workers_end_when_the_trainer_is_killed(tmp_path):
-    """SIGKILL runs no clean-up: the workers, idle or hung with the interpreter lock held, must
-    notice by themselves."""
+    """SIGKILL runs no clean-up: the workers, idle or hung with the interpreter lock held, must notice by themselves."""
     code = f"""
 import psutil, sys, time
 sys.path.insert(0, {str(tmp_path)!r})
@@ -200,9 +179,7 @@ pool.submit(Prompt(0, "", (1,), ""), "x")
 time.sleep(60)
 """
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env
-    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
     workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
     assert len(workers) == 2
     time.sleep(0.2)
@@ -253,52 +230,35 @@ def test_a_wrong_grader_fails_before_any_process_starts(name, args, said):
 
 def test_the_reward_is_the_weighted_sum_and_an_error_of_one_is_the_outcome(tmp_path):
     own = [(prompt(grader=grader), text) for grader, text in (("taste", "abcd"), ("exact", "a"))]
-    outcomes = good, bad, only, other = graded(
-        SEVERAL, [(prompt(), "abcd"), (prompt(), "bad"), *own], timeout_s=60
-    )
+    outcomes = good, bad, only, other = graded(SEVERAL, [(prompt(), "abcd"), (prompt(), "bad"), *own], timeout_s=60)
     assert (good.status, good.value, good.detail) == ("score", 2.0 * 2.0 + 0.25, "saw abcd")
     parts = {name: (part.status, part.value) for name, part in good.parts.items()}
     assert parts == {"length": ("score", 2.0), "taste": ("score", 1.0)}
     assert bad.status == "error" and "ValueError: on purpose" in bad.detail
     assert bad.parts["length"].value == 1.5 and bad.parts["taste"].status == "error"
-    assert (only.value, list(only.parts), other.value, list(other.parts)) == (
-        0.25,
-        ["taste"],
-        1.0,
-        ["exact"],
-    )
+    assert (only.value, list(only.parts), other.value, list(other.parts)) == (0.25, ["taste"], 1.0, ["exact"])
 
     samples = tuple(Sample(i, (3,), (-0.1,), "stop", 0, "t") for i in range(4))
     group = RolloutGroup(0, prompt(), samples, tuple(outcomes))
     with closing(RolloutLog(RunFolder(tmp_path), 0)) as log:
         log.write(1, [group])
-    record = json.loads((tmp_path / "rollouts" / "step_000001.replica_0.jsonl").read_text())[
-        "samples"
-    ][0]["outcome"]
+    record = json.loads((tmp_path / "rollouts" / "step_000001.replica_0.jsonl").read_text())["samples"][0]["outcome"]
     length = {"status": "score", "value": 2.0, "detail": ""}
     taste = {"status": "score", "value": 1.0, "detail": "saw abcd"}
     parts = {"length": length, "taste": taste}
     assert record == {"status": "score", "value": 4.25, "detail": "saw abcd", "parts": parts}
     metrics = Metrics()
     grader_metrics(metrics, [group], RewardConfig(graders=SEVERAL))
-    expected = {
-        "grader/length_mean": 1.75,
-        "grader/length_failed_fraction": 0.0,
-        "grader/taste_mean": 1.0,
-    }
+    expected = {"grader/length_mean": 1.75, "grader/length_failed_fraction": 0.0, "grader/taste_mean": 1.0}
     expected |= {"grader/taste_failed_fraction": pytest.approx(1 / 3)}
     assert metrics.reduced(alone) == expected
 
 
 def test_metrics_do_not_depend_on_who_has_the_groups():
-    """Any split of the groups over ranks adds up to the same sums; a rank without groups adds the
-    same names."""
+    """Any split of the groups over ranks adds up to the same sums; a rank without groups adds the same names."""
     config = RewardConfig(graders=[{"grader": "exact"}, {"grader": "format"}])
     parts = [{"exact": Outcome("score", i / 4), "format": Outcome("error")} for i in range(4)]
-    groups = [
-        RolloutGroup(i, prompt(), (), (Outcome("error", parts=part),))
-        for i, part in enumerate(parts)
-    ]
+    groups = [RolloutGroup(i, prompt(), (), (Outcome("error", parts=part),)) for i, part in enumerate(parts)]
     whole, *split = (Metrics() for _ in range(4))
     grader_metrics(whole, groups, config)
     for metrics, share in zip(split, (groups[:1], groups[1:], []), strict=True):
@@ -314,39 +274,22 @@ def test_a_group_grader_sees_those_that_have_a_score():
     graders = {"grader": "own_graders:picky", "group_grader": "own_graders:minus_mean"}
     config = RewardConfig(**graders, group_args={"factor": 10.0}, workers=1)
     bad = Outcome("timeout", detail="10 s")
-    outcomes = [
-        Outcome("score", 1.0),
-        bad,
-        Outcome("score", 3.0, parts={"picky": Outcome("score", 3.0)}),
-    ]
+    outcomes = [Outcome("score", 1.0), bad, Outcome("score", 3.0, parts={"picky": Outcome("score", 3.0)})]
     with RewardPool(config) as pool:
         got = pool.submit_group(prompt(), ["a", "b", "c"], outcomes).result(timeout=60)
         assert pool.submit_group(prompt(), ["b"], [bad]).result(timeout=60) == [bad]
-    assert got == [
-        Outcome("score", -10.0),
-        bad,
-        Outcome("score", 10.0, parts={"picky": Outcome("score", 3.0)}),
-    ]
+    assert got == [Outcome("score", -10.0), bad, Outcome("score", 10.0, parts={"picky": Outcome("score", 3.0)})]
 
 
 @pytest.mark.parametrize(
     "name, status, said",
-    [
-        ("too_few", "error", "not a list of 2 scores"),
-        ("hangs_on_groups", "timeout", "gave no result in 1 s"),
-    ],
+    [("too_few", "error", "not a list of 2 scores"), ("hangs_on_groups", "timeout", "gave no result in 1 s")],
 )
 def test_a_group_grader_that_fails_fails_for_the_whole_group(name, status, said):
-    config = RewardConfig(
-        grader="exact", group_grader=f"own_graders:{name}", workers=1, timeout_s=1.0
-    )
+    config = RewardConfig(grader="exact", group_grader=f"own_graders:{name}", workers=1, timeout_s=1.0)
     with RewardPool(config) as pool:
-        got = pool.submit_group(prompt(), ["a", "b"], [Outcome("score", 1.0)] * 2).result(
-            timeout=60
-        )
-    assert [outcome.status for outcome in got] == [status] * 2 and all(
-        said in outcome.detail for outcome in got
-    )
+        got = pool.submit_group(prompt(), ["a", "b"], [Outcome("score", 1.0)] * 2).result(timeout=60)
+    assert [outcome.status for outcome in got] == [status] * 2 and all(said in outcome.detail for outcome in got)
 
 
 def test_built_in_group_graders():
@@ -357,14 +300,10 @@ def test_built_in_group_graders():
 
 
 def test_cancelling_a_reward_cancels_what_has_not_begun():
-    config = RewardConfig(
-        graders=[{"grader": f"own_graders:{name}"} for name in ("length", "picky")], workers=1
-    )
+    config = RewardConfig(graders=[{"grader": f"own_graders:{name}"} for name in ("length", "picky")], workers=1)
 
     async def run(pool: RewardPool) -> float:
-        task = asyncio.create_task(
-            asyncio.wait_for(asyncio.wrap_future(pool.submit(prompt(), "abc")), 0)
-        )
+        task = asyncio.create_task(asyncio.wait_for(asyncio.wrap_future(pool.submit(prompt(), "abc")), 0))
         await asyncio.gather(task, return_exceptions=True)
         return (await asyncio.wrap_future(pool.submit(prompt(), "abcd"))).value
 
@@ -374,23 +313,11 @@ def test_cancelling_a_reward_cancels_what_has_not_begun():
 
 def test_check_finds_every_wrong_grader(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("d.jsonl").write_text(
-        '{"prompt": "p", "answer": "{\\"asserts\\": [\\"assert (\\"]}", "by": "code"}\n'
-    )
-    judge = {
-        "url": "http://127.0.0.1:1/v1/chat/completions",
-        "model": "m",
-        "prompt_file": "judge.txt",
-    }
-    graders = [
-        {"grader": "exat"},
-        {"grader": "judge", "args": judge},
-        {"grader": "own_graders:lenght"},
-    ]
+    Path("d.jsonl").write_text('{"prompt": "p", "answer": "{\\"asserts\\": [\\"assert (\\"]}", "by": "code"}\n')
+    judge = {"url": "http://127.0.0.1:1/v1/chat/completions", "model": "m", "prompt_file": "judge.txt"}
+    graders = [{"grader": "exat"}, {"grader": "judge", "args": judge}, {"grader": "own_graders:lenght"}]
     data = {"path": "d.jsonl", "grader_key": "by"}
-    config = experiment(
-        model={"path": "."}, data=data, reward={"graders": graders, "group_grader": "rnk"}
-    )
+    config = experiment(model={"path": "."}, data=data, reward={"graders": graders, "group_grader": "rnk"})
     found = "\n".join(preflight(config))
     for said in (
         "reward.grader 'exat' is unknown; did you mean 'exact'",

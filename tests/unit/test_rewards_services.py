@@ -35,20 +35,14 @@ def pool(server, grader="http", **args) -> RewardPool:
 def test_whatever_a_service_does_is_its_outcome(name):
     script, status, detail = SERVICES[name]
     text = "é\n\u2028\ud800\0"  # odd texts arrive unchanged
-    with (
-        serving(scores, script) as server,
-        pool(server, timeout_s=1.0 if status == "timeout" else 60.0) as rewards,
-    ):
+    with serving(scores, script) as server, pool(server, timeout_s=1.0 if status == "timeout" else 60.0) as rewards:
         outcome = rewards.submit(PROMPT, text).result(timeout=90)
         assert outcome.status == status and detail in outcome.detail, outcome
         if status == "score":
             assert outcome.value == len(text) and len(server.bodies) == len(script) + 1
         else:
             assert server.url in outcome.detail
-        assert all(
-            body == {"samples": [{"prompt": "q", "response": text, "answer": "a"}]}
-            for body in server.bodies
-        )
+        assert all(body == {"samples": [{"prompt": "q", "response": text, "answer": "a"}]} for body in server.bodies)
 
 
 @pytest.mark.parametrize("batch_size, sizes, at_once", [(4, [3, 4, 4], 3), (1, [1] * 11, 3)])
@@ -57,10 +51,7 @@ def test_batches_come_back_in_order_and_requests_in_flight_are_bounded(batch_siz
         with pool(server, timeout_s=60.0, batch_size=batch_size, concurrency=3) as rewards:
             futures = [rewards.submit(PROMPT, "x" * i) for i in range(11)]
             assert [future.result(timeout=60).value for future in futures] == list(range(11))
-        assert (
-            sorted(len(body["samples"]) for body in server.bodies) == sizes
-            and server.most_at_once == at_once
-        )
+        assert sorted(len(body["samples"]) for body in server.bodies) == sizes and server.most_at_once == at_once
 
 
 def test_a_text_that_the_service_refuses_costs_the_others_of_its_batch_nothing():
@@ -138,10 +129,7 @@ def test_the_judge_is_asked_as_openai_clients_ask(tmp_path, monkeypatch, caplog,
         "model": "m", "prompt_file": str(tmp_path / "judge.txt"), "system": "Be strict.", "body": {"top_p": 0.9},
         "api_key_env": "KEY_OF_JUDGE", "timeout_s": 60.0, "retries": 0,
     }  # fmt: skip
-    with (
-        caplog.at_level(logging.DEBUG),
-        serving(completion("Score: 1"), ["good", "fails", "refuses"]) as server,
-    ):
+    with caplog.at_level(logging.DEBUG), serving(completion("Score: 1"), ["good", "fails", "refuses"]) as server:
         with pool(server, "judge", **args) as rewards:
             outcomes = [rewards.submit(PROMPT, "{answer}").result(timeout=60) for _ in range(3)]
         config = experiment(reward={"grader": "judge", "args": {"url": server.url, **args}})
@@ -152,12 +140,7 @@ def test_the_judge_is_asked_as_openai_clients_ask(tmp_path, monkeypatch, caplog,
     settings = {"model": "m", "temperature": 0.0, "max_tokens": 1024, "top_p": 0.9}
     assert server.bodies[0] == settings | {"messages": messages}
     dump_config(config, tmp_path / "config.yaml")
-    said = [
-        caplog.text,
-        *capfd.readouterr(),
-        (tmp_path / "config.yaml").read_text(),
-        *(o.detail for o in outcomes),
-    ]
+    said = [caplog.text, *capfd.readouterr(), (tmp_path / "config.yaml").read_text(), *(o.detail for o in outcomes)]
     assert not any("very-secret" in text for text in said)
 
 
@@ -166,10 +149,7 @@ def test_the_judge_reads_the_whole_conversation(tmp_path):
     messages = [{"role": role, "content": text} for role, text in said]
     (tmp_path / "judge.txt").write_text(TEMPLATE)
     args = {"model": "m", "prompt_file": str(tmp_path / "judge.txt"), "timeout_s": 60.0}
-    with (
-        serving(completion("Score: 1"), []) as server,
-        pool(server, "judge", **args) as rewards,
-    ):
+    with serving(completion("Score: 1"), []) as server, pool(server, "judge", **args) as rewards:
         for asked in (messages, messages[-1:]):
             prompt = replace(PROMPT, messages=asked)
             assert rewards.submit(prompt, "5").result(timeout=60).value == 1.0
@@ -182,21 +162,12 @@ def test_the_judge_reads_the_whole_conversation(tmp_path):
 
 def test_the_key_must_be_there(tmp_path, monkeypatch):
     monkeypatch.delenv("KEY_OF_JUDGE", raising=False)
-    with pytest.raises(
-        ValueError, match=r"environment variable KEY_OF_JUDGE \(api_key_env\) is not set here"
-    ):
-        RewardPool(
-            RewardConfig(
-                grader="http", args={"url": "http://127.0.0.1:1/", "api_key_env": "KEY_OF_JUDGE"}
-            )
-        )
+    with pytest.raises(ValueError, match=r"environment variable KEY_OF_JUDGE \(api_key_env\) is not set here"):
+        RewardPool(RewardConfig(grader="http", args={"url": "http://127.0.0.1:1/", "api_key_env": "KEY_OF_JUDGE"}))
 
 
 def test_a_response_cannot_ask_for_the_answer():
-    assert (
-        render("{response} {x} {answer}", "p", "{answer}{prompt}", "42")
-        == "{answer}{prompt} {x} 42"
-    )
+    assert render("{response} {x} {answer}", "p", "{answer}{prompt}", "42") == "{answer}{prompt} {x} 42"
 
 
 @pytest.mark.parametrize(

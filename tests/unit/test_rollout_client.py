@@ -1,5 +1,4 @@
-"""Retries, deadlines, cut responses and turns of the generation client, against a server that fails
-on purpose."""
+"""Retries, deadlines, cut responses and turns of the generation client, against a server that fails on purpose."""
 
 import asyncio
 import itertools
@@ -50,17 +49,9 @@ def generate(service: FakeService, version: int = 0) -> tuple[Response, int]:
 def test_request_as_sglang_wants_it():
     with running(FakeService()) as service:
         assert generate(service) == (ANSWER, 0)
-    sampling = {
-        "temperature": 1.0,
-        "max_new_tokens": 4,
-        "top_p": 1.0,
-        "top_k": -1,
-        "sampling_seed": 1234,
-    }
+    sampling = {"temperature": 1.0, "max_new_tokens": 4, "top_p": 1.0, "top_k": -1, "sampling_seed": 1234}
     sampling |= {"stop_token_ids": [7], "stop": ["\n"]}
-    assert service.requests == [
-        {"input_ids": [5, 6], "sampling_params": sampling, "return_logprob": True}
-    ]
+    assert service.requests == [{"input_ids": [5, 6], "sampling_params": sampling, "return_logprob": True}]
 
 
 ABORTED = {"finish_reason": {"type": "abort", "message": "paused"}}
@@ -124,9 +115,7 @@ PROMPTS = [Prompt(id=10 * i, text="", token_ids=(1, 2), answer="") for i in rang
 
 
 def make_source(service: FakeService, reward: dict | None = None, **rollout) -> RolloutSource:
-    config = experiment(
-        reward=reward or {}, rollout={"request_timeout_s": 5.0, "step_timeout_s": 5.0} | rollout
-    )
+    config = experiment(reward=reward or {}, rollout={"request_timeout_s": 5.0, "step_timeout_s": 5.0} | rollout)
     return source_of(service.control, config)
 
 
@@ -147,12 +136,8 @@ def test_a_group_grader_has_the_last_word_on_training_samples_alone():
         trained = sampled(source, 7, PROMPTS, 3)
         held_out = evaluated(source, PROMPTS, 3, SamplingParams(1.0, 4), 2)
     for groups, sign in ((trained, -1), (held_out, 1)):
-        pairs = [
-            pair for group in groups for pair in zip(group.samples, group.outcomes, strict=True)
-        ]
-        assert len(pairs) == 10 and all(
-            outcome.value == sign * float(sample.text) for sample, outcome in pairs
-        )
+        pairs = [pair for group in groups for pair in zip(group.samples, group.outcomes, strict=True)]
+        assert len(pairs) == 10 and all(outcome.value == sign * float(sample.text) for sample, outcome in pairs)
 
 
 @pytest.mark.parametrize("version, state", [(0, "stale"), (3, "ready")])
@@ -212,9 +197,7 @@ def test_when_one_of_several_fails_the_others_are_ended():
 
 
 def test_service_that_gave_up_ends_the_wait():
-    with running(
-        FakeService(state="dead", failed="engine-0 after 5 restart(s): no memory")
-    ) as service:
+    with running(FakeService(state="dead", failed="engine-0 after 5 restart(s): no memory")) as service:
         with pytest.raises(LeaderError, match="failed: engine-0 after 5 restart"):
             sampled(make_source(service, step_timeout_s=60.0), 0, PROMPTS, 0)
         with pytest.raises(ServiceFailed, match="no memory"):
@@ -223,10 +206,7 @@ def test_service_that_gave_up_ends_the_wait():
 
 def test_unreachable_service_is_a_clear_error(tmp_path, monkeypatch):
     monkeypatch.setattr(source_module, "_UNREACHABLE_S", 0.5)
-    with pytest.raises(
-        ServiceUnreachable,
-        match=r"no rollout service answers at http://127.0.0.1:9.*megagrpo serve",
-    ):
+    with pytest.raises(ServiceUnreachable, match=r"no rollout service answers at http://127.0.0.1:9.*megagrpo serve"):
         ServiceControl("http://127.0.0.1:9", "key").engines()
     with pytest.raises(ServiceUnreachable, match=r"service\.json did not appear in 0 s"):
         find_service(tmp_path)
@@ -242,15 +222,11 @@ def test_the_file_of_a_service_that_is_gone_is_one_message(tmp_path, capsys):
     (tmp_path / "config.yaml").touch()
     for words in (["status", "--json", str(tmp_path)], ["engines", "add", str(tmp_path)]):
         assert main(words) == 2
-        assert (
-            f"megagrpo {words[0]}: {tmp_path}: {tmp_path}/service.json is of a service"
-            in capsys.readouterr().err
-        )
+        assert f"megagrpo {words[0]}: {tmp_path}: {tmp_path}/service.json is of a service" in capsys.readouterr().err
 
 
 def test_requests_to_a_lost_host_are_sent_again():
-    """They hang: nobody breaks the connection. The service lists another incarnation, and the step
-    completes."""
+    """They hang: nobody breaks the connection. The service lists another incarnation, and the step completes."""
     with running(FakeService(script=["hang"] * 3)) as service:
         source = make_source(service, request_timeout_s=600.0, step_timeout_s=60.0)
         started = time.monotonic()
@@ -308,10 +284,7 @@ def test_requests_leave_in_order_while_the_caches_have_room():
             for _ in range(5):
                 await asyncio.sleep(0)
 
-        tasks = [
-            asyncio.create_task(request(*each))
-            for each in [("a", 60.0, 1), ("b", 60.0, 1), ("c", 10.0, 1)]
-        ]
+        tasks = [asyncio.create_task(request(*each)) for each in [("a", 60.0, 1), ("b", 60.0, 1), ("c", 10.0, 1)]]
         await step()
         assert left == ["a"], "c does not pass b, which needs more room"
         tasks.append(asyncio.create_task(request("urgent", 70.0, 0)))

@@ -30,8 +30,7 @@ def test_host_is_an_address_or_an_interface():
     assert own_address("0.0.0.0") == "0.0.0.0" and interface_of("0.0.0.0") is None
     assert interface_of("127.0.0.1") == "lo"
     with pytest.raises(
-        ValueError,
-        match=r"rollout.host eht0 is no interface and no IPv4 address of .*'lo': \['127.0.0.1'\]",
+        ValueError, match=r"rollout.host eht0 is no interface and no IPv4 address of .*'lo': \['127.0.0.1'\]"
     ):
         own_address("eht0")
     assert free_port("127.0.0.1") in range(20_000, 30_000)
@@ -49,8 +48,7 @@ def test_a_key_is_made_for_its_owner_alone_unless_it_is_given(tmp_path, monkeypa
 
 
 def test_no_connection_outlives_its_call():
-    """An idle one would be closed by the first thread that finds it too old, maybe when another was
-    just given it."""
+    """An idle one would be closed by the first thread that finds it too old, maybe when another was just given it."""
     with running(FakeService()) as service:
         control, port = service.control, int(service.url.rpartition(":")[2])
 
@@ -61,16 +59,10 @@ def test_no_connection_outlives_its_call():
 
         for _ in range(2):
             control.status()
-            until(
-                lambda: not [one for one in connections() if one.status == psutil.CONN_ESTABLISHED],
-                5,
-            )
+            until(lambda: not [one for one in connections() if one.status == psutil.CONN_ESTABLISHED], 5)
 
 
-BUSY = Exception(
-    "The current node timed out during startup. This could happen because\nsome of the raylet "
-    "failed"
-)
+BUSY = Exception("The current node timed out during startup. This could happen because\nsome of the raylet failed")
 
 
 class FakeRay:
@@ -84,9 +76,7 @@ class FakeRay:
     def init(self, **options) -> None:
         self.attempts.append(options)
         if len(self.attempts) <= self.failures:
-            self.left.append(
-                subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-            )
+            self.left.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
             raise BUSY
 
 
@@ -100,9 +90,7 @@ def test_ray_is_tried_again_and_failed_attempts_leave_nothing(tmp_path, monkeypa
     with ray_cluster.in_ray_cluster(experiment(tmp_path), None):
         folder = Path(fake.attempts[-1]["_temp_dir"]).parent
         assert folder.is_dir() and len(fake.attempts) == 3
-        assert all(process.wait(10) != 0 for process in fake.left), (
-            "a failed attempt left a process"
-        )
+        assert all(process.wait(10) != 0 for process in fake.left), "a failed attempt left a process"
         assert other.poll() is None, "a process that was there before was ended"
     assert not folder.exists()
     other.kill()
@@ -127,18 +115,10 @@ def test_the_service_gives_up_with_one_line(tmp_path, monkeypatch, capfd):
     printed = capfd.readouterr()
     *tries, last = printed.out.splitlines()
     assert len(tries) == len(fake.attempts) - 1 and all("trying again" in line for line in tries)
-    assert (
-        last.startswith("rollout service failed: Ray on ")
-        and "The current node timed out during startup" in last
-    )
-    assert (
-        f"in {len(fake.attempts)} attempt(s) within 1 s" in last
-        and "raise rollout.start_timeout_s" in last
-    )
+    assert last.startswith("rollout service failed: Ray on ") and "The current node timed out during startup" in last
+    assert f"in {len(fake.attempts)} attempt(s) within 1 s" in last and "raise rollout.start_timeout_s" in last
     assert "Traceback" not in printed.out + printed.err
-    assert list(tmp_path.iterdir()) == [] and all(
-        process.poll() is not None for process in fake.left
-    )
+    assert list(tmp_path.iterdir()) == [] and all(process.poll() is not None for process in fake.left)
 
 
 @pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])
@@ -154,12 +134,7 @@ def test_whoever_asks_an_engine_to_sleep_is_answered_when_its_memory_is_free(tmp
     async def run() -> list[bool]:
         free = asyncio.Event()
         engine = SupervisedEngine(
-            0,
-            experiments.experiment(),
-            cuda=False,
-            api_key="",
-            log_dir=tmp_path,
-            may_start=asyncio.Event(),
+            0, experiments.experiment(), cuda=False, api_key="", log_dir=tmp_path, may_start=asyncio.Event()
         )
         engine.state = "ready"
         engine._memory = SimpleNamespace(release=lambda http: free.wait())

@@ -33,17 +33,14 @@ ALONE = Mesh(0, 1, 0, 1, None, None, 0, torch.device("cpu"))
 
 
 def both(**more) -> tuple[Batch, Batch]:
-    """The batch of split rollouts and that of whole ones, whose tokens are the same ones in the
-    same places."""
+    """The batch of split rollouts and that of whole ones, whose tokens are the same ones in the same places."""
     groups = split_groups()
     split, whole = (
         build_batch(found, one_pass(NUM_GROUPS), ALONE, needs=LossNeeds(graders=GRADERS))
         for found in (groups, list(map(joined, groups)))
     )
     assert torch.equal(split.tokens, whole.tokens) and torch.equal(split.loss_mask, whole.loss_mask)
-    whole = replace(
-        whole, prompt_lengths=by_rollout(split).prompt_lengths
-    )  # a context is no response
+    whole = replace(whole, prompt_lengths=by_rollout(split).prompt_lengths)  # a context is no response
     more = {name: values(len(split.tokens)) for name, values in more.items()}
     return replace(split, **more), replace(whole, **more)
 
@@ -58,13 +55,9 @@ def test_samples_of_a_rollout_are_neighbors_with_one_reward():
     assert split.rollout_sizes is not None and whole.rollout_sizes is None
     sizes = [len(parts) for group in groups for parts in group.rollouts]
     assert split.rollout_sizes.tolist() == sizes and set(sizes) >= {1, 5}
-    assert split.sample_ids.tolist() == sorted(split.sample_ids.tolist()) and len(
-        split.sample_ids
-    ) == sum(sizes)
+    assert split.sample_ids.tolist() == sorted(split.sample_ids.tolist()) and len(split.sample_ids) == sum(sizes)
     most = max(len(group.samples) for group in groups)
-    assert split.sample_ids.tolist() == [
-        g.group_id * most + s.index for g in groups for s in g.samples
-    ]
+    assert split.sample_ids.tolist() == [g.group_id * most + s.index for g in groups for s in g.samples]
     seen = by_rollout(split)
     for name in ("lengths", "group_ids", "truncated"):
         assert torch.equal(getattr(seen, name), getattr(whole, name)), name
@@ -91,9 +84,7 @@ def test_a_rollout_is_too_long_if_one_of_its_samples_is():
     _, _, metrics = with_advantages(split, options, alone, AlgoState(), longest)
     valid = split.rewards.valid[split.rollout_sizes.cumsum(0) - split.rollout_sizes].tolist()
     penalties = [
-        min(0, longest - buffer - max(part)) / buffer
-        for part, judged in zip(parts, valid, strict=True)
-        if judged
+        min(0, longest - buffer - max(part)) / buffer for part, judged in zip(parts, valid, strict=True) if judged
     ]
     mean = sum(penalties) / len(penalties)
     assert min(penalties) == -1 and metrics["reward/overlong_penalty"] == pytest.approx(mean)
@@ -109,10 +100,7 @@ ALGORITHMS = {
     "maxrl": {"advantage": {"name": "maxrl"}},
     "gpg": {"advantage": {"name": "gpg"}},
     "gdpo": {"advantage": {"name": "gdpo", "whiten_over": "responses"}},
-    "reinforce": {
-        "advantage": {"name": "reinforce", "gamma": 0.9},
-        "reward": {"mean": "group", "std": "batch"},
-    },
+    "reinforce": {"advantage": {"name": "reinforce", "gamma": 0.9}, "reward": {"mean": "group", "std": "batch"}},
     "reinforce++, kl": {"advantage": {"name": "reinforce_plus_plus"}, "kl": {"reward_coef": 0.1}},
     "tis over tokens": {"mismatch": {"weight": {"name": "tis"}}},
 }
@@ -137,24 +125,14 @@ def test_a_rollout_that_splits_has_no_extra_weight(aggregation):
     for batch in both():
         batch, *_ = with_advantages(batch, algorithm, alone, AlgoState(), 60)
         logprobs = noise(3)(len(batch.tokens)).double().requires_grad_()
-        rows = {
-            "logprobs": logprobs,
-            "old_logprobs": logprobs.detach(),
-            "rollout_logprobs": logprobs.detach(),
-        }
-        rows |= {
-            "advantages": batch.advantages,
-            "loss_mask": batch.loss_mask,
-            "entropy": torch.zeros_like(logprobs),
-        }
+        rows = {"logprobs": logprobs, "old_logprobs": logprobs.detach(), "rollout_logprobs": logprobs.detach()}
+        rows |= {"advantages": batch.advantages, "loss_mask": batch.loss_mask, "entropy": torch.zeros_like(logprobs)}
         inputs = LossInputs(
             **{key: padded(values, batch.lengths) for key, values in rows.items()},
             counted_tokens=to_samples(counted_tokens(batch), batch),
         )
         every = torch.arange(len(batch.lengths))
-        denominators = count_denominators(
-            counted_tokens(batch)[rollouts_of(every, batch)], alone, 50.0
-        )
+        denominators = count_denominators(counted_tokens(batch)[rollouts_of(every, batch)], alone, 50.0)
         loss, _ = objective(inputs, algorithm, denominators)
         (gradient,) = torch.autograd.grad(loss, logprobs)
         found.append((loss.item(), gradient, batch))
@@ -170,9 +148,7 @@ def test_a_rollout_that_splits_has_no_extra_weight(aggregation):
         "seq-mean-token-sum-norm": torch.full((len(tokens),), 1 / (50.0 * sequences)),
     }[aggregation]
     weights = a_token.double().repeat_interleave(by_rollout(split).lengths)
-    wanted = (
-        -weights * split.advantages * split.loss_mask
-    )  # a ratio of 1: d loss / d logprob is -A times the weight
+    wanted = -weights * split.advantages * split.loss_mask  # a ratio of 1: d loss / d logprob is -A times the weight
     torch.testing.assert_close(split_gradient, wanted.double(), rtol=1e-6, atol=0)
 
 
@@ -181,9 +157,7 @@ def test_shuffled_rewards_are_of_rollouts():
     sizes, before = split.rollout_sizes, both()[1].rewards.values
     assert sizes is not None
     moved = by_rollout(split).rewards.values
-    assert torch.equal(to_samples(moved, split), split.rewards.values), (
-        "one reward for all samples of a rollout"
-    )
+    assert torch.equal(to_samples(moved, split), split.rewards.values), "one reward for all samples of a rollout"
     assert sorted(moved.tolist()) == sorted(before.tolist()) and moved.tolist() != before.tolist()
     assert torch.equal(moved, whole.rewards.values), "the order of ids decides"
     scores = by_rollout(split).rewards.parts
@@ -199,22 +173,15 @@ def test_records_and_checkpoints_keep_rollouts(tmp_path):
     write_groups(tmp_path / "groups.npz", groups)
     assert read_groups(tmp_path / "groups.npz") == groups
     record = _record(groups[2], str)
-    assert [sample["rollout"] for sample in record["samples"]] == [
-        s.rollout_index for s in groups[2].samples
-    ]
+    assert [sample["rollout"] for sample in record["samples"]] == [s.rollout_index for s in groups[2].samples]
     rewards = {sample["rollout"]: sample["reward"] for sample in record["samples"]}
     assert rewards == {n: o.value if o.ok else None for n, o in enumerate(groups[2].outcomes)}
-    assert (
-        "rollout" not in _record(joined(groups[2]), str)["samples"][0]
-        and len(rewards) == GROUP_SIZE
-    )
+    assert "rollout" not in _record(joined(groups[2]), str)["samples"][0] and len(rewards) == GROUP_SIZE
 
 
 def test_rollouts_out_of_order_are_refused():
     group = split_groups()[0]
-    wrong = replace(
-        group, samples=tuple(replace(s, index=i) for i, s in enumerate(reversed(group.samples)))
-    )
+    wrong = replace(group, samples=tuple(replace(s, index=i) for i, s in enumerate(reversed(group.samples))))
     with pytest.raises(AssertionError, match="one rollout after the other"):
         build_batch([wrong], one_pass(1), ALONE)
     assert np.array_equal(group.samples[0].token_ids, group.rollouts[0][0].token_ids)

@@ -1,5 +1,4 @@
-"""Experts from an engine's answer to the batch: what is asked for, checked, kept, sent on, and
-refused beforehand."""
+"""Experts from an engine's answer to the batch: what is asked for, checked, kept, sent on, and refused beforehand."""
 
 import asyncio
 import base64
@@ -35,12 +34,7 @@ from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.answer_arrays import WrongExperts, read_experts
 from megagrpo.rollout.engine_choice import Engines
-from megagrpo.rollout.generation import (
-    GenerationClient,
-    GenerationFailed,
-    SampleRequest,
-    SamplingParams,
-)
+from megagrpo.rollout.generation import GenerationClient, GenerationFailed, SampleRequest, SamplingParams
 from megagrpo.rollout.response import Response
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.rollout.source import RolloutSource, for_other_ranks
@@ -84,9 +78,7 @@ def test_experts_are_read_without_dense_layers_in_the_smallest_type():
     assert found.dtype == np.uint8 and np.array_equal(found, experts[:, 1:])
     many = replace(MIXED, experts=replace(MIXED.routed, count=384))
     experts = drawn(50, many)
-    assert experts.max() > 255 and np.array_equal(
-        read_experts(many, told(experts), 50), experts[:, 1:]
-    )
+    assert experts.max() > 255 and np.array_equal(read_experts(many, told(experts), 50), experts[:, 1:])
 
 
 def test_wrong_experts_are_refused():
@@ -101,11 +93,7 @@ def test_wrong_experts_are_refused():
         (MIXED, told(outside), "ids from 0 to 8, and the model experts 0 to 7"),
         (MIXED, told(negative), "ids from -1"),
         (MIXED, told(twice), "an expert of layer 2 twice"),
-        (
-            MIXED,
-            told(np.zeros_like(right)),
-            "moe_runner_backend: triton",
-        ),  # a kernel that tells nobody
+        (MIXED, told(np.zeros_like(right)), "moe_runner_backend: triton"),  # a kernel that tells nobody
         (one, told(np.zeros((5, 3, 1))), "is 0 everywhere"),
     ):
         with pytest.raises(WrongExperts, match=message):
@@ -157,9 +145,7 @@ def source_of(model: Path, service: FakeService, **sampling) -> Iterator[Rollout
     with (
         closing(make_answering(config, TOKENIZER)) as answering,
         running(service),
-        closing(
-            make_source(service.control, config, decode=lambda _: "1", answering=answering)
-        ) as source,
+        closing(make_source(service.control, config, decode=lambda _: "1", answering=answering)) as source,
     ):
         yield source
 
@@ -186,9 +172,7 @@ def test_evaluation_and_greedy_baselines_ask_for_none(model: Path):
     service = FakeService(version=3)
     with source_of(model, service) as source:
         evaluated(source, PROMPTS[:1], 3, SamplingParams(1.0, 4), 1)
-    assert service.requests and not any(
-        "return_routed_experts" in request for request in service.requests
-    )
+    assert service.requests and not any("return_routed_experts" in request for request in service.requests)
 
 
 def groups_with_experts() -> list[RolloutGroup]:
@@ -204,13 +188,8 @@ def groups_with_experts() -> list[RolloutGroup]:
 def test_the_batch_has_experts_of_its_own_layers():
     [group] = groups = groups_with_experts()
     batch = build_batch(groups, one_pass(1), MESH, routed_layers=(1,))
-    assert (
-        batch.routing.experts.shape == (7 + 5 + 6, 1, 2)
-        and batch.routing.experts.dtype == torch.uint8
-    )
-    assert batch.routing.lengths.tolist() == [6, 4, 0], (
-        "of all tokens but the last; of the last sample none are known"
-    )
+    assert batch.routing.experts.shape == (7 + 5 + 6, 1, 2) and batch.routing.experts.dtype == torch.uint8
+    assert batch.routing.lengths.tolist() == [6, 4, 0], "of all tokens but the last; of the last sample none are known"
     for row, length in enumerate(batch.routing.lengths.tolist()):
         found = batch.routing.experts.split(batch.lengths.tolist())[row].numpy()
         assert not found[length:].any()
@@ -221,20 +200,12 @@ def test_the_batch_has_experts_of_its_own_layers():
 
 
 def test_ranks_that_do_not_sample_get_tokens_without_experts_and_texts():
-    groups = [
-        replace(g, samples=tuple(replace(s, text="said") for s in g.samples))
-        for g in groups_with_experts()
-    ]
+    groups = [replace(g, samples=tuple(replace(s, text="said") for s in g.samples)) for g in groups_with_experts()]
     [group] = map(for_other_ranks, groups)
     assert all(s.routed_experts is None and s.text == "" for s in group.samples)
     restored = zip(group.samples, groups[0].samples, strict=True)
     assert (
-        replace(
-            group,
-            samples=tuple(
-                replace(s, routed_experts=o.routed_experts, text="said") for s, o in restored
-            ),
-        )
+        replace(group, samples=tuple(replace(s, routed_experts=o.routed_experts, text="said") for s, o in restored))
         == (groups[0])
     )
 
@@ -247,20 +218,14 @@ def test_checkpoints_keep_experts_and_logs_do_not(tmp_path: Path):
     log = RolloutLog(RunFolder(tmp_path), 0)
     log.write(1, groups)
     log.close()
-    assert "routed" not in json.dumps(
-        list(read_rollouts(RunFolder(tmp_path).rollout_files()[1].values()))
-    )
+    assert "routed" not in json.dumps(list(read_rollouts(RunFolder(tmp_path).rollout_files()[1].values())))
 
 
 def test_who_replays_has_experts_no_fused_router_and_engines_that_tell():
     config = load_config(str(CONFIG), [REPLAY])
-    dense, moe = (
-        architecture_of(hf_config(TinyModelConfig(path="x", family=f)))
-        for f in ("qwen3", "qwen3_moe")
-    )
-    assert (
-        "actor.routing_replay: a qwen3 model has no experts to route to; remove it"
-        in layout_problems(dense, config.actor)
+    dense, moe = (architecture_of(hf_config(TinyModelConfig(path="x", family=f))) for f in ("qwen3", "qwen3_moe"))
+    assert "actor.routing_replay: a qwen3 model has no experts to route to; remove it" in layout_problems(
+        dense, config.actor
     )
     assert layout_problems(moe, config.actor) == []
     mixtral = architecture_of(hf_config(TinyModelConfig(path="x", family="mixtral")))
@@ -269,20 +234,14 @@ def test_who_replays_has_experts_no_fused_router_and_engines_that_tell():
     assert layout_problems(mixtral, old) == []
     gpu = Kernels(cuda=True, transformer_engine=True, fused_weight_gradient=False)
     fused = {
-        replay: transformer_defaults(
-            moe, config.actor.model_copy(update={"routing_replay": replay}), gpu
-        )
+        replay: transformer_defaults(moe, config.actor.model_copy(update={"routing_replay": replay}), gpu)
         for replay in (None, "old")
     }
     assert "moe_router_fusion" in fused[None] and "moe_router_fusion" not in fused["old"]
     place = ServerPlace(0, "127.0.0.1", 1, "", cuda=True, num_cores=1)
     assert engine_settings(config, place)["enable_return_routed_experts"] is True
-    assert engine_settings(config, place)["moe_runner_backend"] == "triton", (
-        "others choose experts inside their kernel"
-    )
-    assert "enable_return_routed_experts" not in engine_settings(
-        load_config(str(CONFIG), []), place
-    )
+    assert engine_settings(config, place)["moe_runner_backend"] == "triton", "others choose experts inside their kernel"
+    assert "enable_return_routed_experts" not in engine_settings(load_config(str(CONFIG), []), place)
 
 
 def test_check_says_what_experts_cost(model: Path):
@@ -290,16 +249,7 @@ def test_check_says_what_experts_cost(model: Path):
     settings = [f"model.path={model}", "sft=null"]
     k = architecture_of(json.loads((model / "config.json").read_text())).experts_per_token
     text = explain(load_config(str(CONFIG), [*settings, REPLAY]))
-    assert (
-        f"the actor takes the engine's experts: {2 * k} bytes a token of a replica, {16 * k} in an "
-        "answer" in text
-    )
-    assert (
-        f"{12 * k} of an engine rank's host memory" in text
-        and "enable_return_routed_experts" in text
-    )
+    assert f"the actor takes the engine's experts: {2 * k} bytes a token of a replica, {16 * k} in an answer" in text
+    assert f"{12 * k} of an engine rank's host memory" in text and "enable_return_routed_experts" in text
     old = explain(load_config(str(CONFIG), [*settings, "actor.routing_replay=old"]))
-    assert (
-        f"experts of the old log-probabilities: {2 * k} bytes" in old
-        and "enable_return_routed_experts" not in old
-    )
+    assert f"experts of the old log-probabilities: {2 * k} bytes" in old and "enable_return_routed_experts" not in old

@@ -1,5 +1,4 @@
-"""The schedule's invariants for any lengths, and its quality on the recorded figures of public
-frameworks."""
+"""The schedule's invariants for any lengths, and its quality on the recorded figures of public frameworks."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -14,21 +13,15 @@ LENGTHS = st.lists(st.integers(1, 300), max_size=40)
 
 
 def make_schedule(
-    lengths: Sequence[int],
-    num_ranks: int,
-    budget: int,
-    packed: bool = True,
-    multiple: int = 1,
+    lengths: Sequence[int], num_ranks: int, budget: int, packed: bool = True, multiple: int = 1
 ) -> list[list[list[int]]]:
-    """Sample indices by rank and micro-batch: what the ranks of a run decide together, here one
-    after the other."""
+    """Sample indices by rank and micro-batch: what the ranks of a run decide together, here one after the other."""
     parts = balance.balanced_parts([balance.sample_cost(n) for n in lengths], num_ranks)
     own = [[lengths[i] for i in part] for part in parts]
     count = max(1, *(len(balance.fewest_micro_batches(part, budget, packed)) for part in own))
     count = -(-count // multiple) * multiple
     longest_of_all = [
-        max(values)
-        for values in zip(*(balance.longest_lengths(part, count) for part in own), strict=True)
+        max(values) for values in zip(*(balance.longest_lengths(part, count) for part in own), strict=True)
     ]
     ways = [balance.candidate_cuts(part, budget, packed, count, longest_of_all) for part in own]
     loads = [
@@ -37,24 +30,18 @@ def make_schedule(
     ]
     slowest = [[max(step) for step in zip(*way, strict=True)] for way in zip(*loads, strict=True)]
     chosen = balance.cheapest_cut(slowest, one_shape=False)
-    return [
-        [[part[i] for i in b] for b in of_rank[chosen]]
-        for part, of_rank in zip(parts, ways, strict=True)
-    ]
+    return [[[part[i] for i in b] for b in of_rank[chosen]] for part, of_rank in zip(parts, ways, strict=True)]
 
 
 def step_sync_waste(loads: Sequence[Sequence[float]]) -> float:
-    """loads[rank][micro-batch]: the share of time in which ranks wait, if they meet in every
-    micro-batch."""
+    """loads[rank][micro-batch]: the share of time in which ranks wait, if they meet in every micro-batch."""
     slowest = sum(max(step) for step in zip(*loads, strict=True))
     return 1 - sum(map(sum, loads)) / (len(loads) * slowest)
 
 
 @given(LENGTHS, st.integers(1, 6), st.integers(20, 400), st.booleans(), st.integers(1, 3))
 @settings(max_examples=300)
-def test_every_sample_once_within_the_budget_same_count(
-    lengths, num_ranks, budget, packed, multiple
-):
+def test_every_sample_once_within_the_budget_same_count(lengths, num_ranks, budget, packed, multiple):
     ranks = make_schedule(lengths, num_ranks, budget, packed=packed, multiple=multiple)
     assert sorted(i for bins in ranks for b in bins for i in b) == list(range(len(lengths)))
     assert len({len(bins) for bins in ranks}) == 1 and len(ranks[0]) % multiple == 0
@@ -70,10 +57,7 @@ def test_arrival_order_changes_nothing(lengths, num_ranks, random):
     random.shuffle(shuffled)
 
     def by_length(values):
-        return [
-            [sorted(values[i] for i in b) for b in bins]
-            for bins in make_schedule(values, num_ranks, 500)
-        ]
+        return [[sorted(values[i] for i in b) for b in bins] for bins in make_schedule(values, num_ranks, 500)]
 
     assert by_length(lengths) == by_length(shuffled)
 
@@ -87,9 +71,7 @@ def test_two_parts_are_close_to_the_best(costs):
     )
     parts = balance.balanced_parts(costs, 2)
     found = max(sum(costs[i] for i in part) for part in parts)
-    assert (
-        found <= best * 7 / 6 + 1e-9
-    )  # longest first alone guarantees this for two parts (Graham 1969)
+    assert found <= best * 7 / 6 + 1e-9  # longest first alone guarantees this for two parts (Graham 1969)
     alone = [0, 0]
     for cost in sorted(costs, reverse=True):
         alone[alone.index(min(alone))] += cost
@@ -99,15 +81,11 @@ def test_two_parts_are_close_to_the_best(costs):
 def test_exchanges_beat_longest_first_where_it_is_worst():
     """Graham's example: 3 3 2 2 2 in two parts is 7 + 5 by longest first, 6 + 6 at best."""
     costs = [3, 3, 2, 2, 2]
-    assert sorted(sum(costs[i] for i in part) for part in balance.balanced_parts(costs, 2)) == [
-        6,
-        6,
-    ]
+    assert sorted(sum(costs[i] for i in part) for part in balance.balanced_parts(costs, 2)) == [6, 6]
 
 
 def test_a_long_sample_of_one_rank_is_met_by_full_micro_batches_of_the_others():
-    """One rank has a sample of 90 and little else; the other fills its first micro-batch to 90 too,
-    not both to 60."""
+    """One rank has a sample of 90 and little else; the other fills its first micro-batch to 90 too, not both to 60."""
     ranks = make_schedule([90, 10, 10, 10, *[20] * 6], 2, 100, multiple=2)
     loads = [[sum([90, 10, 10, 10, *[20] * 6][i] for i in b) for b in bins] for bins in ranks]
     assert step_sync_waste(loads) <= 0.1
@@ -125,9 +103,7 @@ def test_long_samples_cost_more_than_their_tokens():
 def test_empty_ranks_and_samples_above_the_budget():
     ranks = make_schedule([700, 5], 3, 100)
     assert sorted(map(tuple, (b for bins in ranks for b in bins))) == [(), (0,), (1,)]
-    assert balance.fewest_micro_batches([], 100, True) == [] and balance.longest_lengths(
-        [3, 9], 3
-    ) == [9, 3, 0]
+    assert balance.fewest_micro_batches([], 100, True) == [] and balance.longest_lengths([3, 9], 3) == [9, 3, 0]
     assert balance.candidate_cuts([], 100, True, 2, [50, 0]) == [[[], []]] * 3
 
 

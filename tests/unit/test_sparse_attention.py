@@ -1,5 +1,4 @@
-"""Sparse attention outside the actor: what is refused, what engines on a CPU start from, what an
-indexer costs."""
+"""Sparse attention outside the actor: what is refused, what engines on a CPU start from, what an indexer costs."""
 
 import json
 from pathlib import Path
@@ -30,15 +29,9 @@ def lengths(prompt: int, response: int, **sections) -> ExperimentConfig:
 @pytest.mark.parametrize(
     ("actor", "said"),
     [
-        (
-            {"device": "cpu"},
-            "2049 tokens are sparse (the model's index_topk is 2048), which engines",
-        ),
+        ({"device": "cpu"}, "2049 tokens are sparse (the model's index_topk is 2048), which engines"),
         ({"dtype": "bfloat16", "transformer_engine": False}, "actor.transformer_engine: samples"),
-        (
-            {"dtype": "bfloat16", "megatron": {"dsa_kernel_backend": "none"}},
-            "actor.megatron.dsa_kernel_backend none",
-        ),
+        ({"dtype": "bfloat16", "megatron": {"dsa_kernel_backend": "none"}}, "actor.megatron.dsa_kernel_backend none"),
         ({"dtype": "bfloat16"}, None),
     ],
 )
@@ -79,9 +72,7 @@ def test_engines_on_a_cpu_start_from_a_dense_description(tmp_path: Path):
     assert found == dense_config(GLM5) | {"num_nextn_predict_layers": 0}
     assert found["model_type"] == "deepseek_v3" and model_problems(found) == []
     assert not [key for key in found if key.startswith("index")]
-    with_files = config.model_copy(
-        update={"rollout": config.rollout.model_copy(update={"load_format": "model"})}
-    )
+    with_files = config.model_copy(update={"rollout": config.rollout.model_copy(update={"load_format": "model"})})
     found = "\n".join(check_against_model(with_files, GLM5))
     assert "load_format = model, but without a GPU" in found
 

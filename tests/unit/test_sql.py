@@ -1,5 +1,4 @@
-"""The environment `sql`: what a query may do, what counts as an answer; and the laptop examples'
-rows."""
+"""The environment `sql`: what a query may do, what counts as an answer; and the laptop examples' rows."""
 
 import time
 
@@ -13,10 +12,7 @@ from megagrpo.rollout.agents import UnusableRow
 ENDLESS = "with recursive r(n) as (select 1 union all select n + 1 from r) select max(n) from r"
 ROW = {
     "answer": "select name from pets where age > 3",
-    "extra": {
-        "database": "create table pets(name, age); insert into pets values ('a', 5), ('b', 3), "
-        "('c', 9)"
-    },
+    "extra": {"database": "create table pets(name, age); insert into pets values ('a', 5), ('b', 3), ('c', 9)"},
 }
 
 
@@ -62,10 +58,7 @@ def test_an_order_inside_the_answer_is_none_of_its_rows(answer):
     [
         ("select sql from sqlite_master", "CREATE TABLE pets(name, age)\n"),
         ("pragma table_info(pets)", "0|name||0|None|0\n1|age||0|None|0\n"),
-        (
-            "select 'a' union select 'c'",
-            "a\nc\n",
-        ),  # a guess without a look at the table earns nothing
+        ("select 'a' union select 'c'", "a\nc\n"),  # a guess without a look at the table earns nothing
         ("select nam from pets", "error: no such column: nam\n"),
         ("selec", 'error: near "selec": syntax error\n'),
         ("", "\n"),
@@ -77,10 +70,7 @@ def test_an_order_inside_the_answer_is_none_of_its_rows(answer):
         ("select load_extension('x')", "error: not authorized\n"),
         ("select hex(zeroblob(100000000))", "error: string or blob too big\n"),
         (ENDLESS, "error: interrupted\n"),
-        (
-            ENDLESS.replace("max(n)", "zeroblob(900000)"),
-            "error: more than 16,000,000 bytes of rows\n",
-        ),
+        (ENDLESS.replace("max(n)", "zeroblob(900000)"), "error: more than 16,000,000 bytes of rows\n"),
         ("select \0", "error: the query contains a null character\n"),
     ],
 )
@@ -91,19 +81,13 @@ def test_others_and_errors_are_shown_and_nothing_is_changed(query, said):
 
 
 def test_what_is_shown_is_bounded():
-    many = (
-        "with recursive r(n) as (select 1 union all select n + 1 from r limit 99) select n from r"
-    )
+    many = "with recursive r(n) as (select 1 union all select n + 1 from r limit 99) select n from r"
     assert Sql(ROW, 0, max_rows=2).step(many)[0] == "1\n2\n...\n"
     assert len(Sql(ROW, 0, max_chars=10).step(many)[0]) == 11
-    assert (
-        Sql(ROW, 0, max_steps=1000).step(many.replace("99", "99999"))[0] == "error: interrupted\n"
-    )
+    assert Sql(ROW, 0, max_steps=1000).step(many.replace("99", "99999"))[0] == "error: interrupted\n"
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"answer": "select x from pets"}, {"extra": {}}, {"extra": {"database": "creat"}}]
-)
+@pytest.mark.parametrize("wrong", [{"answer": "select x from pets"}, {"extra": {}}, {"extra": {"database": "creat"}}])
 def test_a_row_that_cannot_be_played_is_declared_so(wrong):
     with pytest.raises(UnusableRow):
         Sql(ROW | wrong, 0)
@@ -117,9 +101,7 @@ def test_the_warm_up_of_sql_is_what_the_environment_says():
         name = row["database"]["database"].split("(k,")[1].split(")")[0]
         last = row["answer"].split(";")[-2].rpartition("\n")[2]
         won += f"({name})" in last
-        assert row["answer"].count(";") <= 3 and (
-            "error: no such column" in row["answer"] or f"({name})" in last
-        )
+        assert row["answer"].count(";") <= 3 and ("error: no such column" in row["answer"] or f"({name})" in last)
     assert 0 < won < len(rows), "names are random"
     for row in questions(5, 3, "train"):
         assert Sql(row | {"extra": row["database"]}, 0).step(row["answer"]) == (None, 1.0, True)
@@ -138,7 +120,5 @@ def test_lakes_can_be_crossed_and_no_map_is_in_two_files():
     while not done and said in best:
         said, reward, done = lake.step(best[said])
         moves += 1
-    assert not done or (
-        reward == 1.0 and moves == moves_to_goal(start.replace("A", "."))[0] <= MOVES
-    )
+    assert not done or (reward == 1.0 and moves == moves_to_goal(start.replace("A", "."))[0] <= MOVES)
     assert Lake({"prompt": start}, 0).step("X") == (None, 0.0, True)

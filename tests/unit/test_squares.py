@@ -1,5 +1,4 @@
-"""The laptop's pictures say what their answers say; its tiny vision-language model is one for
-transformers, too."""
+"""The laptop's pictures say what their answers say; its tiny vision-language model is one for transformers, too."""
 
 import base64
 import io
@@ -36,25 +35,17 @@ def test_pictures_are_right_different_and_repeatable():
     rows = [row for name in ("sft", "train", "eval") for row in files[name]]
     assert [len(files[name]) for name in ("sft", "train", "eval")] == [40, 30, 20]
     assert all(counted(row["images"][0]) == int(row["answer"]) for row in rows)
-    assert {row["answer"] for row in rows} == set("1234") and len(
-        {row["images"][0] for row in rows}
-    ) == 90
-    assert sorted(row["images"] for row in files["permuted"]) == sorted(
-        row["images"] for row in files["eval"]
-    )
+    assert {row["answer"] for row in rows} == set("1234") and len({row["images"][0] for row in rows}) == 90
+    assert sorted(row["images"] for row in files["permuted"]) == sorted(row["images"] for row in files["eval"])
     assert [row["answer"] for row in files["permuted"]] == [row["answer"] for row in files["eval"]]
-    assert (
-        2 < sum(counted(row["images"][0]) == int(row["answer"]) for row in files["permuted"]) < 12
-    )
+    assert 2 < sum(counted(row["images"][0]) == int(row["answer"]) for row in files["permuted"]) < 12
     assert pictures(SIZES, seed=0) == files != pictures(SIZES, seed=1)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_tiny_model_sees(tmp_path):
     size = make_seeing_model(str(tmp_path / "model"), seed=0)
-    model, info = AutoModelForImageTextToText.from_pretrained(
-        tmp_path / "model", output_loading_info=True
-    )
+    model, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert sum(parameter.numel() for parameter in model.parameters()) == size
     write_json_lines(tmp_path / "rows.jsonl", pictures(SIZES, 0)["eval"])

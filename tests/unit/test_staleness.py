@@ -1,5 +1,4 @@
-"""Batches sampled ahead of the weights: the schedule of dispatch, the bound, and which weights
-sampled which token."""
+"""Batches sampled ahead of the weights: the schedule of dispatch, the bound, and which weights sampled which token."""
 
 import threading
 
@@ -49,17 +48,11 @@ def test_every_batch_is_trained_on_once_in_order_within_the_bound(staleness):
         steps = steps_of(service, experiment(staleness))
     prompts = [group.prompt.id for groups in steps for group in groups]
     assert prompts == list(range(WANTED * STEPS)), "in the order of the data: none lost, none twice"
-    assert len(service.requests) == WANTED * STEPS * GROUP_SIZE, (
-        "nothing is sampled that no step takes"
-    )
+    assert len(service.requests) == WANTED * STEPS * GROUP_SIZE, "nothing is sampled that no step takes"
     for step, groups in enumerate(steps):
         versions = {sample.weight_version for group in groups for sample in group.samples}
-        assert versions == {max(0, step - staleness)}, (
-            "drained: each batch by the weights at its dispatch"
-        )
-        assert [group.group_id for group in groups] == [group.prompt.id for group in groups], (
-            "the index in the run"
-        )
+        assert versions == {max(0, step - staleness)}, "drained: each batch by the weights at its dispatch"
+        assert [group.group_id for group in groups] == [group.prompt.id for group in groups], "the index in the run"
 
 
 def test_seeds_hang_on_the_place_in_the_data_and_not_on_the_lag():
@@ -67,9 +60,7 @@ def test_seeds_hang_on_the_place_in_the_data_and_not_on_the_lag():
     for staleness in (0, 2):
         with running(FakeService()) as service:
             steps = steps_of(service, experiment(staleness))
-        texts[staleness] = [
-            sample.text for groups in steps for group in groups for sample in group.samples
-        ]
+        texts[staleness] = [sample.text for groups in steps for group in groups for sample in group.samples]
     assert texts[0] == texts[2] and len(set(texts[0])) > 1
     assert texts[0][0] == str(sample_seed(0, "train", 0, 0, 0))[-4:]
 
@@ -79,13 +70,9 @@ def test_sampling_goes_on_while_the_trainer_trains():
     with running(FakeService()) as service:
         source = source_of(service.control, experiment(1))
         take(source, TrainState())
-        until(
-            lambda: len(service.requests) == 2 * WANTED * GROUP_SIZE
-        )  # the second batch, in the first one's training
+        until(lambda: len(service.requests) == 2 * WANTED * GROUP_SIZE)  # the second batch, in the first one's training
         source.close()
-    assert not [
-        thread for thread in set(threading.enumerate()) - before if thread.name == "rollout"
-    ]
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "rollout"]
 
 
 def test_weights_may_change_in_a_response_that_was_begun_before_and_never_go_back():
@@ -99,9 +86,7 @@ def test_weights_may_change_in_a_response_that_was_begun_before_and_never_go_bac
     assert one.weight_version == 0 and one.newer == ((1, 1),)
     assert one.token_versions().tolist() == [0, 1, 1, 1]
     batch = build_batch(steps[1], one_pass(WANTED), MESH, trained_version=1)
-    row = batch.lags.split(batch.lengths.tolist())[
-        int(np.flatnonzero([sample.newer != () for sample in samples])[0])
-    ]
+    row = batch.lags.split(batch.lengths.tolist())[int(np.flatnonzero([sample.newer != () for sample in samples])[0])]
     assert row.tolist() == [0, 0, 1, 0, 0, 0] and batch.lags.max() == 1
 
 
@@ -118,6 +103,4 @@ def test_mismatch_is_measured_by_lag():
     assert found["lag/mean"] == pytest.approx(5 / 6) and found["lag/max"] == 2
     by_lag = [found[f"mismatch/logprob_abs_mean_lag_{lag}"] for lag in range(3)]
     assert by_lag == pytest.approx([0.5, 1.0, 4.0])
-    assert [found[f"lag/fraction_{lag}"] for lag in range(3)] == pytest.approx(
-        [1 / 3, 1 / 2, 1 / 6]
-    )
+    assert [found[f"lag/fraction_{lag}"] for lag in range(3)] == pytest.approx([1 / 3, 1 / 2, 1 / 6])

@@ -6,10 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from megagrpo.loop.run import Run
 
 from megagrpo.cluster import supervise
 from megagrpo.cluster.supervise import Launch
+from megagrpo.loop.run import Run
 from megagrpo.mesh import RunStopped
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import STOPPED, StopRequest
@@ -27,9 +27,7 @@ def test_what_ranks_grant_while_they_are_ended_decides_the_status(error, tmp_pat
     granted = folder.stop_request("trainer").with_suffix(".stop_granted")
     with Launch(folder, "train", end=(), ask=(signal.SIGUSR1,), grace_s=60) as launch:
         service = launch.spawn(
-            ["sh", "-c", f"until [ -e {up} ]; do sleep 0.1; done; exit 3"],
-            folder.log("service"),
-            {},
+            ["sh", "-c", f"until [ -e {up} ]; do sleep 0.1; done; exit 3"], folder.log("service"), {}
         )
         ranks = launch.spawn(["sh", "-c", _LATE, "sh", str(up), str(granted)], tmp_path / "log", {})
         signal.raise_signal(signal.SIGUSR1)
@@ -90,9 +88,7 @@ def test_a_shared_folder_that_fails_for_a_moment_ends_no_run(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_a_stop_while_a_launcher_starts_is_withdrawn_whole_or_stands_whole(
-    number, tmp_path, monkeypatch
-):
+def test_a_stop_while_a_launcher_starts_is_withdrawn_whole_or_stands_whole(number, tmp_path, monkeypatch):
     request = StopRequest(tmp_path / "trainer.stop_request")
     request.grant(3, final=True)
     unlink = Path.unlink

@@ -9,14 +9,7 @@ import pytest
 import torch
 
 from megagrpo.algo.advantage import with_advantages
-from megagrpo.algo.loss import (
-    Denominators,
-    LossInputs,
-    StreamInputs,
-    count_streams,
-    objective,
-    stream_losses,
-)
+from megagrpo.algo.loss import Denominators, LossInputs, StreamInputs, count_streams, objective, stream_losses
 from megagrpo.algo.rollouts import counted_tokens
 from megagrpo.algo.statistics import alone
 from megagrpo.batching.batch import build_batch
@@ -69,9 +62,7 @@ def test_reverse_kl_is_the_policy_loss_of_the_teachers_lead():
     inputs = inputs_of(logprobs, logprobs.detach(), row(1, 1, 1))
     teacher = row(-0.25, -3.5, math.nan)
     streams = StreamInputs({"distillation": row(1.0, 0.5, 0.0)}, teacher)
-    value, gradient, sums = share_of(
-        inputs, streams, algorithm_of(distillation={}), {"distillation": 2}
-    )
+    value, gradient, sums = share_of(inputs, streams, algorithm_of(distillation={}), {"distillation": 2})
     assert value == pytest.approx(-(0.75 - 0.5 * 3.0) / 2)
     assert gradient.tolist() == pytest.approx([-0.75 / 2, 0.5 * 3.0 / 2, 0.0])
     assert float(sums["stream/distillation_kl"]) == pytest.approx(-(0.75 - 3.0) / 2)
@@ -95,13 +86,8 @@ def test_candidates_enter_with_their_weights():
 
 
 def test_a_mixture_is_the_sum_of_its_components():
-    """Three components in one batch, each alone, and by hand; nothing leaks from where a component
-    has no token."""
-    weights = {
-        "rl": row(0.5, 1.0, 0.0),
-        "cross_entropy": row(0.0, 2.0, 1.0),
-        "reference_kl": row(0.25, 0.0, 0.0),
-    }
+    """Three components in one batch, each alone, and by hand; nothing leaks from where a component has no token."""
+    weights = {"rl": row(0.5, 1.0, 0.0), "cross_entropy": row(0.0, 2.0, 1.0), "reference_kl": row(0.25, 0.0, 0.0)}
     logprobs = row(-1.0, -0.5, -2.0).requires_grad_()
     inputs = replace(
         inputs_of(logprobs, row(-1.1, -0.4, math.inf), row(1, 1, 0)),
@@ -111,10 +97,7 @@ def test_a_mixture_is_the_sum_of_its_components():
     algorithm = algorithm_of(kl={"estimator": "k2"}, streams=[])
     counts = {"cross_entropy": 4, "reference_kl": 2}
     value, gradient, sums = share_of(inputs, StreamInputs(weights), algorithm, counts)
-    of_each = [
-        share_of(inputs, StreamInputs(weights), algorithm, {name: number})
-        for name, number in counts.items()
-    ]
+    of_each = [share_of(inputs, StreamInputs(weights), algorithm, {name: number}) for name, number in counts.items()]
     assert value == pytest.approx(sum(each[0] for each in of_each))
     torch.testing.assert_close(gradient, sum(each[1] for each in of_each))
     assert gradient.tolist() == pytest.approx([0.25 * 0.2 / 2, -2.0 / 4, -1.0 / 4])
@@ -159,9 +142,7 @@ def group_of(**prompt) -> RolloutGroup:
 
 
 def streams_of(algorithm: AlgorithmConfig, **prompt):
-    batch = build_batch(
-        [group_of(**prompt)], one_pass(1), ALONE, None, 0, None, LossNeeds(algorithm)
-    )
+    batch = build_batch([group_of(**prompt)], one_pass(1), ALONE, None, 0, None, LossNeeds(algorithm))
     return batch, {name: w.tolist() for name, w in batch.streams.weights.items()}
 
 
@@ -189,9 +170,7 @@ def test_tokens_of_each_component():
     right = [0.1 * a + 0.2 * b for a, b in zip(tool, shown, strict=True)]
     assert weights["cross_entropy"] == pytest.approx(right)
     assert batch.loss_mask.int().tolist() == policy
-    assert batch.trained_mask.tolist() == [
-        a + b + c > 0 for a, b, c in zip(policy, tool, shown, strict=True)
-    ]
+    assert batch.trained_mask.tolist() == [a + b + c > 0 for a, b, c in zip(policy, tool, shown, strict=True)]
     assert batch.rewards.valid.tolist() == [False, True, True, False]
     assert batch.lags.sum() == 0
     teacher = batch.streams.teacher_logprobs
@@ -227,9 +206,7 @@ def test_what_an_earlier_sample_has_is_of_no_component():
     second = replace(first, index=1, loss_mask=np.array([False, False, True]), shared=2)
     group = group_of()
     group = RolloutGroup(0, group.prompt, (first, second), group.outcomes[:1])
-    algorithm = algorithm_of(
-        streams=[{"component": "cross_entropy", "written_by": ["policy", "tool"]}]
-    )
+    algorithm = algorithm_of(streams=[{"component": "cross_entropy", "written_by": ["policy", "tool"]}])
     needs = LossNeeds(algorithm)
     weights = build_batch([group], one_pass(1), ALONE, needs=needs).streams.weights
     assert weights["cross_entropy"].tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 1]
@@ -238,8 +215,7 @@ def test_what_an_earlier_sample_has_is_of_no_component():
 
 @pytest.mark.parametrize("loss", ["reverse_kl", "teacher_topk"])
 def test_reverse_kl_has_the_tokens_that_are_corrected(loss: str):
-    """Rejected ones, and those of the response without a score, are not distilled; candidates need
-    no correction."""
+    """Rejected ones, and those of the response without a score, are not distilled; candidates need no correction."""
     algorithm = algorithm_of(
         distillation={"loss": loss, "top_k": 1},
         mismatch={"weight": {"name": "tis"}, "reject": {"over": "token", "high": 2.0}},
@@ -286,15 +262,10 @@ def test_distillation_alone_leaves_rl_no_token():
 
 def test_a_row_without_a_teacher_is_not_distilled():
     group = group_of()
-    bare = replace(
-        group, group_id=1, samples=tuple(replace(s, teacher=None) for s in group.samples)
-    )
+    bare = replace(group, group_id=1, samples=tuple(replace(s, teacher=None) for s in group.samples))
     algorithm = algorithm_of(distillation={"loss": "teacher_topk", "top_k": 2})
     ids, scores = np.arange(8).reshape(4, 2), -np.arange(8.0).reshape(4, 2)
-    first = replace(
-        group.samples[0],
-        teacher=replace(group.samples[0].teacher, top_ids=ids, top_logprobs=scores),
-    )
+    first = replace(group.samples[0], teacher=replace(group.samples[0].teacher, top_ids=ids, top_logprobs=scores))
     group = replace(group, samples=(first, *group.samples[1:]))
     batch = build_batch([group, bare], one_pass(2), ALONE, needs=LossNeeds(algorithm))
     of_bare = batch.group_ids.repeat_interleave(batch.lengths) == 1
@@ -324,10 +295,7 @@ def test_what_does_not_go_together_with_other_sections(sections: dict, message: 
 
 def test_streams_without_tokens_are_found_by_check(tmp_path):
     file = tmp_path / "rows.jsonl"
-    rows = [
-        {"prompt": "a", "answer": "1", "s": "math"},
-        {"prompt": "b", "answer": "2", "s": "code"},
-    ]
+    rows = [{"prompt": "a", "answer": "1", "s": "math"}, {"prompt": "b", "answer": "2", "s": "code"}]
     file.write_text("\n".join(json.dumps(row | {"w": {"reference_kl": 1}}) for row in rows))
     config = experiment(
         data={"path": str(file), "source_key": "s", "weight_key": "w"},

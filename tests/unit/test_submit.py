@@ -1,5 +1,4 @@
-"""What `megagrpo submit` refuses, the command line that it hands to sbatch, and the addresses that
-the job finds."""
+"""What `megagrpo submit` refuses, the command line that it hands to sbatch, and the addresses that the job finds."""
 
 import os
 import subprocess
@@ -28,60 +27,27 @@ def experiment(**sections) -> ExperimentConfig:
 
 REACHED = {"host": "0.0.0.0"}
 ENGINES = {"rollout": REACHED | {"num_engines": 4, "tp": 4}}
-SHARED = {
-    "rollout": REACHED | {"colocate": True, "num_engines": 4, "tp": 4},
-    "weights": {"transport": "ipc"},
-}
+SHARED = {"rollout": REACHED | {"colocate": True, "num_engines": 4, "tp": 4}, "weights": {"transport": "ipc"}}
 FITS = [
     (SHARED, Request("colocated", 2, gpus_per_node=8)),
     (SHARED, Request("one-node")),
     ({}, Request("one-job", 1, 1)),
     ({}, Request("het", 2, 1, gpus_per_node=8)),
     (ENGINES, Request("one-job", 2, 2, gpus_per_node=8)),
-    (
-        {"rollout": REACHED | {"tp": 16, "nodes_per_engine": 2}},
-        Request("one-job", 2, 2, gpus_per_node=8),
-    ),
-    (
-        {"rollout": {"num_engines": 2}, "actor": {"world_size": 4}},
-        Request("one-node", gpus_per_node=8),
-    ),
+    ({"rollout": REACHED | {"tp": 16, "nodes_per_engine": 2}}, Request("one-job", 2, 2, gpus_per_node=8)),
+    ({"rollout": {"num_engines": 2}, "actor": {"world_size": 4}}, Request("one-node", gpus_per_node=8)),
 ]
 REFUSED = [
-    (
-        {},
-        Request("one-job", 3, 1),
-        "3 trainer nodes: actor.world_size is 16, they do not divide; it may be 1, 2, 4,",
-    ),
+    ({}, Request("one-job", 3, 1), "3 trainer nodes: actor.world_size is 16, they do not divide; it may be 1, 2, 4,"),
     ({}, Request("one-job", 0, 1), "0 trainer nodes"),
     ({}, Request("het", 1, 1, gpus_per_node=8), "16 ranks a node on 8 GPUs; it may be 2, 4, 8, 16"),
-    (
-        {},
-        Request("one-job", 2, 2),
-        "2 rollout nodes: 1 engine(s) over 1 node(s) each, so it may be 1 to 1",
-    ),
-    (
-        {"rollout": REACHED | {"tp": 2, "nodes_per_engine": 2}},
-        Request("one-job", 2, 1),
-        "it may be 2 to 2",
-    ),
+    ({}, Request("one-job", 2, 2), "2 rollout nodes: 1 engine(s) over 1 node(s) each, so it may be 1 to 1"),
+    ({"rollout": REACHED | {"tp": 2, "nodes_per_engine": 2}}, Request("one-job", 2, 1), "it may be 2 to 2"),
     (ENGINES, Request("one-job", 2, 1, gpus_per_node=8), "it may be 2 to 4"),
-    (
-        {"rollout": REACHED | {"tp": 16}},
-        Request("one-job", 2, 1, gpus_per_node=8),
-        "raise rollout.nodes_per_engine",
-    ),
-    (
-        {"rollout": {}},
-        Request("one-job", 2, 1),
-        "rollout.host 127.0.0.1: trainers on other nodes cannot reach it",
-    ),
+    ({"rollout": REACHED | {"tp": 16}}, Request("one-job", 2, 1, gpus_per_node=8), "raise rollout.nodes_per_engine"),
+    ({"rollout": {}}, Request("one-job", 2, 1), "rollout.host 127.0.0.1: trainers on other nodes cannot reach it"),
     ({}, Request("one-node", gpus_per_node=8), "need 17 GPUs, and the node has 8"),
-    (
-        {},
-        Request("one-job", time="5", grace_s=300),
-        "--time 5 is 300 s, not more than --grace-s 300",
-    ),
+    ({}, Request("one-job", time="5", grace_s=300), "--time 5 is 300 s, not more than --grace-s 300"),
     ({}, Request("one-node", 1, 1), "trainers and engines share one node; omit --rollout-nodes"),
     (SHARED, Request("one-job", 2), "rollout.colocate wants colocated"),
     ({}, Request("colocated", 2), "--kind colocated wants rollout.colocate: true"),
@@ -97,9 +63,7 @@ def write_programs(folder: Path, programs: dict[str, str]) -> None:
         (folder / name).chmod(0o755)
 
 
-@pytest.mark.parametrize(
-    ("sections", "request_", "said"), [*((*fitting, None) for fitting in FITS), *REFUSED]
-)
+@pytest.mark.parametrize(("sections", "request_", "said"), [*((*fitting, None) for fitting in FITS), *REFUSED])
 def test_a_request_that_does_not_fit_is_refused_with_one_that_would(sections, request_, said):
     config = experiment(**sections)
     problems = misfits(config, request_) or placement_problems(config, nodes_of(request_))
@@ -121,14 +85,7 @@ def test_what_is_not_asked_for_is_what_the_experiment_takes(sections, gpus, kind
 
 
 def test_time_limits():
-    limits = {
-        "30": 1800,
-        "5:30": 330,
-        "4:00:00": 14_400,
-        "1-12": 129_600,
-        "1-12:30": 131_400,
-        "2-00:00:01": 172_801,
-    }
+    limits = {"30": 1800, "5:30": 330, "4:00:00": 14_400, "1-12": 129_600, "1-12:30": 131_400, "2-00:00:01": 172_801}
     assert {text: seconds(text) for text in limits} == limits
     for wrong in ("tomorrow", "-5", "1:2:3:4", "1-x", ""):
         with pytest.raises(ValueError, match="should be like"):
@@ -140,43 +97,28 @@ def test_the_command_line():
         script = ROOT / "slurm" / SCRIPTS[request.kind]
         return sbatch_command(experiment(), ["/x.yaml", "--set", "seed=1"], request, script)
 
-    one = command(
-        Request("one-job", 2, 1, 8, "4:00:00", "gpu", grace_s=600, options=("--account=a",))
-    )
+    one = command(Request("one-job", 2, 1, 8, "4:00:00", "gpu", grace_s=600, options=("--account=a",)))
     assert one[-4:] == [str(ROOT / "slurm" / "one_job.sbatch"), "/x.yaml", "--set", "seed=1"]
     limits = {"--nodes=3", "--gpus-per-node=8", "--time=4:00:00", "--partition=gpu", "--account=a"}
     assert limits | {"--signal=B:USR1@600", "--dependency=singleton"} < set(one)
     assert "--export=ALL" in one, "any other value makes Slurm load the login environment"
     het = command(Request("het", 2, 1, time="4:00:00"))
     middle = het.index(":")
-    assert "--nodes=2" in het[:middle] and het[middle + 2 : middle + 4] == [
-        "--nodes=1",
-        "--time=4:00:00",
-    ]
+    assert "--nodes=2" in het[:middle] and het[middle + 2 : middle + 4] == ["--nodes=1", "--time=4:00:00"]
     names = [word for word in het if word.startswith("--job-name=")]
-    assert len(set(names)) == 2 and names[1] == het[middle + 1], (
-        "singleton counts by name: else the second waits"
-    )
+    assert len(set(names)) == 2 and names[1] == het[middle + 1], "singleton counts by name: else the second waits"
     assert not any(word.startswith("--nodes") for word in command(Request("one-node")))
 
 
 def test_gpus_are_requested_for_an_experiment_that_needs_them():
     def gpus(given: int | None, **sections) -> list[str]:
         request = Request("one-node", gpus_per_node=given)
-        words = sbatch_command(
-            experiment(**sections), ["x.yaml"], request, ROOT / "slurm" / "one_node.sbatch"
-        )
+        words = sbatch_command(experiment(**sections), ["x.yaml"], request, ROOT / "slurm" / "one_node.sbatch")
         return [word for word in words if word.startswith("--gpus-per-node")]
 
     bf16 = {"rollout": REACHED | {"dtype": "bfloat16"}}
-    assert (
-        gpus(None, **bf16)
-        == gpus(None, cluster={"gpus_per_node": 8}, **bf16)
-        == ["--gpus-per-node=8"]
-    )
-    assert gpus(0, **bf16) == gpus(None) == [], (
-        "a cluster that counts no GPUs; an experiment for CPUs"
-    )
+    assert gpus(None, **bf16) == gpus(None, cluster={"gpus_per_node": 8}, **bf16) == ["--gpus-per-node=8"]
+    assert gpus(0, **bf16) == gpus(None) == [], "a cluster that counts no GPUs; an experiment for CPUs"
     assert gpus(4) == ["--gpus-per-node=4"]
 
 
@@ -198,17 +140,10 @@ def test_a_node_has_an_address_that_others_reach(tmp_path: Path, node_addr: str,
         "ip": '[ "$4" = 10.0.0.2 ] && echo "10.0.0.2 dev eth0 src 10.0.0.1 uid 0"',
     }
     write_programs(tmp_path, programs)
-    env = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": "1",
-        "SLURM_JOB_NODELIST": "node[1-2]",
-    }
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "node[1-2]"}
     script = 'set -euo pipefail; source "$0"; address_of node1'
     words = ["bash", "-c", script, str(ROOT / "slurm" / "job.sh")]
-    assert (
-        subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout
-        == f"{found}\n"
-    )
+    assert subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout == f"{found}\n"
 
 
 def test_a_job_of_thousands_of_nodes_has_a_first_one_and_its_steps_a_whole_environment(tmp_path):
@@ -268,11 +203,7 @@ def test_a_job_whose_service_ends_first_ends_as_its_trainers_do(tmp_path: Path, 
         "scontrol": '[ "$1" = requeue ] && echo "requeued $2" && kill -TERM $PPID',
     }
     write_programs(tmp_path, programs)
-    env = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": "1",
-        "MEGAGRPO_ROOT": str(ROOT),
-    }
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "MEGAGRPO_ROOT": str(ROOT)}
     job = "on_trainers=(--nodes=1) on_rollout=(--nodes=1); run_job 127.0.0.1 127.0.0.1 x.yaml"
     words = ["bash", "-c", f'set -euo pipefail; source "$0"; {job}', str(ROOT / "slurm/job.sh")]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120)

@@ -40,26 +40,16 @@ MINIMAL = "name: t\noutput_dir: o\nmodel: {path: m}\ndata: {path: d.jsonl}\n"
     ("text", "said"),
     [
         ("teachers: {math: {}}\n" + DISTILLED, "teachers.math: a teacher has a path or a url"),
-        (
-            "teachers: {math: {path: a, url: http://b}}\n" + DISTILLED,
-            "a path or a url, one of them",
-        ),
+        ("teachers: {math: {path: a, url: http://b}}\n" + DISTILLED, "a path or a url, one of them"),
         ("teachers: {math: {url: b}}\n" + DISTILLED, "url b is none of a server"),
-        (
-            "teachers: {math: {path: a, tp: 4, ep: 3}}\n" + DISTILLED,
-            "tp 4 is not a multiple of ep 3",
-        ),
-        (
-            "teachers: {math: {path: a, gpus: 3}}\n" + DISTILLED,
-            "teachers.math.gpus = 3: unknown key",
-        ),
+        ("teachers: {math: {path: a, tp: 4, ep: 3}}\n" + DISTILLED, "tp 4 is not a multiple of ep 3"),
+        ("teachers: {math: {path: a, gpus: 3}}\n" + DISTILLED, "teachers.math.gpus = 3: unknown key"),
         ("teachers: {Math-1: {path: a}}\n" + DISTILLED, "teachers: Math-1: names are part of"),
         ("teachers: {math: {path: a}}", "nothing learns from their scores"),
         (DISTILLED, "algorithm.distillation without teachers"),
         ("teachers: {math: {path: a}, code: {path: b}}\n" + DISTILLED, "no data.teacher_key says"),
         (
-            "teachers: {math: {path: a}}\nrollout: {colocate: true}\nweights: {transport: ipc}\n"
-            + DISTILLED,
+            "teachers: {math: {path: a}}\nrollout: {colocate: true}\nweights: {transport: ipc}\n" + DISTILLED,
             "teachers math under rollout.colocate",
         ),
         (
@@ -67,8 +57,7 @@ MINIMAL = "name: t\noutput_dir: o\nmodel: {path: m}\ndata: {path: d.jsonl}\n"
             "teachers math with sampling.temperature 0.7: SGLang scores at temperature 1",
         ),
         (
-            f"teachers: {{math: {{url: '{URL}'}}}}\n"
-            "algorithm: {distillation: {loss: student_topk}}",
+            f"teachers: {{math: {{url: '{URL}'}}}}\nalgorithm: {{distillation: {{loss: student_topk}}}}",
             "with distillation.loss student_topk: SGLang scores one list",
         ),
     ],
@@ -106,10 +95,7 @@ def test_engines_of_teachers_have_settings_of_their_own():
 
 
 def test_teachers_fill_the_rest_of_the_engines_nodes():
-    teachers = {
-        "math": {"path": "m1", "tp": 4},
-        "code": {"path": "m2", "tp": 16, "nodes_per_engine": 2},
-    }
+    teachers = {"math": {"path": "m1", "tp": 4}, "code": {"path": "m2", "tp": 16, "nodes_per_engine": 2}}
     rollout = {"tp": 4, "num_engines": 3, "host": "eth0"}
     config = distilled(teachers, actor={"world_size": 8}, rollout=rollout)
     found = place(config, Nodes(8))
@@ -276,9 +262,7 @@ def test_a_bad_score_is_asked_for_again(problem):
 def test_a_step_without_scores_fails_and_names_the_teacher():
     service = FakeService(score_script=[500] * 99)
     config = distilled({"math": {"path": "m1"}}, rollout={"step_timeout_s": 1.0})
-    said = (
-        r"wait for .*its teachers.*; teacher math: \d+ retries, the last because of: .*status 500"
-    )
+    said = r"wait for .*its teachers.*; teacher math: \d+ retries, the last because of: .*status 500"
     with pytest.raises(LeaderError, match=said):
         groups_of(service, config)
 
@@ -302,11 +286,7 @@ def test_groups_keep_scores_and_teachers(tmp_path):
     (group,) = groups_of(
         FakeService(),
         distilled(TWO, "student_topk"),
-        [
-            replace(
-                prompt_set().prompts[0], teachers=both, demonstration=[7, 7, 2], weights={"rl": 0.5}
-            )
-        ],
+        [replace(prompt_set().prompts[0], teachers=both, demonstration=[7, 7, 2], weights={"rl": 0.5})],
     )
     write_groups(tmp_path / "groups.npz", [group])
     assert read_groups(tmp_path / "groups.npz") == [group]
@@ -318,9 +298,7 @@ def test_one_engine_alone_has_nothing_of_teachers_and_streams(tmp_path):
     data = {"path": "d", "teacher_key": "by", "weight_key": "w", "demonstration_key": "shown"}
     streams = [{"component": "cross_entropy", "written_by": ["data"]}]
     config = experiment(
-        data=data,
-        teachers={"math": {"path": "m1"}},
-        algorithm={"distillation": {}, "streams": streams},
+        data=data, teachers={"math": {"path": "m1"}}, algorithm={"distillation": {}, "streams": streams}
     )
     alone = with_one_engine(config, RunFolder(tmp_path), {})
     dump_config(alone, tmp_path / "config.yaml")

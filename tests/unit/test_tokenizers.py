@@ -1,5 +1,4 @@
-"""Which tokenizers are taken: of the model's size, of data and not of code, whatever their class is
-called."""
+"""Which tokenizers are taken: of the model's size, of data and not of code, whatever their class is called."""
 
 import base64
 import json
@@ -40,26 +39,16 @@ def test_the_tokenizer_must_fit_the_model(tmp_path):
 
 
 def test_a_tokenizer_of_python_code_is_refused(tmp_path):
-    """As Moonlight's folder has it: for its model_type transformers builds another tokenizer
-    without a word."""
-    code = {
-        "tokenizer_class": "TikTokenTokenizer",
-        "auto_map": {"AutoTokenizer": ["tokenization_moonshot.X", None]},
-    }
+    """As Moonlight's folder has it: for its model_type transformers builds another tokenizer without a word."""
+    code = {"tokenizer_class": "TikTokenTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_moonshot.X", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(code))
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "deepseek_v3", "vocab_size": 600})
-    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3", "vocab_size": 600}))
     ranks = [f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)]
     (tmp_path / "tiktoken.model").write_text("".join(ranks))
-    with pytest.raises(
-        ValueError, match=r"is Python code .* convert it once .* as model\.tokenizer"
-    ):
+    with pytest.raises(ValueError, match=r"is Python code .* convert it once .* as model\.tokenizer"):
         load_tokenizer(Model.read(str(tmp_path)))
     character_tokenizer(ALPHABET).save_pretrained(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps(code | {"tokenizer_class": "PreTrainedTokenizerFast"})
-    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(code | {"tokenizer_class": "PreTrainedTokenizerFast"}))
     assert load_tokenizer(Model.read(str(tmp_path))).decode([4]) == ALPHABET[0]
 
 
@@ -71,23 +60,14 @@ def test_a_tokenizer_of_bytes_keeps_its_parts_whatever_its_class_is_called(model
     stored.decoder = decoders.ByteLevel()
     bytes_of_bpe = pre_tokenizers.ByteLevel.alphabet()
     special = ["<bos>", "<eos>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=bytes_of_bpe, special_tokens=special
-    )
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=bytes_of_bpe, special_tokens=special)
     stored.train_from_iterator(["What is the answer of 12 + 34 ?"] * 9, trainer)
     stored.save(str(tmp_path / "tokenizer.json"))
-    named = {
-        "tokenizer_class": "LlamaTokenizerFast",
-        "bos_token": "<bos>",
-        "eos_token": "<eos>",
-        "unk_token": None,
-    }
+    named = {"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": None}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 300}))
     text = "What is the answer?\n 'a'  b = 你"
     model = Model.read(str(tmp_path))
     loaded = load_tokenizer(model)
     token_ids = loaded.encode(text, add_special_tokens=False)
-    assert (
-        token_ids == stored.encode(text).ids and decoder(loaded, model)(np.array(token_ids)) == text
-    )
+    assert token_ids == stored.encode(text).ids and decoder(loaded, model)(np.array(token_ids)) == text

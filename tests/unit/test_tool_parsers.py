@@ -171,10 +171,7 @@ TOOL = {
     "function": {
         "name": "look_up",
         "description": "Looks.",
-        "parameters": {
-            "type": "object",
-            "properties": {"word": {"type": "string"}, "number": {"type": "integer"}},
-        },
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}, "number": {"type": "integer"}}},
     },
 }
 KIMIS = {
@@ -199,10 +196,7 @@ print(json.dumps([names, [parse(*turn) for turn in json.load(sys.stdin)]]))
 
 BAR = "\uff5c"  # of DeepSeek's markers, which are written <@...@> above
 MODELS = {
-    name: tuple(
-        json.loads(json.dumps(part).replace("<@", "<" + BAR).replace("@>", BAR + ">"))
-        for part in parts
-    )
+    name: tuple(json.loads(json.dumps(part).replace("<@", "<" + BAR).replace("@>", BAR + ">")) for part in parts)
     for name, parts in MODELS.items()
 }
 
@@ -309,9 +303,7 @@ def test_check_tries_a_turn_with_a_tool(name, history, tmp_path, monkeypatch):
     agent = {"command": ["true"], "tool_parser": parser, "history": history}
     config = experiment(data={"path": "a.jsonl", "chat_template": True}, sampling={"agent": agent})
     jobs = []
-    monkeypatch.setattr(
-        loading, "_parsed_by_sglang", lambda *job: jobs.append(job) or [["add", {"a": 2}]]
-    )
+    monkeypatch.setattr(loading, "_parsed_by_sglang", lambda *job: jobs.append(job) or [["add", {"a": 2}]])
     trial = LoadingTest()
     model = Model(tmp_path, tmp_path, {}, False)
     if name in BEGIN_A_THOUGHT and history == "all":

@@ -97,12 +97,8 @@ def test_broken_lines_and_failures_to_write_are_raised(tmp_path):
 # ----------------------------------------------------------------------------------
 
 
-def trained(
-    tmp_path, batches, num_groups: int = 1, logprobs: torch.Tensor | None = None
-) -> list[dict]:
-    with closing(
-        TrainedLog(RunFolder(tmp_path), 0, num_groups, lambda ids: [f"<{i}>" for i in ids])
-    ) as log:
+def trained(tmp_path, batches, num_groups: int = 1, logprobs: torch.Tensor | None = None) -> list[dict]:
+    with closing(TrainedLog(RunFolder(tmp_path), 0, num_groups, lambda ids: [f"<{i}>" for i in ids])) as log:
         for step, batch in enumerate(batches, start=1):
             log.write(step, batch, batch.old_logprobs if logprobs is None else logprobs)
     return list(read_step_lines(RunFolder(tmp_path).trained_file(0)))
@@ -128,9 +124,7 @@ def test_advantages_of_all_and_tokens_of_the_first_groups(tmp_path):
     assert first["sample_ids"] == list(range(12))
     assert first["advantages"][:4] == [1.5, (1.0 - 0.5 - 0.5) / 3, -1.0, 0.0]
     ids = [[5, 6], [5, 6, 9]]
-    tokens = [
-        {"sample_id": i, "ids": own, "difference": [0.25] * len(own)} for i, own in enumerate(ids)
-    ]
+    tokens = [{"sample_id": i, "ids": own, "difference": [0.25] * len(own)} for i, own in enumerate(ids)]
     assert first["tokens"][:2] == tokens and len(first["tokens"]) == 4
     assert first["pieces"] == {"5": "<5>", "6": "<6>", "9": "<9>"} and second["pieces"] == {}
 
@@ -140,14 +134,9 @@ def test_untrained_tokens_have_no_difference_and_the_updates_own_forward_serves_
     seen = batch.old_logprobs.clone()
     seen[batch.starts[1] : batch.starts[2]] = torch.nan  # no update took that sample
     (line,) = trained(tmp_path, [replace(batch, old_logprobs=None)], logprobs=seen)
-    assert [sample["difference"] for sample in line["tokens"][:2]] == [
-        [0.002, 0.002],
-        [None, None, None],
-    ]
+    assert [sample["difference"] for sample in line["tokens"][:2]] == [[0.002, 0.002], [None, None, None]]
     batch.loss_mask[batch.starts[0] + 3] = False  # a tool's token
     batch.loss_mask[batch.starts[2] : batch.starts[3]] = False
     masked = trained(tmp_path, [batch])[-1]
-    assert masked["tokens"][0]["difference"] == [None, 0.002] and masked["tokens"][2][
-        "difference"
-    ] == [None, None]
+    assert masked["tokens"][0]["difference"] == [None, 0.002] and masked["tokens"][2]["difference"] == [None, None]
     assert masked["advantages"][2] is None

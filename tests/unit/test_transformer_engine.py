@@ -1,5 +1,4 @@
-"""The stand-in for Transformer Engine has the released package's parameters; what Megatron does
-with and without it."""
+"""The stand-in for Transformer Engine has the released package's parameters; what Megatron does with and without it."""
 
 import importlib.util
 import json
@@ -17,9 +16,7 @@ TABLE_OF_RELEASED = json.loads(TABLE.read_text())
 def run(code: str) -> list[str]:
     """What a process prints that could import the stand-in."""
     variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return python(
-        "-c", code, env=environment.child_environment(variables, [str(STAND_IN.parent)])
-    ).split()
+    return python("-c", code, env=environment.child_environment(variables, [str(STAND_IN.parent)])).split()
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -29,14 +26,11 @@ def test_the_stand_in_takes_what_the_released_package_takes(name: str):
 
 
 def test_its_version_is_that_of_the_table():
-    assert (
-        f'__version__ = "{TABLE_OF_RELEASED["version"]}"' in (STAND_IN / "__init__.py").read_text()
-    )
+    assert f'__version__ = "{TABLE_OF_RELEASED["version"]}"' in (STAND_IN / "__init__.py").read_text()
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is None,
-    reason="Transformer Engine is not installed",
+    importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
 )
 def test_the_installed_package_takes_the_same():
     spec = importlib.util.find_spec("transformer_engine")
@@ -137,8 +131,7 @@ print("ok")
 
 
 def test_what_is_published_with_it():
-    """Recorded copies, who holds which part of every tensor, and digests of the live weights, as
-    with torch's layers.
+    """Recorded copies, who holds which part of every tensor, and digests of the live weights, as with torch's layers.
 
     What its Adam computes: tests/dist/test_optimizer_variants.py.
     """
@@ -208,11 +201,10 @@ print(clip_grads.l2_norm_impl.__module__)
 
 
 def test_without_its_layers_megatron_does_not_find_it():
-    """Installed, it would give Megatron its optimizer and its norms, which need CUDA, whatever the
-    layers are.
+    """Installed, it would give Megatron its optimizer and its norms, which need CUDA, whatever the layers are.
 
-    Rotary embeddings are ours then: to the last bit Megatron's in float32; in bfloat16 rounded
-    once, at the end; and no length is read back.
+    Rotary embeddings are ours then: to the last bit Megatron's in float32; in bfloat16 rounded once, at the end; and no
+    length is read back.
     """
     norms = "megagrpo.models.internals_0_19"  # which wait for the device once
     assert run(WITHOUT) == ["torch.optim.adamw", "True", "False", norms]

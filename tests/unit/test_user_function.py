@@ -1,5 +1,4 @@
-"""The one loader of functions that an experiment names; test_rewards_pool.py and
-test_calculator.py use own ones."""
+"""The one loader of functions that an experiment names; test_rewards_pool.py and test_calculator.py use own ones."""
 
 import json
 import pickle
@@ -45,14 +44,10 @@ def test_built_in_and_own_functions_are_found(own):
     [
         (
             "joni",
-            "a.key 'joni' is unknown; did you mean 'join'? (your own is written "
-            "package.module:function, or file.py:",
+            "a.key 'joni' is unknown; did you mean 'join'? (your own is written package.module:function, or file.py:",
         ),
         ("xyz", "a.key 'xyz' is unknown; known: join, split (your own"),
-        (
-            "no.such:f",
-            "importing no.such failed: ModuleNotFoundError: No module named 'no'; is its folder",
-        ),
+        ("no.such:f", "importing no.such failed: ModuleNotFoundError: No module named 'no'; is its folder"),
         ("broken_functions:f", "importing broken_functions failed: KeyError: 'on purpose'"),
         ("own_functions:lenght", "own_functions has no function lenght; did you mean 'length'?"),
         ("own_functions:LIMIT", "own_functions has no function LIMIT"),
@@ -73,10 +68,7 @@ def test_a_module_that_is_a_file_here_is_named_as_one(tmp_path, monkeypatch):
 
 def test_naming_functions_imports_nothing_heavy():
     modules = "megagrpo.system.user_function, megagrpo.rewards.graders.functions"
-    assert (
-        python("-c", f"import sys, {modules}; print({{'torch', 'sympy'}} & set(sys.modules))")
-        == "set()"
-    )
+    assert python("-c", f"import sys, {modules}; print({{'torch', 'sympy'}} & set(sys.modules))") == "set()"
 
 
 def test_a_file_is_loaded_once_and_its_module_is_registered(tmp_path):

@@ -1,5 +1,4 @@
-"""`check`, `plan` and `submit` refuse the same experiments with the same words, over sixty drawn
-ones."""
+"""`check`, `plan` and `submit` refuse the same experiments with the same words, over sixty drawn ones."""
 
 import json
 import random
@@ -19,14 +18,7 @@ from megagrpo.tools.plan.command import placed_plan
 from megagrpo.tools.plan.fitting import with_model
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
-SIZES = (
-    "Qwen2.5-3B-Instruct",
-    "Qwen2.5-7B",
-    "Qwen3-8B",
-    "Qwen3-30B-A3B",
-    "GLM-4.5-Air",
-    "Moonlight-16B-A3B",
-)
+SIZES = ("Qwen2.5-3B-Instruct", "Qwen2.5-7B", "Qwen3-8B", "Qwen3-30B-A3B", "GLM-4.5-Air", "Moonlight-16B-A3B")
 
 
 def drawn(seed: int, folder: Path) -> ExperimentConfig:

@@ -1,5 +1,4 @@
-"""Environments of verifiers in an interpreter of their own, each rollout against its endpoint of
-the real gateway."""
+"""Environments of verifiers in an interpreter of their own, each rollout against its endpoint of the real gateway."""
 
 import json
 import os
@@ -18,19 +17,11 @@ from megagrpo.types import RolloutGroup
 from tests.experiments import ROOT
 
 GAMES = ROOT / "tests" / "verifiers_games"
-RELEASES = {
-    "guess_classic": ["verifiers==0.2.0"],
-    "env.toml": ["verifiers==0.4.0", "uv"],
-}  # uv starts its harness
+RELEASES = {"guess_classic": ["verifiers==0.2.0"], "env.toml": ["verifiers==0.4.0", "uv"]}  # uv starts its harness
 
 
-def play(
-    answers: list[str], *turns, python: str = sys.executable, environment: str = "guess", **more
-):
-    more |= {
-        "args": {"python": python, "environment": environment},
-        "extra": lambda n: {"index": int(answers[n])},
-    }
+def play(answers: list[str], *turns, python: str = sys.executable, environment: str = "guess", **more):
+    more |= {"args": {"python": python, "environment": environment}, "extra": lambda n: {"index": int(answers[n])}}
     return run_all(answers, *turns, program="", function="verifiers", **more)
 
 
@@ -42,9 +33,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def checked(groups: list[RolloutGroup]) -> None:
     assert [group.outcomes[0].value for group in groups] == [1.0], groups[0].outcomes
-    assert masked(groups[0], 0).count("[H]") == 1 and masked(groups[0], 0).count("[L]") == 1, (
-        "exact ids, one sample"
-    )
+    assert masked(groups[0], 0).count("[H]") == 1 and masked(groups[0], 0).count("[L]") == 1, "exact ids, one sample"
     assert len(groups[0].samples) == 1
 
 
@@ -60,46 +49,31 @@ def test_episodes_are_played_against_the_endpoints_of_their_rollouts():
 @pytest.mark.usefixtures("stand_in")
 def test_an_episode_that_fails_has_no_reward():
     groups, _ = play(["7"], says("u"))
-    assert (
-        groups[0].outcomes[0].status == "error"
-        and "ValueError: no number" in groups[0].outcomes[0].detail
-    )
+    assert groups[0].outcomes[0].status == "error" and "ValueError: no number" in groups[0].outcomes[0].detail
     groups, _ = play(["7"], says("r"))
-    assert (
-        groups[0].outcomes[0].status == "error"
-        and "its process died: exit code 3" in groups[0].outcomes[0].detail
-    )
+    assert groups[0].outcomes[0].status == "error" and "its process died: exit code 3" in groups[0].outcomes[0].detail
     groups, _ = play(["7"], says("t"), timeout_s=1.0)
     assert groups[0].outcomes[0].status == "timeout"
     groups, _ = play(["7"], python="no-such-python")
-    assert (
-        groups[0].outcomes[0].status == "error" and "no-such-python" in groups[0].outcomes[0].detail
-    )
-    groups, _ = run_all(
-        ["7"], program="", function="verifiers", args={"python": "p", "environment": "guess"}
-    )
+    assert groups[0].outcomes[0].status == "error" and "no-such-python" in groups[0].outcomes[0].detail
+    groups, _ = run_all(["7"], program="", function="verifiers", args={"python": "p", "environment": "guess"})
     assert "the row has no extra.index" in groups[0].outcomes[0].detail
 
 
 @pytest.mark.usefixtures("stand_in")
 def test_the_script_prints_rows():
     script = verifiers_episodes.__file__
-    found = subprocess.run(
-        [sys.executable, script, "guess", "2"], check=True, capture_output=True, text=True
-    )
+    found = subprocess.run([sys.executable, script, "guess", "2"], check=True, capture_output=True, text=True)
     rows = [json.loads(line) for line in found.stdout.splitlines()]
     assert rows == [
-        {"prompt": [{"role": "user", "content": "?"}], "answer": str(n), "extra": {"index": n}}
-        for n in range(2)
+        {"prompt": [{"role": "user", "content": "?"}], "answer": str(n), "extra": {"index": n}} for n in range(2)
     ]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("environment", RELEASES)
-def test_the_released_library_plays(
-    environment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_released_library_plays(environment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("guess_classic.py", "guess_v1.py", "env.toml"):
         shutil.copy(GAMES / name, tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
@@ -107,7 +81,5 @@ def test_the_released_library_plays(
     subprocess.run([python, "-I", "-m", "pip", "install", "-q", *RELEASES[environment]], check=True)
     monkeypatch.setenv("PATH", f"{python.parent}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
-    groups, _ = play(
-        ["7"], says("3"), says("9"), says("7"), python=str(python), environment=environment
-    )
+    groups, _ = play(["7"], says("3"), says("9"), says("7"), python=str(python), environment=environment)
     checked(groups)

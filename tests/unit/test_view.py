@@ -1,5 +1,4 @@
-"""What `megagrpo view` reads, bounds and writes; the page in headless Chromium: no error, no
-request, hostile texts."""
+"""What `megagrpo view` reads, bounds and writes; the page in headless Chromium: no error, no request, hostile texts."""
 
 import json
 import re
@@ -53,26 +52,12 @@ def test_one_page_holds_the_samples(tmp_path, capsys):
     assert f"page: {tmp_path / 'run' / 'view.html'}" in capsys.readouterr().out
     (run,) = runs_of((tmp_path / "run" / "view.html").read_text())
     assert run["name"] == "run" and run["notes"] == []
-    assert [group["step"] for group in run["groups"]] == [
-        step for step in range(1, 6) for _ in range(3)
-    ]
+    assert [group["step"] for group in run["groups"]] == [step for step in range(1, 6) for _ in range(3)]
     first, *_, hostile = run["groups"][0]["samples"]
-    assert (
-        first["reward"],
-        first["advantage"],
-        first["finish_reason"],
-        first["weight_version"],
-    ) == (1, 1.5, "stop", 0)
+    assert (first["reward"], first["advantage"], first["finish_reason"], first["weight_version"]) == (1, 1.5, "stop", 0)
     assert first["tokens"] == {"ids": [5, 6], "difference": [0.002, 0.002]}
-    assert (hostile["text"], hostile["reward"], hostile["outcome"]["status"]) == (
-        HOSTILE,
-        None,
-        "timeout",
-    )
-    assert (
-        "tokens" not in run["groups"][2]["samples"][0]
-        and run["groups"][2]["samples"][0]["advantage"] == 1.5
-    )
+    assert (hostile["text"], hostile["reward"], hostile["outcome"]["status"]) == (HOSTILE, None, "timeout")
+    assert "tokens" not in run["groups"][2]["samples"][0] and run["groups"][2]["samples"][0]["advantage"] == 1.5
     assert run["pieces"] == {"5": " one", "6": "<b>", "9": "é"}
 
 
@@ -92,10 +77,7 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     assert cli.main(["view", str(tmp_path / "absent")]) == 2
     assert "metrics.jsonl: no such file" in capsys.readouterr().err
     folder = RunFolder(tmp_path / "without")  # tokens switched off
-    with (
-        closing(StepLog(folder, LogConfig(tensorboard=False))) as log,
-        closing(RolloutLog(folder, 0)) as samples,
-    ):
+    with closing(StepLog(folder, LogConfig(tensorboard=False))) as log, closing(RolloutLog(folder, 0)) as samples:
         log.write(1, {"reward/mean": 0.5})
         samples.write(1, made_groups(1))
     assert cli.main(["view", str(folder.path)]) == 0
@@ -110,46 +92,29 @@ def test_samples_are_bounded_in_bytes_and_spread_over_steps(tmp_path):
             log.write(step, made_groups(step, num_groups=6))
     data, notes = read_samples(folder, 150_000)
     steps = [group["step"] for group in data["groups"]]
-    assert 75_000 < len(json.dumps(data)) < 450_000, (
-        "estimated, not measured: about as much as requested"
-    )
+    assert 75_000 < len(json.dumps(data)) < 450_000, "estimated, not measured: about as much as requested"
     assert steps[0] == 1 and steps[-1] == 300 and len(set(steps)) == 200
-    assert all(
-        group["group_id"] == 0 for group in data["groups"] if steps.count(group["step"]) == 1
-    )
+    assert all(group["group_id"] == 0 for group in data["groups"] if steps.count(group["step"]) == 1)
     assert "200 of 300 steps" in notes[0] and "--sample-mb 0.15" in notes[1]
     everything, notes = read_samples(folder, 1e9)
-    assert len(everything["groups"]) == 1200 and notes == [
-        "samples: of 200 of 300 steps, evenly spread"
-    ]
+    assert len(everything["groups"]) == 1200 and notes == ["samples: of 200 of 300 steps, evenly spread"]
     assert spread(range(5), 7) == [0, 1, 2, 3, 4] and spread(range(101), 3) == [0, 50, 100]
 
 
 def test_a_rollout_with_an_environment_is_a_conversation(tmp_path):
     prompt = Prompt(0, "?", (1,), "")
-    grown = Sample(
-        0, (5, 6, 9, 5), 4 * (-0.5,), "stop", 0, "5695", loss_mask=(True, True, False, True)
-    )
+    grown = Sample(0, (5, 6, 9, 5), 4 * (-0.5,), "stop", 0, "5695", loss_mask=(True, True, False, True))
     outcome = Outcome("score", 1.25, end="done", turn_rewards=(0.25, 1.0))
-    walk = [
-        replace(grown, index=i, token_ids=(i,), logprobs=(-0.5,), loss_mask=None, rollout=1)
-        for i in (1, 2)
-    ]
+    walk = [replace(grown, index=i, token_ids=(i,), logprobs=(-0.5,), loss_mask=None, rollout=1) for i in (1, 2)]
     walk = [replace(sample, prompt_ids=(7, sample.index)) for sample in walk]
     cut = Outcome("error", detail="the tool is gone", end="error", turn_rewards=(0.5,))
     group = RolloutGroup(0, prompt, (replace(grown, rollout=0), *walk), (outcome, cut))
-    with closing(
-        RolloutLog(RunFolder(tmp_path), 0, decode=lambda ids: "".join(map(str, ids)))
-    ) as log:
+    with closing(RolloutLog(RunFolder(tmp_path), 0, decode=lambda ids: "".join(map(str, ids)))) as log:
         log.write(1, [group])
     samples = read_samples(RunFolder(tmp_path), 50_000)[0]["groups"][0]["samples"]
     first = {"by": "model", "text": "56", "reward": 0.25}, {"by": "environment", "text": "9"}
     assert samples[0]["turns"] == [*first, {"by": "model", "text": "5", "reward": 1.0}]
-    assert (samples[0]["outcome"]["end"], samples[0]["reward"], samples[2]["reward"]) == (
-        "done",
-        1.25,
-        None,
-    )
+    assert (samples[0]["outcome"]["end"], samples[0]["reward"], samples[2]["reward"]) == ("done", 1.25, None)
     assert [s["prompt"] for s in samples[1:]] == ["71", "72"], "its own"
     assert samples[1]["turns"] == [{"by": "model", "text": "1", "reward": 0.5}]
     assert samples[2]["turns"] == [{"by": "model", "text": "2"}], "its environment gave no answer"
@@ -178,10 +143,7 @@ def test_one_huge_response_does_not_fill_the_page(tmp_path):
     assert len(text) < 20_100 and text.endswith("[... 980000 more characters]")
 
 
-ROWS, COUNT = (
-    "document.querySelectorAll('#table tbody tr').length",
-    "document.getElementById('count').textContent",
-)
+ROWS, COUNT = ("document.querySelectorAll('#table tbody tr').length", "document.getElementById('count').textContent")
 
 
 @pytest.fixture(scope="module")
@@ -225,17 +187,11 @@ def test_filter_search_and_order(page):
     page.wait(f"{COUNT} === '72 of 288 samples'")
     page.value("document.getElementById('reward-min').value = ''")
     for choice, count in (("length", 72), ("", 288)):
-        page.value(
-            f"(e => {{ e.value = '{choice}'; e.dispatchEvent(new Event('change')); "
-            f"}})(byId('finish'))"
-        )
+        page.value(f"(e => {{ e.value = '{choice}'; e.dispatchEvent(new Event('change')); }})(byId('finish'))")
         assert page.value(COUNT) == f"{count} of 288 samples"
     for first in ("-1", "1.5"):
         page.click("#table th:nth-child(7)")  # advantage
-        assert (
-            page.value("document.querySelector('#table tbody tr td:nth-child(7)').textContent")
-            == first
-        )
+        assert page.value("document.querySelector('#table tbody tr td:nth-child(7)').textContent") == first
 
 
 def test_it_opens_with_a_sample_and_the_runs_curves(page):
@@ -248,10 +204,7 @@ def test_it_opens_with_a_sample_and_the_runs_curves(page):
     page.click("#curves svg")  # its middle: the nearest step's samples
     page.wait(f"{COUNT} === '24 of 288 samples'")
     assert page.value("document.getElementById('step').value") in ("6", "7")
-    assert page.value("document.querySelector('#table tr.chosen td:nth-child(2)').textContent") in (
-        "6",
-        "7",
-    )
+    assert page.value("document.querySelector('#table tr.chosen td:nth-child(2)').textContent") in ("6", "7")
 
 
 def test_a_hostile_response_is_text(page):
@@ -260,14 +213,9 @@ def test_a_hostile_response_is_text(page):
     page.wait(f"{COUNT} === '24 of 288 samples'")
     page.click("#table tbody tr")
     page.wait("document.querySelectorAll('#detail pre').length >= 3")
-    assert HOSTILE in page.value(
-        "[...document.querySelectorAll('#detail pre')].map(e => e.textContent)"
-    )
+    assert HOSTILE in page.value("[...document.querySelectorAll('#detail pre')].map(e => e.textContent)")
     assert page.value("document.title") == "first | second"
-    assert (
-        page.value("document.querySelectorAll('img, iframe, #detail b, #detail script').length")
-        == 0
-    )
+    assert page.value("document.querySelectorAll('img, iframe, #detail b, #detail script').length") == 0
 
 
 def test_tokens_are_colored(page):
@@ -276,8 +224,7 @@ def test_tokens_are_colored(page):
     page.click("#table tbody tr:nth-child(2)")
     page.wait("document.querySelectorAll('#detail .token').length > 0")
     tokens = page.value(
-        "[...document.querySelectorAll('#detail .token')].map(e => [e.textContent, e.title, "
-        "e.style.background])"
+        "[...document.querySelectorAll('#detail .token')].map(e => [e.textContent, e.title, e.style.background])"
     )
     assert [text for text, *_ in tokens] == [" one", "<b>", "é"]
     assert all("0.002" in title and shade == "rgb(249, 142, 82)" for _, title, shade in tokens)

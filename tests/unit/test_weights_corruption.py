@@ -38,12 +38,7 @@ pytestmark = pytest.mark.verifies(
 
 EXPERTS, FFN, HIDDEN, VOCAB = 3, 6, 4, 10
 HEADS, NOPE, V, RANK, ROPE, Q_RANK = 2, 3, 4, 5, 2, 6
-Q_A, KV_A, KV_B, BIAS = (
-    "q_a_proj",
-    "kv_a_proj_with_mqa",
-    "kv_b_proj",
-    "gate.e_score_correction_bias",
-)
+Q_A, KV_A, KV_B, BIAS = ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "gate.e_score_correction_bias")
 LATENT = {
     Q_A: (Q_RANK, HIDDEN),
     "q_b_proj": (HEADS * (NOPE + ROPE), Q_RANK),
@@ -53,11 +48,7 @@ LATENT = {
 }
 SHAPES = {"embed": (VOCAB, HIDDEN), "norm": (HIDDEN,)} | LATENT
 for expert in range(EXPERTS):
-    SHAPES |= {
-        f"{expert}.gate": (FFN, HIDDEN),
-        f"{expert}.up": (FFN, HIDDEN),
-        f"{expert}.down": (HIDDEN, FFN),
-    }
+    SHAPES |= {f"{expert}.gate": (FFN, HIDDEN), f"{expert}.up": (FFN, HIDDEN), f"{expert}.down": (HIDDEN, FFN)}
 KEPT = {BIAS: torch.float32}
 
 
@@ -75,8 +66,7 @@ class ShiftedNorm(nn.Module):
 
 
 class Model(nn.Module):
-    """Experts in two parameters; of the two down projections it forgets one that comes without the
-    other."""
+    """Experts in two parameters; of the two down projections it forgets one that comes without the other."""
 
     def __init__(self):
         super().__init__()
@@ -84,16 +74,10 @@ class Model(nn.Module):
         sizes |= {"w13": (EXPERTS, 2 * FFN, HIDDEN), "w2": (EXPERTS, HIDDEN, FFN)}
         sizes |= {"fused_qkv_a": (Q_RANK + RANK + ROPE, HIDDEN)}
         for name, shape in sizes.items():
-            setattr(
-                self,
-                name,
-                nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), requires_grad=False),
-            )
+            setattr(self, name, nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), requires_grad=False))
         self.norm = ShiftedNorm()
         self.bias = nn.Parameter(torch.zeros(EXPERTS), requires_grad=False)
-        self.kv_b_proj = nn.Linear(
-            RANK, HEADS * (NOPE + V), bias=False, dtype=torch.bfloat16
-        ).requires_grad_(False)
+        self.kv_b_proj = nn.Linear(RANK, HEADS * (NOPE + V), bias=False, dtype=torch.bfloat16).requires_grad_(False)
         self.w_kc = torch.zeros(HEADS, NOPE, RANK, dtype=torch.bfloat16)
         self.w_vc = torch.zeros(HEADS, RANK, V, dtype=torch.bfloat16)
 
@@ -121,12 +105,7 @@ class Model(nn.Module):
     def state(self) -> dict[str, Tensor]:
         return {
             name: t.clone()
-            for name, t in [
-                *self.named_parameters(),
-                *self.named_buffers(),
-                ("w_kc", self.w_kc),
-                ("w_vc", self.w_vc),
-            ]
+            for name, t in [*self.named_parameters(), *self.named_buffers(), ("w_kc", self.w_kc), ("w_vc", self.w_vc)]
         }
 
 
@@ -142,14 +121,10 @@ def holds(parameter: str, *tensors: str) -> list[str]:
     return [f"parameter {parameter} does not hold HF tensor {tensor}" for tensor in tensors]
 
 
-# kind -> how it breaks the model, given its state before the transfer; and what the message must
-# name, nothing else
+# kind -> how it breaks the model, given its state before the transfer; and what the message must name, nothing else
 KINDS: dict[str, tuple[Callable[[Model, dict[str, Tensor]], object], list[str]]] = {
     "one flipped element": (flip_one_bit, holds("w13", "1.up")),
-    "exchanged experts": (
-        lambda new, old: new.w2.data.copy_(new.w2.data[[2, 1, 0]]),
-        holds("w2", "0.down", "2.down"),
-    ),
+    "exchanged experts": (lambda new, old: new.w2.data.copy_(new.w2.data[[2, 1, 0]]), holds("w2", "0.down", "2.down")),
     "a stale shard": (
         lambda new, old: new.w13.data.copy_(old["w13"]),
         holds("w13", *(f"{e}.{part}" for e in range(EXPERTS) for part in ("gate", "up"))),
@@ -159,10 +134,7 @@ KINDS: dict[str, tuple[Callable[[Model, dict[str, Tensor]], object], list[str]]]
         lambda new, old: new.w13.data[2].copy_(torch.cat(new.w13.data[2].chunk(2)[::-1])),
         holds("w13", "2.gate", "2.up"),
     ),
-    "a rounded bias": (
-        lambda new, old: new.bias.data.copy_(new.bias.data.bfloat16()),
-        holds("bias", BIAS),
-    ),
+    "a rounded bias": (lambda new, old: new.bias.data.copy_(new.bias.data.bfloat16()), holds("bias", BIAS)),
     **{
         f"a stale {name}": (
             lambda new, old, name=name: getattr(new, name).copy_(old[name]),
@@ -182,32 +154,21 @@ class Trainer(OneTrainer):
 
     def __init__(self, folder: Path, engine: FakeEngine, transport: str):
         live = {f"fc1.{e}": torch.zeros(2 * FFN, HIDDEN) for e in range(EXPERTS)}
-        live |= {
-            name: torch.zeros(SHAPES[name])
-            for name in SHAPES
-            if not name.endswith((".gate", ".up"))
-        }
+        live |= {name: torch.zeros(SHAPES[name]) for name in SHAPES if not name.endswith((".gate", ".up"))}
         settings = {"rollout": {"dtype": "bfloat16"}, "weights": {"bucket_mb": 4e-4}, "kept": KEPT}
         super().__init__(folder, engine, transport, live, SHAPES, **settings)
 
     def load(self, hf) -> None:
         for name, tensor in self.live.items():
             part, _, number = name.partition(".")
-            tensor.copy_(
-                torch.cat([hf[f"{number}.gate"], hf[f"{number}.up"]]) if part == "fc1" else hf[name]
-            )
+            tensor.copy_(torch.cat([hf[f"{number}.gate"], hf[f"{number}.up"]]) if part == "fc1" else hf[name])
 
     def publish_is_refused(self) -> list[str]:
         """What the message names."""
-        samples, version = (
-            self.engine.calls.count("/continue_generation"),
-            self.engine.info.weight_version,
-        )
+        samples, version = (self.engine.calls.count("/continue_generation"), self.engine.info.weight_version)
         with pytest.raises(LeaderError) as caught:
             self.publish()
-        assert self.engine.calls.count("/continue_generation") == samples, (
-            "no sample is of these weights"
-        )
+        assert self.engine.calls.count("/continue_generation") == samples, "no sample is of these weights"
         assert self.engine.info.weight_version == version
         return sorted(re.findall(r"rank 0: (.*?)(?: \[|$)", str(caught.value), re.MULTILINE))
 
@@ -239,13 +200,9 @@ def test_it_is_found_and_named_before_any_sample(trainer, kind):
 def test_engines_get_the_bias_unrounded_and_both_down_projections_in_one_call(trainer):
     trainer.publish()
     model, live = trainer.engine.model, trainer.live
-    assert torch.equal(model.bias, live[BIAS]) and not torch.equal(
-        live[BIAS], live[BIAS].bfloat16().float()
-    )
+    assert torch.equal(model.bias, live[BIAS]) and not torch.equal(live[BIAS], live[BIAS].bfloat16().float())
     assert torch.equal(model.fused_qkv_a, torch.cat([live[Q_A], live[KV_A]]).bfloat16())
-    assert torch.equal(
-        model.w_kc.flatten(), model.kv_b_proj.weight.view(HEADS, -1, RANK)[:, :NOPE].flatten()
-    )
+    assert torch.equal(model.w_kc.flatten(), model.kv_b_proj.weight.view(HEADS, -1, RANK)[:, :NOPE].flatten())
 
 
 @pytest.mark.parametrize("transport", sorted(TRANSPORTS))
@@ -262,10 +219,7 @@ def test_an_engine_that_keeps_the_bias_rounded_is_found(transport, tmp_path):
 def test_matrices_that_no_publish_refreshes_are_refused(tmp_path):
     with running(FakeEngine(models=[Model()])) as engine:
         engine.model.w_kc_qrep = engine.model.w_kc.clone()
-        with pytest.raises(
-            LeaderError,
-            match=r"w_kc_qrep: no publish brings it .* leave out --dcp-replicate-q-proj",
-        ):
+        with pytest.raises(LeaderError, match=r"w_kc_qrep: no publish brings it .* leave out --dcp-replicate-q-proj"):
             Trainer(tmp_path, engine, "disk").publish()
 
 
@@ -282,35 +236,18 @@ def test_down_projections_in_different_calls_are_found(tmp_path):
 def test_the_plan_keeps_a_concatenation_in_one_bucket_and_each_bucket_in_one_dtype():
     hf_specs = {name: (shape, torch.float32) for name, shape in LATENT.items()}
     live = {name: torch.zeros(shape) for name, shape in LATENT.items()}
-    copies = [
-        record_copies(lambda hf: [live[name].copy_(hf[name]) for name in live], hf_specs, live)
-    ]
+    copies = [record_copies(lambda hf: [live[name].copy_(hf[name]) for name in live], hf_specs, live)]
     specs = published_specs(hf_specs, torch.bfloat16, KEPT)
 
     def buckets(*together: tuple[str, ...]):
         return make_gather_plan(copies, specs, bucket_bytes=1, together=together).buckets
 
-    assert [bucket.names for bucket in buckets()] == [
-        (Q_A,),
-        ("q_b_proj",),
-        (KV_B,),
-        (KV_A,),
-        (BIAS,),
-    ]
-    assert [bucket.names for bucket in buckets((KV_A, Q_A))] == [
-        (Q_A, KV_A),
-        ("q_b_proj",),
-        (KV_B,),
-        (BIAS,),
-    ]
-    assert [bucket.dtype for bucket in buckets((KV_A, Q_A))] == [torch.bfloat16] * 3 + [
-        torch.float32
-    ]
+    assert [bucket.names for bucket in buckets()] == [(Q_A,), ("q_b_proj",), (KV_B,), (KV_A,), (BIAS,)]
+    assert [bucket.names for bucket in buckets((KV_A, Q_A))] == [(Q_A, KV_A), ("q_b_proj",), (KV_B,), (BIAS,)]
+    assert [bucket.dtype for bucket in buckets((KV_A, Q_A))] == [torch.bfloat16] * 3 + [torch.float32]
     joined = buckets((KV_A, Q_A), (KV_B, "q_b_proj"), (KV_A, KV_B))
     assert joined[0].names == (Q_A, "q_b_proj", KV_B, KV_A), "groups with a common member are one"
-    with pytest.raises(
-        ValueError, match=f"loads {Q_A}, {BIAS} together, which are published in several dtypes"
-    ):
+    with pytest.raises(ValueError, match=f"loads {Q_A}, {BIAS} together, which are published in several dtypes"):
         buckets((Q_A, BIAS))
 
 
@@ -335,8 +272,5 @@ def test_an_actor_that_rounds_the_bias_does_not_load(tmp_path):
     (bias,) = [name for name in specs if name.endswith("e_score_correction_bias")]
     weights = load_initial_weights(plain_actor(arch, specs, {bias}), folder)
     assert weights.fixed_dtypes == {bias: torch.float32}
-    with pytest.raises(
-        AssertionError,
-        match=f"{bias} holds HF tensor {bias} in torch.bfloat16, not in torch.float32",
-    ):
+    with pytest.raises(AssertionError, match=f"{bias} holds HF tensor {bias} in torch.bfloat16, not in torch.float32"):
         load_initial_weights(plain_actor(arch, specs, set()), folder)

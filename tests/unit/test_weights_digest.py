@@ -31,12 +31,7 @@ def odd(dimension: int, index: int) -> int:
 def by_hand(values: torch.Tensor) -> int:
     """The definition, in Python integers."""
     rows = values.contiguous().view(torch.int16).tolist()
-    return (
-        sum(
-            odd(0, i) * odd(1, j) * bits for i, row in enumerate(rows) for j, bits in enumerate(row)
-        )
-        & MASK
-    )
+    return sum(odd(0, i) * odd(1, j) * bits for i, row in enumerate(rows) for j, bits in enumerate(row)) & MASK
 
 
 @pytest.fixture
@@ -48,11 +43,7 @@ def random_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.
     """Any bit patterns: NaN, infinities and signed zeros among them."""
     integer, generator = INTEGERS[dtype], torch.Generator().manual_seed(seed)
     limits = torch.iinfo(integer)
-    return (
-        torch.randint(limits.min, limits.max, shape, generator=generator, dtype=torch.int64)
-        .to(integer)
-        .view(dtype)
-    )
+    return torch.randint(limits.min, limits.max, shape, generator=generator, dtype=torch.int64).to(integer).view(dtype)
 
 
 def test_definition_in_chunks_of_any_size(values, monkeypatch):
@@ -74,8 +65,7 @@ def replaced(values: torch.Tensor, index: tuple, new: torch.Tensor | int) -> tor
 
 
 def changed(values: torch.Tensor, kind: str, dim: int, draw: Random) -> torch.Tensor:
-    """Integers [...] of which something is as a faulty transfer would leave it; every side has n >=
-    4 elements."""
+    """Integers [...] of which something is as a faulty transfer would leave it; every side has n >= 4 elements."""
     n, here = values.shape[dim], (slice(None),) * dim
     (a, b), half = draw.sample(range(n), 2), [size // 2 for size in values.shape]
     i, j = (tuple(draw.randrange(size) for size in values.shape) for _ in range(2))
@@ -88,41 +78,26 @@ def changed(values: torch.Tensor, kind: str, dim: int, draw: Random) -> torch.Te
         "elements": lambda: exchanged(values, i, j),  # any two
         "slices": lambda: exchanged(values, (*here, a), (*here, b)),  # rows, columns, ...
         "blocks": lambda: exchanged(values, (*here, first[dim]), (*here, last[dim])),
-        "corners": lambda: exchanged(
-            values, first, last
-        ),  # blocks that share neither rows nor columns
+        "corners": lambda: exchanged(values, first, last),  # blocks that share neither rows nor columns
         "shift": lambda: values.roll(draw.randrange(1, n), dim),
-        "flat_shift": lambda: (
-            values.flatten().roll(draw.randrange(1, 9)).view(values.shape)
-        ),  # begins too late
+        "flat_shift": lambda: values.flatten().roll(draw.randrange(1, 9)).view(values.shape),  # begins too late
         "reversal": lambda: values.flip(dim),
-        "transposition": lambda: (
-            values.transpose(dim, other).contiguous().view(values.shape)
-        ),  # in the old shape
-        "stale": lambda: replaced(
-            values, tail, values[tail] + draw.randrange(1, 5)
-        ),  # a part from another time
+        "transposition": lambda: values.transpose(dim, other).contiguous().view(values.shape),  # in the old shape
+        "stale": lambda: replaced(values, tail, values[tail] + draw.randrange(1, 5)),  # a part from another time
         "skipped": lambda: replaced(values, tail, 0),
-        "repeated": lambda: replaced(
-            values, (*here, a), values[(*here, b)]
-        ),  # one slice instead of another too
+        "repeated": lambda: replaced(values, (*here, a), values[(*here, b)]),  # one slice instead of another too
         "negated": lambda: values ^ torch.iinfo(values.dtype).min,
     }[kind]()
 
 
-KINDS = (
-    "bit elements slices blocks corners shift flat_shift reversal transposition stale skipped "
-    "repeated negated"
-)
+KINDS = "bit elements slices blocks corners shift flat_shift reversal transposition stale skipped repeated negated"
 
 
 @settings(max_examples=800)
 @given(
     dtype=dtypes,
     shape=st.lists(st.integers(4, 9), min_size=1, max_size=3).flatmap(
-        lambda shape: st.sampled_from(
-            [tuple(shape), (shape[0],) * len(shape)]
-        )  # cubes, for transpositions
+        lambda shape: st.sampled_from([tuple(shape), (shape[0],) * len(shape)])  # cubes, for transpositions
     ),
     kind=st.sampled_from(KINDS.split()),
     few=st.booleans(),  # duplicates of a few values, or random bits
@@ -139,8 +114,7 @@ def test_every_change_is_noticed_and_nothing_else(dtype, shape, kind, few, seed)
 @pytest.mark.parametrize("dimensions", [1, 2, 3])
 @pytest.mark.parametrize("content", ["dense", "exchanged"])
 def test_the_chance_to_miss_a_change_has_the_bound_that_is_stated(dimensions, content):
-    """Only 2^t, the power of two that divides a change, limits it: n = 64 - t bits are left, here 8
-    or 10."""
+    """Only 2^t, the power of two that divides a change, limits it: n = 64 - t bits are left, here 8 or 10."""
     n, trials = 8 if dimensions < 3 else 10, 4000
     shape, draw = (6,) * dimensions, torch.Generator().manual_seed(dimensions)
     missed = 0
@@ -152,9 +126,7 @@ def test_the_chance_to_miss_a_change_has_the_bound_that_is_stated(dimensions, co
             change = torch.ones((), dtype=torch.int64)
             for _ in shape:
                 change = change.unsqueeze(-1) * torch.tensor([1, 0, -1, 0, 0, 0])
-        start = tuple(
-            torch.randint(0, 10**6, (dimensions,), generator=draw).tolist()
-        )  # other odd numbers every time
+        start = tuple(torch.randint(0, 10**6, (dimensions,), generator=draw).tolist())  # other odd numbers every time
         missed += not slice_digest(change << (64 - n), Box(start, shape))
     bound = n ** (dimensions - 1) * 2 ** (1 - n)
     assert missed / trials <= 1.5 * bound
@@ -174,9 +146,7 @@ def test_exchanged_experts_are_noticed_slice_by_slice():
     before = batched_digest(experts, Box((0, 0), SHAPE))
     after = batched_digest(experts[[0, 3, 2, 1, 4]], Box((0, 0), SHAPE))
     assert (before != after).tolist() == [False, True, False, True, False]
-    assert int(before.sum()) == int(
-        after.sum()
-    )  # which a digest of the whole would have had to tell apart
+    assert int(before.sum()) == int(after.sum())  # which a digest of the whole would have had to tell apart
 
 
 @given(
@@ -190,21 +160,15 @@ def test_a_batch_is_its_slices_and_adds_up(dtype, shape, count, seed):
     start, shape = tuple(draw.randrange(50) for _ in shape), tuple(shape)
     order = draw.sample(range(len(shape) + 1), len(shape) + 1)
     back = [order.index(k) for k in range(len(order))]
-    values = (
-        random_bits(dtype, (count, *shape), seed).permute(order).contiguous().permute(back)
-    )  # any strides
+    values = random_bits(dtype, (count, *shape), seed).permute(order).contiguous().permute(back)  # any strides
     batch = batched_digest(values, Box(start, shape))
-    assert batch.tolist() == [
-        int(slice_digest(part.contiguous(), Box(start, shape))) for part in values
-    ]
+    assert batch.tolist() == [int(slice_digest(part.contiguous(), Box(start, shape))) for part in values]
     for dim, n in enumerate(shape):
         cut = draw.randrange(n + 1)
         later = tuple(a + cut * (k == dim) for k, a in enumerate(start))
         parts = [
             batched_digest(part, Box(corner, tuple(part.shape[1:])))
-            for part, corner in zip(
-                values.split([cut, n - cut], dim + 1), (start, later), strict=True
-            )
+            for part, corner in zip(values.split([cut, n - cut], dim + 1), (start, later), strict=True)
         ]
         assert torch.equal(parts[0] + parts[1], batch)
 
@@ -213,10 +177,7 @@ def test_a_batch_is_its_slices_and_adds_up(dtype, shape, count, seed):
 def test_changes_that_cancel_in_every_row_and_column_are_noticed(dtype, seed):
     """+d and -d at the corners of a rectangle: row sums and column sums stay as they were."""
     values = random_bits(dtype, SHAPE, seed).view(INTEGERS[dtype]) // 2
-    d, corners = (
-        1 + seed % 1000,
-        ([seed % 5, 5 + seed % 5] * 2, [seed % 6, 6 + seed % 6, 6 + seed % 6, seed % 6]),
-    )
+    d, corners = (1 + seed % 1000, ([seed % 5, 5 + seed % 5] * 2, [seed % 6, 6 + seed % 6, 6 + seed % 6, seed % 6]))
     changed = values.clone()
     changed[corners] += torch.tensor([d, d, -d, -d], dtype=values.dtype)
     assert whole(changed.view(dtype)) != whole(values.view(dtype))
@@ -224,7 +185,5 @@ def test_changes_that_cancel_in_every_row_and_column_are_noticed(dtype, seed):
 
 def test_scalars_signs_of_zero_and_empty_slices():
     assert whole(torch.tensor([0.0])) != whole(torch.tensor([-0.0]))
-    assert int(slice_digest(torch.tensor(2.0), Box((), ()))) == int(
-        torch.tensor(2.0).view(torch.int32)
-    )
+    assert int(slice_digest(torch.tensor(2.0), Box((), ()))) == int(torch.tensor(2.0).view(torch.int32))
     assert int(slice_digest(torch.empty(0, 4), Box((3, 0), (0, 4)))) == 0

@@ -49,8 +49,7 @@ def recorded(hf: dict[str, torch.Tensor], live: dict[str, torch.Tensor]) -> list
 def target(live: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """The view of a parameter into which an HF tensor belongs.
 
-    Engines have w13 [experts, 2 * inner, hidden] and w2 [experts, hidden, inner]; trainers two
-    parameters an expert.
+    Engines have w13 [experts, 2 * inner, hidden] and w2 [experts, hidden, inner]; trainers two parameters an expert.
     """
     if name == "norm":
         return live["norm"]
@@ -63,11 +62,7 @@ def target(live: dict[str, torch.Tensor], name: str) -> torch.Tensor:
 
 
 def engine_parameters(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    shapes = {
-        "w13": (EXPERTS, 2 * INNER, HIDDEN),
-        "w2": (EXPERTS, HIDDEN, INNER),
-        "norm": (HIDDEN,),
-    }
+    shapes = {"w13": (EXPERTS, 2 * INNER, HIDDEN), "w2": (EXPERTS, HIDDEN, INNER), "norm": (HIDDEN,)}
     return {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
 
 
@@ -80,9 +75,7 @@ def trainer_parameters(one_storage: bool) -> dict[str, torch.Tensor]:
         return {name: torch.zeros(shape) for name, shape in shapes.items()}
     sizes = [torch.Size(shape).numel() for shape in shapes.values()]
     parts = torch.zeros(3 + sum(sizes))[3:].split(sizes)
-    return {
-        name: part.view(shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)
-    }
+    return {name: part.view(shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)}
 
 
 def specs(hf: dict[str, torch.Tensor], dtype: torch.dtype) -> Specs:
@@ -90,17 +83,13 @@ def specs(hf: dict[str, torch.Tensor], dtype: torch.dtype) -> Specs:
     return {name: (tuple(tensor.shape), dtype) for name, tensor in hf.items()}
 
 
-def digests(
-    batches: CopyBatches, live: dict[str, torch.Tensor], count: int, dtype: torch.dtype
-) -> tuple[list, int]:
+def digests(batches: CopyBatches, live: dict[str, torch.Tensor], count: int, dtype: torch.dtype) -> tuple[list, int]:
     """By copy, and how many batches it took."""
     found, calls = [None] * count, 0
     for box, values, indices, published in batches.views(live):
         assert published == dtype
         calls += 1
-        for index, digest in zip(
-            indices, batched_digest(values.to(dtype), box).tolist(), strict=True
-        ):
+        for index, digest in zip(indices, batched_digest(values.to(dtype), box).tolist(), strict=True):
             assert found[index] is None
             found[index] = digest
     return found, calls
@@ -111,9 +100,7 @@ def digests(
     [
         pytest.param(engine_parameters(torch.float32), 4, id="grouped experts"),
         pytest.param(trainer_parameters(one_storage=True), 4, id="flat buffer"),
-        pytest.param(
-            trainer_parameters(one_storage=False), 3 * EXPERTS + 1, id="separate parameters"
-        ),
+        pytest.param(trainer_parameters(one_storage=False), 3 * EXPERTS + 1, id="separate parameters"),
     ],
 )
 def test_batches_have_the_digests_of_their_copies(live, calls):
@@ -121,18 +108,13 @@ def test_batches_have_the_digests_of_their_copies(live, calls):
     copies = recorded(hf, live)
     for dtype in (torch.float32, torch.bfloat16):
         expected = [int(slice_digest(hf[copy.hf].to(dtype), copy.box)) for copy in copies]
-        assert digests(CopyBatches(copies, specs(hf, dtype)), live, len(copies), dtype) == (
-            expected,
-            calls,
-        )
+        assert digests(CopyBatches(copies, specs(hf, dtype)), live, len(copies), dtype) == (expected, calls)
 
 
 def test_casts_come_in_parts(monkeypatch):
     hf, live = hf_tensors(torch.float32), engine_parameters(torch.float32)
     copies = recorded(hf, live)
-    half, single = (
-        CopyBatches(copies, specs(hf, dtype)) for dtype in (torch.bfloat16, torch.float32)
-    )
+    half, single = (CopyBatches(copies, specs(hf, dtype)) for dtype in (torch.bfloat16, torch.float32))
     whole, calls = digests(half, live, len(copies), torch.bfloat16)
     monkeypatch.setattr(digest_batches, "_CAST_ELEMENTS", 2 * INNER * HIDDEN)
     assert digests(half, live, len(copies), torch.bfloat16) == (whole, EXPERTS // 2 * 3 + 1)
@@ -150,15 +132,11 @@ def test_batches_follow_parameters_to_other_storages():
     live["0.fc1"].neg_()  # and look at live values, not at those of the last call
     changed, calls = digests(batches, live, len(copies), torch.float32)
     assert calls == few
-    assert {copies[k].hf for k in range(len(copies)) if changed[k] != before[k]} == {
-        "0.gate",
-        "0.up",
-    }
+    assert {copies[k].hf for k in range(len(copies)) if changed[k] != before[k]} == {"0.gate", "0.up"}
 
 
 class Engine(torch.nn.Module):
-    """Experts in bfloat16 and what engines keep in float32: routers' biases; a padded row that the
-    loader clears."""
+    """Experts in bfloat16 and what engines keep in float32: routers' biases; a padded row that the loader clears."""
 
     def __init__(self):
         super().__init__()
@@ -179,9 +157,7 @@ class Engine(torch.nn.Module):
 
 
 def test_an_engine_answers_in_the_order_of_its_copies_and_names_what_no_digest_can_see():
-    hf = hf_tensors(torch.bfloat16) | {
-        f"bias{k}": torch.arange(EXPERTS).bfloat16() for k in range(3)
-    }
+    hf = hf_tensors(torch.bfloat16) | {f"bias{k}": torch.arange(EXPERTS).bfloat16() for k in range(3)}
     engine = Engine()
     specs = {name: (tuple(tensor.shape), "bfloat16") for name, tensor in hf.items()}
     side = EngineEnd(engine)
@@ -199,12 +175,9 @@ def test_an_engine_answers_in_the_order_of_its_copies_and_names_what_no_digest_c
     engine.bias1[2] += 1e-3  # rounds back to the published value
     engine.bias2[EXPERTS] = 1
     digests, problems = answer()
-    wrong = [
-        copy[0] for copy, a, b in zip(record["copies"], digests, expected, strict=True) if a != b
-    ]
+    wrong = [copy[0] for copy, a, b in zip(record["copies"], digests, expected, strict=True) if a != b]
     assert wrong == ["3.gate"]
     assert problems == [
-        f"parameter bias1, HF tensor bias1 [0:{EXPERTS}]: holds values that torch.bfloat16 cannot "
-        "represent",
+        f"parameter bias1, HF tensor bias1 [0:{EXPERTS}]: holds values that torch.bfloat16 cannot represent",
         "parameter bias2: elements that the loader sets to 0.0 hold something else",
     ]

@@ -1,5 +1,4 @@
-"""The CUDA kernel of the digest where there is Triton but no GPU: interpreted, and compiled for a
-GPU elsewhere.
+"""The CUDA kernel of the digest where there is Triton but no GPU: interpreted, and compiled for a GPU elsewhere.
 
 tests/gpu runs it on one.
 """
@@ -12,8 +11,7 @@ from megagrpo.system.environment import child_environment
 from tests.experiments import ROOT, python
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="no Triton: it comes with torch for CUDA (pip install triton)",
+    importlib.util.find_spec("triton") is None, reason="no Triton: it comes with torch for CUDA (pip install triton)"
 )
 
 INTERPRET = """

@@ -1,5 +1,4 @@
-"""A process that reaches the trainers' store without the run's secret changes no message of a
-publish."""
+"""A process that reaches the trainers' store without the run's secret changes no message of a publish."""
 
 import json
 import subprocess

@@ -1,5 +1,4 @@
-"""The recorder: whatever views a loader takes, running its copies by hand gives the parameters that
-it would give."""
+"""The recorder: whatever views a loader takes, running its copies by hand gives the parameters that it would give."""
 
 import pytest
 import torch
@@ -57,16 +56,12 @@ def padded(hf, p):
     p["x"][12:].zero_()
 
 
-def padded_by_zeros(
-    hf, p
-):  # as the towers of Qwen2.5-VL, to sizes that kernels take; the last rank's may be all zeros
+def padded_by_zeros(hf, p):  # as the towers of Qwen2.5-VL, to sizes that kernels take; the last rank's may be all zeros
     p["x"].copy_(torch.cat([hf["a"][6:], hf["a"].new_zeros(3, 6)]).bfloat16().float()[1:])
     p["y"].copy_(torch.zeros(2, 6, device=hf["a"].device))
 
 
-def concatenated(
-    hf, p
-):  # as DeepSeek's q_a_proj and kv_a_proj_with_mqa; along columns, cast and transposed
+def concatenated(hf, p):  # as DeepSeek's q_a_proj and kv_a_proj_with_mqa; along columns, cast and transposed
     p["x"].copy_(torch.cat([hf["a"], hf["b"]]))
     p["y"].copy_(torch.cat([hf["b"], hf["a"][:, 2:5]], dim=-1).double().t())
 
@@ -122,11 +117,7 @@ def test_parameters_that_share_one_buffer_are_told_apart():
     copies = record_copies(load, SPECS, parameters)
     assert [(c.hf, c.parameter, c.offset) for c in copies] == [("a", "x", 0), ("b", "y", 0)]
     replay(copies, values(), parameters)
-    assert (
-        torch.equal(parameters["y"], values()["b"])
-        and not buffer[:5].any()
-        and not buffer[101:].any()
-    )
+    assert torch.equal(parameters["y"], values()["b"]) and not buffer[:5].any() and not buffer[101:].any()
 
 
 def test_what_a_loader_concatenates_is_noted_as_belonging_together():
@@ -157,36 +148,18 @@ def test_meta_parameters_and_tied_names():
 def test_constants_are_recorded_with_their_value():
     parameters = {"x": torch.ones(16)}
     recording = record(lambda hf: padded(hf, parameters), SPECS, parameters)
-    assert [(f.parameter, f.offset, f.size, f.value) for f in recording.fills] == [
-        ("x", 12, (4,), 0.0)
-    ]
+    assert [(f.parameter, f.offset, f.size, f.value) for f in recording.fills] == [("x", 12, (4,), 0.0)]
     assert parameters["x"].all() and not coverage_problems(recording, parameters)
 
 
 # what is copied, the parameter's shape, how the message goes on after "parameter x is filled"
 UNTRACEABLE = [
     (lambda hf: hf["a"] + 1, (8, 6), "from aten.add.Tensor of HF tensor a"),
-    (
-        lambda hf: torch.cat([hf["a"], torch.ones(8, 6, device="meta")]),
-        (16, 6),
-        "from aten.cat.default of HF tensor a",
-    ),
-    (
-        lambda hf: torch.zeros(8, 6, device="meta").add_(1),
-        (8, 6),
-        "from a tensor that is no HF tensor",
-    ),
-    (
-        lambda hf: torch.zeros(8, 6, device="meta").add_(hf["a"]),
-        (8, 6),
-        "from aten.add_.Tensor of HF tensor a",
-    ),
+    (lambda hf: torch.cat([hf["a"], torch.ones(8, 6, device="meta")]), (16, 6), "from aten.cat.default of HF tensor a"),
+    (lambda hf: torch.zeros(8, 6, device="meta").add_(1), (8, 6), "from a tensor that is no HF tensor"),
+    (lambda hf: torch.zeros(8, 6, device="meta").add_(hf["a"]), (8, 6), "from aten.add_.Tensor of HF tensor a"),
     (lambda hf: torch.cat([joined(hf), hf["a"]]), (24, 6), "from aten.cat.default of HF tensor a"),
-    (
-        lambda hf: joined(hf).view(-1),
-        (96,),
-        r"from shape .96,. .* no range of a concatenation .16, 6. of HF tensor a",
-    ),
+    (lambda hf: joined(hf).view(-1), (96,), r"from shape .96,. .* no range of a concatenation .16, 6. of HF tensor a"),
     (lambda hf: joined(hf)[:1].expand(8, 6), (8, 6), "from .* no range of a concatenation"),
     (lambda hf: joined(hf)[:8] * 2, (8, 6), "from aten.mul.Tensor of HF tensor a"),
     (lambda hf: hf["a"].clone().mul_(2), (8, 6), "from aten.mul_.Tensor of HF"),
@@ -202,30 +175,14 @@ def joined(hf) -> Tensor:
 @pytest.mark.parametrize(
     ("load", "shape", "message"),
     [
-        (
-            lambda hf, x: x[:7].copy_(hf["a"][:7]),
-            (8, 6),
-            "parameter x .8, 6.: 6 of 48 elements are never written",
-        ),
-        (
-            lambda hf, x: (x.copy_(hf["a"]), x[:2].copy_(hf["b"][:2])),
-            (8, 6),
-            "parameter x .* written twice",
-        ),
-        (
-            lambda hf, x: (x[:5].copy_(hf["a"][:5]), x[:3].copy_(hf["b"][:3])),
-            (8, 6),
-            "parameter x .* written twice",
-        ),
+        (lambda hf, x: x[:7].copy_(hf["a"][:7]), (8, 6), "parameter x .8, 6.: 6 of 48 elements are never written"),
+        (lambda hf, x: (x.copy_(hf["a"]), x[:2].copy_(hf["b"][:2])), (8, 6), "parameter x .* written twice"),
+        (lambda hf, x: (x[:5].copy_(hf["a"][:5]), x[:3].copy_(hf["b"][:3])), (8, 6), "parameter x .* written twice"),
         (lambda hf, x: x.add_(hf["a"]), (8, 6), "parameter x is written by aten.add_.Tensor"),
         (lambda hf, x: x.copy_(hf["a"][::2]), (4, 6), "HF tensor a .*every 2th element"),
         (lambda hf, x: x.copy_(hf["a"].view(-1)[3:17]), (14,), "HF tensor a"),
         *(
-            (
-                lambda hf, x, source=source: x.copy_(source(hf)),
-                shape,
-                f"parameter x is filled {message}",
-            )
+            (lambda hf, x, source=source: x.copy_(source(hf)), shape, f"parameter x is filled {message}")
             for source, shape, message in UNTRACEABLE
         ),
     ],

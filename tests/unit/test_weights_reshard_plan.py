@@ -1,5 +1,4 @@
-"""The plan of a point-to-point transfer, carried out in plain tensors: what arrives is right and
-comes once."""
+"""The plan of a point-to-point transfer, carried out in plain tensors: what arrives is right and comes once."""
 
 from collections import Counter
 from itertools import chain
@@ -10,12 +9,7 @@ import torch
 
 from megagrpo.weights.copies.recorder import Copy
 from megagrpo.weights.transports.gather_plan import published_specs
-from megagrpo.weights.transports.reshard_plan import (
-    make_cover,
-    piece_limit,
-    plan_transfer,
-    trainer_atoms,
-)
+from megagrpo.weights.transports.reshard_plan import make_cover, piece_limit, plan_transfer, trainer_atoms
 
 SPECS = {
     "embed": ((24, 8), torch.float32),
@@ -30,15 +24,13 @@ EVERYWHERE = (Copy("norm", (0,), (8,), "norm", 0, (1,)), Copy("scale", (), (), "
 
 
 def rows(name, start, count, parameter, offset=0, width=None):
-    """A copy of rows of an HF tensor into a parameter, at an element offset, in rows of `width`
-    elements."""
+    """A copy of rows of an HF tensor into a parameter, at an element offset, in rows of `width` elements."""
     columns = SPECS[name][0][1]
     return Copy(name, (start, 0), (count, columns), parameter, offset, (width or columns, 1))
 
 
 def trainers(tp: int, ep: int, replicas: int) -> list[list[Copy]]:
-    """Rows of the embedding over tp; gate and up fused, down transposed, experts over ep; all else
-    everywhere."""
+    """Rows of the embedding over tp; gate and up fused, down transposed, experts over ep; all else everywhere."""
     everyone = []
     for rank in range(tp * ep * replicas):
         t, e = rank % tp, rank // tp % ep
@@ -46,34 +38,25 @@ def trainers(tp: int, ep: int, replicas: int) -> list[list[Copy]]:
         copies = [rows("embed", t * part, part, "embedding"), *EVERYWHERE]
         for k in range(4 // ep):
             expert = f"expert.{e * (4 // ep) + k}"
-            copies += [
-                rows(f"{expert}.gate", 0, 6, f"fc1.{k}"),
-                rows(f"{expert}.up", 0, 6, f"fc1.{k}", 48),
-            ]
+            copies += [rows(f"{expert}.gate", 0, 6, f"fc1.{k}"), rows(f"{expert}.up", 0, 6, f"fc1.{k}", 48)]
             copies.append(Copy(f"{expert}.down", (0, 0), (8, 6), f"fc2.{k}", 0, (1, 8)))
         everyone.append(copies)
     return everyone
 
 
 def engine(tp: int, ep: int) -> list[list[Copy]]:
-    """All experts of a rank in one parameter each for gate and up, and down; the embedding twice,
-    as if untied."""
+    """All experts of a rank in one parameter each for gate and up, and down; the embedding twice, as if untied."""
     ranks = []
     for rank in range(tp):
         part, moe_tp = 24 // tp, tp // ep
-        copies = [
-            *(rows("embed", rank * part, part, name) for name in ("embed", "head")),
-            *EVERYWHERE,
-        ]
+        copies = [*(rows("embed", rank * part, part, name) for name in ("embed", "head")), *EVERYWHERE]
         own, t = rank // moe_tp, rank % moe_tp
         half = 6 // moe_tp
         for k in range(4 // ep):
             expert = f"expert.{own * (4 // ep) + k}"
             copies.append(rows(f"{expert}.gate", t * half, half, "w13", k * 16 * half))
             copies.append(rows(f"{expert}.up", t * half, half, "w13", k * 16 * half + 8 * half))
-            copies.append(
-                Copy(f"{expert}.down", (0, t * half), (8, half), "w2", k * 8 * half, (half, 1))
-            )
+            copies.append(Copy(f"{expert}.down", (0, t * half), (8, half), "w2", k * 8 * half, (half, 1)))
         ranks.append(copies)
     return ranks
 
@@ -93,9 +76,7 @@ def storage(copies: list[Copy], hf: dict[str, torch.Tensor] | None) -> dict[str,
 @pytest.mark.parametrize("bucket_bytes", [1 << 20, 512, 96])
 @pytest.mark.parametrize("engine_layout", [(1, 1), (2, 1), (2, 2), (4, 2)])
 @pytest.mark.parametrize("trainer_layout", [(1, 1, 1), (2, 1, 1), (1, 2, 2), (2, 2, 2), (4, 1, 3)])
-def test_what_arrives_is_what_the_loader_would_have_written(
-    trainer_layout, engine_layout, bucket_bytes
-):
+def test_what_arrives_is_what_the_loader_would_have_written(trainer_layout, engine_layout, bucket_bytes):
     generator = torch.Generator().manual_seed(3)
     hf = {name: torch.randn(shape, generator=generator) for name, (shape, _) in SPECS.items()}
     everyone, receivers, slots = trainers(*trainer_layout), engine(*engine_layout), 2
@@ -110,15 +91,11 @@ def test_what_arrives_is_what_the_loader_would_have_written(
         for rank in range(len(everyone)):
             for m in chain.from_iterable(plan.sent_by(rank).values()):
                 assert (rank, m.peer, m.tag) not in wire
-                wire[rank, m.peer, m.tag] = torch.cat(
-                    [part.view(ours[rank]).reshape(-1) for part in m.slices]
-                )
+                wire[rank, m.peer, m.tag] = torch.cat([part.view(ours[rank]).reshape(-1) for part in m.slices])
         for rank, parameters in enumerate(live):
             for m in chain.from_iterable(plan.received_by(rank).values()):
                 values = wire.pop((m.peer, rank, m.tag)).split([part.numel for part in m.slices])
-                for part, target in zip(
-                    values, (part.view(parameters) for part in m.slices), strict=True
-                ):
+                for part, target in zip(values, (part.view(parameters) for part in m.slices), strict=True):
                     assert target.isnan().all(), "an element is written twice"
                     target.copy_(part.view(target.shape))
         assert not wire, "what is sent is received"
@@ -129,17 +106,13 @@ def test_what_arrives_is_what_the_loader_would_have_written(
 
 def test_tags_and_batches_agree_on_both_ends_and_batches_are_bounded():
     bucket_bytes = 256
-    cover = make_cover(
-        trainer_atoms(trainers(2, 2, 2), SPECS), engine(2, 1), SPECS, piece_limit(bucket_bytes)
-    )
+    cover = make_cover(trainer_atoms(trainers(2, 2, 2), SPECS), engine(2, 1), SPECS, piece_limit(bucket_bytes))
     plan = plan_transfer(cover, 0, 1, bucket_bytes)
     for end in (plan.sources, cover.targets):
         for rank in np.unique(end):
             mine = end == rank
             for batch in np.unique(plan.batches[mine]):
-                assert cover.num_bytes[mine & (plan.batches == batch)].sum() <= bucket_bytes // 2, (
-                    "two are in flight"
-                )
+                assert cover.num_bytes[mine & (plan.batches == batch)].sum() <= bucket_bytes // 2, "two are in flight"
     assert len(np.unique(plan.batches)) > 1 and cover.num_bytes.max() <= bucket_bytes
 
 
@@ -161,32 +134,24 @@ def test_replicas_share_the_work_evenly_and_serve_few_engines_each(slots):
 def test_coalesced_runs_are_long_where_both_sides_are_contiguous():
     cover = make_cover(trainer_atoms(trainers(1, 1, 1), SPECS), engine(1, 1), SPECS, 1 << 20)
     fused = [part for part in cover.received if part.parameter == "w13"]
-    assert [part.size for part in fused] == [(96,)] * 4, (
-        "gate and up of one expert are one run on both sides"
-    )
+    assert [part.size for part in fused] == [(96,)] * 4, "gate and up of one expert are one run on both sides"
 
 
 def test_a_message_travels_in_one_dtype():
     kept = {"norm": torch.float32, "scale": torch.float32}
     specs, receivers = published_specs(SPECS, torch.bfloat16, kept), engine(2, 1)
     cover = make_cover(trainer_atoms(trainers(2, 1, 1), specs), receivers, specs, 1 << 20)
-    assert cover.total_bytes == sum(
-        c.box.numel * (4 if c.hf in kept else 2) for copies in receivers for c in copies
-    )
+    assert cover.total_bytes == sum(c.box.numel * (4 if c.hf in kept else 2) for copies in receivers for c in copies)
     plan = plan_transfer(cover, 0, 1, 1 << 20)
     for batches in [plan.sent_by(rank).values() for rank in range(2)] + [
         plan.received_by(rank).values() for rank in range(2)
     ]:
         for message in chain.from_iterable(batches):
-            assert {kept.get(part.parameter, torch.bfloat16) for part in message.slices} == {
-                message.dtype
-            }
+            assert {kept.get(part.parameter, torch.bfloat16) for part in message.slices} == {message.dtype}
 
 
 def test_a_tensor_that_no_trainer_holds_is_named():
-    with pytest.raises(
-        ValueError, match=r"HF tensor norm \(8,\): no trainer rank holds 8 of its 8 elements"
-    ):
+    with pytest.raises(ValueError, match=r"HF tensor norm \(8,\): no trainer rank holds 8 of its 8 elements"):
         trainer_atoms([[c for c in trainers(1, 1, 1)[0] if c.hf != "norm"]], SPECS)
 
 
@@ -204,9 +169,8 @@ def test_the_same_plan_on_every_rank_whatever_the_lists_share():
 
 
 def test_the_plan_at_the_size_of_qwen3_235b():
-    """94 layers of 128 experts, 128 trainers (tp 4, pp 8, ep 8) to 8 engines of 16 ranks: each
-    element goes once to every engine rank that needs it, and no trainer sends much more than
-    another."""
+    """94 layers of 128 experts, 128 trainers (tp 4, pp 8, ep 8) to 8 engines of 16 ranks: each element goes once to
+    every engine rank that needs it, and no trainer sends much more than another."""
     specs, everyone, receivers = {}, [[] for _ in range(128)], [[] for _ in range(16)]
 
     def hold(layer: int, name: str, shape: tuple[int, ...], parts: int, axis: int = 0):
@@ -250,8 +214,7 @@ def test_the_plan_at_the_size_of_qwen3_235b():
     for slot in range(8):
         plan = plan_transfer(cover, slot, 8, bucket)
         assert all(
-            rank in cover.ranks[held]
-            for rank, held in zip(plan.sources[::997], cover.holders[::997], strict=True)
+            rank in cover.ranks[held] for rank, held in zip(plan.sources[::997], cover.holders[::997], strict=True)
         )
         np.add.at(sent, plan.sources, cover.num_bytes)
         messages += len(np.unique(plan.messages))

@@ -1,5 +1,4 @@
-"""Transports through the real exchange into fake engines, and that one is a class and a row: a toy
-one."""
+"""Transports through the real exchange into fake engines, and that one is a class and a row: a toy one."""
 
 import ssl
 import sys
@@ -59,12 +58,8 @@ class ToyTransport:
             for copy in self.weights.copies[0]:
                 common = copy.box.intersect(part.box) if copy.hf == part.hf else None
                 if common is not None:
-                    values = (
-                        copy.restrict(common).view(self.weights.parameters()).to(self.weights.dtype)
-                    )
-                    engine.post(
-                        "/toy", {"index": index, "start": common.start, "values": values.tolist()}
-                    )
+                    values = copy.restrict(common).view(self.weights.parameters()).to(self.weights.dtype)
+                    engine.post("/toy", {"index": index, "start": common.start, "values": values.tolist()})
         engine.end()
 
     def drop(self, engine: EngineConnection) -> None:
@@ -80,9 +75,7 @@ def take_toy(engine: FakeEngine, body: dict) -> None:
     copy = engine_end(engine.model).recorded.recording.copies[body["index"]]
     values = torch.tensor(body["values"])
     live = copy.view(dict(engine.model.named_parameters()))
-    for dim, (start, first, size) in enumerate(
-        zip(body["start"], copy.start, values.shape, strict=True)
-    ):
+    for dim, (start, first, size) in enumerate(zip(body["start"], copy.start, values.shape, strict=True)):
         live = live.narrow(dim, start - first, size)
     live.copy_(values)
 
@@ -94,11 +87,7 @@ class Trainer(OneTrainer):
     """A trainer of one rank, whose parameters are cut and fused otherwise than the engine's."""
 
     def __init__(self, folder: Path, engine: FakeEngine, transport: str, **weights: float):
-        live = {
-            "up_down": torch.zeros(4, 8),
-            "gate.0": torch.zeros(3, 4),
-            "gate.1": torch.zeros(1, 4),
-        }
+        live = {"up_down": torch.zeros(4, 8), "gate.0": torch.zeros(3, 4), "gate.1": torch.zeros(1, 4)}
         self.added = 0.0
         super().__init__(folder, engine, transport, live, SHAPES, weights=weights)
 
@@ -120,9 +109,7 @@ class Trainer(OneTrainer):
 
     def publish_and_compare(self) -> dict[str, float]:
         report, model, live = self.publish(), self.engine.model, self.live
-        assert torch.equal(
-            model.gate_up, torch.cat([live["gate.0"], live["gate.1"], live["up_down"][:, :4]])
-        )
+        assert torch.equal(model.gate_up, torch.cat([live["gate.0"], live["gate.1"], live["up_down"][:, :4]]))
         assert torch.equal(model.down, live["up_down"][:, 4:])
         return report
 
@@ -151,10 +138,7 @@ def test_a_toy_transport_publishes_without_gathering(engine, toy):
     order = ["/pause_generation", "/begin_weight_update", "/toy", "/end_weight_update", "flush"]
     order += ["/update_weight_version", "/continue_generation"]
     after_toy = engine.calls.index("/toy")
-    found = [
-        engine.calls.index(path, after_toy if number > 2 else 0)
-        for number, path in enumerate(order)
-    ]
+    found = [engine.calls.index(path, after_toy if number > 2 else 0) for number, path in enumerate(order)]
     assert found == sorted(found)
     toy.publish_and_compare()
     toy.exchange.close()
@@ -166,10 +150,7 @@ def test_a_transport_learns_of_an_engine_that_died_and_meets_it_again(engine, to
     transport.dies = True
     toy.publish_and_compare()
     assert engine.info.incarnation == 2 and transport.connected == {"engine-0"}
-    assert [event for event in transport.events if event.startswith("transfer")] == [
-        "transfer 1",
-        "transfer 2",
-    ]
+    assert [event for event in transport.events if event.startswith("transfer")] == ["transfer 1", "transfer 2"]
     assert transport.events.index("drop 1") < transport.events.index("transfer 2")
 
 
@@ -185,9 +166,7 @@ def test_a_publish_ends_at_its_deadline_though_its_engine_comes_back(engine, tmp
         trainer.publish()
 
 
-def test_an_engine_that_dies_before_its_update_begins_is_updated_when_it_is_back(
-    engine, toy, monkeypatch
-):
+def test_an_engine_that_dies_before_its_update_begins_is_updated_when_it_is_back(engine, toy, monkeypatch):
     """It has no address while it starts."""
     back = engine.info
     starting = replace(back, state="starting", url="", incarnation=2)
@@ -213,30 +192,22 @@ def test_an_engine_that_dies_before_its_update_begins_is_updated_when_it_is_back
         ("broadcast", "/update_weights_from_distributed"),
     ],
 )
-def test_an_engine_that_refuses_stops_the_run_at_once_and_says_why(
-    engine, tmp_path, monkeypatch, transport, path
-):
+def test_an_engine_that_refuses_stops_the_run_at_once_and_says_why(engine, tmp_path, monkeypatch, transport, path):
     monkeypatch.setitem(TRANSPORTS, "toy", ToyTransport)
     ReceivingEnd(engine)
     trainer = Trainer(tmp_path, engine, transport, timeout_s=10)
     if transport == "reshard":
         trainer.publish()
     engine.refuses, start, before = path, time.monotonic(), engine.info
-    with pytest.raises(
-        LeaderError, match=f"rank 0, .*EngineRefused: .* refuses {path}: 400 refused on purpose"
-    ):
+    with pytest.raises(LeaderError, match=f"rank 0, .*EngineRefused: .* refuses {path}: 400 refused on purpose"):
         trainer.publish()
     assert engine.info == before and time.monotonic() - start < 15
 
 
 def test_what_a_dummy_start_leaves_random_for_ever_is_named(engine, tmp_path):
     engine.model.register_buffer("scale", torch.rand(3))
-    engine.model.register_buffer(
-        "cache", torch.rand(3), persistent=False
-    )  # computed, which a dummy start does as well
-    with pytest.raises(
-        LeaderError, match=r"rank 0: buffer scale \(3,\): random .* set rollout.load_format: model$"
-    ):
+    engine.model.register_buffer("cache", torch.rand(3), persistent=False)  # computed, which a dummy start does as well
+    with pytest.raises(LeaderError, match=r"rank 0: buffer scale \(3,\): random .* set rollout.load_format: model$"):
         Trainer(tmp_path, engine, "disk").publish()
     assert engine.info.state == "stale"
 
@@ -247,9 +218,7 @@ def test_what_adapters_add_is_published_and_verified(engine, tmp_path, transport
     trainer.added = 1.0
     trainer.publish()
     trainer.exchange.verify()
-    assert torch.equal(engine.model.down, trainer.live["up_down"][:, 4:] + 1), (
-        "the frozen weights are as they were"
-    )
+    assert torch.equal(engine.model.down, trainer.live["up_down"][:, 4:] + 1), "the frozen weights are as they were"
     trainer.exchange.close()
 
 
@@ -261,11 +230,8 @@ def test_disk_gives_the_same_parameters_and_keeps_the_last_version_only(engine, 
         assert [path.name for path in (tmp_path / "weights").iterdir()] == [f"v{version}"]
 
 
-def test_engines_have_half_of_what_is_left_when_a_checkpoint_is_written(
-    engine, tmp_path, monkeypatch
-):
-    """Not half of what was left before: a large model's writing would use it up, and healthy
-    engines count as dead."""
+def test_engines_have_half_of_what_is_left_when_a_checkpoint_is_written(engine, tmp_path, monkeypatch):
+    """Not half of what was left before: a large model's writing would use it up, and healthy engines count as dead."""
     write = disk.write_hf_folder
 
     def slowly(*args) -> None:
@@ -291,18 +257,14 @@ def test_reshard_sends_every_slice_once_and_leaves(engine, tmp_path):
 @pytest.mark.parametrize(
     ("large", "formats"), [(None, {"flattened_bucket"}), (1, {None})], ids=["packed", "as they lie"]
 )
-def test_broadcast_fills_an_engine_in_buckets_and_leaves_it(
-    engine, tmp_path, monkeypatch, large, formats
-):
+def test_broadcast_fills_an_engine_in_buckets_and_leaves_it(engine, tmp_path, monkeypatch, large, formats):
     if large is not None:
         monkeypatch.setattr(transport_broadcast, "_ALONE_BYTES", large)
     receiving = ReceivingEnd(engine)
     trainer = Trainer(tmp_path, engine, "broadcast")
     for _ in range(2):
         trainer.publish_and_compare()
-    assert receiving.num_buckets == 6 and len(receiving.groups) == 2, (
-        "the same groups for the whole run"
-    )
+    assert receiving.num_buckets == 6 and len(receiving.groups) == 2, "the same groups for the whole run"
     assert set(receiving.formats) == formats
     trainer.exchange.close()
     assert not receiving.groups
@@ -330,8 +292,7 @@ def test_an_engine_that_dies_in_a_broadcast_is_filled_after_its_restart(engine, 
 
 
 class ComputedModel(FusedModel):
-    """A loader that rounds `down` to int8, and a matrix that is computed from a parameter after
-    loading."""
+    """A loader that rounds `down` to int8, and a matrix that is computed from a parameter after loading."""
 
     def __init__(self):
         super().__init__()
@@ -349,9 +310,7 @@ class ComputedModel(FusedModel):
         self.doubled = self.gate_up.data * 2
 
 
-def test_what_is_no_slice_is_loaded_by_the_models_own_code_and_what_is_derived_is_refreshed(
-    engine, tmp_path, capsys
-):
+def test_what_is_no_slice_is_loaded_by_the_models_own_code_and_what_is_derived_is_refreshed(engine, tmp_path, capsys):
     engine.models = [ComputedModel()]
     trainer = Trainer(tmp_path, engine, "reshard")
     for _ in range(2):
@@ -365,14 +324,10 @@ def test_what_is_no_slice_is_loaded_by_the_models_own_code_and_what_is_derived_i
     assert "not copied but computed" in printed and "of HF tensor down" in printed
     trainer.exchange.verify()
     engine.model.down[2, 1] += 1
-    with pytest.raises(
-        LeaderError, match="parameter down: not what the loader has computed of the weights"
-    ):
+    with pytest.raises(LeaderError, match="parameter down: not what the loader has computed of the weights"):
         trainer.exchange.verify()
     trainer.live["up_down"][0, 4] += 1  # sent as it was before
-    with pytest.raises(
-        LeaderError, match=r"parameter HF tensor down does not hold HF tensor down \[0:4, 0:4\]"
-    ):
+    with pytest.raises(LeaderError, match=r"parameter HF tensor down does not hold HF tensor down \[0:4, 0:4\]"):
         trainer.exchange.verify()
 
 
@@ -381,9 +336,7 @@ def test_what_cannot_be_brought_up_to_date_is_named(engine, tmp_path, monkeypatc
     with pytest.raises(LeaderError, match="parameter down is filled from .* of HF tensor down"):
         Trainer(tmp_path / "broadcast", engine, "broadcast").publish()
     monkeypatch.delattr(ComputedModel, "post_load_weights")
-    with pytest.raises(
-        LeaderError, match=r"holds, besides .*doubled \(8, 4\), .* use weights.transport: broadcast"
-    ):
+    with pytest.raises(LeaderError, match=r"holds, besides .*doubled \(8, 4\), .* use weights.transport: broadcast"):
         Trainer(tmp_path / "reshard", engine, "reshard").publish()
 
 

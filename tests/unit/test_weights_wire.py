@@ -1,5 +1,4 @@
-"""Deadlines, phases of a publish, changed elements of a message, and what a group does over a
-stand-in for NCCL."""
+"""Deadlines, phases of a publish, changed elements of a message, and what a group does over a stand-in for NCCL."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,22 +15,14 @@ from megagrpo.weights.transports.reshard import JOIN, SendOrder, _TrainerEnd
 from megagrpo.weights.wire import clock
 from megagrpo.weights.wire.changes import ALL, LastSent, changes_bytes, count_tags, write_changes
 from megagrpo.weights.wire.clock import Deadline, PhaseTimer
-from megagrpo.weights.wire.engine_group import (
-    EngineGroup,
-    GroupLimits,
-    PeerLost,
-    Receive,
-    Send,
-    join_group,
-)
+from megagrpo.weights.wire.engine_group import EngineGroup, GroupLimits, PeerLost, Receive, Send, join_group
 from megagrpo.weights.wire.transfer_messages import Message
 
 CUDA = torch.device("cuda")
 
 
 class Absent:
-    """A non-blocking communicator whose other ranks never come: the first thing that is started
-    raises."""
+    """A non-blocking communicator whose other ranks never come: the first thing that is started raises."""
 
     def __init__(self, *made_of):
         self.made_of = made_of
@@ -76,29 +67,19 @@ def test_a_group_over_nccl_is_not_blocking_and_its_limit_reaches_every_rank(monk
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Backend, raising=False)
     group = join_group(dist.HashStore(), "w", 0, 2, CUDA, "127.0.0.1", GroupLimits(5.0, 3))
     options = group._backend.made_of[-1]
-    assert (
-        options.config.blocking == 0
-        and options.config.max_ctas == 3
-        and options._timeout.total_seconds() == 5
-    )
+    assert options.config.blocking == 0 and options.config.max_ctas == 3 and options._timeout.total_seconds() == 5
     by_nccl = join_group(dist.HashStore(), "w", 0, 2, CUDA, "127.0.0.1", GroupLimits(5.0, None))
-    assert not hasattr(by_nccl._backend.made_of[-1].config, "max_ctas"), (
-        "as SGLang's end of a broadcast has it"
-    )
-    assert group._backend.watchdog == "0", (
-        "it would end the process of a rank whose peer dies, an engine's, too"
-    )
+    assert not hasattr(by_nccl._backend.made_of[-1].config, "max_ctas"), "as SGLang's end of a broadcast has it"
+    assert group._backend.watchdog == "0", "it would end the process of a rank whose peer dies, an engine's, too"
     assert get("TORCH_NCCL_ASYNC_ERROR_HANDLING") is None
     assert int(nccl_variables(59.5)["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) == 60
 
 
 @pytest.mark.parametrize("joined_in_turns", [True, False])
 def test_groups_that_are_made_together_are_made_in_one_order(joined_in_turns):
-    """Two ranks whose first batches for two links come in opposite orders, as in plans of many
-    engines.
+    """Two ranks whose first batches for two links come in opposite orders, as in plans of many engines.
 
-    Over NCCL a group is made by all of its ranks together, else in its first batch: neither rank
-    would get further.
+    Over NCCL a group is made by all of its ranks together, else in its first batch: neither rank would get further.
     """
     numbers = {"a": [[0, 3], [2]], "b": [[3], [1, 4]]}
     together = [threading.Barrier(2, timeout=1.0) for _ in range(2)]
@@ -115,12 +96,8 @@ def test_groups_that_are_made_together_are_made_in_one_order(joined_in_turns):
     with ThreadPoolExecutor(4) as pool:
         sent = []
         for of_rank in numbers.values():
-            order = SendOrder(
-                [[JOIN, *of_link] if joined_in_turns else of_link for of_link in of_rank]
-            )
-            sent += [
-                pool.submit(send, order, link, of_link) for link, of_link in enumerate(of_rank)
-            ]
+            order = SendOrder([[JOIN, *of_link] if joined_in_turns else of_link for of_link in of_rank])
+            sent += [pool.submit(send, order, link, of_link) for link, of_link in enumerate(of_rank)]
         failed = [each.exception() for each in sent]
     assert any(failed) != joined_in_turns, failed
 

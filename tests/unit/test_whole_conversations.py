@@ -152,9 +152,7 @@ def test_a_row_has_the_whole_conversation(tmp_path):
 
 
 def test_the_handbooks_program_reads_the_whole_conversation(tmp_path):
-    (code,) = re.findall(
-        r"```python\n(# agent.py\n.*?)```", (ROOT / "docs" / "agents.md").read_text(), re.DOTALL
-    )
+    (code,) = re.findall(r"```python\n(# agent.py\n.*?)```", (ROOT / "docs" / "agents.md").read_text(), re.DOTALL)
     (tmp_path / "agent.py").write_text(code)
     agent = {"function": f"{tmp_path / 'agent.py'}:guess", "workers": 1}
     prompt, (text,) = played(config_of(tmp_path, {"prompt": TALK}, {"agent": agent}), "1a")
@@ -198,8 +196,7 @@ def test_a_transcript_has_roles_and_calls_of_tools_if_there_are_several_messages
     assert prompt.transcript == "a text"
     assert replace(prompt, messages=TALK[-1:]).transcript == QUESTION
     assert replace(prompt, messages=TALK).transcript == (
-        "system: Answer in hexadecimal.\n\nuser: Let x be 20.\n\nassistant: Noted.\n\n"
-        f"user: {QUESTION}"
+        f"system: Answer in hexadecimal.\n\nuser: Let x be 20.\n\nassistant: Noted.\n\nuser: {QUESTION}"
     )
     image = {"role": "user", "content": [{"type": "text", "text": "Is "}, {"type": "image"}]}
     calls, seen = replace(prompt, messages=[TOOL_USED[2], image]).transcript.split("\n\n")

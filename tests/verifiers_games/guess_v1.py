@@ -19,10 +19,7 @@ class Tasks(vf.Taskset[_Guess, _Tasks]):
     """Numbers to guess."""
 
     def load(self):
-        return [
-            _Guess(_Data(prompt="?", goal=number), self.config.task)
-            for number in range(self.config.count)
-        ]
+        return [_Guess(_Data(prompt="?", goal=number), self.config.task) for number in range(self.config.count)]
 
 
 class _Players(vf.EnvConfig):

@@ -1,5 +1,4 @@
-"""What `verifiers_episodes.py` needs of the classic interface of verifiers 0.2.0, for a game of
-guesses."""
+"""What `verifiers_episodes.py` needs of the classic interface of verifiers 0.2.0, for a game of guesses."""
 
 import asyncio
 import json
@@ -12,21 +11,14 @@ ClientConfig = SimpleNamespace
 
 class _Environment:
     def get_dataset(self):
-        return [
-            {"prompt": [{"role": "user", "content": "?"}], "answer": str(number)}
-            for number in range(10)
-        ]
+        return [{"prompt": [{"role": "user", "content": "?"}], "answer": str(number)} for number in range(10)]
 
     async def run_rollout(self, row, client, model, sampling_args):
         print("what an environment prints is no answer")
         messages = list(row["prompt"])
         for _ in range(4):
             body = json.dumps({"model": model, "messages": messages}).encode()
-            request = Request(
-                f"{client.api_base_url}/chat/completions",
-                body,
-                {"Content-Type": "application/json"},
-            )
+            request = Request(f"{client.api_base_url}/chat/completions", body, {"Content-Type": "application/json"})
             with await asyncio.to_thread(urlopen, request) as answer:
                 messages.append(json.load(answer)["choices"][0]["message"])
             match messages[-1]["content"]:

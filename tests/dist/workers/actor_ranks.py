@@ -28,12 +28,7 @@ from megagrpo.models.layers.lora import InitialAdapters
 from megagrpo.tools.certify.measure import ratios, whole
 from megagrpo.tools.certify.subject import near
 from megagrpo.types import Batch, TrainState
-from megagrpo.weights.actor_weights import (
-    ActorWeights,
-    export_hf,
-    export_peft,
-    load_initial_weights,
-)
+from megagrpo.weights.actor_weights import ActorWeights, export_hf, export_peft, load_initial_weights
 from megagrpo.weights.hf_folder import HfFolder
 from tests.dist.workers.harness import over_ranks, with_actors
 from tests.dist.workers.held import gradient_buffers, offload, optimizer_state
@@ -44,22 +39,14 @@ from tests.padding import batch_of_rows, flat
 # what hf_reference.py computes
 PLAIN = AlgorithmConfig.model_validate({"loss": {"name": "gpg"}, "aggregation": "token-mean"})
 RICH = AlgorithmConfig.model_validate(
-    {
-        "kl": {"loss_coef": 0.1},
-        "entropy_coef": 0.01,
-        "aggregation": "seq-mean-token-mean",
-        "loss": {"name": "ppo_clip"},
-    }
+    {"kl": {"loss_coef": 0.1}, "entropy_coef": 0.01, "aggregation": "seq-mean-token-mean", "loss": {"name": "ppo_clip"}}
 )
 
 
 def batch_of(mesh, shift: int = 0, keep: int = NUM_SAMPLES) -> Batch:
-    """This rank's share of the first `keep` samples; `shift` makes other tokens, for updates that
-    differ."""
+    """This rank's share of the first `keep` samples; `shift` makes other tokens, for updates that differ."""
     s = samples()
-    mine = torch.tensor(
-        [i for i in range(keep) if i % mesh.dp_size == mesh.dp_rank], dtype=torch.int64
-    )
+    mine = torch.tensor([i for i in range(keep) if i % mesh.dp_size == mesh.dp_rank], dtype=torch.int64)
     near = (0.2 * s["noise"] - 6.0) * s["mask"]
     inside = torch.arange(s["tokens"].shape[1]) < s["lengths"][:, None]
     return batch_of_rows(
@@ -81,9 +68,7 @@ def batch_of(mesh, shift: int = 0, keep: int = NUM_SAMPLES) -> Batch:
     )
 
 
-def gradient(
-    actor: MegatronActor, batch: Batch, algorithm: AlgorithmConfig, seen: torch.Tensor | None = None
-) -> float:
+def gradient(actor: MegatronActor, batch: Batch, algorithm: AlgorithmConfig, seen: torch.Tensor | None = None) -> float:
     rows = range(len(batch.lengths))
     denominators = step.denominators_of(actor, batch, rows, algorithm, 32)
     return step.backward(actor, batch, rows, algorithm, 1.0, denominators, seen)["loss/total"]
@@ -103,8 +88,7 @@ def next_floats(actor: MegatronActor) -> Iterator[None]:
 
 
 def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
-    """Against transformers: logits of every predicting position, log-probabilities, gradients;
-    export, bit by bit."""
+    """Against transformers: logits of every predicting position, log-probabilities, gradients; export, bit by bit."""
     truth = torch.load(f"{job['model']}.pt", map_location="cpu")
     batch = batch_of(actor.mesh)
     everything = torch.ones_like(batch.loss_mask)
@@ -118,12 +102,7 @@ def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
         error = max(error, float((logits - expected).abs().max())) if len(rows) else error
         positions += len(rows)
     rows = samples()["tokens"][batch.sample_ids]
-    expected = (
-        truth["logits"][batch.sample_ids]
-        .log_softmax(-1)[:, :-1]
-        .gather(2, rows[:, 1:, None])
-        .squeeze(2)
-    )
+    expected = truth["logits"][batch.sample_ids].log_softmax(-1)[:, :-1].gather(2, rows[:, 1:, None]).squeeze(2)
     expected = torch.nn.functional.pad(expected, (1, 0))
     logprob_error = float(((logprobs - flat(expected, batch.lengths)) * everything).abs().max())
     of_update = torch.full_like(logprobs, torch.nan)
@@ -136,13 +115,9 @@ def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
         "logits": error,
         "positions": positions,
         "logprobs": logprob_error,
-        "seen_logprobs": float(seen_error)
-        if math.isfinite(seen_error)
-        else math.inf,  # a maximum would drop NaN
+        "seen_logprobs": float(seen_error) if math.isfinite(seen_error) else math.inf,  # a maximum would drop NaN
         "loss": abs(loss - truth["loss"]),
-        "gradients": ratios(
-            actor.trained_weights(weights), actor.gradients(), hf_gradients, actor.mesh
-        ),
+        "gradients": ratios(actor.trained_weights(weights), actor.gradients(), hf_gradients, actor.mesh),
     }
     if Path(job.get("reference", "")).is_file():
         result["rounding"] = torch.load(job["reference"], map_location="cpu")["rounding"]
@@ -155,10 +130,7 @@ def exported(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Pat
     if not actor.mesh.is_main:
         return {}
     written, source = HfFolder(folder / "exported"), HfFolder(job["model"])
-    same = (
-        torch.equal(written[name].view(torch.int32), source[name].view(torch.int32))
-        for name in source
-    )
+    same = (torch.equal(written[name].view(torch.int32), source[name].view(torch.int32)) for name in source)
     return {"export": written.keys() == source.keys() and all(same)}
 
 
@@ -187,14 +159,10 @@ def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
             },
             **actor.optimizer_step(),
         }
-        torch.save(
-            {**state, "weights": whole(weights, actor.trained(), actor.mesh)}, job["reference"]
-        )
+        torch.save({**state, "weights": whole(weights, actor.trained(), actor.mesh)}, job["reference"])
         return {}
     reference = torch.load(job["reference"], map_location="cpu")
-    gradients = (
-        ratios(weights, values, reference["gradients"], actor.mesh) if values is not None else {}
-    )
+    gradients = ratios(weights, values, reference["gradients"], actor.mesh) if values is not None else {}
     norm = actor.optimizer_step()["optim/grad_norm"]
     return {
         "loss": abs(loss - reference["loss"]),
@@ -209,8 +177,7 @@ def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
 
 
 def two_updates_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
-    """Two updates, the second's forward right behind the first's step; do replicas hold the same
-    parameters then?"""
+    """Two updates, the second's forward right behind the first's step; do replicas hold the same parameters then?"""
     trained, norms = actor.trained_weights(weights), []
     for number in range(2):
         loss = gradient(actor, batch_of(actor.mesh, shift=number), RICH)
@@ -224,19 +191,14 @@ def two_updates_job(actor: MegatronActor, weights: ActorWeights, job: dict, fold
     torch.save(kept, f"{job['kept']}{actor.mesh.rank}")
     ddp = actor.model[0].ddp_config
     return {
-        "same_on_replicas": all(
-            torch.equal(p, other[name]) for other in everyone for name, p in own.items()
-        ),
+        "same_on_replicas": all(torch.equal(p, other[name]) for other in everyone for name, p in own.items()),
         "overlaps": [ddp.overlap_grad_reduce, ddp.overlap_param_gather],
-        "buckets": sum(
-            len(group.buckets) for wrapper in actor.model for group in wrapper.bucket_groups
-        ),
+        "buckets": sum(len(group.buckets) for wrapper in actor.model for group in wrapper.bucket_groups),
     }
 
 
 def adapters_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
-    """What peft_reference.py compares: logits with adapters, their gradients, both exports; merging
-    leaves no trace."""
+    """What peft_reference.py compares: logits with adapters, their gradients, both exports; merging leaves no trace."""
     batch, out = batch_of(actor.mesh), Path(job["out"])
     with recorded_logits() as seen, torch.no_grad():
         on = step.token_logprobs(actor, batch, 1.0)
@@ -272,22 +234,17 @@ def adapters_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder:
 
 
 def count_mlp_calls(actor: MegatronActor) -> list:
-    """Grows by one whenever the router or the MLP of a layer computes, in the forward or again in
-    the backward."""
+    """Grows by one whenever the router or the MLP of a layer computes, in the forward or again in the backward."""
     calls: list = []
     for chunk in actor.chunks:
         for layer in chunk.decoder.layers:
-            getattr(layer.mlp, "router", layer.mlp).register_forward_hook(
-                lambda *_: calls.append(1)
-            )
+            getattr(layer.mlp, "router", layer.mlp).register_forward_hook(lambda *_: calls.append(1))
     return calls
 
 
 def difference(found: dict, expected: dict) -> float:
     """Largest absolute difference; on ranks other than the main one `found` is empty and this 0."""
-    return max(
-        (float((found[name].cpu() - expected[name]).abs().max()) for name in found), default=0.0
-    )
+    return max((float((found[name].cpu() - expected[name]).abs().max()) for name in found), default=0.0)
 
 
 def save(actor: MegatronActor, job: dict, root: str, reshardable: bool = True) -> Path:
@@ -308,9 +265,7 @@ def checkpoint_job(actor: MegatronActor, weights: ActorWeights, job: dict, folde
     what they give."""
     weights = actor.trained_weights(weights)
     if "load" in job:
-        state = checkpoint.load(
-            Path(job["load"]), identity(job), lambda f: load_actor(actor, f), actor.mesh
-        )
+        state = checkpoint.load(Path(job["load"]), identity(job), lambda f: load_actor(actor, f), actor.mesh)
         assert state.data_cursor == 17
     for number in range(job.get("warm", 0)):
         gradient(actor, batch_of(actor.mesh, shift=number), RICH)
@@ -344,9 +299,7 @@ def refusal_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
             with FULL[job["full"]]() if "full" in job else nullcontext():
                 save(actor, job, job["save"])
         else:
-            checkpoint.load(
-                Path(job["load"]), identity(job), lambda f: load_actor(actor, f), actor.mesh
-            )
+            checkpoint.load(Path(job["load"]), identity(job), lambda f: load_actor(actor, f), actor.mesh)
     except (ValueError, RuntimeError) as exc:
         message = str(exc)
     messages: list = [None] * actor.mesh.world_size
@@ -386,21 +339,16 @@ def weights_unreadable() -> Iterator[None]:
 def near_initial(actor: MegatronActor) -> dict[str, torch.Tensor]:
     """The adapters of a fresh start with noise: B is no longer 0, so that A has a gradient."""
     initial = InitialAdapters(actor.adapter_specs(), seed=0)
-    return {
-        name: near(tensor, 0.05, number) for number, (name, tensor) in enumerate(initial.items())
-    }
+    return {name: near(tensor, 0.05, number) for number, (name, tensor) in enumerate(initial.items())}
 
 
 def identity(job: dict) -> RunIdentity:
-    layout = ActorConfig(
-        world_size=int(os.environ["WORLD_SIZE"]), parallel=ParallelConfig(**job.get("parallel", {}))
-    )
+    layout = ActorConfig(world_size=int(os.environ["WORLD_SIZE"]), parallel=ParallelConfig(**job.get("parallel", {})))
     return RunIdentity(job.get("identity", {"model": Path(job["model"]).name}), layout.layout)
 
 
 def biases_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
-    """Biases of routers after a step: dtype, whether they are bit by bit the folder's, what else
-    keeps account of them.
+    """Biases of routers after a step: dtype, whether they are bit by bit the folder's, what else keeps account of them.
 
     And the load of experts, of which layers without any have no part.
     """
@@ -412,34 +360,23 @@ def biases_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
     imbalance = step._expert_metrics(actor)["moe/load_imbalance"]
     busy = counts[counts.sum(1) > 0].double()
     hf, live = HfFolder(job["model"]), actor.parameters()
-    biases = {
-        copy.hf: copy.view(live)
-        for copy in weights.copies
-        if copy.hf.endswith("e_score_correction_bias")
-    }
+    biases = {copy.hf: copy.view(live) for copy in weights.copies if copy.hf.endswith("e_score_correction_bias")}
     trained = actor.trained_weights(weights)
     return {
         "float32": all(bias.dtype == torch.float32 for bias in biases.values()),
         "unmoved": all(torch.equal(bias, hf[name]) for name, bias in biases.items()),
         "layers": sorted(int(name.split(".")[2]) for name in biases),
-        "trained": sorted(
-            biases.keys() & ({copy.hf for copy in trained.copies} | trained.hf_specs.keys())
-        ),
+        "trained": sorted(biases.keys() & ({copy.hf for copy in trained.copies} | trained.hf_specs.keys())),
         "busy": len(busy),
         "imbalance_off": abs(imbalance - float((busy.amax(1) / busy.mean(1)).mean())),
     }
 
 
 def decays_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
-    """Decays of gated delta nets before and after a step of a model in another dtype, live and
-    exported."""
+    """Decays of gated delta nets before and after a step of a model in another dtype, live and exported."""
     hf = HfFolder(job["model"])
     live = actor.parameters()
-    read = {
-        copy.hf: copy.view(live).clone()
-        for copy in weights.copies
-        if copy.hf in weights.fixed_dtypes
-    }
+    read = {copy.hf: copy.view(live).clone() for copy in weights.copies if copy.hf in weights.fixed_dtypes}
     equal = all(
         torch.equal(values, hf[copy.hf][copy.start[0] : copy.start[0] + copy.size[0]])
         for copy in weights.copies
@@ -447,11 +384,7 @@ def decays_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
     )
     gradient(actor, batch_of(actor.mesh), RICH)
     actor.optimizer_step()
-    moved = [
-        not torch.equal(copy.view(live), read[copy.hf])
-        for copy in weights.copies
-        if copy.hf in read
-    ]
+    moved = [not torch.equal(copy.view(live), read[copy.hf]) for copy in weights.copies if copy.hf in read]
     export_hf(folder / "exported", weights, actor.mesh, like=job["model"], dtype=job["dtype"])
     exported = HfFolder(folder / "exported").specs if actor.mesh.is_main else {}
     return {
@@ -460,23 +393,14 @@ def decays_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
         "moved": all(moved),
         "live": sorted({str(values.dtype) for values in read.values()}),
         "exported": sorted({str(dtype) for name, (_, dtype) in exported.items() if name in read}),
-        "others": sorted(
-            {str(d) for name, (_, d) in exported.items() if name not in weights.fixed_dtypes}
-        ),
+        "others": sorted({str(d) for name, (_, d) in exported.items() if name not in weights.fixed_dtypes}),
     }
 
 
 JOBS = {
-    "forward": forward_job,
-    "layout": layout_job,
-    "two_updates": two_updates_job,
-    "checkpoint": checkpoint_job,
-    "refusal": refusal_job,
-    "adapters": adapters_job,
-    "biases": biases_job,
-    "decays": decays_job,
-    "export": exported,
-}
+    "forward": forward_job, "layout": layout_job, "two_updates": two_updates_job, "checkpoint": checkpoint_job,
+    "refusal": refusal_job, "adapters": adapters_job, "biases": biases_job, "decays": decays_job, "export": exported,
+}  # fmt: skip
 
 
 def main(folder: Path) -> None:

@@ -32,22 +32,16 @@ def of_groups(actor: MegatronActor, job: dict) -> Batch:
 
 
 def of_hands(actor: MegatronActor, job: dict, ids: list[int]) -> Batch:
-    """The samples of these ids, each one a rollout of its own: nothing of what makes the other
-    batch is used."""
+    """The samples of these ids, each one a rollout of its own: nothing of what makes the other batch is used."""
     rows = torch.load(job["rows"], weights_only=False, map_location="cpu")
     most = 1 + max(row["place"] for row in rows)
     mine = [row for row in rows if row["group"] * most + row["place"] in ids]
     lengths = torch.tensor([len(row["tokens"]) for row in mine], dtype=torch.int64)
     mask = torch.tensor([value for row in mine for value in row["mask"]], dtype=torch.bool)
-    advantages = torch.cat(
-        [torch.full((len(row["tokens"]),), row["advantage"], dtype=torch.float64) for row in mine]
-    )
+    advantages = torch.cat([torch.full((len(row["tokens"]),), row["advantage"], dtype=torch.float64) for row in mine])
     routing = None
     if actor.routing is not None:
-        own = [
-            np.pad(row["experts"], ((0, 1), (0, 0), (0, 0)))[:, list(actor.routing.layers)]
-            for row in mine
-        ]
+        own = [np.pad(row["experts"], ((0, 1), (0, 0), (0, 0)))[:, list(actor.routing.layers)] for row in mine]
         routing = Routing(torch.from_numpy(np.concatenate(own).astype(np.uint8)), lengths - 1)
     zeros = torch.zeros(len(mine), dtype=torch.float64)
     return Batch(
@@ -83,16 +77,11 @@ def trees_job(actor: MegatronActor, job: dict) -> dict:
     same += [name for name in gradients if not torch.equal(gradients[name], of_tree[name])]
     same += ["loss"] if sums["loss/total"] != again["loss/total"] else []
     trained = int(actor.mesh.reduce(tree.loss_mask.sum(), "sum"))
-    result = {
-        "same": sorted({name for part in actor.mesh.gather_world(same) for name in part}),
-        "trained": trained,
-    }
+    result = {"same": sorted({name for part in actor.mesh.gather_world(same) for name in part}), "trained": trained}
     if "write" in job:
         torch.save(whole(weights, actor.gradients(), actor.mesh), job["reference"])
         return result
-    return result | {
-        "gradients": errors(actor, weights, torch.load(job["reference"], map_location="cpu"))
-    }
+    return result | {"gradients": errors(actor, weights, torch.load(job["reference"], map_location="cpu"))}
 
 
 def main(folder: Path) -> None:

@@ -18,15 +18,7 @@ define_torchvision_operators()
 import_module("transformers.models.qwen3.modeling_qwen3")  # has requirements of its own
 
 ROOT = Path(__file__).parents[3]
-ABSENT = {
-    "ray",
-    "sglang",
-    "sgl_kernel",
-    "math_verify",
-    "transformer_engine",
-    "apex",
-    "flash_attn",
-}
+ABSENT = {"ray", "sglang", "sgl_kernel", "math_verify", "transformer_engine", "apex", "flash_attn"}
 ABSENT |= {"liger_kernel", "cut_cross_entropy", "tensorboard", "matplotlib", "wandb", "aiohttp"}
 ABSENT |= {"hypothesis", "pytest_timeout", "peft", "torchvision"}
 found = PathFinder.find_spec
@@ -42,17 +34,8 @@ PathFinder.find_spec = present
 for name in list(sys.modules):
     if name.partition(".")[0] in ABSENT:
         del sys.modules[name]
-for name in (
-    "tests.conftest",
-    "tests.gpu.conftest",
-    "tests.gpu.test_kit",
-    "tests.gpu.test_kernels_cuda",
-):
+for name in ("tests.conftest", "tests.gpu.conftest", "tests.gpu.test_kit", "tests.gpu.test_kernels_cuda"):
     import_module(name)
-for name in (
-    "megagrpo.tools.certify.command",
-    "megagrpo.actor.saving",
-    "megagrpo.weights.expected_digests",
-):
+for name in ("megagrpo.tools.certify.command", "megagrpo.actor.saving", "megagrpo.weights.expected_digests"):
     import_module(name)
 runpy.run_path(str(ROOT / "bench" / "gpu.py"), run_name="__main__")

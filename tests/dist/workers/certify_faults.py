@@ -49,8 +49,7 @@ def _after_loading(change: Callable[[MegatronActor], None]) -> AbstractContextMa
 
 
 def _experts_not_reduced_over_tp() -> AbstractContextManager[None]:
-    """As Megatron's own default at EP 1: expert gradients are summed over data-parallel ranks
-    only."""
+    """As Megatron's own default at EP 1: expert gradients are summed over data-parallel ranks only."""
 
     def build_as_released(*args):
         chunk = build_chunk(*args)
@@ -85,16 +84,11 @@ def _mean_of_micro_batch_means() -> Iterator[None]:
 
     def local_objective(inputs, algorithm, denominators):
         mask = inputs.loss_mask > 0
-        own = replace(
-            denominators, num_tokens=int(mask.sum()), num_sequences=int(mask.any(1).sum())
-        )
+        own = replace(denominators, num_tokens=int(mask.sum()), num_sequences=int(mask.any(1).sum()))
         loss, sums = objective(inputs, algorithm, own)
         return loss / count, sums
 
-    with (
-        patch.multiple(step, objective=local_objective),
-        patch.multiple(schedule, plan_micro_batches=counting_plan),
-    ):
+    with patch.multiple(step, objective=local_objective), patch.multiple(schedule, plan_micro_batches=counting_plan):
         yield
 
 
@@ -114,16 +108,13 @@ def _router_differs_between_ranks() -> AbstractContextManager[None]:
 
 
 def _label_of_local_neighbor() -> AbstractContextManager[None]:
-    """Labels shift within this rank's part of a sequence: wrong at the seams of context
-    parallelism."""
+    """Labels shift within this rank's part of a sequence: wrong at the seams of context parallelism."""
 
     def local_targets(rows, columns, *rest):
         found = targets(rows, columns, *rest)
         neighbor = (found.flat + 1).clamp(max=rows.numel() - 1)
         same_row = rows.flatten()[neighbor] == found.rows
-        return replace(
-            found, columns=torch.where(same_row, columns.flatten()[neighbor], found.columns)
-        )
+        return replace(found, columns=torch.where(same_row, columns.flatten()[neighbor], found.columns))
 
     return patch.multiple(microbatch, targets=local_targets)
 
@@ -153,8 +144,7 @@ def _loaded_cut(kind: type, *ends: str) -> AbstractContextManager[None]:
 def _latent_projections_cut_over_tp() -> Iterator[None]:
     """Latent attention's down projections are cut over ranks, as Megatron's local layers do.
 
-    The gradient of the rotary part of keys is then split where it has to be summed; the loss is
-    right.
+    The gradient of the rotary part of keys is then split where it has to be summed; the loss is right.
     """
     megatrons = vars(model)["ColumnParallelLinear"]  # only actor/ imports Megatron
     with (
@@ -195,8 +185,7 @@ class _NormOfOwnHeads(NormOverHeads):
 
 @contextmanager
 def _head_norms_cut_over_tp() -> Iterator[None]:
-    """The norm over all heads is cut over ranks, as its heads are: Megatron adds other heads'
-    gradients to a rank's."""
+    """The norm over all heads is cut over ranks, as its heads are: Megatron adds other heads' gradients to a rank's."""
     with (
         patch.multiple(grouped_layer, NormOverHeads=_NormOfOwnHeads),
         _loaded_cut(GroupedQuery, "q_norm.weight", "k_norm.weight"),
@@ -225,15 +214,11 @@ def _components_counted_on_each_rank() -> AbstractContextManager[None]:
 
 FAULTS = {
     "experts-not-reduced-over-tp": _experts_not_reduced_over_tp,
-    "no-data-parallel-reduction": _no_data_parallel_reduction,
-    "mean-of-micro-batch-means": _mean_of_micro_batch_means,
-    "label-of-local-neighbor": _label_of_local_neighbor,
-    "router-differs-between-ranks": _router_differs_between_ranks,
+    "no-data-parallel-reduction": _no_data_parallel_reduction, "mean-of-micro-batch-means": _mean_of_micro_batch_means,
+    "label-of-local-neighbor": _label_of_local_neighbor, "router-differs-between-ranks": _router_differs_between_ranks,
     "experts-of-token-before": _experts_of_token_before,
     "latent-projections-cut-over-tp": _latent_projections_cut_over_tp,
-    "state-kept-over-borders": _state_kept_over_borders,
-    "inner-norm-centered": _inner_norm_centered,
-    "norms-not-centered": _norms_not_centered,
-    "head-norms-cut-over-tp": _head_norms_cut_over_tp,
+    "state-kept-over-borders": _state_kept_over_borders, "inner-norm-centered": _inner_norm_centered,
+    "norms-not-centered": _norms_not_centered, "head-norms-cut-over-tp": _head_norms_cut_over_tp,
     "components-counted-on-each-rank": _components_counted_on_each_rank,
-}
+}  # fmt: skip

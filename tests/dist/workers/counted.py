@@ -7,13 +7,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-CALLS = (
-    "all_reduce",
-    "all_gather_object",
-    "broadcast_object_list",
-    "gather_object",
-    "scatter_object_list",
-)
+CALLS = ("all_reduce", "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 
 
 @contextmanager

@@ -21,9 +21,7 @@ from tests.dist.workers.routing_replay_ranks import with_planted
 
 @cache
 def _functions(file: Path) -> list[ast.FunctionDef]:
-    return [
-        node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)
-    ]
+    return [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
 
 
 def function_at(place: str) -> str:
@@ -51,10 +49,7 @@ def measure(actor: MegatronActor, job: dict) -> dict:
 
         return run
 
-    with (
-        patch.object(schedule, "get_forward_backward_func", counted),
-        synchronizations(DEVICE) as found,
-    ):
+    with patch.object(schedule, "get_forward_backward_func", counted), synchronizations(DEVICE) as found:
         step.update(actor, batch, RICH, 1.0, 32)
     waits = Counter()
     for place, count in found.items():

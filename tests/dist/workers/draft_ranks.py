@@ -19,8 +19,7 @@ def on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def measure(actor: MegatronActor, job: dict, folder: Path) -> dict:
-    """The draft's loss and gradients against transformers', and what the model alone gives, for a
-    job without a draft.
+    """The draft's loss and gradients against transformers', and what the model alone gives, for a job without a draft.
 
     The job without one writes the file.
     """
@@ -37,33 +36,18 @@ def measure(actor: MegatronActor, job: dict, folder: Path) -> dict:
         if actor.mesh.is_main:
             torch.save(state, job["alone"])
         return {}
-    truth, alone = (
-        torch.load(f"{job['model']}.pt", map_location="cpu"),
-        torch.load(job["alone"], map_location="cpu"),
-    )
-    result = {
-        "draft_loss": abs(sums["draft/kl"] - truth["loss"]),
-        "loss": state["loss"] == alone["loss"],
-    }
+    truth, alone = (torch.load(f"{job['model']}.pt", map_location="cpu"), torch.load(job["alone"], map_location="cpu"))
+    result = {"draft_loss": abs(sums["draft/kl"] - truth["loss"]), "loss": state["loss"] == alone["loss"]}
     result["norm"] = state["norm"] == alone["norm"]
     squares = sum(float(g.double().square().sum()) for g in truth["gradients"].values())
     result["draft_norm"] = abs(mine["optim/draft_grad_norm"] / math.sqrt(squares) - 1)
     if actor.mesh.is_main:
-        result["draft"] = {
-            n: float((found[n] - g).abs().max() / g.abs().max())
-            for n, g in truth["gradients"].items()
-        }
-        result["others"] = sorted(
-            found.keys() - truth["gradients"].keys() - alone["gradients"].keys()
-        )
+        result["draft"] = {n: float((found[n] - g).abs().max() / g.abs().max()) for n, g in truth["gradients"].items()}
+        result["others"] = sorted(found.keys() - truth["gradients"].keys() - alone["gradients"].keys())
         for what in ("gradients", "weights"):
-            result[what] = all(
-                torch.equal(state[what][name], tensor) for name, tensor in alone[what].items()
-            )
+            result[what] = all(torch.equal(state[what][name], tensor) for name, tensor in alone[what].items())
         before = HfFolder(job["model"])
-        result["moved"] = sum(
-            not torch.equal(state["weights"][n], before[n]) for n in truth["gradients"]
-        )
+        result["moved"] = sum(not torch.equal(state["weights"][n], before[n]) for n in truth["gradients"])
     return result | exported(actor, load_initial_weights(actor, job["model"]), job, folder)
 
 

@@ -13,14 +13,10 @@ def main(folder: Path) -> None:
     given = torch.load(folder / "batch.pt", map_location="cpu")
     batch, clip, temperature = given["batch"], given["clip"], given["temperature"]
     net = AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.float32)
-    adam = torch.optim.AdamW(
-        net.parameters(), lr=given["lr"], betas=(0.9, 0.999), eps=given["eps"], weight_decay=0.0
-    )
+    adam = torch.optim.AdamW(net.parameters(), lr=given["lr"], betas=(0.9, 0.999), eps=given["eps"], weight_decay=0.0)
     losses, gradients, fractions, old = [], [], [], None
     for groups in [groups for updates in batch["updates"] for groups in updates]:
-        logits = (
-            net(batch["tokens"]).logits / temperature
-        )  # causal: padding at the right is seen by padding alone
+        logits = net(batch["tokens"]).logits / temperature  # causal: padding at the right is seen by padding alone
         chosen = logits.log_softmax(-1)[:, :-1].gather(2, batch["tokens"][:, 1:, None]).squeeze(2)
         old = chosen.detach() if old is None else old
         rows = torch.isin(batch["group_ids"], torch.tensor(groups))

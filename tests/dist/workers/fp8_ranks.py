@@ -24,11 +24,7 @@ def loading_job(actor: MegatronActor, job: dict) -> dict:
     same = [torch.equal(parameter, twin[name]) for name, parameter in actor.parameters().items()]
     load_initial_weights(actor, job["model"])
     again = [torch.equal(parameter, twin[name]) for name, parameter in actor.parameters().items()]
-    return {
-        "bytes_read": hf.bytes_read,
-        "parameters": len(same),
-        "equal": all(same + again),
-    }
+    return {"bytes_read": hf.bytes_read, "parameters": len(same), "equal": all(same + again)}
 
 
 def main(folder: Path) -> None:

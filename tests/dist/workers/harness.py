@@ -1,5 +1,4 @@
-"""Runs the jobs of jobs.json on this rank, one after the other, each with an actor in a world of
-its own."""
+"""Runs the jobs of jobs.json on this rank, one after the other, each with an actor in a world of its own."""
 
 import json
 import os
@@ -13,16 +12,14 @@ from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.tools.certify.measure import joined
 from tests.dist.workers.host import DEVICE
 
-# A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into
-# a full step.
+# A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
 OPTIMIZER = {"lr": 1e-3, "clip_grad": 0.5, "weight_decay": 0.01}
 EPSILON = {"adam_eps": 1e-4}
 SMALL = {"logprob_chunk_tokens": 32, "deadline_s": 120.0}
 
 
 def answer(folder: Path, of_job: Callable[[dict, Path], dict]) -> None:
-    """Writes what `of_job(job, store)` returns for every job: each rank into rankN.json, rank 0
-    into results.json."""
+    """Writes what `of_job(job, store)` returns for every job: each rank into rankN.json, rank 0 into results.json."""
     jobs = json.loads((folder / "jobs.json").read_text())
     results = []
     for number, job in enumerate(jobs):
@@ -34,14 +31,11 @@ def answer(folder: Path, of_job: Callable[[dict, Path], dict]) -> None:
 
 
 def settings(job: dict) -> tuple[ActorConfig, OptimizerConfig]:
-    """What a job asks for by names of `actor`'s settings, and whether its optimizer is
-    `distributed`.
+    """What a job asks for by names of `actor`'s settings, and whether its optimizer is `distributed`.
 
     budget: tokens of a micro-batch; optimizer: settings of Megatron's.
     """
-    fields = {
-        name: job[name] for name in ActorConfig.model_fields.keys() - {"optimizer"} if name in job
-    }
+    fields = {name: job[name] for name in ActorConfig.model_fields.keys() - {"optimizer"} if name in job}
     own = {"world_size": int(os.environ["WORLD_SIZE"]), "micro_batch_tokens": job.get("budget", 64)}
     distributed = job.get("distributed", False)
     megatron = EPSILON | job.get("optimizer", {})

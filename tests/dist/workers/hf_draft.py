@@ -28,9 +28,7 @@ def write_model(folder: Path, name: str) -> None:
     model.save_pretrained(folder / name)
     prefix = f"model.layers.{LAYERS}."
     file = folder / name / "model.safetensors"
-    save_file(
-        load_file(file) | {f"{prefix}{n}.weight": t for n, t in own.items()}, file, {"format": "pt"}
-    )
+    save_file(load_file(file) | {f"{prefix}{n}.weight": t for n, t in own.items()}, file, {"format": "pt"})
     written = json.loads((folder / name / "config.json").read_text())
     written |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1, "moe_layer_freq": 1}
     written.pop("mlp_layer_types", None), written.pop("layer_types", None)
@@ -39,9 +37,7 @@ def write_model(folder: Path, name: str) -> None:
     model.config.num_hidden_layers = LAYERS
     for tensor in own.values():
         tensor.requires_grad_()
-    loss = (
-        sum(_kl(model, layer, own, batch, row) for row in range(len(LENGTHS))) / batch["mask"].sum()
-    )
+    loss = sum(_kl(model, layer, own, batch, row) for row in range(len(LENGTHS))) / batch["mask"].sum()
     loss.backward()
     gradients = {f"{prefix}{n}.weight": t.grad for n, t in own.items()}
     model.model.layers.append(layer)
@@ -49,15 +45,11 @@ def write_model(folder: Path, name: str) -> None:
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     model.save_pretrained(folder / f"{name}.gradients")
     saved = load_file(folder / f"{name}.gradients" / "model.safetensors")
-    gradients |= {
-        n: t for n, t in saved.items() if n.startswith(prefix) and not n.endswith("correction_bias")
-    }
+    gradients |= {n: t for n, t in saved.items() if n.startswith(prefix) and not n.endswith("correction_bias")}
     torch.save({"loss": float(loss.detach()), "gradients": gradients}, folder / f"{name}.pt")
 
 
-def _kl(
-    model, layer, own: dict[str, torch.Tensor], batch: dict[str, torch.Tensor], row: int
-) -> torch.Tensor:
+def _kl(model, layer, own: dict[str, torch.Tensor], batch: dict[str, torch.Tensor], row: int) -> torch.Tensor:
     """The sum of KL(policy at t + 1 || draft at t) over tokens t + 1 and t + 2 that were sampled,
     of one sample."""
     length = LENGTHS[row]

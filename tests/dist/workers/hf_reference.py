@@ -1,5 +1,4 @@
-"""Random Hugging Face models, and their logits and gradients by transformers: the truth for the
-actor's tests.
+"""Random Hugging Face models, and their logits and gradients by transformers: the truth for the actor's tests.
 
 For run_transformers.
 """
@@ -31,16 +30,9 @@ from transformers import (
 from tests.dist.workers.samples import LENGTHS, NUM_SAMPLES, VOCAB, WIDTH, samples
 
 SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.15,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.15, "tie_word_embeddings": False,
+}  # fmt: skip
 _MOE = {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -61,12 +53,7 @@ _ROUTED = {
     "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
     "norm_topk_prob": True, "routed_scaling_factor": 2.5,
 }  # fmt: skip
-_GLM = (
-    SIZES
-    | _ROUTED
-    | _NO_GROUPS
-    | {"head_dim": 32, "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.5}}
-)
+_GLM = SIZES | _ROUTED | _NO_GROUPS | {"head_dim": 32, "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.5}}
 _QWEN35 = SIZES | {
     "head_dim": 32, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -81,8 +68,7 @@ DROPPED = {
     "minimax_m2": {"rotary_dim": 16, "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid",
                    "use_routing_bias": True},
 }  # fmt: skip
-# 16 of up to 40 tokens: sparse. A head whose products are all negative scores 0; with many heads no
-# two keys tie
+# 16 of up to 40 tokens: sparse. A head whose products are all negative scores 0; with many heads no two keys tie
 _SPARSE = _MLA | _ROUTED | {"index_n_heads": 8, "index_head_dim": 16, "index_topk": 16}
 _DENSE = {"index_topk": 64}
 CONFIGS = {
@@ -101,8 +87,7 @@ CONFIGS = {
         **SIZES, head_dim=32, num_local_experts=8, num_experts_per_tok=3,
         rope_parameters={**_PLAIN, "partial_rotary_factor": 0.5},
     ),
-    # no low rank of queries, no groups, no YaRN; transformers gives the latents' norms an epsilon
-    # of 1e-6 always
+    # no low rank of queries, no groups, no YaRN; transformers gives the latents' norms an epsilon of 1e-6 always
     "moonlight": lambda: DeepseekV3Config(
         **(_MLA | {"q_lora_rank": None}), **(_ROUTED | {"n_shared_experts": 2}), **_NO_GROUPS, rms_norm_eps=1e-6,
         rope_parameters=_PLAIN,
@@ -140,9 +125,7 @@ def random_model(config: PretrainedConfig) -> PreTrainedModel:
 
 def stir(model: PreTrainedModel) -> None:
     """Norms of one, biases of zero and states that last for a token would hide a mistake."""
-    biases = [
-        buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")
-    ]
+    biases = [buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")]
     with torch.no_grad():
         for tensor in [*model.parameters(), *biases]:
             if tensor.dim() == 1:

@@ -6,25 +6,14 @@ transformers' own forward, which goes by token ids, must give the same.
 
 from pathlib import Path
 
-from tests.tiny_vlm import (
-    FAMILIES,
-    make_tiny_vlm,
-)  # comes first: it makes torchvision's operators known
+from tests.tiny_vlm import FAMILIES, make_tiny_vlm  # comes first: it makes torchvision's operators known
 
 # isort: split
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from tests.dist.workers.vision_samples import (
-    GRIDS,
-    NUM_SAMPLES,
-    SAMPLED_PADS,
-    VOCAB,
-    images_of,
-    pixels,
-    samples,
-)
+from tests.dist.workers.vision_samples import GRIDS, NUM_SAMPLES, SAMPLED_PADS, VOCAB, images_of, pixels, samples
 
 
 def main(folder: Path) -> None:
@@ -64,14 +53,10 @@ def _write_truth(folder: Path, name: str) -> None:
     loss.backward()
     torch.save({"logits": logits, "loss": float(loss)}, folder / f"{name}.pt")
     for parameter in model.parameters():
-        parameter.data = (
-            parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-        )
+        parameter.data = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
     model.save_pretrained(folder / f"{name}.gradients")
     path = folder / f"{name}.gradients" / "model.safetensors"
-    shapes = {
-        key: tensor.shape for key, tensor in load_file(folder / name / "model.safetensors").items()
-    }
+    shapes = {key: tensor.shape for key, tensor in load_file(folder / name / "model.safetensors").items()}
     stored = load_file(path)
     assert stored.keys() == shapes.keys()
     for key, tensor in stored.items():  # experts, whose layout transformers does not keep
@@ -96,12 +81,8 @@ def _logits(model, batch: dict, number: int) -> torch.Tensor:
         deep = getattr(out, "deepstack_features", None)
         extra = {"visual_pos_masks": seen, "deepstack_visual_embeds": deep} if deep else {}
     kinds = seen.int()
-    positions, _ = inner.get_rope_index(
-        tokens, mm_token_type_ids=kinds, image_grid_thw=given.get("image_grid_thw")
-    )
-    hidden = inner.language_model(
-        inputs_embeds=embeds, position_ids=positions, **extra
-    ).last_hidden_state
+    positions, _ = inner.get_rope_index(tokens, mm_token_type_ids=kinds, image_grid_thw=given.get("image_grid_thw"))
+    hidden = inner.language_model(inputs_embeds=embeds, position_ids=positions, **extra).last_hidden_state
     row = model.lm_head(hidden)[0]
     if all(sample != number for sample, _ in SAMPLED_PADS):
         own = model(input_ids=tokens, mm_token_type_ids=kinds, **given).logits[0]

@@ -22,14 +22,9 @@ POOLS = (POOL, TRANSFORMER_ENGINE_POOL, TRANSFORMERS_POOL, DEVICE_POOL)
 
 
 def run_ranks(
-    world: int,
-    folder: Path,
-    jobs: list[dict],
-    script: str = "actor_ranks.py",
-    pool: RankPool | None = None,
+    world: int, folder: Path, jobs: list[dict], script: str = "actor_ranks.py", pool: RankPool | None = None
 ) -> list[dict]:
-    """Runs `jobs` one after the other on `world` ranks; returns their results. AssertionError with
-    the log's end."""
+    """Runs `jobs` one after the other on `world` ranks; returns their results. AssertionError with the log's end."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
     (pool or POOL).run(world, run_main, f"tests.dist.workers.{Path(script).stem}", folder)
@@ -38,25 +33,18 @@ def run_ranks(
     return results
 
 
-def run_meshes(
-    world: int, folder: Path, function: Callable, *arguments: object, replicas: int | None = None
-) -> list:
-    """What `function(mesh, *arguments)` returns on each rank of a gloo world of `replicas`; by
-    default one a rank."""
+def run_meshes(world: int, folder: Path, function: Callable, *arguments: object, replicas: int | None = None) -> list:
+    """What `function(mesh, *arguments)` returns on each rank of a gloo world of `replicas`; by default one a rank."""
     return POOL.run(world, _on_mesh, world, replicas or world, folder, function, arguments)
 
 
-def _on_mesh(
-    rank: int, world: int, replicas: int, folder: Path, function: Callable, arguments: tuple
-) -> object:
+def _on_mesh(rank: int, world: int, replicas: int, folder: Path, function: Callable, arguments: tuple) -> object:
     store = dist.FileStore(str(folder / f"store{world}"), world)
     device = prepare_host()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     result = function(make_mesh(rank * replicas // world, replicas, device, 60.0), *arguments)
     dist.destroy_process_group()
     return result

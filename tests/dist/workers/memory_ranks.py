@@ -24,8 +24,7 @@ ALGORITHM = AlgorithmConfig.model_validate(
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operators return, until they are freed; tensors made before are not
-    seen.
+    """Counts the storages that operators return, until they are freed; tensors made before are not seen.
 
     torch's own MemTracker (2.13) raises inside Megatron's schedule, recomputation and LoRA.
     """
@@ -58,8 +57,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def batch_of(lengths: list[int], micro_batches: int) -> Batch:
-    """Samples that are cut into this many micro-batches; all tokens but the first are trained
-    on."""
+    """Samples that are cut into this many micro-batches; all tokens but the first are trained on."""
     sizes = torch.tensor(lengths * micro_batches)
     count, total = len(sizes), int(sizes.sum())
     mask = torch.ones(total, dtype=torch.bool)
@@ -68,16 +66,12 @@ def batch_of(lengths: list[int], micro_batches: int) -> Batch:
         sample_ids=torch.arange(count),
         group_ids=torch.arange(count),
         num_groups=count,
-        tokens=torch.arange(total, dtype=torch.int32)
-        * 37
-        % 131,  # different ones go to different experts
+        tokens=torch.arange(total, dtype=torch.int32) * 37 % 131,  # different ones go to different experts
         lengths=sizes,
         prompt_lengths=torch.ones(count, dtype=torch.int64),
         loss_mask=mask,
         rollout_logprobs=torch.zeros(total),
-        rewards=Rewards(
-            torch.zeros(count, dtype=torch.float64), torch.ones(count, dtype=torch.bool)
-        ),
+        rewards=Rewards(torch.zeros(count, dtype=torch.float64), torch.ones(count, dtype=torch.bool)),
         truncated=torch.zeros(count, dtype=torch.bool),
         advantages=torch.ones(total),
         updates=((tuple(range(count)),),),
@@ -103,11 +97,7 @@ def measure(actor: MegatronActor, lengths: list[int], allocator: bool) -> dict[s
     return {
         "parameters": sum(parameters.values()),
         "gradients": sum(storages(buffer.grad_data for buffer in gradient_buffers(actor)).values()),
-        "optimizer": sum(
-            size
-            for key, size in storages(state_of(actor.optimizer)).items()
-            if key not in parameters
-        ),
+        "optimizer": sum(size for key, size in storages(state_of(actor.optimizer)).items() if key not in parameters),
         "added": live.peak,
         "allocator": allocated(update) if allocator else live.peak,
     }
@@ -115,17 +105,12 @@ def measure(actor: MegatronActor, lengths: list[int], allocator: bool) -> dict[s
 
 def storages(tensors: Iterator[Tensor]) -> dict[int, int]:
     """Bytes by storage: shared memory counts once."""
-    return {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors
-    }
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 def state_of(optimizer) -> Iterator[Tensor]:
-    """The optimizer's state, and what it steps: the weights themselves, or its float32 copies of
-    them."""
-    for part in (
-        optimizer.chained_optimizers if hasattr(optimizer, "chained_optimizers") else [optimizer]
-    ):
+    """The optimizer's state, and what it steps: the weights themselves, or its float32 copies of them."""
+    for part in optimizer.chained_optimizers if hasattr(optimizer, "chained_optimizers") else [optimizer]:
         for state in part.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
         for group in part.optimizer.param_groups:
@@ -148,15 +133,8 @@ def main(folder: Path) -> None:
     world = int(os.environ["WORLD_SIZE"])
 
     def settings(job: dict) -> tuple[ActorConfig, OptimizerConfig]:
-        options = {
-            "world_size": world,
-            "deadline_s": 120.0,
-            "micro_batch_tokens": sum(job["lengths"]),
-            **job["actor"],
-        }
+        options = {"world_size": world, "deadline_s": 120.0, "micro_batch_tokens": sum(job["lengths"]), **job["actor"]}
         config = ActorConfig.model_validate(options)
         return config, config.optimizer
 
-    with_actors(
-        folder, lambda actor, job: measure(actor, job["lengths"], allocator=world == 1), settings
-    )
+    with_actors(folder, lambda actor, job: measure(actor, job["lengths"], allocator=world == 1), settings)

@@ -42,9 +42,7 @@ def one_bad_sample(actor: MegatronActor, job: dict) -> dict:
 
     reload(actor, initial)
     dump = read_dump(Path(job["run"]) / "dumps" / f"step_{WEIGHT_VERSION + 1:06d}")
-    again, _ = step.update(
-        actor, dump.batch(actor.mesh, actor.routed_layers), dump.algorithm, 1.0, 32
-    )
+    again, _ = step.update(actor, dump.batch(actor.mesh, actor.routed_layers), dump.algorithm, 1.0, 32)
     replayed = weights(actor)
 
     reload(actor, initial)
@@ -79,12 +77,7 @@ def without_first_update(batch: Batch) -> Batch:
 
 def inspect(actor: MegatronActor, job: dict, policy: str, batch: Batch, values: dict) -> str:
     """What Run.inspect_update says; the rest of a run is not needed for it."""
-    sections = {
-        "name": "t",
-        "output_dir": job["run"],
-        "model": {"path": job["model"]},
-        "data": {"path": "d"},
-    }
+    sections = {"name": "t", "output_dir": job["run"], "model": {"path": job["model"]}, "data": {"path": "d"}}
     config = ExperimentConfig.model_validate(sections | {"train": {"non_finite": policy}})
     state = TrainState(step=WEIGHT_VERSION)
     absent = dict.fromkeys(

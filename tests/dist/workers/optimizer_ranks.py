@@ -1,5 +1,4 @@
-"""One rank that trains, saves and resumes with a kind of optimizer; Transformer Engine's stand-in
-is on the path."""
+"""One rank that trains, saves and resumes with a kind of optimizer; Transformer Engine's stand-in is on the path."""
 
 from pathlib import Path
 from unittest.mock import patch
@@ -51,8 +50,7 @@ def one_update(actor: MegatronActor, shift: int) -> list[float]:
 
 
 def measure(actor: MegatronActor, job: dict) -> dict:
-    """Two updates, a checkpoint and one update more; or that one, from the checkpoint of another
-    job, if it loads."""
+    """Two updates, a checkpoint and one update more; or that one, from the checkpoint of another job, if it loads."""
     load_initial_weights(actor, job["model"])
     checkpoint = Path(job["checkpoint"])
     allocated: list[Tensor] = []
@@ -78,16 +76,10 @@ def measure(actor: MegatronActor, job: dict) -> dict:
     in_place = {id(tensor) for part in parts for tensor in states(part)} == set(map(id, allocated))
     kinds = sorted({type(part.optimizer).__name__ for part in parts})
     then = one_update(actor, 5)
-    weights, kept = (
-        {key: p.detach().clone() for key, p in actor.parameters().items()},
-        Path(job["weights"]),
-    )
+    weights, kept = ({key: p.detach().clone() for key, p in actor.parameters().items()}, Path(job["weights"]))
     if not job["load"]:
         torch.save(weights, kept)
-    same = all(
-        torch.equal(weights[key], tensor)
-        for key, tensor in torch.load(kept, map_location="cpu").items()
-    )
+    same = all(torch.equal(weights[key], tensor) for key, tensor in torch.load(kept, map_location="cpu").items())
     return {
         "kinds": kinds,
         "then": then,

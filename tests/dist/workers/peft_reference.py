@@ -1,8 +1,7 @@
-"""Adapters by transformers and by PEFT: the truth for what adapters_job of actor_ranks.py left in a
-folder.
+"""Adapters by transformers and by PEFT: the truth for what adapters_job of actor_ranks.py left in a folder.
 
-Gradients by autograd through dense effective weights W + alpha / rank * B A, written by hand. For
-run_transformers; reads FOLDER/*/job.json and writes errors.json beside it.
+Gradients by autograd through dense effective weights W + alpha / rank * B A, written by hand. For run_transformers;
+reads FOLDER/*/job.json and writes errors.json beside it.
 """
 
 import json
@@ -19,10 +18,7 @@ from tests.dist.workers.samples import LENGTHS, samples
 
 def main(folder: Path) -> None:
     for file in sorted(folder.glob("*/job.json")):
-        job, actor = (
-            json.loads(file.read_text()),
-            torch.load(file.parent / "actor.pt", map_location="cpu"),
-        )
+        job, actor = (json.loads(file.read_text()), torch.load(file.parent / "actor.pt", map_location="cpu"))
         model = _model(job["model"])
         errors = _formula(model, job["lora"], actor)
         errors["merged"] = _logits(_model(str(file.parent / "merged")), actor)
@@ -34,9 +30,7 @@ def main(folder: Path) -> None:
 
 
 def _model(path: str):
-    return AutoModelForCausalLM.from_pretrained(
-        path, attn_implementation="eager", dtype=torch.float32
-    ).eval()
+    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
 
 
 def _rows(model) -> list[Tensor]:
@@ -86,16 +80,10 @@ def _formula(model, lora: dict, actor: dict) -> dict:
         name: float((actor["gradients"][name] - truth).abs().max() / truth.abs().max())
         for name, truth in gradients.items()
     }
-    return {
-        "loss": abs(actor["loss"] - float(loss)),
-        "gradients": max(ratios.values()),
-        "compared": len(ratios),
-    }
+    return {"loss": abs(actor["loss"] - float(loss)), "gradients": max(ratios.values()), "compared": len(ratios)}
 
 
-def _added(
-    adapters: dict[str, Tensor], prefix: str, scale: float, like: Tensor | None = None
-) -> Tensor | float:
+def _added(adapters: dict[str, Tensor], prefix: str, scale: float, like: Tensor | None = None) -> Tensor | float:
     a, b = (adapters.get(f"{prefix}lora_{letter}.weight") for letter in "AB")
     if a is None or b is None:
         return 0.0 if like is None else torch.zeros_like(like)

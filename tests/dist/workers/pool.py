@@ -55,8 +55,7 @@ class RankPool:
         self._folder: Path | None = None
 
     def run(self, world: int, function: Callable, *arguments: object) -> list:
-        """What `function(rank, *arguments)` returns on each of `world` ranks. AssertionError with
-        the log's end."""
+        """What `function(rank, *arguments)` returns on each of `world` ranks. AssertionError with the log's end."""
         try:
             self._start(world)
             log = self._folder / "ranks.log"
@@ -114,11 +113,7 @@ class RankPool:
 
     def _end_of_log(self) -> str:
         log = self._folder / "ranks.log" if self._folder else None
-        return (
-            "\n".join(log.read_text(errors="replace").splitlines()[-40:])
-            if log and log.exists()
-            else ""
-        )
+        return "\n".join(log.read_text(errors="replace").splitlines()[-40:]) if log and log.exists() else ""
 
     def stop(self) -> None:
         """End every rank."""
@@ -148,8 +143,7 @@ def connected(address: str) -> connection.Connection:
 
 
 def fork_ranks(address: str, kind: str) -> None:
-    """Import what ranks of the kind need, and fork them until the tests' side closes the
-    connection."""
+    """Import what ranks of the kind need, and fork them until the tests' side closes the connection."""
     with connected(address) as tests:
         import torch
 

@@ -13,8 +13,7 @@ from tests.dist.workers.samples import VOCAB
 
 @contextmanager
 def recorded_logits() -> Iterator[list[tuple]]:
-    """Inside, every call of token_values leaves (rows, columns, logits [T, vocabulary]) of its
-    positions."""
+    """Inside, every call of token_values leaves (rows, columns, logits [T, vocabulary]) of its positions."""
     seen, places, over_tokens, token_values = [], None, step.over_tokens, head.token_values
 
     def noting_places(*args):
@@ -28,11 +27,7 @@ def recorded_logits() -> Iterator[list[tuple]]:
         return noting
 
     def noting_values(actor, chunk, hidden, flat, tokens, temperature):
-        states = (
-            head.gather_from_sequence_parallel_region(hidden)
-            if actor.config.parallel.tp > 1
-            else hidden
-        )
+        states = head.gather_from_sequence_parallel_region(hidden) if actor.config.parallel.tp > 1 else hidden
         local = states.transpose(0, 1).flatten(0, 1)[flat] @ chunk.output_weight().T
         shards = [torch.empty_like(local) for _ in range(actor.config.parallel.tp)]
         dist.all_gather(shards, local.contiguous(), group=mpu.get_tensor_model_parallel_group())

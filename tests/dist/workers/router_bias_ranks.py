@@ -28,14 +28,11 @@ def biases(actor: MegatronActor) -> dict[int, list[float]]:
 
 
 def counted_by_hand(actor: MegatronActor) -> dict[int, list[int]]:
-    """How many tokens of all samples chose each expert, in a forward of its own of one rank,
-    without padding."""
+    """How many tokens of all samples chose each expert, in a forward of its own of one rank, without padding."""
     counts: dict[int, torch.Tensor] = {}
 
     def hook(layer: int):
-        return lambda module, inputs, output: counts.update(
-            {layer: counts.get(layer, 0) + output[1].sum(0)}
-        )
+        return lambda module, inputs, output: counts.update({layer: counts.get(layer, 0) + output[1].sum(0)})
 
     hooks = [r.register_forward_hook(hook(i)) for i, r in routers(actor.chunks).items()]
     step.token_logprobs(actor, batch_of(actor.mesh), 1.0)
@@ -56,8 +53,7 @@ def bias_job(actor: MegatronActor, job: dict) -> dict:
 
 
 def losses_by_hand(actor: MegatronActor, balance: float, z: float) -> dict[str, float]:
-    """Leaves the gradients of both losses as plain torch has them: one sample a forward, every
-    formula written out."""
+    """Leaves the gradients of both losses as plain torch has them: one sample a forward, every formula written out."""
     batch, logits, total = batch_of(actor.mesh), {}, {"balance": 0.0, "z": 0.0}
     of_layer = routers(actor.chunks)
     for layer, router in of_layer.items():
@@ -79,24 +75,16 @@ def losses_by_hand(actor: MegatronActor, balance: float, z: float) -> dict[str, 
             took = torch.zeros_like(scores).scatter(1, scores.topk(chosen).indices, 1.0)
             f = experts / (chosen * length) * took.sum(0)
             mean_score = (scores / scores.sum(1, keepdim=True)).mean(0)
-            sequence_loss, z_sum = (
-                (f * mean_score).sum(),
-                (of_sequence.exp().sum(1).log() ** 2).sum(),
-            )
+            sequence_loss, z_sum = ((f * mean_score).sum(), (of_sequence.exp().sum(1).log() ** 2).sum())
             total["balance"] += float(sequence_loss) / len(batch.lengths) / len(of_layer)
             total["z"] += float(z_sum) / int(batch.lengths.sum()) / len(of_layer)
-            loss = (
-                loss
-                + balance * sequence_loss / len(batch.lengths)
-                + z * z_sum / int(batch.lengths.sum())
-            )
+            loss = loss + balance * sequence_loss / len(batch.lengths) + z * z_sum / int(batch.lengths.sum())
         loss.backward()
     return total
 
 
 def losses_job(actor: MegatronActor, job: dict) -> dict:
-    """With advantages of 0 the routers' losses alone have a gradient; the reference job writes what
-    is by hand."""
+    """With advantages of 0 the routers' losses alone have a gradient; the reference job writes what is by hand."""
     weights = actor.trained_weights(load_initial_weights(actor, job["model"]))
     if "by_hand" in job:
         with next_floats(actor):
@@ -128,6 +116,4 @@ def losses_job(actor: MegatronActor, job: dict) -> dict:
 
 
 def main(folder: Path) -> None:
-    with_actors(
-        folder, lambda actor, job: (losses_job if "reference" in job else bias_job)(actor, job)
-    )
+    with_actors(folder, lambda actor, job: (losses_job if "reference" in job else bias_job)(actor, job))

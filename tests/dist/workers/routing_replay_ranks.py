@@ -24,11 +24,7 @@ def planted_experts(actor: MegatronActor) -> Tensor:
     """Of all samples and layers with experts, any: [NUM_SAMPLES, WIDTH, layers, k]."""
     arch, generator = actor.arch, torch.Generator().manual_seed(5)
     scores = torch.rand(
-        NUM_SAMPLES,
-        WIDTH,
-        arch.num_layers - arch.experts.dense_layers,
-        arch.experts.count,
-        generator=generator,
+        NUM_SAMPLES, WIDTH, arch.num_layers - arch.experts.dense_layers, arch.experts.count, generator=generator
     )
     return scores.topk(arch.experts.per_token).indices.to(torch.uint8)
 
@@ -47,14 +43,10 @@ def backward(actor: MegatronActor, batch: Batch) -> tuple[dict[str, float], dict
     return sums, {name: values.clone() for name, values in actor.gradients().items()}
 
 
-def errors(
-    actor: MegatronActor, weights: ActorWeights, reference: dict[str, Tensor]
-) -> dict[str, float]:
-    """Collective. Of the gradients, by HF tensor; an expert's against the largest of all experts of
-    its layer.
+def errors(actor: MegatronActor, weights: ActorWeights, reference: dict[str, Tensor]) -> dict[str, float]:
+    """Collective. Of the gradients, by HF tensor; an expert's against the largest of all experts of its layer.
 
-    One expert sees some ten tokens, whose gradients may cancel: rounding of the whole layer is what
-    is left then.
+    One expert sees some ten tokens, whose gradients may cancel: rounding of the whole layer is what is left then.
     """
 
     def kind(name: str) -> str:
@@ -64,15 +56,12 @@ def errors(
     for name, values in reference.items():
         largest[kind(name)] = max(largest.get(kind(name), 0.0), float(values.abs().max()))
     found = ratios(weights, actor.gradients(), reference, actor.mesh)
-    shares = {
-        name: float(values.abs().max()) / largest[kind(name)] for name, values in reference.items()
-    }
+    shares = {name: float(values.abs().max()) / largest[kind(name)] for name, values in reference.items()}
     return {name: error * shares[name] if shares[name] else error for name, error in found.items()}
 
 
 def counts_of(actor: MegatronActor) -> dict[int, list[int]]:
-    """What moves the routers' biases, by layer: the tokens that went to each expert; {} without the
-    option."""
+    """What moves the routers' biases, by layer: the tokens that went to each expert; {} without the option."""
     if actor.router_bias is None:
         return {}
     counts = actor.router_bias.counts.clone()
@@ -81,8 +70,7 @@ def counts_of(actor: MegatronActor) -> dict[int, list[int]]:
 
 
 def by_hand(actor: MegatronActor, batch: Batch) -> dict:
-    """On one rank, a sample a forward, which has no padding: which experts every router used, with
-    which weights."""
+    """On one rank, a sample a forward, which has no padding: which experts every router used, with which weights."""
     seen: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
     logits: dict[int, Tensor] = {}
     undo = []
@@ -111,9 +99,7 @@ def by_hand(actor: MegatronActor, batch: Batch) -> dict:
             probs, used, values = by_length[length]
             given = planted[sample, : length - 1, layer - arch.experts.dense_layers].long()
             expected = torch.zeros_like(used[:-1]).scatter(1, given, True)
-            wrong += int((used[:-1] != expected).any(1).sum()) + int(
-                used[-1].sum() != arch.experts.per_token
-            )
+            wrong += int((used[:-1] != expected).any(1).sum()) + int(used[-1].sum() != arch.experts.per_token)
             scores = values[:-1].double()
             if arch.experts.sigmoid:
                 weights = scores.sigmoid().gather(1, given)
@@ -132,10 +118,7 @@ def same_sets(found: Tensor, expected: Tensor, lengths: Tensor) -> bool:
 
 
 def replay_job(actor: MegatronActor, job: dict) -> dict:
-    weights, routing = (
-        actor.trained_weights(load_initial_weights(actor, job["model"])),
-        actor.routing,
-    )
+    weights, routing = (actor.trained_weights(load_initial_weights(actor, job["model"])), actor.routing)
     assert routing is not None
     batch = batch_of(actor.mesh)
     with routing.recording(batch) as recorded:
@@ -163,11 +146,7 @@ def replay_job(actor: MegatronActor, job: dict) -> dict:
             neighbors = whole(weights, actor.gradients(), actor.mesh)
     logprobs = step.token_logprobs(actor, planted, 1.0)
     sums, _ = backward(actor, planted)
-    of_planted = {
-        "differs": sums["router/replay_differs"],
-        "counts": counts_of(actor),
-        "loss": sums["loss/total"],
-    }
+    of_planted = {"differs": sums["router/replay_differs"], "counts": counts_of(actor), "loss": sums["loss/total"]}
     result["moved"] = not torch.equal(logprobs, natural)
     if "write" in job:
         found = {
@@ -178,10 +157,7 @@ def replay_job(actor: MegatronActor, job: dict) -> dict:
                 "logprobs": float((logprobs - of_neighbor).abs().max()),
             },
         }
-        torch.save(
-            found | {"planted": of_planted, "logprobs": padded(logprobs, batch.lengths)},
-            job["reference"],
-        )
+        torch.save(found | {"planted": of_planted, "logprobs": padded(logprobs, batch.lengths)}, job["reference"])
         return result | {"planted": of_planted}
     reference = torch.load(job["reference"], map_location="cpu")
     expected = reference["natural"][batch.sample_ids][:, :, list(routing.layers)]

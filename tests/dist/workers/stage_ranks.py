@@ -26,8 +26,7 @@ SMALL_FILE = 100_000  # bytes; a stage of the model has more
 
 
 def equality_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
-    """Logits of every trained position, loss and gradients; written by one rank, compared by
-    two."""
+    """Logits of every trained position, loss and gradients; written by one rank, compared by two."""
     grid = torch.zeros(NUM_SAMPLES, WIDTH, VOCAB)
     batch = batch_of(actor.mesh)
     with recorded_logits() as seen, torch.no_grad():
@@ -37,12 +36,7 @@ def equality_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict
     loss = gradient(actor, batch, RICH)
     if job.get("write"):
         torch.save(
-            {
-                "logits": grid,
-                "loss": loss,
-                "gradients": whole(weights, actor.gradients(), actor.mesh),
-            },
-            job["reference"],
+            {"logits": grid, "loss": loss, "gradients": whole(weights, actor.gradients(), actor.mesh)}, job["reference"]
         )
         return {"positions": int((grid.abs().amax(-1) > 0).sum())}
     reference = torch.load(job["reference"], map_location="cpu")
@@ -68,15 +62,12 @@ def clock_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
 
 
 def background_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
-    """Saved at once, and in the background of two more updates: both must resume to the same
-    weights, bit by bit."""
+    """Saved at once, and in the background of two more updates: both must resume to the same weights, bit by bit."""
     batch, root = batch_of(actor.mesh), Path(job["root"])
 
     def save(name: str, snapshot: bool) -> checkpoint.PendingSave:
         plan = partial(save_actor, actor, reshardable=job["reshardable"], snapshot=snapshot)
-        return checkpoint.PendingSave(
-            root / name, TrainState(step=1), ANY, CheckpointConfig(keep=2), plan, actor.mesh
-        )
+        return checkpoint.PendingSave(root / name, TrainState(step=1), ANY, CheckpointConfig(keep=2), plan, actor.mesh)
 
     gradient(actor, batch, RICH)
     actor.optimizer_step()
@@ -99,20 +90,15 @@ def background_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> di
 
 
 def failure_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
-    """A save that one rank cannot write: every rank hears of it, and nothing of it gets into the
-    next one."""
+    """A save that one rank cannot write: every rank hears of it, and nothing of it gets into the next one."""
     root, message = Path(job["root"]), ""
     plan = partial(save_actor, actor, reshardable=True)
-    checkpoint.PendingSave(
-        root, TrainState(step=1), ANY, CheckpointConfig(keep=2), plan, actor.mesh
-    ).finish()
+    checkpoint.PendingSave(root, TrainState(step=1), ANY, CheckpointConfig(keep=2), plan, actor.mesh).finish()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if actor.mesh.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE, limits[1]))
     in_background = partial(plan, snapshot=True)
-    pending = checkpoint.PendingSave(
-        root, TrainState(step=2), ANY, CheckpointConfig(keep=2), in_background, actor.mesh
-    )
+    pending = checkpoint.PendingSave(root, TrainState(step=2), ANY, CheckpointConfig(keep=2), in_background, actor.mesh)
     try:
         pending.finish()
     except RuntimeError as exc:
@@ -123,38 +109,19 @@ def failure_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
     gradient(actor, batch_of(actor.mesh), RICH)
     actor.optimizer_step()  # a checkpoint has more parts from now on
     saved = {name: parameter.detach().clone() for name, parameter in actor.parameters().items()}
-    again = checkpoint.PendingSave(
-        root, TrainState(step=3), ANY, CheckpointConfig(keep=2), plan, actor.mesh
-    ).finish()
+    again = checkpoint.PendingSave(root, TrainState(step=3), ANY, CheckpointConfig(keep=2), plan, actor.mesh).finish()
     different = []
     for with_optimizer in (True, False):  # an export reads the weights only
         with torch.no_grad():
             for parameter in actor.parameters().values():
                 parameter.zero_()
         load_actor(actor, again / "actor", with_optimizer)
-        different += [
-            name
-            for name, parameter in actor.parameters().items()
-            if not torch.equal(parameter, saved[name])
-        ]
-    return {
-        "messages": messages,
-        "left": left,
-        "again": again.name,
-        "different": actor.mesh.gather_world(different),
-    }
+        different += [name for name, parameter in actor.parameters().items() if not torch.equal(parameter, saved[name])]
+    return {"messages": messages, "left": left, "again": again.name, "different": actor.mesh.gather_world(different)}
 
 
-JOBS = {
-    "equality": equality_job,
-    "clock": clock_job,
-    "background": background_job,
-    "failure": failure_job,
-}
+JOBS = {"equality": equality_job, "clock": clock_job, "background": background_job, "failure": failure_job}
 
 
 def main(folder: Path) -> None:
-    with_actors(
-        folder,
-        lambda actor, job: JOBS[job["do"]](actor, load_initial_weights(actor, job["model"]), job),
-    )
+    with_actors(folder, lambda actor, job: JOBS[job["do"]](actor, load_initial_weights(actor, job["model"]), job))

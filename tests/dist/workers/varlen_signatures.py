@@ -1,5 +1,4 @@
-"""The actor's attention with stand-ins for torch's variable-length kernel, which needs CUDA, of two
-releases."""
+"""The actor's attention with stand-ins for torch's variable-length kernel, which needs CUDA, of two releases."""
 
 from types import SimpleNamespace
 
@@ -9,19 +8,7 @@ from torch.nn.attention import varlen
 LENGTHS, HEADS, GROUPS, DIM, WIDTH = [3, 7, 1], 4, 2, 8, 6
 
 
-def _of_2_11(
-    query,
-    key,
-    value,
-    cu_seq_q,
-    cu_seq_k,
-    max_q,
-    max_k,
-    *,
-    return_aux=None,
-    scale=None,
-    window_size=(-1, -1),
-):
+def _of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
     assert window_size == (-1, 0) and query.shape[-1] == value.shape[-1] and return_aux is None
     assert key.shape[1] == value.shape[1] == query.shape[1], "it says nothing of fewer key heads"
     assert max_q == max_k == max(LENGTHS)
@@ -29,23 +16,11 @@ def _of_2_11(
 
 
 def _of_2_13(
-    query,
-    key,
-    value,
-    cu_seq_q,
-    cu_seq_k,
-    max_q,
-    max_k,
-    *,
-    scale=None,
-    window_size=(-1, -1),
-    enable_gqa=False,
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
 ):
     assert window_size == (-1, 0) and enable_gqa and key.shape[1] == GROUPS
     repeat = query.shape[1] // key.shape[1]
-    return _attend(
-        query, key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1), cu_seq_q, scale
-    )
+    return _attend(query, key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1), cu_seq_q, scale)
 
 
 def _attend(query, key, value, cu, scale):
@@ -60,21 +35,16 @@ def _attend(query, key, value, cu, scale):
 
 
 def run_rank(rank: int) -> dict[str, float]:
-    """The largest difference of forward and gradients between the kernel's path and plain
-    attention, by release."""
+    """The largest difference of forward and gradients between the kernel's path and plain attention, by release."""
     from megagrpo.models.kinds.grouped_query.layer import CausalAttention
 
-    attention = CausalAttention(
-        SimpleNamespace(kv_channels=DIM, context_parallel_size=1), 1, None, "self"
-    )
+    attention = CausalAttention(SimpleNamespace(kv_channels=DIM, context_parallel_size=1), 1, None, "self")
     sizes = ((HEADS, DIM), (GROUPS, DIM), (GROUPS, WIDTH))
     parts = [torch.randn(sum(LENGTHS), *size) for size in sizes]
     cu = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     packed = SimpleNamespace(cu_seqlens_q=cu, max_seqlen_q=max(LENGTHS))
     repeated = [p.clone().requires_grad_() for p in parts]
-    expected = _attend(
-        *(t.repeat_interleave(HEADS // t.shape[1], 1) for t in repeated), cu, DIM**-0.5
-    ).flatten(1)
+    expected = _attend(*(t.repeat_interleave(HEADS // t.shape[1], 1) for t in repeated), cu, DIM**-0.5).flatten(1)
     expected.square().sum().backward()
     found, kernel = {}, varlen.varlen_attn
     try:
@@ -83,10 +53,7 @@ def run_rank(rank: int) -> dict[str, float]:
             mine = [p.clone().requires_grad_() for p in parts]
             out = attention._varlen(*mine, packed)
             out.square().sum().backward()
-            pairs = [
-                (out, expected),
-                *((m.grad, r.grad) for m, r in zip(mine, repeated, strict=True)),
-            ]
+            pairs = [(out, expected), *((m.grad, r.grad) for m, r in zip(mine, repeated, strict=True))]
             found[release] = max(float((a - b).abs().max()) for a, b in pairs)
     finally:
         varlen.varlen_attn = kernel

@@ -1,5 +1,4 @@
-"""The jobs of actor_ranks.py on vision-language models: samples of vision_samples.py, a frozen or a
-trained tower."""
+"""The jobs of actor_ranks.py on vision-language models: samples of vision_samples.py, a frozen or a trained tower."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,8 +27,7 @@ def batch_of(mesh, shift: int = 0, keep: int = NUM_SAMPLES) -> Batch:
 
 
 def swapped_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
-    """How far log-probabilities move by one planted mistake, of samples with images and of
-    others."""
+    """How far log-probabilities move by one planted mistake, of samples with images and of others."""
     batch = batch_of(actor.mesh)
     with torch.no_grad():
         before = step.token_logprobs(actor, batch, 1.0)
@@ -61,17 +59,13 @@ def frozen_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
 
 @contextmanager
 def _grids_swapped(batch: Batch) -> Iterator[Batch]:
-    images = [
-        tuple(replace(ref, grid=(1, ref.grid[2], ref.grid[1])) for ref in of) for of in batch.images
-    ]
+    images = [tuple(replace(ref, grid=(1, ref.grid[2], ref.grid[1])) for ref in of) for of in batch.images]
     yield replace(batch, images=tuple(images))
 
 
 @contextmanager
 def _one_late(batch: Batch) -> Iterator[Batch]:
-    yield replace(
-        batch, images=tuple(tuple(replace(r, start=r.start + 1) for r in of) for of in batch.images)
-    )
+    yield replace(batch, images=tuple(tuple(replace(r, start=r.start + 1) for r in of) for of in batch.images))
 
 
 @contextmanager
@@ -85,11 +79,7 @@ def _deepstack_late(batch: Batch) -> Iterator[Batch]:
         yield batch
 
 
-MISTAKES = {
-    "grids swapped": _grids_swapped,
-    "a token late": _one_late,
-    "deepstack late": _deepstack_late,
-}
+MISTAKES = {"grids swapped": _grids_swapped, "a token late": _one_late, "deepstack late": _deepstack_late}
 JOBS = {**actor_ranks.JOBS, "swapped": swapped_job, "frozen": frozen_job}
 
 
@@ -101,9 +91,7 @@ def main(folder: Path) -> None:
         return JOBS[job["do"]](actor, weights, job, folder)
 
     with ExitStack() as stack:
-        stack.enter_context(
-            patch.multiple(actor_ranks, samples=samples, NUM_SAMPLES=NUM_SAMPLES, batch_of=batch_of)
-        )
+        stack.enter_context(patch.multiple(actor_ranks, samples=samples, NUM_SAMPLES=NUM_SAMPLES, batch_of=batch_of))
         stack.enter_context(patch.multiple(recorded, VOCAB=VOCAB))
         stack.enter_context(patch.multiple(actor_ranks, VOCAB=VOCAB))
         with_actors(folder, measure)

@@ -1,5 +1,4 @@
-"""Made-up samples with 0, 1, 2 and 3 images of several sizes, the same in every process of the
-vision tests."""
+"""Made-up samples with 0, 1, 2 and 3 images of several sizes, the same in every process of the vision tests."""
 
 import torch
 
@@ -7,14 +6,8 @@ from megagrpo.types import ImageRef
 from tests.tiny_vlm import VOCABULARY
 
 VOCAB = 96
-GRIDS = {
-    "a": (1, 4, 4),
-    "b": (1, 2, 6),
-    "c": (1, 8, 4),
-    "d": (1, 2, 2),
-}  # patches; 4, 3, 8 and 1 tokens
-# of each sample: tokens before each image, with the token that says that one begins; then the
-# response's tokens
+GRIDS = {"a": (1, 4, 4), "b": (1, 2, 6), "c": (1, 8, 4), "d": (1, 2, 2)}  # patches; 4, 3, 8 and 1 tokens
+# of each sample: tokens before each image, with the token that says that one begins; then the response's tokens
 LAYOUTS = (
     ((("a", 3),), 9),
     ((), 14),
@@ -53,9 +46,7 @@ def samples() -> dict[str, torch.Tensor]:
     """tokens, mask, advantages, noise [NUM_SAMPLES, WIDTH]; lengths, prompts [NUM_SAMPLES]; seen:
     image tokens."""
     generator = torch.Generator().manual_seed(3)
-    prompts = torch.tensor(
-        [sum(b + tokens_of(n) for n, b in images) + TEXT for images, _ in LAYOUTS]
-    )
+    prompts = torch.tensor([sum(b + tokens_of(n) for n, b in images) + TEXT for images, _ in LAYOUTS])
     lengths = prompts + torch.tensor([response for _, response in LAYOUTS])
     column = torch.arange(int(lengths.max()))
     inside = column < lengths[:, None]

@@ -1,8 +1,7 @@
 """One rank that makes updates and tells where the host would wait for a device.
 
-What makes a host wait on CUDA is seen on a CPU too: operators whose output has a size that depends
-on values, and values that are read. Counted inside Megatron's schedule: what is planned before it
-is on the host on purpose.
+What makes a host wait on CUDA is seen on a CPU too: operators whose output has a size that depends on values, and
+values that are read. Counted inside Megatron's schedule: what is planned before it is on the host on purpose.
 """
 
 import os
@@ -25,23 +24,15 @@ from tests.dist.workers.actor_ranks import RICH, batch_of
 from tests.dist.workers.harness import with_actors
 from tests.dist.workers.routing_replay_ranks import with_planted
 
-SIZED_BY_VALUES = (
-    "nonzero",
-    "masked_select",
-    "unique_dim",
-    "_unique2",
-    "unique_consecutive",
-    "bincount",
-)
+SIZED_BY_VALUES = ("nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "bincount")
 # A clone may itself lie in a folder called megagrpo.
 ROOTS = tuple(f"{next(iter(package.__path__))}{os.sep}" for package in (megagrpo, megatron.core))
 CPU_ONLY = ("cpu/trainer.py",)  # what it puts into Megatron where there is no CUDA
 READS = ("_local_scalar_dense", "equal", "is_nonzero")
 METHODS = ("tolist", "numpy", "cpu", "item", "__bool__", "__int__", "__float__", "__index__")
-# What these read is on the host of a GPU machine too: split sizes that the dispatcher brought there
-# at its one synchronization (`numpy` stands for the copy), index lists and states of generators
-# that never left it, indices made in pinned memory, and the layout of a micro-batch, which is made
-# of a Batch that is on the host.
+# What these read is on the host of a GPU machine too: split sizes that the dispatcher brought there at its one
+# synchronization (`numpy` stands for the copy), index lists and states of generators that never left it, indices made
+# in pinned memory, and the layout of a micro-batch, which is made of a Batch that is on the host.
 ON_HOST = (
     "microbatch.py:_layout", "microbatch.py:_micro_batch", "microbatch.py:targets",
     "numpy token_dispatcher.py:_maybe_dtoh_and_synchronize", "token_dispatcher.py:token_dispatch",
@@ -73,9 +64,7 @@ class Waits(TorchDispatchMode):
         by_mask = name in ("index", "index_put", "index_put_") and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
-        if (
-            by_mask and name != "index"
-        ):  # one number into all places of a mask: masked_fill, which torch makes of it
+        if by_mask and name != "index":  # one number into all places of a mask: masked_fill, which torch makes of it
             by_mask = args[2].numel() > 1
         unknown_size = name == "repeat_interleave" and kwargs.get("output_size") is None
         if not self.inside and (name in SIZED_BY_VALUES + READS or by_mask or unknown_size):
@@ -84,8 +73,7 @@ class Waits(TorchDispatchMode):
 
     @contextmanager
     def also_methods(self) -> Iterator[None]:
-        """Methods of tensors that read them, and new tensors of host values on a device: not all
-        are operators."""
+        """Methods of tensors that read them, and new tensors of host values on a device: not all are operators."""
 
         def noted(name: str, method: Callable) -> Callable:
             def call(*args, **kwargs):
@@ -103,21 +91,13 @@ class Waits(TorchDispatchMode):
         make = torch.tensor
 
         def tensor(*args, **kwargs):
-            return (noted("torch.tensor", make) if kwargs.get("device") is not None else make)(
-                *args, **kwargs
-            )
+            return (noted("torch.tensor", make) if kwargs.get("device") is not None else make)(*args, **kwargs)
 
         with ExitStack() as stack:
             stack.enter_context(patch.object(torch, "tensor", tensor))
-            stack.enter_context(
-                patch.object(
-                    torch.cuda.Event, "synchronize", noted("synchronize", lambda event: None)
-                )
-            )
+            stack.enter_context(patch.object(torch.cuda.Event, "synchronize", noted("synchronize", lambda event: None)))
             for name in METHODS:
-                stack.enter_context(
-                    patch.object(torch.Tensor, name, noted(name, getattr(torch.Tensor, name)))
-                )
+                stack.enter_context(patch.object(torch.Tensor, name, noted(name, getattr(torch.Tensor, name))))
             yield
 
 

@@ -7,22 +7,7 @@ from .fp8 import fp8_autocast, fp8_model_init
 from .module import GroupedLinear, LayerNormLinear, Linear, RMSNorm
 
 __all__ = [
-    "CudaRNGStatesTracker",
-    "DotProductAttention",
-    "GroupedLinear",
-    "LayerNormLinear",
-    "Linear",
-    "RMSNorm",
-    "attention",
-    "checkpoint",
-    "distributed",
-    "fp8",
-    "fp8_autocast",
-    "fp8_model_init",
-    "module",
-    "ops",
-    "optimizers",
-    "permutation",
-    "router",
-    "tensor",
-]
+    "CudaRNGStatesTracker", "DotProductAttention", "GroupedLinear", "LayerNormLinear", "Linear", "RMSNorm", "attention",
+    "checkpoint", "distributed", "fp8", "fp8_autocast", "fp8_model_init", "module", "ops", "optimizers", "permutation",
+    "router", "tensor",
+]  # fmt: skip

@@ -39,9 +39,7 @@ def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Computes function(*args), and again in the backward pass."""
     for name in ("distribute_saved_activations", "get_rng_state_tracker", "tp_group"):
         kwargs.pop(name, None)
-    return torch.utils.checkpoint.checkpoint(
-        function, *args, use_reentrant=kwargs.pop("use_reentrant", True), **kwargs
-    )
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=kwargs.pop("use_reentrant", True), **kwargs)
 
 
 class CudaRNGStatesTracker:
@@ -64,8 +62,7 @@ class CudaRNGStatesTracker:
         self.states_ = states
 
     def add(self, name: str, seed: int) -> None:
-        """Adds the state that a seed gives. Raises RuntimeError for a name or a seed that is
-        there."""
+        """Adds the state that a seed gives. Raises RuntimeError for a name or a seed that is there."""
         if seed in self.seeds_ or name in self.states_:
             raise RuntimeError(f"seed {seed} or state {name} already exists")
         self.seeds_.add(seed)

@@ -33,11 +33,7 @@ class FP8GlobalStateManager:
 
 @contextmanager
 def fp8_autocast(
-    enabled: bool = True,
-    calibrating: bool = False,
-    fp8_recipe=None,
-    fp8_group=None,
-    _graph: bool = False,
+    enabled: bool = True, calibrating: bool = False, fp8_recipe=None, fp8_group=None, _graph: bool = False
 ) -> Iterator[None]:
     """Raises NotImplementedError where fp8 is to be on."""
     if enabled:
@@ -46,9 +42,7 @@ def fp8_autocast(
 
 
 @contextmanager
-def fp8_model_init(
-    enabled: bool = True, recipe=None, preserve_high_precision_init_val: bool = False
-) -> Iterator[None]:
+def fp8_model_init(enabled: bool = True, recipe=None, preserve_high_precision_init_val: bool = False) -> Iterator[None]:
     """Raises NotImplementedError where parameters are to be fp8."""
     if enabled:
         raise NotImplementedError("the stand-in for Transformer Engine has no fp8")

@@ -5,11 +5,7 @@ from torch import Tensor
 
 
 def moe_permute(
-    inp: Tensor,
-    routing_map: Tensor,
-    num_out_tokens: int = -1,
-    max_token_num: int = -1,
-    map_type: str = "mask",
+    inp: Tensor, routing_map: Tensor, num_out_tokens: int = -1, max_token_num: int = -1, map_type: str = "mask"
 ) -> tuple[Tensor, Tensor]:
     """Returns the rows of inp [tokens, hidden], expert after expert, and where each came from."""
     if map_type != "mask":
@@ -21,8 +17,7 @@ def moe_permute(
 def moe_permute_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int = -1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the rows of inp [tokens, hidden] and of probs [tokens, experts] so, and where each
-    came from."""
+    """Returns the rows of inp [tokens, hidden] and of probs [tokens, experts] so, and where each came from."""
     rows = _sources(routing_map)
     return inp[rows[1]], probs.t()[rows[0], rows[1]], rows
 
@@ -57,9 +52,7 @@ def moe_sort_chunks_by_index_with_probs(
     inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns the chunks of inp [rows, hidden] and of probs [rows] in another order."""
-    of_rows, of_probs = (
-        moe_sort_chunks_by_index(t, split_sizes, sorted_index) for t in (inp, probs)
-    )
+    of_rows, of_probs = (moe_sort_chunks_by_index(t, split_sizes, sorted_index) for t in (inp, probs))
     return of_rows, of_probs
 
 

@@ -14,8 +14,7 @@ def fused_topk_with_score_function(
     score_function: str,
     expert_bias: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the probabilities [tokens, experts], 0 for experts not chosen, and which were
-    chosen."""
+    """Returns the probabilities [tokens, experts], 0 for experts not chosen, and which were chosen."""
     if logits.dtype == torch.float64:
         raise ValueError("Current TE does not support float64 router type")
     if score_function == "softmax":
@@ -36,16 +35,11 @@ def fused_topk_with_score_function(
         values = values / (values.sum(-1, keepdim=True) + 1e-20)
     values = values * (scaling_factor or 1.0)
     probabilities = torch.zeros_like(scores).scatter(1, chosen, values)
-    return probabilities.to(logits.dtype), torch.zeros_like(scores, dtype=torch.bool).scatter(
-        1, chosen, True
-    )
+    return probabilities.to(logits.dtype), torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
 
 
-def fused_compute_score_for_moe_aux_loss(
-    logits: Tensor, topk: int, score_function: str
-) -> tuple[Tensor, Tensor]:
-    """Returns which experts are chosen [tokens, experts] without groups and biases, and the
-    scores."""
+def fused_compute_score_for_moe_aux_loss(logits: Tensor, topk: int, score_function: str) -> tuple[Tensor, Tensor]:
+    """Returns which experts are chosen [tokens, experts] without groups and biases, and the scores."""
     if score_function == "softmax":
         scores = logits.float().softmax(-1)
     else:
@@ -56,12 +50,7 @@ def fused_compute_score_for_moe_aux_loss(
 
 
 def fused_moe_aux_loss(
-    probs: Tensor,
-    tokens_per_expert: Tensor,
-    total_num_tokens: int,
-    num_experts: int,
-    topk: int,
-    coeff: float,
+    probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: int, num_experts: int, topk: int, coeff: float
 ) -> Tensor:
     """Returns the load-balancing loss of Switch Transformer (Fedus et al. 2022, equation 4)."""
     scale = num_experts * coeff / (topk * total_num_tokens * total_num_tokens)

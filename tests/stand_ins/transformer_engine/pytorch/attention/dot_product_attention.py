@@ -1,5 +1,4 @@
-"""Causal attention of padded and packed batches, cut over context-parallel ranks in two chunks of
-each sequence."""
+"""Causal attention of padded and packed batches, cut over context-parallel ranks in two chunks of each sequence."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -12,8 +11,7 @@ from ..module.base import TransformerEngineBaseModule
 
 
 class DotProductAttention(TransformerEngineBaseModule):
-    """Computes softmax(q k^T scale) v with a causal mask; key/value heads are grouped, values may
-    be narrower."""
+    """Computes softmax(q k^T scale) v with a causal mask; key/value heads are grouped, values may be narrower."""
 
     def __init__(
         self,
@@ -40,15 +38,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         return_max_logit: bool | None = False,
     ) -> None:
         super().__init__()
-        if (
-            attention_dropout
-            or softmax_type != "vanilla"
-            or return_max_logit
-            or attention_type != "self"
-        ):
-            raise NotImplementedError(
-                "the stand-in for Transformer Engine has plain self-attention without dropout"
-            )
+        if attention_dropout or softmax_type != "vanilla" or return_max_logit or attention_type != "self":
+            raise NotImplementedError("the stand-in for Transformer Engine has plain self-attention without dropout")
         if window_size not in (None, (-1, 0), (-1, -1)):
             raise NotImplementedError("the stand-in for Transformer Engine has no sliding window")
         self._take_parallel(tp_group, tp_size, None, sequence_parallel)
@@ -64,9 +55,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.softmax_scale = widths[0] ** -0.5 if softmax_scale is None else softmax_scale
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
-    def set_context_parallel_group(
-        self, cp_group, cp_global_ranks, cp_stream, cp_comm_type: str = "p2p"
-    ) -> None:
+    def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type: str = "p2p") -> None:
         """Takes the group of the context-parallel ranks and how they exchange keys and values."""
         self.cp_group, self.cp_global_ranks, self.cp_stream = cp_group, cp_global_ranks, cp_stream
         self.cp_comm_type = cp_comm_type
@@ -97,18 +86,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         fp8_output: bool | None = False,
         num_splits: int | None = 1,
     ) -> Tensor:
-        """Maps sbhd [s, b, heads, d] to [s, b, heads e], thd [T, heads, d] to [T, heads e]; s and T
-        of this rank."""
+        """Maps sbhd [s, b, heads, d] to [s, b, heads e], thd [T, heads, d] to [T, heads e]; s and T of this rank."""
         layout = qkv_format or self.qkv_format
         mask = attn_mask_type or self.attn_mask_type
-        if (
-            core_attention_bias is not None
-            or alibi_slopes is not None
-            or inference_params is not None
-        ):
-            raise NotImplementedError(
-                "the stand-in for Transformer Engine adds no biases and keeps no cache"
-            )
+        if core_attention_bias is not None or alibi_slopes is not None or inference_params is not None:
+            raise NotImplementedError("the stand-in for Transformer Engine adds no biases and keeps no cache")
         self._check(query_layer, key_layer, value_layer)
         cp = self.cp_group.size() if self.cp_group is not None else 1
         if layout == "sbhd":
@@ -116,51 +98,32 @@ class DotProductAttention(TransformerEngineBaseModule):
             length = len(query_layer) * cp
             keys, values = (_whole(t, [length], self.cp_group) for t in (key_layer, value_layer))
             return self._attend(query_layer, keys, values, length).flatten(2)
-        assert layout == "thd" and mask == "padding_causal", (
-            f"{layout} with mask {mask} is not here"
-        )
+        assert layout == "thd" and mask == "padding_causal", f"{layout} with mask {mask} is not here"
         assert cu_seqlens_q is not None and cu_seqlens_kv is not None, "thd needs cu_seqlens"
         if cp > 1:
             assert cu_seqlens_q_padded is not None and cu_seqlens_kv_padded is not None, (
                 "cu_seqlens_padded can not be None for context parallelism and qkv_format = 'thd'!"
             )
-            assert self.cp_comm_type in ("p2p", "a2a"), (
-                "all_gather supports no padding mask, and so no thd"
-            )
-        return self._packed(
-            query_layer, key_layer, value_layer, cu_seqlens_q, cu_seqlens_q_padded, cp
-        )
+            assert self.cp_comm_type in ("p2p", "a2a"), "all_gather supports no padding mask, and so no thd"
+        return self._packed(query_layer, key_layer, value_layer, cu_seqlens_q, cu_seqlens_q_padded, cp)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        assert query.dtype == key.dtype == value.dtype, (
-            "Queries, keys and values must have the same data type!"
-        )
-        assert key.shape[:-1] == value.shape[:-1], (
-            "Keys and values must have the same number of places and heads!"
-        )
-        assert query.shape[-1] == key.shape[-1] == self.hidden_size_per_attention_head_k, (
-            "head_dim of keys"
-        )
+        assert query.dtype == key.dtype == value.dtype, "Queries, keys and values must have the same data type!"
+        assert key.shape[:-1] == value.shape[:-1], "Keys and values must have the same number of places and heads!"
+        assert query.shape[-1] == key.shape[-1] == self.hidden_size_per_attention_head_k, "head_dim of keys"
         assert value.shape[-1] == self.hidden_size_per_attention_head_v, "head_dim of values"
-        assert key.shape[-2] == self.num_gqa_groups_per_partition, (
-            "Keys and values must have num_gqa_group heads!"
-        )
+        assert key.shape[-2] == self.num_gqa_groups_per_partition, "Keys and values must have num_gqa_group heads!"
         if self.cp_group is not None and self.cp_group.size() > 1:
             assert key.shape[-1] == value.shape[-1] or self.cp_comm_type in ("p2p", "a2a+p2p"), (
                 "Context parallelism does not support MLA with all_gather!"
             )
 
-    def _packed(
-        self, query: Tensor, key: Tensor, value: Tensor, cu: Tensor, padded: Tensor | None, cp: int
-    ) -> Tensor:
-        """Attends within each sequence: cu [k + 1] counts tokens, `padded` places, in 2 cp
-        chunks."""
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, cu: Tensor, padded: Tensor | None, cp: int) -> Tensor:
+        """Attends within each sequence: cu [k + 1] counts tokens, `padded` places, in 2 cp chunks."""
         ends = (cu if padded is None else padded).tolist()
         places = [end - start for start, end in pairwise(ends)]
         lengths = (cu[1:] - cu[:-1]).tolist()
-        assert cp == 1 or all(size % (2 * cp) == 0 for size in places), (
-            "sequences must be multiples of 2 cp chunks"
-        )
+        assert cp == 1 or all(size % (2 * cp) == 0 for size in places), "sequences must be multiples of 2 cp chunks"
         query, key, value = (t[: ends[-1] // cp, None] for t in (query, key, value))
         key, value = (_whole(t, places, self.cp_group) for t in (key, value))
         queries = query.split([size // cp for size in places])
@@ -169,8 +132,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         return out.flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, length: int) -> Tensor:
-        """Attends from query [s / cp, b, heads, d] to key [s, b, groups, d]; returns [s / cp, b,
-        heads, e].
+        """Attends from query [s / cp, b, heads, d] to key [s, b, groups, d]; returns [s / cp, b, heads, e].
 
         What comes after `length` places is padding, of which the output is 0.
         """
@@ -194,8 +156,7 @@ class DotProductAttention(TransformerEngineBaseModule):
 
 
 class _Gather(torch.autograd.Function):
-    """Joins the parts of all ranks along the first dimension; each rank's gradient is the sum of
-    all ranks'."""
+    """Joins the parts of all ranks along the first dimension; each rank's gradient is the sum of all ranks'."""
 
     @staticmethod
     def forward(ctx, part: Tensor, group) -> Tensor:
@@ -212,14 +173,11 @@ class _Gather(torch.autograd.Function):
 
 
 def _whole(part: Tensor, places: list[int], group) -> Tensor:
-    """Returns of a rank's part [T / cp, ...] all [T, ...], each sequence of `places` in its own
-    order."""
+    """Returns of a rank's part [T / cp, ...] all [T, ...], each sequence of `places` in its own order."""
     cp = 1 if group is None else group.size()
     if cp == 1:
         return part
-    by_rank = [
-        held.split([size // cp for size in places]) for held in _Gather.apply(part, group).chunk(cp)
-    ]
+    by_rank = [held.split([size // cp for size in places]) for held in _Gather.apply(part, group).chunk(cp)]
     chunks = []
     for number in range(len(places)):
         halves = [by_rank[rank][number].chunk(2) for rank in range(cp)]

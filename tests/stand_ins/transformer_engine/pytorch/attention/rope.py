@@ -15,15 +15,12 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> Tensor:
-    """Rotates t [s, b, heads, d] ("sbhd") or [T / cp, heads, d] ("thd") by angles freqs [positions,
-    1, 1, d'], d' <= d.
+    """Rotates t [s, b, heads, d] ("sbhd") or [T / cp, heads, d] ("thd") by angles freqs [positions, 1, 1, d'], d' <= d.
 
     thd: cu_seqlens [k + 1] are of whole sequences, of which a rank holds two chunks each.
     """
     if start_positions is not None or interleaved or tensor_format not in ("sbhd", "thd"):
-        raise NotImplementedError(
-            "the stand-in for Transformer Engine rotates sbhd and thd, from position 0"
-        )
+        raise NotImplementedError("the stand-in for Transformer Engine rotates sbhd and thd, from position 0")
     if tensor_format == "sbhd":
         return _rotated(t, freqs[: t.shape[0]].float())
     assert cu_seqlens is not None, "cu_seqlens must not be None when tensor_format is 'thd'."

@@ -1,5 +1,4 @@
-"""What every layer has: process groups, fp8's (empty) state, and a product whose communication is
-inside it."""
+"""What every layer has: process groups, fp8's (empty) state, and a product whose communication is inside it."""
 
 import torch
 import torch.distributed as dist
@@ -40,12 +39,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
         """Raises NotImplementedError: weight gradients are never put off here."""
         raise NotImplementedError("the stand-in for Transformer Engine delays no weight gradients")
 
-    def _take_parallel(
-        self, tp_group, tp_size: int, parallel_mode: str | None, sequence_parallel: bool
-    ) -> None:
-        assert parallel_mode in (None, "column", "row"), (
-            f"parallel_mode {parallel_mode} not supported"
-        )
+    def _take_parallel(self, tp_group, tp_size: int, parallel_mode: str | None, sequence_parallel: bool) -> None:
+        assert parallel_mode in (None, "column", "row"), f"parallel_mode {parallel_mode} not supported"
         self.tp_size = tp_size if tp_group is None else dist.get_world_size(tp_group)
         if tp_group is not None or tp_size == 1:
             self.set_tensor_parallel_group(tp_group)
@@ -53,14 +48,11 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
 
     def _new_weight(self, name: str, rows: int, columns: int, dtype, device, init_method) -> None:
-        """Registers a weight marked as the released layers mark theirs, whether or not it is one of
-        several shards."""
+        """Registers a weight marked as the released layers mark theirs, whether or not it is one of several shards."""
         weight = torch.nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device))
         if str(device) != "meta":
             with torch.no_grad():
-                torch.nn.init.normal_(weight, std=0.023) if init_method is None else init_method(
-                    weight
-                )
+                torch.nn.init.normal_(weight, std=0.023) if init_method is None else init_method(weight)
             weight.tensor_model_parallel = True  # type: ignore[attr-defined]  # read by Megatron
             weight.partition_dim = 1 if self.parallel_mode == "row" else 0  # type: ignore[attr-defined]  # the same
             weight.partition_stride = 1  # type: ignore[attr-defined]  # the same
@@ -75,13 +67,10 @@ class TransformerEngineBaseModule(torch.nn.Module):
             self.in_features = in_features // self.tp_size
 
     def _product(self, inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns the product of a layer with one weight, and the bias beside it where it is to be
-        returned."""
+        """Returns the product of a layer with one weight, and the bias beside it where it is to be returned."""
         bias = self.bias if self.apply_bias else None
         layout = self.parallel_mode, self.tp_group, self.sequence_parallel
-        out = ParallelProduct.apply(
-            inputs, self.weight, bias, *layout, self.fuse_wgrad_accumulation
-        )
+        out = ParallelProduct.apply(inputs, self.weight, bias, *layout, self.fuse_wgrad_accumulation)
         return (out, self.bias) if self.return_bias else out
 
     def _new_bias(self, name: str, size: int, use: bool, dtype, device) -> None:
@@ -98,8 +87,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
 
 def weight_gradient(weight: Tensor, gradient: Tensor, inputs: Tensor, fused: bool) -> Tensor | None:
-    """Returns the gradient [rows, columns] of a weight, or adds it to main_grad and returns what
-    nobody reads."""
+    """Returns the gradient [rows, columns] of a weight, or adds it to main_grad and returns what nobody reads."""
     if not fused:
         return gradient.flatten(0, -2).t() @ inputs.flatten(0, -2)
     product = gradient.flatten(0, -2).t().float() @ inputs.flatten(0, -2).float()
@@ -110,31 +98,17 @@ def weight_gradient(weight: Tensor, gradient: Tensor, inputs: Tensor, fused: boo
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
-    return get_dummy_wgrad(
-        list(weight.shape), weight.dtype, getattr(weight, "zero_out_wgrad", False)
-    )
+    return get_dummy_wgrad(list(weight.shape), weight.dtype, getattr(weight, "zero_out_wgrad", False))
 
 
 class ParallelProduct(torch.autograd.Function):
     """Computes x W^T of a column- or row-parallel weight with its collectives, as one operation."""
 
     @staticmethod
-    def forward(
-        ctx,
-        inputs: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        mode: str | None,
-        group,
-        sequence,
-        fused,
-    ):
-        """Maps [s / tp, ..., columns] (column with sequence parallelism) to [s, ..., rows], or the
-        other way (row)."""
+    def forward(ctx, inputs: Tensor, weight: Tensor, bias: Tensor | None, mode: str | None, group, sequence, fused):
+        """Maps [s / tp, ..., columns] (column with sequence parallelism) to [s, ..., rows], or the other way (row)."""
         ctx.weight, ctx.mode, ctx.fused, ctx.has_bias = weight, mode, fused, bias is not None
-        ctx.group, ctx.sequence = (
-            (group, sequence) if group is not None and group.size() > 1 else (None, False)
-        )
+        ctx.group, ctx.sequence = (group, sequence) if group is not None and group.size() > 1 else (None, False)
         ctx.save_for_backward(inputs)
         whole = _gathered(inputs, ctx.group) if mode == "column" and ctx.sequence else inputs
         out = torch.nn.functional.linear(whole, weight, bias if mode != "row" else None)
@@ -152,9 +126,7 @@ class ParallelProduct(torch.autograd.Function):
         whole = _gathered(inputs, ctx.group) if ctx.mode == "column" and ctx.sequence else inputs
         to_inputs = gradient @ ctx.weight
         if ctx.mode == "column" and ctx.group is not None:
-            to_inputs = (
-                _scattered(to_inputs, ctx.group) if ctx.sequence else _summed(to_inputs, ctx.group)
-            )
+            to_inputs = _scattered(to_inputs, ctx.group) if ctx.sequence else _summed(to_inputs, ctx.group)
         to_weight = None
         if ctx.weight.requires_grad:
             to_weight = weight_gradient(ctx.weight, gradient, whole, ctx.fused)

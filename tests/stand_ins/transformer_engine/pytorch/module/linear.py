@@ -40,27 +40,14 @@ class Linear(TransformerEngineBaseModule):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        refused = (
-            parameters_split,
-            ub_overlap_ag,
-            ub_overlap_rs,
-            ub_overlap_rs_dgrad,
-            ub_bulk_dgrad,
-            ub_bulk_wgrad,
-        )
+        refused = (parameters_split, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
         if any(refused) or delay_wgrad_compute or symmetric_ar_type is not None:
-            raise NotImplementedError(
-                "the stand-in for Transformer Engine overlaps, delays and splits nothing"
-            )
+            raise NotImplementedError("the stand-in for Transformer Engine overlaps, delays and splits nothing")
         dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
         self._take_parallel(tp_group, tp_size, parallel_mode, sequence_parallel)
         self._take_features(in_features, out_features)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.use_bias, self.return_bias, self.apply_bias = (
-            bias,
-            return_bias,
-            bias and not return_bias,
-        )
+        self.use_bias, self.return_bias, self.apply_bias = (bias, return_bias, bias and not return_bias)
         self.ub_name, self.save_original_input, self.name = ub_name, save_original_input, name
         self.weight_names, self.bias_names = ["weight"], ["bias"]
         self._new_weight("weight", self.out_features, self.in_features, dtype, device, init_method)
@@ -73,6 +60,5 @@ class Linear(TransformerEngineBaseModule):
         fp8_output: bool | None = False,
         fp8_grad: bool | None = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Maps [s / tp or s, ..., in] to [s or s / tp, ..., out], and the bias beside it where it
-        is to be returned."""
+        """Maps [s / tp or s, ..., in] to [s or s / tp, ..., out], and the bias beside it where it is to be returned."""
         return self._product(inp)

@@ -1,14 +1,11 @@
-"""Names the container that Megatron's fused MLP is annotated with; operations of it are not
-here."""
+"""Names the container that Megatron's fused MLP is annotated with; operations of it are not here."""
 
 
 class Sequential:
     """Raises NotImplementedError."""
 
     def __init__(self, *args):
-        raise NotImplementedError(
-            "the stand-in for Transformer Engine has no operation-based layers"
-        )
+        raise NotImplementedError("the stand-in for Transformer Engine has no operation-based layers")
 
 
 class FusibleOperation:

@@ -10,8 +10,7 @@ _STATES = ("exp_avg", "exp_avg_sq", "master_param")
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Computes in float32 what torch's AdamW does. States of fewer bits, which megagrpo refuses,
-    are left out."""
+    """Computes in float32 what torch's AdamW does. States of fewer bits, which megagrpo refuses, are left out."""
 
     def __init__(
         self,
@@ -36,9 +35,7 @@ class FusedAdam(torch.optim.Optimizer):
         if amsgrad:
             raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
         if capturable or not adam_w_mode:
-            raise NotImplementedError(
-                "the stand-in for Transformer Engine has decoupled decay and no CUDA graphs"
-            )
+            raise NotImplementedError("the stand-in for Transformer Engine has decoupled decay and no CUDA graphs")
         if {master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype} != {_FULL}:
             raise NotImplementedError("the stand-in for Transformer Engine keeps states in float32")
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
@@ -61,9 +58,7 @@ class FusedAdam(torch.optim.Optimizer):
                 else:
                     p.decoupled_grad.zero_()
 
-    def get_unscaled_state(
-        self, param: Tensor, state_name: str, skip_unscale: bool = False
-    ) -> Tensor:
+    def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
         """Returns a state: float32, or int16 remainders of master weights."""
         return self.state[param][state_name]
 
@@ -74,9 +69,7 @@ class FusedAdam(torch.optim.Optimizer):
             self._initialize_state(param, state_name, False, remainders)
         self.state[param][state_name].copy_(unscaled_state)
 
-    def _initialize_state(
-        self, param, state_name, zero_buffer: bool, store_param_remainders: bool = False
-    ) -> None:
+    def _initialize_state(self, param, state_name, zero_buffer: bool, store_param_remainders: bool = False) -> None:
         dtype = torch.int16 if store_param_remainders else _FULL
         self.state[param][state_name] = torch.zeros(param.shape, dtype=dtype, device=param.device)
 
@@ -94,9 +87,7 @@ class FusedAdam(torch.optim.Optimizer):
         found = super().state_dict()
         params = [p for group in self.param_groups for p in group["params"]]
         for number, state in found["state"].items():
-            found["state"][number] = {
-                name: self.get_unscaled_state(params[number], name) for name in state
-            }
+            found["state"][number] = {name: self.get_unscaled_state(params[number], name) for name in state}
         return found
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -143,11 +134,7 @@ class FusedAdam(torch.optim.Optimizer):
         else:
             master = p if p.dtype == _FULL else p.float()
         master.mul_(1 - group["lr"] * group["weight_decay"])
-        master.addcdiv_(
-            mean,
-            (square / correction2).sqrt_().add_(group["eps"]),
-            value=-group["lr"] / correction1,
-        )
+        master.addcdiv_(mean, (square / correction2).sqrt_().add_(group["eps"]), value=-group["lr"] / correction1)
         for name, values in zip(_STATES, (mean, square), strict=False):
             self.set_scaled_state(p, name, values)
         if has_master and self._keeps_remainders(p):
@@ -161,8 +148,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def _joined(high: Tensor, low: Tensor) -> Tensor:
-    """Returns float32 values of which `high` is bfloat16, rounded to nearest, and `low` int16 holds
-    the other bits."""
+    """Returns float32 values of which `high` is bfloat16, rounded to nearest, and `low` int16 holds the other bits."""
     upper = high.view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
     return ((upper << 16) | (low.to(torch.int32) & 0xFFFF)).view(torch.float32)
 
