@@ -195,7 +195,8 @@ def _with_trained_mask(
 def _with_corrected(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
     """Returns the batch with reverse_kl only on trained tokens: the correction rejects the others
     or has no weight for them."""
-    distillation, streams = algorithm.distillation, batch.streams
+    distillation = algorithm.distillation
+    streams = batch.streams
     if streams is None or distillation is None or distillation.loss != "reverse_kl":
         return batch
     weights = streams.weights["distillation"].masked_fill(~batch.loss_mask, 0.0)

@@ -113,13 +113,14 @@ class _LogProbs(torch.autograd.Function):
                 torch.stack((moment[rows], tile_moment)),
             )
         if reduce is not None:
-            new_top = reduce(top.clone(), "max")
-            shift = top - new_top
+            shift = top
+            top = reduce(top.clone(), "max")
+            shift -= top
             local = torch.stack((mass, moment + shift * mass, *chosen.unbind(1)))
             local[:2] *= shift.exp()
-            top = new_top
             summed = reduce(local, "sum")
-            mass, moment, chosen = summed[0], summed[1], summed[2:].t()
+            mass, moment = summed[:2]
+            chosen = summed[2:].T
         log_mass = mass.log()
         log_z = top + log_mass
         entropy = (log_mass - moment / mass).masked_fill(ignored[:, 0], 0.0)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -46,8 +47,7 @@ def build_batch(
     needs: what the experiment's loss reads. Rows are ordered by sample id. Raises ValueError if a
     scored response has no score from one of `needs.graders`.
     """
-    most = max((len(g.samples) for g in groups), default=0)
-    most = max(mesh.gather_dp(most))
+    most = max(mesh.gather_dp(max((len(g.samples) for g in groups), default=0)))
     groups = list(map(with_demonstration, groups))
     experts = _cut_experts(groups, None)
     if routed_layers is not None:
@@ -58,19 +58,18 @@ def build_batch(
         for row in rows_of(group, most, trained_version, group_experts, needs)
     ]
     my_sizes = [(r.sample_id, r.rollout_id, r.group_id, _cost(r, arch)) for r in mine]
-    sizes = sorted(size for part in mesh.gather_dp(my_sizes) for size in part)
+    sizes = sorted(chain.from_iterable(mesh.gather_dp(my_sizes)))
     # Statistics and updates number the groups of a step densely, in the order of their ids in the
     # run.
-    group_ids = sorted({group_id for _, _, group_id, _ in sizes})
-    dense = {group_id: number for number, group_id in enumerate(group_ids)}
+    group_ids = {group_id for _, _, group_id, _ in sizes}
+    dense = {group_id: number for number, group_id in enumerate(sorted(group_ids))}
     by_rollout = [(rollout_id, dense[group_id], cost) for _, rollout_id, group_id, cost in sizes]
     owner = _owners(by_rollout, updates, mesh.dp_size)
     outgoing = [
         [row for row in mine if owner[row.rollout_id] == rank] for rank in range(mesh.dp_size)
     ]
-    received = [row for part in mesh.exchange_dp(outgoing) for row in part]
     has_greedy = any(mesh.gather_dp(any(g.greedy_outcome is not None for g in groups)))
-    in_order = sorted(received, key=lambda r: r.sample_id)
+    in_order = sorted(chain(*mesh.exchange_dp(outgoing)), key=lambda r: r.sample_id)
     lags = None
     if trained_version is not None:
         lags = response_values(in_order, (row.lags for row in in_order), np.int32)

@@ -61,12 +61,14 @@ def adapter_numbers(lora: LoraConfig) -> dict[str, object]:
 def differences(saved: Mapping[str, object], own: Mapping[str, object]) -> list[str]:
     """Returns in words what differs between the identity of a checkpoint, in the form of any
     version, and a run's own."""
-    model, lora = saved.get("model"), saved.get("lora")
+    model = saved.get("model")
+    lora = saved.get("lora")
     if isinstance(model, Mapping) and "num_heads" in model:
         saved = {**saved, "model": _from_first(model)}
     if isinstance(lora, Mapping):
         saved = {**saved, "lora": adapter_numbers(LoraConfig.model_validate(lora))}
-    before, now = dict(_leaves(saved, "")), dict(_leaves(own, ""))
+    before = dict(_leaves(saved, ""))
+    now = dict(_leaves(own, ""))
     return [
         f"{name}: checkpoint {before.get(name)!r}, this run {now.get(name)!r}"
         for name in sorted(before.keys() | now.keys())

@@ -105,7 +105,8 @@ class Curriculum:
 
     def pools(self, results: RowResults) -> np.ndarray:
         """Returns the pool of each row, [R] int64: an index into POOLS."""
-        rate, options = results.pass_rate, self.options
+        rate = results.pass_rate
+        options = self.options
         conditions = [
             results.times_seen == 0,
             rate <= options.hard_at_most,

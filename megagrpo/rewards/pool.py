@@ -96,7 +96,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self.close()
 
     def _entries_for(self, prompt: Prompt) -> Sequence[GraderConfig]:
-        entries, name = self._config.entries, prompt.grader
+        entries = self._config.entries
+        name = prompt.grader
         if name is None:
             return entries
         named = [entry for entry in entries if name in (entry.short_name, entry.grader)]

@@ -69,7 +69,8 @@ def read_experts(arch: Architecture, text: str | memoryview | None, num_tokens: 
         "routed_experts is not base64 of int32", binascii.Error, ValueError, raised=WrongExperts
     ):
         ids = np.frombuffer(pybase64.b64decode(text, validate=True), dtype="<i4")
-    layers, k = arch.num_layers, arch.routed.per_token
+    layers = arch.num_layers
+    k = arch.routed.per_token
     if len(ids) != num_tokens * layers * k:
         raise WrongExperts(
             f"routed_experts has {len(ids)} numbers, not {num_tokens} tokens x "

@@ -38,7 +38,8 @@ def export(
         raise ValueError(f"{root} holds no finished checkpoint; name one with --checkpoint")
     weights = load_initial_weights(actor, config.model.path, overwritten=lora is None)
     load_checkpoint(config, checkpoint, actor, with_optimizer=False)
-    base, dtype = config.model.path, config.actor.dtype
+    base = config.model.path
+    dtype = config.actor.dtype
     if only_adapters and lora is not None:
         adapters = actor.trained_weights(weights)
         export_peft(Path(output), adapters, actor.mesh, lora, base, dtype)

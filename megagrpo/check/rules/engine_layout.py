@@ -68,7 +68,8 @@ def server_of(rollout: RolloutConfig, resolved: LibrarySettings | None = None) -
 
 def before_start(subject: Subject) -> Iterator[Rule]:
     """Yields the rules between the model and the ranks of an engine."""
-    rollout, arch = subject.experiment.rollout, subject.arch
+    rollout = subject.experiment.rollout
+    arch = subject.arch
     if arch is None:
         return
     cuts = list(_cuts(rollout, arch))

@@ -89,7 +89,8 @@ def hub_hint(path: str) -> str:
 def _checkpoints(config: ExperimentConfig) -> Iterator[Rule]:
     """Yields the rules about the checkpoint that the run would start from, which must suit its
     layout, and about the place of its own."""
-    root, load = config.run_folder.checkpoints, config.checkpoint.load
+    root = config.run_folder.checkpoints
+    load = config.checkpoint.load
     if problem := place_problem(root, config.checkpoint.dir):
         yield Rule(True, problem)
     source = latest(root) or (Path(load) if load else None)
@@ -170,7 +171,9 @@ def _unused_streams(config: ExperimentConfig, rows: Sequence[Row]) -> Iterator[s
 
 def _functions(config: ExperimentConfig) -> Iterator[Rule]:
     """Yields why functions of the user's cannot be loaded."""
-    reward, sampling, curriculum = config.reward, config.sampling, config.data.curriculum
+    reward = config.reward
+    sampling = config.sampling
+    curriculum = config.data.curriculum
     loads: list[Call] = [(load,) for load in config.algorithm.own_loaders]
     if curriculum is not None:
         loads.append((load_curriculum, curriculum))

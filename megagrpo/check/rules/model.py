@@ -20,7 +20,8 @@ def before_start(subject: Subject) -> Iterator[Rule]:
         yield Rule(True, f"model.path: {text}")
     if arch is None:
         return
-    rollout, device = config.rollout, config.actor.device
+    rollout = config.rollout
+    device = config.actor.device
     experts = rollout.dtype == "float32" and not rollout.deterministic
     yield Rule(
         rollout.ep > 1 and experts and device == "cuda",
@@ -36,7 +37,8 @@ def before_start(subject: Subject) -> Iterator[Rule]:
             "use dummy, the first publish fills them",
         )
     yield from _lengths(config, arch)
-    size, largest = arch.vocab_size, subject.largest_token_id
+    size = arch.vocab_size
+    largest = subject.largest_token_id
     stop = max(config.sampling.stop_token_ids, default=0)
     yield Rule(
         stop >= size,

@@ -59,7 +59,8 @@ def as_read(subject: Subject) -> Iterator[Rule]:
 
 def _steps(experiment: ExperimentConfig) -> Iterator[Rule]:
     """Yields the rules of runs that end after a number of passes over the rows."""
-    data, passes = experiment.data, experiment.train.num_epochs
+    data = experiment.data
+    passes = experiment.train.num_epochs
     mixed = any(source.ratio is not None for source in data.sources)
     remedy = "give train.num_steps"
     yield Rule(

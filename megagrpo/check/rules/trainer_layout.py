@@ -41,7 +41,8 @@ def _sizes(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
 
 def _stages(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
     p = actor.parallel
-    layers, chunks = arch.num_layers, p.pp * p.vpp
+    layers = arch.num_layers
+    chunks = p.pp * p.vpp
     ends = _uneven_ends(layers, p.pp, p.vpp) if p.pp > 1 else None
     uneven = ""
     if ends is not None:

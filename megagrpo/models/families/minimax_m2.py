@@ -33,7 +33,8 @@ class MiniMaxM2(Family):
             for key, value in _EXPECTED.items()
             if hf[key] != value
         ]
-        turning, head_dim = hf["rotary_dim"], GroupedQuery.read(hf).head_dim
+        turning = hf["rotary_dim"]
+        head_dim = GroupedQuery.read(hf).head_dim
         if turning % 2 or not 0 < turning <= head_dim:
             problems.append(f"rotary_dim {turning} must be even and at most head_dim {head_dim}")
         rope = hf.get("rope_parameters") or {}

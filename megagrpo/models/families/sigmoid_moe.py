@@ -77,7 +77,8 @@ class SigmoidMoe(Family):
 
 def _group_refusals(hf: HfConfig) -> list[str]:
     experts, chosen = hf["n_routed_experts"], hf["num_experts_per_tok"]
-    groups, top = hf["n_group"] or 1, hf["topk_group"] or 1
+    groups = hf["n_group"] or 1
+    top = hf["topk_group"] or 1
     if groups == 1:
         return []
     if experts % groups or not 1 <= top <= groups:
@@ -136,7 +137,8 @@ class Glm4Moe(SigmoidMoe):
     def attention(self, hf: HfConfig) -> GroupedQuery:
         """Reads the attention of a config.json; attention_bias is of queries, keys and values
         only."""
-        bias, norm = bool(hf.get("attention_bias")), bool(hf.get("use_qk_norm", False))
+        bias = bool(hf.get("attention_bias"))
+        norm = bool(hf.get("use_qk_norm", False))
         return GroupedQuery.read(hf, _ROTARY_FRACTION, qkv_bias=bias, qk_norm=norm)
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:

@@ -54,7 +54,8 @@ class FusedExperts(Family):
             yield from specs
             return
         yield from (spec for spec in specs if not spec.expert)
-        hidden, width = arch.hidden_size, arch.routed.ffn_size
+        hidden = arch.hidden_size
+        width = arch.routed.ffn_size
         prefix = layer_prefix(index) + "mlp.experts."
         for name, matrix in (("gate_up_proj", (2 * width, hidden)), ("down_proj", (hidden, width))):
             matrix = matrix[::-1] if self.TRANSPOSED else matrix

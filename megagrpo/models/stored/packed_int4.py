@@ -10,7 +10,9 @@ from torch import Tensor
 
 from megagrpo.models.stored.quantization import INT4_WORD
 
-PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"  # after the name of a weight
+PACKED = "_packed"  # after the name of a weight
+SCALE = "_scale"
+SHAPE = "_shape"
 
 
 def unpacked(words: Tensor) -> Tensor:

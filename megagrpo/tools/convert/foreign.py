@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import yaml
 
+from megagrpo.config.load import Plain
+
 Scalar = str | int | float | bool | None
 Words = tuple[tuple[object, Scalar], ...]  # their values with ours
 FRAMEWORKS = {"verl": "verl", "roll": "ROLL", "trl": "TRL", "slime": "slime", "miles": "miles"}
@@ -40,7 +42,9 @@ Row = dict[str, Any]  # what some options mean together; see the head of rules.y
 @cache
 def rows(framework: str) -> tuple[Row | str, ...]:
     """Returns the rows of rules.yaml, and the names of functions among them."""
-    return tuple(_read("rules.yaml")["slime" if framework == "miles" else framework])
+    return tuple(
+        yaml.safe_load(_text("rules.yaml"))["slime" if framework == "miles" else framework]
+    )
 
 
 def full_names(framework: str, names: str | list[str]) -> tuple[str, ...]:
@@ -55,7 +59,7 @@ def alike(one: object, other: object) -> bool:
     return isinstance(one, bool) is isinstance(other, bool) and one == other
 
 
-def spelled(value: Any, words: Words) -> Any:
+def spelled(value: Plain, words: Words) -> Plain:
     """Returns a value in our words, if there are some for it."""
     return next((ours for theirs, ours in words if alike(value, theirs)), value)
 
@@ -63,24 +67,25 @@ def spelled(value: Any, words: Words) -> Any:
 @cache
 def entries() -> tuple[Entry, ...]:
     """Returns the tables, in their order."""
-    return tuple(_entry(each) for name in _TABLES for each in _read(name))
+    return tuple(_entry(each) for name in _TABLES for each in yaml.safe_load(_text(name)))
 
 
-def _read(name: str) -> Any:
-    return yaml.safe_load((_FOLDER / name).read_text(encoding="utf-8"))
+def _text(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
 
 
 def _entry(given: dict) -> Entry:
     keys = {name: full_names(name, given.pop(name, [])) for name in FRAMEWORKS}
     keys["miles"] = (*keys["slime"], *keys["miles"])
-    same, values = tuple(given.pop("same", ())), tuple(given.pop("values", {}).items())
+    same = tuple(given.pop("same", ()))
+    values = tuple(given.pop("values", {}).items())
     return Entry(keys=keys, same=same, values=values, **given)
 
 
 @cache
 def defaults(framework: str) -> dict[str, Scalar]:
     """Returns the defaults of foreign_defaults.yaml."""
-    known = _read("foreign_defaults.yaml")
+    known = yaml.safe_load(_text("foreign_defaults.yaml"))
     own = known["slime"] | known["miles"] if framework == "miles" else known[framework]
     return {_full_name(framework, key): value for key, value in own.items()}
 
@@ -138,7 +143,7 @@ def _is_here(framework: str, key: str) -> str:
     return f"{entry.to} here" if entry.to else f"not here: {entry.lacks or entry.free}"
 
 
-def value_hint(key: str, value: object) -> str:
+def value_hint(key: str, value: Plain) -> str:
     """Returns how a value of another framework is spelled here, if `key` of an experiment has it;
     else ""."""
     words = (spelled(value, entry.values) for entry in entries() if entry.to == key)
@@ -157,7 +162,7 @@ def leaves_of(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 @cache
 def _others() -> dict[str, dict[str, str]]:
-    return cast(dict[str, dict[str, str]], _read("others.yaml"))
+    return cast(dict[str, dict[str, str]], yaml.safe_load(_text("others.yaml")))
 
 
 def whose(text: str) -> str:

@@ -180,7 +180,8 @@ def expand(state: State, node: Node, inside: bool = False) -> str:
         case "concatenation" | "command_name":
             return "".join(expand(state, child, inside) for child in node.children)
         case "string":
-            whole, body = (node.text or b"").removesuffix(b'"'), ""
+            whole = (node.text or b"").removesuffix(b'"')
+            body = ""
             at = whole.index(b'"') + 1
             for child in node.children:
                 if child.children:  # an expansion, whose text here has the white space before it
@@ -218,7 +219,8 @@ def _literal(text: bytes) -> str:
 def _parameter(state: State, node: Node) -> Value:
     """Returns what `$NAME` or `${NAME...}` becomes."""
     parts = [child for child in node.children if child.type not in ("$", "${", "}")]
-    name, operator = source(parts[0]), parts[1].type if len(parts) > 1 else ""
+    name = source(parts[0])
+    operator = parts[1].type if len(parts) > 1 else ""
     value = _value(state, name, node)
     whole = "".join(value or "")
     if operator in (",", ",,") and is_known(whole):
@@ -324,7 +326,8 @@ def tested(state: State, node: Node) -> Answer:
     texts = [quoted_text(state, [each]) for each in named]
     if not is_known("".join(texts)) or any("_expression" in each.type for each in named):
         return None
-    first, second = plain(texts[0]), plain("".join(texts[1:]))
+    first = plain(texts[0])
+    second = plain("".join(texts[1:]))
     if operator in ("-n", "-z"):
         return bool(first) is (operator == "-n")
     if operator in ("=", "==", "!="):

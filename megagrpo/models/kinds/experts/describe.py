@@ -91,7 +91,8 @@ class Experts:
 
     def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
         """Yields router, shared and routed experts; prefix: of the layer."""
-        hidden, names = arch.hidden_size, self.names
+        hidden = arch.hidden_size
+        names = self.names
         prefix += names.module + "."
         yield TensorSpec(prefix + "gate.weight", (self.count, hidden), "matrix")
         if self.router_bias:

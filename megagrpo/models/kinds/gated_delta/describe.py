@@ -55,7 +55,8 @@ class GatedDelta:
 
     def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
         """Yields projections, the convolution, decays and a norm."""
-        hidden, heads = arch.hidden_size, self.value_heads
+        hidden = arch.hidden_size
+        heads = self.value_heads
         values = heads * self.value_dim
         inputs = {"qkv": self.channels, "z": values, "b": heads, "a": heads}
         if self.grouped:

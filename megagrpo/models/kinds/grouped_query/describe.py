@@ -59,7 +59,8 @@ class GroupedQuery(Attention):
 
     def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
         """Yields projections, biases and norms."""
-        hidden, dim = arch.hidden_size, self.head_dim
+        hidden = arch.hidden_size
+        dim = self.head_dim
         outputs = {
             "q_proj": self.heads * dim * (2 if self.output_gate else 1),
             "k_proj": self.kv_heads * dim,
@@ -98,11 +99,13 @@ class GroupedQuery(Attention):
         takes from them the heads that it computes with.
         """
         groups, dim = self.kv_heads, self.head_dim
-        heads, halves = self.heads // groups, 1 + self.output_gate
+        heads = self.heads // groups
+        halves = 1 + self.output_gate
         q, k, v = (hf[f"{prefix}{name}_proj.{kind}"] for name in "qkv")
         tail = q.shape[1:]  # (hidden,) for the weight, () for the bias
         query = q.view(groups, heads, halves, dim, *tail)
-        key, value = k.view(groups, 1, dim, *tail), v.view(groups, 1, dim, *tail)
+        key = k.view(groups, 1, dim, *tail)
+        value = v.view(groups, 1, dim, *tail)
         parts = [*query.unbind(2), key, value]  # [groups, heads, dim, ...]
         if groups >= shard.size:
             rows = parameter.view(groups // shard.size, -1, dim, *tail)
@@ -115,7 +118,8 @@ class GroupedQuery(Attention):
         first = shard.rank * len(parameter)
         start = 0
         for source in (head for group in range(groups) for part in parts for head in part[group]):
-            low, high = max(first, start), min(first + len(parameter), start + dim)
+            low = max(first, start)
+            high = min(first + len(parameter), start + dim)
             if low < high:
                 parameter[low - first : high - first].copy_(source[low - start : high - start])
             start += dim

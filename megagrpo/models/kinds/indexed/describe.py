@@ -63,7 +63,8 @@ class LightningIndexer:
             ("weights_proj", self.heads, hidden),
         ):
             yield TensorSpec(f"{prefix}{name}.weight", (rows, columns), "matrix", trained=False)
-        norm, size = prefix + "k_norm.", (self.head_dim,)
+        norm = prefix + "k_norm."
+        size = (self.head_dim,)
         yield TensorSpec(norm + "weight", size, "norm", dtype="float32", trained=False)
         yield TensorSpec(norm + "bias", size, "bias", dtype="float32", trained=False)
 
