@@ -191,9 +191,10 @@ class _FullKl(torch.autograd.Function):
         mass, ref_mass, moment = torch.zeros(
             3, len(hidden), dtype=torch.float32, device=hidden.device
         )
+        ctx.options = (temperature, chunk_tokens, columns)
         pairs = zip(
-            _tiles(hidden, weight, temperature, chunk_tokens, columns),
-            _tiles(ref_hidden, ref_weight, temperature, chunk_tokens, columns),
+            _tiles(hidden, weight, *ctx.options),
+            _tiles(ref_hidden, ref_weight, *ctx.options),
             strict=True,
         )
         for (rows, _, logits), (_, _, ref_logits) in pairs:
@@ -220,7 +221,6 @@ class _FullKl(torch.autograd.Function):
         log_z, ref_log_z = top + mass.log(), ref_top + ref_mass.log()
         kl = moment / mass - log_z + ref_log_z
         ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, log_z, ref_log_z, kl)
-        ctx.options = (temperature, chunk_tokens, columns)
         return kl
 
     @staticmethod
