@@ -249,8 +249,8 @@ def _add_tool(commands: _Commands, name: str, tool: _Tool, imported: bool) -> No
 
 def _add_training(commands: _Commands) -> None:
     text = (
-        "serve and train on this machine, and clean up; with --master-addr, run this node's part of a "
-        "colocated run"
+        "serve and train on this machine, and clean up; with "
+        "--master-addr, run this node's part of a colocated run"
     )
     _add_node(commands.add_with_config("run", _run, text), "", 30000)
     text = "start and supervise the rollout service; with --master-addr, this node's part of it"
@@ -268,8 +268,8 @@ def _add_submit(commands: _Commands) -> None:
         "submit", _submit, "run the experiment as a Slurm job"
     ).add_argument
     kinds = (
-        "the first nodes train and the others sample; heterogeneous job; one node; engines on the "
-        "trainers' nodes"
+        "the first nodes train and the others sample; heterogeneous "
+        "job; one node; engines on the trainers' nodes"
     )
     option(
         "--kind",
@@ -283,8 +283,8 @@ def _add_submit(commands: _Commands) -> None:
         help="nodes that have only engines; default: as few as suffice",
     )
     gpus = (
-        "GPUs per node; 0: the job requests none; default: cluster.gpus_per_node, if the experiment "
-        "needs GPUs"
+        "GPUs per node; 0: the job requests none; default: "
+        "cluster.gpus_per_node, if the experiment needs GPUs"
     )
     option("--gpus-per-node", type=int, help=gpus)
     option("--time", help="time limit, in sbatch's format")

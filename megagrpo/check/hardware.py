@@ -42,18 +42,18 @@ HARDWARE = {
     ),
     "H200": Hardware(
         "NVIDIA H200", 143_771, (9, 0), 132, 989, 67, 4.8, Rates(50, 450),
-        "NVIDIA H200 data sheet, SXM: 1,979 TFLOPS bf16 with sparsity, 67 fp32, 4.8 TB/s, NVLink 900 GB/s "
-        f"both ways; {_NIC}",
+        "NVIDIA H200 data sheet, SXM: 1,979 TFLOPS bf16 with sparsity, 67 "
+        f"fp32, 4.8 TB/s, NVLink 900 GB/s both ways; {_NIC}",
     ),
     "H20": Hardware(
         "NVIDIA H20", 97_871, (9, 0), 78, 148, 44, 4.0, Rates(50, 450),
-        "published specification of the H20: 148 TFLOPS bf16, 44 fp32, 96 GB, 4.0 TB/s, NVLink 900 GB/s "
-        f"both ways; {_NIC}",
+        "published specification of the H20: 148 TFLOPS bf16, 44 fp32, "
+        f"96 GB, 4.0 TB/s, NVLink 900 GB/s both ways; {_NIC}",
     ),
     "B200": Hardware(
         "NVIDIA B200", 183_359, (10, 0), 148, 2250, 75, 8.0, Rates(50, 900),
-        "NVIDIA DGX B200 data sheet: 36 PFLOPS bf16 with sparsity, 600 TFLOPS fp32, 64 TB/s and NVLink 14.4 TB/s "
-        f"of 8 GPUs; {_NIC}",
+        "NVIDIA DGX B200 data sheet: 36 PFLOPS bf16 with sparsity, 600 "
+        f"TFLOPS fp32, 64 TB/s and NVLink 14.4 TB/s of 8 GPUs; {_NIC}",
     ),
 }  # fmt: skip
 

@@ -131,8 +131,8 @@ def resume(
     if len(young) < len(state.surplus) and actor.mesh.is_main:
         print(
             f"{len(state.surplus) - len(young)} groups that were sampled for a later step are left "
-            "out: their weights are older than rollout.max_staleness allows now, or teachers have "
-            "changed",
+            "out: their weights are older than "
+            "rollout.max_staleness allows now, or teachers have changed",
             flush=True,
         )
     state.surplus = deal_surplus(young, actor.mesh)

@@ -337,8 +337,8 @@ def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
     """
     if not (folder / "manifest.json").is_file():
         raise ValueError(
-            f"checkpoint {folder} has no manifest.json: it is not a checkpoint, or its save was "
-            "interrupted"
+            f"checkpoint {folder} has no manifest.json: it is not a "
+            "checkpoint, or its save was interrupted"
         )
     unreadable = f"checkpoint {folder}: manifest.json or state.json is not readable"
     with translated(unreadable, OSError, ValueError, KeyError):

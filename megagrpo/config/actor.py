@@ -310,8 +310,8 @@ class ActorConfig(Section):
             ),
             Rule(
                 self.routing_replay and self.megatron.get("moe_router_fusion"),
-                "routing_replay with megatron.moe_router_fusion: the fused kernel chooses "
-                "experts by itself",
+                "routing_replay with megatron.moe_router_fusion: the "
+                "fused kernel chooses experts by itself",
                 "remove one of them",
             ),
         ]

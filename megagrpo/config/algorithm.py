@@ -120,14 +120,14 @@ class AlgorithmConfig(Section):
             ),
             Rule(
                 in_loss and (self.kl.coef or self.kl.estimator == "full"),
-                "a stream of reference_kl beside kl.loss_coef, kl.reward_coef or estimator full: the "
-                "KL is of one of them",
+                "a stream of reference_kl beside kl.loss_coef, "
+                "kl.reward_coef or estimator full: the KL is of one of them",
                 "set the coefficients to 0 and an estimator of sampled tokens, or remove the stream",
             ),
             Rule(
                 against_engine and self.mismatch.weight is not None,
-                "loss dppo against rollout weighs tokens by actor / engine, and so does "
-                "mismatch.weight",
+                "loss dppo against rollout weighs tokens by actor / "
+                "engine, and so does mismatch.weight",
                 "remove mismatch.weight, or write against: old",
             ),
             Rule(

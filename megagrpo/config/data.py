@@ -251,8 +251,8 @@ class DataConfig(Section):
             ),
             Rule(
                 self.grader_by_source and self.source_key is None,
-                "grader_by_source needs source_key, the column that names a row's source "
-                "(verl: data_source)",
+                "grader_by_source needs source_key, the column that "
+                "names a row's source (verl: data_source)",
                 "set it, or remove grader_by_source",
             ),
             Rule(

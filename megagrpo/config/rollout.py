@@ -173,8 +173,8 @@ class SamplingConfig(Section):
         return [
             Rule(
                 truncated and (not self.allow_truncated_distribution),
-                "top_p < 1 or top_k > 0 samples from another distribution than that of the "
-                "log-probabilities",
+                "top_p < 1 or top_k > 0 samples from another "
+                "distribution than that of the log-probabilities",
                 "set allow_truncated_distribution: true to accept that",
             ),
             Rule(

@@ -208,8 +208,8 @@ class ImageStore:
             raise ValueError(
                 f"the prompt's tokens have {len(places)} image placeholder(s) for {len(images)} "
                 f"image(s){', and one of a video' if self.video_token in ids else ''}: its text "
-                "must not hold the placeholder itself, and the chat template must write one for "
-                "each image"
+                "must not hold the placeholder itself, and the chat "
+                "template must write one for each image"
             )
         counts = np.ones(len(ids), np.int64)
         refs = []

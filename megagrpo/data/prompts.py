@@ -133,8 +133,8 @@ def load_tokenizer(model: Model) -> "PreTrainedTokenizerBase":
     folder = model.tokenizer_folder
     if not folder.is_dir():
         raise ValueError(
-            f"{folder}: no such folder; model.tokenizer (or model.path) is a local Hugging Face "
-            "folder"
+            f"{folder}: no such folder; model.tokenizer (or "
+            "model.path) is a local Hugging Face folder"
         )
     _refuse_code(folder)
     if not any(any(folder.glob(name)) for name in ("tokenizer.json", "vocab.*", "*.model")):

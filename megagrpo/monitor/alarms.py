@@ -183,8 +183,8 @@ _SIGNS = (
         "kl_reference",
         0.1,  # nats a token: `target_kl` of verl's adaptive KL (verl docs/examples/config)
         "policy/kl_reference",
-        "the policy leaves the reference; lower actor.optimizer.lr or raise algorithm.kl.loss_coef "
-        "(or reward_coef)",
+        "the policy leaves the reference; lower actor.optimizer.lr or "
+        "raise algorithm.kl.loss_coef (or reward_coef)",
         lambda values: values.get("policy/kl_reference"),
     ),
     _Sign(

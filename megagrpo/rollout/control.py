@@ -141,8 +141,8 @@ class ServiceControl:
             ) from exc
         if answer.status_code == 401:
             raise ServiceUnreachable(
-                f"{self.url} refuses the API key, which is that in the run's service.key or in "
-                f"{environment.API_KEY}"
+                f"{self.url} refuses the API key, which is that in the "
+                f"run's service.key or in {environment.API_KEY}"
             )
         if answer.status_code == 409:  # the engine or incarnation has ended: the caller decides
             return answer

@@ -169,8 +169,8 @@ class OpenTeachers:
     def problems(self) -> str:
         """Returns the last problem of each teacher that had one."""
         return "".join(
-            f"; teacher {name}: {client.num_retries} retries, the last because of: "
-            f"{client.last_problem}"
+            f"; teacher {name}: {client.num_retries} retries, the "
+            f"last because of: {client.last_problem}"
             for name, client in self._clients.items()
             if client.last_problem
         )

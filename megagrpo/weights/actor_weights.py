@@ -103,8 +103,8 @@ def _check_shapes(path: Path, specs: Specs, tensors: Sequence[TensorSpec]) -> No
         )
         if spec.expert and len(shape) == 3:  # fused, as in Qwen3-VL-MoE
             problem += (
-                "; transformers 5 saves experts transposed: name the published model, or transpose "
-                "them back"
+                "; transformers 5 saves experts transposed: name the "
+                "published model, or transpose them back"
             )
         raise ValueError(problem)
 

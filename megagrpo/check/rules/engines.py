@@ -16,8 +16,8 @@ def as_read(subject: Subject) -> Iterator[Rule]:
     algorithm, weights = experiment.algorithm, experiment.weights
     yield Rule(
         rollout.quantization and rollout.dtype == "float32" and (actor.device != "cpu"),
-        "rollout.quantization fp8 with rollout.dtype float32: FP8 layers on GPUs "
-        "compute in bfloat16",
+        "rollout.quantization fp8 with rollout.dtype float32: "
+        "FP8 layers on GPUs compute in bfloat16",
         "set rollout.dtype: bfloat16, or actor.device: cpu",
     )
     yield Rule(
@@ -101,8 +101,8 @@ def _replayed_experts(experiment: ExperimentConfig) -> Iterator[Rule]:
     yield Rule(
         by_engine and read > 1 and (held > (chunk or _CHUNK)),
         "actor.routing_replay rollout with rollout.draft_tokens: a forward may read "
-        f"{held} tokens (max_running_requests x {read}), and SGLang keeps the experts of "
-        "one chunk",
+        f"{held} tokens (max_running_requests x {read}), and "
+        "SGLang keeps the experts of one chunk",
         f"lower the former, or set rollout.sglang: {{chunked_prefill_size: {held}}}",
     )
     yield Rule(

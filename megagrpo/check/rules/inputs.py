@@ -58,8 +58,8 @@ def _files(config: ExperimentConfig) -> Iterator[Rule]:
     model = Path(config.model.path)
     yield Rule(
         model.is_dir() and not (model / "config.json").is_file(),
-        f"model.path: {config.model.path} holds no config.json, so it is no Hugging Face model "
-        "folder",
+        f"model.path: {config.model.path} holds no "
+        "config.json, so it is no Hugging Face model folder",
     )
     agent = config.sampling.agent
     for program in agent.command[:1] if agent is not None else ():

@@ -92,8 +92,8 @@ def _sparse(config: ExperimentConfig, topk: int) -> Iterator[Rule]:
     )
     yield Rule(
         longest > topk and kernels.cuda and not kernels.transformer_engine,
-        f"actor.transformer_engine: {sparse}, and torch's layers would hold masks as large as "
-        "the square of that",
+        f"actor.transformer_engine: {sparse}, and torch's layers "
+        "would hold masks as large as the square of that",
         "remove it, or set it to true",
     )
     yield Rule(

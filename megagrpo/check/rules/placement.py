@@ -172,8 +172,8 @@ class _Fit:
         )
         yield Rule(
             self.nodes.rollout,
-            f"{self.nodes.rollout} rollout nodes: under rollout.colocate engines have none of "
-            "their own",
+            f"{self.nodes.rollout} rollout nodes: under "
+            "rollout.colocate engines have none of their own",
             "leave them out",
         )
 

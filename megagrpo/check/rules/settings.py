@@ -131,8 +131,8 @@ def _of_trainers(actor: ActorConfig) -> _Together:
             (
                 "batch_p2p_comm",
                 p.vpp > 1 and p.pp == 2,
-                "of two stages, each is before and after the other, and a batch mixes up what is "
-                "for which",
+                "of two stages, each is before and after the other, "
+                "and a batch mixes up what is for which",
             ),
         ],
         DDP: [
@@ -180,15 +180,15 @@ def _of_engines(rollout: RolloutConfig) -> _Together:
                 and not rollout.quantization
                 and given.get("moe_runner_backend") != "deep_gemm",
                 "deepep with experts in bfloat16 ends in SGLang's first prefill, unless "
-                "moe_runner_backend is deep_gemm, which no GPU has run here: say that, or "
-                "quantization fp8",
+                "moe_runner_backend is deep_gemm, which no GPU has "
+                "run here: say that, or quantization fp8",
             ),
             (
                 cache,
                 not (given.get("hicache_size") or given.get("hicache_ratio")),
                 "needs hicache_size, GB of host memory for each engine rank, or hicache_ratio: "
-                "SGLang would take 80 % of the node's free memory, and trainers and checkpoints "
-                "need some",
+                "SGLang would take 80 % of the node's free memory, "
+                "and trainers and checkpoints need some",
             ),
             (
                 cache,

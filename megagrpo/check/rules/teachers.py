@@ -122,6 +122,6 @@ def _lengths(theirs: Subject, key: str, longest: int) -> Iterator[Rule]:
     limit = min(positions, context or math.inf) - _SPARED
     yield Rule(
         longest > limit,
-        f"{key} scores up to {limit} tokens ({_SPARED} below its positions), and samples have up "
-        f"to {longest}",
+        f"{key} scores up to {limit} tokens ({_SPARED} below its "
+        f"positions), and samples have up to {longest}",
     )

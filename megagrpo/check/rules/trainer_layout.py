@@ -98,8 +98,8 @@ def _adapters(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
         )
     yield Rule(
         lora is not None and not arch.takes_adapters,
-        f"actor.lora is not supported with a {arch.family} model: train all weights, or another "
-        "family",
+        f"actor.lora is not supported with a {arch.family} "
+        "model: train all weights, or another family",
     )
 
 

@@ -86,8 +86,8 @@ def _checked(observation: object, method: str) -> object:
     for message in observation if isinstance(observation, list) else [None]:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise ValueError(
-                f"{method} returned {observation!r:.80}, not a text or a list of messages with "
-                "role and content"
+                f"{method} returned {observation!r:.80}, not a text or "
+                "a list of messages with role and content"
             )
         if not isinstance(message["content"], str):
             raise ValueError(

@@ -94,8 +94,8 @@ def write_certificate(
         f"Bounds: loss {bounds['loss']:.2g}, per parameter",
         f"max|g - g1| / max|g1| {bounds['gradient']:.2g}, gradient norm {bounds['norm']:.2g} of it, "
         f"weights after the updates {bounds['weights']:.2g}",
-        f"of the largest. They are {FACTOR} times the errors of the second row, where each weight is "
-        "the next float32 above",
+        f"of the largest. They are {FACTOR} times the errors of the "
+        "second row, where each weight is the next float32 above",
         f"or below; at least {', '.join(f'{least:g}' for least in LEAST.values())}, at most {LARGEST} "
         "times that.",
         "",

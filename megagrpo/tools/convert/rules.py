@@ -51,8 +51,8 @@ def put_whole_parameters(d: Translation, world: int, tp: int, *keys: str) -> Non
     sizes = (size for size in range(tp, 0, -1) if world % (size * cp) == 0 or size == 1)
     d.put("actor.parallel.tp", next(sizes), *keys)
     d.remarks.append(
-        "FSDP shards parameters; Megatron's ranks hold them whole, so tp is the engines': "
-        "`megagrpo plan`"
+        "FSDP shards parameters; Megatron's ranks hold them "
+        "whole, so tp is the engines': `megagrpo plan`"
     )
 
 

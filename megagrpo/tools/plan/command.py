@@ -143,8 +143,8 @@ def _step_lines(plan: Plan) -> list[str]:
     return [
         "A roofline: an upper bound on speed, no forecast",
         *table_lines(rows),
-        f"step       {plan.synchronous:.3g} s; {plan.off_policy:.3g} s if engines sample for the "
-        "next step meanwhile",
+        f"step       {plan.synchronous:.3g} s; {plan.off_policy:.3g} s "
+        "if engines sample for the next step meanwhile",
         f"limit      {longest}: {limit}",
     ]
 

@@ -219,8 +219,8 @@ def _contribute(
             )
             _wait(
                 works,
-                f"rank {mesh.rank} waits for rank 0 to take its slices of a weights bucket before "
-                f"{number}",
+                f"rank {mesh.rank} waits for rank 0 to take its "
+                f"slices of a weights bucket before {number}",
             )
             packed = following
             works = dist.batch_isend_irecv([dist.P2POp(dist.isend, packed, 0)])
