@@ -169,7 +169,8 @@ def own_loss(inputs: PolicyInputs, options: OwnLoss) -> TokenLoss:
         loss = TokenLoss(made, {})
     shape = getattr(loss.value, "shape", None)
     if shape != inputs.logprobs.shape:
-        returned = f"{type(made).__name__}, shape {shape and list(shape)}"
+        shown = None if shape is None else list(shape)
+        returned = f"{type(made).__name__}, shape {shown}"
         raise ValueError(
             f"algorithm.loss {options.function} returned {returned}; it should return the loss of "
             f"every token, a tensor [n, S], here {list(inputs.logprobs.shape)}"

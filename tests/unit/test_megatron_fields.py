@@ -132,8 +132,8 @@ def test_communication_overlaps_on_cuda(options, kernels, overlaps):
     [
         (DENSE, ENGINE, {}, ["layernorm", "mlp"]),
         (EXPERTS, ENGINE, {}, ["layernorm", "moe_act"]),
-        (LATENT, ENGINE, {}, ["layernorm", "mla_up_proj", "moe_act", "mlp", "shared_experts"]),
-        (LATENT, ENGINE, {"fp8": "hybrid"}, ["mlp", "shared_experts"]),
+        (LATENT, ENGINE, {}, ["layernorm", "mla_up_proj", "moe_act", "shared_experts", "mlp"]),
+        (LATENT, ENGINE, {"fp8": "hybrid"}, ["shared_experts", "mlp"]),
         (EXPERTS, CPU, {}, ["moe"]),
         (DENSE, CPU, {}, ["mlp"]),
         (EXPERTS, ENGINE, {"recompute_modules": ["core_attn"]}, ["core_attn"]),

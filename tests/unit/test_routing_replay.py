@@ -247,7 +247,7 @@ def test_who_replays_has_experts_no_fused_router_and_engines_that_tell():
 def test_check_says_what_experts_cost(model: Path):
     """Here of two layers with experts, of three."""
     settings = [f"model.path={model}", "sft=null"]
-    k = architecture_of(json.loads((model / "config.json").read_text())).experts_per_token
+    k = architecture_of(json.loads((model / "config.json").read_text())).routed.per_token
     text = explain(load_config(str(CONFIG), [*settings, REPLAY]))
     assert f"the actor takes the engine's experts: {2 * k} bytes a token of a replica, {16 * k} in an answer" in text
     assert f"{12 * k} of an engine rank's host memory" in text and "enable_return_routed_experts" in text

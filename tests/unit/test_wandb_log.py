@@ -125,7 +125,7 @@ def test_a_failure_while_sending_is_said_once_and_nothing_more_is_sent(tmp_path)
 
 
 def test_check_wants_the_package_where_it_is_used(monkeypatch, prepared):
-    monkeypatch.setattr("megagrpo.check.problems.find_spec", lambda name: None)
+    monkeypatch.setattr("megagrpo.check.rules.inputs.find_spec", lambda name: None)
     assert preflight(load_config(QUICKSTART)) == []
     (problem,) = preflight(load_config(QUICKSTART, [PROJECT]))
     assert problem.startswith("log.wandb: the package wandb is not installed; `pip install wandb`")
