@@ -86,7 +86,7 @@ def send_batches(
         sent.wire_bytes += sum(message.values.nbytes for message in counts + messages)
         sent.messages += len(counts) + len(messages)
         with turn():
-            return group.start(counts) + group.start(messages)
+            return [work for part in (counts, messages) if part for work in group.start(part)]
 
     sent.staging_bytes = _move(
         group,
