@@ -38,7 +38,7 @@ python3 -m verl.trainer.main_ppo --config-name=ppo_trainer \\
     trainer.logger='["console","wandb"]' trainer.experiment_name='my run' MORE $@ > out.log 2>&1 &
 wait
 """
-FREE_KEYS = ("actor.ddp.", "actor.megatron.", "actor.optimizer.megatron.", "reward.args")
+FREE_KEYS = ("actor.ddp.", "actor.megatron.", "actor.optimizer.megatron.", "reward.args", "rollout.sglang.")
 TRAINER = "python3 -m verl.trainer.main_ppo"
 WITH_KL = (
     "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001 "

@@ -197,13 +197,13 @@ def test_options_reach_the_grader_and_a_prompt_may_name_another():
 
 def test_a_function_that_is_called_like_a_service_is_called(tmp_path, monkeypatch):
     """By a row, or by data.grader_by_source; the service is not asked."""
-    (tmp_path / "mine.py").write_text("def http(text, answer): return 7.0\njudge = http\n")
+    (tmp_path / "like_services.py").write_text("def http(text, answer): return 7.0\njudge = http\n")
     (tmp_path / "judge.txt").write_text("{response}")
     monkeypatch.syspath_prepend(tmp_path)
     nowhere = {"url": "http://127.0.0.1:9/", "retries": 0}
     judge = nowhere | {"model": "m", "prompt_file": str(tmp_path / "judge.txt")}
     for service, args in (("http", nowhere), ("judge", judge)):
-        each = [(prompt(grader=f"mine:{service}"), "x")]
+        each = [(prompt(grader=f"like_services:{service}"), "x")]
         config = RewardConfig(grader=service, args=args, workers=1)
         with closing(RewardPool(config)) as pool:
             futures = [pool.submit(*one) for one in each]

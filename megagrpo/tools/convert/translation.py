@@ -185,7 +185,7 @@ class Translation:
                 name = re.sub("^--(sglang-)?", "", key.rpartition(".")[2])
                 ours = entry.to.replace("*", name.replace("-", "_") if name in key[2:] else name)
                 self.put(ours, spelled(value, entry.values), key)
-            elif entry.lacks and not any(alike(value, same) for same in entry.same):
+            elif entry.lacks and not _is_one_of(value, entry.same):
                 self.lack(key, entry.lacks)
         for row in rows(self.framework):
             self._read.clear()
@@ -199,6 +199,8 @@ class Translation:
         if not self._holds(row):
             return
         source, by = (full_names(self.framework, row.get(key, [])) for key in ("from", "by"))
+        # of frameworks that share rows, one may lack an option
+        source = tuple(key for key in source if find(self.framework, key))
         value = self.get(*source)
         value = str(value) if "text" in row and value is not None else value
         words = tuple(row.get("values", {}).items()) or self._words(*source[:1])
@@ -308,6 +310,12 @@ class Translation:
                 comment = ", ".join(self.because[ours]) or "its default"
                 lines.append(f"{indent}{key}: {_flow(value)}  # {shown}: {comment}")
         return lines
+
+
+def _is_one_of(value: Plain, known: Sequence[Plain]) -> bool:
+    """Returns whether a value, or each one of a list, is among those that are known."""
+    listed = value if isinstance(value, list) else [value]
+    return all(any(alike(one, other) for other in known) for one in listed)
 
 
 def _filled(value: Plain, ours: Mapping[str, Plain]) -> Plain:
