@@ -312,7 +312,9 @@ def _joining_rules(subjects: list[Subject]) -> Iterator[str]:
             texts = names.setdefault(name.capitalize(), {})
             for rule in (rule for subject in subjects for rule in function(subject)):
                 key = f"`{'.'.join(map(str, rule.key))}`: " if rule.key else ""
-                texts.setdefault(_DIFFERS.sub("", key + rule.text), key + rule.text)
+                # whatever value is refused, the reason is the same
+                shape = re.sub(r"\S+ is refused", "is refused", key + rule.text)
+                texts.setdefault(_DIFFERS.sub("", shape), key + rule.text)
     for name, texts in names.items():
         yield from (f"### {name}", "", *(f"- {text}" for text in texts.values()), "")
 

@@ -55,7 +55,7 @@ def architecture_numbers(arch: Architecture) -> dict[str, object]:
 
 def adapter_numbers(lora: LoraConfig) -> dict[str, object]:
     """Returns what says which adapters a checkpoint holds."""
-    return lora.model_dump(exclude_defaults=True)
+    return {"rank": lora.rank, **lora.model_dump(exclude_defaults=True)}
 
 
 def differences(saved: Mapping[str, object], own: Mapping[str, object]) -> list[str]:

@@ -91,8 +91,9 @@ class AlgorithmConfig(Section):
     dynamic_sampling: DynamicSampling | None = None
     distillation: DistillationConfig | None = None
     streams: list[StreamConfig] = Field(default=[])
-    """Loss components besides rl, and the tokens for each. Without an entry, rl has weight 1 on all
-    tokens that the policy sampled, and so has distillation if there is a `distillation` section."""
+    """Loss components besides rl, and the tokens for each. Without an entry of its own, rl
+    has weight 1 on all tokens that the policy sampled, and so has distillation if there is a
+    `distillation` section."""
 
     @model_validator(mode="before")
     @classmethod

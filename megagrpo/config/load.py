@@ -97,7 +97,7 @@ def load_config(
     fetch: Fetch = lambda config: (config, []),
 ) -> ExperimentConfig:
     """Reads an experiment file; `overrides` are "a.b=c" with c in YAML. `judge` returns (key path
-    of a value, problem), () for a problem that names its keys: check/reading.py. `later` returns
+    of a value, problem), () for a problem that names its keys: check/rules/table.py. `later` returns
     what other checks find; it is asked if the file has problems, about the rest of it. `fetch`
     replaces names of what is elsewhere: data/hub.py.
 

@@ -316,7 +316,8 @@ async def all_of(work: Sequence[Coroutine[object, object, T]]) -> list[T]:
     """Returns the results of all; ends the others when one fails, and all when it is cancelled."""
     tasks = list(map(asyncio.create_task, work))
     try:
-        return await asyncio.gather(*tasks)
+        # shielded: a task that is cancelled once, in the end, can close what it has opened
+        return await asyncio.shield(asyncio.gather(*tasks))
     finally:
         await end_tasks(tasks)
 

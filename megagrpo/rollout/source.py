@@ -72,6 +72,7 @@ class RolloutSource:
         self.batches = batches
         self._alive = alive
         self._last_answer = 0.0  # of the service, on the main rank
+        self._next_look = 0.0  # at the service, and for a stop request
         self._awaited: Sequence[SampledBatch] = []
         self._loads: list[dict[str, float]] = []  # of engines, on the main rank
         self._outdated: list[str] = []  # engines that need weights, on the main rank
@@ -120,20 +121,21 @@ class RolloutSource:
         engine is ready.
         """
         self._awaited = batches
-        self._last_answer = next_look = time.monotonic()
+        self._last_answer = time.monotonic()
         for batch in batches:
-            batch.deadline = batch.deadline or next_look + self._config.rollout.step_timeout_s
+            until = self._last_answer + self._config.rollout.step_timeout_s
+            batch.deadline = batch.deadline or until
         pause_s = _FIRST_POLL_S
         while True:
             problem = self._problem(batches)
             if version is None:  # the next wait for it says so
                 problem = ""
             stops = leaves = False
-            if not problem and time.monotonic() >= next_look:
+            if not problem and time.monotonic() >= self._next_look:
                 stops = stop_requested()
                 if self._mesh.is_main:
                     problem, leaves = self._look_at_engines(version)
-                next_look = time.monotonic() + _LOOK_S
+                self._next_look = time.monotonic() + _LOOK_S
             unfinished = not all(batch.done for batch in batches)
             waiting, failed, acts, stopped = self._mesh.largest(
                 unfinished, bool(problem), leaves, stops

@@ -1,6 +1,8 @@
 """The bookkeeping of sampling, without processes: which batches a step plans, what it consumes, and
 what the next start takes over."""
 
+import asyncio
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -11,6 +13,7 @@ from megagrpo.data.curriculum import Curriculum
 from megagrpo.mesh import Mesh
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.batches import Batches, BatchPlan, SamplingJob, StepBatches
+from megagrpo.rollout.sampler import all_of
 from megagrpo.types import Outcome, RolloutGroup, Sample, TrainState
 
 TIS = {"mismatch": {"weight": {"name": "tis"}}}
@@ -202,3 +205,28 @@ def test_an_evaluation_has_the_same_seeds_every_time():
     assert [plan.job.num_samples for plan in plans] == [3, 3]
     assert BatchPlan.evaluation(config, prompts, 4, True).job.num_samples == 2
     assert all(plan.job.is_urgent and not plan.job.or_newer for plan in plans)
+
+
+def test_what_ends_early_closes_what_it_has_opened():
+    """Tasks of groups in a batch: each is cancelled once, whoever is the first to end."""
+    closed = []
+
+    async def rollout(number: int) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.02 * (number + 1))
+            closed.append(number)
+
+    async def group(first: int) -> None:
+        await all_of([rollout(first + number) for number in range(3)])
+
+    async def batch() -> None:
+        task = asyncio.create_task(all_of([group(0), group(3)]))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(batch())
+    assert sorted(closed) == list(range(6))

@@ -21,7 +21,7 @@ def test_a_fault_applies_and_its_tests_exist(fault: Fault):
 def test_faults_are_in_many_rooms():
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     assert {fault.file.partition("/")[0] for fault in FAULTS} == {
-        *("actor", "algo", "batching", "checkpoint", "cluster", "config", "cpu", "data"),
+        *("actor", "algo", "batching", "check", "checkpoint", "cluster", "config", "cpu", "data"),
         *("environments", "models", "rewards", "rollout", "loop", "sandbox", "system", "tools", "weights"),
     }
 

@@ -87,7 +87,8 @@ class Experts:
     @property
     def takes_adapters(self) -> bool:
         """Tells whether models/layers/lora.py knows them."""
-        return self.names.module == "mlp" and not (self.shared_ffn_size or self.dense_layers)
+        others = self.sigmoid or self.shared_ffn_size or self.dense_layers
+        return self.names.module == "mlp" and not others
 
     def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
         """Yields router, shared and routed experts; prefix: of the layer."""
