@@ -20,7 +20,13 @@ from megagrpo.weights.engines.fleet import EngineFleet
 from megagrpo.weights.transports.gather_plan import GatherPlan, gather_to_main, make_gather_plan
 from megagrpo.weights.transports.protocol import TrainerWeights
 from megagrpo.weights.wire.clock import Deadline, PhaseTimer
-from megagrpo.weights.wire.engine_group import EngineGroup, GroupLimits, PeerLost, join_group
+from megagrpo.weights.wire.engine_group import (
+    EngineGroup,
+    GroupLimits,
+    PeerLost,
+    join_group,
+    without_watchdog,
+)
 from megagrpo.weights.wire.mailbox import listening_store
 from megagrpo.weights.wire.moving import Traffic
 
@@ -48,7 +54,8 @@ class BroadcastTransport:
         traffic = Traffic()
 
         def send(buckets: Iterator[dict[str, Tensor]]) -> None:
-            engines.for_each(self._join)
+            with without_watchdog():  # see join_group
+                engines.for_each(self._join)
             engines.for_each(EngineConnection.begin)
             packed_bytes = 0
             for bucket in timer.waiting(buckets, "gather"):

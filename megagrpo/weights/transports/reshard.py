@@ -22,7 +22,12 @@ from megagrpo.weights.transports.protocol import TrainerWeights
 from megagrpo.weights.transports.reshard_plan import Cover, TransferPlan, plan_transfer
 from megagrpo.weights.wire.changes import LastSent
 from megagrpo.weights.wire.clock import Deadline
-from megagrpo.weights.wire.engine_group import EngineGroup, PeerLost, join_group
+from megagrpo.weights.wire.engine_group import (
+    EngineGroup,
+    PeerLost,
+    join_group,
+    without_watchdog,
+)
 from megagrpo.weights.wire.mailbox import address_towards
 from megagrpo.weights.wire.moving import Traffic, Turn, send_batches
 
@@ -66,7 +71,8 @@ class ReshardTransport(LinkTransport):
         failed: dict[str, Exception] = {}
         on_cuda = self._mesh.device.type == "cuda"
         order = SendOrder([end.turns(on_cuda) for end in ends])
-        with ThreadPoolExecutor(max(1, len(ends))) as pool:
+        # see join_group
+        with without_watchdog(), ThreadPoolExecutor(max(1, len(ends))) as pool:
             sending = [
                 pool.submit(end.send, self._weights, order, index) for index, end in enumerate(ends)
             ]

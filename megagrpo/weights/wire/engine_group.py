@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ from megagrpo.system.errors import translated
 from megagrpo.weights.wire.clock import Deadline
 
 _POLL_S = 0.0005
-_MAKING = Lock()  # threads share the environment
 
 
 class PeerLost(RuntimeError):
@@ -141,6 +139,11 @@ def lost_if_cut(problem: str) -> AbstractContextManager[None]:
     return translated(problem, RuntimeError, raised=PeerLost)
 
 
+def without_watchdog() -> AbstractContextManager[None]:
+    """Lets groups that are made inside have no NCCL watchdog."""
+    return environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+
+
 def join_group(
     store: Store,
     name: str,
@@ -168,8 +171,9 @@ def join_group(
             options.config.max_ctas = limits.max_ctas
         options._timeout = timedelta(seconds=limits.join_s)
         # Read here. Otherwise the watchdog of a trainer or engine ends its process when a peer dies
-        # in a transfer. Without the watchdog `wait` raises.
-        with _MAKING, environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+        # in a transfer. Without the watchdog `wait` raises. Threads share the environment: trainers
+        # set the variable around all of them.
+        with without_watchdog():
             return EngineGroup(name, dist.ProcessGroupNCCL(keys, rank, size, options), device)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's type stubs
     options._timeout = timedelta(seconds=limits.join_s)
