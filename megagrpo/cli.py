@@ -352,9 +352,9 @@ def _run(args: argparse.Namespace, config: ExperimentConfig) -> int:
 
 
 def _serve(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    from megagrpo.check.problems import describe_model
+    from megagrpo.check.problems import refuse_for_engines
 
-    describe_model(config)  # refuses one that engines cannot load
+    refuse_for_engines(config)
     if args.master_addr is not None and args.ray_address is None:
         return serve_node(config, args.words, _node(args))
     from megagrpo.rollout.service.server import serve

@@ -55,6 +55,18 @@ def check_against_model(
     return [text for rules in OF_MODEL for text in broken(rules(subject))]
 
 
+def refuse_for_engines(config: ExperimentConfig) -> None:
+    """Raises ValueError if engines cannot load or cut the model; the trainers' layout is not
+    judged."""
+    description = model_description(config)
+    if description is None:
+        raise ValueError(f"model.path: {config.model.path} holds no config.json")
+    subject = Subject.of(config, description)
+    rules = (*model.before_start(subject), *engine_layout.before_start(subject))
+    if problems := broken(rules):
+        raise ValueError("engines do not fit the model:\n  " + "\n  ".join(problems))
+
+
 def layout_problems(arch: Architecture, actor: ActorConfig) -> list[str]:
     """Returns why the trainers' layout cannot cut the model."""
     return broken(trainer_layout.layout_rules(arch, actor))

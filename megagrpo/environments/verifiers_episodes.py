@@ -66,10 +66,10 @@ class Tasks:
     def rows(self):
         """Yields (prompt, answer) of each task; an endless taskset is cut by the reader."""
         for task in self.environment.taskset:
-            prompt = task.data.prompt or []
+            prompt = task.data.prompt
             if isinstance(prompt, str):
                 prompt = [{"role": "user", "content": prompt}]
-            messages = [*map(_plain, prompt)]
+            messages = [*map(_plain, prompt or [])]
             if task.data.system_prompt:
                 messages.insert(0, {"role": "system", "content": task.data.system_prompt})
             yield messages, ""

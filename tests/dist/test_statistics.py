@@ -112,9 +112,8 @@ def share(batch: Batch, owner: torch.Tensor, rank: int, seed: int) -> Batch:
 def measure(batch: Batch, reduce) -> dict:
     """Everything that must not depend on the placement; per-sample things by sample id, doubles as their bits."""
     out, rewards = {}, batch.rewards
-    for ddof in (0, 1):
-        stats = group_statistics(rewards.values, batch.group_ids, batch.num_groups, rewards.valid, reduce, ddof)
-        out[f"stats{ddof}"] = [getattr(stats, f.name).double().view(torch.int64).tolist() for f in fields(stats)]
+    stats = group_statistics(rewards.values, batch.group_ids, batch.num_groups, rewards.valid, reduce)
+    out["stats"] = [getattr(stats, f.name).double().view(torch.int64).tolist() for f in fields(stats)]
     spread = moments(rewards.values[rewards.valid], reduce)
     out["moments"] = [float(getattr(spread, f.name)).hex() for f in fields(spread)]
     for name, options in ALGORITHMS.items():

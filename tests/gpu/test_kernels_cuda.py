@@ -100,7 +100,7 @@ def test_group_statistics_have_the_same_bits():
     valid = torch.rand(4096, generator=generator) < 0.9
 
     def on(device: torch.device):
-        return group_statistics(rewards.to(device), groups.to(device), 512, valid.to(device), alone, 1)
+        return group_statistics(rewards.to(device), groups.to(device), 512, valid.to(device), alone)
 
     mine, theirs = on(CUDA), on(torch.device("cpu"))
     for name, value in vars(theirs).items():

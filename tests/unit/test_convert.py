@@ -104,6 +104,12 @@ def test_the_file_that_verls_command_builds_on(tmp_path, words, lost_ones):
     assert list(lost(verl(tmp_path, more=words))) == lost_ones
 
 
+def test_verls_own_default_said_aloud_is_translated():
+    given = {"algorithm.adv_estimator": "grpo", "algorithm.norm_adv_by_std_in_grpo": True}
+    draft = draft_of("verl", Source(given))
+    assert lost(draft) == {} and draft.values["algorithm.advantage.name"] == "grpo"
+
+
 def test_verls_file_that_builds_on_another(tmp_path):
     keys = {"actor_rollout_ref": {"rollout": {"n": 4}}, "algorithm": {"adv_estimator": "grpo"}}
     for others, lost_ones in ([], []), (["mine"], ["defaults"]):

@@ -90,6 +90,10 @@ def test_sglang_itself_judges_names_and_values():
     "given, said",
     [
         ({"lora_paths": []}, "is refused: engines receive whole weights"),
+        ({"max_queued_requests": 8}, "is refused: rejected requests are sent again"),
+        ({"mm_process_config": {}}, "is refused: images come with the trainers' requests"),
+        ({"quantization": "fp8"}, "is refused: rollout.quantization is the format"),
+        ({"hicache_storage_backend": "file"}, "is refused: keys and values of older weights would outlive a publish"),
         ({"tp_size": 8}, "rollout.sglang.tp_size: is set by rollout.tp"),
         ({"moe_runner_backend": "flashinfer_trtllm"}, "digests would stop the run; it may be "
                                                       "triton, deep_gemm"),

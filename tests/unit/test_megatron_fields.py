@@ -279,6 +279,9 @@ def test_a_library_is_asked_only_if_it_is_there(missing, said, monkeypatch, caps
     ("overrides", "message"),
     [
         (["actor.megatron.tensor_model_parallel_size=2"], "set by actor.parallel.tp"),
+        (["actor.megatron.calculate_per_token_loss=false"], "Megatron must only sum"),
+        (["actor.ddp.average_in_collective=true"], "gradients are sums"),
+        (["actor.optimizer.megatron.loss_scale=2.0"], "gradients are not scaled"),
         (["actor.megatron.hidden_dropout=0.1"], "ratio of new to old probabilities"),
         (["actor.ddp.grad_reduce_in_fp32=false"], "set by actor.optimizer.megatron.main_grads_dtype"),
         (["actor.optimizer.megatron.exp_avg_dtype=bfloat16"], "14 bytes of an element at the peak"),

@@ -100,6 +100,7 @@ def row_error(tmp_path, tokenizer, prompt, **keys) -> str:
     "prompt, said",
     [
         ([{"role": "user", "content": None}], "message 1 has no content, and no tool calls"),
+        ([*PLAIN, {"role": "user", "content": "\ud83d"}], "message 2 holds half of a character"),
         ([{"role": "user"}], "message 1 has no content"),
         ([{"content": "2+3"}], "should be a list of {role, content}"),
     ],

@@ -92,13 +92,12 @@ def _cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[Rule]:
     ep = rollout.ep
     replicas = rollout.sglang.get("dp_size", 1)
     shared = rollout.sglang.get("enable_dp_attention")
-    uncut = shared and rollout.tp % replicas
-    yield Rule(
-        uncut,
-        f"rollout.sglang.dp_size = {replicas} does not divide rollout.tp = {rollout.tp}",
-        f"it may be {divisors(rollout.tp, replicas)}",
-    )
-    if uncut:
+    if shared and rollout.tp % replicas:
+        yield Rule(
+            True,
+            f"rollout.sglang.dp_size = {replicas} does not divide rollout.tp = {rollout.tp}",
+            f"it may be {divisors(rollout.tp, replicas)}",
+        )
         return
     cut = f"tp = {rollout.tp} / sglang.dp_size {replicas} = {tp}" if shared else f"tp = {tp}"
     kv_heads = arch.attention.kv_heads

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megagrpo.check.rules.placement import needs_gpus
 from megagrpo.check.rules.subject import Subject, longest_samples
 from megagrpo.config.fields import Rule
 from megagrpo.config.schema import ExperimentConfig
@@ -80,7 +81,7 @@ def _sparse(config: ExperimentConfig, topk: int) -> Iterator[Rule]:
         "set that",
     )
     yield Rule(
-        config.rollout.load_format == "model" and not kernels.cuda,
+        config.rollout.load_format == "model" and not needs_gpus(config),
         "rollout.load_format = model, but without a GPU engines start from another description of "
         "a model with sparse attention, without its files",
         "use dummy, the first publish fills them",

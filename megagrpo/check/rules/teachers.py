@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megagrpo.check.rules import engine_layout
+from megagrpo.check.rules import engine_layout, settings
 from megagrpo.check.rules.subject import Subject, longest_samples, tokenizer_folder
 from megagrpo.config.fields import Rule, named
 from megagrpo.data.hub import is_hub_name
@@ -94,6 +94,9 @@ def before_start(subject: Subject) -> Iterator[Rule]:
         theirs = Subject.of(config.of_teacher(name), hf)
         for rule in engine_layout.before_start(theirs):
             yield replace(rule, because=rule.because.replace("rollout.", f"teachers.{name}.", 1))
+        for rule in (rule for rule in settings.as_read(theirs) if rule.when):
+            setting = ".".join(map(str, rule.key))
+            yield replace(rule, because=f"teachers.{name}: {setting}: {rule.because}", key=())
         yield from _lengths(theirs, key, longest_samples(config)["data"])
         tokenizer = tokenizer_folder(config)
         vocabulary = hf.get("vocab_size") or (hf.get("text_config") or {}).get("vocab_size")

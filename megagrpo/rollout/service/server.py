@@ -33,7 +33,7 @@ from aiohttp import web
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.vocabulary import different_tokens
-from megagrpo.rollout.control import ServiceUnreachable, find_service
+from megagrpo.rollout.control import ServiceFailed, ServiceUnreachable, find_service
 from megagrpo.rollout.service.addresses import own_address
 from megagrpo.rollout.service.engine_command import on_gpus
 from megagrpo.rollout.service.engine_model import as_engines_see_it
@@ -82,11 +82,13 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
 
 def _refuse_beside_another(folder: RunFolder) -> None:
     if folder.service.exists():
-        with suppress(ServiceUnreachable):  # of a run that was killed
-            url = find_service(folder.path).url
+        # of a run that was killed, or failed
+        with suppress(ServiceUnreachable, ServiceFailed):
+            service = find_service(folder.path)
+            service.healthy_status()
             raise ValueError(
-                f"output_dir {folder.path}: the rollout service of a run there answers at {url}; "
-                "wait for the end of that run or name another output_dir"
+                f"output_dir {folder.path}: the rollout service of a run there answers at "
+                f"{service.url}; wait for the end of that run or name another output_dir"
             )
 
 
