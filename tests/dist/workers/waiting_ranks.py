@@ -128,7 +128,8 @@ def measure(actor: MegatronActor, job: dict) -> dict:
         step.update(actor, batch, RICH, 1.0, 32)
     waited = {f"{what} {place}": count for (what, place), count in waits.counts.items()}
     found = {name: count for name, count in waited.items() if not name.endswith(ON_HOST)}
-    layers = [actor.arch.num_layers, actor.arch.num_layers - actor.arch.experts.dense_layers]
+    dense = actor.arch.experts.dense_layers if actor.arch.experts else 0
+    layers = [actor.arch.num_layers, actor.arch.num_layers - dense]
     return {"micro_batches": waits.micro_batches, "layers": layers, "waits": found}
 
 
