@@ -54,7 +54,8 @@ def measure(actor: MegatronActor, job: dict) -> dict:
     waits = Counter()
     for place, count in found.items():
         waits[function_at(place)] += count
-    layers = [actor.arch.num_layers, actor.arch.num_layers - actor.arch.experts.dense_layers]
+    dense = actor.arch.experts.dense_layers if actor.arch.experts else 0
+    layers = [actor.arch.num_layers, actor.arch.num_layers - dense]
     return {"micro_batches": sum(micro_batches), "layers": layers, "waits": waits, "lines": found}
 
 
