@@ -1,4 +1,4 @@
-"""What a checkpoint says about the model that it belongs to, in state.json.
+"""The model that a checkpoint belongs to, as state.json describes it.
 
 A number that has its default is left out, so that one which a later version adds is no difference.
 """

@@ -137,7 +137,8 @@ class Architecture:
             yield from self.routed.tensors(self, prefix)
         else:
             yield from mlp_tensors(self.hidden_size, self.ffn_size, prefix + "mlp.")
-        yield from mixing  # of a gated delta net
+        if mixer is self.delta:
+            yield from mixing
         indexer = self.indexer
         if indexer is not None and indexer.source(index) == index:
             yield from indexer.tensors(self, prefix + "self_attn.indexer.")

@@ -1,5 +1,5 @@
-"""What engines and trainers have in common to compare inside a layer: points, by the names that
-SGLang and Megatron give their modules."""
+"""The points inside a layer at which engines and trainers can be compared, by the names that SGLang
+and Megatron give their modules."""
 
 from typing import Literal
 

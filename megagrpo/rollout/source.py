@@ -122,8 +122,8 @@ class RolloutSource:
         """
         self._awaited = batches
         self._last_answer = time.monotonic()
+        until = self._last_answer + self._config.rollout.step_timeout_s
         for batch in batches:
-            until = self._last_answer + self._config.rollout.step_timeout_s
             batch.deadline = batch.deadline or until
         pause_s = _FIRST_POLL_S
         while True:

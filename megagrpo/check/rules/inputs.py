@@ -1,4 +1,4 @@
-"""What a run reads before it starts: files, packages, checkpoints, rows and the user's functions."""
+"""Rules about the inputs of a run: files, packages, checkpoints, rows and the user's functions."""
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What gives the reward, with the estimator and the data that it goes to."""
+"""Rules between graders and environments, and the estimator and data that use their rewards."""
 
 from collections.abc import Iterator
 

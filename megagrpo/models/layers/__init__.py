@@ -1,1 +1,1 @@
-"""What several kinds of layers share."""
+"""The modules that several kinds of layers share."""

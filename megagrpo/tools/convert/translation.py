@@ -185,7 +185,7 @@ class Translation:
                 name = re.sub("^--(sglang-)?", "", key.rpartition(".")[2])
                 ours = entry.to.replace("*", name.replace("-", "_") if name in key[2:] else name)
                 self.put(ours, spelled(value, entry.values), key)
-            elif entry.lacks and not _is_one_of(value, entry.same):
+            elif entry.lacks and _unknown(value, entry.same):
                 self.lack(key, entry.lacks)
         for row in rows(self.framework):
             self._read.clear()
@@ -207,8 +207,7 @@ class Translation:
         reason = row.get("lacks")
         told = {"value": value, "values": ", ".join(str(theirs) for theirs, _ in words)}
         known = [None, "", *(theirs for theirs, _ in words)]
-        listed: list[Plain] = value if isinstance(value, list) else [value]
-        unknown = [one for one in listed if not any(alike(one, other) for other in known)]
+        unknown = _unknown(value, known)
         if unknown and "only" in row:
             reason = row["only"]
             told["value"] = ", ".join(map(str, unknown))
@@ -222,7 +221,7 @@ class Translation:
             value = _filled(row["else"], self.values) if value is None else spelled(value, words)
             self.put(
                 row["to"],
-                listed if "listed" in row else value,
+                _listed(value) if "listed" in row else value,
                 *[key for key in source if key in self._set][:1],
                 *by,
             )
@@ -312,10 +311,13 @@ class Translation:
         return lines
 
 
-def _is_one_of(value: Plain, known: Sequence[Plain]) -> bool:
-    """Returns whether a value, or each one of a list, is among those that are known."""
-    listed = value if isinstance(value, list) else [value]
-    return all(any(alike(one, other) for other in known) for one in listed)
+def _listed(value: Plain) -> list[Plain]:
+    return value if isinstance(value, list) else [value]
+
+
+def _unknown(value: Plain, known: Sequence[object]) -> list[Plain]:
+    """Returns a value, or those of a list, that are not among the known ones."""
+    return [one for one in _listed(value) if not any(alike(one, other) for other in known)]
 
 
 def _filled(value: Plain, ours: Mapping[str, Plain]) -> Plain:

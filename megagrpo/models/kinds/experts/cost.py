@@ -1,4 +1,4 @@
-"""What a layer's experts cost, router and shared experts included. No torch."""
+"""The cost of a layer's experts, router and shared experts included. No torch."""
 
 from __future__ import annotations
 

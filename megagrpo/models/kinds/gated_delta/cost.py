@@ -1,4 +1,4 @@
-"""What a gated delta net costs, as flash-linear-attention's kernels compute it. No torch."""
+"""The cost of a gated delta net, as flash-linear-attention's kernels compute it. No torch."""
 
 from __future__ import annotations
 

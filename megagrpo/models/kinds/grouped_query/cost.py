@@ -1,4 +1,4 @@
-"""What grouped-query attention costs. No torch."""
+"""The cost of grouped-query attention. No torch."""
 
 from __future__ import annotations
 

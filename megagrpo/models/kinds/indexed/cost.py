@@ -1,4 +1,4 @@
-"""What an indexer, and attention to the keys that it chooses, cost. No torch."""
+"""The cost of an indexer, and of attention to the keys that it chooses. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What multi-head latent attention costs, with or without an indexer. No torch."""
+"""The cost of multi-head latent attention, with or without an indexer. No torch."""
 
 from __future__ import annotations
 

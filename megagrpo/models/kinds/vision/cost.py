@@ -1,4 +1,4 @@
-"""What a vision tower costs. No torch."""
+"""The cost of a vision tower. No torch."""
 
 from megagrpo.models.kinds.vision.describe import Vision
 
