@@ -90,7 +90,7 @@ def environments(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> di
         for name, value in recorder.found["Ray" if "Ray" in recorder.found else "service"].items():
             inside.setenv(name, value)
         # The machine of an engine knows a loopback alone here: the interface's name stands for another one.
-        server = EngineNode(config, engine="engine-0", node_rank=0, slot=0, cuda=cuda, cores_share=1, api_key="key")
+        server = EngineNode(config, engine="engine-0", node_rank=0, cuda=cuda, cores_share=1, api_key="key")
         server.bind_address, server.num_cores = "127.0.0.1", 2
         server.start(20001, "127.0.0.1:20002", str(folder / "log"))
 

@@ -149,7 +149,7 @@ def test_whoever_asks_an_engine_to_sleep_is_answered_when_its_memory_is_free(tmp
     async def run() -> list[bool]:
         free = asyncio.Event()
         engine = SupervisedEngine(
-            0, experiments.experiment(), slot=0, cuda=False, api_key="", log_dir=tmp_path, may_start=asyncio.Event()
+            0, experiments.experiment(), cuda=False, api_key="", log_dir=tmp_path, may_start=asyncio.Event()
         )
         engine.state = "ready"
         engine._memory = SimpleNamespace(release=lambda http: free.wait())

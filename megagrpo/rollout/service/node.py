@@ -78,9 +78,8 @@ class EngineNode:
     """Runs one server process of one incarnation of an engine; the process ends with this actor,
     however it ends.
 
-    engine: its id. slot: its number among the servers of this run, see `server_ports`. cores_share:
-    server processes that share the CPU cores of this machine. scores: whether it is a teacher's. Ray
-    assigns its GPUs.
+    engine: its id. cores_share: server processes that share the CPU cores of this machine. scores:
+    whether it is a teacher's. Ray assigns its GPUs.
     """
 
     def __init__(
@@ -89,7 +88,6 @@ class EngineNode:
         *,
         engine: str,
         node_rank: int,
-        slot: int,
         cuda: bool,
         cores_share: int,
         api_key: str,
@@ -98,7 +96,6 @@ class EngineNode:
         self.config = config
         self.engine = engine
         self.node_rank = node_rank
-        self.slot = slot
         self.cuda = cuda
         self.api_key = api_key
         self.scores = scores
@@ -106,10 +103,10 @@ class EngineNode:
         self.num_cores = max(1, len(os.sched_getaffinity(0)) // cores_share)
         self.process: Popen[bytes] | None = None
 
-    def address(self, service_loopback: str, incarnation: int) -> tuple[str, int, int]:
+    def address(self, service_loopback: str, slot: int, incarnation: int) -> tuple[str, int, int]:
         """Returns (host, port for HTTP, port where the engine's nodes meet) of this node.
 
-        service_loopback: of the service's process. Raises ValueError if the service cannot reach
+        service_loopback: of the service's process. slot: of this server among those of the run. Raises ValueError if the service cannot reach
         this node.
         """
         if self.bind_address == "127.0.0.1" and loopback() != service_loopback:
@@ -118,7 +115,7 @@ class EngineNode:
                 "such as that of the service; give the name of the private interface, such as "
                 "eth0, which every machine looks up for itself"
             )
-        ports = server_ports(self.slot, incarnation)
+        ports = server_ports(slot, incarnation)
         http, meeting = (free_port(self.bind_address, preferred) for preferred in ports)
         return reachable_host(self.bind_address), http, meeting
 

@@ -167,7 +167,6 @@ class _Service:
         engine = SupervisedEngine(
             index,
             self._config,
-            slot=self._next_slot,
             cuda=self._cuda,
             api_key=self._api_key,
             log_dir=self._folder.logs,
@@ -175,9 +174,9 @@ class _Service:
             teacher=teacher,
         )
         self._num_added += not teacher
-        self._next_slot += self._config.engine_sizes[teacher].nodes_per_engine
         self._engines[engine.id] = engine
-        self._tasks[engine.id] = engine.begin(self._http)
+        self._tasks[engine.id] = engine.begin(self._http, self._next_slot)
+        self._next_slot += self._config.engine_sizes[teacher].nodes_per_engine
         return engine
 
     async def _open(self, runner: web.AppRunner) -> None:

@@ -64,11 +64,10 @@ class SupervisedEngine:
     """Keeps one engine running. `begin` starts it; the other methods serve trainers and the command
     line.
 
-    config: the experiment, also for a teacher's engine. slot: number of its first server process
-    among those of the run. teacher: its name, "" for an engine that samples. `state`, `url`,
-    `incarnation` etc.: see EngineInfo. `gave_up`: the restart budget is spent; `reason` is the last
-    failure. may_start: cleared while engines on the trainers' GPUs sleep, because a starting one
-    allocates memory there.
+    config: the experiment, also for a teacher's engine. teacher: its name, "" for an engine that
+    samples. `state`, `url`, `incarnation` etc.: see EngineInfo. `gave_up`: the restart budget is
+    spent; `reason` is the last failure. may_start: cleared while engines on the trainers' GPUs
+    sleep, because a starting one allocates memory there.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class SupervisedEngine:
         index: int,
         config: ExperimentConfig,
         *,
-        slot: int,
         cuda: bool,
         api_key: str,
         log_dir: Path,
@@ -85,7 +83,7 @@ class SupervisedEngine:
     ):
         self.id = f"engine-{index}"
         self.teacher, self._may_start = teacher, may_start
-        self._num_servers, self._slot = config.num_servers, slot
+        self._num_servers, self._slot = config.num_servers, 0
         if teacher:
             self.id = f"teacher-{teacher}-{index}"
             config = config.for_teacher(teacher)
@@ -187,8 +185,12 @@ class SupervisedEngine:
                 f"about {incarnation}"
             )
 
-    def begin(self, http: aiohttp.ClientSession) -> asyncio.Task[None]:
-        """Starts the task that runs it, which ends when its restart budget is spent."""
+    def begin(self, http: aiohttp.ClientSession, slot: int) -> asyncio.Task[None]:
+        """Starts the task that runs it, which ends when its restart budget is spent.
+
+        slot: number of its first server process among those of the run, see `server_ports`.
+        """
+        self._slot = slot
         self._life = asyncio.create_task(self._run(http))
         return self._life
 
@@ -272,7 +274,8 @@ class SupervisedEngine:
         deadline = time.monotonic() + rollout.start_timeout_s
         self._nodes = [self._make_node(rank) for rank in range(rollout.nodes_per_engine)]
         addresses = await self._ask(
-            node.address.remote(loopback(), self.incarnation) for node in self._nodes
+            node.address.remote(loopback(), self._slot + rank, self.incarnation)
+            for rank, node in enumerate(self._nodes)
         )
         rendezvous = f"{addresses[0][0]}:{addresses[0][2]}"
         pids = await self._ask(
@@ -394,7 +397,6 @@ class SupervisedEngine:
             self._config,
             engine=self.id,
             node_rank=rank,
-            slot=self._slot + rank,
             cuda=self._cuda,
             # On a CPU all engines of the experiment may share one machine; its cores are divided
             # among them.
