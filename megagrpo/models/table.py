@@ -178,8 +178,8 @@ def _products(arch: Architecture) -> int:
     matrices = [
         spec for spec in groups if spec.kind == "matrix" and not spec.name.endswith(".gate.weight")
     ]
-    of_layers = {spec: groups[spec] for spec in matrices if ".layers." in spec.name}
-    return _counted(arch, of_layers).active + arch.vocab_size * arch.hidden_size
+    layer_groups = {spec: groups[spec] for spec in matrices if ".layers." in spec.name}
+    return _counted(arch, layer_groups).active + arch.vocab_size * arch.hidden_size
 
 
 def attention_length(arch: Architecture) -> int:

@@ -30,6 +30,6 @@ def unpack_into(target: Tensor, words: Tensor, scales: Tensor, left: int) -> Non
     group = words.shape[1] * INT4_WORD // scales.shape[1]
     near = words[:, left // INT4_WORD : -(-right // INT4_WORD)].to(target.device)
     values = unpacked(near)[:, left % INT4_WORD :][:, : right - left].float()
-    of_column = torch.arange(left, right, device=target.device) // group
-    values *= scales.to(target.device, torch.float32)[:, of_column]
+    column_group = torch.arange(left, right, device=target.device) // group
+    values *= scales.to(target.device, torch.float32)[:, column_group]
     target.copy_(values.bfloat16())
