@@ -123,7 +123,6 @@ def explain(
     arch = None if hf is None or model_problems(hf, draft) else architecture_of(hf, draft)
     cut = None if arch is None or layout_problems(arch, config.actor) else arch
     steps = _num_steps(config)
-    length = "?" if steps is None else steps
     verdict = (
         [f"PROBLEMS ({len(problems)})", *(f"  {problem}" for problem in problems)]
         if problems
@@ -131,7 +130,9 @@ def explain(
     )
     verdict += [f"ADVICE   {text}" for text in _advice(config, arch, cut, trial)]
     parts = [
-        [f"{config.name}: {length} steps into {config.output_dir}, seed {config.seed}"],
+        [
+            f"{config.name}: {'?' if steps is None else steps} steps into {config.output_dir}, seed {config.seed}"
+        ],
         _model(config, hf, arch),
         [*_layout(config, everything), *_routing(config, arch)],
         _step(config, steps, everything),
