@@ -106,8 +106,8 @@ class EngineNode:
     def address(self, service_loopback: str, slot: int, incarnation: int) -> tuple[str, int, int]:
         """Returns (host, port for HTTP, port where the engine's nodes meet) of this node.
 
-        service_loopback: of the service's process. slot: of this server among those of the run. Raises ValueError if the service cannot reach
-        this node.
+        service_loopback: of the service's process. slot: of this server among those of the run.
+        Raises ValueError if the service cannot reach this node.
         """
         if self.bind_address == "127.0.0.1" and loopback() != service_loopback:
             raise ValueError(
