@@ -63,9 +63,8 @@ class Sampler:
     are of one loop.
 
     Requests leave in the order of the data when engines have room, by rollout.max_running_requests
-    and the tokens of their caches. Urgent jobs (evaluations) go before batches sampled ahead, later
-    turns of a response before first turns. num_leaders: leaders that share the
-    engines. decode: token ids of a response -> the text that is graded, without special tokens.
+    and the tokens of their caches. Urgent jobs (evaluations) go before batches sampled ahead, then
+    later turns before first turns. num_leaders: leaders that share the engines. decode: token ids of a response -> the text that is graded, without special tokens.
     """
 
     def __init__(
@@ -263,7 +262,7 @@ class Sampler:
                 job.version,
                 job.or_newer,
                 experts_from=known if job.with_experts else None,
-                order=(0.0, *rollout.order[1:]) if number else rollout.order,
+                order=(rollout.order[0], float(not number), *rollout.order[1:]),
                 tokens=lambda: len(context) + min(self.lengths.occupied(), max_tokens),
                 images=self._sent_images(prompt),
                 affinity=rollout.affinity,
