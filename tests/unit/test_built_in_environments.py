@@ -144,8 +144,14 @@ FILE = {"uri": "file:///a.py", "mimeType": "text/x-python"}
 @pytest.mark.parametrize(
     "result, said",
     [
-        ({"content": [TEXT, {"type": "resource", "resource": {**FILE, "text": "print(42)"}}]}, f"{TEXT['text']}\nprint(42)"),
-        ({"content": [{"type": "resource", "resource": {**FILE, "blob": "AAAA"}}]}, "[resource file:///a.py text/x-python]"),
+        (
+            {"content": [TEXT, {"type": "resource", "resource": {**FILE, "text": "print(42)"}}]},
+            f"{TEXT['text']}\nprint(42)",
+        ),
+        (
+            {"content": [{"type": "resource", "resource": {**FILE, "blob": "AAAA"}}]},
+            "[resource file:///a.py text/x-python]",
+        ),
         ({"content": [{"type": "resource_link", "name": "a.py", **FILE}]}, "[resource file:///a.py: a.py]"),
         ({"content": [], "structuredContent": {"temperature": 22.5}}, '{"temperature": 22.5}'),
         ({"content": [TEXT], "structuredContent": {"temperature": 22.5}}, TEXT["text"]),
