@@ -244,7 +244,7 @@ class MegatronActor:
     def trained(self) -> dict[str, Tensor]:
         """Returns the trainable tensors of this rank (only the adapters under LoRA)."""
         if self.config.lora is not None:
-            return chunk_parameters(self.chunks, of_adapters=True)
+            return chunk_parameters(self.chunks, adapters=True)
         return {name: tensor for name, tensor in self.parameters().items() if tensor.requires_grad}
 
     def merged(self) -> AbstractContextManager[None]:
@@ -326,15 +326,15 @@ class MegatronActor:
         metrics = {}
         if self.config.trains_draft:
             metrics["optim/draft_grad_norm"] = draft_norm(self.optimizer)
-        of_draft = metrics.get("optim/draft_grad_norm", 0.0)
+        draft_grad_norm = metrics.get("optim/draft_grad_norm", 0.0)
         # one decision for all ranks: a rank that steps while another does not would leave the
         # weights of no version
         if not self.mesh.all_true(
-            math.isfinite(loss) and math.isfinite(norm) and math.isfinite(of_draft)
+            math.isfinite(loss) and math.isfinite(norm) and math.isfinite(draft_grad_norm)
         ):
             raise NonFiniteUpdate(
                 f"update {self.updates_done}: loss {loss}, gradient norm {norm}"
-                + (f", of the draft {of_draft}" if metrics else "")
+                + (f", of the draft {draft_grad_norm}" if metrics else "")
                 + "; no weight was changed"
             )
         lr = learning_rate(self.config.optimizer, self.updates_done, self.num_updates)
@@ -342,7 +342,7 @@ class MegatronActor:
             group["lr"] = lr
             # Megatron leaves it to its own scheduler to spare norms and biases
             group["weight_decay"] = self.config.optimizer.weight_decay * group.get("wd_mult", 1.0)
-        take_step(self.optimizer, norm, of_draft)
+        take_step(self.optimizer, norm, draft_grad_norm)
         self._to_gather = self.model[0].ddp_config.overlap_param_gather
         if not followed:
             self.gather_parameters()

@@ -40,17 +40,17 @@ def wrap_chunks(
         for i, chunk in enumerate(chunks)
     ]
 
-    def of_all(functions: list):
+    def each_chunk(functions: list):
         return functions if len(functions) > 1 else functions[0]
 
     if ddp.overlap_grad_reduce:
-        transformer.no_sync_func = of_all([wrapper.no_sync for wrapper in model])
-        transformer.grad_sync_func = of_all([wrapper.start_grad_sync for wrapper in model])
+        transformer.no_sync_func = each_chunk([wrapper.no_sync for wrapper in model])
+        transformer.grad_sync_func = each_chunk([wrapper.start_grad_sync for wrapper in model])
     if ddp.overlap_param_gather:
         for wrapper, chunk in zip(model, chunks, strict=True):
             _gather_output_weight(wrapper, chunk)
         if ddp.align_param_gather:
-            transformer.param_sync_func = of_all(
+            transformer.param_sync_func = each_chunk(
                 [partial(_start_gather, wrapper) for wrapper in model]
             )
     return model
@@ -118,14 +118,14 @@ def take_step(optimizer: ChainedOptimizer, norm: float, norm_of_draft: float = 0
     and `get_grad_norm` came before.
     """
     for part in optimizer.chained_optimizers:
-        for parameters, of_group in (
+        for parameters, norm_of_these in (
             (_parameters(part, False), norm),
             (_parameters(part, True), norm_of_draft),
         ):
             if parameters and part.config.clip_grad > 0:
                 decoupled = _decoupled(part)
                 clip_grad_by_total_norm_fp32(
-                    parameters, part.config.clip_grad, of_group, use_decoupled_grad=decoupled
+                    parameters, part.config.clip_grad, norm_of_these, use_decoupled_grad=decoupled
                 )
     optimizer.step_with_ready_grads()
 
@@ -150,10 +150,10 @@ def draft_norm(optimizer: ChainedOptimizer) -> float:
     return math.sqrt(squares)
 
 
-def _parameters(part: MegatronOptimizer, of_draft: bool) -> list[Tensor]:
+def _parameters(part: MegatronOptimizer, drafts: bool) -> list[Tensor]:
     """Returns the parameters that an optimizer steps, the model's or the draft's."""
     groups = [] if part.is_stub_optimizer else part.param_groups
-    return [p for group in groups if group["is_decoupled_lr"] == of_draft for p in group["params"]]
+    return [p for group in groups if group["is_decoupled_lr"] == drafts for p in group["params"]]
 
 
 def _decoupled(part: MegatronOptimizer) -> bool:

@@ -198,12 +198,12 @@ def save_actor(
         # on the host: copies of GPU tensors, and tensors that lie there already, except for views
         # that Megatron had to copy
         buckets = internals_0_19.preloaded(request) if request.preload_fn else []
-        of_model = (
+        model_tensors = (
             tensor for chunk in actor.chunks for tensor in (*chunk.parameters(), *chunk.buffers())
         )
         live: set[int] = set()
         if snapshot:
-            live = {_memory(t) for t in (*of_model, *optimizer_tensors(actor.optimizer))}
+            live = {_memory(t) for t in (*model_tensors, *optimizer_tensors(actor.optimizer))}
 
         def kept(tensor: Tensor) -> Tensor:
             """Returns a tensor of its own, which stays what it is when a step changes the actor's

@@ -70,11 +70,11 @@ def run_schedule(
     )
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):
         return []
-    of_run = {
+    rank_metrics = {
         name: torch.full((), float(count), dtype=torch.float64, device=actor.mesh.device)
         for name, count in counts.items()
     }
-    return [*collected, of_run]
+    return [*collected, rank_metrics]
 
 
 def _begin(actor: MegatronActor, num_samples: int, num_tokens: int, forward_only: bool) -> None:
@@ -83,8 +83,8 @@ def _begin(actor: MegatronActor, num_samples: int, num_tokens: int, forward_only
         actor.bring_embedding()
     actor.router_scope.begin()
     if actor.router_losses is not None and not forward_only:
-        of_all = actor.mesh.reduce(torch.tensor([num_samples, num_tokens]), "sum")
-        actor.router_losses.begin(*of_all.tolist())
+        totals = actor.mesh.reduce(torch.tensor([num_samples, num_tokens]), "sum")
+        actor.router_losses.begin(*totals.tolist())
     if actor.routing is not None:
         actor.routing.begin()
 

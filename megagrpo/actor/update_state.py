@@ -99,7 +99,7 @@ class UpdateState:
 
     def _tensors(self) -> Iterator[Tensor]:
         """Yields the optimizer's tensors on the device whose memory is not the model's."""
-        of_model = {
+        model_storages = {
             tensor.untyped_storage()._cdata
             for chunk in self._model
             for tensors in (chunk.module.parameters(), chunk.module.buffers())
@@ -108,7 +108,7 @@ class UpdateState:
         for tensor in optimizer_tensors(self._optimizer):
             if (
                 tensor.device.type == self._device.type
-                and tensor.untyped_storage()._cdata not in of_model
+                and tensor.untyped_storage()._cdata not in model_storages
             ):
                 yield tensor
 

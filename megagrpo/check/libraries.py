@@ -46,7 +46,7 @@ def library_problems(
     not installed, as on a login node, it prints that settings are not judged.
     """
     given = given_settings(config.actor, config.rollout)
-    of_engines = given.pop(SERVER)
+    engine_words = given.pop(SERVER)
     broken = [*broken_rules(config), *broken_as_read(config)]
     whole = everything and not broken
     description = _description(config) if whole else None
@@ -54,7 +54,7 @@ def library_problems(
     words = _command_here(config) if description is not None else None
     jobs = [
         ("megatron", {path: value for path, value in given.items() if value}, experiment),
-        ("sglang", {SERVER: of_engines} if of_engines else {}, words),
+        ("sglang", {SERVER: engine_words} if engine_words else {}, words),
     ]
     with ThreadPoolExecutor() as pool:
         on_gpu = pool.submit(_gpu_problems, config if description is not None else None)
@@ -165,13 +165,14 @@ def _main() -> None:
     """Reads [library, [path, settings] pairs, whole] as JSON from standard input; prints [key path,
     problem] pairs. whole: experiment and model's description, or the command line of an engine."""
     library, given, whole = json.load(sys.stdin)
-    print(json.dumps([*(_of_megatron if library == "megatron" else _of_sglang)(given, whole)]))
+    judge = {"megatron": _megatron_problems, "sglang": _sglang_problems}[library]
+    print(json.dumps([*judge(given, whole)]))
 
 
 _Given = list[tuple[list[str], dict[str, object]]]
 
 
-def _of_megatron(given: _Given, whole: list[Any] | None) -> Iterator[tuple[list[str], str]]:
+def _megatron_problems(given: _Given, whole: list[Any] | None) -> Iterator[tuple[list[str], str]]:
     from megagrpo.actor.host import prepare_host
 
     prepare_host("cpu")
@@ -190,7 +191,7 @@ def _of_megatron(given: _Given, whole: list[Any] | None) -> Iterator[tuple[list[
             yield from ((["actor"], text) for text in build_problems(arch, config.actor))
 
 
-def _of_sglang(given: _Given, whole: list[str] | None) -> Iterator[tuple[list[str], str]]:
+def _sglang_problems(given: _Given, whole: list[str] | None) -> Iterator[tuple[list[str], str]]:
     from megagrpo.rollout.service.engine_words import resolve_here, server_problems
 
     found = [

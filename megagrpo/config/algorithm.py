@@ -104,8 +104,8 @@ class AlgorithmConfig(Section):
     def problems(self) -> list[Rule]:
         advantage, reward = self.advantage, self.reward
         missed = reward.turned_on(besides_greedy=True)
-        of_sum = [f"reward.{step}" for step in reward.turned_on()]
-        of_sum += ["kl.reward_coef"] if self.kl.reward_coef else []
+        changes_sum = [f"reward.{step}" for step in reward.turned_on()]
+        changes_sum += ["kl.reward_coef"] if self.kl.reward_coef else []
         unread = (
             self.loss_scale_factor is not None and self.aggregation != "seq-mean-token-sum-norm"
         )
@@ -144,8 +144,8 @@ class AlgorithmConfig(Section):
                 "remove what is named first",
             ),
             Rule(
-                of_sum and advantage.reads_parts,
-                f"{named(of_sum)} would change the sum of the graders' scores, but advantage "
+                changes_sum and advantage.reads_parts,
+                f"{named(changes_sum)} would change the sum of the graders' scores, but advantage "
                 f"{advantage.name} normalizes each score by itself",
                 "remove what is named first",
             ),

@@ -175,10 +175,10 @@ class DataConfig(Section):
     @property
     def paths(self) -> list[str]:
         """The files of all sources, in order."""
-        of_parts = (
+        paths_by_part = (
             [part.path] if isinstance(part.path, str) else part.path or [] for part in self.parts
         )
-        return [path for paths in of_parts for path in paths]
+        return [path for paths in paths_by_part for path in paths]
 
     @property
     def name(self) -> str:

@@ -249,7 +249,7 @@ class ExperimentConfig(Section):
         """The files of the run."""
         return RunFolder(Path(self.output_dir))
 
-    def of_teacher(self, name: str) -> "ExperimentConfig":
+    def for_teacher(self, name: str) -> "ExperimentConfig":
         """Returns the experiment whose engines are those of a teacher with a path: with weights of
         its files, no publish, on GPUs of their own."""
         teacher = self.teachers[name]

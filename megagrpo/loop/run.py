@@ -317,12 +317,12 @@ def _loaded_actor(
     return actor, weights, resume(config, checkpoint, actor, inputs.prompts.rows)
 
 
-def _refuse_other_rows(of_ranks: Sequence[list]) -> None:
+def _refuse_other_rows(rows_by_rank: Sequence[list]) -> None:
     """Raises ValueError unless all ranks have read the same rows, given as their fingerprints."""
-    for rank, rows in enumerate(of_ranks):
-        if rows != of_ranks[0]:
+    for rank, rows in enumerate(rows_by_rank):
+        if rows != rows_by_rank[0]:
             raise ValueError(
-                f"rank {rank} has read other rows than rank 0: {rows} and {of_ranks[0]} (file, rows "
+                f"rank {rank} has read other rows than rank 0: {rows} and {rows_by_rank[0]} (file, rows "
                 "in use, digest); a file of data is being written, or differs between nodes"
             )
 

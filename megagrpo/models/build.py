@@ -131,7 +131,7 @@ def routers(chunks: Sequence[Body]) -> dict[int, TopKRouter]:
     }
 
 
-def chunk_parameters(chunks: list[Body], of_adapters: bool = False) -> dict[str, Tensor]:
+def chunk_parameters(chunks: list[Body], adapters: bool = False) -> dict[str, Tensor]:
     """Returns a rank's live tensors of the HF model, or of adapters, by a name that is unique on
     it.
 
@@ -142,7 +142,7 @@ def chunk_parameters(chunks: list[Body], of_adapters: bool = False) -> dict[str,
         f"{i}.{name}": tensor
         for i, chunk in enumerate(chunks)
         for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers())
-        if is_adapter(name) == of_adapters
+        if is_adapter(name) == adapters
         and (isinstance(tensor, torch.nn.Parameter) or name.endswith(biases))
     }
 

@@ -235,10 +235,10 @@ def without_padding_mark(optimizer: DistributedOptimizer) -> Iterator[None]:
     """
     whole = optimizer._set_main_param_and_optimizer_states
 
-    def of_tensors(parameter: Tensor, state: dict[str, Tensor]) -> None:
+    def initialize(parameter: Tensor, state: dict[str, Tensor]) -> None:
         whole(parameter, {name: value for name, value in state.items() if name != "padding"})
 
-    with _replaced(optimizer, whole.__name__, of_tensors):
+    with _replaced(optimizer, whole.__name__, initialize):
         yield
 
 

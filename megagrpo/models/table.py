@@ -31,6 +31,7 @@ from megagrpo.models.stored.quantization import (
     stored_form,
 )
 from megagrpo.models.tensors import TensorSpec, adapter_tensors
+from megagrpo.system.errors import git_lfs_hint, translated
 
 # model_type of config.json -> the family's module
 FAMILIES: dict[str, Family] = {
@@ -106,10 +107,9 @@ def read_description(path: Path) -> dict[str, Any]:
 
     Raises ValueError, naming the file, when it is not JSON.
     """
-    try:
+    problem = f"{path}: not a model description{git_lfs_hint(path)}"
+    with translated(problem, json.JSONDecodeError, UnicodeDecodeError):
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (json.JSONDecodeError, UnicodeDecodeError) as exc:
-        raise ValueError(f"{path}: not a model description: {exc}") from exc
 
 
 def model_tensors(arch: Architecture) -> Iterator[TensorSpec]:
@@ -178,8 +178,8 @@ def _products(arch: Architecture) -> int:
     matrices = [
         spec for spec in groups if spec.kind == "matrix" and not spec.name.endswith(".gate.weight")
     ]
-    of_layers = {spec: groups[spec] for spec in matrices if ".layers." in spec.name}
-    return _counted(arch, of_layers).active + arch.vocab_size * arch.hidden_size
+    layer_groups = {spec: groups[spec] for spec in matrices if ".layers." in spec.name}
+    return _counted(arch, layer_groups).active + arch.vocab_size * arch.hidden_size
 
 
 def attention_length(arch: Architecture) -> int:

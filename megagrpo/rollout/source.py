@@ -208,11 +208,11 @@ class RolloutSource:
         of engines, as the main rank saw it.
         """
         sampler = self._sampler
-        of_engines = CacheUse() if sampler is None else sampler.cache_use
-        of_engines.add_metrics(metrics, self._config.rollout.draft_tokens or 0)
+        cache_use = CacheUse() if sampler is None else sampler.cache_use
+        cache_use.add_metrics(metrics, self._config.rollout.draft_tokens or 0)
         if self._config.teachers:
-            of_teachers = ScoringUse() if sampler is None else sampler.teachers.use
-            of_teachers.add_metrics(metrics)
+            scoring_use = ScoringUse() if sampler is None else sampler.teachers.use
+            scoring_use.add_metrics(metrics)
             metrics.add_max("teachers/restarts", self._restarts)
         for name in LOADS:
             metrics.add_max(

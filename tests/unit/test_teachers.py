@@ -84,7 +84,7 @@ def test_engines_of_teachers_have_settings_of_their_own():
         actor={"draft": {"train": False}, "routing_replay": "rollout"},
         sampling={"temperature": 1.0},
     )
-    theirs = config.of_teacher("math")
+    theirs = config.for_teacher("math")
     assert (theirs.model.path, theirs.rollout.tp, theirs.rollout.num_engines) == ("m1", 2, 1)
     assert theirs.rollout.load_format == "model" and theirs.rollout.max_running_requests == 7
     assert theirs.actor.draft is None and theirs.actor.routing_replay is None

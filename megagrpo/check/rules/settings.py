@@ -68,24 +68,24 @@ def as_read(subject: Subject) -> Iterator[Rule]:
         value = rollout.sglang.get(name, least)
         small = isinstance(value, int) and value < least
         yield Rule(small, f"must be at least {least}", key=(*SERVER, name))
-    for path, together in (_of_trainers(actor) | _of_engines(rollout)).items():
+    for path, together in (_trainer_settings(actor) | _engine_settings(rollout)).items():
         for name, wrong, because in together:
             yield Rule(given[path].get(name) and wrong, because, key=(*path, name))
 
 
-def _of_trainers(actor: ActorConfig) -> _Together:
+def _trainer_settings(actor: ActorConfig) -> _Together:
     model = actor.megatron
     p = actor.parallel
     sharded = actor.optimizer.distributed
     own_layers = not actor.expects_transformer_engine
     overlaps = model.get("overlap_p2p_comm")
     engine = "needs Transformer Engine's layers (actor.transformer_engine)"
-    of_engine = _RECOMPUTED_BY_ENGINE.intersection(model.get("recompute_modules") or ())
+    engine_modules = _RECOMPUTED_BY_ENGINE.intersection(model.get("recompute_modules") or ())
     virtual = "the schedule of virtual stages (actor.parallel.vpp of 2 or more)"
     kinds = {"modules": "selective", "method": "full", "num_layers": "full"}
     optimizer = actor.optimizer.megatron
     host = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
-    of_host = {
+    host_settings = {
         "needs actor.optimizer.distributed: true": not sharded,
         "keeps float32 copies of bfloat16 weights; with actor.dtype float32 there are none": (
             actor.dtype != "bfloat16"
@@ -105,8 +105,8 @@ def _of_trainers(actor: ActorConfig) -> _Together:
             ),
             (
                 "recompute_modules",
-                own_layers and of_engine,
-                f"{named(sorted(of_engine))} {engine}",
+                own_layers and engine_modules,
+                f"{named(sorted(engine_modules))} {engine}",
             ),
             *((name, own_layers, engine) for name in _OF_ENGINE),
             (
@@ -153,7 +153,7 @@ def _of_trainers(actor: ActorConfig) -> _Together:
             ),
         ],
         OPTIMIZER: [
-            *((name, wrong, because) for because, wrong in of_host.items() for name in host),
+            *((name, wrong, because) for because, wrong in host_settings.items() for name in host),
             (
                 "main_grads_dtype",
                 optimizer.get("main_grads_dtype") != "float32"
@@ -164,7 +164,7 @@ def _of_trainers(actor: ActorConfig) -> _Together:
     }
 
 
-def _of_engines(rollout: RolloutConfig) -> _Together:
+def _engine_settings(rollout: RolloutConfig) -> _Together:
     given = rollout.sglang
     cache = "enable_hierarchical_cache"
     return {

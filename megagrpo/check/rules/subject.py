@@ -79,6 +79,6 @@ def longest_samples(config: ExperimentConfig) -> dict[str, int]:
     response = config.sampling.max_response_tokens
     out = {"data": config.data.max_prompt_tokens + response}
     if config.eval is not None:
-        of_eval = config.eval.max_response_tokens or response
-        out["eval.data"] = config.data.max_prompt_tokens + of_eval
+        eval_response = config.eval.max_response_tokens or response
+        out["eval.data"] = config.data.max_prompt_tokens + eval_response
     return out

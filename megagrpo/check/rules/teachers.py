@@ -91,7 +91,7 @@ def before_start(subject: Subject) -> Iterator[Rule]:
             yield Rule(True, f"{key} holds no config.json, so it is no Hugging Face model folder")
             continue
         hf = read_description(folder / "config.json")
-        theirs = Subject.of(config.of_teacher(name), hf)
+        theirs = Subject.of(config.for_teacher(name), hf)
         for rule in engine_layout.before_start(theirs):
             yield replace(rule, because=rule.because.replace("rollout.", f"teachers.{name}.", 1))
         for rule in (rule for rule in settings.as_read(theirs) if rule.when):

@@ -77,9 +77,9 @@ def _adapters(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
     p, lora = actor.parallel, actor.lora
     kv_heads = arch.attention.kv_heads
     targets = set(lora.targets) if lora is not None else set()
-    of_experts = arch.is_moe and {"gate_proj", "up_proj", "down_proj"} & targets
+    adapts_experts = arch.is_moe and {"gate_proj", "up_proj", "down_proj"} & targets
     yield Rule(
-        of_experts and p.tp % p.etp,
+        adapts_experts and p.tp % p.etp,
         "actor.lora has targets in experts, which needs an actor.parallel.etp that divides "
         f"tp = {p.tp}; {p.etp} does not: the gradient norm would count their adapters twice",
     )
@@ -91,7 +91,7 @@ def _adapters(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
     )
     for name in ("overlap_grad_reduce", "overlap_param_gather"):
         yield Rule(
-            of_experts and actor.ddp.get(name),
+            adapts_experts and actor.ddp.get(name),
             f"actor.ddp.{name}: with actor.lora, replicas of experts' adapters are summed "
             "before the ranks' gradients are",
             "remove it, or targets in experts",

@@ -58,7 +58,7 @@ class KlConfig(Section):
         full = self.estimator == "full"
         plus = self.estimator.endswith("+")
         both = self.loss_coef and self.reward_coef
-        of_loss = self.reward_coef and (full or plus)
+        only_loss = self.reward_coef and (full or plus)
         uncorrected = self.importance and not plus
         return [
             Rule(
@@ -67,7 +67,7 @@ class KlConfig(Section):
                 "set one of them to 0",
             ),
             Rule(
-                of_loss,
+                only_loss,
                 f"estimator {own} is a form for the loss",
                 "with reward_coef use k1, abs, k2 or k3",
             ),

@@ -18,7 +18,7 @@ def unpermute(
     probs: Tensor | None = None,
     routing_map: Tensor | None = None,
     fused: bool = False,
-    **of_fused: object,
+    **fused_options: object,
 ) -> Tensor:
     """Returns [tokens, h], sums of the rows of permuted_tokens [n, h] with the same index in
     sorted_indices [n].
@@ -28,7 +28,13 @@ def unpermute(
     """
     if fused or probs is not None or permuted_tokens.dtype is not torch.bfloat16:
         return _unpermute(
-            permuted_tokens, sorted_indices, restore_shape, probs, routing_map, fused, **of_fused
+            permuted_tokens,
+            sorted_indices,
+            restore_shape,
+            probs,
+            routing_map,
+            fused,
+            **fused_options,
         )
     summed = torch.zeros(restore_shape, dtype=torch.float32, device=permuted_tokens.device)
     return summed.index_add(0, sorted_indices, permuted_tokens.float()).to(permuted_tokens.dtype)

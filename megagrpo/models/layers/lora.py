@@ -51,8 +51,8 @@ class Adapters(Module):
 
     def __init__(self, site: _Site, lora: LoraConfig, place: RankPlace, dtype: torch.dtype):
         super().__init__()
-        linear, self.prefix, of_projections = site
-        names = [name for name in of_projections if name in lora.targets]
+        linear, self.prefix, rows_by_projection = site
+        names = [name for name in rows_by_projection if name in lora.targets]
         self.row_parallel = isinstance(linear, RowParallelLinear)
         self.is_expert = linear.is_expert
         self.shard = place.expert if self.is_expert else place.tensor
@@ -62,8 +62,10 @@ class Adapters(Module):
         self.a, self.b = ParameterDict(), ParameterDict()
         for name in names:  # one by one: given a dictionary it would sort them
             self.a[name] = Parameter(torch.empty(lora.rank, inputs, dtype=dtype))
-            self.b[name] = Parameter(torch.empty(len(of_projections[name]), lora.rank, dtype=dtype))
-        rows = torch.cat([of_projections[name] for name in names])
+            self.b[name] = Parameter(
+                torch.empty(len(rows_by_projection[name]), lora.rank, dtype=dtype)
+            )
+        rows = torch.cat([rows_by_projection[name] for name in names])
         in_order = torch.equal(rows, _rows(linear))
         self.register_buffer("rows", None if in_order else rows, persistent=False)
         cut, whole, dim = (self.a, self.b, 1) if self.row_parallel else (self.b, self.a, 0)
@@ -281,11 +283,11 @@ def sum_expert_replicas(chunks: list[Body]) -> None:
     """
     if mpu.get_expert_tensor_parallel_world_size() == 1:
         return
-    of_experts = [adapters for adapters in all_adapters(chunks) if adapters.is_expert]
+    expert_adapters = [adapters for adapters in all_adapters(chunks) if adapters.is_expert]
     # the half that every tensor-parallel rank holds whole
     replicas = [
         p
-        for adapters in of_experts
+        for adapters in expert_adapters
         for p in (adapters.b if adapters.row_parallel else adapters.a).values()
     ]
     if not replicas:
@@ -304,11 +306,11 @@ def sharded_adapters(chunk: Body) -> dict[str, ShardedTensor]:
     Keys are HF names, so that any layout finds its slices.
     """
     sharded = {}
-    of_dense = mpu.get_data_parallel_rank(with_context_parallel=True)
+    dense_copies = mpu.get_data_parallel_rank(with_context_parallel=True)
     for path, adapters in chunk.named_modules():
         if not isinstance(adapters, Adapters):
             continue
-        copies = mpu.get_expert_data_parallel_rank() if adapters.is_expert else of_dense
+        copies = mpu.get_expert_data_parallel_rank() if adapters.is_expert else dense_copies
         for hf, own, parameter, cut in adapters.hf_names():
             shard = adapters.shard
             sharded[f"{path}.{own}"] = ShardedTensor.from_rank_offsets(

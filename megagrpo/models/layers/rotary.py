@@ -14,7 +14,7 @@ from megagrpo.models.kinds.grouped_query.layer import local_places, zigzag_posit
 
 # cu_seqlens -> angles, and the cosines and sines that follow from them for its tokens; all layers
 # share one cu_seqlens
-_of_packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_packed_angles: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def rotate(
@@ -50,7 +50,7 @@ def rotate_packed(
     tell of images.
     """
     assert not rotary_interleaved and cp_group is not None
-    known = _of_packed.get(cu_seqlens)
+    known = _packed_angles.get(cu_seqlens)
     if known is None or known[0] is not freqs or known[1] != mscale:
         angles = freqs[:, None]  # of these tokens
         if freqs.dim() != 3:
@@ -59,7 +59,7 @@ def rotate_packed(
                 zigzag_position(place, local[sequence], cp_group.rank(), cp_group.size())
             ]
         known = (freqs, mscale, torch.cos(angles) * mscale, torch.sin(angles) * mscale)
-        _of_packed[cu_seqlens] = known
+        _packed_angles[cu_seqlens] = known
     _, _, cos, sin = known
     return _rotated(t.unsqueeze(1), cos, sin, mla_rotary_interleaved).squeeze(1)
 

@@ -10,10 +10,6 @@ from torch import Tensor
 
 from megagrpo.models.stored.quantization import INT4_WORD
 
-PACKED = "_packed"  # after the name of a weight
-SCALE = "_scale"
-SHAPE = "_shape"
-
 
 def unpacked(words: Tensor) -> Tensor:
     """Returns the integers [n, 8 m], from -8 to 7, of words [n, m] int32."""
@@ -30,6 +26,6 @@ def unpack_into(target: Tensor, words: Tensor, scales: Tensor, left: int) -> Non
     group = words.shape[1] * INT4_WORD // scales.shape[1]
     near = words[:, left // INT4_WORD : -(-right // INT4_WORD)].to(target.device)
     values = unpacked(near)[:, left % INT4_WORD :][:, : right - left].float()
-    of_column = torch.arange(left, right, device=target.device) // group
-    values *= scales.to(target.device, torch.float32)[:, of_column]
+    column_group = torch.arange(left, right, device=target.device) // group
+    values *= scales.to(target.device, torch.float32)[:, column_group]
     target.copy_(values.bfloat16())

@@ -86,7 +86,7 @@ class SupervisedEngine:
         self._num_servers = config.num_servers
         if teacher:
             self.id = f"teacher-{teacher}-{index}"
-            config = config.of_teacher(teacher)
+            config = config.for_teacher(teacher)
         self.state, self.url, self.pid, self.reason = "starting", "", 0, ""
         self.incarnation = self.restarts = 0
         self.serves = False

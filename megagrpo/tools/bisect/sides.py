@@ -30,7 +30,7 @@ def from_engine(points: Sequence[Point], ranks: _Records, sizes: Sizes, arch: Ar
     """Returns the engine's side. ranks: by rank and tap, a tensor [tokens, ...] for each forward
     pass."""
     return _side(
-        (point, _of_engine(point, ranks, sum(sizes[point.unit]), arch)) for point in points
+        (point, _engine_side(point, ranks, sum(sizes[point.unit]), arch)) for point in points
     )
 
 
@@ -42,7 +42,9 @@ def from_trainer(
     by_key: dict[str, list[SeenTokens]] = {}
     for piece in pieces:
         by_key.setdefault(piece.key, []).append(piece)
-    return _side((p, _of_trainer(p, by_key.get(p.name, []), starts[p.unit], arch)) for p in points)
+    return _side(
+        (p, _trainer_side(p, by_key.get(p.name, []), starts[p.unit], arch)) for p in points
+    )
 
 
 def _side(point_values: Iterable[tuple[Point, Tensor | str]]) -> Side:
@@ -56,7 +58,9 @@ def _side(point_values: Iterable[tuple[Point, Tensor | str]]) -> Side:
     return side
 
 
-def _of_engine(point: Point, ranks: _Records, num_tokens: int, arch: Architecture) -> Tensor | str:
+def _engine_side(
+    point: Point, ranks: _Records, num_tokens: int, arch: Architecture
+) -> Tensor | str:
     if point.one_rank and len(ranks) > 1:
         return f"each of the engine's {len(ranks)} ranks has a part of a sum"
     names = (
@@ -93,7 +97,7 @@ def _of_engine(point: Point, ranks: _Records, num_tokens: int, arch: Architectur
             return parts[0].float()
 
 
-def _of_trainer(
+def _trainer_side(
     point: Point, pieces: Sequence[SeenTokens], starts: Tensor, arch: Architecture
 ) -> Tensor | str:
     if not pieces:

@@ -45,7 +45,7 @@ def read_source(framework: str, path: Path) -> Source:
     if another := "TRL" if framework == "trl" else whose(text):
         raise ValueError(f"{path}: {where_to_look(another)}")
     if path.suffix in (".yaml", ".yml") and framework not in ("slime", "miles"):
-        return Source(_of_yaml(path))
+        return Source(_read_yaml(path))
     form = _COMMANDS.get(framework)
     if form is None:
         raise ValueError(f"{path}: {framework} is read from YAML (.yaml)")
@@ -53,7 +53,7 @@ def read_source(framework: str, path: Path) -> Source:
     return Source(overrides(words) if framework == "verl" else options(words), notes)
 
 
-def _of_yaml(path: Path) -> dict[str, Plain]:
+def _read_yaml(path: Path) -> dict[str, Plain]:
     given = plain_yaml(path.read_text(encoding="utf-8"), str(path))
     if not isinstance(given, dict):
         raise ValueError(f"{path}: should be sections or keys, is {given!r:.60}")

@@ -221,9 +221,9 @@ def engine_side(
     concurrent = min(server.running_requests, int(replicas * tokens / lengths.running))
     problems = []
     if budget < 0:
-        of_states = f" and recurrent states {states / 1e9:.1f} GB" if states else ""
+        and_states = f" and recurrent states {states / 1e9:.1f} GB" if states else ""
         problems.append(
-            f"an engine rank's weights are {resident / 1e9:.1f} GB{of_states}, but "
+            f"an engine rank's weights are {resident / 1e9:.1f} GB{and_states}, but "
             f"rollout.mem_fraction {server.memory_fraction:g} leaves "
             f"{free * server.memory_fraction / 1e9:.1f} GB for weights and cache"
         )

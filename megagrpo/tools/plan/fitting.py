@@ -102,7 +102,7 @@ def teachers_memory(
     them; none of models that nothing describes."""
     longest = longest_samples(config)["data"]
     for name, teacher in config.teachers.items():
-        theirs = with_model(config.of_teacher(name)) if teacher.path else config
+        theirs = with_model(config.for_teacher(name)) if teacher.path else config
         hf = model_description(theirs)
         if teacher.path is None or hf is None or model_problems(hf) or stored_otherwise(hf):
             continue

@@ -122,8 +122,8 @@ class GatedDeltaNet(MegatronModule):
             return torch.cat([row[:n] for row, n in zip(out, lengths, strict=True)])[None]
         heads = mixed.shape[2]
         values = self.values * self.value_dim
-        of_values = (values, self.values, self.values)
-        qkv, gate, beta, alpha = mixed.split((self.channels, *of_values), -1)
+        value_widths = (values, self.values, self.values)
+        qkv, gate, beta, alpha = mixed.split((self.channels, *value_widths), -1)
         convolve, rule = (_convolve_fla, _rule_fla) if mixed.is_cuda else (_convolve, _rule)
         # under context parallelism the rows of this rank's heads
         conv1d, a_log, dt_bias = (

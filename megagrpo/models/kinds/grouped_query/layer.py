@@ -161,14 +161,14 @@ class CausalAttention(torch.nn.Module):
         e is d except in latent attention. s, packed T, are this context rank's. Padding is at the
         right, so the causal mask alone keeps it away from real tokens.
         """
-        key, value = self._of_all_ranks(key), self._of_all_ranks(value)
+        key, value = self._gathered(key), self._gathered(value)
         if packed_seq_params is None:
             return self._padded(query, key, value)
         if self.cp_size == 1 and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
             return self._varlen(query, key, value, packed_seq_params)
         return self._packed(query, key, value, packed_seq_params)
 
-    def _of_all_ranks(self, keys: Tensor) -> Tensor:
+    def _gathered(self, keys: Tensor) -> Tensor:
         """Returns the keys, or what goes with them, of all context ranks, rank after rank."""
         if self.cp_size == 1:
             return keys
@@ -238,10 +238,10 @@ class CausalAttention(torch.nn.Module):
         places = longest // self.cp_size
         rest = (
             laid
-            for of_query, of_key in ((query, key), *more)
+            for query_part, key_part in ((query, key), *more)
             for laid in (
-                grid(of_query, places, grids.query_at),
-                grid(of_key, longest, grids.key_at),
+                grid(query_part, places, grids.query_at),
+                grid(key_part, longest, grids.key_at),
             )
         )
         queries, keys = next(rest), next(rest)

@@ -171,7 +171,7 @@ class SparseAttention(CausalAttention):
         if longest <= self._topk:
             return super().forward(query, key, value, attention_mask, packed_seq_params=packed)
         index = () if self.indexer is None else (self._index(self.indexer, x, qr, packed),)
-        key, value = self._of_all_ranks(key), self._of_all_ranks(value)
+        key, value = self._gathered(key), self._gathered(value)
         if packed is None:
             return self._padded(query, key, value, *index)
         return self._packed(query, key, value, packed, *index)
@@ -183,7 +183,7 @@ class SparseAttention(CausalAttention):
         behind each, and keys [s cp, b, 1, d], float32; packed: without b."""
         queries, keys, weights = indexer.forward_before_topk(x, qr, packed)
         weighted = torch.cat((queries.float(), weights[..., None]), -1)
-        keys = self._of_all_ranks(keys.float()[:, :, None])
+        keys = self._gathered(keys.float()[:, :, None])
         return (weighted, keys) if packed is None else (weighted.squeeze(1), keys.squeeze(1))
 
     def _attend(

@@ -43,12 +43,14 @@ def build_tower(vision: Vision) -> torch.nn.Module:
         importlib.import_module(f"transformers.models.{folder}.configuration_{folder}"),
         config_class,
     )
-    of_tower = {
+    tower_config = {
         key: value
         for key, value in vision.config.items()
         if key not in ("model_type", "dtype", "torch_dtype")
     }
-    return getattr(module, tower_class)._from_config(config(**of_tower), attn_implementation="sdpa")
+    return getattr(module, tower_class)._from_config(
+        config(**tower_config), attn_implementation="sdpa"
+    )
 
 
 class Tower(torch.nn.Module):
