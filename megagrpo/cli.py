@@ -51,6 +51,10 @@ _TOOLS = {
         "megagrpo.tools.trial",
         "sample a few rollouts without training, and print them with rewards and the tokens to learn",
     ),
+    "evaluate": _Tool(
+        "megagrpo.tools.evaluate",
+        "evaluate the newest checkpoint, or the model, without training, on this machine",
+    ),
     "certify": _Tool(
         "megagrpo.tools.certify.command",
         "verify on a tiny model of this architecture that no layout changes loss or gradients",
@@ -96,7 +100,7 @@ _HELP_WIDTH = 92
 _GROUPS = {
     "run": (
         "megagrpo run mine.yaml --set train.num_steps=100",
-        ("run", "submit", "stop", "sft", "export", "serve", "train", "engines"),
+        ("run", "submit", "stop", "evaluate", "sft", "export", "serve", "train", "engines"),
     ),
     "look": ("megagrpo status runs/mine", ("status", "report", "view", "try")),
     "plan": (
