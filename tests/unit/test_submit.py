@@ -233,10 +233,10 @@ def test_an_image_has_its_own_installation(login_node, monkeypatch, capsys):
     said = capsys.readouterr()
     assert said.out == "7;cluster\n", "programs read the number"
     assert f"{login_node}/t/logs/slurm-7.out" in said.err and "only-in-the-image is no program" in said.err
-    monkeypatch.setenv("MEGAGRPO_VENV", "/opt/venv")
-    assert submitted(IN_IMAGE)[0] == "/opt/venv"
+    monkeypatch.setenv("MEGAGRPO_VENV", "/usr/venv")
+    assert submitted(IN_IMAGE)[0] == "/usr/venv"
     monkeypatch.setenv("MEGAGRPO_NODE_PREFIX", "apptainer exec image.sif")
-    assert submitted(Request("one-node", gpus_per_node=8))[0] == "/opt/venv"
+    assert submitted(Request("one-node", gpus_per_node=8))[0] == "/usr/venv"
     checkout = login_node / "checkout"
     checkout.mkdir()
     (checkout / "slurm").symlink_to(ROOT / "slurm")
