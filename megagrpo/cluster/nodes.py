@@ -18,8 +18,8 @@ from pathlib import Path
 
 from megagrpo.check.rules.placement import place
 from megagrpo.check.rules.subject import Nodes
+from megagrpo.cluster.lock import alone_in
 from megagrpo.cluster.machine import (
-    alone_in,
     interface_of_engines,
     is_finished,
     refuse_what_cannot_run,

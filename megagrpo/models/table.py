@@ -31,6 +31,7 @@ from megagrpo.models.stored.quantization import (
     stored_form,
 )
 from megagrpo.models.tensors import TensorSpec, adapter_tensors
+from megagrpo.system.errors import git_lfs_hint, translated
 
 # model_type of config.json -> the family's module
 FAMILIES: dict[str, Family] = {
@@ -106,10 +107,9 @@ def read_description(path: Path) -> dict[str, Any]:
 
     Raises ValueError, naming the file, when it is not JSON.
     """
-    try:
+    problem = f"{path}: not a model description{git_lfs_hint(path)}"
+    with translated(problem, json.JSONDecodeError, UnicodeDecodeError):
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (json.JSONDecodeError, UnicodeDecodeError) as exc:
-        raise ValueError(f"{path}: not a model description: {exc}") from exc
 
 
 def model_tensors(arch: Architecture) -> Iterator[TensorSpec]:

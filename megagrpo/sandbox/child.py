@@ -78,7 +78,7 @@ def main(options: ProgramOptions) -> None:
         os.path.join(options["scratch"], "program.py"), encoding="utf-8", errors="surrogatepass"
     ) as file:
         source = file.read()
-    calls = None if options["mode"] == "script" else _load("calls")
+    calls = _load("calls")
     filters = _load("system_calls")
     ready, theirs = os.pipe()
     # distributions leave this range free; each program has another one
@@ -236,12 +236,12 @@ def _confine(options: ProgramOptions, ready: int, filters: types.ModuleType) -> 
     os.close(ready)
 
 
-def _run(source: str, options: ProgramOptions, calls: types.ModuleType | None) -> None:
+def _run(source: str, options: ProgramOptions, calls: types.ModuleType) -> None:
     """Runs the program and exits as the interpreter would, after its threads have ended."""
     sys.argv[:] = ["program.py"]
-    if calls is None:
-        module = sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(compile(source, "program.py", "exec"), vars(module))
+    sys.set_int_max_str_digits(0)  # judges have Pythons without the limit
+    if options["mode"] == "script":
+        calls.run_script(source)
     elif options["mode"] == "test":
         calls.run_tests(json.loads(source), options)
     else:
@@ -287,6 +287,7 @@ def _build_root(options: ProgramOptions) -> None:
     for path in _DEVICES:
         os.close(os.open(root + path, os.O_CREAT | os.O_WRONLY))
         _call("mount", path.encode(), (root + path).encode(), None, _MS_BIND | _MS_REC, None)
+    os.symlink("/proc/self/fd/0", f"{root}/dev/stdin")
     os.mkdir(f"{root}/tmp")
     os.chmod(f"{root}/tmp", 0o777)
     os.mkdir(f"{root}/proc")

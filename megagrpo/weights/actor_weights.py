@@ -2,7 +2,7 @@
 adapters in PEFT's format."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import Tensor
 from megagrpo.config.actor import LoraConfig
 from megagrpo.mesh import Mesh
 from megagrpo.models.architecture import Architecture
+from megagrpo.models.folder import refuse_tensors
 from megagrpo.models.table import is_left_out, model_tensors
 from megagrpo.models.tensors import TensorSpec
 from megagrpo.system.run_folder import whole_folder
@@ -74,10 +75,10 @@ def load_initial_weights(
     parameters are 0. Elements without a source, such as a vocabulary's padding, stay 0.
     """
     hf = HfFolder(path)
+    refuse_tensors(hf.path, actor.arch, hf.files)
     parameters = actor.parameters()
     specs = {name: spec for name, spec in hf.specs.items() if not is_left_out(actor.arch, name)}
     tensors = list(model_tensors(actor.arch))
-    _check_shapes(hf.path, specs, tensors)
     recording = record_whole(actor.load_hf, specs, parameters)
     dtypes = fixed_dtypes(tensors)
     _check_dtypes(recording.copies, parameters, dtypes)
@@ -90,23 +91,6 @@ def load_initial_weights(
         actor.weights_loaded()
     fp8 = frozenset(spec.name for spec in tensors if spec.in_fp8)
     return ActorWeights(recording.copies, specs, actor.parameters, actor.merged, dtypes, fp8)
-
-
-def _check_shapes(path: Path, specs: Specs, tensors: Sequence[TensorSpec]) -> None:
-    """Raises ValueError if a stored tensor has another shape than config.json gives it."""
-    for spec in tensors:
-        if spec.name not in specs or specs[spec.name][0] == spec.shape:
-            continue
-        shape = specs[spec.name][0]
-        problem = (
-            f"{path}: tensor {spec.name} has the shape {shape}, but {spec.shape} by config.json"
-        )
-        if spec.expert and len(shape) == 3:  # fused, as in Qwen3-VL-MoE
-            problem += (
-                "; transformers 5 saves experts transposed: name the "
-                "published model, or transpose them back"
-            )
-        raise ValueError(problem)
 
 
 def fixed_dtypes(tensors: Iterable[TensorSpec]) -> dict[str, torch.dtype]:

@@ -15,6 +15,8 @@ from megagrpo.checkpoint.folder import finished_checkpoints, step_of
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.monitor.step_log import read_metrics
 from megagrpo.system.stop_request import StopRequest
+from megagrpo.tools.evaluate import evaluation_alone
+from megagrpo.tools.report import write_report
 from tests.dist.cases import SMALL
 from tests.dist.workers.launch import run_ranks
 from tests.fake_service import FakeService, running
@@ -74,14 +76,17 @@ class Runs:
         return {key: {**value, **sections.get(key, {})} if isinstance(value, dict) else value
                 for key, value in base.items()}  # fmt: skip
 
-    def start(self, name: str, fails: int = -1, refuses: int = 100, asks: int = 100, **sections):
-        """What the two ranks of a start say."""
+    def start(self, name: str, fails: int = -1, refuses: int = 100, asks: int = 100, alone: bool = False, **sections):
+        """What the two ranks of a start say. alone: it is an evaluation alone."""
+        experiment = self.experiment(name, **sections)
+        if alone:
+            experiment = evaluation_alone(ExperimentConfig.model_validate(experiment)).model_dump(mode="json")
         request = StopRequest(self.folder / f"{name}.stop_request")
         request.withdraw()
         service = Service(refuses=refuses, asks=asks, request=request)
         service.hang = lambda body: service.asked
         with running(service):
-            job = {"experiment": self.experiment(name, **sections), "url": service.url}
+            job = {"experiment": experiment, "url": service.url}
             job |= {"fails": fails, "stop_file": str(self.folder / f"{name}.stop_request")}
             self.starts += 1
             folder = self.folder / f"ranks{self.starts}"
@@ -134,6 +139,35 @@ def test_an_evaluation_that_fails_or_is_stopped_costs_no_step(runs, undisturbed)
     assert runs.start(name)["error"] == ""
     assert f"{NUM_STEPS} of {NUM_STEPS} steps are done" in runs.finished(name)
     assert runs.record(name) == runs.record("undisturbed")
+
+
+def test_the_evaluation_before_the_first_step_may_be_left_out(runs, undisturbed):
+    name = "unevaluated"
+    evaluation = runs.experiment(name)["eval"] | {"before_first_step": False}
+    assert runs.start(name, eval=evaluation)["published"] == undisturbed["published"]
+    evaluated = [step for step, entry in runs.record(name).items() if entry["eval/accuracy"] is not None]
+    assert evaluated == [2, 4], "the model's own is missing, that after the last step is not"
+
+
+def test_an_evaluation_alone_takes_the_newest_checkpoint_and_leaves_the_run_as_it_is(runs, undisturbed):
+    before = runs.record("undisturbed")
+    for _ in range(2):  # a second one replaces the first one's record
+        said = runs.start("undisturbed", alone=True)
+        assert said["error"] == "" and said["published"] == {"0": undisturbed["published"]["4"]}
+        folder = "undisturbed/evaluations/step_000004"
+        assert runs.record(folder)[0]["eval/accuracy"] == before[4]["eval/accuracy"]
+        assert list(runs.record(folder)) == [0] and runs.saved(folder) == []
+    assert "held-out accuracy" in write_report(str(runs.folder / folder))
+    assert runs.record("undisturbed") == before and runs.saved("undisturbed") == [NUM_STEPS]
+
+
+def test_an_evaluation_alone_of_the_model_itself(runs, undisturbed):
+    said = runs.start("untrained", alone=True)
+    assert said["error"] == "" and said["published"] == {"0": undisturbed["published"]["0"]}
+    assert list(runs.record("untrained/evaluations/start")) == [0]
+    config = ExperimentConfig.model_validate(runs.experiment("untrained"))
+    with pytest.raises(ValueError, match="no section eval"):
+        evaluation_alone(config.model_copy(update={"eval": None}))
 
 
 def test_a_publish_that_fails_costs_no_step(runs, undisturbed):

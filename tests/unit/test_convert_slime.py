@@ -135,6 +135,7 @@ EVAL = "--eval-interval 5 --n-samples-per-eval-prompt 16"
             "eval.data.sources": [{"source": "aime", "path": "/d/aime.jsonl"},
                                   {"source": "math", "path": "/d/math.jsonl"}],
             "eval.every": 5, "eval.temperature": 0.9, "eval.top_p": 0.7, "eval.num_samples": 16}),
+        (f"{EVAL} --eval-prompt-data aime /d/aime.jsonl --skip-eval-before-train", {"eval.before_first_step": False}),
         ("--prompt-data /d/train.jsonl@[0:100]", {"data.path": "/d/train.jsonl", "data.limit": 100}),
         ("--rollout-stop-token-ids 7 --rollout-stop a b", {
             "sampling.stop_token_ids": [7], "sampling.stop": ["a", "b"]}),

@@ -17,7 +17,8 @@ import pytest
 from megagrpo import cli
 from megagrpo.check.problems import finished
 from megagrpo.cluster import machine, nodes
-from megagrpo.cluster.machine import _devices, alone_in, run, write_experiment
+from megagrpo.cluster.lock import alone_in
+from megagrpo.cluster.machine import _devices, run, write_experiment
 from megagrpo.cluster.supervise import Child, Launch
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import CheckpointConfig, ExperimentConfig
@@ -201,7 +202,7 @@ def test_a_stop_request_that_cannot_be_written_ends_no_run(tmp_path, capsys):
 _LAUNCHER = """
 import signal, sys, time
 from pathlib import Path
-from megagrpo.cluster.machine import alone_in
+from megagrpo.cluster.lock import alone_in
 from megagrpo.cluster.supervise import Launch
 from megagrpo.system.run_folder import RunFolder
 

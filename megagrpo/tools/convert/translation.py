@@ -268,7 +268,8 @@ class Translation:
         if key in self._set and _is_left_out(entry, value):
             reason = f"{entry.to}, but not from this combination: write it by hand"
             return KeyOutcome(key, value, "not translated", reason)
-        return KeyOutcome(key, value, "as here", entry.free or entry.to or "what is done anyway")
+        needs = f"{entry.to}, which needs {entry.needs}" if entry.needs else entry.to
+        return KeyOutcome(key, value, "as here", entry.free or needs or "what is done anyway")
 
     def nested(self) -> dict[str, Plain]:
         """Returns the experiment as nested sections, in the order of the schema."""
