@@ -15,8 +15,10 @@ from megagrpo import __version__
 from megagrpo.check.rules.table import broken_as_read
 from megagrpo.cluster.machine import run, train_ranks
 from megagrpo.cluster.nodes import Node, run_node, serve_node, train_node
-from megagrpo.config.load import load_config
+from megagrpo.config.fields import KeyPath
+from megagrpo.config.load import Fetch, load_config
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.wording import dotted
 from megagrpo.data.hub import with_local_files
 from megagrpo.system.arguments import positive
 from megagrpo.system.environment import under_torchrun
@@ -109,6 +111,7 @@ _GROUPS = {
 }
 # Commands that do not read `model`'s weights, and the section whose weights they read.
 _WEIGHTS = {"check": "", "plan": "", "certify": "", "sft": "sft"}
+_STARTING = ("run", "submit", "train")  # commands before which libraries judge their settings
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -193,22 +196,34 @@ class _Commands:
 
 
 def _load(args: argparse.Namespace) -> ExperimentConfig:
-    """Reads the experiment and fetches files that it names on the Hub. Before a run, libraries
-    check their own settings; `check` checks everything."""
-    starts = not getattr(args, "dry_run", False)
-    fetch = partial(
+    """Reads the experiment and fetches files that it names on the Hub; a dry run only notes those
+    that it cannot fetch. Before a run, libraries check their own settings; `check` checks
+    everything."""
+    fetch: Fetch = partial(
         with_local_files,
-        weights=_WEIGHTS.get(args.command, "model") if starts else "",
+        weights=_WEIGHTS.get(args.command, "model"),
         cached_only=under_torchrun(),  # the process that started the ranks has fetched it
     )
+    if getattr(args, "dry_run", False):
+        fetch = _described
     load = partial(load_config, args.config, args.overrides, judge=broken_as_read, fetch=fetch)
     if args.command == "check":
         return load(later=import_module(_TOOLS["check"].module).later_problems)
-    if args.command != "train" or under_torchrun():
+    if args.command not in _STARTING or under_torchrun():
         return load()
     from megagrpo.check.libraries import library_problems
 
     return load(judge=lambda config: [*broken_as_read(config), *library_problems(config)])
+
+
+def _described(
+    config: ExperimentConfig,
+) -> tuple[ExperimentConfig, list[tuple[KeyPath, str]]]:
+    """Fetches what describes models and data, and prints what is out of reach."""
+    config, absent = with_local_files(config, weights="")
+    for keys, text in absent:
+        print(f"megagrpo: {dotted(keys)}: not read: {text}", file=sys.stderr)
+    return config, []
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

@@ -10,6 +10,8 @@ unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_CPUS_PER_GPU SLURM_CPU_BIND 
 
 export SLURM_EXPORT_ENV=ALL # so that steps get the functions and secrets below, even after `sbatch --export=NONE`
 
+export MEGAGRPO_FOLDER="$PWD" # relative paths start here on every node, also inside an image, which has its own working directory
+
 # Prints the first node in a list. It reads the list to its end, because an early end sends SIGPIPE to a list of thousands of nodes.
 first_node() {
     local nodes

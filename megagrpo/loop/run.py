@@ -123,8 +123,11 @@ class Run:
         """Collective. Waits for this rank's groups of a batch; an engine that comes back meanwhile
         gets weights."""
         version = self.state.step
-        while outdated := self.source.wait([batch], version, stop_requested):
-            self.exchange.publish(version, outdated)
+        with ExitStack() as failure:
+            failure.callback(batch.end)
+            while outdated := self.source.wait([batch], version, stop_requested):
+                self.exchange.publish(version, outdated)
+            failure.pop_all()
         return self.source.take(batch)
 
     @property

@@ -120,7 +120,7 @@ class Teachers:
         for name, teacher in config.teachers.items():
             self._engines[name] = Engines.from_service(control, name)
             if teacher.url is not None:
-                key = environment.get(environment.API_KEY, "")
+                key = environment.secret(teacher.api_key_env, f"teachers.{name}")
                 self._engines[name] = Engines(partial(_elsewhere, name, teacher.url), key)
             self._admission[name] = AdmissionQueue()
         self.use = ScoringUse()  # since the last step

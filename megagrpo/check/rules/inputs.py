@@ -35,11 +35,11 @@ _OWNERS = {
 
 def before_start(subject: Subject) -> Iterator[Rule]:
     """Yields what is missing or cannot be read."""
-    for rules in (_files, _rows, _functions, _checkpoints):
+    for rules in (absent_files, _model_folder, installed, _rows, _functions, _checkpoints):
         yield from rules(subject.experiment)
 
 
-def _files(config: ExperimentConfig) -> Iterator[Rule]:
+def absent_files(config: ExperimentConfig) -> Iterator[Rule]:
     """Yields the rules that files are there; names on the Hub were judged as the experiment was
     read."""
     wanted = [("model.path", config.model.path)]
@@ -57,6 +57,9 @@ def _files(config: ExperimentConfig) -> Iterator[Rule]:
             f"{key}: {path} does not exist",
             hub_hint(path) if "model" in key else "",
         )
+
+
+def _model_folder(config: ExperimentConfig) -> Iterator[Rule]:
     model = Path(config.model.path)
     yield Rule(
         model.is_dir() and not (model / "config.json").is_file(),
@@ -64,6 +67,10 @@ def _files(config: ExperimentConfig) -> Iterator[Rule]:
         "config.json, so it is no Hugging Face model folder",
     )
     yield from _weights(config)
+
+
+def installed(config: ExperimentConfig) -> Iterator[Rule]:
+    """Yields the rules that this machine has the programs and packages that the experiment names."""
     agent = config.sampling.agent
     for program in agent.command[:1] if agent is not None else ():
         yield Rule(

@@ -7,13 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from megagrpo.check.rules import engine_layout, settings
-from megagrpo.check.rules.subject import Subject, longest_samples, tokenizer_folder
+from megagrpo.check.rules.subject import SPARED, Subject, longest_samples, tokenizer_folder
 from megagrpo.config.fields import Rule, named
 from megagrpo.data.hub import is_hub_name
 from megagrpo.data.vocabulary import different_tokens
 from megagrpo.models.table import read_description
-
-_SPARED = 7  # positions that SGLang 0.5.21 leaves free in a request that it only reads
 
 
 def as_read(subject: Subject) -> Iterator[Rule]:
@@ -122,9 +120,9 @@ def _lengths(theirs: Subject, key: str, longest: int) -> Iterator[Rule]:
         f"{key}: SGLang would not start it",
         "lower it",
     )
-    limit = min(positions, context or math.inf) - _SPARED
+    limit = min(positions, context or math.inf) - SPARED
     yield Rule(
         longest > limit,
-        f"{key} scores up to {limit} tokens ({_SPARED} below its "
+        f"{key} scores up to {limit} tokens ({SPARED} below its "
         f"positions), and samples have up to {longest}",
     )
