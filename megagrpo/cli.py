@@ -407,23 +407,28 @@ def _submit(args: argparse.Namespace, config: ExperimentConfig) -> int:
 
 
 def _sft(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    if config.sft is None:
-        raise ValueError(f"{args.config} has no sft section, so there is no warm-up to run")
+    from megagrpo.tasks.refuse import refuse_sft
+
+    refuse_sft(config, args.config)
     return sft_main(config) if under_torchrun() else train_ranks(config, "sft", args.words)
 
 
 def _export(args: argparse.Namespace, config: ExperimentConfig) -> int:
+    from megagrpo.tasks.refuse import refuse_export
+
+    refuse_export(config, args.checkpoint, args.lora)
     if under_torchrun():
         return export_main(config, args.checkpoint, args.output, args.lora)
     return train_ranks(config, "export", args.words)
 
 
 def _replay(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    return (
-        replay_main(config, args.dump)
-        if under_torchrun()
-        else train_ranks(config, "replay", args.words)
-    )
+    from megagrpo.tasks.refuse import refuse_replay
+
+    refuse_replay(config, args.dump)
+    if under_torchrun():
+        return replay_main(config, args.dump)
+    return train_ranks(config, "replay", args.words)
 
 
 def _engines(args: argparse.Namespace) -> int:

@@ -39,6 +39,7 @@ from megagrpo.checkpoint.folder import (
     finished_checkpoints,
     is_reshardable,
     layout_problem,
+    older_instead,
     restore_replaced,
 )
 from megagrpo.checkpoint.groups import read_groups, write_groups
@@ -335,12 +336,13 @@ def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
     Each rank checks the files that the same rank wrote. If the layout is the same, it then loads
     them from its node's page cache.
     """
+    instead = older_instead(folder)
     if not (folder / "manifest.json").is_file():
         raise ValueError(
             f"checkpoint {folder} has no manifest.json: it is not a "
-            "checkpoint, or its save was interrupted"
+            f"checkpoint, or its save was interrupted{instead}"
         )
-    unreadable = f"checkpoint {folder}: manifest.json or state.json is not readable"
+    unreadable = f"checkpoint {folder}: manifest.json or state.json is not readable{instead}"
     with translated(unreadable, OSError, ValueError, KeyError):
         manifest = json.loads((folder / "manifest.json").read_text())
         description = json.loads((folder / "state.json").read_text())
@@ -363,14 +365,15 @@ def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
             continue
         file = folder / name
         if not file.is_file():
-            raise ValueError(f"checkpoint file {file} is missing")
+            raise ValueError(f"checkpoint file {file} is missing{instead}")
         if file.stat().st_size != size:
             raise ValueError(
                 f"checkpoint file {file} has {file.stat().st_size} bytes, its manifest says {size}"
+                f"{instead}"
             )
         if _crc(file) != crc:
             raise ValueError(
-                f"checkpoint file {file} is corrupt: its CRC-32 differs from the manifest"
+                f"checkpoint file {file} is corrupt: its CRC-32 differs from the manifest{instead}"
             )
 
 

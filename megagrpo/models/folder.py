@@ -59,8 +59,7 @@ class Model:
         path = Path(folder) / "config.json"
         if not path.is_file():
             raise ValueError(
-                f"{path} does not exist; model.path must be a Hugging Face model "
-                "folder with a config.json"
+                f"{path} does not exist; a model is a Hugging Face folder with a config.json"
             )
         return cls(Path(folder), Path(tokenizer or folder), read_description(path), draft)
 

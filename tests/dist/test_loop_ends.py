@@ -2,6 +2,7 @@
 starts make the undisturbed run of it, and a record whose checkpoints are gone stays."""
 
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -88,10 +89,13 @@ class Runs:
         with running(service):
             job = {"experiment": experiment, "url": service.url}
             job |= {"fails": fails, "stop_file": str(self.folder / f"{name}.stop_request")}
-            self.starts += 1
-            folder = self.folder / f"ranks{self.starts}"
-            (said,) = run_ranks(2, folder, [job], script="loop_ranks.py")
+            said = self.ranks(job)
         return said | {"granted": request.granted()}
+
+    def ranks(self, job: dict) -> dict:
+        self.starts += 1
+        (said,) = run_ranks(2, self.folder / f"ranks{self.starts}", [job], script="loop_ranks.py")
+        return said
 
     def saved(self, name: str) -> list[int]:
         return [step_of(path) for path in finished_checkpoints(self.folder / name / "checkpoints")]
@@ -205,3 +209,21 @@ def test_the_learning_rate_reaches_its_end_also_with_fewer_updates_a_step(runs):
     rates = [entry["optim/lr"] for step, entry in runs.record(name).items() if step > 3]
     assert rates[0] > rates[1] > rates[2] == 0.0
     assert len(set(said["published"].values())) == 3, "of steps 3, 4, and 5"
+
+
+def test_the_first_step_after_another_runs_checkpoint_is_replayed_from_it(runs, undisturbed):
+    name = "loaded"
+    source = runs.folder / "undisturbed" / "checkpoints" / f"step_{NUM_STEPS:06d}"
+    sections = {"checkpoint": {"load": str(source)}, "log": {"dump_steps": [1]}, "train": {"num_steps": 2}}
+    said = runs.start(name, asks=1, **sections)
+    assert said["error"] == "" and said["published"]["0"] == undisturbed["published"][str(NUM_STEPS)]
+    for folder in (runs.folder / name / "checkpoints").glob("step_*"):
+        shutil.rmtree(folder)  # as if it had failed in its first step
+    dump = str(runs.folder / name / "dumps" / "step_000001")
+    table = runs.ranks({"experiment": runs.experiment(name, **sections), "replay": dump})["table"]
+    heading, _, *rows = table.splitlines()
+    assert heading == f"weights of version 0 ({source})"
+    repeated = {row.split()[0]: row.split()[1:] for row in rows}
+    assert len(repeated["loss/total"]) == 2, table
+    for metric, (then, now) in repeated.items():
+        assert then == now or metric.startswith(("time/", "perf/", "schedule/")), metric
