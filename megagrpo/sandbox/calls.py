@@ -123,7 +123,8 @@ def _operate(
         case "apply":
             value = objects[target](*args)
             # it may have worked in place, as LeetCode asks of some functions
-            return [value, *(args[:1] if value is None else ())]
+            in_place = value is None and args and isinstance(args[0], list)
+            return [value, *(args[:1] if in_place else ())]
         case "list":
             return list(objects[target])
     raise ValueError(f"unknown operation {operation}")
