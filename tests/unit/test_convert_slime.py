@@ -67,7 +67,8 @@ def slime(words, more="--colocate", framework="slime", train="train.py"):
 def test_slimes_script_whole(script):
     draft = translate("slime", script)
     decided = 'taken as false, because nothing runs: [ "$LINKS" -gt 0 ] (line 4)'
-    assert (lost(draft), draft.problems, draft.notes) == ({}, [], [decided])
+    variables = "variables of its processes are not translated: NVLS"
+    assert (lost(draft), draft.problems, draft.notes) == ({}, [], [decided, variables])
     config = ExperimentConfig.model_validate(draft.nested())
     assert (config.name, config.output_dir) == ("tiny_slime", "/c/tiny_slime")
     assert (config.data.prompt_key, config.data.answer_key) == ("question", "label")
@@ -162,6 +163,7 @@ def test_what_slimes_options_become(words, more, becomes):
     ("train", "more", "becomes"),
     [
         ("train.py", "", {"weights.transport": None, "rollout.max_staleness": None}),
+        ("train_async.py", "--partial-rollout --qkv-format thd", {"rollout.max_staleness": 1, "actor.packing": True}),
         ("train_async.py", "", {
             "rollout.max_staleness": 1, "algorithm.mismatch.weight": {"name": "tis"}}),
         ("train_async.py", "--rollout-function-path fully_async_rollout.generate_rollout_fully_async", {
@@ -205,6 +207,9 @@ def test_engines_on_gpus_of_their_own(words, train, more, becomes):
         ("--moe-expert-capacity-factor 1.0", "--moe-expert-capacity-factor", "engines drop no token"),
         ("--sglang-schedule-policy lpm --sglang-config x", "--sglang-config", "every engine is like the others"),
         ("--num-rollout ten", "--num-rollout", "should be a number"),
+        ("--partial-rollout", "--partial-rollout", "only with rollout.max_staleness above 0"),
+        ("--save-hf /x/{rollout_id}", "--save-hf", "`megagrpo export`"),
+        ("--apply-chat-template-kwargs {a: 1, b: 2}", "--apply-chat-template-kwargs", "one JSON object"),
         ("--of-a-plugin 1", "--of-a-plugin", "no such key in docs/reference/names.md"),
     ],
 )  # fmt: skip

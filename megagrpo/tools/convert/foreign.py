@@ -93,7 +93,9 @@ def defaults(framework: str) -> dict[str, Scalar]:
 def _full_name(framework: str, name: str) -> str:
     if framework in ("slime", "miles"):
         return name if name.endswith(".py") else f"--{name}"
-    return _SHORT.sub(r"actor_rollout_ref.\1.", name) if framework == "verl" else name
+    if framework != "verl":
+        return name
+    return _SHORT.sub(r"actor_rollout_ref.\1.", name).removeprefix("/")
 
 
 @cache

@@ -33,6 +33,8 @@ def data(d: Translation) -> None:
         d.put("data.path", path)
     template = "--apply-chat-template-kwargs"
     arguments = d.get(template)
+    if arguments is not None and not isinstance(arguments, dict):
+        d.lack(template, "should be one JSON object")
     for name, value in (arguments if isinstance(arguments, dict) else {}).items():
         d.put(f"data.chat_template_args.{name}", value, template)
     columns = d.get("--multimodal-keys")

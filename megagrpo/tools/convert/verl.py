@@ -97,11 +97,15 @@ def layout(d: Translation) -> None:
     gpus = d.number(nodes[0])
     world = gpus * d.number(nodes[1])
     engine = f"{_R}tensor_model_parallel_size"
-    tp = d.number(engine)
+    copies = f"{_R}data_parallel_size"
+    tp = d.number(engine) * d.number(copies)
+    if tp > d.number(engine):
+        d.put("rollout.tp", tp, copies)
     d.put("actor.world_size", world, *nodes)
-    bases = f"{d.text('--config-name')} {d.text('defaults')}"
-    if "megatron" in bases or d.get(f"{_A}strategy") == "megatron" or d.below(_G):
-        d.put("actor.parallel.tp", d.number(f"{_G}tensor_model_parallel_size"))
+    named = ("--config-name", "defaults", f"{_A}strategy", "model_engine", f"{_A}model_engine")
+    whole = d.below(_G) or d.below(f"{_A}engine.")
+    if whole or any("megatron" in d.text(name) for name in named):
+        d.put("actor.parallel.tp", d.number(*d.named("actor.parallel.tp")))
         d.put("actor.recompute", d.get(f"{_OVERRIDE}recompute_granularity") or "none")
     else:
         rules.put_whole_parameters(d, world, tp, engine)
