@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from megagrpo.algo.loss import LossInputs, count_denominators, objective
+from megagrpo.algo.loss import count_denominators, objective
 from megagrpo.algo.statistics import alone
 from megagrpo.config.algorithm import AlgorithmConfig
-from tests.unit.algo_inputs import batch_of, with_advantages
+from tests.unit.algo_inputs import batch_of, loss_inputs, with_advantages
 from tests.unit.golden_cases import cases, close, tensor
 
 FILE = "reward_order.json"
@@ -38,7 +38,7 @@ def solved(case: dict, options: dict) -> tuple[torch.Tensor, torch.Tensor, torch
     advantages = with_advantages(batch, algorithm)[0].advantages
     new, zero = inputs["log_probs"].requires_grad_(), torch.zeros_like(old)
     counted = count_denominators(mask.sum(1), alone, 1.0)
-    value, _ = objective(LossInputs(new, zero, mask, advantages.double(), old, zero), algorithm, counted)
+    value, _ = objective(loss_inputs(new, zero, mask, advantages.double(), old, zero), algorithm, counted)
     return advantages, value, torch.autograd.grad(value, new)[0]
 
 
