@@ -267,7 +267,8 @@ def _ray_command(config: ExperimentConfig, node: Node, temporary: Path) -> list[
     else:
         options["--address"] = f"{node.first_address}:{node.first_port}"
     words = [str(word) for pair in options.items() for word in pair]
-    return [str(Path(sys.executable).with_name("ray")), "start", *flags, *words]
+    # not bin/ray, whose first line names the folder in which it was installed
+    return [sys.executable, "-m", "ray.scripts.scripts", "start", *flags, *words]
 
 
 def _start_ray(
