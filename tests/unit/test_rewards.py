@@ -21,6 +21,7 @@ from megagrpo.types import Prompt
 
 GSM8K, MATH, FORMAT, EXACT = gsm8k.grade, mathematics.grade, form.grade, form.exact
 DAPO = math_dapo.grade
+BOX = {"box": True}
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,17 @@ DAPO = math_dapo.grade
         (DAPO, {}, "Answer: 34.0", "34", -1),
         (DAPO, {}, "Answer: 34.", "34", -1),
         (DAPO, {}, "", "34", -1),
+        # verl 0.9.1's compute_score gives these (reward_score/math_dapo.py)
+        (DAPO, BOX, r"so \boxed{34}.", "34", 1),
+        (DAPO, BOX, r"\boxed{35}, no: \boxed{\frac{1}{2}}", r"\frac12", 1),
+        (DAPO, BOX, r"so \boxed{34}", "35", -1),
+        (DAPO, BOX, r"\boxed{34}, again \boxed{34", "34", -1),
+        (DAPO, BOX, "Answer: 35\n" + r"\boxed{34}", "34", -1),
+        (DAPO, BOX, "Answer: 34\n" + r"\boxed{35}", "34", 1),
+        (DAPO, BOX, r"\boxed{x = 1,234}", "1234", 1),
+        (DAPO, BOX, r"\boxed{34}" + "." * 90, "34", 1),
+        (DAPO, BOX, r"\boxed{34}" + "." * 91, "34", -1),
+        (DAPO, BOX, "34", "34", -1),
         (EXACT, {}, " Paris\n", "Paris", 1),
         (EXACT, {}, "paris", "Paris", 0),
         (EXACT, {"ignore_case": True}, "paris", "Paris", 1),
