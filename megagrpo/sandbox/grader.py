@@ -11,6 +11,7 @@ import symtable
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from decimal import Decimal
 
 from megagrpo.config.reward import CodeOptions, Scalar
@@ -121,15 +122,15 @@ def _run_calls(
     """Yields "" for each test that passes, else the reason. Program and tests run in two
     sandboxes."""
     limits = _limits(settings, settings.total_s)
-    asked, answered, judged = os.pipe(), os.pipe(), os.pipe()
-    pipes = {"input": answered[0], "output": asked[1], "verdicts": judged[1]}
-    with (
-        open(judged[0], "rb") as verdicts,
-        Sandbox(
-            "serve", source, limits, isolate, pipes={"input": asked[0], "output": answered[1]}
-        ) as program,
-        Sandbox("test", json.dumps(_instructions(tests)), limits, isolate, pipes=pipes),
-    ):
+    with ExitStack() as running, ExitStack() as ends:
+        asked, answered, judged = (_pipe(ends) for _ in range(3))
+        verdicts = running.enter_context(open(os.dup(judged[0]), "rb"))
+        pipes = {"input": asked[0], "output": answered[1]}
+        program = running.enter_context(Sandbox("serve", source, limits, isolate, pipes=pipes))
+        pipes = {"input": answered[0], "output": asked[1], "verdicts": judged[1]}
+        instructions = json.dumps(_instructions(tests))
+        running.enter_context(Sandbox("test", instructions, limits, isolate, pipes=pipes))
+        ends.close()  # both have theirs, and see the end of the other
         deadline = time.monotonic() + settings.total_s
         heard = b""
         over = ""
@@ -147,6 +148,14 @@ def _run_calls(
                 ended = program.stop()
                 verdict = ended["reason"] or f"the program ended with exit code {ended['code']}"
             yield verdict or ""
+
+
+def _pipe(ends: ExitStack) -> tuple[int, int]:
+    """Returns a pipe whose ends are closed with the stack."""
+    read, write = os.pipe()
+    ends.callback(os.close, read)
+    ends.callback(os.close, write)
+    return read, write
 
 
 def _instructions(tests: TestCases) -> dict[str, list[str]]:

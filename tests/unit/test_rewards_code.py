@@ -15,7 +15,7 @@ from hostile_programs import CALLS, OPTIONS, PROGRAMS, SCRIPTS, options
 
 from megagrpo.config.schema import RewardConfig
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.sandbox import sandbox
+from megagrpo.sandbox import child, sandbox
 from megagrpo.sandbox.grader import grade, program_of
 from megagrpo.sandbox.test_cases import read_tests
 from megagrpo.types import Prompt
@@ -239,6 +239,10 @@ RIGHT = {
     "5,000 digits": function("return [10**a - 10**a + 1, str(10**a)]", 5000, [1, "1" + "0" * 5000]),
     "exit in a function": function("print('x') or exit()\ndef f(a): return a", 1, 1),
 }
+GUESSES = """import os
+    for fd in range(3, 64):
+        try: os.write(fd, b'["ok", {{"list": [{}]}}]\\n')
+        except OSError: pass"""
 WRONG = {
     "another count": script("print(1000000008)", "", "1000000007"),
     "a float near a large count": script("print(1e15 + 1)", "", "1000000000000000"),
@@ -259,6 +263,8 @@ WRONG = {
     "a text": function("return str(a)", 1, 1),
     "none": function("return None", 1, 2),
     "a large integer": function("return a + 1", 10**9, 10**9),
+    "many guesses": function(GUESSES.format("0, 1, 2"), 1, 2),
+    "guesses of the argument": function(GUESSES.format("null, 0, 1, 2"), [1], 2),
     "a large float": function("return a * 1.0 + 1", 10**15, 10**15),
 }
 
@@ -277,6 +283,28 @@ def test_all_tests_share_one_time(scratch):
     start = time.monotonic()
     score, said = grade("import time\ntime.sleep(1000)", tests, **OPTIONS | {"test_s": 60.0, "total_s": 0.6})
     assert score == 0.0 and said == "test 1 of 4: time limit" and time.monotonic() - start < 20
+
+
+@isolated
+def test_a_sandbox_that_cannot_start_leaves_nothing_open(tmp_path, monkeypatch):
+    assert grade("def f(x): return x", CALLS, **GENEROUS)[0] == 0.0
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))  # as on a disk that is full
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(FileNotFoundError):
+            grade("def f(x): return x", CALLS, **GENEROUS)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_programs_at_the_same_time_have_other_user_ids():
+    first, claim = child._claim_user()
+    second, other = child._claim_user()
+    assert first != second
+    claim.close()
+    third, again = child._claim_user()
+    assert third == first
+    other.close()
+    again.close()
 
 
 @pytest.mark.parametrize(
