@@ -410,7 +410,7 @@ def _sft(args: argparse.Namespace, config: ExperimentConfig) -> int:
     from megagrpo.tasks.refuse import refuse_sft
 
     refuse_sft(config, args.config)
-    return sft_main(config) if under_torchrun() else train_ranks(config, "sft", args.words)
+    return sft_main(config) if under_torchrun() else train_ranks(config, "sft", [])
 
 
 def _export(args: argparse.Namespace, config: ExperimentConfig) -> int:
@@ -419,7 +419,10 @@ def _export(args: argparse.Namespace, config: ExperimentConfig) -> int:
     refuse_export(config, args.checkpoint, args.lora)
     if under_torchrun():
         return export_main(config, args.checkpoint, args.output, args.lora)
-    return train_ranks(config, "export", args.words)
+    words = [args.output, *["--lora"] * args.lora]
+    if args.checkpoint is not None:
+        words += ["--checkpoint", args.checkpoint]
+    return train_ranks(config, "export", words)
 
 
 def _replay(args: argparse.Namespace, config: ExperimentConfig) -> int:
@@ -428,7 +431,7 @@ def _replay(args: argparse.Namespace, config: ExperimentConfig) -> int:
     refuse_replay(config, args.dump)
     if under_torchrun():
         return replay_main(config, args.dump)
-    return train_ranks(config, "replay", args.words)
+    return train_ranks(config, "replay", [args.dump])
 
 
 def _engines(args: argparse.Namespace) -> int:

@@ -64,6 +64,14 @@ ask_to_stop() {
     while kill -USR1 "$1" 2>/dev/null; do sleep 2; done &
 }
 
+# A single USR2 tells trainers that the rollout service has ended.
+end_at_once() {
+    say "told to end"
+    kill -USR2 "$@" 2>/dev/null || true
+    sleep 1
+    kill -USR2 "$@" 2>/dev/null || true
+}
+
 running() { kill -0 "$1" 2>/dev/null; }
 
 # Returns a child's exit status. A trapped signal ends bash's `wait` early, but bash keeps the status until the next `wait`.
@@ -90,10 +98,10 @@ run_job() {
     trainers=$started
     say "trainers on ${on_trainers[*]} from $1, rollout on ${on_rollout[*]} from $2"
     trap 'ask_to_stop "$trainers"' USR1
-    trap 'say "told to end"; kill -USR2 "$trainers" "$rollout" 2>/dev/null || true' TERM
+    trap 'end_at_once "$trainers" "$rollout"' TERM
     while running "$trainers" && running "$rollout"; do wait -n "$trainers" "$rollout" || true; done
     if running "$trainers"; then
-        say "the rollout service has ended before the trainers"
+        say "the rollout service has ended before the trainers, which save the steps that are finished"
         kill -USR2 "$trainers" || true
     fi
     status_of "$trainers" || status=$?
@@ -108,7 +116,7 @@ run_alone() {
     local status=0
     everything="$1"
     trap 'ask_to_stop "$everything"' USR1
-    trap 'say "told to end"; kill -USR2 "$everything" 2>/dev/null || true' TERM
+    trap 'end_at_once "$everything"' TERM
     status_of "$everything" || status=$?
     say "it ended with status $status"
     end_job "$status"

@@ -24,8 +24,9 @@ def run(config: ExperimentConfig) -> int:
     """Serves and trains on this machine: `megagrpo run`. Returns the trainers' exit status; no
     process remains.
 
-    USR1, or the first INT: saves after the current step and returns STOPPED. TERM, USR2, or a second
-    INT: ends at once. Raises ValueError before anything starts, with all known problems.
+    USR1, or the first INT: saves after the current step and returns STOPPED. TERM, USR2, a second
+    INT, or an INT before the first step: ends at once. Raises ValueError before anything starts,
+    with all known problems.
     """
     if is_finished(config):
         return 0
@@ -189,9 +190,9 @@ def _this_node(config: ExperimentConfig, visible: list[str]) -> Nodes:
 def train_ranks(config: ExperimentConfig, name: str, words: list[str]) -> int:
     """Runs a collective subcommand (sft, export) as `actor.world_size` ranks on this machine.
 
-    words: the command's arguments, with the experiment. Returns the exit status. It does not write
-    config.yaml, from which a run in the same folder restarts its ranks. Raises ValueError if the
-    machine has GPUs, but fewer than ranks.
+    words: the command's arguments after the experiment, which the ranks read from a file of the
+    command's own: a run in the same folder restarts its ranks from config.yaml. Returns the exit
+    status. Raises ValueError if the machine has GPUs, but fewer than ranks.
     """
     ranks = config.actor.world_size
     gpus = len(trainer_gpus(config))
@@ -204,7 +205,10 @@ def train_ranks(config: ExperimentConfig, name: str, words: list[str]) -> int:
     folder = config.run_folder
     with Launch(folder, name, end=ENDING, ranks=name) as launch:
         env = trainer_variables(config, min(gpus, ranks))
-        started = launch.start_ranks([name, *words], [*torchrun(ranks), *ALONE], env)
+        experiment = folder.logs / f"{name}.yaml"
+        dump_config(config, experiment)
+        command = [name, str(experiment), *words]
+        started = launch.start_ranks(command, [*torchrun(ranks), *ALONE], env)
         launch.status = launch.watch(started)
     return launch.status
 

@@ -118,8 +118,9 @@ def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     """Runs this node's ranks under torchrun, which starts each with `arguments`: `megagrpo train`
     outside torchrun.
 
-    USR1, or the first TERM or INT: all nodes save after the current step and return STOPPED. USR2,
-    or a second TERM or INT: ends at once. Raises ValueError if the ranks do not fit.
+    USR1, or the first TERM or INT: all nodes save after the current step and return STOPPED. USR2:
+    the service has ended, so the ranks save the finished steps and end. A second TERM, INT or USR2,
+    or USR2 before the first step: ends at once. Raises ValueError if the ranks do not fit.
     """
     gpus = len(trainer_gpus(config))
     # torchrun alone would start all ranks here
@@ -166,7 +167,15 @@ def _trainer_launch(
         if node.rank == 0:
             stack.enter_context(alone_in(folder))
         yield stack.enter_context(
-            Launch(folder, command, end=(signal.SIGUSR2,), ask=ask, ranks=ranks, grace_s=grace_s)
+            Launch(
+                folder,
+                command,
+                end=(),
+                ask=ask,
+                lost=(signal.SIGUSR2,),
+                ranks=ranks,
+                grace_s=grace_s,
+            )
         )
 
 

@@ -23,6 +23,7 @@ _LOOK_S = 2.0  # between two looks into a folder that all nodes share
 # all signals that a launch may handle
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _PARAGRAPH = "\n\n"
+_OF_ONE_NODE = "trainer"  # ranks; those of several nodes are trainer-0, trainer-1 ...
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,11 @@ class Launch:
     The block sets `status`. Signals, by argument:
 
     - end: leaves the block, with status 128 + the signal's number as in a shell.
-    - ask: makes the stop request. A TERM or INT after the request also leaves the block. A request
-      that the ranks grant before they end decides the status, whatever ends the block; an exception
-      is then only printed.
+    - ask: makes the stop request. A TERM or INT after the request also leaves the block, and so
+      does an INT before the first step of ranks on this node only. A request that the ranks grant
+      before they end decides the status, whatever ends the block; an exception is then only
+      printed.
+    - lost: says that the rollout service of other nodes has ended. A second one leaves the block.
     - unheard: does nothing.
 
     The clean-up ends the children in reverse order with their descendants, by force after `grace_s`
@@ -60,8 +63,9 @@ class Launch:
         *,
         end: Sequence[signal.Signals],
         ask: Sequence[signal.Signals] = (),
+        lost: Sequence[signal.Signals] = (),
         unheard: Sequence[signal.Signals] = (),
-        ranks: str = "trainer",
+        ranks: str = _OF_ONE_NODE,
         grace_s: float = 5.0,
     ):
         self.status = 1
@@ -70,12 +74,14 @@ class Launch:
         self._ranks = ranks
         self._end = end
         self._ask = ask
+        self._lost = lost
         self._unheard = unheard
         self._grace_s = grace_s
         self._request = StopRequest(folder.stop_request(ranks))
         self._scratch = list[Path]()
         self._children = list[Child]()
         self._unread = list[str]()  # problems of a shared file system
+        self._needed_ended = False  # a process without which the ranks cannot go on
 
     def __enter__(self) -> "Launch":
         if self._ask:
@@ -83,9 +89,9 @@ class Launch:
         self._old_handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         # not SIG_IGN, which the children would inherit
         handlers = dict.fromkeys(self._unheard, lambda *_: None)
-        handlers |= dict.fromkeys(self._end, self._leave) | dict.fromkeys(
-            self._ask, self._ask_to_stop
-        )
+        handlers |= dict.fromkeys(self._end, self._leave)
+        handlers |= dict.fromkeys(self._ask, self._ask_to_stop)
+        handlers |= dict.fromkeys(self._lost, self._lose)
         for number, handler in handlers.items():
             signal.signal(number, handler)
         return self
@@ -155,14 +161,20 @@ class Launch:
     def watch(self, main: Child, *needed: Child) -> int:
         """Waits for `main`, which requires `needed`.
 
-        Returns 0, or 1 after printing why one of the children failed.
+        If one of these ends, ranks that have begun a step notice, save what they have finished, and
+        end. Returns 0, or 1 after printing why one of the children failed.
         """
-        known = self._folder.deadline_pages()
+        known = set[Path]()
+        with suppress(OSError):
+            known = self._folder.deadline_pages()
         look_at = 0.0
         while main.process.poll() is None:
             for other in needed:
-                if other.process.poll() is not None:
-                    return self._failed(other)
+                if other.process.poll() is not None and not self._needed_ended:
+                    self._needed_ended = True
+                    self._failed(other)
+            if self._needed_ended and not (self._ask and self._request.listened()):
+                return 1
             if time.monotonic() > look_at:
                 if self._look(main, known):
                     stop_tree(main.process.pid)  # torchrun would restart the ranks
@@ -201,12 +213,14 @@ class Launch:
         return self.spawn([sys.executable, "-W", "ignore", *arguments], log, quiet | env, reports)
 
     def _failed(self, child: Child) -> int:
-        if reports := self._folder.error_reports(child.reports):
-            # the first one has the cause
-            first = min(reports, key=lambda report: report.stat().st_mtime_ns)
-            reason = first.read_text().rstrip()
-        else:
-            reason = last_lines(child.log)
+        reason = ""
+        with suppress(OSError):  # of a shared file system
+            if reports := self._folder.error_reports(child.reports):
+                # the first one has the cause
+                first = min(reports, key=lambda report: report.stat().st_mtime_ns)
+                reason = first.read_text().rstrip()
+            else:
+                reason = last_lines(child.log)
         status = f"{child.log.stem} ended with status {child.process.returncode}"
         print(f"megagrpo: {status}\n{reason}\nwhole log: {child.log}", file=sys.stderr)
         return 1
@@ -215,15 +229,27 @@ class Launch:
         _ignore_signals()
         raise _Ended(signal.Signals(number))
 
+    def _lose(self, number: int, frame: FrameType | None) -> None:
+        if self._needed_ended:
+            self._leave(number, frame)
+        self._needed_ended = True  # `watch` sees it
+
     def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
         notes = list[str]()
+        begun = self._request.listened()
+        if number == signal.SIGINT and not begun and self._ranks == _OF_ONE_NODE:
+            print(
+                f"megagrpo {self._command}: no step has begun, so nothing is lost", file=sys.stderr
+            )
+            self._leave(number, frame)
         # a full or read-only file system ends no run that could be saved later
         with collected(notes), translated("not asked to stop, ask again", OSError):
             if number in (signal.SIGTERM, signal.SIGINT) and self._request.made():
                 self._leave(number, frame)
             self._request.make()
         if number == signal.SIGINT and not notes:
-            notes.append("saves after this step and ends; Ctrl-C again ends it at once")
+            when = "saves after this step and ends" if begun else "ends before its first step"
+            notes.append(f"{when}; Ctrl-C again ends it at once")
         for note in notes:
             print(f"megagrpo {self._command}: {note}", file=sys.stderr)
 

@@ -104,6 +104,8 @@ class Run:
     def next_groups(self, metrics: Metrics) -> StepBatches:
         """Collective. Returns this rank's share of the step's groups, sampled and scored, and takes
         the GPUs back that engines share with trainers."""
+        if self.stop_request is not None and self.state.step == self.recording.start_step:
+            self.stop_request.listen(True)
         step = self.source.begin_step(self.state, self._steps_left)
         while plan := step.wanted():
             step.add(self._groups(self.source.begin(plan)))
@@ -259,6 +261,9 @@ def start_run(
     end it early."""
     progress.enter("reads prompts and the tokenizer")
     folder = config.run_folder
+    stop_request = StopRequest(Path(path)) if (path := environment.get(STOP_FILE)) else None
+    if stop_request is not None:  # the ranks may have been restarted
+        stop_request.listen(False)
     start_timeout_s = config.rollout.start_timeout_s
     if config.rollout.colocate:  # before any rank allocates memory on a GPU that an engine uses
         find_service(folder.path, service_url, start_timeout_s).sleep(_sleep_limit_s(config))
@@ -299,7 +304,7 @@ def start_run(
             watchdog=watchdog,
             progress=progress,
             alarm=MismatchAlarm(config, actor.arch.is_moe),
-            stop_request=StopRequest(Path(path)) if (path := environment.get(STOP_FILE)) else None,
+            stop_request=stop_request,
         )
         with run.saving():
             yield run

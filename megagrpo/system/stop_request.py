@@ -9,6 +9,9 @@ ends its ranks at a signal. It is files on every trainer node:
    request of every node, with the last step.
 3. The launchers exit with STOPPED, or after `megagrpo stop` with ENDED.
 
+Another file says whether the ranks listen: from their first step on. Before, nothing can be saved,
+and they may wait for engines for an hour.
+
 Files are only added, because Slurm's job repeats USR1 until its step has ended, and no request may
 undo another one or the grant. Each request is one file, so a launcher that starts meanwhile
 withdraws all of it or nothing.
@@ -32,12 +35,29 @@ class StopRequest:
         self._made = path
         self._final = path.with_suffix(".stop_final")
         self._granted = path.with_suffix(".stop_granted")
+        self._listens = path.with_suffix(".stop_listens")
 
     def withdraw(self) -> None:
         """Removes the files of an earlier launcher."""
         self._made.parent.mkdir(parents=True, exist_ok=True)
-        for file in (self._made, self._final, self._granted):
+        for file in (self._made, self._final, self._granted, self._listens):
             file.unlink(missing_ok=True)
+
+    def listen(self, now: bool) -> None:
+        """Records whether the node's ranks are in their steps."""
+        with suppress(OSError):  # of a shared file system: it ends no run
+            if now:
+                self._listens.touch()
+            else:
+                self._listens.unlink()
+
+    def listened(self) -> bool:
+        """Returns whether ranks would save finished steps; True while the file system fails."""
+        try:
+            self._listens.stat()
+        except OSError as exc:
+            return not isinstance(exc, FileNotFoundError)
+        return True
 
     def make(self, final: bool = False) -> None:
         """Makes the request. final: the run must not resume by itself, whoever asked first."""

@@ -84,13 +84,14 @@ class Runs:
             experiment = evaluation_alone(ExperimentConfig.model_validate(experiment)).model_dump(mode="json")
         request = StopRequest(self.folder / f"{name}.stop_request")
         request.withdraw()
+        request.listen(True)  # as ranks do that are restarted
         service = Service(refuses=refuses, asks=asks, request=request)
         service.hang = lambda body: service.asked
         with running(service):
             job = {"experiment": experiment, "url": service.url}
             job |= {"fails": fails, "stop_file": str(self.folder / f"{name}.stop_request")}
             said = self.ranks(job)
-        return said | {"granted": request.granted()}
+        return said | {"granted": request.granted(), "listened": request.listened()}
 
     def ranks(self, job: dict) -> dict:
         self.starts += 1
@@ -132,8 +133,9 @@ def test_an_evaluation_that_fails_or_is_stopped_costs_no_step(runs, undisturbed)
     name = "evaluation"
     said = runs.start(name, refuses=2)
     assert "on purpose" in said["error"] and runs.saved(name) == [2]
-    assert sorted(runs.record(name)) == [0, 1, 2]
+    assert sorted(runs.record(name)) == [0, 1, 2] and said["listened"]
     said = runs.start(name, asks=2)
+    assert not said["listened"], "no step has begun"
     assert (said["error"], said["published"]) == ("", {"2": undisturbed["published"]["2"]})
     assert said["granted"][0] == "saved after step 2" and runs.saved(name) == [2]
     said = runs.start(name, asks=4)

@@ -184,11 +184,12 @@ def test_a_stop_request_lets_ranks_finish_and_a_second_term_ends(final, status, 
     assert request.granted() is None
 
 
-def test_a_stop_request_that_cannot_be_written_ends_no_run(tmp_path, capsys):
+def test_a_stop_request_that_cannot_be_written_ends_no_run(tmp_path, capsys, monkeypatch):
     folder = RunFolder(tmp_path)
     request = StopRequest(folder.stop_request("trainer"))
     with Launch(folder, "run", end=(), ask=(signal.SIGUSR1, signal.SIGINT)) as launch:
         folder.logs.rmdir()
+        monkeypatch.setattr(StopRequest, "listened", lambda request: True)
         for number in (signal.SIGUSR1, signal.SIGINT):
             signal.raise_signal(number)
             (said,) = capsys.readouterr().err.splitlines()
@@ -233,6 +234,7 @@ def wait(moment):
     while not (path / f"{moment}.go").exists():
         time.sleep(0.01)
 
+request.listen(True)
 wait("up")
 while not request.made():
     time.sleep(0.01)
@@ -304,6 +306,7 @@ def test_the_first_ctrl_c_saves_and_the_second_ends(tmp_path, capsys):
     folder = RunFolder(tmp_path)
     with Launch(folder, "run", end=(), ask=(signal.SIGUSR1, signal.SIGINT)) as launch:
         child = launch.spawn(["sleep", "60"], tmp_path / "log", {})
+        StopRequest(folder.stop_request("trainer")).listen(True)
         signal.raise_signal(signal.SIGINT)
         assert StopRequest(folder.stop_request("trainer")).made() and child.process.poll() is None
         signal.raise_signal(signal.SIGINT)
@@ -491,7 +494,10 @@ time.sleep(600)
 _NOTES_WORDS = "import json, sys; json.dump(sys.argv[2:], open(sys.argv[1], 'w'))"
 
 
-@pytest.mark.parametrize("words", [["export", "out", "--lora"], ["replay", "dump"], ["sft"]])
+_BESIDE_A_RUN = [["export", "out", "--lora"], ["export", "out", "--checkpoint", "c"], ["replay", "dump"], ["sft"]]
+
+
+@pytest.mark.parametrize("words", _BESIDE_A_RUN)
 def test_a_command_beside_a_run_has_an_experiment_of_its_own(words, tmp_path, monkeypatch):
     """The run's ranks restart from config.yaml, even if they are lost while another command runs."""
     (tmp_path / "torchrun.py").write_text(_NOTES_WORDS)
@@ -504,12 +510,15 @@ def test_a_command_beside_a_run_has_an_experiment_of_its_own(words, tmp_path, mo
     changes = [word for change in [*where, *own] for word in ("--set", change)]
     with alone_in(trained.run_folder):
         write_experiment(trained)
-        assert cli.main([words[0], str(QUICKSTART), *words[1:], *changes]) == 0
+        reading, writing = os.pipe()  # as `export <(...)`: it can be read once
+        os.write(writing, QUICKSTART.read_bytes())
+        os.close(writing)
+        assert cli.main([words[0], f"/dev/fd/{reading}", *words[1:], *changes]) == 0
     assert load_config(trained.run_folder.config) == trained
     noted_words = json.loads(noted.read_text())
     of_rank = noted_words[noted_words.index("megagrpo.cli") + 1 :]
     args = cli._parser(of_rank).parse_args(of_rank)
-    assert [args.command, *words[1:2]] == words[:2]
+    assert of_rank[:1] + of_rank[2:] == words
     assert load_config(args.config, args.overrides) == load_config(QUICKSTART, [*where, *own])
 
 

@@ -43,6 +43,71 @@ def test_what_ranks_grant_while_they_are_ended_decides_the_status(error, tmp_pat
     assert ("megagrpo train: OSError(116, 'Stale file handle')" in said) == (error is not None)
 
 
+# Ranks in their steps, which end by themselves once the service has ended, and save.
+_IN_STEPS = """touch "$1"; until [ -e "$2" ]; do sleep 0.1; done; sleep 1; touch "$3"; exit 1"""
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_ranks_save_finished_steps_when_the_service_ends(steps, tmp_path, capsys):
+    """Without a step there is nothing to save, and they may wait for engines for an hour."""
+    folder = RunFolder(tmp_path)
+    ended, saved = tmp_path / "ended", tmp_path / "saved"
+    listens = folder.stop_request("trainer").with_suffix(".stop_listens")
+    where = [str(listens) if steps else str(tmp_path / "other"), str(ended), str(saved)]
+    with Launch(folder, "run", end=(), ask=(signal.SIGUSR1,)) as launch:
+        code = f"until [ -e {where[0]} ]; do sleep 0.1; done; touch {ended}; exit 3"
+        service = launch.spawn(["sh", "-c", code], folder.log("service"), {})
+        ranks = launch.spawn(["sh", "-c", _IN_STEPS, "sh", *where], folder.log("trainer"), {})
+        launch.status = launch.watch(ranks, service)
+    said = capsys.readouterr().err
+    assert launch.status == 1 and saved.exists() == steps
+    assert said.count("service ended with status 3") == 1
+    assert ("trainer ended with status 1" in said) == steps
+
+
+def test_restarted_ranks_do_not_wait_for_a_service_that_has_ended(tmp_path):
+    folder = RunFolder(tmp_path)
+    request = StopRequest(folder.stop_request("trainer"))
+    with Launch(folder, "train", end=(), ask=(signal.SIGTERM,), lost=(signal.SIGUSR2,)) as launch:
+        request.listen(True)
+        signal.raise_signal(signal.SIGUSR2)
+        restart = f"sleep 1; rm {tmp_path}/logs/trainer.stop_listens; sleep 600"
+        assert launch.watch(launch.spawn(["sh", "-c", restart], folder.log("trainer"), {})) == 1
+        request.listen(True)
+        signal.raise_signal(signal.SIGUSR2)
+        raise AssertionError("the block goes on")
+    assert launch.status == 128 + signal.SIGUSR2
+
+
+def test_a_first_ctrl_c_ends_at_once_before_the_first_step(tmp_path, capsys):
+    folder = RunFolder(tmp_path)
+    ask = (signal.SIGUSR1, signal.SIGINT)
+    with Launch(folder, "run", end=(), ask=ask) as launch:
+        StopRequest(folder.stop_request("trainer")).listen(False)  # there is no file yet
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the block goes on")
+    assert launch.status == 130
+    words = "megagrpo run: no step has begun, so nothing is lost\nmegagrpo run: SIGINT; stopping\n"
+    assert capsys.readouterr().err == words
+    with Launch(folder, "train", end=(), ask=ask, ranks="trainer-1") as launch:  # others must save, too
+        signal.raise_signal(signal.SIGINT)
+        assert StopRequest(folder.stop_request("trainer-1")).made()
+    said = "megagrpo train: ends before its first step; Ctrl-C again ends it at once\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_file_system_that_fails_hides_no_step(tmp_path, monkeypatch):
+    request = StopRequest(tmp_path / "trainer.stop_request")
+    assert not request.listened()
+
+    def stale(path: Path) -> None:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(Path, "stat", stale)
+    assert request.listened(), "a Ctrl-C must save"
+
+
 def test_a_grant_that_cannot_be_read_decides_the_status(tmp_path):
     request = StopRequest(tmp_path / "trainer.stop_request")
     request.grant(3, final=False)
