@@ -261,9 +261,7 @@ def start_run(
     end it early."""
     progress.enter("reads prompts and the tokenizer")
     folder = config.run_folder
-    stop_request = StopRequest(Path(path)) if (path := environment.get(STOP_FILE)) else None
-    if stop_request is not None:  # the ranks may have been restarted
-        stop_request.listen(False)
+    stop_request = _stop_request()
     start_timeout_s = config.rollout.start_timeout_s
     if config.rollout.colocate:  # before any rank allocates memory on a GPU that an engine uses
         find_service(folder.path, service_url, start_timeout_s).sleep(_sleep_limit_s(config))
@@ -308,6 +306,15 @@ def start_run(
         )
         with run.saving():
             yield run
+
+
+def _stop_request() -> StopRequest | None:
+    path = environment.get(STOP_FILE)
+    if path is None:
+        return None
+    request = StopRequest(Path(path))
+    request.listen(False)  # the ranks may have been restarted
+    return request
 
 
 def _loaded_actor(
