@@ -300,6 +300,36 @@ def test_no_later_request_or_signal_changes_how_a_stopped_run_ends(asks, status,
     assert ("stopped as requested, saved after step 3" in said) == (status != 130)
 
 
+# In torchrun's place: the ranks of a launcher that gets TERM, which end as asked.
+_TERMINATED = """
+import os, signal, time
+from pathlib import Path
+from megagrpo.system.stop_request import STOP_FILE, StopRequest
+
+request = StopRequest(Path(os.environ[STOP_FILE]))
+os.kill(os.getppid(), signal.SIGTERM)
+while not request.made():
+    time.sleep(0.01)
+request.grant(3, final=False)
+"""
+
+
+@pytest.mark.parametrize("job, status", [("7", STOPPED), (None, 128 + signal.SIGTERM)])
+def test_slurm_pre_empts_a_run_of_one_node_by_term(job, status, tmp_path, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if job is not None:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+    ranks = tmp_path / "ranks.py"
+    ranks.write_text(_TERMINATED)
+    config = load_config(QUICKSTART, [f"output_dir={tmp_path / 'run'}"])
+    service = ["sh", "-c", "exec sleep 600"]
+    log = config.run_folder.log("service")
+    monkeypatch.setattr(machine, "torchrun", lambda *_: [str(ranks)])
+    monkeypatch.setattr(machine, "refuse_what_cannot_run", lambda *_: None)
+    monkeypatch.setattr(machine, "start_service", lambda launch, *_: launch.spawn(service, log, {}))
+    assert run(config) == status
+
+
 def test_the_first_ctrl_c_saves_and_the_second_ends(tmp_path, capsys):
     folder = RunFolder(tmp_path)
     with Launch(folder, "run", end=(), ask=(signal.SIGUSR1, signal.SIGINT)) as launch:
