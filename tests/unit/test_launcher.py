@@ -105,6 +105,17 @@ def test_a_command_may_have_as_many_files_open_as_the_machine_allows():
     assert int(done.stdout.split()[-1]) == (65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)), done
 
 
+@pytest.mark.parametrize("rank, address", [(0, None), (0, "node0"), (1, "node0")])
+def test_no_node_of_several_is_known_by_its_loopback(rank, address, monkeypatch):
+    """Debian's hosts files say `127.0.1.1 NAME`: gloo would take the interface lo between nodes."""
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: {"node0": "127.0.1.1"}.get(name, name))
+    with pytest.raises(ValueError, match=r"node0 is 127\.0\.1\.1 on this node(.|\n)*--node-addr"):
+        _ = nodes.Node(rank, 2, address, "node0", 29500).own_address
+    assert nodes.Node(rank, 2, "10.0.0.7", "node0", 29500).own_address == "10.0.0.7"
+    assert nodes.Node(0, 1, None, "node0", 29500).own_address == "node0", "one node"
+    assert nodes.Node(1, 2, "127.0.0.2", "127.0.0.1", 29500).own_address == "127.0.0.2", "nodes on one machine"
+
+
 def test_a_node_waits_until_the_name_of_the_first_one_is_known(monkeypatch):
     answers = [socket.gaierror(), socket.gaierror(), "10.0.0.9"]
 
