@@ -105,17 +105,6 @@ def test_a_command_may_have_as_many_files_open_as_the_machine_allows():
     assert int(done.stdout.split()[-1]) == (65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)), done
 
 
-@pytest.mark.parametrize("rank, address", [(0, None), (0, "node0"), (1, "node0")])
-def test_no_node_of_several_is_known_by_its_loopback(rank, address, monkeypatch):
-    """Debian's hosts files say `127.0.1.1 NAME`: gloo would take the interface lo between nodes."""
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: {"node0": "127.0.1.1"}.get(name, name))
-    with pytest.raises(ValueError, match=r"node0 is 127\.0\.1\.1 on this node(.|\n)*--node-addr"):
-        _ = nodes.Node(rank, 2, address, "node0", 29500).own_address
-    assert nodes.Node(rank, 2, "10.0.0.7", "node0", 29500).own_address == "10.0.0.7"
-    assert nodes.Node(0, 1, None, "node0", 29500).own_address == "node0", "one node"
-    assert nodes.Node(1, 2, "127.0.0.2", "127.0.0.1", 29500).own_address == "127.0.0.2", "nodes on one machine"
-
-
 def test_a_node_waits_until_the_name_of_the_first_one_is_known(monkeypatch):
     answers = [socket.gaierror(), socket.gaierror(), "10.0.0.9"]
 
@@ -309,36 +298,6 @@ def test_no_later_request_or_signal_changes_how_a_stopped_run_ends(asks, status,
         repeats.join()
     assert launcher.returncode == status, said
     assert ("stopped as requested, saved after step 3" in said) == (status != 130)
-
-
-# In torchrun's place: the ranks of a launcher that gets TERM, which end as asked.
-_TERMINATED = """
-import os, signal, time
-from pathlib import Path
-from megagrpo.system.stop_request import STOP_FILE, StopRequest
-
-request = StopRequest(Path(os.environ[STOP_FILE]))
-os.kill(os.getppid(), signal.SIGTERM)
-while not request.made():
-    time.sleep(0.01)
-request.grant(3, final=False)
-"""
-
-
-@pytest.mark.parametrize("job, status", [("7", STOPPED), (None, 128 + signal.SIGTERM)])
-def test_slurm_pre_empts_a_run_of_one_node_by_term(job, status, tmp_path, monkeypatch):
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    if job is not None:
-        monkeypatch.setenv("SLURM_JOB_ID", job)
-    ranks = tmp_path / "ranks.py"
-    ranks.write_text(_TERMINATED)
-    config = load_config(QUICKSTART, [f"output_dir={tmp_path / 'run'}"])
-    service = ["sh", "-c", "exec sleep 600"]
-    log = config.run_folder.log("service")
-    monkeypatch.setattr(machine, "torchrun", lambda *_: [str(ranks)])
-    monkeypatch.setattr(machine, "refuse_what_cannot_run", lambda *_: None)
-    monkeypatch.setattr(machine, "start_service", lambda launch, *_: launch.spawn(service, log, {}))
-    assert run(config) == status
 
 
 def test_the_first_ctrl_c_saves_and_the_second_ends(tmp_path, capsys):
