@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from megagrpo.algo.estimators import discounted_returns
 from megagrpo.algo.kl import with_current_kl_coef
 from megagrpo.algo.reward_shaping import ShapedRewards, normalize
 from megagrpo.algo.statistics import exact_row_sums
@@ -135,32 +133,6 @@ def test_reinforce_plus_plus_carries_credit_across_tool_tokens():
     white = (returns - returns.mean()) / returns.std()
     assert advantages[torch.tensor(mask) > 0].tolist() == pytest.approx(white.tolist(), rel=1e-5)
     assert (advantages[torch.tensor(mask) == 0] == 0).all()
-
-
-@pytest.mark.parametrize("gamma", [1.0, 0.97])
-def test_returns_are_those_of_a_walk_from_the_end(gamma: float):
-    """Rows of up to 300 tokens with holes, rows without a sampled token, prompts of other lengths."""
-    chance = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([300, 1, 7, 40, 64, 3])
-    sampled = torch.rand(int(lengths.sum()), generator=chance) > 0.3
-    sampled[300], sampled[-3:] = True, False
-    scores = torch.randn(len(sampled), generator=chance, dtype=torch.float64) * sampled
-    rewards = torch.randn(6, generator=chance, dtype=torch.float64)
-    inputs = SimpleNamespace(rewards=rewards, token_rewards=scores, lengths=lengths, sampled=sampled)
-    found, right, end = discounted_returns(inputs, gamma), [], 0
-    for length, reward in zip(lengths.tolist(), rewards.tolist(), strict=True):
-        start, end = end, end + length
-        carry, row = None, []
-        for t in reversed(range(start, end)):
-            if sampled[t]:
-                carry = float(scores[t]) + (reward if carry is None else gamma * carry)
-            row.append(carry if sampled[t] else 0.0)
-        right += row[::-1]
-    assert found.tolist() == pytest.approx(right, rel=1e-12, abs=1e-12)
-    inputs.token_rewards = None
-    if gamma == 1.0:
-        expected = rewards.repeat_interleave(lengths) * sampled
-        assert torch.equal(discounted_returns(inputs, gamma), expected)  # the same bits at each token
 
 
 def test_token_kl_in_the_reward_is_inside_the_statistics():
