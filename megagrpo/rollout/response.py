@@ -46,18 +46,18 @@ class Response(WithArrays):
         return [(0, self.weight_version), *self.newer][-1][1]
 
     def then(self, rest: "Response") -> "Response":
-        """Returns this part of a response followed by `rest`: a tool's output, or the next turn."""
+        """Returns this part of a response followed by `rest`: a tool's output, or the next turn;
+        without experts, which SamplePart joins."""
         length = len(self.token_ids)
         spans = [(0, self.weight_version), *self.newer, (length, rest.weight_version)]
         spans += [(length + start, version) for start, version in rest.newer]
-        experts = [part.routed_experts for part in (self, rest) if part.routed_experts is not None]
         return Response(
             np.concatenate([self.token_ids, rest.token_ids]),
             np.concatenate([self.logprobs, rest.logprobs]),
             rest.finish_reason,
             self.weight_version,
             tuple(now for before, now in pairwise(spans) if before[1] != now[1]),
-            np.concatenate(experts) if experts else None,
+            None,
             self.num_cached + rest.num_cached,
             tuple(map(sum, zip_longest(self.accepted, rest.accepted, fillvalue=0))),
             _joined_top_ids(self, rest),
