@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ _LOOK_S = 2.0  # between two looks into a folder that all nodes share
 # all signals that a launch may handle
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _PARAGRAPH = "\n\n"
+Handler = Callable[[int, FrameType | None], None]
 _OF_ONE_NODE = "trainer"  # ranks; those of several nodes are trainer-0, trainer-1 ...
 
 
@@ -45,8 +46,9 @@ class Launch:
       does an INT before the first step of ranks on this node only. A request that the ranks grant
       before they end decides the status, whatever ends the block; an exception is then only
       printed.
-    - lost: says that the rollout service of other nodes has ended. A second one leaves the block.
     - unheard: does nothing.
+    - USR2, unless it is among these: says that the rollout service of other nodes has ended. A
+      second one leaves the block.
 
     The clean-up ends the children in reverse order with their descendants, by force after `grace_s`
     seconds, and removes the folders of `remove_at_end`. Meanwhile all signals are ignored. After a
@@ -63,7 +65,6 @@ class Launch:
         *,
         end: Sequence[signal.Signals],
         ask: Sequence[signal.Signals] = (),
-        lost: Sequence[signal.Signals] = (),
         unheard: Sequence[signal.Signals] = (),
         ranks: str = _OF_ONE_NODE,
         grace_s: float = 5.0,
@@ -74,7 +75,6 @@ class Launch:
         self._ranks = ranks
         self._end = end
         self._ask = ask
-        self._lost = lost
         self._unheard = unheard
         self._grace_s = grace_s
         self._request = StopRequest(folder.stop_request(ranks))
@@ -88,10 +88,10 @@ class Launch:
             self._request.withdraw()
         self._old_handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         # not SIG_IGN, which the children would inherit
-        handlers = dict.fromkeys(self._unheard, lambda *_: None)
+        handlers: dict[signal.Signals, Handler] = {signal.SIGUSR2: self._lose}
+        handlers |= dict.fromkeys(self._unheard, lambda *_: None)
         handlers |= dict.fromkeys(self._end, self._leave)
         handlers |= dict.fromkeys(self._ask, self._ask_to_stop)
-        handlers |= dict.fromkeys(self._lost, self._lose)
         for number, handler in handlers.items():
             signal.signal(number, handler)
         return self

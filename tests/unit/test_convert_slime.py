@@ -202,7 +202,7 @@ def test_engines_on_gpus_of_their_own(words, train, more, becomes):
         ("--eval-function-path my.sft_rollout.f", "--eval-function-path", "`megagrpo sft`"),
         ("--optimizer muon", "--optimizer", "the optimizer is AdamW"),
         ("--hf-checkpoint /m/x-int4", "--hf-checkpoint", "name the model in bfloat16"),
-        ("--global-batch-size 48", "--global-batch-size", "do not divide 32 prompts into whole groups"),
+        ("--global-batch-size 48", "--global-batch-size", "do not divide the 256 of a step into whole groups"),
         ("--prompt-data a.jsonl@[5:9]", "--prompt-data", "write the rows into a file"),
         ("--moe-expert-capacity-factor 1.0", "--moe-expert-capacity-factor", "engines drop no token"),
         ("--sglang-schedule-policy lpm --sglang-config x", "--sglang-config", "every engine is like the others"),

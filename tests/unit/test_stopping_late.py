@@ -68,7 +68,7 @@ def test_ranks_save_finished_steps_when_the_service_ends(steps, tmp_path, capsys
 def test_restarted_ranks_do_not_wait_for_a_service_that_has_ended(tmp_path):
     folder = RunFolder(tmp_path)
     request = StopRequest(folder.stop_request("trainer"))
-    with Launch(folder, "train", end=(), ask=(signal.SIGTERM,), lost=(signal.SIGUSR2,)) as launch:
+    with Launch(folder, "train", end=(), ask=(signal.SIGTERM,)) as launch:
         request.listen(True)
         signal.raise_signal(signal.SIGUSR2)
         restart = f"sleep 1; rm {tmp_path}/logs/trainer.stop_listens; sleep 600"

@@ -42,9 +42,9 @@ Row = dict[str, Any]  # what some options mean together; see the head of rules.y
 @cache
 def rows(framework: str) -> tuple[Row | str, ...]:
     """Returns the rows of rules.yaml, and the names of functions among them."""
-    return tuple(
-        yaml.safe_load(_text("rules.yaml"))["slime" if framework == "miles" else framework]
-    )
+    every = yaml.safe_load(_text("rules.yaml"))
+    own = every["slime" if framework == "miles" else framework]
+    return (*every["first"], *own, *every["last"])
 
 
 def full_names(framework: str, names: str | list[str]) -> tuple[str, ...]:

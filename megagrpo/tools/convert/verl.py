@@ -60,19 +60,14 @@ def batch(d: Translation) -> None:
     """Puts updates of a step, and their warm-up."""
     mini = f"{_A}ppo_mini_batch_size"
     prompts = d.number("data.train_batch_size")
-    updates, rest = divmod(prompts, d.number(mini))
-    if rest:
-        divides = f"{d.number(mini)} does not divide train_batch_size {prompts}"
-        d.lack(mini, f"{divides}: updates of a step have equal sizes")
-    else:
-        d.put("train.num_updates_per_step", updates)
+    updates = rules.updates(d, prompts, prompts, d.number(mini), mini)
     total = "trainer.total_training_steps"
     ratio = f"{_A}optim.lr_warmup_steps_ratio"
     warmup = d.real(f"{_A}optim.lr_warmup_steps")
     if warmup < 1 and d.get(total) is not None:
         warmup = d.real(ratio) * d.number(total)
     if warmup > 0:
-        d.put("actor.optimizer.warmup_steps", round(warmup * max(updates, 1)))
+        d.put("actor.optimizer.warmup_steps", round(warmup * updates))
     elif d.get(ratio):
         reason = "how many steps there are depends on the data"
         d.lack(ratio, f"{reason}; say actor.optimizer.warmup_steps, in updates")
