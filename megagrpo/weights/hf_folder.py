@@ -191,9 +191,9 @@ def write_hf_folder(
     """Writes an HF checkpoint, one shard per dict of `tensors`. Returns the bytes of all tensors.
 
     like: the folder that config.json and the tokenizer files come from; the latter come from
-    `tokenizer` if that is not None, and generation_config.json then names all end tokens. dtype, fp8: only for config.json; tensors are written as they
-    are. `target` is complete or absent, see whole_folder. Raises OSError (disk full, ...) naming
-    the folder.
+    `tokenizer` if that is not None, and generation_config.json then names all end tokens. dtype,
+    fp8: only for config.json; tensors are written as they are. `target` is complete or absent, see
+    whole_folder. Raises OSError (disk full, ...) naming the folder.
     """
     target = Path(target)
     like = Path(like)
