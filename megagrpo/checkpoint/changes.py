@@ -111,11 +111,11 @@ def record_start(config: ExperimentConfig, step: int) -> list[str]:
     lines: list[str] = []
     if before is not None:
         with suppress(yaml.YAMLError):
-            lines = changes(_read(before), _read(path))
+            lines = changed_settings(_read(before), _read(path))
     return [f"{line} from step {step + 1}" for line in lines]
 
 
-def changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+def changed_settings(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     """Returns "key: before -> now" for each setting that differs."""
     old, new = dict(_leaves(before)), dict(_leaves(now))
     return [
