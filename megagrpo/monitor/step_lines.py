@@ -56,14 +56,16 @@ def drop_later_steps(path: Path, start_step: int) -> None:
     """Truncates the file before an incomplete last line, or before the first line of a step after
     `start_step`.
 
-    Raises ValueError with the number of a broken line, so that lines after it are not lost.
+    A broken line, as a node leaves that loses power, stays: it ends no run whose checkpoint is
+    whole, and lines after it are not lost.
     """
     if not path.exists():
         return
     keep = 0
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n") or _step_of(path, number, line) > start_step:
+        for line in file:
+            step = _STEP.match(line)
+            if not line.endswith(b"\n") or (step is not None and int(step[1]) > start_step):
                 break
             keep += len(line)
     with path.open("r+b") as file:
@@ -79,14 +81,8 @@ def read_step_lines(path: Path) -> Iterator[dict]:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
-            _step_of(path, number, line)
+            if _STEP.match(line) is None:
+                raise ValueError(f"{path}:{number}: not a line of a step: {line[:80]!r}")
             with translated(f"{path}:{number}: not a JSON line", json.JSONDecodeError):
                 entry = json.loads(line)
             yield entry
-
-
-def _step_of(path: Path, number: int, line: bytes) -> int:
-    step = _STEP.match(line)
-    if step is None:
-        raise ValueError(f"{path}:{number}: not a line of a step: {line[:80]!r}")
-    return int(step[1])

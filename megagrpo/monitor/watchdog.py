@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import groupby
 from pathlib import Path
 
@@ -114,12 +114,12 @@ class Watchdog:
     def _look(self, now: float) -> None:
         entered = self._entered
         limit = self._limits.get(self._name, self._deadline_s)
-        if now - self._written > _BEAT_S or self._since > self._written:
+        beats = now - self._written > _BEAT_S or self._since > self._written
+        if beats:
             self._beat(now)
         if self._reported == entered:
             return
-        if self._request.exists():
-            self._beat(now)
+        if beats and self._request.exists():  # not at every poll: all ranks ask one file system
             self._write_stacks()
         elif now - self._since > _EARLY * limit or now - self._moved > _EARLY * self._deadline_s:
             self._write_page(now)
@@ -168,6 +168,12 @@ class Watchdog:
         except FileExistsError:  # another rank writes the page
             self._write_stacks()
             return
+        with ExitStack() as end:
+            # also if the page cannot be written: later ones need a request of their own
+            end.callback(self._request.unlink)
+            self._write_answers(now)
+
+    def _write_answers(self, now: float) -> None:
         files = {rank: self._folder.rank_stacks(rank) for rank in range(self._mesh.world_size)}
         others = [file for rank, file in files.items() if rank != self._mesh.rank]
         requested = self._request.stat().st_mtime
@@ -199,7 +205,6 @@ class Watchdog:
         page = f"{summary}\n{describe(ranks, written)}\n\n{_grouped(stacks)}"
         moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
         write_whole(self._folder.deadline_page(moment), page)
-        self._request.unlink()
 
 
 def is_ours(file: str) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system import environment
-from megagrpo.system.errors import collected, translated
+from megagrpo.system.errors import collected, explained
 from megagrpo.system.progress import Progress
 from megagrpo.system.run_folder import write_whole
 
@@ -44,7 +44,7 @@ def train_main(config: ExperimentConfig, service_url: str | None) -> int:
         if is_main:
             report = import_module("megagrpo.tools.report")  # beside the core, which knows its name
             problems = list[str]()  # no reasons to train the finished run again
-            with collected(problems), translated("the report", OSError):
+            with collected(problems), explained("the report"):
                 print(report.write_report(config.output_dir), flush=True)
             for problem in problems:
                 print(f"no summary: {problem}; `megagrpo report {config.output_dir}` writes it")

@@ -109,6 +109,15 @@ def test_entries_are_merged_by_step_and_a_resume_drops_later_ones(tmp_path):
     assert read_metrics(folder) == [first], "which the new start makes again"
 
 
+def test_a_broken_line_ends_no_resume_and_stays(tmp_path):
+    """As a node leaves it that loses power."""
+    folder = RunFolder(tmp_path)
+    kept = b'{"step": 1}\n\0\0\0\n{"step": 2}\n'
+    folder.metrics.write_bytes(kept + b'{"step": 3}\n')
+    StepLog(folder, FILES_ONLY, start_step=2)
+    assert folder.metrics.read_bytes() == kept
+
+
 def test_broken_line_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{oops\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not a line of a step"):
