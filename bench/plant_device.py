@@ -125,8 +125,9 @@ FAULTS = (
     Fault(
         "sync: a loss is read after each micro-batch",
         "actor/step.py",
-        "out[on_device(micro.trained, out.device)] = values.detach()",
-        "float(values.sum()), out.index_put_((on_device(micro.trained, out.device),), values.detach())",
+        "out[on_device(micro.places, out.device)] = values.detach().flatten()[micro.grid]",
+        "float(values.sum()), out.index_put_((on_device(micro.places, out.device),), "
+        "values.detach().flatten()[micro.grid])",
         UPDATE,
     ),
     Fault(

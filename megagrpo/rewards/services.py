@@ -41,7 +41,11 @@ class ServiceGrader(ABC):
         self._service = options
         self.location = f"grader {name} at {options.url.partition('?')[0]}"
         headers = {"Content-Type": "application/json"}
-        if key := environment.secret(options.api_key_env, f"grader {name}"):
+        if options.api_key_env is not None:
+            key = environment.get(options.api_key_env)
+            if not key:
+                variable = f"environment variable {options.api_key_env} (api_key_env)"
+                raise ValueError(f"grader {name}: {variable} is not set here")
             headers["Authorization"] = f"Bearer {key}"
         limits = httpx.Limits(
             max_connections=options.concurrency, max_keepalive_connections=options.concurrency

@@ -1,10 +1,7 @@
 """Turns an exception of a library or of a user's code into one message that names the input."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-
-_POINTER = b"version https://git-lfs"  # begins the file that git-lfs has in a large file's place
+from contextlib import contextmanager
 
 
 @contextmanager
@@ -39,11 +36,3 @@ def translated(
         yield
     except errors as exc:
         raise raised(f"{problem}: {exc}") from exc
-
-
-def git_lfs_hint(path: Path) -> str:
-    """Returns what to do about a file that is a pointer of git-lfs; "" if it is none."""
-    with suppress(OSError), path.open("rb") as file:
-        if file.read(len(_POINTER)) == _POINTER:
-            return f" (a git-lfs pointer: run `git lfs pull` in {path.parent})"
-    return ""

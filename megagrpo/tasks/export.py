@@ -22,12 +22,20 @@ def export(
     """Collective. Writes checkpoint `source`, by default the latest of the run, into folder
     `output`.
 
-    The whole model with merged adapters, or with `only_adapters` a PEFT folder.
+    The whole model with merged adapters, or with `only_adapters` a PEFT folder. Raises ValueError
+    if there is no checkpoint, or no adapter.
     """
     lora = config.actor.lora
+    if only_adapters and lora is None:
+        raise ValueError(
+            "export --lora writes adapters, but the experiment has no actor.lora: "
+            "all weights are trained"
+        )
     actor = make_actor(config, model_to_train(config).arch, device)
     checkpoint = source or latest_checkpoint(config, actor.mesh)
-    assert checkpoint is not None, "refuse_export refuses to begin"
+    if checkpoint is None:
+        root = config.run_folder.checkpoints
+        raise ValueError(f"{root} holds no finished checkpoint; name one with --checkpoint")
     weights = load_initial_weights(actor, config.model.path, overwritten=lora is None)
     load_checkpoint(config, checkpoint, actor, with_optimizer=False)
     base = config.model.path

@@ -27,8 +27,7 @@ K = 5
 
 def distilled(service, loss: str, **sections) -> dict[str, object]:
     """The sections of a service's experiment, with a loss that its teachers score for."""
-    options = {"loss": loss} | ({} if loss == "reverse_kl" else {"top_k": K})
-    said = service.config.model_dump() | {"algorithm": {"distillation": options}}
+    said = service.config.model_dump() | {"algorithm": {"distillation": {"loss": loss, "top_k": K}}}
     return experiment(**(said | sections))
 
 

@@ -14,12 +14,10 @@ from megagrpo.config.fields import (
     NonNegativeInt,
     Number,
     PositiveFloat,
-    Rule,
     Section,
 )
 
 Scope = Literal["none", "group", "batch", "running"]
-EPS = 1e-6
 
 
 class RewardStep(Section):
@@ -79,7 +77,7 @@ class RewardNormalization(RewardStep):
     """Responses whose mean is subtracted."""
     std: Scope = "none"
     """Responses whose standard deviation, around their own mean, is the divisor."""
-    eps: PositiveFloat = EPS
+    eps: PositiveFloat = 1e-6
     """Constant to add to the standard deviation, in units of the reward."""
 
 
@@ -96,10 +94,6 @@ class RewardClip(RewardStep):
 class RewardShapingConfig(RewardClip, RewardNormalization, RewardOverlong, RewardScaling):
     """Steps from the grader's reward to the advantage's input, in this order. `overlong` comes
     after `shift`."""
-
-    def problems(self) -> list[Rule]:
-        unread = self.std == "none" and self.eps != EPS
-        return [Rule(unread, "eps is added to a std, and std is none", "remove one of them")]
 
     @property
     def formula(self) -> str:
