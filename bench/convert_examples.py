@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.common import RESULTS, ROOT, provenance, write_results
 from megagrpo.check.problems import preflight
+from megagrpo.check.rules.table import broken_as_read
 from megagrpo.cluster.submit import Request, submit
 from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import ExperimentConfig
@@ -112,7 +113,7 @@ def check_problems(draft: Translation, framework: str, folder: Path) -> list[str
     if "eval.data.sources" in draft.values:
         files.append(f"eval.data.sources=[{{source: one, path: {data}}}]")
     try:
-        config = load_config(folder / "mine.yaml", [*known, *files])
+        config = load_config(folder / "mine.yaml", [*known, *files], judge=broken_as_read)
     except ConfigError as exc:
         return str(exc).splitlines()[1:]
     found = preflight(config) + fit_problems(config)

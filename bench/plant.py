@@ -64,16 +64,15 @@ FAULTS = (
     Fault(
         "sequence ratio divided by all columns",
         "algo/policy_loss.py",
-        "mask).sum(1) / mask.sum(1).clamp(min=1)",
-        "mask).mean(1)",
+        "self.rows.sums(self.mask).clamp(min=1)",
+        "self.rows.lengths.double()",
         LOSS,
     ),
     Fault(
         "mean of a sequence's advantages",
         "algo/policy_loss.py",
-        "value = -advantages * (mean[:, None] + clamped - clamped.detach()).exp()",
-        "value = (-_mean_of_sequences(advantages, inputs.mask) * "
-        "_mean_of_sequences(clamped, inputs.mask).exp())[:, None].expand_as(clamped)",
+        "value = -advantages * (mean + clamped - clamped.detach()).exp()",
+        "value = -inputs.sequence_mean(advantages) * inputs.sequence_mean(clamped).exp()",
         ("unit/test_distillation_losses.py::test_gmpo_learns_from_the_advantage_of_each_token",),
     ),
     Fault(
@@ -86,8 +85,8 @@ FAULTS = (
     Fault(
         "token-mean divided by sequences",
         "algo/loss.py",
-        "return rows.sum() / tokens",
-        "return rows.sum() / sequences",
+        "return 1 / max(denominators.num_tokens, 1)",
+        "return 1 / sequences",
         LOSS,
     ),
     Fault("sign inside k3", "algo/kl.py", "torch.expm1(-x) + x", "torch.expm1(x) - x", LOSS),
@@ -115,8 +114,8 @@ FAULTS = (
     Fault(
         "returns without discount",
         "algo/estimators.py",
-        "torch.where(started, gamma * carry, carry)",
-        "carry",
+        "num_tokens, factor = 1, gamma",
+        "num_tokens, factor = 1, 1.0",
         ADVANTAGE,
     ),
     Fault(

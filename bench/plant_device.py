@@ -125,9 +125,8 @@ FAULTS = (
     Fault(
         "sync: a loss is read after each micro-batch",
         "actor/step.py",
-        "out[on_device(micro.places, out.device)] = values.detach().flatten()[micro.grid]",
-        "float(values.sum()), out.index_put_((on_device(micro.places, out.device),), "
-        "values.detach().flatten()[micro.grid])",
+        "out[on_device(micro.trained, out.device)] = values.detach()",
+        "float(values.sum()), out.index_put_((on_device(micro.trained, out.device),), values.detach())",
         UPDATE,
     ),
     Fault(

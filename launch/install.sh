@@ -90,7 +90,14 @@ install_cpu() {
     extra cpu-engine | "$venv/bin/python" -m pip install --no-compile --no-deps --requirement /dev/stdin
 }
 
+# Prints the CUDA version of the installed torch, "none" for a build without, nothing without torch.
+cuda_of_torch() { "$venv/bin/python" -c 'import torch; print(torch.version.cuda or "none")' 2>/dev/null || true; }
+
 install_gpu() {
+    if [ "$(cuda_of_torch)" = none ]; then # which pip would take for the one that is asked for
+        say "torch in $venv is built without CUDA: it is replaced"
+        "$venv/bin/python" -m pip uninstall --yes torch torchvision
+    fi
     say "1/2 megagrpo, torch, Megatron-Core, Ray and SGLang with its CUDA packages"
     install_megatron
     "$venv/bin/python" -m pip install --no-compile --editable '.[gpu,test,lint]' || {
@@ -98,6 +105,10 @@ install_gpu() {
         say "PIP_EXTRA_INDEX_URL=https://pypi.nvidia.com, or a folder with that wheel as PIP_FIND_LINKS" >&2
         exit 1
     }
+    if [ "$(cuda_of_torch)" = none ]; then
+        say "pip chose a torch without CUDA. Take PyTorch's CPU index out of pip's configuration and of PIP_EXTRA_INDEX_URL" >&2
+        exit 1
+    fi
     if [ "$without" = te ]; then
         say "2/2 without Transformer Engine: layers are Megatron's own, one expert after the other"
         return
@@ -132,7 +143,7 @@ install_more() {
 mkdir -p "$venv"
 if command -v flock >/dev/null; then # two scripts must not install into one folder at the same time
     exec 9>"$venv/.install.lock"
-    flock 9
+    flock 9 || say "$venv cannot be locked: start no second installation there" >&2
 fi
 kind="${MEGAGRPO_KIND:-}"
 if [ -z "$kind" ]; then

@@ -1,5 +1,8 @@
 # Sourced by the other *_node.sh. Sets `place`, the options for this node, and `megagrpo`, the command.
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+if [ -n "${MEGAGRPO_FOLDER:-}" ] && ! cd "$MEGAGRPO_FOLDER"; then
+    echo "megagrpo: relative paths start in $PWD: this node or image has no $MEGAGRPO_FOLDER; mount it" >&2
+fi
 place=()
 for name in NNODES NODE_RANK MASTER_ADDR MASTER_PORT NODE_ADDR; do
     option="--${name,,}"

@@ -15,8 +15,10 @@ from megagrpo import __version__
 from megagrpo.check.rules.table import broken_as_read
 from megagrpo.cluster.machine import run, train_ranks
 from megagrpo.cluster.nodes import Node, run_node, serve_node, train_node
-from megagrpo.config.load import load_config
+from megagrpo.config.fields import KeyPath
+from megagrpo.config.load import Fetch, load_config
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.wording import dotted
 from megagrpo.data.hub import with_local_files
 from megagrpo.system.arguments import positive
 from megagrpo.system.environment import under_torchrun
@@ -48,6 +50,10 @@ _TOOLS = {
     "try": _Tool(
         "megagrpo.tools.trial",
         "sample a few rollouts without training, and print them with rewards and the tokens to learn",
+    ),
+    "evaluate": _Tool(
+        "megagrpo.tools.evaluate",
+        "evaluate the newest checkpoint, or the model, without training, on this machine",
     ),
     "certify": _Tool(
         "megagrpo.tools.certify.command",
@@ -94,7 +100,7 @@ _HELP_WIDTH = 92
 _GROUPS = {
     "run": (
         "megagrpo run mine.yaml --set train.num_steps=100",
-        ("run", "submit", "stop", "sft", "export", "serve", "train", "engines"),
+        ("run", "submit", "stop", "evaluate", "sft", "export", "serve", "train", "engines"),
     ),
     "look": ("megagrpo status runs/mine", ("status", "report", "view", "try")),
     "plan": (
@@ -105,6 +111,7 @@ _GROUPS = {
 }
 # Commands that do not read `model`'s weights, and the section whose weights they read.
 _WEIGHTS = {"check": "", "plan": "", "certify": "", "sft": "sft"}
+_STARTING = ("run", "submit", "train")  # commands before which libraries judge their settings
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -189,22 +196,34 @@ class _Commands:
 
 
 def _load(args: argparse.Namespace) -> ExperimentConfig:
-    """Reads the experiment and fetches files that it names on the Hub. Before a run, libraries
-    check their own settings; `check` checks everything."""
-    starts = not getattr(args, "dry_run", False)
-    fetch = partial(
+    """Reads the experiment and fetches files that it names on the Hub; a dry run only notes those
+    that it cannot fetch. Before a run, libraries check their own settings; `check` checks
+    everything."""
+    fetch: Fetch = partial(
         with_local_files,
-        weights=_WEIGHTS.get(args.command, "model") if starts else "",
+        weights=_WEIGHTS.get(args.command, "model"),
         cached_only=under_torchrun(),  # the process that started the ranks has fetched it
     )
+    if getattr(args, "dry_run", False):
+        fetch = _described
     load = partial(load_config, args.config, args.overrides, judge=broken_as_read, fetch=fetch)
     if args.command == "check":
         return load(later=import_module(_TOOLS["check"].module).later_problems)
-    if args.command != "train" or under_torchrun():
+    if args.command not in _STARTING or under_torchrun():
         return load()
     from megagrpo.check.libraries import library_problems
 
     return load(judge=lambda config: [*broken_as_read(config), *library_problems(config)])
+
+
+def _described(
+    config: ExperimentConfig,
+) -> tuple[ExperimentConfig, list[tuple[KeyPath, str]]]:
+    """Fetches what describes models and data, and prints what is out of reach."""
+    config, absent = with_local_files(config, weights="")
+    for keys, text in absent:
+        print(f"megagrpo: {dotted(keys)}: not read: {text}", file=sys.stderr)
+    return config, []
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
@@ -388,23 +407,28 @@ def _submit(args: argparse.Namespace, config: ExperimentConfig) -> int:
 
 
 def _sft(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    if config.sft is None:
-        raise ValueError(f"{args.config} has no sft section, so there is no warm-up to run")
+    from megagrpo.tasks.refuse import refuse_sft
+
+    refuse_sft(config, args.config)
     return sft_main(config) if under_torchrun() else train_ranks(config, "sft", args.words)
 
 
 def _export(args: argparse.Namespace, config: ExperimentConfig) -> int:
+    from megagrpo.tasks.refuse import refuse_export
+
+    refuse_export(config, args.checkpoint, args.lora)
     if under_torchrun():
         return export_main(config, args.checkpoint, args.output, args.lora)
     return train_ranks(config, "export", args.words)
 
 
 def _replay(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    return (
-        replay_main(config, args.dump)
-        if under_torchrun()
-        else train_ranks(config, "replay", args.words)
-    )
+    from megagrpo.tasks.refuse import refuse_replay
+
+    refuse_replay(config, args.dump)
+    if under_torchrun():
+        return replay_main(config, args.dump)
+    return train_ranks(config, "replay", args.words)
 
 
 def _engines(args: argparse.Namespace) -> int:

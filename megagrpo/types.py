@@ -1,8 +1,8 @@
 """The data that flows through the loop: Prompt -> RolloutGroup(Sample) -> Batch -> MicroBatch ->
 metrics.
 
-Dimensions: this rank has N samples with T tokens in all, prompts included, and S in the longest; a
-micro-batch has b rows and s columns. Per-token values are flat, [T]: one sample after the other,
+Dimensions: this rank has N samples with T tokens in all, prompts included; a micro-batch has b rows
+and s columns, and t trained tokens. Per-token values are flat, [T]: one sample after the other,
 without padding. Index t belongs to tokens[t]; only `targets` in batching/microbatch.py shifts.
 Log-probabilities are natural logarithms.
 """
@@ -316,7 +316,7 @@ class ReferenceStates:
     H: hidden size, V: padded vocabulary size. Empty before the last pipeline stage.
     """
 
-    hidden: "Tensor"  # [R, H]
+    hidden: "Tensor"  # [R, H], on the host
     # [T] int64, on the host: the row of `hidden` that predicts tokens[t]; -1 if this rank has none
     index: "Tensor"
     output_weight: "Tensor | None"  # [V / tp, H]; None before the last stage
@@ -460,12 +460,15 @@ class MicroImages:
     places: "Tensor"
 
 
+_ON_HOST = ("target_places", "members", "places", "trained", "num_trained")
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """The input of one forward pass: samples of a Batch, padded [b, s] or as one packed row [1, s].
 
-    Under context parallelism the fields up to `targets` are this rank's part, [b, s / cp]; the
-    fields after `targets` are of all parts. On the host until `to`; members and places stay there.
+    Under context parallelism the fields up to `target_order` are this rank's part, [b, s / cp] and
+    R of the t trained tokens; the fields after it are of all parts. On the host until `to`.
     """
 
     tokens: "Tensor"  # [b, s] int64, 0 as padding
@@ -475,13 +478,14 @@ class MicroBatch:
     rows: "Tensor"  # [b, s] int64, the sample that each position belongs to; -1 for padding
     columns: "Tensor"  # [b, s] int64, the index in the sample; -1 for padding
     targets: Targets
-    members: "Tensor"  # [n] int64, ascending: the samples
-    # [t] int64, indices of the samples' tokens in the Batch, one sample after the other
+    target_places: "Tensor"  # [R] int64, always on the host: the targets' tokens in the Batch
+    target_order: "Tensor"  # [R] int64, the places of the same tokens in `trained`
+    members: "Tensor"  # [n] int64, ascending: the samples; always on the host, as the next three
+    # int64, indices of the samples' tokens in the Batch, one sample after the other
     places: "Tensor"
-    grid: "Tensor"  # [t] int64, indices of the same tokens in the flattened [n, S]
-    target_grid: "Tensor"  # [R] int64, indices of the targets in the flattened [n, S]
-    longest: int  # S of the Batch, so that a sum over a row has the same bits in any micro-batch
-    max_seqlen: int = 0  # tokens of the longest sequence, padding included
+    trained: "Tensor"  # [t] int64, those of them that a component of the loss trains on
+    num_trained: "Tensor"  # [n] int64, of each sample
+    max_seqlen: int  # tokens of the longest sequence, padding included
     # [3, b, s] int64, in time, height, width; only for vision-language models
     rope_positions: "Tensor | None" = None
     images: MicroImages | None = None  # None for a text-only model
@@ -493,22 +497,19 @@ class MicroBatch:
             return {
                 name: on_device(value, device)
                 for name, value in vars(holder).items()
-                if hasattr(value, "device") and name not in ("members", "places")
+                if hasattr(value, "device") and name not in _ON_HOST
             }
 
         targets = Targets(**moved(self.targets))
         return MicroBatch(**(vars(self) | moved(self) | {"targets": targets}))
 
-    def padded(self, values: "Tensor") -> "Tensor":
-        """Returns the micro-batch's part of values [T, ...] of the Batch: [n, S, ...] on its device,
-        0 beyond the samples' ends."""
-        mine = on_device(values[self.places], self.grid.device)
-        rest = values.shape[1:]
-        return (
-            mine.new_zeros(len(self.members) * self.longest, *rest)
-            .index_copy(0, self.grid, mine)
-            .view(-1, self.longest, *rest)
-        )
+    def of_trained(self, values: "Tensor") -> "Tensor":
+        """Returns the values of the t trained tokens on its device, from values [T] of the Batch."""
+        return on_device(values[self.trained], self.rows.device)
+
+    def of_targets(self, values: "Tensor") -> "Tensor":
+        """Returns the values of the R targets on its device, from values [T, ...] of the Batch."""
+        return on_device(values[self.target_places], self.rows.device)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class FakeService:
     score_script: list = field(default_factory=list)  # as `script`, of requests for scores
     scored: list[dict] = field(default_factory=list)
     requests: list[dict] = field(default_factory=list)
+    keys: set[str] = field(default_factory=set)  # of requests to /generate
     marked: list[tuple] = field(default_factory=list)
 
     @property
@@ -72,6 +73,7 @@ class FakeService:
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
+        self.keys.add(request.headers["Authorization"].removeprefix("Bearer").strip())
         scores = "logprob_start_len" in body
         (self.scored if scores else self.requests).append(body)
         script = self.score_script if scores else self.script

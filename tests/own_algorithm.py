@@ -12,10 +12,9 @@ def gmpo(inputs: PolicyInputs, clip: float = 0.4) -> TokenLoss:
     log_ratio = inputs.logprobs - inputs.old_logprobs
     sign = inputs.advantages.sign()
     kept = torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-clip, clip)) * sign
-    mask = inputs.mask
-    mean = (kept.detach() * mask).sum(1) / mask.sum(1).clamp(min=1)
+    mean = inputs.sequence_mean(kept.detach())
     # the value has the sequence's ratio, its gradient is the token's
-    value = -inputs.advantages * (mean[:, None] + kept - kept.detach()).exp()
+    value = -inputs.advantages * (mean + kept - kept.detach()).exp()
     return TokenLoss(value, {"low": log_ratio < -clip, "high": log_ratio > clip})
 
 

@@ -19,7 +19,7 @@ from megagrpo.algo.logprob import (
 )
 from megagrpo.models.body import Body
 from megagrpo.models.kinds.draft.layer import gather_context
-from megagrpo.types import Batch, MicroBatch
+from megagrpo.types import Batch, MicroBatch, on_device
 
 _TP_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 Loss = tuple[Tensor, dict[str, Tensor]]  # scalar, metric sums
@@ -32,13 +32,12 @@ class Candidates:
 
     logprobs: Tensor
     teacher: Tensor
-    grid: Callable[[Tensor], Tensor]  # values of the targets [R] -> [n, S]
+    of_all: Callable[[Tensor], Tensor]  # values of the targets [R] -> of the trained tokens [t]
 
 
 @dataclass(frozen=True)
 class TokenValues:
-    """Holds the model's values of a micro-batch's n samples: [n, S] each, 0 off the trained tokens,
-    with gradients."""
+    """Holds the model's values of a micro-batch's trained tokens: [t] each, with gradients."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -67,40 +66,38 @@ def over_tokens(
 
     def from_hidden(micro: MicroBatch, chunk: Body, hidden: Tensor) -> Loss:
         flat = micro.targets.flat
-        places = micro.target_grid
-        tokens = micro.padded(batch.tokens).flatten()[places].long()[:, None]
+        tokens = micro.of_targets(batch.tokens).long()[:, None]
         streams = batch.streams if with_candidates else None
         if streams is not None and streams.top_ids is not None:
-            of_targets = micro.padded(streams.top_ids).flatten(0, 1)[places]
-            tokens = torch.cat((tokens, of_targets.long()), dim=1)
+            tokens = torch.cat((tokens, micro.of_targets(streams.top_ids).long()), dim=1)
         logprobs, entropy = token_values(actor, chunk, hidden, flat, tokens, temperature)
 
-        def grid(by_token: Tensor) -> Tensor:
-            empty = by_token.new_zeros(len(micro.members) * micro.longest)
-            return _all_context_ranks(empty.index_put((places,), by_token).view(-1, micro.longest))
+        def of_all(by_token: Tensor) -> Tensor:
+            empty = by_token.new_zeros(len(micro.trained))
+            return _all_context_ranks(empty.index_put((micro.target_order,), by_token))
 
         full_kl = None
         if (reference := batch.reference) is not None:
-            index = micro.padded(reference.index).flatten()[places]
-            # on a GPU the device checks it when it comes there, and the host does not wait
-            unseen = "the reference did not see a position on the rank that trains on it"
-            torch._assert_async((index >= 0).all(), unseen)
+            index = reference.index[micro.target_places]
+            assert bool((index >= 0).all()), (
+                "the reference did not see a position on the rank that trains on it"
+            )
             assert reference.output_weight is not None, (
                 "the last stage has the reference's output weight"
             )
             weight = chunk.output_weight()
             of_policy = gathered(actor, hidden)[flat]
-            of_reference = reference.hidden[index], reference.output_weight
+            of_reference = on_device(reference.hidden[index], flat.device), reference.output_weight
             rows = actor.config.logprob_chunk_tokens
             shard = _vocabulary(actor, weight)
-            full_kl = grid(
+            full_kl = of_all(
                 chunked_full_kl(of_policy, weight, *of_reference, temperature, rows, shard)
             )
         candidates = None
         if streams is not None and streams.top_logprobs is not None:
-            teacher = micro.padded(streams.top_logprobs).flatten(0, 1)[places]
-            candidates = Candidates(logprobs[:, 1:], teacher, grid)
-        values = TokenValues(grid(logprobs[:, 0]), grid(entropy), full_kl, candidates)
+            teacher = micro.of_targets(streams.top_logprobs)
+            candidates = Candidates(logprobs[:, 1:], teacher, of_all)
+        values = TokenValues(of_all(logprobs[:, 0]), of_all(entropy), full_kl, candidates)
         return token_loss(micro, values)
 
     return from_hidden
@@ -173,14 +170,14 @@ def _vocabulary(actor: MegatronActor, weight: Tensor) -> VocabularyShard:
     )
 
 
-def _all_context_ranks(grid: Tensor) -> Tensor:
+def _all_context_ranks(values: Tensor) -> Tensor:
     """Collective over context-parallel ranks. Returns the values of all of them; only this rank's
     carry a gradient.
 
     Megatron sums gradients over these ranks.
     """
     if mpu.get_context_parallel_world_size() == 1:
-        return grid
-    total = grid.detach().clone()
+        return values
+    total = values.detach().clone()
     dist.all_reduce(total, group=mpu.get_context_parallel_group())
-    return grid + (total - grid.detach())
+    return values + (total - values.detach())

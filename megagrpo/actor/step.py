@@ -19,13 +19,12 @@ from megagrpo.actor.schedule import from_last_stage, run_schedule, sum_over_rank
 from megagrpo.algo.loss import (
     Denominators,
     LossInputs,
-    StreamInputs,
     candidate_gaps,
     count_denominators,
     count_streams,
     objective,
-    stream_losses,
 )
+from megagrpo.algo.policy_loss import Rows
 from megagrpo.algo.rollouts import counted_tokens, rollouts_of, to_samples
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.models.body import Body
@@ -64,9 +63,9 @@ class Updated(NamedTuple):
 
 
 def put_tokens(out: Tensor, micro: MicroBatch, values: Tensor) -> None:
-    """Writes a micro-batch's values [n, S] into those of all tokens, `out` [T], on its device;
-    waits for nothing."""
-    out[on_device(micro.places, out.device)] = values.detach().flatten()[micro.grid]
+    """Writes the values of a micro-batch's trained tokens into those of all, `out` [T], on its
+    device; waits for nothing."""
+    out[on_device(micro.trained, out.device)] = values.detach()
 
 
 def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
@@ -77,24 +76,22 @@ def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
     weights are the reference's when it is swapped in.
     """
     parts: list[Tensor] = []
-    index = torch.full((len(batch.tokens),), -1, device=actor.mesh.device)
+    index = torch.full((len(batch.tokens),), -1)
 
     def keep(micro: MicroBatch, chunk: Body, hidden: Tensor) -> Loss:
-        flat = micro.targets.flat
-        seen = sum(len(part) for part in parts)
-        grid = torch.full((len(micro.members) * micro.longest,), -1, device=flat.device)
-        rows = seen + torch.arange(len(flat), device=flat.device)
-        put_tokens(index, micro, grid.index_put((micro.target_grid,), rows))
-        parts.append(gathered(actor, hidden)[flat].clone())
+        first = sum(map(len, parts))
+        index[micro.target_places] = first + torch.arange(len(micro.target_places))
+        # on the host: the states of a whole step would fill a GPU
+        parts.append(gathered(actor, hidden)[micro.targets.flat].cpu())
         return hidden.sum() * 0.0, {}
 
     with torch.no_grad():
         run_schedule(actor, batch, range(len(batch.lengths)), keep, forward_only=True)
         if not parts:  # an earlier pipeline stage
-            nothing = torch.empty(0, actor.arch.hidden_size, device=actor.mesh.device)
-            return ReferenceStates(hidden=nothing, index=index.cpu(), output_weight=None)
+            nothing = torch.empty(0, actor.arch.hidden_size)
+            return ReferenceStates(hidden=nothing, index=index, output_weight=None)
         weight = actor.chunks[-1].output_weight().detach().clone()
-        return ReferenceStates(hidden=torch.cat(parts), index=index.cpu(), output_weight=weight)
+        return ReferenceStates(hidden=torch.cat(parts), index=index, output_weight=weight)
 
 
 def with_logprobs(
@@ -280,11 +277,11 @@ def backward(
         if seen is not None:
             put_tokens(seen, micro, values.logprobs)
         inputs = _loss_inputs(batch, micro, values, counted)
+        if (found := values.candidates) is not None:
+            assert algorithm.distillation is not None
+            gaps = candidate_gaps(found.logprobs, found.teacher, algorithm.distillation)
+            inputs = replace(inputs, candidate_gaps=found.of_all(gaps))
         loss, sums = objective(inputs, algorithm, denominators)
-        if denominators.stream_tokens:
-            streams = _stream_inputs(batch, micro, values, algorithm)
-            more, of_streams = stream_losses(inputs, streams, algorithm, denominators.stream_tokens)
-            loss, sums = loss + more.to(loss.dtype), sums | of_streams
         return loss, {"loss/total": loss.detach(), **sums}
 
     counted = to_samples(counted_tokens(batch), batch)
@@ -320,44 +317,32 @@ def likelihood_step(actor: MegatronActor, batch: Batch) -> dict[str, float]:
 def _loss_inputs(
     batch: Batch, micro: MicroBatch, values: TokenValues, counted: Tensor
 ) -> LossInputs:
-    def padded(field: Tensor | None) -> Tensor | None:
-        return None if field is None else micro.padded(field)
+    def mine(field: Tensor | None) -> Tensor | None:
+        return None if field is None else micro.of_trained(field)
 
     assert batch.advantages is not None, "with_advantages() comes before the update"
+    weights: dict[str, Tensor] = {}
+    teacher = None
+    if batch.streams is not None:
+        weights, teacher = batch.streams.weights, batch.streams.teacher_logprobs
     return LossInputs(
         logprobs=values.logprobs,
         entropy=values.entropy,
-        loss_mask=micro.padded(batch.loss_mask),
-        advantages=micro.padded(batch.advantages),
+        loss_mask=micro.of_trained(batch.loss_mask),
+        advantages=micro.of_trained(batch.advantages),
         # one update a step: the policy before the update is the one being differentiated, bit for
         # bit
         old_logprobs=values.logprobs.detach()
         if batch.old_logprobs is None
-        else micro.padded(batch.old_logprobs),
-        rollout_logprobs=micro.padded(batch.rollout_logprobs),
-        ref_logprobs=padded(batch.ref_logprobs),
+        else micro.of_trained(batch.old_logprobs),
+        rollout_logprobs=micro.of_trained(batch.rollout_logprobs),
+        rows=Rows(micro.num_trained),
+        ref_logprobs=mine(batch.ref_logprobs),
         full_kl=values.full_kl,
-        policy_weights=padded(batch.correction.weights),
-        rl_weights=padded(None if batch.streams is None else batch.streams.weights["rl"]),
+        policy_weights=mine(batch.correction.weights),
         counted_tokens=on_device(counted[micro.members], values.logprobs.device),
-    )
-
-
-def _stream_inputs(
-    batch: Batch, micro: MicroBatch, values: TokenValues, algorithm: AlgorithmConfig
-) -> StreamInputs:
-    streams = batch.streams
-    assert streams is not None
-    teacher = streams.teacher_logprobs
-    found = values.candidates
-    compared = None
-    if found is not None and algorithm.distillation is not None:
-        gaps = candidate_gaps(found.logprobs, found.teacher, algorithm.distillation)
-        compared = found.grid(gaps)
-    return StreamInputs(
-        weights={name: micro.padded(of_one) for name, of_one in streams.weights.items()},
-        teacher_logprobs=None if teacher is None else micro.padded(teacher),
-        candidate_gaps=compared,
+        weights={name: micro.of_trained(each) for name, each in weights.items()},
+        teacher_logprobs=mine(teacher),
     )
 
 

@@ -208,9 +208,11 @@ def _with_corrected(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
 def _group_metrics(stats: GroupStatistics) -> dict[str, float]:
     present = stats.count > 0
     groups = max(int(present.sum()), 1)
+    lost = present & (stats.mean <= 0)  # for maxrl
     return {
         "group/reward_std": float(stats.std.sum()) / groups,
         "group/degenerate_fraction": float((stats.degenerate & present).sum()) / groups,
+        "group/nonpositive_fraction": float((lost & ~stats.degenerate).sum()) / groups,
         "group/dropped": float((~present).sum()),  # no valid response
     }
 

@@ -1,20 +1,21 @@
-"""The policy objective of one micro-batch: its share of the loss of the whole optimizer update.
+"""The objective of one micro-batch: its share of the loss of the whole optimizer update.
 
-L = rl + sum over its other components (distillation, cross entropy, KL to the reference) of
-(sum_t w_t l_t) / N, N the tokens of the component.
+The loss is one sum of terms: those of rl (policy, entropy, KL to the reference) and one for each
+other component (distillation, cross entropy, KL to the reference). A term is sum_t w_t l_t / N_t.
 
-Rows are the sequences of a micro-batch, columns are token positions. Every sum is divided by a
-denominator of the WHOLE update, counted over all ranks before the micro-batch loop, so shares
-simply add up over micro-batches and ranks.
+Values are those of the t trained tokens of a micro-batch, one sequence after the other. Every sum
+is divided by a denominator of the WHOLE update, counted over all ranks before the micro-batch loop,
+so shares simply add up over micro-batches and ranks.
 """
 
 from dataclasses import dataclass, field, fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megagrpo.algo.kl import LOG_RATIO_LIMIT, kl_penalty, probability_ratio
-from megagrpo.algo.policy_loss import PolicyInputs, TokenLoss, token_loss
+from megagrpo.algo.policy_loss import PolicyInputs, Rows, TokenLoss, token_loss
 from megagrpo.algo.statistics import Reduce
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.fields import Aggregation
@@ -24,26 +25,43 @@ from megagrpo.types import Batch
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The inputs of a micro-batch's objective: float tensors [n, S] of n sequences.
+    """The inputs of a micro-batch's objective: float tensors [t] of the tokens of n sequences.
 
-    Only logprobs, entropy and full_kl carry gradients. Values off the mask are ignored, NaN
-    included.
+    Only logprobs, entropy, full_kl and candidate_gaps carry gradients. Values off the mask, and off
+    a component's tokens, are ignored, NaN included.
     """
 
     logprobs: Tensor
     entropy: Tensor  # nats
-    loss_mask: Tensor  # positive where a token is trained on
+    loss_mask: Tensor  # positive where rl, or the metrics, have a token
     advantages: Tensor
     old_logprobs: Tensor  # of the actor before the first update of the step
     rollout_logprobs: Tensor  # of the engine
+    rows: Rows  # the n sequences
     ref_logprobs: Tensor | None = None
     full_kl: Tensor | None = None  # nats, estimator "full": exact KL over the vocabulary
     # correction of the trainer/rollout mismatch, see correction.py
     policy_weights: Tensor | None = None
-    rl_weights: Tensor | None = None  # of the component rl, see StreamInputs; 0: not of it; None: 1
     # [n] int64, tokens of the row's rollout that denominators count: more than those of the row if
     # the rollout has other rows, or if rejected tokens stay in them
     counted_tokens: Tensor | None = None
+    # by component, 0 off its tokens; {}: only rl, with weight 1 on all of the loss mask
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    teacher_logprobs: Tensor | None = None  # of the sampled tokens
+    candidate_gaps: Tensor | None = None  # see the function
+
+
+class Term(NamedTuple):
+    """A term of the loss: the sum over its tokens of scale * weights * values."""
+
+    values: Tensor  # [t]
+    weights: Tensor  # [t], 0 off its tokens
+    scale: Tensor | float  # float64, [t] or one for all: 1 / N, see the module
+
+    def share(self) -> Tensor:
+        """Returns the sum, a float64 scalar; nothing off the tokens (NaN, inf) reaches it."""
+        weighted = self.values.masked_fill(self.weights == 0, 0.0) * self.weights
+        return (weighted.double() * self.scale).sum()
 
 
 @dataclass(frozen=True)
@@ -57,7 +75,7 @@ class Denominators:
     num_tokens: int  # unmasked tokens of rl, and rejected ones that stay in the denominators
     num_sequences: int  # sequences with at least one of them
     scale: float  # C of seq-mean-token-sum-norm, in tokens
-    # tokens of each other component of the loss, see StreamInputs
+    # tokens of each other component of the loss, see `count_streams`
     stream_tokens: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -83,66 +101,110 @@ def objective(
     """Returns the share of the loss (scalar, with gradient) and metric sums (float64) of one
     micro-batch.
 
-    loss = aggregate(weights * policy + kl.loss_coef * KL - entropy_coef * entropy): the component
-    rl, which may have fewer tokens than the loss mask. The caller adds metric sums up over
-    micro-batches and ranks and divides them by `tokens`, the number of trained tokens. Sums named
-    `loss/...` are shares of the loss and are not divided.
+    The caller adds metric sums up over micro-batches and ranks and divides them by `tokens`, the
+    number of unmasked tokens. Sums named `loss/...` and `stream/...` are divided already.
     """
-    mask = inputs.loss_mask > 0
-    inputs = _without_masked(inputs, mask)
-    policy_inputs = PolicyInputs(
-        inputs.logprobs, inputs.old_logprobs, inputs.advantages, mask, inputs.rollout_logprobs
-    )
-    policy = token_loss(policy_inputs, algorithm.loss)
-    terms = {"policy": _corrected(policy, inputs)}
-    # at 0 the entropy has no gradient, and the head's backward leaves it out
-    if algorithm.entropy_coef:
-        terms["entropy"] = -algorithm.entropy_coef * inputs.entropy
-    kl = _kl_to_reference(inputs, algorithm)
-    if kl is not None and algorithm.kl.loss_coef:
-        terms["kl"] = algorithm.kl.loss_coef * kl
-    rl_mask = mask
-    if inputs.rl_weights is not None:
-        rl_mask = mask & (inputs.rl_weights != 0)
-        terms = {name: term * inputs.rl_weights for name, term in terms.items()}
-    shares = {
-        name: aggregate(term, rl_mask, algorithm.aggregation, denominators, inputs.counted_tokens)
-        for name, term in terms.items()
-    }
-    loss = sum(shares.values(), start=torch.zeros((), dtype=torch.float64, device=mask.device))
-    sums = _metric_sums(inputs, mask, policy, kl)
+    terms, sums = _rl_terms(inputs, algorithm, denominators)
+    for name, number in denominators.stream_tokens.items():
+        of_stream = _of_tokens(inputs, inputs.weights[name] != 0)
+        scale = 1 / max(number, 1)
+        terms[name] = Term(_stream_values(name, of_stream, algorithm), inputs.weights[name], scale)
+        if name == "distillation":
+            assert of_stream.teacher_logprobs is not None, "see Streams"
+            gaps = of_stream.teacher_logprobs - of_stream.old_logprobs
+            sums["stream/distillation_kl"] = -gaps.double().sum() * scale
+    shares = {name: term.share() for name, term in terms.items()}
+    loss = torch.stack(list(shares.values())).sum()
     sums |= {f"loss/{name}": share.detach() for name, share in shares.items()}
     return loss.to(inputs.logprobs.dtype), sums
 
 
-def aggregate(
-    values: Tensor,
-    mask: Tensor,
-    aggregation: Aggregation,
-    denominators: Denominators,
-    counted: Tensor | None = None,
-) -> Tensor:
-    """Returns the share (scalar, float64) of the aggregated loss of values [n, S] (finite) under
-    the bool mask [n, S].
+def _rl_terms(
+    inputs: LossInputs, algorithm: AlgorithmConfig, denominators: Denominators
+) -> tuple[dict[str, Term], dict[str, Tensor]]:
+    """Returns aggregate(policy + kl.loss_coef * KL - entropy_coef * entropy) in terms, and the
+    metric sums.
 
-    token-mean: sum / N_tok. seq-mean-token-sum: sum / N_seq. seq-mean-token-mean: sum_i (sum_t /
-    T_i) / N_seq (arXiv 2402.03300). seq-mean-token-sum-norm: sum / (N_seq C) (arXiv 2503.20783).
-    T_i is `counted` [n] int64, by default the unmasked tokens of the row.
+    rl may have fewer tokens than the loss mask, which the metrics cover.
+    """
+    mask = inputs.loss_mask > 0
+    weights = inputs.weights.get("rl", torch.ones_like(inputs.logprobs)).masked_fill(~mask, 0.0)
+    inputs = _of_tokens(inputs, mask)
+    policy = _policy(inputs, inputs.advantages, mask, algorithm)
+    values = {"policy": _corrected(policy, inputs)}
+    # at 0 the entropy has no gradient, and the head's backward leaves it out
+    if algorithm.entropy_coef:
+        values["entropy"] = -algorithm.entropy_coef * inputs.entropy
+    kl = _kl_to_reference(inputs, algorithm)
+    if kl is not None and algorithm.kl.loss_coef:
+        values["kl"] = algorithm.kl.loss_coef * kl
+    counted = inputs.counted_tokens
+    if counted is None:
+        counted = inputs.rows.sums(weights != 0)
+    scale = token_scale(algorithm.aggregation, denominators, inputs.rows.spread(counted))
+    terms = {name: Term(each, weights, scale) for name, each in values.items()}
+    return terms, _metric_sums(inputs, mask, policy, kl)
+
+
+def token_scale(
+    aggregation: Aggregation, denominators: Denominators, counted: Tensor
+) -> Tensor | float:
+    """Returns the factor of a token in the aggregated loss, float64.
+
+    token-mean: 1 / N_tok. seq-mean-token-sum: 1 / N_seq. seq-mean-token-mean: 1 / (N_seq T_i)
+    (arXiv 2402.03300). seq-mean-token-sum-norm: 1 / (N_seq C) (arXiv 2503.20783). counted: [t], T_i,
+    the tokens of its sequence that count.
     """
     sequences = max(denominators.num_sequences, 1)
-    tokens = max(denominators.num_tokens, 1)
-    rows = values.masked_fill(~mask, 0.0).sum(1, dtype=torch.float64)
     match aggregation:
         case "token-mean":
-            return rows.sum() / tokens
+            return 1 / max(denominators.num_tokens, 1)
         case "seq-mean-token-sum":
-            return rows.sum() / sequences
+            return 1 / sequences
         case "seq-mean-token-mean":
-            if counted is None:
-                counted = mask.sum(1)
-            return (rows / counted.clamp(min=1)).sum() / sequences
+            return 1 / sequences / counted.double().clamp(min=1)
         case "seq-mean-token-sum-norm":
-            return rows.sum() / (sequences * denominators.scale)
+            return 1 / (sequences * denominators.scale)
+
+
+def _stream_values(name: str, inputs: LossInputs, algorithm: AlgorithmConfig) -> Tensor:
+    """Returns the loss of every token of a component but rl, [t]; inputs: 0 off its tokens.
+
+    As in rl, the policy loss is corrected for the trainer/rollout mismatch.
+    """
+    values: Tensor | None
+    options = algorithm.distillation
+    match name:
+        case "cross_entropy":
+            return -inputs.logprobs
+        case "reference_kl":
+            values = _kl_to_reference(inputs, algorithm)
+        case _ if options is not None and options.loss == "reverse_kl":
+            assert inputs.teacher_logprobs is not None, "see Streams"
+            gaps = inputs.teacher_logprobs - inputs.old_logprobs
+            advantages = _limited(gaps, options.loss_max)
+            policy = _policy(inputs, advantages, inputs.weights[name] != 0, algorithm)
+            return _corrected(policy, inputs)
+        case _:
+            values = inputs.candidate_gaps
+    assert values is not None, "the batch has what its components need"
+    return values
+
+
+def _policy(
+    inputs: LossInputs, advantages: Tensor, mask: Tensor, algorithm: AlgorithmConfig
+) -> TokenLoss:
+    """Returns the policy loss of every token [t]."""
+    old, rollout = inputs.old_logprobs, inputs.rollout_logprobs
+    policy = PolicyInputs(inputs.logprobs, old, advantages, mask, inputs.rows, rollout)
+    return token_loss(policy, algorithm.loss)
+
+
+def _corrected(policy: TokenLoss, inputs: LossInputs) -> Tensor:
+    """Returns the policy loss of every token [t], corrected for the trainer/rollout mismatch."""
+    if inputs.policy_weights is None:
+        return policy.value
+    return policy.value * inputs.policy_weights
 
 
 def _kl_to_reference(inputs: LossInputs, algorithm: AlgorithmConfig) -> Tensor | None:
@@ -178,28 +240,25 @@ def _metric_sums(
     if inputs.policy_weights is not None:
         per_token["mismatch/weight"] = inputs.policy_weights
         per_token["mismatch/masked_fraction"] = inputs.policy_weights == 0  # icepop, mis_mask
-    sums = {name: value.double().masked_fill(~mask, 0.0).sum() for name, value in per_token.items()}
-    return sums | {"tokens": mask.sum().double()}
+    every = torch.stack([value.double() for value in per_token.values()])
+    sums = every.masked_fill(~mask, 0.0).sum(1)
+    return dict(zip(per_token, sums, strict=True)) | {"tokens": mask.sum().double()}
 
 
-def _without_masked(inputs: LossInputs, mask: Tensor) -> LossInputs:
-    """Returns the inputs with 0 off the mask [n, S], so that nothing there (NaN, inf) reaches a
-    value or a gradient."""
+def _of_tokens(inputs: LossInputs, mask: Tensor) -> LossInputs:
+    """Returns the inputs with 0 off the mask [t], so that nothing there (NaN, inf) reaches a value
+    or a gradient."""
     tensors = {
         f.name: getattr(inputs, f.name) for f in fields(inputs) if f.name != "counted_tokens"
     }
     return replace(
-        inputs, **{name: t.masked_fill(~mask, 0.0) for name, t in tensors.items() if t is not None}
+        inputs,
+        **{
+            name: each.masked_fill(~mask, 0.0)
+            for name, each in tensors.items()
+            if isinstance(each, Tensor)
+        },
     )
-
-
-@dataclass(frozen=True)
-class StreamInputs:
-    """The inputs of a micro-batch's components other than rl: [n, S] each."""
-
-    weights: dict[str, Tensor]  # by component, 0 off its tokens
-    teacher_logprobs: Tensor | None = None  # of the sampled tokens
-    candidate_gaps: Tensor | None = None  # with gradient, see the function
 
 
 def count_streams(batch: Batch, rows: Tensor, reduce: Reduce) -> dict[str, int]:
@@ -219,60 +278,6 @@ def count_streams(batch: Batch, rows: Tensor, reduce: Reduce) -> dict[str, int]:
         return {}
     totals = reduce(torch.stack(list(counts.values())), "sum").tolist()
     return dict(zip(counts, totals, strict=True))
-
-
-def stream_losses(
-    inputs: LossInputs, streams: StreamInputs, algorithm: AlgorithmConfig, counts: dict[str, int]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the share of the loss (scalar float64, with gradient) of all components but rl, and
-    metric sums, which are shares too.
-
-    counts: from `count_streams`.
-    """
-    loss = torch.zeros((), dtype=torch.float64, device=inputs.logprobs.device)
-    sums = {}
-    for name, number in counts.items():
-        weights = streams.weights[name]
-        mask = weights != 0
-        masked = _without_masked(inputs, mask)
-        value: Tensor | None
-        match name:
-            case "cross_entropy":
-                value = -masked.logprobs
-            case "reference_kl":
-                value = _kl_to_reference(masked, algorithm)
-            case _:
-                value = _distillation(masked, streams, mask, algorithm)
-                gap = _on_mask(streams.teacher_logprobs, mask) - masked.old_logprobs
-                sums["stream/distillation_kl"] = -gap.double().sum() / max(number, 1)
-        share = (_on_mask(value, mask) * weights).sum(dtype=torch.float64) / max(number, 1)
-        sums[f"loss/{name}"] = share.detach()
-        loss = loss + share
-    return loss, sums
-
-
-def _distillation(
-    inputs: LossInputs, streams: StreamInputs, mask: Tensor, algorithm: AlgorithmConfig
-) -> Tensor:
-    """Returns the loss of every token [n, S]; inputs: 0 off the mask.
-
-    As in the policy loss, reverse_kl is corrected for the trainer/rollout mismatch.
-    """
-    options = algorithm.distillation
-    assert options is not None, "the component has tokens only where it is configured"
-    if options.loss != "reverse_kl":
-        return _on_mask(streams.candidate_gaps, mask)
-    old = inputs.old_logprobs
-    advantages = _limited(_on_mask(streams.teacher_logprobs, mask) - old, options.loss_max)
-    policy = PolicyInputs(inputs.logprobs, old, advantages, mask, inputs.rollout_logprobs)
-    return _corrected(token_loss(policy, algorithm.loss), inputs)
-
-
-def _corrected(policy: TokenLoss, inputs: LossInputs) -> Tensor:
-    """Returns the policy loss of every token [n, S], corrected for the trainer/rollout mismatch."""
-    if inputs.policy_weights is None:
-        return policy.value
-    return policy.value * inputs.policy_weights
 
 
 def _limited(values: Tensor, limit: float | None) -> Tensor:
@@ -302,9 +307,3 @@ def candidate_gaps(logprobs: Tensor, teacher: Tensor, options: DistillationConfi
     if not plain:
         gaps = gaps - p.exp() + q.exp()
     return _limited(gaps.sum(-1), options.loss_max)
-
-
-def _on_mask(values: Tensor | None, mask: Tensor) -> Tensor:
-    """Returns values with 0 off the mask, so that nothing there (NaN, inf) reaches a gradient."""
-    assert values is not None, "the batch has what its components need"
-    return values.masked_fill(~mask, 0.0)

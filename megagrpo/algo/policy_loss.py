@@ -26,35 +26,74 @@ from megagrpo.config.objective.policy_loss import (
     SapoLoss,
 )
 from megagrpo.config.objective.table import check_complete
+from megagrpo.types import on_device
 
 GSPO_CLAMPS = {
     "both": (-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT),
     "above": (None, 10.0),
 }  # "above": verl's
 _KL_EPS = 1e-8  # as in verl
+_BLOCK = 32  # values that are padded, and added in pairs, together
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of t values: those of n sequences, one sequence after the other."""
+
+    lengths: Tensor  # [n] int64, on the host; 0 for a sequence without values
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Returns the sum of each row [n], float64, from values [t].
+
+        Neighbors are added in pairs, so its bits depend on no other row, on any device.
+        """
+        lengths, values = self.lengths, values.double()
+        while True:
+            blocks = (-(-lengths // _BLOCK)).clamp(min=1)
+            before = (blocks.cumsum(0) - blocks) * _BLOCK - (lengths.cumsum(0) - lengths)
+            places = before.repeat_interleave(lengths) + torch.arange(len(values))
+            count = int(blocks.sum())
+            sums = values.new_zeros(count * _BLOCK)
+            sums = sums.index_copy(0, on_device(places, values.device), values)
+            sums = sums.view(count, _BLOCK)
+            while sums.shape[1] > 1:
+                sums = sums[:, ::2] + sums[:, 1::2]
+            lengths, values = blocks, sums.flatten()
+            if count == len(lengths):
+                return values
+
+    def spread(self, by_row: Tensor) -> Tensor:
+        """Returns for each value [t] that of its row, from [n]."""
+        return by_row[on_device(torch.repeat_interleave(self.lengths), by_row.device)]
 
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """Inputs of a policy loss: tensors [n, S] of n sequences, finite everywhere; only logprobs
-    carries a gradient."""
+    """Inputs of a policy loss: tensors [t] of the tokens of n whole sequences, finite everywhere;
+    only logprobs carries a gradient."""
 
     logprobs: Tensor  # float
     old_logprobs: Tensor  # float, of the actor before the first update of the step
     advantages: Tensor  # float
     # bool, the tokens that are trained on; delimits the sequences of sequence-level losses
     mask: Tensor
+    rows: Rows  # the sequences
     rollout_logprobs: Tensor | None = None  # float, of the engine
 
     @property
     def ratio(self) -> Tensor:
-        """rho [n, S], the probability ratio of every token."""
+        """rho [t], the probability ratio of every token."""
         return probability_ratio(self.logprobs - self.old_logprobs)
+
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """Returns for each token [t] the mean over its sequence's trained tokens."""
+        count = self.rows.sums(self.mask).clamp(min=1)
+        return self.rows.spread((self.rows.sums(values * self.mask) / count).to(values.dtype))
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The loss of every token [n, S] and, by name, where a clip was active ([n, S] bool)."""
+    """The loss of every token [t] and, by name, where a clip was active ([t] bool)."""
 
     value: Tensor
     clipped: dict[str, Tensor]
@@ -85,9 +124,9 @@ def gspo(inputs: PolicyInputs, options: GspoLoss) -> TokenLoss:
     The value of s is the sequence's ratio, its gradient is the token's, and 0 where s is clamped.
     """
     log_ratio = inputs.logprobs - inputs.old_logprobs
-    mean = _mean_of_sequences(log_ratio.detach(), inputs.mask)
+    mean = inputs.sequence_mean(log_ratio.detach())
     zero = inputs.logprobs - inputs.logprobs.detach()  # with the token's gradient
-    ratio = (mean[:, None] + zero).clamp(*GSPO_CLAMPS[options.clamp]).exp()
+    ratio = (mean + zero).clamp(*GSPO_CLAMPS[options.clamp]).exp()
     return _clipped_surrogate(
         ratio, inputs.advantages, options.clip_ratio_low, options.clip_ratio_high
     )
@@ -104,8 +143,8 @@ def gmpo(inputs: PolicyInputs, options: GmpoLoss) -> TokenLoss:
     log_ratio = (inputs.logprobs - inputs.old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     least, most = -options.clip_ratio_low, options.clip_ratio_high
     clamped = torch.where(advantages < 0, log_ratio.clamp(min=least), log_ratio.clamp(max=most))
-    mean = _mean_of_sequences(clamped.detach(), inputs.mask)
-    value = -advantages * (mean[:, None] + clamped - clamped.detach()).exp()
+    mean = inputs.sequence_mean(clamped.detach())
+    value = -advantages * (mean + clamped - clamped.detach()).exp()
     high = (advantages > 0) & (clamped < log_ratio)
     return TokenLoss(value, {"low": clamped > log_ratio, "high": high})
 
@@ -173,7 +212,7 @@ def own_loss(inputs: PolicyInputs, options: OwnLoss) -> TokenLoss:
         returned = f"{type(made).__name__}, shape {shown}"
         raise ValueError(
             f"algorithm.loss {options.function} returned {returned}; it should return the loss of "
-            f"every token, a tensor [n, S], here {list(inputs.logprobs.shape)}"
+            f"every token, a tensor [t], here {list(inputs.logprobs.shape)}"
         )
     return loss
 
@@ -197,13 +236,8 @@ check_complete(
 
 
 def token_loss(inputs: PolicyInputs, options: Variant) -> TokenLoss:
-    """Returns the policy loss of every token [n, S]."""
+    """Returns the policy loss of every token [t]."""
     return POLICY_LOSSES[type(options)](inputs, options)
-
-
-def _mean_of_sequences(values: Tensor, mask: Tensor) -> Tensor:
-    """Returns the mean over each sequence's trained tokens [n], 0 where it has none."""
-    return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:

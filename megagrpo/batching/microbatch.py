@@ -67,6 +67,7 @@ def plan_micro_batches(
             lengths = [longest] * len(rows)
     length_of = dict(zip(rows, lengths, strict=True))
     bins = [[rows[i] for i in b] for b in _aligned(lengths, size, layout, mesh)]
+    trained = batch.trained_mask  # a pass over all tokens, once for all micro-batches
     width_unit = layout.tp * math.lcm(unit, size.multiple * layout.cp)
     shapes = [_shape([length_of[r] for r in members], packed, width_unit) for members in bins]
     if layout.pp > 1:
@@ -81,7 +82,7 @@ def plan_micro_batches(
         if packed:
             sizes = [length_of[r] for r in members]
             sizes += _dummies(width - sum(sizes), longest or width)
-        micro = _micro_batch(batch, members, sizes, packed, (cp_rank, layout.cp))
+        micro = _micro_batch(batch, trained, members, sizes, packed, (cp_rank, layout.cp))
         if size.merge:
             micro = with_images(batch, micro, size.merge)
         return micro
@@ -154,7 +155,12 @@ def _up(number: int, multiple: int) -> int:
 
 
 def _micro_batch(
-    batch: Batch, samples: list[int], sizes: list[int], packed: bool, context: tuple[int, int]
+    batch: Batch,
+    trained: Tensor,
+    samples: list[int],
+    sizes: list[int],
+    packed: bool,
+    context: tuple[int, int],
 ) -> MicroBatch:
     """Returns a context-parallel rank's part (rank, size) of samples in sequences of `sizes`
     tokens, padded at the end.
@@ -164,7 +170,7 @@ def _micro_batch(
     """
     rows, positions = _layout(batch, samples, sizes, packed, context)
     columns = torch.where(rows >= 0, positions, -1)
-    next_tokens = targets(rows, columns, batch.lengths, batch.trained_mask)
+    next_tokens = targets(rows, columns, batch.lengths, trained)
     starts = batch.starts
     tokens = torch.zeros_like(rows)
     if len(batch.tokens):
@@ -172,9 +178,11 @@ def _micro_batch(
         tokens = torch.where(rows >= 0, batch.tokens[places].long(), 0)
     members = torch.tensor(sorted(samples), dtype=torch.int64)
     lengths = batch.lengths[members]
-    longest = max(batch.lengths.tolist(), default=1)
-    first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    inside = torch.arange(int(lengths.sum())) - first
+    owners = torch.arange(len(members)).repeat_interleave(lengths)
+    before = starts[members] - (lengths.cumsum(0) - lengths)
+    places = before[owners] + torch.arange(len(owners))
+    is_trained = trained[places]
+    target_places = starts[next_tokens.rows] + next_tokens.columns
     return MicroBatch(
         tokens=tokens,
         positions=positions,
@@ -182,11 +190,12 @@ def _micro_batch(
         rows=rows,
         columns=columns,
         targets=next_tokens,
+        target_places=target_places,
+        target_order=torch.searchsorted(places[is_trained], target_places),
         members=members,
-        places=starts[members].repeat_interleave(lengths) + inside,
-        grid=torch.arange(len(members)).repeat_interleave(lengths) * longest + inside,
-        target_grid=torch.searchsorted(members, next_tokens.rows) * longest + next_tokens.columns,
-        longest=longest,
+        places=places,
+        trained=places[is_trained],
+        num_trained=torch.zeros_like(lengths).index_add(0, owners, is_trained.long()),
         max_seqlen=max(sizes),
     )
 

@@ -9,7 +9,7 @@ anything else   the user's; it is never touched
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
@@ -120,20 +120,25 @@ def layout_problem(folder: Path, layout: Layout) -> str:
     saved = json.loads((folder / "state.json").read_text()).get("layout", layout)
     if is_reshardable(folder) or saved == layout:
         return ""
-    older = [
-        p.name
-        for p in finished_checkpoints(folder.parent)
-        if step_of(p) < step_of(folder) and (p / "manifest.json").is_file() and is_reshardable(p)
-    ]
-    there = ""
-    if older:
-        there = f"; or rename it to {folder.name}.old: {older[-1]} beside it can be loaded"
     return (
         f"checkpoint {folder} can be loaded by its own layout alone ({_in_words(saved)}), this "
         f"run has another ({_in_words(layout)}). Start it once more under its own layout and ask it "
         "to stop (SIGUSR1 to the launcher), with checkpoint.reshardable last or always: it then "
-        f"saves in the form that any layout loads{there}"
+        f"saves in the form that any layout loads{older_instead(folder, is_reshardable)}"
     )
+
+
+def older_instead(folder: Path, fits: Callable[[Path], bool] = Path.is_dir) -> str:
+    """Returns how a run continues from the newest older checkpoint that fits, as the end of a
+    message; "" if there is none."""
+    older = [
+        p.name
+        for p in finished_checkpoints(folder.parent)
+        if p.name < folder.name and (p / "manifest.json").is_file() and fits(p)
+    ]
+    if not older:
+        return ""
+    return f"; or rename it to {folder.name}.old: {older[-1]} beside it can be loaded"
 
 
 def data_problem(folder: Path, rows: Sequence[Sequence[str | int]]) -> str:

@@ -1,43 +1,23 @@
 """Runs an experiment on one machine: rollout service and trainers, or another command's ranks."""
 
-import fcntl
-import json
 import os
 import signal
-import socket
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from megagrpo.check.rules.placement import engine_ranks, occupied_gpus, place
 from megagrpo.check.rules.subject import Nodes
+from megagrpo.cluster.lock import alone_in
 from megagrpo.cluster.supervise import ALONE, Child, Launch, torchrun
 from megagrpo.config.load import dump_config
 from megagrpo.config.schema import OF_TRAINING, ExperimentConfig
 from megagrpo.rollout.service.addresses import interface_of, own_address
 from megagrpo.rollout.service.engine_command import on_gpus
 from megagrpo.system import environment
-from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import RunFolder
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
-_POLL_S = 0.2
-# a file server may hold the lock of a dead node; Slurm restarts its job elsewhere
-_DEAD_LOCK_S = 150.0
 _SERVICE_GRACE_S = 30.0  # for engines and Ray to shut down in order
-
-
-@dataclass(frozen=True)
-class Launcher:
-    """The process that trains into a run folder, as the folder's lock records it."""
-
-    host: str
-    pid: int
-    job: str  # the Slurm job; "" outside Slurm
 
 
 def run(config: ExperimentConfig) -> int:
@@ -45,17 +25,15 @@ def run(config: ExperimentConfig) -> int:
     process remains.
 
     USR1, or the first INT: saves after the current step and returns STOPPED. TERM, USR2, or a second
-    INT: ends at once. Raises ValueError before anything starts, with all known problems.
+    INT: ends at once. In a Slurm job the first TERM asks, too, because Slurm pre-empts by it. Raises
+    ValueError before anything starts, with all known problems.
     """
     if is_finished(config):
         return 0
-    launch = Launch(
-        config.run_folder,
-        "run",
-        end=(signal.SIGTERM, signal.SIGUSR2),
-        ask=(signal.SIGUSR1, signal.SIGINT),
-        grace_s=_SERVICE_GRACE_S,
-    )
+    end, ask = [signal.SIGUSR2], [signal.SIGUSR1, signal.SIGINT]
+    in_job = environment.get("SLURM_JOB_ID") is not None
+    (ask if in_job else end).append(signal.SIGTERM)
+    launch = Launch(config.run_folder, "run", end=end, ask=ask, grace_s=_SERVICE_GRACE_S)
     command = ["train", str(config.run_folder.config)]
     return _beside_service(launch, config, command, config.actor.max_restarts)
 
@@ -80,46 +58,6 @@ def is_finished(config: ExperimentConfig) -> bool:
     if reason:
         print(f"{config.name}: {reason}")
     return bool(reason)
-
-
-@contextmanager
-def alone_in(folder: RunFolder) -> Iterator[None]:
-    """Locks the run folder inside the block, and records there where the launcher runs. Raises
-    ValueError if another run trains into it."""
-    with translated(f"output_dir {folder.path} cannot be written", OSError):
-        folder.path.mkdir(parents=True, exist_ok=True)
-        lock = folder.lock.open("a")
-    deadline = time.monotonic()
-    if environment.get_int("SLURM_RESTART_COUNT", 0):
-        deadline += _DEAD_LOCK_S
-    with lock as file:
-        while not _locked(file):
-            if time.monotonic() > deadline:
-                raise ValueError(
-                    f"output_dir {folder.path}: another run trains into this folder; "
-                    "wait for its end or name another"
-                )
-            time.sleep(_POLL_S)
-        file.truncate(0)
-        launcher = Launcher(socket.gethostname(), os.getpid(), environment.get("SLURM_JOB_ID", ""))
-        file.write(json.dumps(asdict(launcher)))
-        file.flush()
-        yield
-
-
-def _locked(file: IO) -> bool:
-    """Locks a file, if the file system can. Returns whether no other process holds the lock."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as exc:  # some cluster file systems have no locks
-        folder = Path(file.name).parent
-        print(
-            f"megagrpo: {folder} cannot be locked ({exc.strerror}): start no second run there",
-            file=sys.stderr,
-        )
-    return True
 
 
 def ranks_beside_service(config: ExperimentConfig, words: list[str]) -> int:

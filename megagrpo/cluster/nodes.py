@@ -18,8 +18,8 @@ from pathlib import Path
 
 from megagrpo.check.rules.placement import place
 from megagrpo.check.rules.subject import Nodes
+from megagrpo.cluster.lock import alone_in
 from megagrpo.cluster.machine import (
-    alone_in,
     interface_of_engines,
     is_finished,
     refuse_what_cannot_run,
@@ -66,12 +66,20 @@ class Node:
 
     @cached_property
     def own_address(self) -> str:
-        """The address of this node for the others."""
-        if self.address:
-            return self.address
+        """The address of this node for the others. Raises ValueError for a name that means loopback
+        here, because other nodes would be told, and gloo would use, this machine's interface lo."""
+        named = self.address or (self.first_address if self.rank == 0 else None)
+        if named:
+            found = ""
+            with suppress(socket.gaierror):
+                found = socket.gethostbyname(named)
+            if self.number > 1 and found.startswith("127.") and named not in (found, *LOOPBACK):
+                raise ValueError(
+                    f"{named} is {found} on this node, by its hosts file, and no other node reaches "
+                    "that: give the address that they reach as --node-addr (NODE_ADDR)"
+                )
+            return named
         assert self.first_address is not None, "a single trainer node needs no address"
-        if self.rank == 0:
-            return self.first_address
         deadline = time.monotonic() + _JOIN_S
         while True:
             # the name of a node that only starts may not be known yet
@@ -267,7 +275,8 @@ def _ray_command(config: ExperimentConfig, node: Node, temporary: Path) -> list[
     else:
         options["--address"] = f"{node.first_address}:{node.first_port}"
     words = [str(word) for pair in options.items() for word in pair]
-    return [str(Path(sys.executable).with_name("ray")), "start", *flags, *words]
+    # not bin/ray, whose first line names the folder in which it was installed
+    return [sys.executable, "-m", "ray.scripts.scripts", "start", *flags, *words]
 
 
 def _start_ray(

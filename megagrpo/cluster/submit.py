@@ -1,5 +1,6 @@
 """Submits an experiment as a Slurm job: checks it, then calls sbatch with a slurm/*.sbatch."""
 
+import json
 import shlex
 import shutil
 import subprocess
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import megagrpo
 from megagrpo.check.problems import preflight
+from megagrpo.check.rules.inputs import absent_files, installed
 from megagrpo.check.rules.placement import needs_gpus, place
-from megagrpo.check.rules.subject import Nodes
+from megagrpo.check.rules.subject import Nodes, broken
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
@@ -23,6 +25,8 @@ SCRIPTS = {  # by kind
     "one-node": "one_node.sbatch",
     "colocated": "colocated.sbatch",
 }
+_VENV_OF_IMAGE = "/megagrpo/.venv"  # of launch/container
+_NO_LIMIT = ("0", "UNLIMITED", "INFINITE")
 
 
 @dataclass(frozen=True)
@@ -46,35 +50,82 @@ def submit(config: ExperimentConfig, experiment: list[str], request: Request, dr
     """Submits `experiment` (file and overrides for the job's command line); returns sbatch's exit
     status.
 
-    `dry_run` prints the script and the command instead. Raises ValueError with all problems.
+    `dry_run` prints the scripts and the command instead, and only notes what is not on this machine.
+    Raises ValueError with all problems.
     """
     problems = misfits(config, request) + preflight(config, nodes_of(request))
     fitting = import_module("megagrpo.tools.plan.fitting")  # beside the core, which knows its name
     problems += fitting.fit_problems(config, request.gpus_per_node)
-    scripts = Path(megagrpo.__file__).parent.parent / "slurm"
+    in_image = runs_in_image(request)
+    elsewhere = list(broken(installed(config))) if dry_run or in_image else []
+    elsewhere += broken(absent_files(config)) if dry_run else []
+    problems = [problem for problem in problems if problem not in elsewhere]
+    scripts = _root() / "slurm"
     if not scripts.is_dir():
         problems.append(
-            f"{scripts} is missing: submit from a checkout of the repository, not an installed package"
+            f"{scripts} is missing: submit from a checkout of the repository, not an installed "
+            "package, or set MEGAGRPO_ROOT to one"
         )
     if not dry_run and shutil.which("sbatch") is None:
         problems.append("sbatch is not on the PATH: submit from a login node, or use --dry-run")
-    if not dry_run and needs_gpus(config) and find_spec("sgl_kernel") is None:
+    if not (dry_run or in_image) and needs_gpus(config) and find_spec("sgl_kernel") is None:
         problems.append(
             f"{sys.prefix} is an installation for CPUs: MEGAGRPO_KIND=gpu bash launch/install.sh"
         )
     if problems:
         raise ValueError("this job cannot run:\n  " + "\n  ".join(problems))
+    for text in elsewhere:
+        print(f"megagrpo submit: not refused on this machine: {text}", file=sys.stderr)
     request = completed(config, request)
     assert request.kind is not None, "completed"
     script = scripts / SCRIPTS[request.kind]
     command = sbatch_command(config, experiment, request, script)
     variables = job_variables(request, script)
     if dry_run:
+        job = scripts / "job.sh"
         words = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
-        print(f"{script.read_text()}\n# {words} {shlex.join(command)}")
+        print(f"{script.read_text()}\n# {job}:\n{job.read_text()}")
+        print(
+            f"# on every node: {scripts.parent / 'launch'}/*node.sh\n# {words} {shlex.join(command)}"
+        )
         return 0
-    config.run_folder.logs.mkdir(parents=True, exist_ok=True)  # Slurm does not create it
-    return subprocess.run(command, env=environment.child_environment(variables)).returncode
+    return _call_sbatch(RunFolder(config.run_folder.path.absolute()), command, variables)
+
+
+def _call_sbatch(folder: RunFolder, command: list[str], variables: dict[str, str]) -> int:
+    """Prints the job's number; and to standard error, where to look."""
+    folder.logs.mkdir(parents=True, exist_ok=True)  # Slurm does not create it
+    env = environment.child_environment(variables)
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
+    print(done.stdout, end="", flush=True)
+    if done.returncode == 0:
+        job = done.stdout.strip().partition(";")[0]
+        print(
+            f"megagrpo submit: the job writes {_output(folder, job)}; "
+            f"`megagrpo status {folder.path}` shows how far it is",
+            file=sys.stderr,
+        )
+    return done.returncode
+
+
+def runs_in_image(request: Request) -> bool:
+    """Returns whether the nodes run an image, so that this machine's installation does not count."""
+    return _names_image(request) or bool(environment.get("MEGAGRPO_NODE_PREFIX"))
+
+
+def _names_image(request: Request) -> bool:
+    return any(option.startswith("--container") for option in request.srun_options)
+
+
+def _root() -> Path:
+    """Returns the checkout whose scripts the job runs."""
+    return Path(
+        environment.get("MEGAGRPO_ROOT") or Path(megagrpo.__file__).parent.parent
+    ).absolute()
+
+
+def _output(folder: RunFolder, job: str) -> Path:
+    return folder.log(f"slurm-{job}").with_suffix(".out")
 
 
 def nodes_of(request: Request) -> Nodes:
@@ -116,7 +167,8 @@ def misfits(config: ExperimentConfig, request: Request) -> list[str]:
         )
     if request.kind == "colocated" and not config.rollout.colocate:
         problems.append("--kind colocated wants rollout.colocate: true")
-    if request.time is not None and seconds(request.time) <= request.grace_s:
+    limited = request.time is not None and request.time not in _NO_LIMIT
+    if limited and seconds(request.time) <= request.grace_s:
         problems.append(
             f"--time {request.time} is {seconds(request.time)} s, not more than "
             f"--grace-s {request.grace_s}, at which the job stops"
@@ -143,11 +195,13 @@ def job_variables(request: Request, script: Path) -> dict[str, str]:
     """Returns the variables that the job's script reads from sbatch's environment.
 
     Names in --export would make Slurm load the login environment instead, and hold the job if it
-    cannot.
+    cannot. A user's MEGAGRPO_VENV counts. Without one the installation is this one, or under
+    --container-image that of the project's image; MEGAGRPO_NODE_PREFIX may be no container.
     """
+    venv = _VENV_OF_IMAGE if _names_image(request) else sys.prefix
     variables = {
         "MEGAGRPO_ROOT": str(script.parent.parent),
-        "MEGAGRPO_VENV": sys.prefix,
+        **environment.unless_set(MEGAGRPO_VENV=venv),
         "TRAINER_NODES": str(request.trainer_nodes),
     }
     if request.srun_options:
@@ -161,6 +215,7 @@ def sbatch_command(
     """Returns the command line of sbatch.
 
     A second job of a run folder waits until the first one ends, then resumes from its checkpoint.
+    The command names the run folder from the root, because an image has its own working directory.
     """
     folder = RunFolder(config.run_folder.path.absolute())
     name = f"{config.name}@{folder.path}"
@@ -169,7 +224,7 @@ def sbatch_command(
         f"--job-name={name}",
         "--dependency=singleton",
         f"--signal=B:USR1@{request.grace_s}",
-        f"--output={folder.log('slurm-%j').with_suffix('.out')}",
+        f"--output={_output(folder, '%j')}",
         "--export=ALL",
     ]
     gpus = request.gpus_per_node
@@ -193,4 +248,6 @@ def sbatch_command(
             nodes = [f"--nodes={request.trainer_nodes}", *every, ":", *second, *every]
         case _:
             nodes = every
+    if folder != config.run_folder:
+        experiment = [*experiment, "--set", f"output_dir={json.dumps(str(folder.path))}"]
     return ["sbatch", *once, *nodes, str(script), *experiment]

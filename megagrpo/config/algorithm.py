@@ -3,7 +3,7 @@ variant."""
 
 import json
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -17,7 +17,7 @@ from megagrpo.config.fields import (
     named,
 )
 from megagrpo.config.objective.correction import MismatchConfig
-from megagrpo.config.objective.estimators import AdvantageConfig, GrpoAdvantage
+from megagrpo.config.objective.estimators import AdvantageConfig, GrpoAdvantage, MaxRlAdvantage
 from megagrpo.config.objective.kl import KlConfig
 from megagrpo.config.objective.own import (
     FunctionName,
@@ -110,21 +110,10 @@ class AlgorithmConfig(Section):
             self.loss_scale_factor is not None and self.aggregation != "seq-mean-token-sum-norm"
         )
         twice = self.whiten_advantages and advantage.whitens
+        below_0 = self._below_0()
         against_engine = isinstance(self.loss, DppoLoss) and self.loss.against == "rollout"
-        named_ones = {stream.component for stream in self.streams if stream.weight}
-        in_loss = "reference_kl" in named_ones
         return [
-            Rule(
-                "distillation" in named_ones and self.distillation is None,
-                "streams names distillation, and there is no distillation section",
-                "add distillation: {}, or remove the stream",
-            ),
-            Rule(
-                in_loss and (self.kl.coef or self.kl.estimator == "full"),
-                "a stream of reference_kl beside kl.loss_coef, "
-                "kl.reward_coef or estimator full: the KL is of one of them",
-                "set the coefficients to 0 and an estimator of sampled tokens, or remove the stream",
-            ),
+            *self._stream_problems(),
             Rule(
                 against_engine and self.mismatch.weight is not None,
                 "loss dppo against rollout weighs tokens by actor / "
@@ -150,6 +139,12 @@ class AlgorithmConfig(Section):
                 "remove what is named first",
             ),
             Rule(
+                isinstance(advantage, MaxRlAdvantage) and below_0,
+                f"{named(below_0)} can make the mean reward of a group 0 or less, and advantage "
+                f"{advantage.name} learns nothing from such a group",
+                "remove what is named first, or use another advantage",
+            ),
+            Rule(
                 twice,
                 f"advantage {advantage.name} is whitened already",
                 "remove whiten_advantages",
@@ -158,6 +153,51 @@ class AlgorithmConfig(Section):
                 unread,
                 f"loss_scale_factor belongs to seq-mean-token-sum-norm; aggregation is {self.aggregation}",
                 "remove one of them",
+            ),
+        ]
+
+    def _below_0(self) -> list[str]:
+        """Returns the settings that can make rewards of 0 and 1 negative."""
+        reward = self.reward
+        settings = {
+            "reward.shift": reward.shift < 0,
+            "reward.overlong": reward.overlong is not None,
+            "reward.mean": reward.mean != "none",
+            "kl.reward_coef": self.kl.reward_coef > 0,
+        }
+        return [name for name, can in settings.items() if can]
+
+    def _stream_problems(self) -> list[Rule]:
+        named_ones = {stream.component for stream in self.streams if stream.weight}
+        of_rl = {
+            "advantage_clip": self.advantage_clip,
+            "whiten_advantages": self.whiten_advantages,
+            "entropy_coef": self.entropy_coef,
+            "kl.loss_coef": self.kl.loss_coef,
+        }
+        unread = [name for name, value in of_rl.items() if value]
+        trained = any(map(self.has_tokens, ("rl", *self.components)))
+        return [
+            Rule(
+                "distillation" in named_ones and self.distillation is None,
+                "streams names distillation, and there is no distillation section",
+                "add distillation: {}, or remove the stream",
+            ),
+            Rule(
+                "reference_kl" in named_ones and (self.kl.coef or self.kl.estimator == "full"),
+                "a stream of reference_kl beside kl.loss_coef, "
+                "kl.reward_coef or estimator full: the KL is of one of them",
+                "set the coefficients to 0 and an estimator of sampled tokens, or remove the stream",
+            ),
+            Rule(
+                not trained,
+                "streams gives no component a token with a weight above 0: no weight would change",
+                "remove the entry with weight 0, or name another component",
+            ),
+            Rule(
+                trained and not self.has_tokens("rl") and unread,
+                f"{named(unread)}: of component rl, to which streams gives no token",
+                "remove what is named first",
             ),
         ]
 
@@ -195,6 +235,15 @@ class AlgorithmConfig(Section):
             if stream.component == component and stream.fits(writer, source):
                 weight = stream.weight
         return weight
+
+    def has_tokens(self, component: str) -> bool:
+        """Returns whether tokens of any writer, in rows of any source, have a weight above 0."""
+        sources = {"", *(source for stream in self.streams for source in stream.sources)}
+        return any(
+            self.weight_of(component, writer, source)
+            for writer in get_args(Writer)
+            for source in sources
+        )
 
     @property
     def uses_reference(self) -> bool:

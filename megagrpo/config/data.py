@@ -276,11 +276,14 @@ class DataPart(DataConfig):
 
 
 class EvalConfig(Section):
-    """Held-out evaluation before the first step, every `every` steps, and after the last."""
+    """Held-out evaluation before the first step, every `every` steps, and after the last.
+    `megagrpo evaluate` makes one without training."""
 
     data: HeldOutConfig
     every: PositiveInt = 10
     """Steps between evaluations."""
+    before_first_step: bool = True
+    """Also evaluate the model as it is, before the first step."""
     num_samples: PositiveInt = 1
     """Responses per prompt. Above 1, pass@k is reported too."""
     temperature: Annotated[float, Field(ge=0, le=100)] = 0.0

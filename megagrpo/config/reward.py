@@ -46,8 +46,9 @@ class CodeOptions(Section):
     """Open files per process."""
     processes: PositiveInt = 8
     """Processes and threads per program."""
-    tolerance: NonNegativeFloat = 0.0
-    """Largest absolute or relative difference between equal numbers."""
+    tolerance: NonNegativeFloat = 1e-6
+    """Largest absolute difference between equal numbers. It is relative to an expected number with
+    a point or an exponent."""
     isolation: Literal["required", "off"] = "required"
     """Run in namespaces, or not at all. off: only limits, and the program can reach the network and
     readable files."""

@@ -59,9 +59,10 @@ OF_TRAINING = ("teacher_key", "weight_key", "demonstration_key")  # keys of `dat
 class TrainConfig(Section):
     """Number and size of the steps."""
 
-    num_steps: PositiveInt | None = Field(
+    num_steps: NonNegativeInt | None = Field(
         default=None,
-        description=f"Steps (sample, update, publish). Default: {DEFAULT_STEPS}, or from `num_epochs`.",
+        description=f"Steps (sample, update, publish). Default: {DEFAULT_STEPS}, or from `num_epochs`. "
+        "0: only one evaluation.",
     )
     num_epochs: PositiveInt | None = None
     """Passes over the prompts, instead of `num_steps`. The last step is full."""
@@ -87,7 +88,7 @@ class TrainConfig(Section):
         """Returns the number of steps of a run over a file of `num_prompts` prompts."""
         if self.num_epochs is not None:
             return -(-self.num_epochs * num_prompts // self.num_prompts_per_step)
-        return self.num_steps or DEFAULT_STEPS
+        return DEFAULT_STEPS if self.num_steps is None else self.num_steps
 
     def problems(self) -> list[Rule]:
         prompts = f"num_prompts_per_step {self.num_prompts_per_step}"
@@ -95,7 +96,7 @@ class TrainConfig(Section):
         both = f"num_steps {self.num_steps} and num_epochs {self.num_epochs}"
         return [
             Rule(
-                self.num_epochs and self.num_steps,
+                self.num_epochs and self.num_steps is not None,
                 f"{both} both say how long the run is",
                 "set one to null",
             ),

@@ -30,7 +30,7 @@ from megagrpo.models.config_json import text_part
 from megagrpo.models.folder import Model
 from megagrpo.models.table import read_description
 from megagrpo.system import environment
-from megagrpo.system.errors import collected, explained, translated
+from megagrpo.system.errors import collected, explained, git_lfs_hint, translated
 from megagrpo.system.torchvision import prepare_torchvision, torchvision_problem
 from megagrpo.types import Prompt
 
@@ -142,8 +142,9 @@ def load_tokenizer(model: Model) -> "PreTrainedTokenizerBase":
             f"{folder} has no tokenizer.json, vocab.json or tokenizer.model, so no tokenizer; "
             "name a folder that has one as model.tokenizer"
         )
+    hint = git_lfs_hint(folder / "tokenizer.json")
     with explained(
-        f"{folder}: no tokenizer can be loaded from here", lambda exc: torchvision_problem()
+        f"{folder}: no tokenizer can be loaded from here{hint}", lambda exc: torchvision_problem()
     ):
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         if isinstance(tokenizer, PreTrainedTokenizerFast):

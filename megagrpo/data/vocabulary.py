@@ -1,8 +1,9 @@
 """Whether the tokenizers of two model folders give the same tokens the same ids. Loads no torch."""
 
 import hashlib
-import json
 from pathlib import Path
+
+from megagrpo.models.table import read_description
 
 _OTHER_FILES = ("vocab.*", "*.model", "tekken.json")  # of tokenizers without tokenizer.json
 
@@ -32,7 +33,7 @@ def token_ids(folder: Path) -> dict[str, int]:
     file = folder / "tokenizer.json"
     if not file.is_file():
         return {}
-    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    tokenizer = read_description(file)
     vocab = tokenizer["model"].get("vocab", {})
     if isinstance(vocab, list):  # of token and score
         vocab = {token: number for number, (token, _) in enumerate(vocab)}

@@ -140,8 +140,12 @@ class _Session:
             return f"error: {exc.message}"
         except (ValueError, RuntimeError) as exc:
             return f"error: the tool's answer is not the protocol's: {str(exc).splitlines()[0]}"
-        parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
-        return "error: " * bool(result.is_error) + "\n".join(parts)
+        text = "\n".join(map(_words, result.content))
+        if not text and result.structured_content is not None:
+            text = json.dumps(result.structured_content, ensure_ascii=False)
+        if result.is_error:
+            return f"error: {text or 'the tool failed without a word'}"
+        return text
 
     def close(self) -> None:
         """Ends the session, and the server that was started for it. Idempotent."""
@@ -163,6 +167,20 @@ def _unavailable(action: str) -> Iterator[None]:
         while isinstance(cause, ExceptionGroup):
             cause = cause.exceptions[0]
         raise Unavailable(f"{action}: {type(cause).__name__}: {cause}") from exc
+
+
+def _words(part: mcp.types.ContentBlock) -> str:
+    """Returns a part of a result as text; of a resource without text its URI."""
+    match part:
+        case mcp.types.TextContent():
+            return part.text
+        case mcp.types.EmbeddedResource(resource=mcp.types.TextResourceContents(text=text)):
+            return text
+        case mcp.types.EmbeddedResource():
+            return f"[resource {part.resource.uri} {part.resource.mime_type or ''}]"
+        case mcp.types.ResourceLink():
+            return f"[resource {part.uri}: {part.description or part.title or part.name}]"
+    return f"[{part.type}]"
 
 
 def _no_number(word: str) -> object:

@@ -16,14 +16,18 @@ def evaluate(run: Run) -> dict[str, float]:
     """Collective. Returns eval/accuracy (mean score), eval/pass_at_k, lengths (tokens) and so on;
     {} if none is due.
 
-    An evaluation is due before the first step, every `eval.every` steps, and after the last. With
+    An evaluation is due before the first step (unless `eval.before_first_step` is false), every
+    `eval.every` steps, and after the last. With
     `eval.num_as_trained`, a second one draws that many samples as in training, and its values are
     called eval_as_trained/. A stop request ends it without values; the next start, at the same
     step, repeats it.
     """
     config = run.config.eval
     step = run.state.step
-    if config is None or (step % config.every and step != run.num_steps):
+    if config is None:
+        return {}
+    due = step % config.every == 0 and (step > 0 or config.before_first_step)
+    if not due and step != run.num_steps:
         return {}
     metrics = Metrics()
     with suppress(EvaluationStopped):

@@ -15,11 +15,13 @@ from megagrpo.actor.start import initial_weights, make_actor, plan_schedule, ste
 from megagrpo.actor.step import holds_token_values
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.sample_rows import LossNeeds
+from megagrpo.checkpoint.changes import record_start
 from megagrpo.checkpoint.groups import gather_surplus
 from megagrpo.checkpoint.resume import (
     find_checkpoint,
     resume,
     run_identity,
+    run_inputs,
 )
 from megagrpo.checkpoint.save import Checkpointer, SaveSchedule
 from megagrpo.config.algorithm import AlgorithmConfig
@@ -124,8 +126,11 @@ class Run:
         """Collective. Waits for this rank's groups of a batch; an engine that comes back meanwhile
         gets weights."""
         version = self.state.step
-        while outdated := self.source.wait([batch], version, stop_requested):
-            self.exchange.publish(version, outdated)
+        with ExitStack() as failure:
+            failure.callback(batch.end)
+            while outdated := self.source.wait([batch], version, stop_requested):
+                self.exchange.publish(version, outdated)
+            failure.pop_all()
         return self.source.take(batch)
 
     @property
@@ -279,7 +284,7 @@ def start_run(
         source.batches.restore(state.ahead)
         stack.callback(exchange.close)  # else engines wait in the group for a trainer that ended
         watchdog.waits += [source.waiting, exchange.waiting]
-        recording.open(inputs.tokenizer, inputs.decode, holds_token_values())
+        _open_record(config, recording, inputs, mesh)
         run = Run(
             config=config,
             actor=actor,
@@ -301,6 +306,17 @@ def start_run(
         )
         with run.saving():
             yield run
+
+
+def _open_record(
+    config: ExperimentConfig, recording: RunRecord, inputs: Inputs, mesh: Mesh
+) -> None:
+    """Collective. Opens the record, and says which settings differ from the start before."""
+    recording.open(inputs.tokenizer, inputs.decode, holds_token_values())
+    for line in mesh.from_main(
+        lambda: record_start(config, recording.start_step), "write the settings"
+    ):
+        recording.note(line)
 
 
 def _loaded_actor(
@@ -350,7 +366,7 @@ def _checkpointer(
     return Checkpointer(
         config.checkpoint,
         recording.folder.checkpoints,
-        run_identity(config, actor, inputs.prompts.rows),
+        run_identity(config, actor, inputs.prompts.rows, run_inputs(config, actor.mesh)),
         lambda part, reshardable: save_actor(actor, part, reshardable, snapshot=background),
         gather_state,
         actor.mesh,

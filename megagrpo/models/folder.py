@@ -13,13 +13,29 @@ from typing import TYPE_CHECKING
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.config_json import HfConfig
+from megagrpo.models.stored.files import INDEX, SINGLE, StoredTensors
 from megagrpo.models.stored.quantization import fp8_config
-from megagrpo.models.table import architecture_of, exported_config, read_description
+from megagrpo.models.table import (
+    FAMILIES,
+    architecture_of,
+    exported_config,
+    is_left_out,
+    model_tensors,
+    read_description,
+)
 
 if TYPE_CHECKING:  # seconds to import
     import torch
 
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth"}
+_NAMED = 3  # tensors in a message
+_COMPARED_ROWS = 256  # of an output layer with the input embedding
+# what is in the names of tensors that no family reads, and what to do
+_REMEDIES = {
+    ".lora_": "merge the adapters into the model first (PEFT's merge_and_unload)",
+    ".mlp.experts.gate_up_proj": "experts are fused here: name the published model, whose experts "
+    "are apart",
+}
 
 
 @dataclass(frozen=True)
@@ -43,8 +59,7 @@ class Model:
         path = Path(folder) / "config.json"
         if not path.is_file():
             raise ValueError(
-                f"{path} does not exist; model.path must be a Hugging Face model "
-                "folder with a config.json"
+                f"{path} does not exist; a model is a Hugging Face folder with a config.json"
             )
         return cls(Path(folder), Path(tokenizer or folder), read_description(path), draft)
 
@@ -58,11 +73,57 @@ class Model:
         """Returns the architecture. Raises ValueError, naming the file, with every problem."""
         return architecture_of(self.description, self.draft, f"{self.folder / 'config.json'}: ")
 
+    def refuse_weights(self) -> None:
+        """Raises ValueError, naming the file, if weights are there and do not fit config.json."""
+        if any((self.folder / name).exists() for name in (INDEX, SINGLE)):
+            refuse_tensors(self.folder, self.arch, StoredTensors.read(self.folder))
+
     @property
     def sees_images(self) -> bool:
         """Tells whether it is a vision-language model, of which more than the text part is
         loaded."""
         return "vision_config" in self.description and self.arch.vision is not None
+
+
+def refuse_tensors(folder: Path, arch: Architecture, stored: StoredTensors) -> None:
+    """Raises ValueError unless the files hold the tensors of config.json, and no others but those
+    that is_left_out names."""
+    expected = {spec.name: spec for spec in model_tensors(arch)}
+    shapes = {n: t.shape for n, t in stored.shown.items() if not is_left_out(arch, n)}
+    missing = [name for name in expected if name not in shapes]
+    unknown = [name for name in shapes if name not in expected]
+    found = []
+    if missing:
+        found.append(f"lacks {len(missing)} of its {len(expected)}: {_named(missing)}")
+    if unknown:
+        found.append(f"has {len(unknown)} that a {arch.family} model has not: {_named(unknown)}")
+    if found:
+        remedies = [text for part, text in _REMEDIES.items() if any(part in n for n in unknown)]
+        problem = f"{folder}: the tensors are not those of config.json: it {' and '.join(found)}"
+        raise ValueError("; ".join([problem, *remedies]))
+    for name, shape in shapes.items():
+        spec = expected[name]
+        if shape == spec.shape:
+            continue
+        problem = f"{folder}: tensor {name} has the shape {shape}, but {spec.shape} by config.json"
+        if spec.expert and len(shape) == 3:  # fused, as in Qwen3-VL-MoE
+            problem += (
+                "; transformers 5 saves experts transposed: name the "
+                "published model, or transpose them back"
+            )
+        raise ValueError(problem)
+    if arch.tied and (head := stored.shown.get("lm_head.weight")):
+        name = FAMILIES[arch.family].stored_name("model.embed_tokens.weight")
+        if not head.like(stored.shown[name], _COMPARED_ROWS):
+            raise ValueError(
+                f"{folder}: config.json says tie_word_embeddings, but lm_head.weight is not {name}: "
+                "set tie_word_embeddings: false there to train and export this output layer, or "
+                "remove lm_head.weight"
+            )
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + ", ..." * (len(names) > _NAMED)
 
 
 def write_description(

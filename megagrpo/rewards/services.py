@@ -41,11 +41,7 @@ class ServiceGrader(ABC):
         self._service = options
         self.location = f"grader {name} at {options.url.partition('?')[0]}"
         headers = {"Content-Type": "application/json"}
-        if options.api_key_env is not None:
-            key = environment.get(options.api_key_env)
-            if not key:
-                variable = f"environment variable {options.api_key_env} (api_key_env)"
-                raise ValueError(f"grader {name}: {variable} is not set here")
+        if key := environment.secret(options.api_key_env, f"grader {name}"):
             headers["Authorization"] = f"Bearer {key}"
         limits = httpx.Limits(
             max_connections=options.concurrency, max_keepalive_connections=options.concurrency

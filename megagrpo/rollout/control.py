@@ -16,6 +16,7 @@ from megagrpo.types import EngineInfo
 
 _CONTROL_TIMEOUT_S = 120.0  # an engine resumes its memory meanwhile
 _STATUS_TIMEOUT_S = 20.0
+UNREACHABLE_S = 30.0  # a control endpoint that is silent for longer ends the run
 # Several threads call: one might close an idle connection that another has just taken from the
 # pool.
 _NO_IDLE_CONNECTIONS = httpx.Limits(max_keepalive_connections=0)

@@ -2,8 +2,9 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.admission import AdmissionQueue, ResponseLengths
 from megagrpo.rollout.agents.answering import Answering, NoAnswer, RolloutTask, SamplePart
 from megagrpo.rollout.batches import NumberedPrompt, SampledBatch, SamplingJob
-from megagrpo.rollout.control import ServiceControl, ServiceUnreachable
+from megagrpo.rollout.control import UNREACHABLE_S, ServiceControl, ServiceUnreachable
 from megagrpo.rollout.engine_choice import Affinity, Engines
 from megagrpo.rollout.generation import (
     GenerationClient,
@@ -63,9 +64,9 @@ class Sampler:
     are of one loop.
 
     Requests leave in the order of the data when engines have room, by rollout.max_running_requests
-    and the tokens of their caches. Urgent jobs (evaluations) go before batches sampled ahead, later
-    turns of a response before first turns. num_leaders: leaders that share the
-    engines. decode: token ids of a response -> the text that is graded, without special tokens.
+    and the tokens of their caches. Urgent jobs (evaluations) go before batches sampled ahead, then
+    later turns before first turns. num_leaders: leaders that share the engines. decode: token ids
+    of a response -> the text that is graded, without special tokens.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Sampler:
         self.lengths = ResponseLengths(config.sampling.max_response_tokens)
         self._admitting = asyncio.Lock()
         self._beginning = asyncio.Lock()
+        self._silent = ""  # why the service gives no answer to this leader
         self._engines = Engines.from_service(control)
         self._job_numbers = itertools.count()
         self.cache_use = CacheUse()
@@ -101,7 +103,7 @@ class Sampler:
         by_owner: dict[str, list[int]] = {}
         for rollout, owner in dict(self._pending).items():
             by_owner.setdefault(owner, []).append(rollout.of.prompt.id)
-        return ", ".join(
+        return self._silent or ", ".join(
             f"{len(ids)} sample(s) of {owner} (prompts {list(dict.fromkeys(ids))[:10]})"
             for owner, ids in by_owner.items()
         )
@@ -115,8 +117,7 @@ class Sampler:
         self.cache_use.newest = max(self.cache_use.newest, job.version)
         # one job after the other, so that requests of the first leave first
         async with self._admitting:
-            while not await self._count_engines():
-                await asyncio.sleep(_LOOK_S)
+            await self._count_engines()
         async with (
             GenerationClient(self._engines, self._retry, self._admission, self.arch) as client,
             self.teachers.opened() as teachers,
@@ -140,16 +141,24 @@ class Sampler:
             f"{late[:10]}; they wait for {self.waiting()}; {batch.retries()}"
         )
 
-    async def _count_engines(self) -> bool:
-        """Sets the limits of requests in flight to this leader's share of the engines. Returns
-        False if the service does not answer: the rank that waits sees to it."""
-        with suppress(ServiceUnreachable):
-            await self._engines.look()
-            at_once = self._config.rollout.max_running_requests
-            self._admission.share(self._engines.listed, at_once, self._num_leaders)
-            await self.teachers.count_engines()
-            return True
-        return False
+    async def _count_engines(self) -> None:
+        """Sets the limits of requests in flight to this leader's share of the engines. Raises
+        ServiceUnreachable if the service is silent for longer than UNREACHABLE_S: the main rank may
+        reach it, and this one not."""
+        until = time.monotonic() + UNREACHABLE_S
+        while True:
+            try:
+                await self._engines.look()
+                await self.teachers.count_engines()
+                break
+            except ServiceUnreachable as exc:
+                self._silent = str(exc)
+                if time.monotonic() > until:
+                    raise
+            await asyncio.sleep(_LOOK_S)
+        self._silent = ""
+        at_once = self._config.rollout.max_running_requests
+        self._admission.share(self._engines.listed, at_once, self._num_leaders)
 
     async def _sample_group(
         self,
@@ -263,7 +272,7 @@ class Sampler:
                 job.version,
                 job.or_newer,
                 experts_from=known if job.with_experts else None,
-                order=(0.0, *rollout.order[1:]) if number else rollout.order,
+                order=(rollout.order[0], float(not number), *rollout.order[1:]),
                 tokens=lambda: len(context) + min(self.lengths.occupied(), max_tokens),
                 images=self._sent_images(prompt),
                 affinity=rollout.affinity,
@@ -306,7 +315,7 @@ class Sampler:
             newer=response.newer,
             text=text,
             loss_mask=part.loss_mask,
-            routed_experts=response.routed_experts,
+            routed_experts=part.routed_experts,
             prompt_ids=part.prompt_ids,
             shared=part.shared,
         )

@@ -31,7 +31,12 @@ from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.agents.answering import Answering
 from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.batches import Batches, BatchPlan, SampledBatch, StepBatches
-from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnreachable
+from megagrpo.rollout.control import (
+    UNREACHABLE_S,
+    ServiceControl,
+    ServiceFailed,
+    ServiceUnreachable,
+)
 from megagrpo.rollout.response import CacheUse
 from megagrpo.rollout.sampler import Sampler
 from megagrpo.rollout.teacher_scores import ScoringUse
@@ -44,7 +49,6 @@ if TYPE_CHECKING:
 _FIRST_POLL_S = 0.02  # pause after the first meeting of all ranks
 _POLL_S = 0.2  # longest pause
 _LOOK_S = 1.0  # between looks at the service, and for a stop request
-_UNREACHABLE_S = 30.0  # a control endpoint that is silent for longer ends the run
 
 
 class EvaluationStopped(RunStopped):
@@ -237,7 +241,7 @@ class RolloutSource:
             status = self._control.healthy_status()
         except ServiceUnreachable as exc:
             silent_s = time.monotonic() - self._last_answer
-            too_long = silent_s > _UNREACHABLE_S
+            too_long = silent_s > UNREACHABLE_S
             if version is None:  # the publish that comes next says so
                 return "", too_long
             return (f"{exc} (silent for {silent_s:.0f} s)" if too_long else ""), False

@@ -7,6 +7,7 @@ objects. The program sees arguments, never an assertion: whatever it does to its
 can only return a right or a wrong result.
 """
 
+import builtins
 import importlib
 import json
 import sys
@@ -16,18 +17,18 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-# The definitions that LeetCode's starters expect; other runners of public data also write them
-# before a program. `builtins` comes last, because math.pow is not Python's pow.
+# What LiveCodeBench's runner writes before a program, in its order: after it `bisect` is a module and
+# `pow` Python's. Without statistics, which takes as long to import as all others.
+_MODULES = (
+    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random",
+    "itertools", "functools", "operator", "io", "sys", "json",
+)  # fmt: skip
 _PRELUDE = (
-    "import bisect, collections, functools, heapq, itertools, math, operator, random, re, string",
-    "from bisect import *",
-    "from collections import *",
-    "from functools import *",
-    "from heapq import *",
-    "from itertools import *",
-    "from math import *",
-    "from typing import *",
-    "from builtins import *",
+    *(f"from {name} import *" for name in (*_MODULES, "typing", "builtins")),
+    *(f"import {name}" for name in _MODULES),
+)
+# and what LeetCode's starters expect
+_STARTERS = (
     """class ListNode:
     def __init__(self, val=0, next=None):
         self.val = val
@@ -40,9 +41,24 @@ _PRELUDE = (
         self.right = right
 """,
 )
-SAME = "_same_result"  # the name in tests of the function that compares results
+RIGHT = "_is_right"  # the name in tests of the function that calls and compares
 _LONGEST_LINE = 2**24  # characters
 Value = Any  # an object of a program, or the JSON that stands for it
+
+
+def run_script(source: str) -> None:
+    """Runs a program as `python program.py` would."""
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    _provide(vars(module))
+    exec(compile(source, "program.py", "exec"), vars(module))
+
+
+def _provide(space: dict[str, Value]) -> None:
+    """Defines the names that programs use without an import. `site` would define exit and quit."""
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
+    for line in (*_PRELUDE, *_STARTERS):
+        with suppress(ImportError):  # a program that needs it fails by itself
+            exec(line, space)
 
 
 def answer_requests(source: str, options: Mapping[str, Value]) -> None:
@@ -66,9 +82,7 @@ def answer_requests(source: str, options: Mapping[str, Value]) -> None:
             return raised is None
 
         def define() -> None:
-            for line in _PRELUDE:
-                with suppress(ImportError):  # a program that needs it fails by itself
-                    exec(line, vars(module))
+            _provide(vars(module))
             predefined.update(vars(module))
             with suppress(SystemExit):  # the definitions before it count
                 exec(compile(source, "program.py", "exec"), vars(module))
@@ -106,6 +120,11 @@ def _operate(
             return getattr(objects[target], name)
         case "call":
             return objects[target](*args, **kwargs)
+        case "apply":
+            value = objects[target](*args)
+            # it may have worked in place, as LeetCode asks of some functions
+            in_place = value is None and args and isinstance(args[0], list)
+            return [value, *(args[:1] if in_place else ())]
         case "list":
             return list(objects[target])
     raise ValueError(f"unknown operation {operation}")
@@ -164,6 +183,10 @@ class _Remote:
     def __call__(self, *args: Value, **kwargs: Value) -> Value:
         return self._ask("call", self._number, None, args, kwargs)
 
+    def _results(self, args: list[Value]) -> list[Value]:
+        """Returns the result of a call, and the first argument after a call without a result."""
+        return self._ask("apply", self._number, None, args)
+
     def __getattr__(self, name: str) -> Value:
         return self._ask("attribute", self._number, name)
 
@@ -209,7 +232,7 @@ def run_tests(tests: dict[str, Value], options: Mapping[str, Value]) -> None:
             requests.flush()
             return _decode(receive(), lambda number: _Remote(ask, number))
 
-        space: dict[str, Value] = {"__name__": "tests", SAME: _same_as_one}
+        space: dict[str, Value] = {"__name__": "tests", RIGHT: _is_right}
         space |= {name: importlib.import_module(name) for name in tests["modules"]}
         problem = _problem(receive)
         for name in tests["names"] if problem is None else ():
@@ -226,15 +249,28 @@ def _undefined(name: str, *_: Value, **__: Value) -> Value:
     raise NameError(f"the program defines no {name}")
 
 
-def _same_as_one(value: Value, expected: list[Value], tolerance: float) -> bool:
-    return any(_same(value, alternative, tolerance) for alternative in expected)
+def _is_right(
+    function: Value, args: list[Value], alternatives: list[Value], tolerance: float
+) -> bool:
+    """Returns whether a function's result, or what it makes of its first argument, is one of the
+    alternatives."""
+    value, *changed = function._results(args) if isinstance(function, _Remote) else [function()]
+    # no more: a program could send many guesses
+    results = [value, *changed[:1]] if value is None else [value]
+    return any(
+        _same(result, expected, tolerance) for result in results for expected in alternatives
+    )
 
 
 def _same(value: Value, expected: Value, tolerance: float) -> bool:
-    """Returns whether a result equals the expected JSON, which has no tuples; numbers may differ by
-    the tolerance."""
+    """Returns whether a result equals the expected JSON, which has lists for sequences and sets;
+    numbers may differ by the tolerance, relative to an expected float."""
     match expected:
         case list():
+            if isinstance(value, _Remote):  # such as a range
+                value = list(value)
+            if isinstance(value, set | frozenset):
+                return len(value) == len(expected) and value == set(map(_frozen, expected))
             if not isinstance(value, list | tuple) or len(value) != len(expected):
                 return False
             return all(_same(v, e, tolerance) for v, e in zip(value, expected, strict=True))
@@ -245,11 +281,14 @@ def _same(value: Value, expected: Value, tolerance: float) -> bool:
             return texts.keys() == expected.keys() and all(
                 _same(texts[key], expected[key], tolerance) for key in expected
             )
-        case float() | int() if tolerance and not isinstance(expected, bool):
-            return isinstance(value, float | int) and abs(value - expected) <= tolerance * max(
-                1.0, abs(expected)
-            )
+        case float() | int() if isinstance(value, float | int) and value != expected:
+            scale = max(1.0, abs(expected)) if isinstance(expected, float) else 1.0
+            return abs(value - expected) <= tolerance * scale
     return bool(value == expected)
+
+
+def _frozen(value: Value) -> Value:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def _problem(attempt: Callable[[], object]) -> str | None:

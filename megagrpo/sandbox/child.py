@@ -7,6 +7,7 @@ the program runs. Neither process holds an expected answer. Imports are few and 
 library only: start-up is most of the cost of a small program.
 """
 
+import _socket
 import ctypes
 import json
 import os
@@ -39,6 +40,7 @@ _AT_FDCWD = -100
 _AT_RECURSIVE = 0x8000
 _READ_ONLY = 1 | 2  # MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+_FIRST_USER, _USERS = 61000, 4000  # distributions leave this range free
 _TICK_S = 0.02  # between two looks at the memory in use
 _MIB = 2**20
 
@@ -78,12 +80,11 @@ def main(options: ProgramOptions) -> None:
         os.path.join(options["scratch"], "program.py"), encoding="utf-8", errors="surrogatepass"
     ) as file:
         source = file.read()
-    calls = None if options["mode"] == "script" else _load("calls")
+    calls = _load("calls")
     filters = _load("system_calls")
     ready, theirs = os.pipe()
-    # distributions leave this range free; each program has another one
-    options["user"] = 61000 + os.getpid() % 4000
     try:
+        options["user"], claim = _claim_user()
         if options["isolate"]:
             _enter_namespaces(options["user"])
         pid = os.fork()
@@ -91,7 +92,7 @@ def main(options: ProgramOptions) -> None:
         _report(options, {"setup": str(exc)})
         return
     if pid == 0:
-        for fd in (options["status"], options["control"], ready):
+        for fd in (options["status"], options["control"], ready, claim.detach()):
             os.close(fd)
         _confine(options, theirs, filters)
         _run(source, options, calls)
@@ -116,6 +117,20 @@ def _report(options: ProgramOptions, report: dict[str, object]) -> None:
 
 
 # ---- the supervisor ----------------------------------------------------------------------------
+
+
+def _claim_user() -> tuple[int, _socket.socket]:
+    """Returns a user id that no other program has while the socket is open: two with one id share
+    limits, and without namespaces either could end the other. Raises OSError."""
+    for number in range(_USERS):
+        user = _FIRST_USER + (os.getpid() + number) % _USERS
+        claim = _socket.socket(_socket.AF_UNIX)
+        try:
+            claim.bind(f"\0megagrpo-program-{user}")  # the kernel's table of names without files
+            return user, claim
+        except OSError:
+            claim.close()
+    raise OSError(f"{_USERS} programs run here already")
 
 
 def _supervise(pid: int, options: ProgramOptions) -> dict[str, object]:
@@ -150,25 +165,19 @@ def _supervise(pid: int, options: ProgramOptions) -> dict[str, object]:
 
 def _descendants(pid: int) -> Iterator[int]:
     children: list[int] = []
-    with suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:  # or it has ended
-        children = [int(word) for word in file.read().split()]
+    with suppress(OSError):  # a process, or a thread, which has children of its own, has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+                children += map(int, file.read().split())
     for child in children:
         yield child
         yield from _descendants(child)
 
 
 def _resident_bytes(pid: int) -> int:
-    """Returns the bytes that a process holds, memory files (memfd) included, whose pages may be in
-    no process."""
-    total = 0
     with suppress(OSError), open(f"/proc/{pid}/statm") as file:
-        total += int(file.read().split()[1]) * resource.getpagesize()
-    with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as files:
-        for fd in files:
-            with suppress(OSError):
-                if os.readlink(fd.path).startswith("/memfd:"):
-                    total += os.stat(fd.path).st_blocks * 512
-    return total
+        return int(file.read().split()[1]) * resource.getpagesize()
+    return 0
 
 
 def _enter_namespaces(user: int) -> None:
@@ -236,12 +245,12 @@ def _confine(options: ProgramOptions, ready: int, filters: types.ModuleType) -> 
     os.close(ready)
 
 
-def _run(source: str, options: ProgramOptions, calls: types.ModuleType | None) -> None:
+def _run(source: str, options: ProgramOptions, calls: types.ModuleType) -> None:
     """Runs the program and exits as the interpreter would, after its threads have ended."""
     sys.argv[:] = ["program.py"]
-    if calls is None:
-        module = sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(compile(source, "program.py", "exec"), vars(module))
+    sys.set_int_max_str_digits(0)  # judges have Pythons without the limit
+    if options["mode"] == "script":
+        calls.run_script(source)
     elif options["mode"] == "test":
         calls.run_tests(json.loads(source), options)
     else:
@@ -287,6 +296,7 @@ def _build_root(options: ProgramOptions) -> None:
     for path in _DEVICES:
         os.close(os.open(root + path, os.O_CREAT | os.O_WRONLY))
         _call("mount", path.encode(), (root + path).encode(), None, _MS_BIND | _MS_REC, None)
+    os.symlink("/proc/self/fd/0", f"{root}/dev/stdin")
     os.mkdir(f"{root}/tmp")
     os.chmod(f"{root}/tmp", 0o777)
     os.mkdir(f"{root}/proc")

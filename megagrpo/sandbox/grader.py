@@ -7,17 +7,24 @@ import json
 import os
 import re
 import select
+import symtable
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from decimal import Decimal
 
 from megagrpo.config.reward import CodeOptions, Scalar
-from megagrpo.sandbox.calls import SAME
+from megagrpo.sandbox.calls import RIGHT
 from megagrpo.sandbox.sandbox import Limits, Sandbox, isolates, run_program
 from megagrpo.sandbox.test_cases import TestCases, read_tests
 
 _FENCE = "```"
 _PYTHON = ("python", "python3", "py")
+# groups: what makes it no integer. 0011 is digits, and Decimal overflows beyond these lengths
+_NUMBER = re.compile(
+    r"[-+]?(?=\.?\d)(?:0|[1-9]\d{0,999})?(\.\d{0,999})?([eE][-+]?\d{1,4})?", re.ASCII
+)
 
 
 def grade(text: str, answer: str, **options: Scalar | dict[str, Scalar]) -> tuple[float, str]:
@@ -92,23 +99,21 @@ def _limits(settings: CodeOptions, wall_s: float) -> Limits:
 
 
 def _same_text(got: str, expected: str, tolerance: float) -> bool:
-    """Returns whether two outputs are equal, up to trailing white space and trailing empty
-    lines."""
-    lines, expected_lines = (
-        [line.rstrip() for line in text.rstrip().splitlines()] for text in (got, expected)
-    )
-    if lines == expected_lines or not tolerance:
-        return lines == expected_lines
+    """Returns whether two outputs have the same words, whatever the white space between them; words
+    that are numbers are compared by value, as in LiveCodeBench."""
     words, expected_words = got.split(), expected.split()
     pairs = zip(words, expected_words, strict=False)
     return len(words) == len(expected_words) and all(_same_word(a, b, tolerance) for a, b in pairs)
 
 
 def _same_word(got: str, expected: str, tolerance: float) -> bool:
-    try:
-        return abs(float(got) - float(expected)) <= tolerance * max(1.0, abs(float(expected)))
-    except ValueError:
+    number = _NUMBER.fullmatch(expected)
+    if got == expected or not number or not _NUMBER.fullmatch(got):
         return got == expected
+    value = Decimal(expected)
+    # a count must be exact: a millionth of it is no rounding error
+    scale = max(Decimal(1), abs(value)) if any(number.groups()) else Decimal(1)
+    return abs(Decimal(got) - value) <= Decimal(tolerance) * scale
 
 
 def _run_calls(
@@ -117,15 +122,15 @@ def _run_calls(
     """Yields "" for each test that passes, else the reason. Program and tests run in two
     sandboxes."""
     limits = _limits(settings, settings.total_s)
-    asked, answered, judged = os.pipe(), os.pipe(), os.pipe()
-    pipes = {"input": answered[0], "output": asked[1], "verdicts": judged[1]}
-    with (
-        open(judged[0], "rb") as verdicts,
-        Sandbox(
-            "serve", source, limits, isolate, pipes={"input": asked[0], "output": answered[1]}
-        ) as program,
-        Sandbox("test", json.dumps(_instructions(tests)), limits, isolate, pipes=pipes),
-    ):
+    with ExitStack() as running, ExitStack() as ends:
+        asked, answered, judged = (_pipe(ends) for _ in range(3))
+        verdicts = running.enter_context(open(os.dup(judged[0]), "rb"))
+        pipes = {"input": asked[0], "output": answered[1]}
+        program = running.enter_context(Sandbox("serve", source, limits, isolate, pipes=pipes))
+        pipes = {"input": answered[0], "output": asked[1], "verdicts": judged[1]}
+        instructions = json.dumps(_instructions(tests))
+        running.enter_context(Sandbox("test", instructions, limits, isolate, pipes=pipes))
+        ends.close()  # both have theirs, and see the end of the other
         deadline = time.monotonic() + settings.total_s
         heard = b""
         over = ""
@@ -145,12 +150,20 @@ def _run_calls(
             yield verdict or ""
 
 
+def _pipe(ends: ExitStack) -> tuple[int, int]:
+    """Returns a pipe whose ends are closed with the stack."""
+    read, write = os.pipe()
+    ends.callback(os.close, read)
+    ends.callback(os.close, write)
+    return read, write
+
+
 def _instructions(tests: TestCases) -> dict[str, list[str]]:
     """Returns the input of calls.run_tests: statements, names to request from the program, modules
     to import."""
-    loaded: set[str] = set()
-    called: set[str] = set()
+    loaded: set[str] = set()  # global names, also of functions in the statements
     bound: set[str] = set()
+    called: set[str] = set()
     handed: set[tuple[str, str]] = set()  # (function, argument) of statements like check(f)
     for statement in tests.statements:
         for node in ast.walk(ast.parse(statement)):
@@ -159,25 +172,26 @@ def _instructions(tests: TestCases) -> dict[str, list[str]]:
                     handed.add((by, name))
                 case ast.Call(func=ast.Name(id=name)):
                     called.add(name)
-                case ast.Name(id=name, ctx=ast.Load()):
-                    loaded.add(name)
-                case ast.Name(id=name) | ast.arg(arg=name):
-                    bound.add(name)
-                case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                    bound.add(name)
-                case ast.alias(name=name, asname=other):
-                    bound.add(other or name.partition(".")[0])
-    known = set(vars(builtins)) | sys.stdlib_module_names | {SAME}
+        for symbol in _global_symbols(symtable.symtable(statement, "test", "exec")):
+            defines = symbol.is_assigned() or symbol.is_imported()
+            (bound if defines else loaded).add(symbol.get_name())
+    known = set(vars(builtins)) | sys.stdlib_module_names | {RIGHT}
     names = loaded - bound - known
     names |= {name for by, name in handed if by in bound} - bound
     if tests.function is not None:
         names.add(tests.function)
     elif not names:  # the function has the name of a module or a builtin, which is not meant
-        modules = called & sys.stdlib_module_names
-        names = (modules or called) - bound - {SAME}
+        called &= loaded
+        names = (called & sys.stdlib_module_names or called) - bound - {RIGHT}
     # Any other builtin is Python's own: a program's `len` must not judge it.
     return {
         "names": sorted(names),
         "modules": sorted((loaded & sys.stdlib_module_names) - bound - names),
         "tests": list(tests.statements),
     }
+
+
+def _global_symbols(table: symtable.SymbolTable) -> Iterator[symtable.Symbol]:
+    yield from (symbol for symbol in table.get_symbols() if symbol.is_global())
+    for child in table.get_children():
+        yield from _global_symbols(child)

@@ -130,7 +130,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
     """The processes of one program; the end of the block ends them all and removes their files.
 
     mode: "script" runs a program; "serve" and "test" are the two sides of calls.py, connected by
-    the file descriptors `pipes`, which are closed here.
+    the file descriptors `pipes`, which the caller closes.
     """
 
     def __init__(
@@ -153,8 +153,6 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             self._others = {process.pid for process in psutil.Process().children(recursive=True)}
             _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         with ExitStack() as stack, ExitStack() as theirs:
-            for fd in pipes.values():
-                theirs.callback(os.close, fd)
             scratch = stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True)
             )

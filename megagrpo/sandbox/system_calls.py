@@ -2,8 +2,9 @@
 
 The filter denies calls that escape the sandbox's accounting or widen the kernel's surface:
 namespaces and mounts (memory in private file systems), System V and POSIX queues, segments and keys
-(memory that is in no process), io_uring, bpf, ptrace and so on. They return EPERM. clone3, whose
-flags a filter cannot read, returns ENOSYS, so that libraries use clone. Everything else is allowed.
+(memory that is in no process), files of memory (which can be in a socket's queue), io_uring, bpf,
+ptrace and so on. They return EPERM. clone3, whose flags a filter cannot read, returns ENOSYS, so
+that libraries use clone. Everything else is allowed.
 
 Filters are programs for the kernel's packet filter: Linux, Documentation/userspace-api/
 seccomp_filter.rst. Standard library only, for the reason in `child.py`.
@@ -22,10 +23,11 @@ _X32 = 0x40000000  # numbers of x86's third interface begin there
 
 # machine -> (AUDIT_ARCH_*, numbers of the calls below, clone's)
 _MACHINES = {
-    "x86_64": (0xC000003E, (272, 308, 165, 166, 155, 29, 64, 68, 240), (248, 249, 250), 56),
-    "aarch64": (0xC00000B7, (97, 268, 40, 39, 41, 194, 190, 186, 180), (217, 218, 219), 220),
+    "x86_64": (0xC000003E, (272, 308, 165, 166, 155, 29, 64, 68, 240, 319), (248, 249, 250), 56),
+    "aarch64": (0xC00000B7, (97, 268, 40, 39, 41, 194, 190, 186, 180, 279), (217, 218, 219), 220),
 }
-# unshare, setns, mount, umount2, pivot_root, shmget, semget, msgget, mq_open; add_key, request_key,
+# unshare, setns, mount, umount2, pivot_root, shmget, semget, msgget, mq_open,
+# memfd_create; add_key, request_key,
 # keyctl; then bpf, ptrace, process_vm_readv, process_vm_writev, perf_event_open, userfaultfd
 _TRACING = {"x86_64": (321, 101, 310, 311, 298, 323), "aarch64": (280, 117, 270, 271, 241, 282)}
 # io_uring_setup, open_tree, move_mount, fsopen, fsmount, mount_setattr, memfd_secret

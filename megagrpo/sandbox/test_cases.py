@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from megagrpo.sandbox.calls import SAME
+from megagrpo.sandbox.calls import RIGHT
 from megagrpo.system.errors import explained
 
 _FUNCTIONAL = ("functional", "function_call")  # LiveCodeBench's word, PrimeIntellect's
@@ -156,7 +156,7 @@ def _call(name: str, arguments: object, expected: object, tolerance: float) -> s
         raise ValueError(
             f'with "fn_name", each of the inputs is a list of arguments, not {arguments!r:.60}'
         )
-    return f"assert {SAME}({name}(*{arguments!r}), {alternatives!r}, {tolerance!r})"
+    return f"assert {RIGHT}({name}, {arguments!r}, {alternatives!r}, {tolerance!r})"
 
 
 def _checked(statement: str) -> str:

@@ -25,6 +25,17 @@ def get_int(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
 
 
+def secret(name: str | None, owner: str) -> str:
+    """Returns the key in the variable that `api_key_env` names; "" if it names none. Raises
+    ValueError if the variable is not set."""
+    if name is None:
+        return ""
+    key = get(name, "")
+    if not key:
+        raise ValueError(f"{owner}: environment variable {name} (api_key_env) is not set here")
+    return key
+
+
 def unless_set(**defaults: str) -> dict[str, str]:
     """Returns the variables with these defaults, or with the user's own values."""
     return {name: get(name, value) for name, value in defaults.items()}

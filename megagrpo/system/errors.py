@@ -1,7 +1,10 @@
 """Turns an exception of a library or of a user's code into one message that names the input."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_POINTER = b"version https://git-lfs"  # begins the file that git-lfs has in a large file's place
 
 
 @contextmanager
@@ -36,3 +39,11 @@ def translated(
         yield
     except errors as exc:
         raise raised(f"{problem}: {exc}") from exc
+
+
+def git_lfs_hint(path: Path) -> str:
+    """Returns what to do about a file that is a pointer of git-lfs; "" if it is none."""
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            return f" (a git-lfs pointer: run `git lfs pull` in {path.parent})"
+    return ""

@@ -22,20 +22,12 @@ def export(
     """Collective. Writes checkpoint `source`, by default the latest of the run, into folder
     `output`.
 
-    The whole model with merged adapters, or with `only_adapters` a PEFT folder. Raises ValueError
-    if there is no checkpoint, or no adapter.
+    The whole model with merged adapters, or with `only_adapters` a PEFT folder.
     """
     lora = config.actor.lora
-    if only_adapters and lora is None:
-        raise ValueError(
-            "export --lora writes adapters, but the experiment has no actor.lora: "
-            "all weights are trained"
-        )
     actor = make_actor(config, model_to_train(config).arch, device)
     checkpoint = source or latest_checkpoint(config, actor.mesh)
-    if checkpoint is None:
-        root = config.run_folder.checkpoints
-        raise ValueError(f"{root} holds no finished checkpoint; name one with --checkpoint")
+    assert checkpoint is not None, "refuse_export refuses to begin"
     weights = load_initial_weights(actor, config.model.path, overwritten=lora is None)
     load_checkpoint(config, checkpoint, actor, with_optimizer=False)
     base = config.model.path

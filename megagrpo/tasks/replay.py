@@ -8,7 +8,7 @@ import torch
 from megagrpo.actor.start import initial_weights, make_actor, plan_schedule
 from megagrpo.actor.step import update, with_reference
 from megagrpo.check.problems import model_to_train
-from megagrpo.checkpoint.resume import latest_checkpoint, load_checkpoint
+from megagrpo.checkpoint.resume import latest_checkpoint, resume
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
@@ -29,11 +29,11 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
         num_prompts = len(load_prompts(config.data, load_tokenizer(model), images))
     actor = make_actor(config, model.arch, device)
     actor.images = images.pixels if images else None
-    version = 0
     source = latest_checkpoint(config, actor.mesh, dump.weight_version)
+    if source is None and config.checkpoint.load is not None:  # the run began with it
+        source = Path(config.checkpoint.load)
     initial_weights(config, dump.algorithm, source, actor)
-    if source is not None:
-        version = load_checkpoint(config, source, actor).step
+    version = resume(config, source, actor, ()).step
     plan_schedule(actor, config.train, config.train.steps(num_prompts) - version)
     batch = dump.batch(actor.mesh, actor.routed_layers)
     sampling = config.sampling

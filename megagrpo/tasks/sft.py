@@ -10,14 +10,13 @@ from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.step import likelihood_step
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
-from megagrpo.check.problems import refuse_layout
-from megagrpo.config.schema import ActorConfig, ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import describe_dropped, load_prompts, load_tokenizer, tokenize
-from megagrpo.models.folder import Model
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.step_log import StepLog
 from megagrpo.system.progress import Progress
+from megagrpo.tasks.refuse import model_to_warm_up
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.weights.actor_weights import export_hf, load_initial_weights
 
@@ -32,7 +31,7 @@ def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> N
     assert options and data, "the command refuses a configuration without an sft section"
     # adapters are for the model that this writes
     without_adapters = config.actor.model_copy(update={"lora": None})
-    model = _model_to_warm_up(options.model, config.model.tokenizer, without_adapters)
+    model = model_to_warm_up(config)
     progress.enter(f"{config.actor.world_size} ranks meet and load the model")
     actor = MegatronActor(
         arch=model.arch,
@@ -74,12 +73,6 @@ def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> N
     export_hf(
         config.model.path, weights, mesh, options.model, config.actor.dtype, config.model.tokenizer
     )
-
-
-def _model_to_warm_up(folder: str, tokenizer: str | None, actor: ActorConfig) -> Model:
-    model = Model.read(folder, tokenizer, actor.has_draft)
-    refuse_layout(model.arch, actor)
-    return model
 
 
 def _check_answers(prompts: Sequence[Prompt], tokenizer) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from rich.console import Console
 from rich.table import Table
 
@@ -41,6 +42,7 @@ _COMPILED = {  # distribution -> its module, compiled against one torch and CUDA
     "sglang-kernel": "sgl_kernel",
     "flashinfer-python": "flashinfer",
 }
+_LOADS_DRIVER = ("sgl_kernel", "flashinfer")
 _LIMIT_S = 300.0  # for pip, or for importing torch, from a slow file system
 _ASK_TORCH = """
 import json, torch
@@ -76,18 +78,19 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table; returns 0 if everything needed is there, else 1."""
-    gpu = Path("/dev/nvidiactl").exists()
+    driver = Path("/dev/nvidiactl").exists()
+    gpu = driver or is_for_gpus()
     answer = ask_torch()
     findings = [
         *_python(),
         *package_findings(gpu),
         *judge_pip(_run([sys.executable, "-m", "pip", "check"]), gpu),
         _torch_build(answer, gpu),
-        *(gpu_findings(answer) if gpu else []),
-        *import_findings(),
+        *(gpu_findings(answer) if driver else []),
+        *import_findings(driver),
         *machine_findings(gpu),
     ]
-    title = f"megagrpo doctor: {'GPU' if gpu else 'CPU'} machine, {platform.machine()}"
+    title = f"megagrpo doctor: for {'GPUs' if gpu else 'CPUs'}, {platform.machine()}"
     table = Table(title=title, title_justify="left")
     for heading in ("", "what", "wanted", "found", "remedy"):
         table.add_column(heading, overflow="fold")
@@ -99,6 +102,12 @@ def run(args: argparse.Namespace) -> int:
     bad = [row.what for row in findings if row.status == "error"]
     console.print(f"[red]{len(bad)} to mend: {', '.join(bad)}[/]" if bad else "[green]ready[/]")
     return 1 if bad else 0
+
+
+def is_for_gpus() -> bool:
+    """Returns whether launch/install.sh installed this environment for GPUs, as on a login node."""
+    stamp = Path(sys.prefix, ".megagrpo-installed")
+    return stamp.is_file() and stamp.read_text().startswith("gpu ")
 
 
 def _python() -> list[Finding]:
@@ -143,12 +152,13 @@ def judge_pip(text: str, gpu: bool) -> list[Finding]:
 
     Without a GPU the engine is installed without its requirements, which are not judged.
     """
-    own = {requirement.name for requirement in _requirements(*_extras(gpu))}
-    bare = set() if gpu else {r.name for r in {*_requirements(_CPU_ENGINE)} - {*_requirements()}}
+    own = {canonicalize_name(requirement.name) for requirement in _requirements(*_extras(gpu))}
+    engine = {*_requirements(_CPU_ENGINE)} - {*_requirements()}
+    bare = set() if gpu else {canonicalize_name(requirement.name) for requirement in engine}
     what = "requirements of packages"
     findings = []
     for line in text.splitlines():
-        owner = line.partition(" ")[0]
+        owner = canonicalize_name(line.partition(" ")[0])  # some versions of pip print such names
         if " has requirement " in line or " requires " in line or "No module" in line:
             status = "error" if owner in own else "warning"
             findings += [Finding(what, "met", line, status, _INSTALL)] * (owner not in bare)
@@ -280,12 +290,21 @@ def _transformer_engine() -> Finding:
     return _judge(name, row.wanted, row.found, torch_part == row.found, remedy)
 
 
-def import_findings() -> list[Finding]:
+def import_findings(driver: bool) -> list[Finding]:
     """Returns whether those packages that are compiled for GPUs and installed here can be imported,
-    each in a process of its own, after torch, which brings the libraries of CUDA."""
+    each in a process of its own, after torch, which brings the libraries of CUDA.
+
+    driver: whether this machine has NVIDIA's, whose library SGLang's kernels load.
+    """
     rows = []
     for name, module in _COMPILED.items():
-        if _version(name) is not None:
+        if _version(name) is None:
+            continue
+        if module in _LOADS_DRIVER and not driver:
+            untried = "not tried here: no driver"
+            remedy = "run `megagrpo doctor` on a GPU node"
+            rows.append(Finding(f"import {module}", "works", untried, "warning", remedy))
+        else:
             told = _run([sys.executable, "-c", f"import torch, {module}; print('works')"])
             found = told.strip().rpartition("\n")[2] or "it ended without a word"
             remedy = f"a run would go without it, or end: {_INSTALL}"

@@ -130,7 +130,9 @@ def explain(
     )
     verdict += [f"ADVICE   {text}" for text in _advice(config, arch, cut, trial)]
     parts = [
-        [f"{config.name}: {steps or '?'} steps into {config.output_dir}, seed {config.seed}"],
+        [
+            f"{config.name}: {'?' if steps is None else steps} steps into {config.output_dir}, seed {config.seed}"
+        ],
         _model(config, hf, arch),
         [*_layout(config, everything), *_routing(config, arch)],
         _step(config, steps, everything),

@@ -1,40 +1,19 @@
 """`megagrpo status`: what a run's folder says of it, and its engines."""
 
 import argparse
-import fcntl
-import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from megagrpo.checkpoint.folder import latest, step_of
-from megagrpo.cluster.machine import Launcher
+from megagrpo.cluster.lock import launcher_of
 from megagrpo.config.load import load_config
 from megagrpo.monitor.step_log import read_metrics
 from megagrpo.rollout.control import ServiceUnreachable, find_service, print_engines
 from megagrpo.system.run_folder import RunFolder
 
 _RECENT = 10  # steps of which the mean is told
-
-
-def launcher_of(folder: RunFolder) -> Launcher | None:
-    """Returns the launcher that holds the run folder; None if none does."""
-    with suppress(OSError, ValueError, TypeError), folder.lock.open() as file:
-        launcher = Launcher(**json.loads(file.read()))
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return launcher
-    return None
-
-
-def words_for(launcher: Launcher) -> str:
-    """Returns where a launcher is, in words."""
-    if launcher.job:
-        return f"Slurm job {launcher.job}"
-    return f"process {launcher.pid} on {launcher.host}"
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -85,7 +64,7 @@ def _lines(folder: RunFolder) -> Iterator[str]:
         reward = recent[-1].get("reward/mean")
         progress += "" if reward is None else f", reward {reward:.3g}"
     yield f"{config.name}: {progress}"
-    yield f"runs as {words_for(launcher)}" if launcher else "no process trains into this folder"
+    yield f"runs as {launcher}" if launcher else "no process trains into this folder"
     last = latest(folder.checkpoints)
     if last is not None:
         age = time.time() - (last / "state.json").stat().st_mtime

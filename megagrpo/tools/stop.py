@@ -1,16 +1,13 @@
 """`megagrpo stop`: asks a run to save and end, or ends it at once."""
 
 import argparse
-import os
-import signal
-import socket
 import subprocess
 from pathlib import Path
 
+from megagrpo.cluster.lock import launcher_of
 from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import StopRequest
-from megagrpo.tools.status import launcher_of, words_for
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -35,16 +32,13 @@ def stop(run_dir: Path, now: bool) -> str:
     launcher = launcher_of(folder)
     if launcher is None:
         raise ValueError(f"{run_dir}: no run trains into this folder")
-    place = words_for(launcher)
     if not now:
         for ranks in ("trainer", "trainer-0"):  # of one node, and of the first of several
             StopRequest(folder.stop_request(ranks)).make(final=True)
-        return f"{place} saves after its step and ends; --now ends it without"
+        return f"{launcher} saves after its step and ends; --now ends it without"
     if launcher.job:
         with translated(f"scancel {launcher.job}", OSError, subprocess.CalledProcessError):
             subprocess.run(["scancel", launcher.job], check=True)
-    elif launcher.host == socket.gethostname():
-        os.kill(launcher.pid, signal.SIGTERM)
     else:
-        raise ValueError(f"it is {place}: say it there")
-    return f"{place} ends; what is done since its last checkpoint is lost"
+        launcher.end()
+    return f"{launcher} ends; what is done since its last checkpoint is lost"

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import httpx
 
-from megagrpo.cluster.machine import ENDING, alone_in, start_service, with_one_engine
+from megagrpo.cluster.lock import alone_in
+from megagrpo.cluster.machine import ENDING, start_service, with_one_engine
 from megagrpo.cluster.supervise import Launch
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore

@@ -2,9 +2,10 @@
 adapters in PEFT's format."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +17,8 @@ from torch import Tensor
 from megagrpo.config.actor import LoraConfig
 from megagrpo.mesh import Mesh
 from megagrpo.models.architecture import Architecture
-from megagrpo.models.table import is_left_out, model_tensors
+from megagrpo.models.folder import refuse_tensors
+from megagrpo.models.table import begin_of_kept, is_left_out, model_tensors, read_description
 from megagrpo.models.tensors import TensorSpec
 from megagrpo.system.run_folder import whole_folder
 from megagrpo.weights.copies.recorder import Copy, Recording, Specs, record_whole
@@ -74,10 +76,10 @@ def load_initial_weights(
     parameters are 0. Elements without a source, such as a vocabulary's padding, stay 0.
     """
     hf = HfFolder(path)
+    refuse_tensors(hf.path, actor.arch, hf.files)
     parameters = actor.parameters()
     specs = {name: spec for name, spec in hf.specs.items() if not is_left_out(actor.arch, name)}
     tensors = list(model_tensors(actor.arch))
-    _check_shapes(hf.path, specs, tensors)
     recording = record_whole(actor.load_hf, specs, parameters)
     dtypes = fixed_dtypes(tensors)
     _check_dtypes(recording.copies, parameters, dtypes)
@@ -90,23 +92,6 @@ def load_initial_weights(
         actor.weights_loaded()
     fp8 = frozenset(spec.name for spec in tensors if spec.in_fp8)
     return ActorWeights(recording.copies, specs, actor.parameters, actor.merged, dtypes, fp8)
-
-
-def _check_shapes(path: Path, specs: Specs, tensors: Sequence[TensorSpec]) -> None:
-    """Raises ValueError if a stored tensor has another shape than config.json gives it."""
-    for spec in tensors:
-        if spec.name not in specs or specs[spec.name][0] == spec.shape:
-            continue
-        shape = specs[spec.name][0]
-        problem = (
-            f"{path}: tensor {spec.name} has the shape {shape}, but {spec.shape} by config.json"
-        )
-        if spec.expert and len(shape) == 3:  # fused, as in Qwen3-VL-MoE
-            problem += (
-                "; transformers 5 saves experts transposed: name the "
-                "published model, or transpose them back"
-            )
-        raise ValueError(problem)
 
 
 def fixed_dtypes(tensors: Iterable[TensorSpec]) -> dict[str, torch.dtype]:
@@ -150,19 +135,36 @@ def export_hf(
 ) -> None:
     """Collective. Writes the live weights, adapters merged, as an HF folder, complete or not at all.
 
-    like: the folder that all other files come from; tokenizer: another folder for the tokenizer's
-    files. dtype: of all tensors without a fixed dtype (ActorWeights.fixed_dtypes). Raises
-    LeaderError on every rank.
+    like: the folder that all other files come from, and the tensors that are not trained;
+    tokenizer: another folder for the tokenizer's files. dtype: of all trained tensors without a
+    fixed dtype (ActorWeights.fixed_dtypes). Raises LeaderError on every rank.
     """
     published: torch.dtype = getattr(torch, dtype)
     specs = published_specs(weights.hf_specs, published, weights.fixed_dtypes)
     plan = make_gather_plan(mesh.gather_world(weights.copies), specs, _SHARD_BYTES)
 
     def write(buckets: Iterator[dict[str, Tensor]]) -> None:
-        write_hf_folder(target, buckets, like, published, tokenizer=tokenizer)
+        shards = chain(buckets, untrained_shards(Path(like)))
+        write_hf_folder(target, shards, like, published, tokenizer=tokenizer or like)
 
     with weights.merged():
         gather_to_main(plan, weights.parameters(), mesh, write, f"export to {target}")
+
+
+def untrained_shards(folder: Path) -> Iterator[dict[str, Tensor]]:
+    """Yields the tensors, a shard at a time, that are left out of training, but that an export's
+    config.json describes."""
+    begin = begin_of_kept(read_description(folder / "config.json"))
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in HfFolder(folder).items() if begin else ():
+        if name.startswith(begin):
+            shard[name] = tensor
+            size += tensor.nbytes
+        if size > _SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+    yield shard
 
 
 def export_peft(

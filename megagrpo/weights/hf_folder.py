@@ -1,18 +1,15 @@
 """Hugging Face checkpoint folders of safetensors: read lazily, written atomically.
 
-An FP8 tensor X has block scales in `X_scale_inv`; it is read as the bfloat16 tensor of the
-products. INT4 tensors are read likewise, see packed_int4.py. The tensors of a language model inside
-another model have the names of a plain language model.
+Tensors in FP8 and INT4 are read as the bfloat16 tensors that models/stored/files.py shows.
 """
 
 import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,17 +19,30 @@ from torch import Tensor
 
 from megagrpo.models.config_json import HfConfig, text_part
 from megagrpo.models.folder import write_description
-from megagrpo.models.stored.packed_int4 import PACKED, SCALE, SHAPE, unpack_into
-from megagrpo.models.stored.quantization import INT4_WORD, SCALES, fp8_block, int4_group
+from megagrpo.models.stored.files import INDEX, SINGLE, StoredTensors
+from megagrpo.models.stored.packed_int4 import unpack_into
+from megagrpo.models.stored.quantization import PACKED, SCALE, SCALES
 from megagrpo.models.table import has_draft, read_description
 from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import whole_folder
 from megagrpo.weights.copies.views import Box
 
-Size = TypeVar("Size")
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-_TEXT_PART = "language_model."  # the prefix of Kimi-K2.5's names
+# by safetensors' names
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 _TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -56,100 +66,22 @@ class HfFolder(Mapping[str, Tensor]):
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        if not self.path.is_dir():
-            raise ValueError(
-                f"{path}: no such folder; expected an HF checkpoint with config.json and *.safetensors"
-            )
+        self.files = files = StoredTensors.read(self.path)
+        self._fp8, self._int4, self._block = files.fp8, files.int4, files.block
         # name -> shape and dtype, from the headers
         self.specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        with translated(f"{self.path}: tensors of an unknown type", KeyError):
+            for name, tensor in files.shown.items():
+                self.specs[name] = tensor.shape, _DTYPES[tensor.dtype]
         self.bytes_read = 0  # from the files, by `read_into`
         # by name: the file's handle, which its tensors share, and the name in the file
         self._handles: dict[str, tuple[safe_open, str]] = {}
-        for file, names in self._names_by_file().items():
-            self._read_header(self.path / file, names)
-        self._fp8 = {
-            name for name, (_, dtype) in self.specs.items() if dtype == torch.float8_e4m3fn
-        }
-        self._block = (1, 1)  # rows and columns with one scale
-        if self._fp8:
-            self._block = self._described(fp8_block, min(self._fp8), "FP8")
-        for name in self._fp8:
-            self._show_dequantized(name)
-        packed = [name for name in self.specs if name.endswith(".weight" + PACKED)]
-        self._int4 = {name.removesuffix(PACKED) for name in packed}
-        if packed:
-            group = self._described(int4_group, min(packed), "INT4")
-            for name in self._int4:
-                self._show_unpacked(name, group)
-
-    def _names_by_file(self) -> dict[str, list[str]]:
-        """Returns the tensors that the index lists in each file; [] means all tensors of the
-        file."""
-        index = self.path / INDEX
-        if index.exists():
-            names: dict[str, list[str]] = {}
-            errors = (json.JSONDecodeError, KeyError, UnicodeDecodeError)
-            with translated(f"{index}: not a safetensors index", *errors):
-                for name, file in json.loads(index.read_text())["weight_map"].items():
-                    names.setdefault(file, []).append(name)
-            return names
-        if (self.path / SINGLE).exists():
-            return {SINGLE: []}
-        raise ValueError(
-            f"{self.path}: has neither {SINGLE} nor {INDEX}; only safetensors checkpoints are read"
-        )
-
-    def _read_header(self, path: Path, names: list[str]) -> None:
-        if not path.exists():
-            raise ValueError(f"{path}: missing, but {INDEX} names it")
-        with translated(f"{path}: unreadable or cut short", SafetensorError, OSError):
-            handle = safe_open(path, "pt")
-        missing = set(names) - set(handle.keys())
-        if missing:
-            raise ValueError(
-                f"{path}: lacks {min(missing)} ({len(missing)} in all) that {INDEX} names"
-            )
-        for name in names or handle.keys():
-            tensor = handle.get_tensor(name)  # of the memory map: nothing is read
-            shown = name.removeprefix(_TEXT_PART)
-            self.specs[shown] = (tuple(tensor.shape), tensor.dtype)
-            self._handles[shown] = handle, name
-
-    def _described(self, read: Callable[[HfConfig], Size | None], tensor: str, form: str) -> Size:
-        """Returns config.json's value for the elements that share a scale."""
-        description = self.path / "config.json"
-        with translated(str(description), ValueError):
-            if size := read(text_part(read_description(description))):
-                return size
-        raise ValueError(
-            f"{self.path}: tensor {tensor} is in {form}, but config.json has no "
-            "quantization_config for it, which names the elements that share a scale"
-        )
-
-    def _show_dequantized(self, name: str) -> None:
-        """Replaces the spec of an FP8 tensor by the spec of the products, and hides the scales."""
-        shape, _ = self.specs[name]
-        scales, dtype = self.specs.pop(name + SCALES, ((), torch.float32))
-        expected = tuple(-(-size // block) for size, block in zip(shape, self._block, strict=False))
-        if len(shape) != 2 or scales != expected or not dtype.is_floating_point:
-            raise ValueError(
-                f"{self.path}: tensor {name} {shape} in FP8 needs scales {name}{SCALES} of shape "
-                f"{expected}, one for each block of {self._block}; the files have {scales or 'none'}"
-            )
-        self.specs[name] = (shape, torch.bfloat16)
-
-    def _show_unpacked(self, name: str, group: int) -> None:
-        """Shows an INT4 tensor as the products, and hides the words and scales."""
-        (rows, words), _ = self.specs.pop(name + PACKED)
-        scales, _ = self.specs.pop(name + SCALE, ((), None))
-        self.specs.pop(name + SHAPE, None)
-        if scales != (rows, words * INT4_WORD // group) or words * INT4_WORD % group:
-            raise ValueError(
-                f"{self.path}: tensor {name} [{rows}, {words * INT4_WORD}] in INT4 needs a scale for "
-                f"each {group} columns in {name}{SCALE}; the files have {scales or 'none'}"
-            )
-        self.specs[name] = ((rows, words * INT4_WORD), torch.bfloat16)
-        self._handles[name] = self._handles[name + PACKED]
+        opened: dict[Path, safe_open] = {}
+        for name, tensor in files.files.items():
+            if tensor.file not in opened:
+                with translated(f"{tensor.file}: unreadable", SafetensorError, OSError):
+                    opened[tensor.file] = safe_open(tensor.file, "pt")
+            self._handles[name] = opened[tensor.file], tensor.name
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._fp8 and name not in self._int4:
@@ -165,7 +97,7 @@ class HfFolder(Mapping[str, Tensor]):
             self._dequantize(target, name, start)
         elif name in self._int4:
             rows = slice(start[0], start[0] + len(target))
-            words, scales = self._stored(name)[rows], self._stored(name + SCALE)[rows]
+            words, scales = self._stored(name + PACKED)[rows], self._stored(name + SCALE)[rows]
             unpack_into(target, words, scales, start[1])
             self.bytes_read += target.numel() // 2
         else:
@@ -209,7 +141,7 @@ class HfFolder(Mapping[str, Tensor]):
         digest = hashlib.sha256()
         for name, (shape, dtype) in sorted(self.specs.items()):
             # a matrix's first row
-            handle, stored = self._handles[name]
+            handle, stored = self._handles[name + PACKED * (name in self._int4)]
             part = handle.get_slice(stored)[: 1 if len(shape) > 1 else None]
             digest.update(
                 f"{name} {shape} {dtype}".encode()
@@ -259,9 +191,9 @@ def write_hf_folder(
     """Writes an HF checkpoint, one shard per dict of `tensors`. Returns the bytes of all tensors.
 
     like: the folder that config.json and the tokenizer files come from; the latter come from
-    `tokenizer` if that is not None. dtype, fp8: only for config.json; tensors are written as they
-    are. `target` is complete or absent, see whole_folder. Raises OSError (disk full, ...) naming
-    the folder.
+    `tokenizer` if that is not None, and generation_config.json then names all end tokens. dtype,
+    fp8: only for config.json; tensors are written as they are. `target` is complete or absent, see
+    whole_folder. Raises OSError (disk full, ...) naming the folder.
     """
     target = Path(target)
     like = Path(like)
@@ -272,31 +204,40 @@ def write_hf_folder(
         write_description(like, draft, dtype, fp8, has_draft(names))
         if tokenizer is not None:
             _replace_tokenizer(draft, Path(tokenizer))
+            _write_ends(draft)
     return size
 
 
 def _replace_tokenizer(folder: Path, source: Path) -> None:
-    """Replaces the tokenizer files of an HF folder, and adds the tokenizer's end token to the tokens
-    that end a generation."""
+    """Replaces the tokenizer files of an HF folder."""
     for pattern in _TOKENIZER_FILES:
         for file in folder.glob(pattern):
             file.unlink()
         for file in source.glob(pattern):
             shutil.copyfile(file, folder / file.name)
+
+
+def _write_ends(folder: Path) -> None:
+    """Lets generation_config.json name the tokens at which engines end a response of the run: those
+    of the tokenizer and of config.json, too."""
     tokenizer, settings, generation = (folder / name for name in _ENDING_FILES)
-    if not (tokenizer.is_file() and settings.is_file() and generation.is_file()):
-        return
-    token = read_description(settings).get("eos_token") or ""
-    if isinstance(token, dict):
-        token = token["content"]
-    end = Tokenizer.from_file(str(tokenizer)).token_to_id(token)
     described = read_description(generation)
-    ends = described.get("eos_token_id")
-    if not isinstance(ends, list):
-        ends = [ends]
-    if end is not None and end not in ends:
-        described["eos_token_id"] = [end, *(other for other in ends if other is not None)]
+    named = _ids(described)
+    ends = list(named)
+    if tokenizer.is_file() and (token := read_description(settings).get("eos_token")):
+        content = token["content"] if isinstance(token, dict) else token
+        ends.insert(0, Tokenizer.from_file(str(tokenizer)).token_to_id(content))
+    ends += _ids(text_part(read_description(folder / "config.json")))
+    ends = [end for end in dict.fromkeys(ends) if end is not None]
+    if set(ends) != set(named):
+        described["eos_token_id"] = ends
         generation.write_text(json.dumps(described, indent=2) + "\n")
+
+
+def _ids(described: HfConfig) -> list[int | None]:
+    """Returns the end tokens that a description names."""
+    ends = described.get("eos_token_id")
+    return ends if isinstance(ends, list) else [ends]
 
 
 def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]]) -> tuple[int, list[str]]:

@@ -69,6 +69,7 @@ def test_damage_is_named(healthy: tuple[Path, Path], tmp_path: Path):
     for name, damage in DAMAGES.items():
         folder = tmp_path / name / "step_000001"
         shutil.copytree(good, folder)
+        shutil.copytree(good, folder.with_name("step_000000"))
         expected.append(damage(folder))
         jobs.append({**base, "load": str(folder)})
     jobs.append({**base, "load": str(good), "identity": {"model": "another"}})
@@ -78,6 +79,8 @@ def test_damage_is_named(healthy: tuple[Path, Path], tmp_path: Path):
     for result, text in zip(run_ranks(2, tmp_path / "ranks", jobs), expected, strict=True):
         assert [text in message for message in result["messages"]] == [True, True], (text, result["messages"])
         assert all("\n" not in message for message in result["messages"]), "one line"
+        older = "rename it to step_000001.old: step_000000 beside it can be loaded"
+        assert (older in result["messages"][0]) == any(name in text for name in DAMAGES), text
         assert result["untouched"]
 
 

@@ -2,6 +2,7 @@
 starts make the undisturbed run of it, and a record whose checkpoints are gone stays."""
 
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from megagrpo.checkpoint.folder import finished_checkpoints, step_of
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.monitor.step_log import read_metrics
 from megagrpo.system.stop_request import StopRequest
+from megagrpo.tools.evaluate import evaluation_alone
+from megagrpo.tools.report import write_report
 from tests.dist.cases import SMALL
 from tests.dist.workers.launch import run_ranks
 from tests.fake_service import FakeService, running
@@ -74,19 +77,25 @@ class Runs:
         return {key: {**value, **sections.get(key, {})} if isinstance(value, dict) else value
                 for key, value in base.items()}  # fmt: skip
 
-    def start(self, name: str, fails: int = -1, refuses: int = 100, asks: int = 100, **sections):
-        """What the two ranks of a start say."""
+    def start(self, name: str, fails: int = -1, refuses: int = 100, asks: int = 100, alone: bool = False, **sections):
+        """What the two ranks of a start say. alone: it is an evaluation alone."""
+        experiment = self.experiment(name, **sections)
+        if alone:
+            experiment = evaluation_alone(ExperimentConfig.model_validate(experiment)).model_dump(mode="json")
         request = StopRequest(self.folder / f"{name}.stop_request")
         request.withdraw()
         service = Service(refuses=refuses, asks=asks, request=request)
         service.hang = lambda body: service.asked
         with running(service):
-            job = {"experiment": self.experiment(name, **sections), "url": service.url}
+            job = {"experiment": experiment, "url": service.url}
             job |= {"fails": fails, "stop_file": str(self.folder / f"{name}.stop_request")}
-            self.starts += 1
-            folder = self.folder / f"ranks{self.starts}"
-            (said,) = run_ranks(2, folder, [job], script="loop_ranks.py")
+            said = self.ranks(job)
         return said | {"granted": request.granted()}
+
+    def ranks(self, job: dict) -> dict:
+        self.starts += 1
+        (said,) = run_ranks(2, self.folder / f"ranks{self.starts}", [job], script="loop_ranks.py")
+        return said
 
     def saved(self, name: str) -> list[int]:
         return [step_of(path) for path in finished_checkpoints(self.folder / name / "checkpoints")]
@@ -124,6 +133,8 @@ def test_an_evaluation_that_fails_or_is_stopped_costs_no_step(runs, undisturbed)
     said = runs.start(name, refuses=2)
     assert "on purpose" in said["error"] and runs.saved(name) == [2]
     assert sorted(runs.record(name)) == [0, 1, 2]
+    said = runs.start(name, data={"shuffle": False})
+    assert "data.shuffle was True and is False now" in said["error"] and runs.saved(name) == [2]
     said = runs.start(name, asks=2)
     assert (said["error"], said["published"]) == ("", {"2": undisturbed["published"]["2"]})
     assert said["granted"][0] == "saved after step 2" and runs.saved(name) == [2]
@@ -134,6 +145,37 @@ def test_an_evaluation_that_fails_or_is_stopped_costs_no_step(runs, undisturbed)
     assert runs.start(name)["error"] == ""
     assert f"{NUM_STEPS} of {NUM_STEPS} steps are done" in runs.finished(name)
     assert runs.record(name) == runs.record("undisturbed")
+    starts = sorted(path.name for path in (runs.folder / name / "starts").iterdir())
+    assert starts == ["step_000000.yaml", "step_000002.yaml", "step_000004.yaml"]
+
+
+def test_the_evaluation_before_the_first_step_may_be_left_out(runs, undisturbed):
+    name = "unevaluated"
+    evaluation = runs.experiment(name)["eval"] | {"before_first_step": False}
+    assert runs.start(name, eval=evaluation)["published"] == undisturbed["published"]
+    evaluated = [step for step, entry in runs.record(name).items() if entry["eval/accuracy"] is not None]
+    assert evaluated == [2, 4], "the model's own is missing, that after the last step is not"
+
+
+def test_an_evaluation_alone_takes_the_newest_checkpoint_and_leaves_the_run_as_it_is(runs, undisturbed):
+    before = runs.record("undisturbed")
+    for _ in range(2):  # a second one replaces the first one's record
+        said = runs.start("undisturbed", alone=True)
+        assert said["error"] == "" and said["published"] == {"0": undisturbed["published"]["4"]}
+        folder = "undisturbed/evaluations/step_000004"
+        assert runs.record(folder)[0]["eval/accuracy"] == before[4]["eval/accuracy"]
+        assert list(runs.record(folder)) == [0] and runs.saved(folder) == []
+    assert "held-out accuracy" in write_report(str(runs.folder / folder))
+    assert runs.record("undisturbed") == before and runs.saved("undisturbed") == [NUM_STEPS]
+
+
+def test_an_evaluation_alone_of_the_model_itself(runs, undisturbed):
+    said = runs.start("untrained", alone=True)
+    assert said["error"] == "" and said["published"] == {"0": undisturbed["published"]["0"]}
+    assert list(runs.record("untrained/evaluations/start")) == [0]
+    config = ExperimentConfig.model_validate(runs.experiment("untrained"))
+    with pytest.raises(ValueError, match="no section eval"):
+        evaluation_alone(config.model_copy(update={"eval": None}))
 
 
 def test_a_publish_that_fails_costs_no_step(runs, undisturbed):
@@ -171,3 +213,21 @@ def test_the_learning_rate_reaches_its_end_also_with_fewer_updates_a_step(runs):
     rates = [entry["optim/lr"] for step, entry in runs.record(name).items() if step > 3]
     assert rates[0] > rates[1] > rates[2] == 0.0
     assert len(set(said["published"].values())) == 3, "of steps 3, 4, and 5"
+
+
+def test_the_first_step_after_another_runs_checkpoint_is_replayed_from_it(runs, undisturbed):
+    name = "loaded"
+    source = runs.folder / "undisturbed" / "checkpoints" / f"step_{NUM_STEPS:06d}"
+    sections = {"checkpoint": {"load": str(source)}, "log": {"dump_steps": [1]}, "train": {"num_steps": 2}}
+    said = runs.start(name, asks=1, **sections)
+    assert said["error"] == "" and said["published"]["0"] == undisturbed["published"][str(NUM_STEPS)]
+    for folder in (runs.folder / name / "checkpoints").glob("step_*"):
+        shutil.rmtree(folder)  # as if it had failed in its first step
+    dump = str(runs.folder / name / "dumps" / "step_000001")
+    table = runs.ranks({"experiment": runs.experiment(name, **sections), "replay": dump})["table"]
+    heading, _, *rows = table.splitlines()
+    assert heading == f"weights of version 0 ({source})"
+    repeated = {row.split()[0]: row.split()[1:] for row in rows}
+    assert len(repeated["loss/total"]) == 2, table
+    for metric, (then, now) in repeated.items():
+        assert then == now or metric.startswith(("time/", "perf/", "schedule/")), metric

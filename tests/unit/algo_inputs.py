@@ -1,4 +1,4 @@
-"""Batches of responses without prompts, and inputs of single reward steps."""
+"""Batches of responses without prompts, and inputs of losses and of single reward steps."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,40 @@ import torch
 from torch import Tensor
 
 from megagrpo.algo import advantage
+from megagrpo.algo.loss import Denominators, LossInputs, Term, token_scale
+from megagrpo.algo.policy_loss import PolicyInputs, Rows
 from megagrpo.algo.reward_shaping import RewardInputs
 from megagrpo.algo.statistics import alone
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.types import AlgoState, Batch
 from tests.padding import as_rows, batch_of_rows
+
+
+def rows_of(values: Tensor) -> Rows:
+    """Of values [n, S]."""
+    return Rows(torch.full((values.shape[0],), values.shape[1]))
+
+
+def policy_inputs(logprobs: Tensor, *tensors: Tensor) -> PolicyInputs:
+    """The inputs of a policy loss, given as [n, S]: log-probabilities, old ones, advantages, mask, the engine's."""
+    old, advantages, mask, *rollout = (each.flatten() for each in tensors)
+    return PolicyInputs(logprobs.flatten(), old, advantages, mask, rows_of(logprobs), *rollout)
+
+
+def loss_inputs(logprobs: Tensor, *tensors: Tensor, **more) -> LossInputs:
+    """The inputs of the objective, given as [n, S] in their order; `more` may have counted_tokens [n]."""
+    counted, weights = more.pop("counted_tokens", None), more.pop("weights", {})
+    flat = {name: None if each is None else each.flatten() for name, each in more.items()}
+    weights = {name: each.flatten() for name, each in weights.items()}
+    given = (each.flatten() for each in (logprobs, *tensors))
+    return LossInputs(*given, rows=rows_of(logprobs), counted_tokens=counted, weights=weights, **flat)
+
+
+def aggregate(values: Tensor, mask: Tensor, aggregation: str, denominators: Denominators) -> Tensor:
+    """The share of values [n, S] under a mask [n, S] in an aggregated loss."""
+    counted = (mask > 0).sum(1, keepdim=True).expand_as(values).flatten()
+    scale = token_scale(aggregation, denominators, counted)
+    return Term(values.flatten(), (mask > 0).to(values.dtype).flatten(), scale).share()
 
 
 def batch_of(rewards: Tensor, groups: Sequence[int], mask: Tensor, **more) -> Batch:

@@ -45,6 +45,12 @@ _OF_SCRIPTS = {
     "eats memory in files of memory": (
         "import os, time\nfor _ in range(4):\n    if os.fork() == 0: break\n"
         "for n in range(11): os.write(os.memfd_create(str(n)), bytes(2**22))\ntime.sleep(1000)",
+        _errno(1),
+    ),
+    "eats memory in processes of a thread": (
+        "import os, threading, time\ndef work():\n    for _ in range(4):\n        if os.fork() == 0:\n"
+        "            x = bytearray(2**20 * 100)\n            time.sleep(1000)\n    time.sleep(1000)\n"
+        "threading.Thread(target=work).start()",
         "memory limit",
     ),
     "eats memory in System V segments": (_CALL + "while True: call('shmget', 0, 2**20, 0o1600)", _errno(1)),

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import re
 import tempfile
+import threading
 from contextlib import closing
 
 import numpy as np
@@ -19,7 +20,8 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.agents.environments import EnvironmentFailed, Environments
 from megagrpo.rollout.agents.renderer import Renderer
-from megagrpo.rollout.generation import sample_seed
+from megagrpo.rollout.batches import BatchPlan, SamplingJob
+from megagrpo.rollout.generation import SamplingParams, sample_seed
 from megagrpo.types import Prompt, RolloutGroup
 from tests.experiments import ROOT, live_children, until
 
@@ -109,11 +111,29 @@ def test_each_limit_cuts_a_rollout_and_keeps_its_rewards(turns, more, end, reaso
     assert group.samples[-1].finish_reason == "length"
 
 
+def test_later_turns_of_a_batch_ahead_let_an_evaluation_pass():
+    begun = threading.Event()
+    service = FakeService(version=3, script=[says("3"), says("7"), says("7")], hang=lambda body: not begun.is_set())
+    config = config_of(function="tests.games:GuessTheNumber", rollout={"max_running_requests": 1})
+    prompts = [Prompt(30 + i, "?", tuple(ids("?" * i)), "7") for i in (1, 2)]
+    with playing(config, TOKENIZER, service) as source:
+        ahead = source.begin(plan(source, 7, prompts[:1], 3))
+        until(lambda: service.requests)
+        evaluation = SamplingJob("evaluate", 0, 3, SamplingParams.of(config.sampling), 1)
+        urgent = source.begin(BatchPlan(evaluation, prompts[1:]))
+        until(lambda: source._sampler._admission._waiting, said=source.waiting)
+        begun.set()
+        source.wait([urgent, ahead], 3)
+    lengths = [len(request["input_ids"]) for request in service.requests]
+    assert lengths == [1, 2, 4], "the evaluation's only turn, then the second turn of the other"
+
+
 @pytest.mark.parametrize(
     ("kind", "status", "named"),
     [
         ("make", "error", "tests.games:Bad: make raised KeyError: 'no such task'"),
         ("reset", "error", "reset returned 5, not a text or a list of messages"),
+        ("nothing", "error", "the first message has no token"),
         ("raise", "error", "step raised RuntimeError: the tool server is gone"),
         ("strange", "error", "the tokenizer does not know every character of 'x y'"),
         ("content", "error", "the content of a message is a text"),
@@ -128,7 +148,7 @@ def test_each_limit_cuts_a_rollout_and_keeps_its_rewards(turns, more, end, reaso
     ],
 )
 def test_an_environment_that_fails_gives_no_reward(kind, status, named):
-    turns = [] if kind in ("make", "reset", "long") else [says("3")]
+    turns = [] if kind in ("make", "reset", "nothing", "long") else [says("3")]
     before = live_children()
     group, _ = play(*turns, game="Bad", answer=kind, timeout_s=0.5 if kind in ("hang", "fork") else 20)
     (outcome,) = group.outcomes

@@ -57,8 +57,9 @@ def test_closed_form(advantage, expected):
 
 def test_maxrl_without_a_positive_mean_is_0_and_never_beyond_the_group():
     batch = batch_of([-1.0, 1.0, 0.0, -1.0, -1e9, 1e9 + 1], [0, 0, 1, 1, 2, 2])
-    advantages, _ = solve(batch, advantage={"name": "maxrl"})
+    advantages, metrics = solve(batch, advantage={"name": "maxrl"})
     assert advantages[:, 0].tolist() == [0, 0, 0, 0, -2, 2]
+    assert metrics["group/nonpositive_fraction"] == 2 / 3
 
 
 def of_graders(scores: list[list[float]], weights: list[float]) -> dict:

@@ -8,6 +8,7 @@ from megagrpo.config.objective.estimators import ESTIMATOR_CONFIGS
 from megagrpo.config.objective.policy_loss import POLICY_LOSS_CONFIGS
 from tests.experiments import experiment
 
+NO_RL, NO_DISTILLATION = ({"component": name, "weight": 0.0} for name in ("rl", "distillation"))
 REFUSED = [  # options, part of the reason
     ({"advantage": {"name": "rloo", "eps": 1e-6}}, "eps"),  # leave-one-out divides by no std
     ({"advantage": {"name": "grpo"}, "reward": {"mean": "group"}}, "twice"),
@@ -45,6 +46,30 @@ REFUSED = [  # options, part of the reason
     ({"streams": [{"component": "distillation"}]}, "there is no distillation section"),
     ({"streams": [{"component": "rl", "written_by": ["tool"]}]}, "component rl is of tokens that the policy sampled"),
     ({"streams": [{"component": "reference_kl"}], "kl": {"loss_coef": 0.1}}, "a stream of reference_kl beside kl.loss"),
+    *(
+        ({"advantage": {"name": "maxrl"}} | options, f"{key} can make the mean reward of a group 0 or less")
+        for key, options in (
+            ("reward.shift", {"reward": {"shift": -1.0}}),
+            ("reward.overlong", {"reward": {"overlong": {}}}),
+            ("reward.mean", {"reward": {"mean": "batch"}}),
+            ("kl.reward_coef", {"kl": {"reward_coef": 0.1}}),
+        )
+    ),
+    ({"distillation": {"top_k": 64}}, "reads no top_k"),
+    ({"distillation": {"logprob_min": -3.0}}, "reads no logprob_min"),
+    ({"reward": {"eps": 1e-3}}, "eps is added to a std"),
+    ({"streams": [NO_RL]}, "gives no component a token"),
+    ({"streams": [NO_RL, {"component": "cross_entropy", "weight": 0.0}]}, "gives no component a token"),
+    ({"streams": [NO_RL, NO_DISTILLATION], "distillation": {}}, "gives no component a token"),
+    *(
+        ({"distillation": {}, "streams": [NO_RL]} | options, f"{key}: of component rl")
+        for key, options in (
+            ("advantage_clip", {"advantage_clip": 1.0}),
+            ("whiten_advantages", {"whiten_advantages": True}),
+            ("entropy_coef", {"entropy_coef": 0.1}),
+            ("kl.loss_coef", {"kl": {"loss_coef": 0.1}}),
+        )
+    ),
 ]
 
 
@@ -63,6 +88,22 @@ def problems(options: dict, max_response_tokens: int = 512, **train) -> str:
     except ValueError as exc:
         return str(exc)
     return ""
+
+
+ACCEPTED = [
+    {"advantage": {"name": "maxrl"}, "reward": {"scale": 2.0, "shift": 1.0, "std": "batch", "clip": 1.0}},
+    {"distillation": {"loss": "student_topk", "top_k": 64, "logprob_min": -3.0}},
+    {"reward": {"std": "batch", "eps": 1e-3}, "advantage": {"name": "dr_grpo"}},
+    {"streams": [NO_RL | {"sources": ["code"]}], "advantage_clip": 1.0},
+    {"streams": [NO_RL, {"component": "rl", "sources": ["code"]}], "entropy_coef": 0.1},
+    {"streams": [NO_RL, {"component": "cross_entropy", "written_by": ["tool"]}]},
+    {"distillation": {}, "streams": [NO_RL]},
+]
+
+
+@pytest.mark.parametrize("options", ACCEPTED)
+def test_accepted(options):
+    AlgorithmConfig(**options)
 
 
 RAW = {"advantage": {"name": "grpo", "single_sample": "raw"}}

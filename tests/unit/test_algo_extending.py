@@ -82,22 +82,23 @@ PROGRAM = """
 import json, sys, torch
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.algo.loss import LossInputs, count_denominators, objective
+from megagrpo.algo.policy_loss import Rows
 from megagrpo.algo.statistics import alone
 from megagrpo.config.load import load_config
 from megagrpo.types import AlgoState, Batch, Rewards
 
 algorithm = load_config(sys.argv[1]).algorithm
-ones, integers = torch.ones(2, 1), torch.arange(2)
+ones, integers = torch.ones(2), torch.arange(2)
 batch = Batch(
     sample_ids=integers, group_ids=torch.zeros_like(integers), num_groups=1, tokens=integers,
     lengths=torch.ones_like(integers), prompt_lengths=torch.zeros_like(integers), loss_mask=integers >= 0,
-    rollout_logprobs=-ones[:, 0],
+    rollout_logprobs=-ones,
     rewards=Rewards(torch.tensor([1.0, 2.0], dtype=torch.float64), integers >= 0), truncated=integers < 0,
 )
 batch, _, _ = with_advantages(batch, algorithm, alone, AlgoState(), max_response_tokens=1)
 inputs = LossInputs(
-    logprobs=-ones, entropy=ones, loss_mask=ones, advantages=batch.advantages[:, None], old_logprobs=-ones,
-    rollout_logprobs=-ones,
+    logprobs=-ones, entropy=ones, loss_mask=ones, advantages=batch.advantages, old_logprobs=-ones,
+    rollout_logprobs=-ones, rows=Rows(torch.ones_like(integers)),
 )
 loss, _ = objective(inputs, algorithm, count_denominators(integers - integers + 1, alone, 1.0))
 print(json.dumps([batch.advantages.tolist(), float(loss), algorithm.formula]))

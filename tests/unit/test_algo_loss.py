@@ -1,7 +1,6 @@
 """Every loss, KL form and aggregation: closed-form value and gradient; shares add up; masked tokens leak nothing."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megagrpo.algo.kl import kl_penalty
-from megagrpo.algo.loss import Denominators, LossInputs, aggregate, count_denominators, objective
-from megagrpo.algo.policy_loss import PolicyInputs, token_loss
+from megagrpo.algo.loss import Denominators, count_denominators, objective
+from megagrpo.algo.policy_loss import token_loss
 from megagrpo.algo.statistics import alone
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.objective.policy_loss import (
@@ -22,6 +21,7 @@ from megagrpo.config.objective.policy_loss import (
     PpoClipLoss,
     SapoLoss,
 )
+from tests.unit.algo_inputs import aggregate, loss_inputs, policy_inputs
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 OLD = -1.0
@@ -31,7 +31,7 @@ def value_and_gradient(options, ratio: float, advantage: float) -> tuple[float, 
     """Loss of a single token whose probability ratio is `ratio`, and d loss / d logp."""
     logp = torch.tensor([[OLD + math.log(ratio)]], dtype=torch.float64, requires_grad=True)
     old, adv = torch.full_like(logp, OLD), torch.full_like(logp, advantage)
-    loss = token_loss(PolicyInputs(logp, old, adv, torch.ones_like(logp, dtype=torch.bool)), options).value.sum()
+    loss = token_loss(policy_inputs(logp, old, adv, torch.ones_like(logp, dtype=torch.bool)), options).value.sum()
     loss.backward()
     return loss.item(), logp.grad.item()
 
@@ -93,7 +93,7 @@ def test_gmpo_has_the_gradient_of_the_paper():
     for advantage in (2.0, -2.0):
         logp = (old + torch.tensor([[0.1, 0.5, 9.0, -0.4]])).requires_grad_()
         adv = torch.full_like(old, advantage)
-        value = token_loss(PolicyInputs(logp, old, adv, mask), GMPO).value
+        value = token_loss(policy_inputs(logp, old, adv, mask), GMPO).value[None]
         counts = count_denominators(mask.sum(1), alone, 1.0)
         loss = aggregate(value, mask, "seq-mean-token-mean", counts)
         (gradient,) = torch.autograd.grad(loss, logp)
@@ -109,7 +109,8 @@ def test_gspo_uses_one_ratio_per_sequence():
     old = torch.tensor([[-1.2, -2.4, 0.0], [-1.0, -1.0, -1.0]], dtype=torch.float64)
     mask = torch.tensor([[True, True, False], [True, True, True]])
     adv = torch.tensor([[1.0], [2.0]], dtype=torch.float64).expand(2, 3)
-    value = token_loss(PolicyInputs(logp, old, adv, mask), GspoLoss(clip_ratio_low=0.9, clip_ratio_high=9.0)).value
+    options = GspoLoss(clip_ratio_low=0.9, clip_ratio_high=9.0)
+    value = token_loss(policy_inputs(logp, old, adv, mask), options).value.view(2, 3)
     s = math.exp((0.2 + 0.4) / 2)  # the masked token's log-ratio of -9 is not in the mean
     assert value[0, :2].tolist() == pytest.approx([-s, -s]) and value[1].tolist() == [-2.0] * 3
     loss = aggregate(value, mask, "seq-mean-token-mean", count_denominators((mask > 0).sum(1), alone, 1.0))
@@ -124,8 +125,9 @@ def test_gspo_uses_one_ratio_per_sequence():
 def test_gspo_limits_the_mean_log_ratio(clamp, log_ratio, expected):
     logp = torch.full((1, 3), log_ratio, dtype=torch.float64, requires_grad=True)
     options = GspoLoss(clip_ratio_low=1.0, clip_ratio_high=1e9, clamp=clamp)
-    value = token_loss(PolicyInputs(logp, torch.zeros_like(logp), -torch.ones_like(logp), logp == logp), options).value
-    assert value[0, 0].item() == pytest.approx(math.exp(expected))
+    zeros = torch.zeros_like(logp)
+    value = token_loss(policy_inputs(logp, zeros, zeros - 1, logp == logp), options).value
+    assert value[0].item() == pytest.approx(math.exp(expected))
     value.sum().backward()
     assert not logp.grad.any()  # as verl's, which clamps the sum with its gradient
 
@@ -133,7 +135,7 @@ def test_gspo_limits_the_mean_log_ratio(clamp, log_ratio, expected):
 def test_log_ratio_is_clamped_without_gradient_and_counted():
     logp = torch.tensor([[60.0, 0.5]], dtype=torch.float64, requires_grad=True)
     zero = torch.zeros(1, 2, dtype=torch.float64)
-    inputs = LossInputs(logp, zero, zero + 1, zero - 1, zero, zero)
+    inputs = loss_inputs(logp, zero, zero + 1, zero - 1, zero, zero)
     algorithm = AlgorithmConfig(loss={"name": "ppo_clip", "clip_ratio_high": 1e9})
     loss, sums = objective(inputs, algorithm, Denominators(2, 1, 1.0))
     loss.backward()
@@ -177,7 +179,7 @@ def test_kl_limits():
 def test_kl_importance_weighs_by_the_ratio():
     logp = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
     one = torch.ones_like(logp).detach()
-    inputs = LossInputs(logp, 0 * one, one, 0 * one, -1.5 * one, -1.5 * one, ref_logprobs=-2 * one)
+    inputs = loss_inputs(logp, 0 * one, one, 0 * one, -1.5 * one, -1.5 * one, ref_logprobs=-2 * one)
     kl = {"loss_coef": 0.5, "estimator": "k3+", "importance": True}
     loss, _ = objective(inputs, AlgorithmConfig(kl=kl), Denominators(1, 1, 1.0))
     loss.backward()
@@ -188,7 +190,7 @@ def test_kl_importance_weighs_by_the_ratio():
 def test_full_kl_and_entropy_enter_with_their_coefficients():
     one = torch.ones(1, 2, dtype=torch.float64)
     entropy, full = (2 * one).requires_grad_(), (3 * one).requires_grad_()
-    inputs = LossInputs(one.clone().requires_grad_(), entropy, one, 0 * one, one, one, full_kl=full)
+    inputs = loss_inputs(one.clone().requires_grad_(), entropy, one, 0 * one, one, one, full_kl=full)
     algorithm = AlgorithmConfig(kl={"loss_coef": 0.1, "estimator": "full"}, entropy_coef=0.01)
     loss, sums = objective(inputs, algorithm, Denominators(2, 1, 1.0))
     loss.backward()
@@ -226,7 +228,7 @@ def test_rejected_tokens_may_stay_in_every_denominator():
         torch.ones(1, 4, dtype=torch.float64),
     )
     zeros, logprobs = torch.zeros_like(counted), torch.zeros_like(counted).requires_grad_()
-    inputs = LossInputs(logprobs, zeros, trained, counted, zeros, zeros, counted_tokens=counted.sum(1))
+    inputs = loss_inputs(logprobs, zeros, trained, counted, zeros, zeros, counted_tokens=counted.sum(1))
     for aggregation in ("seq-mean-token-mean", "token-mean"):
         denominators = count_denominators((counted > 0).sum(1), alone, C)
         loss, sums = objective(inputs, AlgorithmConfig(aggregation=aggregation), denominators)
@@ -254,31 +256,39 @@ def algorithm_of(loss, aggregation) -> AlgorithmConfig:
     return AlgorithmConfig(loss=loss, aggregation=aggregation, kl=kl, entropy_coef=0.01)
 
 
-def random_inputs(seed: int, n: int, width: int) -> LossInputs:
+def random_inputs(seed: int, n: int, width: int) -> dict[str, torch.Tensor]:
+    """As [n, width]."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal() -> torch.Tensor:
         return torch.randn(n, width, generator=generator, dtype=torch.float64)
 
-    mask = (torch.rand(n, width, generator=generator) > 0.4).double()
     old, near = normal() - 2, 0.3 * normal()
-    values = (old + near, normal().abs(), mask, normal(), old, old + 0.1 * normal(), old + 0.1 * normal())
-    return LossInputs(*values, None, normal().abs())
+    return {
+        "logprobs": old + near,
+        "entropy": normal().abs(),
+        "loss_mask": (torch.rand(n, width, generator=generator) > 0.4).double(),
+        "advantages": normal(),
+        "old_logprobs": old,
+        "rollout_logprobs": old + 0.1 * normal(),
+        "ref_logprobs": old + 0.1 * normal(),
+        "policy_weights": normal().abs(),
+    }
 
 
-def denominators_of(inputs: LossInputs) -> Denominators:
-    return count_denominators((inputs.loss_mask > 0).sum(1), alone, C)
+def denominators_of(inputs: dict) -> Denominators:
+    return count_denominators((inputs["loss_mask"] > 0).sum(1), alone, C)
 
 
-def solve(inputs: LossInputs, algorithm, denominators) -> tuple[float, torch.Tensor, dict]:
-    logp = inputs.logprobs.clone().requires_grad_()
-    loss, sums = objective(replace(inputs, logprobs=logp), algorithm, denominators)
+def solve(inputs: dict, algorithm, denominators) -> tuple[float, torch.Tensor, dict]:
+    logp = inputs["logprobs"].clone().requires_grad_()
+    loss, sums = objective(loss_inputs(**inputs | {"logprobs": logp}), algorithm, denominators)
     (gradient,) = torch.autograd.grad(loss, logp)
     return loss.item(), gradient, {name: float(value) for name, value in sums.items()}
 
 
-def pick(inputs: LossInputs, rows) -> LossInputs:
-    return LossInputs(**{name: None if value is None else value[rows] for name, value in vars(inputs).items()})
+def pick(inputs: dict, rows) -> dict:
+    return {name: value[rows] for name, value in inputs.items()}
 
 
 @given(
@@ -293,7 +303,7 @@ def test_invariances(seed, n, width, loss, aggregation):
     inputs, algorithm = random_inputs(seed, n, width), algorithm_of(loss, aggregation)
     denominators = denominators_of(inputs)
     value, gradient, sums = solve(inputs, algorithm, denominators)
-    assert math.isfinite(value) and (gradient[inputs.loss_mask == 0] == 0).all()
+    assert math.isfinite(value) and (gradient[inputs["loss_mask"] == 0] == 0).all()
 
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
     permuted = solve(pick(inputs, order), algorithm, denominators)
@@ -307,9 +317,8 @@ def test_invariances(seed, n, width, loss, aggregation):
     assert {k: parts[0][2][k] + parts[1][2][k] for k in sums} == pytest.approx(sums, rel=1e-9, abs=1e-9)
 
     padded = pick(inputs, [*range(n), 0])  # a copy
-    for name, tensor in vars(padded).items():
-        if tensor is not None:
-            tensor[-1] = 0.0 if name == "loss_mask" else math.nan
+    for name, tensor in padded.items():
+        tensor[-1] = 0.0 if name == "loss_mask" else math.nan
     assert denominators_of(padded) == denominators
     added = solve(padded, algorithm, denominators)
     assert added[0] == pytest.approx(value, rel=1e-12, abs=1e-12) and (added[1][-1] == 0).all()
@@ -319,7 +328,7 @@ def test_invariances(seed, n, width, loss, aggregation):
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_nothing_unmasked_is_zero_not_nan(loss, aggregation):
-    inputs = replace(random_inputs(0, 3, 4), loss_mask=torch.zeros(3, 4, dtype=torch.float64))
+    inputs = random_inputs(0, 3, 4) | {"loss_mask": torch.zeros(3, 4, dtype=torch.float64)}
     value, gradient, _ = solve(inputs, algorithm_of(loss, aggregation), denominators_of(inputs))
     assert value == 0.0 and (gradient == 0).all()
 
@@ -329,7 +338,7 @@ def test_weights_multiply_the_policy_term_only(loss):
     inputs, denominators = random_inputs(1, 3, 4), Denominators(7, 3, C)
     algorithm = algorithm_of(loss, "token-mean")
     zeros = torch.zeros(3, 4, dtype=torch.float64)
-    without = solve(replace(inputs, policy_weights=zeros), algorithm, denominators)
-    no_policy = solve(replace(inputs, policy_weights=None, advantages=zeros), algorithm, denominators)
+    without = solve(inputs | {"policy_weights": zeros}, algorithm, denominators)
+    no_policy = solve(inputs | {"policy_weights": None, "advantages": zeros}, algorithm, denominators)
     assert without[0] == pytest.approx(no_policy[0]) and without[0] != 0
     torch.testing.assert_close(without[1], no_policy[1])

@@ -232,8 +232,11 @@ def test_targets_are_the_trained_tokens_each_from_the_position_before(
             assert torch.equal(micro.rows.flatten()[of.flat], of.rows)
             assert torch.equal(micro.columns.flatten()[of.flat] + 1, of.columns)
             found[batch.starts[of.rows] + of.columns] += 1
-            grid = micro.padded(batch.tokens).flatten()[micro.target_grid]
-            assert torch.equal(grid, batch.tokens[batch.starts[of.rows] + of.columns])
+            theirs = batch.tokens[batch.starts[of.rows] + of.columns]
+            assert torch.equal(micro.of_targets(batch.tokens), theirs)
+            assert torch.equal(micro.of_trained(batch.tokens)[micro.target_order], theirs)
+            owner = torch.repeat_interleave(micro.members, micro.num_trained)
+            assert torch.equal(torch.searchsorted(batch.starts, micro.trained, right=True) - 1, owner)
     assert torch.equal(found, batch.loss_mask.int())
 
 
@@ -266,7 +269,7 @@ def test_bytes_follow_the_tokens_and_not_the_longest_sample():
     on_device = []
     for micro, (height, width) in zip(micros, micros.shapes, strict=True):
         moved = [micro.tokens, micro.positions, micro.rows, micro.columns, *vars(micro.targets).values()]
-        moved += [micro.cu_seqlens, micro.grid, micro.target_grid]
+        moved += [micro.cu_seqlens, micro.target_order]
         on_device.append(sum(values.numel() * values.element_size() for values in moved))
         assert (height, width) == micro.tokens.shape
     assert len(micros) > 8 and max(on_device) < 500 * 80, "of one micro-batch alone"

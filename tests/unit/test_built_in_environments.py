@@ -137,6 +137,36 @@ def test_an_answer_that_is_not_the_protocols_is_said(mcp_tools, listening, conte
     environment.close()
 
 
+TEXT = {"type": "text", "text": "the file follows"}
+FILE = {"uri": "file:///a.py", "mimeType": "text/x-python"}
+
+
+@pytest.mark.parametrize(
+    "result, said",
+    [
+        (
+            {"content": [TEXT, {"type": "resource", "resource": {**FILE, "text": "print(42)"}}]},
+            f"{TEXT['text']}\nprint(42)",
+        ),
+        (
+            {"content": [{"type": "resource", "resource": {**FILE, "blob": "AAAA"}}]},
+            "[resource file:///a.py text/x-python]",
+        ),
+        ({"content": [{"type": "resource_link", "name": "a.py", **FILE}]}, "[resource file:///a.py: a.py]"),
+        ({"content": [], "structuredContent": {"temperature": 22.5}}, '{"temperature": 22.5}'),
+        ({"content": [TEXT], "structuredContent": {"temperature": 22.5}}, TEXT["text"]),
+        ({"content": [], "structuredContent": {"code": 7}, "isError": True}, 'error: {"code": 7}'),
+        ({"content": [], "isError": True}, "error: the tool failed without a word"),
+        ({"content": []}, ""),
+    ],
+)
+def test_every_form_of_a_result_reaches_the_model_as_text(mcp_tools, listening, result, said):
+    environment = mcp_tools(ROW, 0, "exact", url=f"http://127.0.0.1:{listening.server_port}/mcp")
+    listening.found = {"result": result}
+    assert environment.step(call("add", a=2, b=3))[0] == f"<tool_response>\n{said}\n</tool_response>"
+    environment.close()
+
+
 @pytest.mark.parametrize("status", [404, 503])
 def test_a_session_that_the_server_has_lost_is_no_answer_of_a_tool(mcp_tools, listening, status):
     environment = mcp_tools(ROW, 0, "exact", url=f"http://127.0.0.1:{listening.server_port}/mcp")

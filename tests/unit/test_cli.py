@@ -62,9 +62,18 @@ def test_the_experiment_is_wrong_is_one_exit_code(monkeypatch, capsys):
     Path("empty.yaml").write_text("")
     for command in (["check"], ["plan"], ["run"], ["submit", "--dry-run"], ["sft"], ["try"]):
         for experiment in ("absent.yaml", "empty.yaml", str(QUICKSTART)):
-            if experiment == str(QUICKSTART) and command[0] == "sft":
-                continue  # it starts before it reads data
+            if experiment == str(QUICKSTART) and command[0] in ("sft", "submit"):
+                continue  # it starts before it reads data; a dry run goes on without files
             assert cli.main([command[0], experiment, *command[1:]]) == 2, (command, experiment)
     assert "PROBLEMS (" in capsys.readouterr().out  # check's: no file of the experiment is here
     for words in (["view", "absent"], ["status", "absent"], ["report", "absent"], ["stop", "absent"]):
         assert cli.main(words) == 2, words
+
+
+@pytest.mark.parametrize("command", [["run"], ["run", "--master-addr", "x"], ["submit", "--dry-run"]])
+def test_libraries_judge_their_settings_before_anything_starts(command, capsys, monkeypatch):
+    answer = '[[["actor", "megatron", "moe_permute_fusoin"], "no such field"]]'
+    monkeypatch.setattr("megagrpo.check.libraries._answer", lambda *job: answer)
+    typo = ["--set", 'actor.megatron={"moe_permute_fusoin": true}']
+    assert cli.main([command[0], str(QUICKSTART), *command[1:], *typo]) == 2
+    assert "moe_permute_fusoin = True: no such field" in capsys.readouterr().err

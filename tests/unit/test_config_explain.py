@@ -60,6 +60,11 @@ def test_coordinates_of_ranks_are_megatrons(tp, cp, pp, ep, etp, world):
         (BIG, ["rollout={tp: 6, ep: 3}"], "rollout.ep = 3 .* num_experts = 128; it may be 2 or 4"),
         (DENSE, ["rollout={tp: 2, ep: 2}"], "rollout.ep = 2, but a qwen3 model has no experts"),
         (MOE, ["sampling.max_response_tokens=2048"], "^data: up to 2056 tokens, but the model has 2048 positions"),
+        (
+            MOE,
+            ["sampling.max_response_tokens=2036", "sampling.environment={function: calculator}"],
+            r"^data: up to 2051 tokens \(7 are SGLang's between turns\), but the model has 2048 positions",
+        ),
         (MOE, ["eval.max_response_tokens=4000"], "^eval.data: up to 4008 tokens, but the model has 2048 positions"),
         (MOE, ["rollout.sglang.max_total_tokens=10"], "^data: up to 16 tokens, but an engine's cache holds 10"),
         (

@@ -115,7 +115,7 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
         "e.yaml:14: reward.args.x = [1]: should be a text, a number, true or false",
         "e.yaml:18: actor.dtype = 'bf16': not a choice; did you mean 'bfloat16'?",
         "e.yaml:18: actor.optimizer.lr = -1e-06: should be greater than 0",
-        "e.yaml:20: eval = 3: should be a section with keys data, every, num_samples, temperature, "
+        "e.yaml:20: eval = 3: should be a section with keys data, every, before_first_step, num_samples, temperature, "
         "top_p, top_k, "
         "num_as_trained, max_response_tokens",
         "e.yaml:21: log.dump_steps = 3: should be a valid list; write [3]",
@@ -159,6 +159,11 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
         ("actor: {optimizer: {min_lr: 1, lr_schedule: linear}}\n", "actor.optimizer: min_lr 1 is above lr 1e-06"),
         ("train: {num_prompts_per_step: 9, num_updates_per_step: 2}\n", "9 is not a multiple of num_updates"),
         ("train: {num_steps: 9, num_epochs: 2}\n", "train: num_steps 9 and num_epochs 2 both say how long the run is"),
+        (
+            "train: {num_steps: 0, num_epochs: 2}\neval: {data: {path: a.jsonl}}\n",
+            "num_steps 0 and num_epochs 2 both say",
+        ),
+        ("train: {num_steps: 0}\n", "num_steps 0 is an evaluation alone, and there is no section eval"),
         ("train: {num_epochs: 2}\nalgorithm: {dynamic_sampling: {}}\n", "num_epochs with algorithm.dynamic_sampling"),
     ],
 )

@@ -152,6 +152,7 @@ def test_verls_command_whole(tmp_path):
     graders = data.grader_by_source
     assert graders["openai/gsm8k"] == "gsm8k" and graders["lighteval/MATH"] == "math"
     assert {graders[name] for name in ("math_dapo", "math", "math_dapo_reasoning", "aime*")} == {"math_dapo"}
+    assert [(entry.grader, entry.args) for entry in config.reward.entries] == [("math_dapo", {"box": True})]
     assert config.eval.every == 5 and len(config.eval_data.paths) == 2 and config.eval.temperature == 0
 
 

@@ -83,18 +83,19 @@ def test_files_to_evaluate_on_without_a_number_of_steps(tmp_path):
     assert lost(draft) == {}
     assert draft.values["eval.every"] == 1_000_000 and draft.values["eval.data.path"] == "b.parquet"
     draft = verl("data.val_files=b.parquet", "trainer.val_before_train=False")
-    assert list(lost(draft)) == ["data.val_files"]
+    assert lost(draft) == {} and "eval" not in draft.nested()
+    assert "verl evaluates nothing, because test_freq names no steps" in draft.yaml("")
 
 
-def test_an_evaluation_that_is_turned_off_but_comes_is_said(tmp_path, capsys):
-    words = "data.train_files=a.parquet data.val_files=b.parquet trainer.test_freq=5"
-    text = f"python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {words}"
-    path = source(tmp_path, f"{text} trainer.val_before_train=False", "run.sh")
-    main(["convert", "verl", str(path), "--partial"])
-    said = "An evaluation comes before the first step, although val_before_train is false."
-    output = capsys.readouterr()
-    assert f"# {said}" in output.out and said in output.err
-    assert "would train" in lost(verl(*words.split(), "trainer.val_only=True"))["trainer.val_only"]
+def test_evaluations_that_are_turned_off_and_an_evaluation_alone():
+    words = "data.train_files=a.parquet data.val_files=b.parquet"
+    draft = verl(*words.split(), "trainer.test_freq=5", "trainer.val_before_train=False")
+    assert lost(draft) == {} and draft.values["eval.before_first_step"] is False
+    draft = verl(*words.split(), "trainer.val_only=True", "trainer.total_epochs=15")
+    assert lost(draft) == {} and draft.nested()["train"]["num_steps"] == 0
+    assert "train.num_epochs" not in draft.values and draft.values["eval.data.path"] == "b.parquet"
+    draft = verl("actor_rollout_ref.model.path=m", "data.train_files=a.parquet", "trainer.val_only=True")
+    assert any("there is no section eval" in problem for problem in draft.problems), "it would train"
 
 
 def test_batches_of_dynamic_sampling_have_the_size_of_a_step_here():

@@ -67,7 +67,8 @@ def slime(words, more="--colocate", framework="slime", train="train.py"):
 def test_slimes_script_whole(script):
     draft = translate("slime", script)
     decided = 'taken as false, because nothing runs: [ "$LINKS" -gt 0 ] (line 4)'
-    assert (lost(draft), draft.problems, draft.notes) == ({}, [], [decided])
+    variables = "variables of its processes are not translated: NVLS"
+    assert (lost(draft), draft.problems, draft.notes) == ({}, [], [decided, variables])
     config = ExperimentConfig.model_validate(draft.nested())
     assert (config.name, config.output_dir) == ("tiny_slime", "/c/tiny_slime")
     assert (config.data.prompt_key, config.data.answer_key) == ("question", "label")
@@ -135,6 +136,7 @@ EVAL = "--eval-interval 5 --n-samples-per-eval-prompt 16"
             "eval.data.sources": [{"source": "aime", "path": "/d/aime.jsonl"},
                                   {"source": "math", "path": "/d/math.jsonl"}],
             "eval.every": 5, "eval.temperature": 0.9, "eval.top_p": 0.7, "eval.num_samples": 16}),
+        (f"{EVAL} --eval-prompt-data aime /d/aime.jsonl --skip-eval-before-train", {"eval.before_first_step": False}),
         ("--prompt-data /d/train.jsonl@[0:100]", {"data.path": "/d/train.jsonl", "data.limit": 100}),
         ("--rollout-stop-token-ids 7 --rollout-stop a b", {
             "sampling.stop_token_ids": [7], "sampling.stop": ["a", "b"]}),
@@ -161,6 +163,7 @@ def test_what_slimes_options_become(words, more, becomes):
     ("train", "more", "becomes"),
     [
         ("train.py", "", {"weights.transport": None, "rollout.max_staleness": None}),
+        ("train_async.py", "--partial-rollout --qkv-format thd", {"rollout.max_staleness": 1, "actor.packing": True}),
         ("train_async.py", "", {
             "rollout.max_staleness": 1, "algorithm.mismatch.weight": {"name": "tis"}}),
         ("train_async.py", "--rollout-function-path fully_async_rollout.generate_rollout_fully_async", {
@@ -199,11 +202,14 @@ def test_engines_on_gpus_of_their_own(words, train, more, becomes):
         ("--eval-function-path my.sft_rollout.f", "--eval-function-path", "`megagrpo sft`"),
         ("--optimizer muon", "--optimizer", "the optimizer is AdamW"),
         ("--hf-checkpoint /m/x-int4", "--hf-checkpoint", "name the model in bfloat16"),
-        ("--global-batch-size 48", "--global-batch-size", "do not divide 32 prompts into whole groups"),
+        ("--global-batch-size 48", "--global-batch-size", "do not divide the 256 of a step into whole groups"),
         ("--prompt-data a.jsonl@[5:9]", "--prompt-data", "write the rows into a file"),
         ("--moe-expert-capacity-factor 1.0", "--moe-expert-capacity-factor", "engines drop no token"),
         ("--sglang-schedule-policy lpm --sglang-config x", "--sglang-config", "every engine is like the others"),
         ("--num-rollout ten", "--num-rollout", "should be a number"),
+        ("--partial-rollout", "--partial-rollout", "only with rollout.max_staleness above 0"),
+        ("--save-hf /x/{rollout_id}", "--save-hf", "`megagrpo export`"),
+        ("--apply-chat-template-kwargs {a: 1, b: 2}", "--apply-chat-template-kwargs", "one JSON object"),
         ("--of-a-plugin 1", "--of-a-plugin", "no such key in docs/reference/names.md"),
     ],
 )  # fmt: skip

@@ -197,7 +197,7 @@ def test_drain_asks_again_what_a_lost_host_had():
 
 
 def test_a_service_that_is_gone_holds_up_no_drain(monkeypatch):
-    monkeypatch.setattr(source_module, "_UNREACHABLE_S", 0.5)
+    monkeypatch.setattr(source_module, "UNREACHABLE_S", 0.5)
     config = experiment(rollout={"max_staleness": 1, "step_timeout_s": 600.0}, algorithm=TIS)
     with running(FakeService(script=[{}] * (WANTED * GROUP_SIZE) + ["hang"])) as service:
         source = source_of(service.control, config)

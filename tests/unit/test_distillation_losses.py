@@ -6,12 +6,13 @@ from typing import get_args
 import pytest
 import torch
 
-from megagrpo.algo.loss import LossInputs, StreamInputs, candidate_gaps, stream_losses
-from megagrpo.algo.policy_loss import PolicyInputs, token_loss
+from megagrpo.algo.loss import candidate_gaps
+from megagrpo.algo.policy_loss import token_loss
 from megagrpo.config.objective.policy_loss import GmpoLoss, PpoClipLoss
 from megagrpo.config.objective.streams import DistillationConfig
+from tests.unit.algo_inputs import loss_inputs, policy_inputs
 from tests.unit.golden_cases import cases, close, tensor
-from tests.unit.test_streams import algorithm_of
+from tests.unit.test_streams import algorithm_of, loss_of
 
 LOSSES = get_args(DistillationConfig.model_fields["loss"].annotation)
 SUMS = [loss for loss in LOSSES if loss.endswith("_sum")]
@@ -101,15 +102,16 @@ def expected_loss(logits: torch.Tensor, teacher: torch.Tensor, loss: str, k: int
     policy = logits.log_softmax(0)
     sampled = policy[:, None]
     top = (policy if loss.startswith("student_topk") else teacher).topk(k).indices
-    algorithm = algorithm_of(distillation={"loss": loss, "top_k": k})
+    algorithm = algorithm_of(distillation={"loss": loss} | ({} if loss == "reverse_kl" else {"top_k": k}))
     gaps = None
     if loss != "reverse_kl":
         gaps = candidate_gaps(policy[top][None], teacher[top][None], algorithm.distillation)
         gaps = gaps.expand(len(policy))[:, None]
     zeros, old = torch.zeros_like(sampled).detach(), sampled.detach()
-    inputs = LossInputs(sampled, zeros, zeros + 1, zeros, old, old)
-    streams = StreamInputs({"distillation": old.exp()}, teacher[:, None], gaps)
-    return stream_losses(inputs, streams, algorithm, {"distillation": 1})[0]
+    more = {"teacher_logprobs": teacher[:, None], "candidate_gaps": gaps}
+    weights = {"rl": zeros, "distillation": old.exp()}
+    inputs = loss_inputs(sampled, zeros, zeros + 1, zeros, old, old, weights=weights, **more)
+    return loss_of(inputs, algorithm, {"distillation": 1})[0]
 
 
 def kl_between(logits: torch.Tensor, teacher: torch.Tensor) -> float:
@@ -162,21 +164,21 @@ def test_gmpo_learns_from_the_advantage_of_each_token():
     gradients = []
     for options in (GMPO, PpoClipLoss()):
         logp = old.clone().requires_grad_()
-        token_loss(PolicyInputs(logp, old, adv, mask), options).value.sum().backward()
+        token_loss(policy_inputs(logp, old, adv, mask), options).value.sum().backward()
         gradients.append(logp.grad[0].tolist())
     assert gradients == [[-2.0, 1.0, -3.0, 4.0]] * 2
     logp = (old + torch.tensor([[0.1, -0.5, 0.6, 0.2]])).requires_grad_()
-    found = token_loss(PolicyInputs(logp, old, adv, mask), GMPO)
+    found = token_loss(policy_inputs(logp, old, adv, mask), GMPO)
     found.value.sum().backward()
     ratio = math.exp((0.1 - 0.2 + 0.3 + 0.2) / 4)  # each clipped by the sign of its own advantage
-    assert found.value[0].tolist() == pytest.approx([-2 * ratio, ratio, -3 * ratio, 4 * ratio])
+    assert found.value.tolist() == pytest.approx([-2 * ratio, ratio, -3 * ratio, 4 * ratio])
     assert logp.grad[0].tolist() == pytest.approx([-2 * ratio, 0.0, 0.0, 4 * ratio])
-    assert found.clipped["low"][0].tolist() == [False, True, False, False]
-    assert found.clipped["high"][0].tolist() == [False, False, True, False]
+    assert found.clipped["low"].tolist() == [False, True, False, False]
+    assert found.clipped["high"].tolist() == [False, False, True, False]
 
 
 def test_gmpo_clips_nothing_without_an_advantage():
     old = torch.zeros(1, 2)
-    inputs = PolicyInputs(torch.tensor([[1.0, -1.0]]), old, old, torch.ones(1, 2, dtype=torch.bool))
+    inputs = policy_inputs(torch.tensor([[1.0, -1.0]]), old, old, torch.ones(1, 2, dtype=torch.bool))
     clipped = token_loss(inputs, GMPO).clipped
     assert not clipped["low"].any() and not clipped["high"].any()

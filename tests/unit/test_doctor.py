@@ -58,7 +58,9 @@ def test_missing_and_clashing(environment):
 
 def test_what_pip_says_of_packages_among_each_other(environment):
     """On a CPU the engine's own requirements do not count: it is installed without them."""
-    environment("megagrpo", "0.1", *OURS)
+    environment("megagrpo", "0.1", *OURS, "huggingface_hub")
+    (found,) = doctor.judge_pip("huggingface-hub 1.0 requires tqdm, which is not installed.\n", gpu=False)
+    assert found.status == "error", "pip prints names in one form"
     text = (
         "sglang 0.5.21 requires timm, which is not installed.\n"
         "torch 2.13.0 has requirement filelock>=4, but you have filelock 3.\n"
@@ -232,7 +234,23 @@ def test_what_is_compiled_for_gpus_is_imported_in_another_process(
     (folder / "__init__.py").write_text(source + "\n")
     (tmp_path / "modules" / "torch.py").touch()  # imported first
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
-    (finding,) = doctor.import_findings()
+    (finding,) = doctor.import_findings(driver=True)
     assert (finding.what, finding.found) == (f"import {module}", found)
     assert finding.status == ("ok" if found == "works" else "error")
     assert found == "works" or "install.sh --repair" in finding.remedy
+
+
+def test_a_login_node_without_a_driver_is_judged_by_what_was_installed(environment, tmp_path, monkeypatch):
+    """As after MEGAGRPO_KIND=gpu: SGLang's kernels load the driver's library, Transformer Engine does not."""
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert not doctor.is_for_gpus()
+    for kind in ("cpu", "gpu"):
+        (tmp_path / ".megagrpo-installed").write_text(f"{kind} digest folder\n")
+        assert doctor.is_for_gpus() == (kind == "gpu")
+    environment("sglang-kernel", "1.0")
+    environment("transformer-engine", "1.0")
+    (tmp_path / "torch.py").write_text("raise ImportError('libcuda.so.1: cannot open shared object file')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    engine, kernels = doctor.import_findings(driver=False)
+    assert (kernels.status, kernels.found) == ("warning", "not tried here: no driver")
+    assert engine.status == "error", "another package is tried"

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,8 @@ class Recorder:
 
     def spawn(self, words, env, *_, **__):
         text = " ".join(words)
-        names = {" serve ": "service", " train ": "trainer ranks", "ray start": "Ray"}
+        ray = f"{sys.executable} -m ray.scripts.scripts start"  # bin/ray names the folder of its installation
+        names = {" serve ": "service", " train ": "trainer ranks", ray: "Ray"}
         self.note(next((name for part, name in names.items() if part in text), "engine"), env)
         return subprocess.Popen(["sleep", "60"] if " serve " in text else ["true"])  # the launcher ends it
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from megagrpo.algo.kl import kl_penalty
-from megagrpo.algo.loss import Denominators, LossInputs, aggregate, count_denominators, objective
-from megagrpo.algo.policy_loss import PolicyInputs, token_loss
+from megagrpo.algo.loss import Denominators, count_denominators, objective
+from megagrpo.algo.policy_loss import token_loss
 from megagrpo.algo.statistics import alone
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.objective.kl import KlConfig
 from megagrpo.config.objective.policy_loss import CispoLoss, GpgLoss
+from tests.unit.algo_inputs import aggregate, loss_inputs, policy_inputs
 from tests.unit.golden_cases import cases, close, load, tensor
 
 pytestmark = pytest.mark.verifies(
@@ -47,7 +48,8 @@ class Problem:
 
     def objective(self, loss: dict, aggregation: str | None = None) -> tuple[torch.Tensor, dict]:
         zero = torch.zeros_like(self.old)
-        inputs = LossInputs(self.logp, zero, self.mask, self.advantages, self.old, zero, policy_weights=self.weights)
+        given = (self.logp, zero, self.mask, self.advantages, self.old, zero)
+        inputs = loss_inputs(*given, policy_weights=self.weights)
         algorithm = AlgorithmConfig(loss=loss, aggregation=aggregation or self.aggregation)
         value, sums = objective(inputs, algorithm, self.denominators)
         return value * self.factor, sums
@@ -151,8 +153,9 @@ def test_roll_topr_is_two_of_our_losses(case):
     problem = Problem(case)
     scores = case["notes"].split("scores=[")[1].split("]")[0].split(",")
     positive = torch.tensor([float(score) > 0 for score in scores])[:, None]
+    inputs = policy_inputs(problem.logp, problem.old, problem.advantages, problem.mask)
     right, wrong = (
-        token_loss(PolicyInputs(problem.logp, problem.old, problem.advantages, problem.mask), options).value
+        token_loss(inputs, options).value.view_as(problem.logp)
         for options in (GpgLoss(), CispoLoss(clip_ratio_high=0.0))
     )
     value = aggregate(torch.where(positive, right, wrong), problem.mask, problem.aggregation, problem.denominators)

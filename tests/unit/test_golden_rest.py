@@ -9,13 +9,14 @@ from megagrpo.algo.correction import accepted_tokens, policy_weights
 from megagrpo.algo.dynamic_sampling import select_groups
 from megagrpo.algo.estimators import whiten
 from megagrpo.algo.logprob import chunked_logprobs
-from megagrpo.algo.loss import aggregate, count_denominators
-from megagrpo.algo.policy_loss import PolicyInputs, token_loss
+from megagrpo.algo.loss import count_denominators
+from megagrpo.algo.policy_loss import token_loss
 from megagrpo.algo.reward_shaping import overlong_penalty
 from megagrpo.algo.statistics import alone, moments
 from megagrpo.config.objective.correction import Band, Rejection, TruncatedImportance
 from megagrpo.config.objective.policy_loss import GpgLoss, PpoClipLoss
 from megagrpo.config.objective.reward_shaping import OverlongShaping
+from tests.unit.algo_inputs import aggregate, policy_inputs
 from tests.unit.golden_cases import cases, close, defects, load, tensor
 
 CORRECTION, DAPO, STATS, LOSSES = ("rollout_correction.json", "dapo.json", "stats_logits.json", "policy_losses.json")
@@ -100,13 +101,13 @@ def test_verl_bypass_mode(case):
     old, advantages = tensor(inputs["old_log_prob"]), tensor(inputs["advantages"])
     logp, mask = tensor(inputs["log_prob"]).requires_grad_(), tensor(inputs["response_mask"]) > 0
     log_ratio, left = (logp - old).detach(), mask
-    policy = PolicyInputs(logp, old, advantages, mask)
+    policy = policy_inputs(logp, old, advantages, mask)
     if params["rollout_rs"]:
         left = kept_of(log_ratio, mask, rejection(params["rollout_rs"], params["rollout_rs_threshold"]))
     if params["loss_type"] == "reinforce":
-        value = token_loss(policy, GpgLoss()).value * weights_of(log_ratio, mask, truncated(params))
+        value = token_loss(policy, GpgLoss()).value.view_as(logp) * weights_of(log_ratio, mask, truncated(params))
     else:
-        value = token_loss(policy, PpoClipLoss()).value  # its ratio is the correction already
+        value = token_loss(policy, PpoClipLoss()).value.view_as(logp)  # its ratio is the correction already
     loss = aggregate(value, left, params["loss_agg_mode"], count_denominators((left > 0).sum(1), alone, 1.0))
     (gradient,) = torch.autograd.grad(loss, logp)
     close(loss, case["outputs"]["loss"])

@@ -134,6 +134,42 @@ def test_transformer_engine_may_fail_or_be_left_out(planted, says, tmp_path):
         assert (tmp_path / "variables").read_text().split(":")[0] == f"{cuda} {tmp_path}/nvidia/cudnn/include\n"
 
 
+REPLACED = """#!/bin/sh
+cd {folder}
+echo "$@" >>words
+case "$*" in
+    *torch.version.cuda*) cat cuda ;;
+    *uninstall*) rm cuda ;;
+    *--editable*) echo {next} >cuda ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("before, after, status", [("none", "13.0", 0), ("none", "none", 1), ("13.0", "13.0", 0)])
+def test_an_environment_for_cpus_ends_with_torch_for_cuda_or_says_why(tmp_path, before, after, status):
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text(REPLACED.format(folder=tmp_path, next=after))
+    python.chmod(0o755)
+    (tmp_path / "cuda").write_text(before)
+    functions = of_install(r"say\(\) \{[\s\S]*?(?=^repair=no)")
+    code = f"set -euo pipefail\nvenv={tmp_path}\nwithout=te\n{functions}\ninstall_gpu"
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == status, done.stderr
+    words = (tmp_path / "words").read_text()
+    assert ("pip uninstall --yes torch torchvision" in words) == (before == "none")
+    assert ("pip chose a torch without CUDA" in done.stderr) == bool(status)
+
+
+def test_a_file_system_without_locks_ends_no_installation(tmp_path):
+    (tmp_path / "flock").write_text("#!/bin/sh\necho flock: 9: Function not implemented >&2\nexit 69\n")
+    (tmp_path / "flock").chmod(0o755)
+    step = of_install(r"if command -v flock[\s\S]*?^fi")
+    code = f"set -euo pipefail\nPATH={tmp_path}:$PATH venv={tmp_path}\nsay() {{ echo $*; }}\n{step}\necho went on"
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True)
+    assert done.stdout == "went on\n" and "start no second installation" in done.stderr
+
+
 @pytest.mark.parametrize(
     "versions, chosen",
     [
@@ -346,7 +382,7 @@ def test_an_experiment_with_a_preset_is_read_and_checked(installed, empty):
     assert "did you mean 'dapo'?" in unknown.stderr
 
 
-def test_the_container_recipes_are_one_installation():
+def test_the_container_recipes_are_one_installation(tmp_path):
     """Neither can be built here: no daemon and no NVIDIA image. Their shell is parsed, and both say the same."""
     folder = ROOT / "launch" / "container"
     text = (folder / "Dockerfile").read_text().replace("\\\n", " ")
@@ -362,5 +398,12 @@ def test_the_container_recipes_are_one_installation():
     packages = re.search(r"--no-install-recommends\s+(.*?)\s+&&", commands[0])
     assert packages and packages[1].split() == re.search(r"--no-install-recommends \\\n\s+(.*)", post)[1].split()
     assert all("bash launch/install.sh" in script for script in (commands[1], post))
+    tried = [re.search(r"python -c '(.*)'", script)[1] for script in (commands[1], post)]
+    assert set(tried) == {"import torch, transformer_engine.pytorch"}, "others load libcuda.so.1 of a driver"
     ignored = (ROOT / ".dockerignore").read_text().split()
+    for name in (*ignored[:2], ".ruff_cache", "kept"):
+        (tmp_path / name).mkdir()
+    shutil.copy(ROOT / ".dockerignore", tmp_path)
+    run("bash", "-euc", re.search(r"rm -rf \$.*", post).group(), cwd=tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"kept", ".dockerignore"}
     assert ".venv" in ignored and not any((ROOT / "megagrpo").match(name) for name in ignored)

@@ -17,7 +17,8 @@ import pytest
 from megagrpo import cli
 from megagrpo.check.problems import finished
 from megagrpo.cluster import machine, nodes
-from megagrpo.cluster.machine import _devices, alone_in, run, write_experiment
+from megagrpo.cluster.lock import alone_in
+from megagrpo.cluster.machine import _devices, run, write_experiment
 from megagrpo.cluster.supervise import Child, Launch
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import CheckpointConfig, ExperimentConfig
@@ -25,6 +26,7 @@ from megagrpo.system.environment import child_environment
 from megagrpo.system.processes import end_of, is_live, last_lines, process_tree, spawn, stop_tree
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import ENDED, STOPPED, StopRequest
+from megagrpo.tasks import refuse
 from megagrpo.tools.status import print_status
 from megagrpo.tools.stop import stop
 from tests import experiments
@@ -201,7 +203,7 @@ def test_a_stop_request_that_cannot_be_written_ends_no_run(tmp_path, capsys):
 _LAUNCHER = """
 import signal, sys, time
 from pathlib import Path
-from megagrpo.cluster.machine import alone_in
+from megagrpo.cluster.lock import alone_in
 from megagrpo.cluster.supervise import Launch
 from megagrpo.system.run_folder import RunFolder
 
@@ -495,6 +497,7 @@ def test_a_command_beside_a_run_has_an_experiment_of_its_own(words, tmp_path, mo
     (tmp_path / "torchrun.py").write_text(_NOTES_WORDS)
     noted = tmp_path / "words.json"
     monkeypatch.setattr(machine, "torchrun", lambda ranks: [str(tmp_path / "torchrun.py"), noted])
+    monkeypatch.setattr(refuse, f"refuse_{words[0]}", lambda *_: None)  # of what is not there
     where = [f"output_dir={tmp_path / 'run'}", "actor.device=cpu"]
     trained = load_config(QUICKSTART, where)
     own = ["actor.world_size=1", "actor.parallel={}", "actor.optimizer.lr=1e-3"]
@@ -508,6 +511,32 @@ def test_a_command_beside_a_run_has_an_experiment_of_its_own(words, tmp_path, mo
     args = cli._parser(of_rank).parse_args(of_rank)
     assert [args.command, *words[1:2]] == words[:2]
     assert load_config(args.config, args.overrides) == load_config(QUICKSTART, [*where, *own])
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["sft"], "sft.model: none/config.json does not exist"),
+        (["export", "out"], "run/checkpoints holds no finished checkpoint; name one with --checkpoint"),
+        (["export", "out", "--checkpoint", "cut"], "--checkpoint cut: no finished checkpoint is there"),
+        (["export", "out", "--checkpoint", "saved"], "none/config.json does not exist"),
+        (["export", "out", "--lora"], "export --lora writes adapters, but the experiment has no actor.lora"),
+        (["replay", "cut"], "cut is not a finished dump of a step"),
+        (["replay", "dumped"], "dumped is of 3 data-parallel ranks, this layout has 2"),
+    ],
+)
+def test_what_is_not_there_is_said_before_any_rank_starts(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "torchrun", lambda ranks: pytest.fail("ranks start"))
+    for folder in ("cut", "saved", "dumped"):
+        Path(folder).mkdir()
+    Path("saved/manifest.json").touch()
+    dump = {"weight_version": 0, "dp": 3, "algorithm": {}, "values": {}}
+    Path("dumped/step.json").write_text(json.dumps(dump))
+    changes = ["output_dir=run", "model.path=none", "sft.model=none", "actor.parallel={}", "actor.world_size=2"]
+    options = [word for change in changes for word in ("--set", change)]
+    assert cli.main([words[0], str(QUICKSTART), *words[1:], *options]) == 2
+    assert said in capsys.readouterr().err
 
 
 # Runs that have nothing left to do, on one rank.

@@ -2,6 +2,7 @@
 each mistake, and recorded."""
 
 import hashlib
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,15 +10,16 @@ import pytest
 import torch
 
 from megagrpo.algo.dynamic_sampling import select_groups
-from megagrpo.algo.policy_loss import PolicyInputs, token_loss
+from megagrpo.algo.policy_loss import PolicyInputs, Rows, token_loss
 from megagrpo.algo.statistics import alone
 from megagrpo.check.problems import preflight
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.load import ConfigError, dump_config
 from tests.experiments import experiment, read_experiment
-from tests.unit.algo_inputs import batch_of, with_advantages
+from tests.unit.algo_inputs import batch_of, policy_inputs, with_advantages
 
 OWN = Path(__file__).parents[1] / "own_algorithm.py"
+LENGTHS = [0, 1, 31, 32, 33, 1024, 1025, 0, 40_000, 7]
 
 
 def algorithm(**sections) -> AlgorithmConfig:
@@ -27,19 +29,42 @@ def algorithm(**sections) -> AlgorithmConfig:
 def test_a_loss_is_called_with_its_arguments():
     generator = torch.Generator().manual_seed(0)
     logprobs, old, advantages = (torch.randn(3, 4, generator=generator) for _ in range(3))
-    inputs = PolicyInputs(logprobs, old, advantages, torch.ones(3, 4, dtype=torch.bool))
+    inputs = policy_inputs(logprobs, old, advantages, torch.ones(3, 4, dtype=torch.bool))
     own = algorithm(loss={"name": f"{OWN}:plain", "args": {"weight": 2.0}})
     wide = algorithm(loss={"name": "ppo_clip", "clip_ratio_low": 1.0, "clip_ratio_high": 1e6})
     made = token_loss(inputs, own.loss)
     assert torch.equal(made.value, 2 * token_loss(inputs, wide.loss).value)
     assert made.clipped == {}
     gmpo = token_loss(inputs, algorithm(loss={"name": f"{OWN}:gmpo"}).loss)
-    assert gmpo.value.shape == (3, 4) and set(gmpo.clipped) == {"low", "high"}
-    inputs = replace(inputs, advantages=advantages[:, :1].expand(3, 4))  # one for each sequence
+    assert gmpo.value.shape == (12,) and set(gmpo.clipped) == {"low", "high"}
+    inputs = replace(inputs, advantages=advantages[:, :1].expand(3, 4).flatten())  # one for each sequence
     both = (algorithm(loss={"name": name}).loss for name in (f"{OWN}:gmpo", "gmpo"))
     torch.testing.assert_close(*(token_loss(inputs, loss).value for loss in both))
-    with pytest.raises(ValueError, match=r"wrong_shape returned Tensor, shape \[\]; .*\[3, 4\]"):
+    with pytest.raises(ValueError, match=r"wrong_shape returned Tensor, shape \[\]; .*\[12\]"):
         token_loss(inputs, algorithm(loss={"name": f"{OWN}:wrong_shape"}).loss)
+
+
+def test_a_sequences_sum_has_the_same_bits_beside_any_others():
+    values = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(0))
+    values *= torch.linspace(-20, 20, len(values)).exp()
+    parts = values.split(LENGTHS)
+    sums = Rows(torch.tensor(LENGTHS)).sums(values)
+    assert sums.tolist() == pytest.approx([math.fsum(part.tolist()) for part in parts], rel=1e-14)
+    for first, last in ((0, 3), (2, 6), (5, 10), (8, 9)):
+        some = Rows(torch.tensor(LENGTHS[first:last])).sums(torch.cat(parts[first:last]))
+        assert torch.equal(some, sums[first:last])
+    alone_sums = [Rows(torch.tensor([len(part)])).sums(part) for part in parts]
+    assert torch.equal(torch.cat(alone_sums), sums)
+    assert Rows(torch.tensor([], dtype=torch.int64)).sums(values[:0]).shape == (0,)
+
+
+def test_sums_and_means_of_sequences_have_gradients():
+    """As a loss of one's own may need them: d (sum_i c_i mean_i) / dx = c_i / T_i on the mask."""
+    x = torch.zeros(5, dtype=torch.float64, requires_grad=True)
+    rows, mask = Rows(torch.tensor([3, 2])), torch.tensor([True, False, True, True, True])
+    mean = PolicyInputs(x, x, x, mask, rows).sequence_mean(x)
+    (gradient,) = torch.autograd.grad((mean * torch.tensor([1.0, 0, 0, 5.0, 0])).sum(), x)
+    assert gradient.tolist() == [0.5, 0.0, 0.5, 2.5, 2.5]
 
 
 def test_an_estimator_sees_the_statistics_of_groups():

@@ -21,6 +21,7 @@ from megagrpo.types import Prompt
 
 GSM8K, MATH, FORMAT, EXACT = gsm8k.grade, mathematics.grade, form.grade, form.exact
 DAPO = math_dapo.grade
+BOX = {"box": True}
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,17 @@ DAPO = math_dapo.grade
         (DAPO, {}, "Answer: 34.0", "34", -1),
         (DAPO, {}, "Answer: 34.", "34", -1),
         (DAPO, {}, "", "34", -1),
+        # verl 0.9.1's compute_score gives these (reward_score/math_dapo.py)
+        (DAPO, BOX, r"so \boxed{34}.", "34", 1),
+        (DAPO, BOX, r"\boxed{35}, no: \boxed{\frac{1}{2}}", r"\frac12", 1),
+        (DAPO, BOX, r"so \boxed{34}", "35", -1),
+        (DAPO, BOX, r"\boxed{34}, again \boxed{34", "34", -1),
+        (DAPO, BOX, "Answer: 35\n" + r"\boxed{34}", "34", -1),
+        (DAPO, BOX, "Answer: 34\n" + r"\boxed{35}", "34", 1),
+        (DAPO, BOX, r"\boxed{x = 1,234}", "1234", 1),
+        (DAPO, BOX, r"\boxed{34}" + "." * 90, "34", 1),
+        (DAPO, BOX, r"\boxed{34}" + "." * 91, "34", -1),
+        (DAPO, BOX, "34", "34", -1),
         (EXACT, {}, " Paris\n", "Paris", 1),
         (EXACT, {}, "paris", "Paris", 0),
         (EXACT, {"ignore_case": True}, "paris", "Paris", 1),
@@ -137,13 +149,62 @@ def test_math_takes_each_gold_for_itself(gold):
         (r"\boxed{5}", r"5.0", 1),
         (r"\boxed{1.6\times10^{-19}}", r"1.7\times10^{-19}", 0),
         (r"\boxed{0.333333}", r"\frac13", 1),
+        # an interval and its inequality, either of which may be the gold (Math-Verify 25, 49, 71)
+        (r"\boxed{-2 \le x \le 7}", "[-2,7]", 1),
+        (r"\boxed{[-2,7]}", r"-2 \le x \le 7", 1),
+        (r"\boxed{-2 \le x \le 7}", r"x \in [-2,7]", 1),
+        (r"\boxed{x \ne 0}", r"(-\infty,0)\cup(0,\infty)", 1),
+        (r"\boxed{1<x<2}", "[1,2]", 0),
+        (r"\boxed{1<x<2}", r"\{1,2\}", 0),
+        (r"\boxed{1, 2}", "1<x<2", 0),
+        # repeating decimals and mixed numbers
+        (r"\boxed{\frac{1}{3}}", r"0.\overline{3}", 1),
+        (r"\boxed{0.1\overline{6}}", "1/6", 1),
+        (r"\boxed{-.\bar{3}}", r"-\frac13", 1),
+        (r"\boxed{0.\overline{9}}", "1", 1),
+        (r"\boxed{0.3}", r"0.\overline{3}", 0),
+        (r"\boxed{1 1/2}", "3/2", 1),
+        (r"\boxed{1~\frac12}", "3/2", 1),
+        (r"\boxed{1 1/2}", "1", 0),
+        (r"\boxed{1/2}", "1 1/2", 0),
+        # false equations
+        (r"\boxed{2 = 3}", "3", 0),
+        (r"\boxed{2+2=5}", "5", 0),
+        (r"\boxed{1+2=3=6}", "6", 0),
+        (r"\boxed{2+3=5}", "5", 1),
+        (r"\boxed{\frac{1}{3}=0.333}", "0.333", 1),
+        (r"\boxed{50\% = 0.5}", "0.5", 1),
+        (r"\boxed{90^\circ = \frac{\pi}{2}}", r"\frac{\pi}{2}", 1),
+        (r"\boxed{e = \frac34}", "3/4", 1),
+        (r"\boxed{x = 5}", "5", 1),
+        # times of day and bases
+        (r"\boxed{1:3}", "10:30", 0),
+        (r"\boxed{10:30}", "10:30", 1),
+        (r"\boxed{1:00}", "12:00", 0),
+        (r"\boxed{9:5}", "9:05", 0),
+        (r"\boxed{6:8}", "3:4", 1),
+        (r"\boxed{3/4}", "3:4", 1),
+        (r"\boxed{12_7}", "12_5", 0),
+        (r"\boxed{12_{5}}", "12_5", 1),
+        (r"\boxed{12}", "12_5", 1),
+        # equal before sympy computes it
+        (r"\boxed{9^{9^{9^9}}}", "9^{9^{9^9}}", 1),
     ],
 )
 def test_math_reads_both_sides_alike(text, answer, score):
     assert MATH(text, answer) == score
 
 
-@pytest.mark.parametrize("text", [r"\boxed{" * 50_000, r"\boxed" * 50_000, "{" * 300_000, r"\boxed{7} " * 20_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"\boxed{" * 50_000,
+        r"\boxed" * 50_000,
+        "{" * 300_000,
+        r"\boxed{7} " * 20_000,
+        r"\boxed{1}" + "\n" * 300_000 + r"so \boxed{2}",
+    ],
+)
 def test_math_finds_boxes_in_one_pass(text):
     start = time.process_time()
     mathematics._last_boxed(text)

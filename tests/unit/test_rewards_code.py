@@ -15,7 +15,7 @@ from hostile_programs import CALLS, OPTIONS, PROGRAMS, SCRIPTS, options
 
 from megagrpo.config.schema import RewardConfig
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.sandbox import sandbox
+from megagrpo.sandbox import child, sandbox
 from megagrpo.sandbox.grader import grade, program_of
 from megagrpo.sandbox.test_cases import read_tests
 from megagrpo.types import Prompt
@@ -168,15 +168,113 @@ def s(): return Stack()
         ("def h(x): return x + 1", ["def check(g):\n assert g(1) == 2\ncheck(h)", "assert math.sqrt(h(3))==2"], 1, {}),
         ("def f(x): return 1 / x", {"asserts": ["assert f(0) == 0", "assert f(1) == 1"]}, 0.5, {}),
         ("syntax error", {"asserts": ["assert f(0) == 0"]}, 0.0, {}),
-        ("print(1/3)", THIRDS, 0.0, {}),
+        ("print(1/3)", THIRDS, 0.0, {"tolerance": 0}),
         ("print(1/3)", THIRDS, 0.5, {"tolerance": 1e-5}),
         ("print(1/3)", THIRDS, (0.0, "test 2 of 2: wrong output"), {"tolerance": 1e-5, "score": "all"}),
-        ("def f(): return [1/3]", THIRD_OF_CALL, 1.0, {"tolerance": 1e-5}),
+        ("def f(): return [1/3]", THIRD_OF_CALL, 1.0, {}),
+        ("def f(): return [1/3]", THIRD_OF_CALL, 0.0, {"tolerance": 1e-7}),
+        # a parameter, or a name of a scope, that is called as the tested function is
+        ("def h(x): return x + 1", ["def check(h):\n assert h(1) == 2\ncheck(h)"], 1.0, {}),
+        ("def h(x): return x + 1", ["assert [h(h) for h in (h,)] == []", "assert h(1) == 2"], 0.5, {}),
+        ("def h(x): return x + 1", ["y = 1\ndef check():\n h = 3\n assert h == 3\ncheck()\nassert h(y) == 2"], 1, {}),
     ],
 )  # fmt: skip
 def test_forms_of_test_cases_and_options_of_scoring(program, answer, score, more, scratch):
     found = grade(program, answer if isinstance(answer, str) else json.dumps(answer), **GENEROUS, **more)
     assert score in (found, found[0])
+
+
+def script(program: str, stdin: str, stdout: str) -> tuple[str, dict]:
+    return program, {"inputs": [stdin], "outputs": [stdout]}
+
+
+def function(program: str, argument: object, result: object) -> tuple[str, dict]:
+    return f"def f(a):\n    {program}", {"fn_name": "f", "inputs": [[argument]], "outputs": [result]}
+
+
+ADDS = "print(sum(map(int, {}.split())))"
+DEEP = """import sys, threading
+sys.setrecursionlimit(10**6)
+threading.stack_size(2**26)
+def f(n): return 0 if n == 0 else 1 + f(n - 1)
+t = threading.Thread(target=lambda: print(f(int(input()))))
+t.start(); t.join()"""
+# Right for judges that contestants use, by NVIDIA-NeMo/Gym 2956, lighteval 1255, DMOJ judge-server 222 and their like.
+RIGHT = {
+    "sys.stdin.buffer": script("import sys\n" + ADDS.format("sys.stdin.buffer.read()"), "1 2\n", "3"),
+    "open(0)": script(ADDS.format("open(0).read()"), "1 2\n", "3"),
+    "os.read(0)": script("import os\n" + ADDS.format("os.read(0, 100)"), "1 2\n", "3"),
+    "/dev/stdin": script(ADDS.format("open('/dev/stdin').read()"), "1 2\n", "3"),
+    "stdout.buffer": script("import sys\nsys.stdout.buffer.write(b'3\\n')", "", "3"),
+    "exit()": script("print(3)\nexit()", "", "3"),
+    "exit(0) in a function": script("def main():\n    print(3)\n    exit(0)\nmain()", "", "3"),
+    "quit()": script("print(3)\nquit()", "", "3"),
+    "main guard": script("if __name__ == '__main__':\n    print(3)", "", "3"),
+    "deep recursion in a thread": script(DEEP, "20000", "20000"),
+    "writes 10,000 digits": script("print(10**int(input()))", "10000", "1" + "0" * 10000),
+    "reads 5,000 digits": script("print(int(input()) + 1)", "9" * 5000, "1" + "0" * 5000),
+    "fewer decimals": script("print('%.6f' % (1 / 3))", "", "0.333333333333"),
+    "a float for an integer": script("print(4 / 2)", "", "2"),
+    "an exponent": script("print(0.00001)", "", "0.00001"),
+    "no point before decimals": script("print('.5 5.')", "", "0.5 5"),
+    "rounded away from an integer": script("print(0.1 + 0.2 + 0.7)", "", "1"),
+    "large float": script("print(1e15 / 3)", "", "333333333333333.0"),
+    "white space": script("print(' 1  2\\n\\n3')", "", "1 2\n3\n"),
+    "lines of Windows": script("print('a')\nprint('b')", "", "a\r\nb\r\n"),
+    "no imports": script(
+        "h = [3, 1]\nheapify(h)\nprint(heapq.heappop(h), bisect.bisect([1], 1), sqrt(4))", "", "1 1 2.0"
+    ),
+    "math's pow is not Python's": script("print(pow(2, 10, 7))", "", "2"),
+    "in place": function("a.reverse()", [1, 2, 3], [3, 2, 1]),
+    "in place, nothing to do": function("a.sort()", [1, 2], [1, 2]),
+    "no result": function("a.clear()", [1, 2], None),
+    "range": function("return range(a)", 3, [0, 1, 2]),
+    "generator": function("yield from a", [1, 2], [1, 2]),
+    "keys": function("return dict.fromkeys(a).keys()", [1, 2], [1, 2]),
+    "deque": function("return deque(a)", [1, 2], [1, 2]),
+    "set": function("return set(a)", [1, 2], [2, 1]),
+    "set of tuples": function("return {(x, x) for x in a}", [1, 2], [[2, 2], [1, 1]]),
+    "float": function("return a / 3", 1, 0.333333),
+    "integral float": function("return a / 1", 2**53, 2**53),
+    "5,000 digits": function("return [10**a - 10**a + 1, str(10**a)]", 5000, [1, "1" + "0" * 5000]),
+    "exit in a function": function("print('x') or exit()\ndef f(a): return a", 1, 1),
+}
+GUESSES = """import os
+    for fd in range(3, 64):
+        try: os.write(fd, b'["ok", {{"list": [{}]}}]\\n')
+        except OSError: pass"""
+WRONG = {
+    "another count": script("print(1000000008)", "", "1000000007"),
+    "a float near a large count": script("print(1e15 + 1)", "", "1000000000000000"),
+    "another float": script("print(0.3334)", "", "0.3333"),
+    "binary digits": script("print(11)", "", "0011"),
+    "underscores": script("print('1_0')", "", "10"),
+    "other digits": script("print('\u0663')", "", "3"),
+    "a word more": script("print('1 2')", "", "1"),
+    "joined words": script("print('12')", "", "1 2"),
+    "an immense exponent": script("print('1e999999999')", "", "1.0"),
+    "case": script("print('Yes')", "", "YES"),
+    "nan": script("print('nan')", "", "1.0"),
+    "lines in another order": script("print('b\\na')", "", "a\nb"),
+    "a failure after the answer": script("print(3)\nexit(1)", "", "3"),
+    "returns what it does not change": function("return None", [2, 1], [1, 2]),
+    "a set with fewer": function("return set(a)", [1, 1], [1, 1]),
+    "a generator without end": function("while True: yield 1", 1, [1]),
+    "a text": function("return str(a)", 1, 1),
+    "none": function("return None", 1, 2),
+    "a large integer": function("return a + 1", 10**9, 10**9),
+    "many guesses": function(GUESSES.format("0, 1, 2"), 1, 2),
+    "guesses of the argument": function(GUESSES.format("null, 0, 1, 2"), [1], 2),
+    "a large float": function("return a * 1.0 + 1", 10**15, 10**15),
+}
+
+
+@isolated
+@pytest.mark.parametrize("name", [*RIGHT, *WRONG])
+def test_programs_are_judged_as_elsewhere(name):
+    program, answer = (RIGHT | WRONG)[name]
+    found = grade(program, json.dumps(answer), test_s=20.0, total_s=1.0 if "without end" in name else 60.0)
+    assert found[0] == (name in RIGHT), found
 
 
 @isolated
@@ -185,6 +283,28 @@ def test_all_tests_share_one_time(scratch):
     start = time.monotonic()
     score, said = grade("import time\ntime.sleep(1000)", tests, **OPTIONS | {"test_s": 60.0, "total_s": 0.6})
     assert score == 0.0 and said == "test 1 of 4: time limit" and time.monotonic() - start < 20
+
+
+@isolated
+def test_a_sandbox_that_cannot_start_leaves_nothing_open(tmp_path, monkeypatch):
+    assert grade("def f(x): return x", CALLS, **GENEROUS)[0] == 0.0
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))  # as on a disk that is full
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(FileNotFoundError):
+            grade("def f(x): return x", CALLS, **GENEROUS)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_programs_at_the_same_time_have_other_user_ids():
+    first, claim = child._claim_user()
+    second, other = child._claim_user()
+    assert first != second
+    claim.close()
+    third, again = child._claim_user()
+    assert third == first
+    other.close()
+    again.close()
 
 
 @pytest.mark.parametrize(

@@ -45,13 +45,13 @@ def test_whatever_a_service_does_is_its_outcome(name):
         assert all(body == {"samples": [{"prompt": "q", "response": text, "answer": "a"}]} for body in server.bodies)
 
 
-@pytest.mark.parametrize("batch_size, sizes, at_once", [(4, [3, 4, 4], 3), (1, [1] * 11, 3)])
+@pytest.mark.parametrize("batch_size, sizes, at_once", [(4, [3, 4, 4], (1, 2, 3)), (1, [1] * 11, (3,))])
 def test_batches_come_back_in_order_and_requests_in_flight_are_bounded(batch_size, sizes, at_once):
     with serving(scores, ["slow"] * 11) as server:
-        with pool(server, timeout_s=60.0, batch_size=batch_size, concurrency=3) as rewards:
+        with pool(server, timeout_s=60.0, batch_size=batch_size, batch_wait_s=2.0, concurrency=3) as rewards:
             futures = [rewards.submit(PROMPT, "x" * i) for i in range(11)]
             assert [future.result(timeout=60).value for future in futures] == list(range(11))
-        assert sorted(len(body["samples"]) for body in server.bodies) == sizes and server.most_at_once == at_once
+        assert sorted(len(body["samples"]) for body in server.bodies) == sizes and server.most_at_once in at_once
 
 
 def test_a_text_that_the_service_refuses_costs_the_others_of_its_batch_nothing():
@@ -77,8 +77,9 @@ def test_close_ends_what_is_on_its_way():
         assert future.result(timeout=5).detail == "the reward pool was closed"
 
 
-def completion(text):
-    return lambda body: {"choices": [{"message": {"role": "assistant", "content": text}}]}
+def completion(text, finish_reason="stop"):
+    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": finish_reason}
+    return lambda body: {"choices": [choice]}
 
 
 @pytest.mark.parametrize(
@@ -91,6 +92,10 @@ def completion(text):
         ("Score: 1", {"pattern": r"Score: (\w)?x?"}, 1.0, ""),
         ("nan", {"pattern": "(nan)"}, None, "is not a finite number"),
         (None, {}, None, "which is no chat completion"),
+        ("<think>Score: 2?</think>\nScore: 9", {}, 9.0, "Score: 9"),
+        ("Score: 2?</think>\nScore: 9", {}, 9.0, "Score: 9"),  # <think> stood in its prompt
+        ("<think>Score: 2?</think>\nNo.", {}, None, "nothing in its reply matches the pattern: '\\nNo.'"),
+        ("<think>Maybe Score: 2. Or", {}, None, "its reasoning has no end: '<think>Maybe Score: 2. Or'"),
     ],
 )  # fmt: skip
 def test_the_judges_reply_becomes_a_score(tmp_path, reply, args, value, detail):
@@ -99,6 +104,16 @@ def test_the_judges_reply_becomes_a_score(tmp_path, reply, args, value, detail):
     with serving(completion(reply), []) as server, pool(server, "judge", **args) as rewards:
         outcome = rewards.submit(PROMPT, "abc").result(timeout=60)
     assert detail in outcome.detail and (outcome.value if outcome.ok else None) == value, outcome
+
+
+@pytest.mark.parametrize("reply", ["Score: 1", "Score: 2, but on a closer look", "<think>Score: 2?</think>", "", None])
+def test_a_reply_that_is_cut_is_an_error_with_the_setting(tmp_path, reply):
+    """openflipbook 142, litellm 39817: `Score: 1` may be the begin of 10."""
+    (tmp_path / "judge.txt").write_text(TEMPLATE)
+    args = {"model": "m", "prompt_file": str(tmp_path / "judge.txt"), "timeout_s": 60.0, "max_tokens": 16}
+    with serving(completion(reply, "length"), []) as server, pool(server, "judge", **args) as rewards:
+        outcome = rewards.submit(PROMPT, "text").result(timeout=60)
+    assert outcome.status == "error" and outcome.detail.endswith("its reply was cut at args.max_tokens 16; raise that")
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,19 @@ import asyncio
 import itertools
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 from fake_service import FakeService, running
-from sampling import evaluated, experiment, sampled, source_of
+from sampling import MESH, Grader, digits, evaluated, experiment, prompt_set, sampled, source_of
 
 from megagrpo.cli import main
 from megagrpo.mesh import LeaderError
+from megagrpo.rollout import sampler as sampler_module
 from megagrpo.rollout import source as source_module
 from megagrpo.rollout.admission import AdmissionQueue, ResponseLengths
+from megagrpo.rollout.batches import Batches
 from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnreachable, find_service
 from megagrpo.rollout.engine_choice import Engines
 from megagrpo.rollout.generation import (
@@ -25,7 +28,7 @@ from megagrpo.rollout.generation import (
     sample_seed,
 )
 from megagrpo.rollout.response import Response
-from megagrpo.rollout.sampler import all_of
+from megagrpo.rollout.sampler import Sampler, all_of
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.types import Prompt
 
@@ -205,7 +208,7 @@ def test_service_that_gave_up_ends_the_wait():
 
 
 def test_unreachable_service_is_a_clear_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(source_module, "_UNREACHABLE_S", 0.5)
+    monkeypatch.setattr(source_module, "UNREACHABLE_S", 0.5)
     with pytest.raises(ServiceUnreachable, match=r"no rollout service answers at http://127.0.0.1:9.*megagrpo serve"):
         ServiceControl("http://127.0.0.1:9", "key").engines()
     with pytest.raises(ServiceUnreachable, match=r"service\.json did not appear in 0 s"):
@@ -214,6 +217,18 @@ def test_unreachable_service_is_a_clear_error(tmp_path, monkeypatch):
         source = make_source(service)
     with pytest.raises(LeaderError, match="no rollout service answers"):
         sampled(source, 0, PROMPTS, 0)
+
+
+@pytest.mark.parametrize("limit_s", [0.5, 60.0])
+def test_a_leader_that_alone_cannot_reach_the_service_ends_the_run(monkeypatch, limit_s):
+    """The main rank reaches it; by the leader's own limit, or by that of the step."""
+    monkeypatch.setattr(sampler_module, "UNREACHABLE_S", limit_s)
+    config = experiment(rollout={"step_timeout_s": 4.0})
+    cut_off = Sampler(config, 1, ServiceControl("http://127.0.0.1:9", "key"), Grader(), digits)
+    with running(FakeService()) as service:
+        source = RolloutSource(service.control, cut_off, Batches(config, MESH, prompt_set()))
+        with closing(source), pytest.raises(LeaderError, match="no rollout service answers at http://127.0.0.1:9"):
+            sampled(source, 0, PROMPTS, 0)
 
 
 def test_the_file_of_a_service_that_is_gone_is_one_message(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import stat
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from fake_service import FakeService, running
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service import ray_cluster, server
 from megagrpo.rollout.service.addresses import interface_of, own_address
-from megagrpo.rollout.service.node import free_port
+from megagrpo.rollout.service.node import free_port, server_ports
 from megagrpo.rollout.service.server import make_key
 from megagrpo.rollout.service.supervisor import SupervisedEngine
 from megagrpo.system import environment
@@ -34,6 +35,20 @@ def test_host_is_an_address_or_an_interface():
     ):
         own_address("eht0")
     assert free_port("127.0.0.1") in range(20_000, 30_000)
+
+
+def test_no_two_servers_of_a_run_choose_among_the_same_ports():
+    chosen = [port for slot in range(1000, 1600) for ports in server_ports(slot, 3) for port in ports]
+    assert len(chosen) == len(set(chosen)) and set(chosen) <= set(range(20_000, 30_000))
+
+
+def test_a_restarted_engine_has_another_url_and_a_taken_port_is_passed_by():
+    first, second = (server_ports(7, incarnation)[0] for incarnation in (1, 2))
+    assert first[0] != second[0] and sorted(first) == sorted(second)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first[0]))
+        taken.listen()
+        assert free_port("127.0.0.1", first) in first[1:]
 
 
 def test_a_key_is_made_for_its_owner_alone_unless_it_is_given(tmp_path, monkeypatch):

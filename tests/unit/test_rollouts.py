@@ -9,6 +9,7 @@ import torch
 
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.algo.loss import LossInputs, count_denominators, objective
+from megagrpo.algo.policy_loss import Rows
 from megagrpo.algo.rollouts import by_rollout, counted_tokens, rollouts_of, to_samples
 from megagrpo.algo.statistics import alone
 from megagrpo.batching.batch import build_batch, shuffle_rewards
@@ -20,7 +21,6 @@ from megagrpo.config.fields import Aggregation
 from megagrpo.mesh import Mesh
 from megagrpo.monitor.rollout_log import _record
 from megagrpo.types import AlgoState, Batch
-from tests.padding import padded
 from tests.rollout_groups import GRADERS, GROUP_SIZE, NUM_GROUPS, joined, split_groups
 
 pytestmark = pytest.mark.verifies(
@@ -127,10 +127,8 @@ def test_a_rollout_that_splits_has_no_extra_weight(aggregation):
         logprobs = noise(3)(len(batch.tokens)).double().requires_grad_()
         rows = {"logprobs": logprobs, "old_logprobs": logprobs.detach(), "rollout_logprobs": logprobs.detach()}
         rows |= {"advantages": batch.advantages, "loss_mask": batch.loss_mask, "entropy": torch.zeros_like(logprobs)}
-        inputs = LossInputs(
-            **{key: padded(values, batch.lengths) for key, values in rows.items()},
-            counted_tokens=to_samples(counted_tokens(batch), batch),
-        )
+        counted = to_samples(counted_tokens(batch), batch)
+        inputs = LossInputs(**rows, rows=Rows(batch.lengths), counted_tokens=counted)
         every = torch.arange(len(batch.lengths))
         denominators = count_denominators(counted_tokens(batch)[rollouts_of(every, batch)], alone, 50.0)
         loss, _ = objective(inputs, algorithm, denominators)

@@ -1,6 +1,7 @@
 """Stop requests and grants that come while a launcher starts, fails or ends its children."""
 
 import signal
+from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ from megagrpo.cluster import supervise
 from megagrpo.cluster.supervise import Launch
 from megagrpo.loop.run import Run
 from megagrpo.mesh import RunStopped
+from megagrpo.rollout.batches import SampledBatch, SamplingJob
+from megagrpo.rollout.generation import SamplingParams
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import STOPPED, StopRequest
 from megagrpo.types import TrainState
@@ -47,6 +50,18 @@ def test_a_grant_that_cannot_be_read_decides_the_status(tmp_path):
     (tmp_path / "trainer.stop_granted").unlink()
     (tmp_path / "trainer.stop_granted").mkdir()  # reading it raises an OSError, as ESTALE is
     assert request.granted() == ("saved", STOPPED)
+
+
+def test_a_batch_ends_when_the_exchange_fails():
+    def publish(*_: object) -> None:
+        raise RunStopped("an engine has other weights")
+
+    batch = SampledBatch(SamplingJob("train", 0, 0, SamplingParams(1.0, 4), 1), work=Future())
+    source = SimpleNamespace(wait=lambda *_: ["engine-0"])
+    run = SimpleNamespace(state=TrainState(), source=source, exchange=SimpleNamespace(publish=publish))
+    with pytest.raises(RunStopped, match="other weights"):
+        Run._groups(run, batch)
+    assert batch.work.cancelled()
 
 
 def test_a_full_disk_does_not_hide_why_a_run_stopped():

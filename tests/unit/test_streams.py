@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megagrpo.algo.advantage import with_advantages
-from megagrpo.algo.loss import Denominators, LossInputs, StreamInputs, count_streams, objective, stream_losses
+from megagrpo.algo.loss import Denominators, LossInputs, count_streams, objective
 from megagrpo.algo.rollouts import counted_tokens
 from megagrpo.algo.statistics import alone
 from megagrpo.batching.batch import build_batch
@@ -23,6 +23,7 @@ from megagrpo.data.rows import read_rows
 from megagrpo.monitor.dump import read_dump, write_dump
 from megagrpo.types import AlgoState, Outcome, Prompt, RolloutGroup, Sample, TeacherScores
 from tests.experiments import experiment
+from tests.unit.algo_inputs import loss_inputs
 from tests.unit.test_batch import ALONE
 
 CE = {"component": "cross_entropy"}
@@ -37,49 +38,47 @@ def row(*values: float) -> torch.Tensor:
     return torch.tensor([values], dtype=torch.float64)
 
 
-def inputs_of(logprobs: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> LossInputs:
-    return LossInputs(
-        logprobs=logprobs,
-        entropy=torch.zeros_like(old),
-        loss_mask=mask,
-        advantages=row(1.0, -0.5, 2.0),
-        old_logprobs=old,
-        rollout_logprobs=old,
-        ref_logprobs=row(-1.2, -0.2, -3.0),
-    )
+def inputs_of(logprobs: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, **more) -> LossInputs:
+    more = {"advantages": row(1.0, -0.5, 2.0), "ref_logprobs": row(-1.2, -0.2, -3.0)} | more
+    tensors = {"entropy": torch.zeros_like(old), "loss_mask": mask, "old_logprobs": old, "rollout_logprobs": old}
+    return loss_inputs(logprobs=logprobs, **tensors, **more)
 
 
-def share_of(inputs, streams, algorithm, counts) -> tuple[float, torch.Tensor, dict]:
+def loss_of(inputs: LossInputs, algorithm: AlgorithmConfig, counts: dict) -> tuple[torch.Tensor, dict]:
+    return objective(inputs, algorithm, Denominators(5, 2, 100.0, counts))
+
+
+def share_of(inputs: LossInputs, algorithm: AlgorithmConfig, counts: dict) -> tuple[float, torch.Tensor, dict]:
     """Value of the components but rl, its gradient by the log-probabilities, metrics."""
-    loss, sums = stream_losses(inputs, streams, algorithm, counts)
+    no_rl = inputs.weights | {"rl": torch.zeros_like(inputs.logprobs).detach()}
+    loss, sums = loss_of(replace(inputs, weights=no_rl), algorithm, counts)
     (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
-    return float(loss), gradient[0], sums
+    return float(loss), gradient, sums
 
 
 def test_reverse_kl_is_the_policy_loss_of_the_teachers_lead():
     """On-policy the gradient is -(log p_T - log p) w / N, on its own tokens alone."""
     logprobs = row(-1.0, -0.5, -2.0).requires_grad_()
-    inputs = inputs_of(logprobs, logprobs.detach(), row(1, 1, 1))
-    teacher = row(-0.25, -3.5, math.nan)
-    streams = StreamInputs({"distillation": row(1.0, 0.5, 0.0)}, teacher)
-    value, gradient, sums = share_of(inputs, streams, algorithm_of(distillation={}), {"distillation": 2})
+    more = {"teacher_logprobs": row(-0.25, -3.5, math.nan), "weights": {"distillation": row(1.0, 0.5, 0.0)}}
+    inputs = inputs_of(logprobs, logprobs.detach(), row(1, 1, 1), **more)
+    value, gradient, sums = share_of(inputs, algorithm_of(distillation={}), {"distillation": 2})
     assert value == pytest.approx(-(0.75 - 0.5 * 3.0) / 2)
     assert gradient.tolist() == pytest.approx([-0.75 / 2, 0.5 * 3.0 / 2, 0.0])
     assert float(sums["stream/distillation_kl"]) == pytest.approx(-(0.75 - 3.0) / 2)
     limited = algorithm_of(distillation={"loss_max": 1.0})
-    assert share_of(inputs, streams, limited, {"distillation": 2})[1].tolist() == pytest.approx(
-        [-0.75 / 2, 0.5 / 2, 0.0]
-    )
+    gradient = share_of(inputs, limited, {"distillation": 2})[1]
+    assert gradient.tolist() == pytest.approx([-0.75 / 2, 0.5 / 2, 0.0])
 
 
 def test_candidates_enter_with_their_weights():
     """Only on the component's tokens, whatever stands elsewhere."""
     logprobs = row(-1.0, -0.5, -2.0).requires_grad_()
     gaps = row(3.0, 5.0, math.nan).requires_grad_()
-    inputs = inputs_of(logprobs, logprobs.detach(), row(1, 1, 1))
-    streams = StreamInputs({"distillation": row(0.5, 0.0, 0.0)}, row(0.0, 0.0, 0.0), gaps)
+    weights = {"rl": row(0.0, 0.0, 0.0), "distillation": row(0.5, 0.0, 0.0)}
+    more = {"teacher_logprobs": row(0.0, 0.0, 0.0), "candidate_gaps": gaps, "weights": weights}
+    inputs = inputs_of(logprobs, logprobs.detach(), row(1, 1, 1), **more)
     algorithm = algorithm_of(distillation={"loss": "student_topk"})
-    loss, _ = stream_losses(inputs, streams, algorithm, {"distillation": 4})
+    loss, _ = loss_of(inputs, algorithm, {"distillation": 4})
     (gradient,) = torch.autograd.grad(loss, gaps)
     assert float(loss) == pytest.approx(0.5 * 3 / 4)
     assert gradient[0].tolist() == pytest.approx([0.5 / 4, 0.0, 0.0])
@@ -89,15 +88,12 @@ def test_a_mixture_is_the_sum_of_its_components():
     """Three components in one batch, each alone, and by hand; nothing leaks from where a component has no token."""
     weights = {"rl": row(0.5, 1.0, 0.0), "cross_entropy": row(0.0, 2.0, 1.0), "reference_kl": row(0.25, 0.0, 0.0)}
     logprobs = row(-1.0, -0.5, -2.0).requires_grad_()
-    inputs = replace(
-        inputs_of(logprobs, row(-1.1, -0.4, math.inf), row(1, 1, 0)),
-        rl_weights=weights["rl"],
-        ref_logprobs=row(-1.2, math.nan, math.nan),
-    )
+    more = {"weights": weights, "ref_logprobs": row(-1.2, math.nan, math.nan)}
+    inputs = inputs_of(logprobs, row(-1.1, -0.4, math.inf), row(1, 1, 0), **more)
     algorithm = algorithm_of(kl={"estimator": "k2"}, streams=[])
     counts = {"cross_entropy": 4, "reference_kl": 2}
-    value, gradient, sums = share_of(inputs, StreamInputs(weights), algorithm, counts)
-    of_each = [share_of(inputs, StreamInputs(weights), algorithm, {name: number}) for name, number in counts.items()]
+    value, gradient, sums = share_of(inputs, algorithm, counts)
+    of_each = [share_of(inputs, algorithm, {name: number}) for name, number in counts.items()]
     assert value == pytest.approx(sum(each[0] for each in of_each))
     torch.testing.assert_close(gradient, sum(each[1] for each in of_each))
     assert gradient.tolist() == pytest.approx([0.25 * 0.2 / 2, -2.0 / 4, -1.0 / 4])
@@ -114,12 +110,12 @@ def test_a_mixture_is_the_sum_of_its_components():
 def test_a_stream_of_reference_kl_is_the_kl_of_the_loss(importance: bool):
     """The ratio corrects its gradient, too, when the policy is no longer the one that sampled."""
     logprobs = row(-1.0, -2.0, -0.5).requires_grad_()
-    inputs = inputs_of(logprobs, row(-2.0, -1.0, -0.5), row(1, 1, 1))
+    given = (logprobs, row(-2.0, -1.0, -0.5), row(1, 1, 1))
+    inputs = inputs_of(*given, weights={"reference_kl": row(0.1, 0.1, 0.1)})
     kl = {"estimator": "k3+", "importance": importance}
-    weights = {"reference_kl": row(0.1, 0.1, 0.1)}
     algorithm = algorithm_of(kl=kl, streams=[{"component": "reference_kl"}])
-    of_stream = share_of(inputs, StreamInputs(weights), algorithm, {"reference_kl": 3})
-    inputs = replace(inputs, advantages=row(0, 0, 0))
+    of_stream = share_of(inputs, algorithm, {"reference_kl": 3})
+    inputs = inputs_of(*given, advantages=row(0, 0, 0))
     loss, _ = objective(inputs, algorithm_of(kl=kl | {"loss_coef": 0.1}), Denominators(3, 1, 1.0))
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert of_stream[0] == pytest.approx(float(loss))
@@ -217,8 +213,7 @@ def test_what_an_earlier_sample_has_is_of_no_component():
 def test_reverse_kl_has_the_tokens_that_are_corrected(loss: str):
     """Rejected ones, and those of the response without a score, are not distilled; candidates need no correction."""
     algorithm = algorithm_of(
-        distillation={"loss": loss, "top_k": 1},
-        mismatch={"weight": {"name": "tis"}, "reject": {"over": "token", "high": 2.0}},
+        distillation={"loss": loss}, mismatch={"weight": {"name": "tis"}, "reject": {"over": "token", "high": 2.0}}
     )
     batch, _ = streams_of(algorithm)
     old = batch.rollout_logprobs + torch.arange(len(batch.tokens)).eq(2) * 3.0  # 20 times as likely

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megagrpo import cli
+from megagrpo.check.rules.inputs import installed
+from megagrpo.check.rules.subject import broken
 from megagrpo.cluster.submit import (
     SCRIPTS,
     Request,
@@ -15,6 +18,7 @@ from megagrpo.cluster.submit import (
     nodes_of,
     sbatch_command,
     seconds,
+    submit,
 )
 from megagrpo.config.schema import ExperimentConfig
 from tests import experiments
@@ -87,6 +91,7 @@ def test_what_is_not_asked_for_is_what_the_experiment_takes(sections, gpus, kind
 def test_time_limits():
     limits = {"30": 1800, "5:30": 330, "4:00:00": 14_400, "1-12": 129_600, "1-12:30": 131_400, "2-00:00:01": 172_801}
     assert {text: seconds(text) for text in limits} == limits
+    assert misfits(experiment(), Request("one-job", time="UNLIMITED")) == []
     for wrong in ("tomorrow", "-5", "1:2:3:4", "1-x", ""):
         with pytest.raises(ValueError, match="should be like"):
             seconds(wrong)
@@ -95,7 +100,7 @@ def test_time_limits():
 def test_the_command_line():
     def command(request: Request) -> list[str]:
         script = ROOT / "slurm" / SCRIPTS[request.kind]
-        return sbatch_command(experiment(), ["/x.yaml", "--set", "seed=1"], request, script)
+        return sbatch_command(experiment(output_dir="/t"), ["/x.yaml", "--set", "seed=1"], request, script)
 
     one = command(Request("one-job", 2, 1, 8, "4:00:00", "gpu", grace_s=600, options=("--account=a",)))
     assert one[-4:] == [str(ROOT / "slurm" / "one_job.sbatch"), "/x.yaml", "--set", "seed=1"]
@@ -129,6 +134,7 @@ def test_gpus_are_requested_for_an_experiment_that_needs_them():
         ("127.0.0.5", "127.0.0.5"),  # what Slurm itself connects to
         ("node7.example", "10.0.0.7"),
         ("unknown", "unknown"),
+        ("", ""),  # no answer, as inside an image: from MASTER_ADDR
         ("node1", "10.0.0.1"),  # its own name is its loopback: the address of its way to node2
     ],
 )
@@ -143,7 +149,7 @@ def test_a_node_has_an_address_that_others_reach(tmp_path: Path, node_addr: str,
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "node[1-2]"}
     script = 'set -euo pipefail; source "$0"; address_of node1'
     words = ["bash", "-c", script, str(ROOT / "slurm" / "job.sh")]
-    assert subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout == f"{found}\n"
+    assert subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout.strip() == found
 
 
 def test_a_job_of_thousands_of_nodes_has_a_first_one_and_its_steps_a_whole_environment(tmp_path):
@@ -160,10 +166,10 @@ def test_a_job_of_thousands_of_nodes_has_a_first_one_and_its_steps_a_whole_envir
 
 @pytest.mark.parametrize("script", ["one_node.sbatch", "job.sh"])
 def test_options_of_srun_and_a_command_before_each_nodes(tmp_path: Path, script: str):
-    """As inside an image: without scontrol."""
+    """As inside an image: without scontrol, in a working directory of its own."""
     programs = {
-        "bin/srun": 'while [ "$1" != bash ]; do echo "$1"; shift; done; exec "$@"',
-        "venv/bin/python": 'trap "" USR1; printf "%s\\n" "in $IMAGE" "$@"',
+        "bin/srun": 'while [ "$1" != bash ]; do echo "$1"; shift; done; cd /; exec "$@"',
+        "venv/bin/python": 'trap "" USR1; printf "%s\\n" "in $IMAGE" "$@" "$PWD"',
         "enter an image": 'export IMAGE="$1"; shift; exec "$@"',
         "bin/scontrol": "exit 1",
     }
@@ -183,12 +189,81 @@ def test_options_of_srun_and_a_command_before_each_nodes(tmp_path: Path, script:
     if script == "job.sh":
         start = "start torchrun_node.sh 127.0.0.1 30000 --nodes=1 -- x.yaml; wait $started"
         words = ["-c", f'set -euo pipefail; source "$0"; {start}', words[0]]
-    done = subprocess.run(["bash", *words], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(["bash", *words], env=env, capture_output=True, text=True, check=True, cwd=tmp_path)
     said = done.stdout.splitlines()
+    assert str(tmp_path) in said, "relative paths start where the job was submitted"
     assert [word for word in said if word.startswith("--container")] == list(options)
     of_node = said[said.index("in image.sif") :]
     assert of_node[1:5] == ["-W", "ignore", "-m", "megagrpo.cli"] and "x.yaml" in of_node
     assert of_node[5] == ("train" if script == "job.sh" else "run")
+
+
+IN_IMAGE = Request("one-node", gpus_per_node=8, srun_options=("--container-image=a.sqsh",))
+SBATCH = 'printf "%s\\n" "$MEGAGRPO_VENV" "$MEGAGRPO_ROOT" "$@" >"$0.words"; echo "7;cluster"'
+ON_GPUS = {"actor": {"dtype": "bfloat16", "world_size": 2}, "rollout": {}}
+
+
+@pytest.fixture
+def login_node(tmp_path, monkeypatch) -> Path:
+    """A login node with sbatch, with the files of ON_GPUS and without an installation for GPUs."""
+    write_programs(tmp_path, {"bin/sbatch": SBATCH})
+    (tmp_path / "d").write_text('{"prompt": "1", "answer": "1"}\n')
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text('{"model_type": "unknown"}')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    for name in ("MEGAGRPO_VENV", "MEGAGRPO_ROOT", "MEGAGRPO_NODE_PREFIX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("megagrpo.cluster.submit.preflight", lambda config, nodes: broken(installed(config)))
+    return tmp_path
+
+
+def test_an_image_has_its_own_installation(login_node, monkeypatch, capsys):
+    """With a container on the nodes the login node needs nothing; the user's variables reach the job."""
+    config = experiment(**ON_GPUS, sampling={"agent": {"command": ["only-in-the-image"]}})
+    with pytest.raises(ValueError, match=r"only-in-the-image is no program(.|\n)*installation for CPUs"):
+        submit(config, ["/x.yaml"], Request("one-node", gpus_per_node=8), dry_run=False)
+
+    def submitted(request: Request) -> list[str]:
+        assert submit(config, ["/x.yaml"], request, dry_run=False) == 0
+        return (login_node / "bin" / "sbatch.words").read_text().splitlines()
+
+    words = submitted(IN_IMAGE)
+    assert words[:2] == ["/megagrpo/.venv", str(ROOT)]
+    assert words[-2:] == ["--set", f'output_dir="{login_node}/t"'], "an image has a working directory of its own"
+    said = capsys.readouterr()
+    assert said.out == "7;cluster\n", "programs read the number"
+    assert f"{login_node}/t/logs/slurm-7.out" in said.err and "only-in-the-image is no program" in said.err
+    monkeypatch.setenv("MEGAGRPO_VENV", "/usr/venv")
+    assert submitted(IN_IMAGE)[0] == "/usr/venv"
+    monkeypatch.setenv("MEGAGRPO_NODE_PREFIX", "apptainer exec image.sif")
+    assert submitted(Request("one-node", gpus_per_node=8))[0] == "/usr/venv"
+    checkout = login_node / "checkout"
+    checkout.mkdir()
+    (checkout / "slurm").symlink_to(ROOT / "slurm")
+    monkeypatch.setenv("MEGAGRPO_ROOT", str(checkout))
+    words = submitted(IN_IMAGE)
+    assert words[1] == str(checkout) and f"{checkout}/slurm/one_node.sbatch" in words
+
+
+def test_a_dry_run_needs_neither_model_nor_data_and_shows_every_script(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.yaml").write_text(
+        "{name: t, output_dir: t, model: {path: models/m}, data: {path: d.jsonl}, eval: {data: {path: nobody/nowhere}}}"
+    )
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert cli.main(["submit", "x.yaml", "--dry-run"]) == 0
+    said = capsys.readouterr()
+    for script in ("one_node.sbatch", "job.sh"):
+        assert (ROOT / "slurm" / script).read_text() in said.out
+    assert f"{ROOT}/launch/*node.sh" in said.out
+    for absent in ("models/m does not exist", "d.jsonl does not exist", "nobody/nowhere does not exist here"):
+        assert absent in said.err
+    write_programs(tmp_path, {"sbatch": "true"})
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert cli.main(["submit", "x.yaml"]) == 2
+    assert "nobody/nowhere does not exist here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("status", [85, 86, 3])

@@ -25,7 +25,8 @@ from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.control import ServiceStatus
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_environment
-from megagrpo.rollout.teacher_scores import mixture
+from megagrpo.rollout.teacher_scores import Teachers, mixture
+from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import EngineInfo, Prompt, TeacherScores
 from tests.experiments import placement_problems, read_experiment
@@ -42,6 +43,7 @@ MINIMAL = "name: t\noutput_dir: o\nmodel: {path: m}\ndata: {path: d.jsonl}\n"
         ("teachers: {math: {}}\n" + DISTILLED, "teachers.math: a teacher has a path or a url"),
         ("teachers: {math: {path: a, url: http://b}}\n" + DISTILLED, "a path or a url, one of them"),
         ("teachers: {math: {url: b}}\n" + DISTILLED, "url b is none of a server"),
+        ("teachers: {math: {path: a, api_key_env: KEY}}\n" + DISTILLED, "api_key_env without url"),
         ("teachers: {math: {path: a, tp: 4, ep: 3}}\n" + DISTILLED, "tp 4 is not a multiple of ep 3"),
         ("teachers: {math: {path: a, gpus: 3}}\n" + DISTILLED, "teachers.math.gpus = 3: unknown key"),
         ("teachers: {Math-1: {path: a}}\n" + DISTILLED, "teachers: Math-1: names are part of"),
@@ -70,9 +72,28 @@ def test_what_does_not_go_together_is_refused(tmp_path, text, said):
     assert str(error.value).startswith(f"{file}: 1 problem"), str(error.value)
 
 
+def test_a_server_elsewhere_gets_its_own_key_and_never_that_of_the_run(monkeypatch):
+    monkeypatch.setenv(environment.API_KEY, "of the run")
+    for named, sent in ({}, ""), ({"api_key_env": "KEY_OF_TEACHER"}, "of the teacher"):
+        monkeypatch.setenv("KEY_OF_TEACHER", "of the teacher")
+        with running(FakeService()) as elsewhere, running(FakeService()) as service:
+            config = distilled({"math": {"url": elsewhere.url, **named}})
+            with closing(source_of(service.control, config)) as source:
+                sampled(source, 0, prompt_set().batch(0, 1, 0), 0)
+            assert elsewhere.keys == {sent} and elsewhere.scored and service.keys == {"key"}
+    monkeypatch.delenv("KEY_OF_TEACHER")
+    with pytest.raises(ValueError, match="teachers.math: environment variable KEY_OF_TEACHER .* is not set here"):
+        Teachers(config, 1, service.control)
+
+
+def of_loss(loss: str, top_k: int) -> dict:
+    """The section of distillation; reverse_kl has no top_k."""
+    return {"loss": loss} | ({} if loss == "reverse_kl" else {"top_k": top_k})
+
+
 def distilled(teachers: dict, loss: str = "reverse_kl", **sections):
     sections["data"] = {"path": "d"} | ({"teacher_key": "by"} if len(teachers) > 1 else {})
-    sections["algorithm"] = {"distillation": {"loss": loss, "top_k": 2}}
+    sections["algorithm"] = {"distillation": of_loss(loss, 2)}
     return experiment(teachers=teachers, **sections)
 
 
@@ -164,6 +185,7 @@ def test_the_tokenizer_of_a_teacher_is_the_models(tmp_path):
         "turned": {"path": folder("turned", {"a": 1, "b": 0})},
         "more": {"path": folder("more", ids | {"c": 3})},
         "small": {"path": folder("small", ids, size=2)},
+        "unpadded": {"path": folder("unpadded", ids, size=7)},
         "missing": {"path": str(tmp_path / "missing")},
     }
     config = distilled(teachers)
@@ -174,6 +196,7 @@ def test_the_tokenizer_of_a_teacher_is_the_models(tmp_path):
     assert "another tokenizer" in found["turned"][0] and "differs in 'a'" in found["turned"][0]
     assert "differs in 'c'" in found["more"][0]
     assert "2 embeddings (vocab_size)" in found["small"][0] and "token id 2" in found["small"][0]
+    assert "has 7 embeddings (vocab_size), and the policy 8" in found["unpadded"][0]
     assert "holds no config.json" in found["missing"][0]
 
 

@@ -7,12 +7,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megagrpo.check.rules.subject import Subject
-from megagrpo.checkpoint.folder import latest, layout_problem, place_problem
+from megagrpo.checkpoint.changes import input_problem, prompt_order
+from megagrpo.checkpoint.folder import OTHER_DATA, latest, layout_problem, place_problem
 from megagrpo.config.fields import Rule, complaints
 from megagrpo.config.schema import DataConfig, ExperimentConfig
 from megagrpo.data.curriculum import load_curriculum
 from megagrpo.data.hub import is_hub_name
 from megagrpo.data.rows import Row, read_rows, unknown_teachers
+from megagrpo.models.folder import Model
+from megagrpo.models.table import model_problems
 from megagrpo.rewards.graders.functions import check_answer, check_grader, load_group_grader
 from megagrpo.rollout.agents.environments import load_environment
 from megagrpo.rollout.agents.program_worker import load_program
@@ -33,11 +36,11 @@ _OWNERS = {
 
 def before_start(subject: Subject) -> Iterator[Rule]:
     """Yields what is missing or cannot be read."""
-    for rules in (_files, _rows, _functions, _checkpoints):
+    for rules in (absent_files, _model_folder, installed, _rows, _functions, _checkpoints):
         yield from rules(subject.experiment)
 
 
-def _files(config: ExperimentConfig) -> Iterator[Rule]:
+def absent_files(config: ExperimentConfig) -> Iterator[Rule]:
     """Yields the rules that files are there; names on the Hub were judged as the experiment was
     read."""
     wanted = [("model.path", config.model.path)]
@@ -55,12 +58,20 @@ def _files(config: ExperimentConfig) -> Iterator[Rule]:
             f"{key}: {path} does not exist",
             hub_hint(path) if "model" in key else "",
         )
+
+
+def _model_folder(config: ExperimentConfig) -> Iterator[Rule]:
     model = Path(config.model.path)
     yield Rule(
         model.is_dir() and not (model / "config.json").is_file(),
         f"model.path: {config.model.path} holds no "
         "config.json, so it is no Hugging Face model folder",
     )
+    yield from _weights(config)
+
+
+def installed(config: ExperimentConfig) -> Iterator[Rule]:
+    """Yields the rules that this machine has the programs and packages that the experiment names."""
     agent = config.sampling.agent
     for program in agent.command[:1] if agent is not None else ():
         yield Rule(
@@ -74,6 +85,21 @@ def _files(config: ExperimentConfig) -> Iterator[Rule]:
         "log.wandb: the package wandb is not installed",
         "`pip install wandb`, or remove log.wandb",
     )
+
+
+def _weights(config: ExperimentConfig) -> Iterator[Rule]:
+    """Yields why the files of weights are not those of the models that training starts from. A
+    folder without any is a description, as `check` and `plan` need it."""
+    wanted = {"model.path": config.model.path}
+    if config.sft is not None:
+        wanted["sft.model"] = config.sft.model
+    for key, folder in wanted.items():
+        if (Path(folder) / "config.json").is_file():
+            model = Model.read(folder, draft=config.actor.has_draft)
+            if not model_problems(model.description, model.draft):
+                yield from (
+                    Rule(True, f"{key}: {text}") for text in complaints(model.refuse_weights)
+                )
 
 
 def hub_hint(path: str) -> str:
@@ -93,10 +119,14 @@ def _checkpoints(config: ExperimentConfig) -> Iterator[Rule]:
     load = config.checkpoint.load
     if problem := place_problem(root, config.checkpoint.dir):
         yield Rule(True, problem)
-    source = latest(root) or (Path(load) if load else None)
+    newest = latest(root)
+    source = newest or (Path(load) if load else None)
     with suppress(OSError, ValueError):  # of a damaged checkpoint, whose load gives the reason
         if source is not None and (problem := layout_problem(source, config.actor.layout)):
             yield Rule(True, f"actor: {problem}")
+        compared = newest if config.checkpoint.resume != OTHER_DATA else None
+        if compared is not None and (problem := input_problem(compared, prompt_order(config))):
+            yield Rule(True, problem)
 
 
 def _rows(config: ExperimentConfig) -> Iterator[Rule]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megagrpo.check.rules.placement import needs_gpus
-from megagrpo.check.rules.subject import Subject, longest_samples
+from megagrpo.check.rules.subject import SPARED, Subject, longest_samples
 from megagrpo.config.fields import Rule
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture
@@ -56,6 +56,9 @@ def _lengths(config: ExperimentConfig, arch: Architecture) -> Iterator[Rule]:
     what = {"max_total_tokens": "cache holds", "context_length": "context is"}
     for section, length in longest_samples(config).items():
         samples = f"{section}: up to {length} tokens, but"
+        if config.sampling.several_turns:  # a later turn's request may read nearly all of them
+            length += SPARED
+            samples = f"{section}: up to {length} tokens ({SPARED} are SGLang's between turns), but"
         yield Rule(
             length > arch.max_positions,
             f"{samples} the model has {arch.max_positions} positions",

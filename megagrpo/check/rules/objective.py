@@ -58,10 +58,15 @@ def as_read(subject: Subject) -> Iterator[Rule]:
 
 
 def _steps(experiment: ExperimentConfig) -> Iterator[Rule]:
-    """Yields the rules of runs that end after a number of passes over the rows."""
+    """Yields the rules of runs by what says how long they are."""
     data = experiment.data
     passes = experiment.train.num_epochs
     mixed = any(source.ratio is not None for source in data.sources)
+    yield Rule(
+        experiment.train.num_steps == 0 and experiment.eval is None,
+        "train.num_steps 0 is an evaluation alone, and there is no section eval",
+        "write eval: {data: {path: FILE}}, or raise train.num_steps",
+    )
     remedy = "give train.num_steps"
     yield Rule(
         passes and mixed,

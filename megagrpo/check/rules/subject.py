@@ -10,6 +10,8 @@ from megagrpo.models.architecture import Architecture
 from megagrpo.models.config_json import HfConfig
 from megagrpo.models.table import architecture_of, model_problems, read_description
 
+SPARED = 7  # positions that SGLang 0.5.21 leaves free behind the tokens that a request reads
+
 
 @dataclass(frozen=True)
 class Nodes:

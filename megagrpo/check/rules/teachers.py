@@ -7,13 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from megagrpo.check.rules import engine_layout, settings
-from megagrpo.check.rules.subject import Subject, longest_samples, tokenizer_folder
+from megagrpo.check.rules.subject import SPARED, Subject, longest_samples, tokenizer_folder
 from megagrpo.config.fields import Rule, named
 from megagrpo.data.hub import is_hub_name
 from megagrpo.data.vocabulary import different_tokens
 from megagrpo.models.table import read_description
-
-_SPARED = 7  # positions that SGLang 0.5.21 leaves free in a request that it only reads
 
 
 def as_read(subject: Subject) -> Iterator[Rule]:
@@ -99,15 +97,28 @@ def before_start(subject: Subject) -> Iterator[Rule]:
             yield replace(rule, because=f"teachers.{name}: {setting}: {rule.because}", key=())
         yield from _lengths(theirs, key, longest_samples(config)["data"])
         tokenizer = tokenizer_folder(config)
-        vocabulary = hf.get("vocab_size") or (hf.get("text_config") or {}).get("vocab_size")
+        vocabulary, policy = _embeddings(hf), _embeddings(subject.description)
         largest = subject.largest_token_id or 0
         yield Rule(
-            vocabulary is not None and largest >= vocabulary,
+            vocabulary and largest >= vocabulary,
             f"{key} has {vocabulary} embeddings (vocab_size), but {tokenizer} token id {largest}",
+        )
+        # a policy may sample every id that it has an embedding for, also one of no token
+        yield Rule(
+            policy > vocabulary > largest,
+            f"{key} has {vocabulary} embeddings (vocab_size), and the policy {policy}: an id "
+            "beyond them would end the teacher's engine",
+            "take a teacher with at least as many",
         )
         if tokenizer.is_dir() and (problem := different_tokens(folder, tokenizer)):
             remedy = "distillation needs the same ids for the same tokens"
             yield Rule(True, f"{key} {problem}", remedy)
+
+
+def _embeddings(description: dict) -> int:
+    """Returns vocab_size of a config.json; 0 if it is not there."""
+    text = description.get("text_config") or {}
+    return description.get("vocab_size") or text.get("vocab_size") or 0
 
 
 def _lengths(theirs: Subject, key: str, longest: int) -> Iterator[Rule]:
@@ -122,9 +133,9 @@ def _lengths(theirs: Subject, key: str, longest: int) -> Iterator[Rule]:
         f"{key}: SGLang would not start it",
         "lower it",
     )
-    limit = min(positions, context or math.inf) - _SPARED
+    limit = min(positions, context or math.inf) - SPARED
     yield Rule(
         longest > limit,
-        f"{key} scores up to {limit} tokens ({_SPARED} below its "
+        f"{key} scores up to {limit} tokens ({SPARED} below its "
         f"positions), and samples have up to {longest}",
     )

@@ -109,7 +109,7 @@ class SapoLoss(Variant):
 
 class OwnLoss(OwnFunction, Variant):
     """Your function, `name: "mine.py:gmpo"`. It gets PolicyInputs (algo/policy_loss.py) and returns
-    the loss per token, [n, S]. See [extend](../extend.md)."""
+    the loss per token, [t]. See [extend](../extend.md)."""
 
     formula = "own"
     key = "algorithm.loss"

@@ -14,10 +14,12 @@ from megagrpo.config.fields import (
     NonNegativeInt,
     Number,
     PositiveFloat,
+    Rule,
     Section,
 )
 
 Scope = Literal["none", "group", "batch", "running"]
+EPS = 1e-6
 
 
 class RewardStep(Section):
@@ -77,7 +79,7 @@ class RewardNormalization(RewardStep):
     """Responses whose mean is subtracted."""
     std: Scope = "none"
     """Responses whose standard deviation, around their own mean, is the divisor."""
-    eps: PositiveFloat = 1e-6
+    eps: PositiveFloat = EPS
     """Constant to add to the standard deviation, in units of the reward."""
 
 
@@ -94,6 +96,10 @@ class RewardClip(RewardStep):
 class RewardShapingConfig(RewardClip, RewardNormalization, RewardOverlong, RewardScaling):
     """Steps from the grader's reward to the advantage's input, in this order. `overlong` comes
     after `shift`."""
+
+    def problems(self) -> list[Rule]:
+        unread = self.std == "none" and self.eps != EPS
+        return [Rule(unread, "eps is added to a std, and std is none", "remove one of them")]
 
     @property
     def formula(self) -> str:

@@ -10,6 +10,7 @@ from megagrpo.config.fields import NonNegativeFloat, Number, PositiveFloat, Rule
 Component = Literal["rl", "distillation", "cross_entropy", "reference_kl"]
 Writer = Literal["policy", "tool", "data"]
 LOGPROB_MIN = -10.0  # verl's log_prob_min_clamp
+TOP_K = 16
 
 
 class DistillationConfig(Section):
@@ -23,7 +24,7 @@ class DistillationConfig(Section):
     most probable for the policy. teacher_topk: sum of p_teacher (log p_teacher - log p) - p_teacher
     + p over those of the teacher. _sum: without the last two terms, as in verl, so the gradient at
     the teacher is not 0."""
-    top_k: int = Field(default=16, ge=1, le=256)
+    top_k: int = Field(default=TOP_K, ge=1, le=256)
     """Tokens per position that every loss except reverse_kl compares."""
     logprob_min: Number = LOGPROB_MIN
     """Smallest log-probability of the teacher, and with _sum of the policy. Smaller ones count as
@@ -31,6 +32,17 @@ class DistillationConfig(Section):
     loss_max: PositiveFloat | None = None
     """Largest loss per token, without a gradient beyond it. In reverse_kl, the largest advantage
     either way."""
+
+    def problems(self) -> list[Rule]:
+        given = {"top_k": self.top_k != TOP_K, "logprob_min": self.logprob_min != LOGPROB_MIN}
+        unread = [name for name, differs in given.items() if differs]
+        return [
+            Rule(
+                self.loss == "reverse_kl" and unread,
+                f"loss reverse_kl compares the sampled token alone and reads no {named(unread)}",
+                "remove it, or choose a loss of several tokens such as student_topk",
+            )
+        ]
 
     @property
     def num_candidates(self) -> int:

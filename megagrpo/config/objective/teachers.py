@@ -12,6 +12,8 @@ class TeacherConfig(Section):
     `model`."""
     url: str | None = None
     """SGLang server with the teacher's weights that runs elsewhere, instead of `path`."""
+    api_key_env: str | None = None
+    """Environment variable on the trainers that holds the key of `url`, a bearer token."""
     num_engines: PositiveInt = 1
     """Number of teacher engines. Keys that are not here are as in `rollout`."""
     tp: PositiveInt = 1
@@ -33,6 +35,11 @@ class TeacherConfig(Section):
                 self.url and not self.url.startswith(("http://", "https://")),
                 f"url {self.url} is none of a server",
                 "write http://HOST:PORT",
+            ),
+            Rule(
+                self.api_key_env and self.url is None,
+                "api_key_env without url: engines that this run starts have the run's key",
+                "remove it",
             ),
             Rule(
                 tp % ep or tp % nodes,

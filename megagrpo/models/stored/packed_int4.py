@@ -10,10 +10,6 @@ from torch import Tensor
 
 from megagrpo.models.stored.quantization import INT4_WORD
 
-PACKED = "_packed"  # after the name of a weight
-SCALE = "_scale"
-SHAPE = "_shape"
-
 
 def unpacked(words: Tensor) -> Tensor:
     """Returns the integers [n, 8 m], from -8 to 7, of words [n, m] int32."""

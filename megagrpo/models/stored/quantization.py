@@ -12,6 +12,8 @@ FP8_BLOCK = (128, 128)  # rows and columns with one scale, in engines
 # SGLang has in bfloat16 of an indexer.
 FP8_EXEMPT = ("in_proj_a", "in_proj_b", "in_proj_ba", "wk", "weights_proj")
 SCALES = "_scale_inv"  # after a tensor's name: the name of its blocks' scales
+# after the name of a weight in INT4: its words, its groups' scales and its shape
+PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
 INT4_WORD = 8  # columns of INT4 in one int32
 

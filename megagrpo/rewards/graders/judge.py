@@ -66,9 +66,20 @@ class JudgeGrader(ServiceGrader):
         return Graded("score", (self._score(reply),), reply[-200:])
 
     def _reply(self, answer: object) -> str:
+        """Returns the judge's words, without its reasoning: a score in a draft is none."""
         match answer:
+            case {"choices": [{"finish_reason": "length"}, *_]}:
+                tokens = self._options.body.get("max_tokens", self._options.max_tokens)
+                raise ServiceError(
+                    f"{self.location}: its reply was cut at args.max_tokens {tokens}; raise that"
+                )
             case {"choices": [{"message": {"content": str(text)}}, *_]}:
-                return text
+                words = text.rpartition("</think>")[2]
+                if "<think>" in words:
+                    raise ServiceError(
+                        f"{self.location}: its reasoning has no end: {text[-100:]!r}"
+                    )
+                return words
         raise ServiceError(f"{self.location} answered {answer!r:.100}, which is no chat completion")
 
     def _score(self, reply: str) -> float:

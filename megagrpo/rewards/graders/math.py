@@ -9,6 +9,7 @@ from decimal import Decimal
 
 import math_verify
 from math_verify import ExprExtractionConfig, LatexExtractionConfig
+from sympy import And, Basic, E, Eq, FiniteSet, Rel
 
 _BOXED_FIRST = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 # Numbers are compared to this many digits after the point: with the default of 15, 1/20! is 1/19!.
@@ -23,8 +24,19 @@ _BARE = re.compile(  # what a box without braces holds
     rf"\\[dt]?frac{_GROUP}{_GROUP}|\\sqrt(?:\[[^\]]*\])?{_GROUP}|\\[a-zA-Z]+|[-+]?\d+(?:\.\d+)?|[a-zA-Z]"
 )
 _BETWEEN = re.compile(  # boxes that are one answer: "\boxed{2} and \boxed{5}"
-    r"[\s$,;]*(?:and|or|\\(?:text|mathrm)\{\s*(?:and|or)\s*\})?[\s$,;]*"
+    r"[\s$,;]*+(?:and|or|\\(?:text|mathrm)\{\s*(?:and|or)\s*\})?[\s$,;]*+"
 )
+_BASE = re.compile(r"\d_\{?(\d+)")
+_CLOCK = re.compile(r"(?<![\d:.])(\d{1,2}):([0-5]\d)(?![\d:])")
+
+
+def _repeated(match: re.Match[str]) -> str:
+    """Returns a repeating decimal as a fraction."""
+    whole, fixed, period = match.groups()
+    top = int(whole + fixed + period) - int(whole + fixed or "0")
+    return rf"\frac{{{top}}}{{{10 ** len(fixed) * (10 ** len(period) - 1)}}}"
+
+
 _SPELLINGS = (
     (re.compile(r"\\varnothing\b|∅"), r"\\emptyset"),
     (re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\}|\u2009|\u202f)(?=\d{3}(?!\d))"), ""),  # 1\,000
@@ -32,11 +44,14 @@ _SPELLINGS = (
     (re.compile(r"√\s*(\d+|[a-zA-Z])"), r"\\sqrt{\1}"),
     (re.compile(r"√\s*[({]([^(){}]*)[)}]"), r"\\sqrt{\1}"),
     (re.compile("°"), r"^{\\circ}"),
+    (re.compile(r"(?<![\d.])(\d*)\.(\d{0,30})\\(?:overline|bar|dot)\{(\d{1,30})\}"), _repeated),
+    (re.compile(r"(?<![\d./])(\d+) +(\d+)/(\d+)(?![\d/])"), r"\1\\frac{\2}{\3}"),  # 1 1/2
     (re.compile(r"(?<=[\d)}])\.\s*$"), ""),  # the full stop of a sentence
 )
 _CHARACTERS = str.maketrans(
     {
         **dict(zip("（），．：−＝", "(),.:-=", strict=True)),
+        "~": " ",
         "π": r"\pi ",
         "∞": r"\infty ",
         "×": r"\times ",
@@ -53,16 +68,18 @@ def grade(text: str, answer: str, require_boxed: bool = True) -> float:
 
     A box is `\boxed` or `\fbox`, with or without braces; boxes joined by a comma, `and` or `or` are
     one answer, the set of their values. `require_boxed=False` also accepts an unboxed final answer.
+    An inequality equals its interval, and a time of day or a numeral with a base only itself.
     `answer` is LaTeX, a number or a text with a box, which is read like the response's box. As in
-    math-verify, units are ignored and the right side of an equation counts. Raises ValueError if
-    the answer cannot be parsed.
+    math-verify, units are ignored and the right side of an equation counts, unless it is false.
+    Raises ValueError if the answer cannot be parsed.
 
     math-verify's time limits are off: they use signal.alarm, which works only in the main thread
     and not while sympy holds the interpreter lock. The worker pool kills a worker that exceeds the
     grader's time limit.
     """
-    expected = _last_boxed(answer)
-    gold = _parse(_boxed(answer if expected is None else expected))
+    last = _last_boxed(answer)
+    expected = _boxed(answer if last is None else last)
+    gold = _parse(expected)
     if not gold:
         raise ValueError(
             f"the answer {answer[:80]!r} is not mathematics that math-verify can parse"
@@ -70,9 +87,25 @@ def grade(text: str, answer: str, require_boxed: bool = True) -> float:
     final = _last_boxed(text)
     if final is None and require_boxed:
         return 0.0
-    response = _parse(_spelled(text) if final is None else _boxed(final))
-    equal = math_verify.verify(gold, response, numeric_precision=_DIGITS, timeout_seconds=None)
-    return float(equal and _alike(_tiny(gold), _tiny(response)))
+    found = _spelled(text) if final is None else _boxed(final)
+    if found == expected:  # sympy could take for ever
+        return 1.0
+    response = _parse(found)
+    equal = math_verify.verify(
+        gold,
+        response,
+        numeric_precision=_DIGITS,
+        allow_set_relation_comp=True,
+        timeout_seconds=None,
+    )
+    if not equal or (_is_false(response) and "circ" not in found):
+        return 0.0
+    # math-verify compares 1 < x < 2 as (1, 2), which it takes for {1, 2}, too
+    mixed = any(map(_is_range, (gold[0], response[0]))) and any(
+        isinstance(answer, FiniteSet) for answer in (gold[0], response[0])
+    )
+    same_size = _alike(_tiny(gold), _tiny(response))
+    return float(not mixed and same_size and _same_numerals(expected, found))
 
 
 def _parse(text: str) -> list:
@@ -91,6 +124,27 @@ def _tiny(parsed: list) -> list[float]:
 
 def _alike(logs: list[float], others: list[float]) -> bool:
     return len(logs) == len(others) and all(map(math.isclose, logs, others))
+
+
+def _same_numerals(gold: str, response: str) -> bool:
+    """Returns whether bases agree, and times of day, which math-verify reads as ratios."""
+    bases, others = _BASE.findall(gold), _BASE.findall(response)
+    times = [(int(hour), int(minute)) for hour, minute in _CLOCK.findall(gold)]
+    ratio = all(math.gcd(hour, minute) == 1 and minute > 9 for hour, minute in times)
+    found = [(int(hour), int(minute)) for hour, minute in _CLOCK.findall(response)]
+    return (bases == others or not (bases and others)) and (ratio or found == times)
+
+
+def _is_range(answer: object) -> bool:
+    return isinstance(answer, And | Rel) and not isinstance(answer, Eq)
+
+
+def _is_false(parsed: list) -> bool:
+    """Returns whether an equation of numbers does not hold, not even roughly; e may be a name."""
+    answer = (parsed or [()])[0]
+    equations = answer.atoms(Eq) if isinstance(answer, Basic) else ()
+    sides = [e.args for e in equations if e.lhs.is_number and e.rhs.is_number and not e.has(E)]
+    return any((abs(a - b) - abs(b) / 100).doit().evalf(5).is_positive for a, b in sides)
 
 
 def _boxed(content: str) -> str:

@@ -9,6 +9,7 @@ computed: 1/2 is neither 0.5 nor \frac{2}{4}.
 import re
 
 _TAIL = 300  # characters of the response that are read
+_BOX_TAIL = 100  # of these, where a box may stand
 _LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _REPLACED = {  # in this order
     "an ": "",
@@ -40,11 +41,27 @@ _REWRITTEN = (
 )
 
 
-def grade(text: str, answer: str) -> float:
-    """Returns 1.0 if the last `Answer: ...` of the response's last 300 characters is the answer,
-    else -1.0."""
-    lines = ["[INVALID]", *_LINE.findall(text[-_TAIL:])]
-    return 1.0 if _plain(lines[-1]) == _plain(answer) else -1.0
+def grade(text: str, answer: str, box: bool = False) -> float:
+    r"""Returns 1.0 if the last `Answer: ...` of the response's last 300 characters is the answer,
+    else -1.0.
+
+    box: without such a line, the last `\boxed{}` of the last 100 characters counts, as in verl since 0.9.1.
+    """
+    lines = _LINE.findall(text[-_TAIL:])
+    if box and not lines:
+        lines = [_last_box(text[-_BOX_TAIL:])]
+    return 1.0 if _plain(["[INVALID]", *lines][-1]) == _plain(answer) else -1.0
+
+
+def _last_box(text: str) -> str:
+    """Returns the content of the last box, [INVALID] if there is none or if it has no end."""
+    content = text.rpartition(r"\boxed{")[2] if r"\boxed{" in text else ""
+    depth = 1
+    for place, sign in enumerate(content):
+        depth += {"{": 1, "}": -1}.get(sign, 0)
+        if depth == 0:
+            return content[:place]
+    return "[INVALID]"
 
 
 def _plain(text: str) -> str:

@@ -67,10 +67,13 @@ class Renderer:
         """Returns the ids [T] int32 of a conversation as it is, ready for the model's turn. Raises
         ValueError."""
         if self._data.chat_template:
-            return self._encode(self._render(as_messages(messages), True, tools))
-        return self._encode(
-            _text(messages, tools), [self._tokenizer.bos_token_id] * self._data.add_bos
-        )
+            ids = self._encode(self._render(as_messages(messages), True, tools))
+        else:
+            bos = [self._tokenizer.bos_token_id] * self._data.add_bos
+            ids = self._encode(_text(messages, tools), bos)
+        if not len(ids):
+            raise ValueError("the first message has no token")
+        return ids
 
     def after_turn(
         self, observation: Observation, answer: np.ndarray, tools: Tools = None

@@ -4,6 +4,7 @@ reports on it."""
 import os
 import random
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -22,6 +23,9 @@ from megagrpo.system.environment import API_KEY, child_environment, get, nccl_va
 from megagrpo.system.processes import spawn, stop_tree
 
 _PORTS = range(20_000, 30_000)  # below the kernel's ephemeral ports, above Ray's workers
+# Of one server: 8 for HTTP, then where its engine's nodes meet, and the 7 that SGLang counts from it
+# for attention by data.
+_SLOT = 16
 _CUDA_GRACE_S = 15.0  # to release GPU memory in order
 _CPU_GRACE_S = 0.5  # nothing to release; SGLang itself takes 5 s to notice the signal
 
@@ -41,13 +45,25 @@ def loopback() -> str:
     return f"{boot_id} {os.readlink('/proc/self/ns/net')}"
 
 
-def free_port(bind_host: str) -> int:
+def server_ports(slot: int, incarnation: int) -> tuple[list[int], list[int]]:
+    """Returns the ports that a server of a run may serve HTTP at, and those where its engine's nodes
+    may meet, best first.
+
+    Servers bind them minutes after they were chosen, so that no two servers of a run on one machine
+    may choose among the same. A restarted engine has another URL: requests to its previous
+    incarnation must not reach it.
+    """
+    first = _PORTS.start + slot % (len(_PORTS) // _SLOT) * _SLOT
+    return [first + (incarnation + i) % 8 for i in range(8)], [first + 8]
+
+
+def free_port(bind_host: str, preferred: Sequence[int] = ()) -> int:
     """Returns a port that no process listens on. Raises ValueError if none is free.
 
     It is outside the ephemeral range: an engine binds it seconds later, and an outgoing connection
     could take it before then.
     """
-    for port in random.sample(_PORTS, 200):
+    for port in (*preferred, *random.sample(_PORTS, 200)):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -87,11 +103,11 @@ class EngineNode:
         self.num_cores = max(1, len(os.sched_getaffinity(0)) // cores_share)
         self.process: Popen[bytes] | None = None
 
-    def address(self, service_loopback: str) -> tuple[str, int, int]:
+    def address(self, service_loopback: str, slot: int, incarnation: int) -> tuple[str, int, int]:
         """Returns (host, port for HTTP, port where the engine's nodes meet) of this node.
 
-        service_loopback: of the service's process. Raises ValueError if the service cannot reach
-        this node.
+        service_loopback: of the service's process. slot: of this server among those of the run.
+        Raises ValueError if the service cannot reach this node.
         """
         if self.bind_address == "127.0.0.1" and loopback() != service_loopback:
             raise ValueError(
@@ -99,8 +115,9 @@ class EngineNode:
                 "such as that of the service; give the name of the private interface, such as "
                 "eth0, which every machine looks up for itself"
             )
-        ports = (free_port(self.bind_address), free_port(self.bind_address))
-        return reachable_host(self.bind_address), *ports
+        ports = server_ports(slot, incarnation)
+        http, meeting = (free_port(self.bind_address, preferred) for preferred in ports)
+        return reachable_host(self.bind_address), http, meeting
 
     def start(self, port: int, rendezvous: str, log: str) -> int:
         """Starts the server process and returns its pid. It is ready when /health answers."""

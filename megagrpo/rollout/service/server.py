@@ -20,6 +20,7 @@ import asyncio
 import hmac
 import json
 import os
+import random
 import secrets
 import signal
 from collections.abc import Awaitable, Callable
@@ -128,6 +129,8 @@ class _Service:
         self._engines: dict[str, SupervisedEngine] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of each engine by id, and `_watch`
         self._num_added = 0
+        # runs that share a machine begin elsewhere
+        self._next_slot = random.randrange(1000)
         self._failed: str | None = None
         self._stop, self._may_start = asyncio.Event(), asyncio.Event()
         self._may_start.set()
@@ -172,7 +175,8 @@ class _Service:
         )
         self._num_added += not teacher
         self._engines[engine.id] = engine
-        self._tasks[engine.id] = engine.begin(self._http)
+        self._tasks[engine.id] = engine.begin(self._http, self._next_slot)
+        self._next_slot += self._config.engine_sizes[teacher].nodes_per_engine
         return engine
 
     async def _open(self, runner: web.AppRunner) -> None:

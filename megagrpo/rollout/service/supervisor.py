@@ -45,7 +45,7 @@ from megagrpo.types import LOADS, EngineInfo
 _WATCH_S = 1.0  # between two checks of the processes
 _DRAIN_POLL_S = 0.5
 _LAST_REQUEST_S = 2 * LOOK_S  # until all who send requests know that it serves no more
-_RESERVE_POLL_S = 0.1
+_RESERVE_POLL_S = 0.5
 _START_POLL_S = 0.25
 _LOST_NODE_S = 30.0  # limit for an engine's Ray actors to stop it
 _ANSWERING = ("stale", "ready", "asleep")
@@ -83,7 +83,7 @@ class SupervisedEngine:
     ):
         self.id = f"engine-{index}"
         self.teacher, self._may_start = teacher, may_start
-        self._num_servers = config.num_servers
+        self._num_servers, self._slot = config.num_servers, 0
         if teacher:
             self.id = f"teacher-{teacher}-{index}"
             config = config.for_teacher(teacher)
@@ -185,8 +185,12 @@ class SupervisedEngine:
                 f"about {incarnation}"
             )
 
-    def begin(self, http: aiohttp.ClientSession) -> asyncio.Task[None]:
-        """Starts the task that runs it, which ends when its restart budget is spent."""
+    def begin(self, http: aiohttp.ClientSession, slot: int) -> asyncio.Task[None]:
+        """Starts the task that runs it, which ends when its restart budget is spent.
+
+        slot: number of its first server process among those of the run, see `server_ports`.
+        """
+        self._slot = slot
         self._life = asyncio.create_task(self._run(http))
         return self._life
 
@@ -269,7 +273,10 @@ class SupervisedEngine:
         await self._reserve_machines()
         deadline = time.monotonic() + rollout.start_timeout_s
         self._nodes = [self._make_node(rank) for rank in range(rollout.nodes_per_engine)]
-        addresses = await self._ask(node.address.remote(loopback()) for node in self._nodes)
+        addresses = await self._ask(
+            node.address.remote(loopback(), self._slot + rank, self.incarnation)
+            for rank, node in enumerate(self._nodes)
+        )
         rendezvous = f"{addresses[0][0]}:{addresses[0][2]}"
         pids = await self._ask(
             node.start.remote(address[1], rendezvous, str(self._log(rank)))
@@ -304,9 +311,9 @@ class SupervisedEngine:
         strategy = "STRICT_PACK" if rollout.nodes_per_engine == 1 else "SPREAD"
         self._group = placement_group([bundle] * rollout.nodes_per_engine, strategy=strategy)
         deadline = time.monotonic() + rollout.start_timeout_s
-        while placement_group_table(self._group).get("state") != "CREATED":
+        while not await self._is_placed(self._group):
             if time.monotonic() > deadline:
-                resources = ray.cluster_resources()
+                resources = await asyncio.to_thread(ray.cluster_resources)
                 have = {name: resources[name] for name in ("CPU", "GPU") if name in resources}
                 raise EngineDied(
                     f"{rollout.nodes_per_engine} x {bundle} did not fit on the machines within "
@@ -314,6 +321,12 @@ class SupervisedEngine:
                     f"{have} in all. Lower rollout.num_engines or rollout.tp, or add machines"
                 )
             await asyncio.sleep(_RESERVE_POLL_S)
+
+    @staticmethod
+    async def _is_placed(group: PlacementGroup) -> bool:
+        # In a thread: Ray's head may take long, and this loop answers the trainers' /status.
+        table = await asyncio.to_thread(placement_group_table, group)
+        return table.get("state") == "CREATED"
 
     async def _watch(self, http: aiohttp.ClientSession) -> None:
         """Watches this incarnation until it ends.

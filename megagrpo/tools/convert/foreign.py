@@ -42,9 +42,9 @@ Row = dict[str, Any]  # what some options mean together; see the head of rules.y
 @cache
 def rows(framework: str) -> tuple[Row | str, ...]:
     """Returns the rows of rules.yaml, and the names of functions among them."""
-    return tuple(
-        yaml.safe_load(_text("rules.yaml"))["slime" if framework == "miles" else framework]
-    )
+    every = yaml.safe_load(_text("rules.yaml"))
+    own = every["slime" if framework == "miles" else framework]
+    return (*every["first"], *own, *every["last"])
 
 
 def full_names(framework: str, names: str | list[str]) -> tuple[str, ...]:
@@ -93,7 +93,9 @@ def defaults(framework: str) -> dict[str, Scalar]:
 def _full_name(framework: str, name: str) -> str:
     if framework in ("slime", "miles"):
         return name if name.endswith(".py") else f"--{name}"
-    return _SHORT.sub(r"actor_rollout_ref.\1.", name) if framework == "verl" else name
+    if framework != "verl":
+        return name
+    return _SHORT.sub(r"actor_rollout_ref.\1.", name).removeprefix("/")
 
 
 @cache

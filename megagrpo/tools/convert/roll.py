@@ -123,16 +123,9 @@ def batch(d: Translation) -> None:
     samples = prompts * d.number("num_return_sequences_in_group")
     cut = math.prod(map(d.parallel, ("tp", "pp", "cp")))
     replicas = max(len(_devices(d, _TRAINERS)) // cut, 1)
-    samples_per_update = (
-        d.number(f"{args}per_device_train_batch_size") * d.number(accumulation) * replicas
-    )
-    updates, rest = divmod(samples, samples_per_update)
-    if rest or not updates or prompts % updates:
-        divide = f"do not divide the {samples} of a step into whole groups"
-        d.lack(accumulation, f"{samples_per_update} samples of an update {divide}")
-    else:
-        d.put("train.num_updates_per_step", updates)
-    all_updates = d.number("max_steps") * max(updates, 1) * d.number("ppo_epochs")
+    each = d.number(f"{args}per_device_train_batch_size") * d.number(accumulation) * replicas
+    updates = rules.updates(d, prompts, samples, each, accumulation)
+    all_updates = d.number("max_steps") * updates * d.number("ppo_epochs")
     from_ratio = math.ceil(d.real(f"{args}warmup_ratio") * all_updates)  # both count updates
     warmup = d.number(f"{args}warmup_steps", default=0) or from_ratio
     d.put("actor.optimizer.warmup_steps", warmup)

@@ -37,6 +37,17 @@ def adapted_layers(d: Translation) -> None:
         d.put("actor.lora.targets", layers)
 
 
+def updates(d: Translation, prompts: int, samples: int, each: int, key: str) -> int:
+    """Puts the number of updates of `each` samples in a step, and returns it; 1 if they do not divide
+    the step into whole groups."""
+    number, rest = divmod(samples, each)
+    if rest or not number or prompts % number:
+        d.lack(key, f"updates of {each} do not divide the {samples} of a step into whole groups")
+        return 1
+    d.put("train.num_updates_per_step", number)
+    return number
+
+
 def micro_batch(d: Translation, longest: int, tokens: int, samples: int, *keys: str) -> None:
     """Puts actor.micro_batch_tokens: tokens of a GPU times cp, or samples times the longest
     sample."""

@@ -287,6 +287,11 @@ def _program(state: State, node: Node, parts: list[str]) -> Answer:
             return _each(other, _read(other, raw(part)))
         if _is_trainer(state, part):
             state.commands.append(parts[at:])
+            # as of `ray job submit --runtime-env-json`
+            if names := re.findall(r'"([A-Z]\w*)" *:', raw(" ".join(parts[:at]))):
+                state.notes[
+                    f"variables of its processes are not translated: {', '.join(names)}"
+                ] = None
             break
     return _unknown(state, node)
 

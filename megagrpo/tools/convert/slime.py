@@ -33,6 +33,8 @@ def data(d: Translation) -> None:
         d.put("data.path", path)
     template = "--apply-chat-template-kwargs"
     arguments = d.get(template)
+    if arguments is not None and not isinstance(arguments, dict):
+        d.lack(template, "should be one JSON object")
     for name, value in (arguments if isinstance(arguments, dict) else {}).items():
         d.put(f"data.chat_template_args.{name}", value, template)
     columns = d.get("--multimodal-keys")
@@ -76,13 +78,10 @@ def batch(d: Translation) -> None:
     updates = d.number(steps, default=0)
     if not updates and d.get(size) is None:
         d.lack(size, "Megatron's default depends on the ranks; say train.num_updates_per_step")
-    by_size = max(samples // d.number(size, default=samples), 1)
-    updates = updates or by_size
-    if samples % updates or prompts % updates:
-        divide = f"{updates} updates do not divide {prompts} prompts into whole groups"
-        d.lack(steps if d.get(steps) is not None else size, divide)
-        updates = 1
-    d.put("train.num_updates_per_step", updates)
+    each = min(d.number(size, default=samples), samples)
+    if updates:
+        each = max(samples // updates, 1)
+    updates = rules.updates(d, prompts, samples, each, steps if updates else size)
     every = d.real("--lr-warmup-fraction") * d.number("--num-rollout", default=0)
     if every and not d.get("--lr-warmup-iters"):
         d.put("actor.optimizer.warmup_steps", round(every * updates))

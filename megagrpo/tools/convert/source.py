@@ -63,7 +63,7 @@ def _read_yaml(path: Path) -> dict[str, Plain]:
 
 def overrides(words: Sequence[str]) -> dict[str, Plain]:
     """Returns the values of Hydra's overrides: key=value."""
-    found = [match for word in words if (match := _OVERRIDE.fullmatch(word)) and "." in match[1]]
+    found = [match for word in words if (match := _OVERRIDE.fullmatch(word))]
     read = ((match[1], plain_yaml(match[2], match[1])) for match in found)
     given = {leaf: cast(Plain, one) for key, value in read for leaf, one in leaves_of(value, key)}
     for word, after in zip(words, [*words[1:], ""], strict=True):

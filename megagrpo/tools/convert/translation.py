@@ -199,8 +199,12 @@ class Translation:
         if not self._holds(row):
             return
         source, by = (full_names(self.framework, row.get(key, [])) for key in ("from", "by"))
+        if not source and "is" not in row:
+            source = self.named(row.get("to") or row.get("of", "nothing"))
         # of frameworks that share rows, one may lack an option
         source = tuple(key for key in source if find(self.framework, key))
+        if "given" in row and not _is_wanted(self._option(source, row["given"]), row["given"]):
+            return
         value = self.get(*source)
         value = str(value) if "text" in row and value is not None else value
         words = tuple(row.get("values", {}).items()) or self._words(*source[:1])
@@ -268,7 +272,8 @@ class Translation:
         if key in self._set and _is_left_out(entry, value):
             reason = f"{entry.to}, but not from this combination: write it by hand"
             return KeyOutcome(key, value, "not translated", reason)
-        return KeyOutcome(key, value, "as here", entry.free or entry.to or "what is done anyway")
+        needs = f"{entry.to}, which needs {entry.needs}" if entry.needs else entry.to
+        return KeyOutcome(key, value, "as here", entry.free or needs or "what is done anyway")
 
     def nested(self) -> dict[str, Plain]:
         """Returns the experiment as nested sections, in the order of the schema."""

@@ -60,19 +60,14 @@ def batch(d: Translation) -> None:
     """Puts updates of a step, and their warm-up."""
     mini = f"{_A}ppo_mini_batch_size"
     prompts = d.number("data.train_batch_size")
-    updates, rest = divmod(prompts, d.number(mini))
-    if rest:
-        divides = f"{d.number(mini)} does not divide train_batch_size {prompts}"
-        d.lack(mini, f"{divides}: updates of a step have equal sizes")
-    else:
-        d.put("train.num_updates_per_step", updates)
+    updates = rules.updates(d, prompts, prompts, d.number(mini), mini)
     total = "trainer.total_training_steps"
     ratio = f"{_A}optim.lr_warmup_steps_ratio"
     warmup = d.real(f"{_A}optim.lr_warmup_steps")
     if warmup < 1 and d.get(total) is not None:
         warmup = d.real(ratio) * d.number(total)
     if warmup > 0:
-        d.put("actor.optimizer.warmup_steps", round(warmup * max(updates, 1)))
+        d.put("actor.optimizer.warmup_steps", round(warmup * updates))
     elif d.get(ratio):
         reason = "how many steps there are depends on the data"
         d.lack(ratio, f"{reason}; say actor.optimizer.warmup_steps, in updates")
@@ -97,11 +92,15 @@ def layout(d: Translation) -> None:
     gpus = d.number(nodes[0])
     world = gpus * d.number(nodes[1])
     engine = f"{_R}tensor_model_parallel_size"
-    tp = d.number(engine)
+    copies = f"{_R}data_parallel_size"
+    tp = d.number(engine) * d.number(copies)
+    if tp > d.number(engine):
+        d.put("rollout.tp", tp, copies)
     d.put("actor.world_size", world, *nodes)
-    bases = f"{d.text('--config-name')} {d.text('defaults')}"
-    if "megatron" in bases or d.get(f"{_A}strategy") == "megatron" or d.below(_G):
-        d.put("actor.parallel.tp", d.number(f"{_G}tensor_model_parallel_size"))
+    named = ("--config-name", "defaults", f"{_A}strategy", "model_engine", f"{_A}model_engine")
+    whole = d.below(_G) or d.below(f"{_A}engine.")
+    if whole or any("megatron" in d.text(name) for name in named):
+        d.put("actor.parallel.tp", d.number(*d.named("actor.parallel.tp")))
         d.put("actor.recompute", d.get(f"{_OVERRIDE}recompute_granularity") or "none")
     else:
         rules.put_whole_parameters(d, world, tp, engine)

@@ -84,7 +84,7 @@ def _mean_of_micro_batch_means() -> Iterator[None]:
 
     def local_objective(inputs, algorithm, denominators):
         mask = inputs.loss_mask > 0
-        own = replace(denominators, num_tokens=int(mask.sum()), num_sequences=int(mask.any(1).sum()))
+        own = replace(denominators, num_tokens=int(mask.sum()), num_sequences=int((inputs.rows.sums(mask) > 0).sum()))
         loss, sums = objective(inputs, algorithm, own)
         return loss / count, sums
 

@@ -6,7 +6,9 @@ from tests.dist.workers.host import DEVICE  # comes first: it prepares the host 
 # isort: split
 
 import hashlib
+import io
 import os
+from contextlib import redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
@@ -21,6 +23,7 @@ from megagrpo.loop.train import train
 from megagrpo.mesh import Mesh, RunStopped
 from megagrpo.system.progress import Progress
 from megagrpo.system.stop_request import STOP_FILE
+from megagrpo.tasks.replay import replay
 from tests.dist.workers.harness import answer
 
 
@@ -31,12 +34,19 @@ def main(folder: Path) -> None:
 def one_start(job: dict, store: Path) -> dict:
     """The digests of published weights by version, and why the start ended, "" at its end.
 
-    job: experiment, URL, path of the stop request; the version whose publish fails, if any.
+    job: experiment, URL, path of the stop request; the version whose publish fails, if any. Of a dump to replay: its
+    folder instead of these; the table of metrics is returned.
     """
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     meeting = dist.FileStore(str(store), world)
     dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world)
     config = ExperimentConfig.model_validate(job["experiment"])
+    if "replay" in job:
+        text = io.StringIO()
+        with redirect_stdout(text):
+            replay(config, Path(job["replay"]), DEVICE)
+        leave_distributed(None)
+        return {"table": text.getvalue()}
     published: dict[int, str] = {}
     actor, error = None, ""
 

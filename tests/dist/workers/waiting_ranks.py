@@ -35,6 +35,7 @@ METHODS = ("tolist", "numpy", "cpu", "item", "__bool__", "__int__", "__float__",
 # in pinned memory, and the layout of a micro-batch, which is made of a Batch that is on the host.
 ON_HOST = (
     "microbatch.py:_layout", "microbatch.py:_micro_batch", "microbatch.py:targets",
+    "policy_loss.py:sums", "policy_loss.py:spread",
     "numpy token_dispatcher.py:_maybe_dtoh_and_synchronize", "token_dispatcher.py:token_dispatch",
     "moe_utils.py:sort_chunks_by_idxs", "experts.py:forward", "random.py:fork",
     "rope_utils.py:get_pos_emb_on_this_cp_rank",
