@@ -114,8 +114,8 @@ FAULTS = (
     Fault(
         "returns without discount",
         "algo/estimators.py",
-        "torch.where(started, gamma * carry, carry)",
-        "carry",
+        "num_tokens, factor = 1, gamma",
+        "num_tokens, factor = 1, 1.0",
         ADVANTAGE,
     ),
     Fault(

@@ -21,11 +21,12 @@ first_node() {
 
 # Prints the address at which other nodes reach a node. Node names need not resolve, so this is the address or name that Slurm
 # connects to. If a hosts file maps the node's name to loopback, it is the address on the route to another node of the job.
+# Without scontrol, as in pyxis images, it prints nothing: the first node then has MASTER_ADDR, which the batch script found,
+# and each other one its address towards that.
 address_of() {
     local named found others
-    # pyxis images have no scontrol, so use the node's name
     named="$(scontrol show node "$1" 2>/dev/null | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')" || true
-    named="${named:-$1}"
+    [ -n "$named" ] || return 0
     found="$(first_address "$named")"
     if [[ "$found" == 127.* && "$found" != "$named" ]]; then
         others="$SLURM_JOB_NODELIST${SLURM_JOB_NODELIST_HET_GROUP_1:+,$SLURM_JOB_NODELIST_HET_GROUP_1}"
@@ -47,6 +48,7 @@ eval "srun_options=(${MEGAGRPO_SRUN:-})"
 start() {
     local script="$1" first port="$3" options=(--ntasks-per-node=1 --unbuffered --kill-on-bad-exit=0 --cpu-bind=none)
     first="$(address_of "$2")"
+    first="${first:-$2}"
     shift 3
     while [ "$1" != -- ]; do
         options+=("$1")

@@ -258,24 +258,23 @@ def discounted_returns(inputs: EstimatorInputs, gamma: float) -> Tensor:
     R is token_rewards, plus the reward at the last sampled token. Credit passes through other
     tokens (tool output) undiscounted, as if they were not there.
     """
-    rewards = inputs.rewards
-    token_rewards = inputs.token_rewards
-    lengths = inputs.lengths
-    mask = torch.cat((inputs.sampled, inputs.sampled.new_zeros(1)))  # the last belongs to no token
-    out = torch.zeros(len(mask), dtype=torch.float64, device=rewards.device)
-    starts = lengths.cumsum(0) - lengths
-    carry = rewards.clone()  # gamma has nothing to discount before the last sampled token is met
-    started = torch.zeros_like(rewards, dtype=torch.bool)
-    for t in reversed(range(max(lengths.tolist(), default=0))):
-        places = torch.where(t < lengths, starts + t, len(mask) - 1)
-        here = mask[places]
-        value = torch.where(started, gamma * carry, carry)
-        if token_rewards is not None:
-            value = value + token_rewards[places.clamp(max=len(token_rewards) - 1)]
-        carry = torch.where(here, value, carry)
-        started |= here
-        out[places] = torch.where(here, value, 0.0)
-    return out[:-1]
+    places = inputs.sampled.nonzero().flatten()
+    counts = row_sums(inputs.sampled.long(), inputs.lengths)
+    ends = counts.cumsum(0)
+    following = to_tokens(ends, counts) - torch.arange(len(places)) - 1  # in the same response
+    returns = torch.zeros(len(places), dtype=torch.float64)
+    if inputs.token_rewards is not None:
+        returns += inputs.token_rewards[places]
+    returns[ends[counts > 0] - 1] += inputs.rewards[counts > 0]
+    # of the next 1, 2, 4, ... tokens, in turn
+    num_tokens, factor = 1, gamma
+    while num_tokens < max(counts.tolist(), default=0):
+        inside = following[:-num_tokens] >= num_tokens
+        returns[:-num_tokens] += factor * torch.where(inside, returns[num_tokens:], 0.0)
+        num_tokens, factor = 2 * num_tokens, factor * factor
+    out = torch.zeros(len(inputs.sampled), dtype=torch.float64)
+    out[places] = returns
+    return out
 
 
 def whiten(values: Tensor, spread: Moments) -> Tensor:

@@ -1,11 +1,13 @@
 """The start of a run: which checkpoint it continues from, and how the actor loads it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor
 from megagrpo.checkpoint import save as checkpoint
+from megagrpo.checkpoint.changes import REFERENCE, prompt_order
 from megagrpo.checkpoint.folder import OTHER_DATA, data_problem, latest, put_in_place
 from megagrpo.checkpoint.groups import deal_surplus
 from megagrpo.checkpoint.identity import adapter_numbers, architecture_numbers
@@ -19,9 +21,14 @@ from megagrpo.weights.hf_folder import HfFolder
 Rows = Sequence[Sequence[str | int]]  # PromptSet.rows; (): not compared
 
 
-def run_identity(config: ExperimentConfig, actor: MegatronActor, rows: Rows = ()) -> RunIdentity:
+def run_identity(
+    config: ExperimentConfig,
+    actor: MegatronActor,
+    rows: Rows = (),
+    inputs: Mapping[str, object] | None = None,
+) -> RunIdentity:
     """Collective. Returns the properties that a checkpoint must share with the run that loads
-    it."""
+    it. rows, inputs: not compared if they are left out."""
     model: dict = {
         "model": architecture_numbers(actor.arch),
         "dtype": config.actor.dtype,
@@ -32,10 +39,26 @@ def run_identity(config: ExperimentConfig, actor: MegatronActor, rows: Rows = ()
         model["trained_vision"] = config.actor.trained_vision
     if config.actor.lora is not None:  # the checkpoint holds only adapters
         model["lora"] = adapter_numbers(config.actor.lora)
-        model["base"] = actor.mesh.from_main(
-            HfFolder(config.model.path).fingerprint, "read the model's weights"
-        )
-    return RunIdentity(model, config.actor.layout, rows)
+        model["base"] = _fingerprint(config, actor.mesh)
+    return RunIdentity(model, config.actor.layout, rows, inputs or {})
+
+
+def run_inputs(config: ExperimentConfig, mesh: Mesh) -> dict[str, object]:
+    """Collective. Returns the inputs that a resumed run must share with its checkpoint."""
+    inputs = prompt_order(config)
+    if config.algorithm.uses_reference:
+        inputs[REFERENCE] = _fingerprint(config, mesh)
+    return inputs
+
+
+def _fingerprint(config: ExperimentConfig, mesh: Mesh) -> str:
+    folder = config.model.path
+    return mesh.from_main(lambda: _fingerprint_of(folder), "read the model's weights")
+
+
+@lru_cache  # a page of each tensor
+def _fingerprint_of(folder: str) -> str:
+    return HfFolder(folder).fingerprint()
 
 
 def load_checkpoint(
@@ -43,13 +66,14 @@ def load_checkpoint(
     source: Path,
     actor: MegatronActor,
     rows: Rows = (),
+    inputs: Mapping[str, object] | None = None,
     with_optimizer: bool = True,
 ) -> TrainState:
     """Collective. Loads a checkpoint of this experiment's model into the actor. Raises LeaderError
     if the model or the data differs."""
     return checkpoint.load(
         source,
-        run_identity(config, actor, rows),
+        run_identity(config, actor, rows, inputs),
         lambda part: load_actor(actor, part, with_optimizer),
         actor.mesh,
     )
@@ -108,10 +132,12 @@ def resume(
         load_checkpoint(config, source, actor)
         actor.updates_done = 0  # the learning-rate schedule starts with this run
         return TrainState()
-    compared: Rows = ()
-    if config.checkpoint.resume != OTHER_DATA:
-        compared = rows
-    state = load_checkpoint(config, source, actor, compared)
+    compared = rows
+    inputs = run_inputs(config, actor.mesh)
+    if config.checkpoint.resume == OTHER_DATA:
+        compared = ()
+        inputs = {key: value for key, value in inputs.items() if key == REFERENCE}
+    state = load_checkpoint(config, source, actor, compared, inputs)
     if state.curriculum is not None and data_problem(source, rows):  # and resume is other_data
         state.curriculum = None
         if actor.mesh.is_main:

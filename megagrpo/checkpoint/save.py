@@ -6,7 +6,7 @@
         ahead.npz      groups already sampled for later steps, if any
         curriculum.npz data.curriculum's record of each row, if any
         state.json     the rest of TrainState, model identity, layout, whether another layout can
-                       load the checkpoint, digests of the data's rows, version
+                       load the checkpoint, digests of the data's rows, other inputs, version
         manifest.json  size and CRC-32 of every file, written last
 
 Loading rejects a folder without a manifest, or with files that differ from it, and names the file.
@@ -18,10 +18,10 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
@@ -30,6 +30,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from megagrpo import __version__
+from megagrpo.checkpoint.changes import input_problem
 from megagrpo.checkpoint.folder import (
     PARTIAL,
     REPLACED,
@@ -69,6 +70,7 @@ class RunIdentity:
     model: dict  # must agree with the run that loads it
     layout: Layout  # must agree too if the checkpoint is not reshardable
     rows: Sequence[Sequence[str | int]] = ()  # of the data; must agree unless it is empty
+    inputs: Mapping[str, object] = field(default_factory=dict)  # see changes.py
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,7 @@ class PendingSave:
             "identity": identity.model,
             "layout": dict(identity.layout),
             "rows": list(identity.rows),
+            "inputs": dict(identity.inputs),
             "version": __version__,
         }
         self._options = options
@@ -355,7 +358,11 @@ def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
         )
     if different := differences(model, identity.model):
         raise ValueError(f"checkpoint {folder} is of another model: {'; '.join(different)}")
-    problem = layout_problem(folder, identity.layout) or data_problem(folder, identity.rows)
+    problem = (
+        layout_problem(folder, identity.layout)
+        or data_problem(folder, identity.rows)
+        or input_problem(folder, identity.inputs)
+    )
     if problem:
         raise ValueError(problem)
     for index, (name, (size, crc)) in enumerate(sorted(manifest.items())):

@@ -25,17 +25,15 @@ def run(config: ExperimentConfig) -> int:
     process remains.
 
     USR1, or the first INT: saves after the current step and returns STOPPED. TERM, USR2, or a second
-    INT: ends at once. Raises ValueError before anything starts, with all known problems.
+    INT: ends at once. In a Slurm job the first TERM asks, too, because Slurm pre-empts by it. Raises
+    ValueError before anything starts, with all known problems.
     """
     if is_finished(config):
         return 0
-    launch = Launch(
-        config.run_folder,
-        "run",
-        end=(signal.SIGTERM, signal.SIGUSR2),
-        ask=(signal.SIGUSR1, signal.SIGINT),
-        grace_s=_SERVICE_GRACE_S,
-    )
+    end, ask = [signal.SIGUSR2], [signal.SIGUSR1, signal.SIGINT]
+    in_job = environment.get("SLURM_JOB_ID") is not None
+    (ask if in_job else end).append(signal.SIGTERM)
+    launch = Launch(config.run_folder, "run", end=end, ask=ask, grace_s=_SERVICE_GRACE_S)
     command = ["train", str(config.run_folder.config)]
     return _beside_service(launch, config, command, config.actor.max_restarts)
 

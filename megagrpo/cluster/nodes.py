@@ -66,12 +66,20 @@ class Node:
 
     @cached_property
     def own_address(self) -> str:
-        """The address of this node for the others."""
-        if self.address:
-            return self.address
+        """The address of this node for the others. Raises ValueError for a name that means loopback
+        here, because other nodes would be told, and gloo would use, this machine's interface lo."""
+        named = self.address or (self.first_address if self.rank == 0 else None)
+        if named:
+            found = ""
+            with suppress(socket.gaierror):
+                found = socket.gethostbyname(named)
+            if self.number > 1 and found.startswith("127.") and named not in (found, *LOOPBACK):
+                raise ValueError(
+                    f"{named} is {found} on this node, by its hosts file, and no other node reaches "
+                    "that: give the address that they reach as --node-addr (NODE_ADDR)"
+                )
+            return named
         assert self.first_address is not None, "a single trainer node needs no address"
-        if self.rank == 0:
-            return self.first_address
         deadline = time.monotonic() + _JOIN_S
         while True:
             # the name of a node that only starts may not be known yet

@@ -28,8 +28,11 @@ def decoder(
     ends = special & _end_ids(tokenizer, model)
     left_out = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id} & special
 
+    # an engine may sample any id that the model has embeddings for, also one of no token
+    known = frozenset(tokenizer.get_vocab().values()) - left_out
+
     def decode_all(ids: list[int]) -> str:
-        ids = [token for token in ids if token not in left_out]
+        ids = [token for token in ids if token in known]
         return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     pieces = _pieces(tokenizer, left_out, skip_special_tokens, decode_all)
@@ -49,8 +52,8 @@ class _Pieces:
     """Holds the bytes of each token; they are joined without an object for each."""
 
     all_bytes: np.ndarray  # uint8, one token after the other
-    starts: np.ndarray  # [tokens] int32
-    sizes: np.ndarray  # [tokens] int32
+    starts: np.ndarray  # [largest id + 2] int32; the last is that of every larger id
+    sizes: np.ndarray  # [largest id + 2] int32
 
     @classmethod
     def of(cls, pieces: Sequence[bytes]) -> "_Pieces":
@@ -59,6 +62,7 @@ class _Pieces:
         return cls(np.frombuffer(b"".join(pieces), np.uint8), starts, sizes)
 
     def joined(self, token_ids: np.ndarray) -> str:
+        token_ids = np.minimum(token_ids, len(self.sizes) - 1)
         sizes = self.sizes[token_ids]
         before = sizes.cumsum(dtype=np.int32) - sizes
         places = np.repeat(self.starts[token_ids] - before, sizes)
@@ -85,8 +89,9 @@ def _pieces(
     if not isinstance(getattr(backend, "decoder", None), ByteLevel):
         return None
     byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
-    pieces = [b""] * len(tokenizer)
-    for word, number in tokenizer.get_vocab().items():
+    vocabulary = tokenizer.get_vocab()
+    pieces = [b""] * (max(vocabulary.values()) + 2)
+    for word, number in vocabulary.items():
         known = byte_of.keys() >= set(word)
         pieces[number] = bytes(byte_of[letter] for letter in word) if known else word.encode()
     added = tokenizer.added_tokens_decoder

@@ -15,11 +15,13 @@ from megagrpo.actor.start import initial_weights, make_actor, plan_schedule, ste
 from megagrpo.actor.step import holds_token_values
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.sample_rows import LossNeeds
+from megagrpo.checkpoint.changes import record_start
 from megagrpo.checkpoint.groups import gather_surplus
 from megagrpo.checkpoint.resume import (
     find_checkpoint,
     resume,
     run_identity,
+    run_inputs,
 )
 from megagrpo.checkpoint.save import Checkpointer, SaveSchedule
 from megagrpo.config.algorithm import AlgorithmConfig
@@ -113,7 +115,8 @@ class Run:
         self.inputs.add_metrics(metrics)
         if self.config.rollout.colocate:
             self.mesh.from_main(
-                lambda: self.control.sleep(_sleep_limit_s(self.config)), "put engines to sleep"
+                lambda: self.control.sleep(self.config.rollout.sleep_limit_s),
+                "put engines to sleep",
             )
         return step
 
@@ -261,7 +264,7 @@ def start_run(
     folder = config.run_folder
     start_timeout_s = config.rollout.start_timeout_s
     if config.rollout.colocate:  # before any rank allocates memory on a GPU that an engine uses
-        find_service(folder.path, service_url, start_timeout_s).sleep(_sleep_limit_s(config))
+        find_service(folder.path, service_url, start_timeout_s).sleep(config.rollout.sleep_limit_s)
     inputs = Inputs.load(config)
     actor, weights, state = _loaded_actor(config, inputs, device, progress)
     mesh = actor.mesh
@@ -281,7 +284,7 @@ def start_run(
         source.batches.restore(state.ahead)
         stack.callback(exchange.close)  # else engines wait in the group for a trainer that ended
         watchdog.waits += [source.waiting, exchange.waiting]
-        recording.open(inputs.tokenizer, inputs.decode, holds_token_values())
+        _open_record(config, recording, inputs, mesh)
         run = Run(
             config=config,
             actor=actor,
@@ -303,6 +306,17 @@ def start_run(
         )
         with run.saving():
             yield run
+
+
+def _open_record(
+    config: ExperimentConfig, recording: RunRecord, inputs: Inputs, mesh: Mesh
+) -> None:
+    """Collective. Opens the record, and says which settings differ from the start before."""
+    recording.open(inputs.tokenizer, inputs.decode, holds_token_values())
+    for line in mesh.from_main(
+        lambda: record_start(config, recording.start_step), "write the settings"
+    ):
+        recording.note(line)
 
 
 def _loaded_actor(
@@ -330,12 +344,6 @@ def _refuse_other_rows(rows_by_rank: Sequence[list]) -> None:
             )
 
 
-def _sleep_limit_s(config: ExperimentConfig) -> float:
-    """Returns the seconds in which all engines fall asleep: one may be starting, and one may not
-    answer."""
-    return config.rollout.start_timeout_s + config.rollout.patience_s(cuda=True)
-
-
 def _checkpointer(
     config: ExperimentConfig,
     actor: MegatronActor,
@@ -358,7 +366,7 @@ def _checkpointer(
     return Checkpointer(
         config.checkpoint,
         recording.folder.checkpoints,
-        run_identity(config, actor, inputs.prompts.rows),
+        run_identity(config, actor, inputs.prompts.rows, run_inputs(config, actor.mesh)),
         lambda part, reshardable: save_actor(actor, part, reshardable, snapshot=background),
         gather_state,
         actor.mesh,

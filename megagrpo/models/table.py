@@ -58,6 +58,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Qwen3Next(),
 }
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
+_LEFT_OUT = {"mtp.": "multi-token-prediction layers, which only speculate"}
 
 
 @dataclass(frozen=True)
@@ -204,14 +205,19 @@ def patch_cost(arch: Architecture) -> float:
 
 
 def left_out(hf: HfConfig, draft: bool = False) -> list[str]:
-    """Returns in words the parts of a model that are not loaded, trained, published or exported.
+    """Returns in words the parts of a model that are not loaded, trained or published.
 
     draft: whether actor.draft asks for the multi-token-prediction layer.
     """
+    kept = begin_of_kept(hf)
     hf = text_part(hf)
     layers = hf.get(_PREDICTION_LAYERS) or 0
     family = FAMILIES.get(str(hf.get("model_type")))
-    found = [f"{name}*: only texts are trained" for name in (family.LEFT_OUT if family else ())]
+    found = [
+        f"{name}*: {_LEFT_OUT.get(name, 'only texts are trained')}"
+        + ", exports have the model's own" * (name in kept)
+        for name in (family.LEFT_OUT if family else ())
+    ]
     if not layers or draft:
         return found
     first = hf["num_hidden_layers"]
@@ -221,6 +227,15 @@ def left_out(hf: HfConfig, draft: bool = False) -> list[str]:
         f"{layers} multi-token-prediction layer{'s' if layers > 1 else ''} ({names}), which only "
         "speculate",
     ]
+
+
+def begin_of_kept(hf: HfConfig) -> tuple[str, ...]:
+    """Returns what the names of tensors begin with that are left out, but that the config.json of
+    an export describes."""
+    family = FAMILIES.get(str(hf.get("model_type")))
+    if family is None or exported_config(hf).get("model_type") != hf.get("model_type"):
+        return ()
+    return family.LEFT_OUT
 
 
 def has_draft(names: Iterable[str]) -> bool:

@@ -6,9 +6,8 @@ objects of it, which takes eight times as long, and no other thread of the proce
 
 import binascii
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
-from itertools import combinations
+from itertools import combinations, islice
 
 import msgspec
 import numpy as np
@@ -17,7 +16,6 @@ import pybase64
 import simdjson
 
 from megagrpo.models.architecture import Architecture
-from megagrpo.rollout.response import TokenList
 from megagrpo.system.errors import translated
 
 _NULL = 9999  # stands for null, which no array of numbers can hold: no log-probability
@@ -31,18 +29,27 @@ def read_pairs(text: bytes | msgspec.Raw) -> tuple[np.ndarray, np.ndarray]:
     They equal orjson's, bit for bit. Raises ValueError, TypeError and such for anything else.
     """
     with suppress(AttributeError, TypeError, ValueError):
-        logprobs, ids, nulls = _numbers(bytes(text)).reshape(-1, 3).T
-        if (nulls == _NULL).all():
-            logprobs = np.where(logprobs == _NULL, np.nan, logprobs)
-            return ids.astype(np.int32), logprobs.astype(np.float32)
+        return _columns(_numbers(_parsed(bytes(text))))
     pairs = orjson.loads(bytes(text)) or []  # with texts
     logprobs = np.array([pair[0] for pair in pairs], np.float64)
     return np.array([pair[1] for pair in pairs], np.int32), logprobs.astype(np.float32)
 
 
-def read_lists(lists: Sequence[TokenList | None], k: int) -> tuple[np.ndarray, np.ndarray]:
+def read_lists(
+    text: bytes | msgspec.Raw, k: int, skipped: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns ids [T, k] int32 and log-probabilities [T, k] float32 of lists [logprob, id, text],
-    k for each position. Raises ValueError for other lists."""
+    k for each position, without the first `skipped` positions. Raises ValueError for other
+    lists."""
+    with suppress(AttributeError, TypeError, ValueError):
+        parsed = _parsed(bytes(text))
+        # a position that is skipped is null, which is one number
+        numbers = _numbers(parsed)[skipped:]
+        if all(len(tokens) == k for tokens in islice(parsed, skipped, None)):
+            ids, logprobs = _columns(numbers)
+            shape = len(parsed) - skipped, k
+            return ids.reshape(shape), logprobs.reshape(shape)
+    lists = (orjson.loads(bytes(text)) or [])[skipped:]  # with texts
     if any(len(tokens or ()) != k for tokens in lists):
         raise ValueError(f"not {k} tokens for every position")
     pairs = [(token_id, logprob) for tokens in lists for logprob, token_id, *_ in tokens or ()]
@@ -104,10 +111,23 @@ def _refuse_repeated(arch: Architecture, experts: np.ndarray) -> None:
         )
 
 
-def _numbers(text: bytes) -> np.ndarray:
-    """Returns all numbers of nested lists, float64, and null as _NULL. Raises ValueError and such
-    for anything else."""
+def _parsed(text: bytes) -> simdjson.Array:
+    """Returns nested lists of numbers, with _NULL for null. Raises ValueError and such for anything
+    else."""
     if not hasattr(_THREAD, "parser"):
         _THREAD.parser = simdjson.Parser()
-    parsed = _THREAD.parser.parse(text.translate(_NULL_AS_NUMBER))
-    return np.frombuffer(parsed.as_buffer(of_type="d"))  # simdjson's name
+    return _THREAD.parser.parse(text.translate(_NULL_AS_NUMBER))
+
+
+def _numbers(parsed: simdjson.Array) -> np.ndarray:
+    return np.frombuffer(parsed.as_buffer(of_type="d"))  # float64, by simdjson's name
+
+
+def _columns(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns ids and log-probabilities of numbers (log-probability, id, _NULL) one after the
+    other. Raises ValueError for others, which stand for texts."""
+    logprobs, ids, nulls = numbers.reshape(-1, 3).T
+    if not (nulls == _NULL).all():
+        raise ValueError("no null where a text would be")
+    logprobs = np.where(logprobs == _NULL, np.nan, logprobs)
+    return ids.astype(np.int32), logprobs.astype(np.float32)

@@ -416,7 +416,7 @@ def _checked(answer: Answer, request: SampleRequest) -> Response:
     )
     if not request.top_k:
         return response
-    top_ids, _ = read_lists(meta.get("output_top_logprobs", []), request.top_k)
+    top_ids, _ = read_lists(meta.get("output_top_logprobs", b"[]"), request.top_k)
     if len(top_ids) != len(token_ids):
         raise UnusableAnswer(f"top tokens of {len(top_ids)} positions for {len(token_ids)} tokens")
     return replace(response, top_ids=top_ids)

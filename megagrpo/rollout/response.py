@@ -46,18 +46,18 @@ class Response(WithArrays):
         return [(0, self.weight_version), *self.newer][-1][1]
 
     def then(self, rest: "Response") -> "Response":
-        """Returns this part of a response followed by `rest`: a tool's output, or the next turn."""
+        """Returns this part of a response followed by `rest`: a tool's output, or the next turn;
+        without experts, which SamplePart joins."""
         length = len(self.token_ids)
         spans = [(0, self.weight_version), *self.newer, (length, rest.weight_version)]
         spans += [(length + start, version) for start, version in rest.newer]
-        experts = [part.routed_experts for part in (self, rest) if part.routed_experts is not None]
         return Response(
             np.concatenate([self.token_ids, rest.token_ids]),
             np.concatenate([self.logprobs, rest.logprobs]),
             rest.finish_reason,
             self.weight_version,
             tuple(now for before, now in pairwise(spans) if before[1] != now[1]),
-            np.concatenate(experts) if experts else None,
+            None,
             self.num_cached + rest.num_cached,
             tuple(map(sum, zip_longest(self.accepted, rest.accepted, fillvalue=0))),
             _joined_top_ids(self, rest),
@@ -88,26 +88,24 @@ class VersionSpan(TypedDict):
     version: str
 
 
-TokenList = list[tuple[float, int, str | None]]  # log-probability, id and text of tokens
-
-
 class Meta(TypedDict):
     """The fields of SGLang's meta_info that are read here."""
 
     weight_version: str
     finish_reason: dict[str, object] | None  # "type": "stop", "length" or "abort"
-    output_token_logprobs: NotRequired[msgspec.Raw]  # JSON that answer_arrays.py reads
+    # JSON that answer_arrays.py reads: [log-probability, id, text] of tokens, k or one per position
+    output_token_logprobs: NotRequired[msgspec.Raw]
+    output_top_logprobs: NotRequired[msgspec.Raw]
+    # Of the prompt from its logprob_start_len-th token on; null for that one.
+    input_token_logprobs: NotRequired[msgspec.Raw]
+    input_top_logprobs: NotRequired[msgspec.Raw]
+    input_token_ids_logprobs: NotRequired[msgspec.Raw]
     weight_versions: NotRequired[list[VersionSpan] | None]
     routed_experts: NotRequired[msgspec.Raw]  # base64 in quotes
     image_tokens: NotRequired[int]
     cached_tokens: NotRequired[int]  # of the prompt
     # Forwards by the number of a draft's tokens that they accepted.
     spec_correct_drafts_histogram: NotRequired[list[int] | None]
-    output_top_logprobs: NotRequired[list[TokenList | None]]
-    # Of the prompt from its logprob_start_len-th token on; None for that one.
-    input_token_logprobs: NotRequired[list[tuple[float | None, int, str | None]]]
-    input_top_logprobs: NotRequired[list[TokenList | None]]
-    input_token_ids_logprobs: NotRequired[list[TokenList | None]]
 
 
 class Answer(TypedDict):

@@ -315,7 +315,7 @@ class Sampler:
             newer=response.newer,
             text=text,
             loss_mask=part.loss_mask,
-            routed_experts=response.routed_experts,
+            routed_experts=part.routed_experts,
             prompt_ids=part.prompt_ids,
             shared=part.shared,
         )

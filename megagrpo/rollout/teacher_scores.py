@@ -15,7 +15,7 @@ import numpy as np
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.rollout.admission import AdmissionQueue
-from megagrpo.rollout.answer_arrays import read_lists
+from megagrpo.rollout.answer_arrays import read_lists, read_pairs
 from megagrpo.rollout.control import ServiceControl
 from megagrpo.rollout.engine_choice import Affinity, Engines
 from megagrpo.rollout.generation import (
@@ -83,15 +83,15 @@ class ScoreRequest:
         with unreadable(text):
             meta = _ANSWERS.decode(text)["meta_info"]
             end_of_request(meta)
-            entries = meta.get("input_token_logprobs", [])[1:]
-            logprobs = np.array([logprob for logprob, *_ in entries], np.float32)
+            # the first is null, that of the token before the response
+            logprobs = read_pairs(meta.get("input_token_logprobs", b"[]"))[1][1:]
             ids = top = None
             if self.candidates is not None:
                 k = self.candidates.shape[1]
-                _, top = read_lists(meta.get("input_token_ids_logprobs", [])[1:], k)
+                _, top = read_lists(meta.get("input_token_ids_logprobs", b"[]"), k, 1)
                 ids = self.candidates
             elif self.top_k:
-                ids, top = read_lists(meta.get("input_top_logprobs", [])[1:], self.top_k)
+                ids, top = read_lists(meta.get("input_top_logprobs", b"[]"), self.top_k, 1)
             lengths = {len(array) for array in (logprobs, ids, top) if array is not None}
             if lengths != {self.length} or not np.isfinite(logprobs).all():
                 raise UnusableAnswer(

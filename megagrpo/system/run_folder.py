@@ -1,6 +1,7 @@
 """The layout of the run folder, and atomic writes into it.
 
 config.yaml          the resolved experiment
+starts/              step_000012.yaml ...: that of each start, by the step after which it began
 metrics.jsonl        also tensorboard/, rollouts/, summary.md, curve.png
 checkpoints/         step_000010/ ..., or a link
 last_checkpoint      the name of the newest one
@@ -137,6 +138,7 @@ class RunFolder:
     path: Path
 
     config = _Inside("config.yaml")
+    starts = _Inside("starts")
     lock = _Inside(".lock")  # held by the launcher that trains into this folder
     checkpoints = _Inside("checkpoints")
     last_checkpoint = _Inside("last_checkpoint")

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +18,7 @@ from megagrpo.config.actor import LoraConfig
 from megagrpo.mesh import Mesh
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.folder import refuse_tensors
-from megagrpo.models.table import is_left_out, model_tensors
+from megagrpo.models.table import begin_of_kept, is_left_out, model_tensors, read_description
 from megagrpo.models.tensors import TensorSpec
 from megagrpo.system.run_folder import whole_folder
 from megagrpo.weights.copies.recorder import Copy, Recording, Specs, record_whole
@@ -134,19 +135,36 @@ def export_hf(
 ) -> None:
     """Collective. Writes the live weights, adapters merged, as an HF folder, complete or not at all.
 
-    like: the folder that all other files come from; tokenizer: another folder for the tokenizer's
-    files. dtype: of all tensors without a fixed dtype (ActorWeights.fixed_dtypes). Raises
-    LeaderError on every rank.
+    like: the folder that all other files come from, and the tensors that are not trained;
+    tokenizer: another folder for the tokenizer's files. dtype: of all trained tensors without a
+    fixed dtype (ActorWeights.fixed_dtypes). Raises LeaderError on every rank.
     """
     published: torch.dtype = getattr(torch, dtype)
     specs = published_specs(weights.hf_specs, published, weights.fixed_dtypes)
     plan = make_gather_plan(mesh.gather_world(weights.copies), specs, _SHARD_BYTES)
 
     def write(buckets: Iterator[dict[str, Tensor]]) -> None:
-        write_hf_folder(target, buckets, like, published, tokenizer=tokenizer)
+        shards = chain(buckets, untrained_shards(Path(like)))
+        write_hf_folder(target, shards, like, published, tokenizer=tokenizer or like)
 
     with weights.merged():
         gather_to_main(plan, weights.parameters(), mesh, write, f"export to {target}")
+
+
+def untrained_shards(folder: Path) -> Iterator[dict[str, Tensor]]:
+    """Yields the tensors, a shard at a time, that are left out of training, but that an export's
+    config.json describes."""
+    begin = begin_of_kept(read_description(folder / "config.json"))
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in HfFolder(folder).items() if begin else ():
+        if name.startswith(begin):
+            shard[name] = tensor
+            size += tensor.nbytes
+        if size > _SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+    yield shard
 
 
 def export_peft(

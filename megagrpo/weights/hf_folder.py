@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from megagrpo.models.config_json import HfConfig, text_part
 from megagrpo.models.folder import write_description
 from megagrpo.models.stored.files import INDEX, SINGLE, StoredTensors
 from megagrpo.models.stored.packed_int4 import unpack_into
@@ -190,9 +191,9 @@ def write_hf_folder(
     """Writes an HF checkpoint, one shard per dict of `tensors`. Returns the bytes of all tensors.
 
     like: the folder that config.json and the tokenizer files come from; the latter come from
-    `tokenizer` if that is not None. dtype, fp8: only for config.json; tensors are written as they
-    are. `target` is complete or absent, see whole_folder. Raises OSError (disk full, ...) naming
-    the folder.
+    `tokenizer` if that is not None, and generation_config.json then names all end tokens. dtype,
+    fp8: only for config.json; tensors are written as they are. `target` is complete or absent, see
+    whole_folder. Raises OSError (disk full, ...) naming the folder.
     """
     target = Path(target)
     like = Path(like)
@@ -203,31 +204,40 @@ def write_hf_folder(
         write_description(like, draft, dtype, fp8, has_draft(names))
         if tokenizer is not None:
             _replace_tokenizer(draft, Path(tokenizer))
+            _write_ends(draft)
     return size
 
 
 def _replace_tokenizer(folder: Path, source: Path) -> None:
-    """Replaces the tokenizer files of an HF folder, and adds the tokenizer's end token to the tokens
-    that end a generation."""
+    """Replaces the tokenizer files of an HF folder."""
     for pattern in _TOKENIZER_FILES:
         for file in folder.glob(pattern):
             file.unlink()
         for file in source.glob(pattern):
             shutil.copyfile(file, folder / file.name)
+
+
+def _write_ends(folder: Path) -> None:
+    """Lets generation_config.json name the tokens at which engines end a response of the run: those
+    of the tokenizer and of config.json, too."""
     tokenizer, settings, generation = (folder / name for name in _ENDING_FILES)
-    if not (tokenizer.is_file() and settings.is_file() and generation.is_file()):
-        return
-    token = read_description(settings).get("eos_token") or ""
-    if isinstance(token, dict):
-        token = token["content"]
-    end = Tokenizer.from_file(str(tokenizer)).token_to_id(token)
     described = read_description(generation)
-    ends = described.get("eos_token_id")
-    if not isinstance(ends, list):
-        ends = [ends]
-    if end is not None and end not in ends:
-        described["eos_token_id"] = [end, *(other for other in ends if other is not None)]
+    named = _ids(described)
+    ends = list(named)
+    if tokenizer.is_file() and (token := read_description(settings).get("eos_token")):
+        content = token["content"] if isinstance(token, dict) else token
+        ends.insert(0, Tokenizer.from_file(str(tokenizer)).token_to_id(content))
+    ends += _ids(text_part(read_description(folder / "config.json")))
+    ends = [end for end in dict.fromkeys(ends) if end is not None]
+    if set(ends) != set(named):
+        described["eos_token_id"] = ends
         generation.write_text(json.dumps(described, indent=2) + "\n")
+
+
+def _ids(described: HfConfig) -> list[int | None]:
+    """Returns the end tokens that a description names."""
+    ends = described.get("eos_token_id")
+    return ends if isinstance(ends, list) else [ends]
 
 
 def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]]) -> tuple[int, list[str]]:

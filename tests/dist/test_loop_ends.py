@@ -133,6 +133,8 @@ def test_an_evaluation_that_fails_or_is_stopped_costs_no_step(runs, undisturbed)
     said = runs.start(name, refuses=2)
     assert "on purpose" in said["error"] and runs.saved(name) == [2]
     assert sorted(runs.record(name)) == [0, 1, 2]
+    said = runs.start(name, data={"shuffle": False})
+    assert "data.shuffle was True and is False now" in said["error"] and runs.saved(name) == [2]
     said = runs.start(name, asks=2)
     assert (said["error"], said["published"]) == ("", {"2": undisturbed["published"]["2"]})
     assert said["granted"][0] == "saved after step 2" and runs.saved(name) == [2]
@@ -143,6 +145,8 @@ def test_an_evaluation_that_fails_or_is_stopped_costs_no_step(runs, undisturbed)
     assert runs.start(name)["error"] == ""
     assert f"{NUM_STEPS} of {NUM_STEPS} steps are done" in runs.finished(name)
     assert runs.record(name) == runs.record("undisturbed")
+    starts = sorted(path.name for path in (runs.folder / name / "starts").iterdir())
+    assert starts == ["step_000000.yaml", "step_000002.yaml", "step_000004.yaml"]
 
 
 def test_the_evaluation_before_the_first_step_may_be_left_out(runs, undisturbed):

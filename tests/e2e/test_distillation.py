@@ -40,7 +40,7 @@ def inputs(experiments: Path) -> dict:
 
 def algorithm(loss: str) -> dict:
     return {
-        "distillation": {"loss": loss, "top_k": 4},
+        "distillation": {"loss": loss} | ({} if loss == "reverse_kl" else {"top_k": 4}),
         "streams": [
             {"component": "cross_entropy", "weight": 0.1, "written_by": ["data"]},
             {"component": "reference_kl", "weight": 0.01},

@@ -27,7 +27,8 @@ K = 5
 
 def distilled(service, loss: str, **sections) -> dict[str, object]:
     """The sections of a service's experiment, with a loss that its teachers score for."""
-    said = service.config.model_dump() | {"algorithm": {"distillation": {"loss": loss, "top_k": K}}}
+    options = {"loss": loss} | ({} if loss == "reverse_kl" else {"top_k": K})
+    said = service.config.model_dump() | {"algorithm": {"distillation": options}}
     return experiment(**(said | sections))
 
 

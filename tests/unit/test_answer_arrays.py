@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from megagrpo.rollout import answer_arrays
-from megagrpo.rollout.answer_arrays import read_pairs
+from megagrpo.rollout.answer_arrays import read_lists, read_pairs
 from megagrpo.rollout.generation import SampleRequest, SamplingParams, _read
 
 chance = np.random.default_rng(0)
@@ -84,6 +84,35 @@ def test_other_forms_are_parsed(text):
 def test_nonsense_is_an_error(text):
     with pytest.raises((ValueError, TypeError, IndexError, KeyError)):
         read_pairs(text)
+
+
+TOP = [[[-0.5, 7, None], [-1.5, 8, None]], [[-1e-7, 9, None], [None, 5, None]], [[-2.0, 3, None], [-3.0, 4, None]]]
+
+
+def with_texts(lists: list, text: str | None) -> bytes:
+    return orjson.dumps([row and [[*pair[:2], text] for pair in row] for row in lists])
+
+
+def test_candidates_have_the_same_bits_with_and_without_an_object_for_each(monkeypatch):
+    for lists, skipped in ((TOP, 0), ([None, *TOP], 1), ([], 0), ([None], 1)):
+        parsed = read_lists(with_texts(lists, "a"), 2, skipped)
+        with monkeypatch.context() as patch:
+            patch.setattr(answer_arrays, "orjson", None)
+            found = read_lists(orjson.dumps(lists), 2, skipped)
+        assert same_bits(found, parsed) and found[0].shape == (len(lists) - skipped, 2)
+    assert found[0].size == 0
+    ids, logprobs = read_lists(orjson.dumps([None, *TOP]), 2, 1)
+    assert ids.tolist() == [[7, 8], [9, 5], [3, 4]] and np.isnan(logprobs[1, 1])
+    assert read_lists(orjson.dumps([TOP[0], *TOP]), 2, 1)[0].tolist() == ids.tolist()  # one that is no null
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [[TOP[0], TOP[1][:1]], [TOP[0] + TOP[1][:1], TOP[2][:1]], [TOP[0], None], [None, *TOP], [[*TOP[0], *TOP[1]]]],
+)
+def test_other_numbers_of_candidates_are_an_error(lists):
+    with pytest.raises(ValueError, match="not 2 tokens for every position"):
+        read_lists(orjson.dumps(lists), 2)
 
 
 def test_an_answer_with_all_that_sglang_may_add():

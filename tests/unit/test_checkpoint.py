@@ -246,11 +246,14 @@ def start(tmp_path, monkeypatch):
     read = []
     for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(beginning, "run_identity", lambda config, actor, rows: rows)
+    monkeypatch.setattr(beginning, "run_identity", lambda config, actor, rows, inputs: (config, rows, inputs))
 
-    def load(folder: Path, rows, *_) -> TrainState:
+    def load(folder: Path, identity: tuple, *_) -> TrainState:
+        config, rows, inputs = identity
+        own = folder.parent == tmp_path / "checkpoints"  # only its own data and order are compared
+        assert ("seed" in (inputs or {})) == (own and config.checkpoint.resume != "other_data")
         if rows:
-            assert folder.parent == tmp_path / "checkpoints"  # only its own data is compared
+            assert own
             raise ValueError("other rows")
         read.append(folder)
         return TrainState(**vars(SAVED))

@@ -13,10 +13,11 @@ from megagrpo.models.folder import Model
 
 @pytest.mark.parametrize("skip_special_tokens", [False, True])
 def test_texts_of_bytes_are_those_of_the_tokenizer(skip_special_tokens, tmp_path, monkeypatch):
-    """Halves of characters and special tokens included; joined, not decoded by the tokenizer."""
+    """Halves of characters and special tokens included, and ids in a gap or behind the last token, which
+    are none; joined, not decoded by the tokenizer."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["<pad>", "<bos>", "<eos>", *alphabet, "Ġthe", "ä½łå¥½", "ðŁĺ", "ab"]
-    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)} | {"Ġfar": 290}, []))
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<pad>", "<bos>", "<eos>", "<call> é"])
     backend.add_tokens(["<think>"])
@@ -25,9 +26,21 @@ def test_texts_of_bytes_are_those_of_the_tokenizer(skip_special_tokens, tmp_path
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 300}))
     decode = decoder(tokenizer, Model.read(str(tmp_path)), skip_special_tokens)
     chance = np.random.default_rng(0)
-    drawn = [chance.integers(3, len(tokenizer), chance.integers(0, 40)) for _ in range(200)]
+    drawn = [chance.integers(3, 300, chance.integers(0, 40)) for _ in range(200)]
+    assert max(tokenizer.get_vocab().values()) == 290 > len(tokenizer)
     wanted = [tokenizer.decode(ids, skip_special_tokens=skip_special_tokens) for ids in drawn]
     monkeypatch.setattr(PreTrainedTokenizerFast, "_decode", None)  # it must not be asked
     for ids, text in zip(drawn, wanted, strict=True):
         with_own = np.concatenate([[1], ids, [0, 2]]).astype(np.int32)
         assert decode(with_own) == text == decode(ids.astype(np.int32))
+
+
+def test_an_id_of_no_token_is_no_text(tmp_path):
+    """Also of a tokenizer that decodes by itself."""
+    words = ["<pad>", "▁a", "▁b"]
+    backend = Tokenizer(models.BPE({word: 2 * i for i, word in enumerate(words)}, []))
+    backend.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 300}))
+    decode = decoder(tokenizer, Model.read(str(tmp_path)))
+    assert decode(np.array([2, 1, 3, 299, 4])) == "a b"

@@ -102,7 +102,7 @@ def expected_loss(logits: torch.Tensor, teacher: torch.Tensor, loss: str, k: int
     policy = logits.log_softmax(0)
     sampled = policy[:, None]
     top = (policy if loss.startswith("student_topk") else teacher).topk(k).indices
-    algorithm = algorithm_of(distillation={"loss": loss, "top_k": k})
+    algorithm = algorithm_of(distillation={"loss": loss} | ({} if loss == "reverse_kl" else {"top_k": k}))
     gaps = None
     if loss != "reverse_kl":
         gaps = candidate_gaps(policy[top][None], teacher[top][None], algorithm.distillation)

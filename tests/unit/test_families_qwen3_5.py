@@ -3,6 +3,9 @@
 import json
 
 import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.problems import layout_problems
@@ -21,12 +24,26 @@ from megagrpo.models.table import (
     model_tensors,
     parameter_counts,
 )
+from megagrpo.system.torchvision import prepare_torchvision
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.plan.trainer_memory import stage_parameters
+from megagrpo.weights.actor_weights import untrained_shards
+from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
 from tests.experiments import QUICKSTART, ROOT
 
 FOLDER = ROOT / "configs" / "models" / "Qwen3.5-397B-A17B"
 LARGE = json.loads((FOLDER / "config.json").read_text())
+
+TINY_TEXT = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "vocab_size": 99,
+    "max_position_embeddings": 128, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+TINY_TOWER = {
+    "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64, "patch_size": 4,
+    "spatial_merge_size": 2, "temporal_patch_size": 1, "num_position_embeddings": 16,
+}  # fmt: skip
 
 
 def published(**changes: object) -> dict:
@@ -165,3 +182,26 @@ def test_costs_of_both_kinds_of_layers():
     assert (stage.dense, stage.expert) == (whole.dense, whole.expert)
     short = architecture_of(published(layer_types=["full_attention"] * 60, full_attention_interval=1))
     assert attention_length(arch) == pytest.approx(4 * attention_length(short), rel=0.05)
+
+
+def test_an_export_has_every_tensor_that_its_config_promises(tmp_path):
+    """Of transformers' vision-language model: the trained text beside the tower and the layers that speculate."""
+    prepare_torchvision()
+    text = TINY_TEXT | {"num_hidden_layers": 4, "mtp_num_hidden_layers": 1}
+    config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=TINY_TOWER)
+    transformers.Qwen3_5MoeForConditionalGeneration(config).save_pretrained(tmp_path / "whole")
+    file = tmp_path / "whole" / "model.safetensors"
+    save_file(load_file(file) | {"mtp.fc.weight": torch.ones(2, 3)}, file, metadata={"format": "pt"})
+    model, whole = Model.read(tmp_path / "whole"), HfFolder(tmp_path / "whole")
+    trained = {name: tensor + 1 for name, tensor in whole.items() if not is_left_out(model.arch, name)}
+    assert all(name.startswith(("model.language_model.", "lm_head.")) for name in trained)
+    shards = [trained, *untrained_shards(model.folder)]
+    write_hf_folder(tmp_path / "out", iter(shards), model.folder, torch.float32)
+    exported = HfFolder(tmp_path / "out")
+    assert exported.keys() == whole.keys() and torch.equal(exported["mtp.fc.weight"], torch.ones(2, 3))
+    _, loaded = transformers.Qwen3_5MoeForConditionalGeneration.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not loaded["missing_keys"] and not loaded["mismatched_keys"]
+    tower = [name for name in whole if name.startswith("model.visual.")]
+    assert tower and all(torch.equal(exported[name], whole[name]) for name in tower)

@@ -61,6 +61,27 @@ def test_a_tokenizer_of_its_own_replaces_that_of_the_model(tmp_path, like):
     assert generation == {"eos_token_id": [2, 7], "temperature": 0.6}
 
 
+@pytest.mark.parametrize(
+    ("config", "generation", "ends"),
+    [
+        ({}, None, [2]),
+        ({"eos_token_id": 5}, None, [2, 5]),
+        ({"text_config": {"eos_token_id": [5, 2]}}, None, [2, 5]),
+        ({"eos_token_id": 2}, {"eos_token_id": 2}, 2),
+        ({"eos_token_id": 2}, {"eos_token_id": [7, 2]}, [7, 2]),
+        ({"eos_token_id": 5}, {"eos_token_id": None, "top_k": 3}, [2, 5]),
+    ],
+)
+def test_an_export_names_the_end_tokens_of_the_run(tmp_path, like, config, generation, ends):
+    character_tokenizer("01").save_pretrained(like)
+    (like / "config.json").write_text(json.dumps({"model_type": "toy", **config}))
+    if generation is not None:
+        (like / "generation_config.json").write_text(json.dumps(generation))
+    write_hf_folder(tmp_path / "out", shards(1), like, torch.float32, tokenizer=like)
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written == {**(generation or {}), "eos_token_id": ends}
+
+
 def test_tensors_keep_their_dtype_and_views_of_one_storage_and_the_config_names_the_dtype(tmp_path, like):
     flat, half = torch.arange(10.0), torch.ones(5, dtype=torch.bfloat16)
     tensors = {"half": half, "bias": flat[:4], "view": flat.view(5, 2).t()}

@@ -41,6 +41,16 @@ def test_reductions_overlap_without_replicas_of_experts_adapters():
     assert "actor.ddp.overlap_grad_reduce: with actor.lora, replicas of experts" in problem
 
 
+def test_parameters_are_not_gathered_by_a_forward_that_adapters_lack():
+    ddp = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    lora = {"targets": ["q_proj"]}
+    dense = architecture_of(hf_config(TinyModelConfig(path="x", family="qwen3")))
+    for arch in (MOE, dense):
+        [problem] = layout_problems(arch, ActorConfig.model_validate({"lora": lora, "ddp": ddp}))
+        assert problem.startswith("actor.ddp.overlap_param_gather") and "would see old adapters" in problem
+        assert layout_problems(arch, ActorConfig.model_validate({"ddp": ddp})) == []
+
+
 def test_adapters_have_peft_names_and_shapes():
     tensors = {spec.name: spec.shape for spec in adapter_tensors(model_tensors(MOE), TARGETS, rank=4)}
     assert len(tensors) == 2 * MOE.num_layers * (1 + MOE.experts.count)

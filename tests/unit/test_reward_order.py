@@ -1,8 +1,11 @@
 """Normalization, clip and token-level KL in ROLL's and verl's orders, and rewards of tokens: values and gradients."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from megagrpo.algo.estimators import discounted_returns
 from megagrpo.algo.loss import count_denominators, objective
 from megagrpo.algo.statistics import alone
 from megagrpo.config.algorithm import AlgorithmConfig
@@ -116,3 +119,29 @@ def test_rewards_of_tokens_with_kl_and_a_masked_token():
     found = process({"advantage": {"name": "reinforce"}, "kl": kl}, **more)
     assert found.tolist()[0] == pytest.approx([2.0 - 0.1 - 0.05, 0.0, 1.5 - 0.05])
     assert found.tolist()[1] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.97])
+def test_returns_are_those_of_a_walk_from_the_end(gamma: float):
+    """Rows of up to 300 tokens with holes, rows without a sampled token, prompts of other lengths."""
+    chance = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([300, 1, 7, 40, 64, 3])
+    sampled = torch.rand(int(lengths.sum()), generator=chance) > 0.3
+    sampled[300], sampled[-3:] = True, False
+    scores = torch.randn(len(sampled), generator=chance, dtype=torch.float64) * sampled
+    rewards = torch.randn(6, generator=chance, dtype=torch.float64)
+    inputs = SimpleNamespace(rewards=rewards, token_rewards=scores, lengths=lengths, sampled=sampled)
+    found, right, end = discounted_returns(inputs, gamma), [], 0
+    for length, reward in zip(lengths.tolist(), rewards.tolist(), strict=True):
+        start, end = end, end + length
+        carry, row = None, []
+        for t in reversed(range(start, end)):
+            if sampled[t]:
+                carry = float(scores[t]) + (reward if carry is None else gamma * carry)
+            row.append(carry if sampled[t] else 0.0)
+        right += row[::-1]
+    assert found.tolist() == pytest.approx(right, rel=1e-12, abs=1e-12)
+    inputs.token_rewards = None
+    if gamma == 1.0:
+        expected = rewards.repeat_interleave(lengths) * sampled
+        assert torch.equal(discounted_returns(inputs, gamma), expected)  # the same bits at each token

@@ -31,6 +31,7 @@ from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.table import architecture_of
 from megagrpo.monitor.rollout_log import RolloutLog, read_rollouts
 from megagrpo.rollout.admission import AdmissionQueue
+from megagrpo.rollout.agents.answering import SamplePart
 from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.answer_arrays import WrongExperts, read_experts
 from megagrpo.rollout.engine_choice import Engines
@@ -166,6 +167,20 @@ def test_every_turn_goes_on_where_the_experts_end(model: Path):
     with source_of(model, FakeService(version=3, script=script), **sampling) as source:
         [group] = sampled(source, 7, [PROMPT], 3)
     assert np.array_equal(group.samples[0].routed_experts, experts[:, 1:])
+
+
+def test_experts_of_turns_are_copied_once():
+    """Not at every turn, which would take the square of the number of turns."""
+    chance, part = np.random.default_rng(0), SamplePart(None)
+    turns = [
+        Response([1, 2], [-1, -1], "stop", 0, routed_experts=chance.integers(0, 8, (2, 3, 2)).astype(np.uint8))
+        for _ in range(3)
+    ]
+    for turn in turns:
+        part.add(turn, sampled=True)
+    assert all(kept is turn.routed_experts for kept, turn in zip(part.experts, turns, strict=True))
+    assert part.response.routed_experts is None and len(part.response.token_ids) == 6
+    assert np.array_equal(part.routed_experts, np.concatenate([turn.routed_experts for turn in turns]))
 
 
 def test_evaluation_and_greedy_baselines_ask_for_none(model: Path):

@@ -213,8 +213,7 @@ def test_what_an_earlier_sample_has_is_of_no_component():
 def test_reverse_kl_has_the_tokens_that_are_corrected(loss: str):
     """Rejected ones, and those of the response without a score, are not distilled; candidates need no correction."""
     algorithm = algorithm_of(
-        distillation={"loss": loss, "top_k": 1},
-        mismatch={"weight": {"name": "tis"}, "reject": {"over": "token", "high": 2.0}},
+        distillation={"loss": loss}, mismatch={"weight": {"name": "tis"}, "reject": {"over": "token", "high": 2.0}}
     )
     batch, _ = streams_of(algorithm)
     old = batch.rollout_logprobs + torch.arange(len(batch.tokens)).eq(2) * 3.0  # 20 times as likely

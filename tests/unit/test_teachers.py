@@ -86,9 +86,14 @@ def test_a_server_elsewhere_gets_its_own_key_and_never_that_of_the_run(monkeypat
         Teachers(config, 1, service.control)
 
 
+def of_loss(loss: str, top_k: int) -> dict:
+    """The section of distillation; reverse_kl has no top_k."""
+    return {"loss": loss} | ({} if loss == "reverse_kl" else {"top_k": top_k})
+
+
 def distilled(teachers: dict, loss: str = "reverse_kl", **sections):
     sections["data"] = {"path": "d"} | ({"teacher_key": "by"} if len(teachers) > 1 else {})
-    sections["algorithm"] = {"distillation": {"loss": loss, "top_k": 2}}
+    sections["algorithm"] = {"distillation": of_loss(loss, 2)}
     return experiment(teachers=teachers, **sections)
 
 
@@ -180,6 +185,7 @@ def test_the_tokenizer_of_a_teacher_is_the_models(tmp_path):
         "turned": {"path": folder("turned", {"a": 1, "b": 0})},
         "more": {"path": folder("more", ids | {"c": 3})},
         "small": {"path": folder("small", ids, size=2)},
+        "unpadded": {"path": folder("unpadded", ids, size=7)},
         "missing": {"path": str(tmp_path / "missing")},
     }
     config = distilled(teachers)
@@ -190,6 +196,7 @@ def test_the_tokenizer_of_a_teacher_is_the_models(tmp_path):
     assert "another tokenizer" in found["turned"][0] and "differs in 'a'" in found["turned"][0]
     assert "differs in 'c'" in found["more"][0]
     assert "2 embeddings (vocab_size)" in found["small"][0] and "token id 2" in found["small"][0]
+    assert "has 7 embeddings (vocab_size), and the policy 8" in found["unpadded"][0]
     assert "holds no config.json" in found["missing"][0]
 
 

@@ -7,7 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megagrpo.check.rules.subject import Subject
-from megagrpo.checkpoint.folder import latest, layout_problem, place_problem
+from megagrpo.checkpoint.changes import input_problem, prompt_order
+from megagrpo.checkpoint.folder import OTHER_DATA, latest, layout_problem, place_problem
 from megagrpo.config.fields import Rule, complaints
 from megagrpo.config.schema import DataConfig, ExperimentConfig
 from megagrpo.data.curriculum import load_curriculum
@@ -118,10 +119,14 @@ def _checkpoints(config: ExperimentConfig) -> Iterator[Rule]:
     load = config.checkpoint.load
     if problem := place_problem(root, config.checkpoint.dir):
         yield Rule(True, problem)
-    source = latest(root) or (Path(load) if load else None)
+    newest = latest(root)
+    source = newest or (Path(load) if load else None)
     with suppress(OSError, ValueError):  # of a damaged checkpoint, whose load gives the reason
         if source is not None and (problem := layout_problem(source, config.actor.layout)):
             yield Rule(True, f"actor: {problem}")
+        compared = newest if config.checkpoint.resume != OTHER_DATA else None
+        if compared is not None and (problem := input_problem(compared, prompt_order(config))):
+            yield Rule(True, problem)
 
 
 def _rows(config: ExperimentConfig) -> Iterator[Rule]:

@@ -97,15 +97,28 @@ def before_start(subject: Subject) -> Iterator[Rule]:
             yield replace(rule, because=f"teachers.{name}: {setting}: {rule.because}", key=())
         yield from _lengths(theirs, key, longest_samples(config)["data"])
         tokenizer = tokenizer_folder(config)
-        vocabulary = hf.get("vocab_size") or (hf.get("text_config") or {}).get("vocab_size")
+        vocabulary, policy = _embeddings(hf), _embeddings(subject.description)
         largest = subject.largest_token_id or 0
         yield Rule(
-            vocabulary is not None and largest >= vocabulary,
+            vocabulary and largest >= vocabulary,
             f"{key} has {vocabulary} embeddings (vocab_size), but {tokenizer} token id {largest}",
+        )
+        # a policy may sample every id that it has an embedding for, also one of no token
+        yield Rule(
+            policy > vocabulary > largest,
+            f"{key} has {vocabulary} embeddings (vocab_size), and the policy {policy}: an id "
+            "beyond them would end the teacher's engine",
+            "take a teacher with at least as many",
         )
         if tokenizer.is_dir() and (problem := different_tokens(folder, tokenizer)):
             remedy = "distillation needs the same ids for the same tokens"
             yield Rule(True, f"{key} {problem}", remedy)
+
+
+def _embeddings(description: dict) -> int:
+    """Returns vocab_size of a config.json; 0 if it is not there."""
+    text = description.get("text_config") or {}
+    return description.get("vocab_size") or text.get("vocab_size") or 0
 
 
 def _lengths(theirs: Subject, key: str, longest: int) -> Iterator[Rule]:

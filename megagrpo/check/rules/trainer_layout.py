@@ -89,13 +89,19 @@ def _adapters(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
         f"{kv_heads} key/value heads, whose projections adapters cannot be cut like",
         f"tp may be {divisors(kv_heads, p.tp)}",
     )
-    for name in ("overlap_grad_reduce", "overlap_param_gather"):
-        yield Rule(
-            adapts_experts and actor.ddp.get(name),
-            f"actor.ddp.{name}: with actor.lora, replicas of experts' adapters are summed "
-            "before the ranks' gradients are",
-            "remove it, or targets in experts",
-        )
+    yield Rule(
+        adapts_experts and actor.ddp.get("overlap_grad_reduce"),
+        "actor.ddp.overlap_grad_reduce: with actor.lora, replicas of experts' adapters are summed "
+        "before the ranks' gradients are",
+        "remove it, or targets in experts",
+    )
+    yield Rule(
+        lora is not None and actor.ddp.get("overlap_param_gather"),
+        "actor.ddp.overlap_param_gather: Megatron gathers in the forward of the module that holds a "
+        "parameter, and those of actor.lora have none: the next update of a step would see old "
+        "adapters",
+        "remove it",
+    )
     yield Rule(
         lora is not None and not arch.takes_adapters,
         f"actor.lora is not supported with a {arch.family} "

@@ -1,7 +1,7 @@
 """What answers the model's turns in a rollout: an environment, an agent program, or nothing."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -27,10 +27,15 @@ class SamplePart:
     masks: list[np.ndarray] | None = field(default_factory=list)
     """bool, False on the words of an environment; None: all tokens are the model's"""
     shared: int = 0  # tokens of the response, from its first on, that an earlier sample has
+    # of the turns, joined once: they are most of a turn's bytes
+    experts: list[np.ndarray] = field(default_factory=list)
 
     def add(self, response: Response, sampled: bool) -> None:
         """Appends a turn. sampled: whether it is trained on."""
         assert self.masks is not None, "made for several turns"
+        if response.routed_experts is not None:
+            self.experts.append(response.routed_experts)
+            response = replace(response, routed_experts=None)
         self.response = self.response.then(response) if self.masks else response
         self.masks.append(np.full(len(response.token_ids), sampled))
 
@@ -39,6 +44,11 @@ class SamplePart:
         version = self.response.newest_version
         response = Response(ids, np.zeros(len(ids), np.float32), "stop", version)
         self.add(response, sampled=False)
+
+    @property
+    def routed_experts(self) -> np.ndarray | None:
+        """See Sample."""
+        return np.concatenate(self.experts) if self.experts else self.response.routed_experts
 
     @property
     def loss_mask(self) -> np.ndarray | None:

@@ -1,0 +1,142 @@
+"""What a resume does about settings and inputs that have changed since the checkpoint.
+
+starts/step_000012.yaml has the settings of the start that continued after step 12.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from megagrpo.checkpoint.folder import OTHER_DATA
+from megagrpo.config.load import dump_config
+from megagrpo.config.schema import ExperimentConfig
+
+# same: state.json has it, so that another value is refused (identity.py, layout, rows of the data)
+# refused: by input_problem, with another way to go on
+# follows: the steps after the checkpoint take the new value, and the start says so
+How = Literal["same", "refused", "follows"]
+# by key, or by what begins it; the longest counts
+SETTINGS: dict[str, How] = {
+    "name": "follows",
+    "output_dir": "follows",
+    "seed": "refused",
+    "model.path": "refused",  # its sizes are the same; its files if it is the reference
+    "model.tokenizer": "follows",
+    "data": "follows",
+    "data.path": "same",  # rows by their digest, wherever the files are
+    "data.sources": "same",
+    "data.sources.ratio": "refused",
+    "data.shuffle": "refused",
+    "data.limit": "same",
+    "data.max_prompt_tokens": "same",
+    "sampling": "follows",
+    "reward": "follows",
+    "algorithm": "follows",
+    "train": "follows",
+    "eval": "follows",
+    "actor": "follows",
+    "actor.world_size": "same",  # unless the checkpoint is for any layout
+    "actor.parallel": "same",
+    "actor.dtype": "same",
+    "actor.optimizer.distributed": "same",
+    "actor.optimizer.megatron": "same",  # those that determine the form of the state
+    "actor.lora": "same",
+    "actor.vision": "same",
+    "actor.draft": "same",
+    "rollout": "follows",
+    "weights": "follows",
+    "teachers": "follows",
+    "cluster": "follows",
+    "checkpoint": "follows",
+    "log": "follows",
+    "sft": "follows",
+}
+REFERENCE = "model.path"  # the input that is its files' fingerprint
+
+
+def how(key: str) -> How:
+    """Returns what a resume does about a setting. Raises KeyError for one that is not listed."""
+    while key not in SETTINGS and "." in key:
+        key = key.rpartition(".")[0]
+    return SETTINGS[key]
+
+
+def prompt_order(config: ExperimentConfig) -> dict[str, object]:
+    """Returns the settings that fix the order of the prompts, as state.json has them."""
+    ratios = [source.ratio for source in config.data.sources]
+    return {
+        "seed": config.seed,
+        "data.shuffle": config.data.shuffle,
+        "data.sources.ratio": ratios,
+    }
+
+
+def input_problem(folder: Path, inputs: Mapping[str, object]) -> str:
+    """Returns why a run with these inputs cannot continue from a finished checkpoint, and what to
+    do; "" if it can. An input that either of them lacks is not compared."""
+    saved = json.loads((folder / "state.json").read_text()).get("inputs", {})
+    for key in sorted(saved.keys() & inputs.keys()):
+        if saved[key] == inputs[key]:
+            continue
+        if key == REFERENCE:
+            return (
+                f"checkpoint {folder}: the files of model.path, the reference of the KL, are others "
+                "than those of the steps before. Put them back, or begin a run with the new "
+                f"reference: another output_dir, and checkpoint.load: {folder}"
+            )
+        return (
+            f"checkpoint {folder}: {key} was {saved[key]} and is {inputs[key]} now, so that prompts "
+            "would come in another order, some twice and others never. Put it back, or go on with "
+            f"checkpoint.resume: {OTHER_DATA}"
+        )
+    return ""
+
+
+def record_start(config: ExperimentConfig, step: int) -> list[str]:
+    """Writes the settings of a start after `step` steps into the run folder. Returns a line for
+    each that differs from the start before."""
+    folder = config.run_folder.starts
+    path = folder / f"step_{step:06d}.yaml"
+    before = None
+    for file in sorted(folder.glob("step_*.yaml")):
+        if file < path:
+            before = file
+        else:  # its steps are made again
+            file.unlink()
+    dump_config(config, path)
+    lines: list[str] = []
+    if before is not None:
+        with suppress(yaml.YAMLError):
+            lines = changed_settings(_read(before), _read(path))
+    return [f"{line} from step {step + 1}" for line in lines]
+
+
+def changed_settings(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """Returns "key: before -> now" for each setting that differs."""
+    old, new = dict(_leaves(before)), dict(_leaves(now))
+    return [
+        f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
+        for key in dict.fromkeys([*new, *old])
+        if old.get(key) != new.get(key)
+    ]
+
+
+def _read(path: Path) -> dict[str, object]:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
+    """Yields the settings by dotted keys; those that are null are not set."""
+    items: dict[object, object] = {}
+    if isinstance(value, Mapping):
+        items = dict(value)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        items = dict(enumerate(value))
+    if not items and value not in (None, {}, []):
+        yield key, value
+    for name, item in items.items():
+        yield from _leaves(item, f"{key}.{name}" if key else str(name))
