@@ -5,6 +5,7 @@ its leader talks to services and disk. Data-parallel groups join the ranks with 
 in their replicas.
 """
 
+import io
 import pickle
 import traceback
 from collections.abc import Callable, Hashable
@@ -148,20 +149,40 @@ class Mesh:
     def cut_by_leader(self, request: Request, cut: Callable[[Request], T]) -> T:
         """Collective over a replica. Returns the leader's `cut(request)` for this rank's request.
 
-        For large objects of which each rank needs a part, because a rank receives only its part.
-        `cut` may not raise.
+        For large objects of which each rank needs a part. The leader holds one part at a time and
+        sends it twice at most: the ranks that need it pass it on, in a tree. `cut` may not raise.
         """
-        if self.replica_group is None or dist.get_world_size(self.replica_group) == 1:
+        group = self.replica_group
+        if group is None or dist.get_world_size(group) == 1:
             return cut(request)
-        requests: list = [None] * dist.get_world_size(self.replica_group)
-        dist.all_gather_object(requests, request, group=self.replica_group)
-        answers = None
-        if self.is_leader:
-            cuts = {key: cut(key) for key in set(requests)}
-            answers = [cuts[key] for key in requests]
-        box: list = [None]
-        dist.scatter_object_list(box, answers, src=self.leader, group=self.replica_group)
-        return box[0]
+        requests: list = [None] * dist.get_world_size(group)
+        dist.all_gather_object(requests, request, group=group)
+        others = dict(zip(dist.get_process_group_ranks(group), requests, strict=True))
+        others.pop(self.leader)
+        for key in dict.fromkeys(others.values()):
+            tree = [self.leader, *(rank for rank, other in others.items() if other == key)]
+            if self.is_leader:
+                part = io.BytesIO()
+                pickle.dump(cut(key), part)
+                self._pass_on(torch.frombuffer(part.getbuffer(), dtype=torch.uint8), tree)
+            elif key == request:
+                return pickle.loads(self._pass_on(None, tree).numpy())
+        return cut(request)
+
+    def _pass_on(self, data: Tensor | None, tree: list[int]) -> Tensor:
+        """Collective over the ranks of a tree. Returns the bytes of its first rank; the children of
+        element i are 2 i + 1 and 2 i + 2."""
+        group = self.replica_group
+        place = tree.index(self.rank)
+        if data is None:
+            parent, size = tree[(place - 1) // 2], torch.zeros(1, dtype=torch.int64)
+            dist.recv(size, parent, group)
+            data = torch.empty(int(size), dtype=torch.uint8)
+            dist.recv(data, parent, group)
+        for child in tree[2 * place + 1 : 2 * place + 3]:
+            dist.send(torch.tensor([len(data)]), child, group)
+            dist.send(data, child, group)
+        return data
 
     def from_main(self, make: Callable[[], T], action: str) -> T:
         """Collective. Runs `make` on the main rank and broadcasts its result to the world.

@@ -308,13 +308,16 @@ def _load_optimizer_state(actor: MegatronActor, state: dict, form: str) -> None:
     """
     # of dense and expert parameters, where there are both
     parts = actor.optimizer.chained_optimizers
+    states = [state] if len(parts) == 1 else [state[i] for i in range(len(parts))]
+    for part, own in zip(parts, states, strict=True):
+        for group in own.get("optimizer", own).get("param_groups", ()):
+            # Megatron also tells groups apart by these, which the experiment may have changed
+            group |= {"max_lr": part.config.lr, "min_lr": part.config.min_lr}
     if not isinstance(parts[0], DistributedOptimizer):
         actor.optimizer.load_state_dict(state)
         _use_configured_betas(parts)
         return
-    for part, own in zip(
-        parts, [state] if len(parts) == 1 else [state[i] for i in range(len(parts))], strict=True
-    ):
+    for part, own in zip(parts, states, strict=True):
         part.load_state_dict({key: value for key, value in own.items() if key != "param_state"})
         inner = part.optimizer.state
         steps = {

@@ -228,7 +228,8 @@ class ActorConfig(Section):
     threads: Processes = 1
     """Operator threads per rank on a CPU."""
     deadline_s: Seconds = 1800.0
-    """Longest wait in a collective."""
+    """Longest wait in a collective. Default with `rollout.quantization` and `rollout.colocate`:
+    7200, because a rank waits there for engines that compile kernels."""
     max_restarts: NonNegativeInt = 3
     """Most restarts of all ranks in a run. Ranks restart from the last checkpoint after one was
     lost."""

@@ -101,7 +101,7 @@ class DataConfig(Section):
     `reward_model.ground_truth`, `messages.-1.content`."""
 
     path: LocalPath | list[LocalPath] | None = None
-    """One or several .jsonl, .json, .csv or .parquet files, a dataset on the Hub,
+    """One or several .jsonl, .json, .csv (also .gz) or .parquet files, a dataset on the Hub,
     `openai/gsm8k?config=main&split=train` (default split: train, or test for `eval.data`), or files
     in it, `hf://datasets/OWNER/NAME/FILE`."""
     sources: list[SourceConfig] = Field(default=[])

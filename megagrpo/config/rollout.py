@@ -269,6 +269,12 @@ class RolloutConfig(Section):
         """Returns health_timeout_s, in seconds, of engines on GPUs or on a CPU."""
         return self.health_timeout_s or (300.0 if cuda else 60.0)
 
+    @property
+    def sleep_limit_s(self) -> float:
+        """Returns the seconds in which all engines fall asleep: one may be starting, and one may
+        not answer."""
+        return self.start_timeout_s + self.patience_s(cuda=True)
+
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_others(cls, given: object) -> object:

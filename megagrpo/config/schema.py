@@ -51,8 +51,8 @@ __all__ = [
     "WeightsConfig",
 ]
 
-
 DEFAULT_STEPS = 100
+_COMPILED_S = 7200.0  # actor.deadline_s: above the start of engines that compile kernels
 OF_TRAINING = ("teacher_key", "weight_key", "demonstration_key")  # keys of `data` alone
 
 
@@ -244,6 +244,21 @@ class ExperimentConfig(Section):
         if dtype not in get_args(Dtype) or not isinstance(rollout, dict) or "dtype" in rollout:
             return given
         return given | {"rollout": rollout | {"dtype": dtype}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _trainers_wait_for_kernels(cls, given: object) -> object:
+        """Gives `actor.deadline_s` its longer default if trainers wait, on shared GPUs, for engines
+        that compile FP8 kernels."""
+        if not isinstance(given, dict):
+            return given
+        actor = given.get("actor", {})
+        rollout = given.get("rollout")
+        if not isinstance(actor, dict) or not isinstance(rollout, dict) or "deadline_s" in actor:
+            return given
+        if rollout.get("colocate") is not True or rollout.get("quantization") is None:
+            return given
+        return given | {"actor": actor | {"deadline_s": _COMPILED_S}}
 
     @property
     def run_folder(self) -> RunFolder:

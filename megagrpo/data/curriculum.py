@@ -7,6 +7,7 @@ The rows of batches that are sampled ahead are part of the state.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,9 @@ from megagrpo.types import Prompt, RolloutGroup, RowResults
 POOLS = ("unseen", "hard", "medium", "easy")
 _BUILT_IN = {name: f"{__name__}:{name}" for name in ("pools", "drop_solved")}
 
-# (id of a group, the place of its row in the data, its pass rate, its mean reward)
+_UNSCORED = 0.05  # factor for the weight of a row whose groups have had no score
+
+# (id of a group, the place of its row in the data, its pass rate, its mean reward; NaN: no score)
 GroupResult = tuple[int, int, float, float]
 
 
@@ -148,7 +151,7 @@ class Curriculum:
     def shown(
         self, results: RowResults, cursor: int, groups: Sequence[RolloutGroup]
     ) -> list[GroupResult]:
-        """Returns the results of groups; one without a scored response has none. cursor: the id of
+        """Returns the results of groups, NaN for one without a scored response. cursor: the id of
         the group of the first row drawn."""
         scored = [(g.group_id, [o.value for o in g.outcomes if o.ok]) for g in groups]
         limit = self.options.pass_reward
@@ -156,11 +159,10 @@ class Curriculum:
             (
                 group_id,
                 int(results.drawn[group_id - cursor]),
-                sum(reward >= limit for reward in rewards) / len(rewards),
-                sum(rewards) / len(rewards),
+                sum(reward >= limit for reward in rewards) / len(rewards) if rewards else math.nan,
+                sum(rewards) / len(rewards) if rewards else math.nan,
             )
             for group_id, rewards in scored
-            if rewards
         ]
 
     def recorded(
@@ -171,6 +173,8 @@ class Curriculum:
         arrays = {name: array.copy() for name, array in vars(results).items()}
         for _, row, pass_rate, reward_mean in sorted(chain(*shown)):  # a row's last result counts
             arrays["last_step"][row] = step
+            if math.isnan(pass_rate):
+                continue
             arrays["times_seen"][row] += 1
             arrays["pass_rate"][row] = pass_rate
             arrays["reward_mean"][row] = reward_mean
@@ -204,4 +208,6 @@ class Curriculum:
                 f"{setting} returned {weights[first]} for {rows[first].location} (step {step}); "
                 "weights are finite and at least 0, and pass_rate is NaN until a row has a group"
             )
-        return weights
+        # else those whose grader always fails stay unseen, and fill the batches
+        unscored = (results.times_seen == 0) & (results.last_step > 0)
+        return np.where(unscored, weights * _UNSCORED, weights)

@@ -2,16 +2,21 @@
 and line."""
 
 import csv
+import gzip
 import hashlib
+import io
 import json
 import math
 import re
+import zlib
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
-from typing import get_args
+from typing import IO, cast, get_args
 
 import pyarrow
 import pyarrow.parquet
@@ -125,7 +130,7 @@ def fingerprint(rows: Iterable[Row]) -> list[list[str | int]]:
 
 def _row(data: DataPart, part: int, row_id: int, location: str, values: Values) -> Row:
     prompt = _messages(_field(values, data.prompt_key, location), data, location)
-    answer = _text_field(values, data.answer_key, location)
+    answer = _answer(values, data.answer_key, location)
     source = data.source or ""
     grader = data.grader
     extra: Values = {}
@@ -142,8 +147,10 @@ def _row(data: DataPart, part: int, row_id: int, location: str, values: Values) 
                 f"data.grader_by_source; it has {known}"
             )
     if data.extra_key is not None:
-        value = _field(values, data.extra_key, location)
-        extra = value if isinstance(value, dict) else {data.extra_key: value}
+        value = _opened(_field(values, data.extra_key, location))
+        if value and isinstance(value, list) and all(isinstance(pair, tuple) for pair in value):
+            value = dict(value)  # a map of Arrow's
+        extra = without_nulls(value) if isinstance(value, dict) else {data.extra_key: value}
         extra = json.loads(json.dumps(extra, default=str))  # a parquet file has dates, and bytes
     images = data.images_key and values.get(data.images_key)  # a text row may lack the column
     if images is None:
@@ -215,7 +222,7 @@ def _by_name(values: Values, key: str | None, location: str) -> object:
     parquet file has every name in every row); or any other value as it is."""
     column = None if key is None else _field(values, key, location)
     if isinstance(column, str) and column.startswith("{"):
-        with translated(f"{location}: {key!r} is not JSON", json.JSONDecodeError):
+        with translated(f"{location}: {key!r} is not JSON", ValueError, RecursionError):
             column = json.loads(column)
     if isinstance(column, dict):
         return {name: value for name, value in column.items() if value is not None}
@@ -235,7 +242,7 @@ def _tools(values: Values, data: DataConfig, location: str) -> tuple[Values, ...
     if tools is None:
         return ()
     if isinstance(tools, str):
-        with translated(f"{location}: {data.tools_key!r} is not JSON", json.JSONDecodeError):
+        with translated(f"{location}: {data.tools_key!r} is not JSON", ValueError, RecursionError):
             tools = json.loads(tools or "[]")
     if not isinstance(tools, list) or not all(
         isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools
@@ -286,7 +293,7 @@ def _parsed(text: str) -> object:
     """Returns the messages if `text` is JSON for some, else the text itself."""
     try:
         items = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return text
     if items and all(isinstance(item, dict) and "role" in item for item in items):
         return items
@@ -294,35 +301,48 @@ def _parsed(text: str) -> object:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, bytes | Values]]:
-    match path.suffix:
+    match path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix:
         case ".jsonl":
             return _jsonl_lines(path)
         case ".json":
             return _json_rows(path)
         case ".csv":
             return _csv_rows(path)
-        case ".parquet":
+        case ".parquet" if path.suffix != ".gz":
             return _parquet_rows(path)
     raise ValueError(
-        f"{path}: prompts are read from .jsonl, .json, .csv or .parquet, not "
+        f"{path}: prompts are read from .jsonl, .json, .csv (also .gz) or .parquet, not "
         f"{path.suffix or 'a file without ending'}"
     )
 
 
 def _jsonl_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    with path.open("rb") as file:
-        yield from ((i, line) for i, line in enumerate(file) if line.strip())
+    with _open(path) as file:
+        for i, line in enumerate(file):
+            line = line.removeprefix(BOM_UTF8 if i == 0 else b"")
+            if line.strip():
+                yield i, line
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a file, packed or not. Raises ValueError while it is read if it is no gzip file."""
+    problems = (gzip.BadGzipFile, EOFError, zlib.error)
+    with translated(f"{path}: not a readable .gz file", *problems):
+        packed = path.suffix == ".gz"
+        with cast(IO[bytes], gzip.open(path)) if packed else path.open("rb") as file:
+            yield file
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, bytes | Values]]:
     """Yields the objects of a list; or lines, because many .json files are .jsonl files."""
-    with path.open("rb") as file:
-        is_list = file.read(256).lstrip().startswith(b"[")
+    with _open(path) as file:
+        is_list = file.read(256).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
     if not is_list:
         yield from _jsonl_lines(path)
         return
-    with translated(f"{path}: not JSON", ValueError):
-        rows = json.loads(path.read_bytes())
+    with _open(path) as file, translated(f"{path}: not JSON", ValueError, RecursionError):
+        rows = json.loads(file.read())
     for i, row in enumerate(rows):
         yield i, row if isinstance(row, dict) else json.dumps(row).encode()
 
@@ -331,10 +351,11 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Values]]:
     """Yields the records after the header; all values are texts."""
     csv.field_size_limit(2**31 - 1)  # a prompt is longer than the default
     with (
-        path.open(encoding="utf-8-sig", newline="") as file,
+        _open(path) as file,
         translated(f"{path}: not a readable .csv file", csv.Error, UnicodeDecodeError),
     ):
-        reader = csv.DictReader(file, strict=True)
+        texts = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+        reader = csv.DictReader(texts, strict=True)
         for row in reader:
             yield reader.line_num - 1, row
 
@@ -348,6 +369,8 @@ def _values(line: bytes, location: str) -> Values:
         raise ValueError(
             f"{location}: broken JSON, column {exc.colno}: {exc.msg}: {line[:60]!r}"
         ) from exc
+    except (ValueError, RecursionError) as exc:  # a number of too many digits, or too deep
+        raise ValueError(f"{location}: unreadable JSON: {exc}: {line[:60]!r}") from exc
     if not isinstance(row, dict):
         raise ValueError(
             f'{location}: should be an object like {{"prompt": ...}}, is {line[:60]!r}'
@@ -366,6 +389,24 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Values]]:
                 i += 1
 
 
+def _answer(values: Values, key: str, location: str) -> str:
+    """Returns an answer as text; a list or an object, such as test cases, as JSON."""
+    value = _field(values, key, location)
+    if isinstance(value, dict):
+        value = without_nulls(value)
+    if isinstance(value, dict | list):
+        value = json.dumps(value, ensure_ascii=False, default=str)
+    return _text(value, key, location)
+
+
+def _opened(value: object) -> object:
+    """Returns the object or list of a text that is JSON for one, any other value as it is."""
+    if isinstance(value, str) and value.startswith(("{", "[")):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
 def _text_field(values: Values, key: str, location: str) -> str:
     return _text(_field(values, key, location), key, location)
 
@@ -376,6 +417,7 @@ def _field(row: object, key: str, location: str) -> object:
         return row[key]
     value = row
     for part in key.split("."):
+        value = _opened(value)
         if isinstance(value, dict) and part in value:
             value = value[part]
         elif (

@@ -117,7 +117,8 @@ class Run:
         self.inputs.add_metrics(metrics)
         if self.config.rollout.colocate:
             self.mesh.from_main(
-                lambda: self.control.sleep(_sleep_limit_s(self.config)), "put engines to sleep"
+                lambda: self.control.sleep(self.config.rollout.sleep_limit_s),
+                "put engines to sleep",
             )
         return step
 
@@ -266,7 +267,7 @@ def start_run(
     stop_request = _stop_request()
     start_timeout_s = config.rollout.start_timeout_s
     if config.rollout.colocate:  # before any rank allocates memory on a GPU that an engine uses
-        find_service(folder.path, service_url, start_timeout_s).sleep(_sleep_limit_s(config))
+        find_service(folder.path, service_url, start_timeout_s).sleep(config.rollout.sleep_limit_s)
     inputs = Inputs.load(config)
     actor, weights, state = _loaded_actor(config, inputs, device, progress)
     mesh = actor.mesh
@@ -353,12 +354,6 @@ def _refuse_other_rows(rows_by_rank: Sequence[list]) -> None:
                 f"rank {rank} has read other rows than rank 0: {rows} and {rows_by_rank[0]} (file, rows "
                 "in use, digest); a file of data is being written, or differs between nodes"
             )
-
-
-def _sleep_limit_s(config: ExperimentConfig) -> float:
-    """Returns the seconds in which all engines fall asleep: one may be starting, and one may not
-    answer."""
-    return config.rollout.start_timeout_s + config.rollout.patience_s(cuda=True)
 
 
 def _checkpointer(

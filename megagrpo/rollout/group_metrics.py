@@ -1,6 +1,7 @@
 """Metrics of a step's groups: responses, rewards, graders, sources, environments and dynamic
 sampling."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -97,6 +98,7 @@ def curriculum_metrics(metrics: Metrics, shown: Sequence[GroupResult], pools: np
 
     shown: this rank's results. pools: the pool of each row before the step.
     """
+    shown = [result for result in shown if not math.isnan(result[3])]
     for number, pool in enumerate(POOLS):
         rewards = [mean for _, row, _, mean in shown if pools[row] == number]
         metrics.add_max(f"curriculum/{pool}_rows", int((pools == number).sum()))

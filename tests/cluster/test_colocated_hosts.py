@@ -24,7 +24,7 @@ pytestmark = [
     ),
 ]
 PARALLEL = {"tp": 2, "pp": 2, "ep": 1}  # a stage on each host: half of the weights lie on the other one
-ACTOR = {"world_size": 4, "parallel": PARALLEL, "device": "cpu", "max_restarts": 20}
+ACTOR = {"world_size": 4, "parallel": PARALLEL, "device": "cpu", "max_restarts": 20, "deadline_s": 1200}
 ROLLOUT = {"deterministic": True, "tp": 2, "start_timeout_s": 600, "max_restarts": 20}
 PHASES = ("asleep", "waking", "publishing", "sampling")
 NUM_STEPS = 8  # under faults

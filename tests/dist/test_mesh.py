@@ -35,6 +35,11 @@ CASES = {
         {"all_reduce": 2, "all_gather_object": 1},
         lambda r, w: "LeaderError: rank 0, save: OSError: disk full",
     ),
+    "parts of the leader's": (
+        lambda mesh: mesh.cut_by_leader(mesh.rank % 3, lambda part: [mesh.leader, part]),
+        {"all_gather_object": 1},
+        lambda r, w: [r // 2 * 2, r % 3],
+    ),
     # only their digests are gathered
     "lists of two lengths, each sent by one rank and not padded": (
         lambda mesh: _gather_distinct([mesh.rank % 2] * (1 + mesh.rank % 2), mesh),
@@ -66,6 +71,15 @@ def test_ranks_agree_by_one_integer(world, tmp_path):
     for rank, found in enumerate(run_meshes(world, tmp_path, of_rank, replicas=world // 2)):
         for name, (_, calls, result) in CASES.items():
             assert found[name] == (calls, result(rank, world)), (rank, name)
+
+
+def part_of_rank(mesh: Mesh) -> list:
+    return mesh.cut_by_leader("all", lambda part: [mesh.rank, part, b"x" * 100_000])
+
+
+def test_ranks_pass_a_part_on(tmp_path):
+    """The last of four gets it from the second, and all get what the leader has cut."""
+    assert run_meshes(4, tmp_path, part_of_rank, replicas=1) == [[0, "all", b"x" * 100_000]] * 4
 
 
 WORLD = 3

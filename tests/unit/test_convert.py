@@ -206,6 +206,15 @@ def test_rolls_yaml_whole(tmp_path):
     assert config.data.grader_by_source == {"aime": "math"} and config.data.source_key == "tag"
 
 
+def test_float32_and_columns_of_images_are_said(tmp_path):
+    precise = {"actor_train": {"strategy_args": {"strategy_config": {"bf16": False}}}}
+    draft = translate("roll", source(tmp_path, yaml.safe_dump(precise), "roll.yaml"))
+    assert "write actor.dtype: float32" in lost(draft).values()
+    words = "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B"
+    assert "verl reads the column images of rows" in verl(tmp_path, more=words).yaml("")
+    assert "reads the column" not in verl(tmp_path, more=f"{words} data.image_key=pictures").yaml("")
+
+
 def test_a_value_that_no_rule_took_is_not_as_here(tmp_path):
     draft = translate("roll", source(tmp_path, ROLL, "roll.yaml"))
     draft.values.pop("train.num_steps"), draft.because.pop("train.num_steps")
@@ -236,19 +245,35 @@ def test_the_table_names_keys_that_exist_and_each_of_theirs_once():
         assert all(find(framework, key) is not None for key in known)
 
 
-@pytest.mark.parametrize("framework", ["verl", "roll", "slime", "miles"])
+VERL = {"data.train_files": "a", "data.val_files": "b", "trainer.test_freq": 5}
+SLIME = {"train.py": True, "--prompt-data": "a", "--eval-prompt-data": ["e", "b"], "--eval-interval": 5}
+WORKING = {  # so that options count which need others
+    "verl": {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.model.path": "m"} | VERL,
+    "roll": yaml.safe_load("{pretrain: m, adv_estimator: grpo, actor_train.data_args.file_name: a, eval_steps: 5}"),
+    "slime": {"--hf-checkpoint": "m"} | SLIME,
+    "miles": {"--hf-checkpoint": "m", "--lora-rank": 8} | SLIME,
+}
+
+
+@pytest.mark.parametrize("framework", WORKING)
 def test_no_row_of_a_table_loses_a_value_without_a_word(framework):
-    """Each key alone, with values of each type: true is not 1."""
+    """Each key in an experiment, with values of each type: true is not 1. What is as here is one value."""
     for entry in entries():
         for key in (name.replace("*", "any") for name in entry.keys[framework]):
-            for value in (True, False, 0, 2, "text", [1], defaults(framework).get(key)):
-                draft = draft_of(framework, Source({key: value}))
+            as_here = set()
+            known = defaults(framework).get(key)
+            for value in (True, False, 0.0, 2, "text", [1], known):
+                draft = draft_of(framework, Source(WORKING[framework] | {key: value}))
                 (outcome,) = (each for each in draft.outcomes() if each.key == key)
                 if entry.lacks and not entry.rule and value is not None and value != [1]:
                     is_lost = outcome.status == "not translated"
                     assert is_lost != any(alike(value, same) for same in entry.same), (key, value)
                 if outcome.status == "translated":
                     assert all(becomes(draft, ours) is not None for ours in outcome.text.split(", ")), key
+                if outcome.status == "as here" and not alike(value, known):
+                    as_here.add(str(value))
+            if entry.to and not entry.needs:
+                assert as_here in (set(), {"False"}, {"True"}, {"0.0"}, {"False", "0.0"}), (key, as_here)
 
 
 def path_of(key: str) -> tuple:

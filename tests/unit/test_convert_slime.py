@@ -207,6 +207,7 @@ def test_engines_on_gpus_of_their_own(words, train, more, becomes):
         ("--moe-expert-capacity-factor 1.0", "--moe-expert-capacity-factor", "engines drop no token"),
         ("--sglang-schedule-policy lpm --sglang-config x", "--sglang-config", "every engine is like the others"),
         ("--num-rollout ten", "--num-rollout", "should be a number"),
+        ("--sglang-ep-size 4", "--sglang-ep-size", "does not divide an engine's 2 GPUs"),
         ("--partial-rollout", "--partial-rollout", "only with rollout.max_staleness above 0"),
         ("--save-hf /x/{rollout_id}", "--save-hf", "`megagrpo export`"),
         ("--apply-chat-template-kwargs {a: 1, b: 2}", "--apply-chat-template-kwargs", "one JSON object"),

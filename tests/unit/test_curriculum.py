@@ -111,12 +111,12 @@ def test_what_groups_show_is_kept_by_row():
     groups = [
         group(12, score(0.25), score(0.0)),  # row 2 again: the later group counts
         group(10, score(1.0), score(0.5), Outcome("timeout")),
-        group(11, Outcome("error")),  # shows nothing
+        group(11, Outcome("error")),  # row 0 was drawn, and has no result
         group(13, score(0.5), score(-1.0), score(0.5)),
     ]
     after = made.recorded(of, [made.shown(of, 10, groups[:2]), made.shown(of, 10, groups[2:])], 7, 4)
     assert after == RowResults(
-        last_step=[0, 7, 7, 0],
+        last_step=[7, 7, 7, 0],
         times_seen=[0, 1, 2, 0],
         pass_rate=[0, 2 / 3, 0, 0],
         reward_mean=[0, 0, 0.125, 0],
@@ -124,6 +124,23 @@ def test_what_groups_show_is_kept_by_row():
     )
     assert of == replace(made.unseen(), drawn=[2, 0, 2, 1, 3]), "a checkpoint may be writing it"
     assert made.pools(after).tolist() == [0, 2, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["pools", "drop_solved"])
+def test_rows_without_a_score_do_not_fill_the_batches(name):
+    """prime-rl 3266: rows that always fail stayed unseen, and 10 % of the rows became 45 % of the draws."""
+    made = curriculum(100, name=name)
+    of, drawn = made.unseen(), Counter[bool]()
+    for step in range(60):
+        rows = made.draw(of, step + 1, 8 * step, 8)
+        groups = [
+            group(8 * step + i, Outcome("error") if row < 10 else score(float(row % 2))) for i, row in enumerate(rows)
+        ]
+        of = made.recorded(
+            replace(of, drawn=rows), [made.shown(replace(of, drawn=rows), 8 * step, groups)], step + 1, 8
+        )
+        drawn.update(row < 10 for row in rows)
+    assert drawn[True] < 0.1 * drawn.total() and drawn[True] >= 10
 
 
 OWN = """

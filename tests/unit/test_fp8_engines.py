@@ -181,6 +181,12 @@ def test_engines_have_an_hour_to_compile_kernels_unless_the_file_says_otherwise(
     given = {"quantization": "fp8", "dtype": "bfloat16"}
     found = [experiments.experiment(rollout=r).rollout for r in ({}, given, given | {"start_timeout_s": 60})]
     assert [rollout.start_timeout_s for rollout in found] == [300, 3600, 60]
+    given |= {"colocate": True}
+    shared = {"weights": {"transport": "ipc"}}
+    colocated = experiments.experiment(rollout=given, **shared)
+    assert colocated.rollout.sleep_limit_s < colocated.actor.deadline_s, "other ranks wait in a collective"
+    given |= {"start_timeout_s": 60}
+    assert experiments.experiment(rollout=given, actor={"deadline_s": 900}, **shared).actor.deadline_s == 900
 
 
 def test_engines_start_from_a_description_in_fp8(tmp_path):

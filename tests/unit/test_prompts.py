@@ -103,7 +103,9 @@ def test_several_files_are_read_as_one(tmp_path, tokenizer):
         (['["1", "1"]'], r"bad.jsonl:1: should be an object"),
         (['{"question": "1", "answer": "1"}'], r"bad.jsonl:1: no key 'prompt'; keys found: 'question', 'answer'"),
         (['{"prompt": "1", "anwser": "1"}'], r"bad.jsonl:1: no key 'answer'; keys found: 'prompt', 'anwser'"),
-        (['{"prompt": "1", "answer": [1]}'], r"bad.jsonl:1: 'answer' should be a text or a number"),
+        (['{"prompt": "1", "answer": true}'], r"bad.jsonl:1: 'answer' should be a text or a number"),
+        (["", '{"prompt": "1", "answer": 1' + "0" * 5000 + "}"], r"bad.jsonl:2: unreadable JSON: Exceeds the limit"),
+        (["", "[" * 100_000], r"bad.jsonl:2: unreadable JSON: maximum recursion depth"),
         (['{"prompt": "1", "answer": null}'], r"bad.jsonl:1: 'answer' should be a text or a number, is None"),
         (['{"prompt": "", "answer": "1"}'], r"bad.jsonl:1: the prompt '' has no tokens"),
         (["", '{"prompt": "\\u00e9", "answer": "1"}'], r"bad.jsonl:2: the tokenizer does not know"),
@@ -118,7 +120,7 @@ def test_bad_lines_are_named_by_file_and_line(tmp_path, tokenizer, lines, said):
 def test_bad_files(tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r"missing.jsonl: no such file"):
         load_prompts(DataConfig(path=str(tmp_path / "missing.jsonl")), tokenizer)
-    with pytest.raises(ValueError, match=r"csv or \.parquet, not \.tsv"):
+    with pytest.raises(ValueError, match=r"\.csv \(also \.gz\) or \.parquet, not \.tsv"):
         load_prompts(DataConfig(path=write(tmp_path / "a.tsv", [])), tokenizer)
     with pytest.raises(ValueError, match="not a readable parquet file"):
         load_prompts(DataConfig(path=write(tmp_path / "a.parquet", ["x" * 100])), tokenizer)

@@ -57,6 +57,11 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     (["reward={grader: exact, graders: [{grader: format}]}"], "grader and graders are both set; write one of them"),
     (["reward={graders: [{grader: exact}, {grader: exact}]}"], "two are named exact; give each a name of its own"),
     (["reward={graders: [{grader: exact, name: 'Exact!'}]}"], "should match pattern"),
+    (["weights.timeout_s=1800"], "weights.timeout_s 1800 must be below actor.deadline_s 1800: other ranks wait"),
+    (
+        ["rollout.colocate=true", "weights.transport=ipc", "rollout.start_timeout_s=3600"],
+        "rollout.start_timeout_s + rollout.health_timeout_s 3900 must be below actor.deadline_s 1800",
+    ),
     (["reward={group_args: {x: 1}}"], "group_args without group_grader"),
     (["reward={graders: [{grader: http, args: {url: nowhere}}]}"], "should look like http://host:port/path"),
     (["reward.group_grader=rank", "algorithm.advantage={name: remax}"], "its greedy baseline has no group"),

@@ -71,12 +71,19 @@ def as_read(subject: Subject) -> Iterator[Rule]:
         "depend on what caches still hold",
         "take flush",
     )
-    yield Rule(
-        weights.timeout_s >= actor.deadline_s,
-        f"weights.timeout_s {weights.timeout_s:g} must be below actor.deadline_s "
-        f"{actor.deadline_s:g}: other ranks wait in a collective while rank 0 updates engines",
-        "lower it, or raise the deadline",
-    )
+    # rank 0's waits in Mesh.from_main, in which the other ranks wait for it
+    waits = [(f"weights.timeout_s {weights.timeout_s:g}", weights.timeout_s, "updates engines")]
+    if rollout.colocate:
+        asleep = rollout.sleep_limit_s
+        parts = f"rollout.start_timeout_s + rollout.health_timeout_s {asleep:g}"
+        waits.append((parts, asleep, "puts engines to sleep, which may be starting"))
+    for name, limit_s, does in waits:
+        yield Rule(
+            limit_s >= actor.deadline_s,
+            f"{name} must be below actor.deadline_s {actor.deadline_s:g}: other ranks wait in a "
+            f"collective while rank 0 {does}",
+            "lower it, or raise the deadline",
+        )
     yield from _replayed_experts(experiment)
 
 

@@ -103,8 +103,9 @@ def layout(d: Translation) -> None:
     tokens = d.number("--max-tokens-per-gpu", default=0) if dynamic else 0
     rules.micro_batch(d, longest, tokens, d.number("--micro-batch-size"))
     experts = d.number(*d.named("rollout.ep"))
-    if tp % experts == 0:
-        d.put("rollout.ep", experts)
+    d.put("rollout.ep", experts)
+    if tp % experts:
+        d.drop("rollout.ep", f"does not divide an engine's {tp} GPUs")
     engines = d.number("--rollout-num-gpus", default=world)
     if d.get("--colocate"):
         keys = ("--colocate", each, "--rollout-num-gpus", "--num-gpus-per-node")

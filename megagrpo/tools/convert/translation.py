@@ -168,6 +168,8 @@ class Translation:
 
     def drop(self, ours: str, reason: str) -> None:
         """Takes back our key, which the experiment refuses."""
+        if ours not in self.values:  # another rule has refused it, too
+            return
         self.values.pop(ours)
         for key in self.because.pop(ours) or [ours]:
             self.lack(key, reason)
@@ -351,7 +353,7 @@ def _is_wanted(value: object, wanted: object) -> bool:
 
 def _is_left_out(entry: Entry, value: Plain) -> bool:
     """Returns whether no rule took a value that counts, and that is not what we have anyway."""
-    if not entry.to or not entry.rule or entry.needs or isinstance(value, list | dict):
+    if not entry.to or not entry.rule or entry.needs:
         return False
     left_out = (*entry.same, False, _default(entry.to))  # a switch that is off says nothing
     return not any(alike(spelled(value, entry.values), one) for one in left_out)

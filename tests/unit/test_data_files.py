@@ -1,0 +1,82 @@
+"""Data files as others write them: byte order marks, packed files, objects and JSON in columns, Arrow's maps."""
+
+import gzip
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megagrpo.config.schema import DataConfig
+from megagrpo.data.rows import read_rows
+from tests.unit.report_cases import rows_file
+
+ROWS = ['{"prompt": "1+1=", "answer": 2}', '{"prompt": "2+2=", "answer": 4}']
+
+
+@pytest.mark.parametrize(
+    "name, data",
+    [
+        ("a.jsonl", "\ufeff" + "\n".join(ROWS)),
+        ("a.json", "\ufeff" + "\n".join(ROWS)),
+        ("a.json", "\ufeff[" + ",".join(ROWS) + "]"),
+        ("a.jsonl.gz", "\n".join(ROWS)),
+        ("a.json.gz", "[" + ",".join(ROWS) + "]"),
+        ("a.csv.gz", "\ufeffprompt,answer\n1+1=,2\n2+2=,4\n"),
+    ],
+)
+def test_files_with_a_byte_order_mark_and_packed_files(tmp_path, name, data):
+    pack = gzip.compress if name.endswith(".gz") else bytes
+    (tmp_path / name).write_bytes(pack(data.encode()))
+    found = read_rows(DataConfig(path=str(tmp_path / name)))
+    assert [(row.prompt, row.answer) for row in found] == [("1+1=", "2"), ("2+2=", "4")]
+
+
+@pytest.mark.parametrize("data", [b"x" * 100, gzip.compress(b"x" * 10**6)[:500]])
+def test_a_broken_packed_file_is_named(tmp_path, data):
+    (tmp_path / "a.jsonl.gz").write_bytes(data)
+    with pytest.raises(ValueError, match=r"a.jsonl.gz: not a readable .gz file"):
+        read_rows(DataConfig(path=str(tmp_path / "a.jsonl.gz")))
+
+
+TESTS = {"inputs": ["1"], "outputs": ["2"]}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+@pytest.mark.parametrize(
+    "key, columns, answer, extra",
+    [
+        ("answer", {"answer": ["a", "b"]}, '["a", "b"]', None),
+        ("answer", {"answer": TESTS}, json.dumps(TESTS), None),
+        ("model.truth", {"model": {"truth": ["a"]}}, '["a"]', None),
+        ("model.truth", {"model": '{"truth": "a"}'}, "a", None),
+        ("model.0.truth", {"model": '[{"truth": "a"}]'}, "a", None),
+        ("answer", {"answer": "a", "extra": {"lower": 1, "upper": None}}, "a", {"lower": 1}),
+        ("answer", {"answer": "a", "extra": '{"lower": 1, "upper": null}'}, "a", {"lower": 1}),
+        ("answer", {"answer": "a", "extra": {"of": [{"x": None, "y": 2}]}}, "a", {"of": [{"y": 2}]}),
+        ("answer", {"answer": "a", "extra": "{x} and y"}, "a", {"extra": "{x} and y"}),
+        ("answer", {"answer": "a", "extra": "seconds"}, "a", {"extra": "seconds"}),
+    ],
+)
+def test_columns_as_public_files_have_them(tmp_path, name, key, columns, answer, extra):
+    path = rows_file([{"prompt": "1", **columns}], name)
+    (row,) = read_rows(DataConfig(path=path, answer_key=key, extra_key="extra" if extra else None))
+    assert row.answer == answer and row.extra == (extra or {})
+
+
+def test_a_map_of_arrow_is_an_object(tmp_path):
+    types = {
+        "prompt": pyarrow.string(),
+        "answer": pyarrow.string(),
+        "extra": pyarrow.map_(pyarrow.string(), pyarrow.int64()),
+    }
+    table = pyarrow.table({"prompt": ["1"], "answer": ["2"], "extra": [[("a", 1), ("b", 2)]]}, pyarrow.schema(types))
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    (row,) = read_rows(DataConfig(path=str(tmp_path / "a.parquet"), extra_key="extra"))
+    assert row.extra == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[" + "1" * 5000 + "]"])
+def test_a_prompt_that_only_begins_as_json_is_a_text(tmp_path, text):
+    (row,) = read_rows(DataConfig(path=rows_file([{"prompt": text, "answer": "1"}])))
+    assert row.prompt == text
