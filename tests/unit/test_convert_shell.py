@@ -220,6 +220,8 @@ def test_words_are_as_bash_makes_them(tmp_path, before, word, value):
         ("N=2\nwhile read -r x; do N=1; done < f", "$N", 2,
          f"{FALSE} while read -r x; do N=1; done (line 2)"),
         ("for x in $(hosts); do N=1; done", "${N:-2}", 2, f"{FALSE} for x in $(hosts); do N=1; done (line 1)"),
+        ("N=\n: ${N:?set N, or M}", "${N:-2}", 2, "the script asks for N (line 2): set N, or M"),
+        ("N=3\n: ${N:?set N}; [ -f x ] && N=1", "${N:?set N}", 3, f"{FALSE} [ -f x ] (line 2)"),
         ("if true; then :", "1", 1, "run.sh is no bash that is understood; it may be read wrongly"),
     ],
 )  # fmt: skip

@@ -225,6 +225,11 @@ def _parameter(state: State, node: Node) -> Value:
     whole = "".join(value or "")
     if operator in (",", ",,") and is_known(whole):
         return whole.lower() if operator == ",," else whole[:1].lower() + whole[1:]
+    if operator.strip(":") == "?" and plain(whole):
+        return whole
+    if operator.strip(":") == "?":
+        asked = plain(quoted_text(state, parts[2:]))
+        state.notes[f"the script asks for {name} (line {node.start_point[0] + 1}): {asked}"] = None
     if operator.strip(":") not in ("", "-", "=", "+") or (operator and not parts[0].is_named):
         return state.mark(UNKNOWN, source(node) + marks_in(whole), node)
     empty = value is None or (":" in operator and not plain(whole) and is_known(whole))
