@@ -98,7 +98,11 @@ def refuse_tensors(folder: Path, arch: Architecture, stored: StoredTensors) -> N
     if unknown:
         found.append(f"has {len(unknown)} that a {arch.family} model has not: {_named(unknown)}")
     if found:
-        remedies = [text for part, text in _REMEDIES.items() if any(part in n for n in unknown)]
+        remedies = [
+            text
+            for part, text in _REMEDIES.items()
+            if any(part in n for n in unknown) and not any(part in n for n in expected)
+        ]
         problem = f"{folder}: the tensors are not those of config.json: it {' and '.join(found)}"
         raise ValueError("; ".join([problem, *remedies]))
     for name, shape in shapes.items():

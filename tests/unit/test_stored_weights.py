@@ -87,6 +87,12 @@ def test_tensors_of_another_model_are_refused(prepared, change, said):
     assert problem == f"sft.model: {refused_at_load(START)}", "the ranks say the same"
 
 
+def test_a_model_whose_experts_are_fused_gets_no_remedy_for_that(tmp_path):
+    more = {"model.language_model.layers.9.mlp.experts.gate_up_proj": torch.ones(2, 2)}
+    problem = refused_at_load(tiny_model(tmp_path, lambda tensors: tensors | more, family="qwen3_vl_moe"))
+    assert problem.endswith(f"has 1 that a qwen3_vl_moe model has not: {min(more)}")
+
+
 def test_a_model_as_it_should_be_or_without_weights_is_no_problem(prepared):
     assert preflight(read_experiment(QUICKSTART)) == [], "a description"
     tiny_model(START)
