@@ -113,6 +113,23 @@ class Prompt(WithArrays):
             return words_of(self.messages[-1])
         return self.text
 
+    def reasoning_begun(self, end: str) -> str:
+        """Returns the tag that begins the reasoning which `end` ends, such as <think>, if the
+        prompt's text ends with it, else ""."""
+        begin = end.replace("/", "", 1)
+        return begin if begin != end and self.text.rstrip().endswith(begin) else ""
+
+    def answer_in(self, response: str, end: str) -> str:
+        """Returns the part of a response behind its reasoning, which the text `end` ends; "" if the
+        reasoning is not closed. A response without reasoning is all answer; so is any if `end` is
+        ""."""
+        if not end:
+            return response
+        begin = end.replace("/", "", 1)
+        _, closed, answer = (self.reasoning_begun(end) + response).rpartition(end)
+        is_open = not closed if begin == end else begin in answer
+        return "" if is_open else answer
+
     @property
     def transcript(self) -> str:
         """Returns the words; if there are several messages, the words of all, each after its

@@ -35,7 +35,7 @@ from megagrpo.data.prompts import (
     require_template,
 )
 from megagrpo.data.rows import Row, fingerprint, read_rows
-from megagrpo.data.texts import decoder
+from megagrpo.data.texts import decoder, reasoning_end
 from megagrpo.models.folder import Model
 from megagrpo.rewards.trial_texts import first_of_each, grade_trial_texts
 from megagrpo.rollout.agents.make import make_answering
@@ -108,6 +108,9 @@ def _try_tokenizer(config: ExperimentConfig, folder: str, trial: LoadingTest) ->
     tokenizer = load_tokenizer(model)
     trial.loaded.append(f"the tokenizer of {config.model.tokenizer or folder}")
     require_template(config.data, tokenizer)
+    with collected(trial.problems):
+        if end := reasoning_end(config, tokenizer):
+            trial.loaded.append(f"answers begin behind {end} (sampling.reasoning_end)")
     if config.sampling.several_turns:
         trial.problems.extend(complaints(make_answering, config, tokenizer))
         player = "environment" if config.sampling.agent is None else "agent"
@@ -177,7 +180,7 @@ def _try_rows(
         if not rows and not unread:
             refuse_long(data, [])
         return []
-    _say_first_row(data, tokenizer, first, trial)
+    _say_first_row(config, data, tokenizer, first, trial)
     template = ", by the chat template" if data.chat_template else ""
     longest = f"at most {max(lengths.values())} tokens{template}"
     kept = {row for row, length in lengths.items() if length <= data.max_prompt_tokens}
@@ -208,17 +211,24 @@ def _try_rows_in_use(config: ExperimentConfig, rows: Sequence[Row], trial: Loadi
 
 
 def _say_first_row(
-    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", first: Sequence, trial: LoadingTest
+    config: ExperimentConfig,
+    data: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    first: Sequence,
+    trial: LoadingTest,
 ) -> None:
     if trial.first_row:
         return
     prompt = first[0]
     images = f" with {len(prompt.images)} image(s)" if prompt.images else ""
+    rewarding = config.sampling.rewarding
+    by = f"rewarded by {rewarding}"
+    if not rewarding:
+        by = f"graded by {prompt.grader or 'the graders of reward'}"
     trial.first_row[:] = [
-        f"{prompt.location}, {len(prompt.token_ids)} tokens{images}, graded by "
-        f"{prompt.grader or 'the graders of reward'}:",
+        f"{prompt.location}, {len(prompt.token_ids)} tokens{images}, {by}:",
         f"  the model reads     {_short(prompt.text)}",
-        f"  the grader compares {_short(prompt.answer)}",
+        f"  its answer          {_short(prompt.answer)}",
     ]
     if tokenizer.chat_template and not data.chat_template:
         trial.advice.append(

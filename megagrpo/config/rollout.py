@@ -163,6 +163,10 @@ class SamplingConfig(Section):
     skip_special_tokens: bool = False
     """Hide all special tokens from graders, environments and tool parsers. false: hide only
     padding, begin and end of text, and the token that ended the response."""
+    reasoning_end: Annotated[str, Field(min_length=1)] | None = "auto"
+    """Text that ends the reasoning. Built-in graders (but `format`), built-in environments and
+    `tool_parser` read only what follows its last occurrence, and nothing if the reasoning is not
+    closed. auto: `</think>` if the chat template has it. null: none."""
     environment: EnvironmentConfig | None = None
     agent: AgentConfig | None = None
     allow_truncated_distribution: bool = False

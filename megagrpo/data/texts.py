@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.folder import Model
 from megagrpo.models.table import read_description
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase
+
+_THOUGHT = "</think>"  # ends reasoning in the chat templates of all supported families
 
 
 def decoder(
@@ -45,6 +48,25 @@ def decoder(
         return pieces.joined(token_ids)
 
     return decode
+
+
+def reasoning_end(config: ExperimentConfig, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Returns the text behind which answers begin, by sampling.reasoning_end; "" if there is none.
+
+    Raises ValueError for a special token that sampling.skip_special_tokens hides.
+    """
+    sampling = config.sampling
+    end = sampling.reasoning_end or ""
+    hidden = tokenizer.all_special_tokens if sampling.skip_special_tokens else ()
+    if end == "auto":
+        template = str(tokenizer.chat_template) if config.data.chat_template else ""
+        return _THOUGHT if _THOUGHT in template and _THOUGHT not in hidden else ""
+    if end in hidden:
+        raise ValueError(
+            f"sampling.reasoning_end {end!r} is a special token, which "
+            "sampling.skip_special_tokens hides: set that to false"
+        )
+    return end
 
 
 @dataclass(frozen=True)

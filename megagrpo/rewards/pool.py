@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from megagrpo.config.reward import GraderArgs, GraderConfig, RewardConfig
 from megagrpo.rewards.graders.functions import (
+    BUILT_IN,
     SERVICES,
     check_grader,
     load_group_grader,
@@ -27,6 +28,8 @@ _SERVICE_GRADERS: dict[str, Callable[[GraderArgs], ServiceGrader]] = {
     "judge": JudgeGrader,
 }
 assert set(_SERVICE_GRADERS) == set(SERVICES)
+# they read only the answer behind the reasoning; others, the user's own among them, a whole response
+_OF_ANSWERS = {*BUILT_IN, "judge"} - {"format"}
 
 
 class RewardPool(AbstractContextManager["RewardPool"]):
@@ -34,13 +37,14 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     `close`.
 
     preload: whether processes start and import the experiment's graders at once, not with the first
-    response. Raises ValueError if a grader is unknown, cannot be imported, rejects its arguments
-    or, with preload, cannot run on this machine, and WorkerError if a worker process does not
-    start.
+    response. reasoning_end: see Prompt.answer_in. Raises ValueError if a grader is unknown, cannot
+    be imported, rejects its arguments or, with preload, cannot run on this machine, and WorkerError
+    if a worker process does not start.
     """
 
-    def __init__(self, config: RewardConfig, preload: bool = True):
+    def __init__(self, config: RewardConfig, preload: bool = True, reasoning_end: str = ""):
         self._config = config
+        self._reasoning_end = reasoning_end
         self._checked: set[str] = set()
         self._services: dict[str, ServiceGrader] = {}
         for entry in config.entries:
@@ -111,6 +115,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         return [entry]
 
     async def _graded(self, entry: GraderConfig, prompt: Prompt, text: str) -> Graded:
+        if entry.grader in _OF_ANSWERS:
+            text = prompt.answer_in(text, self._reasoning_end)
         if entry.grader in SERVICES:
             return await self._services[entry.short_name].outcome(prompt, text)
         is_chat = bool(prompt.messages)

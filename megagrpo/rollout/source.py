@@ -22,7 +22,7 @@ from megagrpo.data.prompts import (
     refuse_long_demonstration,
     refuse_unknown_teacher,
 )
-from megagrpo.data.texts import decoder
+from megagrpo.data.texts import decoder, reasoning_end
 from megagrpo.mesh import Mesh, RunStopped
 from megagrpo.models.folder import Model
 from megagrpo.monitor.metrics import Metrics
@@ -317,7 +317,11 @@ def start_source(
     with ExitStack() as stack:
         sampler = None
         if mesh.is_leader:
-            grader = RewardPool(config.reward, preload=not config.sampling.rewarding)
+            grader = RewardPool(
+                config.reward,
+                preload=not config.sampling.rewarding,
+                reasoning_end=reasoning_end(config, inputs.tokenizer),
+            )
             stack.enter_context(grader)
             stack.callback(inputs.answering.close)
             sampler = Sampler(

@@ -16,7 +16,7 @@ from megagrpo.cluster.supervise import Launch
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
-from megagrpo.data.texts import decoder
+from megagrpo.data.texts import decoder, reasoning_end
 from megagrpo.models.folder import Model
 from megagrpo.monitor.rollout_log import Decode, turns_of
 from megagrpo.rewards.pool import RewardPool
@@ -57,7 +57,11 @@ def try_out(config: ExperimentConfig, num_prompts: int) -> int:
     with alone_in(folder), Launch(folder, "try", end=ENDING) as launch, ExitStack() as stack:
         answering = stack.enter_context(closing(make_answering(config, tokenizer)))
         grader = stack.enter_context(
-            RewardPool(config.reward, preload=not config.sampling.rewarding)
+            RewardPool(
+                config.reward,
+                preload=not config.sampling.rewarding,
+                reasoning_end=reasoning_end(config, tokenizer),
+            )
         )
         control = _service(launch, config)
         sampler = Sampler(config, 1, control, grader, decode, answering)

@@ -209,5 +209,8 @@ def test_the_handbooks_program_plays(tmp_path):
     (code,) = re.findall(r"```python\n(# agent.py\n.*?)```", (ROOT / "docs" / "agents.md").read_text(), re.DOTALL)
     (tmp_path / "agent.py").write_text(code)
     tokenizer = character_tokenizer("0123456789 abcdefghijklmnopqrstuvwxyz?")
-    group, _ = run(says("3"), says("7"), function=f"{tmp_path / 'agent.py'}:guess", tokenizer=tokenizer)
+    turns, function = [says("9"), says("10")], f"{tmp_path / 'agent.py'}:guess"
+    group, _ = run(*turns, answer="10", function=function, tokenizer=tokenizer)
     assert group.outcomes[0].value == 1.0
+    told = tokenizer.decode(group.samples[0].token_ids, skip_special_tokens=True)
+    assert told == "9higher10"

@@ -197,8 +197,7 @@ class Conversation:
             turn.response = await self._task.turn(turn.number, turn.context(), room, known)
             turn.text = self._task.decode(turn.response.token_ids)
             # a client that goes must not end the process of other turns
-            parsing = self._parse(turn.text, tools, f"c{turn.number:05}")
-            turn.message = await asyncio.shield(parsing)
+            turn.message = await asyncio.shield(self._message(turn, tools))
             unfinished.pop_all()
         turn.num_tokens += len(turn.response.token_ids)
         turn.num_responding += len(turn.response.token_ids)
@@ -209,6 +208,16 @@ class Conversation:
         parent.followers.append(turn)
         self._turns.append(turn)
         return turn
+
+    async def _message(self, turn: ChatTurn, tools: Tools) -> Message:
+        """Returns the message of a turn. Calls inside its reasoning are text."""
+        prompt, end = self._task.prompt, self._renderer.reasoning_end
+        ids = f"c{turn.number:05}"
+        if self._config.reasoning_parser:  # which sees the tag that began it here only
+            return await self._parse(prompt.reasoning_begun(end) + turn.text, tools, ids)
+        answer = prompt.answer_in(turn.text, end)
+        message = await self._parse(answer, tools, ids)
+        return message | {"content": turn.text.removesuffix(answer) + message["content"]}
 
     def _begun(self, messages: Sequence[Message], tools: Tools) -> ChatTurn:
         """Returns the turn that answers the messages, before it is sampled."""

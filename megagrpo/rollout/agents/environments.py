@@ -212,7 +212,10 @@ class Environments:
             part.add(sampled, sampled=True)
             if sampled.finish_reason != "stop":
                 return result.stop("tokens", "a turn reached the limit of tokens")
-            observation, reward, done = await episode.step(task.decode(sampled.token_ids))
+            text = task.decode(sampled.token_ids)
+            if config.function in BUILT_IN:
+                text = task.prompt.answer_in(text, renderer.reasoning_end)
+            observation, reward, done = await episode.step(text)
             result.rewards.append((result.num_tokens - 1, reward))
             if done:
                 return None

@@ -1,8 +1,10 @@
 """Makes the object that answers the model's turns in an experiment."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.texts import reasoning_end
 from megagrpo.rollout.agents.answering import Answering, NoAnswer
 from megagrpo.rollout.agents.environments import Environments, load_environment, refuse_machine
 from megagrpo.rollout.agents.program_worker import load_program
@@ -16,17 +18,20 @@ if TYPE_CHECKING:  # seconds to import, and it pulls in torch
 def make_answering(config: ExperimentConfig, tokenizer: "PreTrainedTokenizerBase") -> Answering:
     """Returns the object that answers turns of the model. Raises ValueError."""
     agent, environment = config.sampling.agent, config.sampling.environment
+    make_renderer = partial(
+        Renderer, tokenizer, config.data, reasoning_end=reasoning_end(config, tokenizer)
+    )
     if agent is not None:
         # its HTTP server: not where a model is only checked
         from megagrpo.rollout.agents.programs import Programs
 
         if agent.function is not None:
             load_program(agent.function)
-        renderer = Renderer(tokenizer, config.data, continues=agent.history == "all")
+        renderer = make_renderer(continues=agent.history == "all")
         return Programs(agent, renderer, own_address(config.rollout.host), config.name)
     if environment is not None:
         load_environment(environment.function)
         refuse_machine(environment)
-        renderer = Renderer(tokenizer, config.data, continues=environment.history == "all")
+        renderer = make_renderer(continues=environment.history == "all")
         return Environments(environment, renderer)
     return NoAnswer()

@@ -42,8 +42,15 @@ class Renderer:
     it with the end of sequence, or writes earlier turns in another way when more follow.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", data: DataConfig, continues: bool):
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        data: DataConfig,
+        continues: bool,
+        reasoning_end: str = "",
+    ):
         self._tokenizer, self._data = tokenizer, data
+        self.reasoning_end = reasoning_end  # behind which the model's answers and calls begin
         self.max_prompt_tokens = data.max_prompt_tokens  # of a first message
         # the template's text after the end of an answer, before the next message
         self._before = ""
