@@ -44,6 +44,14 @@ def guess_in_a_thread(base_url: str, key: str, row: dict) -> float:
     return 0.0
 
 
+def hang_or_talk(base_url: str, key: str, row: dict) -> float:
+    """Never returns, or says one thing."""
+    if row["answer"] == "hang":
+        time.sleep(3600)
+    status, _ = call(base_url, "chat/completions", key, {"messages": row["messages"]}, timeout=200)
+    return float(status == 200)
+
+
 def call(url: str, path: str, key: str | None, body: object = None, timeout: float = 20) -> tuple[int, dict]:
     """(status, JSON) of a GET, or of a POST with a body: an object, or bytes as they are."""
     where = urlsplit(f"{url}/{path}")

@@ -311,7 +311,8 @@ async def answer_calls_concurrently(
     fd: int, start: Callable[[Value], Awaitable[Value]], cancels: bool
 ) -> None:
     """Answers the calls on socket `fd`, any number at a time. When the socket is closed, cancels
-    those that are open. cancels: whether a call's task can be cancelled."""
+    those that are open. cancels: whether a call's task can be cancelled; else a cancelled call goes
+    on without an answer."""
     _die_with_parent()
     running = dict[int, asyncio.Future]()
     reader, writer = await asyncio.open_connection(
@@ -320,8 +321,9 @@ async def answer_calls_concurrently(
     writer.write(b"null\n")
 
     def report(number: int, task: asyncio.Future) -> None:
-        del running[number]
-        writer.write(_answered(number, task.result))
+        answer = _answered(number, task.result)
+        if running.pop(number, None) is not None:
+            writer.write(answer)
 
     async for line in reader:
         number, message = json.loads(line)
@@ -332,6 +334,8 @@ async def answer_calls_concurrently(
             running[number].add_done_callback(partial(report, number))
         elif number in running and cancels:
             running[number].cancel()
+        elif running.pop(number, None) is not None:
+            writer.write(_answered(number, lambda: None))
     await end_tasks(running.values())
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import time
 
 import pytest
 from fake_service import FakeService
@@ -11,6 +12,7 @@ from test_agents import TOKENIZER, ids, masked, says
 
 from examples.laptop.model import character_tokenizer
 from megagrpo.rollout.agents import programs
+from megagrpo.system import worker_process
 from megagrpo.types import Prompt, RolloutGroup
 from tests.experiments import ROOT, live_children, until
 
@@ -203,6 +205,20 @@ def test_branches_of_parallel_requests_and_a_turn_that_its_agent_did_not_wait_fo
     assert json.loads(told.outcomes[0].detail) == [400, 400, 400, 400, 400, 400, 401, 200, 200, 401]
     group, requests = run(program="bad", answer="refused", fork="refuse")
     assert group.outcomes[0].value == 1.0 and len(requests) == len(group.samples) == 1
+
+
+def test_a_hung_thread_costs_its_own_rollout_and_no_other(monkeypatch):
+    """The others wait for the model when its time is over, and for long after that."""
+    monkeypatch.setattr(worker_process, "GRACE_S", 2.0)
+    begun: list[float] = []
+
+    def hang(body: dict) -> bool:
+        begun.append(time.monotonic())
+        return begun[-1] < begun[0] + 8
+
+    groups, requests = run_all(["hang", "a", "b"], program="hang_or_talk", timeout_s=2.0, hang=hang)
+    assert [group.outcomes[0].status for group in groups] == ["timeout", "score", "score"]
+    assert len(requests) == 2, "each other turn was sampled once"
 
 
 def test_the_handbooks_program_plays(tmp_path):

@@ -2,6 +2,7 @@
 an outcome."""
 
 import asyncio
+import inspect
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -13,7 +14,7 @@ from megagrpo.rollout.agents.answering import RolloutTask, SamplePart
 from megagrpo.rollout.agents.conversation import Conversation
 from megagrpo.rollout.agents.gateway import Gateway
 from megagrpo.rollout.agents.parsers import TurnParsers
-from megagrpo.rollout.agents.program_worker import COMMAND
+from megagrpo.rollout.agents.program_worker import COMMAND, load_program
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.system.worker_process import WorkerError, WorkerProcess, WorkerSlot, python_module
 from megagrpo.types import Outcome
@@ -40,9 +41,15 @@ class Programs:
         self._gateway = Gateway(host, model)
         self._args = dict(config.args) if config.function else {"command": config.command}
         self._make = partial(WorkerProcess, python_module(_MODULE), [config.function or COMMAND])
+        # a function that is not async goes on in its thread after its time
+        self._has_threads = config.function is not None and not inspect.iscoroutinefunction(
+            load_program(config.function)
+        )
         # how many programs run in each
         self._running = {WorkerSlot(self._make): 0 for _ in range(config.workers)}
-        self._spare: list[WorkerSlot] = []  # of programs that began again
+        self._retired: set[WorkerSlot] = set()  # in which such a thread goes on
+        # of programs that began again, or retired; they are ending
+        self._spare: list[WorkerSlot] = []
         self._open = asyncio.Semaphore(_OPEN)
         self._alone = asyncio.Semaphore(_ALONE)
         self._parsers = TurnParsers(config.tool_parser, config.reasoning_parser)
@@ -86,7 +93,8 @@ class Programs:
 
     @asynccontextmanager
     async def _shared(self) -> AsyncIterator[WorkerSlot]:
-        slot = min(self._running, key=self._running.__getitem__)
+        fit = [slot for slot in self._running if slot not in self._retired]
+        slot = min(fit, key=self._running.__getitem__)
         self._running[slot] += 1
         with ExitStack() as stack:
             stack.callback(self._leave, slot)
@@ -94,12 +102,29 @@ class Programs:
 
     def _leave(self, slot: WorkerSlot) -> None:
         self._running[slot] -= 1
+        if slot in self._retired and not self._running[slot]:
+            slot.kill()
+            self._retired.remove(slot)
+            del self._running[slot]
+            self._add_spare(slot)
+
+    def _add_spare(self, slot: WorkerSlot) -> None:
+        self._spare = [spare for spare in self._spare if not spare.is_gone] + [slot]
+
+    def _abandon(self, slot: WorkerSlot, call: asyncio.Future) -> None:
+        """Ends a program. If its thread goes on, its process gets no others, and ends with the last
+        one that it has."""
+        left_behind = self._has_threads and not call.done()
+        if left_behind and slot in self._running and slot not in self._retired:
+            self._retired.add(slot)
+            self._running[WorkerSlot(self._make)] = 0
+        call.cancel()
 
     @asynccontextmanager
     async def _separate(self) -> AsyncIterator[WorkerSlot]:
         async with self._alone:
             slot = WorkerSlot(self._make)
-            self._spare = [spare for spare in self._spare if not spare.is_gone] + [slot]
+            self._add_spare(slot)
             with ExitStack() as stack:
                 stack.callback(slot.kill)
                 yield slot
@@ -114,7 +139,7 @@ class Programs:
             row = task.row | {"seed": task.seed_of("agent")}
             arguments = {"base_url": base_url, "key": key, "row": row} | self._args
             call = asyncio.ensure_future(process.call(arguments))
-            stack.callback(call.cancel)
+            stack.callback(self._abandon, slot, call)
             awaited: list[asyncio.Future] = [call, talk.failed]
             while not call.done():
                 left = self.config.timeout_s + talk.waited_s - (time.monotonic() - began)
