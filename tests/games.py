@@ -117,6 +117,8 @@ class Bad:
                 return "x y", 0.0, False
             case "content":
                 return [{"role": "user", "content": 5}], 0.0, False
+            case "flood":
+                return 2**20 * "3", 0.0, False
             case "nan":
                 return None, float("nan"), True
             case "pair":

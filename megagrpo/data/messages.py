@@ -14,6 +14,7 @@ from megagrpo.types import parts_of
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase
 
+_SPACE = "\u2581"  # as SentencePiece writes it
 Message = dict  # {"role", "content", ...}, as in OpenAI's chat completions
 Tools = Sequence[Message] | None  # {"type": "function", "function": {"name", "parameters", ...}}
 
@@ -85,6 +86,22 @@ def has_unknown(
         return False
     number = int(np.count_nonzero(np.equal(token_ids, unknown)))
     return number > text.count(str(tokenizer.unk_token))
+
+
+def tokens_behind(tokenizer: "PreTrainedTokenizerBase", known: str, text: str) -> list[int]:
+    """Returns the ids of a text that follows a known one. Tokenizers of SentencePiece's kind write
+    a space before a text that stands alone, which the model does not."""
+    ids = _ids(tokenizer, text)
+    first = tokenizer.convert_ids_to_tokens(ids[:1])
+    if not known or not any(token.startswith(_SPACE) for token in first):
+        return ids
+    before, both = _ids(tokenizer, known), _ids(tokenizer, known + text)
+    spans_both = both[: len(before)] != before  # a token
+    return ids if spans_both else both[len(before) :]
+
+
+def _ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def text_of(message: Message) -> str:

@@ -23,6 +23,7 @@ from megagrpo.data.messages import (
     as_messages,
     has_unknown,
     render_messages,
+    tokens_behind,
     with_system,
 )
 from megagrpo.data.rows import Row, fingerprint, iterate_rows, unknown_teachers
@@ -262,24 +263,24 @@ def render_rows(
                 tools=list(row.tools),
                 teachers=row.teachers,
                 weights=row.weights,
-                demonstration=_demonstrated(tokenizer, row),
+                demonstration=_demonstrated(tokenizer, row, text),
             )
             prompts.append((prompt, images))
     return _with_images(store, prompts, problems)
 
 
-def _demonstrated(tokenizer: "PreTrainedTokenizerBase", row: Row) -> np.ndarray | None:
+def _demonstrated(tokenizer: "PreTrainedTokenizerBase", row: Row, prompt: str) -> np.ndarray | None:
     """Returns the tokens of a row's demonstration and its end of sequence, [T] int32."""
     text = row.demonstration
     if not text:
         return None
-    (ids,) = tokenize(tokenizer, [text])
+    ids = tokens_behind(tokenizer, prompt, text)
     if tokenizer.eos_token_id is None or has_unknown(tokenizer, text, ids):
         raise ValueError(
             f"{row.location}: the tokenizer does not know every character of the demonstration "
             f"{text!r:.80}, or has no end-of-sequence token, with which it should end"
         )
-    return np.append(ids, np.int32(tokenizer.eos_token_id))
+    return np.array([*ids, tokenizer.eos_token_id], np.int32)
 
 
 def _refuse_tokens(

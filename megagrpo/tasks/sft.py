@@ -12,6 +12,7 @@ from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
+from megagrpo.data.messages import tokens_behind
 from megagrpo.data.prompts import describe_dropped, load_prompts, load_tokenizer, tokenize
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.step_log import StepLog
@@ -96,7 +97,7 @@ def _supervised_batch(prompts: list[Prompt], tokenizer, mesh) -> Batch:
     for index in range(mesh.dp_rank, len(prompts), mesh.dp_size):
         answer = np.array(
             [
-                *tokenizer.encode(prompts[index].answer, add_special_tokens=False),
+                *tokens_behind(tokenizer, prompts[index].text, prompts[index].answer),
                 tokenizer.eos_token_id,
             ]
         )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fake_service import FakeService
 from sampling import experiment, finished, plan, playing, sampled
+from tokenizers import Regex, normalizers
 
 from examples.laptop.model import character_tokenizer
 from megagrpo.algo.statistics import alone
@@ -19,7 +20,7 @@ from megagrpo.config.rollout import EnvironmentConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.agents.environments import EnvironmentFailed, Environments
-from megagrpo.rollout.agents.renderer import Renderer
+from megagrpo.rollout.agents.renderer import Renderer, in_time
 from megagrpo.rollout.batches import BatchPlan, SamplingJob
 from megagrpo.rollout.generation import SamplingParams, sample_seed
 from megagrpo.types import Prompt, RolloutGroup
@@ -137,7 +138,7 @@ def test_later_turns_of_a_batch_ahead_let_an_evaluation_pass():
         ("raise", "error", "step raised RuntimeError: the tool server is gone"),
         ("strange", "error", "the tokenizer does not know every character of 'x y'"),
         ("content", "error", "the content of a message is a text"),
-        ("long", "error", "an environment began with 1025 tokens, more than data.max_prompt_tokens 1024"),
+        ("long", "error", "an environment began with more tokens than data.max_prompt_tokens 1024"),
         ("nan", "error", "step returned the reward nan, not a finite number"),
         ("pair", "error", "not (message, reward, done)"),
         ("die", "error", "step: the environment's process died: exit code 3"),
@@ -304,6 +305,27 @@ def test_an_answer_that_something_else_ended_gets_the_end_that_the_template_writ
         assert ids.tolist() == [*added, *follows], answer
     plain = Renderer(tokenizer, PLAIN, True)
     assert plain.after_turn("3", np.array([5])).tolist() == tokenizer("3")["input_ids"]
+
+
+def test_of_words_that_cannot_fit_only_the_beginning_is_tokenized():
+    tokenizer = character_tokenizer("0123456789 ")
+    renderer = Renderer(tokenizer, PLAIN, True)
+    longest = max(map(len, tokenizer.get_vocab()))
+    assert len(renderer.after_turn(10**6 * "3", np.array([5]), room=4)) == 5 * longest
+    assert len(renderer.begin(10**6 * "3")) == (renderer.max_prompt_tokens + 1) * longest
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex(" +"), " ")
+    assert len(renderer.after_turn(f"3{1000 * ' '}3", np.array([5]), room=4)) == 3, "it fits"
+    group, _ = play(says("3"), game="Bad", answer="flood", tokens=8)
+    assert group.outcomes[0].end == "tokens" and masked(group) == f"3{TOKENIZER.eos_token}"
+
+
+def test_long_words_are_tokenized_in_a_thread():
+    async def threads() -> list[bool]:
+        text = {"role": "user", "content": 2**17 * "3"}
+        said = ["3", 2**17 * "3", [{"role": "user", "content": "3"}], [text]]
+        return [await in_time(lambda _: threading.get_ident(), each) == threading.get_ident() for each in said]
+
+    assert asyncio.run(threads()) == [True, False, True, False]
 
 
 @pytest.mark.parametrize("policy", ["by_version", "flush"])

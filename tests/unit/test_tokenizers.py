@@ -6,13 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from examples.laptop.model import character_tokenizer, make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.data.prompts import load_tokenizer
+from megagrpo.config.data import DataConfig
+from megagrpo.data.messages import tokens_behind
+from megagrpo.data.prompts import load_tokenizer, render_rows
+from megagrpo.data.rows import Row
 from megagrpo.data.texts import decoder
 from megagrpo.models.folder import Model
+from megagrpo.rollout.agents.renderer import Renderer
 
 ALPHABET = "0123456789+-*/=.()<># abcdefghijklmnopqrstuvwxyz"
 
@@ -36,6 +41,40 @@ def test_the_tokenizer_must_fit_the_model(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty has no tokenizer.json, vocab.json"):
         load_tokenizer(Model.read(small.path, tmp_path / "empty"))
+
+
+def sentencepiece(kind: str) -> PreTrainedTokenizerFast:
+    """One token a character, which writes a space as Llama 2, Mistral and others do."""
+    words = ["<unk>", "<s>", "</s>", "\u2581", "\n", *"abcdefghijklmnopqrstuvwxyzT[]/"]
+    backend = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>"))
+    if kind == "normalizer":
+        space = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        backend.normalizer = normalizers.Sequence(space)
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme=kind, split=False)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("kind", ["first", "always", "never", "normalizer"])
+def test_a_text_behind_another_begins_as_in_both(kind):
+    tokenizer = sentencepiece(kind)
+    encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+    for known, text in ("[inst]hi[/inst]", "The"), ("</s>", "[inst]"), ("a\n", "The"), ("a", " The"), ("", "The"):
+        assert encode(known) + tokens_behind(tokenizer, known, text) == encode(known + text), (known, text)
+    row = Row(0, "rows.jsonl:1", "hi", "a", "", None, {}, 0, demonstration="The")
+    [prompt] = render_rows(DataConfig(path="d", prompt_template="[inst]{prompt}[/inst]"), tokenizer, [row])
+    assert prompt.demonstration.tolist() == [*tokenizer.convert_tokens_to_ids(list("The")), tokenizer.eos_token_id]
+    said = Renderer(tokenizer, DataConfig(path="d"), True).after_turn("higher", np.array([5]))
+    assert said.tolist() == tokenizer.convert_tokens_to_ids(list("higher"))
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}</s>"
+        "{% else %}[inst]{{ m.content }}[/inst]{% endif %}{% endfor %}"
+    )
+    renderer = Renderer(tokenizer, DataConfig(path="d", chat_template=True), True)
+    whole = encode("[inst]hi[/inst]ok</s>[inst]more[/inst]")
+    end = tokenizer.eos_token_id
+    after = renderer.after_turn("more", np.array([*encode("ok"), end]))
+    assert after.tolist() == whole[whole.index(end) + 1 :]
 
 
 def test_a_tokenizer_of_python_code_is_refused(tmp_path):

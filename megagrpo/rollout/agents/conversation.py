@@ -18,7 +18,7 @@ import numpy as np
 from megagrpo.config.rollout import AgentConfig
 from megagrpo.data.messages import Message, Tools, text_of
 from megagrpo.rollout.agents.answering import RolloutTask, SamplePart
-from megagrpo.rollout.agents.renderer import Renderer
+from megagrpo.rollout.agents.renderer import Renderer, in_time
 from megagrpo.rollout.generation import GenerationFailed
 from megagrpo.rollout.response import Response
 from megagrpo.system.errors import explained
@@ -183,7 +183,7 @@ class Conversation:
             self.failed.set_exception(exc)
 
     async def _next(self, messages: Sequence[Message], tools: Tools) -> ChatTurn:
-        turn = self._begun(messages, tools)
+        turn = await self._begun(messages, tools)
         parent, room = turn.before or self._root, self._task.max_tokens - turn.num_responding
         if room <= 0:
             raise self._limited("context_length_exceeded", "no room for another turn", turn.before)
@@ -219,7 +219,7 @@ class Conversation:
         message = await self._parse(answer, tools, ids)
         return message | {"content": turn.text.removesuffix(answer) + message["content"]}
 
-    def _begun(self, messages: Sequence[Message], tools: Tools) -> ChatTurn:
+    async def _begun(self, messages: Sequence[Message], tools: Tools) -> ChatTurn:
         """Returns the turn that answers the messages, before it is sampled."""
         if not messages or messages[-1].get("role") == "assistant":
             raise Refused(
@@ -239,9 +239,11 @@ class Conversation:
         new = messages[number:]
         with explained("messages or tools cannot be rendered"):
             if before is None:
-                ids = self._renderer.begin(new, tools)
+                ids = await in_time(self._renderer.begin, new, tools)
             else:
-                ids = self._renderer.after_turn(new, before.response.token_ids, tools)
+                room = self._task.max_tokens - before.num_responding
+                follow = (before.response.token_ids, tools, room)
+                ids = await in_time(self._renderer.after_turn, new, *follow)
         new_digests = tuple(visible for visible, _ in digests[number:])
         parent = before or self._root
         if parent.num_begun and self._config.fork == "refuse":
@@ -251,7 +253,7 @@ class Conversation:
         if before is None:
             longest = self._renderer.max_prompt_tokens
             if len(ids) > longest:
-                text = f"{len(ids)} tokens, more than data.max_prompt_tokens {longest}"
+                text = f"more tokens than data.max_prompt_tokens {longest}"
                 raise self._limited("context_length_exceeded", text, None)
             return ChatTurn(None, new_digests, tools_digest, ids, num_tokens=len(ids))
         total, responding = before.num_tokens + len(ids), before.num_responding + len(ids)

@@ -14,7 +14,7 @@ import numpy as np
 
 from megagrpo.config.rollout import EnvironmentConfig
 from megagrpo.rollout.agents.answering import RolloutTask, SamplePart
-from megagrpo.rollout.agents.renderer import Observation, Renderer
+from megagrpo.rollout.agents.renderer import Observation, Renderer, in_time
 from megagrpo.system.user_function import load_function
 from megagrpo.system.worker_process import WorkerError, WorkerProcess, WorkerSlot, python_module
 from megagrpo.types import Outcome
@@ -191,7 +191,7 @@ class Environments:
             if fresh:
                 begun = SamplePart(None)
                 if observation is not None:
-                    begun.prompt_ids = _rendered(renderer.start, observation, task.prompt)
+                    begun.prompt_ids = await _rendered(renderer.start, observation, task.prompt)
                 result.parts.append(begun)
             part, known = result.parts[-1], 0
             begin = part.prompt_ids
@@ -200,7 +200,9 @@ class Environments:
             if not fresh:
                 answer = part.response.token_ids
                 known = len(begin) + len(answer) - 1
-                ids = _rendered(renderer.after_turn, observation or "", answer, task.prompt.tools)
+                room = task.max_tokens - len(answer)
+                follow = (answer, task.prompt.tools, room)
+                ids = await _rendered(renderer.after_turn, observation or "", *follow)
                 if len(answer) + len(ids) >= task.max_tokens:
                     return result.stop("tokens", "no room for another turn")
                 part.add_context(ids)
@@ -306,9 +308,11 @@ class Episode:
         return result
 
 
-def _rendered(render: Callable[..., np.ndarray], *arguments: object) -> np.ndarray:
+async def _rendered(
+    render: Callable[..., np.ndarray], observation: Observation, *arguments: object
+) -> np.ndarray:
     """Returns the ids of an observation; if they cannot be made, the environment has failed."""
     try:
-        return render(*arguments)
+        return await in_time(render, observation, *arguments)
     except ValueError as exc:
         raise EnvironmentFailed("error", str(exc)) from exc

@@ -1,7 +1,8 @@
 """Messages to token ids that follow sampled ids: the model's turns are never rendered or tokenized
 again."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ from megagrpo.data.messages import (
     has_unknown,
     render_messages,
     text_of,
+    tokens_behind,
     with_system,
 )
 from megagrpo.data.rows import well_formed
@@ -26,6 +28,8 @@ if TYPE_CHECKING:  # seconds to import, and it pulls in torch
 
 Observation = str | Sequence[Message]  # a text is a message of the user
 
+_ALL = 2**40  # tokens
+_LONG = 2**16  # characters that are rendered and tokenized in a thread
 _ANSWER = "its answer"
 _PROBE: list[Message] = [
     {"role": "user", "content": "a probe"},
@@ -52,6 +56,7 @@ class Renderer:
         self._tokenizer, self._data = tokenizer, data
         self.reasoning_end = reasoning_end  # behind which the model's answers and calls begin
         self.max_prompt_tokens = data.max_prompt_tokens  # of a first message
+        self._longest = max(map(len, tokenizer.get_vocab()))  # characters of a token
         # the template's text after the end of an answer, before the next message
         self._before = ""
         if data.chat_template and continues:
@@ -65,34 +70,36 @@ class Renderer:
         ids = self.begin(observation, prompt.tools)
         if len(ids) > self.max_prompt_tokens:
             raise ValueError(
-                f"an environment began with {len(ids)} tokens, more than data.max_prompt_tokens "
+                "an environment began with more tokens than data.max_prompt_tokens "
                 f"{self.max_prompt_tokens}"
             )
         return ids
 
     def begin(self, messages: Observation, tools: Tools = None) -> np.ndarray:
-        """Returns the ids [T] int32 of a conversation as it is, ready for the model's turn. Raises
-        ValueError."""
+        """Returns the ids [T] int32 of a conversation as it is, ready for the model's turn; the
+        first ones if there are more than max_prompt_tokens. Raises ValueError."""
+        most = self.max_prompt_tokens
         if self._data.chat_template:
-            ids = self._encode(self._render(as_messages(messages), True, tools))
+            ids = self._encode(self._render(as_messages(messages), True, tools), most)
         else:
             bos = [self._tokenizer.bos_token_id] * self._data.add_bos
-            ids = self._encode(_text(messages, tools), bos)
+            ids = self._encode(_text(messages, tools), most, bos)
         if not len(ids):
             raise ValueError("the first message has no token")
         return ids
 
     def after_turn(
-        self, observation: Observation, answer: np.ndarray, tools: Tools = None
+        self, observation: Observation, answer: np.ndarray, tools: Tools = None, room: int = _ALL
     ) -> np.ndarray:
-        """Returns the ids [T] int32 that follow an answer which ended by itself. Raises ValueError.
+        """Returns the ids [T] int32 that follow an answer which ended by itself; the first ones if
+        there are more than `room`. Raises ValueError.
 
         answer: the answer's ids. If something other than the end of sequence ended it
         (sampling.stop, sampling.stop_token_ids) and the chat template writes the end of sequence,
         the ids begin with it.
         """
         if not self._data.chat_template:
-            return self._encode(_text(observation, tools))
+            return self._encode(_text(observation, tools), room, known="\n")
         messages = as_messages(observation)
         end = str(self._tokenizer.eos_token) + self._before
         # some templates need the call of every tool's output
@@ -114,7 +121,8 @@ class Renderer:
             )
         eos = self._tokenizer.eos_token_id
         begin = [] if len(answer) and answer[-1] == eos else [eos]
-        return self._encode(self._before + rendered.removeprefix(before), begin)
+        text = self._before + rendered.removeprefix(before)
+        return self._encode(text, room, begin, known=str(self._tokenizer.eos_token))
 
     def _checked(self) -> str:
         """Returns the template's text after the end of sequence of an answer."""
@@ -140,13 +148,32 @@ class Renderer:
             chat = [{**message, "content": text_of(message)} for message in checked]
             return render_messages(self._data, self._tokenizer, chat, ready, tools)
 
-    def _encode(self, text: str, begin: Sequence[int] = ()) -> np.ndarray:
-        ids = self._tokenizer(well_formed(text), add_special_tokens=False)["input_ids"]
+    def _encode(
+        self, text: str, most: int, begin: Sequence[int] = (), known: str = ""
+    ) -> np.ndarray:
+        """Returns the ids [T] int32 of `begin` and of a text that follows a known one. Of a text
+        that cannot have as few as `most` tokens it reads only the beginning, which has more."""
+        whole = well_formed(text)
+        text = whole[: (most + 1) * self._longest]
+        ids = tokens_behind(self._tokenizer, known, text)
+        if len(ids) <= most and text != whole:  # it has fewer: a normalizer shortens it
+            ids = tokens_behind(self._tokenizer, known, whole)
         if has_unknown(self._tokenizer, text, ids):
             raise ValueError(
                 f"the tokenizer does not know every character of {text!r:.80}, said to the model"
             )
         return np.array([*begin, *ids], np.int32)
+
+
+async def in_time(
+    render: Callable[..., np.ndarray], observation: Observation, *arguments: object
+) -> np.ndarray:
+    """Returns the ids that a renderer's method makes of an observation, of a long one in a thread:
+    other rollouts go on meanwhile."""
+    messages = as_messages(observation)
+    if sum(len(str(message.get("content"))) for message in messages) < _LONG:
+        return render(observation, *arguments)
+    return await asyncio.to_thread(render, observation, *arguments)
 
 
 def _begun(observation: Observation, prompt: Sequence[Message]) -> Observation:
