@@ -6,18 +6,13 @@ from typing import TYPE_CHECKING
 
 from megagrpo.config.fields import named
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.data.messages import Message, render_messages
+from megagrpo.data.messages import render_messages
 from megagrpo.data.texts import described_ends, end_ids
 from megagrpo.models.folder import Model
+from megagrpo.rollout.agents.renderer import ANSWER, PROBE
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase
-
-_ANSWER = "its answer"
-_PROBE: list[Message] = [
-    {"role": "user", "content": "a probe"},
-    {"role": "assistant", "content": _ANSWER},
-]
 
 
 def end_advice(
@@ -28,24 +23,21 @@ def end_advice(
     ends = end_ids(tokenizer, model) | set(sampling.stop_token_ids)
     words = named(tokenizer.convert_ids_to_tokens(sorted(ends)))
     if config.data.chat_template:
-        tail = render_messages(config.data, tokenizer, _PROBE, ready=False).rpartition(_ANSWER)[2]
+        tail = render_messages(config.data, tokenizer, PROBE, ready=False).rpartition(ANSWER)[2]
         ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
         if not ends.intersection(ids) and not any(stop in tail for stop in sampling.stop):
-            special = tokenizer.added_tokens_decoder.keys() - {tokenizer.unk_token_id}
-            marks = [number for number in ids if number in special][:1]
             yield (
                 f"the chat template ends an answer with {tail!r:.60}, and engines end a response at "
-                f"{words}: responses may run on to max_response_tokens; set sampling."
-                f"{f'stop_token_ids: {marks}' if marks else 'stop'}, or take another model.tokenizer"
+                f"{words}: responses may run on to max_response_tokens; name that text in "
+                "sampling.stop, or take another model.tokenizer"
             )
     for name, teacher in config.teachers.items():
         if teacher.path is None or not (Path(teacher.path) / "config.json").is_file():
             continue
         theirs = described_ends(Model.read(teacher.path))
-        if theirs and not theirs & ends:
+        if theirs.isdisjoint(ends):
             yield (
-                f"teachers.{name} ends a text with "
-                f"{named(tokenizer.convert_ids_to_tokens(sorted(theirs)))}, and the policy's "
-                f"responses end at {words}: it would learn not to end; set sampling.stop_token_ids: "
-                f"{sorted(theirs)}, or take a teacher with the same end"
+                f"teachers.{name} ends a text with token {named(map(str, theirs))}, and the policy's "
+                f"responses end at {words}: it would learn not to end; set sampling.stop_token_ids "
+                "to those, or take a teacher with the same end"
             )

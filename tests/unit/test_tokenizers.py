@@ -85,10 +85,10 @@ def test_a_text_behind_another_begins_as_in_both(kind):
     [
         ("<eos>\n", {}, ""),
         (" <eos>", {}, ""),
-        ("<|im_end|>\n", {}, r"answer with '<\|im_end\|>\\n', and .* at <eos>: .* set sampling.stop_token_ids: \[52\]"),
+        ("<|im_end|>\n", {}, r"answer with '<\|im_end\|>\\n', and .* at <eos>: .* name that text in sampling.stop"),
         ("<|im_end|>\n", {"stop_token_ids": [52]}, ""),
         ("<|im_end|>\n", {"stop": ["<|im_end|>"]}, ""),
-        ("\n", {}, r"set sampling.stop, or take another model.tokenizer"),
+        ("\n", {}, r"name that text in sampling.stop, or take another model.tokenizer"),
     ],
 )
 def test_a_turn_that_does_not_end_as_a_response_is_advice(tmp_path, end, sampling, advice):
@@ -112,8 +112,7 @@ def test_a_teacher_that_ends_texts_otherwise_is_advice(tmp_path):
     described = json.loads((teacher / "config.json").read_text())
     (teacher / "config.json").write_text(json.dumps(described | {"eos_token_id": 5}))
     [said] = end_advice(config, load_tokenizer(model), model)
-    assert said.startswith("teachers.big ends a text with 1, and the policy's responses end at <eos>")
-    assert "set sampling.stop_token_ids: [5]" in said
+    assert said.startswith("teachers.big ends a text with token 5, and the policy's responses end at <eos>")
 
 
 def test_a_tokenizer_of_python_code_is_refused(tmp_path):

@@ -47,9 +47,8 @@ class Programs:
         )
         # how many programs run in each
         self._running = {WorkerSlot(self._make): 0 for _ in range(config.workers)}
-        self._retired: set[WorkerSlot] = set()  # in which such a thread goes on
-        # of programs that began again, or retired; they are ending
-        self._spare: list[WorkerSlot] = []
+        self._retired = set[WorkerSlot]()  # in which such a thread went on
+        self._spare: list[WorkerSlot] = []  # of programs that began again
         self._open = asyncio.Semaphore(_OPEN)
         self._alone = asyncio.Semaphore(_ALONE)
         self._parsers = TurnParsers(config.tool_parser, config.reasoning_parser)
@@ -104,12 +103,6 @@ class Programs:
         self._running[slot] -= 1
         if slot in self._retired and not self._running[slot]:
             slot.kill()
-            self._retired.remove(slot)
-            del self._running[slot]
-            self._add_spare(slot)
-
-    def _add_spare(self, slot: WorkerSlot) -> None:
-        self._spare = [spare for spare in self._spare if not spare.is_gone] + [slot]
 
     def _abandon(self, slot: WorkerSlot, call: asyncio.Future) -> None:
         """Ends a program. If its thread goes on, its process gets no others, and ends with the last
@@ -124,7 +117,7 @@ class Programs:
     async def _separate(self) -> AsyncIterator[WorkerSlot]:
         async with self._alone:
             slot = WorkerSlot(self._make)
-            self._add_spare(slot)
+            self._spare = [spare for spare in self._spare if not spare.is_gone] + [slot]
             with ExitStack() as stack:
                 stack.callback(slot.kill)
                 yield slot
