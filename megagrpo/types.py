@@ -117,7 +117,7 @@ class Prompt(WithArrays):
         """Returns the tag that begins the reasoning which `end` ends, such as <think>, if the
         prompt's text ends with it, else ""."""
         begin = end.replace("/", "", 1)
-        return begin if begin != end and self.text.rstrip().endswith(begin) else ""
+        return begin if self.text.rstrip().endswith(begin) else ""
 
     def answer_in(self, response: str, end: str) -> str:
         """Returns the part of a response behind its reasoning, which the text `end` ends; "" if the

@@ -1,7 +1,6 @@
 """Whether responses end where the chat template, and a teacher, end a turn."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megagrpo.config.fields import named
@@ -18,7 +17,8 @@ if TYPE_CHECKING:  # seconds to import, and it pulls in torch
 def end_advice(
     config: ExperimentConfig, tokenizer: "PreTrainedTokenizerBase", model: Model
 ) -> Iterator[str]:
-    """Yields why responses may not end where a turn does. Raises what the chat template raises."""
+    """Yields why responses may not end where a turn does. Raises what the
+    chat template raises, and ValueError for a teacher without config.json."""
     sampling = config.sampling
     ends = end_ids(tokenizer, model) | set(sampling.stop_token_ids)
     words = named(tokenizer.convert_ids_to_tokens(sorted(ends)))
@@ -32,10 +32,10 @@ def end_advice(
                 "sampling.stop, or take another model.tokenizer"
             )
     for name, teacher in config.teachers.items():
-        if teacher.path is None or not (Path(teacher.path) / "config.json").is_file():
+        if teacher.path is None:
             continue
         theirs = described_ends(Model.read(teacher.path))
-        if theirs.isdisjoint(ends):
+        if theirs and theirs.isdisjoint(ends):
             yield (
                 f"teachers.{name} ends a text with token {named(map(str, theirs))}, and the policy's "
                 f"responses end at {words}: it would learn not to end; set sampling.stop_token_ids "

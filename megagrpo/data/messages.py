@@ -91,17 +91,13 @@ def has_unknown(
 def tokens_behind(tokenizer: "PreTrainedTokenizerBase", known: str, text: str) -> list[int]:
     """Returns the ids of a text that follows a known one. Tokenizers of SentencePiece's kind write
     a space before a text that stands alone, which the model does not."""
-    ids = _ids(tokenizer, text)
-    first = tokenizer.convert_ids_to_tokens(ids[:1])
-    if not known or not any(token.startswith(_SPACE) for token in first):
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if not known or not "".join(tokenizer.convert_ids_to_tokens(ids[:1])).startswith(_SPACE):
         return ids
-    before, both = _ids(tokenizer, known), _ids(tokenizer, known + text)
+    before = tokenizer.encode(known, add_special_tokens=False)
+    both = tokenizer.encode(known + text, add_special_tokens=False)
     spans_both = both[: len(before)] != before  # a token
     return ids if spans_both else both[len(before) :]
-
-
-def _ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def text_of(message: Message) -> str:

@@ -14,7 +14,6 @@ from megagrpo.system.errors import explained
 Body = dict
 Piece = tuple[str, Body | bytes]  # name of an event of a stream, "" for none, and its data
 Asked = tuple[list[Message], Tools]
-_OPENAI_ENDS = {"stop": "stop", "length": "length"}
 _ANTHROPIC_ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -47,7 +46,7 @@ def _read_openai(body: Body) -> Asked:
 
 
 def _finish(turn: ChatTurn) -> str:
-    end = _OPENAI_ENDS[turn.response.finish_reason]
+    end = turn.response.finish_reason
     if end == "stop" and turn.message.get("tool_calls"):
         return "tool_calls"
     return end

@@ -170,8 +170,7 @@ async def in_time(
 ) -> np.ndarray:
     """Returns the ids that a renderer's method makes of an observation, of a long one in a thread:
     other rollouts go on meanwhile."""
-    messages = as_messages(observation)
-    if sum(len(str(message.get("content"))) for message in messages) < _LONG:
+    if len(str(observation)) < _LONG:
         return render(observation, *arguments)
     return await asyncio.to_thread(render, observation, *arguments)
 
