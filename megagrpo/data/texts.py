@@ -135,8 +135,9 @@ def end_ids(tokenizer: "PreTrainedTokenizerBase", model: Model) -> set[int]:
 def described_ends(model: Model) -> set[int]:
     """Returns the ids of the ends of texts that the model's files name."""
     generation = read_description(model.folder / "generation_config.json")
-    ids = set[int | None]()
+    ids = set[int]()
     for described in (generation, model.description, model.description.get("text_config", {})):
         ends = described.get("eos_token_id")
-        ids.update(ends if isinstance(ends, list) else [ends])
-    return ids - {None}
+        if ends is not None:
+            ids.update(ends if isinstance(ends, list) else [ends])
+    return ids
