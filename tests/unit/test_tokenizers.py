@@ -31,7 +31,7 @@ def test_the_tokenizer_must_fit_the_model(tmp_path):
     assert len(load_tokenizer(Model.read(large.path, small.path))) == 6
     with pytest.raises(ValueError, match=r"token id 63 but model .*small only 32 embeddings"):
         load_tokenizer(Model.read(small.path, large.path))
-    with pytest.raises(ValueError, match="config.json does not exist; model.path must be"):
+    with pytest.raises(ValueError, match="config.json does not exist; a model is a"):
         Model.read("somebody/on-the-hub")
     with pytest.raises(ValueError, match="on-the-hub: no such folder"):
         load_tokenizer(Model.read(small.path, "somebody/on-the-hub"))
