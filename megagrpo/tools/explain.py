@@ -418,7 +418,8 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, everything: boo
             for name, rank in phases.items()
             if name != phase
         ]
-    on_host = memory.trainers.host_bytes["optimizer"]
+    host = memory.trainers.host_bytes
+    on_host = host["optimizer"] + host["update state"]
     in_cache = host_cache_bytes(config.rollout, memory.engine)
     if on_host or in_cache:
         held = (

@@ -64,6 +64,7 @@ def step_memory(
         bucket_mb=config.weights.bucket_mb,
         ranks_per_node=gpus_per_node,
         sent_bytes=sent if config.weights.delta else 0.0,
+        colocate=rollout.colocate,
     )
     phases = gpu_phases(config, trainers, engine, work.arch.hidden_size)
     problems = dict.fromkeys([*memory_problems(phases, engine, gpu), *engine.problems])

@@ -41,11 +41,13 @@ class Load:
 
 def links(config: ExperimentConfig) -> int:
     """Returns the groups with engines that a trainer rank joins at most:
-    weights/transports/reshard_plan.py."""
+    weights/transports/reshard_plan.py. Experts may have fewer holders than other tensors."""
     engines = config.rollout.num_engines
     if config.weights.main_sends:
         return 2 * engines
-    return min(engines, -(-engines // config.actor.dp) + 1) if config.weights.uses_groups else 0
+    p = config.actor.parallel
+    holders = min(config.actor.dp, config.actor.world_size // (p.etp * p.ep * p.pp))
+    return min(engines, -(-engines // holders) + 1) if config.weights.uses_groups else 0
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,14 @@ def trainer_side(
     bucket_mb: float = 512.0,
     ranks_per_node: int = 8,
     sent_bytes: float = 0.0,
+    colocate: bool = False,
 ) -> TrainerSide:
     """Returns memory and work of the trainers. Raises ValueError if the layers cannot be cut into
     stages.
 
     reference: whether the loss needs a second model, which is swapped in. sent_bytes: that all
-    ranks keep of the last publish (weights.delta).
+    ranks keep of the last publish (weights.delta). colocate: whether the optimizer's state is on
+    the host while engines sample.
     """
     stages = trainer_stages(arch, actor, load)
     phases = [phase for phase in PHASES if phase != "reference" or reference]
@@ -110,9 +114,11 @@ def trainer_side(
     node = min(ranks_per_node, actor.world_size)
     cost = checkpoint_cost(arch, actor, node)
     second_model = reference and actor.lora is None
+    shards = max(stage.shards for stage in stages)
     host = {
         "reference": max(stage.weights for stage in stages) * node if second_model else 0.0,
-        "optimizer": max(stage.shards for stage in stages) * optimizer_bytes(actor).host * node,
+        "optimizer": shards * optimizer_bytes(actor).host * node,
+        "update state": shards * optimizer_bytes(actor).state * node if colocate else 0.0,
         "checkpoint": max(cost.save_host_bytes.values()),
         "resume": max(cost.resume_host_bytes.values()),
         "sent last": sent_bytes * node / actor.world_size,
