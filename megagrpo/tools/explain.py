@@ -418,8 +418,7 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, everything: boo
             for name, rank in phases.items()
             if name != phase
         ]
-    host = memory.trainers.host_bytes
-    on_host = host["optimizer"] + host["update state"]
+    on_host = memory.trainers.host_bytes["optimizer"]
     in_cache = host_cache_bytes(config.rollout, memory.engine)
     if on_host or in_cache:
         held = (
