@@ -64,7 +64,6 @@ def step_memory(
         bucket_mb=config.weights.bucket_mb,
         ranks_per_node=gpus_per_node,
         sent_bytes=sent if config.weights.delta else 0.0,
-        colocate=rollout.colocate,
     )
     phases = gpu_phases(config, trainers, engine, work.arch.hidden_size)
     problems = dict.fromkeys([*memory_problems(phases, engine, gpu), *engine.problems])
@@ -75,7 +74,9 @@ def load_of(config: ExperimentConfig, arch: Architecture) -> Load:
     """Returns the work of a trainer rank: full micro-batches of the longest samples."""
     imbalance = EXPERT_IMBALANCE if arch.is_moe and config.actor.parallel.ep > 1 else 1.0
     longest = longest_samples(config)["data"]
-    return Load(config.actor.micro_batch_tokens, longest, imbalance, links(config))
+    return Load(
+        config.actor.micro_batch_tokens, longest, imbalance, links(config), config.rollout.colocate
+    )
 
 
 def with_model(config: ExperimentConfig) -> ExperimentConfig:

@@ -32,6 +32,7 @@ class Load:
     longest: int  # tokens of the longest sample: a micro-batch of its own if it exceeds the budget
     expert_imbalance: float = 1.0  # tokens of the fullest expert rank over the mean
     links: int = 0  # process groups with engines
+    colocate: bool = False  # the optimizer's state is on the host while engines sample
 
     @property
     def tokens(self) -> int:
@@ -97,14 +98,12 @@ def trainer_side(
     bucket_mb: float = 512.0,
     ranks_per_node: int = 8,
     sent_bytes: float = 0.0,
-    colocate: bool = False,
 ) -> TrainerSide:
     """Returns memory and work of the trainers. Raises ValueError if the layers cannot be cut into
     stages.
 
     reference: whether the loss needs a second model, which is swapped in. sent_bytes: that all
-    ranks keep of the last publish (weights.delta). colocate: whether the optimizer's state is on
-    the host while engines sample.
+    ranks keep of the last publish (weights.delta).
     """
     stages = trainer_stages(arch, actor, load)
     phases = [phase for phase in PHASES if phase != "reference" or reference]
@@ -118,7 +117,7 @@ def trainer_side(
     host = {
         "reference": max(stage.weights for stage in stages) * node if second_model else 0.0,
         "optimizer": shards * optimizer_bytes(actor).host * node,
-        "update state": shards * optimizer_bytes(actor).state * node if colocate else 0.0,
+        "update state": shards * optimizer_bytes(actor).state * node if load.colocate else 0.0,
         "checkpoint": max(cost.save_host_bytes.values()),
         "resume": max(cost.resume_host_bytes.values()),
         "sent last": sent_bytes * node / actor.world_size,
