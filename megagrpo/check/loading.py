@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megagrpo.check.ends import end_advice
 from megagrpo.check.rules.inputs import named_first
 from megagrpo.check.rules.subject import model_folder
 from megagrpo.checkpoint.folder import data_problem, latest
@@ -42,7 +43,7 @@ from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.agents.parsers import TurnParsers
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.generation import GenerationFailed
-from megagrpo.system.errors import collected, translated
+from megagrpo.system.errors import collected, explained, translated
 from megagrpo.system.worker_process import WorkerError
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
@@ -111,6 +112,9 @@ def _try_tokenizer(config: ExperimentConfig, folder: str, trial: LoadingTest) ->
     with collected(trial.problems):
         if end := reasoning_end(config, tokenizer):
             trial.loaded.append(f"answers begin behind {end} (sampling.reasoning_end)")
+    # a template that refuses a conversation may do for the rows
+    with suppress(ValueError), explained("data.chat_template"):
+        trial.advice.extend(end_advice(config, tokenizer, model))
     if config.sampling.several_turns:
         trial.problems.extend(complaints(make_answering, config, tokenizer))
         player = "environment" if config.sampling.agent is None else "agent"

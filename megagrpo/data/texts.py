@@ -28,7 +28,7 @@ def decoder(
     skip_special_tokens: keep none.
     """
     special = frozenset(tokenizer.all_special_ids)
-    ends = special & _end_ids(tokenizer, model)
+    ends = special & end_ids(tokenizer, model)
     left_out = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id} & special
 
     # an engine may sample any id that the model has embeddings for, also one of no token
@@ -127,11 +127,17 @@ def _pieces(
     return joined
 
 
-def _end_ids(tokenizer: "PreTrainedTokenizerBase", model: Model) -> set[int]:
+def end_ids(tokenizer: "PreTrainedTokenizerBase", model: Model) -> set[int]:
     """Returns the ids at which an engine ends a response of the model by itself."""
+    return described_ends(model) | ({tokenizer.eos_token_id} - {None})
+
+
+def described_ends(model: Model) -> set[int]:
+    """Returns the ids of the ends of texts that the model's files name."""
     generation = read_description(model.folder / "generation_config.json")
-    ids = {tokenizer.eos_token_id}
+    ids = set[int]()
     for described in (generation, model.description, model.description.get("text_config", {})):
         ends = described.get("eos_token_id")
-        ids.update(ends if isinstance(ends, list) else [ends])
-    return ids - {None}
+        if ends is not None:
+            ids.update(ends if isinstance(ends, list) else [ends])
+    return ids

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from examples.laptop.model import character_tokenizer, make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
+from megagrpo.check.ends import end_advice
 from megagrpo.config.data import DataConfig
 from megagrpo.data.messages import tokens_behind
 from megagrpo.data.prompts import load_tokenizer, render_rows
@@ -18,6 +20,7 @@ from megagrpo.data.rows import Row
 from megagrpo.data.texts import decoder
 from megagrpo.models.folder import Model
 from megagrpo.rollout.agents.renderer import Renderer
+from tests.experiments import experiment
 
 ALPHABET = "0123456789+-*/=.()<># abcdefghijklmnopqrstuvwxyz"
 
@@ -75,6 +78,41 @@ def test_a_text_behind_another_begins_as_in_both(kind):
     end = tokenizer.eos_token_id
     after = renderer.after_turn("more", np.array([*encode("ok"), end]))
     assert after.tolist() == whole[whole.index(end) + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("end", "sampling", "advice"),
+    [
+        ("<eos>\n", {}, ""),
+        (" <eos>", {}, ""),
+        ("<|im_end|>\n", {}, r"answer with '<\|im_end\|>\\n', and .* at <eos>: .* name that text in sampling.stop"),
+        ("<|im_end|>\n", {"stop_token_ids": [52]}, ""),
+        ("<|im_end|>\n", {"stop": ["<|im_end|>"]}, ""),
+        ("\n", {}, r"name that text in sampling.stop, or take another model.tokenizer"),
+    ],
+)
+def test_a_turn_that_does_not_end_as_a_response_is_advice(tmp_path, end, sampling, advice):
+    make_tiny_model(TinyModelConfig(path=str(tmp_path), alphabet=ALPHABET), seed=0)
+    tokenizer = load_tokenizer(Model.read(tmp_path))
+    tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
+    tokenizer.chat_template = f"{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ m.content }}}}{end}{{% endfor %}}"
+    config = experiment(data={"path": "d", "chat_template": True}, sampling=sampling)
+    said = list(end_advice(config, tokenizer, Model.read(tmp_path)))
+    assert len(said) == bool(advice) and all(re.search(advice, text) for text in said), said
+
+
+def test_a_teacher_that_ends_texts_otherwise_is_advice(tmp_path):
+    policy, teacher = tmp_path / "policy", tmp_path / "teacher"
+    for folder in policy, teacher:
+        make_tiny_model(TinyModelConfig(path=str(folder), alphabet=ALPHABET), seed=0)
+    config = experiment(algorithm={"distillation": {}}, teachers={"big": {"path": str(teacher)}})
+    model = Model.read(policy)
+    assert list(end_advice(config, load_tokenizer(model), model)) == []
+    (teacher / "generation_config.json").write_text('{"eos_token_id": [5]}')
+    described = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps(described | {"eos_token_id": 5}))
+    [said] = end_advice(config, load_tokenizer(model), model)
+    assert said.startswith("teachers.big ends a text with token 5, and the policy's responses end at <eos>")
 
 
 def test_a_tokenizer_of_python_code_is_refused(tmp_path):

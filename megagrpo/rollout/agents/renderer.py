@@ -30,10 +30,10 @@ Observation = str | Sequence[Message]  # a text is a message of the user
 
 _ALL = 2**40  # tokens
 _LONG = 2**16  # characters that are rendered and tokenized in a thread
-_ANSWER = "its answer"
-_PROBE: list[Message] = [
+ANSWER = "its answer"
+PROBE: list[Message] = [
     {"role": "user", "content": "a probe"},
-    {"role": "assistant", "content": _ANSWER},
+    {"role": "assistant", "content": ANSWER},
 ]
 
 
@@ -109,9 +109,9 @@ class Renderer:
             for message in messages
             if "tool_call_id" in message
         ]
-        probe = _PROBE
+        probe = PROBE
         if calls:
-            probe = [*_PROBE[:1], {"role": "assistant", "content": "", "tool_calls": calls}]
+            probe = [*PROBE[:1], {"role": "assistant", "content": "", "tool_calls": calls}]
         before = self._render(probe, tools=tools)
         rendered = self._render([*probe, *messages], True, tools)
         if not before.endswith(end) or not rendered.startswith(before):
@@ -126,9 +126,9 @@ class Renderer:
 
     def _checked(self) -> str:
         """Returns the template's text after the end of sequence of an answer."""
-        end, question, answer = str(self._tokenizer.eos_token), _PROBE[:1], _ANSWER
-        asked, answered = self._render(question, ready=True), self._render(_PROBE)
-        longer = self._render([*_PROBE, {"role": "user", "content": "more"}], ready=True)
+        end, question, answer = str(self._tokenizer.eos_token), PROBE[:1], ANSWER
+        asked, answered = self._render(question, ready=True), self._render(PROBE)
+        longer = self._render([*PROBE, {"role": "user", "content": "more"}], ready=True)
         if not answered.startswith(asked + answer + end) or not longer.startswith(answered):
             wrote = answered[len(asked) - 8 :]
             problem = f"after {asked[-40:]!r} it writes {wrote!r:.120}, not the answer and {end!r}"

@@ -1,0 +1,43 @@
+"""Whether responses end where the chat template, and a teacher, end a turn."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megagrpo.config.fields import named
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.messages import render_messages
+from megagrpo.data.texts import described_ends, end_ids
+from megagrpo.models.folder import Model
+from megagrpo.rollout.agents.renderer import ANSWER, PROBE
+
+if TYPE_CHECKING:  # seconds to import, and it pulls in torch
+    from transformers import PreTrainedTokenizerBase
+
+
+def end_advice(
+    config: ExperimentConfig, tokenizer: "PreTrainedTokenizerBase", model: Model
+) -> Iterator[str]:
+    """Yields why responses may not end where a turn does. Raises what the
+    chat template raises, and ValueError for a teacher without config.json."""
+    sampling = config.sampling
+    ends = end_ids(tokenizer, model) | set(sampling.stop_token_ids)
+    words = named(tokenizer.convert_ids_to_tokens(sorted(ends)))
+    if config.data.chat_template:
+        tail = render_messages(config.data, tokenizer, PROBE, ready=False).rpartition(ANSWER)[2]
+        ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
+        if not ends.intersection(ids) and not any(stop in tail for stop in sampling.stop):
+            yield (
+                f"the chat template ends an answer with {tail!r:.60}, and engines end a response at "
+                f"{words}: responses may run on to max_response_tokens; name that text in "
+                "sampling.stop, or take another model.tokenizer"
+            )
+    for name, teacher in config.teachers.items():
+        if teacher.path is None:
+            continue
+        theirs = described_ends(Model.read(teacher.path))
+        if theirs and theirs.isdisjoint(ends):
+            yield (
+                f"teachers.{name} ends a text with token {named(map(str, theirs))}, and the policy's "
+                f"responses end at {words}: it would learn not to end; set sampling.stop_token_ids "
+                "to those, or take a teacher with the same end"
+            )
