@@ -9,9 +9,10 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -35,7 +36,7 @@ from megagrpo.data.prompts import (
     render_rows,
     require_template,
 )
-from megagrpo.data.rows import Row, fingerprint, read_rows
+from megagrpo.data.rows import Row, fingerprint, raw_rows, read_rows
 from megagrpo.data.texts import decoder, reasoning_end
 from megagrpo.models.folder import Model
 from megagrpo.rewards.trial_texts import first_of_each, grade_trial_texts
@@ -126,6 +127,7 @@ def _try_tokenizer(config: ExperimentConfig, folder: str, trial: LoadingTest) ->
         with collected(trial.problems):
             _try_tool_turn(config, agent, model, tokenizer, trial)
     first: list = []  # prompts
+    trained: set[str] = set()  # prompts, as texts
     with TemporaryDirectory() as images:
         store = ImageStore.of(model, Path(images))
         for key, data in config.data_sections.items():
@@ -133,7 +135,9 @@ def _try_tokenizer(config: ExperimentConfig, folder: str, trial: LoadingTest) ->
                 trial.not_tried.insert(0, f"{', '.join(missing)} (not there yet)")
                 continue
             with collected(trial.problems):
-                prompts = _try_rows(config, data, tokenizer, store, trial)
+                # a warm-up may have the prompts of the run
+                others = set() if key == "sft" else trained
+                prompts = _try_rows(config, data, tokenizer, store, others, trial)
                 if key != "sft":  # no grader reads its rows
                     first += prompts
     if not config.sampling.rewarding:
@@ -153,6 +157,7 @@ def _try_rows(
     data: DataConfig,
     tokenizer: "PreTrainedTokenizerBase",
     store: ImageStore | None,
+    trained: set[str],
     trial: LoadingTest,
 ) -> list:
     """Renders and tokenizes rows of a section; returns the first prompts of each source and grader.
@@ -180,6 +185,8 @@ def _try_rows(
             done = f"{len(lengths):,} of {len(tried):,} rows rendered"
             print(f"check: {data.name}: {done}", file=sys.stderr, flush=True)
     trial.problems.extend(named_first(problems))
+    if data.images_key is None:
+        trial.advice.extend(chain(_unread_images(data), _repetitions(data, rows, trained)))
     if not first:
         if not rows and not unread:
             refuse_long(data, [])
@@ -199,6 +206,38 @@ def _try_rows(
         if data == config.data:
             _try_rows_in_use(config, [row for row in rows if row.id in kept], trial)
     return list(first_of_each(first))
+
+
+def _unread_images(data: DataConfig) -> Iterator[str]:
+    """Yields the files whose first row has images that the run would not read."""
+    for path in data.paths:
+        with suppress(ValueError):  # of a row that cannot be read, which is named already
+            row = next(raw_rows(Path(path)), {})
+            columns = [name for name in ("images", "image") if row.get(name)]
+            if columns or "<image>" in str(row.get(data.prompt_key)):
+                column = columns[0] if columns else "images"
+                yield (
+                    f"{path}: its rows have images, which are not read; data.images_key: {column} "
+                    "names their column"
+                )
+
+
+def _repetitions(data: DataConfig, rows: Sequence[Row], trained: set[str]) -> Iterator[str]:
+    """Yields how many rows have the prompt of others, here or among those that a run trains on."""
+    answers: dict[str, set[str]] = {}
+    for row in rows:
+        answers.setdefault(str(row.prompt), set()).add(row.answer)
+    repeated = len(rows) - len(answers)
+    if repeated:
+        several = sum(len(each) > 1 for each in answers.values())
+        yield (
+            f"{data.name}: {repeated:,} of {len(rows):,} rows repeat the prompt of an earlier one; "
+            f"prompts with several answers: {several:,}"
+        )
+    common = len(answers.keys() & trained)
+    trained.update(answers)  # the sections of a run, those of training first
+    if common:
+        yield f"{data.name}: {common:,} of {len(answers):,} prompts are also in the training data"
 
 
 def _try_rows_in_use(config: ExperimentConfig, rows: Sequence[Row], trial: LoadingTest) -> None:

@@ -52,39 +52,61 @@ def grade_trial_texts(reward: RewardConfig, prompts: Sequence[Prompt]) -> TrialS
     if not here or not graded:
         return trial
     local = reward.model_copy(update={"graders": here, "workers": min(reward.workers, _ROWS)})
+    problems: list[tuple[Prompt, str]] = []
+    advice: list[tuple[Prompt, str]] = []
     with RewardPool(local) as pool:
         futures = [[pool.submit(prompt, text) for text in _texts(prompt)] for prompt in graded]
         for prompt, row_futures in zip(graded, futures, strict=True):
-            _judge(prompt, [future.result() for future in row_futures], trial)
+            outcomes = [future.result() for future in row_futures]
+            trial.lines.extend(_judge(prompt, outcomes, problems, advice))
+    trial.problems.extend(_once(problems))
+    trial.advice.extend(_once(advice))
     return trial
+
+
+def _once(found: Sequence[tuple[Prompt, str]]) -> Iterator[str]:
+    """Yields each text once, by the first row with it."""
+    numbers = Counter(text for _, text in found)
+    firsts = {text: prompt for prompt, text in reversed(found)}
+    for text, number in numbers.items():
+        prompt = firsts[text]
+        extra = f"; extra_info was {prompt.extra!r:.80}" if prompt.extra else ""
+        others = f" (and {number - 1} more of the rows that were tried)" if number > 1 else ""
+        yield f"{prompt.location}: {text}{extra}{others}"
 
 
 def _texts(prompt: Prompt) -> list[str]:
     return [*(form.format(prompt.answer) for form in _FORMS), "", _SENTENCE]
 
 
-def _judge(prompt: Prompt, outcomes: Sequence[Outcome], trial: TrialScores) -> None:
+def _judge(
+    prompt: Prompt,
+    outcomes: Sequence[Outcome],
+    problems: list[tuple[Prompt, str]],
+    advice: list[tuple[Prompt, str]],
+) -> Iterator[str]:
+    """Yields the line of a row whose own answer gets a score; adds to problems and advice."""
     *answers, empty, sentence = outcomes
     best = max(answers, key=lambda outcome: (outcome.ok, outcome.value))
     failed = [outcome.detail for outcome in (best, empty, sentence) if not outcome.ok]
-    if len(failed) == 3:
-        trial.problems.append(f"{prompt.location}: no response gets a score: {failed[0]}")
+    if not best.ok:
+        which = "no response" if len(failed) == 3 else "not even its own answer"
+        problems.append((prompt, f"{which} gets a score: {failed[0]}"))
         return
     form = _FORMS[answers.index(best)].format("...")
     says = "" if form == "..." else f" as {form}"
-    trial.lines.append(
+    yield (
         f"{prompt.location}: its own answer{says} gets {_score(best)}, '' {_score(empty)}, "
         f"{_SENTENCE!r} {_score(sentence)}"
     )
     if failed:
-        trial.advice.append(
-            f"{prompt.location}: {failed[-1]:.160}; such a response is no 0, it is left out, and "
+        text = (
+            f"{failed[-1]:.160}; such a response is no 0, it is left out, and "
             "too many stop the run: let the grader return 0.0"
         )
-    if best.ok and max(empty.value, sentence.value) > best.value:
-        trial.advice.append(
-            f"{prompt.location}: a text that is no answer gets more than the answer itself"
-        )
+        advice.append((prompt, text))
+    if max(empty.value, sentence.value) > best.value:
+        advice.append((prompt, "a text that is no answer gets more than the answer itself"))
 
 
 def _score(outcome: Outcome) -> str:

@@ -130,6 +130,36 @@ def test_a_grader_that_raises_gives_no_score(tried, tmp_path):
     ]
 
 
+NEEDS_TEXT = "def grade(text, answer, extra_info): return float(bool(text) and extra_info in text)"
+
+
+def test_a_grader_that_raises_for_every_answer_is_one_problem(tried, tmp_path):
+    (tmp_path / "g.py").write_text(NEEDS_TEXT)
+    rows = [{"prompt": f"{n}+1", "answer": f"{n + 1}", "unit": "seconds"} for n in range(4)]
+    trial, _ = tried(rows, f"{tmp_path}/g.py:grade", {"extra_key": "unit"})
+    (problem,) = named(trial.problems)
+    assert "g.py:grade raised TypeError: 'in <string>' requires string as left operand, not dict" in problem
+    assert problem.endswith("extra_info was {'unit': 'seconds'} (and 2 more of the rows that were tried)")
+    assert "not even its own answer gets a score" in trial.problems[0] and not trial.advice
+
+
+def test_prompts_that_repeat_are_counted(tried, tmp_path):
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, [RIGHT, {"prompt": "1+2", "answer": "3"}])))
+    held_out = {"eval": {"data": {"path": str(tmp_path / "b.jsonl")}}}
+    trial, _ = tried([RIGHT, {"prompt": "1", "answer": "1"}], **held_out)
+    assert named(trial.advice) == ["b.jsonl: 1 of 2 prompts are also in the training data"]
+    trial, _ = tried([RIGHT, RIGHT, {**RIGHT, "answer": "16"}])
+    said = "a.jsonl: 2 of 3 rows repeat the prompt of an earlier one; prompts with several answers: 1"
+    assert named(trial.advice) == [said]
+
+
+@pytest.mark.parametrize("row, column", [({"image": "a.png"}, "image"), ({"images": ["a.png"]}, "images"), ({}, "")])
+def test_images_that_are_not_read_are_said(tried, row, column):
+    trial, _ = tried([{**RIGHT, **row}])
+    said = f"a.jsonl: its rows have images, which are not read; data.images_key: {column} names their column"
+    assert named(trial.advice) == ([said] if column else [])
+
+
 def test_a_grader_that_rewards_what_is_no_answer_is_said(tried, tmp_path):
     (tmp_path / "g.py").write_text(INVERTED.replace("text !=", "text.strip('boxed{}#\\\\ ') !="))
     trial, _ = tried([RIGHT], f"{tmp_path}/g.py:grade")
