@@ -64,6 +64,10 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list] = {}  # noqa: RUF012  # PyYAML's own declaration of the attribute
 
 
+class Dumper(yaml.SafeDumper):
+    """Quotes a text that a reader of YAML 1.2 or 1.1 would take for another scalar: 1e5, 08, no."""
+
+
 for _tag, _pattern, _first in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -74,9 +78,10 @@ for _tag, _pattern, _first in (
         "-+.0123456789",
     ),
 ):
-    _Loader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first)
-    )
+    for _side in (_Loader, Dumper):
+        _side.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first)
+        )
 _Loader.add_constructor(
     "tag:yaml.org,2002:int", lambda loader, node: int(node.value.replace("_", ""))
 )
@@ -218,9 +223,8 @@ def dump_config(config: ExperimentConfig, path: str | Path) -> None:
     if (curriculum := config.data.curriculum) is not None and ":" in curriculum.name:
         functions["data.curriculum.name"] = curriculum.name
     record = "".join(f"# {own_digest(key, name)}\n" for key, name in functions.items())
-    text = yaml.safe_dump(
-        config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120
-    )
+    values = config.model_dump(mode="json")
+    text = yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
     write_whole(Path(path), record + text)
 
 

@@ -60,6 +60,15 @@ def test_scalars_hold_no_surprises(tmp_path):
     assert (config.name, config.output_dir, config.sampling.stop) == ("no", "2026-11-21", ["on", "1:30"])
 
 
+@pytest.mark.parametrize("text", ["1e5", "08", "1.5e3", "-1E5", ".5", "no", "true", "~", "0x1F", "1:30", ""])
+def test_a_text_that_looks_like_another_scalar_is_written_as_a_text(tmp_path, text):
+    """Ranks read what the launcher has written: there, 08 would be the number 8."""
+    quoted = f"name: '{text}'\n" + MINIMAL.partition("\n")[2] + f"reward: {{grader: 'a:b', args: {{x: '{text}'}}}}\n"
+    config = load(tmp_path, quoted)
+    dump_config(config, tmp_path / "resolved.yaml")
+    assert config.name == text and read_experiment(tmp_path / "resolved.yaml") == config
+
+
 def test_every_key_has_a_description_in_the_schema():
     missing = []
     for *parents, key in (path.split(".") for path in all_paths(ExperimentConfig)):

@@ -11,7 +11,7 @@ from megagrpo.check.loading import try_loading
 from megagrpo.check.problems import describe_model
 from megagrpo.check.rules.table import broken_as_read
 from megagrpo.cluster.machine import visible_gpus
-from megagrpo.config.load import Plain, load_config, plain_yaml
+from megagrpo.config.load import Dumper, Plain, load_config, plain_yaml
 from megagrpo.data.hub import with_local_files
 from megagrpo.models.table import architecture_of, parameter_counts
 from megagrpo.system.arguments import positive
@@ -129,6 +129,11 @@ def _section(name: str, value: Plain) -> str:
 
 
 def _yaml(value: Plain, one_line: bool) -> str:
-    return yaml.safe_dump(
-        value, sort_keys=False, width=1000, allow_unicode=True, default_flow_style=one_line
+    return yaml.dump(
+        value,
+        Dumper=Dumper,
+        sort_keys=False,
+        width=1000,
+        allow_unicode=True,
+        default_flow_style=one_line,
     )
