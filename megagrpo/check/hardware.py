@@ -25,7 +25,6 @@ class Hardware:
     fp32_tflops: float  # without tensor cores, as torch multiplies float32
     memory_tb_s: float
     rates: Rates
-    source: str
 
     @property
     def memory_bytes(self) -> int:
@@ -33,29 +32,21 @@ class Hardware:
         return self.memory_mib * 2**20
 
 
-_NIC = "NVIDIA ConnectX-7, 400 Gb/s a GPU, as in the DGX H100 and DGX B200 data sheets"
+# Between nodes: NVIDIA ConnectX-7, 400 Gb/s a GPU, as in the DGX H100 and DGX B200 data sheets.
 HARDWARE = {
-    "H100": Hardware(
-        "NVIDIA H100 80GB HBM3", 81_559, (9, 0), 132, 989, 67, 3.35, Rates(50, 450),
-        "NVIDIA H100 data sheet, SXM: 1,979 TFLOPS bf16 with sparsity, 67 fp32, 3.35 TB/s, "
-        f"NVLink 900 GB/s both ways; {_NIC}",
-    ),
-    "H200": Hardware(
-        "NVIDIA H200", 143_771, (9, 0), 132, 989, 67, 4.8, Rates(50, 450),
-        "NVIDIA H200 data sheet, SXM: 1,979 TFLOPS bf16 with sparsity, 67 "
-        f"fp32, 4.8 TB/s, NVLink 900 GB/s both ways; {_NIC}",
-    ),
-    "H20": Hardware(
-        "NVIDIA H20", 97_871, (9, 0), 78, 148, 44, 4.0, Rates(50, 450),
-        "published specification of the H20: 148 TFLOPS bf16, 44 fp32, "
-        f"96 GB, 4.0 TB/s, NVLink 900 GB/s both ways; {_NIC}",
-    ),
-    "B200": Hardware(
-        "NVIDIA B200", 183_359, (10, 0), 148, 2250, 75, 8.0, Rates(50, 900),
-        "NVIDIA DGX B200 data sheet: 36 PFLOPS bf16 with sparsity, 600 "
-        f"TFLOPS fp32, 64 TB/s and NVLink 14.4 TB/s of 8 GPUs; {_NIC}",
-    ),
-}  # fmt: skip
+    # NVIDIA H100 data sheet, SXM: 1,979 TFLOPS bf16 with sparsity, 67 fp32, 3.35 TB/s,
+    # NVLink 900 GB/s both ways
+    "H100": Hardware("NVIDIA H100 80GB HBM3", 81_559, (9, 0), 132, 989, 67, 3.35, Rates(50, 450)),
+    # NVIDIA H200 data sheet, SXM: 1,979 TFLOPS bf16 with sparsity, 67 fp32, 4.8 TB/s,
+    # NVLink 900 GB/s both ways
+    "H200": Hardware("NVIDIA H200", 143_771, (9, 0), 132, 989, 67, 4.8, Rates(50, 450)),
+    # published specification of the H20: 148 TFLOPS bf16, 44 fp32, 96 GB, 4.0 TB/s, NVLink
+    # 900 GB/s both ways
+    "H20": Hardware("NVIDIA H20", 97_871, (9, 0), 78, 148, 44, 4.0, Rates(50, 450)),
+    # NVIDIA DGX B200 data sheet: 36 PFLOPS bf16 with sparsity, 600 TFLOPS fp32, 64 TB/s and
+    # NVLink 14.4 TB/s of 8 GPUs
+    "B200": Hardware("NVIDIA B200", 183_359, (10, 0), 148, 2250, 75, 8.0, Rates(50, 900)),
+}
 
 
 # Estimates; without an auxiliary loss and replay the fullest expert rank gets this many times the

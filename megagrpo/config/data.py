@@ -195,19 +195,14 @@ class DataConfig(Section):
         with_ratio = sum(source.ratio is not None for source in self.sources)
         return [
             Rule(
-                self.path is None and (not names),
-                "path is missing",
-                "it names a file, or several: [a.jsonl, b.jsonl]",
+                not (self.path or names),
+                "path names no file",
+                "write path: prompts.jsonl, or several: [a.jsonl, b.jsonl]",
             ),
             Rule(
                 self.path and names,
                 "path and sources both name files",
                 "write the file into a source of its own",
-            ),
-            Rule(
-                self.path == [],
-                "path names no file",
-                "write path: prompts.jsonl, or a list of files",
             ),
             Rule(
                 twice,
@@ -223,6 +218,11 @@ class DataConfig(Section):
                 with_ratio not in (0, len(names)),
                 f"sources: {with_ratio} of {len(names)} have a ratio",
                 "write it for all or for none",
+            ),
+            Rule(
+                any("{prompt}" not in part.prompt_template for part in self.parts),
+                "prompt_template without {prompt}: every prompt would be the same",
+                "write {prompt} where the row's prompt goes",
             ),
             Rule(
                 self.add_bos and chat,

@@ -234,31 +234,20 @@ class ExperimentConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _engines_have_the_actors_dtype(cls, given: object) -> object:
-        """Gives `rollout.dtype` the value of `actor.dtype`, unless it is said."""
+    def _defaults_by_other_sections(cls, given: object) -> object:
+        """Gives `rollout.dtype` the value of `actor.dtype`, and `actor.deadline_s` its longer
+        default if trainers wait, on shared GPUs, for engines that compile FP8 kernels; unless they
+        are said."""
         if not isinstance(given, dict):
             return given
-        actor = given.get("actor")
-        rollout = given.get("rollout", {})
-        dtype = actor.get("dtype") if isinstance(actor, dict) else getattr(actor, "dtype", None)
-        if dtype not in get_args(Dtype) or not isinstance(rollout, dict) or "dtype" in rollout:
+        actor, rollout = given.get("actor", {}), given.get("rollout", {})
+        if not isinstance(actor, dict) or not isinstance(rollout, dict):
             return given
-        return given | {"rollout": rollout | {"dtype": dtype}}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _trainers_wait_for_kernels(cls, given: object) -> object:
-        """Gives `actor.deadline_s` its longer default if trainers wait, on shared GPUs, for engines
-        that compile FP8 kernels."""
-        if not isinstance(given, dict):
-            return given
-        actor = given.get("actor", {})
-        rollout = given.get("rollout")
-        if not isinstance(actor, dict) or not isinstance(rollout, dict) or "deadline_s" in actor:
-            return given
-        if rollout.get("colocate") is not True or rollout.get("quantization") is None:
-            return given
-        return given | {"actor": actor | {"deadline_s": _COMPILED_S}}
+        if rollout.get("colocate") is True and rollout.get("quantization") is not None:
+            actor = {"deadline_s": _COMPILED_S} | actor
+        if actor.get("dtype") in get_args(Dtype):
+            rollout = {"dtype": actor["dtype"]} | rollout
+        return given | {"actor": actor, "rollout": rollout}
 
     @property
     def run_folder(self) -> RunFolder:

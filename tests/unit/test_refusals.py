@@ -75,7 +75,10 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     (["data={path: a.jsonl, sources: [{source: a, path: a.jsonl}]}"], "path and sources"),
     (["data={sources: [{source: a, path: a}, {source: a, path: b}]}"], "'a' is there twice"),
     (["data={sources: [{source: a, path: a, ratio: 1.0}, {source: b, path: b}]}"], "1 of 2 have a"),
-    (["data={}"], "path is missing"),
+    (["data={}"], "path names no file"),
+    (["data.path="], "path names no file"),
+    (["data.prompt_template=Think."], "prompt_template without {prompt}"),
+    (["data={sources: [{source: a, path: a.jsonl, prompt_template: Think.}]}"], "prompt_template without {prompt}"),
     (["data={path: a, grader_by_source: {a: exact}}"], "needs source_key"),
     (["data={path: a, grader_key: g, source_key: s, grader_by_source: {a: exact}}"], "both choose"),
 ]
