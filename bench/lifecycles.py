@@ -32,7 +32,7 @@ from tests.lifecycles import LifeMachine, Lives, Settings
 
 STEPS = 5  # starts and damages of a life, at most
 OF_A_SEED = 8  # lives
-PLANTED_MINUTES = 8.0  # to find one
+PLANTED_MINUTES = 3.0  # to find one
 COPIED = ("megagrpo", "tests", "bench", "examples", "pyproject.toml")
 
 

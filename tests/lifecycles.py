@@ -316,7 +316,7 @@ class LifeMachine(RuleBasedStateMachine):
             lr=st.sampled_from((1e-3, 5e-4)),
             updates=st.sampled_from((2, 1)),
             num_steps=st.sampled_from((4, 5, 6)),
-            seed=st.just(0),
+            seed=st.sampled_from((0, 0, 0, 0, 1)),
             staleness=st.sampled_from((0, 2)),
         ),
         kind=st.sampled_from(KINDS),
