@@ -166,7 +166,7 @@ class Mesh:
                 pickle.dump(cut(key), part)
                 self._pass_on(torch.frombuffer(part.getbuffer(), dtype=torch.uint8), tree)
             elif key == request:
-                return pickle.loads(self._pass_on(None, tree).numpy())
+                return pickle.loads(self._pass_on(None, tree).numpy().data)
         return cut(request)
 
     def _pass_on(self, data: Tensor | None, tree: list[int]) -> Tensor:

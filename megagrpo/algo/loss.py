@@ -8,7 +8,7 @@ is divided by a denominator of the WHOLE update, counted over all ranks before t
 so shares simply add up over micro-batches and ranks.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 import torch
@@ -248,17 +248,11 @@ def _metric_sums(
 def _of_tokens(inputs: LossInputs, mask: Tensor) -> LossInputs:
     """Returns the inputs with 0 off the mask [t], so that nothing there (NaN, inf) reaches a value
     or a gradient."""
-    tensors = {
-        f.name: getattr(inputs, f.name) for f in fields(inputs) if f.name != "counted_tokens"
-    }
-    return replace(
-        inputs,
-        **{
-            name: each.masked_fill(~mask, 0.0)
-            for name, each in tensors.items()
-            if isinstance(each, Tensor)
-        },
-    )
+    values = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+    for name, value in values.items():
+        if isinstance(value, Tensor) and name != "counted_tokens":
+            values[name] = value.masked_fill(~mask, 0.0)
+    return LossInputs(**values)
 
 
 def count_streams(batch: Batch, rows: Tensor, reduce: Reduce) -> dict[str, int]:

@@ -167,10 +167,10 @@ def misfits(config: ExperimentConfig, request: Request) -> list[str]:
         )
     if request.kind == "colocated" and not config.rollout.colocate:
         problems.append("--kind colocated wants rollout.colocate: true")
-    limited = request.time is not None and request.time not in _NO_LIMIT
-    if limited and seconds(request.time) <= request.grace_s:
+    time = request.time
+    if time is not None and time not in _NO_LIMIT and seconds(time) <= request.grace_s:
         problems.append(
-            f"--time {request.time} is {seconds(request.time)} s, not more than "
+            f"--time {time} is {seconds(time)} s, not more than "
             f"--grace-s {request.grace_s}, at which the job stops"
         )
     return problems

@@ -45,7 +45,8 @@ def read_lists(
         parsed = _parsed(bytes(text))
         # a position that is skipped is null, which is one number
         numbers = _numbers(parsed)[skipped:]
-        if all(len(tokens) == k for tokens in islice(parsed, skipped, None)):
+        each = islice(parsed, skipped, None)
+        if all(isinstance(tokens, simdjson.Array) and len(tokens) == k for tokens in each):
             ids, logprobs = _columns(numbers)
             shape = len(parsed) - skipped, k
             return ids.reshape(shape), logprobs.reshape(shape)

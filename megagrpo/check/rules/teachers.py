@@ -11,6 +11,7 @@ from megagrpo.check.rules.subject import SPARED, Subject, longest_samples, token
 from megagrpo.config.fields import Rule, named
 from megagrpo.data.hub import is_hub_name
 from megagrpo.data.vocabulary import different_tokens
+from megagrpo.models.config_json import HfConfig
 from megagrpo.models.table import read_description
 
 
@@ -115,7 +116,7 @@ def before_start(subject: Subject) -> Iterator[Rule]:
             yield Rule(True, f"{key} {problem}", remedy)
 
 
-def _embeddings(description: dict) -> int:
+def _embeddings(description: HfConfig) -> int:
     """Returns vocab_size of a config.json; 0 if it is not there."""
     text = description.get("text_config") or {}
     return description.get("vocab_size") or text.get("vocab_size") or 0
