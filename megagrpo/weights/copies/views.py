@@ -5,10 +5,11 @@ because boxes intersect, subtract and split without looking at elements. `factor
 that a loader makes into boxes.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 
 import numpy as np
@@ -42,6 +43,11 @@ class Box:
     def slices(self) -> tuple[slice, ...]:
         """Returns the index that selects the box in its tensor."""
         return tuple(map(slice, self.start, self._stop()))
+
+    @property
+    def rows(self) -> range:
+        """Returns the indices along the first dimension; of a scalar one."""
+        return range(self.start[0], self.start[0] + self.size[0]) if self.start else range(1)
 
     def intersect(self, other: "Box") -> "Box | None":
         """Returns the common box, None if there is none."""
@@ -87,6 +93,21 @@ class Box:
     def __str__(self) -> str:
         ranges = zip(self.start, self._stop(), strict=True)
         return f"[{', '.join(f'{a}:{b}' for a, b in ranges)}]"
+
+
+class BoxIndex:
+    """Boxes of one tensor, by their rows: a tensor may hold a layer's experts, each several boxes."""
+
+    def __init__(self, boxes: Iterable[Box]):
+        rows = [box.rows for box in boxes]
+        self._order = sorted(range(len(rows)), key=lambda number: rows[number].start)
+        self._starts = [rows[number].start for number in self._order]
+        self._stops = list(accumulate((rows[number].stop for number in self._order), max))
+
+    def near(self, box: Box) -> list[int]:
+        """Returns the numbers of the boxes that may touch another one, ascending."""
+        first = bisect_right(self._stops, box.rows.start)
+        return sorted(self._order[first : bisect_left(self._starts, box.rows.stop)])
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from megagrpo.weights.copies.recorder import Copy, Specs
-from megagrpo.weights.copies.views import Box, ParameterSlice
+from megagrpo.weights.copies.views import Box, BoxIndex, ParameterSlice
 from megagrpo.weights.wire.transfer_messages import Message
 
 # a piece of at least this size is a separate message and needs no packing
@@ -123,16 +123,20 @@ def trainer_atoms(everyone: Sequence[Sequence[Copy]], specs: Specs) -> dict[str,
     atoms: dict[str, list[Atom]] = {}
     for name, (shape, _) in specs.items():
         atoms[name] = []
+        near: list[Atom] = []  # that this box, or a later one, may touch
         for box in sorted(holders[name], key=lambda b: (b.start, b.size)):
             rest = [box]
-            for atom in atoms[name]:
+            near = [atom for atom in near if atom.copy.box.rows.stop > box.rows.start]
+            for atom in near:
                 rest = [piece for r in rest for piece in r.subtract(atom.copy.box)]
             # Of several parameters that hold it (tied weights on two stages), the one that most
             # ranks share.
             copy, ranks = max(
                 holders[name][box].items(), key=lambda item: (len(item[1]), -min(item[1]))
             )
-            atoms[name] += [Atom(copy.restrict(piece), tuple(sorted(ranks))) for piece in rest]
+            new = [Atom(copy.restrict(piece), tuple(sorted(ranks))) for piece in rest]
+            atoms[name] += new
+            near += new
         missing = prod(shape) - sum(atom.copy.box.numel for atom in atoms[name])
         if missing:
             raise ValueError(
@@ -174,11 +178,13 @@ def make_cover(
     trainers do not hold exactly once.
     """
     pieces: list[_Piece] = []
+    index = {name: BoxIndex(atom.copy.box for atom in parts) for name, parts in atoms.items()}
     for target, copies in enumerate(engine):
         for copy in sorted(copies, key=lambda c: (c.parameter, c.offset)):
             dtype = specs[copy.hf][1]
             limit = max(piece_bytes // dtype.itemsize, 1)
-            for piece in _pieces(copy, atoms[copy.hf], target, dtype, limit):
+            near = [atoms[copy.hf][number] for number in index[copy.hf].near(copy.box)]
+            for piece in _pieces(copy, near, target, dtype, limit):
                 if pieces and (joined := pieces[-1].joined(piece, limit)):
                     pieces[-1] = joined
                 else:
@@ -203,8 +209,8 @@ def make_cover(
 def _pieces(
     copy: Copy, atoms: Sequence[Atom], target: int, dtype: torch.dtype, limit: int
 ) -> Iterator[_Piece]:
-    """Yields an engine rank's slice in pieces of at most `limit` elements. Raises ValueError for
-    missing elements."""
+    """Yields an engine rank's slice in pieces of at most `limit` elements. atoms: all that touch it.
+    Raises ValueError for missing elements."""
     held = 0
     for atom in atoms:
         if common := atom.copy.box.intersect(copy.box):
