@@ -144,27 +144,19 @@ def export_hf(
     plan = make_gather_plan(mesh.gather_world(weights.copies), specs, _SHARD_BYTES)
 
     def write(buckets: Iterator[dict[str, Tensor]]) -> None:
-        shards = chain(buckets, untrained_shards(Path(like)))
+        shards = chain(buckets, [untrained_tensors(Path(like))])
         write_hf_folder(target, shards, like, published, tokenizer=tokenizer or like)
 
     with weights.merged():
         gather_to_main(plan, weights.parameters(), mesh, write, f"export to {target}")
 
 
-def untrained_shards(folder: Path) -> Iterator[dict[str, Tensor]]:
-    """Yields the tensors, a shard at a time, that are left out of training, but that an export's
-    config.json describes."""
+def untrained_tensors(folder: Path) -> dict[str, Tensor]:
+    """Returns the tensors that are left out of training, but that an export's config.json
+    describes."""
     begin = begin_of_kept(read_description(folder / "config.json"))
-    shard: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in HfFolder(folder).items() if begin else ():
-        if name.startswith(begin):
-            shard[name] = tensor
-            size += tensor.nbytes
-        if size > _SHARD_BYTES:
-            yield shard
-            shard, size = {}, 0
-    yield shard
+    hf = HfFolder(folder)
+    return {name: hf[name] for name in hf if name.startswith(begin)}
 
 
 def export_peft(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo.weights.copies.recorder import Copy
-from megagrpo.weights.copies.views import BoxIndex
+from megagrpo.weights.copies.views import ByRows
 from megagrpo.weights.digests.batches import CopyBatches
 from megagrpo.weights.digests.digest import batched_digest
 from megagrpo.weights.transports.gather_plan import share_out
@@ -27,10 +27,8 @@ class ExpectedDigests:
         rank = self._mesh.rank
         shares = share_out(weights.copies, weights.specs, on_main=False)
         self._share = {
-            name: [copy for owner, copy in parts if owner == rank] for name, parts in shares.items()
-        }
-        self._near = {
-            name: BoxIndex(copy.box for copy in parts) for name, parts in self._share.items()
+            name: ByRows((copy.box, copy) for owner, copy in parts if owner == rank)
+            for name, parts in shares.items()
         }
         # The number of every slice, a box of an HF tensor: name, start, size. The same on every
         # rank.
@@ -49,8 +47,7 @@ class ExpectedDigests:
             known = len(self._index)
             number = self._index.setdefault((copy.hf, copy.start, copy.size), known)
             if number == known:
-                for near in self._near[copy.hf].near(copy.box):
-                    mine = self._share[copy.hf][near]
+                for mine in self._share[copy.hf].near(copy.box):
                     if common := mine.box.intersect(copy.box):
                         self._copies.append(mine.restrict(common))
                         parts.append(number)

@@ -27,7 +27,7 @@ from megagrpo.models.table import (
 from megagrpo.system.torchvision import prepare_torchvision
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.plan.trainer_memory import stage_parameters
-from megagrpo.weights.actor_weights import untrained_shards
+from megagrpo.weights.actor_weights import untrained_tensors
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
 from tests.experiments import QUICKSTART, ROOT
 
@@ -184,7 +184,7 @@ def test_costs_of_both_kinds_of_layers():
     assert attention_length(arch) == pytest.approx(4 * attention_length(short), rel=0.05)
 
 
-def test_an_export_has_every_tensor_that_its_config_promises(tmp_path):
+def test_an_export_has_every_tensor_that_its_config_promises(tmp_path, monkeypatch):
     """Of transformers' vision-language model: the trained text beside the tower and the layers that speculate."""
     prepare_torchvision()
     text = TINY_TEXT | {"num_hidden_layers": 4, "mtp_num_hidden_layers": 1}
@@ -192,10 +192,13 @@ def test_an_export_has_every_tensor_that_its_config_promises(tmp_path):
     transformers.Qwen3_5MoeForConditionalGeneration(config).save_pretrained(tmp_path / "whole")
     file = tmp_path / "whole" / "model.safetensors"
     save_file(load_file(file) | {"mtp.fc.weight": torch.ones(2, 3)}, file, metadata={"format": "pt"})
-    model, whole = Model.read(tmp_path / "whole"), HfFolder(tmp_path / "whole")
+    model, whole, stored = Model.read(tmp_path / "whole"), HfFolder(tmp_path / "whole"), HfFolder.__getitem__
     trained = {name: tensor + 1 for name, tensor in whole.items() if not is_left_out(model.arch, name)}
     assert all(name.startswith(("model.language_model.", "lm_head.")) for name in trained)
-    shards = [trained, *untrained_shards(model.folder)]
+    read = []
+    monkeypatch.setattr(HfFolder, "__getitem__", lambda folder, name: read.append(name) or stored(folder, name))
+    shards = [trained, untrained_tensors(model.folder)]
+    assert not trained.keys() & set(read), "in a folder in FP8 it would multiply every weight with its scale"
     write_hf_folder(tmp_path / "out", iter(shards), model.folder, torch.float32)
     exported = HfFolder(tmp_path / "out")
     assert exported.keys() == whole.keys() and torch.equal(exported["mtp.fc.weight"], torch.ones(2, 3))

@@ -11,12 +11,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megagrpo.system.errors import translated
+
+Held = TypeVar("Held")
 
 
 class Untraceable(ValueError):
@@ -95,19 +98,20 @@ class Box:
         return f"[{', '.join(f'{a}:{b}' for a, b in ranges)}]"
 
 
-class BoxIndex:
-    """Boxes of one tensor, by their rows: a tensor may hold a layer's experts, each several boxes."""
+class ByRows(Generic[Held]):
+    """What lies in boxes of one tensor, to find what is near a box without a look at all: a tensor
+    may hold a layer's experts."""
 
-    def __init__(self, boxes: Iterable[Box]):
-        rows = [box.rows for box in boxes]
-        self._order = sorted(range(len(rows)), key=lambda number: rows[number].start)
-        self._starts = [rows[number].start for number in self._order]
-        self._stops = list(accumulate((rows[number].stop for number in self._order), max))
+    def __init__(self, held: Iterable[tuple[Box, Held]]):
+        pairs = sorted(((box.rows, item) for box, item in held), key=lambda pair: pair[0].start)
+        self._held = [item for _, item in pairs]
+        self._starts = [rows.start for rows, _ in pairs]
+        self._stops = list(accumulate((rows.stop for rows, _ in pairs), max))
 
-    def near(self, box: Box) -> list[int]:
-        """Returns the numbers of the boxes that may touch another one, ascending."""
+    def near(self, box: Box) -> list[Held]:
+        """Returns, among others, all whose boxes touch this one."""
         first = bisect_right(self._stops, box.rows.start)
-        return sorted(self._order[first : bisect_left(self._starts, box.rows.stop)])
+        return self._held[first : bisect_left(self._starts, box.rows.stop)]
 
 
 @dataclass(frozen=True)

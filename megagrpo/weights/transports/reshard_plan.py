@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from megagrpo.weights.copies.recorder import Copy, Specs
-from megagrpo.weights.copies.views import Box, BoxIndex, ParameterSlice
+from megagrpo.weights.copies.views import Box, ByRows, ParameterSlice
 from megagrpo.weights.wire.transfer_messages import Message
 
 # a piece of at least this size is a separate message and needs no packing
@@ -178,13 +178,12 @@ def make_cover(
     trainers do not hold exactly once.
     """
     pieces: list[_Piece] = []
-    index = {name: BoxIndex(atom.copy.box for atom in parts) for name, parts in atoms.items()}
+    held = {name: ByRows((atom.copy.box, atom) for atom in parts) for name, parts in atoms.items()}
     for target, copies in enumerate(engine):
         for copy in sorted(copies, key=lambda c: (c.parameter, c.offset)):
             dtype = specs[copy.hf][1]
             limit = max(piece_bytes // dtype.itemsize, 1)
-            near = [atoms[copy.hf][number] for number in index[copy.hf].near(copy.box)]
-            for piece in _pieces(copy, near, target, dtype, limit):
+            for piece in _pieces(copy, held[copy.hf].near(copy.box), target, dtype, limit):
                 if pieces and (joined := pieces[-1].joined(piece, limit)):
                     pieces[-1] = joined
                 else:
