@@ -62,12 +62,15 @@ secret() { od -An -N32 -tx1 /dev/urandom | tr -d ' \n'; }
 
 # Repeats the signal until the step ends, because the trainers may still be starting.
 ask_to_stop() {
+    asked=yes
     say "asked to stop: the trainers save after this step"
     while kill -USR1 "$1" 2>/dev/null; do sleep 2; done &
 }
 
-# A single USR2 tells trainers that the rollout service has ended.
+# A single USR2 tells trainers that the rollout service has ended. A pre-emption first tells the steps only, so this is scancel,
+# or a time limit that comes after USR1.
 end_at_once() {
+    [ "${asked:-}" = yes ] || cancelled=yes
     say "told to end"
     kill -USR2 "$@" 2>/dev/null || true
     sleep 1
@@ -126,7 +129,7 @@ run_alone() {
 
 # end_job STATUS      85: saved before the last step. 86: the same after `megagrpo stop`, which ends the job
 end_job() {
-    if [ "$1" = 85 ]; then
+    if [ "$1" = 85 ] && [ "${cancelled:-}" != yes ]; then # else Slurm would start a cancelled job again
         say "back into the queue, to go on from the checkpoint"
         trap 'exit 85' TERM # a requeue waits until Slurm has ended this script
         scontrol requeue "$SLURM_JOB_ID" && for _ in {1..60}; do sleep 1; done

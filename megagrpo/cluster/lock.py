@@ -28,6 +28,7 @@ _SILENT_S = 20.0  # a launcher that is silent for as long does not run
 _OLD_S = 3600.0  # more than clocks of nodes differ
 # `megagrpo status` holds the lock for a moment
 _PATIENCE_S = 1.0
+_AGAIN_S = 1.0
 # a file server may hold the lock of a dead node; Slurm restarts its job elsewhere
 _DEAD_LOCK_S = 150.0
 
@@ -41,6 +42,7 @@ class Launcher:
     job: str  # the Slurm job; "" outside Slurm
     space: str = ""  # the boot and the namespace in which `pid` names a process
     started: str = ""  # in clock ticks since the boot, because a pid is used again
+    inode: int = 0  # of the lock: the one in a copy of the folder is another
 
     def __str__(self) -> str:
         if self.job:
@@ -62,6 +64,9 @@ class Launcher:
         if not self.runs_here:
             raise ValueError(f"{self} is on another machine or in another container: end it there")
         os.kill(self.pid, signal.SIGTERM)
+        time.sleep(_AGAIN_S)
+        if self.runs_here:  # by the first one a launcher of several nodes only asks its ranks to save
+            os.kill(self.pid, signal.SIGTERM)
 
 
 @contextmanager
@@ -86,7 +91,8 @@ def alone_in(folder: RunFolder) -> Iterator[None]:
         file.truncate(0)
         pid = os.getpid()
         job = environment.get("SLURM_JOB_ID", "")
-        launcher = Launcher(socket.gethostname(), pid, job, _space(), _started(pid))
+        inode = os.fstat(file.fileno()).st_ino
+        launcher = Launcher(socket.gethostname(), pid, job, _space(), _started(pid), inode)
         file.write(json.dumps(asdict(launcher)))
         file.flush()
         end.callback(_erase, file)
@@ -127,12 +133,15 @@ def _recorded(path: Path) -> Launcher | None:
 
 
 def _runs(launcher: Launcher | None, path: Path) -> bool:
-    """Returns whether a recorded launcher runs, whatever the lock says. Waits for the heartbeat of
-    one on another machine."""
+    """Returns whether a recorded launcher trains here, whatever the lock says. Waits for the
+    heartbeat of one on another machine, or in the folder of which this one is a copy."""
     if launcher is None or not launcher.space:  # earlier versions have no heartbeat
         return False
-    if launcher.is_here:
-        return launcher.runs_here
+    if launcher.is_here and not launcher.runs_here:
+        return False
+    with suppress(OSError):
+        if launcher.is_here and path.stat().st_ino == launcher.inode:
+            return True
     first = _last_beat(path)
     until = time.monotonic() + _SILENT_S
     while time.time() - first < _OLD_S and time.monotonic() < until:

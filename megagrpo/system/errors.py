@@ -32,7 +32,7 @@ def collected(problems: list[str] | None) -> Iterator[None]:
 
 @contextmanager
 def translated(
-    problem: str, *errors: type[Exception], raised: type[Exception] = ValueError
+    problem: str, *errors: type[BaseException], raised: type[Exception] = ValueError
 ) -> Iterator[None]:
     """Turns these errors inside the block into one `raised`, "problem: reason"."""
     try:

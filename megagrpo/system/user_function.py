@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megagrpo.system.errors import explained
+from megagrpo.system.errors import explained, translated
 
 
 def load_function(name: str, built_in: Mapping[str, str], key: str) -> Callable[..., Any]:
@@ -37,7 +37,10 @@ def load_function(name: str, built_in: Mapping[str, str], key: str) -> Callable[
     if Path(f"{module_name}.py").is_file():
         path_hint = f"; write {module_name}.py:{function_name}"
     failed = f"{key} {name!r}: importing {module_name} failed"
-    with explained(failed, lambda exc: path_hint * isinstance(exc, ModuleNotFoundError)):
+    with (
+        explained(failed, lambda exc: path_hint * isinstance(exc, ModuleNotFoundError)),
+        translated("it calls sys.exit", SystemExit, raised=ImportError),
+    ):
         if module_name.endswith(".py"):
             module = _from_file(Path(module_name).resolve())
         else:

@@ -3,6 +3,8 @@
 import fcntl
 import json
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -104,6 +106,47 @@ def test_a_process_that_only_has_the_number_of_a_launcher_is_not_ended(changes, 
     process = held(RunFolder(tmp_path).lock)
     assert stop(tmp_path, now=True).startswith(f"process {process.pid} on ")
     assert process.wait(60) == -15
+
+
+_NODE = """
+import signal, sys
+from pathlib import Path
+from megagrpo.cluster import lock
+from megagrpo.cluster.supervise import Launch
+from megagrpo.system.run_folder import RunFolder
+
+folder = RunFolder(Path(sys.argv[1]))
+ask = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+with lock.alone_in(folder), Launch(folder, "train", end=(), ask=ask, ranks="trainer-0") as launch:
+    hung = launch.spawn(["sleep", "600"], folder.log("trainer-0"), {})
+    print("up", flush=True)
+    launch.status = launch.watch(hung)
+sys.exit(launch.status)
+"""
+
+
+def test_stop_now_ends_a_hung_run_of_several_nodes(tmp_path):
+    """Whose launchers take the first TERM as a request to save."""
+    command = [sys.executable, "-c", _NODE, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environment())
+    assert process.stdout.readline() == "up\n"
+    try:
+        stop(tmp_path, now=True)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+
+
+def test_a_copy_of_a_run_that_goes_on_is_another_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_SILENT_S", 0.5)
+    run, copy = (RunFolder(tmp_path / name) for name in ("run", "copy"))
+    with alone_in(run):
+        shutil.copytree(run.path, copy.path)
+        assert launcher_of(copy) is None
+        with pytest.raises(ValueError, match="no run trains into this folder"):
+            stop(copy.path, now=True)
+        with alone_in(copy):
+            assert launcher_of(copy) is not None and launcher_of(run) is not None
 
 
 def test_a_process_that_has_ended_has_no_start(tmp_path):

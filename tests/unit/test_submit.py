@@ -1,7 +1,9 @@
 """What `megagrpo submit` refuses, the command line that it hands to sbatch, and the addresses that the job finds."""
 
 import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -264,6 +266,25 @@ def test_a_dry_run_needs_neither_model_nor_data_and_shows_every_script(tmp_path,
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert cli.main(["submit", "x.yaml"]) == 2
     assert "nobody/nowhere does not exist here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("signals", [["TERM"], ["USR1", "TERM"], ["USR1"]])
+def test_a_cancelled_job_is_not_put_back_into_the_queue(tmp_path: Path, signals: list[str]):
+    """Although its trainers, which get scancel's TERM too, save in time. After USR1 a TERM is that of the time limit."""
+    up, told = tmp_path / "up", tmp_path / "told"
+    step = f"trap : USR1 USR2; touch {up}; until [ -e {told} ]; do sleep 0.1; done; exit 85"
+    write_programs(tmp_path, {"srun": step, "scontrol": 'echo "requeued $2"; kill -TERM $PPID'})
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "MEGAGRPO_ROOT": str(ROOT)}
+    job = 'source "$0"; srun & run_alone $!'
+    words = ["bash", "-c", f"set -euo pipefail; {job}", str(ROOT / "slurm/job.sh")]
+    running = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True)
+    experiments.until(up.exists, 60)
+    for name in signals:
+        running.send_signal(getattr(signal, f"SIG{name}"))
+        time.sleep(0.5)
+    told.touch()
+    said = running.communicate(timeout=120)[0]
+    assert running.returncode == 85 and ("requeued 1" in said) == ("USR1" in signals), said
 
 
 @pytest.mark.parametrize("status", [85, 86, 3])

@@ -26,6 +26,7 @@ def own(tmp_path, monkeypatch):
     (tmp_path / "own_functions.py").write_text(OWN)
     (tmp_path / "broken_functions.py").write_text("raise KeyError('on purpose')")
     monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "script_functions.py").write_text("import sys\nsys.exit(0)")
     yield "own_functions"
     sys.modules.pop("own_functions", None)
 
@@ -49,6 +50,7 @@ def test_built_in_and_own_functions_are_found(own):
         ("xyz", "a.key 'xyz' is unknown; known: join, split (your own"),
         ("no.such:f", "importing no.such failed: ModuleNotFoundError: No module named 'no'; is its folder"),
         ("broken_functions:f", "importing broken_functions failed: KeyError: 'on purpose'"),
+        ("script_functions:f", "importing script_functions failed: ImportError: it calls sys.exit: 0"),
         ("own_functions:lenght", "own_functions has no function lenght; did you mean 'length'?"),
         ("own_functions:LIMIT", "own_functions has no function LIMIT"),
     ],
