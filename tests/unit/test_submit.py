@@ -270,7 +270,7 @@ def test_a_dry_run_needs_neither_model_nor_data_and_shows_every_script(tmp_path,
 
 @pytest.mark.parametrize("signals", [["TERM"], ["USR1", "TERM"], ["USR1"]])
 def test_a_cancelled_job_is_not_put_back_into_the_queue(tmp_path: Path, signals: list[str]):
-    """Although its trainers, which get scancel's TERM too, save in time. After USR1 a TERM is that of the time limit."""
+    """Although its trainers, which get scancel's TERM too, save in time. After USR1 it is the time limit."""
     up, told = tmp_path / "up", tmp_path / "told"
     step = f"trap : USR1 USR2; touch {up}; until [ -e {told} ]; do sleep 0.1; done; exit 85"
     write_programs(tmp_path, {"srun": step, "scontrol": 'echo "requeued $2"; kill -TERM $PPID'})
