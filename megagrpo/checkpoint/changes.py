@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 
 import yaml
 
@@ -15,54 +14,8 @@ from megagrpo.checkpoint.folder import OTHER_DATA
 from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ExperimentConfig
 
-# same: state.json has it, so that another value is refused (identity.py, layout, rows of the data)
-# refused: by input_problem, with another way to go on
-# follows: the steps after the checkpoint take the new value, and the start says so
-How = Literal["same", "refused", "follows"]
-# by key, or by what begins it; the longest counts
-SETTINGS: dict[str, How] = {
-    "name": "follows",
-    "output_dir": "follows",
-    "seed": "refused",
-    "model.path": "refused",  # its sizes are the same; its files if it is the reference
-    "model.tokenizer": "follows",
-    "data": "follows",
-    "data.path": "same",  # rows by their digest, wherever the files are
-    "data.sources": "same",
-    "data.sources.ratio": "refused",
-    "data.shuffle": "refused",
-    "data.limit": "same",
-    "data.max_prompt_tokens": "same",
-    "sampling": "follows",
-    "reward": "follows",
-    "algorithm": "follows",
-    "train": "follows",
-    "eval": "follows",
-    "actor": "follows",
-    "actor.world_size": "same",  # unless the checkpoint is for any layout
-    "actor.parallel": "same",
-    "actor.dtype": "same",
-    "actor.optimizer.distributed": "same",
-    "actor.optimizer.megatron": "same",  # those that determine the form of the state
-    "actor.lora": "same",
-    "actor.vision": "same",
-    "actor.draft": "same",
-    "rollout": "follows",
-    "weights": "follows",
-    "teachers": "follows",
-    "cluster": "follows",
-    "checkpoint": "follows",
-    "log": "follows",
-    "sft": "follows",
-}
+# of each setting tests/unit/test_checkpoint_changes.py says whether it may change
 REFERENCE = "model.path"  # the input that is its files' fingerprint
-
-
-def how(key: str) -> How:
-    """Returns what a resume does about a setting. Raises KeyError for one that is not listed."""
-    while key not in SETTINGS and "." in key:
-        key = key.rpartition(".")[0]
-    return SETTINGS[key]
 
 
 def prompt_order(config: ExperimentConfig) -> dict[str, object]:

@@ -65,9 +65,8 @@ class Launcher:
             raise ValueError(f"{self} is on another machine or in another container: end it there")
         os.kill(self.pid, signal.SIGTERM)
         time.sleep(_AGAIN_S)
-        if (
-            self.runs_here
-        ):  # by the first one a launcher of several nodes only asks its ranks to save
+        # at the first one a launcher of several nodes only asks its ranks to save
+        if self.runs_here:
             os.kill(self.pid, signal.SIGTERM)
 
 

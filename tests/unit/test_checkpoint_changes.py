@@ -3,12 +3,13 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from test_checkpoint import LAYOUT, MESH, SAVED, Plan
 
 from megagrpo.check.problems import preflight
-from megagrpo.checkpoint.changes import SETTINGS, how, input_problem, prompt_order, record_start
+from megagrpo.checkpoint.changes import input_problem, prompt_order, record_start
 from megagrpo.checkpoint.resume import run_inputs
 from megagrpo.checkpoint.save import PendingSave, RunIdentity, load
 from megagrpo.config.fields import Section, elements, members, sections
@@ -18,7 +19,55 @@ from megagrpo.mesh import LeaderError
 from tests.experiments import QUICKSTART, experiment, read_experiment
 from tests.unit.test_stored_weights import tiny_model
 
+# What a resume does about a changed setting.
+# same: state.json has it, so that another value is refused (identity.py, layout, rows of the data)
+# refused: by input_problem, with another way to go on
+# follows: the steps after the checkpoint take the new value, and the start says so
+How = Literal["same", "refused", "follows"]
+# by key, or by what begins it; the longest counts
+SETTINGS: dict[str, How] = {
+    "name": "follows",
+    "output_dir": "follows",
+    "seed": "refused",
+    "model.path": "refused",  # its sizes are the same; its files if it is the reference
+    "model.tokenizer": "follows",
+    "data": "follows",
+    "data.path": "same",  # rows by their digest, wherever the files are
+    "data.sources": "same",
+    "data.sources.ratio": "refused",
+    "data.shuffle": "refused",
+    "data.limit": "same",
+    "data.max_prompt_tokens": "same",
+    "sampling": "follows",
+    "reward": "follows",
+    "algorithm": "follows",
+    "train": "follows",
+    "eval": "follows",
+    "actor": "follows",
+    "actor.world_size": "same",  # unless the checkpoint is for any layout
+    "actor.parallel": "same",
+    "actor.dtype": "same",
+    "actor.optimizer.distributed": "same",
+    "actor.optimizer.megatron": "same",  # those that determine the form of the state
+    "actor.lora": "same",
+    "actor.vision": "same",
+    "actor.draft": "same",
+    "rollout": "follows",
+    "weights": "follows",
+    "teachers": "follows",
+    "cluster": "follows",
+    "checkpoint": "follows",
+    "log": "follows",
+    "sft": "follows",
+}
 SOURCES = [{"source": "a", "path": "a.jsonl", "ratio": 2}, {"source": "b", "path": "b.jsonl", "ratio": 1}]
+
+
+def how(key: str) -> How:
+    """Returns what a resume does about a setting. Raises KeyError for one that is not listed."""
+    while key not in SETTINGS and "." in key:
+        key = key.rpartition(".")[0]
+    return SETTINGS[key]
 
 
 def keys(section: type[Section], prefix: str = "") -> Iterator[str]:
