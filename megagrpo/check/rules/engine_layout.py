@@ -46,7 +46,7 @@ def server_of(rollout: RolloutConfig, resolved: LibrarySettings | None = None) -
         **rollout.sglang,
     }
     tp = found["tp_size"]
-    replicas = found.get("dp_size", 1) if found.get("enable_dp_attention") else 1
+    replicas = found.get("dp_size") or 1 if found.get("enable_dp_attention") else 1
     attention_tp = max(tp // replicas, 1)
     width = 2 if rollout.dtype == "bfloat16" else 4
     return Server(
@@ -90,7 +90,7 @@ def before_start(subject: Subject) -> Iterator[Rule]:
 def _cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[Rule]:
     tp = server_of(rollout).attention_tp
     ep = rollout.ep
-    replicas = rollout.sglang.get("dp_size", 1)
+    replicas = rollout.sglang.get("dp_size") or 1
     shared = rollout.sglang.get("enable_dp_attention")
     if shared and rollout.tp % replicas:
         yield Rule(

@@ -90,7 +90,7 @@ def as_read(subject: Subject) -> Iterator[Rule]:
 def _replayed_experts(experiment: ExperimentConfig) -> Iterator[Rule]:
     actor, rollout = experiment.actor, experiment.rollout
     by_engine = actor.routing_replay == "rollout"
-    chunk = rollout.sglang.get("chunked_prefill_size")
+    chunk = rollout.sglang.get("chunked_prefill_size", _CHUNK)
     read = (rollout.draft_tokens or 0) + 1  # tokens of a request in one forward of the model
     held = rollout.max_running_requests * read
     yield Rule(
@@ -106,7 +106,7 @@ def _replayed_experts(experiment: ExperimentConfig) -> Iterator[Rule]:
         "remove the latter",
     )
     yield Rule(
-        by_engine and read > 1 and (held > (chunk or _CHUNK)),
+        by_engine and read > 1 and isinstance(chunk, int) and held > chunk,
         "actor.routing_replay rollout with rollout.draft_tokens: a forward may read "
         f"{held} tokens (max_running_requests x {read}), and "
         "SGLang keeps the experts of one chunk",

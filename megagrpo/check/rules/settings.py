@@ -35,12 +35,18 @@ VALUES: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-# The same, numbers: the smallest with which an engine starts.
-_AT_LEAST = {"page_size": 1, "context_length": 1, "max_total_tokens": 1, "max_prefill_tokens": 1}
+# The same, numbers: the smallest with which an engine starts. Rules and plans calculate with them.
+_AT_LEAST = {
+    **dict.fromkeys(("page_size", "context_length", "max_total_tokens", "max_prefill_tokens"), 1),
+    **dict.fromkeys(("dp_size", "moe_dense_tp_size"), 1),
+    "hicache_size": 0,
+    "hicache_ratio": 0,
+    "chunked_prefill_size": -1,
+}
 # a field that is set, what must not be so, and why
 _Together = dict[Path, list[tuple[str, object, str]]]
 # Megatron's checkpoint of these names what Transformer Engine defines, in fp8 or not
-_RECOMPUTED_BY_ENGINE = {"layernorm", "moe_act", "mla_up_proj"}
+_RECOMPUTED_BY_ENGINE = ("layernorm", "mla_up_proj", "moe_act")
 _OF_ENGINE = (
     "fp8",
     "moe_permute_fusion",
@@ -65,9 +71,10 @@ def as_read(subject: Subject) -> Iterator[Rule]:
         because = f"{value} is refused: {why}"
         yield Rule(value not in right, because, f"it may be {', '.join(right)}", (*SERVER, name))
     for name, least in _AT_LEAST.items():
-        value = rollout.sglang.get(name, least)
-        small = isinstance(value, int) and value < least
-        yield Rule(small, f"must be at least {least}", key=(*SERVER, name))
+        value = rollout.sglang.get(name)
+        wrong = not isinstance(value, int | float) or value < least
+        text = f"must be at least {least}, and a number"
+        yield Rule(value is not None and wrong, text, key=(*SERVER, name))
     for path, together in (_trainer_settings(actor) | _engine_settings(rollout)).items():
         for name, wrong, because in together:
             yield Rule(given[path].get(name) and wrong, because, key=(*path, name))
@@ -80,11 +87,13 @@ def _trainer_settings(actor: ActorConfig) -> _Together:
     own_layers = not actor.expects_transformer_engine
     overlaps = model.get("overlap_p2p_comm")
     engine = "needs Transformer Engine's layers (actor.transformer_engine)"
-    engine_modules = _RECOMPUTED_BY_ENGINE.intersection(model.get("recompute_modules") or ())
+    modules = str(model.get("recompute_modules"))
+    engine_modules = [name for name in _RECOMPUTED_BY_ENGINE if name in modules]
     virtual = "the schedule of virtual stages (actor.parallel.vpp of 2 or more)"
     kinds = {"modules": "selective", "method": "full", "num_layers": "full"}
     optimizer = actor.optimizer.megatron
     host = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
+    share = optimizer.get("optimizer_offload_fraction")
     host_settings = {
         "needs actor.optimizer.distributed: true": not sharded,
         "keeps float32 copies of bfloat16 weights; with actor.dtype float32 there are none": (
@@ -106,7 +115,7 @@ def _trainer_settings(actor: ActorConfig) -> _Together:
             (
                 "recompute_modules",
                 own_layers and engine_modules,
-                f"{named(sorted(engine_modules))} {engine}",
+                f"{named(engine_modules)} {engine}",
             ),
             *((name, own_layers, engine) for name in _OF_ENGINE),
             (
@@ -159,6 +168,16 @@ def _trainer_settings(actor: ActorConfig) -> _Together:
                 optimizer.get("main_grads_dtype") != "float32"
                 and not any(map(optimizer.get, host)),
                 "other types than float32 need use_precision_aware_optimizer: true",
+            ),
+            (
+                "main_grads_dtype",
+                optimizer.get("main_grads_dtype") not in ("float32", "bfloat16", "float16"),
+                "must be float32, bfloat16 or float16",
+            ),
+            (
+                "optimizer_offload_fraction",
+                not isinstance(share, int | float) or not 0 <= share <= 1,
+                "must be a number between 0 and 1",
             ),
         ],
     }
