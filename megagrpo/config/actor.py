@@ -278,31 +278,26 @@ class ActorConfig(Section):
     def problems(self) -> list[Rule]:
         p = self.parallel
         with_lora = self.lora is not None
-        frozen = "with lora all other weights stay, the routers'"
-        on_cpu = self.transformer_engine is True and self.device == "cpu"
-        own_layers = "lora adds to Megatron's own linear layers, not Transformer Engine's"
         return [
             self._indivisible("tp x pp x cp", p.tp * p.pp * p.cp),
             self._indivisible("etp x ep x pp", p.etp * p.ep * p.pp),
             Rule(
-                on_cpu,
+                self.transformer_engine is True and self.device == "cpu",
                 "transformer_engine true with device cpu: it needs CUDA",
                 "set transformer_engine: false, or another device",
             ),
             Rule(
                 with_lora and self.transformer_engine is True,
-                own_layers,
+                "lora adds to Megatron's own linear layers, not Transformer Engine's",
                 "set transformer_engine: false",
             ),
-            Rule(
-                with_lora and self.router_bias_update is not None,
-                f"{frozen} biases too",
-                "remove router_bias_update",
-            ),
-            Rule(
-                with_lora and self.router_losses is not None,
-                f"{frozen} too",
-                "remove router_losses",
+            *(
+                Rule(
+                    with_lora and getattr(self, key) is not None,
+                    "with lora all other weights stay, the routers' and their biases too",
+                    f"remove {key}",
+                )
+                for key in ("router_bias_update", "router_losses")
             ),
             Rule(
                 with_lora and self.draft is not None,

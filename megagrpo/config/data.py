@@ -187,8 +187,6 @@ class DataConfig(Section):
 
     def problems(self) -> list[Rule]:
         twice = sorted({path for path in self.paths if self.paths.count(path) > 1})
-        templated = "the template writes its own special tokens"
-        unread = "has no effect without chat_template: true"
         chat = self.chat_template
         names = [source.source for source in self.sources]
         same = sorted({name for name in names if names.count(name) > 1})
@@ -226,28 +224,16 @@ class DataConfig(Section):
             ),
             Rule(
                 self.add_bos and chat,
-                f"add_bos with chat_template: {templated}",
+                "add_bos with chat_template: the template writes its own special tokens",
                 "remove add_bos",
             ),
-            Rule(
-                self.tools_key and (not chat),
-                "tools_key needs chat_template: true, which writes the tools",
-                "set it, or remove tools_key",
-            ),
-            Rule(
-                self.system_prompt and (not chat),
-                f"system_prompt {unread}",
-                "set it, or remove system_prompt",
-            ),
-            Rule(
-                self.chat_template_args and (not chat),
-                f"chat_template_args {unread}",
-                "set it, or remove chat_template_args",
-            ),
-            Rule(
-                self.images_key and (not chat),
-                "images_key needs chat_template: true, which places the images",
-                "set it, or remove images_key",
+            *(
+                Rule(
+                    getattr(self, key) and not chat,
+                    f"{key} needs chat_template: true: nothing else reads it",
+                    f"set it, or remove {key}",
+                )
+                for key in ("tools_key", "system_prompt", "chat_template_args", "images_key")
             ),
             Rule(
                 self.grader_by_source and self.source_key is None,

@@ -91,18 +91,16 @@ class TrainConfig(Section):
         return DEFAULT_STEPS if self.num_steps is None else self.num_steps
 
     def problems(self) -> list[Rule]:
-        prompts = f"num_prompts_per_step {self.num_prompts_per_step}"
-        updates = self.num_updates_per_step
-        both = f"num_steps {self.num_steps} and num_epochs {self.num_epochs}"
+        prompts, updates = self.num_prompts_per_step, self.num_updates_per_step
         return [
             Rule(
                 self.num_epochs and self.num_steps is not None,
-                f"{both} both say how long the run is",
+                f"num_steps {self.num_steps} and num_epochs {self.num_epochs} both say how long the run is",
                 "set one to null",
             ),
             Rule(
-                self.num_prompts_per_step % updates,
-                f"{prompts} is not a multiple of num_updates_per_step {updates}",
+                prompts % updates,
+                f"num_prompts_per_step {prompts} is not a multiple of num_updates_per_step {updates}",
                 "take a multiple of it",
             ),
         ]

@@ -30,7 +30,6 @@ from tests.experiments import QUICKSTART, ROOT, experiment, python, read_experim
         ("rollout.sglang.max_total_tokens='20000'", "and a number"),
         ("rollout.sglang.chunked_prefill_size=x", "must be at least -1, and a number"),
         ("actor.megatron.recompute_modules=5", "is read with actor.recompute selective only"),
-        ("actor.optimizer.megatron.main_grads_dtype=float17", "must be float32, bfloat16 or float16"),
         ("actor.optimizer.megatron.optimizer_offload_fraction=x", "must be a number between 0 and 1"),
         ("rollout.sglang.page_size=0", "must be at least 1"),
     ],

@@ -13,6 +13,7 @@ from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.explain import explain
 from megagrpo.tools.plan.checkpoint_cost import checkpoint_cost
 from megagrpo.tools.plan.trainer_memory import Load, in_flight, trainer_stages
+from megagrpo.tools.plan.work import optimizer_bytes
 from tests.experiments import QUICKSTART
 
 pytestmark = pytest.mark.verifies(
@@ -156,3 +157,8 @@ def test_check_says_what_a_save_and_a_resume_cost(prepared):
         f"a resume: reads {cost.read_bytes / 1e6:.3g} MB (checksums, then the state)",
     ):
         assert said in text, text
+
+
+def test_a_type_of_gradients_that_only_the_library_can_refuse_ends_no_plan():
+    optimizer = {"megatron": {"use_precision_aware_optimizer": True, "main_grads_dtype": "float17"}}
+    assert optimizer_bytes(ActorConfig.model_validate({"dtype": "bfloat16", "optimizer": optimizer})).gradient == 4

@@ -17,7 +17,7 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     # routers and adapters
     (["actor.router_losses={balance: 0}"], "balance and z are both 0; set one, or remove router_losses"),
     (["actor.router_losses={z: -1}"], "actor.router_losses.z = -1"),
-    (["actor.router_losses={z: 1}", "actor.lora.rank=4"], "the routers' too; remove router_losses"),
+    (["actor.router_losses={z: 1}", "actor.lora.rank=4"], "their biases too; remove router_losses"),
     (["actor.router_bias_update=0.001", "actor.lora={rank: 4}"], "remove router_bias_update"),
     (["actor.lora={targets: [q_prj]}"], "actor.lora.targets.0 = 'q_prj': not a choice; did you mean 'q_proj'?"),
     (["actor.lora={targets: [q_proj, q_proj]}"], "actor.lora.targets: names q_proj twice"),

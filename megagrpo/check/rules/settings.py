@@ -37,8 +37,12 @@ VALUES: dict[str, tuple[tuple[str, ...], str]] = {
 
 # The same, numbers: the smallest with which an engine starts. Rules and plans calculate with them.
 _AT_LEAST = {
-    **dict.fromkeys(("page_size", "context_length", "max_total_tokens", "max_prefill_tokens"), 1),
-    **dict.fromkeys(("dp_size", "moe_dense_tp_size"), 1),
+    "page_size": 1,
+    "context_length": 1,
+    "max_total_tokens": 1,
+    "max_prefill_tokens": 1,
+    "dp_size": 1,
+    "moe_dense_tp_size": 1,
     "hicache_size": 0,
     "hicache_ratio": 0,
     "chunked_prefill_size": -1,
@@ -168,11 +172,6 @@ def _trainer_settings(actor: ActorConfig) -> _Together:
                 optimizer.get("main_grads_dtype") != "float32"
                 and not any(map(optimizer.get, host)),
                 "other types than float32 need use_precision_aware_optimizer: true",
-            ),
-            (
-                "main_grads_dtype",
-                optimizer.get("main_grads_dtype") not in ("float32", "bfloat16", "float16"),
-                "must be float32, bfloat16 or float16",
             ),
             (
                 "optimizer_offload_fraction",

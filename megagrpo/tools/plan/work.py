@@ -33,7 +33,7 @@ def optimizer_bytes(actor: ActorConfig) -> OptimizerBytes:
     if actor.dtype == "float32":
         return OptimizerBytes(gradient=4, state=8, host=0)
     aware = bool(given.get("use_precision_aware_optimizer"))
-    gradient = _BYTES[given.get("main_grads_dtype", "float32")]
+    gradient = _BYTES.get(str(given.get("main_grads_dtype")), 4)
     master = 2 if aware and given.get("store_param_remainders", True) else 4
     if given.get("optimizer_cpu_offload"):
         share = given.get("optimizer_offload_fraction", 1.0)
