@@ -11,6 +11,7 @@ planted one was not.
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -157,12 +158,9 @@ def plant(fault: Planted, seed: int) -> dict:
             path.write_text(text.replace(old, new))
         out = Path(folder, "found.json")
         words = ["--seed", str(seed), "--minutes", str(PLANTED_MINUTES), "--first", str(out)]
-        env = {"PYTHONPATH": folder}
-        import os
-
         subprocess.run(
             [sys.executable, str(Path(folder, "bench", "lifecycles.py")), *words],
-            cwd=folder, env=os.environ | env, stdout=subprocess.DEVNULL,
+            cwd=folder, env=os.environ | {"PYTHONPATH": folder}, stdout=subprocess.DEVNULL,
         )  # fmt: skip
         return json.loads(out.read_text())
 

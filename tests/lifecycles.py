@@ -335,6 +335,10 @@ class LifeMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 20), way=st.sampled_from(("lose", "purge", "cut", "cut_metrics")))
     def damage(self, number: int, way: str) -> None:
         getattr(self.life, way)(*[number] * (way == "cut"))
+        if self.life.broken:  # nobody has seen it before the next start
+            self.fails = True
+            self.life.start(Settings(num_steps=MOST_STEPS))
+            self.fails = False
 
     @rule(way=st.sampled_from(("accept", "put_back")))
     def mend(self, way: str) -> None:

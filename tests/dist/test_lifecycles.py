@@ -24,7 +24,13 @@ def test_drawn_lives(lives):
         pass
 
     Machine.lives = lives
-    few = hypothesis.settings(max_examples=4, stateful_step_count=3, suppress_health_check=list(hypothesis.HealthCheck))
+    few = hypothesis.settings(
+        max_examples=4,
+        stateful_step_count=3,
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
     run_state_machine_as_test(Machine, settings=few)
 
 
