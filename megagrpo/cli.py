@@ -235,7 +235,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = _Commands(parser)
-    for add in (_add_training, _add_submit, _add_checkpoints, _add_inspection):
+    for add in (_add_training, _add_submit, _add_preparation, _add_checkpoints, _add_inspection):
         add(commands)
     for name, tool in _TOOLS.items():
         _add_tool(commands, name, tool, imported=name in words)
@@ -328,8 +328,11 @@ def _add_submit(commands: _Commands) -> None:
     option("--dry-run", action="store_true", help="print the script and sbatch's command line")
 
 
-def _add_checkpoints(commands: _Commands) -> None:
+def _add_preparation(commands: _Commands) -> None:
     commands.add_with_config("sft", _sft, "supervised warm-up with the same actor")
+
+
+def _add_checkpoints(commands: _Commands) -> None:
     text = "write a checkpoint as a Hugging Face model folder"
     option = commands.add_with_config("export", _export, text).add_argument
     option("output", help="folder to create")

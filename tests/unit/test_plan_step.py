@@ -10,6 +10,7 @@ import pytest
 from megagrpo.check.hardware import CONTEXT_BYTES, HARDWARE, hardware_of
 from megagrpo.check.problems import described_architecture
 from megagrpo.check.rules.engine_layout import server_of
+from megagrpo.check.rules.subject import Nodes
 from megagrpo.cli import main
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.load import load_config
@@ -45,6 +46,7 @@ from megagrpo.tools.plan.roofline import (
 from megagrpo.tools.plan.search import best_layouts, changes
 from megagrpo.tools.plan.trainer_memory import Load, links, trainer_side
 from megagrpo.tools.plan.work import model_work
+from tests.experiments import placement_problems
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs" / "models"
@@ -356,6 +358,16 @@ def test_broadcast_has_two_groups_with_each_engine():
     few = "actor.parallel={tp: 1, ep: 4}", "actor.world_size=4"
     config = shipped(LARGE, "weights.transport=reshard", "rollout.num_engines=8", *few)
     assert links(config) == 8, "one rank holds each expert, for all engines"
+
+
+def test_proposals_for_nodes_of_six_gpus_have_a_place():
+    """Engines of a power of two do not fill such nodes."""
+    config = shipped("qwen3_30b_a3b", "rollout.host=0.0.0.0")
+    target = target_of(config, None, 6)
+    for plan in best_layouts(config, target, 3):
+        trainers = plan.config.actor.world_size // 6
+        own = None if plan.config.rollout.colocate else 3 - trainers
+        assert placement_problems(plan.config, Nodes(6, trainers, own)) == []
 
 
 def test_the_state_of_colocated_trainers_is_counted_on_the_host():

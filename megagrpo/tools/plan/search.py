@@ -9,8 +9,9 @@ from typing import TypeVar
 
 from megagrpo.check.hardware import usable_bytes
 from megagrpo.check.problems import layout_problems
+from megagrpo.check.rules import placement
 from megagrpo.check.rules.engine_layout import before_start, server_of
-from megagrpo.check.rules.subject import Subject, broken
+from megagrpo.check.rules.subject import Nodes, Subject, broken
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
@@ -84,7 +85,7 @@ def _apart(config: ExperimentConfig, target: Target, nodes: int) -> Iterator[Pla
     for count in range(1, nodes) if nodes <= 12 else range(stride, nodes, stride):
         engines = _best_engines(apart, target, nodes - count)
         trainers = _best_trainers(apart, target, count) if engines else []
-        yield from _fitting(apart, target, trainers, engines)
+        yield from _fitting(apart, target, nodes, trainers, engines)
 
 
 def _colocated(config: ExperimentConfig, target: Target, nodes: int) -> Iterator[Plan]:
@@ -94,20 +95,32 @@ def _colocated(config: ExperimentConfig, target: Target, nodes: int) -> Iterator
             shared = {"colocate": True, "mem_fraction": fraction, "max_staleness": 0}
             beside = _changed(config, actor, config.rollout.model_copy(update=shared))
             engines = _best_engines(beside, target, nodes)
-            if found := list(_fitting(beside, target, [actor], engines)):
+            if found := list(_fitting(beside, target, nodes, [actor], engines)):
                 yield from found
                 break
+
+
+def _has_place(config: ExperimentConfig, target: Target, nodes: int) -> bool:
+    """Returns whether all ranks have a place on the nodes, whatever address they have."""
+    trainers = config.actor.world_size // target.gpus_per_node
+    rollout = config.rollout.model_copy(update={"host": "0.0.0.0"})
+    apart = None if rollout.colocate else nodes - trainers
+    reachable = config.model_copy(update={"rollout": rollout})
+    subject = Subject(reachable, Nodes(target.gpus_per_node, trainers, apart))
+    return not broken(placement.before_start(subject))
 
 
 def _fitting(
     config: ExperimentConfig,
     target: Target,
+    nodes: int,
     actors: Iterable[ActorConfig],
     rollouts: Iterable[RolloutConfig],
 ) -> Iterator[Plan]:
     for actor, rollout in product(actors, rollouts):
-        plan = plan_step(_changed(config, actor, rollout), target)
-        if not plan.problems:
+        changed = _changed(config, actor, rollout)
+        plan = plan_step(changed, target)
+        if not plan.problems and _has_place(changed, target, nodes):
             yield plan
 
 
