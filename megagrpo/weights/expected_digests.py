@@ -95,8 +95,9 @@ class ExpectedDigests:
         totals = torch.zeros(len(self._index), dtype=torch.int64, device=self._mesh.device)
         digests = []
         slices = []
-        for box, values, indices, dtype in self._batches.views(self._weights.parameters()):
-            digests.append(batched_digest(values.to(dtype), box))
+        live = self._weights.parameters()
+        for box, values, indices, dtype, firsts in self._batches.views(live):
+            digests.append(batched_digest(values.to(dtype), box, firsts))
             slices.append(self._slices[indices])
         if digests:
             totals.index_add_(

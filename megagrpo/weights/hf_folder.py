@@ -67,24 +67,19 @@ class HfFolder(Mapping[str, Tensor]):
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.files = files = StoredTensors.read(self.path)
-        self._fp8, self._int4, self._block = files.fp8, files.int4, files.block
         # name -> shape and dtype, from the headers
         self.specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         with translated(f"{self.path}: tensors of an unknown type", KeyError):
             for name, tensor in files.shown.items():
                 self.specs[name] = tensor.shape, _DTYPES[tensor.dtype]
         self.bytes_read = 0  # from the files, by `read_into`
-        # by name: the file's handle, which its tensors share, and the name in the file
-        self._handles: dict[str, tuple[safe_open, str]] = {}
-        opened: dict[Path, safe_open] = {}
-        for name, tensor in files.files.items():
-            if tensor.file not in opened:
-                with translated(f"{tensor.file}: unreadable", SafetensorError, OSError):
-                    opened[tensor.file] = safe_open(tensor.file, "pt")
-            self._handles[name] = opened[tensor.file], tensor.name
+        self._opened: dict[Path, safe_open] = {}
+        for file in {tensor.file for tensor in files.files.values()}:
+            with translated(f"{file}: unreadable", SafetensorError, OSError):
+                self._opened[file] = safe_open(file, "pt")
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._fp8 and name not in self._int4:
+        if name not in self.files.fp8 and name not in self.files.int4:
             return self._stored(name)
         products = torch.empty(self.specs[name][0], dtype=torch.bfloat16)
         self.read_into(products, name, (0, 0))
@@ -93,24 +88,20 @@ class HfFolder(Mapping[str, Tensor]):
     def read_into(self, target: Tensor, name: str, start: tuple[int, ...]) -> None:
         """Copies the box at `start` with the shape of `target`. FP8 takes additional memory for one
         or two rows of blocks in float32."""
-        if name in self._fp8:
+        if name in self.files.fp8:
             self._dequantize(target, name, start)
-        elif name in self._int4:
+        elif name in self.files.int4:
             rows = slice(start[0], start[0] + len(target))
             words, scales = self._stored(name + PACKED)[rows], self._stored(name + SCALE)[rows]
             unpack_into(target, words, scales, start[1])
-            self.bytes_read += target.numel() // 2
         else:
             target.copy_(self._stored(name)[Box(start, tuple(target.shape)).slices])
-            self.bytes_read += target.numel() * self.specs[name][1].itemsize
+        self.bytes_read += self.stored_bytes(name, target.shape)
 
     def stored_bytes(self, name: str, size: tuple[int, ...]) -> int:
         """Returns the bytes of a box of a tensor in the files, without scales."""
-        if name in self._int4:
-            return prod(size) // 2
-        if name in self._fp8:
-            return prod(size)
-        return prod(size) * self.specs[name][1].itemsize
+        stored = self.files.shown[name]
+        return prod(size) * stored.bytes // prod(stored.shape)
 
     def _dequantize(self, target: Tensor, name: str, start: tuple[int, ...]) -> None:
         """Computes bfloat16(weight * scale of its block) as SGLang's block_quant_dequant, a row of
@@ -118,11 +109,11 @@ class HfFolder(Mapping[str, Tensor]):
         weight = self._stored(name)
         scales = self._stored(name + SCALES)
         top, left = start
-        height, width = self._block
+        height, width = self.files.block
         bottom = top + target.shape[0]
         right = left + target.shape[1]
         part = scales[top // height : -(-bottom // height), left // width : -(-right // width)]
-        self.bytes_read += target.numel() + part.numel() * part.element_size()
+        self.bytes_read += part.nbytes
         block_of_column = torch.arange(left, right, device=target.device) // width - left // width
         # [rows of blocks, columns]
         by_column = part.to(target.device, torch.float32)[:, block_of_column]
@@ -133,16 +124,15 @@ class HfFolder(Mapping[str, Tensor]):
             target[rows.start - top : rows.stop - top].copy_(values.bfloat16())
 
     def _stored(self, name: str) -> Tensor:
-        handle, stored = self._handles[name]
-        return handle.get_tensor(stored)
+        tensor = self.files.files[name]
+        return self._opened[tensor.file].get_tensor(tensor.name)
 
     def fingerprint(self) -> str:
         """Returns a digest of all names, shapes, dtypes, and the first elements of every tensor."""
         digest = hashlib.sha256()
         for name, (shape, dtype) in sorted(self.specs.items()):
-            # a matrix's first row
-            handle, stored = self._handles[name + PACKED * (name in self._int4)]
-            part = handle.get_slice(stored)[: 1 if len(shape) > 1 else None]
+            stored = self._stored(name + PACKED * (name in self.files.int4))
+            part = stored[: 1 if len(shape) > 1 else None]  # a matrix's first row
             digest.update(
                 f"{name} {shape} {dtype}".encode()
                 + part.contiguous().view(torch.uint8).numpy().tobytes()

@@ -148,7 +148,8 @@ class _QuantizedView:
         for part in self._parts:
             blocks = by_tensor[part.hf][grid_of(part.start, part.size).slices]
             torch.maximum(blocks, block_maxima(part.view(live), part.start), out=blocks)
-        self._share(maxima)
+        if self._mesh.world_size > 1:  # ranks may hold parts of a block
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         return self._by_tensor(block_scales(maxima))
 
     def _by_tensor(self, flat: Tensor) -> dict[str, Tensor]:
@@ -158,12 +159,6 @@ class _QuantizedView:
             name: part.view(grid)
             for part, (name, grid) in zip(parts, self._grids.items(), strict=True)
         }
-
-    def _share(self, maxima: Tensor) -> None:
-        """Collective. Gives each block the largest of all ranks' maxima, because ranks may hold
-        parts of a block."""
-        if self._mesh.world_size > 1:
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
 
 
 def _twin_of(copy: Copy) -> Copy:

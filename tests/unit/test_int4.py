@@ -72,7 +72,7 @@ def test_damage_and_other_formats_are_named(tmp_path):
     tensors = {"a.weight_packed": packed(values), "a.weight_scale": scales[:, :1].contiguous()}
     with pytest.raises(ValueError, match=r"a.weight \[4, 64\] in INT4 needs a scale for each 32"):
         HfFolder(folder_of(tmp_path / "few", tensors))
-    with pytest.raises(ValueError, match="a.weight_packed is in INT4, but config.json has no"):
+    with pytest.raises(ValueError, match="a.weight is in INT4, but config.json has no"):
         HfFolder(folder_of(tmp_path / "none", tensors, None))
     for key, value in (
         ("num_bits", 8),

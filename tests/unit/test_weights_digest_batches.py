@@ -86,10 +86,10 @@ def specs(hf: dict[str, torch.Tensor], dtype: torch.dtype) -> Specs:
 def digests(batches: CopyBatches, live: dict[str, torch.Tensor], count: int, dtype: torch.dtype) -> tuple[list, int]:
     """By copy, and how many batches it took."""
     found, calls = [None] * count, 0
-    for box, values, indices, published in batches.views(live):
+    for box, values, indices, published, firsts in batches.views(live):
         assert published == dtype
         calls += 1
-        for index, digest in zip(indices, batched_digest(values.to(dtype), box).tolist(), strict=True):
+        for index, digest in zip(indices, batched_digest(values.to(dtype), box, firsts).tolist(), strict=True):
             assert found[index] is None
             found[index] = digest
     return found, calls
@@ -109,6 +109,26 @@ def test_batches_have_the_digests_of_their_copies(live, calls):
     for dtype in (torch.float32, torch.bfloat16):
         expected = [int(slice_digest(hf[copy.hf].to(dtype), copy.box)) for copy in copies]
         assert digests(CopyBatches(copies, specs(hf, dtype)), live, len(copies), dtype) == (expected, calls)
+
+
+def test_experts_in_one_tensor_are_one_batch_in_whatever_order_they_lie():
+    hf = {"experts": torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=torch.Generator().manual_seed(0))}
+    live = {"w13": torch.zeros(EXPERTS, 2 * INNER, HIDDEN)}
+
+    def load(tensors) -> None:
+        for place, expert in enumerate((3, 1, 0, 2, 5, 4)):
+            for half, part in zip(tensors["experts"][expert].chunk(2), live["w13"][place].chunk(2), strict=True):
+                part.copy_(half)
+
+    load(hf)
+    copies = record_copies(load, specs(hf, torch.float32), live)
+    assert len(copies) == 2 * EXPERTS and {copy.size for copy in copies} == {(1, INNER, HIDDEN)}
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = [int(slice_digest(hf["experts"][copy.box.slices].to(dtype), copy.box)) for copy in copies]
+        batches = CopyBatches(copies, specs(hf, dtype))
+        assert digests(batches, live, len(copies), dtype) == (expected, 2), (
+            "gate and up, whatever the number of experts"
+        )
 
 
 def test_casts_come_in_parts(monkeypatch):

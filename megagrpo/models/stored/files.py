@@ -92,12 +92,12 @@ class StoredTensors:
             block = _described(folder, fp8_block, min(fp8), "FP8")
         for name in fp8:
             _show_dequantized(folder, shown, name, block)
-        packed = [name for name in files if name.endswith(".weight" + PACKED)]
-        if packed:
-            group = _described(folder, int4_group, min(packed), "INT4")
-            for name in packed:
-                _show_unpacked(folder, shown, name.removesuffix(PACKED), group)
-        int4 = frozenset(name.removesuffix(PACKED) for name in packed)
+        packed = ".weight" + PACKED
+        int4 = frozenset(name.removesuffix(PACKED) for name in files if name.endswith(packed))
+        if int4:
+            group = _described(folder, int4_group, min(int4), "INT4")
+            for name in int4:
+                _show_unpacked(folder, shown, name, group)
         return cls(shown, files, fp8, int4, block)
 
 

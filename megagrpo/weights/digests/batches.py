@@ -22,6 +22,7 @@ class LiveBatch(NamedTuple):
     values: Tensor  # [k, *box.size], a view
     indices: np.ndarray  # [k] int64, of the copies in CopyBatches
     dtype: torch.dtype  # published; the values may have another
+    firsts: Tensor | None  # see batched_digest
 
 
 class _Run(NamedTuple):
@@ -63,7 +64,11 @@ class CopyBatches:
                 at_once = max(1, _CAST_ELEMENTS // max(copy.box.numel, 1))
             for begin in range(0, count, at_once):
                 part = slice(begin, begin + at_once)
-                yield LiveBatch(copy.box, values[part], indices[part], dtype)
+                firsts = None
+                if _is_row(copy):
+                    starts = [self._copies[index].start[0] for index in indices[part]]
+                    firsts = torch.tensor(starts, device=values.device)
+                yield LiveBatch(copy.box, values[part], indices[part], dtype, firsts)
 
     def _plan(self, layout: Mapping[str, tuple[int, int, torch.dtype]]) -> list[_Run]:
         alike: dict[tuple, list[tuple[int, int]]] = {}
@@ -71,7 +76,8 @@ class CopyBatches:
             storage, offset, dtype = layout[copy.parameter]
             # gate and up of experts take turns in memory: each has its own step
             kind = re.sub(r"\d+", "*", copy.hf)
-            key = storage, dtype, self._specs[copy.hf][1], kind, copy.start, copy.size, copy.strides
+            start = copy.start[_is_row(copy) :]
+            key = storage, dtype, self._specs[copy.hf][1], kind, start, copy.size, copy.strides
             alike.setdefault(key, []).append((offset + copy.offset, index))
         runs = []
         for group in alike.values():
@@ -82,6 +88,11 @@ class CopyBatches:
                     _Run(self._copies[indices[run[0]]], step, np.array([indices[k] for k in run]))
                 )
         return runs
+
+
+def _is_row(copy: Copy) -> bool:
+    """Tells whether a copy is of one expert in a tensor that holds all of a layer."""
+    return copy.size[:-2] == (1,)
 
 
 def constant_steps(ascending: Sequence[int]) -> Iterator[range]:

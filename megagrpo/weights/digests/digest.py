@@ -60,9 +60,13 @@ def slice_digest(values: Tensor, box: Box) -> Tensor:
     return batched_digest(values.unsqueeze(0), box)[0]
 
 
-def batched_digest(values: Tensor, box: Box) -> Tensor:
+def batched_digest(values: Tensor, box: Box, firsts: Tensor | None = None) -> Tensor:
     """Returns the digests of one box of k HF tensors, int64 [k]. values: [k, *box.size] as
-    published, any strides."""
+    published, any strides.
+
+    firsts: of boxes with one index along the first of three dimensions, as experts in one tensor
+    have, these indices, int64 [k]; box.start[0] counts for nothing then.
+    """
     assert tuple(values.shape[1:]) == box.size, (values.shape, box)
     bits = values.view(_INTEGERS[values.element_size()])
     if not box.size:
@@ -81,7 +85,10 @@ def batched_digest(values: Tensor, box: Box) -> Tensor:
             bits, _odd(box.start[-1], box.size[-1], columns, bits.device, _stream(bits))
         )
     for k in reversed(range(len(box.size) - done)):
-        sums = (sums * _odd(box.start[k], box.size[k], k, bits.device, _stream(bits))).sum(-1)
+        odd = _odd(box.start[k], box.size[k], k, bits.device, _stream(bits))
+        if k == 0 and firsts is not None:
+            odd = _mixed(firsts[:, None] + index_seed(0, 0))
+        sums = (sums * odd).sum(-1)
     return sums
 
 
@@ -134,7 +141,12 @@ def _odd(start: int, count: int, dimension: int, device: torch.device, stream: i
     stream: in the key of the cache, because one stream must not use or free another one's tensors
     before they are finished.
     """
-    x = torch.arange(count, dtype=torch.int64, device=device) + index_seed(start, dimension)
+    return _mixed(
+        torch.arange(count, dtype=torch.int64, device=device) + index_seed(start, dimension)
+    )
+
+
+def _mixed(x: Tensor) -> Tensor:
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
     return (x ^ _shift(x, 31)).bitwise_or_(1)

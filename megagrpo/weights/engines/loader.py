@@ -313,9 +313,9 @@ class EngineEnd:
         order = []
         inexact: dict[int, torch.dtype] = {}  # by copy
         with torch.no_grad():
-            for box, values, indices, dtype in self.recorded.batches.views(live):
+            for box, values, indices, dtype, firsts in self.recorded.batches.views(live):
                 published = values.to(dtype)
-                digests.append(batched_digest(published, box))
+                digests.append(batched_digest(published, box, firsts))
                 order.append(indices)
                 if values.dtype != dtype:
                     wrong = (published.to(values.dtype) != values).unsqueeze(-1).flatten(1).any(1)
