@@ -366,7 +366,7 @@ def _flow(value: Plain) -> str:
 @cache
 def _defaults_of_ours() -> ExperimentConfig:
     return ExperimentConfig.model_validate(
-        {"name": "", "output_dir": "", "model": {"path": ""}, "data": {"path": ""}}
+        {"name": "-", "output_dir": "-", "model": {"path": "-"}, "data": {"path": "-"}}
     )
 
 
