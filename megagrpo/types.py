@@ -269,8 +269,11 @@ class RolloutGroup:
             rollouts[sample.rollout_index].append(sample)
         return tuple(map(tuple, rollouts))
 
-    def is_scored(self, every_row: bool, loss: str, num_candidates: int) -> bool:
-        """Returns whether the samples have the teachers' scores that this loss needs.
+    def is_scored(
+        self, every_row: bool, loss: str, num_candidates: int, graders: frozenset[str]
+    ) -> bool:
+        """Returns whether the samples have the teachers' scores that this loss needs, and the
+        outcomes those of these graders.
 
         every_row: rows that name no teacher need scores too.
         """
@@ -281,7 +284,7 @@ class RolloutGroup:
             sample.num_candidates == expected
             and (sample.teacher is None or sample.teacher.loss == loss)
             for sample in self.samples
-        )
+        ) and all(graders <= outcome.parts.keys() for outcome in self.outcomes if outcome.ok)
 
     def is_of(self, oldest: int) -> bool:
         """Returns whether weights of this version or newer ones sampled all tokens; a rollout that

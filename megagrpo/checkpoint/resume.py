@@ -144,8 +144,13 @@ def resume(
             print("data.curriculum begins anew: what it knows is of other rows", flush=True)
     # A surplus is one version old even without max_staleness.
     oldest = state.step - max(config.rollout.max_staleness, 1)
+    needs_greedy = config.algorithm.needs_greedy_response
     young = [
-        group for group in state.surplus if group.is_scored(*config.scoring) and group.is_of(oldest)
+        group
+        for group in state.surplus
+        if group.is_scored(*config.scoring)
+        and group.is_of(oldest)
+        and (group.greedy_outcome is not None or not needs_greedy)
     ]
     # A step takes at least one batch, or the surplus would get too old.
     num_prompts = config.train.num_prompts_per_step
@@ -158,7 +163,7 @@ def resume(
         print(
             f"{len(state.surplus) - len(young)} groups that were sampled for a later step are left "
             "out: their weights are older than "
-            "rollout.max_staleness allows now, or teachers have changed",
+            "rollout.max_staleness allows now, or teachers, graders or the advantage have changed",
             flush=True,
         )
     state.surplus = deal_surplus(young, actor.mesh)

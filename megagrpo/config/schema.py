@@ -283,14 +283,15 @@ class ExperimentConfig(Section):
         return {"": self.rollout, **theirs}
 
     @property
-    def scoring(self) -> tuple[bool, str, int]:
-        """Whether every row has a teacher, for which loss, and how many tokens teachers score at
-        each position beside the sampled one."""
+    def scoring(self) -> tuple[bool, str, int, frozenset[str]]:
+        """Whether every row has a teacher, for which loss, how many tokens teachers score at each
+        position beside the sampled one, and the graders whose scores the estimator reads."""
         distillation = self.algorithm.distillation
+        graders = frozenset(self.graders_apart)
         if distillation is None:
-            return False, "", 0
+            return False, "", 0, graders
         every_row = self.data.teacher_key is None
-        return every_row, distillation.candidates, distillation.num_candidates
+        return every_row, distillation.candidates, distillation.num_candidates, graders
 
     @property
     def num_servers(self) -> int:

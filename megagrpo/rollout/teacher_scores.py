@@ -110,7 +110,7 @@ class Teachers:
         self._config = config
         self._num_leaders = num_leaders
         self._retry = RetryPolicy.of(config)
-        _, self.loss, top_k = config.scoring
+        _, self.loss, top_k, _ = config.scoring
         # tokens of each position, the policy's or the teacher's most probable, that are also scored
         self.num_candidates, self.top_k = 0, top_k
         if self.loss == "student_topk":

@@ -22,7 +22,7 @@ from megagrpo.checkpoint.folder import data_problem, is_reshardable, latest, res
 from megagrpo.checkpoint.save import Checkpointer, PendingSave, RunIdentity, SaveSchedule, load
 from megagrpo.config.schema import CheckpointConfig, OptimizerConfig
 from megagrpo.mesh import LeaderError, make_mesh
-from megagrpo.types import AlgoState, Prompt, RolloutGroup, Sample, TrainState
+from megagrpo.types import AlgoState, Outcome, Prompt, RolloutGroup, Sample, TrainState
 from tests.experiments import experiment
 
 MESH = make_mesh(0, 1, torch.device("cpu"), 60.0)
@@ -369,6 +369,23 @@ def test_a_rollout_without_tokens_makes_no_group_too_old(start, tmp_path, monkey
     failed = replace(group(4), samples=(*group(4).samples, Sample(1, (), (), "stop", 0, "")))
     monkeypatch.setattr(SAVED, "surplus", [failed])
     assert start(sections={"algorithm": DYNAMIC})[0].surplus == [failed]
+
+
+SCORE = Outcome("score", 1.0, parts={"gsm8k": Outcome("score", 1.0), "exact": Outcome("score", 0.0)})
+GRADERS = {"graders": [{"grader": "gsm8k"}, {"grader": "exact"}]}
+
+
+@pytest.mark.parametrize(
+    ("advantage", "whole"),
+    [("remax", {"greedy": group(4).samples[0], "greedy_outcome": SCORE}), ("gdpo", {"outcomes": (SCORE,)})],
+)
+def test_groups_without_what_another_advantage_needs_are_left_out(start, tmp_path, monkeypatch, advantage, whole):
+    """A step would end with numbers that are not finite, or without a grader's score, at every start again."""
+    (tmp_path / "checkpoints" / "step_000005").mkdir(parents=True)
+    bare = replace(group(4), outcomes=(Outcome("score", 1.0),))
+    monkeypatch.setattr(SAVED, "surplus", [bare, replace(bare, **whole)])
+    algorithm = DYNAMIC | {"advantage": {"name": advantage}}
+    assert start(sections={"algorithm": algorithm, "reward": GRADERS})[0].surplus == [replace(bare, **whole)]
 
 
 @pytest.mark.parametrize(("wanted", "steps"), [(10, 20), (20, 15), (5, 30)])
