@@ -116,13 +116,14 @@ def fewest_micro_batches(lengths: Sequence[int], budget: int, packed: bool) -> l
 
     Even micro-batches are taken if they are fewer than full ones with the rest in the last.
     """
-    filled = _filled(lengths, budget, packed)
-    if packed:
-        for count in range(-(-sum(lengths) // budget), len(filled)):
-            even = balanced_parts(lengths, count)
-            if _fits(even, lengths, budget, packed):
-                return even
-    return filled
+    found = _filled(lengths, budget, packed)
+    # downwards: of samples near the budget many fewer would fit by their sum, and none does
+    while packed and len(found) > -(-sum(lengths) // budget):
+        even = balanced_parts(lengths, len(found) - 1)
+        if not _fits(even, lengths, budget, packed):
+            break
+        found = even
+    return found
 
 
 def longest_lengths(lengths: Sequence[int], count: int) -> list[int]:

@@ -107,6 +107,19 @@ def test_empty_ranks_and_samples_above_the_budget():
     assert balance.candidate_cuts([], 100, True, 2, [50, 0]) == [[[], []]] * 3
 
 
+def test_samples_that_go_in_pairs_nowhere_are_tried_once(monkeypatch):
+    """By their sum 300 of 600 tokens need 180 micro-batches of 1,000: no number from there to 300 fits."""
+    tried = []
+    balanced = balance.balanced_parts
+
+    def counted(costs: Sequence[int], count: int) -> list[list[int]]:
+        tried.append(count)
+        return balanced(costs, count)
+
+    monkeypatch.setattr(balance, "balanced_parts", counted)
+    assert len(balance.fewest_micro_batches([600] * 300, 1000, True)) == 300 and tried == [299]
+
+
 def test_at_most_half_of_the_recorded_waste():
     checked = 0
     for case in load("balancing.json"):
