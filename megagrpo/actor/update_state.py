@@ -51,6 +51,7 @@ class UpdateState:
         sizes = [storage.nbytes() for storage in storages.values()]
         if sizes != self._buffer.sizes:  # the first time, or the optimizer has made state
             self._on_host.clear()
+            self._buffer = HostBuffer([], self._device)  # the old memory goes before the new comes
             self._buffer = HostBuffer(sizes, self._device)
         self._on_host = dict(
             zip(storages, zip(storages.values(), self._buffer.parts, strict=True), strict=True)

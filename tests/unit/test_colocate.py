@@ -6,9 +6,12 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
+from weakref import WeakSet
 
 import aiohttp
 import pytest
@@ -18,6 +21,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
+from megagrpo.actor import update_state
+from megagrpo.actor.host_buffer import HostBuffer
 from megagrpo.cluster.machine import _devices
 from megagrpo.cluster.nodes import Node, run_node
 from megagrpo.config.load import load_config
@@ -178,3 +183,29 @@ def test_an_engine_rank_that_goes_away_holds_up_nobody():
     hand.close()
     assert hand.lost == "the engine is gone"
     assert live["a"].tolist() == [1.0] * 10 + [2.0] * 10 + [0.0] * 20
+
+
+class Counted(HostBuffer):
+    """Knows how many bytes all of them hold whenever one is made."""
+
+    alive: ClassVar[WeakSet] = WeakSet()
+    held: ClassVar[list[int]] = []
+
+    def __init__(self, sizes: Iterable[int], device: torch.device):
+        super().__init__(sizes, device)
+        self.alive.add(self)
+        self.held.append(sum(sum(each.sizes) for each in self.alive))
+
+
+def test_offloaded_state_that_has_grown_lies_on_the_host_once(monkeypatch):
+    monkeypatch.setattr(update_state, "HostBuffer", Counted)
+    weight, moment = torch.arange(8.0), torch.ones(8)
+    adam = SimpleNamespace(param_groups=[{"params": [weight]}], state={})
+    optimizer = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=adam)], zero_grad=lambda: None)
+    state = update_state.UpdateState([], optimizer, torch.device("cpu"))
+    for _ in range(2):  # before the first update, after it
+        state.offload()
+        state.bring_back()
+        adam.state[weight] = {"exp_avg": moment}
+    assert torch.equal(weight, torch.arange(8.0)) and torch.equal(moment, torch.ones(8))
+    assert max(Counted.held) == weight.nbytes + moment.nbytes, "the old memory was there beside the new"
