@@ -26,6 +26,8 @@ def run_ranks(
 ) -> list[dict]:
     """Runs `jobs` one after the other on `world` ranks; returns their results. AssertionError with the log's end."""
     folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob("store*"):  # an earlier call's: ranks would meet nobody there
+        stale.unlink()
     (folder / "jobs.json").write_text(json.dumps(jobs))
     (pool or POOL).run(world, run_main, f"tests.dist.workers.{Path(script).stem}", folder)
     results = json.loads((folder / "results.json").read_text())
