@@ -76,7 +76,8 @@ class ServiceOptions(Section):
                 "url holds a user name or password; name a variable in api_key_env instead"
             )
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        is_whole = parts.hostname and parts.port != 0 and url.isprintable()
+        if parts.scheme not in ("http", "https") or not is_whole:
             raise ValueError(f"url {url!r} should look like http://host:port/path")
         return url
 

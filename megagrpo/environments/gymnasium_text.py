@@ -35,7 +35,7 @@ class GymnasiumText:
         space = self._env.action_space
         self._words: list[str] | None = None  # of a Discrete space
         if isinstance(space, gymnasium.spaces.Discrete):
-            self._words = actions.split() or [str(space.start + n) for n in range(space.n)]
+            self._words = actions.lower().split() or [str(space.start + n) for n in range(space.n)]
             self._first = space.start
             if len(self._words) != space.n:
                 raise ValueError(

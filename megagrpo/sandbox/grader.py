@@ -129,7 +129,7 @@ def _run_calls(
         program = running.enter_context(Sandbox("serve", source, limits, isolate, pipes=pipes))
         pipes = {"input": answered[0], "output": asked[1], "verdicts": judged[1]}
         instructions = json.dumps(_instructions(tests))
-        running.enter_context(Sandbox("test", instructions, limits, isolate, pipes=pipes))
+        judge = running.enter_context(Sandbox("test", instructions, limits, isolate, pipes=pipes))
         ends.close()  # both have theirs, and see the end of the other
         deadline = time.monotonic() + settings.total_s
         heard = b""
@@ -141,7 +141,9 @@ def _run_calls(
                 data = os.read(verdicts.fileno(), 2**16) if ready else b""
                 heard += data
                 if not data:  # the remaining tests get no verdict
-                    over = "the tests ended" if ready else "time limit"
+                    over = "time limit"
+                    if ready:  # stop raises if there was no sandbox for them
+                        over = judge.stop()["reason"] or "the tests ended"
             line, newline, heard = heard.partition(b"\n")
             verdict = json.loads(line) if newline else over
             if verdict == "the program ended":

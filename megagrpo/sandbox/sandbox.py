@@ -71,10 +71,9 @@ class Ended:
 _TRIVIAL = Limits(wall_s=_END_S, memory_mb=512, output_kb=1, disk_mb=1, open_files=32, processes=1)
 
 
-@cache
 def isolation() -> str:
-    """Returns "" if the kernel isolates programs, else the reason. Tries it once, with a trivial
-    program."""
+    """Returns "" if the kernel isolates programs, else the reason, which may be gone the next time.
+    Tries it with a trivial program."""
     try:
         return run_program("import socket", b"", _TRIVIAL, isolate=True).problem
     except SandboxError as exc:

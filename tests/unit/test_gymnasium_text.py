@@ -33,7 +33,7 @@ def test_a_lake_is_walked_in_words_and_a_word_that_is_no_move_is_answered():
     assert said.split() == ["(Right)", "S[F]", "HG"] and (reward, done) == (0.0, False)
     assert lake.step("down") == (None, 1.0, True)
     lake.close()
-    fell = make({"extra": {"desc": MAP}}, 3, **LAKE)
+    fell = make({"extra": {"desc": MAP}}, 3, **LAKE | {"actions": "Left Down Right Up"})
     fell.reset()
     assert fell.step("down") == (None, 0.0, True)
     with pytest.raises(ValueError, match="actions has 2 words, and FrozenLake-v1 has 4 actions"):

@@ -187,6 +187,8 @@ def test_math_takes_each_gold_for_itself(gold):
         (r"\boxed{12_7}", "12_5", 0),
         (r"\boxed{12_{5}}", "12_5", 1),
         (r"\boxed{12}", "12_5", 1),
+        # more digits than Python reads
+        (rf"\boxed{{{'1' * 5000}.\overline{{3}}}}", "5", 0),
         # equal before sympy computes it
         (r"\boxed{9^{9^{9^9}}}", "9^{9^{9^9}}", 1),
     ],
@@ -200,6 +202,7 @@ def test_math_reads_both_sides_alike(text, answer, score):
     [
         r"\boxed{" * 50_000,
         r"\boxed" * 50_000,
+        r"\boxed\sqrt[" * 60_000,
         "{" * 300_000,
         r"\boxed{7} " * 20_000,
         r"\boxed{1}" + "\n" * 300_000 + r"so \boxed{2}",

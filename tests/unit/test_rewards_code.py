@@ -1,6 +1,9 @@
 """Grader code: what programs score, and that hostile ones do no harm, in real sandboxes."""
 
+import ast
+import dataclasses
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -237,12 +240,16 @@ RIGHT = {
     "float": function("return a / 3", 1, 0.333333),
     "integral float": function("return a / 1", 2**53, 2**53),
     "5,000 digits": function("return [10**a - 10**a + 1, str(10**a)]", 5000, [1, "1" + "0" * 5000]),
+    "deep recursion": function("return a and 1 + f(a - 1)", 5000, 5000),
+    "deep recursion of a script": script("f = lambda n: n and 1 + f(n - 1)\nprint(f(5000))", "", "5000"),
+    "infinity": function("return a * math.inf", 1, math.inf),
     "exit in a function": function("print('x') or exit()\ndef f(a): return a", 1, 1),
 }
-GUESSES = """import os
+REPLIES = """import os
     for fd in range(3, 64):
-        try: os.write(fd, b'["ok", {{"list": [{}]}}]\\n')
+        try: os.write(fd, b'{}\\n')
         except OSError: pass"""
+GUESSES = REPLIES.format('["ok", {{"list": [{}]}}]')
 WRONG = {
     "another count": script("print(1000000008)", "", "1000000007"),
     "a float near a large count": script("print(1e15 + 1)", "", "1000000000000000"),
@@ -265,6 +272,8 @@ WRONG = {
     "a large integer": function("return a + 1", 10**9, 10**9),
     "many guesses": function(GUESSES.format("0, 1, 2"), 1, 2),
     "guesses of the argument": function(GUESSES.format("null, 0, 1, 2"), [1], 2),
+    "a number for infinity": function("return 3\ninf = float('inf')", 1, math.inf),
+    "an error without words": function(REPLIES.format('["error", ""]'), 1, 2),
     "a large float": function("return a * 1.0 + 1", 10**15, 10**15),
 }
 
@@ -348,6 +357,32 @@ def test_the_last_python_block_is_the_program(text, program):
 def test_an_answer_without_tests_is_an_error_and_not_a_wrong_program(answer, said):
     with pytest.raises(ValueError, match=said):
         read_tests(answer)
+
+
+@isolated
+@pytest.mark.parametrize("score", ["all", "fraction"])
+def test_tests_that_cannot_start_are_no_wrong_answer(score, monkeypatch):
+    start = sandbox._start_supervisor
+
+    def started(options: dict, limits: sandbox.Limits, fds: list[int]) -> subprocess.Popen:
+        disk_mb = -1 if options["mode"] == "test" else limits.disk_mb
+        return start(options, dataclasses.replace(limits, disk_mb=disk_mb), fds)
+
+    monkeypatch.setattr(sandbox, "_start_supervisor", started)
+    with pytest.raises(sandbox.SandboxError, match="mount"):
+        grade("def f(x): return x", CALLS, **GENEROUS | {"score": score})
+
+
+def test_a_machine_without_room_for_a_while_can_isolate_later(monkeypatch):
+    ends = iter([sandbox.Ended("time limit", -9, b"", b""), sandbox.Ended("", 0, b"", b"")])
+    monkeypatch.setattr(sandbox, "run_program", lambda *args, **kwargs: next(ends))
+    assert sandbox.isolation() == "time limit" and sandbox.isolation() == ""
+
+
+def test_the_numbers_of_a_call_are_no_source_of_python():
+    answer = {"fn_name": "f", "inputs": [[list(range(10_000))]], "outputs": [list(range(10_000))]}
+    (statement,) = read_tests(json.dumps(answer)).statements
+    assert len(list(ast.walk(ast.parse(statement)))) < 20
 
 
 def test_assertions_need_no_json():

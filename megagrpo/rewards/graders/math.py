@@ -21,7 +21,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 _TOKEN = re.compile(r"\\f?box(?:ed)?(?![a-zA-Z])\s*\{?|\\[\\{}]|[{}]")
 _GROUP = r"\s*(?:\{[^{}]*\}|[^\s{}\\$])"
 _BARE = re.compile(  # what a box without braces holds
-    rf"\\[dt]?frac{_GROUP}{_GROUP}|\\sqrt(?:\[[^\]]*\])?{_GROUP}|\\[a-zA-Z]+|[-+]?\d+(?:\.\d+)?|[a-zA-Z]"
+    rf"\\[dt]?frac{_GROUP}{_GROUP}|\\sqrt(?:\[[^\]]{{0,30}}\])?{_GROUP}|\\[a-zA-Z]+|[-+]?\d+(?:\.\d+)?|[a-zA-Z]"
 )
 _BETWEEN = re.compile(  # boxes that are one answer: "\boxed{2} and \boxed{5}"
     r"[\s$,;]*+(?:and|or|\\(?:text|mathrm)\{\s*(?:and|or)\s*\})?[\s$,;]*+"
@@ -44,7 +44,10 @@ _SPELLINGS = (
     (re.compile(r"√\s*(\d+|[a-zA-Z])"), r"\\sqrt{\1}"),
     (re.compile(r"√\s*[({]([^(){}]*)[)}]"), r"\\sqrt{\1}"),
     (re.compile("°"), r"^{\\circ}"),
-    (re.compile(r"(?<![\d.])(\d*)\.(\d{0,30})\\(?:overline|bar|dot)\{(\d{1,30})\}"), _repeated),
+    (
+        re.compile(r"(?<![\d.])(\d{0,30})\.(\d{0,30})\\(?:overline|bar|dot)\{(\d{1,30})\}"),
+        _repeated,
+    ),
     (re.compile(r"(?<![\d./])(\d+) +(\d+)/(\d+)(?![\d/])"), r"\1\\frac{\2}{\3}"),  # 1 1/2
     (re.compile(r"(?<=[\d)}])\.\s*$"), ""),  # the full stop of a sentence
 )
