@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, field_validator
 
@@ -21,6 +20,10 @@ from megagrpo.config.fields import (
 )
 from megagrpo.system.errors import translated
 
+# what httpx reads: name or address, port, rest
+_URL = re.compile(
+    r"(?i)https?://(\[[\da-f:.]+\]|[^][\x00-\x20/?#:]+)(:\d{1,5})?([/?][^\x00-\x20\x7f]*)?"
+)
 Scalar = str | int | float | bool
 GraderArgs = dict[str, Scalar | dict[str, Scalar]]
 
@@ -75,9 +78,7 @@ class ServiceOptions(Section):
             raise ValueError(
                 "url holds a user name or password; name a variable in api_key_env instead"
             )
-        parts = urlsplit(url)
-        is_whole = parts.hostname and parts.port != 0 and url.isprintable()
-        if parts.scheme not in ("http", "https") or not is_whole:
+        if not _URL.fullmatch(url):
             raise ValueError(f"url {url!r} should look like http://host:port/path")
         return url
 

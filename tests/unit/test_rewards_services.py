@@ -190,7 +190,7 @@ def test_a_response_cannot_ask_for_the_answer():
     [
         ("http", {}, "url: Field required"),
         ("http", {"url": "localhost:80"}, "should look like http://host:port/path"),
-        ("http", {"url": "http://h:port/"}, "Port could not be cast to integer"),
+        ("http", {"url": "http://h:port/"}, "should look like http://host:port/path"),
         ("http", {"url": "http://h/a\nb"}, "should look like http://host:port/path"),
         ("http", {"url": "http://me:secret@h/"}, "holds a user name or password"),
         ("http", {"url": "http://h/", "batchsize": 3}, "batchsize: Extra inputs are not permitted"),
