@@ -107,7 +107,8 @@ def grade(text: str, answer: str, require_boxed: bool = True) -> float:
     mixed = any(map(_is_range, (gold[0], response[0]))) and any(
         isinstance(answer, FiniteSet) for answer in (gold[0], response[0])
     )
-    same_size = _alike(_tiny(gold), _tiny(response))
+    logs, others = _tiny(gold), _tiny(response)
+    same_size = len(logs) == len(others) and all(map(math.isclose, logs, others))
     return float(not mixed and same_size and _same_numerals(expected, found))
 
 
@@ -123,10 +124,6 @@ def _tiny(parsed: list) -> list[float]:
     values = [part.evalf(20) for part in parts if part.is_number]
     sizes = [abs(Decimal(str(value))) for value in values if value.is_real]
     return sorted(float(size.log10()) for size in sizes if 0 < size < _TINY)
-
-
-def _alike(logs: list[float], others: list[float]) -> bool:
-    return len(logs) == len(others) and all(map(math.isclose, logs, others))
 
 
 def _same_numerals(gold: str, response: str) -> bool:
