@@ -87,9 +87,9 @@ def model_to_train(config: ExperimentConfig) -> Model:
 
 def finished(config: ExperimentConfig) -> str:
     """Returns why nothing is left to do, or ""."""
-    steps = config.train.num_steps
+    steps = config.train.steps(0)
     last = latest(config.run_folder.checkpoints)
-    if steps is None or last is None or config.checkpoint.resume == "never":
+    if config.train.num_epochs or last is None or config.checkpoint.resume == "never":
         return ""
     done = step_of(last)
     if done < steps:

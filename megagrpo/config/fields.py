@@ -1,6 +1,7 @@
 """The base classes of configuration sections, shared types of fields, and walks over the schema."""
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import UnionType
@@ -29,7 +30,11 @@ from megagrpo.system.errors import collected
 
 
 def _expanded(path: object) -> object:
-    return os.path.expandvars(os.path.expanduser(path)) if isinstance(path, str) else path
+    if isinstance(path, str):
+        path = os.path.expandvars(os.path.expanduser(path))
+        if re.search(r"\$(\w|\{\w+\})", path):
+            raise ValueError(f"{path!r} names a variable that is not set")
+    return path
 
 
 LocalPath = Annotated[str, BeforeValidator(_expanded)]  # ~ and $VARIABLES are expanded

@@ -173,10 +173,9 @@ class SamplingConfig(Section):
     """Accept top_p < 1 or top_k > 0, although log-probabilities are then not renormalized."""
 
     def problems(self) -> list[Rule]:
-        truncated = self.top_p < 1 or self.top_k > 0
         return [
             Rule(
-                truncated and (not self.allow_truncated_distribution),
+                (self.top_p < 1 or self.top_k > 0) and not self.allow_truncated_distribution,
                 "top_p < 1 or top_k > 0 samples from another "
                 "distribution than that of the log-probabilities",
                 "set allow_truncated_distribution: true to accept that",

@@ -376,7 +376,7 @@ def _rollout(config: ExperimentConfig) -> list[str]:
         how = "greedy" if e.temperature == 0 else f"temperature {e.temperature:g}"
         lines.append(
             f"evaluation {config.eval_data.name}, {e.num_samples} samples a prompt, {how}: "
-            f"first, every {e.every} steps, last"
+            f"{'first, ' * e.before_first_step}every {e.every} steps, last"
         )
     return lines
 

@@ -3,11 +3,12 @@ said them, and what Megatron-Core makes of its fields."""
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from megagrpo import cli
-from megagrpo.check import libraries
+from megagrpo.check import libraries, problems
 from megagrpo.config.fields import Section, members, sections
 from megagrpo.config.load import ConfigError
 from megagrpo.config.schema import ExperimentConfig
@@ -38,6 +39,13 @@ def test_a_number_that_no_library_takes_is_refused_by_its_key(setting, said):
     key = re.escape(setting.partition("=")[0])
     with pytest.raises(ConfigError, match=rf"--set .*: {key}.* = .*: .*{said}"):
         read_experiment(QUICKSTART, [setting])
+
+
+def test_a_run_of_the_default_steps_is_over_after_them(monkeypatch):
+    monkeypatch.setattr(problems, "latest", lambda _: Path("checkpoints/step_000100"))
+    config = read_experiment(QUICKSTART, ["train.num_steps=null", "eval=null"])
+    assert "100 of 100 steps are done" in problems.finished(config)
+    assert problems.finished(read_experiment(QUICKSTART, ["train={num_epochs: 1}", "eval=null"])) == ""
 
 
 def test_every_number_of_the_schema_has_bounds():

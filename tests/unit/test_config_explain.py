@@ -122,7 +122,10 @@ def test_preflight_finds_a_checkpoint_of_another_layout(prepared):
 
 def test_explain_says_what_a_step_is(prepared):
     train = "train={num_steps: 5, num_prompts_per_step: 12, group_size: 4, num_updates_per_step: 2}"
-    text = explain(load_config(QUICKSTART, ["actor.world_size=8", "actor.parallel={tp: 2, pp: 2, ep: 2}", train]))
+    later = "eval.before_first_step=false"
+    text = explain(
+        load_config(QUICKSTART, ["actor.world_size=8", "actor.parallel={tp: 2, pp: 2, ep: 2}", train, later])
+    )
     for said in (
         "8 trainer ranks = tp 2 x cp 1 x dp 2 x pp 2; experts: etp 1 x ep 2 x dp 2 x pp 2; sequence parallel",
         "12 prompts x 4 samples = 48 samples",
@@ -130,6 +133,7 @@ def test_explain_says_what_a_step_is(prepared):
         "updates    2 of 6 prompts = 24 samples",
         "the run    10 optimizer updates, 240 samples",
         "no problems found",
+        "greedy: every 15 steps, last",
     ):
         assert said in text, text
     layout = text.partition("\na step")[0]

@@ -94,6 +94,9 @@ def test_lengths_of_an_earlier_run(tmp_path):
     records = [{"group_id": number, "samples": samples} for number, samples in enumerate(groups)]
     write_json_lines(folder / "step_000001.replica_0.jsonl", records)
     assert lengths_of_run(RunFolder(tmp_path), shipped()).responses.tolist() == [3, 5, 7]
+    for step in range(2, 22):  # of a long run only the last ones are read
+        write_json_lines(folder / f"step_{step:06d}.replica_0.jsonl", records[1:])
+    assert lengths_of_run(RunFolder(tmp_path), shipped()).responses.tolist() == [3] * 20
     with pytest.raises(ValueError, match=r"elsewhere/rollouts: no positive numbers"):
         lengths_of_run(RunFolder(tmp_path / "elsewhere"), shipped())
 

@@ -76,6 +76,7 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     (["data={sources: [{source: a, path: a}, {source: a, path: b}]}"], "'a' is there twice"),
     (["data={sources: [{source: a, path: a, ratio: 1.0}, {source: b, path: b}]}"], "1 of 2 have a"),
     (["data={}"], "path names no file"),
+    (["output_dir=$NOT_SET_HERE/run"], "'$NOT_SET_HERE/run' names a variable that is not set"),
     (["data.path="], "path names no file"),
     (["data.prompt_template=Think."], "prompt_template without {prompt}"),
     (["data={sources: [{source: a, path: a.jsonl, prompt_template: Think.}]}"], "prompt_template without {prompt}"),

@@ -31,6 +31,7 @@ _POINTS = 4096  # of a distribution that is given by numbers
 _MEDIAN = 0.3  # of the longest response, if nothing is known
 # sigma of a log-normal with 1 % above the longest
 _SPREAD = math.log(1 / _MEDIAN) / NormalDist().inv_cdf(0.99)
+_STEPS = 20  # of a run, whose rollouts are read: all of a long one are gigabytes
 _PROMPT_SHARE = 0.25  # of data.max_prompt_tokens that a prompt has
 # An engine's activations and graphs beside trainers, estimated: a prefill of 8,192 tokens with 16
 # values of the hidden size each, and 2 MB for each of 256 samples in graphs, as SGLang 0.5.21
@@ -87,11 +88,11 @@ def _normal_quantiles() -> np.ndarray:
 
 
 def lengths_of_run(folder: RunFolder, config: ExperimentConfig) -> Lengths:
-    """Reads the lengths of all samples in the rollouts of a run folder. Raises ValueError if it has
+    """Reads the lengths of the samples in the last _STEPS steps of a run folder. Raises ValueError if it has
     none."""
     responses = [
         sample["num_tokens"]
-        for files in folder.rollout_files().values()
+        for files in [*folder.rollout_files().values()][-_STEPS:]
         for group in read_rollouts(files.values())
         for sample in group["samples"]
     ]
