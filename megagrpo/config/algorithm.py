@@ -106,16 +106,13 @@ class AlgorithmConfig(Section):
         missed = reward.turned_on(besides_greedy=True)
         changes_sum = [f"reward.{step}" for step in reward.turned_on()]
         changes_sum += ["kl.reward_coef"] if self.kl.reward_coef else []
-        unread = (
-            self.loss_scale_factor is not None and self.aggregation != "seq-mean-token-sum-norm"
-        )
-        twice = self.whiten_advantages and advantage.whitens
         below_0 = self._below_0()
-        against_engine = isinstance(self.loss, DppoLoss) and self.loss.against == "rollout"
         return [
             *self._stream_problems(),
             Rule(
-                against_engine and self.mismatch.weight is not None,
+                isinstance(self.loss, DppoLoss)
+                and self.loss.against == "rollout"
+                and self.mismatch.weight is not None,
                 "loss dppo against rollout weighs tokens by actor / "
                 "engine, and so does mismatch.weight",
                 "remove mismatch.weight, or write against: old",
@@ -145,12 +142,13 @@ class AlgorithmConfig(Section):
                 "remove what is named first, or use another advantage",
             ),
             Rule(
-                twice,
+                self.whiten_advantages and advantage.whitens,
                 f"advantage {advantage.name} is whitened already",
                 "remove whiten_advantages",
             ),
             Rule(
-                unread,
+                self.loss_scale_factor is not None
+                and self.aggregation != "seq-mean-token-sum-norm",
                 f"loss_scale_factor belongs to seq-mean-token-sum-norm; aggregation is {self.aggregation}",
                 "remove one of them",
             ),

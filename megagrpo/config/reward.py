@@ -195,7 +195,6 @@ class RewardConfig(Section):
         check_options(self.grader, self.args)
         names = [entry.short_name for entry in self.entries]
         twice = sorted({name for name in names if names.count(name) > 1})
-        is_set = self.args or self.grader != type(self).model_fields["grader"].default
         limits = [
             CodeOptions.model_validate(entry.args).total_s
             for entry in self.entries
@@ -204,7 +203,8 @@ class RewardConfig(Section):
         total_s = max(limits, default=0.0)
         return [
             Rule(
-                self.graders and is_set,
+                self.graders
+                and (self.args or self.grader != type(self).model_fields["grader"].default),
                 "grader and graders are both set",
                 "write one of them, and each grader's args with it",
             ),

@@ -77,8 +77,11 @@ def as_read(subject: Subject) -> Iterator[Rule]:
     for name, least in _AT_LEAST.items():
         value = rollout.sglang.get(name)
         wrong = not isinstance(value, int | float) or value < least
-        text = f"must be at least {least}, and a number"
-        yield Rule(value is not None and wrong, text, key=(*SERVER, name))
+        yield Rule(
+            value is not None and wrong,
+            f"must be at least {least}, and a number",
+            key=(*SERVER, name),
+        )
     for path, together in (_trainer_settings(actor) | _engine_settings(rollout)).items():
         for name, wrong, because in together:
             yield Rule(given[path].get(name) and wrong, because, key=(*path, name))

@@ -112,8 +112,9 @@ def before_start(subject: Subject) -> Iterator[Rule]:
             "take a teacher with at least as many",
         )
         if tokenizer.is_dir() and (problem := different_tokens(folder, tokenizer)):
-            remedy = "distillation needs the same ids for the same tokens"
-            yield Rule(True, f"{key} {problem}", remedy)
+            yield Rule(
+                True, f"{key} {problem}", "distillation needs the same ids for the same tokens"
+            )
 
 
 def _embeddings(description: HfConfig) -> int:
