@@ -379,9 +379,11 @@ def _values(line: bytes, location: str) -> Values:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Values]]:
-    with explained(f"{path}: not a readable parquet file"):
-        file = pyarrow.parquet.ParquetFile(path)
-    with file:
+    # also a page that is damaged, behind a readable footer
+    with (
+        explained(f"{path}: not a readable parquet file"),
+        pyarrow.parquet.ParquetFile(path) as file,
+    ):
         i = 0
         for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
             for row in batch.to_pylist():

@@ -80,3 +80,13 @@ def test_a_map_of_arrow_is_an_object(tmp_path):
 def test_a_prompt_that_only_begins_as_json_is_a_text(tmp_path, text):
     (row,) = read_rows(DataConfig(path=rows_file([{"prompt": text, "answer": "1"}])))
     assert row.prompt == text
+
+
+def test_a_page_of_parquet_that_is_damaged_is_named_by_its_file(tmp_path):
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"prompt": [str(i) for i in range(2000)], "answer": ["x"] * 2000})
+    pyarrow.parquet.write_table(table, path, compression="zstd")
+    data = path.read_bytes()
+    path.write_bytes(data[:60] + bytes(340) + data[400:])  # its footer is whole
+    with pytest.raises(ValueError, match="a.parquet: not a readable parquet file"):
+        read_rows(DataConfig(path=str(path)))
