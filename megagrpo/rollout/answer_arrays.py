@@ -20,6 +20,8 @@ from megagrpo.system.errors import translated
 
 _NULL = 9999  # stands for null, which no array of numbers can hold: no log-probability
 _NULL_AS_NUMBER = bytes.maketrans(b"nul", b"999")
+# RuntimeError: an error about the last answer, which nobody has read yet, holds the parser
+_OTHER_FORM = (AttributeError, RuntimeError, TypeError, ValueError)
 _THREAD = threading.local()  # a parser keeps its memory for the next answer
 
 
@@ -28,7 +30,7 @@ def read_pairs(text: bytes | msgspec.Raw) -> tuple[np.ndarray, np.ndarray]:
 
     They equal orjson's, bit for bit. Raises ValueError, TypeError and such for anything else.
     """
-    with suppress(AttributeError, TypeError, ValueError):
+    with suppress(*_OTHER_FORM):
         return _columns(_numbers(_parsed(bytes(text))))
     pairs = orjson.loads(bytes(text)) or []  # with texts
     logprobs = np.array([pair[0] for pair in pairs], np.float64)
@@ -41,7 +43,7 @@ def read_lists(
     """Returns ids [T, k] int32 and log-probabilities [T, k] float32 of lists [logprob, id, text],
     k for each position, without the first `skipped` positions. Raises ValueError for other
     lists."""
-    with suppress(AttributeError, TypeError, ValueError):
+    with suppress(*_OTHER_FORM):
         parsed = _parsed(bytes(text))
         # a position that is skipped is null, which is one number
         numbers = _numbers(parsed)[skipped:]

@@ -405,6 +405,8 @@ def _checked(answer: Answer, request: SampleRequest) -> Response:
         needed = f"{request.version}{' or newer' * request.or_newer}"
         raise UnusableAnswer(f"sampled by weights of version {sampled_by}, wanted {needed}")
     token_ids, logprobs = read_pairs(meta.get("output_token_logprobs", b"[]"))
+    if not np.isfinite(logprobs).all():
+        raise UnusableAnswer("log-probabilities that are not finite")
     response = Response(
         token_ids,
         logprobs,

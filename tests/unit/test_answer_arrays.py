@@ -8,7 +8,7 @@ import pytest
 
 from megagrpo.rollout import answer_arrays
 from megagrpo.rollout.answer_arrays import read_lists, read_pairs
-from megagrpo.rollout.generation import SampleRequest, SamplingParams, _read
+from megagrpo.rollout.generation import SampleRequest, SamplingParams, UnusableAnswer, _read
 
 chance = np.random.default_rng(0)
 SIZE = 5000
@@ -115,6 +115,14 @@ def test_other_numbers_of_candidates_are_an_error(lists):
         read_lists(orjson.dumps(lists), 2)
 
 
+def test_an_error_that_nobody_has_read_does_not_hold_the_next_answer():
+    """Of a thread that reads: its error waits for the event loop."""
+    with pytest.raises(ValueError, match="not 1 tokens") as unread:
+        read_lists(orjson.dumps(TOP), 1)
+    assert unread and read_pairs(b"[[-0.5,7,null]]")[0].tolist() == [7]
+    assert read_lists(orjson.dumps(TOP), 2)[0].tolist() == [[7, 8], [9, 5], [3, 4]]
+
+
 def test_an_answer_with_all_that_sglang_may_add():
     pairs = [[-0.25, 7, None], [-1.1920928244535389e-7, 8, None]]
     meta = {
@@ -143,3 +151,11 @@ def test_an_answer_with_all_that_sglang_may_add():
     assert response.logprobs.tobytes() == np.array([p[0] for p in pairs], np.float32).tobytes()
     assert (response.weight_version, response.newer) == (2, ((1, 3),))
     assert (response.num_cached, response.accepted) == (1, (0, 2))
+
+
+def test_a_sampled_token_without_a_finite_log_probability_is_sampled_again():
+    """An engine writes NaN as null; in a batch it would cost the whole update."""
+    meta = {"finish_reason": {"type": "stop"}, "weight_version": "2", "output_token_logprobs": [[None, 7, None]]}
+    request = SampleRequest((5, 6), SamplingParams(1.0, 4), 0, version=2)
+    with pytest.raises(UnusableAnswer, match="not finite"):
+        _read(orjson.dumps({"meta_info": meta}), request, np.array([5, 6]), None)

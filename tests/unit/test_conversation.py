@@ -166,12 +166,49 @@ def test_anthropics_blocks_are_the_same_messages_and_their_stream_the_same_block
     assert events == ["message_start", *block, "message_delta", "message_stop"]
 
 
-def test_arguments_that_are_no_json_reach_the_agent_as_they_are():
-    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": 1,}'}}
-    turn, _ = asyncio.run(_two_turns(OPENAI.read({"messages": [USER], "tools": TOOLS})))
-    turn.message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    [block] = ANTHROPIC.write(turn, {}, "policy")["content"]
-    assert block["input"] == {"_raw": '{"x": 1,}'}
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ('{"x": 1}', {"x": 1}),
+        ('{"x": 123456789012345678901234567890}', {"x": 123456789012345678901234567890}),
+        ("[1]", [1]),
+        *((text, {"_raw": text}) for text in ('{"x": 1,}', '{"x": NaN}', '{"x": "\\ud800"}', "[" * 2000 + "]" * 2000)),
+    ],
+)
+@pytest.mark.parametrize("path", ["messages", "chat/completions"])
+def test_whatever_the_arguments_of_a_call_the_agent_gets_them_and_continues(path, written, read):
+    function = {"name": "add", "arguments": written}
+
+    async def parse(text: str, tools, prefix: str) -> dict:
+        return {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "a", "type": "function", "function": function}],
+        }
+
+    async def run() -> tuple[object, ChatTurn]:
+        gateway, (conversation, _) = Gateway("127.0.0.1", "policy"), talk("5", "7", parse=parse)
+        gateway.start()
+        with gateway.session(conversation) as (url, key):
+
+            async def ask(*messages: dict) -> dict:
+                status, answer = await asyncio.to_thread(post, url, path, key, {"messages": [USER, *messages]})
+                assert status == 200
+                return answer
+
+            answer = await ask()
+            if path == "messages":
+                result = {"type": "tool_result", "tool_use_id": "a", "content": "3"}
+                said, got = {"role": "assistant", "content": answer["content"]}, answer["content"][0]["input"]
+                await ask(said, {"role": "user", "content": [result]})
+            else:
+                said = answer["choices"][0]["message"]
+                got = said["tool_calls"][0]["function"]["arguments"]
+                await ask(said, {"role": "tool", "tool_call_id": "a", "content": "3"})
+        return got, conversation._turns[-1]
+
+    got, last = asyncio.run(run())
+    assert got == (read if path == "messages" else written) and last.before is not None
 
 
 async def _two_turns(asked) -> tuple[ChatTurn, list[list[int]]]:

@@ -176,11 +176,11 @@ def test_your_own_environment_reads_the_whole_turn():
 @pytest.mark.parametrize(
     ("parser", "prompt", "text", "parsed", "content"),
     [
-        ("", "q<think>\n", "a1</think>2", "2", "a1</think><2>"),
-        ("", "q<think>\n", "a12", "", "a12<>"),
-        ("", "q", "12", "12", "<12>"),
-        ("qwen3", "q<think>\n", "a1</think>2", "<think>a1</think>2", "<<think>a1</think>2>"),
-        ("qwen3", "q", "<think>a1</think>2", "<think>a1</think>2", "<<think>a1</think>2>"),
+        ("", "q<think>\n", "a1</think>2", "2", "a1</think>2."),
+        ("", "q<think>\n", "a12", "", "a12."),
+        ("", "q", "12", "12", "12."),
+        ("qwen3", "q<think>\n", "a1</think>2", "<think>a1</think>2", "a1</think>2."),
+        ("qwen3", "q", "<think>a1</think>2", "<think>a1</think>2", "<think>a1</think>2."),
     ],
 )
 def test_parsers_of_agents_find_no_call_in_the_reasoning(parser, prompt, text, parsed, content):
@@ -188,7 +188,7 @@ def test_parsers_of_agents_find_no_call_in_the_reasoning(parser, prompt, text, p
 
     async def parse(text: str, tools, prefix: str) -> dict:
         seen.append(text)
-        return {"role": "assistant", "content": f"<{text}>"}
+        return {"role": "assistant", "content": f"{text}."}
 
     async def turn(*_: object) -> Response:
         return Response((5,), (0.0,), "stop", 0)

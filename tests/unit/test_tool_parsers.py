@@ -253,6 +253,10 @@ def parsed(tmp_path_factory):
     for name, parser in REASONING.items():
         text = "<think>2 and 3</think>five" + MODELS[name][2]
         turns[name, "thought"] = heard(tokenizer_of(name), text, folder), [], "", "", parser
+        turns[name, "no thought"] = heard(tokenizer_of(name), text.replace("2 and 3", ""), folder), [], "", "", parser
+    for what, word in {"half": "\\ud800", "whole": "\\ud83d\\ude00"}.items():
+        call = f'<tool_call>\n{{"name": "look_up", "arguments": {{"word": "{word}"}}}}\n</tool_call>'
+        turns["Qwen3", what] = call, [TOOL["function"]], "c-", "qwen25", ""
     for what, text in KIMIS.items():
         turns["Kimi-K2", what] = text, [TOOL["function"]], "c-", "kimi_k2", ""
     done = subprocess.run(
@@ -294,6 +298,12 @@ def test_calls_are_found_where_markers_are_special_tokens(parsed, name):
 @pytest.mark.parametrize("name", REASONING)
 def test_reasoning_is_found_where_its_tags_are_special_tokens(parsed, name):
     assert parsed[name, "thought"] == {"content": "five", "reasoning_content": "2 and 3"}
+    assert parsed[name, "no thought"] == {"content": "five", "reasoning_content": ""}, "no tag is left"
+
+
+@pytest.mark.parametrize(("what", "word"), [("half", "\ufffd"), ("whole", "\U0001f600")])
+def test_half_a_character_in_a_call_is_replaced(parsed, what, word):
+    assert calls_of(parsed["Qwen3", what]) == [["look_up", {"word": word}]]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -123,6 +123,13 @@ def _blocks(content: str | list[dict] | None) -> list[dict]:
     return content or []
 
 
+def _written(arguments: object) -> str:
+    match arguments:
+        case {"_raw": str(text), **rest} if not rest:
+            return text
+    return json.dumps(arguments)
+
+
 def _from_anthropic(message: Message) -> list[Message]:
     """Returns a message of blocks as messages; the output of each tool becomes one message."""
     blocks, out = _blocks(message["content"]), list[Message]()
@@ -138,7 +145,7 @@ def _from_anthropic(message: Message) -> list[Message]:
             {
                 "id": block["id"],
                 "type": "function",
-                "function": {"name": block["name"], "arguments": json.dumps(block["input"])},
+                "function": {"name": block["name"], "arguments": _written(block["input"])},
             }
             for block in blocks
             if block["type"] == "tool_use"
@@ -187,8 +194,11 @@ def _write_anthropic(turn: ChatTurn, body: Body, model: str) -> Body:
     for call in turn.message.get("tool_calls") or []:
         written = call["function"]["arguments"] or "{}"
         arguments: object = {"_raw": written}  # what a model wrote need not be JSON
-        with suppress(ValueError):
-            arguments = json.loads(written)
+        with suppress(ValueError, RecursionError):
+            read = json.loads(written)
+            # nor what a client can send back: NaN and half a character are not
+            json.dumps(read, ensure_ascii=False, allow_nan=False).encode()
+            arguments = read
         content.append(
             {
                 "type": "tool_use",

@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import orjson
 
 from megagrpo.config.rollout import AgentConfig
 from megagrpo.data.messages import Message, Tools, text_of
@@ -214,7 +215,9 @@ class Conversation:
         prompt, end = self._task.prompt, self._renderer.reasoning_end
         ids = f"c{turn.number:05}"
         if self._config.reasoning_parser:  # which sees the tag that began it here only
-            return await self._parse(prompt.reasoning_begun(end) + turn.text, tools, ids)
+            begun = prompt.reasoning_begun(end)
+            message = await self._parse(begun + turn.text, tools, ids)
+            return message | {"content": message["content"].removeprefix(begun)}
         answer = prompt.answer_in(turn.text, end)
         message = await self._parse(answer, tools, ids)
         return message | {"content": turn.text.removesuffix(answer) + message["content"]}
@@ -310,8 +313,9 @@ def _digests(message: Message) -> tuple[bytes, bytes]:
     calls = []
     for call in message.get("tool_calls") or ():
         name, arguments = call["function"]["name"], call["function"].get("arguments") or "{}"
-        with suppress(ValueError, TypeError):  # a text that is not JSON stays a text
-            arguments = json.loads(arguments)
+        # a text that is not JSON stays a text; large numbers as the endpoint reads them in requests
+        with suppress(ValueError):
+            arguments = orjson.loads(arguments)
         calls.append([call.get("id"), name, arguments])
     role, call_id, name = (message.get(key) for key in ("role", "tool_call_id", "name"))
     visible = [role, text_of(message), calls, call_id, name]

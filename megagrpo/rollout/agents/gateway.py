@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
+import numpy as np
 import orjson
 import uvicorn
 from starlette.applications import Starlette
@@ -23,6 +24,7 @@ from starlette.routing import Route
 from megagrpo.rollout.agents import chat
 from megagrpo.rollout.agents.conversation import ChatTurn, Conversation, Refused
 from megagrpo.rollout.generation import GenerationFailed
+from megagrpo.system.run_folder import json_bytes
 
 _KEY_BYTES = 24
 _BACKLOG = 4096  # connections of agents that start together
@@ -171,4 +173,4 @@ def _json(status: int, body: Mapping[str, object]) -> HttpResponse:
 
 
 def _dumped(body: Mapping[str, object]) -> bytes:
-    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+    return json_bytes(body, np.ndarray.tolist)

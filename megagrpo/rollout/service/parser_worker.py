@@ -16,6 +16,7 @@ from sglang.srt.entrypoints.openai.protocol import Tool
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 
+from megagrpo.data.rows import well_formed
 from megagrpo.system.worker_process import answer_calls
 
 # Kimi-K2 names its calls itself, and its template repeats the name before a tool's output.
@@ -34,7 +35,7 @@ def parse(
     message: dict[str, object] = {}
     if reasoning_parser:
         reasoning, rest = ReasoningParser(reasoning_parser).parse_non_stream(text)
-        if reasoning:
+        if reasoning or len(rest or "") < len(text):  # of an empty one only the tags are gone
             text = rest or ""
             message = {"content": text, "reasoning_content": reasoning}
     if tool_parser:
@@ -47,7 +48,7 @@ def parse(
             {
                 "id": call_id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": call.parameters},
+                "function": {"name": call.name, "arguments": well_formed(call.parameters)},
             }
             for call_id, call in zip(ids, parsed, strict=True)
         ]
