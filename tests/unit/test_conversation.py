@@ -171,8 +171,10 @@ def test_anthropics_blocks_are_the_same_messages_and_their_stream_the_same_block
     [
         ('{"x": 1}', {"x": 1}),
         ('{"x": 123456789012345678901234567890}', {"x": 123456789012345678901234567890}),
-        ("[1]", [1]),
-        *((text, {"_raw": text}) for text in ('{"x": 1,}', '{"x": NaN}', '{"x": "\\ud800"}', "[" * 2000 + "]" * 2000)),
+        *(
+            (text, {"_raw": text})
+            for text in ("[1]", '{"x": 1,}', '{"x": NaN}', '{"x": "\\ud800"}', "[" * 2000 + "]" * 2000)
+        ),
     ],
 )
 @pytest.mark.parametrize("path", ["messages", "chat/completions"])

@@ -123,13 +123,6 @@ def _blocks(content: str | list[dict] | None) -> list[dict]:
     return content or []
 
 
-def _written(arguments: object) -> str:
-    match arguments:
-        case {"_raw": str(text), **rest} if not rest:
-            return text
-    return json.dumps(arguments)
-
-
 def _from_anthropic(message: Message) -> list[Message]:
     """Returns a message of blocks as messages; the output of each tool becomes one message."""
     blocks, out = _blocks(message["content"]), list[Message]()
@@ -145,7 +138,10 @@ def _from_anthropic(message: Message) -> list[Message]:
             {
                 "id": block["id"],
                 "type": "function",
-                "function": {"name": block["name"], "arguments": _written(block["input"])},
+                "function": {
+                    "name": block["name"],
+                    "arguments": block["input"].get("_raw") or json.dumps(block["input"]),
+                },
             }
             for block in blocks
             if block["type"] == "tool_use"
@@ -194,9 +190,9 @@ def _write_anthropic(turn: ChatTurn, body: Body, model: str) -> Body:
     for call in turn.message.get("tool_calls") or []:
         written = call["function"]["arguments"] or "{}"
         arguments: object = {"_raw": written}  # what a model wrote need not be JSON
-        with suppress(ValueError, RecursionError):
-            read = json.loads(written)
-            # nor what a client can send back: NaN and half a character are not
+        with suppress(ValueError, TypeError, RecursionError):
+            read = json.loads(written) | {}  # an object
+            # which a client can send back: not with NaN or half a character
             json.dumps(read, ensure_ascii=False, allow_nan=False).encode()
             arguments = read
         content.append(

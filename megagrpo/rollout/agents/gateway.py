@@ -76,10 +76,11 @@ class Gateway:
         block."""
         key = secrets.token_urlsafe(_KEY_BYTES)
         self._conversations[key] = conversation
-        with ExitStack() as stack:
-            stack.callback(self._conversations.pop, key)
-            stack.callback(conversation.close)
+        try:
             yield f"{self.url}/e/{key}/v1", key
+        finally:
+            conversation.close()
+            del self._conversations[key]
 
     async def _serve(self, where: socket.socket) -> None:
         routes = [

@@ -95,9 +95,10 @@ class Programs:
         fit = [slot for slot in self._running if slot not in self._retired]
         slot = min(fit, key=self._running.__getitem__)
         self._running[slot] += 1
-        with ExitStack() as stack:
-            stack.callback(self._leave, slot)
+        try:
             yield slot
+        finally:
+            self._leave(slot)
 
     def _leave(self, slot: WorkerSlot) -> None:
         self._running[slot] -= 1
@@ -118,9 +119,10 @@ class Programs:
         async with self._alone:
             slot = WorkerSlot(self._make)
             self._spare = [spare for spare in self._spare if not spare.is_gone] + [slot]
-            with ExitStack() as stack:
-                stack.callback(slot.kill)
+            try:
                 yield slot
+            finally:
+                slot.kill()
 
     async def _run(self, slot: WorkerSlot, task: RolloutTask, talk: Conversation) -> Outcome:
         """Returns the outcome of one program. Raises WorkerError if its process is gone, or is held

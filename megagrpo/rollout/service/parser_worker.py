@@ -10,7 +10,6 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 from sglang.srt.entrypoints.openai.protocol import Tool
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
@@ -65,10 +64,11 @@ def main(fd: int, *parsers: str) -> None:
 
     def answer(turn: Sequence) -> object:
         signal.signal(signal.SIGVTALRM, _end)
-        with ExitStack() as stack:
-            stack.callback(signal.setitimer, signal.ITIMER_VIRTUAL, 0)
+        try:
             signal.setitimer(signal.ITIMER_VIRTUAL, _CPU_S, 0.1)
             return parse(*turn, *parsers)
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
     answer_calls(fd, answer)
 
