@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -191,9 +190,8 @@ class Sampler:
 
     async def _sample(self, rollout: _Rollout) -> tuple[list[Sample], Outcome]:
         prompt = rollout.of.prompt
-        with ExitStack() as stack:
-            stack.callback(self._pending.pop, rollout)
-            self._pending[rollout] = self._answering.waited_for
+        self._pending[rollout] = self._answering.waited_for
+        try:
             parts, outcome = await self._answering.rollout(self._task(rollout))
             samples = [await self._sample_of(rollout, part) for part in parts]
             scoring = asyncio.create_task(self._scored(rollout, samples, parts))
@@ -208,6 +206,8 @@ class Sampler:
                 return await scoring, outcome
             finally:
                 await end_tasks([scoring])
+        finally:
+            del self._pending[rollout]
 
     async def _scored(
         self, rollout: _Rollout, samples: list[Sample], parts: Sequence[SamplePart]

@@ -229,10 +229,8 @@ class Conversation:
                 "invalid_request", "the last message is the model's own: say something to it"
             )
         with explained("messages or tools cannot be read"):
-            digests, tools_digest = (
-                [_digests(message) for message in messages],
-                _digest(tools or []),
-            )
+            digests = list(map(_digests, messages))
+            tools_digest = _digest(tools or [])
         for tool in (self._config.tool_parser and tools) or ():
             with explained(f"SGLang's parsers read functions; leave out the tool {tool!r:.200}"):
                 str(tool["function"]["name"])

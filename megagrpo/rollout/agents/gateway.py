@@ -9,7 +9,7 @@ import asyncio
 import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import numpy as np
@@ -157,16 +157,17 @@ async def _while_connected(
     """Returns the turn; None if the agent has closed its connection, which cancels the turn."""
     saying = asyncio.ensure_future(conversation.say(*asked))
     leaving = asyncio.ensure_future(request.receive())
-    with ExitStack() as stack:
-        stack.callback(leaving.cancel)
-        stack.callback(saying.cancel)
+    try:
         await asyncio.wait([saying, leaving], return_when=asyncio.FIRST_COMPLETED)
         if saying.done():
             return saying.result()
         saying.cancel()
         with suppress(asyncio.CancelledError):
             return await saying  # it may have ended meanwhile
-    return None
+        return None
+    finally:
+        saying.cancel()
+        leaving.cancel()
 
 
 def _json(status: int, body: Mapping[str, object]) -> HttpResponse:

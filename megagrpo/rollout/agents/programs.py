@@ -5,7 +5,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -129,27 +129,30 @@ class Programs:
         by this program or another one, and GenerationFailed."""
         process = await slot.started()
         began = time.monotonic()
-        with ExitStack() as stack:
-            base_url, key = stack.enter_context(self._gateway.session(talk))
+        with self._gateway.session(talk) as (base_url, key):
             row = task.row | {"seed": task.seed_of("agent")}
             arguments = {"base_url": base_url, "key": key, "row": row} | self._args
             call = asyncio.ensure_future(process.call(arguments))
-            stack.callback(self._abandon, slot, call)
             awaited: list[asyncio.Future] = [call, talk.failed]
-            while not call.done():
-                left = self.config.timeout_s + talk.waited_s - (time.monotonic() - began)
-                if left <= 0:
-                    if slot in self._running and not await process.reacts():
-                        raise WorkerError("a program in it does not let the others run")
-                    return Outcome("timeout", detail=f"no reward in {self.config.timeout_s:g} s")
-                await asyncio.wait(awaited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                if talk.failed.done() and not call.done():
-                    talk.failed.result()
-            result, error = call.result()
-            self._ended += 1
-            self._waited_s += talk.waited_s
-            self._seconds += time.monotonic() - began - talk.waited_s
-            return self._outcome(talk, result, error)
+            try:
+                while not call.done():
+                    left = self.config.timeout_s + talk.waited_s - (time.monotonic() - began)
+                    if left <= 0:
+                        if slot in self._running and not await process.reacts():
+                            raise WorkerError("a program in it does not let the others run")
+                        return Outcome(
+                            "timeout", detail=f"no reward in {self.config.timeout_s:g} s"
+                        )
+                    await asyncio.wait(awaited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                    if talk.failed.done() and not call.done():
+                        talk.failed.result()
+                result, error = call.result()
+                self._ended += 1
+                self._waited_s += talk.waited_s
+                self._seconds += time.monotonic() - began - talk.waited_s
+                return self._outcome(talk, result, error)
+            finally:
+                self._abandon(slot, call)
 
     def _outcome(self, talk: Conversation, result: list | None, error: str | None) -> Outcome:
         if result is not None:

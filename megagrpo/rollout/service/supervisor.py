@@ -311,7 +311,10 @@ class SupervisedEngine:
         strategy = "STRICT_PACK" if rollout.nodes_per_engine == 1 else "SPREAD"
         self._group = placement_group([bundle] * rollout.nodes_per_engine, strategy=strategy)
         deadline = time.monotonic() + rollout.start_timeout_s
-        while not await self._is_placed(self._group):
+        # In a thread: Ray's head may take long, and this loop answers the trainers' /status.
+        while (await asyncio.to_thread(placement_group_table, self._group)).get(
+            "state"
+        ) != "CREATED":
             if time.monotonic() > deadline:
                 resources = await asyncio.to_thread(ray.cluster_resources)
                 have = {name: resources[name] for name in ("CPU", "GPU") if name in resources}
@@ -321,12 +324,6 @@ class SupervisedEngine:
                     f"{have} in all. Lower rollout.num_engines or rollout.tp, or add machines"
                 )
             await asyncio.sleep(_RESERVE_POLL_S)
-
-    @staticmethod
-    async def _is_placed(group: PlacementGroup) -> bool:
-        # In a thread: Ray's head may take long, and this loop answers the trainers' /status.
-        table = await asyncio.to_thread(placement_group_table, group)
-        return table.get("state") == "CREATED"
 
     async def _watch(self, http: aiohttp.ClientSession) -> None:
         """Watches this incarnation until it ends.
