@@ -335,7 +335,7 @@ def numbered(of_rollouts: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
     """Returns the samples of a group's rollouts, numbered; with one sample each, rollouts have no
     number."""
     if all(len(samples) == 1 for samples in of_rollouts):
-        return tuple(sample for samples in of_rollouts for sample in samples)
+        return tuple(itertools.chain(*of_rollouts))
     pairs = [(rollout, sample) for rollout, samples in enumerate(of_rollouts) for sample in samples]
     return tuple(
         replace(sample, index=index, rollout=rollout)

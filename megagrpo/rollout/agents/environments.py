@@ -100,9 +100,7 @@ class EpisodeResult:
 
     def outcome(self, by_turn: bool) -> Outcome:
         """Returns the sum of the rewards; by_turn: each belongs to the last token of its turn."""
-        token_rewards = tuple(
-            (token, reward) for token, reward in self.rewards if reward and by_turn
-        )
+        token_rewards = tuple(pair for pair in self.rewards if pair[1] and by_turn)
         rewards = tuple(reward for _, reward in self.rewards)
         return Outcome("score", sum(rewards), self.stopped, {}, token_rewards, self.end, rewards)
 

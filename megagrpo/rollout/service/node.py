@@ -134,8 +134,11 @@ class EngineNode:
         interface = interface_of(self.bind_address)
         # Between the ranks of an engine, and between them and the trainer, on the same interface as
         # everything else.
-        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        network = {name: get(name) or interface for name in names if interface}
+        network = {
+            name: get(name) or interface
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+            if interface
+        }
         # SGLang itself would take the route to the internet, then the host's own name, which many
         # hosts files give to loopback: other nodes of an engine would wait for its messages for
         # ever.
