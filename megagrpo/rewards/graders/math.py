@@ -11,6 +11,7 @@ import math_verify
 from math_verify import ExprExtractionConfig, LatexExtractionConfig
 from sympy import And, Basic, E, Eq, FiniteSet, Rel
 
+# The second takes the last number of what the first cannot read: none for a box.
 _BOXED_FIRST = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 # Numbers are compared to this many digits after the point: with the default of 15, 1/20! is 1/19!.
 _DIGITS = 100
@@ -38,6 +39,7 @@ def _repeated(match: re.Match[str]) -> str:
 
 
 _SPELLINGS = (
+    (re.compile(r"[,;]\s*(?:\\[lc]?dots(?![a-zA-Z])|\.{3,})"), ",…"),  # in a list
     (re.compile(r"\\varnothing\b|∅"), r"\\emptyset"),
     (re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\}|\u2009|\u202f)(?=\d{3}(?!\d))"), ""),  # 1\,000
     (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)"), r"\1 \\times 10^{\2}"),
@@ -71,8 +73,9 @@ def grade(text: str, answer: str, require_boxed: bool = True) -> float:
 
     A box is `\boxed` or `\fbox`, with or without braces; boxes joined by a comma, `and` or `or` are
     one answer, the set of their values. `require_boxed=False` also accepts an unboxed final answer.
-    An inequality equals its interval, and a time of day or a numeral with a base only itself.
-    `answer` is LaTeX, a number or a text with a box, which is read like the response's box. As in
+    An inequality equals its interval, and a time of day or a numeral with a base only itself. So
+    does a list with an ellipsis, or a box that math-verify cannot read: a number in it is no answer.
+    `answer` is LaTeX, a number, or a text with a box or with ####, and is read like a box. As in
     math-verify, units are ignored and the right side of an equation counts, unless it is false.
     Raises ValueError if the answer cannot be parsed.
 
@@ -81,7 +84,7 @@ def grade(text: str, answer: str, require_boxed: bool = True) -> float:
     grader's time limit.
     """
     last = _last_boxed(answer)
-    expected = _boxed(answer if last is None else last)
+    expected = _boxed(answer.rpartition("####")[2] if last is None else last)
     gold = _parse(expected)
     if not gold:
         raise ValueError(
@@ -91,7 +94,7 @@ def grade(text: str, answer: str, require_boxed: bool = True) -> float:
     if final is None and require_boxed:
         return 0.0
     found = _spelled(text) if final is None else _boxed(final)
-    if found == expected:  # sympy could take for ever
+    if found.replace(" ", "") == expected.replace(" ", ""):  # sympy could take for ever
         return 1.0
     response = _parse(found)
     equal = math_verify.verify(
@@ -104,22 +107,22 @@ def grade(text: str, answer: str, require_boxed: bool = True) -> float:
     if not equal or (_is_false(response) and "circ" not in found):
         return 0.0
     # math-verify compares 1 < x < 2 as (1, 2), which it takes for {1, 2}, too
-    mixed = any(map(_is_range, (gold[0], response[0]))) and any(
-        isinstance(answer, FiniteSet) for answer in (gold[0], response[0])
-    )
+    both = gold[0], response[0]
+    mixed = any(map(_is_range, both)) and any(isinstance(answer, FiniteSet) for answer in both)
     logs, others = _tiny(gold), _tiny(response)
     same_size = len(logs) == len(others) and all(map(math.isclose, logs, others))
     return float(not mixed and same_size and _same_numerals(expected, found))
 
 
 def _parse(text: str) -> list:
-    return math_verify.parse(text, extraction_config=_BOXED_FIRST, parsing_timeout=None)
+    configs = _BOXED_FIRST[: 2 - text.startswith("\\boxed")]
+    return math_verify.parse(text, extraction_config=configs, parsing_timeout=None)
 
 
 def _tiny(parsed: list) -> list[float]:
     """Returns the logarithms of numbers, also in a set, that are too small for _DIGITS: 1/2004! is
     not 1/2006!."""
-    answer = (parsed or [()])[0]
+    answer = parsed[0]
     parts = [answer] if getattr(answer, "is_number", False) else getattr(answer, "args", ())
     values = [part.evalf(20) for part in parts if part.is_number]
     sizes = [abs(Decimal(str(value))) for value in values if value.is_real]
@@ -129,9 +132,11 @@ def _tiny(parsed: list) -> list[float]:
 def _same_numerals(gold: str, response: str) -> bool:
     """Returns whether bases agree, and times of day, which math-verify reads as ratios."""
     bases, others = _BASE.findall(gold), _BASE.findall(response)
-    times = [(int(hour), int(minute)) for hour, minute in _CLOCK.findall(gold)]
+    times, found = (
+        [(int(hour), int(minute)) for hour, minute in _CLOCK.findall(text)]
+        for text in (gold, response)
+    )
     ratio = all(math.gcd(hour, minute) == 1 and minute > 9 for hour, minute in times)
-    found = [(int(hour), int(minute)) for hour, minute in _CLOCK.findall(response)]
     return (bases == others or not (bases and others)) and (ratio or found == times)
 
 
@@ -141,7 +146,7 @@ def _is_range(answer: object) -> bool:
 
 def _is_false(parsed: list) -> bool:
     """Returns whether an equation of numbers does not hold, not even roughly; e may be a name."""
-    answer = (parsed or [()])[0]
+    answer = parsed[0]
     equations = answer.atoms(Eq) if isinstance(answer, Basic) else ()
     sides = [e.args for e in equations if e.lhs.is_number and e.rhs.is_number and not e.has(E)]
     return any((abs(a - b) - abs(b) / 100).doit().evalf(5).is_positive for a, b in sides)
