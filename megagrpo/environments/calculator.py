@@ -46,8 +46,8 @@ def exact_value(expression: str) -> str | None:
     places = 0
     # a finite decimal becomes whole after enough tens
     while value.denominator > 1 and places <= _MAX_PLACES:
-        value = value * 10
-        places = places + 1
+        value *= 10
+        places += 1
     if value.denominator > 1:
         return None
     digits = f"{abs(value.numerator):0{places + 1}d}"

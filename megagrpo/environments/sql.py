@@ -20,7 +20,6 @@ _ALLOWED = {
     sqlite3.SQLITE_RECURSIVE,
 }
 _SCHEMA = {"sqlite_master", "sqlite_schema"}
-_PRAGMAS = ("table_info",)
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|\[[^\[\]]*\]")  # texts and names
 _INNERMOST = re.compile(r"\([^()]*\)")
 _ORDER = re.compile(r"\border\s+by\b", re.IGNORECASE)
@@ -106,7 +105,7 @@ class Sql:
         def authorize(action: int, name: str | None, *_: object) -> int:
             if action == sqlite3.SQLITE_READ:
                 tables.add(str(name).lower())
-            if action in _ALLOWED or (action == sqlite3.SQLITE_PRAGMA and name in _PRAGMAS):
+            if action in _ALLOWED or (action == sqlite3.SQLITE_PRAGMA and name == "table_info"):
                 return sqlite3.SQLITE_OK
             return sqlite3.SQLITE_DENY
 
