@@ -172,6 +172,7 @@ class AlgorithmConfig(Section):
             "whiten_advantages": self.whiten_advantages,
             "entropy_coef": self.entropy_coef,
             "kl.loss_coef": self.kl.loss_coef,
+            "kl.reward_coef": self.kl.reward_coef,
         }
         unread = [name for name, value in of_rl.items() if value]
         trained = any(map(self.has_tokens, ("rl", *self.components)))

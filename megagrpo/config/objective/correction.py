@@ -56,9 +56,10 @@ class Band(Section):
     def problems(self) -> list[Rule]:
         return [
             Rule(
-                self.low >= self.high,
-                f"low {self.low} is not below high {self.high}",
-                "lower low, or raise high",
+                not self.low <= 1 <= self.high,
+                f"[low, high] = [{self.low:g}, {self.high:g}] has no weight for perfect agreement, "
+                "old / rollout = 1",
+                "widen them",
             ),
         ]
 
