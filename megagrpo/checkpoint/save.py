@@ -20,7 +20,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from threading import Thread
@@ -266,11 +266,13 @@ class PendingSave:
         done = _attempt(action, Future())
         error = ""
         if exc := done.exception():
-            # torch's writer does not report a full disk
-            free_mib = shutil.disk_usage(self.target.parent).free >> 20
+            free = ""
+            with suppress(OSError):  # of a file system that is gone
+                # torch's writer does not report a full disk
+                free = f", {shutil.disk_usage(self.target.parent).free >> 20} MiB are free there"
             error = (
-                f"checkpoint {self.target}: rank {self._mesh.rank} could not write, "
-                f"{free_mib} MiB are free there: {type(exc).__name__}: {exc}"
+                f"checkpoint {self.target}: rank {self._mesh.rank} could not write{free}: "
+                f"{type(exc).__name__}: {exc}"
             )
         self._mesh.raise_any(error)
         return done.result()
@@ -378,10 +380,11 @@ def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
                 f"checkpoint file {file} has {file.stat().st_size} bytes, its manifest says {size}"
                 f"{instead}"
             )
-        if _crc(file) != crc:
-            raise ValueError(
-                f"checkpoint file {file} is corrupt: its CRC-32 differs from the manifest{instead}"
-            )
+        with translated(f"checkpoint file {file} cannot be read{instead}", OSError):
+            if _crc(file) != crc:
+                raise ValueError(
+                    f"checkpoint file {file} is corrupt: its CRC-32 differs from the manifest{instead}"
+                )
 
 
 def _crc(path: Path) -> int:

@@ -1,0 +1,33 @@
+"""Checkpoints on file systems that fail."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from test_checkpoint import ANY, MESH, Plan
+
+from megagrpo.checkpoint.save import PendingSave, load
+from megagrpo.config.schema import CheckpointConfig
+from megagrpo.mesh import LeaderError
+from megagrpo.types import TrainState
+
+
+def test_a_file_system_that_is_gone_fails_on_every_rank_together(tmp_path: Path, monkeypatch):
+    def gone(path: Path) -> None:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(shutil, "disk_usage", gone)
+    with pytest.raises(LeaderError, match="rank 0 could not write: OSError: disk full"):
+        PendingSave(
+            tmp_path, TrainState(step=17), ANY, CheckpointConfig(), lambda part: Plan(part, fault="write"), MESH
+        ).finish()
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
+    folder = PendingSave(tmp_path, TrainState(step=17), ANY, CheckpointConfig(), Plan, MESH).finish()
+    (folder / "bad").symlink_to("/proc/self/mem")  # its first page is of no process
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"bad": [0, 0]}))
+    with pytest.raises(LeaderError, match=f"checkpoint file {folder}/bad cannot be read.*Input/output error"):
+        load(folder, ANY, lambda part: None, MESH)
