@@ -62,8 +62,10 @@ class Rotary:
     @classmethod
     def read(cls, hf: HfConfig, fraction: float = 1.0) -> Rotary:
         """Reads a config.json; `fraction` if it has none."""
-        rope = hf.get("rope_parameters") or {}  # transformers 5's place for theta and scaling
-        theta = float(hf.get("rope_theta") or rope.get("rope_theta") or 10000.0)
+        # In the order of engines (transformers' convert_rope_params_to_dict): rope_scaling hides
+        # rope_parameters, transformers 5's place for theta and scaling, which hides rope_theta.
+        rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+        theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
         return cls(theta, rope_scaling(hf), rotary_fraction(hf, fraction))
 
 

@@ -130,6 +130,24 @@ def test_random_tensors_are_what_they_always_were(family, tied):
     assert digest.hexdigest()[:16] == DIGESTS[family, tied]
 
 
+@pytest.mark.parametrize(
+    ("changes", "theta"),
+    [
+        ({"rope_theta": 5e6, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, 1e6),
+        ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 1e6}}, 1e4),
+        ({"rope_theta": 1e6, "rope_parameters": {"rope_theta": 5e6}, "rope_scaling": LLAMA3}, 1e6),
+        ({"rope_theta": 5e6, "rope_scaling": LLAMA3 | {"rope_theta": 1e6}}, 1e6),
+        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, 1e6),
+        ({"rope_theta": 1e6, "rope_parameters": None}, 1e6),
+    ],
+)
+def test_the_base_of_rotary_embedding_is_the_one_that_engines_read(changes, theta):
+    """Keys of transformers 4 and 5 in one file, as an edit leaves them; the numbers are transformers 5.12.1's."""
+    hf = hf_config(TinyModelConfig(path="x", family="qwen3"))
+    del hf["rope_theta"]
+    assert architecture_of(hf | changes).attention.rotary.theta == theta
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_would_be_silently_wrong_is_refused_by_name(family, tmp_path):
     hf = hf_config(TinyModelConfig(path="x", family=family))
@@ -159,7 +177,7 @@ def test_a_model_folder_is_read_once(tmp_path):
     (tmp_path / "config.json").unlink()
     assert model.arch == architecture_of(hf) and model.arch is model.arch
     assert model.tokenizer_folder == tmp_path and not model.sees_images
-    with pytest.raises(ValueError, match=r"config\.json does not exist; model\.path must be"):
+    with pytest.raises(ValueError, match=r"config\.json does not exist; a model is a"):
         Model.read(tmp_path)
 
 
