@@ -134,7 +134,7 @@ def older_instead(folder: Path, fits: Callable[[Path], bool] = Path.is_dir) -> s
     older = [
         p.name
         for p in finished_checkpoints(folder.parent)
-        if p.name < folder.name and (p / "manifest.json").is_file() and fits(p)
+        if step_of(p) < step_of(folder) and (p / "manifest.json").is_file() and fits(p)
     ]
     if not older:
         return ""

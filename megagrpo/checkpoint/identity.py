@@ -84,7 +84,7 @@ def _numbers(part: object, prefix: str) -> Iterator[tuple[str, object]]:
             continue
         if is_dataclass(value):
             yield from _numbers(value, f"{prefix}{field.name}.")
-        elif field.compare and (field.default is MISSING or value != field.default):
+        elif field.default is MISSING or value != field.default:
             yield prefix + field.name, value
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from test_checkpoint import MESH, Plan, checkpointer, saved
 
-from megagrpo.checkpoint.folder import latest, place_problem, put_in_place
+from megagrpo.checkpoint.folder import latest, older_instead, place_problem, put_in_place
 from megagrpo.loop.evaluation import evaluate
 from megagrpo.loop.run import Run
 from megagrpo.mesh import LeaderError, RunStopped
@@ -176,3 +176,12 @@ def test_checkpoints_on_another_disk_are_found_in_the_run_folder(tmp_path: Path)
     assert "has another run's step_000010; name an empty folder" in place_problem(new, str(other))
     new.mkdir(parents=True)
     assert "move them there and remove" in place_problem(new, str(tmp_path / "third"))
+
+
+def test_the_older_checkpoint_of_a_message_is_older_by_number(tmp_path: Path):
+    """Names grow at the millionth step."""
+    for name in ("step_999999", "step_1000000", "step_2000000"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").touch()
+    assert "step_999999 beside it" in older_instead(tmp_path / "step_1000000")
+    assert older_instead(tmp_path / "step_999999") == ""
