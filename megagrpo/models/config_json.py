@@ -65,8 +65,11 @@ class Rotary:
         # In the order of engines (transformers' convert_rope_params_to_dict): rope_scaling hides
         # rope_parameters, transformers 5's place for theta and scaling, which hides rope_theta.
         rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-        theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
-        return cls(theta, rope_scaling(hf), rotary_fraction(hf, fraction))
+        return cls(
+            float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0),
+            rope_scaling(hf),
+            rotary_fraction(hf, fraction),
+        )
 
 
 def missing_keys(hf: HfConfig, keys: tuple[str, ...] = ()) -> list[str]:
