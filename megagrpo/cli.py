@@ -309,7 +309,7 @@ def _add_submit(commands: _Commands) -> None:
     option("--time", help="time limit, in sbatch's format")
     option("--partition", help="partition for the job")
     rest = "seconds before the time limit at which a step ends and is saved (default 300)"
-    option("--grace-s", type=int, default=300, help=rest)
+    option("--grace-s", type=positive, default=300, help=rest)
     option(
         "--sbatch",
         action="append",
@@ -367,15 +367,17 @@ def _node(args: argparse.Namespace) -> Node:
 
 
 def _run(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    return run(config) if args.master_addr is None else run_node(config, args.words, _node(args))
+    node = _node(args)
+    return run(config) if node.first_address is None else run_node(config, args.words, node)
 
 
 def _serve(args: argparse.Namespace, config: ExperimentConfig) -> int:
     from megagrpo.check.problems import refuse_for_engines
 
     refuse_for_engines(config)
-    if args.master_addr is not None and args.ray_address is None:
-        return serve_node(config, args.words, _node(args))
+    node = _node(args)
+    if node.first_address is not None and args.ray_address is None:
+        return serve_node(config, args.words, node)
     from megagrpo.rollout.service.server import serve
 
     return serve(config, config.run_folder.path, args.ray_address)

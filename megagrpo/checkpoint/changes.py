@@ -1,6 +1,7 @@
 """What a resume does about settings and inputs that have changed since the checkpoint.
 
-starts/step_000012.yaml has the settings of the start that continued after step 12.
+starts/step_000012.yaml has the settings of the start that continued after step 12. Of each setting
+tests/unit/test_checkpoint_changes.py says whether it may change.
 """
 
 import json
@@ -14,18 +15,17 @@ from megagrpo.checkpoint.folder import OTHER_DATA
 from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ExperimentConfig
 
-# of each setting tests/unit/test_checkpoint_changes.py says whether it may change
 REFERENCE = "model.path"  # the input that is its files' fingerprint
 
 
 def prompt_order(config: ExperimentConfig) -> dict[str, object]:
     """Returns the settings that fix the order of the prompts, as state.json has them."""
-    ratios = [source.ratio for source in config.data.sources]
-    return {
-        "seed": config.seed,
-        "data.shuffle": config.data.shuffle,
-        "data.sources.ratio": ratios,
-    }
+    data = config.data
+    ratios = [source.ratio for source in data.sources if source.ratio is not None]
+    order: dict[str, object] = {"data.shuffle": data.shuffle, "data.sources.ratio": ratios}
+    if data.shuffle:  # else no prompt's place depends on it
+        order["seed"] = config.seed
+    return order
 
 
 def input_problem(folder: Path, inputs: Mapping[str, object]) -> str:

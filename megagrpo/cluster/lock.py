@@ -75,9 +75,10 @@ def alone_in(folder: RunFolder) -> Iterator[None]:
     """Locks the run folder inside the block, and records this launcher there. Raises ValueError if
     another run trains into it."""
     path = folder.lock
-    with translated(f"output_dir {folder.path} cannot be written", OSError):
+    unwritten = f"output_dir {folder.path} cannot be written"
+    with translated(unwritten, OSError):
         folder.path.mkdir(parents=True, exist_ok=True)
-        lock = path.open("a")
+        lock = path.open("ab", buffering=0)
     deadline = time.monotonic() + _PATIENCE_S
     if environment.get_int("SLURM_RESTART_COUNT", 0):
         deadline += _DEAD_LOCK_S
@@ -89,13 +90,13 @@ def alone_in(folder: RunFolder) -> Iterator[None]:
                     f"({_recorded(path) or 'a start'}); wait for its end or name another"
                 )
             time.sleep(_POLL_S)
-        file.truncate(0)
         pid = os.getpid()
         job = environment.get("SLURM_JOB_ID", "")
         inode = os.fstat(file.fileno()).st_ino
         launcher = Launcher(socket.gethostname(), pid, job, _space(), _started(pid), inode)
-        file.write(json.dumps(asdict(launcher)))
-        file.flush()
+        with translated(unwritten, OSError):  # a full disk
+            file.truncate(0)
+            file.write(json.dumps(asdict(launcher)).encode())
         end.callback(_erase, file)
         ended = threading.Event()
         end.callback(ended.set)

@@ -32,6 +32,7 @@ from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import LOOPBACK, interface_of
 from megagrpo.system import environment
+from megagrpo.system.errors import translated
 from megagrpo.system.processes import last_lines, route_address
 
 _POLL_S = 0.2
@@ -191,7 +192,11 @@ def _start_trainers(
         towards_engines = interface_of_engines(config)
     if node.number > 1:
         # Slurm's node addresses may be names
-        towards_ranks = interface_of(socket.gethostbyname(node.own_address))
+        unknown = (
+            f"{node.own_address} has no IPv4 address here: give one as --node-addr (NODE_ADDR)"
+        )
+        with translated(unknown, socket.gaierror):
+            towards_ranks = interface_of(socket.gethostbyname(node.own_address))
         env = trainer_variables(config, sharing, towards_engines or towards_ranks) | env
         # Without is_host the agent resolves host names, which may fail.
         # read_timeout is also torch's limit for the connection to node 0's store.

@@ -168,7 +168,7 @@ def misfits(config: ExperimentConfig, request: Request) -> list[str]:
     if request.kind == "colocated" and not config.rollout.colocate:
         problems.append("--kind colocated wants rollout.colocate: true")
     time = request.time
-    if time is not None and time not in _NO_LIMIT and seconds(time) <= request.grace_s:
+    if time is not None and time.upper() not in _NO_LIMIT and seconds(time) <= request.grace_s:
         problems.append(
             f"--time {time} is {seconds(time)} s, not more than "
             f"--grace-s {request.grace_s}, at which the job stops"

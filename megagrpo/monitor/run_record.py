@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -124,7 +124,10 @@ def cut_record(folder: RunFolder, num_steps: int) -> None:
     files = folder.rollout_files()
     trained = folder.trained_files()
     lines = read_step_lines(folder.metrics) if folder.metrics.exists() else ()
-    if num_steps == 0 and (files or trained or any(line["step"] for line in lines)):
+    made = bool(files or trained)
+    with suppress(ValueError):  # of a broken line
+        made |= any(line["step"] for line in lines)
+    if num_steps == 0 and made:
         aside = folder.path / time.strftime("unsaved_%Y%m%d_%H%M%S")
         aside.mkdir()
         # whichever of the last three is left when this is killed is moved by the next start

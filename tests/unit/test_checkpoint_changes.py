@@ -127,6 +127,14 @@ def test_another_order_of_prompts_is_refused(tmp_path: Path, now: dict, said: st
     assert not input_problem(folder, after), "of an earlier megagrpo"
 
 
+def test_a_seed_or_a_name_that_orders_nothing_is_no_other_order(tmp_path: Path):
+    named = {"path": None, "sources": [{"source": "a", "path": "a.jsonl"}], "shuffle": False}
+    inputs = prompt_order(experiment(data={"path": "a.jsonl", "shuffle": False}))
+    (tmp_path / "state.json").write_text(json.dumps({"inputs": inputs}))
+    assert input_problem(tmp_path, prompt_order(experiment(seed=1, data=named))) == ""
+    assert "data.shuffle was False" in input_problem(tmp_path, prompt_order(experiment()))
+
+
 def test_another_reference_is_refused_with_the_way_round(tmp_path: Path):
     model = tiny_model(tmp_path / "model")
     kept = {"kl": {"loss_coef": 0.1}}

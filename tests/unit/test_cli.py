@@ -1,6 +1,8 @@
 """What a terminal shows: help in groups, the nearest word, `check` on one screen, exit codes."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +15,15 @@ from tests.experiments import QUICKSTART, ROOT
 
 SCREEN = 40  # lines
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("command", ["run", "serve"])
+def test_a_node_of_several_does_not_run_alone(command, monkeypatch, capsys):
+    monkeypatch.setattr("megagrpo.check.problems.refuse_for_engines", lambda config: None)
+    monkeypatch.setattr(cli, "run", lambda config: 0)
+    monkeypatch.setitem(sys.modules, "megagrpo.rollout.service.server", SimpleNamespace(serve=lambda *_: 0))
+    assert cli.main([command, str(QUICKSTART), "--nnodes", "2", "--node-rank", "1"]) == 2
+    assert "2 nodes need the address of node 0: give --master-addr" in capsys.readouterr().err
 
 
 def test_help_has_every_command_in_one_group_with_an_example(capsys):

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -147,6 +148,16 @@ def test_a_copy_of_a_run_that_goes_on_is_another_run(tmp_path, monkeypatch):
             stop(copy.path, now=True)
         with alone_in(copy):
             assert launcher_of(copy) is not None and launcher_of(run) is not None
+
+
+def test_a_full_disk_is_said(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        with pytest.raises(ValueError, match=f"output_dir {tmp_path} cannot be written"), alone_in(RunFolder(tmp_path)):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_process_that_has_ended_has_no_start(tmp_path):

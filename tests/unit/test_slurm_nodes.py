@@ -23,6 +23,16 @@ def test_no_node_of_several_is_known_by_its_loopback(rank, address, monkeypatch)
     assert nodes.Node(1, 2, "127.0.0.2", "127.0.0.1", 29500).own_address == "127.0.0.2", "nodes on one machine"
 
 
+def test_a_node_that_has_no_ipv4_address_is_told(monkeypatch):
+    def unknown(name: str) -> str:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    node = nodes.Node(1, 2, "fd00::7", "10.0.0.1", 29500)
+    with pytest.raises(ValueError, match="fd00::7 has no IPv4 address here: give one as --node-addr"):
+        nodes._start_trainers(None, load_config(QUICKSTART), [], node, {})
+
+
 # In torchrun's place: the ranks of a launcher that gets TERM, which end as asked.
 _TERMINATED = """
 import os, signal, time

@@ -51,6 +51,13 @@ def test_a_start_that_made_no_step_leaves_nothing_aside(tmp_path):
     assert not list(tmp_path.glob("unsaved_*")) and '"step": 0' in folder.metrics.read_text()
 
 
+def test_a_broken_line_before_the_first_step_blocks_no_start(tmp_path):
+    folder = make_run(tmp_path, num_steps=0)
+    folder.metrics.write_text('\0\0{"step": 0}\n')
+    cut_record(folder, 0)
+    assert folder.metrics.exists() and not list(tmp_path.glob("unsaved_*"))
+
+
 def test_a_move_that_is_killed_leaves_a_reason_to_go_on(tmp_path, monkeypatch):
     folder = make_run(tmp_path, num_steps=2)
     names = ["metrics.jsonl", "rollouts", "trained"]
