@@ -132,26 +132,6 @@ def test_a_failure_at_any_moment_leaves_nothing(tmp_path: Path, fault: str):
     assert [path.name for path in tmp_path.iterdir()] == ["step_000010"]
 
 
-def test_a_file_system_that_is_gone_fails_on_every_rank_together(tmp_path: Path, monkeypatch):
-    def gone(path: Path) -> None:
-        raise OSError(116, "Stale file handle")
-
-    monkeypatch.setattr(shutil, "disk_usage", gone)
-    with pytest.raises(LeaderError, match="rank 0 could not write: OSError: disk full"):
-        PendingSave(
-            tmp_path, TrainState(step=17), ANY, CheckpointConfig(), lambda part: Plan(part, fault="write"), MESH
-        ).finish()
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
-    folder = PendingSave(tmp_path, TrainState(step=17), ANY, CheckpointConfig(), Plan, MESH).finish()
-    (folder / "bad").symlink_to("/proc/self/mem")  # its first page is of no process
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"bad": [0, 0]}))
-    with pytest.raises(LeaderError, match=f"checkpoint file {folder}/bad cannot be read.*Input/output error"):
-        load(folder, ANY, lambda part: None, MESH)
-
-
 def checkpointer(root: Path, plan=Plan, saved_step: int = 0, background: bool = False, **options) -> Checkpointer:
     schedule = SaveSchedule(5, saved_step, background)
     return Checkpointer(CheckpointConfig(keep=9, **options), root, ANY, plan, lambda state: state, MESH, schedule)
