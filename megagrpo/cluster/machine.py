@@ -1,8 +1,10 @@
 """Runs an experiment on one machine: rollout service and trainers, or another command's ranks."""
 
 import os
+import re
 import signal
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 
 from megagrpo.check.rules.placement import engine_ranks, occupied_gpus, place
@@ -35,8 +37,9 @@ def run(config: ExperimentConfig) -> int:
     in_job = environment.get("SLURM_JOB_ID") is not None
     (ask if in_job else end).append(signal.SIGTERM)
     launch = Launch(config.run_folder, "run", end=end, ask=ask, grace_s=_SERVICE_GRACE_S)
-    command = ["train", str(config.run_folder.config)]
-    return _beside_service(launch, config, command, config.actor.max_restarts)
+    return _beside_service(
+        launch, config, ["train", str(config.run_folder.config)], config.actor.max_restarts
+    )
 
 
 def refuse_what_cannot_run(config: ExperimentConfig, nodes: Nodes) -> None:
@@ -55,8 +58,7 @@ def is_finished(config: ExperimentConfig) -> bool:
     """Returns whether nothing is left to do, and prints why."""
     from megagrpo.check.problems import finished
 
-    reason = finished(config)
-    if reason:
+    if reason := finished(config):
         print(f"{config.name}: {reason}")
     return bool(reason)
 
@@ -84,11 +86,9 @@ def _beside_service(
     with alone_in(folder), launch:
         service = start_service(launch, config, service_env)
         options = [*torchrun(config.actor.world_size, max_restarts), *ALONE]
-        sharing = 0
-        if trainer_env:
-            sharing = occupied_gpus(config)
-        env = trainer_variables(config, sharing, interface_of_engines(config)) | trainer_env
-        ranks = launch.start_ranks(command, options, env)
+        sharing = occupied_gpus(config) if trainer_env else 0
+        variables = trainer_variables(config, sharing, interface_of_engines(config))
+        ranks = launch.start_ranks(command, options, variables | trainer_env)
         print(
             f"{config.name}: the rollout service and {config.actor.world_size} trainer ranks start; "
             f"{service.log} and {ranks.log}",
@@ -120,11 +120,10 @@ def with_one_engine(
     """Returns the experiment with one separate engine and another run folder. changes: of section
     `rollout`."""
     one = {"num_engines": 1, "min_healthy_engines": 1, "colocate": False}
-    rollout = config.rollout.model_copy(update=one | changes)
     return config.model_copy(
         update={
             "output_dir": str(folder.path),
-            "rollout": rollout,
+            "rollout": config.rollout.model_copy(update=one | changes),
             "weights": config.weights.suited(colocate=False),
             # the other folder is the run's
             "checkpoint": config.checkpoint.model_copy(update={"dir": None}),
@@ -139,10 +138,10 @@ def visible_gpus() -> list[str]:
     """Returns the numbers or names of the GPUs that this process may use."""
     import torch  # takes seconds
 
-    names = environment.get("CUDA_VISIBLE_DEVICES")
-    if names is None:
-        return list(map(str, range(torch.cuda.device_count())))
-    return list(filter(None, names.split(",")))
+    numbers = map(str, range(torch.cuda.device_count()))
+    shown = environment.get("CUDA_VISIBLE_DEVICES", ",".join(numbers))
+    # as CUDA reads it: what follows -1, NoDevFiles, void is not visible either
+    return list(takewhile(re.compile(r"\s*(\d+|(GPU|MIG)-\S+)").match, shown.split(",")))
 
 
 def trainer_gpus(config: ExperimentConfig) -> list[str]:
@@ -156,28 +155,28 @@ def _devices(config: ExperimentConfig, visible: list[str]) -> tuple[dict[str, st
     """Returns the environments of the trainers and of the service: disjoint GPUs, or the same with
     `rollout.colocate`.
 
-    Both are empty on a CPU, and if transport `disk` lets them share too few GPUs. (NCCL rejects two
-    ranks on one.) Raises ValueError if there are too few.
+    On a CPU the service sees none. Both are empty if transport `disk` lets them share too few GPUs.
+    (NCCL rejects two ranks on one.) Raises ValueError if there are too few.
     """
-    nodes = _this_node(config, visible)
-    if nodes.gpus != len(visible):
-        return {}, {}
-    placement = place(config, nodes)
-    engines = [visible[gpu.number] for engine in placement.engines for gpu in engine]
-    trainers = [visible[gpu.number] for gpu in placement.trainers]
 
     def only(gpus: list[str]) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
-    return only(trainers), only(engines)
+    nodes = _this_node(config, visible)
+    if not visible:  # Ray would count -1 as a GPU
+        return {}, only([])
+    if nodes.gpus != len(visible):
+        return {}, {}
+    placement = place(config, nodes)
+    engines = [visible[gpu.number] for engine in placement.engines for gpu in engine]
+    return only([visible[gpu.number] for gpu in placement.trainers]), only(engines)
 
 
 def _this_node(config: ExperimentConfig, visible: list[str]) -> Nodes:
     """Returns this machine as the only node. Raises ValueError for engines that need GPUs if there
     are none."""
-    weights = config.weights
+    weights, gpus = config.weights, len(visible)
     ranks = config.actor.world_size + engine_ranks(config)
-    gpus = len(visible)
     if not on_gpus(config, gpus):
         gpus = ranks
     elif not (weights.uses_groups or weights.needs_colocation):  # they may share GPUs
@@ -192,8 +191,7 @@ def train_ranks(config: ExperimentConfig, name: str, words: list[str]) -> int:
     command's own: a run in the same folder restarts its ranks from config.yaml. Returns the exit
     status. Raises ValueError if the machine has GPUs, but fewer than ranks.
     """
-    ranks = config.actor.world_size
-    gpus = len(trainer_gpus(config))
+    ranks, gpus = config.actor.world_size, len(trainer_gpus(config))
     if 0 < gpus < ranks:
         raise ValueError(
             f"`megagrpo {name}` runs on one machine: {gpus} GPU(s) are visible for {ranks} ranks "
@@ -202,12 +200,11 @@ def train_ranks(config: ExperimentConfig, name: str, words: list[str]) -> int:
         )
     folder = config.run_folder
     with Launch(folder, name, end=ENDING, ranks=name) as launch:
-        env = trainer_variables(config, min(gpus, ranks))
         experiment = folder.logs / f"{name}.yaml"
         dump_config(config, experiment)
-        command = [name, str(experiment), *words]
-        started = launch.start_ranks(command, [*torchrun(ranks), *ALONE], env)
-        launch.status = launch.watch(started)
+        command, options = [name, str(experiment), *words], [*torchrun(ranks), *ALONE]
+        env = trainer_variables(config, min(gpus, ranks))
+        launch.status = launch.watch(launch.start_ranks(command, options, env))
     return launch.status
 
 
@@ -232,7 +229,7 @@ def trainer_variables(
         deterministic=config.rollout.deterministic,
     )
     if sharing:  # statistics and advantages are computed on the host
-        threads = max(1, len(os.sched_getaffinity(0)) // sharing)
+        threads = len(os.sched_getaffinity(0)) // sharing or 1
         variables |= environment.unless_set(OMP_NUM_THREADS=str(threads))
     if chosen := environment.get("NCCL_SOCKET_IFNAME") or interface:
         variables["NCCL_SOCKET_IFNAME"] = chosen

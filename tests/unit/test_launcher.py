@@ -41,10 +41,23 @@ def experiment(transport: str) -> ExperimentConfig:
 def test_trainers_and_engines_have_gpus_of_their_own_or_too_few_are_refused():
     trainers, engines = _devices(experiment("broadcast"), ["7", "6", "5", "4", "3", "2"])
     assert trainers == {"CUDA_VISIBLE_DEVICES": "7,6"} and engines == {"CUDA_VISIBLE_DEVICES": "5,4,3,2"}
-    assert _devices(experiment("broadcast"), []) == ({}, {}), "a machine without GPUs"
+    assert _devices(experiment("broadcast"), []) == ({}, {"CUDA_VISIBLE_DEVICES": ""}), "a machine without GPUs"
     with pytest.raises(ValueError, match=r"2 trainer ranks .* and 4 engine ranks .* need 6 GPUs, and the node has 5"):
         _devices(experiment("broadcast"), list("01234"))
     assert _devices(experiment("disk"), list("01234")) == ({}, {}), "shared"
+
+
+@pytest.mark.parametrize(
+    ("variable", "gpus"),
+    [
+        ("-1", []), ("NoDevFiles", []), ("void", []), ("", []), ("0, 1", ["0", "1"]), ("2,-1,1", ["2"]),
+        ("GPU-1a2b,MIG-3c", ["GPU-1a2b", "MIG-3c"]),
+    ],
+)  # fmt: skip
+def test_gpus_are_visible_as_cuda_reads_the_variable(variable, gpus, monkeypatch):
+    """-1 is how users hide them all; Slurm writes NoDevFiles into jobs without any."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert list(map(str.strip, machine.visible_gpus())) == gpus
 
 
 def test_rays_folder_is_this_users_alone(tmp_path):

@@ -76,9 +76,9 @@ def as_read(subject: Subject) -> Iterator[Rule]:
         yield Rule(value not in right, because, f"it may be {', '.join(right)}", (*SERVER, name))
     for name, least in _AT_LEAST.items():
         value = rollout.sglang.get(name)
-        wrong = not isinstance(value, int | float) or value < least
+        fits = isinstance(value, int | float) and value >= least
         yield Rule(
-            value is not None and wrong,
+            value is not None and not fits,
             f"must be at least {least}, and a number",
             key=(*SERVER, name),
         )
