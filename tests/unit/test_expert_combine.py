@@ -41,7 +41,7 @@ class Added(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__.rstrip("_")
-        if name in ("scatter_add", "index_add"):
+        if name in ("scatter_add", "index_add", "index_put"):
             self.seen.add((name, args[0].dtype))
         return func(*args, **(kwargs or {}))
 
@@ -53,6 +53,14 @@ def test_it_adds_in_float32_and_rounds_once():
     assert added.seen == {("index_add", torch.float32)}, "on a GPU scatter_add of bfloat16 rounds after each addition"
     assert found.dtype is torch.bfloat16
     assert worst(found, exact) <= HALF_ULP * (1 + 2**-8)  # of the sum in float32 too
+
+
+def test_on_a_gpu_it_adds_in_one_order_in_every_run():
+    """index_add and scatter_add are atomic there (torch.use_deterministic_algorithms lists them)."""
+    rows, tokens, exact = routed()
+    with Added() as added:
+        found = combine.unpermute(rows.to("meta"), tokens.to("meta"), exact.shape)
+    assert found.dtype is torch.bfloat16 and added.seen == {("index_put", torch.float32)}
 
 
 def test_the_order_of_experts_does_not_matter_but_where_float32_is_halfway_between_two_values():

@@ -152,6 +152,8 @@ def test_what_is_written_like_it_is_bfloat16(stored, tmp_path):
     assert torch.equal(HfFolder(tmp_path / "out")["a.weight"], dequantized(weight, scales, BLOCK))
     assert dequantized_config({"torch_dtype": "float8", "quantization_config": FP8}) == {"torch_dtype": "bfloat16"}
     assert dequantized_config({"torch_dtype": "float32"}) == {"torch_dtype": "float32"}
+    inside = {"text_config": {"quantization_config": FP8, "dtype": "float8"}, "vision_config": {}}
+    assert dequantized_config(inside) == {"text_config": {"dtype": "bfloat16"}, "vision_config": {}}
 
 
 def test_engines_start_from_the_model_in_bfloat16(stored, tmp_path):

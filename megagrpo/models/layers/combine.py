@@ -37,4 +37,9 @@ def unpermute(
             **fused_options,
         )
     summed = torch.zeros(restore_shape, dtype=torch.float32, device=permuted_tokens.device)
-    return summed.index_add(0, sorted_indices, permuted_tokens.float()).to(permuted_tokens.dtype)
+    rows = permuted_tokens.float()
+    if rows.is_cpu:
+        summed.index_add_(0, sorted_indices, rows)
+    else:  # on a GPU index_add is atomic, too, and this one sorts
+        summed.index_put_((sorted_indices,), rows, accumulate=True)
+    return summed.to(permuted_tokens.dtype)

@@ -102,6 +102,8 @@ def _packed_problems(described: HfConfig) -> list[str]:
 def dequantized_config(hf: HfConfig) -> dict[str, object]:
     """Returns the config.json of the same model in bfloat16."""
     plain = {key: value for key, value in hf.items() if key != _KEY}
+    if text := plain.get("text_config"):
+        plain["text_config"] = dequantized_config(text)
     if len(plain) < len(hf):
         for key in {"dtype", "torch_dtype"} & plain.keys() or {"dtype"}:
             plain[key] = "bfloat16"
