@@ -58,7 +58,7 @@ class Updated(NamedTuple):
     """The measurements of one step's optimizer updates."""
 
     metrics: dict[str, float]  # equal on all ranks
-    # [T] float32, of the policy before the step; NaN for samples that no update trained on
+    # [T] float32, of the policy before the step; NaN for tokens that no update trained on
     logprobs: Tensor
 
 

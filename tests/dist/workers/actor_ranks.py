@@ -109,7 +109,7 @@ def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
     loss = gradient(actor, batch, PLAIN, of_update)
     records = step.holds_token_values()  # one rank of a replica
     assert sum(actor.mesh.gather_world(records)) == actor.mesh.dp_size
-    seen_error = (of_update - logprobs * batch.loss_mask).abs().max() if records else 0.0
+    seen_error = (of_update - logprobs)[batch.loss_mask].abs().max() if records else 0.0
     hf_gradients = HfFolder(job["model"] + ".gradients")
     result = {
         "logits": error,
