@@ -240,8 +240,8 @@ FAULTS = (
     Fault(
         "blocks of several ranks rounded by each rank's own maxima",
         "weights/quantized.py",
-        "        self._share(maxima)\n",
-        "",
+        "if self._mesh.world_size > 1:",
+        "if self._mesh.world_size < 1:",
         ROUNDING,
     ),
     Fault(

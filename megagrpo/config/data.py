@@ -18,8 +18,6 @@ from megagrpo.config.fields import (
 )
 from megagrpo.config.objective.own import OwnArguments
 
-_Template = Annotated[str, Field(pattern=r"\{prompt\}")]
-
 
 class ModelConfig(Section):
     """The model to train."""
@@ -92,7 +90,7 @@ class SourceConfig(Section):
     """As in `data`."""
     system_prompt: str | None = None
     """As in `data`."""
-    prompt_template: _Template | None = None
+    prompt_template: str | None = None
     """As in `data`."""
     limit: PositiveInt | None = None
     """As in `data`."""
@@ -143,7 +141,7 @@ class DataConfig(Section):
     """Arguments for the chat template, such as `enable_thinking: false` for Qwen3."""
     system_prompt: str | None = None
     """System message for prompts that have none. Needs `chat_template`."""
-    prompt_template: _Template = "{prompt}"
+    prompt_template: str = "{prompt}"
     """Text around `{prompt}`, before the chat template. With messages, it goes around the last user
     message."""
     add_bos: bool = False

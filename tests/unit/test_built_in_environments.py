@@ -274,7 +274,7 @@ def test_a_program_runs_and_a_turn_without_one_is_the_answer():
 @pytest.mark.parametrize(
     "program, shown",
     [
-        ("print(x)", "exit code 1: NameError: name 'x' is not defined"),  # of the program before it nothing is kept
+        ("print(kept)", "exit code 1: NameError: name 'kept' is not defined"),  # nothing is, from the program before
         ("print(1)\n1/0", "1\nexit code 1: ZeroDivisionError: division by zero"),
         ("while True: pass", "time limit"),
         ("x = bytearray(2**30)", "exit code 1: MemoryError"),
@@ -284,7 +284,7 @@ def test_a_program_runs_and_a_turn_without_one_is_the_answer():
 )
 def test_what_fails_is_shown_and_the_model_has_another_turn(program, shown):
     played = environment(run_s=2.0, memory_mb=128, output_kb=64, max_chars=100)
-    played.step(block("x = 1"))
+    played.step(block("kept = 1"))
     said, reward, done = played.step(block(program))
     assert said.startswith("```output\n") and said.rstrip("`\n").endswith(shown)
     assert len(said) <= 100 + len("```output\n\n```\n")

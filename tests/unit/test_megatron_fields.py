@@ -333,7 +333,9 @@ def test_problems_of_all_maps_come_with_their_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(libraries, "_answer", answer)
     actor = "actor:\n  megatron:\n    moe_hybridep_num_sms_preprocessing: x\n    tp: 2\n  ddp: {bucket_size: x}\n"
     text = QUICKSTART.read_text().replace("actor:\n", actor, 1)
-    text = re.sub(r"^rollout: .*$", "rollout:\n  sglang:\n    page_sise: 1\n    page_size: x", text, flags=re.MULTILINE)
+    text = re.sub(
+        r"^rollout: .*$", "rollout:\n  sglang:\n    page_sise: 1\n    schedule_policy: x", text, flags=re.MULTILINE
+    )
     (tmp_path / "e.yaml").write_text(text)
     with pytest.raises(ConfigError) as error:
         read_experiment(tmp_path / "e.yaml", judge=libraries.library_problems)

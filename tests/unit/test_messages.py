@@ -1,16 +1,14 @@
 """One rendering for the same messages, however they come: JSON lines, Parquet, environments, agents."""
 
 import json
-from functools import partial
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from pydantic import ValidationError
 
 from examples.laptop.model import character_tokenizer
-from megagrpo.config.data import DataConfig, SourceConfig
+from megagrpo.config.data import DataConfig
 from megagrpo.data.messages import checked_messages
 from megagrpo.data.prompts import load_prompts
 from megagrpo.data.texts import decoder
@@ -115,13 +113,6 @@ def test_a_message_that_cannot_be_meant_is_named_by_its_row(tmp_path, plain, pro
 def texts(tmp_path, tokenizer, rows, **keys) -> list[str]:
     data = DataConfig(path=written(tmp_path / "t.jsonl", rows), chat_template=True, **keys)
     return [prompt.text for prompt in load_prompts(data, tokenizer).prompts]
-
-
-@pytest.mark.parametrize("section", [partial(DataConfig, path="d"), partial(SourceConfig, source="s", path="d")])
-def test_a_prompt_template_without_the_prompt_is_refused(section):
-    assert section(prompt_template="Q: {prompt}").prompt_template == "Q: {prompt}"
-    with pytest.raises(ValidationError, match="prompt_template"):
-        section(prompt_template="Q: {question}")
 
 
 def test_the_prompt_template_reaches_the_last_message_of_the_user(tmp_path, plain):

@@ -465,7 +465,7 @@ def test_parsers_that_do_not_start_end_the_run():
 
 
 def test_turns_that_no_parser_reads_are_counted():
-    agent = AgentConfig(function="of_no_module:function", tool_parser="qwen25")
+    agent = AgentConfig(function="tests.sums_agent:sums", tool_parser="qwen25")
     programs, counts = Programs(agent, None, "127.0.0.1", "policy"), []
     programs._parsers.unparsed = 3
     for _ in range(2):
