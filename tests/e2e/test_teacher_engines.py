@@ -15,7 +15,7 @@ from tiny_model import make_tiny_model
 from megagrpo.rollout.control import find_service
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_environment, engine_python_path
 from megagrpo.rollout.teacher_scores import Teachers
-from megagrpo.system.environment import API_KEY, child_environment
+from megagrpo.system.environment import child_environment
 from megagrpo.types import Prompt, TeacherScores
 from tests.experiments import experiment, python, until
 
@@ -64,8 +64,8 @@ def assert_equal(scores, by_position: torch.Tensor, ids: np.ndarray, top: bool) 
 def test_a_server_that_runs_elsewhere_scores_as_transformers(service, monkeypatch, loss):
     """Any SGLang server; here the session's own engine."""
     url = service.wait_alive().url
-    monkeypatch.setenv(API_KEY, service.control.api_key)
-    config = distilled(service, loss, teachers={"math": {"url": url}})
+    monkeypatch.setenv("TEACHER_KEY", service.control.api_key)
+    config = distilled(service, loss, teachers={"math": {"url": url, "api_key_env": "TEACHER_KEY"}})
     teachers = Teachers(config, 1, service.control)
     for scores, ids in zip(scores_of(teachers, [None] * 3), RESPONSES, strict=True):
         by_position = expected(service.config.model.path, ids)
