@@ -283,8 +283,8 @@ def test_the_command_fails_above_the_bound_and_reports(tmp_path: Path, monkeypat
     """The ranks of two processes are the pool's, with a fault; those of one compute the reference without it."""
 
     def ranks_of_pool(config: ExperimentConfig, name: str, words: list[str]) -> int:
-        file = Path(*words)
-        assert name == "certify" and load_config(file) == config
+        file = config.run_folder.config
+        assert not words and name == "certify" and load_config(file) == config
         fault = "no-data-parallel-reduction" if config.actor.world_size > 1 else None
         planted = {"command": str(file), "fault": fault}
         run_ranks(config.actor.world_size, file.parent / "jobs", [planted], "certify_ranks.py")
