@@ -5,14 +5,12 @@ from tests.dist.workers.host import DEVICE  # comes first: it prepares the host 
 
 # isort: split
 
-import hashlib
 import io
 import os
 from contextlib import redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
 
 from megagrpo.actor.megatron_actor import leave_distributed
@@ -20,11 +18,12 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.loop import run as run_module
 from megagrpo.loop.run import start_run
 from megagrpo.loop.train import train
-from megagrpo.mesh import Mesh, RunStopped
+from megagrpo.mesh import RunStopped
 from megagrpo.system.progress import Progress
 from megagrpo.system.stop_request import STOP_FILE
 from megagrpo.tasks.replay import replay
 from tests.dist.workers.harness import answer
+from tests.played_exchange import PlayedExchange
 
 
 def main(folder: Path) -> None:
@@ -50,28 +49,14 @@ def one_start(job: dict, store: Path) -> dict:
     published: dict[int, str] = {}
     actor, error = None, ""
 
-    class Exchange:
-        def __init__(self, config, mesh: Mesh, weights, control, folder):
-            self.mesh, self.weights, self.control = mesh, weights, control
-
-        def publish(self, version: int, engines: list[str] | None = None) -> dict[str, float]:
-            self.mesh.from_main(lambda: self.tell(version), "publish")
-            digest = hashlib.sha256()
-            for _, weights in sorted(self.weights.parameters().items()):
-                digest.update(weights.detach().contiguous().view(torch.uint8).numpy().tobytes())
-            published[version] = digest.hexdigest()
-            return {}
-
-        def tell(self, version: int) -> None:
+    class Exchange(PlayedExchange):
+        def tell(self, version: int, digest: str) -> None:
             if version == job["fails"]:
                 raise TimeoutError("no engine took the weights")
-            self.control.mark_ready("engine-0", 1, version)
+            super().tell(version, digest)
 
-        def waiting(self) -> str:
-            return ""
-
-        def close(self) -> None:
-            pass
+        def published(self, version: int, digest: str) -> None:
+            published[version] = digest
 
     variables = {"MEGAGRPO_API_KEY": "key", STOP_FILE: job["stop_file"]}
     try:
