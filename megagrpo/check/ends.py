@@ -1,4 +1,4 @@
-"""Whether responses end where the chat template, and a teacher, end a turn."""
+"""Compares the ends of responses with those of the chat template's turns and of teachers' texts."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # seconds to import, and it pulls in torch
 def end_advice(
     config: ExperimentConfig, tokenizer: "PreTrainedTokenizerBase", model: Model
 ) -> Iterator[str]:
-    """Yields why responses may not end where a turn does. Raises what the
-    chat template raises, and ValueError for a teacher without config.json."""
+    """Yields why responses may not end where a turn does. Raises what the chat template raises, and
+    ValueError for a teacher without config.json."""
     sampling = config.sampling
     ends = end_ids(tokenizer, model) | set(sampling.stop_token_ids)
     words = named(tokenizer.convert_ids_to_tokens(sorted(ends)))

@@ -1,4 +1,4 @@
-"""What a resume does about settings and inputs that have changed since the checkpoint.
+"""Compares the settings and inputs of a resumed run with those of its checkpoint.
 
 starts/step_000012.yaml has the settings of the start that continued after step 12. Of each setting
 tests/unit/test_checkpoint_changes.py says whether it may change.

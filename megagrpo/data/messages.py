@@ -89,8 +89,8 @@ def has_unknown(
 
 
 def tokens_behind(tokenizer: "PreTrainedTokenizerBase", known: str, text: str) -> list[int]:
-    """Returns the ids of a text that follows a known one. Tokenizers of SentencePiece's kind write
-    a space before a text that stands alone, which the model does not."""
+    """Returns the ids of a text that follows a known one. Tokenizers of SentencePiece's kind put a
+    space before a separate text, and the model writes none."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     if not known or not "".join(tokenizer.convert_ids_to_tokens(ids[:1])).startswith(_SPACE):
         return ids
