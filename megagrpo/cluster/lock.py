@@ -20,6 +20,7 @@ from typing import IO
 
 from megagrpo.system import environment
 from megagrpo.system.errors import translated
+from megagrpo.system.processes import namespaces
 from megagrpo.system.run_folder import RunFolder
 
 _POLL_S = 0.2
@@ -51,12 +52,12 @@ class Launcher:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process can see a process of the same number, whichever it is."""
+        """Whether `pid` names a process here: it is of this boot and this namespace."""
         return self.space == _space()
 
     @property
     def runs_here(self) -> bool:
-        """Whether `pid` is this launcher, for this process."""
+        """Whether this launcher runs, and this process can see it."""
         return self.is_here and self.started == _started(self.pid) != ""
 
     def end(self) -> None:
@@ -173,8 +174,7 @@ def _erase(file: IO) -> None:
 
 
 def _space() -> str:
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
+    return namespaces("pid")
 
 
 def _started(pid: int) -> str:

@@ -136,10 +136,11 @@ def with_one_engine(
 
 def visible_gpus() -> list[str]:
     """Returns the numbers or names of the GPUs that this process may use."""
-    import torch  # takes seconds
+    shown = environment.get("CUDA_VISIBLE_DEVICES")
+    if shown is None:
+        import torch  # takes seconds
 
-    numbers = map(str, range(torch.cuda.device_count()))
-    shown = environment.get("CUDA_VISIBLE_DEVICES", ",".join(numbers))
+        return list(map(str, range(torch.cuda.device_count())))
     # as CUDA reads it: what follows -1, NoDevFiles, void is not visible either
     return list(takewhile(re.compile(r"\s*(\d+|(GPU|MIG)-\S+)").match, shown.split(",")))
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.models.config_json import end_tokens
 from megagrpo.models.folder import Model
 from megagrpo.models.table import read_description
 
@@ -135,9 +136,5 @@ def end_ids(tokenizer: "PreTrainedTokenizerBase", model: Model) -> set[int]:
 def described_ends(model: Model) -> set[int]:
     """Returns the ids of the ends of texts that the model's files name."""
     generation = read_description(model.folder / "generation_config.json")
-    ids = set[int]()
-    for described in (generation, model.description, model.description.get("text_config", {})):
-        ends = described.get("eos_token_id")
-        if ends is not None:
-            ids.update(ends if isinstance(ends, list) else [ends])
-    return ids
+    descriptions = (generation, model.description, model.description.get("text_config", {}))
+    return {end for described in descriptions for end in end_tokens(described)}

@@ -131,6 +131,14 @@ def rope_scaling(hf: HfConfig) -> HfConfig | None:
     return None if is_plain or is_sections else scaling
 
 
+def end_tokens(described: HfConfig) -> list[int]:
+    """Returns the ids at which texts end, by a config.json or generation_config.json."""
+    ends = described.get("eos_token_id")
+    if ends is None:
+        return []
+    return ends if isinstance(ends, list) else [ends]
+
+
 def text_part(hf: HfConfig) -> dict[str, Any]:
     """Returns the keys of a config.json as a text-only model has them, wherever they stand."""
     whole = {key: hf[key] for key in _OF_THE_WHOLE if key in hf}

@@ -51,6 +51,13 @@ def spawn(
         )
 
 
+def namespaces(*kinds: str) -> str:
+    """Returns a name of this machine's boot and of the process's namespaces of these kinds ("pid",
+    "net"): equal in processes that share them."""
+    links = (os.readlink(f"/proc/self/ns/{kind}") for kind in kinds)
+    return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *links])
+
+
 def dies_with_parent(parent: int, death_signal: signal.Signals) -> Callable[[], None]:
     """Returns a function for a child of process `parent` to call between fork and exec, so that the
     kernel sends it the signal."""

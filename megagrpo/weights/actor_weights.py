@@ -155,6 +155,8 @@ def untrained_tensors(folder: Path) -> dict[str, Tensor]:
     """Returns the tensors that are left out of training, but that an export's config.json
     describes."""
     begin = begin_of_kept(read_description(folder / "config.json"))
+    if not begin:
+        return {}
     hf = HfFolder(folder)
     return {name: hf[name] for name in hf if name.startswith(begin)}
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from megagrpo.models.config_json import HfConfig, text_part
+from megagrpo.models.config_json import end_tokens, text_part
 from megagrpo.models.folder import write_description
 from megagrpo.models.stored.files import INDEX, SINGLE, StoredTensors
 from megagrpo.models.stored.packed_int4 import unpack_into
@@ -212,22 +212,16 @@ def _write_ends(folder: Path) -> None:
     of the tokenizer and of config.json, too."""
     tokenizer, settings, generation = (folder / name for name in _ENDING_FILES)
     described = read_description(generation)
-    named = _ids(described)
+    named = end_tokens(described)
     ends = list(named)
     if tokenizer.is_file() and (token := read_description(settings).get("eos_token")):
         content = token["content"] if isinstance(token, dict) else token
         ends.insert(0, Tokenizer.from_file(str(tokenizer)).token_to_id(content))
-    ends += _ids(text_part(read_description(folder / "config.json")))
+    ends += end_tokens(text_part(read_description(folder / "config.json")))
     ends = [end for end in dict.fromkeys(ends) if end is not None]
     if set(ends) != set(named):
         described["eos_token_id"] = ends
         generation.write_text(json.dumps(described, indent=2) + "\n")
-
-
-def _ids(described: HfConfig) -> list[int | None]:
-    """Returns the end tokens that a description names."""
-    ends = described.get("eos_token_id")
-    return ends if isinstance(ends, list) else [ends]
 
 
 def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]]) -> tuple[int, list[str]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.config.load import load_config
+from megagrpo.config.load import dump_config, load_config
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
 from megagrpo.models.family import TinySizes
 from megagrpo.tools.certify import command
@@ -284,6 +284,7 @@ def test_the_command_fails_above_the_bound_and_reports(tmp_path: Path, monkeypat
 
     def ranks_of_pool(config: ExperimentConfig, name: str, words: list[str]) -> int:
         file = config.run_folder.config
+        dump_config(config, file)
         assert not words and name == "certify" and load_config(file) == config
         fault = "no-data-parallel-reduction" if config.actor.world_size > 1 else None
         planted = {"command": str(file), "fault": fault}

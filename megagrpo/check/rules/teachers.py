@@ -11,7 +11,7 @@ from megagrpo.check.rules.subject import SPARED, Subject, longest_samples, token
 from megagrpo.config.fields import Rule, named
 from megagrpo.data.hub import is_hub_name
 from megagrpo.data.vocabulary import different_tokens
-from megagrpo.models.config_json import HfConfig
+from megagrpo.models.config_json import HfConfig, text_part
 from megagrpo.models.table import read_description
 
 
@@ -119,8 +119,7 @@ def before_start(subject: Subject) -> Iterator[Rule]:
 
 def _embeddings(description: HfConfig) -> int:
     """Returns vocab_size of a config.json; 0 if it is not there."""
-    text = description.get("text_config") or {}
-    return description.get("vocab_size") or text.get("vocab_size") or 0
+    return text_part(description).get("vocab_size") or 0
 
 
 def _lengths(theirs: Subject, key: str, longest: int) -> Iterator[Rule]:

@@ -42,11 +42,8 @@ class TurnParsers:
         Cancellation ends the process that parses. Raises GenerationFailed if no process starts.
         """
         message: Message = {"role": "assistant", "content": text}
-        functions = [
-            {"name": str(f["name"]), "parameters": f.get("parameters")}
-            for tool in (self._names[0] and tools) or ()
-            for f in [tool["function"]]
-        ]
+        named = [tool["function"] for tool in tools or () if self._names[0]]
+        functions = [{"name": str(f["name"]), "parameters": f.get("parameters")} for f in named]
         if functions or self._names[1]:
             parsed = None
             keys = "sampling.agent.tool_parser, reasoning_parser: SGLang's parsers do not start"

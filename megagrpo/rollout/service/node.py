@@ -20,7 +20,7 @@ from megagrpo.rollout.service.engine_command import (
     engine_python_path,
 )
 from megagrpo.system.environment import API_KEY, child_environment, get, nccl_variables
-from megagrpo.system.processes import spawn, stop_tree
+from megagrpo.system.processes import namespaces, spawn, stop_tree
 
 _PORTS = range(20_000, 30_000)  # below the kernel's ephemeral ports, above Ray's workers
 # Of one server: 8 for HTTP, then where its engine's nodes meet, and the 7 that SGLang counts from it
@@ -41,8 +41,7 @@ def reachable_host(address: str) -> str:
 def loopback() -> str:
     """Returns a name of this process's loopback interface, equal for processes that reach each
     other through it."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot_id} {os.readlink('/proc/self/ns/net')}"
+    return namespaces("net")
 
 
 def server_ports(slot: int, incarnation: int) -> tuple[list[int], list[int]]:
@@ -134,11 +133,10 @@ class EngineNode:
         interface = interface_of(self.bind_address)
         # Between the ranks of an engine, and between them and the trainer, on the same interface as
         # everything else.
-        network = {
-            name: get(name) or interface
-            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-            if interface
-        }
+        network = {}
+        if interface:
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                network[name] = get(name) or interface
         # SGLang itself would take the route to the internet, then the host's own name, which many
         # hosts files give to loopback: other nodes of an engine would wait for its messages for
         # ever.

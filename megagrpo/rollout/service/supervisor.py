@@ -312,9 +312,7 @@ class SupervisedEngine:
         self._group = placement_group([bundle] * rollout.nodes_per_engine, strategy=strategy)
         deadline = time.monotonic() + rollout.start_timeout_s
         # In a thread: Ray's head may take long, and this loop answers the trainers' /status.
-        while (await asyncio.to_thread(placement_group_table, self._group)).get(
-            "state"
-        ) != "CREATED":
+        while not await asyncio.to_thread(_is_placed, self._group):
             if time.monotonic() > deadline:
                 resources = await asyncio.to_thread(ray.cluster_resources)
                 have = {name: resources[name] for name in ("CPU", "GPU") if name in resources}
@@ -439,6 +437,10 @@ class SupervisedEngine:
         self.load = {name: max(value, self.load.get(name, 0.0)) for name, value in load.items()}
         self.load_now = load if ranks else {}
         return load
+
+
+def _is_placed(group: PlacementGroup) -> bool:
+    return placement_group_table(group).get("state") == "CREATED"
 
 
 def _tokens_of_caches(server_info: dict) -> int | None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megagrpo.cluster.machine import train_ranks
-from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig
 from megagrpo.system.arguments import positive
 from megagrpo.system.environment import under_torchrun
@@ -54,8 +53,6 @@ def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = N
             json.dumps([asdict(case) for case in cases if case.ranks == world])
         )
         experiment = tiny_experiment(config, folder / "model", subfolder, world)
-        file = experiment.run_folder.config
-        dump_config(experiment, file)
         if train_ranks(experiment, "certify", []) != 0:
             return 1  # the launcher has reported why
         results += json.loads((subfolder / "results.json").read_text())

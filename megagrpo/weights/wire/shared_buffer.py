@@ -10,7 +10,6 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megagrpo.system import environment
+from megagrpo.system.processes import namespaces
 
 _PROBLEM = (
     "weights.transport ipc needs every engine rank on the machine of its colocated trainer rank"
@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
 def place_of(device: torch.device) -> Place:
     """Returns the place of this process, which computes on `device`."""
-    node = f"{socket.gethostname()} {_machine()} {os.readlink('/proc/self/ns/net')}"
+    node = f"{socket.gethostname()} {namespaces('pid', 'net')}"
     if device.type == "cuda":
         return Place(node, str(torch.cuda.get_device_properties(device).uuid))
     return Place(node, "cpu")
@@ -124,7 +124,4 @@ def _plain_segments() -> Iterator[None]:
 
 def _machine() -> str:
     """Returns the boot id and the PID namespace. Processes with equal ones can share memory."""
-    return (
-        f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} "
-        f"{os.readlink('/proc/self/ns/pid')}"
-    )
+    return namespaces("pid")
