@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megagrpo.actor.step import _of_updates
+from megagrpo.actor.step import _optimizer_metrics
 from megagrpo.algo.statistics import alone
 from megagrpo.checkpoint.resume import latest_checkpoint
 from megagrpo.config.schema import DataConfig, LogConfig
@@ -248,7 +248,7 @@ def test_a_record_that_cannot_be_written_does_not_hide_why_a_run_ends(tmp_path, 
 
 def test_gradient_norms_are_the_mean_and_the_largest_of_all_updates():
     optim = [{"optim/lr": 2.0, "optim/grad_norm": 581.5}, {"optim/lr": 1.0, "optim/grad_norm": 10.5}]
-    assert _of_updates(optim) == {"optim/lr": 1.0, "optim/grad_norm": 296.0, "optim/grad_norm_max": 581.5}
+    assert _optimizer_metrics(optim) == {"optim/lr": 1.0, "optim/grad_norm": 296.0, "optim/grad_norm_max": 581.5}
 
 
 def test_an_evaluation_measures_samples_and_scores_rollouts():
