@@ -13,6 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     PreTrainedTokenizerFast,
@@ -71,6 +73,7 @@ _DRAFTING = {
                       rope_parameters={**_ROPE, "partial_rotary_factor": 0.5})
     ),
     "deepseek_v3": lambda rest: DeepseekV3ForCausalLM(DeepseekV3Config(**(rest | _LATENT), rope_parameters=_ROPE)),
+    "glm4_moe_lite": lambda rest: Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**(rest | _LATENT), rope_parameters=_ROPE)),
 }  # fmt: skip
 
 

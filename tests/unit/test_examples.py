@@ -31,7 +31,7 @@ LARGE = {
     *("minimax_m2_230b", "kimi_k25_1t"),
 }
 # not published elsewhere; nor are those of examples/laptop
-ONE_NODE = {"qwen3_30b_a3b_one_node", "moonlight_16b_a3b_one_node"}
+ONE_NODE = {"qwen3_30b_a3b_one_node", "moonlight_16b_a3b_one_node", "glm47_flash_30b_one_node"}
 AGENTS = {"qwen3_30b_swe", "qwen3_235b_search"}
 LARGE |= {f"{name}_fp8" for name in ("qwen3_235b_a22b", "glm45_355b", "deepseek_v3_671b", "kimi_k2_1t")}
 OURS = {"gsm8k", *LARGE, *ONE_NODE, *AGENTS} - {"deepseek_v3_671b"}
