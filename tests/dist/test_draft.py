@@ -1,6 +1,6 @@
 """A draft in the actor: loss and gradients against transformers' layers, layouts; the model's own bits stay.
 
-Float32, gloo. GLM-4.5 (grouped-query attention), DeepSeek-V3 (latent attention, groups of experts) and GLM-4.7-Flash (no groups).
+Float32, gloo. GLM-4.5 (grouped-query attention), DeepSeek-V3 (latent attention, groups of experts) and GLM-4.7-Flash.
 """
 
 from pathlib import Path

@@ -17,7 +17,10 @@ DRAFT = "model.layers.2."  # the draft's HF tensors
 LAYOUTS = {"glm4_moe": {"tp": 2, "ep": 2}, "deepseek_v3": {}, "glm4_moe_lite": {"tp": 2}}
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("glm4_moe", "glm4_moe_lite"))])
+@pytest.fixture(
+    scope="module",
+    params=["deepseek_v3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("glm4_moe", "glm4_moe_lite"))],
+)
 def family(request) -> str:
     return request.param
 
