@@ -16,6 +16,8 @@ SETTINGS: dict[str, object] = {  # by field of SGLang's ServerArgs
     "device": "cpu",
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
+    # torch_native reads keys of layers with windows where those of the others are
+    "disable_hybrid_swa_memory": True,
     "cuda_graph_backend_decode": "disabled",
     "cuda_graph_backend_prefill": "disabled",
     # of a hierarchical cache; its other copies have no stand-ins

@@ -8,6 +8,7 @@ drafts as they are trained here.
 from megatron.core import parallel_state as mpu
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
@@ -21,6 +22,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.kinds.draft.layer import DraftLayer, Following, embed
@@ -68,17 +70,7 @@ class Body(LanguageModule):
                 tp_group=groups.tp,
             )
         if arch.plain_rotary:
-            scaling = arch.attention.rotary.scaling
-            self.rotary_pos_emb = RotaryEmbedding(
-                kv_channels=config.kv_channels,
-                rotary_percent=arch.attention.rotary.fraction,
-                rotary_interleaved=config.rotary_interleaved,
-                rotary_base=arch.attention.rotary.theta,
-                rope_scaling=scaling is not None,
-                rope_scaling_factor=scaling["factor"] if scaling else 8.0,
-                use_cpu_initialization=config.use_cpu_initialization,
-                cp_group=groups.cp,
-            )
+            self.rotary_pos_emb = _rotary(arch, config, groups.cp)
         self.decoder = TransformerBlock(
             config=config,
             spec=layers,
@@ -180,9 +172,10 @@ class Body(LanguageModule):
         length = self.rotary_pos_emb.get_rotary_seq_len(
             None, self.decoder, hidden, self.config, packed
         )
-        if packed is None:
-            return self.rotary_pos_emb(length)
-        return self.rotary_pos_emb(length, packed_seq=True, cp_group=packed.cp_group)
+        rows = {} if packed is None else {"packed_seq": True, "cp_group": packed.cp_group}
+        angles = self.rotary_pos_emb(length, **rows)
+        # YaRN's come with a factor, which is in softmax_scale already
+        return angles[0] if isinstance(angles, tuple) else angles
 
     def _prepare_offloading(self) -> None:
         """Begins a forward of actor.megatron.fine_grained_activation_offloading, which keeps
@@ -203,3 +196,33 @@ class Body(LanguageModule):
             for parameter in self.parameters():
                 Offloading.mark_not_offload(parameter)
             self._marked = True
+
+
+def _rotary(
+    arch: Architecture, config: TransformerConfig, context: ProcessGroup | None
+) -> RotaryEmbedding:
+    """Returns Megatron's rotary embedding: plain, with Llama 3's scaling, or YaRN's."""
+    rotary = arch.attention.rotary
+    common = {
+        "kv_channels": config.kv_channels,
+        "rotary_percent": rotary.fraction,
+        "rotary_interleaved": config.rotary_interleaved,
+        "rotary_base": rotary.theta,
+        "use_cpu_initialization": config.use_cpu_initialization,
+        "cp_group": context,
+    }
+    if yarn := rotary.yarn:
+        return YarnRotaryEmbedding(
+            **common,
+            scaling_factor=yarn["factor"],
+            original_max_position_embeddings=yarn["original_max_position_embeddings"],
+            beta_fast=yarn["beta_fast"],
+            beta_slow=yarn["beta_slow"],
+            correction_range_round_to_int=yarn.get("truncate", True),
+        )
+    scaling = rotary.scaling
+    return RotaryEmbedding(
+        **common,
+        rope_scaling=scaling is not None,
+        rope_scaling_factor=scaling["factor"] if scaling else 8.0,
+    )

@@ -60,19 +60,25 @@ def build_chunk(
             # expert gradients of TP + sequence parallel at EP 1 unreduced over TP: silently wrong.
             # Expert groups are right for every layout.
             parameter.allreduce = False
+        if name.endswith(".softmax_offset"):  # of this rank's heads
+            _mark_shard(parameter, 0)
     for module in chunk.modules():
         if type(module) in _SHARDED_DIM and module.weight is not None:
             # Megatron sets this mark only where it initializes a weight itself. Without it the
             # gradient norm counts every weight as a replica and misses the shards of all
             # tensor-parallel ranks but the first: clipped too little.
-            module.weight.tensor_model_parallel = True
-            module.weight.partition_dim = _SHARDED_DIM[type(module)]
-            module.weight.partition_stride = 1
+            _mark_shard(module.weight, _SHARDED_DIM[type(module)])
     if transformer_engine:
         _mark_whole_weights(chunk)
     if arch.vision is not None and chunk.pre_process:
         chunk.visual = Tower(arch.vision, actor.trained_vision, actor.recompute == "full")
     return chunk
+
+
+def _mark_shard(parameter: torch.nn.Parameter, dim: int) -> None:
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # read by Megatron
+    parameter.partition_dim = dim  # type: ignore[attr-defined]  # likewise
+    parameter.partition_stride = 1  # type: ignore[attr-defined]  # likewise
 
 
 def _mark_whole_weights(chunk: Body) -> None:

@@ -3,6 +3,7 @@ wrong."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ YARN_KEYS = (
     "mscale",
     "mscale_all_dim",
 )
-_YARN_READ = {*YARN_KEYS, "type", "rope_type", "rope_theta", "partial_rotary_factor"}
+_ROPE_READ = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
 _REQUIRED_KEYS = (
     "hidden_size",
     "num_hidden_layers",
@@ -59,6 +60,17 @@ class Rotary:
     scaling: HfConfig | None = field(default=None, hash=False)
     fraction: float = 1.0  # of a head's dimensions that turn, the first ones
 
+    @property
+    def yarn(self) -> HfConfig | None:
+        """Returns YaRN's numbers (arXiv 2309.00071); None without it."""
+        scaling = self.scaling or {}
+        return scaling if scaling.get("rope_type", scaling.get("type")) == "yarn" else None
+
+    @property
+    def concentration(self) -> float:
+        """Returns YaRN's factor of queries and of keys where files name no other."""
+        return 0.1 * math.log(self.yarn["factor"]) + 1.0 if self.yarn else 1.0
+
     @classmethod
     def read(cls, hf: HfConfig, fraction: float = 1.0) -> Rotary:
         """Reads a config.json; `fraction` if it has none."""
@@ -88,22 +100,31 @@ def llama3_refusals(scaling: HfConfig) -> list[str]:
     ]
 
 
-def yarn_refusals(scaling: HfConfig) -> list[str]:
+def yarn_refusals(scaling: HfConfig, needed: tuple[str, ...] = YARN_KEYS, *more: str) -> list[str]:
     """Returns why a rotary scaling is not YaRN with every number given, which Megatron and
-    transformers share."""
+    transformers share.
+
+    needed: the numbers; more: keys that may be there, too.
+    """
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind != "yarn":
         return [
             f"rope scaling {kind!r} is not supported by this family; supported: none, or 'yarn'"
         ]
-    missing = [key for key in YARN_KEYS if not scaling.get(key)]
-    others = sorted(key for key in scaling.keys() - _YARN_READ if scaling[key] is not None)
+    missing = [key for key in needed if not scaling.get(key)]
+    read = {*needed, *_ROPE_READ, *more}
+    others = sorted(key for key in scaling.keys() - read if scaling[key] is not None)
     problems = (
         [f"rope scaling 'yarn' lacks {', '.join(missing)}, or has 0 there"] if missing else []
     )
     return problems + (
         [f"rope scaling 'yarn' with {', '.join(others)} is not supported"] if others else []
     )
+
+
+def plain_yarn_refusals(scaling: HfConfig) -> list[str]:
+    """Returns why a rotary scaling is not YaRN as gpt-oss has it, without factors of its own."""
+    return yarn_refusals(scaling, YARN_KEYS[:4], "truncate")
 
 
 def every_scaling_refused(scaling: HfConfig) -> list[str]:

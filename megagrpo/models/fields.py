@@ -133,9 +133,9 @@ def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels)
     }
     return {
         **base,
+        **transformer_defaults(arch, actor, kernels),
         **own,
         **_recompute_fields(arch, actor, kernels),
-        **transformer_defaults(arch, actor, kernels),
         **actor.megatron,
     }
 

@@ -17,6 +17,7 @@ from megagrpo.models.architecture import Architecture
 from megagrpo.models.config_json import HfConfig, text_part
 from megagrpo.models.families.deepseek_v3 import DeepseekV3, Glm4MoeLite, KimiK25
 from megagrpo.models.families.dense import Llama, Qwen2, Qwen3
+from megagrpo.models.families.gpt_oss import GptOss
 from megagrpo.models.families.minimax_m2 import MiniMaxM2
 from megagrpo.models.families.qwen3_5 import Qwen3Next, Qwen35, Qwen35Moe
 from megagrpo.models.families.sigmoid_moe import Glm4Moe
@@ -56,6 +57,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v32": DeepseekV32(),
     "glm_moe_dsa": GlmMoeDsa(),
     "qwen3_next": Qwen3Next(),
+    "gpt_oss": GptOss(),
 }
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
 _LEFT_OUT = {"mtp.": "multi-token-prediction layers, which only speculate"}
@@ -177,7 +179,9 @@ def _products(arch: Architecture) -> int:
     """Counts the elements of all matrices of the text part that a token meets, routers left out."""
     groups = tensor_groups(replace(arch, vision=None, draft=False), None)
     matrices = [
-        spec for spec in groups if spec.kind == "matrix" and not spec.name.endswith(".gate.weight")
+        spec
+        for spec in groups
+        if spec.kind == "matrix" and not spec.name.endswith((".gate.weight", ".router.weight"))
     ]
     layer_groups = {spec: groups[spec] for spec in matrices if ".layers." in spec.name}
     return _counted(arch, layer_groups).active + arch.vocab_size * arch.hidden_size

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # a router, what latent attention projects down, a draft's projection, and an indexer
 _WHOLE = (
     "gate",
+    "router",
     "shared_expert_gate",
     "q_a_proj",
     "kv_a_proj_with_mqa",
@@ -177,9 +178,11 @@ def load_mlp(
     fc2.copy_(shard.columns(hf[f"{prefix}{names.down}.weight"]))
 
 
-def mlp_weights(layer, expert: int | None = None) -> tuple[Tensor, Tensor]:
-    """Returns linear_fc1's and linear_fc2's weights of an MLP, or of the local expert of this
-    number.
+def mlp_weights(
+    layer, expert: int | None = None, kind: Literal["weight", "bias"] = "weight"
+) -> tuple[Tensor, Tensor]:
+    """Returns linear_fc1's and linear_fc2's weights, or biases, of an MLP, or of the local expert
+    of this number.
 
     An expert is a module of its own, or one of the numbered weights of Transformer Engine's grouped
     layers.
@@ -187,5 +190,5 @@ def mlp_weights(layer, expert: int | None = None) -> tuple[Tensor, Tensor]:
     if expert is not None and hasattr(layer, "local_experts"):
         layer = layer.local_experts[expert]
         expert = None
-    name = "weight" if expert is None else f"weight{expert}"
+    name = kind if expert is None else f"{kind}{expert}"
     return getattr(layer.linear_fc1, name), getattr(layer.linear_fc2, name)

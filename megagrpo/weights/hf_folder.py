@@ -1,6 +1,6 @@
 """Hugging Face checkpoint folders of safetensors: read lazily, written atomically.
 
-Tensors in FP8 and INT4 are read as the bfloat16 tensors that models/stored/files.py shows.
+Tensors in FP8, INT4 and MXFP4 are read as the bfloat16 tensors that models/stored/files.py shows.
 """
 
 import hashlib
@@ -19,9 +19,10 @@ from torch import Tensor
 
 from megagrpo.models.config_json import end_tokens, text_part
 from megagrpo.models.folder import write_description
+from megagrpo.models.stored import mxfp4
 from megagrpo.models.stored.files import INDEX, SINGLE, StoredTensors
 from megagrpo.models.stored.packed_int4 import unpack_into
-from megagrpo.models.stored.quantization import PACKED, SCALE, SCALES
+from megagrpo.models.stored.quantization import BLOCK_SCALES, BLOCKS, PACKED, SCALE, SCALES
 from megagrpo.models.table import has_draft, read_description
 from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import whole_folder
@@ -79,10 +80,10 @@ class HfFolder(Mapping[str, Tensor]):
                 self._opened[file] = safe_open(file, "pt")
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self.files.fp8 and name not in self.files.int4:
+        if name not in self.files.fp8 | self.files.int4 | self.files.mxfp4:
             return self._stored(name)
         products = torch.empty(self.specs[name][0], dtype=torch.bfloat16)
-        self.read_into(products, name, (0, 0))
+        self.read_into(products, name, (0,) * products.dim())
         return products
 
     def read_into(self, target: Tensor, name: str, start: tuple[int, ...]) -> None:
@@ -94,6 +95,9 @@ class HfFolder(Mapping[str, Tensor]):
             rows = slice(start[0], start[0] + len(target))
             words, scales = self._stored(name + PACKED)[rows], self._stored(name + SCALE)[rows]
             unpack_into(target, words, scales, start[1])
+        elif name in self.files.mxfp4:
+            blocks, scales = self._stored(name + BLOCKS), self._stored(name + BLOCK_SCALES)
+            mxfp4.unpack_into(target, blocks, scales, start)
         else:
             target.copy_(self._stored(name)[Box(start, tuple(target.shape)).slices])
         self.bytes_read += self.stored_bytes(name, target.shape)
@@ -131,7 +135,8 @@ class HfFolder(Mapping[str, Tensor]):
         """Returns a digest of all names, shapes, dtypes, and the first elements of every tensor."""
         digest = hashlib.sha256()
         for name, (shape, dtype) in sorted(self.specs.items()):
-            stored = self._stored(name + PACKED * (name in self.files.int4))
+            own = PACKED * (name in self.files.int4) + BLOCKS * (name in self.files.mxfp4)
+            stored = self._stored(name + own)
             part = stored[: 1 if len(shape) > 1 else None]  # a matrix's first row
             digest.update(
                 f"{name} {shape} {dtype}".encode()

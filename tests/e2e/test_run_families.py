@@ -31,7 +31,7 @@ NUM_STEPS = 2
     [
         *(
             (family, "float32", 1e-5)
-            for family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mixtral", "minimax_m2")
+            for family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "mixtral", "minimax_m2")
         ),
         ("qwen3_5_moe_text", "float32", 1e-5),
         ("qwen3_next", "float32", 1e-5),

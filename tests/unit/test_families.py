@@ -47,6 +47,7 @@ DIGESTS = {
     ("qwen3_5", False): "1cf43c388982de8b",
     ("qwen3_5_text", False): "b16f53c19f6d225f",
     ("qwen3_next", False): "9f7162e55e55a912",
+    ("gpt_oss", False): "ca58df43deb194f6",
 }
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -54,7 +55,7 @@ LLAMA3 = {
 }  # fmt: skip
 UNSCALED = (
     *("glm4_moe", "deepseek_v3", "kimi_k2", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-    *("minimax_m2", "kimi_k25", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite"),
+    *("minimax_m2", "kimi_k25", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "gpt_oss"),
     *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_text", "qwen3_next"),
 )
 TOY = '''
@@ -158,7 +159,9 @@ def test_what_would_be_silently_wrong_is_refused_by_name(family, tmp_path):
         problems = model_problems(hf | {key: value})
         assert len(problems) == 1 and key.replace("rope_scaling", "rope scaling") in problems[0]
     assert len(model_problems(hf | wrong)) == len(wrong)
-    assert bool(model_problems(hf | {"attention_bias": True})) == (family not in ("qwen2", "glm4_moe", "qwen2_5_vl"))
+    assert bool(model_problems(hf | {"attention_bias": True})) == (
+        family not in ("qwen2", "glm4_moe", "qwen2_5_vl", "gpt_oss")
+    )
     assert bool(model_problems(hf | {"partial_rotary_factor": 0.25})) == (
         family != "glm4_moe" and not family.startswith(("qwen3_5", "qwen3_next"))
     )

@@ -279,7 +279,7 @@ def calls_of(message: dict) -> list[list[object]]:
 
 
 def test_every_family_has_a_template_here():
-    assert set(OF_FAMILY) == set(FAMILIES) and set(OF_FAMILY.values()) <= set(MODELS)
+    assert set(OF_FAMILY) == set(FAMILIES) - {"gpt_oss"} and set(OF_FAMILY.values()) <= set(MODELS)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -8,6 +8,7 @@ from megagrpo.check.rules.trainer_layout import divides, divisors
 from megagrpo.config.fields import LibrarySettings, Rule
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.models.architecture import Architecture
+from megagrpo.models.kinds.clamped.describe import ClampedExperts
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.stored.quantization import FP8_BLOCK
 from megagrpo.models.table import FAMILIES
@@ -114,6 +115,11 @@ def _cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[Rule]:
         arch.latent is None and kv_heads % tp and tp % kv_heads,
         f"rollout.tp = {tp} is neither a divisor nor a multiple of the model's "
         f"num_key_value_heads = {kv_heads}",
+    )
+    yield Rule(
+        ep > 1 and isinstance(arch.experts, ClampedExperts),
+        f"rollout.ep = {ep}: SGLang gives every rank all of a {arch.family} model's experts",
+        "ep must be 1",
     )
     yield Rule(
         ep > 1 and not num_experts,

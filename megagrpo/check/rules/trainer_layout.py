@@ -10,6 +10,7 @@ from megagrpo.config.actor import ActorConfig
 from megagrpo.config.fields import Rule, complaints
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.fields import context_rule, expected_kernels
+from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 
 
 def before_start(subject: Subject) -> Iterator[Rule]:
@@ -21,7 +22,7 @@ def before_start(subject: Subject) -> Iterator[Rule]:
 def layout_rules(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
     """Yields the rules between a model and a layout; those between the sizes themselves
     (world_size, vpp) are the section's."""
-    for rules in (_sizes, _stages, _routers, _adapters, _vision, _shared_choices):
+    for rules in (_sizes, _stages, _routers, _adapters, _vision, _sinks, _shared_choices):
         yield from rules(arch, actor)
     yield context_rule(actor, expected_kernels(actor))
     for key, size in (("ep", actor.parallel.ep), ("etp", actor.parallel.etp)):
@@ -71,6 +72,23 @@ def _routers(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
     if unreported := arch.experts and arch.experts.unreported:
         replayed = actor.routing_replay == "rollout"
         yield Rule(replayed, f"actor.routing_replay: {unreported}", "take old, or remove it")
+
+
+def _sinks(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
+    kernels = expected_kernels(actor)
+    sinks = isinstance(arch.attention, GroupedQuery) and arch.attention.sinks and kernels.cuda
+    yield Rule(
+        sinks and not kernels.transformer_engine,
+        f"a {arch.family} model's attention has sinks, of which only Transformer Engine has a kernel: "
+        "torch's would hold scores as large as the square of the longest sequence",
+        "install it, or set actor.device: cpu",
+    )
+    yield Rule(
+        sinks and actor.parallel.cp > 1,
+        f"actor.parallel.cp = {actor.parallel.cp}: sinks and windows are not compared on GPUs "
+        "that share a sequence",
+        "cp must be 1",
+    )
 
 
 def _adapters(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:

@@ -75,7 +75,9 @@ def decode_in_one_call(module) -> None:
     attend at once, over keys padded to the longest. Not in the deterministic mode: the padding
     depends on the rest of the batch."""
     from megagrpo.cpu.engine.draft_attention import attend, batch_invariant, verify_chains
+    from megagrpo.cpu.engine.sinks import take_sinks
 
+    take_sinks(module)
     one_by_one = module.TorchNativeAttnBackend._run_sdpa_forward_decode
 
     def decode(
@@ -278,6 +280,8 @@ REPAIRS = {
     "sglang.kernels.ops.attention.fla.layernorm_gated": repair_of("gated_delta", "norm_then_gate"),
     "sglang.kernels.ops.attention.fla.fused_norm_gate": repair_of("gated_delta", "norm_then_gate"),
     "sglang.kernels.ops.elementwise.elementwise": repair_of("gated_delta", "gate_shared_experts"),
+    "sglang.srt.arg_groups.model_hook": repair_of("sinks", "admit_torch_native"),
+    "sglang.srt.models.gpt_oss": repair_of("sinks", "sinks_of_the_model"),
     "sglang.srt.models.minimax_m2": repair_of("head_norms", "install"),
     "sglang.srt.speculative.draft_utils": repair_of("draft_attention", "draft_with_torch_native"),
     "sglang.srt.speculative.eagle_utils": repair_of("draft_attention", "sample_drafts"),

@@ -42,6 +42,11 @@ class Attention:
         return math.inf
 
     @property
+    def limited_share(self) -> float:
+        """Returns the part of the layers in which it sees no more than `most_keys`."""
+        return 1.0
+
+    @property
     def index_flops(self) -> float:
         """Returns the FLOPs of an indexer for a query and a key; each rank computes all of them."""
         return 0.0

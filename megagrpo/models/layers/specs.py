@@ -18,6 +18,8 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megagrpo.models.architecture import Architecture
+from megagrpo.models.kinds.clamped.describe import ClampedExperts
+from megagrpo.models.kinds.clamped.layer import clamped_spec
 from megagrpo.models.kinds.gated_delta.describe import GatedDelta
 from megagrpo.models.kinds.gated_delta.layer import gated_delta_spec
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
@@ -50,7 +52,9 @@ def layer_spec(
 ) -> ModuleSpec:
     """Returns layer `index` of the model, counted from 0; one behind the last is the draft's."""
     mixer = arch.mixer(index)
-    if arch.has_experts(index):
+    if arch.has_experts(index) and isinstance(arch.routed, ClampedExperts):
+        feed_forward = clamped_spec(parts.backend, config.moe_grouped_gemm)
+    elif arch.has_experts(index):
         feed_forward = get_moe_module_spec_for_backend(
             parts.backend, arch.routed.count, moe_grouped_gemm=config.moe_grouped_gemm
         )

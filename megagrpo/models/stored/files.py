@@ -1,9 +1,9 @@
 """The tensors of a model folder's safetensors files, from the headers: it reads no weights and loads
 no torch.
 
-An FP8 tensor X has block scales in `X_scale_inv`, and INT4 is in the tensors of packed_int4.py; both
-are shown as the bfloat16 tensor of the products. The tensors of a language model inside another
-model have the names of a plain language model.
+An FP8 tensor X has block scales in `X_scale_inv`; INT4 and MXFP4 are in the tensors of
+packed_int4.py and mxfp4.py. All are shown as the bfloat16 tensor of the products. The tensors of a
+language model inside another model have the names of a plain language model.
 """
 
 import json
@@ -16,7 +16,10 @@ import numpy as np
 
 from megagrpo.models.config_json import HfConfig, text_part
 from megagrpo.models.stored.quantization import (
+    BLOCK_SCALES,
+    BLOCKS,
     INT4_WORD,
+    MXFP4_BLOCK,
     PACKED,
     SCALE,
     SCALES,
@@ -62,7 +65,8 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredTensors:
-    """The tensors of a model folder by name, with those in FP8 and INT4 as bfloat16.
+    """The tensors of a model folder by name, with those in FP8, INT4 and MXFP4 as
+    bfloat16.
 
     files: all tensors, as they are stored. block: rows and columns of FP8 with one scale.
     """
@@ -71,6 +75,7 @@ class StoredTensors:
     files: Mapping[str, StoredTensor]
     fp8: frozenset[str]
     int4: frozenset[str]
+    mxfp4: frozenset[str]
     block: tuple[int, int]
 
     @classmethod
@@ -98,7 +103,10 @@ class StoredTensors:
             group = _described(folder, int4_group, min(int4), "INT4")
             for name in int4:
                 _show_unpacked(folder, shown, name, group)
-        return cls(shown, files, fp8, int4, block)
+        mxfp4 = frozenset(name.removesuffix(BLOCKS) for name in files if name.endswith(BLOCKS))
+        for name in mxfp4:
+            _show_blocks(folder, shown, name)
+        return cls(shown, files, fp8, int4, mxfp4, block)
 
 
 def _names_by_file(folder: Path) -> dict[str, list[str]]:
@@ -194,3 +202,19 @@ def _show_unpacked(folder: Path, shown: dict[str, StoredTensor], name: str, grou
             f"{scales.shape if scales else 'none'}"
         )
     shown[name] = replace(stored, dtype="BF16", shape=(rows, columns))
+
+
+def _show_blocks(folder: Path, shown: dict[str, StoredTensor], name: str) -> None:
+    """Shows an MXFP4 tensor as the products, inputs before outputs, and hides blocks and scales."""
+    stored = shown.pop(name + BLOCKS)
+    scales = shown.pop(name + BLOCK_SCALES, None)
+    *others, width = stored.shape
+    if scales is None or scales.shape != tuple(others) or (len(others), width) != (3, 16):
+        raise ValueError(
+            f"{folder}: tensor {name}{BLOCKS} {stored.shape} in MXFP4 needs blocks of 16 bytes and a "
+            f"scale for each in {name}{BLOCK_SCALES}; the files have "
+            f"{scales.shape if scales else 'none'}"
+        )
+    experts, outputs, blocks = others
+    shape = (experts, blocks * MXFP4_BLOCK, outputs)
+    shown[name] = replace(stored, dtype="BF16", shape=shape)

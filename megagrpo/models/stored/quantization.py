@@ -1,5 +1,5 @@
-"""The quantization of a checkpoint by its config.json: FP8 in blocks and INT4 in groups, which are
-read as bfloat16, or rejected.
+"""The quantization of a checkpoint by its config.json: FP8 in blocks, INT4 in groups and MXFP4, which
+are read as bfloat16, or rejected.
 
 Engines may have their weights in FP8, too: in the blocks of DeepSeek-V3.
 """
@@ -16,25 +16,29 @@ SCALES = "_scale_inv"  # after a tensor's name: the name of its blocks' scales
 PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
 INT4_WORD = 8  # columns of INT4 in one int32
+# after the name of a weight in MXFP4: its values and its blocks' scales; inputs with one scale
+BLOCKS, BLOCK_SCALES, MXFP4_BLOCK = "_blocks", "_scales", 32
 
 
 def quantization_problems(hf: HfConfig) -> list[str]:
-    """Returns why a checkpoint with this config.json cannot be read; [] for none, for FP8 in blocks
-    and for INT4 in groups."""
+    """Returns why a checkpoint with this config.json cannot be read; [] for none, for FP8 in
+    blocks, for INT4 in groups and for MXFP4."""
     described = hf.get(_KEY)
     if not described:
         return []
     method = described.get("quant_method")
     if method == "compressed-tensors" and described.get("format") == "pack-quantized":
         return _packed_problems(described)
+    if method == "mxfp4":
+        return []
     if method != "fp8":
         bits = sorted(
             {int(group["num_bits"]) for group in _weight_groups(described) if "num_bits" in group}
         )
         width = f" ({' and '.join(map(str, bits))}-bit weights)" if bits else ""
         return [
-            f"{_KEY}: quant_method {method!r}{width} is not read, only FP8 in blocks and "
-            "INT4 in groups are; training starts from the weights themselves, so name a release of "
+            f"{_KEY}: quant_method {method!r}{width} is not read, only FP8 in blocks, "
+            "INT4 in groups and MXFP4 are; training starts from the weights themselves, so name a release of "
             "the model in bfloat16, or convert it first"
         ]
     block = described.get("weight_block_size")
@@ -121,10 +125,11 @@ def fp8_config(hf: HfConfig) -> dict[str, object]:
 
 
 def stored_form(hf: HfConfig) -> str | None:
-    """Returns "FP8" or "INT4"; None for a checkpoint that is not quantized."""
+    """Returns "FP8", "MXFP4" or "INT4"; None for a checkpoint that is not quantized."""
     if not hf.get(_KEY):
         return None
-    return "FP8" if hf[_KEY].get("quant_method") == "fp8" else "INT4"
+    method = str(hf[_KEY].get("quant_method"))
+    return method.upper() if method in ("fp8", "mxfp4") else "INT4"
 
 
 def _weight_groups(described: HfConfig) -> list[HfConfig]:

@@ -234,8 +234,10 @@ def decode_seconds(
 def _chosen_pairs(target: Target, sizes: np.ndarray) -> np.ndarray:
     """Returns, for sequences of these lengths, how many pairs of a query and a key attention
     computes."""
-    seen = target.work.seen(sizes)
-    return seen * sizes - seen**2 / 2
+    attention = target.arch.attention
+    seen = np.minimum(sizes, attention.most_keys)
+    limited = seen * sizes - seen**2 / 2
+    return attention.limited_share * limited + (1.0 - attention.limited_share) * sizes**2 / 2
 
 
 def _all_reduce_seconds(target: Target, server: Server) -> float:

@@ -76,9 +76,11 @@ class ModelWork:
         return 2.0 * self.dense + 2.0 * self.expert * self.share + 2.0 * self.vocabulary
 
     def seen(self, tokens: np.ndarray | float) -> np.ndarray | float:
-        """Returns how many of so many earlier tokens attention reads: all, or what an indexer
-        chooses."""
-        return np.minimum(tokens, self.arch.attention.most_keys)
+        """Returns how many of so many earlier tokens attention reads in the mean of layers: all,
+        a window, or what an indexer chooses."""
+        share = self.arch.attention.limited_share
+        limited = np.minimum(tokens, self.arch.attention.most_keys)
+        return share * limited + (1.0 - share) * tokens
 
     @property
     def index_bytes(self) -> int:

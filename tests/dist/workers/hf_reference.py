@@ -14,6 +14,7 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GlmMoeDsaConfig,
+    GptOssConfig,
     LlamaConfig,
     MiniMaxM2Config,
     MixtralConfig,
@@ -67,6 +68,7 @@ DROPPED = {
     **{name: {"moe_layer_freq": 1} for name in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")},
     "minimax_m2": {"rotary_dim": 16, "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid",
                    "use_routing_bias": True},
+    "gpt_oss": {"swiglu_limit": 7.0},
 }  # fmt: skip
 # 16 of up to 40 tokens: sparse. A head whose products are all negative scores 0; with many heads no two keys tie
 _SPARSE = _MLA | _ROUTED | {"index_n_heads": 8, "index_head_dim": 16, "index_topk": 16}
@@ -101,6 +103,12 @@ CONFIGS = {
     "glm4_moe_lite": lambda: Glm4MoeLiteConfig(
         **_MLA, **_ROUTED, **_NO_GROUPS, rms_norm_eps=1e-6, rope_parameters=_PLAIN
     ),
+    # windows of 8 of up to 40 tokens in every other layer
+    "gpt_oss": lambda: GptOssConfig(
+        **SIZES, head_dim=32, num_local_experts=8, num_experts_per_tok=2, sliding_window=8,
+        rope_parameters={**_PLAIN, "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16,
+                         "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    ),
     "glm_moe_dsa": lambda: GlmMoeDsaConfig(
         **_SPARSE, **_NO_GROUPS, rms_norm_eps=1e-6, rope_parameters=_PLAIN
     ),
@@ -133,6 +141,8 @@ def stir(model: PreTrainedModel) -> None:
         for name, tensor in model.named_parameters():
             if name.endswith("A_log"):
                 tensor.uniform_(-5.0, -1.0)
+            if name.endswith("_proj_bias"):  # of experts together
+                tensor += 0.2 * torch.randn_like(tensor)
 
 
 def write_model(folder: Path, name: str, config: PretrainedConfig) -> None:

@@ -34,7 +34,8 @@ def layer(attention: GroupedQuery, at: Share) -> LayerCost:
         kept=kept * at.whole,
         transient=2 * held * at.whole * at.width + at.gathered,
         flops=2 * at.hidden_size * (qkv + heads * dim) * at.whole,
-        pair_flops=4 * heads * dim,
+        pair_flops=4 * heads * dim * (not attention.window),
+        chosen_flops=4 * heads * dim * bool(attention.window),
         sent={
             "tp": at.gathers(2),
             "cp": 2 * groups * dim * at.whole * at.width * (p.cp - 1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megagrpo.models.config_json import HfConfig, Rotary
 from megagrpo.models.costs import LayerCost, Share
@@ -34,9 +34,14 @@ class GroupedQuery(Attention):
     qk_norm: bool = False  # RMSNorm over each head of queries and keys
     norm_over_heads: bool = False  # that one is over all heads of a token together
     output_gate: bool = False  # the output is multiplied by a sigmoid of the token
+    output_bias: bool = False
+    # each head has a score of no key, which takes its share of the softmax
+    sinks: bool = False
+    window: int = 0  # tokens, itself included, that a query sees in layers of `windowed`
+    windowed: tuple[bool, ...] = ()
 
     @classmethod
-    def read(cls, hf: HfConfig, fraction: float = 1.0, **flags: bool) -> GroupedQuery:
+    def read(cls, hf: HfConfig, fraction: float = 1.0, **flags: Any) -> GroupedQuery:
         """Reads a config.json; fraction: of a head that turns, if it has none. flags: of the
         family."""
         heads = hf["num_attention_heads"]
@@ -57,6 +62,14 @@ class GroupedQuery(Attention):
         """Returns the width of a head of values."""
         return self.head_dim
 
+    @property
+    def most_keys(self) -> float:
+        return self.window or super().most_keys
+
+    @property
+    def limited_share(self) -> float:
+        return sum(self.windowed) / len(self.windowed) if self.windowed else 1.0
+
     def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
         """Yields projections, biases and norms."""
         hidden = arch.hidden_size
@@ -72,6 +85,10 @@ class GroupedQuery(Attention):
         if self.qkv_bias:
             for name, rows in outputs.items():
                 yield TensorSpec(f"{prefix}{name}.bias", (rows,), "bias")
+        if self.output_bias:
+            yield TensorSpec(f"{prefix}o_proj.bias", (hidden,), "bias")
+        if self.sinks:
+            yield TensorSpec(f"{prefix}sinks", (self.heads,), "bias")
         if self.qk_norm:
             for name, heads in (("q_norm", self.heads), ("k_norm", self.kv_heads)):
                 width = dim * heads if self.norm_over_heads else dim
@@ -85,6 +102,10 @@ class GroupedQuery(Attention):
         if self.qkv_bias:
             self.load_qkv(attention.linear_qkv.bias, hf, prefix, "bias", shard)
         attention.linear_proj.weight.copy_(shard.columns(hf[prefix + "o_proj.weight"]))
+        if self.output_bias:
+            attention.linear_proj.bias.copy_(hf[prefix + "o_proj.bias"])
+        if self.sinks:
+            attention.core_attention.softmax_offset.copy_(shard.rows(hf[prefix + "sinks"]))
         if self.qk_norm:
             attention.q_layernorm.weight.copy_(hf[prefix + "q_norm.weight"])
             attention.k_layernorm.weight.copy_(hf[prefix + "k_norm.weight"])
@@ -132,7 +153,7 @@ class GroupedQuery(Attention):
 
     def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
         """Returns the fields of Megatron's TransformerConfig."""
-        return {
+        fields: Fields = {
             "num_attention_heads": self.heads,
             "num_query_groups": self.kv_heads,
             "kv_channels": self.head_dim,
@@ -140,6 +161,17 @@ class GroupedQuery(Attention):
             "qk_layernorm": self.qk_norm,
             "attention_output_gate": self.output_gate,
         }
+        if self.output_bias:
+            fields["add_bias_linear"] = True
+        if self.sinks:
+            fields["softmax_type"] = "learnable"
+        if self.window:
+            fields["window_size"] = (self.window - 1, 0)  # before and behind the query
+            fields["window_attn_skip_freq"] = [int(layer) for layer in self.windowed]
+        if (factor := self.rotary.concentration) != 1.0:
+            # of queries and of keys, whose cosines and sines files mean to be multiplied by it
+            fields["softmax_scale"] = factor**2 * self.head_dim**-0.5
+        return fields
 
     @property
     def pair_flops(self) -> float:

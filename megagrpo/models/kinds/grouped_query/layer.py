@@ -14,12 +14,18 @@ from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
@@ -142,6 +148,20 @@ class CausalAttention(torch.nn.Module):
         super().__init__()
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         self.cp_size = config.context_parallel_size
+        # positions before its own that a query sees; None: all
+        self.window: int | None = None
+        if is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        ):
+            self.window, _ = config.window_size
+        self.softmax_offset: torch.nn.Parameter | None = (
+            None  # [heads / tp], as Megatron names sinks
+        )
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            device = torch.cuda.current_device()
+            sinks = torch.empty(heads, dtype=config.params_dtype, device=device)
+            self.softmax_offset = torch.nn.Parameter(sinks)
 
     def forward(
         self,
@@ -164,7 +184,8 @@ class CausalAttention(torch.nn.Module):
         key, value = self._gathered(key), self._gathered(value)
         if packed_seq_params is None:
             return self._padded(query, key, value)
-        if self.cp_size == 1 and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        has_kernel = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+        if has_kernel and self.cp_size == 1 and self.softmax_offset is None:
             return self._varlen(query, key, value, packed_seq_params)
         return self._packed(query, key, value, packed_seq_params)
 
@@ -186,8 +207,30 @@ class CausalAttention(torch.nn.Module):
         repeat = query.shape[1] // key.shape[1]
         if repeat > 1:  # written out: the grouped form has no fused kernel on every device
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+        if self.softmax_offset is not None:
+            return attend_with_sinks(query * self.scale, key, value, mask, self.softmax_offset)
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale
+        )
+
+    def _visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Returns which keys [k] queries [..., q] see, [..., q, k], by their positions."""
+        ahead = queries[..., None] - keys
+        seen = ahead >= 0
+        return seen if self.window is None else seen & (ahead <= self.window)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """Returns what a checkpoint holds: sinks, cut as the heads are."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=mpu.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
         )
 
     def _padded(
@@ -196,15 +239,14 @@ class CausalAttention(torch.nn.Module):
         """Lays out the arguments of `_attend`; `more` has its further tensors, in pairs of queries'
         and keys'."""
         mask = None
-        if self.cp_size > 1:
+        if self.cp_size > 1 or self.window is not None:
             place = torch.arange(len(query), device=query.device)
             by_rank = [
                 zigzag_position(place, len(query), rank, self.cp_size)
                 for rank in range(self.cp_size)
             ]
-            mask = (by_rank[mpu.get_context_parallel_rank()][:, None] >= torch.cat(by_rank))[
-                None, None
-            ]
+            own = by_rank[mpu.get_context_parallel_rank()]
+            mask = self._visible(own, torch.cat(by_rank))[None, None]
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         rest = (t.permute(1, 2, 0, 3) for pair in more for t in pair)
         out = self._attend(query, key, value, mask, *rest)
@@ -231,10 +273,11 @@ class CausalAttention(torch.nn.Module):
             )
 
         mask = None
+        positions = torch.arange(longest, device=query.device)
         if grids.query_position is not None:
-            mask = (grids.query_position[:, :, None] >= torch.arange(longest, device=query.device))[
-                :, None
-            ]
+            mask = self._visible(grids.query_position, positions)[:, None]
+        elif self.window is not None:
+            mask = self._visible(positions, positions)[None, None]
         places = longest // self.cp_size
         rest = (
             laid
@@ -254,7 +297,8 @@ class CausalAttention(torch.nn.Module):
 
         cu = packed.cu_seqlens_q
         longest = packed.max_seqlen_q
-        causal = (-1, 0)  # all of the past, nothing of the future
+        # of the past all, or a window; nothing of the future
+        causal = (-1 if self.window is None else self.window, 0)
         width = value.shape[-1]
         if width < query.shape[-1]:  # the kernel wants heads of one width
             value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
@@ -268,6 +312,24 @@ class CausalAttention(torch.nn.Module):
         out = attend(query, key, value, *lengths, scale=self.scale, window_size=causal)
         assert isinstance(out, Tensor), "no log-sum-exp was asked for"
         return out[..., :width].flatten(1)
+
+
+def attend_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor
+) -> Tensor:
+    """Returns [b, heads, queries, e] of scaled queries; a softmax's denominator has one more score,
+    of no key, which each head of sinks [heads] gives.
+
+    mask: [b, 1, queries, keys]; None: a plain causal one. Scores are in float32 or wider.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = (query @ key.mT).to(wide)
+    if mask is None:
+        mask = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
+    scores = scores.masked_fill(~mask, -torch.inf)
+    none = sinks.to(wide)[:, None, None].expand(*scores.shape[:-1], 1)
+    shares = torch.cat((scores, none), -1).softmax(-1)[..., :-1]
+    return shares.to(value.dtype) @ value
 
 
 def grouped_query_spec(own: GroupedQuery, parts: "Parts") -> ModuleSpec:

@@ -1,0 +1,73 @@
+"""gpt-oss (arXiv 2508.10925): attention with sinks, every other layer in a window, and experts with
+biases and a clamped activation."""
+
+from megagrpo.models.config_json import (
+    COMMON_SIZE_KEYS,
+    HfConfig,
+    plain_yarn_refusals,
+)
+from megagrpo.models.family import Family, TinySizes
+from megagrpo.models.kinds.clamped.describe import CLAMPED_NAMES, ClampedExperts
+from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
+
+_WINDOWED, _WHOLE = "sliding_attention", "full_attention"  # of layer_types
+
+
+class GptOss(Family):
+    """Files are in MXFP4; engines get bfloat16."""
+
+    HF_CLASS = "GptOssForCausalLM"
+    REQUIRED_KEYS = ("num_local_experts", "num_experts_per_tok", "sliding_window", "swiglu_limit")
+    REQUIRED_KEYS = (*REQUIRED_KEYS, "layer_types")
+    SIZE_KEYS = COMMON_SIZE_KEYS | {*REQUIRED_KEYS[:3], "experts_per_token"}
+    ROPE_SCALING_REFUSALS = staticmethod(plain_yarn_refusals)
+    LOADS_ATTENTION_BIAS = True
+    FP8_REFUSAL = "no test compares gpt-oss in FP8 with SGLang's"
+
+    def own_refusals(self, hf: HfConfig) -> list[str]:
+        problems = []
+        kinds = hf["layer_types"]
+        if len(kinds) != hf["num_hidden_layers"] or set(kinds) - {_WINDOWED, _WHOLE}:
+            problems.append(
+                f"layer_types must name {_WINDOWED!r} or {_WHOLE!r} for each of "
+                f"{hf['num_hidden_layers']} layers"
+            )
+        if not (isinstance(hf["sliding_window"], int) and hf["sliding_window"] > 0):
+            problems.append(f"sliding_window {hf['sliding_window']!r} must be a number of tokens")
+        if not hf.get("attention_bias", True):
+            problems.append("attention_bias false is not supported: projections have biases")
+        if hf.get("hidden_act_alpha", 1.702) != 1.702:
+            problems.append(f"hidden_act_alpha {hf['hidden_act_alpha']} is not supported: 1.702 is")
+        return problems
+
+    def attention(self, hf: HfConfig) -> GroupedQuery:
+        windows = tuple(kind == _WINDOWED for kind in hf["layer_types"])
+        return GroupedQuery.read(
+            hf,
+            qkv_bias=True,
+            output_bias=True,
+            sinks=True,
+            window=hf["sliding_window"],
+            windowed=windows,
+        )
+
+    def experts(self, hf: HfConfig) -> ClampedExperts:
+        limit = float(hf["swiglu_limit"])
+        return ClampedExperts.read(hf, "num_local_experts", CLAMPED_NAMES, limit=limit)
+
+    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
+        """A window of 8 tokens: samples of a certificate are longer."""
+        kinds = (_WINDOWED, _WHOLE)
+        yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256}
+        return {
+            "attention_bias": True,
+            "num_local_experts": sizes.num_experts,
+            "num_experts_per_tok": sizes.experts_per_token,
+            "experts_per_token": sizes.experts_per_token,
+            "intermediate_size": sizes.expert_ffn_size,
+            "sliding_window": 8,
+            "swiglu_limit": 7.0,
+            "layer_types": [kinds[index % 2] for index in range(sizes.num_layers)],
+            "rope_scaling": {**yarn, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+            "router_aux_loss_coef": 0.0,
+        }

@@ -1,0 +1,1 @@
+"""Experts with biases and a clamped SwiGLU, as gpt-oss has them."""
