@@ -256,6 +256,17 @@ def test_norms_over_all_heads_are_certified_and_their_fault_found(subject, tmp_p
     assert min(results[1]["gradients"][name] for name in spoiled) > 0.1, "not a rounding"
 
 
+@pytest.mark.verifies("actor", "gpt-oss is certified: sinks, windows, biases of experts; three planted mistakes are found")
+def test_sinks_and_windows_are_certified_and_their_faults_found(subject, tmp_path: Path):
+    faults = {"sinks-of-another-rank": "TP2+SP", "window-one-wider": "CP2", "no-sinks": "DP2"}
+    layouts = ("TP2+SP", "CP2", "PP2xVPP2", "TP2xEP2")
+    jobs = [*map(case, layouts), *(case(layout, fault) for fault, layout in faults.items())]
+    _, found = measured(tmp_path, [subject(family="gpt_oss") | each for each in jobs])
+    assert found[:4] == [[]] * 4, dict(zip(layouts, found, strict=False))
+    for fault, problems in zip(faults, found[4:], strict=True):
+        assert any("gradient of" in problem for problem in problems), fault
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["mixtral", "glm4_moe", "deepseek_v3", "kimi_k2", "minimax_m2", "qwen3_5_moe", "qwen3_next"]
@@ -325,6 +336,8 @@ def test_the_grid_names_what_is_left_out():
     assert {c.layout for c in cases} - {NEIGHBOR.layout} | left_out.keys() == LAYOUTS.keys()
     with pytest.raises(ValueError, match="no layout is called 'TP3'"):
         grid(LAYOUTS, 2, True, ["TP3"])
+    _, whole = grid(LAYOUTS, 2, True, None, whole_experts=True)
+    assert whole["TP2xETP2"] == "the model's experts are not cut"
     for asked, reason in ("TP2xPP2", "needs 4 ranks, 2 were given"), ("EP2", "has no experts"):
         with pytest.raises(ValueError, match=f"nothing ran, because {asked} cannot: .*{reason}"):
             grid(LAYOUTS, 2, False, ["DP2", asked])

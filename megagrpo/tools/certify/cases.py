@@ -81,6 +81,7 @@ def grid(
     ranks: int,
     is_moe: bool,
     only: Sequence[str] | None,
+    whole_experts: bool = False,
 ) -> tuple[list[Case], dict[str, str]]:
     """Returns the cases to run, the reference first, and the reason for each layout that is left
     out.
@@ -95,6 +96,8 @@ def grid(
     for name, (needed, parallel) in layouts.items():
         if parallel.keys() & {"ep", "etp"} and not is_moe:
             left_out[name] = "the model has no experts"
+        elif "etp" in parallel and whole_experts:
+            left_out[name] = "the model's experts are not cut"
         elif needed > ranks:
             left_out[name] = f"needs {needed} ranks, {ranks} were given"
         elif only is not None and name not in (*only, REFERENCE.layout):

@@ -38,7 +38,8 @@ def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = N
     shutil.rmtree(folder, ignore_errors=True)
     layouts = layouts_of(config.actor)
     tiny = make_models(folder, config, config.actor.parallel, config.seed)
-    cases, left_out = grid(layouts, ranks, is_moe=tiny.is_moe, only=only)
+    whole = tiny.experts is not None and tiny.experts.WHOLE
+    cases, left_out = grid(layouts, ranks, tiny.is_moe, only, whole)
     if config.actor.transformer_engine == "auto" and config.actor.expects_transformer_engine:
         left_out["Transformer Engine's layers"] = (
             "they are off in float32 unless actor.transformer_engine is true"

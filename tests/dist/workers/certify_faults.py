@@ -24,6 +24,7 @@ from megagrpo.models.build import build_chunk
 from megagrpo.models.kinds.gated_delta.layer import GatedDeltaNet
 from megagrpo.models.kinds.grouped_query import layer as grouped_layer
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
+from megagrpo.models.kinds.grouped_query.layer import CausalAttention
 from megagrpo.models.kinds.grouped_query.norm_over_heads import NormOverHeads
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.layers import parts as layer_parts
@@ -193,6 +194,44 @@ def _head_norms_cut_over_tp() -> Iterator[None]:
         yield
 
 
+def _sinks_of_another_rank() -> AbstractContextManager[None]:
+    """Each rank has the sinks of another one's heads."""
+    load = GroupedQuery.load
+
+    def load_turned(own, attention, hf, prefix, shard):
+        sinks = hf[prefix + "sinks"]
+        half = len(sinks) // 2
+        turned = torch.cat((sinks[half:], sinks[:half])) if shard.size > 1 else sinks
+        load(own, attention, {**_needed(hf, prefix), prefix + "sinks": turned}, prefix, shard)
+
+    return patch.multiple(GroupedQuery, load=load_turned)
+
+
+def _needed(hf: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    names = [f"{part}_proj.{kind}" for part in "qkvo" for kind in ("weight", "bias")]
+    return {prefix + name: hf[prefix + name] for name in names}
+
+
+def _window_one_wider() -> AbstractContextManager[None]:
+    """A query sees as many tokens before itself as the window has, itself not counted."""
+    init = CausalAttention.__init__
+
+    def wider(module, *args, **options):
+        init(module, *args, **options)
+        if module.window is not None:
+            module.window += 1
+
+    return patch.multiple(CausalAttention, __init__=wider)
+
+
+def _no_sinks() -> AbstractContextManager[None]:
+    """The softmax is over keys alone."""
+    attend = grouped_layer.attend_with_sinks
+    return patch.multiple(
+        grouped_layer, attend_with_sinks=lambda q, k, v, mask, sinks: attend(q, k, v, mask, sinks - torch.inf)
+    )
+
+
 def _experts_of_token_before() -> AbstractContextManager[None]:
     """Each token replays the experts of the token before it: off by one."""
 
@@ -220,5 +259,6 @@ FAULTS = {
     "latent-projections-cut-over-tp": _latent_projections_cut_over_tp,
     "state-kept-over-borders": _state_kept_over_borders, "inner-norm-centered": _inner_norm_centered,
     "norms-not-centered": _norms_not_centered, "head-norms-cut-over-tp": _head_norms_cut_over_tp,
+    "sinks-of-another-rank": _sinks_of_another_rank, "window-one-wider": _window_one_wider, "no-sinks": _no_sinks,
     "components-counted-on-each-rank": _components_counted_on_each_rank,
 }  # fmt: skip
