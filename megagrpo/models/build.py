@@ -60,6 +60,8 @@ def build_chunk(
             # expert gradients of TP + sequence parallel at EP 1 unreduced over TP: silently wrong.
             # Expert groups are right for every layout.
             parameter.allreduce = False
+            # and that would count the last bias of an expert twice: over TP beside expert groups
+            parameter.sequence_parallel = False
         if name.endswith(".softmax_offset"):  # of this rank's heads
             _mark_shard(parameter, 0)
     for module in chunk.modules():

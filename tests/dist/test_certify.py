@@ -256,7 +256,9 @@ def test_norms_over_all_heads_are_certified_and_their_fault_found(subject, tmp_p
     assert min(results[1]["gradients"][name] for name in spoiled) > 0.1, "not a rounding"
 
 
-@pytest.mark.verifies("actor", "gpt-oss is certified: sinks, windows, biases of experts; three planted mistakes are found")
+@pytest.mark.verifies(
+    "actor", "gpt-oss is certified: sinks, windows, experts with biases; three planted mistakes are found"
+)
 def test_sinks_and_windows_are_certified_and_their_faults_found(subject, tmp_path: Path):
     faults = {"sinks-of-another-rank": "TP2+SP", "window-one-wider": "CP2", "no-sinks": "DP2"}
     layouts = ("TP2+SP", "CP2", "PP2xVPP2", "TP2xEP2")

@@ -4,9 +4,7 @@ dtype.
 A sink is a score of no key, one a head: it takes its share of the softmax (arXiv 2508.10925).
 """
 
-from contextlib import ExitStack
 from functools import partial
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -43,11 +41,13 @@ def take_sinks(module) -> None:
         def with_sinks(self, *arguments, sinks=None, **options):
             if sinks is None:
                 return forward(self, *arguments, **options)
-            with ExitStack() as stack:
-                own = partial(attend, sinks)
-                stack.enter_context(patch.object(module, "scaled_dot_product_attention", own))
-                stack.enter_context(patch.object(backend, "_run_sdpa_forward_decode", one_by_one))
-                return forward(self, *arguments, **options)
+            # one scheduler thread forwards: nobody else sees the names meanwhile
+            plain = module.scaled_dot_product_attention, backend._run_sdpa_forward_decode
+            module.scaled_dot_product_attention = partial(attend, sinks)
+            backend._run_sdpa_forward_decode = one_by_one
+            found = forward(self, *arguments, **options)
+            module.scaled_dot_product_attention, backend._run_sdpa_forward_decode = plain
+            return found
 
         return with_sinks
 
