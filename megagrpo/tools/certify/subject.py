@@ -53,7 +53,7 @@ def make_models(
     generator = torch.Generator().manual_seed(seed)
     tensors = random_tensors(small, generator)
     for name, t in tensors.items():
-        if t.dim() == 1:
+        if t.dim() == 1 or not t.any():  # biases of experts together are matrices of 0
             tensors[name] = t + 0.2 * torch.randn(t.shape, generator=generator)
     noisy = enumerate(tensors.items(), start=seed)
     reference = {name: near(t, 0.02 * float(t.std()), number) for number, (name, t) in noisy}
