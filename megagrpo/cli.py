@@ -8,7 +8,6 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from megagrpo import __version__
@@ -47,6 +46,7 @@ _TOOLS = {
         "translate an experiment from verl, ROLL, slime or miles",
         reads_experiment=False,
     ),
+    "submit": _Tool("megagrpo.tools.submit", "run the experiment as a Slurm job"),
     "try": _Tool(
         "megagrpo.tools.trial",
         "sample a few rollouts without training, and print them with rewards and the tokens to learn",
@@ -86,6 +86,11 @@ _TOOLS = {
     "stop": _Tool(
         "megagrpo.tools.stop",
         "save and end a run after the current step; Slurm does not requeue the job",
+        reads_experiment=False,
+    ),
+    "engines": _Tool(
+        "megagrpo.tools.engines",
+        "add an engine to a running service, or drain one",
         reads_experiment=False,
     ),
     "view": _Tool(
@@ -235,7 +240,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = _Commands(parser)
-    for add in (_add_training, _add_submit, _add_preparation, _add_checkpoints, _add_inspection):
+    for add in (_add_training, _add_checkpoints):
         add(commands)
     for name, tool in _TOOLS.items():
         _add_tool(commands, name, tool, imported=name in words)
@@ -282,57 +287,8 @@ def _add_training(commands: _Commands) -> None:
     _add_node(train, "trainer ", 29500)
 
 
-def _add_submit(commands: _Commands) -> None:
-    option = commands.add_with_config(
-        "submit", _submit, "run the experiment as a Slurm job"
-    ).add_argument
-    kinds = (
-        "the first nodes train and the others sample; heterogeneous "
-        "job; one node; engines on the trainers' nodes"
-    )
-    option(
-        "--kind",
-        choices=("one-job", "het", "one-node", "colocated"),
-        help=f"{kinds}. Default: what the experiment needs",
-    )
-    option("--trainer-nodes", type=positive, help="default: as few as suffice")
-    option(
-        "--rollout-nodes",
-        type=int,
-        help="nodes that have only engines; default: as few as suffice",
-    )
-    gpus = (
-        "GPUs per node; 0: the job requests none; default: "
-        "cluster.gpus_per_node, if the experiment needs GPUs"
-    )
-    option("--gpus-per-node", type=int, help=gpus)
-    option("--time", help="time limit, in sbatch's format")
-    option("--partition", help="partition for the job")
-    rest = "seconds before the time limit at which a step ends and is saved (default 300)"
-    option("--grace-s", type=positive, default=300, help=rest)
-    option(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="OPTION",
-        help="another option for the job: --sbatch=--account=x",
-    )
-    option(
-        "--srun",
-        action="append",
-        default=[],
-        metavar="OPTION",
-        help="the same for each node's step: --srun=--container-image=image.sqsh; the words in "
-        "MEGAGRPO_NODE_PREFIX go before each node's command",
-    )
-    option("--dry-run", action="store_true", help="print the script and sbatch's command line")
-
-
-def _add_preparation(commands: _Commands) -> None:
-    commands.add_with_config("sft", _sft, "supervised warm-up with the same actor")
-
-
 def _add_checkpoints(commands: _Commands) -> None:
+    commands.add_with_config("sft", _sft, "supervised warm-up with the same actor")
     text = "write a checkpoint as a Hugging Face model folder"
     option = commands.add_with_config("export", _export, text).add_argument
     option("output", help="folder to create")
@@ -341,15 +297,6 @@ def _add_checkpoints(commands: _Commands) -> None:
     text = "repeat the update on a dumped batch, from a non-finite step or a step in log.dump_steps"
     replay = commands.add_with_config("replay", _replay, text)
     replay.add_argument("dump", help="dumps/step_N in a run folder")
-
-
-def _add_inspection(commands: _Commands) -> None:
-    option = commands.add(
-        "engines", _engines, "add an engine to a running service, or drain one"
-    ).add_argument
-    option("action", choices=["add", "drain"])
-    option("run_dir", help="run folder")
-    option("engine", nargs="?", help="engine to drain, by its name in `megagrpo status`")
 
 
 def _add_node(command: argparse.ArgumentParser, kind: str, port: int) -> None:
@@ -389,25 +336,6 @@ def _train(args: argparse.Namespace, config: ExperimentConfig) -> int:
     return train_node(config, args.words, _node(args))
 
 
-def _submit(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    from megagrpo.cluster.submit import Request, submit
-
-    names = (
-        "kind",
-        "trainer_nodes",
-        "rollout_nodes",
-        "gpus_per_node",
-        "time",
-        "partition",
-        "grace_s",
-    )
-    given = {name: getattr(args, name) for name in names}
-    request = Request(**given, options=tuple(args.sbatch), srun_options=tuple(args.srun))
-    changes = (word for override in args.overrides for word in ("--set", override))
-    words = [str(Path(args.config).absolute()), *changes]
-    return submit(config, words, request, args.dry_run)
-
-
 def _sft(args: argparse.Namespace, config: ExperimentConfig) -> int:
     from megagrpo.tasks.refuse import refuse_sft
 
@@ -434,13 +362,6 @@ def _replay(args: argparse.Namespace, config: ExperimentConfig) -> int:
     if under_torchrun():
         return replay_main(config, args.dump)
     return train_ranks(config, "replay", [args.dump])
-
-
-def _engines(args: argparse.Namespace) -> int:
-    from megagrpo.rollout.control import change_engines
-
-    print(change_engines(Path(args.run_dir), args.action, args.engine))
-    return 0
 
 
 if __name__ == "__main__":

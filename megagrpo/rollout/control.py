@@ -3,14 +3,13 @@
 import json
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import msgspec
 
 from megagrpo.system import environment
-from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import EngineInfo
 
@@ -193,48 +192,6 @@ def service_progress(folder: RunFolder) -> str:
     return "the service starts"
 
 
-def change_engines(run_dir: Path, action: str, engine: str | None) -> str:
-    """Adds an engine to the service of a run, or drains `engine`; returns a message about it.
-
-    Raises ValueError if `engine` is set for "add" or missing for "drain", or no service answers.
-    """
-    if (action == "drain") != bool(engine):
-        raise ValueError(
-            "drain requires the name of an engine; add makes the next one, which has no name yet"
-        )
-    with translated(str(run_dir), ServiceUnreachable):
-        service = find_service(run_dir)
-    if engine is None:
-        return f"{service.add_engine()} is starting"
-    service.drain_engine(engine)
-    return f"{engine} finishes what it has and goes"
-
-
 def bearer(api_key: str) -> dict[str, str]:
     """Returns the HTTP headers that carry the key of a run."""
     return {"Authorization": f"Bearer {api_key}"}
-
-
-def print_engines(control: ServiceControl, as_json: bool = False) -> int:
-    """Prints the state of a service, for people or as JSON. Returns the exit code: 1 when it has
-    failed."""
-    status = control.status()
-    if as_json:
-        print(json.dumps(asdict(status), indent=2))
-        return int(bool(status.failed))
-    if status.failed:
-        print(f"FAILED: {status.failed}")
-    for engine in status.engines:
-        state = f"{engine.state}, {engine.url or 'no URL'}, weights {_weights(engine)}"
-        if engine.load:
-            state += f", at most {engine.load['kv_use']:.0%} of its cache in use since"
-        print(f"{engine.id}: {state}, {engine.restarts} restart(s)")
-    return int(bool(status.failed))
-
-
-def _weights(engine: EngineInfo) -> str:
-    if engine.teacher:
-        return "its teacher's"
-    if engine.weight_version is None:
-        return "not verified"
-    return f"version {engine.weight_version}"

@@ -9,13 +9,13 @@ import pytest
 
 from megagrpo.check.problems import check_against_model
 from megagrpo.check.rules.subject import longest_samples, model_description
-from megagrpo.cluster.submit import Request, misfits, nodes_of, submit
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.table import architecture_of
 from megagrpo.tools.explain import explain
 from megagrpo.tools.plan.command import placed_plan, report
 from megagrpo.tools.plan.fitting import with_model
+from megagrpo.tools.submit import Request, misfits, nodes_of, submit
 from tests.experiments import ROOT, placement_problems, python
 
 pytestmark = pytest.mark.verifies(
