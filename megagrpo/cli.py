@@ -6,19 +6,14 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
 from megagrpo import __version__
-from megagrpo.check.rules.table import broken_as_read
+from megagrpo.check.reading import read_for
 from megagrpo.cluster.machine import run, train_ranks
 from megagrpo.cluster.nodes import Node, run_node, serve_node, train_node
-from megagrpo.config.fields import KeyPath
-from megagrpo.config.load import Fetch, load_config
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.config.wording import dotted
-from megagrpo.data.hub import with_local_files
 from megagrpo.system.arguments import positive
 from megagrpo.system.environment import under_torchrun
 from megagrpo.system.processes import raise_file_limit
@@ -114,9 +109,6 @@ _GROUPS = {
     ),
     "verify": ("megagrpo certify mine.yaml --ranks 2", ("certify", "bisect", "replay")),
 }
-# Commands that do not read `model`'s weights, and the section whose weights they read.
-_WEIGHTS = {"check": "", "plan": "", "certify": "", "sft": "sft"}
-_STARTING = ("run", "submit", "train")  # commands before which libraries judge their settings
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -201,34 +193,11 @@ class _Commands:
 
 
 def _load(args: argparse.Namespace) -> ExperimentConfig:
-    """Reads the experiment and fetches files that it names on the Hub; a dry run only notes those
-    that it cannot fetch. Before a run, libraries check their own settings; `check` checks
-    everything."""
-    fetch: Fetch = partial(
-        with_local_files,
-        weights=_WEIGHTS.get(args.command, "model"),
-        cached_only=under_torchrun(),  # the process that started the ranks has fetched it
-    )
-    if getattr(args, "dry_run", False):
-        fetch = _described
-    load = partial(load_config, args.config, args.overrides, judge=broken_as_read, fetch=fetch)
+    later = None
     if args.command == "check":
-        return load(later=import_module(_TOOLS["check"].module).later_problems)
-    if args.command not in _STARTING or under_torchrun():
-        return load()
-    from megagrpo.check.libraries import library_problems
-
-    return load(judge=lambda config: [*broken_as_read(config), *library_problems(config)])
-
-
-def _described(
-    config: ExperimentConfig,
-) -> tuple[ExperimentConfig, list[tuple[KeyPath, str]]]:
-    """Fetches what describes models and data, and prints what is out of reach."""
-    config, absent = with_local_files(config, weights="")
-    for keys, text in absent:
-        print(f"megagrpo: {dotted(keys)}: not read: {text}", file=sys.stderr)
-    return config, []
+        later = import_module(_TOOLS["check"].module).later_problems
+    dry_run = getattr(args, "dry_run", False)
+    return read_for(args.command, args.config, args.overrides, under_torchrun(), dry_run, later)
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
@@ -319,15 +288,7 @@ def _run(args: argparse.Namespace, config: ExperimentConfig) -> int:
 
 
 def _serve(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    from megagrpo.check.problems import refuse_for_engines
-
-    refuse_for_engines(config)
-    node = _node(args)
-    if node.first_address is not None and args.ray_address is None:
-        return serve_node(config, args.words, node)
-    from megagrpo.rollout.service.server import serve
-
-    return serve(config, config.run_folder.path, args.ray_address)
+    return serve_node(config, args.words, _node(args), args.ray_address)
 
 
 def _train(args: argparse.Namespace, config: ExperimentConfig) -> int:
