@@ -160,10 +160,18 @@ def without_files(problems: list[str]) -> list[str]:
     return [problem for problem in problems if not re.search(pattern, problem)]
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-@pytest.mark.parametrize("change", [[], ["rollout.host=lo"], ["cluster.gpus_per_node=3"], ["actor.recompute=none"]])
+CHANGES = ([], ["rollout.host=lo"], ["cluster.gpus_per_node=3"], ["actor.recompute=none"])
+# as they are, and in turn in forms that have no place on the nodes or no room in their memory; two in all forms
+CHANGED = [
+    (path, change)
+    for number, path in enumerate(CONFIGS)
+    for place, change in enumerate(CHANGES)
+    if not change or path.stem in ("qwen3_235b_a22b", "kimi_k2_1t") or number % 3 == place - 1
+]
+
+
+@pytest.mark.parametrize(("path", "change"), CHANGED, ids=lambda value: value.stem if isinstance(value, Path) else None)
 def test_check_plan_and_submit_say_the_same(path, change):
-    """As it is, and in forms that have no place on the nodes or no room in their memory."""
     config = load_config(path, change)
     of_check = clashes(config)
     try:
