@@ -78,33 +78,13 @@ def decode_in_one_call(module) -> None:
 
     one_by_one = module.TorchNativeAttnBackend._run_sdpa_forward_decode
 
-    def decode(
-        self,
-        query,
-        output,
-        k_cache,
-        v_cache,
-        req_to_token,
-        req_pool_indices,
-        seq_lens,
-        encoder_lens=None,
-        **options,
-    ):
+    def decode(self, query, output, *others, **options):
+        k_cache, v_cache, req_to_token, requests, seq_lens, encoder_lens = others
         window = options.get("sliding_window_size")
         plain = encoder_lens is None and not options.get("causal")
         if not plain or (window is not None and window > -1) or batch_invariant():
-            caches = (
-                query,
-                output,
-                k_cache,
-                v_cache,
-                req_to_token,
-                req_pool_indices,
-                seq_lens,
-                encoder_lens,
-            )
-            return one_by_one(self, *caches, **options)
-        slots = req_to_token[req_pool_indices, : int(seq_lens.max())]
+            return one_by_one(self, query, output, *others, **options)
+        slots = req_to_token[requests, : int(seq_lens.max())]
         settings = {"enable_gqa": options.get("enable_gqa", False), "scale": options.get("scaling")}
         output[:] = attend(query[:, None], (k_cache, v_cache), slots, seq_lens, **settings)[:, 0]
         return None
@@ -202,20 +182,10 @@ def rotary_embedding_without_scaling(module) -> None:
     embedding, which other devices use, computes both."""
     with_yarn = module.get_rope_wrapper
 
-    def get_rope_wrapper(
-        head_size,
-        rotary_dim,
-        max_position,
-        base,
-        is_neox_style=True,
-        rope_scaling=None,
-        dtype=None,
-        partial_rotary_factor=1.0,
-        device=None,
-    ):
-        where = device if rope_scaling is not None else None
-        scaling = (is_neox_style, rope_scaling, dtype, partial_rotary_factor)
-        return with_yarn(head_size, rotary_dim, max_position, base, *scaling, where)
+    def get_rope_wrapper(*sizes, rope_scaling=None, device=None, **options):
+        if rope_scaling is None:
+            device = None
+        return with_yarn(*sizes, rope_scaling=rope_scaling, device=device, **options)
 
     module.get_rope_wrapper = get_rope_wrapper
 
