@@ -16,8 +16,8 @@ from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
 from megagrpo.models.family import TinySizes
 from megagrpo.tools.certify import command
 from megagrpo.tools.certify.cases import LAYOUTS, NEIGHBOR, REFERENCE, SMALL_BUDGET, Case, grid, layouts_of
-from megagrpo.tools.certify.report import FACTOR, LARGEST, LEAST, bounds_of, errors_of, failures, write_certificate
-from megagrpo.tools.certify.subject import make_models
+from megagrpo.tools.certify.certificate import FACTOR, LARGEST, LEAST, bounds_of, errors_of, failures, write_certificate
+from megagrpo.tools.certify.synthetic import make_models
 from megagrpo.tools.certify.tiny_model import hf_config
 from tests.dist.bounds import within
 from tests.dist.workers.launch import run_ranks
