@@ -39,6 +39,7 @@ from megagrpo.rewards.graders.functions import SERVICES, machine_problem
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.tools.loading import LoadingTest, try_loading
 from megagrpo.tools.plan.checkpoint_cost import checkpoint_lines, disk_advice, rank_coordinates
+from megagrpo.tools.plan.command import table_lines
 from megagrpo.tools.plan.engine_memory import concurrency_report, host_cache_bytes
 from megagrpo.tools.plan.fitting import (
     StepMemory,
@@ -270,10 +271,7 @@ def _layout(config: ExperimentConfig, everything: bool) -> list[str]:
         at = {} if rank is None else rank_coordinates(rank, actor.world_size, p)
         numbers = ["-" if rank is None else str(rank), *(str(at.get(axis, "-")) for axis in axes)]
         rows.append([*map(str, gpu), engines.get(gpu, "-"), *numbers])
-    widths = (6, 5, 12, 9, *[5] * len(axes))
-    for row in rows[: _MAX_ROWS + 1]:
-        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        lines.append("  " + "".join(cells).rstrip())
+    lines += [f"  {line}" for line in table_lines(rows[: _MAX_ROWS + 1])]
     more = len(rows) - 1 - _MAX_ROWS
     return lines + [f"  ... {more} more in the same order"] * (more > 0)
 
