@@ -44,7 +44,7 @@ LAYERS = (
     {"checkpoint"},
     {"check"},
     {"loop"},
-    {"tasks", "cluster"},
+    {"cluster"},
     {"tools", "cpu", "sandbox"},
     {"environments"},  # one of them runs programs in the sandbox
     {"cli"},

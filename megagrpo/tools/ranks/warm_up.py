@@ -24,7 +24,7 @@ from megagrpo.weights.actor_weights import export_hf, load_initial_weights
 _DECAY = 0.95  # of the loss's running mean: about 20 steps
 
 
-def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> None:
+def warm_up(config: ExperimentConfig, device: torch.device, progress: Progress) -> None:
     """Collective. Trains from `sft.model` for `sft.num_steps` steps and writes the result to
     `model.path`."""
     options = config.sft
