@@ -6,7 +6,6 @@ from pathlib import Path
 
 import yaml
 
-from megagrpo.check.hardware import usable_bytes
 from megagrpo.check.problems import describe_model
 from megagrpo.check.rules.table import broken_as_read
 from megagrpo.cluster.machine import visible_gpus
@@ -21,6 +20,7 @@ from megagrpo.tools.init.experiment import Draft, draft_experiment
 from megagrpo.tools.loading import try_loading
 from megagrpo.tools.plan.command import TIGHT
 from megagrpo.tools.plan.fitting import with_model
+from megagrpo.tools.plan.hardware import usable_bytes
 from megagrpo.tools.plan.roofline import target_of
 from megagrpo.tools.plan.search import best_layouts, changes
 
