@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
+from megagrpo.check.remembered import Accepted
 from megagrpo.config.fields import KeyPath
 from megagrpo.config.libraries import SERVER, given_settings
 from megagrpo.config.schema import ExperimentConfig
@@ -69,8 +70,21 @@ def _judged(
         return []
     environment = as_engine(config) if library == "sglang" else None
     job = [library, list(given.items()), whole]
+    accepted = Accepted(job, [config.model.path])
+    if accepted:
+        return []
+    announce(library, "about this experiment")
     said = answer_of(module, job, environment, f"{library} cannot be imported")
-    return [(tuple(path), problem) for path, problem in json.loads(said.splitlines()[-1])]
+    found = [(tuple(path), problem) for path, problem in json.loads(said.splitlines()[-1])]
+    if not found:
+        accepted.remember()
+    return found
+
+
+def announce(library: str, question: str) -> None:
+    """Says why a command takes seconds; in one piece, as both libraries are asked at once."""
+    text = "what it accepts is remembered until something changes"
+    sys.stderr.write(f"megagrpo: asking {library} {question}; {text}\n")
 
 
 def as_engine(config: ExperimentConfig) -> dict[str, str]:

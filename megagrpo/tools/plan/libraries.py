@@ -15,15 +15,18 @@ from typing import Any
 from megagrpo.check.libraries import (
     ON_CPU,
     Problems,
+    announce,
     answer_of,
     as_engine,
     ask_libraries,
     setting_problems,
 )
 from megagrpo.check.problems import describe_model
+from megagrpo.check.remembered import Accepted
 from megagrpo.check.rules.placement import needs_gpus
 from megagrpo.check.rules.subject import model_folder
 from megagrpo.check.rules.table import broken_as_read
+from megagrpo.config.actor import ActorConfig
 from megagrpo.config.fields import LibrarySettings, broken_rules, complaints
 from megagrpo.config.libraries import SERVER
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
@@ -44,7 +47,7 @@ def all_library_problems(config: ExperimentConfig) -> Problems:
     description = None if broken else _description(config)
     wholes: dict[str, object] = {}
     if description is not None:
-        wholes["megatron"] = [config.model_dump(mode="json"), description]
+        wholes["megatron"] = [config.actor.model_dump(mode="json"), description]
         wholes["sglang"] = _command_here(config)
     with ThreadPoolExecutor() as pool:
         on_gpu = pool.submit(_gpu_problems, config if description is not None else None)
@@ -56,8 +59,15 @@ def _gpu_problems(config: ExperimentConfig | None) -> Problems:
     if config is None or not needs_gpus(config) or find_spec("sglang") is None:
         return []
     gpu = hardware_of(config.cluster.gpu), config.cluster.gpus_per_node
-    said = complaints(resolve_all, [config], gpu)
-    return [(SERVER, f"on {config.cluster.gpu} {text}") for text in said]
+    seen = exported_config(describe_model(config), config.actor.has_draft)
+    accepted = Accepted([engine_command(config, _ON_GPU)[3:], seen, str(gpu)])
+    if accepted:
+        return []
+    announce("sglang", f"what it makes of an engine on {config.cluster.gpu}")
+    if said := complaints(resolve_all, [config], gpu):
+        return [(SERVER, f"on {config.cluster.gpu} {text}") for text in said]
+    accepted.remember()
+    return []
 
 
 def _description(config: ExperimentConfig) -> dict[str, object] | None:
@@ -110,13 +120,13 @@ def resolve_all(
 
 
 def _build_problems(whole: list[Any]) -> Iterator[tuple[list[str], str]]:
-    """whole: experiment and model's description."""
+    """whole: the actor's settings and the model's description."""
     from megagrpo.actor.megatron_config import build_problems
 
-    config = ExperimentConfig.model_validate(whole[0])
-    arch = architecture_of(whole[1], config.actor.has_draft)
-    if not expected_kernels(config.actor).cuda:
-        yield from ((["actor"], text) for text in build_problems(arch, config.actor))
+    actor = ActorConfig.model_validate(whole[0])
+    arch = architecture_of(whole[1], actor.has_draft)
+    if not expected_kernels(actor).cuda:
+        yield from ((["actor"], text) for text in build_problems(arch, actor))
 
 
 def _resolve_problems(whole: list[str]) -> Iterator[tuple[list[str], str]]:
