@@ -41,8 +41,8 @@ from megagrpo.config.fields import Section, all_paths, members, sections
 from megagrpo.config.load import load_config
 from megagrpo.config.reward import RewardConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.rewards import trial_texts
 from megagrpo.rewards.pool import RewardPool
+from megagrpo.tools.check import trial_texts
 from megagrpo.tools.plan import libraries as all_libraries
 
 RUN_LIMIT_S = 1200.0

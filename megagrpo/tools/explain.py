@@ -35,7 +35,7 @@ from megagrpo.models.table import (
 )
 from megagrpo.rewards.graders.functions import SERVICES, machine_problem
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
-from megagrpo.tools.loading import LoadingTest, try_loading
+from megagrpo.tools.check.loading import LoadingTest, try_loading
 from megagrpo.tools.plan.checkpoint_cost import checkpoint_lines, disk_advice, rank_coordinates
 from megagrpo.tools.plan.engine_memory import concurrency_report, host_cache_bytes
 from megagrpo.tools.plan.fitting import (

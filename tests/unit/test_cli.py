@@ -8,8 +8,8 @@ import pytest
 
 from megagrpo import cli
 from megagrpo.config.load import load_config
+from megagrpo.tools.check.loading import LoadingTest
 from megagrpo.tools.explain import explain
-from megagrpo.tools.loading import LoadingTest
 from megagrpo.tools.plan.engine_memory import concurrency_report
 from tests.experiments import QUICKSTART, ROOT
 
