@@ -182,7 +182,7 @@ def _gate_behind_norm() -> AbstractContextManager[None]:
     return patch.multiple(Mamba2Mixer, _gated_norm=norm_then_gate)
 
 
-def _latent_split_over_tp() -> AbstractContextManager[None]:
+def _latent_gradients_not_summed() -> AbstractContextManager[None]:
     """Gradients of the projections around latent experts are not summed over the ranks that each see a part of the
     sequence."""
 
@@ -245,5 +245,6 @@ FAULTS = {
     "latent-projections-cut-over-tp": _latent_projections_cut_over_tp,
     "state-kept-over-borders": _state_kept_over_borders, "inner-norm-centered": _inner_norm_centered,
     "norms-not-centered": _norms_not_centered, "head-norms-cut-over-tp": _head_norms_cut_over_tp,
+    "gate-behind-norm": _gate_behind_norm, "latent-gradients-not-summed": _latent_gradients_not_summed,
     "components-counted-on-each-rank": _components_counted_on_each_rank,
 }  # fmt: skip

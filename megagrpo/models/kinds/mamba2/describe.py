@@ -73,7 +73,7 @@ class Mamba2:
         yield TensorSpec(prefix + "A_log", (self.heads,), "bias", dtype="float32")  # as in engines
         yield TensorSpec(prefix + "D", (self.heads,), "bias")
         yield TensorSpec(prefix + "dt_bias", (self.heads,), "bias")
-        yield TensorSpec(prefix + "gated_norm.weight", (self.values,), "scale")
+        yield TensorSpec(prefix + "gated_norm.weight", (self.values,), "norm")
         yield TensorSpec(prefix + "out_proj.weight", (hidden, self.values), "matrix")
 
     def load(self, layer: Mamba2Mixer, hf: Mapping[str, Tensor], prefix: str, shard: Shard) -> None:
