@@ -53,7 +53,8 @@ def test_layers_are_of_one_part_each():
     names = {spec.name: spec for spec in model_tensors(arch)}
     assert {"backbone.embeddings.weight", "backbone.norm_f.weight", "lm_head.weight"} < names.keys()
     parts = {
-        0: {"in_proj.weight", "conv1d.weight", "conv1d.bias", "A_log", "D", "dt_bias", "norm.weight", "out_proj.weight"},
+        0: {f"{name}.weight" for name in ("in_proj", "conv1d", "norm", "out_proj")}
+        | {"conv1d.bias", "A_log", "D", "dt_bias"},
         7: {f"{name}_proj.weight" for name in "qkvo"},
         1: {"gate.weight", "gate.e_score_correction_bias", "fc1_latent_proj.weight", "fc2_latent_proj.weight"}
         | {f"{experts}.{name}_proj.weight" for experts in ("shared_experts", "experts.511") for name in ("up", "down")},
