@@ -25,7 +25,8 @@ def mamba_chunk_scan_combined(
 
     initial_states [sequences, heads, d, n]; None: they begin.
     """
-    starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    starts = cu_seqlens[:-1].long()
+    ends = cu_seqlens[1:].long()
     sizes = len(starts), *x.shape[2:], B.shape[-1]
     states = torch.zeros(sizes) if initial_states is None else initial_states.float()
     for step in range(int((ends - starts).max())):

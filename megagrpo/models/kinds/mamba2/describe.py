@@ -65,7 +65,8 @@ class Mamba2:
 
     def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
         """Yields projections, the convolution, decays, skips and a norm."""
-        hidden, channels = arch.hidden_size, self.channels
+        hidden = arch.hidden_size
+        channels = self.channels
         rows = self.values + channels + self.heads
         yield TensorSpec(prefix + "in_proj.weight", (rows, hidden), "matrix")
         yield TensorSpec(prefix + "conv1d.weight", (channels, 1, self.kernel), "convolution")

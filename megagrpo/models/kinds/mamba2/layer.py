@@ -45,7 +45,9 @@ class Mamba2Mixer(RecurrentMixer):
         channels = width + 2 * sizes.state
         rows = width + channels + heads
         super().__init__(config, layer_number, in_proj, out_proj, sizes.groups, rows, width)
-        self.heads, self.width, self.state = heads, width, sizes.state
+        self.heads = heads
+        self.width = width
+        self.state = sizes.state
         self.conv1d = self.cut(channels, 1, sizes.kernel)
         self.conv_bias = self.cut(channels)
         self.A_log = self.cut(heads, dtype=torch.float32)
@@ -155,7 +157,8 @@ def _scan(
     groups, n]; in float32: [b, s, heads, d].
     """
     assert borders is None, "sequences are rows here"
-    length, groups = x.shape[1], into.shape[2]
+    length = x.shape[1]
+    groups = into.shape[2]
     written = (x.float() * steps[..., None]).unflatten(2, (groups, -1))
     # [b, chunks, groups, heads of each, places, d], and of into and out_of [..., 1, places, n]
     written = _in_chunks(written).movedim(2, -2)
@@ -167,7 +170,8 @@ def _scan(
     past = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool).tril()
     between = (total[..., :, None] - total[..., None, :]).masked_fill(~past, -torch.inf)
     inside = (out_of @ into.mT * between.exp().float()) @ written
-    from_start, to_end = total.exp().float(), (total[..., -1:] - total).exp().float()
+    from_start = total.exp().float()
+    to_end = (total[..., -1:] - total).exp().float()
     added = into.mT @ (written * to_end[..., None])  # [..., n, d], of each chunk
     state = torch.zeros_like(added[:, 0])
     outputs = []
