@@ -14,7 +14,6 @@ import torch
 from megagrpo.system.environment import WEIGHT_LOADER
 from megagrpo.types import EngineInfo
 from megagrpo.weights.copies.recorder import Copy, Specs
-from megagrpo.weights.copies.views import tuples
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.mailbox import Mailbox, encode
 from megagrpo.weights.wire.shared_buffer import Place
@@ -50,7 +49,9 @@ class EngineConnection:
         self.incarnation = info.incarnation
         self.tp = tp
         self.deadline = Deadline(0)
-        # by rank, set by `record`: which slice of which HF tensor the parameters hold
+        # by rank, set by `record`: the mailbox's key of the rank's copy list
+        self.copies: tuple[str, ...] = ()
+        # by rank, set by the exchange: which slice of which HF tensor the parameters hold
         self.slices: list[list[Copy]] = []
         self.kind = -1  # index of `slices` in EngineFleet.kinds
         self.emptied = False  # whether the exchange has emptied the engine's caches
@@ -163,7 +164,7 @@ class EngineConnection:
                 f"{self} has parameters that the published tensors do not fill:\n"
                 + "\n".join(problems)
             )
-        self.slices = [[Copy(*tuples(copy)) for copy in answer["copies"]] for answer in answers]
+        self.copies = tuple(answer["copies"] for answer in answers)
         self.places = [Place(*answer["place"]) for answer in answers]
         self.together = {tuple(names) for answer in answers for names in answer["together"]}
         computed = {
