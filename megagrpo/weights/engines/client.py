@@ -3,6 +3,7 @@
 import base64
 import pickle
 import socket
+import ssl
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +21,8 @@ from megagrpo.weights.wire.shared_buffer import Place
 
 _CONNECT_S = 10.0
 _ANSWER_S = 30.0  # the answer is in the mailbox before the HTTP call returns
+# For all engines: a context takes 0.8 ms, one with certificates 50.
+_NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 class EngineDown(RuntimeError):
@@ -71,7 +74,7 @@ class EngineConnection:
         self._http = httpx.Client(
             base_url=info.url,
             trust_env=False,
-            verify=info.url.startswith("https"),  # loading certificates takes 50 ms
+            verify=info.url.startswith("https") or _NO_CERTIFICATES,
             headers={"Authorization": f"Bearer {api_key}"},
             # or a call may close a connection that another call has
             limits=httpx.Limits(max_keepalive_connections=0),
