@@ -248,7 +248,7 @@ def play(case: dict, folder: str, text: bool) -> None:
     from aiohttp import web
 
     from megagrpo.models.folder import Model
-    from megagrpo.rollout.answer_arrays import pack
+    from megagrpo.rollout.answer_arrays import pack_answer
     from megagrpo.rollout.service import server
     from megagrpo.rollout.service.supervisor import SupervisedEngine
     from megagrpo.system.processes import raise_file_limit
@@ -260,7 +260,7 @@ def play(case: dict, folder: str, text: bool) -> None:
     arch = Model.of(config).arch
     experts = (arch.num_layers, arch.experts.count, arch.experts.per_token) if of.experts else None
     reason = "stop" if of.turns > 1 else "length"
-    write = orjson.dumps if text else pack
+    write = orjson.dumps if text else pack_answer
     bodies = [write(prepared(of.tokens, experts, seed, reason)) for seed in range(VARIANTS)]
     times: list[float] = []
     open_now = most_open = 0

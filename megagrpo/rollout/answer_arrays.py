@@ -48,7 +48,7 @@ class _Part(msgspec.Struct):
     type: str = ""  # of an array's elements
 
 
-def pack(answer: Mapping) -> bytes:
+def pack_answer(answer: Mapping) -> bytes:
     """Returns an answer of SGLang in the packed form, without its text. Lists that are no arrays,
     such as those with texts, stay JSON. Numbers that JSON lacks become NaN, as null does."""
     meta = dict(answer["meta_info"])
@@ -105,7 +105,7 @@ def is_packed(body: bytes) -> bool:
     return body.startswith(_MAGIC)
 
 
-def unpack(body: bytes) -> tuple[Answer, memoryview]:
+def read_answer(body: bytes) -> tuple[Answer, memoryview]:
     """Returns an answer in either form, and its arrays for the functions below. Raises
     msgspec.DecodeError."""
     if not is_packed(body):

@@ -23,10 +23,10 @@ from megagrpo.rollout.answer_arrays import (
     PACKED,
     WrongExperts,
     is_packed,
+    read_answer,
     read_experts,
     read_lists,
     read_pairs,
-    unpack,
 )
 from megagrpo.rollout.control import bearer
 from megagrpo.rollout.engine_choice import Affinity, Engines
@@ -369,7 +369,7 @@ def _read(
     """Returns the response in an answer's text; ids: the prompt's. Raises GenerationFailed,
     WrongExperts, and UnusableAnswer, also for a proxy's page and a truncated answer."""
     with unreadable(text):
-        answer, arrays = unpack(text)
+        answer, arrays = read_answer(text)
         response = _checked(answer, arrays, request)
     _check_images(answer, request.images, ids)
     if request.experts_from is None:

@@ -14,7 +14,7 @@ import numpy as np
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.rollout.admission import AdmissionQueue
-from megagrpo.rollout.answer_arrays import read_lists, read_pairs, unpack
+from megagrpo.rollout.answer_arrays import read_answer, read_lists, read_pairs
 from megagrpo.rollout.control import ServiceControl
 from megagrpo.rollout.engine_choice import Affinity, Engines
 from megagrpo.rollout.generation import (
@@ -77,7 +77,7 @@ class ScoreRequest:
         """Returns the scores in an answer's text. Raises UnusableAnswer if they do not fit the
         response."""
         with unreadable(text):
-            answer, arrays = unpack(text)
+            answer, arrays = read_answer(text)
             meta = answer["meta_info"]
             end_of_request(meta)
             # the first is null, that of the token before the response

@@ -10,7 +10,7 @@ from engine_process import OneEngine
 from tiny_model import make_tiny_model
 
 from megagrpo.models.folder import Model
-from megagrpo.rollout.answer_arrays import PACKED, is_packed, read_experts, read_lists, read_pairs, unpack
+from megagrpo.rollout.answer_arrays import PACKED, is_packed, read_answer, read_experts, read_lists, read_pairs
 from megagrpo.rollout.control import bearer
 from megagrpo.rollout.generation import SamplingParams
 from tests.experiments import experiment
@@ -70,7 +70,7 @@ def test_packed_answers_hold_the_values_of_json(engine, name):
     answers = [ask(engine, accept, body).raise_for_status() for accept in (f"{PACKED}, application/json", "*/*")]
     assert [is_packed(answer.content) for answer in answers] == [True, False]
     assert answers[0].headers["content-type"] == PACKED
-    (packed, arrays), (as_text, _) = (unpack(answer.content) for answer in answers)
+    (packed, arrays), (as_text, _) = (read_answer(answer.content) for answer in answers)
     packed, as_text = packed["meta_info"], as_text["meta_info"]
     for field, skipped in fields.items():
         if skipped is None:
@@ -114,7 +114,7 @@ def test_errors_aborts_lists_and_streams_are_as_before(engine):
         while not waiting.done():
             headers = bearer(engine.api_key)
             httpx.post(f"{engine.info.url}/abort_request", json={"rid": "long"}, headers=headers, timeout=60)
-        packed, arrays = unpack(waiting.result().content)
+        packed, arrays = read_answer(waiting.result().content)
     meta = packed["meta_info"]
     assert meta["finish_reason"]["type"] == "abort"
     ids, logprobs = read_pairs(meta.get("output_token_logprobs", b"[]"), arrays)

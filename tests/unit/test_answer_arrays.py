@@ -11,7 +11,7 @@ from aiohttp import web
 
 from megagrpo.rollout import answer_arrays
 from megagrpo.rollout.admission import AdmissionQueue
-from megagrpo.rollout.answer_arrays import PACKED, is_packed, pack, read_lists, read_pairs, unpack
+from megagrpo.rollout.answer_arrays import PACKED, is_packed, pack_answer, read_answer, read_lists, read_pairs
 from megagrpo.rollout.engine_choice import Engines
 from megagrpo.rollout.generation import (
     GenerationClient,
@@ -177,9 +177,9 @@ def test_a_sampled_token_without_a_finite_log_probability_is_sampled_again():
 def through(answer: dict, packed: bool) -> tuple[dict, memoryview]:
     """(fields, arrays) of an answer in either form, as a client gets it."""
     answer["meta_info"] = {"weight_version": "1", "finish_reason": None} | answer["meta_info"]
-    body = pack(answer) if packed else orjson.dumps(answer)
+    body = pack_answer(answer) if packed else orjson.dumps(answer)
     assert is_packed(body) == packed
-    read, arrays = unpack(body)
+    read, arrays = read_answer(body)
     return read["meta_info"], arrays
 
 
@@ -231,7 +231,7 @@ def test_packed_lists_with_texts_stay_json():
 def test_a_packed_answer_that_is_cut_off_is_tried_again():
     rows = [(-0.5, 5, None)] * 100
     meta = {"finish_reason": {"type": "stop"}, "weight_version": "2", "output_token_logprobs": rows}
-    body, request = pack({"meta_info": meta}), SampleRequest((5, 6), SamplingParams(1.0, 4), 0, version=2)
+    body, request = pack_answer({"meta_info": meta}), SampleRequest((5, 6), SamplingParams(1.0, 4), 0, version=2)
     whole = _read(body, request, np.array([5, 6]), None)
     assert len(whole.token_ids) == 100 and np.shares_memory(whole.token_ids, np.frombuffer(body, np.uint8))
     for length in (7, 12, 40, len(body) - 8):
@@ -247,7 +247,7 @@ def test_a_client_asks_for_packed_answers_and_takes_any():
         rows = [(-0.25, 7, None)] * 20_000
         meta = {"finish_reason": {"type": "stop"}, "weight_version": "2", "output_token_logprobs": rows}
         if len(accepted) == 1:
-            return web.Response(body=pack({"meta_info": meta}), content_type=PACKED)
+            return web.Response(body=pack_answer({"meta_info": meta}), content_type=PACKED)
         return web.json_response({"meta_info": meta})
 
     async def both() -> list:

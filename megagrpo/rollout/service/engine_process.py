@@ -120,7 +120,7 @@ def _answer_packed() -> None:
     from fastapi import Response
     from sglang.srt.entrypoints import http_server
 
-    from megagrpo.rollout.answer_arrays import PACKED, pack
+    from megagrpo.rollout.answer_arrays import PACKED, pack_answer
 
     accepted = ContextVar("accepted", default=False)
     as_json = http_server.orjson_response
@@ -136,7 +136,7 @@ def _answer_packed() -> None:
 
     def answer(content, *args, **kwargs):
         if accepted.get() and isinstance(content, dict):
-            return Response(pack(content), media_type=PACKED)
+            return Response(pack_answer(content), media_type=PACKED)
         return as_json(content, *args, **kwargs)
 
     http_server.orjson_response = answer
