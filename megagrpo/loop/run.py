@@ -170,7 +170,9 @@ class Run:
         may differ."""
         version = self.state.step if self.config.rollout.max_staleness else None
         layers = self.actor.routed_layers if self.config.actor.routing_replay == "rollout" else None
-        needs = LossNeeds(self.config.algorithm, self.config.graders_apart)
+        # on the leader for a dump
+        candidates = self.mesh.is_leader or self.actor.on_last_stage
+        needs = LossNeeds(self.config.algorithm, self.config.graders_apart, candidates)
         return build_batch(groups, updates, self.mesh, self.actor.arch, version, layers, needs)
 
     def evaluation_groups(self, as_trained: bool = False) -> list[RolloutGroup]:
