@@ -64,6 +64,12 @@ def skip_remote_experts(module) -> None:
     module.moe_forward_native = moe_forward_native
 
 
+def native_experts(module) -> None:
+    """Makes torch's experts those of every model here."""
+    skip_remote_experts(module)
+    repair_of("mamba2", "squared_relu_experts")(module)
+
+
 def allow_deterministic_attention(module) -> None:
     """Adds torch_native, which attends one sequence at a time, to the list of batch-invariant
     backends."""
@@ -238,7 +244,7 @@ REPAIRS = {
     "sglang.srt.distributed.parallel_state": reduce_scatter_without_nccl,
     "sglang.srt.utils.weight_checker": no_cuda_synchronize,
     "sglang.srt.layers.rotary_embedding.factory": rotary_embedding_without_scaling,
-    "sglang.srt.layers.moe.fused_moe_native": skip_remote_experts,
+    "sglang.srt.layers.moe.fused_moe_native": native_experts,
     "sglang.srt.layers.quantization.fp8": repair_of("block_fp8", "install"),
     "sglang.srt.layers.attention.torch_native_backend": decode_in_one_call,
     "sglang.srt.arg_groups.choices": allow_deterministic_attention,
@@ -248,6 +254,8 @@ REPAIRS = {
     "sglang.kernels.ops.attention.fla.layernorm_gated": repair_of("gated_delta", "norm_then_gate"),
     "sglang.kernels.ops.attention.fla.fused_norm_gate": repair_of("gated_delta", "norm_then_gate"),
     "sglang.kernels.ops.elementwise.elementwise": repair_of("gated_delta", "gate_shared_experts"),
+    "sglang.srt.layers.attention.mamba.mamba": repair_of("mamba2", "scan"),
+    "sglang.srt.models.nemotron_h": repair_of("mamba2", "router_in_float32"),
     "sglang.srt.models.minimax_m2": repair_of("head_norms", "install"),
     "sglang.srt.speculative.draft_utils": repair_of("draft_attention", "draft_with_torch_native"),
     "sglang.srt.speculative.eagle_utils": repair_of("draft_attention", "sample_drafts"),
