@@ -6,7 +6,7 @@ output is only the output of its MLP.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megagrpo.models.architecture import Architecture
@@ -40,18 +40,17 @@ class Point:
 
 
 def _point(
-    name: str,
-    says: str,
-    engine: At,
-    trainer: At,
-    depth: int = 0,
-    layer: int | None = None,
-    layout: Layout = "whole",
-    unit: Unit = "tokens",
+    name: str, says: str, engine: At, trainer: At, depth: int = 0, layer: int | None = None
 ) -> Point:
-    one_rank = name.endswith(("attention_out", "mlp_out"))
-    taps = _tap(name, engine), _tap(name, trainer)
-    return Point(name, says, *taps, layout, layer, one_rank, depth, unit)
+    return Point(
+        name,
+        says,
+        _tap(name, engine),
+        _tap(name, trainer),
+        layer=layer,
+        one_rank=name.endswith(("attention_out", "mlp_out")),
+        depth=depth,
+    )
 
 
 def _tap(name: str, at: At) -> Tap:
@@ -88,21 +87,20 @@ def _tower_points(arch: Architecture) -> Iterator[Point]:
     if (vision := arch.vision) is None:
         return
     last = vision.depth + 1
-    embedding = "patch_embed"
-    yield _tower_point(embedding, "the tower's embedding of patches", embedding, 0, "patches")
+    rows: list[tuple[str, str, str, int, Unit]] = [
+        ("patch_embed", "the tower's embedding of patches", "patch_embed", 0, "patches")
+    ]
     for index in range(vision.depth):
         block = f"blocks.{index}"
-        yield _tower_point(block, f"block {index} of the tower", block, index + 1, "patches")
-    yield _tower_point("projector", "projector", "merger", last, "features")
+        rows.append((block, f"block {index} of the tower", block, index + 1, "patches"))
+    rows.append(("projector", "projector", "merger", last, "features"))
     for index in range(vision.deepstack):
         module = f"deepstack_merger_list.{index}"
         says = f"deepstack projector {index}"
-        yield _tower_point(f"deepstack.{index}", says, module, last, "features")
-
-
-def _tower_point(name: str, says: str, module: str, depth: int, unit: Unit) -> Point:
-    taps = f"visual.{module}", f"{TOWER_MODULE}.{module}"
-    return _point(TOWER + name, says, *taps, depth, unit=unit)
+        rows.append((f"deepstack.{index}", says, module, last, "features"))
+    for name, says, module, depth, unit in rows:
+        point = _point(TOWER + name, says, f"visual.{module}", f"{TOWER_MODULE}.{module}", depth)
+        yield replace(point, unit=unit)
 
 
 def final_norm(arch: Architecture) -> Point:
@@ -140,14 +138,16 @@ def layer_points(arch: Architecture, layer: int) -> list[Point]:
     depth = depth_before(arch, layer + 1)
     places = f"model.layers.{layer}", f"decoder.layers.{layer}"
     points = [
-        _point(
-            f"layers.{layer}.{name}",
-            f"{says} {'in' if layout == 'map' else 'of'} layer {layer}",
-            under(places[0], engine),
-            under(places[1], trainer),
-            depth,
-            layer,
-            layout,
+        replace(
+            _point(
+                f"layers.{layer}.{name}",
+                f"{says} {'in' if layout == 'map' else 'of'} layer {layer}",
+                under(places[0], engine),
+                under(places[1], trainer),
+                depth,
+                layer,
+            ),
+            layout=layout,
         )
         for name, says, engine, trainer, layout in rows
     ]
