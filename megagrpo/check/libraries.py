@@ -13,12 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megagrpo.check.hardware import Hardware, hardware_of
 from megagrpo.check.problems import describe_model
 from megagrpo.check.rules.placement import needs_gpus
 from megagrpo.check.rules.subject import model_folder
 from megagrpo.check.rules.table import broken_as_read
 from megagrpo.config.fields import KeyPath, LibrarySettings, broken_rules, complaints
+from megagrpo.config.hardware import Hardware, hardware_of
 from megagrpo.config.libraries import SERVER, given_settings
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.models.fields import expected_kernels

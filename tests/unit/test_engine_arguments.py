@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.check.hardware import HARDWARE
 from megagrpo.check.libraries import library_problems, resolve_all
 from megagrpo.check.rules.subject import model_description
+from megagrpo.config.hardware import HARDWARE
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.certify.tiny_model import hf_config

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import yaml
 
-from megagrpo.check.hardware import usable_bytes
 from megagrpo.check.loading import try_loading
 from megagrpo.check.problems import describe_model
 from megagrpo.check.rules.table import broken_as_read
 from megagrpo.cluster.machine import visible_gpus
+from megagrpo.config.hardware import usable_bytes
 from megagrpo.config.load import Dumper, Plain, load_config, plain_yaml
 from megagrpo.data.hub import with_local_files
 from megagrpo.models.table import architecture_of, parameter_counts

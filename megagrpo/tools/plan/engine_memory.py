@@ -9,11 +9,11 @@ from statistics import NormalDist
 
 import numpy as np
 
-from megagrpo.check.hardware import CONTEXT_BYTES, Hardware, hardware_of, usable_bytes
 from megagrpo.check.libraries import resolve_all
 from megagrpo.check.problems import described_architecture
 from megagrpo.check.rules.engine_layout import Server, server_of
 from megagrpo.check.rules.subject import longest_samples, model_description
+from megagrpo.config.hardware import CONTEXT_BYTES, Hardware, hardware_of, usable_bytes
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.costs import ITEM

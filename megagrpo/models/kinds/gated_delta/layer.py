@@ -21,6 +21,7 @@ from megatron.core.transformer.utils import (
     sharded_state_dict_default,
 )
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -101,24 +102,25 @@ class GatedDeltaNet(MegatronModule):
         """Maps [s / tp, b, h] to the same; s, packed T, are this context rank's."""
         mixed, _ = self.in_proj(hidden_states)
         mixed = mixed.unflatten(-1, (-1, self.rows))  # [s, b, key heads, rows]
-        cp = self.config.context_parallel_size
-        borders = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
+        group, borders = mpu.get_context_parallel_group(), None
+        if packed_seq_params is not None:
+            group, borders = packed_seq_params.group, packed_seq_params.cu_seqlens_q
+        cp = group.size()
         if cp > 1:
             place = _places(len(mixed), packed_seq_params)
             by_head = mixed.unflatten(2, (cp, -1)).movedim(2, 0).flatten(0, 1)
-            group = mpu.get_context_parallel_group()
             mixed = all_to_all(group, by_head.contiguous())[place.argsort()]
-        out = self._mix(mixed.transpose(0, 1), borders).transpose(0, 1)
+        out = self._mix(mixed.transpose(0, 1), borders, group).transpose(0, 1)
         if cp > 1:
             out = all_to_all(group, out[place]).unflatten(0, (cp, -1)).movedim(0, 2).flatten(2, 3)
         return self.out_proj(out.flatten(2))[0], None
 
-    def _mix(self, mixed: Tensor, borders: Tensor | None) -> Tensor:
+    def _mix(self, mixed: Tensor, borders: Tensor | None, group: ProcessGroup) -> Tensor:
         """Maps whole sequences [b, s, key heads, rows] to [b, s, key heads, value dimensions]."""
         if borders is not None and not mixed.is_cuda:
             lengths = borders.diff().tolist()
             rows = pad_sequence(mixed[0].split(lengths), batch_first=True)
-            out = self._mix(rows, None)
+            out = self._mix(rows, None, group)
             return torch.cat([row[:n] for row, n in zip(out, lengths, strict=True)])[None]
         heads = mixed.shape[2]
         values = self.values * self.value_dim
@@ -127,8 +129,7 @@ class GatedDeltaNet(MegatronModule):
         convolve, rule = (_convolve_fla, _rule_fla) if mixed.is_cuda else (_convolve, _rule)
         # under context parallelism the rows of this rank's heads
         conv1d, a_log, dt_bias = (
-            p.chunk(self.config.context_parallel_size)[mpu.get_context_parallel_rank()]
-            for p in (self.conv1d, self.A_log, self.dt_bias)
+            p.chunk(group.size())[group.rank()] for p in (self.conv1d, self.A_log, self.dt_bias)
         )
         qkv = convolve(qkv.flatten(2), conv1d, borders)
         qkv = qkv.unflatten(2, (heads, -1))
