@@ -61,10 +61,10 @@ def measured(loss: str, lengths: list[int]) -> dict:
     inputs = LossInputs(
         logprobs=values * 1.0,
         entropy=values.detach(),
-        loss_mask=micro.of_trained(batch.loss_mask),
-        advantages=micro.of_trained(batch.advantages),
-        old_logprobs=micro.of_trained(batch.old_logprobs),
-        rollout_logprobs=micro.of_trained(batch.rollout_logprobs),
+        loss_mask=micro.at_trained(batch.loss_mask),
+        advantages=micro.at_trained(batch.advantages),
+        old_logprobs=micro.at_trained(batch.old_logprobs),
+        rollout_logprobs=micro.at_trained(batch.rollout_logprobs),
         rows=Rows(micro.num_trained),
         counted_tokens=micro.num_trained,
     )

@@ -524,11 +524,11 @@ class MicroBatch:
         targets = Targets(**moved(self.targets))
         return MicroBatch(**(vars(self) | moved(self) | {"targets": targets}))
 
-    def of_trained(self, values: "Tensor") -> "Tensor":
+    def at_trained(self, values: "Tensor") -> "Tensor":
         """Returns the values of the t trained tokens on its device, from values [T] of the Batch."""
         return on_device(values[self.trained], self.rows.device)
 
-    def of_targets(self, values: "Tensor") -> "Tensor":
+    def at_targets(self, values: "Tensor") -> "Tensor":
         """Returns the values of the R targets on its device, from values [T, ...] of the Batch."""
         return on_device(values[self.target_places], self.rows.device)
 

@@ -33,7 +33,7 @@ class Candidates:
 
     logprobs: Tensor
     teacher: Tensor
-    of_all: Callable[[Tensor], Tensor]  # values of the targets [R] -> of the trained tokens [t]
+    spread: Callable[[Tensor], Tensor]  # values of the targets [R] -> of the trained tokens [t]
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ def over_tokens(
 
     def from_hidden(micro: MicroBatch, chunk: Body, hidden: Tensor) -> Loss:
         flat = micro.targets.flat
-        tokens = micro.of_targets(batch.tokens).long()[:, None]
+        tokens = micro.at_targets(batch.tokens).long()[:, None]
         streams = batch.streams if with_candidates else None
         if streams is not None and streams.top_ids is not None:
-            tokens = torch.cat((tokens, micro.of_targets(streams.top_ids).long()), dim=1)
+            tokens = torch.cat((tokens, micro.at_targets(streams.top_ids).long()), dim=1)
         logprobs, entropy = token_values(actor, chunk, hidden, flat, tokens, temperature)
 
-        def of_all(by_token: Tensor) -> Tensor:
+        def spread(by_token: Tensor) -> Tensor:
             empty = by_token.new_zeros(len(micro.trained))
             values = empty.index_put((micro.target_order,), by_token)
             return _all_context_ranks(values, micro.context)
@@ -88,31 +88,34 @@ def over_tokens(
                 "the last stage has the reference's output weight"
             )
             weight = chunk.output_weight()
-            of_policy = gathered(actor, hidden)[flat]
-            of_reference = on_device(reference.hidden[index], flat.device), reference.output_weight
+            policy_hidden = gathered(actor, hidden)[flat]
+            reference_head = (
+                on_device(reference.hidden[index], flat.device),
+                reference.output_weight,
+            )
             rows = actor.config.logprob_chunk_tokens
             shard = _vocabulary(actor, weight)
-            full_kl = of_all(
-                chunked_full_kl(of_policy, weight, *of_reference, temperature, rows, shard)
+            full_kl = spread(
+                chunked_full_kl(policy_hidden, weight, *reference_head, temperature, rows, shard)
             )
         candidates = None
         if streams is not None and streams.top_logprobs is not None:
-            teacher = micro.of_targets(streams.top_logprobs)
-            candidates = Candidates(logprobs[:, 1:], teacher, of_all)
-        values = TokenValues(of_all(logprobs[:, 0]), of_all(entropy), full_kl, candidates)
+            teacher = micro.at_targets(streams.top_logprobs)
+            candidates = Candidates(logprobs[:, 1:], teacher, spread)
+        values = TokenValues(spread(logprobs[:, 0]), spread(entropy), full_kl, candidates)
         return token_loss(micro, values)
 
     return from_hidden
 
 
 def with_draft(
-    actor: MegatronActor, of_model: LastStage, temperature: float, num_tokens: Tensor | int
+    actor: MegatronActor, model_loss: LastStage, temperature: float, num_tokens: Tensor | int
 ) -> LastStage:
-    """Returns `of_model` with the draft's loss added where the draft ran: its mean KL over the
+    """Returns `model_loss` with the draft's loss added where the draft ran: its mean KL over the
     update's tokens."""
 
     def from_hidden(micro: MicroBatch, chunk: Body, hidden: Tensor) -> Loss:
-        loss, sums = of_model(micro, chunk, hidden)
+        loss, sums = model_loss(micro, chunk, hidden)
         drafted = chunk.take_drafted()
         if drafted is None:
             return loss, sums
@@ -128,8 +131,8 @@ def with_draft(
             gathered(actor, proposed)[flat], next_hidden, weight, temperature, rows, shard
         )
         own = (kl * follows.sampled[flat]).sum() / num_tokens
-        of_draft = _all_context_ranks(own, micro.context)
-        return loss + of_draft, {**sums, "draft/kl": of_draft.detach()}
+        draft_loss = _all_context_ranks(own, micro.context)
+        return loss + draft_loss, {**sums, "draft/kl": draft_loss.detach()}
 
     return from_hidden
 

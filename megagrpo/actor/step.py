@@ -133,11 +133,11 @@ def with_reference(actor: MegatronActor, batch: Batch, estimator: str, temperatu
     The reference is swapped in for its forward and routes by itself. Raises NonFiniteUpdate.
     """
     assert actor.as_reference is not None, "keep_reference() was not called"
-    of_itself = replace(batch, routing=None)
+    unreplayed = replace(batch, routing=None)
     with actor.as_reference():
         if estimator == "full":
-            return replace(batch, reference=hidden_states(actor, of_itself))
-        logprobs = token_logprobs(actor, of_itself, temperature)
+            return replace(batch, reference=hidden_states(actor, unreplayed))
+        logprobs = token_logprobs(actor, unreplayed, temperature)
         return replace(batch, ref_logprobs=_finite(actor, logprobs, "the reference"))
 
 
@@ -182,8 +182,8 @@ def update(
             if denominators.nothing:
                 skipped += 1
                 continue
-            of_update = seen if batch.old_logprobs is None else None
-            sums = backward(actor, batch, rows, algorithm, temperature, denominators, of_update)
+            seen_now = seen if batch.old_logprobs is None else None
+            sums = backward(actor, batch, rows, algorithm, temperature, denominators, seen_now)
             try:
                 optim.append(actor.optimizer_step(sums["loss/total"], followed=True))
             except NonFiniteUpdate as exc:
@@ -192,19 +192,21 @@ def update(
                 continue
             passes[-1].append({"updates": 1.0, **sums})
     actor.gather_parameters()
-    of_passes = list(map(_added, passes))
-    whole = _added(of_passes)
+    pass_sums = list(map(_added, passes))
+    whole = _added(pass_sums)
     padded, real = whole.get("padded", 1.0), whole.get("real", 1.0)
     metrics = {
         "loss/total": 0.0,
         **_means(whole),
         "batch/padding_waste": 1 - real / padded,
-        **_of_updates(optim),
+        **_optimizer_metrics(optim),
     }
     if len(passes) > 1:
-        means = map(_means, of_passes)
+        means = map(_means, pass_sums)
         metrics |= {
-            f"{name}_pass_{n}": value for n, of in enumerate(means, 1) for name, value in of.items()
+            f"{name}_pass_{n}": value
+            for n, values in enumerate(means, 1)
+            for name, value in values.items()
         }
     metrics |= {
         "optim/skipped_updates": float(skipped),
@@ -215,7 +217,7 @@ def update(
     return Updated(metrics, seen.cpu() if batch.old_logprobs is None else batch.old_logprobs)
 
 
-def _of_updates(optim: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _optimizer_metrics(optim: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Returns the last learning rate, and of every gradient norm the mean and the largest of the
     updates."""
     metrics = dict(optim[-1]) if optim else {}
@@ -258,8 +260,10 @@ def denominators_of(
     samples = torch.tensor(rows, dtype=torch.int64)
     counts = counted_tokens(batch)[rollouts_of(samples, batch)]
     reduce = actor.mesh.reduce
-    of_rl = count_denominators(counts, reduce, algorithm.loss_scale_factor or max_response_tokens)
-    return replace(of_rl, stream_tokens=count_streams(batch, samples, reduce))
+    rl_denominators = count_denominators(
+        counts, reduce, algorithm.loss_scale_factor or max_response_tokens
+    )
+    return replace(rl_denominators, stream_tokens=count_streams(batch, samples, reduce))
 
 
 def backward(
@@ -284,19 +288,19 @@ def backward(
         if (found := values.candidates) is not None:
             assert algorithm.distillation is not None
             gaps = candidate_gaps(found.logprobs, found.teacher, algorithm.distillation)
-            inputs = replace(inputs, candidate_gaps=found.of_all(gaps))
+            inputs = replace(inputs, candidate_gaps=found.spread(gaps))
         loss, sums = objective(inputs, algorithm, denominators)
         return loss, {"loss/total": loss.detach(), **sums}
 
     counted = to_samples(counted_tokens(batch), batch)
     actor.zero_grad()
-    of_model = over_tokens(actor, batch, temperature, token_loss, with_candidates=True)
-    on_last_stage = with_draft(actor, of_model, temperature, denominators.num_tokens)
+    model_loss = over_tokens(actor, batch, temperature, token_loss, with_candidates=True)
+    on_last_stage = with_draft(actor, model_loss, temperature, denominators.num_tokens)
     sums = run_schedule(actor, batch, rows, on_last_stage, forward_only=False)
     if seen is not None:
         seen.copy_(from_context(actor, seen))
-    of_streams = denominators.stream_tokens.items()
-    tokens = {f"stream/{name}_tokens": float(number) for name, number in of_streams}
+    stream_tokens = denominators.stream_tokens.items()
+    tokens = {f"stream/{name}_tokens": float(number) for name, number in stream_tokens}
     return sum_over_ranks(actor, sums) | tokens
 
 
@@ -324,7 +328,7 @@ def _loss_inputs(
     batch: Batch, micro: MicroBatch, values: TokenValues, counted: Tensor
 ) -> LossInputs:
     def mine(field: Tensor | None) -> Tensor | None:
-        return None if field is None else micro.of_trained(field)
+        return None if field is None else micro.at_trained(field)
 
     assert batch.advantages is not None, "with_advantages() comes before the update"
     weights: dict[str, Tensor] = {}
@@ -334,20 +338,20 @@ def _loss_inputs(
     return LossInputs(
         logprobs=values.logprobs,
         entropy=values.entropy,
-        loss_mask=micro.of_trained(batch.loss_mask),
-        advantages=micro.of_trained(batch.advantages),
+        loss_mask=micro.at_trained(batch.loss_mask),
+        advantages=micro.at_trained(batch.advantages),
         # one update a step: the policy before the update is the one being differentiated, bit for
         # bit
         old_logprobs=values.logprobs.detach()
         if batch.old_logprobs is None
-        else micro.of_trained(batch.old_logprobs),
-        rollout_logprobs=micro.of_trained(batch.rollout_logprobs),
+        else micro.at_trained(batch.old_logprobs),
+        rollout_logprobs=micro.at_trained(batch.rollout_logprobs),
         rows=Rows(micro.num_trained),
         ref_logprobs=mine(batch.ref_logprobs),
         full_kl=values.full_kl,
         policy_weights=mine(batch.correction.weights),
         counted_tokens=on_device(counted[micro.members], values.logprobs.device),
-        weights={name: micro.of_trained(each) for name, each in weights.items()},
+        weights={name: micro.at_trained(each) for name, each in weights.items()},
         teacher_logprobs=mine(teacher),
     )
 
@@ -377,5 +381,5 @@ def _expert_metrics(actor: MegatronActor) -> dict[str, float]:
         return {}
     counts = actor.expert_load.counts.clone()
     dist.all_reduce(counts)
-    load = counts[actor.arch.routed.dense_layers :].double()
+    load = counts[actor.arch.routed_layers].double()
     return {"moe/load_imbalance": float((load.amax(1) / load.mean(1).clamp(min=1e-9)).mean())}

@@ -106,12 +106,14 @@ def objective(
     """
     terms, sums = _rl_terms(inputs, algorithm, denominators)
     for name, number in denominators.stream_tokens.items():
-        of_stream = _of_tokens(inputs, inputs.weights[name] != 0)
+        stream_inputs = _masked(inputs, inputs.weights[name] != 0)
         scale = 1 / max(number, 1)
-        terms[name] = Term(_stream_values(name, of_stream, algorithm), inputs.weights[name], scale)
+        terms[name] = Term(
+            _stream_values(name, stream_inputs, algorithm), inputs.weights[name], scale
+        )
         if name == "distillation":
-            assert of_stream.teacher_logprobs is not None, "see Streams"
-            gaps = of_stream.teacher_logprobs - of_stream.old_logprobs
+            assert stream_inputs.teacher_logprobs is not None, "see Streams"
+            gaps = stream_inputs.teacher_logprobs - stream_inputs.old_logprobs
             sums["stream/distillation_kl"] = -gaps.double().sum() * scale
     shares = {name: term.share() for name, term in terms.items()}
     loss = torch.stack(list(shares.values())).sum()
@@ -129,7 +131,7 @@ def _rl_terms(
     """
     mask = inputs.loss_mask > 0
     weights = inputs.weights.get("rl", torch.ones_like(inputs.logprobs)).masked_fill(~mask, 0.0)
-    inputs = _of_tokens(inputs, mask)
+    inputs = _masked(inputs, mask)
     policy = _policy(inputs, inputs.advantages, mask, algorithm)
     values = {"policy": _corrected(policy, inputs)}
     # at 0 the entropy has no gradient, and the head's backward leaves it out
@@ -245,7 +247,7 @@ def _metric_sums(
     return dict(zip(per_token, sums, strict=True)) | {"tokens": mask.sum().double()}
 
 
-def _of_tokens(inputs: LossInputs, mask: Tensor) -> LossInputs:
+def _masked(inputs: LossInputs, mask: Tensor) -> LossInputs:
     """Returns the inputs with 0 off the mask [t], so that nothing there (NaN, inf) reaches a value
     or a gradient."""
     values = {f.name: getattr(inputs, f.name) for f in fields(inputs)}

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.check.problems import describe_model
+from megagrpo.check.remembered import Accepted
 from megagrpo.check.rules.placement import needs_gpus
 from megagrpo.check.rules.subject import model_folder
 from megagrpo.check.rules.table import broken_as_read
+from megagrpo.config.actor import ActorConfig
 from megagrpo.config.fields import KeyPath, LibrarySettings, broken_rules, complaints
 from megagrpo.config.hardware import Hardware, hardware_of
 from megagrpo.config.libraries import SERVER, given_settings
@@ -50,7 +52,9 @@ def library_problems(
     broken = [*broken_rules(config), *broken_as_read(config)]
     whole = everything and not broken
     description = _description(config) if whole else None
-    experiment = None if description is None else [config.model_dump(mode="json"), description]
+    experiment = (
+        None if description is None else [config.actor.model_dump(mode="json"), description]
+    )
     words = _command_here(config) if description is not None else None
     jobs = [
         ("megatron", {path: value for path, value in given.items() if value}, experiment),
@@ -68,8 +72,21 @@ def _gpu_problems(config: ExperimentConfig | None) -> list[tuple[KeyPath, str]]:
     if config is None or not needs_gpus(config) or find_spec("sglang") is None:
         return []
     gpu = hardware_of(config.cluster.gpu), config.cluster.gpus_per_node
-    said = complaints(resolve_all, [config], gpu)
-    return [(SERVER, f"on {config.cluster.gpu} {text}") for text in said]
+    seen = exported_config(describe_model(config), config.actor.has_draft)
+    accepted = Accepted([engine_command(config, _ON_GPU)[3:], seen, str(gpu)])
+    if accepted:
+        return []
+    _tell("sglang", f"what it makes of an engine on {config.cluster.gpu}")
+    if said := complaints(resolve_all, [config], gpu):
+        return [(SERVER, f"on {config.cluster.gpu} {text}") for text in said]
+    accepted.remember()
+    return []
+
+
+def _tell(library: str, question: str) -> None:
+    """Says why a command takes seconds; in one piece, as both libraries are asked at once."""
+    text = "what it accepts is remembered until something changes"
+    sys.stderr.write(f"megagrpo: asking {library} {question}; {text}\n")
 
 
 def _description(config: ExperimentConfig) -> dict[str, object] | None:
@@ -103,8 +120,15 @@ def _judged(
         return []
     environment = _as_engine(config) if library == "sglang" else None
     job = [library, list(given.items()), whole]
+    accepted = Accepted(job, [config.model.path])
+    if accepted:
+        return []
+    _tell(library, "about this experiment")
     said = _answer("megagrpo.check.libraries", job, environment, f"{library} cannot be imported")
-    return [(tuple(path), problem) for path, problem in json.loads(said.splitlines()[-1])]
+    found = [(tuple(path), problem) for path, problem in json.loads(said.splitlines()[-1])]
+    if not found:
+        accepted.remember()
+    return found
 
 
 def _as_engine(config: ExperimentConfig) -> dict[str, str]:
@@ -163,7 +187,7 @@ def resolve_all(
 
 def _main() -> None:
     """Reads [library, [path, settings] pairs, whole] as JSON from standard input; prints [key path,
-    problem] pairs. whole: experiment and model's description, or the command line of an engine."""
+    problem] pairs. whole: the actor's settings and the model's description, or the command line of an engine."""
     library, given, whole = json.load(sys.stdin)
     judge = {"megatron": _megatron_problems, "sglang": _sglang_problems}[library]
     print(json.dumps([*judge(given, whole)]))
@@ -185,10 +209,10 @@ def _megatron_problems(given: _Given, whole: list[Any] | None) -> Iterator[tuple
     ]
     yield from found
     if whole is not None and not found:
-        config = ExperimentConfig.model_validate(whole[0])
-        arch = architecture_of(whole[1], config.actor.has_draft)
-        if not expected_kernels(config.actor).cuda:
-            yield from ((["actor"], text) for text in build_problems(arch, config.actor))
+        actor = ActorConfig.model_validate(whole[0])
+        arch = architecture_of(whole[1], actor.has_draft)
+        if not expected_kernels(actor).cuda:
+            yield from ((["actor"], text) for text in build_problems(arch, actor))
 
 
 def _sglang_problems(given: _Given, whole: list[str] | None) -> Iterator[tuple[list[str], str]]:

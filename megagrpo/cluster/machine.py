@@ -12,11 +12,10 @@ from megagrpo.check.rules.subject import Nodes
 from megagrpo.cluster.lock import alone_in
 from megagrpo.cluster.supervise import ALONE, Child, Launch, torchrun
 from megagrpo.config.load import dump_config
-from megagrpo.config.schema import OF_TRAINING, ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import interface_of, own_address
 from megagrpo.rollout.service.engine_command import on_gpus
 from megagrpo.system import environment
-from megagrpo.system.run_folder import RunFolder
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
 _SERVICE_GRACE_S = 30.0  # for engines and Ray to shut down in order
@@ -112,26 +111,6 @@ def start_service(launch: Launch, config: ExperimentConfig, env: dict[str, str])
     folder = config.run_folder
     write_experiment(config)
     return launch.start(["serve", str(folder.config)], "service", env)
-
-
-def with_one_engine(
-    config: ExperimentConfig, folder: RunFolder, changes: dict[str, object]
-) -> ExperimentConfig:
-    """Returns the experiment with one separate engine and another run folder. changes: of section
-    `rollout`."""
-    one = {"num_engines": 1, "min_healthy_engines": 1, "colocate": False}
-    return config.model_copy(
-        update={
-            "output_dir": str(folder.path),
-            "rollout": config.rollout.model_copy(update=one | changes),
-            "weights": config.weights.suited(colocate=False),
-            # the other folder is the run's
-            "checkpoint": config.checkpoint.model_copy(update={"dir": None}),
-            "teachers": {},
-            "algorithm": config.algorithm.model_copy(update={"distillation": None, "streams": []}),
-            "data": config.data.model_copy(update=dict.fromkeys(OF_TRAINING)),
-        }
-    )
 
 
 def visible_gpus() -> list[str]:

@@ -144,14 +144,24 @@ def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     return launch.status
 
 
-def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
-    """Runs Ray on this node, and on node 0 the service, started with `arguments`: `megagrpo serve
-    --master-addr ...`.
+def serve_node(
+    config: ExperimentConfig, arguments: list[str], node: Node, ray_address: str | None
+) -> int:
+    """Runs this node's part of the rollout service: `megagrpo serve`.
 
-    Returns the service's status on node 0; on others 0 after a signal, 1 if Ray ended. INT, USR2
-    and TERM end it. In a Slurm job TERM does not, because Slurm pre-empts by TERM to all job steps,
-    but the trainers' last step still needs engines.
+    Alone, or with the address of a running Ray cluster, it is the service. With `--master-addr` it
+    is Ray, and on node 0 also the service, started with `arguments`. Then it returns the service's
+    status on node 0; on others 0 after a signal, 1 if Ray ended. INT, USR2 and TERM end it. In a
+    Slurm job TERM does not, because Slurm pre-empts by TERM to all job steps, but the trainers' last
+    step still needs engines. Raises ValueError if engines cannot load or cut the model.
     """
+    from megagrpo.check.problems import refuse_for_engines
+
+    refuse_for_engines(config)
+    if node.first_address is None or ray_address is not None:
+        from megagrpo.rollout.service.server import serve
+
+        return serve(config, config.run_folder.path, ray_address)
     end = [signal.SIGINT, signal.SIGUSR2]
     unheard = [signal.SIGTERM]  # unless it ends
     if environment.get("SLURM_JOB_ID") is None:

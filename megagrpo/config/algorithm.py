@@ -167,14 +167,14 @@ class AlgorithmConfig(Section):
 
     def _stream_problems(self) -> list[Rule]:
         named_ones = {stream.component for stream in self.streams if stream.weight}
-        of_rl = {
+        rl_settings = {
             "advantage_clip": self.advantage_clip,
             "whiten_advantages": self.whiten_advantages,
             "entropy_coef": self.entropy_coef,
             "kl.loss_coef": self.kl.loss_coef,
             "kl.reward_coef": self.kl.reward_coef,
         }
-        unread = [name for name, value in of_rl.items() if value]
+        unread = [name for name, value in rl_settings.items() if value]
         trained = any(map(self.has_tokens, ("rl", *self.components)))
         return [
             Rule(

@@ -306,7 +306,7 @@ class ExperimentConfig(Section):
     @property
     def num_servers(self) -> int:
         """Server processes of all engines that the run starts: one on each of their nodes."""
-        return sum(of.num_engines * of.nodes_per_engine for of in self.engine_sizes.values())
+        return sum(size.num_engines * size.nodes_per_engine for size in self.engine_sizes.values())
 
     @property
     def graders_apart(self) -> dict[str, float]:

@@ -26,7 +26,6 @@ from megagrpo.checkpoint.resume import (
 from megagrpo.checkpoint.save import Checkpointer, SaveSchedule
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.data.prompts import describe_dropped
 from megagrpo.mesh import LeaderError, Mesh, RunStopped
 from megagrpo.monitor.alarms import MismatchAlarm
 from megagrpo.monitor.console import StepConsole
@@ -391,9 +390,7 @@ def _console(
 ) -> StepConsole:
     """Makes the console and prints the run's summary before the first sample."""
     console = StepConsole(config.name, num_steps, state.step)
-    notes = [describe_dropped(config.data, inputs.prompts)]
-    if config.eval_data is not None and inputs.eval_prompts is not None:
-        notes.append(describe_dropped(config.eval_data, inputs.eval_prompts))
+    notes = inputs.dropped(config)
     if restarts := environment.get_int("TORCHELASTIC_RESTART_COUNT", 0):
         notes.append(
             "a rank was lost; restarted all ranks "
@@ -401,6 +398,6 @@ def _console(
         )
     if state.step:
         notes.append(f"continues after step {state.step}")
-    for note in filter(None, notes):
+    for note in notes:
         console.note(note)
     return console

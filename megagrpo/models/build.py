@@ -27,8 +27,8 @@ from megagrpo.models.family import Family
 from megagrpo.models.fields import Kernels
 from megagrpo.models.kinds.draft.describe import draft_norms
 from megagrpo.models.kinds.draft.layer import DraftLayer, mark_parameters
-from megagrpo.models.kinds.gated_delta.layer import GatedDeltaNet
 from megagrpo.models.kinds.indexed.layer import Indexer
+from megagrpo.models.kinds.recurrent import RecurrentMixer
 from megagrpo.models.kinds.vision.layer import Tower
 from megagrpo.models.layers.context import follow_context
 from megagrpo.models.layers.lora import add_adapters, is_adapter
@@ -117,7 +117,7 @@ def _in_bfloat16(chunk: Body) -> Body:
     """Casts a chunk except the biases of its routers, and what modules keep in float32."""
     chunk.bfloat16()
     for module in chunk.modules():
-        if isinstance(module, Indexer | GatedDeltaNet | Tower):
+        if isinstance(module, Indexer | RecurrentMixer | Tower):
             module.keep_float32()
         elif isinstance(module, TopKRouter):
             internals_0_19.keep_float32_bias(module)

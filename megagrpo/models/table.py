@@ -18,6 +18,7 @@ from megagrpo.models.config_json import HfConfig, text_part
 from megagrpo.models.families.deepseek_v3 import DeepseekV3, Glm4MoeLite, KimiK25
 from megagrpo.models.families.dense import Llama, Qwen2, Qwen3
 from megagrpo.models.families.minimax_m2 import MiniMaxM2
+from megagrpo.models.families.nemotron_h import NemotronH
 from megagrpo.models.families.qwen3_5 import Qwen3Next, Qwen35, Qwen35Moe
 from megagrpo.models.families.sigmoid_moe import Glm4Moe
 from megagrpo.models.families.softmax_moe import Mixtral, Qwen3Moe
@@ -56,6 +57,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v32": DeepseekV32(),
     "glm_moe_dsa": GlmMoeDsa(),
     "qwen3_next": Qwen3Next(),
+    "nemotron_h": NemotronH(),
 }
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
 _LEFT_OUT = {"mtp.": "multi-token-prediction layers, which only speculate"}
@@ -228,7 +230,7 @@ def left_out(hf: HfConfig, draft: bool = False) -> list[str]:
         + ", exports have the model's own" * (name in kept)
         for name in (family.LEFT_OUT if family else ())
     ]
-    if not layers or draft:
+    if not layers or draft or "mtp." in kept:
         return found
     first = hf["num_hidden_layers"]
     names = f"model.layers.{first}" + (f" to {first + layers - 1}" if layers > 1 else "")
@@ -276,7 +278,9 @@ def exported_config(hf: HfConfig, draft: bool = False) -> dict[str, object]:
     """Returns the config.json for export and publish: without quantization and ignored layers."""
     family = FAMILIES.get(str(hf.get("model_type")))
     plain = dequantized_config(family.exported_config(hf) if family else hf)
-    speculating = plain.get(_PREDICTION_LAYERS) and not draft
+    # the files of an export still have them under names of their own
+    apart = family is not None and "mtp." in family.LEFT_OUT
+    speculating = plain.get(_PREDICTION_LAYERS) and not draft and not apart
     return {**plain, **({_PREDICTION_LAYERS: 0} if speculating else {})}
 
 

@@ -131,8 +131,8 @@ def cut_record(folder: RunFolder, num_steps: int) -> None:
         aside = folder.path / time.strftime("unsaved_%Y%m%d_%H%M%S")
         aside.mkdir()
         # whichever of the last three is left when this is killed is moved by the next start
-        of_steps = (folder.metrics, folder.trained, folder.rollouts)
-        for path in (folder.starts, folder.tensorboard, *of_steps):
+        step_files = (folder.metrics, folder.trained, folder.rollouts)
+        for path in (folder.starts, folder.tensorboard, *step_files):
             if path.exists():
                 path.rename(aside / path.name)
         print(f"steps were made and not saved; their record is now in {aside}", flush=True)

@@ -17,6 +17,7 @@ from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import (
     PromptSet,
+    describe_dropped,
     load_prompts,
     load_tokenizer,
     refuse_long_demonstration,
@@ -296,6 +297,13 @@ class Inputs:
             images=images,
             curriculum=Curriculum.of(config, prompts.prompts, prompts.mixture),
         )
+
+    def dropped(self, config: ExperimentConfig) -> list[str]:
+        """Returns a sentence for each section of prompts of which some were dropped."""
+        said = [describe_dropped(config.data, self.prompts)]
+        if config.eval_data is not None and self.eval_prompts is not None:
+            said.append(describe_dropped(config.eval_data, self.eval_prompts))
+        return list(filter(None, said))
 
     def add_metrics(self, metrics: Metrics) -> None:
         """Adds what environments, agents and images measured since the last call."""

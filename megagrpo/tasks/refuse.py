@@ -2,20 +2,10 @@
 
 from pathlib import Path
 
-from megagrpo.check.problems import model_to_train, refuse_layout
+from megagrpo.check.problems import model_to_train, model_to_warm_up
 from megagrpo.checkpoint.folder import latest
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.models.folder import Model
 from megagrpo.system.errors import translated
-
-
-def model_to_warm_up(config: ExperimentConfig) -> Model:
-    """Reads the model of section sft, which the layout can cut."""
-    assert config.sft is not None
-    model = Model.read(config.sft.model, config.model.tokenizer, config.actor.has_draft)
-    # adapters are for the model that the warm-up writes
-    refuse_layout(model.arch, config.actor.model_copy(update={"lora": None}))
-    return model
 
 
 def refuse_sft(config: ExperimentConfig, file: str) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import yaml
 
 from megagrpo.check.libraries import library_problems
-from megagrpo.check.loading import LoadingTest, try_loading
 from megagrpo.check.problems import layout_problems, preflight
 from megagrpo.check.rules import placement
 from megagrpo.check.rules.inputs import is_made
@@ -38,6 +37,7 @@ from megagrpo.models.table import (
 )
 from megagrpo.rewards.graders.functions import SERVICES, machine_problem
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
+from megagrpo.tools.loading import LoadingTest, try_loading
 from megagrpo.tools.plan.checkpoint_cost import checkpoint_lines, disk_advice, rank_coordinates
 from megagrpo.tools.plan.engine_memory import concurrency_report, host_cache_bytes
 from megagrpo.tools.plan.fitting import (

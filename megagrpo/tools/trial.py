@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 
 from megagrpo.cluster.lock import alone_in
-from megagrpo.cluster.machine import ENDING, start_service, with_one_engine
+from megagrpo.cluster.machine import ENDING, start_service
 from megagrpo.cluster.supervise import Launch
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
@@ -28,6 +28,7 @@ from megagrpo.rollout.sampler import Sampler
 from megagrpo.system.arguments import positive
 from megagrpo.system.processes import last_lines
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.one_engine import with_one_engine
 from megagrpo.types import Outcome, RolloutGroup
 
 _POLL_S = 0.5
@@ -106,7 +107,7 @@ def _service(launch: Launch, config: ExperimentConfig) -> ServiceControl:
                         headers=key,
                         trust_env=False,
                     )
-                    control.mark_ready(engine.id, engine.incarnation, 0)
+                    control.mark_ready({engine.id: engine.incarnation}, 0)
                     return control
         time.sleep(_POLL_S)
     reason = failed or f"it took longer than {limit_s:g} s (rollout.start_timeout_s), or ended"

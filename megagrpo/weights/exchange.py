@@ -163,7 +163,7 @@ class Exchange:
             )
         with timer("verify"):
             self._mesh.from_main(
-                lambda: self._fleet.for_each(lambda engine: self._admit(engine, version, expected)),
+                lambda: self._fleet.admit(version, lambda engine: self._verify(engine, expected)),
                 "verify weights",
             )
         with timer("restart"):
@@ -177,26 +177,17 @@ class Exchange:
 
         def open_and_sort() -> list[list[list[Copy]]] | None:
             self._fleet.open(self._ids, deadline, writing)
-            kinds = list(self._fleet.kinds)
-            for engine in self._fleet.alive:
-                if engine.slices not in kinds:
-                    kinds.append(engine.slices)
-                engine.kind = kinds.index(engine.slices)
-                # one list for all: it may have a million entries
-                engine.slices = kinds[engine.kind]
-            return kinds[len(self._fleet.kinds) :] or None  # which is not sent
+            return self._fleet.sort() or None  # which is not sent
 
         for kind in self._mesh.from_main(open_and_sort, "connect to engines") or ():
             self._fleet.kinds.append(kind)
             self._numbers.append(self._digests.add(kind))
 
-    def _admit(self, engine: EngineConnection, version: int, expected: np.ndarray) -> None:
-        """Verifies one engine, sets its version, lets it continue and marks it ready. Rank 0
-        only."""
+    def _verify(self, engine: EngineConnection, expected: np.ndarray) -> None:
+        """As `_check`; the engine empties its caches unless they go by version. Rank 0 only."""
         by_version = self._config.rollout.prefix_cache == "by_version"
         self._check(engine, expected, flush=not (by_version and engine.emptied))
         engine.emptied = True
-        self._fleet.admit(engine, version)
 
     def _check(self, engine: EngineConnection, expected: np.ndarray, flush: bool) -> None:
         """Raises RuntimeError naming the engine, the parameters and the slices that differ from the

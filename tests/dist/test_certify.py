@@ -246,6 +246,17 @@ def test_gated_delta_nets_are_certified_and_their_faults_found(subject, tmp_path
         assert any("gradient of" in problem for problem in problems), fault
 
 
+@pytest.mark.slow
+def test_mamba_layers_and_latent_experts_are_certified_and_their_faults_found(subject, tmp_path: Path):
+    faults = {"state-kept-over-borders": "DP2", "gate-behind-norm": "DP2", "latent-gradients-not-summed": "TP2xEP2"}
+    layouts = ("TP2+SP", "CP2", "PP2", "TP2xEP2")
+    jobs = [*map(case, layouts), *(case(layout, fault) for fault, layout in faults.items())]
+    _, found = measured(tmp_path, [subject(family="nemotron_h") | each for each in jobs])
+    assert found[: len(layouts)] == [[]] * len(layouts)
+    for fault, problems in zip(faults, found[len(layouts) :], strict=True):
+        assert any("gradient of" in problem for problem in problems), fault
+
+
 def test_norms_over_all_heads_are_certified_and_their_fault_found(subject, tmp_path: Path):
     cases = [case("TP2+SP"), case("TP2+SP", "head-norms-cut-over-tp")]
     results, found = measured(tmp_path, [subject(family="minimax_m2") | each for each in cases])

@@ -1,6 +1,6 @@
 """A draft in the actor: loss and gradients against transformers' layers, layouts; the model's own bits stay.
 
-Float32, gloo. GLM-4.5 (grouped-query attention) and DeepSeek-V3 (latent attention, groups of experts).
+Float32, gloo. GLM-4.5 (grouped-query attention), DeepSeek-V3 (latent attention, groups of experts) and GLM-4.7-Flash.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.dist.cases import BATCHES, LAYOUTS
 from tests.dist.workers.launch import TRANSFORMER_ENGINE_POOL, run_ranks, run_transformers
 
 BOUND = 1e-5  # of each parameter's largest gradient
-MODELS = ("glm4_moe", "deepseek_v3")
+MODELS = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.verifies("actor", "drafts: loss and gradients of transformers' layers; the model's bits unchanged"),
@@ -60,7 +60,8 @@ CASES = [
 ]  # fmt: skip
 MORE = [
     ("glm4_moe", "DP2", "packed"), ("deepseek_v3", "PP2", "packed"), ("glm4_moe", "CP2", "padded"),
-    ("deepseek_v3", "TP2xEP2", "packed"), ("glm4_moe", "TP2xETP2", "padded"),
+    ("deepseek_v3", "TP2xEP2", "packed"), ("glm4_moe", "TP2xETP2", "padded"), ("glm4_moe_lite", "TP2xEP2", "packed"),
+    ("glm4_moe_lite", "CP2", "padded"), ("glm4_moe_lite", "PP2xVPP2", "packed"),
 ]  # fmt: skip
 
 

@@ -14,10 +14,13 @@ from megagrpo.mesh import LeaderError
 pytestmark = [pytest.mark.timeout(900), pytest.mark.verifies("weights", "drafts arrive by every transport")]
 DRAFTS = 2
 DRAFT = "model.layers.2."  # the draft's HF tensors
-LAYOUTS = {"glm4_moe": {"tp": 2, "ep": 2}, "deepseek_v3": {}}
+LAYOUTS = {"glm4_moe": {"tp": 2, "ep": 2}, "deepseek_v3": {}, "glm4_moe_lite": {"tp": 2}}
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=["deepseek_v3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("glm4_moe", "glm4_moe_lite"))],
+)
 def family(request) -> str:
     return request.param
 
@@ -77,7 +80,7 @@ def test_a_draft_of_older_weights_or_with_one_wrong_element_is_found_and_named(e
         exchange.verify()
     exchange.publish(11)  # heals
     exchange.verify()
-    if family == "deepseek_v3":  # latent attention computes with matrices made of a projection
+    if family == "deepseek_v3":  # of one rank: latent attention computes with matrices made of a projection
         plant_fault(engine.info.url, 1, 0, "model.decoder.self_attn.w_kc", 3)
         with pytest.raises(LeaderError, match=r"draft.model.decoder.self_attn.w_kc: not what the live kv_b_proj"):
             exchange.verify()

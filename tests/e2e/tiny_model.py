@@ -15,6 +15,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -71,6 +73,7 @@ _DRAFTING = {
                       rope_parameters={**_ROPE, "partial_rotary_factor": 0.5})
     ),
     "deepseek_v3": lambda rest: DeepseekV3ForCausalLM(DeepseekV3Config(**(rest | _LATENT), rope_parameters=_ROPE)),
+    "glm4_moe_lite": lambda rest: Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**(rest | _LATENT), rope_parameters=_ROPE)),
 }  # fmt: skip
 
 

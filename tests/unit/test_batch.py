@@ -242,8 +242,8 @@ def test_targets_are_the_trained_tokens_each_from_the_position_before(
             assert torch.equal(micro.columns.flatten()[of.flat] + 1, of.columns)
             found[batch.starts[of.rows] + of.columns] += 1
             theirs = batch.tokens[batch.starts[of.rows] + of.columns]
-            assert torch.equal(micro.of_targets(batch.tokens), theirs)
-            assert torch.equal(micro.of_trained(batch.tokens)[micro.target_order], theirs)
+            assert torch.equal(micro.at_targets(batch.tokens), theirs)
+            assert torch.equal(micro.at_trained(batch.tokens)[micro.target_order], theirs)
             owner = torch.repeat_interleave(micro.members, micro.num_trained)
             assert torch.equal(torch.searchsorted(batch.starts, micro.trained, right=True) - 1, owner)
     assert torch.equal(found, batch.loss_mask.int())

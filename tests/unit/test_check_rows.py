@@ -7,13 +7,13 @@ import pytest
 
 from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.check import loading
-from megagrpo.check.loading import LoadingTest, try_loading
 from megagrpo.check.problems import preflight
 from megagrpo.data.rows import fingerprint, read_rows
 from megagrpo.models.folder import Model
 from megagrpo.sandbox import sandbox
+from megagrpo.tools import loading
 from megagrpo.tools.explain import explain, known_problems
+from megagrpo.tools.loading import LoadingTest, try_loading
 from tests.experiments import ROOT, experiment
 
 RIGHT = {"prompt": "12+3", "answer": "15"}

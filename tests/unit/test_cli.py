@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from megagrpo import cli
-from megagrpo.check.loading import LoadingTest
 from megagrpo.config.load import load_config
 from megagrpo.tools.explain import explain
+from megagrpo.tools.loading import LoadingTest
 from megagrpo.tools.plan.engine_memory import concurrency_report
 from tests.experiments import QUICKSTART, ROOT
 

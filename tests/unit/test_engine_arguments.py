@@ -69,7 +69,7 @@ def test_sglang_takes_the_arguments_of_every_experiment(tmp_path):
         assert {name: found[name] for name in wanted} == wanted, names
 
 
-def test_check_asks_sglang_about_the_gpu_that_the_experiment_names(tmp_path):
+def test_check_asks_sglang_about_the_gpu_that_the_experiment_names():
     """SGLang's own rule, of which no rule here knows: this kernel takes ep 1 or ep of all ranks."""
     folder = ROOT / "configs" / "models" / "Qwen3-30B-A3B"
     rollout = {"tp": 4, "ep": 2, "dtype": "bfloat16", "sglang": {"moe_runner_backend": "flashinfer_cutlass"}}

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megagrpo.actor.step import _of_updates
+from megagrpo.actor.step import _optimizer_metrics
 from megagrpo.actor.timing import mfu
 from megagrpo.algo.statistics import alone
 from megagrpo.checkpoint.resume import latest_checkpoint
@@ -238,7 +238,7 @@ def test_ranks_that_read_other_rows_are_refused():
         _refuse_other_rows([rows, rows, [["a.jsonl", 3, "beef"]]])
 
 
-def test_a_record_that_cannot_be_written_does_not_hide_why_a_run_ends(tmp_path, capsys):
+def test_a_record_that_cannot_be_written_does_not_hide_why_a_run_ends(capsys):
     def full_disk() -> None:
         raise OSError(28, "No space left on device")
 
@@ -252,7 +252,7 @@ def test_a_record_that_cannot_be_written_does_not_hide_why_a_run_ends(tmp_path, 
 
 def test_gradient_norms_are_the_mean_and_the_largest_of_all_updates():
     optim = [{"optim/lr": 2.0, "optim/grad_norm": 581.5}, {"optim/lr": 1.0, "optim/grad_norm": 10.5}]
-    assert _of_updates(optim) == {"optim/lr": 1.0, "optim/grad_norm": 296.0, "optim/grad_norm_max": 581.5}
+    assert _optimizer_metrics(optim) == {"optim/lr": 1.0, "optim/grad_norm": 296.0, "optim/grad_norm_max": 581.5}
 
 
 def test_an_evaluation_measures_samples_and_scores_rollouts():
@@ -262,7 +262,13 @@ def test_an_evaluation_measures_samples_and_scores_rollouts():
     evaluation_metrics(metrics, "eval", [group], 1)
     found = metrics.reduced(alone)
     assert (found["eval/truncated_fraction"], found["eval/length_mean"]) == (1.0, 5.0)
-    assert found["eval/accuracy"] == 1.0
+    assert found["eval/accuracy"] == 1.0 and "eval/pass_at_k" not in found
+    scores = (Outcome("score", 1.0), Outcome("score", 1.0), Outcome("score", 0.5), Outcome("error", detail="x"))
+    group = RolloutGroup(0, Prompt(0, "?", (1,), ""), tuple(cut), scores)
+    evaluation_metrics(metrics := Metrics(), "eval", [group], 2)
+    found = metrics.reduced(alone)
+    assert found["eval/pass_at_k"] == pytest.approx(5 / 6), "of six pairs one has neither of the two that passed"
+    assert (found["eval/accuracy"], found["eval/unscored_fraction"]) == (0.625, 0.25)
 
 
 def test_all_ranks_take_the_checkpoint_that_the_main_rank_found():

@@ -14,7 +14,6 @@ from megagrpo.check.problems import preflight
 from megagrpo.check.rules.placement import place
 from megagrpo.check.rules.subject import Nodes
 from megagrpo.checkpoint.groups import read_groups, write_groups
-from megagrpo.cluster.machine import with_one_engine
 from megagrpo.config.data import DataConfig
 from megagrpo.config.load import ConfigError, dump_config
 from megagrpo.data.prompts import refuse_unknown_teacher
@@ -28,6 +27,7 @@ from megagrpo.rollout.service.engine_command import ServerPlace, engine_environm
 from megagrpo.rollout.teacher_scores import Teachers, mixture
 from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.one_engine import with_one_engine
 from megagrpo.types import EngineInfo, Prompt, TeacherScores
 from tests.experiments import placement_problems, read_experiment
 

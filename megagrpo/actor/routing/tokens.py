@@ -84,9 +84,9 @@ class MicroBatchScope:
             batch.routing.lengths[samples],
         )
         experts, members, starts, known = (on_device(tensor, rows.device) for tensor in host)
-        of = torch.searchsorted(members, rows).clamp(max=len(members) - 1)
-        index = torch.where(rows >= 0, starts[of] + columns, 0)
-        return ReplayedTokens(experts, index, (rows >= 0) & (columns < known[of]))
+        sample = torch.searchsorted(members, rows).clamp(max=len(members) - 1)
+        index = torch.where(rows >= 0, starts[sample] + columns, 0)
+        return ReplayedTokens(experts, index, (rows >= 0) & (columns < known[sample]))
 
 
 class RouterScope:

@@ -90,12 +90,12 @@ class _Fit:
         """Yields the name of each engine and the GPUs of its ranks, on the engines' nodes from 0:
         on the first ones that have room."""
         taken: list[int] = []  # GPUs, of each node
-        for teacher, of in self.sizes.items():
-            part = of.tp // of.nodes_per_engine
-            for number in range(of.num_engines):
+        for teacher, size in self.sizes.items():
+            part = size.tp // size.nodes_per_engine
+            for number in range(size.num_engines):
                 free = (node for node, used in enumerate(taken) if used + part <= self.room)
-                nodes = list(islice(free, of.nodes_per_engine))
-                new = range(len(taken), len(taken) + of.nodes_per_engine - len(nodes))
+                nodes = list(islice(free, size.nodes_per_engine))
+                new = range(len(taken), len(taken) + size.nodes_per_engine - len(nodes))
                 taken += [0] * len(new)
                 nodes += new
                 gpus = [Gpu(node, taken[node] + i) for node in nodes for i in range(part)]
@@ -169,14 +169,15 @@ class _Fit:
 
     def _apart(self) -> Iterator[Rule]:
         sizes = self.sizes.values()
-        part = max(of.tp // of.nodes_per_engine for of in sizes)
+        part = max(size.tp // size.nodes_per_engine for size in sizes)
         yield self._too_large(part, f"{self.gpus} GPUs")
         if part > self.room:
             return
         least = self.nodes_filled
-        most = sum(of.num_engines * of.nodes_per_engine for of in sizes)
+        most = sum(size.num_engines * size.nodes_per_engine for size in sizes)
         engines = " and ".join(
-            f"{of.num_engines} engine(s) over {of.nodes_per_engine} node(s) each" for of in sizes
+            f"{size.num_engines} engine(s) over {size.nodes_per_engine} node(s) each"
+            for size in sizes
         )
         nodes = self.nodes.rollout
         yield Rule(

@@ -82,10 +82,10 @@ class Rejection(Section):
     @property
     def formula(self) -> str:
         """Returns the rejected part, as AlgorithmConfig.formula writes it."""
-        of = "tokens" if self.over == "token" else "responses"
+        units = "tokens" if self.over == "token" else "responses"
         measure = "old / rollout" if self.measure == "ratio" else self.measure
         over = "" if self.over == "token" else f"{self.over} "
-        return f"{of} of {over}{measure} outside [{self.low:g}, {self.high:g}]"
+        return f"{units} of {over}{measure} outside [{self.low:g}, {self.high:g}]"
 
     def problems(self) -> list[Rule]:
         agreement = 1.0 if self.measure == "ratio" else 0.0

@@ -100,7 +100,6 @@ class Glm4MoeLite(DeepseekV3):
 
     HF_CLASS = "Glm4MoeLiteForCausalLM"
     TINY_ROPE: ClassVar = {}
-    DRAFT_REFUSAL = "no test compares its draft with SGLang's"
     FP8_REFUSAL = "no test compares GLM-4.7-Flash in FP8 with SGLang's"
 
     def own_refusals(self, hf: HfConfig) -> list[str]:

@@ -135,7 +135,7 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
 def is_recurrent(model: str) -> bool:
     """Returns whether layers of a model keep a state for each request, besides keys and values."""
     hf = exported_config(read_description(Path(model) / "config.json"))  # engines' may be in FP8
-    return not model_problems(hf) and architecture_of(hf).delta is not None
+    return not model_problems(hf) and architecture_of(hf).recurrent is not None
 
 
 def num_states(rollout: RolloutConfig, cuda: bool) -> int:

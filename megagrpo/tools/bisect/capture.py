@@ -5,7 +5,7 @@ parallelism.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -55,11 +55,15 @@ def captured_forward(
     seeing = [micro for micro in micros if micro.images and micro.images.refs]
     in_tower = {tap.key for tap in taps if tap.module.startswith(TOWER_MODULE)}
     for key, calls in recorder.seen.items():
-        of, cut = (seeing, partial(_image_piece, images)) if key in in_tower else (micros, _piece)
-        assert len(calls) == len(of), (
-            f"{key} was called {len(calls)} times for {len(of)} micro-batches"
+        inputs = micros
+        cut: Callable[[str, MicroBatch, Tensor], SeenTokens] = _piece
+        if key in in_tower:
+            inputs = seeing
+            cut = partial(_image_piece, images)
+        assert len(calls) == len(inputs), (
+            f"{key} was called {len(calls)} times for {len(inputs)} micro-batches"
         )
-        pieces += [cut(key, micro, values) for micro, values in zip(of, calls, strict=True)]
+        pieces += [cut(key, micro, values) for micro, values in zip(inputs, calls, strict=True)]
     return CapturedForward(logprobs, pieces, recorder.problems)
 
 

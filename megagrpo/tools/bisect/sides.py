@@ -92,7 +92,9 @@ def _engine_side(
                 for heads in (arch.attention.heads, *[arch.attention.kv_heads] * 2)
             ]
             split = [part.float().split(sizes, 1) for part in parts]
-            return torch.cat([torch.cat(of, 1) for of in zip(*split, strict=True)], 1)
+            return torch.cat(
+                [torch.cat(projection, 1) for projection in zip(*split, strict=True)], 1
+            )
         case _:
             return parts[0].float()
 
@@ -125,7 +127,11 @@ def _trainer_side(
         ]
         split = [(part[:, :, :-2], part[:, :, -2], part[:, :, -1]) for part in grouped]
         return torch.cat(
-            [torch.cat([t.flatten(1) for t in of], 1) for of in zip(*split, strict=True)], 1
+            [
+                torch.cat([t.flatten(1) for t in projection], 1)
+                for projection in zip(*split, strict=True)
+            ],
+            1,
         )
     return _shares(parts[0]) if point.layout == "shares" else torch.cat(parts, 1)
 

@@ -1,4 +1,4 @@
-"""GLM-4.5 and DeepSeek-V3 with a draft, and its gradients by transformers' layers.
+"""GLM-4.5, DeepSeek-V3 and GLM-4.7-Flash with a draft, and its gradients by transformers' layers.
 
 The draft's layer is a fifth layer of transformers' model, so that its saver names tensors and
 gradients as published checkpoints do.
@@ -20,6 +20,8 @@ def write_model(folder: Path, name: str) -> None:
     """Leaves the folder `name`, and the draft's loss and gradients in `name`.pt."""
     batch, config = samples(), CONFIGS[name]()
     config.num_hidden_layers = LAYERS + 1
+    if getattr(config, "mlp_layer_types", None):
+        config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
     model = random_model(config)
     hidden = config.hidden_size
     own = {n: 1 + 0.2 * torch.randn(hidden) for n in ("enorm", "hnorm", "shared_head.norm")}
@@ -81,5 +83,5 @@ def _kl(model, layer, own: dict[str, torch.Tensor], batch: dict[str, torch.Tenso
 
 
 def main(folder: Path) -> None:
-    for name in ("glm4_moe", "deepseek_v3"):
+    for name in ("glm4_moe", "deepseek_v3", "glm4_moe_lite"):
         write_model(folder, name)

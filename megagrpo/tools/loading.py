@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megagrpo.check.ends import end_advice
 from megagrpo.check.rules.inputs import named_first
 from megagrpo.check.rules.subject import model_folder
 from megagrpo.checkpoint.folder import data_problem, latest
@@ -46,6 +45,7 @@ from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.generation import GenerationFailed
 from megagrpo.system.errors import collected, explained, translated
 from megagrpo.system.worker_process import WorkerError
+from megagrpo.tools.turn_ends import end_advice
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase
