@@ -212,8 +212,7 @@ def update(
         "optim/skipped_updates": float(skipped),
         "optim/non_finite_updates": float(non_finite),
     }
-    metrics |= actor.clock.take() | _expert_metrics(actor)
-    metrics |= _utilization(actor, batch)
+    metrics |= actor.clock.take() | _expert_metrics(actor) | _utilization(actor, batch)
     return Updated(metrics, seen.cpu() if batch.old_logprobs is None else batch.old_logprobs)
 
 
