@@ -37,6 +37,7 @@ from megagrpo.checkpoint.folder import (
     Layout,
     checkpoint_folder,
     data_problem,
+    description,
     finished_checkpoints,
     is_reshardable,
     layout_problem,
@@ -318,7 +319,7 @@ def load(
     """
     mesh.raise_any("\n".join(complaints(check, folder, identity, mesh)))
     load_actor(folder / "actor")
-    saved = json.loads((folder / "state.json").read_text())["train"]
+    saved = description(folder)["train"]
     state = {name: value for name, value in saved.items() if name in _FIELDS}
     algo_state = TypeAdapter(AlgoState).validate_python(state.pop("algo_state"))
     for name in _GROUPS:
@@ -350,13 +351,13 @@ def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
     unreadable = f"checkpoint {folder}: manifest.json or state.json is not readable{instead}"
     with translated(unreadable, OSError, ValueError, KeyError):
         manifest = json.loads((folder / "manifest.json").read_text())
-        description = json.loads((folder / "state.json").read_text())
-        model = description["identity"]
-        saved = description["train"]
+        described = description(folder)
+        model = described["identity"]
+        saved = described["train"]
     if lost := [name for name, value in saved.items() if value and name not in _FIELDS]:
         raise ValueError(
             f"checkpoint {folder} has {', '.join(lost)} of a setting that is gone: continue it with "
-            f"megagrpo {description['version']}, or take a checkpoint without"
+            f"megagrpo {described['version']}, or take a checkpoint without"
         )
     if different := differences(model, identity.model):
         raise ValueError(f"checkpoint {folder} is of another model: {'; '.join(different)}")

@@ -298,9 +298,7 @@ def start_run(
             source=source,
             exchange=exchange,
             recording=recording,
-            checkpointer=_checkpointer(
-                config, actor, inputs, source, recording, SaveSchedule(num_steps, state.step)
-            ),
+            checkpointer=_checkpointer(config, actor, inputs, source, recording, num_steps),
             watchdog=watchdog,
             progress=progress,
             alarm=MismatchAlarm(config, actor.arch.is_moe),
@@ -361,7 +359,7 @@ def _checkpointer(
     inputs: Inputs,
     source: RolloutSource,
     recording: RunRecord,
-    schedule: SaveSchedule,
+    num_steps: int,
 ) -> Checkpointer:
     asynchronous = config.checkpoint.asynchronous
     background = environment.num_trainer_nodes() > 1 if asynchronous == "auto" else asynchronous
@@ -381,7 +379,7 @@ def _checkpointer(
         lambda part, reshardable: save_actor(actor, part, reshardable, snapshot=background),
         gather_state,
         actor.mesh,
-        replace(schedule, background=background),
+        SaveSchedule(num_steps, recording.start_step, background),
     )
 
 

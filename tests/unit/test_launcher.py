@@ -26,7 +26,6 @@ from megagrpo.system.environment import child_environment
 from megagrpo.system.processes import end_of, is_live, last_lines, process_tree, spawn, stop_tree
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import ENDED, STOPPED, StopRequest
-from megagrpo.tasks import refuse
 from megagrpo.tools.status import print_status
 from megagrpo.tools.stop import stop
 from tests import experiments
@@ -502,7 +501,7 @@ def test_a_command_beside_a_run_has_an_experiment_of_its_own(words, tmp_path, mo
     (tmp_path / "torchrun.py").write_text(_NOTES_WORDS)
     noted = tmp_path / "words.json"
     monkeypatch.setattr(machine, "torchrun", lambda ranks: [str(tmp_path / "torchrun.py"), noted])
-    monkeypatch.setattr(refuse, f"refuse_{words[0]}", lambda *_: None)  # of what is not there
+    monkeypatch.setattr(f"megagrpo.tools.ranks.{words[0]}.refuse_{words[0]}", lambda *_: None)  # of what is not there
     where = [f"output_dir={tmp_path / 'run'}", "actor.device=cpu"]
     trained = load_config(QUICKSTART, where)
     own = ["actor.world_size=1", "actor.parallel={}", "actor.optimizer.lr=1e-3"]
@@ -552,7 +551,7 @@ _FINISHED_RUNS = """
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
-from megagrpo.tasks.ranks import train_main
+from megagrpo.loop.ranks import train_main
 from tests.experiments import experiment
 
 run = SimpleNamespace(mesh=SimpleNamespace(is_main=True))

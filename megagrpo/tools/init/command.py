@@ -16,9 +16,9 @@ from megagrpo.models.table import architecture_of, parameter_counts
 from megagrpo.system.arguments import positive
 from megagrpo.system.progress import Progress
 from megagrpo.system.run_folder import write_whole
+from megagrpo.tools.check.loading import try_loading
 from megagrpo.tools.explain import known_problems
 from megagrpo.tools.init.experiment import Draft, draft_experiment
-from megagrpo.tools.loading import try_loading
 from megagrpo.tools.plan.command import TIGHT
 from megagrpo.tools.plan.fitting import with_model
 from megagrpo.tools.plan.roofline import target_of

@@ -69,16 +69,14 @@ class LinkTransport(ABC):
         self._distinct: dict[tuple[int, int, bytes], TransferPlan] = {}  # by kind, limit, sources
         self._batch_keys: dict[TransferPlan, list[str]] = {}  # in the mailbox, by engine rank
         self._names: dict[str, str] = {}  # engine id -> name of this incarnation's link
-        self._announced: set[str] = set()  # names that all ranks know
         self._writing = Lock()  # of batches into the mailbox, once per plan
 
     def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> Traffic:
         """Collective. See Transport."""
-
-        def describe() -> list[Link]:
-            return [self._link(engine) for engine in engines.alive]
-
-        links = self._mesh.from_main(describe, "plan the transfer to the engines")
+        links = self._mesh.from_main(
+            lambda: [self._link(engine) for engine in engines.alive],
+            "plan the transfer to the engines",
+        )
         with timer("plan"):
             self._learn(links, engines)
         traffic = Traffic()
@@ -202,9 +200,9 @@ class LinkTransport(ABC):
 
     def _settle(
         self, engines: EngineFleet, failed: Mapping[str, Exception], failure: BaseException | None
-    ) -> set[str] | None:
+    ) -> set[str]:
         """Collective. Gives up the engines of links that a rank lost (see _move). Returns the names
-        of all links if these have changed.
+        of all links.
 
         Raises LeaderError for any other failure of a rank, and for `failure` on rank 0.
         """
@@ -225,15 +223,11 @@ class LinkTransport(ABC):
             if (name := self._names[engine.id]) in reasons:
                 raise EngineDown(f"a trainer lost {engine} in the transfer: {reasons[name]}")
 
-        def settle() -> set[str] | None:
+        def settle() -> set[str]:
             if failure is not None:
                 raise failure
             engines.for_each(refuse)
-            names = set(self._names.values())
-            if names == self._announced:
-                return None  # which is not sent
-            self._announced = names
-            return names
+            return set(self._names.values())
 
         return mesh.from_main(settle, "send weights to engines")
 

@@ -97,11 +97,10 @@ class ReshardTransport(LinkTransport):
 
     def _settle(
         self, engines: EngineFleet, failed: Mapping[str, Exception], failure: BaseException | None
-    ) -> set[str] | None:
+    ) -> set[str]:
         names = super()._settle(engines, failed, failure)
-        if names is not None:
-            for name in self._ends.keys() - names:
-                self._ends.pop(name).abort()
+        for name in self._ends.keys() - names:
+            self._ends.pop(name).abort()
         return names
 
     def _request(self, link: Link, rank: int) -> dict[str, object]:
