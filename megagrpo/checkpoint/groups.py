@@ -1,4 +1,4 @@
-"""Groups in one binary file, and how ranks gather groups for a file and share those of a file.
+"""Groups in one binary file, and how ranks share those of all files.
 
 Token values are arrays, everything else is JSON.
 """
@@ -6,7 +6,6 @@ Token values are arrays, everything else is JSON.
 import json
 import os
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -83,13 +82,6 @@ def read_groups(path: Path) -> list[RolloutGroup]:
         prompt["extra"] = json.loads(prompt["extra"])
     # fields that older checkpoints lack have their defaults, and those that are gone are left out
     return msgspec.convert(records, list[RolloutGroup], dec_hook=lambda kind, value: value)
-
-
-def gather_surplus(surplus: Sequence[RolloutGroup], mesh: Mesh) -> list[RolloutGroup]:
-    """Collective over data-parallel ranks. Returns all ranks' surplus by id, on the main rank, for
-    a checkpoint."""
-    groups = chain.from_iterable(mesh.gather_dp_to_main(list(surplus)))
-    return sorted(groups, key=lambda group: group.group_id)
 
 
 def deal_surplus(surplus: Sequence[RolloutGroup], mesh: Mesh) -> list[RolloutGroup]:

@@ -2,6 +2,7 @@
 HTTP endpoint through which trainers list the engines and report the verified ones.
 
 - GET /status: {"failed", "engines": [{"id", "url", "state", "serves", ...}]}
+- GET /metrics: the engines and the run's last step, for Prometheus
 - POST /engines: starts one more engine; answers {"id"}
 - POST /engines/{id}/drain: finishes the engine's requests and ends it; 409 if too few would remain
 - POST /engines/update, {"incarnations": {id: incarnation}}: a trainer starts writing weights; answers
@@ -31,9 +32,11 @@ import aiohttp
 import orjson
 import ray
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.vocabulary import different_tokens
+from megagrpo.monitor.prometheus import exposition
 from megagrpo.rollout.control import ServiceFailed, ServiceUnreachable, find_service
 from megagrpo.rollout.service.addresses import own_address
 from megagrpo.rollout.service.engine_command import on_gpus
@@ -246,6 +249,7 @@ class _Service:
         app.add_routes(
             [
                 web.get("/status", self._on_status),
+                web.get("/metrics", self._on_metrics),
                 web.post("/engines", self._on_add),
                 web.post("/engines/{id}/drain", self._on_drain),
                 web.post("/engines/{event:update|ready|wake|lost}", self._on_event),
@@ -267,6 +271,12 @@ class _Service:
         # orjson: every process that samples asks every two seconds, and engines may be many.
         body = orjson.dumps({"failed": self._failed, "engines": engines})
         return web.Response(body=body, content_type="application/json")
+
+    async def _on_metrics(self, request: web.Request) -> web.Response:
+        engines = [engine.status() for engine in self._engines.values()]
+        metrics = self._folder.metrics
+        text = await asyncio.to_thread(exposition, self._config.name, metrics, engines)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _on_add(self, request: web.Request) -> web.Response:
         if self._config.rollout.colocate:
