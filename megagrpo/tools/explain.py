@@ -13,8 +13,9 @@ import yaml
 from megagrpo.check.problems import layout_problems, preflight
 from megagrpo.check.rules import placement
 from megagrpo.check.rules.inputs import is_made
-from megagrpo.check.rules.placement import needs_gpus, occupied_gpus, place
+from megagrpo.check.rules.placement import needs_gpus, place
 from megagrpo.check.rules.subject import Subject, broken, longest_samples, model_description
+from megagrpo.config.hardware import gigabytes
 from megagrpo.config.libraries import given_settings
 from megagrpo.config.load import located
 from megagrpo.config.schema import ExperimentConfig
@@ -46,7 +47,6 @@ from megagrpo.tools.plan.fitting import (
     teachers_memory,
     with_model,
 )
-from megagrpo.tools.plan.hardware import gigabytes
 from megagrpo.tools.plan.libraries import all_library_problems
 from megagrpo.tools.plan.trainer_memory import trained_elements
 
@@ -168,7 +168,7 @@ def _advice(
         and rounded
     )
     ranks = rollout.num_engines * rollout.tp
-    used = occupied_gpus(config)
+    used = config.num_gpus
     gpus = config.cluster.gpus_per_node
     told = {
         f"{used} of the {gpus} GPUs of a node (cluster.gpus_per_node) are used: `megagrpo plan CONFIG "

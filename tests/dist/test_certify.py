@@ -362,6 +362,10 @@ def test_the_experiments_own_layout_is_in_the_grid():
     own = layouts_of(ActorConfig(world_size=4, parallel=ParallelConfig(tp=2, ep=2)))
     assert own["the experiment's"] == (4, {"tp": 2, "ep": 2})
     assert layouts_of(ActorConfig(world_size=2, parallel=ParallelConfig(ep=2))) == LAYOUTS
+    dynamic = layouts_of(ActorConfig(world_size=2, parallel=ParallelConfig(cp=2, dynamic_context=True)))
+    assert dynamic["the experiment's"] == (2, {"cp": 2, "dynamic_context": True})
+    cases, _ = grid(dynamic, 2, is_moe=True, only=["the experiment's"])
+    assert all(case.packing for case in cases if case.layout == "the experiment's")
 
 
 def test_a_bound_is_what_rounding_moves_within_limits():
