@@ -30,13 +30,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.common import RESULTS, ROOT, provenance, write_results
 from megagrpo.check.problems import preflight
 from megagrpo.check.rules.table import broken_as_read
-from megagrpo.cluster.submit import Request, submit
 from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.convert.command import translate
 from megagrpo.tools.convert.foreign import FRAMEWORKS
 from megagrpo.tools.convert.translation import Translation
 from megagrpo.tools.plan.fitting import fit_problems
+from megagrpo.tools.submit import Request, submit
 
 STATUSES = ("translated", "as here", "not translated", "unknown")
 USER = [{"role": "user", "content": "What is 1 + 1?"}]

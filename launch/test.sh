@@ -38,21 +38,27 @@ runs() {
     return 1
 }
 
+# The cluster tests need Debian's Slurm and network namespaces. Without root or apt-get they are skipped with the reason. The
+# package manager works while pip does and the linters do.
+if runs cluster && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null &&
+    ! { command -v slurmctld && command -v munged && command -v ip; } >/dev/null; then
+    echo "[test] installing slurm-wlm, munge and iproute2 for the cluster tests"
+    packages="apt-get install -y --no-install-recommends slurm-wlm munge iproute2"
+    (RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive sh -c "$packages || { apt-get update && $packages; }" >/dev/null 2>&1 ||
+        echo "[test] they could not be installed: the cluster tests will be skipped") &
+fi
 if runs e2e; then
     bash launch/install.sh --with smollm2 || bash launch/install.sh # if this fails, the test with a pretrained model is skipped
 else
     bash launch/install.sh
 fi
-[ ${#paths[@]} -gt 0 ] || bash launch/lint.sh # all tests: linters first, because they take seconds
-
-# The cluster tests need Debian's Slurm and network namespaces. Without root or apt-get they are skipped with the reason.
-if runs cluster && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null &&
-    ! { command -v slurmctld && command -v munged && command -v ip; } >/dev/null; then
-    echo "[test] installing slurm-wlm, munge and iproute2 for the cluster tests"
-    packages="apt-get install -y --no-install-recommends slurm-wlm munge iproute2"
-    RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive sh -c "$packages || { apt-get update && $packages; }" >/dev/null 2>&1 ||
-        echo "[test] they could not be installed: the cluster tests will be skipped"
+if [ ${#paths[@]} = 0 ]; then # all tests: linters first, because they find mistakes in seconds
+    # On another core the pretended device is compiled. If it cannot be, its tests say why.
+    compile='import torch; from tests.hostcuda.build import library; torch.version.cuda or library()'
+    PYTHONPATH="$PWD" "$python" -c "$compile" >/dev/null 2>&1 &
+    bash launch/lint.sh
 fi
+wait # for the package manager and the compiler
 
 export OMP_NUM_THREADS=1 # several ranks share few cores
 # Engines and ranks import half of torch, and SGLang or Megatron. That takes 15 s, or 8 s with bytecode. launch/install.sh

@@ -6,25 +6,19 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from megagrpo import __version__
-from megagrpo.check.rules.table import broken_as_read
-from megagrpo.cluster.machine import run, train_ranks
+from megagrpo.check.reading import read_for
+from megagrpo.cluster.machine import run
 from megagrpo.cluster.nodes import Node, run_node, serve_node, train_node
-from megagrpo.config.fields import KeyPath
-from megagrpo.config.load import Fetch, load_config
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.config.wording import dotted
-from megagrpo.data.hub import with_local_files
+from megagrpo.loop.ranks import train_main
 from megagrpo.system.arguments import positive
 from megagrpo.system.environment import under_torchrun
 from megagrpo.system.processes import raise_file_limit
 from megagrpo.system.user_function import did_you_mean
-from megagrpo.tasks.ranks import export_main, replay_main, sft_main, train_main
 
 
 class _Tool(NamedTuple):
@@ -47,6 +41,15 @@ _TOOLS = {
         "translate an experiment from verl, ROLL, slime or miles",
         reads_experiment=False,
     ),
+    "sft": _Tool("megagrpo.tools.ranks.sft", "supervised warm-up with the same actor"),
+    "export": _Tool(
+        "megagrpo.tools.ranks.export", "write a checkpoint as a Hugging Face model folder"
+    ),
+    "replay": _Tool(
+        "megagrpo.tools.ranks.replay",
+        "repeat the update on a dumped batch, from a non-finite step or a step in log.dump_steps",
+    ),
+    "submit": _Tool("megagrpo.tools.submit", "run the experiment as a Slurm job"),
     "try": _Tool(
         "megagrpo.tools.trial",
         "sample a few rollouts without training, and print them with rewards and the tokens to learn",
@@ -88,6 +91,11 @@ _TOOLS = {
         "save and end a run after the current step; Slurm does not requeue the job",
         reads_experiment=False,
     ),
+    "engines": _Tool(
+        "megagrpo.tools.engines",
+        "add an engine to a running service, or drain one",
+        reads_experiment=False,
+    ),
     "view": _Tool(
         "megagrpo.tools.view.command",
         "write the samples of one or more runs as one HTML file",
@@ -109,9 +117,6 @@ _GROUPS = {
     ),
     "verify": ("megagrpo certify mine.yaml --ranks 2", ("certify", "bisect", "replay")),
 }
-# Commands that do not read `model`'s weights, and the section whose weights they read.
-_WEIGHTS = {"check": "", "plan": "", "certify": "", "sft": "sft"}
-_STARTING = ("run", "submit", "train")  # commands before which libraries judge their settings
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -196,34 +201,11 @@ class _Commands:
 
 
 def _load(args: argparse.Namespace) -> ExperimentConfig:
-    """Reads the experiment and fetches files that it names on the Hub; a dry run only notes those
-    that it cannot fetch. Before a run, libraries check their own settings; `check` checks
-    everything."""
-    fetch: Fetch = partial(
-        with_local_files,
-        weights=_WEIGHTS.get(args.command, "model"),
-        cached_only=under_torchrun(),  # the process that started the ranks has fetched it
-    )
-    if getattr(args, "dry_run", False):
-        fetch = _described
-    load = partial(load_config, args.config, args.overrides, judge=broken_as_read, fetch=fetch)
+    later = None
     if args.command == "check":
-        return load(later=import_module(_TOOLS["check"].module).later_problems)
-    if args.command not in _STARTING or under_torchrun():
-        return load()
-    from megagrpo.check.libraries import library_problems
-
-    return load(judge=lambda config: [*broken_as_read(config), *library_problems(config)])
-
-
-def _described(
-    config: ExperimentConfig,
-) -> tuple[ExperimentConfig, list[tuple[KeyPath, str]]]:
-    """Fetches what describes models and data, and prints what is out of reach."""
-    config, absent = with_local_files(config, weights="")
-    for keys, text in absent:
-        print(f"megagrpo: {dotted(keys)}: not read: {text}", file=sys.stderr)
-    return config, []
+        later = import_module(_TOOLS["check"].module).later_problems
+    dry_run = getattr(args, "dry_run", False)
+    return read_for(args.command, args.config, args.overrides, under_torchrun(), dry_run, later)
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
@@ -235,8 +217,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = _Commands(parser)
-    for add in (_add_training, _add_submit, _add_preparation, _add_checkpoints, _add_inspection):
-        add(commands)
+    _add_training(commands)
     for name, tool in _TOOLS.items():
         _add_tool(commands, name, tool, imported=name in words)
     parser.epilog = _help(_parsers(parser))
@@ -282,76 +263,6 @@ def _add_training(commands: _Commands) -> None:
     _add_node(train, "trainer ", 29500)
 
 
-def _add_submit(commands: _Commands) -> None:
-    option = commands.add_with_config(
-        "submit", _submit, "run the experiment as a Slurm job"
-    ).add_argument
-    kinds = (
-        "the first nodes train and the others sample; heterogeneous "
-        "job; one node; engines on the trainers' nodes"
-    )
-    option(
-        "--kind",
-        choices=("one-job", "het", "one-node", "colocated"),
-        help=f"{kinds}. Default: what the experiment needs",
-    )
-    option("--trainer-nodes", type=positive, help="default: as few as suffice")
-    option(
-        "--rollout-nodes",
-        type=int,
-        help="nodes that have only engines; default: as few as suffice",
-    )
-    gpus = (
-        "GPUs per node; 0: the job requests none; default: "
-        "cluster.gpus_per_node, if the experiment needs GPUs"
-    )
-    option("--gpus-per-node", type=int, help=gpus)
-    option("--time", help="time limit, in sbatch's format")
-    option("--partition", help="partition for the job")
-    rest = "seconds before the time limit at which a step ends and is saved (default 300)"
-    option("--grace-s", type=positive, default=300, help=rest)
-    option(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="OPTION",
-        help="another option for the job: --sbatch=--account=x",
-    )
-    option(
-        "--srun",
-        action="append",
-        default=[],
-        metavar="OPTION",
-        help="the same for each node's step: --srun=--container-image=image.sqsh; the words in "
-        "MEGAGRPO_NODE_PREFIX go before each node's command",
-    )
-    option("--dry-run", action="store_true", help="print the script and sbatch's command line")
-
-
-def _add_preparation(commands: _Commands) -> None:
-    commands.add_with_config("sft", _sft, "supervised warm-up with the same actor")
-
-
-def _add_checkpoints(commands: _Commands) -> None:
-    text = "write a checkpoint as a Hugging Face model folder"
-    option = commands.add_with_config("export", _export, text).add_argument
-    option("output", help="folder to create")
-    option("--lora", action="store_true", help="only the adapters, in PEFT's format")
-    option("--checkpoint", help="checkpoint folder; default: the latest checkpoint")
-    text = "repeat the update on a dumped batch, from a non-finite step or a step in log.dump_steps"
-    replay = commands.add_with_config("replay", _replay, text)
-    replay.add_argument("dump", help="dumps/step_N in a run folder")
-
-
-def _add_inspection(commands: _Commands) -> None:
-    option = commands.add(
-        "engines", _engines, "add an engine to a running service, or drain one"
-    ).add_argument
-    option("action", choices=["add", "drain"])
-    option("run_dir", help="run folder")
-    option("engine", nargs="?", help="engine to drain, by its name in `megagrpo status`")
-
-
 def _add_node(command: argparse.ArgumentParser, kind: str, port: int) -> None:
     option = command.add_argument
     option("--nnodes", type=positive, default=1, help=f"number of {kind}nodes (default 1)")
@@ -372,75 +283,13 @@ def _run(args: argparse.Namespace, config: ExperimentConfig) -> int:
 
 
 def _serve(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    from megagrpo.check.problems import refuse_for_engines
-
-    refuse_for_engines(config)
-    node = _node(args)
-    if node.first_address is not None and args.ray_address is None:
-        return serve_node(config, args.words, node)
-    from megagrpo.rollout.service.server import serve
-
-    return serve(config, config.run_folder.path, args.ray_address)
+    return serve_node(config, args.words, _node(args), args.ray_address)
 
 
 def _train(args: argparse.Namespace, config: ExperimentConfig) -> int:
     if under_torchrun():
         return train_main(config, args.service)
     return train_node(config, args.words, _node(args))
-
-
-def _submit(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    from megagrpo.cluster.submit import Request, submit
-
-    names = (
-        "kind",
-        "trainer_nodes",
-        "rollout_nodes",
-        "gpus_per_node",
-        "time",
-        "partition",
-        "grace_s",
-    )
-    given = {name: getattr(args, name) for name in names}
-    request = Request(**given, options=tuple(args.sbatch), srun_options=tuple(args.srun))
-    changes = (word for override in args.overrides for word in ("--set", override))
-    words = [str(Path(args.config).absolute()), *changes]
-    return submit(config, words, request, args.dry_run)
-
-
-def _sft(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    from megagrpo.tasks.refuse import refuse_sft
-
-    refuse_sft(config, args.config)
-    return sft_main(config) if under_torchrun() else train_ranks(config, "sft", [])
-
-
-def _export(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    from megagrpo.tasks.refuse import refuse_export
-
-    refuse_export(config, args.checkpoint, args.lora)
-    if under_torchrun():
-        return export_main(config, args.checkpoint, args.output, args.lora)
-    words = [args.output, *["--lora"] * args.lora]
-    if args.checkpoint is not None:
-        words += ["--checkpoint", args.checkpoint]
-    return train_ranks(config, "export", words)
-
-
-def _replay(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    from megagrpo.tasks.refuse import refuse_replay
-
-    refuse_replay(config, args.dump)
-    if under_torchrun():
-        return replay_main(config, args.dump)
-    return train_ranks(config, "replay", [args.dump])
-
-
-def _engines(args: argparse.Namespace) -> int:
-    from megagrpo.rollout.control import change_engines
-
-    print(change_engines(Path(args.run_dir), args.action, args.engine))
-    return 0
 
 
 if __name__ == "__main__":

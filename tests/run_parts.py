@@ -34,8 +34,8 @@ E2E = {
     "e2e-faults": ("clone_names", "restart", "run_failures", "soak"),  # runs of their own
     "e2e-weights": ("exchange", "fp8_engine", "transports", "vision_publish"),  # engines without a service
 }
-# Other processors round in another order. These repeat the tests that compare numbers: unit tests in each, and files of
-# ranks pairwise, each with what rests on that library most; without `-m "not slow"` all of DIST_NUMERIC in each.
+# Other processors round in another order. These repeat the tests that compare numbers, each with what rests on that
+# library most; without `-m "not slow"` all of UNIT_NUMERIC and DIST_NUMERIC in each.
 ARITHMETIC = {
     "arithmetic-default": {
         "ATEN_CPU_CAPABILITY": "default",  # no vector instructions in torch's own kernels
@@ -47,10 +47,13 @@ ARITHMETIC = {
         "MKL_CBWR": "COMPATIBLE",
     },
 }
-UNIT_NUMERIC = (
-    *("algo_advantage", "algo_logprob", "algo_loss", "algo_router_losses", "algo_statistics"),
-    *("golden_*", "batch"),
-)
+UNIT_NUMERIC = {
+    # logarithms, exponentials and sums, torch's own kernels
+    **dict.fromkeys(("algo_loss", "algo_statistics", "golden_losses", "golden_rest"), "arithmetic-default"),
+    # matrix products, and wide sums
+    **dict.fromkeys(("algo_logprob", "algo_router_losses", "algo_advantage", "batch"), "arithmetic-avx2"),
+    "golden_advantages": "arithmetic-avx2",
+}
 DIST_NUMERIC = {
     # float32 gradients of every layout to 1e-5; without --full SHORT alone
     "certify": "arithmetic-avx2",
@@ -78,12 +81,12 @@ def parts_alone() -> dict[str, list[str]]:
 
 def parts_of_arithmetic(full: bool) -> dict[str, list[str]]:
     """What pytest is given for each repetition under ARITHMETIC."""
-    unit = [str(path) for name in UNIT_NUMERIC for path in sorted((TESTS / "unit").glob(f"test_{name}.py"))]
     parts = {}
     for part in ARITHMETIC:
+        unit = [name for name, own in UNIT_NUMERIC.items() if full or part == own]
         ranks = ["arithmetic", *(name for name, own in DIST_NUMERIC.items() if full or part == own)]
         files = [str(TESTS / "dist" / f"test_{name}.py") + ("" if full else SHORT.get(name, "")) for name in ranks]
-        parts[part] = [*unit, *files]
+        parts[part] = [*(str(TESTS / "unit" / f"test_{name}.py") for name in unit), *files]
     return parts
 
 

@@ -12,7 +12,7 @@ from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, make_mesh
 from megagrpo.models.folder import Model
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.rewards.parts import ResponseTokens
+from megagrpo.rewards.part_rewards import ResponseTokens
 from megagrpo.rollout.agents.answering import Answering
 from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.batches import Batches, BatchPlan, SamplingJob, StepBatches
@@ -99,7 +99,7 @@ def finished(
 ) -> list[RolloutGroup]:
     """This rank's groups of a batch. publish: to engines that came back; else they are called ready."""
     version = planned.job.version
-    publish = publish or (lambda version, ids: source._control.mark_ready(ids[0], 1, version))
+    publish = publish or (lambda version, ids: source._control.mark_ready({ids[0]: 1}, version))
     batch = source.begin(planned)
     while outdated := source.wait([batch], version):
         publish(version, outdated)

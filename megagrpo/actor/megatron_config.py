@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar, get_type_hints
 
 import torch
+from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
@@ -33,6 +34,11 @@ from megagrpo.system.user_function import did_you_mean
 
 C = TypeVar("C")
 _APEX_KERNEL = "fused_weight_gradient_mlp_cuda"
+_INSTALLED_AS = {
+    "fla": "flash-linear-attention",
+    "mamba_ssm": "mamba-ssm --no-build-isolation",
+    "causal_conv1d": "causal-conv1d --no-build-isolation",
+}
 _ANY_CLASS = ConfigDict(arbitrary_types_allowed=True)
 
 
@@ -51,11 +57,12 @@ def checked_kernels(arch: Architecture, config: ActorConfig) -> Kernels:
     kernels = kernels_here(config)
     if (rule := context_rule(config, kernels)).when:
         raise ValueError(rule.text)
-    if kernels.cuda and arch.delta is not None and importlib.util.find_spec("fla") is None:
-        raise ValueError(
-            f"a {arch.family} model's gated delta nets need flash-linear-attention on a GPU (the "
-            "package fla), which is not installed here: pip install flash-linear-attention"
-        )
+    for package in arch.recurrent.PACKAGES if kernels.cuda and arch.recurrent else ():
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"a {arch.family} model's recurrent layers need the package {package} on a GPU, "
+                f"which is not installed here: pip install {_INSTALLED_AS[package]}"
+            )
     if (
         config.megatron.get("moe_token_dispatcher_type") == "flex"
         and importlib.util.find_spec("deep_ep") is None
@@ -175,6 +182,8 @@ def _as_object(name: str, value: object) -> object:
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{value} is no dtype of torch, such as bfloat16")
         return dtype
+    if name == "activation_func" and value == "squared_relu":
+        return squared_relu
     if name == "activation_func":
         return getattr(torch.nn.functional, str(value))
     if name == "attention_backend":

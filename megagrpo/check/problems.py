@@ -85,6 +85,15 @@ def model_to_train(config: ExperimentConfig) -> Model:
     return read
 
 
+def model_to_warm_up(config: ExperimentConfig) -> Model:
+    """Reads the model of section sft, which the layout can cut."""
+    assert config.sft is not None
+    model = Model.read(config.sft.model, config.model.tokenizer, config.actor.has_draft)
+    # adapters are for the model that the warm-up writes
+    refuse_layout(model.arch, config.actor.model_copy(update={"lora": None}))
+    return model
+
+
 def finished(config: ExperimentConfig) -> str:
     """Returns why nothing is left to do, or ""."""
     steps = config.train.steps(0)

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 
 from megagrpo.config.actor import LoraConfig
-from megagrpo.models.architecture import Architecture
 
 _NO_DEFAULT = object()
 # The first form of version 0.1.0 had all numbers of an architecture side by side: its name, today's
@@ -48,8 +47,8 @@ _FIRST: dict[str, tuple[str, object]] = {
 }
 
 
-def architecture_numbers(arch: Architecture) -> dict[str, object]:
-    """Returns an architecture's numbers by dotted names, as JSON has them."""
+def architecture_numbers(arch: object) -> dict[str, object]:
+    """Returns the numbers of an Architecture by dotted names, as JSON has them."""
     return json.loads(json.dumps(dict(_numbers(arch, ""))))
 
 

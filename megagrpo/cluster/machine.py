@@ -7,16 +7,15 @@ from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 
-from megagrpo.check.rules.placement import engine_ranks, occupied_gpus, place
+from megagrpo.check.rules.placement import place
 from megagrpo.check.rules.subject import Nodes
 from megagrpo.cluster.lock import alone_in
 from megagrpo.cluster.supervise import ALONE, Child, Launch, torchrun
 from megagrpo.config.load import dump_config
-from megagrpo.config.schema import OF_TRAINING, ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import interface_of, own_address
 from megagrpo.rollout.service.engine_command import on_gpus
 from megagrpo.system import environment
-from megagrpo.system.run_folder import RunFolder
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
 _SERVICE_GRACE_S = 30.0  # for engines and Ray to shut down in order
@@ -86,7 +85,7 @@ def _beside_service(
     with alone_in(folder), launch:
         service = start_service(launch, config, service_env)
         options = [*torchrun(config.actor.world_size, max_restarts), *ALONE]
-        sharing = occupied_gpus(config) if trainer_env else 0
+        sharing = config.num_gpus if trainer_env else 0
         variables = trainer_variables(config, sharing, interface_of_engines(config))
         ranks = launch.start_ranks(command, options, variables | trainer_env)
         print(
@@ -112,26 +111,6 @@ def start_service(launch: Launch, config: ExperimentConfig, env: dict[str, str])
     folder = config.run_folder
     write_experiment(config)
     return launch.start(["serve", str(folder.config)], "service", env)
-
-
-def with_one_engine(
-    config: ExperimentConfig, folder: RunFolder, changes: dict[str, object]
-) -> ExperimentConfig:
-    """Returns the experiment with one separate engine and another run folder. changes: of section
-    `rollout`."""
-    one = {"num_engines": 1, "min_healthy_engines": 1, "colocate": False}
-    return config.model_copy(
-        update={
-            "output_dir": str(folder.path),
-            "rollout": config.rollout.model_copy(update=one | changes),
-            "weights": config.weights.suited(colocate=False),
-            # the other folder is the run's
-            "checkpoint": config.checkpoint.model_copy(update={"dir": None}),
-            "teachers": {},
-            "algorithm": config.algorithm.model_copy(update={"distillation": None, "streams": []}),
-            "data": config.data.model_copy(update=dict.fromkeys(OF_TRAINING)),
-        }
-    )
 
 
 def visible_gpus() -> list[str]:
@@ -177,7 +156,7 @@ def _this_node(config: ExperimentConfig, visible: list[str]) -> Nodes:
     """Returns this machine as the only node. Raises ValueError for engines that need GPUs if there
     are none."""
     weights, gpus = config.weights, len(visible)
-    ranks = config.actor.world_size + engine_ranks(config)
+    ranks = config.actor.world_size + config.engine_ranks
     if not on_gpus(config, gpus):
         gpus = ranks
     elif not (weights.uses_groups or weights.needs_colocation):  # they may share GPUs

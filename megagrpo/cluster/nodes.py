@@ -144,14 +144,24 @@ def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     return launch.status
 
 
-def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
-    """Runs Ray on this node, and on node 0 the service, started with `arguments`: `megagrpo serve
-    --master-addr ...`.
+def serve_node(
+    config: ExperimentConfig, arguments: list[str], node: Node, ray_address: str | None
+) -> int:
+    """Runs this node's part of the rollout service: `megagrpo serve`.
 
-    Returns the service's status on node 0; on others 0 after a signal, 1 if Ray ended. INT, USR2
-    and TERM end it. In a Slurm job TERM does not, because Slurm pre-empts by TERM to all job steps,
-    but the trainers' last step still needs engines.
+    Alone, or with the address of a running Ray cluster, it is the service. With `--master-addr` it
+    is Ray, and on node 0 also the service, started with `arguments`. Then it returns the service's
+    status on node 0; on others 0 after a signal, 1 if Ray ended. INT, USR2 and TERM end it. In a
+    Slurm job TERM does not, because Slurm pre-empts by TERM to all job steps, but the trainers' last
+    step still needs engines. Raises ValueError if engines cannot load or cut the model.
     """
+    from megagrpo.check.problems import refuse_for_engines
+
+    refuse_for_engines(config)
+    if node.first_address is None or ray_address is not None:
+        from megagrpo.rollout.service.server import serve
+
+        return serve(config, config.run_folder.path, ray_address)
     end = [signal.SIGINT, signal.SIGUSR2]
     unheard = [signal.SIGTERM]  # unless it ends
     if environment.get("SLURM_JOB_ID") is None:
@@ -190,14 +200,16 @@ def _start_trainers(
     towards_engines = None
     if config.rollout.host not in LOOPBACK:
         towards_engines = interface_of_engines(config)
-    if node.number > 1:
+    towards_ranks = None
+    if node.number == 1:
+        options += ALONE
+    else:
         # Slurm's node addresses may be names
         unknown = (
             f"{node.own_address} has no IPv4 address here: give one as --node-addr (NODE_ADDR)"
         )
         with translated(unknown, socket.gaierror):
             towards_ranks = interface_of(socket.gethostbyname(node.own_address))
-        env = trainer_variables(config, sharing, towards_engines or towards_ranks) | env
         # Without is_host the agent resolves host names, which may fail.
         # read_timeout is also torch's limit for the connection to node 0's store.
         is_host = str(node.rank == 0).lower()
@@ -208,12 +220,10 @@ def _start_trainers(
             f"--rdzv-endpoint={node.first_address}:{node.first_port}",
             f"--local-addr={node.own_address}",
         ]
-        if towards_ranks is not None:
-            # gloo's default is the host name's address, often 127.0.0.1
-            env |= environment.unless_set(GLOO_SOCKET_IFNAME=towards_ranks)
-    else:
-        env = trainer_variables(config, sharing, towards_engines) | env
-        options += ALONE
+    env = trainer_variables(config, sharing, towards_engines or towards_ranks) | env
+    if towards_ranks is not None:
+        # gloo's default is the host name's address, often 127.0.0.1
+        env |= environment.unless_set(GLOO_SOCKET_IFNAME=towards_ranks)
     return launch.start_ranks(["train", *arguments], options, env)
 
 

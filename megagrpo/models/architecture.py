@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from megagrpo.models.kinds.experts.describe import Experts
 from megagrpo.models.kinds.gated_delta.describe import GatedDelta
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.indexed.describe import LightningIndexer
 from megagrpo.models.kinds.latent.describe import LatentAttention
+from megagrpo.models.kinds.mamba2.describe import Mamba2
 from megagrpo.models.kinds.vision.describe import Vision
 from megagrpo.models.tensors import (
+    GATED_NAMES,
+    PLAIN_NAMES,
     Cut,
+    GatedNames,
     Kind,
     RankPlace,
     TensorSpec,
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
     from megagrpo.config.actor import ParallelConfig
 
 Attention: TypeAlias = GroupedQuery | LatentAttention
+Recurrent: TypeAlias = GatedDelta | Mamba2
+Part = Literal["mamba", "attention", "moe", "mlp"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,9 @@ class Architecture:
     attention: Attention
     centered_norms: bool = False  # RMSNorms multiply by 1 + weight
     delta: GatedDelta | None = None  # None: attention in every layer
+    mamba: Mamba2 | None = None  # likewise
+    parts: tuple[Part, ...] = ()  # what each layer is; (): what mixes tokens, and what feeds them
+    gated: bool = True  # MLPs and experts are silu(gate) times up; else relu(up) squared
     experts: Experts | None = None  # None: dense
     vision: Vision | None = None  # None: a text-only model
     draft: bool = False  # with the multi-token-prediction layer, which proposes tokens to engines
@@ -59,7 +68,13 @@ class Architecture:
 
     def has_experts(self, index: int) -> bool:
         """Tells whether layer `index`, counted from 0, has experts."""
+        if self.parts:
+            return self.parts[index] == "moe"
         return self.experts is not None and index >= self.experts.dense_layers
+
+    def has_mlp(self, index: int) -> bool:
+        """Tells whether layer `index`, counted from 0, has one MLP and no experts."""
+        return self.parts[index] == "mlp" if self.parts else not self.has_experts(index)
 
     @property
     def routed(self) -> Experts:
@@ -68,26 +83,43 @@ class Architecture:
         return self.experts
 
     @property
+    def routed_layers(self) -> list[int]:
+        """Returns the layers with experts, counted from 0."""
+        return [index for index in range(self.num_layers) if self.has_experts(index)]
+
+    @property
     def expert_layers(self) -> int:
         """Counts the layers with experts."""
-        return sum(map(self.has_experts, range(self.num_layers)))
+        return len(self.routed_layers)
 
     @property
     def has_dense_layers(self) -> bool:
         """Tells whether layers have one MLP and no experts."""
-        return not self.has_experts(0)
+        return any(map(self.has_mlp, range(self.num_layers)))
 
-    def mixer(self, index: int) -> Attention | GatedDelta:
-        """Returns what mixes the tokens of layer `index`, counted from 0."""
-        if self.delta is not None and self.delta.layers[index]:
-            return self.delta
+    @property
+    def mlp_names(self) -> GatedNames:
+        """Returns the names of an MLP's projections."""
+        return GATED_NAMES if self.gated else PLAIN_NAMES
+
+    @property
+    def recurrent(self) -> Recurrent | None:
+        """Returns what keeps a state in place of keys and values; None: no layer does."""
+        return self.delta or self.mamba
+
+    def mixer(self, index: int) -> Attention | Recurrent | None:
+        """Returns what mixes the tokens of layer `index`, counted from 0; None: nothing does."""
+        if self.parts and self.parts[index] in ("moe", "mlp"):
+            return None
+        if self.recurrent is not None and self.recurrent.layers[index]:
+            return self.recurrent
         return self.attention
 
     @property
     def attention_layers(self) -> int:
         """Counts the layers whose cost grows with the square of a sequence, which keep keys and
         values."""
-        return self.num_layers - (sum(self.delta.layers) if self.delta else 0)
+        return sum(self.mixer(index) is self.attention for index in range(self.num_layers))
 
     @property
     def latent(self) -> LatentAttention | None:
@@ -101,15 +133,17 @@ class Architecture:
         return latent.indexer if latent else None
 
     @property
-    def kinds(self) -> list[Attention | GatedDelta | Experts]:
+    def kinds(self) -> list[Attention | Recurrent | Experts]:
         """Returns the kinds of parts that its layers have."""
-        return [kind for kind in (self.attention, self.delta, self.experts) if kind is not None]
+        kinds = (self.attention, self.recurrent, self.experts)
+        return [kind for kind in kinds if kind is not None]
 
     @property
     def plain_rotary(self) -> bool:
         """Tells whether Megatron's rotary embedding turns queries and keys: latent attention turns
-        by itself, and images have angles of their own."""
-        return isinstance(self.attention, GroupedQuery) and self.vision is None
+        by itself, images have angles of their own, and some attention knows no positions."""
+        turns = isinstance(self.attention, GroupedQuery) and self.attention.rotary.fraction > 0
+        return turns and self.vision is None
 
     @property
     def norm(self) -> Kind:
@@ -121,24 +155,30 @@ class Architecture:
         """Tells whether models/layers/lora.py knows its layers."""
         plain = isinstance(self.attention, GroupedQuery) and not self.attention.output_gate
         experts = self.experts is None or self.experts.takes_adapters
-        return plain and experts and self.delta is None and self.vision is None
+        return plain and experts and self.recurrent is None and self.vision is None
 
     def layer_tensors(self, index: int) -> Iterator[TensorSpec]:
         """Yields the HF tensors of layer `index`, counted from 0, in the order in which a random
         model draws them."""
         prefix = layer_prefix(index)
         mixer = self.mixer(index)
-        mixing = mixer.tensors(self, f"{prefix}{mixer.MODULE}.")
+        mixing: Iterator[TensorSpec] = iter(())
+        norms = []
+        if mixer is not None:
+            mixing = mixer.tensors(self, f"{prefix}{mixer.MODULE}.")
+            norms.append("input_layernorm")
+        if self.has_experts(index) or self.has_mlp(index):
+            norms.append("post_attention_layernorm")
         if mixer is self.attention:
             yield from mixing
-        for name in ("input_layernorm", "post_attention_layernorm"):
+        for name in norms:
             yield TensorSpec(f"{prefix}{name}.weight", (self.hidden_size,), self.norm)
         if self.has_experts(index):
             yield from self.routed.tensors(self, prefix)
-        else:
-            yield from mlp_tensors(self.hidden_size, self.ffn_size, prefix + "mlp.")
-        if mixer is self.delta:
-            yield from mixing
+        elif self.has_mlp(index):
+            sizes = self.hidden_size, self.ffn_size
+            yield from mlp_tensors(*sizes, prefix + "mlp.", names=self.mlp_names)
+        yield from mixing
         indexer = self.indexer
         if indexer is not None and indexer.source(index) == index:
             yield from indexer.tensors(self, prefix + "self_attn.indexer.")
@@ -150,14 +190,18 @@ class Architecture:
         slices and copies."""
         index = layer.layer_number - 1
         prefix = layer_prefix(index)
-        layer.input_layernorm.weight.copy_(hf[prefix + "input_layernorm.weight"])
-        layer.pre_mlp_layernorm.weight.copy_(hf[prefix + "post_attention_layernorm.weight"])
         mixer = self.mixer(index)
-        mixer.load(layer.self_attention, hf, f"{prefix}{mixer.MODULE}.", place.tensor)
+        if mixer is not None:
+            layer.input_layernorm.weight.copy_(hf[prefix + "input_layernorm.weight"])
+            mixer.load(layer.self_attention, hf, f"{prefix}{mixer.MODULE}.", place.tensor)
+        has_mlp = self.has_mlp(index)
+        if has_mlp or self.has_experts(index):
+            layer.pre_mlp_layernorm.weight.copy_(hf[prefix + "post_attention_layernorm.weight"])
         if self.has_experts(index):
             self.routed.load(layer.mlp, hf, prefix, place)
-        else:
-            load_mlp(*mlp_weights(layer.mlp), hf, prefix + "mlp.", place.tensor)
+        elif has_mlp:
+            weights = mlp_weights(layer.mlp)
+            load_mlp(*weights, hf, prefix + "mlp.", place.tensor, self.mlp_names)
 
     def cuts(self, p: ParallelConfig) -> Iterator[Cut]:
         """Yields which numbers of config.json ranks divide."""

@@ -27,9 +27,10 @@ from megagrpo.models.family import Family
 from megagrpo.models.fields import Kernels
 from megagrpo.models.kinds.draft.describe import draft_norms
 from megagrpo.models.kinds.draft.layer import DraftLayer, mark_parameters
-from megagrpo.models.kinds.gated_delta.layer import GatedDeltaNet
 from megagrpo.models.kinds.indexed.layer import Indexer
+from megagrpo.models.kinds.recurrent import RecurrentMixer
 from megagrpo.models.kinds.vision.layer import Tower
+from megagrpo.models.layers.context import follow_context
 from megagrpo.models.layers.lora import add_adapters, is_adapter
 from megagrpo.models.layers.parts import parts_of
 from megagrpo.models.layers.specs import block_spec, layer_spec
@@ -110,6 +111,9 @@ def build_chunks(
         build_chunk(arch, config, transformer, stage, kernels.transformer_engine).to(device)
         for stage in stages
     ]
+    if config.parallel.dynamic_context:
+        for chunk in chunks:
+            follow_context(chunk)
     if config.lora is not None:
         for chunk in chunks:
             add_adapters(chunk, arch, config.lora, _place(), transformer.params_dtype)
@@ -121,7 +125,7 @@ def _in_bfloat16(chunk: Body) -> Body:
     """Casts a chunk except the biases of its routers, and what modules keep in float32."""
     chunk.bfloat16()
     for module in chunk.modules():
-        if isinstance(module, Indexer | GatedDeltaNet | Tower):
+        if isinstance(module, Indexer | RecurrentMixer | Tower):
             module.keep_float32()
         elif isinstance(module, TopKRouter):
             internals_0_19.keep_float32_bias(module)

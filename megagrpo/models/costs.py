@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING
 
 from megagrpo.config.actor import ActorConfig, ParallelConfig
@@ -73,21 +74,25 @@ def layer_cost(
     p = actor.parallel
     width = 2 if actor.dtype == "bfloat16" else 4
     at = Share(arch.hidden_size, p, tokens / p.cp, tokens / p.cp / p.tp, width)
-    norms = 4 * arch.hidden_size * at.part * at.width  # input and output of both
+    mixer = arch.mixer(layer)
+    parts = [] if mixer is None else [mixer.cost(at)]
     if arch.experts is not None and arch.has_experts(layer):
-        feed_forward = arch.experts.cost(at, imbalance)
-    else:
-        feed_forward = mlp_cost(at, arch.ffn_size)
-    between = LayerCost(kept=norms, transient=0.0, flops=0.0, sent={})
-    return arch.mixer(layer).cost(at).then(feed_forward).then(between)
+        parts.append(arch.experts.cost(at, imbalance))
+    elif arch.has_mlp(layer):
+        parts.append(mlp_cost(at, arch.ffn_size, arch.gated))
+    # input and output of the norm before each
+    kept = 2 * len(parts) * arch.hidden_size * at.part * at.width
+    between = LayerCost(kept=kept, transient=0.0, flops=0.0, sent={})
+    return reduce(LayerCost.then, parts).then(between)
 
 
-def mlp_cost(at: Share, ffn_size: int) -> LayerCost:
-    """Returns the cost of a gated MLP of a width over all tensor-parallel ranks."""
+def mlp_cost(at: Share, ffn_size: int, gated: bool) -> LayerCost:
+    """Returns the cost of an MLP of a width over all tensor-parallel ranks."""
     own = ffn_size / at.parallel.tp * at.whole
     return LayerCost(
-        kept=5 * own * at.width,  # gate and up, silu(gate), up + 0, their product
-        transient=1.5 * own * at.width + 2 * at.gathered,
-        flops=6 * at.hidden_size * own,
+        # gate and up, silu(gate), up + 0, their product; or up, relu(up), its square
+        kept=(5 if gated else 3) * own * at.width,
+        transient=(1.5 if gated else 1.0) * own * at.width + 2 * at.gathered,
+        flops=(6 if gated else 4) * at.hidden_size * own,
         sent={"tp": at.gathers(2)},
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from megagrpo.models.architecture import Architecture, Attention
+from megagrpo.models.architecture import Architecture, Attention, Part
 from megagrpo.models.config_json import (
     COMMON_SIZE_KEYS,
     HfConfig,
@@ -19,6 +19,7 @@ from megagrpo.models.config_json import (
 from megagrpo.models.kinds.experts.describe import Experts
 from megagrpo.models.kinds.gated_delta.describe import GatedDelta
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
+from megagrpo.models.kinds.mamba2.describe import Mamba2
 from megagrpo.models.kinds.vision.describe import Vision
 from megagrpo.models.tensors import TensorSpec
 
@@ -58,6 +59,7 @@ class Family:
     LEFT_OUT: ClassVar[tuple[str, ...]] = ()  # begin the names of tensors that are not loaded
     DRAFT_REFUSAL: ClassVar[str] = ""  # why actor.draft is not supported
     CENTERED_NORMS: ClassVar[bool] = False  # RMSNorms multiply by 1 + weight
+    GATED: ClassVar[bool] = True  # of Architecture
 
     def refusals(self, hf: HfConfig) -> list[str]:
         """Returns what would fail, or be silently wrong, with this config.json: missing keys,
@@ -110,6 +112,9 @@ class Family:
             attention=self.attention(hf),
             centered_norms=self.CENTERED_NORMS,
             delta=self.delta(hf),
+            mamba=self.mamba(hf),
+            parts=self.parts(hf),
+            gated=self.GATED,
             experts=self.experts(hf),
             vision=self.vision(hf),
         )
@@ -121,6 +126,14 @@ class Family:
     def delta(self, hf: HfConfig) -> GatedDelta | None:
         """Reads the gated delta nets, None if there are none."""
         return None
+
+    def mamba(self, hf: HfConfig) -> Mamba2 | None:
+        """Reads the Mamba-2 layers, None if there are none."""
+        return None
+
+    def parts(self, hf: HfConfig) -> tuple[Part, ...]:
+        """Reads what each layer is, if it is one thing only."""
+        return ()
 
     def experts(self, hf: HfConfig) -> Experts | None:
         """Reads the experts, None if there are none."""

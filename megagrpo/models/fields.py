@@ -58,7 +58,8 @@ def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernel
     - moe_router_fusion: likewise, without routing_replay, which the kernel would ignore
     - gradient_accumulation_fusion: CUDA with Transformer Engine, or with Apex's kernel; not with
       adapters
-    - bias_activation_fusion: CUDA, unless use_te_activation_func is set, which excludes it
+    - bias_activation_fusion: CUDA with gated MLPs, unless use_te_activation_func is set, which
+      excludes it
     - bias_dropout_fusion: CUDA
     - deterministic_mode: CUDA and rollout.deterministic
     - overlap_p2p_comm: CUDA with virtual stages, the only schedule that has it
@@ -78,7 +79,9 @@ def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernel
         "gradient_accumulation_fusion": (
             kernels.cuda and (engine or kernels.fused_weight_gradient) and actor.lora is None
         ),
-        "bias_activation_fusion": kernels.cuda and not given.get("use_te_activation_func"),
+        "bias_activation_fusion": (
+            kernels.cuda and arch.gated and not given.get("use_te_activation_func")
+        ),
         "bias_dropout_fusion": kernels.cuda,
         "deterministic_mode": kernels.deterministic,
         "overlap_p2p_comm": messages,
@@ -105,8 +108,8 @@ def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels)
         "ffn_hidden_size": arch.ffn_size,
         "layernorm_epsilon": arch.rms_eps,
         "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": "silu",
+        "gated_linear_unit": arch.gated,
+        "activation_func": "silu" if arch.gated else "squared_relu",
         "add_bias_linear": False,
         "layernorm_zero_centered_gamma": arch.centered_norms,
         "hidden_dropout": 0.0,

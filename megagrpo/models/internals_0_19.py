@@ -23,7 +23,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.safe_globals import safe_load_from_bytes
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe import moe_layer, moe_utils, token_dispatcher
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.utils import local_multi_tensor_scale
@@ -67,6 +67,9 @@ def install() -> None:
         _padded_for_kernels, multi_latent_attention._prepare_mla_core_attention_value
     )
     token_dispatcher.unpermute = combine.unpermute
+    # projections of latent experts, which Megatron builds of Transformer Engine's class only
+    if not isinstance(moe_layer.TELinear, type):
+        moe_layer.TELinear, moe_layer.HAVE_TE = WholeLinear, True
     # Megatron replaces the function that a pickled tensor names. Engines, which have no Megatron and
     # unpickle only what they know, would end themselves at the first publish.
     safe_load_from_bytes.__module__ = torch.storage.__name__

@@ -7,7 +7,7 @@ check` and the certificate then support it.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from megagrpo.models.families.deepseek_v3 import DeepseekV3, Glm4MoeLite, KimiK2
 from megagrpo.models.families.dense import Llama, Qwen2, Qwen3
 from megagrpo.models.families.gpt_oss import GptOss
 from megagrpo.models.families.minimax_m2 import MiniMaxM2
+from megagrpo.models.families.nemotron_h import NemotronH
 from megagrpo.models.families.qwen3_5 import Qwen3Next, Qwen35, Qwen35Moe
 from megagrpo.models.families.sigmoid_moe import Glm4Moe
 from megagrpo.models.families.softmax_moe import Mixtral, Qwen3Moe
@@ -58,6 +59,7 @@ FAMILIES: dict[str, Family] = {
     "glm_moe_dsa": GlmMoeDsa(),
     "qwen3_next": Qwen3Next(),
     "gpt_oss": GptOss(),
+    "nemotron_h": NemotronH(),
 }
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
 _LEFT_OUT = {"mtp.": "multi-token-prediction layers, which only speculate"}
@@ -202,6 +204,16 @@ def attention_length(arch: Architecture) -> int:
     return max(_products(arch) // max(arch.attention_layers, 1) // heads, 1)
 
 
+def training_flops(arch: Architecture, lengths: Sequence[int], adapters: bool) -> float:
+    """Returns the FLOPs of a forward and a backward of text samples, without what is computed again.
+
+    A backward has twice a forward's; of adapters alone (LoRA) once, as frozen weights have no
+    gradients.
+    """
+    pairs = sum(length * length for length in lengths) / attention_length(arch)
+    return 2.0 * _products(arch) * (sum(lengths) + pairs) * (2 if adapters else 3)
+
+
 def patch_cost(arch: Architecture) -> float:
     """Returns the matrix products of a patch in the vision tower over those of a token in the text
     part."""
@@ -222,7 +234,7 @@ def left_out(hf: HfConfig, draft: bool = False) -> list[str]:
         + ", exports have the model's own" * (name in kept)
         for name in (family.LEFT_OUT if family else ())
     ]
-    if not layers or draft:
+    if not layers or draft or "mtp." in kept:
         return found
     first = hf["num_hidden_layers"]
     names = f"model.layers.{first}" + (f" to {first + layers - 1}" if layers > 1 else "")
@@ -270,7 +282,9 @@ def exported_config(hf: HfConfig, draft: bool = False) -> dict[str, object]:
     """Returns the config.json for export and publish: without quantization and ignored layers."""
     family = FAMILIES.get(str(hf.get("model_type")))
     plain = dequantized_config(family.exported_config(hf) if family else hf)
-    speculating = plain.get(_PREDICTION_LAYERS) and not draft
+    # the files of an export still have them under names of their own
+    apart = family is not None and "mtp." in family.LEFT_OUT
+    speculating = plain.get(_PREDICTION_LAYERS) and not draft and not apart
     return {**plain, **({_PREDICTION_LAYERS: 0} if speculating else {})}
 
 

@@ -14,7 +14,8 @@ from megagrpo.models.stored.quantization import FP8_EXEMPT
 if TYPE_CHECKING:
     from torch import Tensor
 
-# a router, what latent attention projects down, a draft's projection, and an indexer
+# a router, what latent attention projects down, a draft's projection, an indexer, and projections
+# into and out of the space of latent experts
 _WHOLE = (
     "gate",
     "router",
@@ -26,6 +27,8 @@ _WHOLE = (
     "wk",
     "weights_proj",
     "k_norm",
+    "fc1_latent_proj",
+    "fc2_latent_proj",
 )
 
 
@@ -52,7 +55,8 @@ class TensorSpec:
     @property
     def whole(self) -> bool:
         """Tells whether every tensor-parallel rank, of trainers and of engines, holds all of it."""
-        return self.kind.endswith("norm") or self.name.split(".")[-2] in _WHOLE
+        part = self.name.split(".")[-2]
+        return part in _WHOLE or (self.kind.endswith("norm") and part != "gated_norm")
 
     @property
     def is_adapter(self) -> bool:
@@ -69,7 +73,7 @@ class TensorSpec:
 
 
 class GatedNames(NamedTuple):
-    """Names of the three projections of a gated MLP."""
+    """Names of the projections of an MLP: three of a gated one, two and "" of a plain one."""
 
     gate: str
     up: str
@@ -77,6 +81,7 @@ class GatedNames(NamedTuple):
 
 
 GATED_NAMES = GatedNames("gate_proj", "up_proj", "down_proj")
+PLAIN_NAMES = GatedNames("", "up_proj", "down_proj")
 
 
 def layer_prefix(index: int) -> str:
@@ -106,9 +111,9 @@ def adapter_tensors(
 def mlp_tensors(
     hidden: int, width: int, prefix: str, expert: bool = False, names: GatedNames = GATED_NAMES
 ) -> Iterator[TensorSpec]:
-    """Yields the three projections of a gated MLP of `width` between `hidden` inputs and
-    outputs."""
-    yield TensorSpec(f"{prefix}{names.gate}.weight", (width, hidden), "matrix", expert)
+    """Yields the projections of an MLP of `width` between `hidden` inputs and outputs."""
+    if names.gate:
+        yield TensorSpec(f"{prefix}{names.gate}.weight", (width, hidden), "matrix", expert)
     yield TensorSpec(f"{prefix}{names.up}.weight", (width, hidden), "matrix", expert)
     yield TensorSpec(f"{prefix}{names.down}.weight", (hidden, width), "matrix", expert)
 
@@ -162,6 +167,18 @@ def load_vocabulary(weight: Tensor, hf: Tensor, shard: Shard) -> None:
         weight[len(real) :].zero_()
 
 
+def load_groups(target: Tensor, parts: Iterable[Tensor], groups: int, shard: Shard) -> None:
+    """Loads this rank's groups of rows: the target's stand group by group, and in each part by
+    part; those of a part, whose groups follow each other, are in `groups` equal pieces."""
+    target = target.view(groups // shard.size, -1, *target.shape[1:])
+    start = 0
+    for whole in parts:
+        part = whole.view(groups, len(whole) // groups, *whole.shape[1:])
+        end = start + part.shape[1]
+        target[:, start:end].copy_(shard.rows(part))
+        start = end
+
+
 def load_mlp(
     fc1: Tensor,
     fc2: Tensor,
@@ -170,11 +187,11 @@ def load_mlp(
     shard: Shard,
     names: GatedNames = GATED_NAMES,
 ) -> None:
-    """Loads a gated MLP: fc1 [2 width / tp, hidden], gate above up, and fc2 [hidden, width /
-    tp]."""
-    gate, up = (shard.rows(hf[f"{prefix}{name}.weight"]) for name in (names.gate, names.up))
-    fc1[: len(gate)].copy_(gate)
-    fc1[len(gate) :].copy_(up)
+    """Loads an MLP: fc1 [2 width / tp, hidden], gate above up, or [width / tp, hidden] without
+    gate, and fc2 [hidden, width / tp]."""
+    inputs = [name for name in (names.gate, names.up) if name]
+    for target, name in zip(fc1.chunk(len(inputs)), inputs, strict=True):
+        target.copy_(shard.rows(hf[f"{prefix}{name}.weight"]))
     fc2.copy_(shard.columns(hf[f"{prefix}{names.down}.weight"]))
 
 

@@ -2,15 +2,15 @@
 
 import json
 import time
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import msgspec
 
 from megagrpo.system import environment
-from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import EngineInfo
 
@@ -52,6 +52,7 @@ class ServiceControl:
             base_url=url,
             timeout=_CONTROL_TIMEOUT_S,
             trust_env=False,
+            verify=url.startswith("https"),  # loading certificates takes 50 ms
             headers=bearer(api_key),
             limits=_NO_IDLE_CONNECTIONS,
         )
@@ -73,32 +74,25 @@ class ServiceControl:
         failed."""
         return self.healthy_status().engines_of("")
 
-    def begin_update(self, engine_id: str, incarnation: int) -> bool:
-        """Announces an update of an engine's weights, during which a late answer does not count as
-        a hang.
+    def begin_update(self, engines: Mapping[str, int]) -> set[str]:
+        """Announces an update of the weights of incarnations, by engine id, during which a late
+        answer does not count as a hang. Returns the ids of incarnations that have ended."""
+        return self._report("update", engines)
 
-        Returns False when that incarnation is gone.
-        """
-        return self._accepted(engine_id, "update", incarnation=incarnation)
+    def mark_ready(self, engines: Mapping[str, int], weight_version: int) -> set[str]:
+        """Reports that `weight_version` is verified in these incarnations, which serve from now on.
+        Returns the ids of incarnations that have ended."""
+        return self._report("ready", engines, weight_version=weight_version)
 
-    def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
-        """Reports that `weight_version` is verified in this incarnation, which serves from now on.
+    def report_lost(self, engines: Mapping[str, int]) -> None:
+        """Reports that an update failed half-way; the service restarts these incarnations unless it
+        already has."""
+        self._report("lost", engines)
 
-        Returns False when that incarnation is gone.
-        """
-        return self._accepted(
-            engine_id, "ready", incarnation=incarnation, weight_version=weight_version
-        )
-
-    def report_lost(self, engine_id: str, incarnation: int) -> None:
-        """Reports that an update failed half-way; the service restarts the engine unless it already
-        has."""
-        self._accepted(engine_id, "lost", incarnation=incarnation)
-
-    def wake(self, engine_id: str, incarnation: int) -> bool:
-        """Makes a colocated engine with verified weights allocate its cache; False when that
-        incarnation is gone."""
-        return self._accepted(engine_id, "wake", incarnation=incarnation)
+    def wake(self, engines: Mapping[str, int]) -> set[str]:
+        """Makes colocated engines with verified weights allocate their caches. Returns the ids of
+        incarnations that have ended."""
+        return self._report("wake", engines)
 
     def sleep(self, limit_s: float) -> None:
         """Makes all engines release their GPUs' memory; returns when they have, those that are
@@ -126,9 +120,11 @@ class ServiceControl:
         if answer.status_code == 409:
             raise ValueError(f"{engine_id} cannot be drained: {answer.text}")
 
-    def _accepted(self, engine_id: str, event: str, **body: int) -> bool:
-        """Reports an event of an engine. Returns False if that incarnation has ended."""
-        return self._call("POST", f"/engines/{engine_id}/{event}", body).status_code == 200
+    def _report(self, event: str, engines: Mapping[str, int], **body: int) -> set[str]:
+        """Reports an event of incarnations, all in one request. Returns the ids of those that have
+        ended."""
+        answer = self._call("POST", f"/engines/{event}", {"incarnations": dict(engines), **body})
+        return set(answer.json()["ended"])
 
     def _call(
         self, method: str, path: str, body: dict | None = None, limit_s: float = _CONTROL_TIMEOUT_S
@@ -145,7 +141,7 @@ class ServiceControl:
                 f"{self.url} refuses the API key, which is that in the "
                 f"run's service.key or in {environment.API_KEY}"
             )
-        if answer.status_code == 409:  # the engine or incarnation has ended: the caller decides
+        if answer.status_code == 409:  # the caller decides
             return answer
         if answer.is_error:
             raise ServiceUnreachable(
@@ -193,48 +189,6 @@ def service_progress(folder: RunFolder) -> str:
     return "the service starts"
 
 
-def change_engines(run_dir: Path, action: str, engine: str | None) -> str:
-    """Adds an engine to the service of a run, or drains `engine`; returns a message about it.
-
-    Raises ValueError if `engine` is set for "add" or missing for "drain", or no service answers.
-    """
-    if (action == "drain") != bool(engine):
-        raise ValueError(
-            "drain requires the name of an engine; add makes the next one, which has no name yet"
-        )
-    with translated(str(run_dir), ServiceUnreachable):
-        service = find_service(run_dir)
-    if engine is None:
-        return f"{service.add_engine()} is starting"
-    service.drain_engine(engine)
-    return f"{engine} finishes what it has and goes"
-
-
 def bearer(api_key: str) -> dict[str, str]:
     """Returns the HTTP headers that carry the key of a run."""
     return {"Authorization": f"Bearer {api_key}"}
-
-
-def print_engines(control: ServiceControl, as_json: bool = False) -> int:
-    """Prints the state of a service, for people or as JSON. Returns the exit code: 1 when it has
-    failed."""
-    status = control.status()
-    if as_json:
-        print(json.dumps(asdict(status), indent=2))
-        return int(bool(status.failed))
-    if status.failed:
-        print(f"FAILED: {status.failed}")
-    for engine in status.engines:
-        state = f"{engine.state}, {engine.url or 'no URL'}, weights {_weights(engine)}"
-        if engine.load:
-            state += f", at most {engine.load['kv_use']:.0%} of its cache in use since"
-        print(f"{engine.id}: {state}, {engine.restarts} restart(s)")
-    return int(bool(status.failed))
-
-
-def _weights(engine: EngineInfo) -> str:
-    if engine.teacher:
-        return "its teacher's"
-    if engine.weight_version is None:
-        return "not verified"
-    return f"version {engine.weight_version}"

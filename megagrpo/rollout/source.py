@@ -17,6 +17,7 @@ from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import (
     PromptSet,
+    describe_dropped,
     load_prompts,
     load_tokenizer,
     refuse_long_demonstration,
@@ -297,11 +298,24 @@ class Inputs:
             curriculum=Curriculum.of(config, prompts.prompts, prompts.mixture),
         )
 
+    def dropped(self, config: ExperimentConfig) -> list[str]:
+        """Returns a sentence for each section of prompts of which some were dropped."""
+        said = [describe_dropped(config.data, self.prompts)]
+        if config.eval_data is not None and self.eval_prompts is not None:
+            said.append(describe_dropped(config.eval_data, self.eval_prompts))
+        return list(filter(None, said))
+
     def add_metrics(self, metrics: Metrics) -> None:
         """Adds what environments, agents and images measured since the last call."""
         self.answering.add_metrics(metrics)
         if self.images is not None:
             self.images.add_metrics(metrics)
+
+
+def open_graders(config: ExperimentConfig, tokenizer: "PreTrainedTokenizerBase") -> RewardPool:
+    """Returns the graders of an experiment. Raises as RewardPool does."""
+    preload = not config.sampling.rewarding
+    return RewardPool(config.reward, preload, reasoning_end(config, tokenizer))
 
 
 @contextmanager
@@ -317,12 +331,7 @@ def start_source(
     with ExitStack() as stack:
         sampler = None
         if mesh.is_leader:
-            grader = RewardPool(
-                config.reward,
-                preload=not config.sampling.rewarding,
-                reasoning_end=reasoning_end(config, inputs.tokenizer),
-            )
-            stack.enter_context(grader)
+            grader = stack.enter_context(open_graders(config, inputs.tokenizer))
             stack.callback(inputs.answering.close)
             sampler = Sampler(
                 config, mesh.dp_size, control, grader, inputs.decode, inputs.answering

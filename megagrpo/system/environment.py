@@ -25,6 +25,17 @@ def get_int(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
 
 
+def with_prefixes(prefixes: tuple[str, ...]) -> dict[str, str]:
+    """Returns the variables of this process whose names begin so."""
+    return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+
+
+def cache_folder() -> Path:
+    """Returns the folder of what this user's commands remember, by the XDG base directory rule."""
+    home = get("XDG_CACHE_HOME", "")
+    return Path(home or Path("~/.cache").expanduser()) / "megagrpo"
+
+
 def secret(name: str | None, owner: str) -> str:
     """Returns the key in the variable that `api_key_env` names; "" if it names none. Raises
     ValueError if the variable is not set."""

@@ -1,17 +1,20 @@
 """`megagrpo status`: what a run's folder says of it, and its engines."""
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from megagrpo.checkpoint.folder import latest, step_of
 from megagrpo.cluster.lock import launcher_of
 from megagrpo.config.load import load_config
 from megagrpo.monitor.step_log import read_metrics
-from megagrpo.rollout.control import ServiceUnreachable, find_service, print_engines
+from megagrpo.rollout.control import ServiceControl, ServiceUnreachable, find_service
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.types import EngineInfo
 
 _RECENT = 10  # steps of which the mean is told
 
@@ -46,6 +49,31 @@ def print_status(run_dir: Path, as_json: bool) -> int:
         print("engines: no service answers")
         return 0
     return print_engines(control, as_json)
+
+
+def print_engines(control: ServiceControl, as_json: bool = False) -> int:
+    """Prints the state of a service, for people or as JSON. Returns the exit code: 1 when it has
+    failed."""
+    status = control.status()
+    if as_json:
+        print(json.dumps(asdict(status), indent=2))
+        return int(bool(status.failed))
+    if status.failed:
+        print(f"FAILED: {status.failed}")
+    for engine in status.engines:
+        state = f"{engine.state}, {engine.url or 'no URL'}, weights {_weights(engine)}"
+        if engine.load:
+            state += f", at most {engine.load['kv_use']:.0%} of its cache in use since"
+        print(f"{engine.id}: {state}, {engine.restarts} restart(s)")
+    return int(bool(status.failed))
+
+
+def _weights(engine: EngineInfo) -> str:
+    if engine.teacher:
+        return "its teacher's"
+    if engine.weight_version is None:
+        return "not verified"
+    return f"version {engine.weight_version}"
 
 
 def _lines(folder: RunFolder) -> Iterator[str]:

@@ -9,9 +9,10 @@ from engine_logprobs import logprobs_by
 from tiny_model import EOS
 
 from megagrpo.rollout.admission import AdmissionQueue
-from megagrpo.rollout.control import find_service, print_engines
+from megagrpo.rollout.control import find_service
 from megagrpo.rollout.engine_choice import Engines
 from megagrpo.rollout.generation import GenerationClient, GenerationFailed, RetryPolicy, SampleRequest, SamplingParams
+from megagrpo.tools.status import print_engines
 from tests.experiments import until
 
 PROMPTS = [(1, 40, 41, 42), (1, *range(50, 80)), (1, 7), (1, *range(100, 190))]

@@ -7,12 +7,12 @@ import pytest
 
 from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.check import loading
-from megagrpo.check.loading import LoadingTest, try_loading
 from megagrpo.check.problems import preflight
 from megagrpo.data.rows import fingerprint, read_rows
 from megagrpo.models.folder import Model
 from megagrpo.sandbox import sandbox
+from megagrpo.tools.check import loading
+from megagrpo.tools.check.loading import LoadingTest, try_loading
 from megagrpo.tools.explain import explain, known_problems
 from tests.experiments import ROOT, experiment
 

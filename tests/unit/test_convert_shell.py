@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.tools.convert.foreign import whose
-from megagrpo.tools.convert.source import Source, read_source
+from megagrpo.tools.convert.reading import Source, read_source
 from tests.unit.test_convert import COMMAND, TRAINER, source
 
 STRANGERS = """
@@ -25,7 +25,7 @@ trap 'touch {folder}/trapped' EXIT
 """
 WATCHED = """
 import json, sys
-from megagrpo.tools.convert.source import read_source
+from megagrpo.tools.convert.reading import read_source
 from pathlib import Path
 read_source("verl", Path("first.sh"))  # imports what is imported late
 seen, watching = [], True
@@ -97,16 +97,11 @@ def test_a_strangers_script_writes_nothing_reads_no_file_and_starts_no_process(t
         ("X=${X:-$((", "run.sh is not understood|has no command"),
         (f"[ {'1' * 5000} -gt 1 ]", "run.sh is not understood"),
         ("".join(f"X=$A{n}\n" for n in range(0x801)), "too much that only a run could tell"),
-        ("X=1234" + "; printf -v X '%s%s' $X $X" * 30, r"\$X gets too long|command gets"),
-        ("X=1234" + "; for X in $X$X; do :; done" * 30, r"\$X gets too long|command gets"),
-        (
-            "X=" + "1234" * 999 + "; Y=$(for i in " + "1 " * 99 + "; do echo $X; done)",
-            r"what \$\(...\) writes gets too long",
-        ),
+        ("X=" + "1234" * 999 + "; Y=$(" + "echo $X; " * 99 + ")", r"what \$\(...\) writes gets too long"),
         ("f() { f $1$1; }; f 1234", "a command gets too long"),
         ("X=1234" + "; A=; Y=${A:=$X$X}; X=$A" * 30, r"\$A gets too long"),
-        ("X=1234; for i in " + "1 " * 30 + "; do X=$X$X; done", r"\$X gets too long"),
-        ("for i in " + "1 " * 99 + "; do for j in " + "1 " * 999 + "; do :; done; done", "too many"),
+        ("X=1234" + "; X=$X$X" * 30, r"\$X gets too long"),
+        ("f0() { :; }; " + "".join(f"f{n + 1}() {{ f{n}; f{n}; }}; " for n in range(15)) + "f15", "too many"),
     ],
 )
 def test_a_script_without_a_command_is_named(tmp_path, text, message):
@@ -153,10 +148,6 @@ def test_whose_a_long_text_is_is_found_in_one_pass(text):
         ("A=Qwen/Qw", "${A,,}", "qwen/qw"),
         ("n=4", "$((n * 64 / 2 % 100))", 28),
         ("i=5; (( i > 4 )) && A=1 || A=2", "$A", 1),
-        ("for ((i=0; i<3; i++)); do a+=($i); done", '"$(IFS=\', \'; echo "${a[*]}")"', "0,1,2"),
-        ("printf -v A '[%s-%s]' x y", "$A", ["x-y"]),
-        ("for x in a b c; do [ $x = b ] && continue; A+=$x; done", "$A", "ac"),
-        ("for x in a b c; do if [ $x = b ]; then break; fi; A+=$x; done", "$A$x", "ab"),
         ("case v in a|v) A=1;; *) A=2;; esac", "$A", 1),
         ("case x in\n  # no\n  [0-9]) A=1;;\n  *) A=2;;\nesac", "$A", 2),
         ("if [ 1 = 2 ]; then A=1\nelif [ 1 -gt 2 ]; then A=2\n# no\nelse A=3\nfi", "$A", 3),
@@ -164,15 +155,13 @@ def test_whose_a_long_text_is_is_found_in_one_pass(text):
         ("A='x y' B=$A\nexport C=$B D=$B", '"$C"', "x y"),
         ("if true; then\nA=1 B=2\nelse\nA=3 B=4\nfi", "$A$B", 12),
         ('if [ -z "$1" ]; then A=none; fi', "$A", "none"),
-        ("f() { local x=$1; shift; A=$x-$1; return 0; A=no; }; f p q", "$A", "p-q"),
-        ("set -e -- p q r; shift 2", "$1", "r"),
+        ("f() { local x=$1; A=$x-$2; return 0; A=no; }; f p q", "$A", "p-q"),
         ("f() { return 1; }; f && A=1 || A=2", "$A", 2),
         ("(exit 3) && A=1 || A=2", "$A", 2),
         ("f() { x || return 1; }; f && A=1", "$A", 1),
         ("x || exit 1 && A=1", "$A", 1),
         ("A=(1 2); A+=x", '"${A[*]}"', "1x 2"),
         ("A=1 B=2; f() { local A=3 C=4; B=$A$C; g; }; g() { B=$B$A; }; f", "$A$B${C:-n}", "1343n"),
-        ("", "$((-7 / 2))$((-7 % 2))$((7 % -2))", "-3-11"),
         ("A=1; (A=2); { A=$A-3; }", "$A", "1-3"),
         ("A=$(cd /x/y/.. && pwd)/z", "$A", "/x/z"),
         ("A=$(basename /x/y.sh .sh)-$(dirname /x/y.sh)", "$A", "y-/x"),
@@ -208,6 +197,11 @@ def test_words_are_as_bash_makes_them(tmp_path, before, word, value):
         ("A=(x y)", "${#A[@]}", None, "expanded to nothing: ${#A[@]} (line 2), in a.b"),
         ("let N=1+1", "$N", None, "expanded to nothing: let N=1+1 (line 1), in a.b"),
         ("printf -v N %02d 3", "$N", None, "expanded to nothing: printf -v N %02d 3 (line 1), in a.b"),
+        ("set -e -- p q r", "$1", None, "expanded to nothing: set -e -- p q r (line 1), in a.b"),
+        ("f() { shift; N=$1; }; f p q", "$N", None, "expanded to nothing: shift (line 1), in a.b"),
+        ("", "$((-7 / 2))", None, "expanded to nothing: $((-7 / 2)) (line 2), in a.b"),
+        ("for x in a b; do N+=$x; done", "${N:-2}", 2,
+         f"{FALSE} for x in a b; do N+=${{x}}; done (line 1)"),
         ("N=1; eval N=2", "$N", None, "expanded to nothing: eval N=2 (line 1), in a.b"),
         ("", "$'x'", None, "expanded to nothing: $'x' (line 2), in a.b"),
         ("", "<(x)", None, "expanded to nothing: <(x) (line 2), in a.b"),
@@ -238,7 +232,7 @@ def test_what_only_a_run_could_tell_is_said_with_its_line(tmp_path, before, word
         (f"until nc -z host 6379; do sleep 5; done\n{TRAINER} a.b=1", False),
         (f"mkdir -p logs && {TRAINER} a.b=1 2>&1 | tee logs/x", False),
         (f"if command -v x; then {TRAINER} a.b=2; else {TRAINER} a.b=1; fi", True),
-        (f"for b in 1 2; do {TRAINER} a.b=$b; done", True),
+        (f"for b in 1 2; do {TRAINER} a.b=1; done", False),
         (f"bash -lc 'cd x; {TRAINER} a.b=1'", False),
         (f'CMD="{TRAINER} a.b=1"; $CMD', False),
         (f'CMD="{TRAINER} a.b=1"; eval "$CMD"; exit 0', False),

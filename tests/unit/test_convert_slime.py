@@ -8,8 +8,8 @@ from megagrpo.check.problems import preflight
 from megagrpo.cli import main
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.convert.command import draft_of, translate
+from megagrpo.tools.convert.reading import Source, options
 from megagrpo.tools.convert.shell import trainer_command
-from megagrpo.tools.convert.source import Source, options
 from tests.experiments import read_experiment
 from tests.unit.test_convert import becomes as at
 from tests.unit.test_convert import lost, source
@@ -68,7 +68,10 @@ def test_slimes_script_whole(script):
     draft = translate("slime", script)
     decided = 'taken as false, because nothing runs: [ "$LINKS" -gt 0 ] (line 4)'
     variables = "variables of its processes are not translated: NVLS"
-    assert (lost(draft), draft.problems, draft.notes) == ({}, [], [decided, variables])
+    loop = "taken as false, because nothing runs: for ((i=0; i<layers; i++)); do freq+=(1); done (tiny-moe.sh)"
+    printf = 'expanded to nothing: printf -v FREQ "[%s]" "$(IFS=\', \'; echo "${freq[*]}")" (tiny-moe.sh)'
+    notes = [decided, loop, variables, f"{printf}, in --moe-layer-freq"]
+    assert (lost(draft), draft.problems, draft.notes) == ({}, [], notes)
     config = ExperimentConfig.model_validate(draft.nested())
     assert (config.name, config.output_dir) == ("tiny_slime", "/c/tiny_slime")
     assert (config.data.prompt_key, config.data.answer_key) == ("question", "label")

@@ -48,6 +48,7 @@ DIGESTS = {
     ("qwen3_5_text", False): "b16f53c19f6d225f",
     ("qwen3_next", False): "9f7162e55e55a912",
     ("gpt_oss", False): "ca58df43deb194f6",
+    ("nemotron_h", False): "2120a0a6ceed6f28",
 }
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -56,7 +57,7 @@ LLAMA3 = {
 UNSCALED = (
     *("glm4_moe", "deepseek_v3", "kimi_k2", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
     *("minimax_m2", "kimi_k25", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "gpt_oss"),
-    *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_text", "qwen3_next"),
+    *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_text", "qwen3_next", "nemotron_h"),
 )
 TOY = '''
 """A family whose experts have Mixtral's names."""
@@ -91,13 +92,14 @@ from megagrpo.actor.host import prepare_host
 device = prepare_host()
 import torch
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.tools.certify.subject import make_models
+from megagrpo.tools.certify.synthetic import make_models
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.models.folder import Model
 from megagrpo.weights.hf_folder import HfFolder
 from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.weights.actor_weights import export_hf, load_initial_weights
+from megagrpo.tools.ranks.folders import export_hf
+from megagrpo.weights.actor_weights import load_initial_weights
 
 path = str(folder / "tiny")
 shutil.rmtree(path)
@@ -166,9 +168,10 @@ def test_what_would_be_silently_wrong_is_refused_by_name(family, tmp_path):
         family != "glm4_moe" and not family.startswith(("qwen3_5", "qwen3_next"))
     )
     assert bool(model_problems(hf | {"rope_scaling": LLAMA3})) == (family in UNSCALED)
-    del hf["rms_norm_eps"]
+    epsilon = "layer_norm_epsilon" if family == "nemotron_h" else "rms_norm_eps"
+    del hf[epsilon]
     (tmp_path / "config.json").write_text(json.dumps(hf))
-    with pytest.raises(ValueError, match=r"config\.json: config\.json lacks rms_norm_eps"):
+    with pytest.raises(ValueError, match=rf"config\.json: config\.json lacks {epsilon}"):
         assert Model.read(tmp_path).arch is None
 
 

@@ -73,6 +73,8 @@ def by_query(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, window: i
 def test_sinks_and_windows_are_their_equation(layer, packed, monkeypatch):
     """Values and gradients, packed and padded."""
     monkeypatch.setattr(mpu, "get_context_parallel_world_size", lambda: 1)
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    monkeypatch.setattr(mpu, "get_context_parallel_group", lambda: alone)
     draw = torch.Generator().manual_seed(0)
     parts = [
         [torch.randn(n, heads, DIM, generator=draw, dtype=torch.float64) for n in LENGTHS]
@@ -82,7 +84,7 @@ def test_sinks_and_windows_are_their_equation(layer, packed, monkeypatch):
     module = attention(layer)
     if packed:
         bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-        found = module(*flat, None, packed_seq_params=PackedSequences.make(bounds, max(LENGTHS)))
+        found = module(*flat, None, packed_seq_params=PackedSequences.make(bounds, max(LENGTHS), 1))
     else:
         padded = [torch.nn.utils.rnn.pad_sequence(t.split(LENGTHS)) for t in flat]
         rows = module(*padded, None).transpose(0, 1)

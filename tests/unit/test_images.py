@@ -17,7 +17,6 @@ import megagrpo.cpu.engine.sitecustomize  # noqa: F401  before transformers, who
 # isort: split
 from transformers import AutoProcessor
 
-from megagrpo.check.loading import try_loading
 from megagrpo.checkpoint.resume import run_identity
 from megagrpo.config.fields import complaints
 from megagrpo.config.schema import DataConfig
@@ -28,6 +27,7 @@ from megagrpo.models.folder import Model
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.monitor.rollout_log import RolloutLog
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.check.loading import try_loading
 from megagrpo.tools.view.samples import read_samples
 from megagrpo.types import Outcome, RolloutGroup, Sample
 from tests.experiments import experiment

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megagrpo.check.hardware import hardware_of
 from megagrpo.check.rules.engine_layout import server_of
+from megagrpo.config.hardware import hardware_of
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.cpu.engine import gated_delta
 from megagrpo.models.folder import Model

@@ -11,7 +11,8 @@ import pytest
 from megagrpo import cli
 from megagrpo.check.rules.inputs import installed
 from megagrpo.check.rules.subject import broken
-from megagrpo.cluster.submit import (
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.tools.submit import (
     SCRIPTS,
     Request,
     completed,
@@ -22,7 +23,6 @@ from megagrpo.cluster.submit import (
     seconds,
     submit,
 )
-from megagrpo.config.schema import ExperimentConfig
 from tests import experiments
 from tests.experiments import ROOT, placement_problems
 
@@ -217,7 +217,7 @@ def login_node(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     for name in ("MEGAGRPO_VENV", "MEGAGRPO_ROOT", "MEGAGRPO_NODE_PREFIX"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("megagrpo.cluster.submit.preflight", lambda config, nodes: broken(installed(config)))
+    monkeypatch.setattr("megagrpo.tools.submit.preflight", lambda config, nodes: broken(installed(config)))
     return tmp_path
 
 

@@ -11,10 +11,9 @@ from fake_service import FakeService, running
 from sampling import evaluated, experiment, prompt_set, sampled, source_of
 
 from megagrpo.check.problems import preflight
-from megagrpo.check.rules.placement import occupied_gpus, place
+from megagrpo.check.rules.placement import place
 from megagrpo.check.rules.subject import Nodes
 from megagrpo.checkpoint.groups import read_groups, write_groups
-from megagrpo.cluster.machine import with_one_engine
 from megagrpo.config.data import DataConfig
 from megagrpo.config.load import ConfigError, dump_config
 from megagrpo.data.prompts import refuse_unknown_teacher
@@ -28,6 +27,7 @@ from megagrpo.rollout.service.engine_command import ServerPlace, engine_environm
 from megagrpo.rollout.teacher_scores import Teachers, mixture
 from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.one_engine import with_one_engine
 from megagrpo.types import EngineInfo, Prompt, TeacherScores
 from tests.experiments import placement_problems, read_experiment
 
@@ -124,7 +124,7 @@ def test_teachers_fill_the_rest_of_the_engines_nodes():
     nodes = [sorted({gpu.node for gpu in engine}) for engine in found.engines]
     assert nodes == [[1], [1], [2], [2], [3, 4]] and found.rollout_nodes == 4
     gpus = [gpu for engine in found.engines for gpu in engine]
-    assert len(set(gpus)) == len(gpus) == 32 and occupied_gpus(config) == 40
+    assert len(set(gpus)) == len(gpus) == 32 and config.num_gpus == 40
     few = placement_problems(config, Nodes(8, 1, 3))
     assert "3 rollout nodes" in few[0] and "it may be 4 to 6" in few[0]
     small = distilled({"math": {"path": "m1"}}, actor={"world_size": 1})

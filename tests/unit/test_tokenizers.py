@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 
 from examples.laptop.model import character_tokenizer, make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.check.ends import end_advice
 from megagrpo.config.data import DataConfig
 from megagrpo.data.messages import tokens_behind
 from megagrpo.data.prompts import load_tokenizer, render_rows
@@ -20,6 +19,7 @@ from megagrpo.data.rows import Row
 from megagrpo.data.texts import decoder
 from megagrpo.models.folder import Model
 from megagrpo.rollout.agents.renderer import Renderer
+from megagrpo.tools.check.turn_ends import end_advice
 from tests.experiments import experiment
 
 ALPHABET = "0123456789+-*/=.()<># abcdefghijklmnopqrstuvwxyz"

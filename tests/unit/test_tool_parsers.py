@@ -16,8 +16,6 @@ import pytest
 
 from examples.laptop.model import character_tokenizer
 from megagrpo.algo.statistics import alone
-from megagrpo.check import loading
-from megagrpo.check.loading import LoadingTest
 from megagrpo.config.data import DataConfig
 from megagrpo.config.load import ConfigError
 from megagrpo.config.rollout import AgentConfig
@@ -30,6 +28,8 @@ from megagrpo.rollout.agents.parsers import TurnParsers
 from megagrpo.rollout.agents.programs import Programs
 from megagrpo.rollout.generation import GenerationFailed
 from megagrpo.rollout.service.engine_command import environment_without_gpu
+from megagrpo.tools.check import loading
+from megagrpo.tools.check.loading import LoadingTest
 from tests.experiments import ROOT, experiment, read_experiment, until
 from tests.unit.test_conversation import USER, talk
 
@@ -158,6 +158,7 @@ OF_FAMILY = {
     "minimax_m2": "MiniMax-M2", "kimi_k25": "Kimi-K2",
     "qwen3_5_moe": "Qwen3.5", "qwen3_5_moe_text": "Qwen3.5", "qwen3_5": "Qwen3.5", "qwen3_5_text": "Qwen3.5",
     "glm_moe_dsa": "GLM-5", "glm4_moe_lite": "GLM-5", "deepseek_v32": "DeepSeek-V3.2", "qwen3_next": "Qwen3",
+    "nemotron_h": "Qwen3.5",  # its template writes calls in the same words
 }  # fmt: skip
 # a turn is asked for with <think>, which it is not written with; so turns are no continuation
 BEGIN_A_THOUGHT = ("Qwen3.5", "GLM-5", "DeepSeek-V3.2")

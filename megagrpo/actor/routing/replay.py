@@ -43,9 +43,9 @@ class RoutingReplay:
         self._scope = scope
         self._top_k = arch.routed.per_token
         self._type = getattr(torch, arch.routed.id_type)
-        # of this pipeline stage, virtual ones included; counted from the model's first layer with
+        # of this pipeline stage, virtual ones included; counted among the model's layers with
         # experts
-        self.layers = tuple(layer - arch.routed.dense_layers for layer in sorted(routers))
+        self.layers = tuple(map(arch.routed_layers.index, sorted(routers)))
         # compared and differing (token, layer)
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)
         self._recorded: Tensor | None = None  # [T + 1, layers, k], the last row for padding

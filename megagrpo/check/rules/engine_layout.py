@@ -76,7 +76,7 @@ def before_start(subject: Subject) -> Iterator[Rule]:
     cuts = list(_cuts(rollout, arch))
     yield from cuts
     yield Rule(
-        arch.delta is not None and rollout.sglang.get("enable_hierarchical_cache"),
+        arch.recurrent is not None and rollout.sglang.get("enable_hierarchical_cache"),
         "rollout.sglang.enable_hierarchical_cache with recurrent layers is refused: no test "
         "shows that a publish reaches states on the host",
         "remove it",
@@ -103,11 +103,11 @@ def _cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[Rule]:
     cut = f"tp = {rollout.tp} / sglang.dp_size {replicas} = {tp}" if shared else f"tp = {tp}"
     kv_heads = arch.attention.kv_heads
     num_experts = arch.experts.count if arch.experts is not None else 0
-    key_heads = arch.delta.key_heads if arch.delta is not None else 0
+    recurrent = arch.recurrent
     for key, by, what, number in (
         (cut, tp, "num_attention_heads", arch.attention.heads),
         (f"ep = {ep}", ep, "num_experts", num_experts),
-        (cut, tp, "linear_num_key_heads", key_heads),
+        (cut, tp, recurrent.CUT_KEY if recurrent else "", recurrent.cut if recurrent else 0),
     ):
         if number:
             yield divides(f"rollout.{key}", by, what, number)
@@ -175,9 +175,8 @@ def _odd_parts(arch: Architecture, server: Server) -> dict[str, float]:
         sizes["keys"] = max(attention.kv_heads / part, 1) * attention.head_dim
         if whole and attention.output_gate:
             sizes["attention's output"] = heads * attention.head_dim
-    if linear := arch.delta:
-        sizes["delta net's keys"] = linear.key_heads / part * linear.key_dim
-        sizes["delta net's values"] = linear.value_heads / part * linear.value_dim
+    if recurrent := arch.recurrent:
+        sizes |= recurrent.fp8_parts(part)
     experts = arch.experts
     if experts is not None and experts.shared_ffn_size:
         sizes["shared expert"] = experts.shared_ffn_size / server.shared_tp

@@ -43,33 +43,10 @@ def verify_chains(module) -> None:
     a sequence."""
     extend = module.TorchNativeAttnBackend._run_sdpa_forward_extend
 
-    def with_chains(
-        self,
-        query,
-        output,
-        k_cache,
-        v_cache,
-        req_to_token,
-        requests,
-        seq_lens,
-        prefix_lens,
-        lens,
-        *rest,
-        **options,
-    ):
+    def with_chains(self, query, output, *others, **options):
+        k_cache, v_cache, req_to_token, requests, seq_lens, _, lens = others[:7]
         if lens is not None:
-            given = (
-                query,
-                output,
-                k_cache,
-                v_cache,
-                req_to_token,
-                requests,
-                seq_lens,
-                prefix_lens,
-                lens,
-            )
-            return extend(self, *given, *rest, **options)
+            return extend(self, query, output, *others, **options)
         if options.get("sliding_window_size") is not None:
             raise NotImplementedError("drafts with a sliding window on a CPU")
         chains = query.unflatten(0, (len(seq_lens), -1))
@@ -103,28 +80,10 @@ def draft_with_torch_native(module) -> None:
             super().__init__(model_runner)
             self.step = step
 
-        def _run_sdpa_forward_decode(
-            self,
-            query,
-            output,
-            k_cache,
-            v_cache,
-            req_to_token,
-            requests,
-            seq_lens,
-            *rest,
-            **options,
-        ):
-            given = (
-                query,
-                output,
-                k_cache,
-                v_cache,
-                req_to_token,
-                requests,
-                seq_lens + self.step + 1,
-            )
-            return super()._run_sdpa_forward_decode(*given, *rest, **options)
+        def _run_sdpa_forward_decode(self, *tensors, **options):
+            *caches, seq_lens, encoder_lens = tensors
+            lengths = seq_lens + self.step + 1
+            return super()._run_sdpa_forward_decode(*caches, lengths, encoder_lens, **options)
 
     class DraftSteps:
         """The backends of the steps after the first, which the draft's extension has made."""

@@ -34,7 +34,7 @@ def causal_conv1d_fn_cpu(
         inputs = torch.cat([past[i].to(x.dtype), x[:, start:stop]], 1)
         out[:, start:stop] = _convolved(inputs, weight, bias, activation)
         kept[i] = inputs[:, inputs.shape[1] - past.shape[2] :]
-    _keep(conv_states, cache_indices, kept)
+    keep(conv_states, cache_indices, kept)
     return out
 
 
@@ -44,7 +44,7 @@ def causal_conv1d_update_cpu(
     """Returns the convolution of one more token of each sequence; x [batch, dim]."""
     past = conv_states[conv_state_indices].to(x.dtype)
     inputs = torch.cat([past, x[..., None]], -1)
-    _keep(conv_states, conv_state_indices, inputs[..., 1:])
+    keep(conv_states, conv_state_indices, inputs[..., 1:])
     return _convolved(inputs, weight, bias, activation)[..., 0]
 
 
@@ -89,7 +89,7 @@ def chunk_gated_delta_rule_cpu(
         states[rows], out[0, at] = _advanced(
             states[rows], q[0, at], k[0, at], v[0, at], g[0, at], beta[0, at]
         )
-    _keep(initial_state, initial_state_indices, states)
+    keep(initial_state, initial_state_indices, states)
     return out, None, None
 
 
@@ -112,11 +112,11 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     g, _ = fused_gdn_gating_cpu(A_log, a, b, dt_bias)
     states = initial_state_source[initial_state_indices].float()
     states, out = _advanced(states, q[0], k[0], v[0], g[0], _sigmoid(b))
-    _keep(initial_state_source, initial_state_indices, states)
+    keep(initial_state_source, initial_state_indices, states)
     return out[None]
 
 
-def _keep(pool: Tensor, slots: Tensor, values: Tensor) -> None:
+def keep(pool: Tensor, slots: Tensor, values: Tensor) -> None:
     """Writes the states of a batch into their slots; a request that only pads the batch has slot
     -1."""
     real = slots >= 0

@@ -64,6 +64,12 @@ def skip_remote_experts(module) -> None:
     module.moe_forward_native = moe_forward_native
 
 
+def native_experts(module) -> None:
+    """Makes torch's experts those of every model here."""
+    skip_remote_experts(module)
+    repair_of("mamba2", "squared_relu_experts")(module)
+
+
 def allow_deterministic_attention(module) -> None:
     """Adds torch_native, which attends one sequence at a time, to the list of batch-invariant
     backends."""
@@ -80,33 +86,13 @@ def decode_in_one_call(module) -> None:
     take_sinks(module)
     one_by_one = module.TorchNativeAttnBackend._run_sdpa_forward_decode
 
-    def decode(
-        self,
-        query,
-        output,
-        k_cache,
-        v_cache,
-        req_to_token,
-        req_pool_indices,
-        seq_lens,
-        encoder_lens=None,
-        **options,
-    ):
+    def decode(self, query, output, *others, **options):
+        k_cache, v_cache, req_to_token, requests, seq_lens, encoder_lens = others
         window = options.get("sliding_window_size")
         plain = encoder_lens is None and not options.get("causal")
         if not plain or (window is not None and window > -1) or batch_invariant():
-            caches = (
-                query,
-                output,
-                k_cache,
-                v_cache,
-                req_to_token,
-                req_pool_indices,
-                seq_lens,
-                encoder_lens,
-            )
-            return one_by_one(self, *caches, **options)
-        slots = req_to_token[req_pool_indices, : int(seq_lens.max())]
+            return one_by_one(self, query, output, *others, **options)
+        slots = req_to_token[requests, : int(seq_lens.max())]
         settings = {"enable_gqa": options.get("enable_gqa", False), "scale": options.get("scaling")}
         output[:] = attend(query[:, None], (k_cache, v_cache), slots, seq_lens, **settings)[:, 0]
         return None
@@ -204,20 +190,10 @@ def rotary_embedding_without_scaling(module) -> None:
     embedding, which other devices use, computes both."""
     with_yarn = module.get_rope_wrapper
 
-    def get_rope_wrapper(
-        head_size,
-        rotary_dim,
-        max_position,
-        base,
-        is_neox_style=True,
-        rope_scaling=None,
-        dtype=None,
-        partial_rotary_factor=1.0,
-        device=None,
-    ):
-        where = device if rope_scaling is not None else None
-        scaling = (is_neox_style, rope_scaling, dtype, partial_rotary_factor)
-        return with_yarn(head_size, rotary_dim, max_position, base, *scaling, where)
+    def get_rope_wrapper(*sizes, rope_scaling=None, device=None, **options):
+        if rope_scaling is None:
+            device = None
+        return with_yarn(*sizes, rope_scaling=rope_scaling, device=device, **options)
 
     module.get_rope_wrapper = get_rope_wrapper
 
@@ -270,7 +246,7 @@ REPAIRS = {
     "sglang.srt.distributed.parallel_state": reduce_scatter_without_nccl,
     "sglang.srt.utils.weight_checker": no_cuda_synchronize,
     "sglang.srt.layers.rotary_embedding.factory": rotary_embedding_without_scaling,
-    "sglang.srt.layers.moe.fused_moe_native": skip_remote_experts,
+    "sglang.srt.layers.moe.fused_moe_native": native_experts,
     "sglang.srt.layers.quantization.fp8": repair_of("block_fp8", "install"),
     "sglang.srt.layers.attention.torch_native_backend": decode_in_one_call,
     "sglang.srt.arg_groups.choices": allow_deterministic_attention,
@@ -282,6 +258,8 @@ REPAIRS = {
     "sglang.kernels.ops.elementwise.elementwise": repair_of("gated_delta", "gate_shared_experts"),
     "sglang.srt.arg_groups.model_hook": repair_of("sinks", "admit_torch_native"),
     "sglang.srt.models.gpt_oss": repair_of("sinks", "sinks_of_the_model"),
+    "sglang.srt.layers.attention.mamba.mamba": repair_of("mamba2", "scan"),
+    "sglang.srt.models.nemotron_h": repair_of("mamba2", "router_in_float32"),
     "sglang.srt.models.minimax_m2": repair_of("head_norms", "install"),
     "sglang.srt.speculative.draft_utils": repair_of("draft_attention", "draft_with_torch_native"),
     "sglang.srt.speculative.eagle_utils": repair_of("draft_attention", "sample_drafts"),

@@ -20,19 +20,12 @@ class ResidentMemory:
         self._paused: set[str] = set()
 
     @contextmanager
-    def region(self, tag: str = "default", enable_cpu_backup: bool = False) -> Iterator[None]:
-        """Would mark allocations inside as releasable under a tag."""
+    def region(self, *args, **kwargs) -> Iterator[None]:
+        """Would mark allocations inside as releasable under a tag, capture a graph whose memory can
+        be released, or exclude allocations inside."""
         yield
 
-    @contextmanager
-    def cuda_graph(self, *args, **kwargs) -> Iterator[None]:
-        """Would capture a graph whose memory can be released."""
-        yield
-
-    @contextmanager
-    def disable(self) -> Iterator[None]:
-        """Would exclude allocations inside."""
-        yield
+    cuda_graph = disable = region
 
     def pause(self, tag: str | None = None) -> None:
         """Would release the memory of a tag."""

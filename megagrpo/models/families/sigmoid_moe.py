@@ -58,7 +58,7 @@ class SigmoidMoe(Family):
             problems.append(
                 f"first_k_dense_replace {dense} must be less than num_hidden_layers {layers}"
             )
-        return problems + _group_refusals(hf)
+        return problems + group_refusals(hf)
 
     def experts(self, hf: HfConfig) -> Experts:
         groups = hf["n_group"] or 1
@@ -75,10 +75,11 @@ class SigmoidMoe(Family):
         )
 
 
-def _group_refusals(hf: HfConfig) -> list[str]:
+def group_refusals(hf: HfConfig) -> list[str]:
+    """Returns why Megatron's router would choose other groups of experts than the model's."""
     experts, chosen = hf["n_routed_experts"], hf["num_experts_per_tok"]
-    groups = hf["n_group"] or 1
-    top = hf["topk_group"] or 1
+    groups = hf.get("n_group") or 1
+    top = hf.get("topk_group") or 1
     if groups == 1:
         return []
     if experts % groups or not 1 <= top <= groups:

@@ -26,6 +26,8 @@ from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.grouped_query.layer import grouped_query_spec
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.kinds.latent.layer import latent_spec
+from megagrpo.models.kinds.mamba2.describe import Mamba2
+from megagrpo.models.kinds.mamba2.layer import mamba2_spec
 from megagrpo.models.kinds.vision.layer import SeeingLayer
 from megagrpo.models.layers.parts import Parts
 
@@ -34,6 +36,7 @@ _MIXERS: dict[type, Callable[..., ModuleSpec]] = {
     GroupedQuery: grouped_query_spec,
     LatentAttention: latent_spec,
     GatedDelta: gated_delta_spec,
+    Mamba2: mamba2_spec,
 }
 
 
@@ -50,28 +53,29 @@ def block_spec(
 def layer_spec(
     arch: Architecture, config: TransformerConfig, index: int, parts: Parts
 ) -> ModuleSpec:
-    """Returns layer `index` of the model, counted from 0; one behind the last is the draft's."""
+    """Returns layer `index` of the model, counted from 0; one behind the last is the draft's.
+
+    Megatron's own submodules, for what a layer has not, hand on what they get.
+    """
     mixer = arch.mixer(index)
+    layer = TransformerLayerSubmodules()
+    if mixer is not None:
+        layer.input_layernorm = parts.norm
+        layer.self_attention = _MIXERS[type(mixer)](mixer, parts)
+        layer.self_attn_bda = get_bias_dropout_add
     if arch.has_experts(index) and isinstance(arch.routed, ClampedExperts):
-        feed_forward = clamped_spec(parts.backend, config.moe_grouped_gemm)
+        layer.mlp = clamped_spec(parts.backend, config.moe_grouped_gemm)
     elif arch.has_experts(index):
-        feed_forward = get_moe_module_spec_for_backend(
+        layer.mlp = get_moe_module_spec_for_backend(
             parts.backend, arch.routed.count, moe_grouped_gemm=config.moe_grouped_gemm
         )
-    else:
+    elif arch.has_mlp(index):
         # Megatron's own gated MLP, of Transformer Engine, has the norm before it inside its first
         # layer
         linears = MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row)
-        feed_forward = ModuleSpec(module=MLP, submodules=linears)
+        layer.mlp = ModuleSpec(module=MLP, submodules=linears)
+    if arch.has_experts(index) or arch.has_mlp(index):
+        layer.pre_mlp_layernorm = parts.norm
+        layer.mlp_bda = get_bias_dropout_add
     sees = arch.vision is not None and index < arch.num_layers
-    return ModuleSpec(
-        module=SeeingLayer if sees else TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=parts.norm,
-            self_attention=_MIXERS[type(mixer)](mixer, parts),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=parts.norm,
-            mlp=feed_forward,
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
+    return ModuleSpec(module=SeeingLayer if sees else TransformerLayer, submodules=layer)

@@ -135,7 +135,7 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
 def is_recurrent(model: str) -> bool:
     """Returns whether layers of a model keep a state for each request, besides keys and values."""
     hf = exported_config(read_description(Path(model) / "config.json"))  # engines' may be in FP8
-    return not model_problems(hf) and architecture_of(hf).delta is not None
+    return not model_problems(hf) and architecture_of(hf).recurrent is not None
 
 
 def num_states(rollout: RolloutConfig, cuda: bool) -> int:
@@ -241,4 +241,4 @@ def environment_without_gpu() -> dict[str, str]:
 def _stand_ins() -> ModuleType:
     """Returns the stand-ins for an engine on a CPU; the rest of the rollout service does not use
     them."""
-    return importlib.import_module("megagrpo.cpu.engine_command")
+    return importlib.import_module("megagrpo.cpu.engine_settings")

@@ -21,7 +21,6 @@ from megagrpo.tools.convert.shell_words import (
     calculated,
     expand,
     fits,
-    formatted,
     is_known,
     marks_in,
     parsed,
@@ -37,7 +36,6 @@ from megagrpo.tools.convert.shell_words import (
 )
 
 _MOST_COMMANDS = 20_000
-_COUNTED = re.compile(r"for \(\( *(\w+) *= *0 *; *\1 *< *\$?\{?(\w+)\}? *; *\1\+\+ *\)\)")
 _LISTS = "variable_assignments declaration_command compound_statement do_group else_clause ERROR"
 
 
@@ -213,24 +211,8 @@ def _case(state: State, node: Node) -> Answer:
 
 
 def _loop(state: State, node: Node) -> Answer:
-    """Evaluates a for over words, or `for ((i=0; i<N; i++))`; of others, the body is only tried."""
-    body = node.children_by_field_name("body")
-    named = node.children_by_field_name("variable")
-    turns = words(state, node.children_by_field_name("value"))
-    name = source(named[0]) if named else ""
-    if counted := _COUNTED.match(source(node)):
-        limit = plain("".join(state.variables.get(counted[2], counted[2])))
-        name = counted[1]
-        turns = list(map(str, range(int(limit) if re.fullmatch(r"\d{1,3}", limit) else 0)))
-    if not turns or not all(map(is_known, turns)):
-        return _decided(state, node, None, body, [])
-    for turn in turns:
-        if state.leaving:
-            break
-        state.put(name, raw(turn))
-        _until(state, body, "continue")
-    _until(state, [], "break")
-    return True
+    """Tries the body of a loop, whose turns only a run could tell."""
+    return _decided(state, node, None, node.children_by_field_name("body"), [])
 
 
 def _command(state: State, node: Node) -> Answer:
@@ -243,19 +225,17 @@ def _command(state: State, node: Node) -> Answer:
     if name in state.functions:
         return _call(state, state.functions[name], parts[1:])
     match name:
-        case "exit" | "return" | "break" | "continue":
+        case "exit" | "return":
             state.leaving.append(name)
             return None if marks_in("".join(parts)) else args[:1] in ([], ["0"])
         case "cd":
             state.put("PWD", _path(state, raw(parts[-1]) if args else "~"))
         case "source" | ".":
             _source(state, raw("".join(parts[1:2])))
-        case "shift":
-            state.arguments = state.arguments[int("".join(args[:1]) or 1) :]
-        case "set" if "--" in parts:
-            state.arguments = parts[parts.index("--") + 1 :]
+        case "shift" | "set" if name == "shift" or "--" in parts:
+            state.arguments = [state.unknown(node)] * 9
         case "printf" if args[:1] == ["-v"]:
-            state.put(args[1], formatted(state, node, parts[3:]))
+            state.variables[args[1]] = state.unknown(node)
         case "read" | "mapfile" | "readarray" | "getopts" | "eval" | "let":
             for name in re.findall(r"(?<!\S)[a-zA-Z_]\w*(?![^-+*/=\s])", " ".join(args)):
                 state.variables[name] = state.unknown(node)
@@ -325,19 +305,19 @@ def _assign(state: State, node: Node) -> bool:
     name, _, index = source(node.children[0]).partition("[")
     given = node.children_by_field_name("value")
     before = state.variables.get(name, "") if index or node.children[1].type == "+=" else ""
-    if not isinstance(before, list):
-        before = [QUOTED + quoted(before)] if before else []
-    items = before
-    value: Value
+    items = before if isinstance(before, list) else [QUOTED + quoted(before)] * bool(before)
     if given and given[0].type == "array":
-        value = [*items, *words(state, given[0].named_children)]
-    elif index:
+        state.put(name, [*items, *words(state, given[0].named_children)])
+        return True
+    text = quoted_text(state, given)
+    if index:
         number = int(index[:-1]) if re.fullmatch(r"\d{1,3}]", index) else len(items)
-        value = [*items[:number], QUOTED + quoted(quoted_text(state, given)), *items[number + 1 :]]
+        state.put(name, [*items[:number], QUOTED + quoted(text), *items[number + 1 :]])
+    elif isinstance(before, list):
+        first = QUOTED + quoted(raw("".join(before[:1])) + text)
+        state.put(name, [first, *before[1:]])
     else:
-        value = raw("".join(items[:1])) + quoted_text(state, given)
-        value = [QUOTED + quoted(value), *items[1:]] if items[1:] else value
-    state.put(name, value)
+        state.put(name, before + text)
     return True
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fnmatch import translate
 from functools import cache
 from itertools import count, dropwhile
-from operator import add, eq, ge, gt, le, lt, mul, ne, sub
+from operator import add, eq, floordiv, ge, gt, le, lt, mod, mul, ne, sub
 from posixpath import basename, dirname
 from textwrap import shorten
 
@@ -38,18 +38,12 @@ LONGEST = 100_000  # text of a variable, of a command
 _COMPARED = {"-eq": eq, "-ne": ne, "-lt": lt, "-le": le, "-gt": gt, "-ge": ge}
 
 
-def _quotient(left: int, right: int) -> int:
-    """Returns left / right, rounded toward zero as in C."""
-    size = abs(left) // abs(right)
-    return size if (left < 0) == (right < 0) else -size
-
-
 _COMPUTED = {
     "+": add,
     "-": sub,
     "*": mul,
-    "/": _quotient,
-    "%": lambda left, right: left - right * _quotient(left, right),
+    "/": floordiv,
+    "%": mod,
     "<": lt,
     "<=": le,
     ">": gt,
@@ -195,8 +189,7 @@ def expand(state: State, node: Node, inside: bool = False) -> str:
             value = _parameter(state, node)
             if isinstance(value, list) and inside and not re.search(r"\*\]?\}?$", text):
                 return " ".join(value)
-            separator = str(state.variables.get("IFS", " "))[:1] if inside else " "
-            found = value if isinstance(value, str) else separator.join(map(raw, value))
+            found = value if isinstance(value, str) else " ".join(map(raw, value))
         case "command_substitution" if text.startswith("$(("):  # in ${NAME:-$((1 + 2))}
             found = calculated(state, parsed(f": {text}").named_children[0].children[1])
         case "command_substitution":
@@ -276,14 +269,6 @@ def _glob(state: State, nodes: Nodes) -> str:
     return found
 
 
-def formatted(state: State, node: Node, parts: Sequence[str]) -> str:
-    """Returns what `printf` makes of a format, the first of the words, and of texts."""
-    text = raw("".join(parts[:1]))
-    if text.count("%s") != len(parts[1:]) or re.search(r"%[^s]|\\", text):
-        return state.unknown(node)
-    return str(text % (*map(raw, parts[1:]),))
-
-
 def written(state: State, name: str, parts: Sequence[str]) -> bool:
     """Writes what a simple command writes; returns False for another program."""
     match name, plain_words(parts):
@@ -358,12 +343,11 @@ def _number(state: State, node: Node, read: list[str]) -> int:
     operator = next((part.type for part in node.children if not part.is_named), "")
     if node.type in ("arithmetic_expansion", "parenthesized_expression", "compound_statement"):
         return [_number(state, child, read) for child in children][-1]
-    if node.type == "unary_expression" and operator == "-":
-        return -_number(state, children[0], read)
     if node.type == "binary_expression" and operator in _COMPUTED:
         left, right = (_number(state, child, read) for child in children)
         result = _COMPUTED[operator](left, right)
-        if not -(1 << 63) <= result < 1 << 63:  # bash has 64 bits
+        # bash has 64 bits, and rounds quotients of negative numbers otherwise
+        if not 0 <= result < 1 << 63:
             raise ValueError
         return result
     text = source(node) if "expan" not in node.type else quoted_text(state, [node])
@@ -371,6 +355,6 @@ def _number(state: State, node: Node, read: list[str]) -> int:
         text = "".join(state.variables.get(text) or state.mark(EMPTY, f"${text}", node))
     read.append(text)
     digits = plain(text).strip() or "0"
-    if not is_known(text) or not re.fullmatch(r"-?(0|[1-9]\d{,17})", digits):
+    if not is_known(text) or not re.fullmatch(r"0|[1-9]\d{,17}", digits):
         raise ValueError
     return int(digits)

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import yaml
 
-from megagrpo.check.hardware import usable_bytes
-from megagrpo.check.loading import try_loading
 from megagrpo.check.problems import describe_model
 from megagrpo.check.rules.table import broken_as_read
 from megagrpo.cluster.machine import visible_gpus
+from megagrpo.config.hardware import usable_bytes
 from megagrpo.config.load import Dumper, Plain, load_config, plain_yaml
 from megagrpo.data.hub import with_local_files
 from megagrpo.models.table import architecture_of, parameter_counts
 from megagrpo.system.arguments import positive
 from megagrpo.system.progress import Progress
 from megagrpo.system.run_folder import write_whole
+from megagrpo.tools.check.loading import try_loading
 from megagrpo.tools.explain import known_problems
 from megagrpo.tools.init.experiment import Draft, draft_experiment
 from megagrpo.tools.plan.command import TIGHT

@@ -11,7 +11,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from megagrpo.check.hardware import gigabytes
+from megagrpo.config.hardware import gigabytes
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.table import tensor_groups

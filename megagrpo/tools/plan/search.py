@@ -7,12 +7,12 @@ from itertools import product
 from operator import itemgetter
 from typing import TypeVar
 
-from megagrpo.check.hardware import usable_bytes
 from megagrpo.check.problems import layout_problems
 from megagrpo.check.rules import placement
 from megagrpo.check.rules.engine_layout import before_start, server_of
 from megagrpo.check.rules.subject import Nodes, Subject, broken
 from megagrpo.config.actor import ActorConfig, ParallelConfig
+from megagrpo.config.hardware import usable_bytes
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.plan.engine_memory import engine_side

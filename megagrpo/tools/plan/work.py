@@ -96,8 +96,8 @@ class ModelWork:
 
     def state_bytes(self, attention_tp: int, width: int = ITEM) -> int:
         """Returns the bytes of one request's recurrent state in one rank."""
-        delta = self.arch.delta
-        return 0 if delta is None else delta.state_bytes(attention_tp, width)
+        recurrent = self.arch.recurrent
+        return 0 if recurrent is None else recurrent.state_bytes(attention_tp, width)
 
 
 def model_work(arch: Architecture) -> ModelWork:

@@ -27,6 +27,8 @@ from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.grouped_query.layer import CausalAttention
 from megagrpo.models.kinds.grouped_query.norm_over_heads import NormOverHeads
 from megagrpo.models.kinds.latent.describe import LatentAttention
+from megagrpo.models.kinds.mamba2.layer import Mamba2Mixer
+from megagrpo.models.kinds.recurrent import RecurrentMixer
 from megagrpo.models.layers import parts as layer_parts
 from megagrpo.models.tensors import Shard
 from megagrpo.tools.certify import measure
@@ -156,9 +158,9 @@ def _latent_projections_cut_over_tp() -> Iterator[None]:
 
 
 def _state_kept_over_borders() -> AbstractContextManager[None]:
-    """State and convolution of a gated delta net go on from one packed sequence to the next."""
-    mix = GatedDeltaNet._mix
-    return patch.multiple(GatedDeltaNet, _mix=lambda layer, mixed, borders: mix(layer, mixed, None))
+    """State and convolution of a recurrent layer go on from one packed sequence to the next."""
+    mix = RecurrentMixer._mix
+    return patch.multiple(RecurrentMixer, _mix=lambda layer, mixed, borders: mix(layer, mixed, None))
 
 
 def _inner_norm_centered() -> AbstractContextManager[None]:
@@ -169,6 +171,29 @@ def _inner_norm_centered() -> AbstractContextManager[None]:
         return norm(layer, out, gate) * (1.0 + layer.norm) / layer.norm
 
     return patch.multiple(GatedDeltaNet, _gated_norm=centered)
+
+
+def _gate_behind_norm() -> AbstractContextManager[None]:
+    """The norm inside Mamba-2 is taken before its gate, as in gated delta nets."""
+
+    def norm_then_gate(layer, y, gate, weight):
+        normed = torch.nn.functional.rms_norm(y.float(), (layer.width,), None, layer.config.layernorm_epsilon)
+        return normed * weight.view(-1, layer.width) * torch.nn.functional.silu(gate)
+
+    return patch.multiple(Mamba2Mixer, _gated_norm=norm_then_gate)
+
+
+def _latent_gradients_not_summed() -> AbstractContextManager[None]:
+    """Gradients of the projections around latent experts are not summed over the ranks that each see a part of the
+    sequence."""
+
+    def unmarked(actor: MegatronActor) -> None:
+        for chunk in actor.chunks:
+            for name, parameter in chunk.named_parameters():
+                if "_latent_proj." in name:
+                    parameter.sequence_parallel = False
+
+    return _after_loading(unmarked)
 
 
 def _norms_not_centered() -> AbstractContextManager[None]:
@@ -260,5 +285,6 @@ FAULTS = {
     "state-kept-over-borders": _state_kept_over_borders, "inner-norm-centered": _inner_norm_centered,
     "norms-not-centered": _norms_not_centered, "head-norms-cut-over-tp": _head_norms_cut_over_tp,
     "sinks-of-another-rank": _sinks_of_another_rank, "window-one-wider": _window_one_wider, "no-sinks": _no_sinks,
+    "gate-behind-norm": _gate_behind_norm, "latent-gradients-not-summed": _latent_gradients_not_summed,
     "components-counted-on-each-rank": _components_counted_on_each_rank,
 }  # fmt: skip

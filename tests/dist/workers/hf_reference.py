@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -18,6 +19,7 @@ from transformers import (
     LlamaConfig,
     MiniMaxM2Config,
     MixtralConfig,
+    NemotronHConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -69,10 +71,21 @@ DROPPED = {
     "minimax_m2": {"rotary_dim": 16, "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid",
                    "use_routing_bias": True},
     "gpt_oss": {"swiglu_limit": 7.0},
+    "nemotron_h": {"mamba_n_groups": 4, "rms_norm_eps": 1e-6},
 }  # fmt: skip
 # 16 of up to 40 tokens: sparse. A head whose products are all negative scores 0; with many heads no two keys tie
 _SPARSE = _MLA | _ROUTED | {"index_n_heads": 8, "index_head_dim": 16, "index_topk": 16}
 _DENSE = {"index_topk": 64}
+# experts in a latent space, and a router whose scores are divided by their sum
+_NEMOTRON = {name: size for name, size in SIZES.items() if name != "num_hidden_layers"} | _NO_GROUPS | {
+    "head_dim": 32, "layers_block_type": ["mamba", "moe", "attention", "moe", "mamba", "mlp", "mamba", "moe"],
+    "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 4, "ssm_state_size": 16,
+    "chunk_size": 64,  # in several chunks transformers' torch path adds states of later ones to earlier ones
+    # else transformers' torch path bounds steps below, which its kernels and engines do not
+    "time_step_min": 1e-9, "layer_norm_epsilon": 1e-6, "use_mamba_kernels": False,
+    "n_routed_experts": 8, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48,
+    "routed_scaling_factor": 2.5,
+}  # fmt: skip
 CONFIGS = {
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),
     "qwen3_tied": lambda: Qwen3Config(**(SIZES | {"tie_word_embeddings": True}), head_dim=32),
@@ -120,6 +133,8 @@ CONFIGS = {
         **_SPARSE, **_NO_GROUPS, rms_norm_eps=1e-6, rope_parameters=_PLAIN, index_topk_freq=2,
         index_skip_topk_offset=1,
     ),
+    "nemotron_h": lambda: NemotronHConfig(**_NEMOTRON, moe_latent_size=32),  # Super, Ultra
+    "nemotron_h_nano": lambda: NemotronHConfig(**_NEMOTRON),
     "deepseek_v32": lambda: DeepseekV32Config(
         **_SPARSE, **_GROUPS, num_experts=8, rope_parameters=_YARN
     ),
@@ -149,7 +164,7 @@ def write_model(folder: Path, name: str, config: PretrainedConfig) -> None:
     """Leaves the folder `name`, `name`.gradients beside it, and logits and loss in `name`.pt."""
     batch, model = samples(), random_model(config)
     stir(model)
-    model.save_pretrained(folder / name)
+    save(model, folder / name)
     logits = torch.zeros(NUM_SAMPLES, WIDTH, VOCAB)
     loss = torch.zeros(())
     for i, length in enumerate(LENGTHS):
@@ -167,7 +182,15 @@ def write_model(folder: Path, name: str, config: PretrainedConfig) -> None:
     for parameter in model.parameters():
         frozen = parameter.grad is None  # an indexer's
         parameter.data = torch.zeros_like(parameter) if frozen else parameter.grad
-    model.save_pretrained(folder / f"{name}.gradients")
+    save(model, folder / f"{name}.gradients")
+
+
+def save(model: PreTrainedModel, folder: Path) -> None:
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    # transformers 5 writes another name than published files have, and than it reads
+    if (embedding := tensors.pop("backbone.embedding.weight", None)) is not None:
+        save_file({**tensors, "backbone.embeddings.weight": embedding}, folder / "model.safetensors", {"format": "pt"})
 
 
 def main(folder: Path, *names: str) -> None:

@@ -18,17 +18,21 @@ def layer(experts: Experts, at: Share, imbalance: float) -> LayerCost:
     most = min(imbalance, p.ep, experts.count / experts.per_token)  # all tokens at most
     received = copies * p.etp * most
     inside = experts.ffn_size / p.etp * received
-    shared = mlp_cost(at, experts.shared_ffn_size)
+    shared = mlp_cost(at, experts.shared_ffn_size, experts.gated)
+    sent_size = experts.latent_size or hidden
+    latent = 2 * hidden * experts.latent_size * at.part  # multiply-adds of both projections
     scores = 6 * experts.count * at.part * FP32
     # experts' input; gate and up, silu(gate), up + 0, their product, and that times the router's
-    # weight
-    kept = (hidden * received + 6 * inside) * at.width + scores
+    # weight; without gates up, relu(up), its square, and that times the weight
+    kept = (sent_size * received + (6 if experts.gated else 4) * inside) * at.width + scores
+    kept += 2 * experts.latent_size * at.part * at.width  # what is sent, and what comes back
     # before and after both exchanges, sorted by expert and not
-    transient = 2 * hidden * (copies + received) * at.width + at.gathered
+    transient = 2 * sent_size * (copies + received) * at.width + at.gathered
     sent = {
-        "ep": 2 * copies * hidden * at.width * (p.ep - 1) / p.ep,
-        "tp": 2 * copies * hidden * at.width * (p.etp - 1)
+        "ep": 2 * copies * sent_size * at.width * (p.ep - 1) / p.ep,
+        "tp": 2 * copies * sent_size * at.width * (p.etp - 1)
         + shared.sent["tp"] * bool(experts.shared_ffn_size),
     }
-    flops = 6 * hidden * inside + 2 * hidden * experts.count * at.part
+    flops = (6 if experts.gated else 4) * sent_size * inside + 2 * latent
+    flops += 2 * hidden * experts.count * at.part
     return LayerCost(kept + shared.kept, transient, flops + shared.flops, sent)

@@ -68,6 +68,7 @@ class Experts:
     dense_layers: int = 0  # first layers, which have one MLP and no experts
     shared_ffn_size: int = 0  # of the experts that every token meets, together; 0: none
     shared_gate: bool = False  # times a sigmoid of the token
+    latent_size: int = 0  # width in which routed experts work, between two projections; 0: hidden
     # no numbers: two models do not differ by these
     names: ExpertNames = field(default=NAMES, compare=False)
     # why experts that engines chose cannot be replayed
@@ -87,6 +88,11 @@ class Experts:
         return "uint8" if self.count <= 256 else "int16"
 
     @property
+    def gated(self) -> bool:
+        """Tells whether an expert is a gated MLP."""
+        return bool(self.names.projections.gate)
+
+    @property
     def takes_adapters(self) -> bool:
         """Tells whether models/layers/lora.py knows them."""
         others = self.sigmoid or self.shared_ffn_size or self.dense_layers
@@ -102,12 +108,17 @@ class Experts:
             bias = prefix + names.bias
             yield TensorSpec(bias, (self.count,), "bias", dtype="float32", trained=False)
         if self.shared_ffn_size:
-            yield from mlp_tensors(hidden, self.shared_ffn_size, f"{prefix}{names.shared}.")
+            shared = f"{prefix}{names.shared}."
+            yield from mlp_tensors(hidden, self.shared_ffn_size, shared, names=names.projections)
         if self.shared_gate:
             yield TensorSpec(prefix + "shared_expert_gate.weight", (1, hidden), "matrix")
+        if latent := self.latent_size:
+            yield TensorSpec(prefix + "fc1_latent_proj.weight", (latent, hidden), "matrix")
+            yield TensorSpec(prefix + "fc2_latent_proj.weight", (hidden, latent), "matrix")
         for number in range(self.count):
             expert = f"{prefix}experts.{number}."
-            yield from mlp_tensors(hidden, self.ffn_size, expert, True, names.projections)
+            size = latent or hidden
+            yield from mlp_tensors(size, self.ffn_size, expert, True, names.projections)
 
     def load(self, mlp: MoELayer, hf: Mapping[str, Tensor], prefix: str, place: RankPlace) -> None:
         """Copies this rank's slices of HF tensors into Megatron's parameters; prefix: of the
@@ -119,9 +130,12 @@ class Experts:
             mlp.router.expert_bias.copy_(hf[prefix + names.bias])
         if self.shared_ffn_size:
             shared = mlp_weights(mlp.shared_experts)
-            load_mlp(*shared, hf, f"{prefix}{names.shared}.", place.tensor)
+            load_mlp(*shared, hf, f"{prefix}{names.shared}.", place.tensor, names.projections)
         if self.shared_gate:
             mlp.shared_experts.gate_weight.copy_(hf[prefix + "shared_expert_gate.weight"])
+        if self.latent_size:
+            for name in ("fc1_latent_proj", "fc2_latent_proj"):
+                getattr(mlp, name).weight.copy_(hf[f"{prefix}{name}.weight"])
         for local, number in enumerate(mlp.local_expert_indices):
             expert = f"{prefix}experts.{number}."
             load_mlp(*mlp_weights(mlp.experts, local), hf, expert, place.expert, names.projections)
@@ -145,6 +159,7 @@ class Experts:
             "moe_router_dtype": "fp32" if actor.dtype != "float32" else None,
             "moe_shared_expert_intermediate_size": self.shared_ffn_size or None,
             "moe_shared_expert_gate": self.shared_gate,
+            "moe_latent_size": self.latent_size or None,
         }
         if self.dense_layers:
             fields["moe_layer_freq"] = [0] * self.dense_layers + [1] * arch.expert_layers

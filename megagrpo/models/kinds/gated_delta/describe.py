@@ -10,7 +10,7 @@ from megagrpo.models.config_json import HfConfig
 from megagrpo.models.costs import FP32, LayerCost, Share
 from megagrpo.models.kinds.gated_delta import cost
 from megagrpo.models.points import Row
-from megagrpo.models.tensors import Cut, Shard, TensorSpec
+from megagrpo.models.tensors import Cut, Shard, TensorSpec, load_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +26,8 @@ class GatedDelta:
     """Holds the sizes of linear attention, and the layers that have it in place of attention."""
 
     MODULE: ClassVar[str] = "linear_attn"  # of files, in a layer
+    CUT_KEY: ClassVar[str] = "linear_num_key_heads"  # of config.json, what ranks divide
+    PACKAGES: ClassVar[tuple[str, ...]] = ("fla",)  # that GPUs need
 
     key_heads: int
     value_heads: int  # a multiple
@@ -53,6 +55,11 @@ class GatedDelta:
         """Counts what the convolution mixes along the sequence: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
+    @property
+    def cut(self) -> int:
+        """Counts what ranks divide: key heads, with their value heads."""
+        return self.key_heads
+
     def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
         """Yields projections, the convolution, decays and a norm."""
         hidden = arch.hidden_size
@@ -78,24 +85,14 @@ class GatedDelta:
         heads = self.key_heads
         keys = heads * self.key_dim
 
-        def by_head(tensor: Tensor) -> Tensor:
-            return tensor.view(heads, len(tensor) // heads, *tensor.shape[1:])
-
-        def fill(target: Tensor, parts: list[Tensor]) -> None:
-            target = target.view(heads // shard.size, -1, *target.shape[1:])
-            start = 0
-            for part in map(by_head, parts):
-                end = start + part.shape[1]
-                target[:, start:end].copy_(shard.rows(part))
-                start = end
-
         def by_kind(mixed: Tensor) -> list[Tensor]:
             return [mixed[:keys], mixed[keys : 2 * keys], mixed[2 * keys :]]
 
         names = ("qkvz", "ba") if self.grouped else ("qkv", "z", "b", "a")
         inputs = [hf[f"{prefix}in_proj_{name}.weight"] for name in names]
-        fill(layer.in_proj.weight, inputs if self.grouped else by_kind(inputs[0]) + inputs[1:])
-        fill(layer.conv1d, by_kind(hf[prefix + "conv1d.weight"]))
+        rows = inputs if self.grouped else by_kind(inputs[0]) + inputs[1:]
+        load_groups(layer.in_proj.weight, rows, heads, shard)
+        load_groups(layer.conv1d, by_kind(hf[prefix + "conv1d.weight"]), heads, shard)
         layer.A_log.copy_(shard.rows(hf[prefix + "A_log"]))
         layer.dt_bias.copy_(shard.rows(hf[prefix + "dt_bias"]))
         layer.norm.copy_(hf[prefix + "norm.weight"])
@@ -103,7 +100,7 @@ class GatedDelta:
 
     def cuts(self, p: ParallelConfig) -> Iterator[Cut]:
         """Yields what tensor- and context-parallel ranks divide."""
-        yield Cut("linear_num_key_heads", self.key_heads, "tp x cp", p.tp * p.cp)
+        yield Cut(self.CUT_KEY, self.key_heads, "tp x cp", p.tp * p.cp)
 
     def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
         """Returns the fields of Megatron's TransformerConfig."""
@@ -130,6 +127,13 @@ class GatedDelta:
         inputs = self.channels * (self.kernel - 1) * width
         state = self.value_heads * self.value_dim * self.key_dim * FP32
         return sum(self.layers) * (inputs + state) // ranks
+
+    def fp8_parts(self, ranks: int) -> dict[str, float]:
+        """Returns by name the sizes of a rank's parts of an engine's matrices in FP8."""
+        return {
+            "delta net's keys": self.key_heads / ranks * self.key_dim,
+            "delta net's values": self.value_heads / ranks * self.value_dim,
+        }
 
     def points(self) -> list[Row]:
         """Returns what bisect compares inside a layer."""

@@ -1,12 +1,12 @@
 """Submits an experiment as a Slurm job: checks it, then calls sbatch with a slurm/*.sbatch."""
 
+import argparse
 import json
 import shlex
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,7 +17,9 @@ from megagrpo.check.rules.placement import needs_gpus, place
 from megagrpo.check.rules.subject import Nodes, broken
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system import environment
+from megagrpo.system.arguments import positive
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.plan.fitting import fit_problems
 
 SCRIPTS = {  # by kind
     "one-job": "one_job.sbatch",
@@ -54,8 +56,7 @@ def submit(config: ExperimentConfig, experiment: list[str], request: Request, dr
     Raises ValueError with all problems.
     """
     problems = misfits(config, request) + preflight(config, nodes_of(request))
-    fitting = import_module("megagrpo.tools.plan.fitting")  # beside the core, which knows its name
-    problems += fitting.fit_problems(config, request.gpus_per_node)
+    problems += fit_problems(config, request.gpus_per_node)
     in_image = runs_in_image(request)
     elsewhere = list(broken(installed(config))) if dry_run or in_image else []
     elsewhere += broken(absent_files(config)) if dry_run else []
@@ -251,3 +252,66 @@ def sbatch_command(
     if folder != config.run_folder:
         experiment = [*experiment, "--set", f"output_dir={json.dumps(str(folder.path))}"]
     return ["sbatch", *once, *nodes, str(script), *experiment]
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Adds the options of the command line."""
+    option = command.add_argument
+    kinds = (
+        "the first nodes train and the others sample; heterogeneous "
+        "job; one node; engines on the trainers' nodes"
+    )
+    option(
+        "--kind",
+        choices=("one-job", "het", "one-node", "colocated"),
+        help=f"{kinds}. Default: what the experiment needs",
+    )
+    option("--trainer-nodes", type=positive, help="default: as few as suffice")
+    option(
+        "--rollout-nodes",
+        type=int,
+        help="nodes that have only engines; default: as few as suffice",
+    )
+    gpus = (
+        "GPUs per node; 0: the job requests none; default: "
+        "cluster.gpus_per_node, if the experiment needs GPUs"
+    )
+    option("--gpus-per-node", type=int, help=gpus)
+    option("--time", help="time limit, in sbatch's format")
+    option("--partition", help="partition for the job")
+    rest = "seconds before the time limit at which a step ends and is saved (default 300)"
+    option("--grace-s", type=positive, default=300, help=rest)
+    option(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="another option for the job: --sbatch=--account=x",
+    )
+    option(
+        "--srun",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="the same for each node's step: --srun=--container-image=image.sqsh; the words in "
+        "MEGAGRPO_NODE_PREFIX go before each node's command",
+    )
+    option("--dry-run", action="store_true", help="print the script and sbatch's command line")
+
+
+def run(args: argparse.Namespace, config: ExperimentConfig) -> int:
+    """Runs the command."""
+    names = (
+        "kind",
+        "trainer_nodes",
+        "rollout_nodes",
+        "gpus_per_node",
+        "time",
+        "partition",
+        "grace_s",
+    )
+    given = {name: getattr(args, name) for name in names}
+    request = Request(**given, options=tuple(args.sbatch), srun_options=tuple(args.srun))
+    changes = (word for override in args.overrides for word in ("--set", override))
+    words = [str(Path(args.config).absolute()), *changes]
+    return submit(config, words, request, args.dry_run)

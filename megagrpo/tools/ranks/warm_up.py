@@ -10,6 +10,7 @@ from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.step import likelihood_step
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
+from megagrpo.check.problems import model_to_warm_up
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.messages import tokens_behind
@@ -17,14 +18,14 @@ from megagrpo.data.prompts import describe_dropped, load_prompts, load_tokenizer
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.step_log import StepLog
 from megagrpo.system.progress import Progress
-from megagrpo.tasks.refuse import model_to_warm_up
+from megagrpo.tools.ranks.folders import export_hf
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
-from megagrpo.weights.actor_weights import export_hf, load_initial_weights
+from megagrpo.weights.actor_weights import load_initial_weights
 
 _DECAY = 0.95  # of the loss's running mean: about 20 steps
 
 
-def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> None:
+def warm_up(config: ExperimentConfig, device: torch.device, progress: Progress) -> None:
     """Collective. Trains from `sft.model` for `sft.num_steps` steps and writes the result to
     `model.path`."""
     options = config.sft

@@ -29,6 +29,7 @@ RECURRENT: dict[str, object] = {  # more, for a model with recurrent layers
     # the other strategy and overlapping schedules copy states by Triton kernels
     "mamba_radix_cache_strategy": "no_buffer",
     "disable_overlap_schedule": True,
+    "moe_runner_backend": "triton",  # Nemotron-H's default reorders weights for a GPU's kernel
 }
 
 

@@ -1,0 +1,195 @@
+"""Nemotron-H and Nemotron-3 (Nano, Super, Ultra): layers of one part each, Mamba-2, attention
+without positions, experts or an MLP, in the order that config.json gives.
+
+MLPs and experts are two projections around a squared ReLU. Experts of Super and Ultra work in a
+latent space, between two projections. Multi-token-prediction layers (mtp.*) are not loaded.
+transformers' torch path bounds Mamba's steps below by `time_step_min`; its kernels and engines
+do not, nor does this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from megagrpo.models.architecture import Architecture, Part
+from megagrpo.models.config_json import (
+    COMMON_SIZE_KEYS,
+    HfConfig,
+    every_scaling_refused,
+    missing_keys,
+)
+from megagrpo.models.families.sigmoid_moe import group_refusals
+from megagrpo.models.family import Family, TinySizes
+from megagrpo.models.kinds.experts.describe import ExpertNames, Experts
+from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
+from megagrpo.models.kinds.mamba2.describe import Mamba2
+from megagrpo.models.tensors import PLAIN_NAMES
+
+_LETTERS: dict[str, Part] = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
+_MAMBA_SIZES = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
+_EXPERT_SIZES = (
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_latent_size",
+    "n_group",
+    "topk_group",
+)
+_EXPERT_NAMES = ExpertNames(
+    projections=PLAIN_NAMES, shared_size="moe_shared_expert_intermediate_size"
+)
+_ENGINE_GROUPS = 8  # SGLang's n_groups if config.json has no mamba_n_groups, whatever n_groups says
+_UNBOUNDED = [0.0, {"__float__": "Infinity"}]  # as transformers writes it
+_ONLY: dict[str, tuple[object, ...]] = {  # the values of keys that may be absent
+    "mlp_hidden_act": ("relu2",),
+    "mamba_hidden_act": ("silu",),
+    "use_bias": (False,),
+    "mamba_proj_bias": (False,),
+    "use_conv_bias": (True,),
+    "residual_in_fp32": (False,),
+    "sliding_window": (None,),
+    "norm_topk_prob": (True,),
+    "n_shared_experts": (1,),
+    "time_step_limit": ([0.0, float("inf")], _UNBOUNDED, None),
+}
+
+
+class NemotronH(Family):
+    """Reads layers by `hybrid_override_pattern`, or by `layers_block_type`."""
+
+    HF_CLASS = "NemotronHForCausalLM"
+    REQUIRED_KEYS: ClassVar[tuple[str, ...]] = (*_MAMBA_SIZES, "layer_norm_epsilon")
+    SIZE_KEYS = COMMON_SIZE_KEYS | {
+        *(*_MAMBA_SIZES[:4], *_EXPERT_SIZES),
+        *("mamba_n_groups", "hybrid_override_pattern", "layers_block_type"),
+        "num_nextn_predict_layers",
+    }
+    ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
+    GATED = False
+    LEFT_OUT = ("mtp.",)
+    DRAFT_REFUSAL = "its multi-token-prediction layers (mtp.*) are not loaded"
+    FP8_REFUSAL = "not for models with Mamba-2 layers"
+
+    def refusals(self, hf: HfConfig) -> list[str]:
+        return super().refusals(_common(hf))
+
+    def own_refusals(self, hf: HfConfig) -> list[str]:
+        problems = [
+            f"{key} {hf[key]!r} is not supported; supported: {values[0]!r}"
+            for key, values in _ONLY.items()
+            if hf.get(key, values[0]) not in values
+        ]
+        unknown = sorted(set(_words(hf)) - {*_LETTERS.values()})
+        if unknown or not _words(hf):
+            names = ", ".join(_LETTERS)
+            problems.append(
+                f"hybrid_override_pattern (layers_block_type) has {', '.join(unknown) or 'no layer'}; "
+                f"supported: {names}"
+            )
+        elif not {"mamba", "attention"} <= {*_words(hf)}:
+            problems.append("a model without Mamba-2 layers or without attention is not supported")
+        if not isinstance(hf["intermediate_size"], int):
+            problems.append(
+                "intermediate_size must be one number: MLPs of several are not supported"
+            )
+        if hf["mamba_num_heads"] % hf["n_groups"]:
+            problems.append("n_groups must divide mamba_num_heads")
+        if (engines := hf.get("mamba_n_groups", _ENGINE_GROUPS)) != hf["n_groups"]:
+            problems.append(
+                f"n_groups is {hf['n_groups']}, but SGLang would compute with {engines} "
+                "(mamba_n_groups); write both alike"
+            )
+        if "moe" in _words(hf):
+            lacking = missing_keys(hf, _EXPERT_SIZES[:4])
+            problems += lacking or group_refusals(hf)
+            if hf.get("num_experts_per_tok") == 1:
+                problems.append(
+                    "num_experts_per_tok 1 is not supported: one expert's score would "
+                    "not be divided by itself"
+                )
+        return problems
+
+    def architecture(self, hf: HfConfig) -> Architecture:
+        return super().architecture(_common(hf))
+
+    def attention(self, hf: HfConfig) -> GroupedQuery:
+        attention = GroupedQuery.read(hf)  # whose positions config.json describes, and nobody turns
+        return replace(attention, rotary=replace(attention.rotary, fraction=0.0))
+
+    def mamba(self, hf: HfConfig) -> Mamba2:
+        return Mamba2.read(hf, tuple(part == "mamba" for part in self.parts(hf)))
+
+    def parts(self, hf: HfConfig) -> tuple[Part, ...]:
+        by_name = {name: name for name in _LETTERS.values()}
+        return tuple(by_name[word] for word in _words(hf))
+
+    def experts(self, hf: HfConfig) -> Experts | None:
+        if "moe" not in _words(hf):
+            return None
+        groups = hf.get("n_group") or 1
+        return Experts.read(
+            hf,
+            "n_routed_experts",
+            _EXPERT_NAMES,
+            shared_ffn_size=hf["moe_shared_expert_intermediate_size"],
+            latent_size=hf.get("moe_latent_size") or 0,
+            sigmoid=True,
+            router_bias=True,
+            groups=groups,
+            top_groups=hf["topk_group"] if groups > 1 else 1,
+            scale=float(hf.get("routed_scaling_factor", 1.0)),
+            unreported="SGLang's Nemotron-H does not say which layer chose experts",
+        )
+
+    def stored_name(self, name: str) -> str:
+        outside = {
+            "model.embed_tokens.weight": "backbone.embeddings.weight",
+            "model.norm.weight": "backbone.norm_f.weight",
+        }
+        if not name.startswith("model.layers."):
+            return outside.get(name, name)
+        _, _, index, part, inner = name.split(".", 4)
+        part = "norm" if part.endswith("layernorm") else "mixer"
+        return f"backbone.layers.{index}.{part}.{inner.replace('gated_norm.', 'norm.')}"
+
+    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
+        pattern = ("ME*E" * sizes.num_layers)[: sizes.num_layers]
+        return {
+            "hybrid_override_pattern": pattern,
+            "layers_block_type": [_LETTERS[letter] for letter in pattern],
+            "layer_norm_epsilon": 1e-6,
+            "mlp_hidden_act": "relu2",
+            "mamba_num_heads": 2 * sizes.num_heads,
+            "mamba_head_dim": 16,
+            "n_groups": sizes.num_heads,
+            "mamba_n_groups": sizes.num_heads,
+            "ssm_state_size": 16,
+            "conv_kernel": 4,
+            "chunk_size": 32,
+            "time_step_min": 1e-9,  # see above
+            "n_routed_experts": sizes.num_experts,
+            "num_experts_per_tok": max(sizes.experts_per_token, 2),
+            "moe_intermediate_size": sizes.expert_ffn_size,
+            "moe_shared_expert_intermediate_size": sizes.expert_ffn_size,
+            "moe_latent_size": sizes.hidden_size // 2,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+        }
+
+
+def _words(hf: HfConfig) -> list[str]:
+    """Returns what each layer is, unknown ones as they stand."""
+    if (pattern := hf.get("hybrid_override_pattern")) is not None:
+        return [_LETTERS.get(letter, letter) for letter in pattern]
+    return list(hf.get("layers_block_type") or ())
+
+
+def _common(hf: HfConfig) -> HfConfig:
+    """Returns a config.json with the number of layers, and epsilon under other families' name."""
+    named = {"num_hidden_layers": len(_words(hf)), "rms_norm_eps": hf.get("layer_norm_epsilon")}
+    return {**hf, **named}

@@ -1,0 +1,38 @@
+"""The cost of a Mamba-2 layer, as mamba-ssm's kernels compute it. No torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megagrpo.models.costs import FP32, LayerCost, Share
+
+if TYPE_CHECKING:
+    from megagrpo.models.kinds.mamba2.describe import Mamba2
+
+_CHUNK = 128  # tokens that the kernel computes at once
+
+
+def layer(mamba: Mamba2, at: Share) -> LayerCost:
+    """Returns the cost of one for a micro-batch."""
+    p = at.parallel
+    heads = mamba.heads / p.tp
+    values = mamba.values / p.tp
+    channels = mamba.channels / p.tp
+    rows = values + channels + heads
+    # the projection; convolved channels; the scan's output, and times its gate, normed; steps, and
+    # the state at the end of each chunk
+    kept = (rows + channels + 2 * values) * at.width
+    kept += (heads + values * mamba.state / _CHUNK) * FP32
+    # of a token: B with C of each group and scores with values in its chunk, on average half; the
+    # state is read and written
+    groups = mamba.groups / p.tp
+    scan = _CHUNK * (groups * mamba.state + values) + 4 * values * mamba.state
+    return LayerCost(
+        kept=kept * at.whole,
+        transient=(2 * rows * at.width + 3 * values * FP32) * at.whole + at.gathered,
+        flops=(2 * at.hidden_size * (rows + values) + scan) * at.whole,
+        sent={
+            "tp": at.gathers(2),
+            "cp": (rows + values) * at.whole * at.width * (p.cp - 1) / p.cp,
+        },
+    )

@@ -1,0 +1,124 @@
+"""Mamba-2 (arXiv 2405.21060) by its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from megagrpo.models.config_json import HfConfig
+from megagrpo.models.costs import FP32, LayerCost, Share
+from megagrpo.models.kinds.mamba2 import cost
+from megagrpo.models.points import Row
+from megagrpo.models.tensors import Cut, Shard, TensorSpec, load_groups
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megagrpo.config.actor import ActorConfig, ParallelConfig
+    from megagrpo.models.architecture import Architecture
+    from megagrpo.models.fields import Fields, Kernels
+    from megagrpo.models.kinds.mamba2.layer import Mamba2Mixer
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """Holds the sizes of Mamba-2, and the layers that have it in place of attention."""
+
+    MODULE: ClassVar[str] = "linear_attn"  # in a layer; a family may store it under another name
+    CUT_KEY: ClassVar[str] = "n_groups"  # of config.json, what ranks divide
+    PACKAGES: ClassVar[tuple[str, ...]] = ("mamba_ssm", "causal_conv1d")  # that GPUs need
+
+    heads: int
+    head_dim: int
+    groups: int  # of heads that share B and C
+    state: int  # width of B and C
+    kernel: int  # tokens of the convolution
+    layers: tuple[bool, ...]
+
+    @classmethod
+    def read(cls, hf: HfConfig, layers: tuple[bool, ...]) -> Mamba2:
+        """Reads a config.json that has its keys."""
+        return cls(
+            heads=hf["mamba_num_heads"],
+            head_dim=hf["mamba_head_dim"],
+            groups=hf["n_groups"],
+            state=hf["ssm_state_size"],
+            kernel=hf["conv_kernel"],
+            layers=layers,
+        )
+
+    @property
+    def values(self) -> int:
+        """Counts the outputs of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Counts what the convolution mixes along the sequence: x, B and C."""
+        return self.values + 2 * self.groups * self.state
+
+    @property
+    def cut(self) -> int:
+        """Counts what ranks divide: groups, with their heads."""
+        return self.groups
+
+    def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
+        """Yields projections, the convolution, decays, skips and a norm."""
+        hidden = arch.hidden_size
+        channels = self.channels
+        rows = self.values + channels + self.heads
+        yield TensorSpec(prefix + "in_proj.weight", (rows, hidden), "matrix")
+        yield TensorSpec(prefix + "conv1d.weight", (channels, 1, self.kernel), "convolution")
+        yield TensorSpec(prefix + "conv1d.bias", (channels,), "bias")
+        yield TensorSpec(prefix + "A_log", (self.heads,), "bias", dtype="float32")  # as in engines
+        yield TensorSpec(prefix + "D", (self.heads,), "bias")
+        yield TensorSpec(prefix + "dt_bias", (self.heads,), "bias")
+        yield TensorSpec(prefix + "gated_norm.weight", (self.values,), "norm")
+        yield TensorSpec(prefix + "out_proj.weight", (hidden, self.values), "matrix")
+
+    def load(self, layer: Mamba2Mixer, hf: Mapping[str, Tensor], prefix: str, shard: Shard) -> None:
+        """Copies this rank's slices of HF tensors, whose rows stand kind by kind, into rows that
+        stand group by group."""
+        width = self.groups * self.state
+        channels = (self.values, width, width)
+        inputs = hf[prefix + "in_proj.weight"].split((self.values, *channels, self.heads))
+        load_groups(layer.in_proj.weight, inputs, self.groups, shard)
+        for name, target in (("weight", layer.conv1d), ("bias", layer.conv_bias)):
+            mixed = hf[f"{prefix}conv1d.{name}"].split(channels)
+            load_groups(target, mixed, self.groups, shard)
+        for name in ("A_log", "D", "dt_bias"):
+            getattr(layer, name).copy_(shard.rows(hf[prefix + name]))
+        layer.norm.copy_(shard.rows(hf[prefix + "gated_norm.weight"]))
+        layer.out_proj.weight.copy_(shard.columns(hf[prefix + "out_proj.weight"]))
+
+    def cuts(self, p: ParallelConfig) -> Iterator[Cut]:
+        """Yields what tensor- and context-parallel ranks divide."""
+        yield Cut(self.CUT_KEY, self.groups, "tp x cp", p.tp * p.cp)
+
+    def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
+        """Returns the fields of Megatron's TransformerConfig: none, its layer gets the sizes."""
+        return {}
+
+    def recomputed(self, engine: bool, scaled: bool) -> list[str]:
+        """Returns Megatron's names of what is cheap to compute again."""
+        return []
+
+    def cost(self, at: Share) -> LayerCost:
+        """Returns the cost of one for a micro-batch."""
+        return cost.layer(self, at)
+
+    def state_bytes(self, ranks: int, width: int) -> int:
+        """Returns the bytes of one request's states in one rank of an engine, of all layers: the
+        last inputs of each convolution, and the recurrent state in float32."""
+        inputs = self.channels * (self.kernel - 1) * width
+        return sum(self.layers) * (inputs + self.values * self.state * FP32) // ranks
+
+    def fp8_parts(self, ranks: int) -> dict[str, float]:
+        """Returns none: engines refuse FP8 of such a model."""
+        return {}
+
+    def points(self) -> list[Row]:
+        """Returns what bisect compares inside a layer."""
+        trainer = "self_attention.out_proj"
+        return [("attention_out", "Mamba-2", "linear_attn.out_proj", trainer, "whole")]

@@ -1,0 +1,188 @@
+"""Mamba-2: a state that every head decays by one number a token, in place of a layer's attention
+(state space duality; Dao and Gu, arXiv 2405.21060).
+
+    S(t) = exp(dt(t) A) S(t-1) + dt(t) x(t) B(t)^T,    y(t) = S(t) C(t) + D x(t)
+
+dt is softplus(its row + a bias) and A = -exp(A_log), both one a head; B and C are shared by the
+heads of a group. x, B and C pass a short causal convolution first, y times silu(z) an RMSNorm over
+each group. On a GPU convolution and scan are the kernels of causal-conv1d and mamba-ssm, as in
+Megatron's own mixer, which is not built without them; on a CPU torch.
+"""
+
+import torch
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from megagrpo.models.kinds.mamba2.describe import Mamba2
+from megagrpo.models.kinds.recurrent import RecurrentMixer
+from megagrpo.models.layers.parts import Parts
+
+_CHUNK = 32  # tokens that torch computes at once; more are wasted on short sequences
+_KERNEL_CHUNK = 128  # that mamba-ssm's kernels do
+
+
+class Mamba2Mixer(RecurrentMixer):
+    """Takes the place of Megatron's SelfAttention.
+
+    Rows of `in_proj` stand group by group: [z, x, B, C, dt]; those of `conv1d` [x, B, C].
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        in_proj: type,
+        out_proj: type,
+        sizes: Mamba2,
+        **_: object,
+    ):
+        """in_proj, out_proj: column- and row-parallel linear layers."""
+        heads = sizes.heads // sizes.groups
+        width = heads * sizes.head_dim
+        channels = width + 2 * sizes.state
+        rows = width + channels + heads
+        super().__init__(config, layer_number, in_proj, out_proj, sizes.groups, rows, width)
+        self.heads = heads
+        self.width = width
+        self.state = sizes.state
+        self.conv1d = self.cut(channels, 1, sizes.kernel)
+        self.conv_bias = self.cut(channels)
+        self.A_log = self.cut(heads, dtype=torch.float32)
+        self.D = self.cut(heads)
+        self.dt_bias = self.cut(heads)
+        self.norm = self.cut(width)
+
+    def mix(self, mixed: Tensor, borders: Tensor | None) -> Tensor:
+        groups = mixed.shape[2]
+        gate, channels, steps = mixed.split(
+            (self.width, self.width + 2 * self.state, self.heads), -1
+        )
+        conv1d, bias, a_log, skip, dt_bias, weight = self.own_heads(
+            self.conv1d, self.conv_bias, self.A_log, self.D, self.dt_bias, self.norm
+        )
+        on_gpu = mixed.is_cuda
+        convolve, scan = (_convolve_kernel, _scan_kernel) if on_gpu else (_convolve, _scan)
+        channels = convolve(channels.flatten(2), conv1d, bias, borders).unflatten(2, (groups, -1))
+        x, into, out_of = channels.split((self.width, self.state, self.state), -1)
+        x = x.unflatten(3, (self.heads, -1)).flatten(2, 3)
+        steps = F.softplus(steps.flatten(2).float() + dt_bias.float())
+        y = scan(x, steps, -a_log.exp(), into, out_of, skip, borders)
+        y = y.flatten(2).unflatten(2, (groups, -1))
+        return checkpoint(
+            self._gated_norm, y, gate, weight, use_reentrant=False, preserve_rng_state=False
+        )
+
+    def _gated_norm(self, y: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        """Computes in float32, of which nothing is kept: the backward computes it again."""
+        gated = y.float() * F.silu(gate.float())
+        normed = F.rms_norm(gated, (self.width,), None, self.config.layernorm_epsilon)
+        return (normed * weight.float().view(-1, self.width)).to(gate.dtype)
+
+
+def mamba2_spec(own: Mamba2, parts: Parts) -> ModuleSpec:
+    """Returns the specification of a Mamba-2 layer."""
+    return ModuleSpec(
+        module=Mamba2Mixer,
+        params={"in_proj": parts.column, "out_proj": parts.row, "sizes": own},
+    )
+
+
+def _sequence_of_each(borders: Tensor | None, count: int) -> Tensor | None:
+    """Returns the number of the sequence of each packed token, [1, count] int32."""
+    if borders is None:
+        return None
+    numbers = torch.arange(len(borders) - 1, dtype=torch.int32, device=borders.device)
+    # without a size it waits for the device
+    return numbers.repeat_interleave(borders.diff(), output_size=count)[None]
+
+
+def _convolve_kernel(x: Tensor, weight: Tensor, bias: Tensor, borders: Tensor | None) -> Tensor:
+    from causal_conv1d import causal_conv1d_fn
+
+    # with numbers of sequences the kernel wants channels beside each other
+    return causal_conv1d_fn(
+        x.contiguous().transpose(1, 2),
+        weight.squeeze(1),
+        bias,
+        seq_idx=_sequence_of_each(borders, x.shape[1]),
+        activation="silu",
+    ).transpose(1, 2)
+
+
+def _scan_kernel(
+    x: Tensor,
+    steps: Tensor,
+    decay: Tensor,
+    into: Tensor,
+    out_of: Tensor,
+    skip: Tensor,
+    borders: Tensor | None,
+) -> Tensor:
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    return mamba_chunk_scan_combined(
+        x.contiguous(),
+        steps,
+        decay,
+        into.contiguous(),
+        out_of.contiguous(),
+        _KERNEL_CHUNK,
+        D=skip.float(),
+        seq_idx=_sequence_of_each(borders, x.shape[1]),
+    )
+
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor, borders: Tensor | None) -> Tensor:
+    """Convolves each channel of x [b, s, channels] with its weight [channels, 1, kernel]."""
+    assert borders is None, "sequences are rows here"
+    past = F.pad(x.transpose(1, 2), (weight.shape[-1] - 1, 0))
+    return F.silu(F.conv1d(past, weight, bias, groups=len(weight))).transpose(1, 2)
+
+
+def _scan(
+    x: Tensor,
+    steps: Tensor,
+    decay: Tensor,
+    into: Tensor,
+    out_of: Tensor,
+    skip: Tensor,
+    borders: Tensor | None,
+) -> Tensor:
+    """Computes the recurrence in chunks, whose inside is a masked product (arXiv 2405.21060, 6).
+
+    x [b, s, heads, d], steps [b, s, heads], decay, skip [heads], into and out_of (B and C) [b, s,
+    groups, n]; in float32: [b, s, heads, d].
+    """
+    assert borders is None, "sequences are rows here"
+    length = x.shape[1]
+    groups = into.shape[2]
+    written = (x.float() * steps[..., None]).unflatten(2, (groups, -1))
+    # [b, chunks, groups, heads of each, places, d], and of into and out_of [..., 1, places, n]
+    written = _in_chunks(written).movedim(2, -2)
+    into, out_of = (_in_chunks(t.float()).movedim(2, -2)[:, :, :, None] for t in (into, out_of))
+    # rounded, their sum would be a rounded exponent
+    total = (
+        _in_chunks((steps * decay).double().unflatten(2, (groups, -1))).movedim(2, -1).cumsum(-1)
+    )
+    past = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool).tril()
+    between = (total[..., :, None] - total[..., None, :]).masked_fill(~past, -torch.inf)
+    inside = (out_of @ into.mT * between.exp().float()) @ written
+    from_start = total.exp().float()
+    to_end = (total[..., -1:] - total).exp().float()
+    added = into.mT @ (written * to_end[..., None])  # [..., n, d], of each chunk
+    state = torch.zeros_like(added[:, 0])
+    outputs = []
+    for i in range(added.shape[1]):
+        outputs.append(inside[:, i] + out_of[:, i] @ state * from_start[:, i, ..., None])
+        state = state * from_start[:, i, ..., -1:, None] + added[:, i]
+    y = torch.stack(outputs, 1).movedim(-2, 2).flatten(1, 2)[:, :length].flatten(2, 3)
+    return y + x.float() * skip.float()[:, None]
+
+
+def _in_chunks(t: Tensor) -> Tensor:
+    """Lays [b, s, ...] out as [b, chunks, places, ...], 0 at the end."""
+    after = (0, 0) * (t.dim() - 2) + (0, -t.shape[1] % _CHUNK)
+    return F.pad(t, after).unflatten(1, (-1, _CHUNK))

@@ -1,0 +1,146 @@
+"""A layer whose state goes from token to token in place of attention: what gated delta nets and
+Mamba-2 share.
+
+Rows of its first projection stand group by group, so every cut between groups is one of rows, of
+tensor- and of context-parallel ranks. State and convolution start anew with every sequence. Under
+context parallelism ranks exchange tokens for groups, so that each has whole sequences of some.
+"""
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel import all_to_all
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.utils.rnn import pad_sequence
+
+from megagrpo.models.kinds.grouped_query.layer import PackedSequences, zigzag_position
+
+
+class RecurrentMixer(MegatronModule):
+    """Takes the place of Megatron's SelfAttention; a subclass mixes the tokens of whole
+    sequences."""
+
+    A_log: torch.nn.Parameter
+    _context: ProcessGroup  # of the forward under way
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        in_proj: type,
+        out_proj: type,
+        groups: int,
+        rows: int,
+        width: int,
+    ):
+        """in_proj, out_proj: column- and row-parallel linear layers. groups: of the whole model;
+        rows, width: inputs and outputs of the mixing, of each."""
+        super().__init__(config)
+        self.layer_number = layer_number
+        self.rows = rows
+        self._groups = groups // config.tensor_model_parallel_size
+        linear = {"config": config, "init_method": config.init_method, "bias": False}
+        linear |= {"is_expert": False, "skip_bias_add": False}
+        self.in_proj = build_module(
+            in_proj, config.hidden_size, groups * rows, gather_output=False, **linear
+        )
+        self.out_proj = build_module(
+            out_proj, groups * width, config.hidden_size, input_is_parallel=True, **linear
+        )
+
+    def cut(self, rows: int, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+        """Returns a parameter of which this rank has its groups' rows, `rows` of each."""
+        dtype = dtype or self.config.params_dtype
+        device = torch.cuda.current_device()
+        parameter = torch.nn.Parameter(
+            torch.empty(self._groups * rows, *shape, dtype=dtype, device=device)
+        )
+        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # read by Megatron
+        parameter.partition_dim = 0  # type: ignore[attr-defined]
+        parameter.partition_stride = 1  # type: ignore[attr-defined]
+        return parameter
+
+    def keep_float32(self) -> None:
+        """Restores float32 of A_log after a cast: it is an exponent's exponent."""
+        self.A_log.data = self.A_log.data.float()
+
+    def own_heads(self, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """Returns the rows of this rank's groups, of those that share the sequences under way."""
+        context = self._context
+        return tuple(p.chunk(context.size())[context.rank()] for p in parameters)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+        **_: object,
+    ) -> tuple[Tensor, None]:
+        """Maps [s / tp, b, h] to the same; s, packed T, are this context rank's."""
+        mixed, _ = self.in_proj(hidden_states)
+        mixed = mixed.unflatten(-1, (-1, self.rows))  # [s, b, groups, rows]
+        self._context, borders = mpu.get_context_parallel_group(), None
+        if packed_seq_params is not None:
+            self._context, borders = packed_seq_params.group, packed_seq_params.cu_seqlens_q
+        group, cp = self._context, self._context.size()
+        if cp > 1:
+            place = _places(len(mixed), packed_seq_params)
+            by_group = mixed.unflatten(2, (cp, -1)).movedim(2, 0).flatten(0, 1)
+            mixed = all_to_all(group, by_group.contiguous())[place.argsort()]
+        out = self._mix(mixed.transpose(0, 1), borders).transpose(0, 1)
+        if cp > 1:
+            out = all_to_all(group, out[place]).unflatten(0, (cp, -1)).movedim(0, 2).flatten(2, 3)
+        return self.out_proj(out.flatten(2))[0], None
+
+    def mix(self, mixed: Tensor, borders: Tensor | None) -> Tensor:
+        """Maps whole sequences [b, s, groups, rows] to [b, s, groups, width]. borders: of packed
+        ones, on a GPU."""
+        raise NotImplementedError
+
+    def _mix(self, mixed: Tensor, borders: Tensor | None) -> Tensor:
+        if borders is None or mixed.is_cuda:
+            return self.mix(mixed, borders)
+        lengths = borders.diff().tolist()
+        out = self.mix(pad_sequence(mixed[0].split(lengths), batch_first=True), None)
+        return torch.cat([row[:n] for row, n in zip(out, lengths, strict=True)])[None]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        """Returns what a checkpoint holds, any layout's slices of the same tensors."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        own: dict = {}
+        self._save_to_state_dict(own, "", keep_vars=True)
+        rows = {name: 0 for name, p in own.items() if hasattr(p, "partition_dim")}
+        state = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            rows,
+            sharded_offsets,
+            tp_group=mpu.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        for name, module in self.named_children():
+            state |= sharded_state_dict_default(
+                module, f"{prefix}{name}.", sharded_offsets, metadata
+            )
+        return state
+
+
+def _places(count: int, packed: PackedSequences | None) -> Tensor:
+    """Returns where the `count` tokens of each context rank, rank after rank, lie in the whole
+    sequences, or in their row [cp count]."""
+    if packed is not None:
+        sequence, position = packed.grids(count).key_at
+        return packed.cu_seqlens_q[sequence] + position
+    cp = mpu.get_context_parallel_world_size()
+    place = torch.arange(count, device=torch.cuda.current_device())
+    return torch.cat([zigzag_position(place, count, rank, cp) for rank in range(cp)])
