@@ -96,7 +96,8 @@ class HfFolder(Mapping[str, Tensor]):
             words, scales = self._stored(name + PACKED)[rows], self._stored(name + SCALE)[rows]
             unpack_into(target, words, scales, start[1])
         elif name in self.files.mxfp4:
-            blocks, scales = self._stored(name + BLOCKS), self._stored(name + BLOCK_SCALES)
+            blocks = self._stored(name + BLOCKS)
+            scales = self._stored(name + BLOCK_SCALES)
             mxfp4.unpack_into(target, blocks, scales, start)
         else:
             target.copy_(self._stored(name)[Box(start, tuple(target.shape)).slices])

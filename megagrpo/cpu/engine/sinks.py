@@ -22,7 +22,8 @@ def attend(
 ) -> Tensor:
     """Returns [1, heads, n, d]; arguments as those of scaled_dot_product_attention."""
     repeat = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    key = key.repeat_interleave(repeat, 1)
+    value = value.repeat_interleave(repeat, 1)
     scores = (query @ key.mT).float() * scale
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()

@@ -1,6 +1,8 @@
 """gpt-oss (arXiv 2508.10925): attention with sinks, every other layer in a window, and experts with
 biases and a clamped activation."""
 
+from dataclasses import replace
+
 from megagrpo.models.config_json import (
     COMMON_SIZE_KEYS,
     HfConfig,
@@ -10,7 +12,9 @@ from megagrpo.models.family import Family, TinySizes
 from megagrpo.models.kinds.clamped.describe import CLAMPED_NAMES, ClampedExperts
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 
-_WINDOWED, _WHOLE = "sliding_attention", "full_attention"  # of layer_types
+# of layer_types
+_WINDOWED = "sliding_attention"
+_WHOLE = "full_attention"
 
 
 class GptOss(Family):
@@ -42,14 +46,8 @@ class GptOss(Family):
 
     def attention(self, hf: HfConfig) -> GroupedQuery:
         windows = tuple(kind == _WINDOWED for kind in hf["layer_types"])
-        return GroupedQuery.read(
-            hf,
-            qkv_bias=True,
-            output_bias=True,
-            sinks=True,
-            window=hf["sliding_window"],
-            windowed=windows,
-        )
+        own = GroupedQuery.read(hf, qkv_bias=True, output_bias=True, sinks=True)
+        return replace(own, window=hf["sliding_window"], windowed=windows)
 
     def experts(self, hf: HfConfig) -> ClampedExperts:
         limit = float(hf["swiglu_limit"])

@@ -17,7 +17,8 @@ PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
 INT4_WORD = 8  # columns of INT4 in one int32
 # after the name of a weight in MXFP4: its values and its blocks' scales; inputs with one scale
-BLOCKS, BLOCK_SCALES, MXFP4_BLOCK = "_blocks", "_scales", 32
+BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
+MXFP4_BLOCK = 32
 
 
 def quantization_problems(hf: HfConfig) -> list[str]:

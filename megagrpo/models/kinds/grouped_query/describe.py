@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megagrpo.models.config_json import HfConfig, Rotary
 from megagrpo.models.costs import LayerCost, Share
@@ -41,7 +41,7 @@ class GroupedQuery(Attention):
     windowed: tuple[bool, ...] = ()
 
     @classmethod
-    def read(cls, hf: HfConfig, fraction: float = 1.0, **flags: Any) -> GroupedQuery:
+    def read(cls, hf: HfConfig, fraction: float = 1.0, **flags: bool) -> GroupedQuery:
         """Reads a config.json; fraction: of a head that turns, if it has none. flags: of the
         family."""
         heads = hf["num_attention_heads"]
