@@ -19,6 +19,7 @@ from megagrpo.models.table import (
     model_tensors,
     parameter_counts,
 )
+from megagrpo.tools.bisect.points import layer_points, residual_points
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.plan.trainer_memory import stage_parameters
 from megagrpo.tools.plan.work import model_work
@@ -167,3 +168,16 @@ def test_tiny_models_have_every_kind_of_layer():
     arch = architecture_of(hf_config(TinyModelConfig(path="x", family="nemotron_h")))
     assert arch.parts == ("mamba", "moe", "attention", "moe") and arch.routed.latent_size
     assert arch.routed_layers == [1, 3]
+
+
+def test_points_of_bisect_have_the_engines_names():
+    """Layers of one part: no residual stream between parts, and one norm before each."""
+    arch = architecture_of(hf_config(TinyModelConfig(path="x", family="nemotron_h")))
+    engine = {point.name: point.engine.module for point in residual_points(arch)}
+    assert engine["embedding"] == "model.embed_tokens" and engine["final_norm"] == "model.norm_f"
+    assert engine["layers.0.output"] == "model.layers.1.norm" and engine["layers.3.output"] == "model.norm_f"
+    assert not any(name.endswith("after_attention") for name in engine)
+    inside = [[point.engine.module.split(".", 3)[3] for point in layer_points(arch, layer)[:-1]] for layer in range(3)]
+    assert inside[0] == ["norm", "mixer.out_proj"]
+    assert inside[1] == ["norm", "mixer.gate", "mixer.topk", "mixer.topk", "mixer"]
+    assert inside[2] == ["norm", "mixer.qkv_proj", *["mixer.attn"] * 3, "mixer.o_proj"]

@@ -80,6 +80,13 @@ def before_start(subject: Subject) -> Iterator[Rule]:
         "shows that a publish reaches states on the host",
         "remove it",
     )
+    transport = subject.experiment.weights.transport
+    yield Rule(
+        arch.mamba is not None and transport in ("broadcast", "disk"),
+        f"weights.transport: {transport} with Mamba-2 layers: SGLang's loader computes their decays, "
+        "which this transport does not verify",
+        "take reshard or ipc",
+    )
     fp8 = rollout.quantization
     if refusal := FAMILIES[arch.family].FP8_REFUSAL:
         yield Rule(fp8, f"rollout.quantization {fp8}: {refusal}", "remove it")
@@ -169,8 +176,9 @@ def _odd_parts(arch: Architecture, server: Server) -> dict[str, float]:
         sizes["keys"] = max(attention.kv_heads / part, 1) * attention.head_dim
         if whole and attention.output_gate:
             sizes["attention's output"] = heads * attention.head_dim
-    if recurrent := arch.recurrent:
-        sizes |= recurrent.fp8_parts(part)
+    if linear := arch.delta:
+        sizes["delta net's keys"] = linear.key_heads / part * linear.key_dim
+        sizes["delta net's values"] = linear.value_heads / part * linear.value_dim
     experts = arch.experts
     if experts is not None and experts.shared_ffn_size:
         sizes["shared expert"] = experts.shared_ffn_size / server.shared_tp
