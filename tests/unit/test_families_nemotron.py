@@ -5,7 +5,7 @@ import json
 import pytest
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.check.problems import layout_problems
+from megagrpo.check.problems import check_against_model, layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig
 from megagrpo.models.costs import layer_cost
@@ -137,6 +137,13 @@ def test_drafts_adapters_replay_of_engines_and_cut_groups_are_refused():
     assert "Nemotron-H does not say which layer chose experts" in problem
     problems = engine_layout_problems(experiment(rollout={"tp": 16}).rollout, arch)
     assert any("tp = 16 does not divide the model's n_groups = 8" in each for each in problems)
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "disk", "reshard", "ipc"])
+def test_decays_that_an_engines_loader_computes_need_a_transport_that_verifies_them(transport: str):
+    config = experiment(model={"path": str(FOLDER)}, weights={"transport": transport})
+    said = [text for text in check_against_model(config, SUPER) if "Mamba-2 layers" in text]
+    assert len(said) == (transport in ("broadcast", "disk"))
 
 
 def test_costs_of_layers_are_of_their_own_part():

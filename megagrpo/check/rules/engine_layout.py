@@ -80,13 +80,6 @@ def before_start(subject: Subject) -> Iterator[Rule]:
         "shows that a publish reaches states on the host",
         "remove it",
     )
-    transport = subject.experiment.weights.transport
-    yield Rule(
-        arch.mamba is not None and transport in ("broadcast", "disk"),
-        f"weights.transport: {transport} with Mamba-2 layers: SGLang's loader computes their decays, "
-        "which this transport does not verify",
-        "take reshard or ipc",
-    )
     fp8 = rollout.quantization
     if refusal := FAMILIES[arch.family].FP8_REFUSAL:
         yield Rule(fp8, f"rollout.quantization {fp8}: {refusal}", "remove it")
