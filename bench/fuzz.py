@@ -41,8 +41,9 @@ from megagrpo.config.fields import Section, all_paths, members, sections
 from megagrpo.config.load import load_config
 from megagrpo.config.reward import RewardConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.rewards import trial_texts
 from megagrpo.rewards.pool import RewardPool
+from megagrpo.tools.check import trial_texts
+from megagrpo.tools.plan import libraries as all_libraries
 
 RUN_LIMIT_S = 1200.0
 BASE: dict[str, dict] = {
@@ -212,7 +213,7 @@ def fits(config: ExperimentConfig) -> bool:
 
 
 class Asked:
-    """megagrpo.check.libraries in a process that stays, with an engine's environment or not."""
+    """megagrpo.tools.plan.libraries in a process that stays, with an engine's environment or not."""
 
     def __init__(self, environment: dict[str, str] | None):
         self.process = subprocess.Popen(
@@ -250,7 +251,7 @@ def answer() -> None:
         sys.stdin, out = io.StringIO(line), io.StringIO()
         try:
             with contextlib.redirect_stdout(out):
-                libraries._main()
+                all_libraries.main()
         except Exception:  # as a process of its own would end
             print(json.dumps([traceback.format_exc()]), file=answers, flush=True)
         else:
@@ -326,15 +327,15 @@ def main() -> None:
     sys.path.insert(0, str(folder))
     os.environ["PYTHONPATH"] = f"{folder}:{ROOT}"  # graders, also for their processes
     plain = load_config(experiment)
-    asked = {"megatron": Asked(None), "sglang": Asked(libraries._as_engine(plain))}
-    in_a_process = libraries._answer
+    asked = {"megatron": Asked(None), "sglang": Asked(libraries.as_engine(plain))}
+    in_a_process = libraries.answer_of
 
     def answered(module: str, job: list | dict, environment: dict, problem: str) -> str:
         if isinstance(job, dict):  # of an engine for GPUs, which are pretended once a process
             return in_a_process(module, job, environment, problem)
         return asked[job[0]](job)
 
-    libraries._answer = answered
+    libraries.answer_of = all_libraries.answer_of = answered
     pools: dict[str, RewardPool] = {}
     trial_texts.RewardPool = lambda config: pool_of(config, pools)
     rng = random.Random(args.seed)

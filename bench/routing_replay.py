@@ -201,7 +201,8 @@ def _sampled(actor: MegatronActor, model: Path, engine: OneEngine, num_tokens: i
     ):
         logprobs, tokens, *_ = zip(*out["meta_info"]["output_token_logprobs"], strict=True)
         num_read = len(prompt) + len(tokens) - 1
-        experts = read_experts(arch, out["meta_info"]["routed_experts"], num_read)
+        quoted = json.dumps(out["meta_info"]["routed_experts"]).encode()
+        experts = read_experts(arch, quoted, num_read)
         sample = Sample(
             0, np.array(tokens), np.array(logprobs), "length", 0, "", routed_experts=experts
         )

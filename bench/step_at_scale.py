@@ -36,7 +36,6 @@ import threading
 import time
 from asyncio.events import Handle
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -100,6 +99,9 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=list(CASES), help="beginnings of their names")
     parser.add_argument("--scale", type=float, default=1.0, help="part of the prompts")
     parser.add_argument("--tokens", type=int, help="most tokens of a response or turn")
+    parser.add_argument(
+        "--text", action="store_true", help="engines answer in JSON, as servers elsewhere do"
+    )
     parser.add_argument("--label", default="now", help="of these rows, such as before and after")
     parser.add_argument("--name", default="step_at_scale", help="of the files")
     parser.add_argument("--folder", type=Path, default=RESULTS, help="of the files")
@@ -119,7 +121,9 @@ def measure(args: argparse.Namespace) -> None:
     rows = []
     for name, case in CASES.items():
         if any(name.startswith(wanted) for wanted in args.cases):
-            rows.append({"case": name, "label": args.label} | measured(scaled(case, args)))
+            rows.append(
+                {"case": name, "label": args.label} | measured(scaled(case, args), args.text)
+            )
             print(json.dumps(rows[-1]), flush=True)
     write(args.name, HEADER, line, [row for row in rows if "in_flight" not in row], args.folder)
     many = [row for row in rows if "in_flight" in row]
@@ -133,12 +137,13 @@ def scaled(case: Case, args: argparse.Namespace) -> Case:
     return replace(case, tokens=tokens, hold_s=case.hold_s * min(args.scale, 1.0), **part)
 
 
-def measured(case: Case) -> dict:
-    """What the leader's process printed last."""
+def measured(case: Case, text: bool) -> dict:
+    """What the leader's process printed last. text: engines answer in JSON."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         job = {"case": asdict(case), "folder": folder}
         played = subprocess.Popen(
-            [sys.executable, __file__, "--played", json.dumps(job)], stdout=subprocess.PIPE
+            [sys.executable, __file__, "--played", json.dumps(job | {"text": text})],
+            stdout=subprocess.PIPE,
         )
         stack.callback(played.wait)
         stack.callback(played.kill)
@@ -202,10 +207,8 @@ def line_of_engines(row: dict) -> list[str]:
 # The played engines, and the service.
 
 
-def prepared(length: int, experts: tuple[int, int, int] | None, seed: int, reason: str) -> bytes:
-    """An answer of /generate as SGLang 0.5.21 writes it. experts: layers, experts, k."""
-    import orjson
-
+def prepared(length: int, experts: tuple[int, int, int] | None, seed: int, reason: str) -> dict:
+    """An answer of /generate as SGLang 0.5.21 makes it. experts: layers, experts, k."""
     chance = np.random.default_rng(seed)
     ids = len(SPECIAL) + 256 + (VOCABULARY * chance.power(0.35, length)).astype(np.int64)
     logprobs = np.log(chance.power(4.0, length)).astype(np.float32)
@@ -235,15 +238,17 @@ def prepared(length: int, experts: tuple[int, int, int] | None, seed: int, reaso
         chosen = (first + 7 * np.arange(k, dtype=np.int32)) % number
         meta["routed_experts"] = base64.b64encode(chosen.tobytes()).decode()
     text = "".join(WORDS[token] for token in ids.tolist())
-    return orjson.dumps({"text": text, "output_ids": ids.tolist(), "meta_info": meta})
+    return {"text": text, "output_ids": ids.tolist(), "meta_info": meta}
 
 
-def play(case: dict, folder: str) -> None:
+def play(case: dict, folder: str, text: bool) -> None:
     """Serves engines and their service until it is killed; prints the service's URL."""
     import aiohttp
+    import orjson
     from aiohttp import web
 
     from megagrpo.models.folder import Model
+    from megagrpo.rollout.answer_arrays import pack_answer
     from megagrpo.rollout.service import server
     from megagrpo.rollout.service.supervisor import SupervisedEngine
     from megagrpo.system.processes import raise_file_limit
@@ -255,7 +260,8 @@ def play(case: dict, folder: str) -> None:
     arch = Model.of(config).arch
     experts = (arch.num_layers, arch.experts.count, arch.experts.per_token) if of.experts else None
     reason = "stop" if of.turns > 1 else "length"
-    bodies = [prepared(of.tokens, experts, seed, reason) for seed in range(VARIANTS)]
+    write = orjson.dumps if text else pack_answer
+    bodies = [write(prepared(of.tokens, experts, seed, reason)) for seed in range(VARIANTS)]
     times: list[float] = []
     open_now = most_open = 0
     free_at = 0.0
@@ -269,7 +275,7 @@ def play(case: dict, folder: str) -> None:
         free_at = max(free_at, time.monotonic()) + of.tokens / RATE
         await asyncio.sleep(max(free_at - time.monotonic(), of.hold_s))
         open_now -= 1
-        return web.Response(body=bodies[len(times) % VARIANTS], content_type="application/json")
+        return web.Response(body=bodies[len(times) % VARIANTS])
 
     async def seen(request: web.Request) -> web.Response:
         found = {"times": times[:], "in_flight": most_open}
@@ -571,19 +577,17 @@ def lead(case: dict, folder: str, url: str) -> None:
                 "first_s": min(seen["times"]) - began,
                 "last_s": max(seen["times"]) - began,
                 "status_s": time.perf_counter() - began_status,
-                "publish_s": publish_s(control, of.engines),
+                "publish_s": publish_s(control),
             }
     found["children_s"] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     print(json.dumps(found))
 
 
-def publish_s(control, number: int) -> float:
+def publish_s(control) -> float:
     """Seconds of what a publish asks of the service, as EngineFleet does it."""
     began = time.perf_counter()
-    ids = [engine.id for engine in control.engines()]
-    for work in (lambda id: control.begin_update(id, 1), lambda id: control.mark_ready(id, 1, 0)):
-        with ThreadPoolExecutor(len(ids)) as pool:
-            assert all(pool.map(work, ids))
+    engines = {engine.id: 1 for engine in control.engines()}
+    assert not control.begin_update(engines) and not control.mark_ready(engines, 0)
     return time.perf_counter() - began
 
 

@@ -11,14 +11,14 @@ from typing import NamedTuple, NoReturn
 
 from megagrpo import __version__
 from megagrpo.check.reading import read_for
-from megagrpo.cluster.machine import run, train_ranks
+from megagrpo.cluster.machine import run
 from megagrpo.cluster.nodes import Node, run_node, serve_node, train_node
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.loop.ranks import train_main
 from megagrpo.system.arguments import positive
 from megagrpo.system.environment import under_torchrun
 from megagrpo.system.processes import raise_file_limit
 from megagrpo.system.user_function import did_you_mean
-from megagrpo.tasks.ranks import export_main, replay_main, sft_main, train_main
 
 
 class _Tool(NamedTuple):
@@ -40,6 +40,14 @@ _TOOLS = {
         "megagrpo.tools.convert.command",
         "translate an experiment from verl, ROLL, slime or miles",
         reads_experiment=False,
+    ),
+    "sft": _Tool("megagrpo.tools.ranks.sft", "supervised warm-up with the same actor"),
+    "export": _Tool(
+        "megagrpo.tools.ranks.export", "write a checkpoint as a Hugging Face model folder"
+    ),
+    "replay": _Tool(
+        "megagrpo.tools.ranks.replay",
+        "repeat the update on a dumped batch, from a non-finite step or a step in log.dump_steps",
     ),
     "submit": _Tool("megagrpo.tools.submit", "run the experiment as a Slurm job"),
     "try": _Tool(
@@ -209,8 +217,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = _Commands(parser)
-    for add in (_add_training, _add_checkpoints):
-        add(commands)
+    _add_training(commands)
     for name, tool in _TOOLS.items():
         _add_tool(commands, name, tool, imported=name in words)
     parser.epilog = _help(_parsers(parser))
@@ -256,18 +263,6 @@ def _add_training(commands: _Commands) -> None:
     _add_node(train, "trainer ", 29500)
 
 
-def _add_checkpoints(commands: _Commands) -> None:
-    commands.add_with_config("sft", _sft, "supervised warm-up with the same actor")
-    text = "write a checkpoint as a Hugging Face model folder"
-    option = commands.add_with_config("export", _export, text).add_argument
-    option("output", help="folder to create")
-    option("--lora", action="store_true", help="only the adapters, in PEFT's format")
-    option("--checkpoint", help="checkpoint folder; default: the latest checkpoint")
-    text = "repeat the update on a dumped batch, from a non-finite step or a step in log.dump_steps"
-    replay = commands.add_with_config("replay", _replay, text)
-    replay.add_argument("dump", help="dumps/step_N in a run folder")
-
-
 def _add_node(command: argparse.ArgumentParser, kind: str, port: int) -> None:
     option = command.add_argument
     option("--nnodes", type=positive, default=1, help=f"number of {kind}nodes (default 1)")
@@ -295,34 +290,6 @@ def _train(args: argparse.Namespace, config: ExperimentConfig) -> int:
     if under_torchrun():
         return train_main(config, args.service)
     return train_node(config, args.words, _node(args))
-
-
-def _sft(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    from megagrpo.tasks.refuse import refuse_sft
-
-    refuse_sft(config, args.config)
-    return sft_main(config) if under_torchrun() else train_ranks(config, "sft", [])
-
-
-def _export(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    from megagrpo.tasks.refuse import refuse_export
-
-    refuse_export(config, args.checkpoint, args.lora)
-    if under_torchrun():
-        return export_main(config, args.checkpoint, args.output, args.lora)
-    words = [args.output, *["--lora"] * args.lora]
-    if args.checkpoint is not None:
-        words += ["--checkpoint", args.checkpoint]
-    return train_ranks(config, "export", words)
-
-
-def _replay(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    from megagrpo.tasks.refuse import refuse_replay
-
-    refuse_replay(config, args.dump)
-    if under_torchrun():
-        return replay_main(config, args.dump)
-    return train_ranks(config, "replay", [args.dump])
 
 
 if __name__ == "__main__":

@@ -110,17 +110,6 @@ class Mesh:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return largest.tolist()
 
-    def gather_dp_to_main(self, value: T) -> list[T]:
-        """Collective over data-parallel ranks. Returns their values, in rank order, on the main
-        rank, and [] on the others."""
-        values: list[T] = [value] * self.dp_size
-        if self.dp_size > 1:
-            gathered = None
-            if dist.get_rank(self.dp_group) == 0:
-                gathered = values
-            dist.gather_object(value, gathered, group=self.dp_group, group_dst=0)
-        return values * self.is_main
-
     def exchange_dp(self, outgoing: list[T]) -> list[T]:
         """Collective over data-parallel ranks. Sends element i to rank i; returns the received
         elements, by rank."""
@@ -158,13 +147,18 @@ class Mesh:
         requests: list = [None] * dist.get_world_size(group)
         dist.all_gather_object(requests, request, group=group)
         others = dict(zip(dist.get_process_group_ranks(group), requests, strict=True))
-        others.pop(self.leader)
-        for key in dict.fromkeys(others.values()):
+        # the leader's own part comes last, which it keeps
+        last = others.pop(self.leader)
+        for key in sorted(dict.fromkeys(others.values()), key=lambda key: key == last):
             tree = [self.leader, *(rank for rank, other in others.items() if other == key)]
             if self.is_leader:
+                mine = cut(key)
                 part = io.BytesIO()
-                pickle.dump(cut(key), part)
+                pickle.dump(mine, part)
                 self._pass_on(torch.frombuffer(part.getbuffer(), dtype=torch.uint8), tree)
+                if key == request:
+                    return mine
+                del mine, part
             elif key == request:
                 return pickle.loads(self._pass_on(None, tree).numpy().data)
         return cut(request)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.folder import latest
-from megagrpo.checkpoint.groups import gather_surplus
 from megagrpo.checkpoint.save import PendingSave, RunIdentity
 from megagrpo.config.schema import CheckpointConfig, ExperimentConfig
 from megagrpo.data.prompts import PromptSet
@@ -92,8 +91,8 @@ def continued(mesh: Mesh, url: str, folder: Path, config: ExperimentConfig, end:
         parts = mesh.gather_dp([(g.prompt.id // 3, all(o.value for o in g.outcomes)) for g in taken.groups])
         steps.append([group for part in parts for group in part])
         source.drain()
-        mesh.from_main(lambda: control.mark_ready("engine-0", 1, state.step), "publish")
-    whole = replace(state, ahead=gather_surplus(source.batches.finished(), mesh))
+        mesh.from_main(lambda: control.mark_ready({"engine-0": 1}, state.step), "publish")
+    whole = replace(state, ahead=source.batches.finished())
     PendingSave(folder, whole, ANY, CheckpointConfig(), NoActor, mesh).finish()
     source.close()
     return steps

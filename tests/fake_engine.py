@@ -7,7 +7,7 @@ import base64
 import json
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -103,20 +103,23 @@ class FakeEngine:
     def engines(self) -> list[EngineInfo]:
         return [self.info]
 
-    def begin_update(self, engine_id: str, incarnation: int) -> bool:
-        return incarnation == self.info.incarnation
+    def begin_update(self, engines: Mapping[str, int]) -> set[str]:
+        return {id for id, incarnation in engines.items() if incarnation != self.info.incarnation}
 
-    def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
+    def mark_ready(self, engines: Mapping[str, int], weight_version: int) -> set[str]:
         self.info = replace(self.info, state="ready", weight_version=weight_version)
-        return incarnation == self.info.incarnation
+        return self.begin_update(engines)
 
-    def report_lost(self, engine_id: str, incarnation: int) -> None:
+    def report_lost(self, engines: Mapping[str, int]) -> None:
+        self.restart()
+
+    def restart(self) -> None:
         """It is started again at once, with random weights."""
         self.updating = False
         for model in self.models:
             for parameter in model.parameters():
                 parameter.data = torch.rand_like(parameter)  # of another process
-        self.info = replace(self.info, state="stale", weight_version=None, incarnation=incarnation + 1)
+        self.info = replace(self.info, state="stale", weight_version=None, incarnation=self.info.incarnation + 1)
 
 
 class FakeFleet:
@@ -132,15 +135,16 @@ class FakeFleet:
     def engines(self) -> list[EngineInfo]:
         return [engine.info for engine in self.by_id.values()]
 
-    def begin_update(self, engine_id: str, *incarnation: int) -> bool:
-        return self.by_id[engine_id].begin_update(engine_id, *incarnation)
+    def begin_update(self, engines: Mapping[str, int]) -> set[str]:
+        return {id for id, each in engines.items() if self.by_id[id].begin_update({id: each})}
 
-    def mark_ready(self, engine_id: str, *versions: int) -> bool:
-        return self.by_id[engine_id].mark_ready(engine_id, *versions)
+    def mark_ready(self, engines: Mapping[str, int], weight_version: int) -> set[str]:
+        return {id for id, each in engines.items() if self.by_id[id].mark_ready({id: each}, weight_version)}
 
-    def report_lost(self, engine_id: str, incarnation: int) -> None:
-        self.lost.append(engine_id)
-        self.by_id[engine_id].report_lost(engine_id, incarnation)
+    def report_lost(self, engines: Mapping[str, int]) -> None:
+        self.lost += engines
+        for id in engines:
+            self.by_id[id].restart()
 
 
 @contextmanager

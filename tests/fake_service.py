@@ -67,9 +67,9 @@ class FakeService:
 
     async def ready(self, request: web.Request) -> web.Response:
         body = await request.json()
-        self.marked.append((body["incarnation"], body["weight_version"]))
+        self.marked += [(incarnation, body["weight_version"]) for incarnation in body["incarnations"].values()]
         self.state, self.version = "ready", body["weight_version"]
-        return web.json_response({})
+        return web.json_response({"ended": []})
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -126,7 +126,7 @@ def running(service: FakeService) -> Iterator[FakeService]:
     """Serve it on a free port until the block ends."""
     loop = asyncio.new_event_loop()
     app = web.Application()
-    routes = [web.get("/status", service.status), web.post("/engines/{id}/ready", service.ready)]
+    routes = [web.get("/status", service.status), web.post("/engines/ready", service.ready)]
     routes += [web.post("/generate", service.generate), web.post(f"{RESTARTED}/generate", service.generate)]
     app.add_routes(routes)
     runner = web.AppRunner(app, shutdown_timeout=0.1)

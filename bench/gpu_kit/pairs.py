@@ -24,7 +24,6 @@ from megagrpo.weights.copies.views import Box, ParameterSlice
 from megagrpo.weights.digests.digest import slice_digest
 from megagrpo.weights.expected_digests import ExpectedDigests
 from megagrpo.weights.transports.protocol import TrainerWeights
-from megagrpo.weights.transports.reshard_plan import TransferPlan
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.engine_group import GroupLimits
 from megagrpo.weights.wire.handover import Handover, take_batches
@@ -113,9 +112,7 @@ def reshard_end(figures: Figures, setting: Setting) -> None:
         left_s=_LIMIT_S,
         transfer="",
     )
-    end = _TrainerEnd(
-        link, cast(TransferPlan, SimpleNamespace(trainers=[0], sent_by=lambda rank: {})), 0
-    )
+    end = _TrainerEnd(link, 0, 1, {}, False)
     weights = cast(TrainerWeights, SimpleNamespace(mesh=mesh, parameters=dict))
 
     def send() -> str:

@@ -186,6 +186,11 @@ class MegatronActor:
         self.images: Callable[[str], Tensor] | None = None
 
     @property
+    def on_last_stage(self) -> bool:
+        """Returns whether this rank's pipeline stage computes losses."""
+        return bool(mpu.is_pipeline_last_stage(ignore_virtual=True))
+
+    @property
     def routed_layers(self) -> tuple[int, ...]:
         """Returns the layers of this rank whose experts are replayed, as RoutingReplay.layers; ()
         without replay."""

@@ -26,7 +26,6 @@ from megagrpo.algo.statistics import (
     to_tokens,
 )
 from megagrpo.config.objective.estimators import (
-    ESTIMATOR_CONFIGS,
     DrGrpoAdvantage,
     Estimator,
     GdpoAdvantage,
@@ -42,7 +41,6 @@ from megagrpo.config.objective.estimators import (
     RemaxAdvantage,
     RlooAdvantage,
 )
-from megagrpo.config.objective.table import check_complete
 
 WHITEN_EPS = 1e-8
 
@@ -235,12 +233,6 @@ ESTIMATORS: dict[type[Estimator], EstimatorFunction] = {
     GpgAdvantage: gpg,
     OwnAdvantage: own_estimator,
 }
-check_complete(
-    ESTIMATORS,
-    ESTIMATOR_CONFIGS,
-    "ESTIMATORS (algo/estimators.py)",
-    "AdvantageConfig (config/objective/estimators.py)",
-)
 
 
 def estimate(inputs: EstimatorInputs, options: Estimator) -> Tensor:

@@ -15,7 +15,6 @@ from torch import Tensor
 from megagrpo.algo.kl import LOG_RATIO_LIMIT, probability_ratio
 from megagrpo.config.fields import Variant
 from megagrpo.config.objective.policy_loss import (
-    POLICY_LOSS_CONFIGS,
     CispoLoss,
     DppoLoss,
     GmpoLoss,
@@ -25,7 +24,6 @@ from megagrpo.config.objective.policy_loss import (
     PpoClipLoss,
     SapoLoss,
 )
-from megagrpo.config.objective.table import check_complete
 from megagrpo.types import on_device
 
 GSPO_CLAMPS = {
@@ -227,12 +225,6 @@ POLICY_LOSSES: dict[type[Variant], PolicyLossFunction] = {
     SapoLoss: sapo,
     OwnLoss: own_loss,
 }
-check_complete(
-    POLICY_LOSSES,
-    POLICY_LOSS_CONFIGS,
-    "POLICY_LOSSES (algo/policy_loss.py)",
-    "PolicyLossConfig (config/objective/policy_loss.py)",
-)
 
 
 def token_loss(inputs: PolicyInputs, options: Variant) -> TokenLoss:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megagrpo.algo.statistics import DEGENERATE_RANGE, Reduce, group_statistics, moments
 from megagrpo.config.objective.reward_shaping import (
-    REWARD_STEP_CONFIGS,
     OverlongShaping,
     RewardClip,
     RewardNormalization,
@@ -24,7 +23,6 @@ from megagrpo.config.objective.reward_shaping import (
     RewardStep,
     Scope,
 )
-from megagrpo.config.objective.table import check_complete
 from megagrpo.types import AlgoState, RewardMoments
 
 
@@ -205,9 +203,3 @@ REWARD_STEPS: dict[type[RewardStep], RewardFunction] = {
     RewardNormalization: normalize,
     RewardClip: clip,
 }
-check_complete(
-    REWARD_STEPS,
-    REWARD_STEP_CONFIGS,
-    "REWARD_STEPS (algo/reward_shaping.py)",
-    "RewardShapingConfig (config/objective/reward_shaping.py)",
-)

@@ -75,7 +75,7 @@ def build_batch(
         lags = response_values(in_order, (row.lags for row in in_order), np.int32)
     rewards = _rewards(in_order, has_greedy, needs.graders)
     batch = _to_tensors(in_order, dense, updates, rewards)
-    batch = replace(batch, lags=lags, streams=streams_of(in_order, needs.algorithm))
+    batch = replace(batch, lags=lags, streams=streams_of(in_order, needs))
     if routed_layers is not None:
         batch = _with_routed_experts(batch, in_order, len(routed_layers))
     return batch

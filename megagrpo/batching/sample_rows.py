@@ -28,6 +28,7 @@ class LossNeeds(NamedTuple):
 
     algorithm: AlgorithmConfig = AlgorithmConfig()  # its components
     graders: Mapping[str, float] = {}  # weights of those whose scores the estimator reads
+    candidates: bool = True  # whether this rank reads distillation's k tokens per position
 
 
 NO_NEEDS = LossNeeds()
@@ -143,7 +144,7 @@ def rows_of(
                 weights=_weights(
                     group.prompt, sample, "tool" if is_sampled else "data", needs.algorithm
                 ),
-                teacher=sample.teacher,
+                teacher=sample.teacher if needs.candidates else _without_candidates(sample.teacher),
             )
             rows.append(row)
             start = end
@@ -184,8 +185,13 @@ def _scores(outcome: Outcome, graders: Sequence[str]) -> tuple[float, ...]:
     return tuple(outcome.parts[name].value for name in graders)
 
 
-def streams_of(rows: Sequence[SampleRow], algorithm: AlgorithmConfig) -> Streams | None:
+def _without_candidates(scores: TeacherScores | None) -> TeacherScores | None:
+    return scores and replace(scores, top_ids=None, top_logprobs=None)
+
+
+def streams_of(rows: Sequence[SampleRow], needs: LossNeeds) -> Streams | None:
     """Returns the components of the rows' tokens, if there are several."""
+    algorithm = needs.algorithm
     if not algorithm.components:
         return None
     weights = {
@@ -202,7 +208,7 @@ def streams_of(rows: Sequence[SampleRow], algorithm: AlgorithmConfig) -> Streams
 
     streams = Streams(weights, scores("logprobs", np.float32))
     width = algorithm.distillation.num_candidates
-    if not width:
+    if not width or not needs.candidates:
         return streams
     return replace(
         streams,

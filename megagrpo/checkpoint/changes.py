@@ -4,14 +4,13 @@ starts/step_000012.yaml has the settings of the start that continued after step 
 tests/unit/test_checkpoint_changes.py says whether it may change.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import yaml
 
-from megagrpo.checkpoint.folder import OTHER_DATA
+from megagrpo.checkpoint.folder import OTHER_DATA, description
 from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ExperimentConfig
 
@@ -31,7 +30,7 @@ def prompt_order(config: ExperimentConfig) -> dict[str, object]:
 def input_problem(folder: Path, inputs: Mapping[str, object]) -> str:
     """Returns why a run with these inputs cannot continue from a finished checkpoint, and what to
     do; "" if it can. An input that either of them lacks is not compared."""
-    saved = json.loads((folder / "state.json").read_text()).get("inputs", {})
+    saved = description(folder).get("inputs", {})
     for key in sorted(saved.keys() & inputs.keys()):
         if saved[key] == inputs[key]:
             continue

@@ -109,15 +109,20 @@ def put_in_place(root: Path, directory: str | None) -> Path | None:
     return newest
 
 
+def description(folder: Path) -> dict:
+    """Returns what a finished checkpoint's state.json says of it. Raises OSError, ValueError."""
+    return json.loads((folder / "state.json").read_text())
+
+
 def is_reshardable(folder: Path) -> bool:
     """Returns whether any layout can load a finished checkpoint. One without a record is so."""
-    return bool(json.loads((folder / "state.json").read_text()).get("reshardable", True))
+    return bool(description(folder).get("reshardable", True))
 
 
 def layout_problem(folder: Path, layout: Layout) -> str:
     """Returns why a run with this layout cannot load a finished checkpoint, and what to do; "" if it
     can."""
-    saved = json.loads((folder / "state.json").read_text()).get("layout", layout)
+    saved = description(folder).get("layout", layout)
     if is_reshardable(folder) or saved == layout:
         return ""
     return (
@@ -148,7 +153,7 @@ def data_problem(folder: Path, rows: Sequence[Sequence[str | int]]) -> str:
     rows: [name, number, digest] of the rows of each file, in order; [] is not compared, nor is a
     checkpoint without this record. A moved or renamed file is the same file.
     """
-    saved = json.loads((folder / "state.json").read_text()).get("rows") or rows
+    saved = description(folder).get("rows") or rows
     pairs = zip_longest(saved, rows, fillvalue=("no file", 0, ""))
     different = [(then, now) for then, now in pairs if then[1:] != now[1:]]
     if not (rows and different):

@@ -1,4 +1,4 @@
-"""Groups in one binary file, and how ranks gather groups for a file and share those of a file.
+"""Groups in one binary file, and how ranks share those of all files.
 
 Token values are arrays, everything else is JSON.
 """
@@ -6,17 +6,17 @@ Token values are arrays, everything else is JSON.
 import json
 import os
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
+import msgspec
 import numpy as np
 from numpy.lib.format import header_data_from_array_1_0, write_array_header_1_0
 
 from megagrpo.mesh import Mesh
 from megagrpo.system.run_folder import json_bytes
-from megagrpo.types import ImageRef, Outcome, Prompt, RolloutGroup, Sample, TeacherScores
+from megagrpo.types import Prompt, RolloutGroup
 
 Record = dict[str, Any]  # JSON
 # The file has the JSON text under this name, and one flat array per type under the type's name.
@@ -68,53 +68,20 @@ def read_groups(path: Path) -> list[RolloutGroup]:
     with np.load(path, allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
 
-    def fetch(record: Record) -> Record | np.ndarray:
+    def fetch(record: Record) -> object:
         if _ARRAY not in record:
             return record
         kind, start, end = record[_ARRAY]
-        return arrays[kind][start:end].reshape(record.get("shape", -1))
+        values = arrays[kind][start:end].reshape(record.get("shape", -1))
+        return values if values.ndim else values.item()
 
-    return [_group(record) for record in json.loads(arrays[_RECORDS].tobytes(), object_hook=fetch)]
-
-
-def _group(record: Record) -> RolloutGroup:
-    prompt = record["prompt"]
-    location = prompt.pop(_LOCATION, "")
-    prompt.pop("question", None)  # in older checkpoints
-    extra = json.loads(prompt.pop("extra"))
-    images = tuple(
-        ImageRef(image["key"], image["start"], tuple(image["grid"]))
-        for image in prompt.pop("images", ())
-    )
-    teachers = tuple((name, weight) for name, weight in prompt.pop("teachers", ()))
-    return RolloutGroup(
-        group_id=record["group_id"],
-        prompt=Prompt(**prompt, location=location, extra=extra, images=images, teachers=teachers),
-        samples=tuple(map(_sample, record["samples"])),
-        outcomes=tuple(map(_outcome, record["outcomes"])),
-        greedy=record["greedy"] and _sample(record["greedy"]),
-        greedy_outcome=record["greedy_outcome"] and _outcome(record["greedy_outcome"]),
-    )
-
-
-def _sample(record: Record) -> Sample:
-    scores = record.pop("teacher", None)  # older checkpoints have none
-    newer = tuple(map(tuple, record.pop("newer")))
-    return Sample(**record, newer=newer, teacher=scores and TeacherScores(**scores))
-
-
-def _outcome(record: Record) -> Outcome:
-    parts = {name: _outcome(part) for name, part in record.pop("parts").items()}
-    token_rewards = tuple((index, reward) for index, reward in record.pop("token_rewards"))
-    turn_rewards = tuple(record.pop("turn_rewards"))
-    return Outcome(**record, parts=parts, token_rewards=token_rewards, turn_rewards=turn_rewards)
-
-
-def gather_surplus(surplus: Sequence[RolloutGroup], mesh: Mesh) -> list[RolloutGroup]:
-    """Collective over data-parallel ranks. Returns all ranks' surplus by id, on the main rank, for
-    a checkpoint."""
-    groups = chain.from_iterable(mesh.gather_dp_to_main(list(surplus)))
-    return sorted(groups, key=lambda group: group.group_id)
+    records = json.loads(arrays[_RECORDS].tobytes(), object_hook=fetch)
+    for record in records:
+        prompt = record["prompt"]
+        prompt["location"] = prompt.pop(_LOCATION, "")
+        prompt["extra"] = json.loads(prompt["extra"])
+    # fields that older checkpoints lack have their defaults, and those that are gone are left out
+    return msgspec.convert(records, list[RolloutGroup], dec_hook=lambda kind, value: value)
 
 
 def deal_surplus(surplus: Sequence[RolloutGroup], mesh: Mesh) -> list[RolloutGroup]:

@@ -2,8 +2,8 @@
 
     run/checkpoints/step_000010/   step_000010.partial until every rank has finished
         actor/         Megatron dist_checkpointing
-        surplus.npz    groups that the next step consumes first, if any
-        ahead.npz      groups already sampled for later steps, if any
+        surplus-*.npz  each leader's groups that the next step consumes first, if any
+        ahead-*.npz    each leader's groups already sampled for later steps, if any
         curriculum.npz data.curriculum's record of each row, if any
         state.json     the rest of TrainState, model identity, layout, whether another layout can
                        load the checkpoint, digests of the data's rows, other inputs, version
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import chain
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
@@ -37,6 +38,7 @@ from megagrpo.checkpoint.folder import (
     Layout,
     checkpoint_folder,
     data_problem,
+    description,
     finished_checkpoints,
     is_reshardable,
     layout_problem,
@@ -89,7 +91,7 @@ class Checkpointer:
     write.
     plan_save: collective; its arguments are an existing empty folder and whether another layout
     must be able to load the checkpoint.
-    gather_state: collective; returns the state with all ranks' groups, at least on the main rank.
+    with_groups: returns the state with the groups of this rank, if it is a leader.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Checkpointer:
         root: Path,
         identity: RunIdentity,
         plan_save: "Callable[[Path, bool], ActorSave]",
-        gather_state: Callable[[TrainState], TrainState],
+        with_groups: Callable[[TrainState], TrainState],
         mesh: Mesh,
         schedule: SaveSchedule,
     ):
@@ -107,7 +109,7 @@ class Checkpointer:
         self._identity = identity
         self._schedule = schedule
         self._plan_save = plan_save
-        self._gather_state = gather_state
+        self._with_groups = with_groups
         self._mesh = mesh
         self._saved_step = schedule.start_step
         self._pending: PendingSave | None = None  # being written while training continues
@@ -137,7 +139,7 @@ class Checkpointer:
         ):
             return
         self.complete()  # one at a time, because a pending save holds a copy of all state
-        state = self._gather_state(state)
+        state = self._with_groups(state)
         self._saved_step = state.step  # even if it fails, so that the error does not come twice
         self._pending = PendingSave(
             self._root,
@@ -183,7 +185,8 @@ class PendingSave:
     ):
         self.target = checkpoint_folder(root, state.step)
         self.partial = self.target.with_name(self.target.name + PARTIAL)
-        self._groups = {name: getattr(state, name) for name in _GROUPS}
+        # of this leader: all leaders' may be gigabytes
+        self._groups = {name: list(getattr(state, name)) for name in _GROUPS if mesh.is_leader}
         self._curriculum = state.curriculum
         without = asdict(replace(state, surplus=[], ahead=[], curriculum=None))
         self._description = {
@@ -230,12 +233,15 @@ class PendingSave:
         (self.partial / "actor").mkdir(parents=True)
 
     def _write(self) -> dict[str, SizeAndCrc]:
-        return {self._name(path): entry for path, entry in self._plan.write().items()}
-
-    def _publish(self, written: dict[str, SizeAndCrc]) -> None:
+        written = dict(self._plan.write())
         for name, groups in self._groups.items():
             if groups:
-                write_groups(self.partial / f"{name}.npz", groups)
+                path = self.partial / f"{name}-{self._mesh.dp_rank:05}.npz"
+                write_groups(path, groups)
+                written[path] = (path.stat().st_size, _crc(path))
+        return {self._name(path): entry for path, entry in written.items()}
+
+    def _publish(self, written: dict[str, SizeAndCrc]) -> None:
         if self._curriculum is not None:
             np.savez(self.partial / _CURRICULUM, **vars(self._curriculum))
         _write_json(
@@ -318,15 +324,16 @@ def load(
     """
     mesh.raise_any("\n".join(complaints(check, folder, identity, mesh)))
     load_actor(folder / "actor")
-    saved = json.loads((folder / "state.json").read_text())["train"]
+    saved = description(folder)["train"]
     state = {name: value for name, value in saved.items() if name in _FIELDS}
     algo_state = TypeAdapter(AlgoState).validate_python(state.pop("algo_state"))
     for name in _GROUPS:
-        file = folder / f"{name}.npz"
         state[name] = []
         # `ahead` has gigabytes, and only leaders sample
-        if file.exists() and (name != "ahead" or mesh.is_leader):
-            state[name] = read_groups(file)
+        if name != "ahead" or mesh.is_leader:
+            # older checkpoints have one file, without a number
+            groups = chain.from_iterable(map(read_groups, folder.glob(f"{name}*.npz")))
+            state[name] = sorted(groups, key=lambda group: group.group_id)
     if (file := folder / _CURRICULUM).exists():
         with np.load(file) as arrays:
             state["curriculum"] = RowResults(**arrays)
@@ -350,13 +357,13 @@ def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
     unreadable = f"checkpoint {folder}: manifest.json or state.json is not readable{instead}"
     with translated(unreadable, OSError, ValueError, KeyError):
         manifest = json.loads((folder / "manifest.json").read_text())
-        description = json.loads((folder / "state.json").read_text())
-        model = description["identity"]
-        saved = description["train"]
+        described = description(folder)
+        model = described["identity"]
+        saved = described["train"]
     if lost := [name for name, value in saved.items() if value and name not in _FIELDS]:
         raise ValueError(
             f"checkpoint {folder} has {', '.join(lost)} of a setting that is gone: continue it with "
-            f"megagrpo {description['version']}, or take a checkpoint without"
+            f"megagrpo {described['version']}, or take a checkpoint without"
         )
     if different := differences(model, identity.model):
         raise ValueError(f"checkpoint {folder} is of another model: {'; '.join(different)}")

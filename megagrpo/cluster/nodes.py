@@ -200,14 +200,16 @@ def _start_trainers(
     towards_engines = None
     if config.rollout.host not in LOOPBACK:
         towards_engines = interface_of_engines(config)
-    if node.number > 1:
+    towards_ranks = None
+    if node.number == 1:
+        options += ALONE
+    else:
         # Slurm's node addresses may be names
         unknown = (
             f"{node.own_address} has no IPv4 address here: give one as --node-addr (NODE_ADDR)"
         )
         with translated(unknown, socket.gaierror):
             towards_ranks = interface_of(socket.gethostbyname(node.own_address))
-        env = trainer_variables(config, sharing, towards_engines or towards_ranks) | env
         # Without is_host the agent resolves host names, which may fail.
         # read_timeout is also torch's limit for the connection to node 0's store.
         is_host = str(node.rank == 0).lower()
@@ -218,12 +220,10 @@ def _start_trainers(
             f"--rdzv-endpoint={node.first_address}:{node.first_port}",
             f"--local-addr={node.own_address}",
         ]
-        if towards_ranks is not None:
-            # gloo's default is the host name's address, often 127.0.0.1
-            env |= environment.unless_set(GLOO_SOCKET_IFNAME=towards_ranks)
-    else:
-        env = trainer_variables(config, sharing, towards_engines) | env
-        options += ALONE
+    env = trainer_variables(config, sharing, towards_engines or towards_ranks) | env
+    if towards_ranks is not None:
+        # gloo's default is the host name's address, often 127.0.0.1
+        env |= environment.unless_set(GLOO_SOCKET_IFNAME=towards_ranks)
     return launch.start_ranks(["train", *arguments], options, env)
 
 

@@ -26,6 +26,7 @@ from megagrpo.config.fields import (
 from megagrpo.config.objective.teachers import TeacherConfig
 from megagrpo.config.reward import GraderConfig, RewardConfig
 from megagrpo.config.rollout import RolloutConfig, SamplingConfig, WeightsConfig
+from megagrpo.config.trackers import TrackerConfig, WandbConfig
 from megagrpo.system.run_folder import RunFolder
 
 __all__ = [
@@ -128,15 +129,6 @@ class CheckpointConfig(Section):
     reference for the KL stays `model.path`: to move it, name an export there."""
 
 
-class WandbConfig(Section):
-    """Metrics on Weights & Biases (extra `wandb`), under the experiment's name. wandb reads
-    everything else from environment variables: WANDB_API_KEY (or `wandb login`), WANDB_MODE,
-    WANDB_ENTITY, WANDB_RUN_GROUP, WANDB_TAGS."""
-
-    project: str
-    """Project for the run."""
-
-
 HealthAlarm = Literal[
     "degenerate_fraction",
     "advantage_std",
@@ -155,6 +147,8 @@ class LogConfig(Section):
     tensorboard: bool = True
     """Write TensorBoard files."""
     wandb: WandbConfig | None = None
+    trackers: list[TrackerConfig] = Field(default=[])
+    """Other trackers, for the same metrics."""
     alarms: list[HealthAlarm] = Field(default=list(get_args(HealthAlarm)))
     """[Warnings](../train.md#warnings) that the run prints with a remedy, each once per start."""
     dump_steps: list[PositiveInt] = Field(default=[])
@@ -162,6 +156,13 @@ class LogConfig(Section):
     tokens: NonNegativeInt = 4
     """Groups per step whose tokens are recorded with the difference between trainer and engine
     log-probabilities."""
+
+    def problems(self) -> list[Rule]:
+        names = [tracker.name for tracker in self.trackers]
+        twice = {name for name in names if names.count(name) > 1}
+        return [
+            Rule(bool(twice), f"trackers names {', '.join(sorted(twice))} twice", "name it once"),
+        ]
 
 
 class ClusterConfig(Section):

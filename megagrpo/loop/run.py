@@ -16,7 +16,6 @@ from megagrpo.actor.step import holds_token_values
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.sample_rows import LossNeeds
 from megagrpo.checkpoint.changes import record_start
-from megagrpo.checkpoint.groups import gather_surplus
 from megagrpo.checkpoint.resume import (
     find_checkpoint,
     resume,
@@ -171,7 +170,9 @@ class Run:
         may differ."""
         version = self.state.step if self.config.rollout.max_staleness else None
         layers = self.actor.routed_layers if self.config.actor.routing_replay == "rollout" else None
-        needs = LossNeeds(self.config.algorithm, self.config.graders_apart)
+        # on the leader for a dump
+        candidates = self.mesh.is_leader or self.actor.on_last_stage
+        needs = LossNeeds(self.config.algorithm, self.config.graders_apart, candidates)
         return build_batch(groups, updates, self.mesh, self.actor.arch, version, layers, needs)
 
     def evaluation_groups(self, as_trained: bool = False) -> list[RolloutGroup]:
@@ -298,9 +299,7 @@ def start_run(
             source=source,
             exchange=exchange,
             recording=recording,
-            checkpointer=_checkpointer(
-                config, actor, inputs, source, recording, SaveSchedule(num_steps, state.step)
-            ),
+            checkpointer=_checkpointer(config, actor, inputs, source, recording, num_steps),
             watchdog=watchdog,
             progress=progress,
             alarm=MismatchAlarm(config, actor.arch.is_moe),
@@ -361,27 +360,23 @@ def _checkpointer(
     inputs: Inputs,
     source: RolloutSource,
     recording: RunRecord,
-    schedule: SaveSchedule,
+    num_steps: int,
 ) -> Checkpointer:
     asynchronous = config.checkpoint.asynchronous
     background = environment.num_trainer_nodes() > 1 if asynchronous == "auto" else asynchronous
 
-    def gather_state(state: TrainState) -> TrainState:
+    def with_groups(state: TrainState) -> TrainState:
         recording.flush()
-        surplus, ahead = (
-            gather_surplus(groups, actor.mesh)
-            for groups in (state.surplus, source.batches.finished())
-        )
-        return replace(state, surplus=surplus, ahead=ahead)
+        return replace(state, ahead=source.batches.finished())
 
     return Checkpointer(
         config.checkpoint,
         recording.folder.checkpoints,
         run_identity(config, actor, inputs.prompts.rows, run_inputs(config, actor.mesh)),
         lambda part, reshardable: save_actor(actor, part, reshardable, snapshot=background),
-        gather_state,
+        with_groups,
         actor.mesh,
-        replace(schedule, background=background),
+        SaveSchedule(num_steps, recording.start_step, background),
     )
 
 

@@ -16,8 +16,8 @@ from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.rollout_log import Decode, RolloutLog
 from megagrpo.monitor.step_lines import drop_later_steps, read_step_lines
 from megagrpo.monitor.step_log import StepLog
+from megagrpo.monitor.trackers import tracker_logs
 from megagrpo.monitor.trained import TrainedLog
-from megagrpo.monitor.wandb_log import WandbLog
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Batch, RolloutGroup
 
@@ -88,9 +88,10 @@ class RunRecord:
         console = self._console
         if console is not None:
             steps = self._stack.enter_context(closing(StepLog(self.folder, config.log, start)))
-            wandb = self._stack.enter_context(WandbLog(config, self.folder, start, console.note))
             health = HealthWatch(config.log.alarms, console.note)
-            self._outputs = [steps.write, wandb.write, console.update, health.see]
+            self._outputs = [steps.write, console.update, health.see]
+            for tracker in tracker_logs(config, self.folder, start, console.note):
+                self._outputs.append(self._stack.enter_context(tracker).write)
 
     def log(
         self, step: int, values: dict[str, float], groups: Sequence[RolloutGroup] | None

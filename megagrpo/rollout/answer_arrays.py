@@ -1,13 +1,18 @@
-"""Reads the arrays of an engine's answer: log-probabilities, candidates of each token, experts.
+"""The arrays of an engine's answer: log-probabilities, candidates of each token, experts.
 
-A response of 32k tokens has 1 MB of `[[logprob, id, null], ...]`. Most JSON parsers make 130,000
-objects of it, which takes eight times as long, and no other thread of the process runs meanwhile.
+Our engines answer in a packed form: _MAGIC, the length of the JSON as 8 bytes, JSON filled up to a
+multiple of 8, and arrays to which it refers (_Part). An array of the result is a view of the answer.
+
+Other servers answer in JSON. A response of 32k tokens then has 1 MB of `[[logprob, id, null], ...]`.
+Most JSON parsers make 130,000 objects of it, which takes eight times as long, and no other thread of
+the process runs meanwhile.
 """
 
 import binascii
 import threading
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import combinations, islice
+from itertools import chain, combinations, islice, takewhile
 
 import msgspec
 import numpy as np
@@ -16,8 +21,16 @@ import pybase64
 import simdjson
 
 from megagrpo.models.architecture import Architecture
+from megagrpo.rollout.response import Answer
 from megagrpo.system.errors import translated
 
+PACKED = "application/x-megagrpo-arrays"  # the media type of packed answers
+_MAGIC = b"\x93ARRAYS1"  # no text begins so
+_ALIGNED = 8  # bytes
+_NO_ARRAYS = memoryview(b"")  # of an answer in JSON
+_PAIRS = ("output_token_logprobs", "input_token_logprobs")
+_LISTS = ("output_top_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
+_ANSWERS = msgspec.json.Decoder(Answer)  # skips other fields, the text among them
 _NULL = 9999  # stands for null, which no array of numbers can hold: no log-probability
 _NULL_AS_NUMBER = bytes.maketrans(b"nul", b"999")
 # RuntimeError: an error about the last answer, which nobody has read yet, holds the parser
@@ -25,11 +38,106 @@ _OTHER_FORM = (AttributeError, RuntimeError, TypeError, ValueError)
 _THREAD = threading.local()  # a parser keeps its memory for the next answer
 
 
-def read_pairs(text: bytes | msgspec.Raw) -> tuple[np.ndarray, np.ndarray]:
+class _Part(msgspec.Struct):
+    """Stands in the JSON of a packed answer for an array, or for ids int32 and then log-probabilities
+    float32 of the same shape."""
+
+    at: int  # its first byte after the JSON
+    shape: list[int]
+    skipped: int = 0  # null positions before the first
+    type: str = ""  # of an array's elements
+
+
+def pack_answer(answer: Mapping) -> bytes:
+    """Returns an answer of SGLang in the packed form, without its text. Lists that are no arrays,
+    such as those with texts, stay JSON. Numbers that JSON lacks become NaN, as null does."""
+    meta = dict(answer["meta_info"])
+    arrays: list[bytes] = []
+    found = {name: _in_arrays(meta.get(name) or (), name in _LISTS) for name in _PAIRS + _LISTS}
+    found["routed_experts"] = _experts_in_array(meta.get("routed_experts"))
+    for name, (part, *values) in ((name, parts) for name, parts in found.items() if parts):
+        part.at = sum(map(len, arrays))
+        data = b"".join(value.tobytes() for value in values)
+        arrays.append(data + bytes(-len(data) % _ALIGNED))
+        meta[name] = part
+    head = orjson.dumps(
+        {**answer, "text": "", "output_ids": (), "meta_info": meta},
+        default=msgspec.to_builtins,
+        option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY,
+    )
+    head += b" " * (-len(head) % _ALIGNED)
+    return b"".join([_MAGIC, len(head).to_bytes(_ALIGNED, "little"), head, *arrays])
+
+
+def _in_arrays(rows: Sequence, nested: bool) -> tuple | None:
+    """Returns a part, ids and log-probabilities of rows (log-probability, id, None), or of lists of
+    as many rows; None for others."""
+    skipped = len(list(takewhile(lambda row: row is None, rows)))
+    rows = rows[skipped:]
+    shape = [len(rows)]
+    if rows and nested:
+        shape.append(len(rows[0]))
+        if any(row is None or len(row) != shape[1] for row in rows):
+            return None
+        rows = list(chain.from_iterable(rows))
+    if not rows or any(text for _, _, text in rows):
+        return None
+    logprobs, ids, _ = zip(*rows, strict=True)
+    values = np.array(logprobs, np.float64)
+    values[~np.isfinite(values)] = np.nan
+    return _Part(0, shape, skipped), np.array(ids, np.int32), values.astype(np.float32)
+
+
+def _experts_in_array(text: str | None) -> tuple | None:
+    """Returns a part and ids of experts, in the smallest type, of base64; None for other texts."""
+    if not text:
+        return None
+    with suppress(binascii.Error, ValueError):
+        ids = np.frombuffer(pybase64.b64decode(text, validate=True), dtype="<i4")
+        if len(ids) and ids.min() >= 0:
+            ids = ids.astype(np.min_scalar_type(ids.max()))
+        return _Part(0, [len(ids)], type=ids.dtype.str), ids
+    return None
+
+
+def is_packed(body: bytes) -> bool:
+    """Returns whether an answer has the packed form, in which reading takes no time."""
+    return body.startswith(_MAGIC)
+
+
+def read_answer(body: bytes) -> tuple[Answer, memoryview]:
+    """Returns an answer in either form, and its arrays for the functions below. Raises
+    msgspec.DecodeError."""
+    if not is_packed(body):
+        return _ANSWERS.decode(body), _NO_ARRAYS
+    start = len(_MAGIC) + _ALIGNED
+    end = start + int.from_bytes(body[len(_MAGIC) : start], "little")
+    return _ANSWERS.decode(memoryview(body)[start:end]), memoryview(body)[end:]
+
+
+def _part(text: bytes | msgspec.Raw) -> _Part | None:
+    """Returns the part of a packed answer to which a field refers, None for a field in JSON."""
+    if memoryview(text)[:1] != b"{":
+        return None
+    return msgspec.json.decode(text, type=_Part)
+
+
+def _both(part: _Part, arrays: memoryview) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a part's ids and log-probabilities. Raises ValueError if the answer is cut off."""
+    count = int(np.prod(part.shape))
+    ids = np.frombuffer(arrays, "<i4", count, part.at).reshape(part.shape)
+    return ids, np.frombuffer(arrays, "<f4", count, part.at + ids.nbytes).reshape(part.shape)
+
+
+def read_pairs(
+    text: bytes | msgspec.Raw, arrays: memoryview = _NO_ARRAYS
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns ids [T] int32 and log-probabilities [T] float32 of a list; null is NaN.
 
     They equal orjson's, bit for bit. Raises ValueError, TypeError and such for anything else.
     """
+    if part := _part(text):
+        return _both(part, arrays)
     with suppress(*_OTHER_FORM):
         return _columns(_numbers(_parsed(bytes(text))))
     pairs = orjson.loads(bytes(text)) or []  # with texts
@@ -38,11 +146,20 @@ def read_pairs(text: bytes | msgspec.Raw) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_lists(
-    text: bytes | msgspec.Raw, k: int, skipped: int = 0
+    text: bytes | msgspec.Raw,
+    k: int,
+    skipped: int = 0,
+    arrays: memoryview = _NO_ARRAYS,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns ids [T, k] int32 and log-probabilities [T, k] float32 of lists [logprob, id, text],
     k for each position, without the first `skipped` positions. Raises ValueError for other
     lists."""
+    if part := _part(text):
+        if part.shape[1:] != [k] or part.skipped > skipped:
+            raise ValueError(f"not {k} tokens for every position")
+        ids, logprobs = _both(part, arrays)
+        first = skipped - part.skipped
+        return ids[first:], logprobs[first:]
     with suppress(*_OTHER_FORM):
         parsed = _parsed(bytes(text))
         # a position that is skipped is null, which is one number
@@ -64,13 +181,18 @@ class WrongExperts(ValueError):
     """Raised if an answer has no experts, or some that no router can have chosen."""
 
 
-def read_experts(arch: Architecture, text: str | memoryview | None, num_tokens: int) -> np.ndarray:
+def read_experts(
+    arch: Architecture,
+    text: bytes | msgspec.Raw,
+    num_tokens: int,
+    arrays: memoryview = _NO_ARRAYS,
+) -> np.ndarray:
     """Returns the experts [num_tokens, layers with experts, k] of an answer. Raises WrongExperts.
 
-    text: an answer's `routed_experts`, base64 of int32 for all layers, dense ones too, and for
-    consecutive tokens that passed through the model: all except the last of a response.
+    text: an answer's `routed_experts`, in JSON a text, base64 of int32, for all layers, dense ones
+    too, and for consecutive tokens that passed through the model: all except the last of a response.
     """
-    if not text:
+    if not text or text == b"null":
         raise WrongExperts(
             "the answer holds no routed_experts: the engine was not started with "
             "enable_return_routed_experts"
@@ -78,7 +200,11 @@ def read_experts(arch: Architecture, text: str | memoryview | None, num_tokens: 
     with translated(
         "routed_experts is not base64 of int32", binascii.Error, ValueError, raised=WrongExperts
     ):
-        ids = np.frombuffer(pybase64.b64decode(text, validate=True), dtype="<i4")
+        if part := _part(text):
+            ids = np.frombuffer(arrays, part.type, part.shape[0], part.at)
+        else:
+            base64 = memoryview(text)[1:-1]
+            ids = np.frombuffer(pybase64.b64decode(base64, validate=True), dtype="<i4")
     layers = arch.num_layers
     k = arch.routed.per_token
     if len(ids) != num_tokens * layers * k:
@@ -92,7 +218,7 @@ def read_experts(arch: Architecture, text: str | memoryview | None, num_tokens: 
             f"routed_experts has ids from {experts.min()} to {experts.max()}, and the model experts "
             f"0 to {arch.routed.count - 1}"
         )
-    experts = experts.astype(arch.routed.id_type)
+    experts = experts.astype(arch.routed.id_type, copy=False)
     _refuse_repeated(arch, experts)
     return experts
 

@@ -19,17 +19,25 @@ import orjson
 from megagrpo.config.schema import EvalConfig, ExperimentConfig, SamplingConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.rollout.admission import AdmissionQueue
-from megagrpo.rollout.answer_arrays import WrongExperts, read_experts, read_lists, read_pairs
+from megagrpo.rollout.answer_arrays import (
+    PACKED,
+    WrongExperts,
+    is_packed,
+    read_answer,
+    read_experts,
+    read_lists,
+    read_pairs,
+)
 from megagrpo.rollout.control import bearer
 from megagrpo.rollout.engine_choice import Affinity, Engines
 from megagrpo.rollout.response import Answer, Meta, Response, version_number
 from megagrpo.system.errors import translated
 from megagrpo.types import EngineInfo
 
-_JSON = {"Content-Type": "application/json"}
+_JSON = "application/json"
+_HEADERS = {"Content-Type": _JSON, "Accept": f"{PACKED}, {_JSON}"}  # other servers answer in JSON
 # Raised while reading something that is not an answer of /generate.
 _NO_ANSWER = (ValueError, KeyError, TypeError, IndexError, msgspec.DecodeError)
-_ANSWERS = msgspec.json.Decoder(Answer)  # skips other fields, the text among them
 _LONG = 2**17  # bytes of an answer that is read in a thread
 # Below the 5 s after which an engine closes an idle connection: it might do so when a request has
 # just left, and requests for samples are not repeated unseen.
@@ -341,7 +349,7 @@ class Attempt(Generic[T_co]):
         request, client = self._request, self._client
         data = orjson.dumps(request.body(), option=orjson.OPT_SERIALIZE_NUMPY)
         url = f"{self._engine.url}/generate"
-        async with client.http.post(url, data=data, headers=_JSON) as answer:
+        async with client.http.post(url, data=data, headers=_HEADERS) as answer:
             if answer.status != 200:
                 why = await answer.text()
                 # the request itself is wrong: another attempt would fail alike
@@ -350,7 +358,7 @@ class Attempt(Generic[T_co]):
                 raise UnusableAnswer(f"status {answer.status}: {why[:500]}")
             text = await answer.read()
         read = partial(request.read, text, client.experts)
-        if len(text) < _LONG:
+        if len(text) < _LONG or (is_packed(text) and client.experts is None):
             return read()
         return await asyncio.get_running_loop().run_in_executor(client.readers, read)
 
@@ -361,14 +369,14 @@ def _read(
     """Returns the response in an answer's text; ids: the prompt's. Raises GenerationFailed,
     WrongExperts, and UnusableAnswer, also for a proxy's page and a truncated answer."""
     with unreadable(text):
-        answer = _ANSWERS.decode(text)
-        response = _checked(answer, request)
+        answer, arrays = read_answer(text)
+        response = _checked(answer, arrays, request)
     _check_images(answer, request.images, ids)
     if request.experts_from is None:
         return response
     assert arch is not None, "requested only for models whose experts are described"
-    quoted = answer["meta_info"].get("routed_experts", b"")
-    experts = read_experts(arch, memoryview(quoted)[1:-1], len(ids) + len(response.token_ids) - 1)
+    routed = answer["meta_info"].get("routed_experts", b"")
+    experts = read_experts(arch, routed, len(ids) + len(response.token_ids) - 1, arrays)
     return replace(response, routed_experts=experts[request.experts_from :])
 
 
@@ -391,7 +399,7 @@ def _check_images(answer: Answer, images: SentImages | None, ids: np.ndarray) ->
         )
 
 
-def _checked(answer: Answer, request: SampleRequest) -> Response:
+def _checked(answer: Answer, arrays: memoryview, request: SampleRequest) -> Response:
     """Returns the response in an answer. Raises UnusableAnswer if it is cut off or sampled by other
     weights."""
     meta = answer["meta_info"]
@@ -404,7 +412,7 @@ def _checked(answer: Answer, request: SampleRequest) -> Response:
         sampled_by = sorted({text for _, text in texts} | {meta["weight_version"]})
         needed = f"{request.version}{' or newer' * request.or_newer}"
         raise UnusableAnswer(f"sampled by weights of version {sampled_by}, wanted {needed}")
-    token_ids, logprobs = read_pairs(meta.get("output_token_logprobs", b"[]"))
+    token_ids, logprobs = read_pairs(meta.get("output_token_logprobs", b"[]"), arrays)
     if not np.isfinite(logprobs).all():
         raise UnusableAnswer("log-probabilities that are not finite")
     response = Response(
@@ -418,7 +426,8 @@ def _checked(answer: Answer, request: SampleRequest) -> Response:
     )
     if not request.top_k:
         return response
-    top_ids, _ = read_lists(meta.get("output_top_logprobs", b"[]"), request.top_k)
+    lists = meta.get("output_top_logprobs", b"[]")
+    top_ids, _ = read_lists(lists, request.top_k, arrays=arrays)
     if len(top_ids) != len(token_ids):
         raise UnusableAnswer(f"top tokens of {len(top_ids)} positions for {len(token_ids)} tokens")
     return replace(response, top_ids=top_ids)

@@ -93,7 +93,7 @@ class Meta(TypedDict):
 
     weight_version: str
     finish_reason: dict[str, object] | None  # "type": "stop", "length" or "abort"
-    # JSON that answer_arrays.py reads: [log-probability, id, text] of tokens, k or one per position
+    # answer_arrays.py reads these: in JSON [log-probability, id, text] of tokens, k or one a position
     output_token_logprobs: NotRequired[msgspec.Raw]
     output_top_logprobs: NotRequired[msgspec.Raw]
     # Of the prompt from its logprob_start_len-th token on; null for that one.
@@ -101,7 +101,7 @@ class Meta(TypedDict):
     input_top_logprobs: NotRequired[msgspec.Raw]
     input_token_ids_logprobs: NotRequired[msgspec.Raw]
     weight_versions: NotRequired[list[VersionSpan] | None]
-    routed_experts: NotRequired[msgspec.Raw]  # base64 in quotes
+    routed_experts: NotRequired[msgspec.Raw]
     image_tokens: NotRequired[int]
     cached_tokens: NotRequired[int]  # of the prompt
     # Forwards by the number of a draft's tokens that they accepted.

@@ -312,6 +312,12 @@ class Inputs:
             self.images.add_metrics(metrics)
 
 
+def open_graders(config: ExperimentConfig, tokenizer: "PreTrainedTokenizerBase") -> RewardPool:
+    """Returns the graders of an experiment. Raises as RewardPool does."""
+    preload = not config.sampling.rewarding
+    return RewardPool(config.reward, preload, reasoning_end(config, tokenizer))
+
+
 @contextmanager
 def start_source(
     config: ExperimentConfig,
@@ -325,12 +331,7 @@ def start_source(
     with ExitStack() as stack:
         sampler = None
         if mesh.is_leader:
-            grader = RewardPool(
-                config.reward,
-                preload=not config.sampling.rewarding,
-                reasoning_end=reasoning_end(config, inputs.tokenizer),
-            )
-            stack.enter_context(grader)
+            grader = stack.enter_context(open_graders(config, inputs.tokenizer))
             stack.callback(inputs.answering.close)
             sampler = Sampler(
                 config, mesh.dp_size, control, grader, inputs.decode, inputs.answering

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-import msgspec
 import numpy as np
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.rollout.admission import AdmissionQueue
-from megagrpo.rollout.answer_arrays import read_lists, read_pairs
+from megagrpo.rollout.answer_arrays import read_answer, read_lists, read_pairs
 from megagrpo.rollout.control import ServiceControl
 from megagrpo.rollout.engine_choice import Affinity, Engines
 from megagrpo.rollout.generation import (
@@ -25,14 +24,11 @@ from megagrpo.rollout.generation import (
     end_of_request,
     unreadable,
 )
-from megagrpo.rollout.response import Answer
 from megagrpo.system import environment
 from megagrpo.types import EngineInfo, Prompt, TeacherScores
 
 if TYPE_CHECKING:  # it pulls in torch
     from megagrpo.monitor.metrics import Metrics
-
-_ANSWERS = msgspec.json.Decoder(Answer)
 
 
 @dataclass(frozen=True)
@@ -81,17 +77,20 @@ class ScoreRequest:
         """Returns the scores in an answer's text. Raises UnusableAnswer if they do not fit the
         response."""
         with unreadable(text):
-            meta = _ANSWERS.decode(text)["meta_info"]
+            answer, arrays = read_answer(text)
+            meta = answer["meta_info"]
             end_of_request(meta)
             # the first is null, that of the token before the response
-            logprobs = read_pairs(meta.get("input_token_logprobs", b"[]"))[1][1:]
+            logprobs = read_pairs(meta.get("input_token_logprobs", b"[]"), arrays)[1][1:]
             ids = top = None
             if self.candidates is not None:
                 k = self.candidates.shape[1]
-                _, top = read_lists(meta.get("input_token_ids_logprobs", b"[]"), k, 1)
+                lists = meta.get("input_token_ids_logprobs", b"[]")
+                _, top = read_lists(lists, k, 1, arrays)
                 ids = self.candidates
             elif self.top_k:
-                ids, top = read_lists(meta.get("input_top_logprobs", b"[]"), self.top_k, 1)
+                lists = meta.get("input_top_logprobs", b"[]")
+                ids, top = read_lists(lists, self.top_k, 1, arrays)
             lengths = {len(array) for array in (logprobs, ids, top) if array is not None}
             if lengths != {self.length} or not np.isfinite(logprobs).all():
                 raise UnusableAnswer(

@@ -18,7 +18,7 @@ view.html            written by `megagrpo view`
 service.json         the address of the rollout service, removed at its end
 service.key          its key: readable by its owner
 service.progress     a line about its start
-wandb/, wandb_id     data for `wandb sync`, and the id of the W&B run (log.wandb)
+wandb/, NAME_id      data for `wandb sync`, and the ids of trackers' runs (log.wandb, log.trackers)
 certify/             written by `megagrpo certify`
 bisect/              a run folder of `megagrpo bisect`: also report.md, report.json
 try/                 a run folder of `megagrpo try`
@@ -147,7 +147,6 @@ class RunFolder:
     images = _Inside("images")
     metrics = _Inside("metrics.jsonl")
     tensorboard = _Inside("tensorboard")
-    wandb_id = _Inside("wandb_id")
     rollouts = _Inside("rollouts")
     trained = _Inside("trained")
     view = _Inside("view.html")

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import yaml
 
-from megagrpo.check.hardware import gigabytes
-from megagrpo.check.libraries import library_problems
 from megagrpo.check.problems import layout_problems, preflight
 from megagrpo.check.rules import placement
 from megagrpo.check.rules.inputs import is_made
@@ -37,7 +35,7 @@ from megagrpo.models.table import (
 )
 from megagrpo.rewards.graders.functions import SERVICES, machine_problem
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
-from megagrpo.tools.loading import LoadingTest, try_loading
+from megagrpo.tools.check.loading import LoadingTest, try_loading
 from megagrpo.tools.plan.checkpoint_cost import checkpoint_lines, disk_advice, rank_coordinates
 from megagrpo.tools.plan.engine_memory import concurrency_report, host_cache_bytes
 from megagrpo.tools.plan.fitting import (
@@ -47,6 +45,8 @@ from megagrpo.tools.plan.fitting import (
     teachers_memory,
     with_model,
 )
+from megagrpo.tools.plan.hardware import gigabytes
+from megagrpo.tools.plan.libraries import all_library_problems
 from megagrpo.tools.plan.trainer_memory import trained_elements
 
 _MORE = "--all: ranks, micro-batches, memory by phase, costs of a save, fields handed to libraries"
@@ -70,7 +70,7 @@ def _loading_problems(config: ExperimentConfig) -> list[str]:
 
 
 def _library_problems(config: ExperimentConfig) -> list[str]:
-    refused = library_problems(config, everything=True)
+    refused = all_library_problems(config)
     return [f"{'.'.join(map(str, keys))}: {text}" for keys, text in refused]
 
 

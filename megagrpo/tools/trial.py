@@ -16,15 +16,15 @@ from megagrpo.cluster.supervise import Launch
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
-from megagrpo.data.texts import decoder, reasoning_end
+from megagrpo.data.texts import decoder
 from megagrpo.models.folder import Model
 from megagrpo.monitor.rollout_log import Decode, turns_of
-from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.batches import BatchPlan, SampledBatch, SamplingJob
 from megagrpo.rollout.control import ServiceControl, ServiceUnreachable, bearer, find_service
 from megagrpo.rollout.generation import GenerationFailed, SamplingParams
 from megagrpo.rollout.sampler import Sampler
+from megagrpo.rollout.source import open_graders
 from megagrpo.system.arguments import positive
 from megagrpo.system.processes import last_lines
 from megagrpo.system.run_folder import RunFolder
@@ -57,13 +57,7 @@ def try_out(config: ExperimentConfig, num_prompts: int) -> int:
     decode = decoder(tokenizer, model, config.sampling.skip_special_tokens)
     with alone_in(folder), Launch(folder, "try", end=ENDING) as launch, ExitStack() as stack:
         answering = stack.enter_context(closing(make_answering(config, tokenizer)))
-        grader = stack.enter_context(
-            RewardPool(
-                config.reward,
-                preload=not config.sampling.rewarding,
-                reasoning_end=reasoning_end(config, tokenizer),
-            )
-        )
+        grader = stack.enter_context(open_graders(config, tokenizer))
         control = _service(launch, config)
         sampler = Sampler(config, 1, control, grader, decode, answering)
         sampler.images = images
@@ -107,7 +101,7 @@ def _service(launch: Launch, config: ExperimentConfig) -> ServiceControl:
                         headers=key,
                         trust_env=False,
                     )
-                    control.mark_ready(engine.id, engine.incarnation, 0)
+                    control.mark_ready({engine.id: engine.incarnation}, 0)
                     return control
         time.sleep(_POLL_S)
     reason = failed or f"it took longer than {limit_s:g} s (rollout.start_timeout_s), or ended"

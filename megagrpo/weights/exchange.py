@@ -59,7 +59,6 @@ class Exchange:
     ):
         self._config = config
         self._mesh = mesh
-        self._ids: list[str] = []  # of the engines to update; on the main rank
         # by kind and rank of an engine: of its slices among the digests
         self._numbers: list[list[np.ndarray]] = []
         published = weights if config.rollout.quantization is None else quantized(weights, mesh)
@@ -98,10 +97,10 @@ class Exchange:
         timer = PhaseTimer()
         deadline = Deadline(self._config.weights.timeout_s)
         traffic = Traffic()
-        more = self._next(lambda: self._fleet.choose(deadline, engines), "find engines")
+        ids = self._choose(deadline, engines)
         with self._weights.merged():
-            while more:
-                more = self._update(version, deadline, timer, traffic)
+            while ids:
+                ids = self._update(ids, version, deadline, timer, traffic)
         seconds = self._mesh.from_main(lambda: timer.seconds(*_PHASES), "report timings")
         total = Traffic()
         for part in self._mesh.gather_world(traffic):
@@ -116,8 +115,7 @@ class Exchange:
         """Collective. Compares the engines' live parameters with the actor's. LeaderError names
         what differs."""
         deadline = Deadline(self._config.weights.timeout_s)
-        self._next(lambda: self._fleet.choose(deadline), "find engines")
-        self._open(deadline, writing=False)
+        self._open(self._choose(deadline, None), deadline, writing=False)
         with self._weights.merged():
             expected = self._digests.compute()
 
@@ -136,23 +134,21 @@ class Exchange:
         is no error."""
         self._fleet.close()
 
-    def _next(self, find: Callable[[], list[str]], what: str) -> bool:
-        """Collective. Makes the main rank's `find` the engines to update; returns whether there are
-        any."""
-
-        def keep() -> None:
-            self._ids = find()
-
-        self._mesh.from_main(keep, what)
-        return self._mesh.any_true(bool(self._ids))
+    def _choose(self, deadline: Deadline, engines: list[str] | None) -> list[str]:
+        return self._mesh.from_main(lambda: self._fleet.choose(deadline, engines), "find engines")
 
     def _update(
-        self, version: int, deadline: Deadline, timer: PhaseTimer, traffic: Traffic
-    ) -> bool:
-        """Collective. Updates the engines of `_next`. Returns whether some died, came back and are
-        still needed."""
+        self,
+        ids: list[str],
+        version: int,
+        deadline: Deadline,
+        timer: PhaseTimer,
+        traffic: Traffic,
+    ) -> list[str]:
+        """Collective. Updates the engines `ids`. Returns those that died, came back and are still
+        needed."""
         with timer("connect"):
-            self._open(deadline, writing=True)  # pause
+            self._open(ids, deadline, writing=True)  # pause
         with timer("transfer"), ThreadPoolExecutor(1) as pool:
             digesting = pool.submit(self._digests.local)  # concurrently with the transfer
             # begin -> transfer -> end
@@ -163,40 +159,31 @@ class Exchange:
             )
         with timer("verify"):
             self._mesh.from_main(
-                lambda: self._fleet.for_each(lambda engine: self._admit(engine, version, expected)),
+                lambda: self._fleet.admit(version, lambda engine: self._verify(engine, expected)),
                 "verify weights",
             )
         with timer("restart"):
-            return self._next(
+            return self._mesh.from_main(
                 lambda: self._fleet.wait_for_lost(version, deadline), "wait for engines that died"
             )
 
-    def _open(self, deadline: Deadline, writing: bool) -> None:
+    def _open(self, ids: list[str], deadline: Deadline, writing: bool) -> None:
         """Collective. Pauses the engines; every rank learns the copy lists of a new kind, for
         digests and transfers."""
 
         def open_and_sort() -> list[list[list[Copy]]] | None:
-            self._fleet.open(self._ids, deadline, writing)
-            kinds = list(self._fleet.kinds)
-            for engine in self._fleet.alive:
-                if engine.slices not in kinds:
-                    kinds.append(engine.slices)
-                engine.kind = kinds.index(engine.slices)
-                # one list for all: it may have a million entries
-                engine.slices = kinds[engine.kind]
-            return kinds[len(self._fleet.kinds) :] or None  # which is not sent
+            self._fleet.open(ids, deadline, writing)
+            return self._fleet.sort() or None  # which is not sent
 
         for kind in self._mesh.from_main(open_and_sort, "connect to engines") or ():
             self._fleet.kinds.append(kind)
             self._numbers.append(self._digests.add(kind))
 
-    def _admit(self, engine: EngineConnection, version: int, expected: np.ndarray) -> None:
-        """Verifies one engine, sets its version, lets it continue and marks it ready. Rank 0
-        only."""
+    def _verify(self, engine: EngineConnection, expected: np.ndarray) -> None:
+        """As `_check`; the engine empties its caches unless they go by version. Rank 0 only."""
         by_version = self._config.rollout.prefix_cache == "by_version"
         self._check(engine, expected, flush=not (by_version and engine.emptied))
         engine.emptied = True
-        self._fleet.admit(engine, version)
 
     def _check(self, engine: EngineConnection, expected: np.ndarray, flush: bool) -> None:
         """Raises RuntimeError naming the engine, the parameters and the slices that differ from the

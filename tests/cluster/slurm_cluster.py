@@ -5,6 +5,7 @@ without DNS. It needs no systemd, cgroups or database; every daemon is a child o
 process id.
 """
 
+import random
 import re
 import shutil
 import signal
@@ -29,6 +30,8 @@ _SYSTEM_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 _CONF = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
+# tests look for processes by their job's number, and another cluster of the tests may run on this machine
+FirstJobId={first_job}
 SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
@@ -178,7 +181,9 @@ class SlurmCluster:
         line = "NodeName={} NodeHostname={} NodeAddr=127.0.0.{} Port={} CPUs={} State=UNKNOWN"
         numbered = enumerate(zip(self.nodes, ports[1:], strict=True), start=2)
         nodes = "\n".join(line.format(node, host, i, port, self._cpus) for i, (node, port) in numbered)
-        text = _CONF.format(host=host, port=ports[0], root=self.root, parameters=self._parameters, nodes=nodes)
+        first = random.randrange(1_000, 60_000_000)
+        sizes = {"port": ports[0], "first_job": first, "parameters": self._parameters}
+        text = _CONF.format(host=host, root=self.root, nodes=nodes, **sizes)
         (self.root / "slurm.conf").write_text(text)
         # Named, since its choice by itself fails where /sys/fs/cgroup is not mounted.
         (self.root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")

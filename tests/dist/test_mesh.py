@@ -74,7 +74,10 @@ def test_ranks_agree_by_one_integer(world, tmp_path):
 
 
 def part_of_rank(mesh: Mesh) -> list:
-    return mesh.cut_by_leader("all", lambda part: [mesh.rank, part, b"x" * 100_000])
+    cuts = []
+    part = mesh.cut_by_leader("all", lambda part: cuts.append(part) or [mesh.rank, part, b"x" * 100_000])
+    assert cuts == ["all"] * mesh.is_leader, "its own part is that of others"
+    return part
 
 
 def test_ranks_pass_a_part_on(tmp_path):

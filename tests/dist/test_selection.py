@@ -1,6 +1,5 @@
 """Dynamic sampling over gloo ranks: the same groups for every data-parallel size, none lost, also across a resume."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.folder import latest
-from megagrpo.checkpoint.groups import deal_surplus, gather_surplus
+from megagrpo.checkpoint.groups import deal_surplus, read_groups
 from megagrpo.config.schema import CheckpointConfig, ExperimentConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, make_mesh
@@ -69,8 +68,9 @@ def run_steps(mesh: Mesh, folder: Path, num_steps: int) -> list[dict]:
         metrics = Metrics()
         taken = source.take(state, metrics)
         taken.finish()
-        saved = replace(state, surplus=gather_surplus(state.surplus, mesh))
-        checkpoint.PendingSave(folder, saved, ANY, CheckpointConfig(keep=9), NoActor, mesh).finish()
+        checkpoint.PendingSave(folder, state, ANY, CheckpointConfig(keep=9), NoActor, mesh).finish()
+        written = latest(folder) / f"surplus-{mesh.dp_rank:05}.npz"
+        assert (read_groups(written) if written.exists() else []) == list(state.surplus), "each leader's own"
         parts = [group for part in mesh.gather_dp(taken.groups) for group in part]
         surplus = [group for part in mesh.gather_dp(state.surplus) for group in part]
         numbers = metrics.reduced(mesh.reduce)

@@ -167,7 +167,7 @@ def of_rank(mesh: Mesh, tp: int, pp: int, dtype: str, transport: str, folder: Pa
             if rank == 0:
                 if joining:  # as a new engine, so that it dies while the group is made
                     engines[number].info = fleet.by_id[f"engine-{number}"].info
-                    engines[number].report_lost("", engines[number].info.incarnation)
+                    engines[number].restart()
                 dies_once(engines[number], joining)
             exchange.publish(version)
             if rank == 0:

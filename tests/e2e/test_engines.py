@@ -137,12 +137,14 @@ def test_nobody_is_heard_without_the_key(trainer):
     engine = control.engines()[0].url
     calls = [("GET", f"{control.url}/status"), ("POST", f"{control.url}/engines"), ("POST", f"{engine}/generate")]
     calls += [("POST", f"{engine}/update_weights_from_tensor"), ("POST", f"{engine}/pause_generation")]
-    calls += [("GET", f"{engine}/server_info")]
+    calls += [("GET", f"{engine}/server_info"), ("GET", f"{control.url}/metrics")]
     body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
     for headers in ({}, bearer("x" * len(control.api_key))):
         for method, url in calls:
             status = httpx.request(method, url, json=body, headers=headers, timeout=60).status_code
             assert status in (401, 403), url
+    said = httpx.get(f"{control.url}/metrics", headers=bearer(control.api_key)).text
+    assert 'state="ready"' in said and f'engine="{control.engines()[0].id}"' in said
     # The key stands in one file, which is its owner's, and in no log and no command line.
     key = control.api_key.encode()
     assert len(key) >= 32

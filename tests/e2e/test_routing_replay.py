@@ -28,7 +28,7 @@ def test_the_engines_experts_are_the_trainers_own_in_float32(experiments):
         assert entries[step]["mismatch/logprob_abs_mean"] <= 1e-5 or entries[step]["dynamic_sampling/carried"]
         assert entries[step]["router/replay_differs"] < 0.05, "surplus groups alone are of older weights"
     assert all("routed" not in str(group) for groups in rollouts(folder).values() for group in groups)
-    surplus = latest(RunFolder(folder).checkpoints).parent.glob("*/surplus.npz")
+    surplus = latest(RunFolder(folder).checkpoints).parent.glob("*/surplus-*.npz")
     for sample in (sample for file in surplus for group in read_groups(file) for sample in group.samples):
         assert sample.routed_experts is not None and sample.routed_experts.dtype.name == "uint8"
 

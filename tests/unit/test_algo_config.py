@@ -2,10 +2,14 @@
 
 import pytest
 
+from megagrpo.algo.estimators import ESTIMATORS
+from megagrpo.algo.policy_loss import POLICY_LOSSES
+from megagrpo.algo.reward_shaping import REWARD_STEPS
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.objective.estimators import ESTIMATOR_CONFIGS
 from megagrpo.config.objective.policy_loss import POLICY_LOSS_CONFIGS
+from megagrpo.config.objective.reward_shaping import REWARD_STEP_CONFIGS
 from tests.experiments import experiment
 
 NO_RL, NO_DISTILLATION = ({"component": name, "weight": 0.0} for name in ("rl", "distillation"))
@@ -223,6 +227,14 @@ def test_advice_and_formula():
                 for each in (advantage, loss)
             ]
             assert AlgorithmConfig(advantage=names[0], loss=names[1]).formula
+
+
+@pytest.mark.parametrize(
+    "functions, variants",
+    [(ESTIMATORS, ESTIMATOR_CONFIGS), (POLICY_LOSSES, POLICY_LOSS_CONFIGS), (REWARD_STEPS, REWARD_STEP_CONFIGS)],
+)
+def test_every_choice_has_a_function(functions, variants):
+    assert set(functions) == set(variants)
 
 
 def test_presets_are_of_papers():

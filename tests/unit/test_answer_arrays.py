@@ -1,14 +1,27 @@
 """Log-probabilities are read from an answer as a parser of JSON reads them, bit for bit."""
 
+import asyncio
 import json
+from contextlib import AsyncExitStack
 
 import numpy as np
 import orjson
 import pytest
+from aiohttp import web
 
 from megagrpo.rollout import answer_arrays
-from megagrpo.rollout.answer_arrays import read_lists, read_pairs
-from megagrpo.rollout.generation import SampleRequest, SamplingParams, UnusableAnswer, _read
+from megagrpo.rollout.admission import AdmissionQueue
+from megagrpo.rollout.answer_arrays import PACKED, is_packed, pack_answer, read_answer, read_lists, read_pairs
+from megagrpo.rollout.engine_choice import Engines
+from megagrpo.rollout.generation import (
+    GenerationClient,
+    RetryPolicy,
+    SampleRequest,
+    SamplingParams,
+    UnusableAnswer,
+    _read,
+)
+from megagrpo.types import EngineInfo
 
 chance = np.random.default_rng(0)
 SIZE = 5000
@@ -159,3 +172,101 @@ def test_a_sampled_token_without_a_finite_log_probability_is_sampled_again():
     request = SampleRequest((5, 6), SamplingParams(1.0, 4), 0, version=2)
     with pytest.raises(UnusableAnswer, match="not finite"):
         _read(orjson.dumps({"meta_info": meta}), request, np.array([5, 6]), None)
+
+
+def through(answer: dict, packed: bool) -> tuple[dict, memoryview]:
+    """(fields, arrays) of an answer in either form, as a client gets it."""
+    answer["meta_info"] = {"weight_version": "1", "finish_reason": None} | answer["meta_info"]
+    body = pack_answer(answer) if packed else orjson.dumps(answer)
+    assert is_packed(body) == packed
+    read, arrays = read_answer(body)
+    return read["meta_info"], arrays
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_packed_answers_have_the_bits_of_text(name):
+    values = VALUES[name].astype(np.float32)
+    rows = [(value, number, None) for number, value in enumerate(values.tolist())]
+    rows[0] = (None, *rows[0][1:])
+    for strange in (float("nan"), -float("nan"), float("inf"), -float("inf")):
+        rows.append((strange, 7, None))
+    lists = [None, *(rows[i : i + 4] for i in range(0, len(rows) - 4, 4))]
+    meta = {"output_token_logprobs": rows, "input_token_ids_logprobs": lists, "output_top_logprobs": lists[1:]}
+    answer = {"text": "said", "output_ids": [1], "meta_info": meta}
+    (as_text, _), (packed, arrays) = through(answer, False), through(answer, True)
+    assert packed["finish_reason"] is None and len(arrays) >= 24 * len(values)
+    found = read_pairs(packed["output_token_logprobs"], arrays)
+    assert same_bits(found, read_pairs(as_text["output_token_logprobs"]))
+    for field, skipped in (("output_top_logprobs", 0), ("input_token_ids_logprobs", 1), ("output_top_logprobs", 1)):
+        if len(lists) > 1:
+            found = read_lists(packed[field], 4, skipped, arrays)
+            assert same_bits(found, read_lists(as_text[field], 4, skipped)) and found[0].shape[1:] == (4,)
+        with pytest.raises(ValueError, match="not 3 tokens for every position"):
+            read_lists(packed[field] if len(lists) > 1 else b"[[]]", 3, skipped, arrays)
+
+
+@pytest.mark.parametrize("lists", [[], [None], None, [TOP[0], TOP[1][:1]], [TOP[0], None], [None, *TOP], TOP])
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_packed_candidates_of_every_form_are_read_or_refused_as_in_text(lists, skipped):
+    answer = {"meta_info": {"output_top_logprobs": lists}}
+    found = []
+    for packed in (False, True):
+        meta, arrays = through(answer, packed)
+        try:
+            found.append(read_lists(meta["output_top_logprobs"], 2, skipped, arrays))
+        except (TypeError, ValueError) as exc:
+            found.append(type(exc))
+    if isinstance(found[0], type):
+        assert found[0] is found[1]
+    else:
+        assert same_bits(*found) and found[0][0].shape == found[1][0].shape
+
+
+def test_packed_lists_with_texts_stay_json():
+    rows = [[-0.5, 5, " a"], [-0.25, 6, ""]]
+    meta, arrays = through({"meta_info": {"output_token_logprobs": rows, "input_token_logprobs": []}}, True)
+    assert same_bits(read_pairs(meta["output_token_logprobs"], arrays), by_json(orjson.dumps(rows))) and not len(arrays)
+
+
+def test_a_packed_answer_that_is_cut_off_is_tried_again():
+    rows = [(-0.5, 5, None)] * 100
+    meta = {"finish_reason": {"type": "stop"}, "weight_version": "2", "output_token_logprobs": rows}
+    body, request = pack_answer({"meta_info": meta}), SampleRequest((5, 6), SamplingParams(1.0, 4), 0, version=2)
+    whole = _read(body, request, np.array([5, 6]), None)
+    assert len(whole.token_ids) == 100 and np.shares_memory(whole.token_ids, np.frombuffer(body, np.uint8))
+    for length in (7, 12, 40, len(body) - 8):
+        with pytest.raises(UnusableAnswer):
+            _read(body[:length], request, np.array([5, 6]), None)
+
+
+def test_a_client_asks_for_packed_answers_and_takes_any():
+    accepted = []
+
+    async def generate(request: web.Request) -> web.Response:
+        accepted.append(request.headers["Accept"])
+        rows = [(-0.25, 7, None)] * 20_000
+        meta = {"finish_reason": {"type": "stop"}, "weight_version": "2", "output_token_logprobs": rows}
+        if len(accepted) == 1:
+            return web.Response(body=pack_answer({"meta_info": meta}), content_type=PACKED)
+        return web.json_response({"meta_info": meta})
+
+    async def both() -> list:
+        app = web.Application()
+        app.add_routes([web.post("/generate", generate)])
+        async with AsyncExitStack() as stack:
+            runner = web.AppRunner(app)
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+            engine = EngineInfo("engine-0", url, "ready", 2, 1, 0, 1, "", serves=True)
+            engines = Engines(lambda: [engine], "a key")
+            client = GenerationClient(engines, RetryPolicy(0, 30.0), AdmissionQueue(4))
+            await stack.enter_async_context(client)
+            request = SampleRequest((5, 6), SamplingParams(1.0, 4), 0, version=2)
+            return [await client.generate(request) for _ in range(2)]
+
+    packed, as_text = asyncio.run(both())
+    assert packed == as_text and len(packed.token_ids) == 20_000
+    assert accepted == [f"{PACKED}, application/json"] * 2

@@ -44,7 +44,7 @@ LAYERS = (
     {"checkpoint"},
     {"check"},
     {"loop"},
-    {"tasks", "cluster"},
+    {"cluster"},
     {"tools", "cpu", "sandbox"},
     {"environments"},  # one of them runs programs in the sandbox
     {"cli"},
@@ -56,7 +56,7 @@ ONLY_IN = {
     "ray": r"rollout/service/",
     # a dry run builds the engine's model or resolves its arguments as on a GPU, in a process of its own
     "sglang": r"weights/engines/loader\.py|cpu/engine/"
-    r"|rollout/service/(engine_process|engine_words|scoring|parser_worker|\w+_dry_run)\.py",
+    r"|rollout/service/(engine_process|engine_words|scoring|parser_worker)\.py|tools/plan/\w+_dry_run\.py",
     "sgl_kernel": r"cpu/engine/",
     "simdjson": r"rollout/answer_arrays\.py",
     "triton": r"weights/digests/triton_kernel\.py",

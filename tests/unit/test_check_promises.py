@@ -13,6 +13,7 @@ from megagrpo.config.fields import Section, members, sections
 from megagrpo.config.load import ConfigError
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.explain import explain
+from megagrpo.tools.plan.libraries import all_library_problems
 from tests.experiments import QUICKSTART, ROOT, experiment, python, read_experiment
 
 
@@ -171,10 +172,10 @@ def test_a_draft_of_a_model_without_one_is_a_problem_beside_others(prepared, mon
 def test_a_library_is_given_the_whole_experiment_only_if_it_is_sound(prepared, monkeypatch):
     asked = []
     monkeypatch.setattr(libraries, "_judged", lambda config, *job: asked.append(job) or [])
-    libraries.library_problems(read_experiment(QUICKSTART), everything=True)
-    [(_, _, whole), (_, _, words)] = sorted(asked, key=lambda job: job[0])
+    all_library_problems(read_experiment(QUICKSTART))
+    [(*_, whole), (*_, words)] = sorted(asked, key=lambda job: job[1])
     assert whole[1]["model_type"] == "qwen3_moe" and "--model-path" in words
     asked.clear()
     broken = experiment(model={"path": "runs/quickstart/random"}, rollout={"sglang": {"tp_size": 2}})
-    libraries.library_problems(broken, everything=True)
+    all_library_problems(broken)
     assert [whole for *_, whole in asked] == [None, None]

@@ -11,9 +11,9 @@ from megagrpo.check.problems import preflight
 from megagrpo.data.rows import fingerprint, read_rows
 from megagrpo.models.folder import Model
 from megagrpo.sandbox import sandbox
-from megagrpo.tools import loading
+from megagrpo.tools.check import loading
+from megagrpo.tools.check.loading import LoadingTest, try_loading
 from megagrpo.tools.explain import explain, known_problems
-from megagrpo.tools.loading import LoadingTest, try_loading
 from tests.experiments import ROOT, experiment
 
 RIGHT = {"prompt": "12+3", "answer": "15"}

@@ -19,8 +19,8 @@ from megagrpo.models.folder import Model
 from megagrpo.models.table import read_description
 from megagrpo.system.environment import child_environment
 from megagrpo.tools.certify.tiny_model import hf_config
+from megagrpo.tools.check.loading import try_loading
 from megagrpo.tools.explain import explain
-from megagrpo.tools.loading import try_loading
 from megagrpo.tools.plan.checkpoint_cost import rank_coordinates
 from tests.experiments import QUICKSTART, ROOT, python
 
@@ -269,7 +269,7 @@ def test_a_broken_torchvision_is_a_problem_with_its_remedy(tmp_path, model):
     (broken / "__init__.py").write_text("raise RuntimeError('built for another torch')\n")
     program = """
 import sys
-from megagrpo.tools.loading import try_loading
+from megagrpo.tools.check.loading import try_loading
 from megagrpo.config.load import load_config
 print(*try_loading(load_config(sys.argv[1])).problems, sep="\\n")
 """

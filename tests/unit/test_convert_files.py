@@ -78,7 +78,7 @@ def test_a_file_that_is_there_is_not_written_over_without_a_word(tmp_path, capsy
     assert out.read_text() != "mine"
 
 
-def test_files_to_evaluate_on_without_a_number_of_steps(tmp_path):
+def test_files_to_evaluate_on_without_a_number_of_steps():
     draft = verl("data.train_files=a.parquet", "data.val_files=b.parquet", "+trainer.extra={}")
     assert lost(draft) == {}
     assert draft.values["eval.every"] == 1_000_000 and draft.values["eval.data.path"] == "b.parquet"

@@ -58,7 +58,7 @@ TESTS = {"inputs": ["1"], "outputs": ["2"]}
         ("answer", {"answer": "a", "extra": "seconds"}, "a", {"extra": "seconds"}),
     ],
 )
-def test_columns_as_public_files_have_them(tmp_path, name, key, columns, answer, extra):
+def test_columns_as_public_files_have_them(name, key, columns, answer, extra):
     path = rows_file([{"prompt": "1", **columns}], name)
     (row,) = read_rows(DataConfig(path=path, answer_key=key, extra_key="extra" if extra else None))
     assert row.answer == answer and row.extra == (extra or {})
@@ -77,7 +77,7 @@ def test_a_map_of_arrow_is_an_object(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[" + "1" * 5000 + "]"])
-def test_a_prompt_that_only_begins_as_json_is_a_text(tmp_path, text):
+def test_a_prompt_that_only_begins_as_json_is_a_text(text):
     (row,) = read_rows(DataConfig(path=rows_file([{"prompt": text, "answer": "1"}])))
     assert row.prompt == text
 

@@ -60,7 +60,7 @@ def sent_on(mesh, current) -> int:
 
     where = []
     link = SimpleNamespace(left_s=30.0, patience_s=30.0)
-    end = _TrainerEnd(link, SimpleNamespace(trainers=[0], sent_by=lambda rank: {}), 0)
+    end = _TrainerEnd(link, 0, 1, {}, False)
     end._group = SimpleNamespace()  # joined before, and asked to send nothing
     end.send(SimpleNamespace(mesh=mesh, parameters=lambda: where.append(current()) or {}), SendOrder([[]]), 0)
     return where[0]

@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.check.hardware import HARDWARE
-from megagrpo.check.libraries import library_problems, resolve_all
 from megagrpo.check.rules.subject import model_description
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.certify.tiny_model import hf_config
+from megagrpo.tools.plan.hardware import HARDWARE
+from megagrpo.tools.plan.libraries import all_library_problems, resolve_all
 from tests.experiments import experiment
 
 ROOT = Path(__file__).parents[2]
@@ -69,10 +69,10 @@ def test_sglang_takes_the_arguments_of_every_experiment(tmp_path):
         assert {name: found[name] for name in wanted} == wanted, names
 
 
-def test_check_asks_sglang_about_the_gpu_that_the_experiment_names(tmp_path):
+def test_check_asks_sglang_about_the_gpu_that_the_experiment_names():
     """SGLang's own rule, of which no rule here knows: this kernel takes ep 1 or ep of all ranks."""
     folder = ROOT / "configs" / "models" / "Qwen3-30B-A3B"
     rollout = {"tp": 4, "ep": 2, "dtype": "bfloat16", "sglang": {"moe_runner_backend": "flashinfer_cutlass"}}
     wrong = experiment(model={"path": str(folder)}, actor={"dtype": "bfloat16"}, rollout=rollout)
-    [(keys, text)] = library_problems(wrong, everything=True)
+    [(keys, text)] = all_library_problems(wrong)
     assert keys == ("rollout", "sglang") and text.startswith("on H100 SGLang does not resolve")

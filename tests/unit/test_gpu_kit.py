@@ -91,7 +91,7 @@ def test_limits_leave_every_section_a_chance():
     assert sum(limits[: len(limits) // 2]) <= 600
 
 
-def test_synchronizations_are_counted_by_line(tmp_path):
+def test_synchronizations_are_counted_by_line():
     with synchronizations(torch.device("cpu")) as found, warnings.catch_warnings():
         warnings.showwarning("called a synchronizing CUDA operation", UserWarning, "file", 1)
         warnings.warn("something else", stacklevel=1)

@@ -27,7 +27,7 @@ from megagrpo.models.folder import Model
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.monitor.rollout_log import RolloutLog
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.tools.loading import try_loading
+from megagrpo.tools.check.loading import try_loading
 from megagrpo.tools.view.samples import read_samples
 from megagrpo.types import Outcome, RolloutGroup, Sample
 from tests.experiments import experiment

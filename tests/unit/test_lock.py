@@ -160,7 +160,7 @@ def test_a_full_disk_is_said(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_process_that_has_ended_has_no_start(tmp_path):
+def test_a_process_that_has_ended_has_no_start():
     process = subprocess.Popen(["true"])
     until(lambda: lock._started(process.pid) == "", 60)  # while its parent has not waited for it
     process.wait()

@@ -234,7 +234,7 @@ def test_ranks_that_read_other_rows_are_refused():
         _refuse_other_rows([rows, rows, [["a.jsonl", 3, "beef"]]])
 
 
-def test_a_record_that_cannot_be_written_does_not_hide_why_a_run_ends(tmp_path, capsys):
+def test_a_record_that_cannot_be_written_does_not_hide_why_a_run_ends(capsys):
     def full_disk() -> None:
         raise OSError(28, "No space left on device")
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megagrpo.check.hardware import CONTEXT_BYTES, HARDWARE, hardware_of
 from megagrpo.check.problems import described_architecture
 from megagrpo.check.rules.engine_layout import server_of
 from megagrpo.check.rules.subject import Nodes
@@ -34,6 +33,7 @@ from megagrpo.tools.plan.engine_memory import (
     weight_elements,
 )
 from megagrpo.tools.plan.fitting import experiment_memory, with_model
+from megagrpo.tools.plan.hardware import CONTEXT_BYTES, HARDWARE, hardware_of
 from megagrpo.tools.plan.roofline import (
     Target,
     given_lengths,

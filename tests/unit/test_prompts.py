@@ -62,7 +62,7 @@ def test_parquet_is_read_like_jsonl(tmp_path, tokenizer):
         load_prompts(DataConfig(path=str(path)), tokenizer)
 
 
-def test_json_and_csv_are_read_like_jsonl(tmp_path, tokenizer):
+def test_json_and_csv_are_read_like_jsonl(tmp_path):
     as_list = write(tmp_path / "a.json", ["[", *rows(("1+1=", 2)), ",", *rows(("2+2=", 4)), "]"])
     as_lines = write(tmp_path / "b.json", rows(("1+1=", 2), ("2+2=", 4)))
     table = write(tmp_path / "c.csv", ["\ufeffprompt,answer", '"1+1=",2', '"2+2\n=",4'])

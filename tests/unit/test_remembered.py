@@ -39,7 +39,7 @@ def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("answer", "times"), [("[]", 1), ('[[["actor", "megatron", "apply_rope_fusion"], "no"]]', 2)])
 def test_only_what_was_accepted_is_not_asked_again(answer, times, monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(libraries, "_answer", lambda *job: asked.append(job) or answer)
+    monkeypatch.setattr(libraries, "answer_of", lambda *job: asked.append(job) or answer)
     config = load_config(str(QUICKSTART), ['actor.megatron={"apply_rope_fusion": true}'])
     found = [libraries.library_problems(config) for _ in range(2)]
     assert found[0] == found[1] and bool(found[0]) == (times == 2)

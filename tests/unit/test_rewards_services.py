@@ -175,7 +175,7 @@ def test_the_judge_reads_the_whole_conversation(tmp_path):
     assert question.startswith("Question: x+3?\nReference")
 
 
-def test_the_key_must_be_there(tmp_path, monkeypatch):
+def test_the_key_must_be_there(monkeypatch):
     monkeypatch.delenv("KEY_OF_JUDGE", raising=False)
     with pytest.raises(ValueError, match=r"environment variable KEY_OF_JUDGE \(api_key_env\) is not set here"):
         RewardPool(RewardConfig(grader="http", args={"url": "http://127.0.0.1:1/", "api_key_env": "KEY_OF_JUDGE"}))

@@ -37,12 +37,12 @@ QUICK = RetryPolicy(retries=3, request_timeout_s=2.0, base_s=0.01, cap_s=0.02)
 ANSWER = Response((1, 2, 3, 4), (-0.5,) * 4, "stop", 0)
 
 
-def generate(service: FakeService, version: int = 0) -> tuple[Response, int]:
+def generate(service: FakeService, version: int = 0, retry: RetryPolicy = QUICK) -> tuple[Response, int]:
     """(response, number of retries)"""
 
     async def run():
         engines = Engines.from_service(service.control)
-        async with GenerationClient(engines, QUICK, AdmissionQueue(4)) as client:
+        async with GenerationClient(engines, retry, AdmissionQueue(4)) as client:
             request = SampleRequest((5, 6), PARAMS, 1234, version)
             return await client.generate(request), client.num_retries
 
@@ -95,7 +95,7 @@ def test_out_of_retries_says_why(problem, tries, said):
     said = rf"no sample in 4 tries.*rollout.request_timeout_s.*{said}" if tries > 1 else said
     with running(FakeService(script=[problem] * 10)) as service:
         with pytest.raises(GenerationFailed, match=said):
-            generate(service)
+            generate(service, retry=replace(QUICK, request_timeout_s=0.5) if problem == "hang" else QUICK)
         assert len(service.requests) == tries
 
 
@@ -149,7 +149,7 @@ def test_engine_without_the_version_is_refreshed_and_the_step_completes(version,
 
     def publish(needed, engine_ids):
         calls.append((needed, engine_ids))
-        service.control.mark_ready("engine-0", 1, 4)
+        service.control.mark_ready({"engine-0": 1}, 4)
 
     with running(FakeService(state=state, version=version)) as service:
         groups = sampled(make_source(service), 0, PROMPTS, 4, publish)

@@ -65,6 +65,10 @@ def told(experts: np.ndarray) -> str:
     return base64.b64encode(experts.astype("<i4").tobytes()).decode()
 
 
+def quoted(text: str | None) -> bytes:
+    return json.dumps(text).encode()
+
+
 def drawn(num_tokens: int, spec: Architecture, seed: int = 0) -> np.ndarray:
     """[tokens, layers, k], the dense layers' rows 0 as SGLang leaves them."""
     scores = np.random.default_rng(seed).random((num_tokens, spec.num_layers, spec.experts.count))
@@ -75,11 +79,11 @@ def drawn(num_tokens: int, spec: Architecture, seed: int = 0) -> np.ndarray:
 
 def test_experts_are_read_without_dense_layers_in_the_smallest_type():
     experts = drawn(5, MIXED)
-    found = read_experts(MIXED, told(experts), 5)
+    found = read_experts(MIXED, quoted(told(experts)), 5)
     assert found.dtype == np.uint8 and np.array_equal(found, experts[:, 1:])
     many = replace(MIXED, experts=replace(MIXED.routed, count=384))
     experts = drawn(50, many)
-    assert experts.max() > 255 and np.array_equal(read_experts(many, told(experts), 50), experts[:, 1:])
+    assert experts.max() > 255 and np.array_equal(read_experts(many, quoted(told(experts)), 50), experts[:, 1:])
 
 
 def test_wrong_experts_are_refused():
@@ -98,10 +102,10 @@ def test_wrong_experts_are_refused():
         (one, told(np.zeros((5, 3, 1))), "is 0 everywhere"),
     ):
         with pytest.raises(WrongExperts, match=message):
-            read_experts(spec, text, 5)
+            read_experts(spec, quoted(text), 5)
     some = np.zeros((5, 3, 1))
     some[3, 2] = 1
-    assert read_experts(one, told(some), 5).sum() == 1, "0 is an expert"
+    assert read_experts(one, quoted(told(some)), 5).sum() == 1, "0 is an expert"
 
 
 def answered(script: list, experts_from: int) -> tuple[Response, list[dict], int]:

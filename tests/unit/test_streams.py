@@ -269,6 +269,10 @@ def test_a_row_without_a_teacher_is_not_distilled():
     assert batch.streams.top_ids[2:6].tolist() == ids.tolist()
     assert batch.streams.top_logprobs[2:6].tolist() == scores.tolist()
     assert batch.streams.top_ids[6:].abs().sum() == 0
+    needs = LossNeeds(algorithm, candidates=False)  # of a rank of an earlier stage
+    earlier = build_batch([group, bare], one_pass(2), ALONE, needs=needs).streams
+    assert earlier.top_ids is None and earlier.top_logprobs is None
+    assert torch.equal(earlier.teacher_logprobs, batch.streams.teacher_logprobs)
 
 
 @pytest.mark.parametrize(

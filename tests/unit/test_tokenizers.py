@@ -19,7 +19,7 @@ from megagrpo.data.rows import Row
 from megagrpo.data.texts import decoder
 from megagrpo.models.folder import Model
 from megagrpo.rollout.agents.renderer import Renderer
-from megagrpo.tools.turn_ends import end_advice
+from megagrpo.tools.check.turn_ends import end_advice
 from tests.experiments import experiment
 
 ALPHABET = "0123456789+-*/=.()<># abcdefghijklmnopqrstuvwxyz"

@@ -28,8 +28,8 @@ from megagrpo.rollout.agents.parsers import TurnParsers
 from megagrpo.rollout.agents.programs import Programs
 from megagrpo.rollout.generation import GenerationFailed
 from megagrpo.rollout.service.engine_command import environment_without_gpu
-from megagrpo.tools import loading
-from megagrpo.tools.loading import LoadingTest
+from megagrpo.tools.check import loading
+from megagrpo.tools.check.loading import LoadingTest
 from tests.experiments import ROOT, experiment, read_experiment, until
 from tests.unit.test_conversation import USER, talk
 

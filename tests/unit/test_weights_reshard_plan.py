@@ -14,6 +14,7 @@ from megagrpo.weights.copies.recorder import Copy
 from megagrpo.weights.copies.views import Box, ByRows
 from megagrpo.weights.expected_digests import ExpectedDigests
 from megagrpo.weights.transports.gather_plan import published_specs
+from megagrpo.weights.transports.reshard import ReshardTransport
 from megagrpo.weights.transports.reshard_plan import make_cover, piece_limit, plan_transfer, trainer_atoms
 
 SPECS = {
@@ -134,6 +135,20 @@ def test_replicas_share_the_work_evenly_and_serve_few_engines_each(slots):
                 engines_of[rank].add(slot)
     assert max(sent.values()) - min(sent.values()) <= 64 * slots, sent
     assert max(map(len, engines_of.values())) <= -(-slots // 4) + 1
+
+
+def test_a_rank_plans_no_batches_of_engines_that_it_does_not_serve_and_equal_engines_share_a_plan():
+    weights = SimpleNamespace(
+        copies=trainers(1, 1, 2), specs=SPECS, bucket_bytes=1 << 20, num_engines=8, delta=False,
+        mesh=SimpleNamespace(rank=1, is_main=False),
+    )  # fmt: skip
+    transport = ReshardTransport(weights)
+    links = [SimpleNamespace(name=f"{slot}", slot=slot, kind=0, carriers=(), num_ranks=2) for slot in range(8)]
+    transport._learn(links, SimpleNamespace(kinds=[engine(2, 1)]))
+    plans = [transport._plan(link) for link in links]
+    assert list(transport._ends) == [link.name for link in links if 1 in transport._plan(link).trainers]
+    planned = {plan for plan in plans if "batches" in vars(plan)}
+    assert planned == {plan for plan in plans if 1 in plan.trainers} and len(set(plans)) == 2 < len(plans)
 
 
 def test_coalesced_runs_are_long_where_both_sides_are_contiguous():

@@ -393,3 +393,31 @@ def test_no_engine_waits_for_another_to_be_left(tmp_path, monkeypatch):
         trainer.exchange.close()
     assert not both.broken and not any(engine_end(engine.model).link for engine in engines)
     assert registry.lost == []
+
+
+def test_what_equal_engines_need_is_reported_read_and_planned_once(tmp_path, monkeypatch):
+    engines = [FakeEngine(), FakeEngine(), FakeEngine()]
+    live = {name: torch.zeros(4, 4) for name in SHAPES}
+    rollout = {"num_engines": 3, "min_healthy_engines": 3}
+    reports, written, read = [], [], []
+    put, get = Mailbox.put, Mailbox.get
+    monkeypatch.setattr(Mailbox, "put", lambda self, *args: written.append(args[0]) or put(self, *args))
+    monkeypatch.setattr(Mailbox, "get", lambda self, key: read.append(key) or get(self, key))
+    registry = FakeFleet(engines)
+    for name in ("begin_update", "mark_ready"):
+        answer = getattr(registry, name)
+        monkeypatch.setattr(registry, name, lambda *args, answer=answer: reports.append(len(args[0])) or answer(*args))
+    with ExitStack() as stack:
+        for engine in engines:
+            stack.enter_context(running(engine))
+        trainer = OneTrainer(tmp_path, registry, "reshard", live, SHAPES, rollout=rollout)
+        stack.callback(trainer.exchange.close)
+        trainer.publish()
+        trainer.publish()
+        for engine in engines:
+            assert torch.equal(engine.model.down, live["down"])
+    assert reports == [3, 3, 3, 3], "one request for all engines, before and after each publish"
+    assert [key for key in read if key.startswith("copies/")] == list(
+        {key for key in read if key.startswith("copies/")}
+    )
+    assert written.count("plan") == 1, written

@@ -103,8 +103,7 @@ def test_groups_that_are_made_together_are_made_in_one_order(joined_in_turns):
 
 
 def test_a_link_over_nccl_takes_a_turn_for_its_group_once(monkeypatch):
-    plan = SimpleNamespace(trainers=[0, 1], sent_by=lambda rank: {2: [], 5: []})
-    end = _TrainerEnd(SimpleNamespace(), plan, 1)
+    end = _TrainerEnd(SimpleNamespace(), 1, 3, {2: [], 5: []}, False)
     assert end.turns(True) == [JOIN, 2, 5] and end.turns(False) == [2, 5]
     connected = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)

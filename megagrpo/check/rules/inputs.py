@@ -11,6 +11,7 @@ from megagrpo.checkpoint.changes import input_problem, prompt_order
 from megagrpo.checkpoint.folder import OTHER_DATA, latest, layout_problem, place_problem
 from megagrpo.config.fields import Rule, complaints
 from megagrpo.config.schema import DataConfig, ExperimentConfig
+from megagrpo.config.trackers import TRACKERS
 from megagrpo.data.curriculum import load_curriculum
 from megagrpo.data.hub import is_hub_name
 from megagrpo.data.rows import Row, read_rows, unknown_teachers
@@ -78,13 +79,18 @@ def installed(config: ExperimentConfig) -> Iterator[Rule]:
             shutil.which(program) is None,
             f"sampling.agent.command: {program} is no program that this machine has",
         )
-    spec = find_spec("wandb")
-    yield Rule(
-        # without an origin it is a folder of that name in the working directory
-        config.log.wandb is not None and (spec is None or spec.origin is None),
-        "log.wandb: the package wandb is not installed",
-        "`pip install wandb`, or remove log.wandb",
-    )
+    wanted = {f"log.trackers {one.name}": one.name for one in config.log.trackers}
+    if config.log.wandb is not None:
+        wanted["log.wandb"] = "wandb"
+    for key, name in wanted.items():
+        if key == "log.wandb" or name in TRACKERS:
+            spec = find_spec(name)
+            yield Rule(
+                # without an origin it is a folder of that name in the working directory
+                spec is None or spec.origin is None,
+                f"{key}: the package {name} is not installed",
+                f"`pip install {name}`, or remove {key}",
+            )
 
 
 def _weights(config: ExperimentConfig) -> Iterator[Rule]:
@@ -205,6 +211,7 @@ def _functions(config: ExperimentConfig) -> Iterator[Rule]:
     sampling = config.sampling
     curriculum = config.data.curriculum
     loads: list[Call] = [(load,) for load in config.algorithm.own_loaders]
+    loads += [(tracker.load,) for tracker in config.log.trackers]
     if curriculum is not None:
         loads.append((load_curriculum, curriculum))
     loads += [(check_grader, entry.grader, entry.args) for entry in reward.entries]

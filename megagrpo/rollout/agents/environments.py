@@ -248,33 +248,6 @@ class Environments:
         finally:
             self._episodes[slot] -= 1
 
-    async def ask(self, episode: "Episode", message: Sequence[object]) -> list:
-        """Returns the answer of an episode's process, which is ended if it gives none. Raises as
-        `episode` does."""
-        asked = time.monotonic()
-        slot, process = episode.slot, episode.process
-        async with slot.busy:
-            if not process.is_open:
-                lost = "its process was ended while another episode's call hung"
-                raise EnvironmentFailed("infrastructure", lost, slot, bystander=True)
-            began = time.monotonic()
-            try:
-                answer, error = await process.only_call(list(message), self.config.timeout_s)
-            except TimeoutError as exc:
-                limit = f"{message[1]} gave no answer in {self.config.timeout_s:g} s"
-                raise EnvironmentFailed("timeout", limit) from exc
-            except WorkerError as exc:
-                end = "infrastructure" if process.was_killed else "error"
-                died = f"{message[1]}: the environment's process died: {exc}"
-                raise EnvironmentFailed(end, died, slot) from exc
-            finally:
-                took = time.monotonic() - began
-                episode.seconds += took
-                self.usage.calls += 1
-                self.usage.queue_s += began - asked
-                self.usage.call_s += took
-            return [None, error, "error"] if error is not None else answer
-
 
 class Episode:
     """The environment of one rollout."""
@@ -297,10 +270,35 @@ class Episode:
         return observation, reward, done
 
     async def call(self, method: str, *arguments: object) -> object:
-        """Returns the result of a method of the environment. Raises as Environments.episode
-        does."""
-        message = [self._number, method, list(arguments)]
-        result, error, end = await self._environments.ask(self, message)
+        """Returns the result of a method of the environment. Ends its process if that gives no
+        answer. Raises as Environments.episode does."""
+        timeout_s = self._environments.config.timeout_s
+        asked = time.monotonic()
+        async with self.slot.busy:
+            if not self.process.is_open:
+                lost = "its process was ended while another episode's call hung"
+                raise EnvironmentFailed("infrastructure", lost, self.slot, bystander=True)
+            began = time.monotonic()
+            message = [self._number, method, list(arguments)]
+            try:
+                answer, died = await self.process.only_call(message, timeout_s)
+            except TimeoutError as exc:
+                limit = f"{method} gave no answer in {timeout_s:g} s"
+                raise EnvironmentFailed("timeout", limit) from exc
+            except WorkerError as exc:
+                end = "infrastructure" if self.process.was_killed else "error"
+                problem = f"{method}: the environment's process died: {exc}"
+                raise EnvironmentFailed(end, problem, self.slot) from exc
+            finally:
+                took = time.monotonic() - began
+                self.seconds += took
+                usage = self._environments.usage
+                usage.calls += 1
+                usage.queue_s += began - asked
+                usage.call_s += took
+        if died is not None:
+            raise EnvironmentFailed("error", died, self.slot)
+        result, error, end = answer
         if error is not None:
             raise EnvironmentFailed(end, error, self.slot)
         return result

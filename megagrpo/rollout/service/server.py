@@ -2,13 +2,14 @@
 HTTP endpoint through which trainers list the engines and report the verified ones.
 
 - GET /status: {"failed", "engines": [{"id", "url", "state", "serves", ...}]}
+- GET /metrics: the engines and the run's last step, for Prometheus
 - POST /engines: starts one more engine; answers {"id"}
 - POST /engines/{id}/drain: finishes the engine's requests and ends it; 409 if too few would remain
-- POST /engines/{id}/update, {"incarnation"}: a trainer starts writing weights; 409 if that
-  incarnation has ended, as in the next three
-- POST /engines/{id}/ready, {"incarnation", "weight_version"}: published and verified
-- POST /engines/{id}/wake, {"incarnation"}: a verified engine there resumes its cache memory
-- POST /engines/{id}/lost, {"incarnation"}: the update failed half-way, so the engine must restart
+- POST /engines/update, {"incarnations": {id: incarnation}}: a trainer starts writing weights; answers
+  {"ended": [ids of incarnations that have ended]}, as the next three do
+- POST /engines/ready, {"incarnations", "weight_version"}: published and verified
+- POST /engines/wake, {"incarnations"}: verified engines there resume their cache memory
+- POST /engines/lost, {"incarnations"}: the update failed half-way, so the engines must restart
 - POST /sleep: makes the engines on trainers' GPUs release their memory and lets none start; answers
   when they have
 - POST /may_start: lets engines that died meanwhile restart
@@ -31,9 +32,11 @@ import aiohttp
 import orjson
 import ray
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.vocabulary import different_tokens
+from megagrpo.monitor.prometheus import exposition
 from megagrpo.rollout.control import ServiceFailed, ServiceUnreachable, find_service
 from megagrpo.rollout.service.addresses import own_address
 from megagrpo.rollout.service.engine_command import on_gpus
@@ -246,9 +249,10 @@ class _Service:
         app.add_routes(
             [
                 web.get("/status", self._on_status),
+                web.get("/metrics", self._on_metrics),
                 web.post("/engines", self._on_add),
                 web.post("/engines/{id}/drain", self._on_drain),
-                web.post("/engines/{id}/{event:update|ready|wake|lost}", self._on_event),
+                web.post("/engines/{event:update|ready|wake|lost}", self._on_event),
                 web.post("/sleep", self._on_sleep),
                 web.post("/may_start", self._on_may_start),
             ]
@@ -268,6 +272,12 @@ class _Service:
         body = orjson.dumps({"failed": self._failed, "engines": engines})
         return web.Response(body=body, content_type="application/json")
 
+    async def _on_metrics(self, request: web.Request) -> web.Response:
+        engines = [engine.status() for engine in self._engines.values()]
+        metrics = self._folder.metrics
+        text = await asyncio.to_thread(exposition, self._config.name, metrics, engines)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
     async def _on_add(self, request: web.Request) -> web.Response:
         if self._config.rollout.colocate:
             raise web.HTTPBadRequest(
@@ -276,7 +286,7 @@ class _Service:
         return web.json_response({"id": self._add_engine(self._num_added).id})
 
     async def _on_drain(self, request: web.Request) -> web.Response:
-        engine = self._engine(request)
+        engine = self._engine(request.match_info["id"])
         teacher = engine.teacher
         if engine.state == "draining":
             return web.json_response({})
@@ -292,18 +302,26 @@ class _Service:
         print(f"{engine.id} is drained and gone", flush=True)
 
     async def _on_event(self, request: web.Request) -> web.Response:
-        engine, body = self._engine(request), await request.json()
-        incarnation = int(body["incarnation"])
-        match request.match_info["event"]:
-            case "update":
-                await engine.begin_update(self._http, incarnation)
-            case "ready":
-                engine.mark_ready(incarnation, int(body["weight_version"]))
-            case "wake":
-                await engine.wake(self._http, incarnation, CACHE)
-            case "lost":
-                engine.lost(incarnation)
-        return web.json_response({})
+        body = await request.json()
+        ended = []
+
+        async def report(engine_id: str, incarnation: int) -> None:
+            try:
+                engine = self._engine(engine_id)
+                match request.match_info["event"]:
+                    case "update":
+                        await engine.begin_update(self._http, incarnation)
+                    case "ready":
+                        engine.mark_ready(incarnation, int(body["weight_version"]))
+                    case "wake":
+                        await engine.wake(self._http, incarnation, CACHE)
+                    case "lost":
+                        engine.lost(incarnation)
+            except StaleReport:
+                ended.append(engine_id)
+
+        await asyncio.gather(*(report(*engine) for engine in body["incarnations"].items()))
+        return web.json_response({"ended": ended})
 
     async def _on_sleep(self, request: web.Request) -> web.Response:
         self._may_start.clear()
@@ -317,18 +335,16 @@ class _Service:
         self._may_start.set()
         return web.json_response({})
 
-    def _engine(self, request: web.Request) -> SupervisedEngine:
-        engine = self._engines.get(request.match_info["id"])
+    def _engine(self, engine_id: str) -> SupervisedEngine:
+        engine = self._engines.get(engine_id)
         if engine is None:  # drained: the trainer's list of engines may be older
-            raise StaleReport(
-                f"no engine {request.match_info['id']}; there are {sorted(self._engines)}"
-            )
+            raise StaleReport(f"no engine {engine_id}; there are {sorted(self._engines)}")
         return engine
 
 
 @web.middleware
 async def _answer_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers 409 for an engine or incarnation that has ended."""
+    """Answers 409 for an engine that is gone."""
     try:
         return await handler(request)
     except StaleReport as exc:

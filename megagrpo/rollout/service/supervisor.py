@@ -20,6 +20,7 @@ import json
 import time
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ class SupervisedEngine:
         self.weight_version: int | None = None
         self.load: dict[str, float] = {}  # both as in EngineInfo
         self.load_now: dict[str, float] = {}
-        self._cache_tokens: int | None = None
+        self.cache_tokens: int | None = None
         self.gave_up = self._was_up = False
         self._config, self._cuda, self._api_key, self._log_dir = config, cuda, api_key, log_dir
         self._patience_s = config.rollout.patience_s(cuda)
@@ -106,21 +107,7 @@ class SupervisedEngine:
 
     def status(self) -> EngineInfo:
         """Returns its present state."""
-        return EngineInfo(
-            id=self.id,
-            url=self.url,
-            state=self.state,
-            weight_version=self.weight_version,
-            incarnation=self.incarnation,
-            restarts=self.restarts,
-            pid=self.pid,
-            reason=self.reason,
-            load=self.load,
-            load_now=self.load_now,
-            cache_tokens=self._cache_tokens,
-            serves=self.serves,
-            teacher=self.teacher,
-        )
+        return EngineInfo(**{field.name: getattr(self, field.name) for field in fields(EngineInfo)})
 
     @property
     def is_starting(self) -> bool:
@@ -291,7 +278,7 @@ class SupervisedEngine:
                 raise EngineDied(f"did not answer within {limit}\n{self._log_tail(0)}")
             await asyncio.sleep(_START_POLL_S)
         info = await self._fetch(http, url + "/server_info")
-        self._cache_tokens = _tokens_of_caches(json.loads(info or "{}"))
+        self.cache_tokens = _tokens_of_caches(json.loads(info or "{}"))
         self._memory = EngineMemory(url, self._api_key, self._patience_s)
         self.url, self.state, self._was_up = url, "ready" if self.teacher else "stale", True
         self.serves = bool(self.teacher)

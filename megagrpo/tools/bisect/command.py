@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from megagrpo.cluster.machine import ranks_beside_service
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.loop.ranks import guarded
 from megagrpo.system.arguments import positive
 from megagrpo.system.environment import under_torchrun
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.tasks.ranks import guarded
 from megagrpo.tools.one_engine import with_one_engine
 
 if TYPE_CHECKING:

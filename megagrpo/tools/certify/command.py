@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from megagrpo.cluster.machine import train_ranks
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig
+from megagrpo.loop.ranks import guarded
 from megagrpo.system.arguments import positive
 from megagrpo.system.environment import under_torchrun
-from megagrpo.tasks.ranks import guarded
 from megagrpo.tools.certify.cases import KEPT, grid, layouts_of
 from megagrpo.tools.certify.report import CaseResult, write_certificate
 from megagrpo.tools.certify.subject import make_models

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import yaml
 
-from megagrpo.check.hardware import usable_bytes
 from megagrpo.check.problems import describe_model
 from megagrpo.check.rules.table import broken_as_read
 from megagrpo.cluster.machine import visible_gpus
@@ -16,11 +15,12 @@ from megagrpo.models.table import architecture_of, parameter_counts
 from megagrpo.system.arguments import positive
 from megagrpo.system.progress import Progress
 from megagrpo.system.run_folder import write_whole
+from megagrpo.tools.check.loading import try_loading
 from megagrpo.tools.explain import known_problems
 from megagrpo.tools.init.experiment import Draft, draft_experiment
-from megagrpo.tools.loading import try_loading
 from megagrpo.tools.plan.command import TIGHT
 from megagrpo.tools.plan.fitting import with_model
+from megagrpo.tools.plan.hardware import usable_bytes
 from megagrpo.tools.plan.roofline import target_of
 from megagrpo.tools.plan.search import best_layouts, changes
 

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from megagrpo.check.hardware import usable_bytes
 from megagrpo.check.rules import placement
 from megagrpo.check.rules.placement import engine_ranks, occupied_gpus
 from megagrpo.check.rules.subject import Nodes, Subject, broken
@@ -16,6 +15,7 @@ from megagrpo.models.table import parameter_counts
 from megagrpo.system.arguments import positive
 from megagrpo.system.progress import Progress
 from megagrpo.tools.plan.fitting import teachers_memory, teachers_misfits, with_model
+from megagrpo.tools.plan.hardware import usable_bytes
 from megagrpo.tools.plan.roofline import Plan, plan_step, target_of
 from megagrpo.tools.plan.search import best_layouts, changes
 

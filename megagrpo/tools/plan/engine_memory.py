@@ -9,8 +9,6 @@ from statistics import NormalDist
 
 import numpy as np
 
-from megagrpo.check.hardware import CONTEXT_BYTES, Hardware, hardware_of, usable_bytes
-from megagrpo.check.libraries import resolve_all
 from megagrpo.check.problems import described_architecture
 from megagrpo.check.rules.engine_layout import Server, server_of
 from megagrpo.check.rules.subject import longest_samples, model_description
@@ -23,6 +21,8 @@ from megagrpo.monitor.rollout_log import read_rollouts
 from megagrpo.rollout.admission import tokens_in_cache
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.plan.hardware import CONTEXT_BYTES, Hardware, hardware_of, usable_bytes
+from megagrpo.tools.plan.libraries import resolve_all
 from megagrpo.tools.plan.trainer_memory import RankMemory, TrainerSide
 from megagrpo.tools.plan.work import ModelWork, model_work
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import megagrpo
-from megagrpo.check.hardware import EXPERT_IMBALANCE, Hardware, hardware_of
 from megagrpo.check.problems import layout_problems
 from megagrpo.check.rules.engine_layout import server_of
 from megagrpo.check.rules.placement import needs_gpus
@@ -27,6 +26,7 @@ from megagrpo.tools.plan.engine_memory import (
     gpu_phases,
     memory_problems,
 )
+from megagrpo.tools.plan.hardware import EXPERT_IMBALANCE, Hardware, hardware_of
 from megagrpo.tools.plan.trainer_memory import Load, RankMemory, TrainerSide, links, trainer_side
 from megagrpo.tools.plan.work import ModelWork, model_work
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from megagrpo.check.hardware import HOST_GB_S, HOST_MEMORY_GB_S, Hardware, hardware_of
 from megagrpo.check.problems import described_architecture
 from megagrpo.check.rules.engine_layout import Server
 from megagrpo.config.schema import ExperimentConfig
@@ -28,6 +27,7 @@ from megagrpo.tools.plan.engine_memory import (
     weight_bytes,
 )
 from megagrpo.tools.plan.fitting import step_memory
+from megagrpo.tools.plan.hardware import HOST_GB_S, HOST_MEMORY_GB_S, Hardware, hardware_of
 from megagrpo.tools.plan.trainer_memory import RankMemory, StageCost, TrainerSide
 from megagrpo.tools.plan.work import (
     HOST_ADAM_BYTES,

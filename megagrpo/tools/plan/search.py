@@ -7,7 +7,6 @@ from itertools import product
 from operator import itemgetter
 from typing import TypeVar
 
-from megagrpo.check.hardware import usable_bytes
 from megagrpo.check.problems import layout_problems
 from megagrpo.check.rules import placement
 from megagrpo.check.rules.engine_layout import before_start, server_of
@@ -17,6 +16,7 @@ from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.plan.engine_memory import engine_side
 from megagrpo.tools.plan.fitting import load_of
+from megagrpo.tools.plan.hardware import usable_bytes
 from megagrpo.tools.plan.roofline import Plan, Target, plan_step, rollout_seconds, train_seconds
 from megagrpo.tools.plan.trainer_memory import trainer_stages
 

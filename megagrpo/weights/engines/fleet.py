@@ -1,7 +1,7 @@
 """Rank 0's view of all engines: which ones take part in a publish, and which ones died in it."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
@@ -9,6 +9,7 @@ from typing import Protocol
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.types import EngineInfo
 from megagrpo.weights.copies.recorder import Copy, Specs
+from megagrpo.weights.copies.views import tuples
 from megagrpo.weights.engines.client import EngineConnection, EngineDown, EngineRefused
 from megagrpo.weights.transports.protocol import Transport
 from megagrpo.weights.wire.clock import Deadline
@@ -26,17 +27,17 @@ class EngineRegistry(Protocol):
     def engines(self) -> list[EngineInfo]:
         """Returns all engines, whatever state they are in."""
 
-    def begin_update(self, engine_id: str, incarnation: int) -> bool:
-        """Announces a change of weights. Returns False if this incarnation has died."""
+    def begin_update(self, engines: Mapping[str, int]) -> set[str]:
+        """Announces a change of weights in incarnations, by engine id. Returns those that died."""
 
-    def wake(self, engine_id: str, incarnation: int) -> bool:
-        """Gives an engine on trainers' GPUs its cache back. Returns False if it has died."""
+    def wake(self, engines: Mapping[str, int]) -> set[str]:
+        """Gives engines on trainers' GPUs their caches back. Returns those that died."""
 
-    def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
-        """Records which weights are verified. Returns False if it has died."""
+    def mark_ready(self, engines: Mapping[str, int], weight_version: int) -> set[str]:
+        """Records which weights are verified. Returns those that died."""
 
-    def report_lost(self, engine_id: str, incarnation: int) -> None:
-        """Reports an incomplete update, after which the engine must be restarted."""
+    def report_lost(self, engines: Mapping[str, int]) -> None:
+        """Reports incomplete updates, after which the engines must be restarted."""
 
 
 class EngineFleet:
@@ -62,6 +63,7 @@ class EngineFleet:
         self._patience_s = patience_s
         # the engines' distinct copy lists, by engine rank; see Exchange
         self.kinds: list[list[list[Copy]]] = []
+        self._kind_of: dict[tuple[str, ...], int] = {}  # by the lists' keys
         # by engine id, kept from publish to publish
         self._connections: dict[str, EngineConnection] = {}
         self._round: list[str] = []
@@ -113,11 +115,12 @@ class EngineFleet:
         self._deadline = deadline
         self.limit()
 
+        if writing:
+            self._announce(self._registry.begin_update, "died before it could be updated")
+
         def open_one(engine: EngineConnection) -> None:
-            if writing and not self._registry.begin_update(engine.id, engine.incarnation):
-                raise EngineDown(f"{engine} died before it could be updated")
             engine.pause()
-            if not engine.slices:
+            if not engine.copies:
                 # an update in which earlier trainers died would block this one
                 with suppress(EngineRefused):
                     engine.end()
@@ -131,6 +134,22 @@ class EngineFleet:
 
         self.for_each(open_one)
 
+    def sort(self) -> list[list[list[Copy]]]:
+        """Sets the kind of every engine of the round. Returns the copy lists of new kinds, which
+        the caller adds to `kinds`. Every distinct list is read once: it may have a million
+        entries."""
+        lists: dict[str, list[Copy]] = {}
+        new = []
+        for engine in self.alive:
+            if engine.copies not in self._kind_of:
+                self._kind_of[engine.copies] = len(self.kinds) + len(new)
+                for key in set(engine.copies) - lists.keys():
+                    lists[key] = [Copy(*tuples(copy)) for copy in engine.mailbox.get(key)]
+                new.append([lists[key] for key in engine.copies])
+            engine.kind = self._kind_of[engine.copies]
+            engine.slices = [*self.kinds, *new][engine.kind]
+        return new
+
     def limit(self) -> None:
         """Gives the engines half of the remaining time, so that an engine that hangs can be
         restarted."""
@@ -143,26 +162,48 @@ class EngineFleet:
         if not self.alive:
             return
         errors = []
+        lost: dict[str, EngineDown] = {}
         with ThreadPoolExecutor(len(self.alive)) as pool:
             for engine, done in [(engine, pool.submit(work, engine)) for engine in self.alive]:
                 if isinstance(error := done.exception(), EngineDown):
-                    self._lost[engine.id] = error
-                    self._registry.report_lost(engine.id, engine.incarnation)
-                    self._end(engine)
+                    lost[engine.id] = error
                 elif error is not None:
                     errors.append(error)
+        self._give_up(lost)
         if errors:
             raise errors[0] if len(errors) == 1 else RuntimeError("\n".join(map(repr, errors)))
 
-    def admit(self, engine: EngineConnection, version: int) -> None:
-        """Gives a verified engine its cache if it slept, its version, and requests. Raises
-        EngineDown."""
+    def admit(self, version: int, verify: Callable[[EngineConnection], object]) -> None:
+        """Gives every living engine that `verify` accepts its cache if it slept, its version, and
+        requests. Raises as for_each does."""
         sleeps = self._config.rollout.colocate
-        if sleeps and not self._registry.wake(engine.id, engine.incarnation):
-            raise EngineDown(f"{engine} did not get its cache back")
-        engine.resume(version)
-        if not self._registry.mark_ready(engine.id, engine.incarnation, version):
-            raise EngineDown(f"{engine} died after it was verified")
+
+        def admit_one(engine: EngineConnection) -> None:
+            verify(engine)
+            if sleeps and self._registry.wake({engine.id: engine.incarnation}):
+                raise EngineDown(f"{engine} did not get its cache back")
+            engine.resume(version)
+
+        self.for_each(admit_one)
+        self._announce(
+            lambda engines: self._registry.mark_ready(engines, version),
+            "died after it was verified",
+        )
+
+    def _announce(self, report: Callable[[Mapping[str, int]], set[str]], problem: str) -> None:
+        """Reports an event of all living engines, in one request, and gives up those that died."""
+        if living := {engine.id: engine.incarnation for engine in self.alive}:
+            ended = report(living)
+            self._give_up({id: EngineDown(f"{self._connections[id]} {problem}") for id in ended})
+
+    def _give_up(self, lost: Mapping[str, EngineDown]) -> None:
+        """Reports engines as lost and ends their connections."""
+        if not lost:
+            return
+        self._lost |= lost
+        self._registry.report_lost({id: self._connections[id].incarnation for id in lost})
+        for id in lost:
+            self._end(self._connections[id])
 
     def wait_for_lost(self, version: int, deadline: Deadline) -> list[str]:
         """Returns the ids that another round must update: none if enough engines have `version`.

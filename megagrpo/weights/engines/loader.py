@@ -5,6 +5,7 @@ server, so `run` reports errors to the mailbox and raises nothing.
 """
 
 import base64
+import hashlib
 import sys
 import traceback
 import weakref
@@ -136,7 +137,7 @@ class EngineEnd:
             assert model is not None, "SGLang passes the model with every request"
             return import_module(request["module"]).OPERATIONS[request["operation"]](model, request)
         operations: dict[str, Callable[[], dict]] = {
-            "record": lambda: self.record(request, store.get(request["specs"])),
+            "record": lambda: self.record(request, store),
             "receive": lambda: self.receive(cast(ReceiveRequest, request), store),
             "digest": self.digest,
             "leave": self.leave,
@@ -152,12 +153,14 @@ class EngineEnd:
             return model
         return WithDraft(model, draft)
 
-    def record(self, request: dict, specs: dict) -> dict:
-        """Returns this rank's copies. problems: elements that HF tensors do not fill exactly once,
-        wrong formats."""
+    def record(self, request: dict, store: Mailbox) -> dict:
+        """Records this rank's copies. Returns their key in the mailbox, which depends only on them:
+        of equal ranks one sends its list. problems: elements that HF tensors do not fill exactly
+        once, wrong formats."""
         model = self._model
         hf: Specs = {
-            name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in specs.items()
+            name: (tuple(shape), getattr(torch, dtype))
+            for name, (shape, dtype) in store.get(request["specs"]).items()
         }
         recording, inputs = record_engine_model(model, hf, request["allow_computed"])
         self.recorded = _Recorded(recording, hf, CopyBatches(recording.copies, hf), inputs)
@@ -169,8 +172,12 @@ class EngineEnd:
         ]
         if request["dummy_start"]:
             problems += random_buffers(model, recording)
+        copies = [astuple(copy) for copy in [*recording.copies, *inputs]]
+        key = f"copies/{hashlib.sha256(repr(copies).encode()).hexdigest()}"
+        if not store.has(key):
+            store.set(key, copies)
         return {
-            "copies": [astuple(copy) for copy in [*recording.copies, *inputs]],
+            "copies": key,
             "problems": problems,
             "place": place_of(next(model.parameters()).device),
             "computed": {name: computed.how for name, computed in recording.computed.items()},
@@ -291,7 +298,7 @@ class EngineEnd:
         """Replaces the link of earlier trainers. Reads the batches of the new link, and joins the
         group if there is one."""
         self.leave()
-        batches = decode_batches(store.take(request["plan"], _CONNECT_S))
+        batches = decode_batches(store.get(request["plan"]))
         name = request["group"]
         if "memory" in request:
             return _Link(name, None, batches)

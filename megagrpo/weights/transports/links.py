@@ -1,11 +1,13 @@
 """Links between trainers and engines, and the transfer of slices over them, for reshard and ipc."""
 
+import hashlib
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Lock
 
 from megagrpo.config.rollout import engine_number
 from megagrpo.weights.engines.client import EngineConnection, EngineDown
@@ -62,19 +64,19 @@ class LinkTransport(ABC):
         self._mesh = weights.mesh
         self._atoms = trainer_atoms(weights.copies, weights.specs)
         self._covers: list[Cover] = []  # by kind of engine
-        # by kind, slot and carriers
+        # by kind, slot and carriers; engines with the same sources share a plan
         self._plans: dict[tuple[int, int, tuple[int, ...]], TransferPlan] = {}
+        self._distinct: dict[tuple[int, int, bytes], TransferPlan] = {}  # by kind, limit, sources
+        self._batch_keys: dict[TransferPlan, list[str]] = {}  # in the mailbox, by engine rank
         self._names: dict[str, str] = {}  # engine id -> name of this incarnation's link
-        self._announced: set[str] = set()  # names that all ranks know
-        self._planned: set[str] = set()  # names of links whose engine ranks have their batches
+        self._writing = Lock()  # of batches into the mailbox, once per plan
 
     def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> Traffic:
         """Collective. See Transport."""
-
-        def describe() -> list[Link]:
-            return [self._link(engine) for engine in engines.alive]
-
-        links = self._mesh.from_main(describe, "plan the transfer to the engines")
+        links = self._mesh.from_main(
+            lambda: [self._link(engine) for engine in engines.alive],
+            "plan the transfer to the engines",
+        )
         with timer("plan"):
             self._learn(links, engines)
         traffic = Traffic()
@@ -91,7 +93,8 @@ class LinkTransport(ABC):
 
     def drop(self, engine: EngineConnection) -> None:
         """Forgets the engine's link. See Transport."""
-        self._planned.discard(self._names.pop(engine.id, ""))
+        self._names.pop(engine.id, None)
+        self._batch_keys.clear()  # perhaps it could not read them; others may still be reading
 
     def leave(self, engine: EngineConnection) -> None:
         """Makes an engine that has a link forget it. Rank 0 only."""
@@ -143,7 +146,10 @@ class LinkTransport(ABC):
         for link in links:
             key = link.kind, link.slot, link.carriers
             if key not in self._plans:
-                self._plans[key] = self._make_plan(self._covers[link.kind], link)
+                plan = self._make_plan(self._covers[link.kind], link)
+                sources = hashlib.sha256(plan.sources.data).digest()
+                alike = link.kind, plan.limit, sources
+                self._plans[key] = self._distinct.setdefault(alike, plan)
 
     def _plan(self, link: Link) -> TransferPlan:
         return self._plans[link.kind, link.slot, link.carriers]
@@ -169,36 +175,34 @@ class LinkTransport(ABC):
             raise EngineDown(f"{engine} was lost in the transfer: {exc}") from exc
         if reasons := [answer["lost"] for answer in answers if answer["lost"]]:
             raise EngineDown(f"{engine} lost the trainers in the transfer: {reasons[0]}")
-        self._planned.add(link.name)
         return [answer["staging_bytes"] for answer in answers]
 
     def _requests(self, engine: EngineConnection, link: Link) -> list[dict[str, object]]:
         """Returns a ReceiveRequest for each rank of the engine. The batches go into the mailbox, once
-        per link."""
-        requests = []
+        per plan, and stay there for engines that come later."""
         plan = self._plan(link)
-        # the trainers' ranks in the group, in which they come first
-        ranks = {trainer: rank for rank, trainer in enumerate(plan.trainers)}
-        for rank in range(link.num_ranks):
-            key = ""
-            if link.name not in self._planned:
-                key = engine.mailbox.put(
-                    "plan", encode_batches(plan.received_by(rank).values(), ranks)
-                )
-            common = {
-                "group": link.name,
-                "plan": key,
-                "patience_s": link.patience_s,
-                "left_s": link.left_s,
-            }
-            requests.append(common | self._request(link, rank))
-        return requests
+        with self._writing:
+            keys = self._batch_keys.get(plan)
+            if keys is None:
+                # the trainers' ranks in the group, in which they come first
+                ranks = {trainer: rank for rank, trainer in enumerate(plan.trainers)}
+                keys = [
+                    engine.mailbox.put(
+                        "plan", encode_batches(plan.received_by(rank).values(), ranks)
+                    )
+                    for rank in range(link.num_ranks)
+                ]
+                self._batch_keys[plan] = keys
+        common = {"group": link.name, "patience_s": link.patience_s, "left_s": link.left_s}
+        return [
+            {**common, "plan": key, **self._request(link, rank)} for rank, key in enumerate(keys)
+        ]
 
     def _settle(
         self, engines: EngineFleet, failed: Mapping[str, Exception], failure: BaseException | None
-    ) -> set[str] | None:
+    ) -> set[str]:
         """Collective. Gives up the engines of links that a rank lost (see _move). Returns the names
-        of all links if these have changed.
+        of all links.
 
         Raises LeaderError for any other failure of a rank, and for `failure` on rank 0.
         """
@@ -219,15 +223,11 @@ class LinkTransport(ABC):
             if (name := self._names[engine.id]) in reasons:
                 raise EngineDown(f"a trainer lost {engine} in the transfer: {reasons[name]}")
 
-        def settle() -> set[str] | None:
+        def settle() -> set[str]:
             if failure is not None:
                 raise failure
             engines.for_each(refuse)
-            names = set(self._names.values())
-            if names == self._announced:
-                return None  # which is not sent
-            self._announced = names
-            return names
+            return set(self._names.values())
 
         return mesh.from_main(settle, "send weights to engines")
 

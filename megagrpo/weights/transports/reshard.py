@@ -30,6 +30,7 @@ from megagrpo.weights.wire.engine_group import (
 )
 from megagrpo.weights.wire.mailbox import address_towards
 from megagrpo.weights.wire.moving import Traffic, Turn, send_batches
+from megagrpo.weights.wire.transfer_messages import Message
 
 JOIN = -1  # the number of the turn in which a link's group is joined, before all batches
 
@@ -40,6 +41,8 @@ class ReshardTransport(LinkTransport):
     def __init__(self, weights: TrainerWeights):
         super().__init__(weights)
         self._ends: dict[str, _TrainerEnd] = {}  # of this rank, by the group's name
+        # of this rank, by number; peers are ranks of the group, in which trainers come first
+        self._batches: dict[TransferPlan, dict[int, list[Message]]] = {}
 
     def drop(self, engine: EngineConnection) -> None:
         """Aborts rank 0's end of the group. The other ranks drop theirs in the next transfer."""
@@ -62,9 +65,16 @@ class ReshardTransport(LinkTransport):
             if link.name in self._ends:
                 self._ends[link.name].link = link
             elif self._mesh.rank in plan.trainers:
-                self._ends[link.name] = _TrainerEnd(
-                    link, plan, self._mesh.rank, self._weights.delta
-                )
+                if plan not in self._batches:
+                    first = len(plan.trainers)
+                    self._batches[plan] = {
+                        number: [replace(each, peer=first + each.peer) for each in batch]
+                        for number, batch in plan.sent_by(self._mesh.rank).items()
+                    }
+                rank = plan.trainers.index(self._mesh.rank)
+                size = len(plan.trainers) + link.num_ranks
+                delta = self._weights.delta
+                self._ends[link.name] = _TrainerEnd(link, rank, size, self._batches[plan], delta)
 
     def _move(self, links: list[Link], traffic: Traffic) -> dict[str, Exception]:
         ends = [self._ends[link.name] for link in links if link.name in self._ends]
@@ -87,11 +97,10 @@ class ReshardTransport(LinkTransport):
 
     def _settle(
         self, engines: EngineFleet, failed: Mapping[str, Exception], failure: BaseException | None
-    ) -> set[str] | None:
+    ) -> set[str]:
         names = super()._settle(engines, failed, failure)
-        if names is not None:
-            for name in self._ends.keys() - names:
-                self._ends.pop(name).abort()
+        for name in self._ends.keys() - names:
+            self._ends.pop(name).abort()
         return names
 
     def _request(self, link: Link, rank: int) -> dict[str, object]:
@@ -148,17 +157,15 @@ class SendOrder:
 class _TrainerEnd:
     """This rank's end of one link."""
 
-    def __init__(self, link: Link, plan: TransferPlan, rank: int, delta: bool = False):
+    def __init__(
+        self, link: Link, rank: int, size: int, batches: dict[int, list[Message]], delta: bool
+    ):
+        """rank, size: of the link's group. batches: that this rank sends, by number."""
         self.link = link
-        trainers = plan.trainers
-        self._rank = trainers.index(rank)
-        self._num_trainers = len(trainers)
-        batches = plan.sent_by(rank)
+        self._rank = rank
+        self._size = size
         self._numbers = list(batches)
-        self._batches = [  # peers are ranks of the group, in which trainers come first
-            [replace(message, peer=len(trainers) + message.peer) for message in batch]
-            for batch in batches.values()
-        ]
+        self._batches = list(batches.values())
         self._group: EngineGroup | None = None
         self._last = LastSent() if delta else None
 
@@ -197,14 +204,13 @@ class _TrainerEnd:
             store = link.open_store(link.limits.join_s)
             ready = [f"{link.name}/ready/{rank}" for rank in range(link.num_ranks)]
             flag = CutFlag(link, store)
-            size = self._num_trainers + link.num_ranks
             here = address_towards(link.url)
             flag.wait_until(
                 lambda: store.has(*ready), Deadline(link.limits.join_s), f"{link.url} to join"
             )
             with turn() if device.type == "cuda" else nullcontext():
                 group = join_group(
-                    store.plain, link.name, self._rank, size, device, here, link.limits
+                    store.plain, link.name, self._rank, self._size, device, here, link.limits
                 )
                 self._group = group
                 group.connect()

@@ -15,6 +15,7 @@ Every rank computes the same plan from the same lists. No weight is read.
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from math import ceil, prod
 from typing import NamedTuple
@@ -57,10 +58,16 @@ class Cover:
         """Returns the bytes of all elements that the engine needs, a lower bound of any transfer."""
         return int(self.num_bytes.sum())
 
+    @cached_property
+    def lines(self) -> list[tuple[np.ndarray, tuple[int, ...]]]:
+        """Returns the pieces of every set of trainer ranks, ascending, and the set."""
+        return [(pieces, self.ranks[self.holders[pieces[0]]]) for pieces in _groups(self.holders)]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class TransferPlan:
-    """A transfer into one engine. Arrays have an entry for every piece of the cover.
+    """A transfer into one engine, or into several that get the same pieces from the same ranks.
+    Arrays have an entry for every piece of the cover.
 
     Batch numbers are the same on all ranks. A rank starts its batches in ascending order and never
     waits for a later one, so the earliest unfinished batch can always finish: there is no deadlock.
@@ -68,13 +75,23 @@ class TransferPlan:
 
     cover: Cover
     sources: np.ndarray  # int64 [pieces], trainer ranks
-    batches: np.ndarray  # int64 [pieces]
-    messages: np.ndarray  # int64 [pieces], the same numbers on all ranks
+    limit: int  # the most bytes of a rank in a batch
 
-    @property
+    @cached_property
     def trainers(self) -> list[int]:
         """Returns the trainer ranks that send."""
         return np.unique(self.sources).tolist()
+
+    @cached_property
+    def batches(self) -> np.ndarray:
+        """Returns the batch of every piece, int64 [pieces]. It takes long, and most ranks send to
+        few engines."""
+        return _batches(self.cover, self.sources, self.limit)
+
+    @cached_property
+    def messages(self) -> np.ndarray:
+        """Returns the message of every piece, int64 [pieces], the same numbers on all ranks."""
+        return _number_messages(self.cover, self.sources, self.batches)
 
     def sent_by(self, rank: int) -> dict[int, list[Message]]:
         """Returns the batches that a trainer rank sends, by number; peers are engine ranks."""
@@ -259,21 +276,22 @@ def plan_transfer(
     engines_per_rank = ceil(slots / min(map(len, cover.ranks), default=slots))
     if near is not None:  # and the engines of its node
         engines_per_rank = min(slots, engines_per_rank + ceil(slots / len(set(near.nodes))))
-    batches = _batches(cover, sources, bucket_bytes // (2 * engines_per_rank))
-    return TransferPlan(cover, sources, batches, _number_messages(cover, sources, batches))
+    return TransferPlan(cover, sources, bucket_bytes // (2 * engines_per_rank))
 
 
-def _lines(cover: Cover, near: Nearness | None) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
-    """Yields the pieces of every line, ascending, and the ranks that share it. With `near` every
+def _lines(cover: Cover, near: Nearness | None) -> Iterable[tuple[np.ndarray, tuple[int, ...]]]:
+    """Returns the pieces of every line, ascending, and the ranks that share it. With `near` every
     engine rank has a line."""
-    lines = cover.holders
-    if near is not None:
-        lines = lines * (int(cover.targets.max(initial=0)) + 1) + cover.targets
-    for pieces in _groups(lines):
-        ranks = cover.ranks[cover.holders[pieces[0]]]
-        if near is not None:
-            ranks = near.best_of(ranks, int(cover.targets[pieces[0]]))
-        yield pieces, ranks
+    if near is None:
+        return cover.lines
+    targets = int(cover.targets.max(initial=0)) + 1
+    return (
+        (
+            pieces,
+            near.best_of(cover.ranks[cover.holders[pieces[0]]], int(cover.targets[pieces[0]])),
+        )
+        for pieces in _groups(cover.holders * targets + cover.targets)
+    )
 
 
 def _groups(keys: np.ndarray) -> Iterable[np.ndarray]:

@@ -27,8 +27,9 @@ from megagrpo.config.schema import ActorConfig, CheckpointConfig, ParallelConfig
 from megagrpo.models.layers.lora import InitialAdapters
 from megagrpo.tools.certify.measure import ratios, whole
 from megagrpo.tools.certify.subject import near
+from megagrpo.tools.ranks.folders import export_hf, export_peft
 from megagrpo.types import Batch, TrainState
-from megagrpo.weights.actor_weights import ActorWeights, export_hf, export_peft, load_initial_weights
+from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from megagrpo.weights.hf_folder import HfFolder
 from tests.dist.workers.harness import over_ranks, with_actors
 from tests.dist.workers.held import gradient_buffers, offload, optimizer_state

@@ -1,4 +1,4 @@
-"""Prepares the host for Megatron. Workers import it before anything that imports Megatron, as tasks/ranks.py does."""
+"""Prepares the host for Megatron. Workers import it before anything that imports Megatron, as loop/ranks.py does."""
 
 from megagrpo.actor.host import prepare_host
 

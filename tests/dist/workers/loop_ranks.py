@@ -21,7 +21,7 @@ from megagrpo.loop.train import train
 from megagrpo.mesh import RunStopped
 from megagrpo.system.progress import Progress
 from megagrpo.system.stop_request import STOP_FILE
-from megagrpo.tasks.replay import replay
+from megagrpo.tools.ranks.replay import replay
 from tests.dist.workers.harness import answer
 from tests.played_exchange import PlayedExchange
 

@@ -13,7 +13,7 @@ from megagrpo.loop.run import Run
 from megagrpo.monitor.alarms import MismatchAlarm
 from megagrpo.monitor.dump import read_dump
 from megagrpo.monitor.run_record import RunRecord
-from megagrpo.tasks.replay import compare
+from megagrpo.tools.ranks.replay import compare
 from megagrpo.types import Batch, TrainState
 from megagrpo.weights.actor_weights import load_initial_weights
 from tests.dist.workers.actor_ranks import RICH, batch_of

@@ -52,15 +52,13 @@ def grade_trial_texts(reward: RewardConfig, prompts: Sequence[Prompt]) -> TrialS
     if not here or not graded:
         return trial
     local = reward.model_copy(update={"graders": here, "workers": min(reward.workers, _ROWS)})
-    problems: list[tuple[Prompt, str]] = []
-    advice: list[tuple[Prompt, str]] = []
     with RewardPool(local) as pool:
         futures = [[pool.submit(prompt, text) for text in _texts(prompt)] for prompt in graded]
-        for prompt, row_futures in zip(graded, futures, strict=True):
-            outcomes = [future.result() for future in row_futures]
-            trial.lines.extend(_judge(prompt, outcomes, problems, advice))
-    trial.problems.extend(_once(problems))
-    trial.advice.extend(_once(advice))
+        outcomes = [[future.result() for future in row] for row in futures]
+    rows = [(prompt, *_judge(prompt, row)) for prompt, row in zip(graded, outcomes, strict=True)]
+    trial.lines.extend(line for _, line, _, _ in rows if line)
+    trial.problems.extend(_once([(prompt, text) for prompt, _, text, _ in rows if text]))
+    trial.advice.extend(_once([(prompt, text) for prompt, *_, texts in rows for text in texts]))
     return trial
 
 
@@ -79,34 +77,29 @@ def _texts(prompt: Prompt) -> list[str]:
     return [*(form.format(prompt.answer) for form in _FORMS), "", _SENTENCE]
 
 
-def _judge(
-    prompt: Prompt,
-    outcomes: Sequence[Outcome],
-    problems: list[tuple[Prompt, str]],
-    advice: list[tuple[Prompt, str]],
-) -> Iterator[str]:
-    """Yields the line of a row whose own answer gets a score; adds to problems and advice."""
+def _judge(prompt: Prompt, outcomes: Sequence[Outcome]) -> tuple[str, str, list[str]]:
+    """Returns the line and the advice of a row whose own answer gets a score, else its problem."""
     *answers, empty, sentence = outcomes
     best = max(answers, key=lambda outcome: (outcome.ok, outcome.value))
     failed = [outcome.detail for outcome in (best, empty, sentence) if not outcome.ok]
     if not best.ok:
         which = "no response" if len(failed) == 3 else "not even its own answer"
-        problems.append((prompt, f"{which} gets a score: {failed[0]}"))
-        return
+        return "", f"{which} gets a score: {failed[0]}", []
     form = _FORMS[answers.index(best)].format("...")
     says = "" if form == "..." else f" as {form}"
-    yield (
+    line = (
         f"{prompt.location}: its own answer{says} gets {_score(best)}, '' {_score(empty)}, "
         f"{_SENTENCE!r} {_score(sentence)}"
     )
+    advice = []
     if failed:
-        text = (
+        advice.append(
             f"{failed[-1]:.160}; such a response is no 0, it is left out, and "
             "too many stop the run: let the grader return 0.0"
         )
-        advice.append((prompt, text))
     if max(empty.value, sentence.value) > best.value:
-        advice.append((prompt, "a text that is no answer gets more than the answer itself"))
+        advice.append("a text that is no answer gets more than the answer itself")
+    return line, "", advice
 
 
 def _score(outcome: Outcome) -> str:

@@ -1,7 +1,7 @@
-"""Entry points of the ranks that torchrun starts: train, sft, export and replay.
+"""Entry point of the ranks that torchrun starts.
 
-Each starts in `guarded`, which prepares the host before Megatron-Core is imported and turns a
-failure into one message.
+Each command that runs as ranks starts in `guarded`, which prepares the host before Megatron-Core is
+imported and turns a failure into one message.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megagrpo.config.schema import ExperimentConfig
@@ -27,75 +26,39 @@ if TYPE_CHECKING:  # the command line imports this file; most commands need no t
 
 def train_main(config: ExperimentConfig, service_url: str | None) -> int:
     """Runs one trainer rank of a run: `megagrpo train`."""
+    with start_progress(config.name) as progress:
 
-    progress = _progress(config.name)
+        def body(device: torch.device) -> None:
+            from megagrpo.check.problems import model_to_train
+            from megagrpo.loop.run import start_run
+            from megagrpo.loop.train import train
 
-    def body(device: torch.device) -> None:
-        from megagrpo.check.problems import model_to_train
-        from megagrpo.loop.run import start_run
-        from megagrpo.loop.train import train
+            model_to_train(config)  # refuses one that the layout cannot cut
+            with start_run(config, service_url, device, progress) as run:
+                gc.collect()
+                gc.freeze()  # libraries and the run: a scan of them holds up requests for 0.2 s
+                train(run)
+                is_main = run.mesh.is_main
+            if is_main:
+                _write_report(config.output_dir)
 
-        model_to_train(config)  # refuses one that the layout cannot cut
-        with start_run(config, service_url, device, progress) as run:
-            gc.collect()
-            gc.freeze()  # libraries and the run: a scan of them holds up requests for 0.2 s
-            train(run)
-            is_main = run.mesh.is_main
-        if is_main:
-            report = import_module("megagrpo.tools.report")  # beside the core, which knows its name
-            problems = list[str]()  # no reasons to train the finished run again
-            with collected(problems), explained("the report"):
-                print(report.write_report(config.output_dir), flush=True)
-            for problem in problems:
-                print(f"no summary: {problem}; `megagrpo report {config.output_dir}` writes it")
-
-    with progress:
         return guarded(config, "trainer", body, trains=True)
 
 
-def _progress(title: str) -> Progress:
+def _write_report(output_dir: str) -> None:
+    report = import_module("megagrpo.tools.report")  # beside the core, which knows its name
+    problems = list[str]()  # no reasons to train the finished run again
+    with collected(problems), explained("the report"):
+        print(report.write_report(output_dir), flush=True)
+    for problem in problems:
+        print(f"no summary: {problem}; `megagrpo report {output_dir}` writes it")
+
+
+def start_progress(title: str) -> Progress:
     """Returns the progress of this rank's start; only the first rank prints it."""
     progress = Progress(title, enabled=environment.get_int("RANK", 0) == 0)
     progress.enter("imports torch and Megatron-Core")
     return progress
-
-
-def sft_main(config: ExperimentConfig) -> int:
-    """Runs one rank of the supervised warm-up: `megagrpo sft`."""
-
-    progress = _progress(f"{config.name} sft")
-
-    def body(device: torch.device) -> None:
-        from megagrpo.tasks.sft import sft
-
-        sft(config, device, progress)
-
-    with progress:
-        return guarded(config, "sft", body, trains=True)
-
-
-def export_main(
-    config: ExperimentConfig, source: str | None, output: str, only_adapters: bool
-) -> int:
-    """Runs one rank of `megagrpo export`."""
-
-    def body(device: torch.device) -> None:
-        from megagrpo.tasks.export import export
-
-        export(config, Path(source) if source else None, output, device, only_adapters)
-
-    return guarded(config, "export", body)
-
-
-def replay_main(config: ExperimentConfig, dump_folder: str) -> int:
-    """Runs one rank of `megagrpo replay`."""
-
-    def body(device: torch.device) -> None:
-        from megagrpo.tasks.replay import replay
-
-        replay(config, Path(dump_folder), device)
-
-    return guarded(config, "replay", body)
 
 
 def guarded(

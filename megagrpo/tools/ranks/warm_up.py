@@ -18,13 +18,14 @@ from megagrpo.data.prompts import describe_dropped, load_prompts, load_tokenizer
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.step_log import StepLog
 from megagrpo.system.progress import Progress
+from megagrpo.tools.ranks.folders import export_hf
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
-from megagrpo.weights.actor_weights import export_hf, load_initial_weights
+from megagrpo.weights.actor_weights import load_initial_weights
 
 _DECAY = 0.95  # of the loss's running mean: about 20 steps
 
 
-def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> None:
+def warm_up(config: ExperimentConfig, device: torch.device, progress: Progress) -> None:
     """Collective. Trains from `sft.model` for `sft.num_steps` steps and writes the result to
     `model.path`."""
     options = config.sft

@@ -1,18 +1,48 @@
 """Repeats the update of a dumped step and compares its metrics with the recorded ones: `megagrpo
 replay`."""
 
+from __future__ import annotations
+
+import argparse
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from megagrpo.actor.start import initial_weights, make_actor, plan_schedule
-from megagrpo.actor.step import update, with_reference
 from megagrpo.check.problems import model_to_train
-from megagrpo.checkpoint.resume import latest_checkpoint, resume
+from megagrpo.cluster.machine import train_ranks
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.data.images import ImageStore
-from megagrpo.data.prompts import load_prompts, load_tokenizer
-from megagrpo.monitor.dump import Dump, read_dump
+from megagrpo.loop.ranks import guarded
+from megagrpo.system.environment import under_torchrun
+
+if TYPE_CHECKING:
+    import torch
+
+    from megagrpo.monitor.dump import Dump
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Adds the options of the command line."""
+    command.add_argument("dump", help="dumps/step_N in a run folder")
+
+
+def run(args: argparse.Namespace, config: ExperimentConfig) -> int:
+    """Runs the command, or one rank that it started."""
+    refuse_replay(config, args.dump)
+    if under_torchrun():
+        return guarded(config, "replay", partial(replay, config, Path(args.dump)))
+    return train_ranks(config, "replay", [args.dump])
+
+
+def refuse_replay(config: ExperimentConfig, dump_folder: str) -> None:
+    """Raises ValueError for what a replay lacks, and for a dump of another number of data-parallel
+    ranks."""
+    from megagrpo.monitor.dump import read_dump  # takes seconds
+
+    dump = read_dump(Path(dump_folder))
+    dp = config.actor.dp
+    if dump.dp != dp:
+        raise ValueError(f"{dump_folder} is of {dump.dp} data-parallel ranks, this layout has {dp}")
+    model_to_train(config)
 
 
 def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) -> None:
@@ -21,6 +51,14 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
 
     Raises ValueError if the folder is not a finished dump, or has another data-parallel size.
     """
+    # these import Megatron, which the host must be prepared for
+    from megagrpo.actor.start import initial_weights, make_actor, plan_schedule
+    from megagrpo.actor.step import update, with_reference
+    from megagrpo.checkpoint.resume import latest_checkpoint, resume
+    from megagrpo.data.images import ImageStore
+    from megagrpo.data.prompts import load_prompts, load_tokenizer
+    from megagrpo.monitor.dump import read_dump
+
     dump = read_dump(dump_folder)
     model = model_to_train(config)
     images = ImageStore.of(model, config.run_folder.images)

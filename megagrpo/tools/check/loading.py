@@ -38,14 +38,14 @@ from megagrpo.data.prompts import (
 from megagrpo.data.rows import Row, fingerprint, raw_rows, read_rows
 from megagrpo.data.texts import decoder, reasoning_end
 from megagrpo.models.folder import Model
-from megagrpo.rewards.trial_texts import first_of_each, grade_trial_texts
 from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.agents.parsers import TurnParsers
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.generation import GenerationFailed
 from megagrpo.system.errors import collected, explained, translated
 from megagrpo.system.worker_process import WorkerError
-from megagrpo.tools.turn_ends import end_advice
+from megagrpo.tools.check.trial_texts import first_of_each, grade_trial_texts
+from megagrpo.tools.check.turn_ends import end_advice
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase

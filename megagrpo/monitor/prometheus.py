@@ -1,0 +1,51 @@
+"""A run in Prometheus' text format (version 0.0.4), for GET /metrics of the rollout service."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+from megagrpo.types import EngineInfo
+
+_LAST_BYTES = 2**16  # of metrics.jsonl, more than a line
+
+
+def exposition(run: str, metrics: Path, engines: Sequence[EngineInfo]) -> bytes:
+    """Returns the last entry of metrics.jsonl, as megagrpo_metric with its names as labels, and the
+    state of the engines. Before the first entry only the engines are there."""
+    registry = CollectorRegistry()
+
+    def gauge(name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"megagrpo_{name}", text, ["run", *labels], registry=registry)
+
+    entry = gauge("metric", "The last entry of metrics.jsonl.", "name")
+    for name, value in last_entry(metrics).items():
+        entry.labels(run, name).set(value)
+    states = Counter((engine.teacher, engine.state) for engine in engines)
+    count = gauge("engines", "Engines by teacher and state.", "teacher", "state")
+    for (teacher, state), number in states.items():
+        count.labels(run, teacher, state).set(number)
+    restarts = gauge("engine_restarts", "Restarts of an engine.", "engine")
+    version = gauge(
+        "engine_weight_version", "Version of an engine's last verified weights.", "engine"
+    )
+    for engine in engines:
+        restarts.labels(run, engine.id).set(engine.restarts)
+        if engine.weight_version is not None:
+            version.labels(run, engine.id).set(engine.weight_version)
+    return generate_latest(registry)
+
+
+def last_entry(path: Path) -> dict[str, float]:
+    """Returns the numbers of the last whole line of metrics.jsonl; {} if there is none."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, file.seek(0, 2) - _LAST_BYTES))
+        for line in reversed(file.read().splitlines(keepends=True)):
+            with suppress(ValueError):
+                if line.endswith(b"\n"):
+                    entry = json.loads(line)
+                    return {name: value for name, value in entry.items() if value is not None}
+    return {}

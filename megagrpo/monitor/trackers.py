@@ -1,0 +1,220 @@
+"""Sends metrics to experiment trackers: `log.wandb` and `log.trackers`. Only on the main rank.
+
+Each reads addresses and keys from environment variables of its own. The id of a tracker's run is
+stored in the run folder, so a resumed run continues it.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.trackers import TrackedRun, Tracker
+from megagrpo.system import environment
+from megagrpo.system.run_folder import RunFolder, write_whole
+
+_TIMEOUT_S = 60.0  # of Weights & Biases at start and end
+_WANDB = "wandb"
+
+
+class TrackerLog:
+    """Sends the resolved experiment and every entry of metrics.jsonl to one tracker.
+
+    A failure never ends the run: the console reports it once, and sending stops.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        make: Callable[[], Tracker],
+        run: TrackedRun,
+        note: Callable[[str], None],
+    ) -> None:
+        self._key = key
+        self._note = note
+        self._tracker: Tracker | None = None
+        with self._never_fatal("the start"):
+            self._tracker = make()
+            write_whole(_id_file(run.folder, key), self._tracker.start(run))
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Sends one entry now, non-finite values included."""
+        if self._tracker is not None:
+            with self._never_fatal(f"sending step {step}"):
+                self._tracker.log(step, values)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Waits until everything is sent; an error marks the run as failed."""
+        if self._tracker is not None:
+            with self._never_fatal("the end"):
+                self._tracker.finish(kind is not None)
+
+    @contextmanager
+    def _never_fatal(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as exc:  # a remote service must not end the training
+            self._tracker = None
+            problem = f"{action} failed; no more metrics are sent; metrics.jsonl has all of them"
+            self._note(f"log.{self._key}: {problem}: {type(exc).__name__}: {exc}")
+
+
+def tracker_logs(
+    config: ExperimentConfig, folder: RunFolder, start_step: int, note: Callable[[str], None]
+) -> Iterator[TrackerLog]:
+    """Yields the experiment's trackers, each of which has begun or continued its run."""
+    makers = {f"trackers {one.name}": one.load() for one in config.log.trackers}
+    if config.log.wandb is not None:
+        makers[_WANDB] = partial(WandbTracker, config.log.wandb.project)
+    for key, make in makers.items():
+        file = _id_file(folder.path, key)
+        continued = start_step > 0 and file.is_file()
+        run_id = file.read_text(encoding="utf-8") if continued else secrets.token_hex(4)
+        described = config.model_dump(mode="json")
+        run = TrackedRun(config.name, folder.path, run_id, continued, described)
+        yield TrackerLog(key, make, run, note)
+
+
+def _id_file(folder: Path, key: str) -> Path:
+    """Returns where a tracker's id stands; of Weights & Biases as earlier versions have it."""
+    word = "".join(letter if letter.isalnum() else "_" for letter in key.removeprefix("trackers "))
+    return folder / f"{word}_id"
+
+
+class WandbTracker:
+    """Weights & Biases, or its files for `wandb sync`.
+
+    wandb's own step counter is not used: it rejects the steps that a resumed run repeats.
+    """
+
+    def __init__(self, project: str):
+        import wandb  # an extra; imports for seconds, only on the main rank
+
+        self._wandb = wandb
+        self._project = project
+
+    def start(self, run: TrackedRun) -> str:
+        """Begins or continues it."""
+        timeouts = {f"{name}_timeout": _TIMEOUT_S for name in ("init", "login", "finish")}
+        self._wandb.init(
+            project=self._project,
+            name=run.name,
+            id=run.id,
+            # offline, `wandb sync` joins runs with one id
+            resume="allow" if environment.get("WANDB_MODE", "online") == "online" else None,
+            dir=str(run.folder),
+            config=run.config,
+            # no output of ranks, which is in logs/, and only the metrics of metrics.jsonl
+            settings=self._wandb.Settings(
+                silent=True, console="off", x_disable_stats=True, disable_git=True, **timeouts
+            ),
+        ).define_metric("*", step_metric="step")
+        return run.id
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Sends one entry."""
+        self._wandb.log({"step": step, **values})
+
+    def finish(self, failed: bool) -> None:
+        """Waits up to a minute until everything is sent."""
+        self._wandb.finish(exit_code=int(failed))
+
+
+class MlflowTracker:
+    """MLflow, at MLFLOW_TRACKING_URI."""
+
+    def __init__(self, project: str):
+        from mlflow import MlflowClient
+
+        self._client = MlflowClient()
+        self._project = project
+        self._id = ""
+
+    def start(self, run: TrackedRun) -> str:
+        """Begins or continues it; the resolved experiment is its artifact `experiment.json`."""
+        client = self._client
+        if run.continued:
+            client.update_run(run.id, status="RUNNING")
+            self._id = run.id
+            return run.id
+        found = client.get_experiment_by_name(self._project)
+        experiment = found.experiment_id if found else client.create_experiment(self._project)
+        self._id = client.create_run(experiment, run_name=run.name).info.run_id
+        client.log_dict(self._id, run.config, "experiment.json")
+        return self._id
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Sends one entry in one request."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [Metric(name, value, now, step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def finish(self, failed: bool) -> None:
+        """Says how it ended."""
+        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+
+class SwanlabTracker:
+    """SwanLab; SWANLAB_MODE=offline keeps its files in the run folder."""
+
+    def __init__(self, project: str):
+        import swanlab
+
+        self._swanlab = swanlab
+        self._project = project
+
+    def start(self, run: TrackedRun) -> str:
+        """Begins or continues it."""
+        self._swanlab.init(
+            project=self._project,
+            name=run.name,
+            id=run.id,
+            resume="allow",
+            log_dir=str(run.folder / "swanlab"),
+            config=run.config,
+        )
+        return run.id
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Sends one entry."""
+        self._swanlab.log(values, step=step)
+
+    def finish(self, failed: bool) -> None:
+        """Waits until everything is sent."""
+        self._swanlab.finish("crashed" if failed else "success")
+
+
+class TrackioTracker:
+    """Trackio, which stores on this machine unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set."""
+
+    def __init__(self, project: str):
+        import trackio
+
+        self._trackio = trackio
+        self._project = project
+
+    def start(self, run: TrackedRun) -> str:
+        """Begins or continues it; Trackio finds a run by its name."""
+        quiet = {"auto_log_gpu": False, "auto_log_cpu": False}
+        name = f"{run.name}-{run.id}"
+        self._trackio.init(
+            project=self._project, name=name, resume="allow", config=run.config, **quiet
+        )
+        return run.id
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Sends one entry."""
+        self._trackio.log(values, step=step)
+
+    def finish(self, failed: bool) -> None:
+        """Waits until everything is sent; Trackio knows no failed runs."""
+        self._trackio.finish()

@@ -1,1 +1,0 @@
-"""Programs that torchrun starts besides training: warm-up, export, replay."""

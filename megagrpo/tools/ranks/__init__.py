@@ -1,0 +1,1 @@
+"""Commands besides training that torchrun starts as ranks: warm-up, export, replay."""

@@ -1,0 +1,80 @@
+"""Writes a checkpoint as a Hugging Face model folder, or its adapters as a PEFT folder: `megagrpo
+export`."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megagrpo.check.problems import model_to_train
+from megagrpo.checkpoint.folder import latest
+from megagrpo.cluster.machine import train_ranks
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.loop.ranks import guarded
+from megagrpo.system.environment import under_torchrun
+
+if TYPE_CHECKING:
+    import torch
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Adds the options of the command line."""
+    command.add_argument("output", help="folder to create")
+    command.add_argument("--lora", action="store_true", help="only the adapters, in PEFT's format")
+    command.add_argument("--checkpoint", help="checkpoint folder; default: the latest checkpoint")
+
+
+def run(args: argparse.Namespace, config: ExperimentConfig) -> int:
+    """Runs the command, or one rank that it started."""
+    refuse_export(config, args.checkpoint, args.lora)
+    if under_torchrun():
+        return guarded(config, "export", partial(export, config, args))
+    words = [args.output, *["--lora"] * args.lora]
+    if args.checkpoint is not None:
+        words += ["--checkpoint", args.checkpoint]
+    return train_ranks(config, "export", words)
+
+
+def refuse_export(config: ExperimentConfig, source: str | None, only_adapters: bool) -> None:
+    """Raises ValueError for what an export lacks. source: the checkpoint, if one is named."""
+    if only_adapters and config.actor.lora is None:
+        raise ValueError(
+            "export --lora writes adapters, but the experiment has no actor.lora: "
+            "all weights are trained"
+        )
+    root = config.run_folder.checkpoints
+    if source is None and latest(root) is None:
+        raise ValueError(f"{root} holds no finished checkpoint; name one with --checkpoint")
+    if source is not None and not (Path(source) / "manifest.json").is_file():
+        raise ValueError(f"--checkpoint {source}: no finished checkpoint is there")
+    model_to_train(config)
+
+
+def export(config: ExperimentConfig, args: argparse.Namespace, device: torch.device) -> None:
+    """Collective. Writes the checkpoint, by default the latest of the run, into the output folder.
+
+    The whole model with merged adapters, or a PEFT folder of these alone.
+    """
+    # these import Megatron, which the host must be prepared for
+    from megagrpo.actor.start import make_actor
+    from megagrpo.checkpoint.resume import latest_checkpoint, load_checkpoint
+    from megagrpo.tools.ranks.folders import export_hf, export_peft
+    from megagrpo.weights.actor_weights import load_initial_weights
+
+    lora = config.actor.lora
+    actor = make_actor(config, model_to_train(config).arch, device)
+    checkpoint = latest_checkpoint(config, actor.mesh)
+    if args.checkpoint is not None:
+        checkpoint = Path(args.checkpoint)
+    assert checkpoint is not None, "refuse_export refuses to begin"
+    weights = load_initial_weights(actor, config.model.path, overwritten=lora is None)
+    load_checkpoint(config, checkpoint, actor, with_optimizer=False)
+    base = config.model.path
+    dtype = config.actor.dtype
+    if args.lora and lora is not None:
+        adapters = actor.trained_weights(weights)
+        export_peft(Path(args.output), adapters, actor.mesh, lora, base, dtype)
+    else:
+        export_hf(args.output, weights, actor.mesh, base, dtype, config.model.tokenizer)
