@@ -17,14 +17,14 @@ from pathlib import Path
 import numpy as np
 from common import RESULTS, provenance, write_results
 
+from megagrpo.config.hardware import usable_bytes
 from megagrpo.config.load import load_config
 from megagrpo.tools.plan.engine_memory import Lengths
-from megagrpo.tools.plan.hardware import usable_bytes
 from megagrpo.tools.plan.roofline import Plan, plan_step, target_of, train_seconds
 from megagrpo.tools.plan.trainer_memory import Load, trainer_side
 
 ROOT = Path(__file__).resolve().parent.parent
-NEMO = "NeMo-RL docs/about/performance-summary.md, v0.4, DGX-H100, bf16"
+NEMO = "NeMo-RL docs/about/performance-summary.md, v0.6, DGX-H100, bf16"
 VERL = "verl examples/grpo_trainer/"
 MILES = "miles docs/en/advanced/p2p-weight-transfer.md, H100, RDMA between ranks"
 HEADER = (
@@ -74,22 +74,22 @@ class Run:
 
 _HOST = ("optimizer",)
 RUNS = (
-    Run("NeMo-RL Qwen3-30B-A3B", "Qwen3-30B-A3B", NEMO, "H100", (32, "tp=2 ep=8"), (8, 4), 64, 32, 4096, 3154,
-        updates=4, recompute="none", memory_fraction=0.6, step_s=225),
+    Run("NeMo-RL Qwen3-30B-A3B", "Qwen3-30B-A3B", NEMO, "H100", (32, "tp=2 ep=8"), (8, 4), 64, 32, 4096, 3203,
+        updates=4, recompute="none", memory_fraction=0.6, step_s=192),
     Run("NeMo-RL Qwen3-30B-A3B, one step off", "Qwen3-30B-A3B", NEMO, "H100", (16, "ep=8 pp=2"), (8, 2), 64, 32, 4096,
-        3158, updates=4, recompute="none", shared=False, off_policy=True, step_s=244),
+        3203, updates=4, recompute="none", shared=False, off_policy=True, step_s=152),
     Run("NeMo-RL Qwen3-235B-A22B", "Qwen3-235B-A22B", NEMO, "H100",
-        (128, "tp=2 cp=2 ep=16 pp=8 first_stage_layers=11 last_stage_layers=11"), (8, 16), 16, 32, 8192, 5671,
-        memory_fraction=0.6, step_s=506),
+        (128, "tp=2 cp=2 ep=16 pp=8 first_stage_layers=11 last_stage_layers=11"), (8, 16), 16, 32, 8192, 5698,
+        memory_fraction=0.6, step_s=395),
     Run("NeMo-RL Qwen3-235B-A22B, one step off", "Qwen3-235B-A22B", NEMO, "H100",
-        (128, "tp=4 ep=16 pp=8 first_stage_layers=11 last_stage_layers=11"), (16, 8), 16, 32, 8192, 5691,
-        shared=False, off_policy=True, memory_fraction=0.8, step_s=241),
+        (128, "tp=4 ep=16 pp=8 first_stage_layers=11 last_stage_layers=11"), (16, 8), 16, 32, 8192, 5698,
+        shared=False, off_policy=True, memory_fraction=0.8, step_s=231),
     Run("NeMo-RL DeepSeek-V3", "DeepSeek-V3-0324", NEMO, "H100",
-        (256, "ep=16 pp=16 first_stage_layers=3 last_stage_layers=2"), (8, 32), 32, 16, 1536, 745,
-        memory_fraction=0.6, step_s=154),
+        (256, "ep=16 pp=16 first_stage_layers=3 last_stage_layers=2"), (8, 32), 32, 16, 1536, 701,
+        memory_fraction=0.6, step_s=134),
     Run("NeMo-RL DeepSeek-V3, one step off", "DeepSeek-V3-0324", NEMO, "H100",
-        (256, "ep=16 pp=16 first_stage_layers=3 last_stage_layers=2"), (8, 32), 32, 16, 1536, 744,
-        shared=False, off_policy=True, memory_fraction=0.8, step_s=77.9),
+        (256, "ep=16 pp=16 first_stage_layers=3 last_stage_layers=2"), (8, 32), 32, 16, 1536, 701,
+        shared=False, off_policy=True, memory_fraction=0.8, step_s=64.1),
     Run("slime Qwen3-30B-A3B", "Qwen3-30B-A3B", "slime scripts/run-qwen3-30B-A3B.sh", "H100", (8, "tp=4 ep=8"), (1, 8),
         8, 4, 10240, micro_batch_tokens=20480, memory_fraction=0.7, off_host=_HOST),
     Run("slime Qwen3-235B-A22B", "Qwen3-235B-A22B", "slime scripts/run-qwen3-235B-A22B.sh", "H100",

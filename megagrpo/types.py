@@ -487,8 +487,8 @@ _ON_HOST = ("target_places", "members", "places", "trained", "num_trained")
 class MicroBatch:
     """The input of one forward pass: samples of a Batch, padded [b, s] or as one packed row [1, s].
 
-    Under context parallelism the fields up to `target_order` are this rank's part, [b, s / cp] and
-    R of the t trained tokens; the fields after it are of all parts. On the host until `to`.
+    Under context parallelism the fields up to `target_order` are this rank's part, [b, s / context]
+    and R of the t trained tokens; the fields after it are of all parts. On the host until `to`.
     """
 
     tokens: "Tensor"  # [b, s] int64, 0 as padding
@@ -506,6 +506,7 @@ class MicroBatch:
     trained: "Tensor"  # [t] int64, those of them that a component of the loss trains on
     num_trained: "Tensor"  # [n] int64, of each sample
     max_seqlen: int  # tokens of the longest sequence, padding included
+    context: int = 1  # context-parallel ranks that share it
     # [3, b, s] int64, in time, height, width; only for vision-language models
     rope_positions: "Tensor | None" = None
     images: MicroImages | None = None  # None for a text-only model

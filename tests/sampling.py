@@ -12,7 +12,7 @@ from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, make_mesh
 from megagrpo.models.folder import Model
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.rewards.parts import ResponseTokens
+from megagrpo.rewards.part_rewards import ResponseTokens
 from megagrpo.rollout.agents.answering import Answering
 from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.batches import Batches, BatchPlan, SamplingJob, StepBatches

@@ -21,7 +21,7 @@ from bench.gpu_kit.models import QWEN3_1_7B, description
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.cpu.engine_command import FOLDER
+from megagrpo.cpu.engine_settings import FOLDER
 from megagrpo.rollout.service.engine_command import (
     ServerPlace,
     engine_command,

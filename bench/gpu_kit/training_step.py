@@ -19,8 +19,8 @@ from bench.gpu_kit.models import (
 )
 from bench.gpu_kit.timing import peak_bytes, seconds_of, synchronizations, wait_for
 from megagrpo.actor import step
+from megagrpo.config.hardware import hardware_called
 from megagrpo.models.architecture import Architecture
-from megagrpo.tools.plan.hardware import HARDWARE
 from megagrpo.tools.plan.work import model_work
 
 _SHOWN = 12  # places of synchronizations, the most frequent ones
@@ -127,6 +127,6 @@ def update_flops(arch: Architecture, lengths: Sequence[int], trained: int) -> fl
 
 
 def peak_tflops() -> float | None:
-    """Returns the device's bfloat16 peak of tools/plan/hardware.py, None where it is not listed."""
-    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else ""
-    return next((gpu.bf16_tflops for gpu in HARDWARE.values() if gpu.device_name == name), None)
+    """Returns the device's bfloat16 peak of config/hardware.py, None where it is not listed."""
+    gpu = hardware_called(torch.cuda.get_device_name() if DEVICE.type == "cuda" else "")
+    return gpu and gpu.bf16_tflops

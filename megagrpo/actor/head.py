@@ -19,6 +19,7 @@ from megagrpo.algo.logprob import (
 )
 from megagrpo.models.body import Body
 from megagrpo.models.kinds.draft.layer import gather_context
+from megagrpo.models.layers.context import context_group
 from megagrpo.types import Batch, MicroBatch, on_device
 
 _TP_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -74,7 +75,8 @@ def over_tokens(
 
         def spread(by_token: Tensor) -> Tensor:
             empty = by_token.new_zeros(len(micro.trained))
-            return _all_context_ranks(empty.index_put((micro.target_order,), by_token))
+            values = empty.index_put((micro.target_order,), by_token)
+            return _all_context_ranks(values, micro.context)
 
         full_kl = None
         if (reference := batch.reference) is not None:
@@ -123,11 +125,13 @@ def with_draft(
         rows = actor.config.logprob_chunk_tokens
         shard = _vocabulary(actor, weight)
         with torch.no_grad():
-            next_hidden = gather_context(gathered(actor, hidden.detach()))[follows.places[flat]]
+            every = gather_context(gathered(actor, hidden.detach()), micro.context)
+            next_hidden = every[follows.places[flat]]
         kl = chunked_draft_kl(
             gathered(actor, proposed)[flat], next_hidden, weight, temperature, rows, shard
         )
-        draft_loss = _all_context_ranks((kl * follows.sampled[flat]).sum() / num_tokens)
+        own = (kl * follows.sampled[flat]).sum() / num_tokens
+        draft_loss = _all_context_ranks(own, micro.context)
         return loss + draft_loss, {**sums, "draft/kl": draft_loss.detach()}
 
     return from_hidden
@@ -173,14 +177,14 @@ def _vocabulary(actor: MegatronActor, weight: Tensor) -> VocabularyShard:
     )
 
 
-def _all_context_ranks(values: Tensor) -> Tensor:
-    """Collective over context-parallel ranks. Returns the values of all of them; only this rank's
-    carry a gradient.
+def _all_context_ranks(values: Tensor, size: int) -> Tensor:
+    """Collective over the `size` ranks that share sequences with this one. Returns the values of all
+    of them; only this rank's carry a gradient.
 
-    Megatron sums gradients over these ranks.
+    Megatron sums gradients over all context-parallel ranks.
     """
-    if mpu.get_context_parallel_world_size() == 1:
+    if size == 1:
         return values
     total = values.detach().clone()
-    dist.all_reduce(total, group=mpu.get_context_parallel_group())
+    dist.all_reduce(total, group=context_group(size))
     return values + (total - values.detach())

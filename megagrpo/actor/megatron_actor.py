@@ -29,6 +29,7 @@ from megagrpo.mesh import Mesh, RunStopped, make_mesh
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.build import build_chunks, chunk_parameters, load_hf, routers
 from megagrpo.models.layers import lora
+from megagrpo.models.layers.context import make_context_groups
 from megagrpo.models.table import model_tensors
 from megagrpo.models.tensors import adapter_tensors, layer_prefix
 from megagrpo.system import environment
@@ -91,6 +92,7 @@ def make_parallel_groups(config: ActorConfig) -> None:
         distributed_timeout_minutes=config.deadline_s / 60,
         create_gloo_process_groups=True,
     )
+    make_context_groups(p, timedelta(seconds=config.deadline_s))
 
 
 def leave_distributed(actor: "MegatronActor | None") -> None:

@@ -17,6 +17,7 @@ from megagrpo.models.body import Body
 from megagrpo.models.kinds.draft.layer import following
 from megagrpo.models.kinds.grouped_query.layer import PackedSequences
 from megagrpo.models.kinds.vision.layer import Sight
+from megagrpo.models.table import attention_length
 from megagrpo.types import Batch, MicroBatch
 
 # what the blocks of MXFP8 divide the rows of a product into; other recipes ask for 16 or less
@@ -33,6 +34,7 @@ def micro_batches(actor: MegatronActor, batch: Batch, rows: Sequence[int]) -> Mi
         config.packing,
         multiple=_FP8_ROWS if actor.transformer.fp8 else 1,
         merge=vision.merge if vision else 0,
+        attention_length=attention_length(actor.arch),
     )
     cp_rank = mpu.get_context_parallel_rank()
     return plan_micro_batches(batch, rows, size, config.parallel, actor.mesh, cp_rank)
@@ -52,24 +54,23 @@ def run_schedule(
     """
     micros = micro_batches(actor, batch, rows)
     lengths = batch.lengths.tolist()
-    counts = {
-        "padded": sum(height * width for height, width in micros.shapes),
-        "real": sum(lengths[row] for row in rows),
-    }
-    _begin(actor, len(rows), counts["real"], forward_only)
+    padded = sum(height * width for height, width in micros.shapes)
+    real = sum(lengths[row] for row in rows)
+    _begin(actor, len(rows), real, forward_only)
     iterators = [iter(micros) for _ in actor.model]
     collected = get_forward_backward_func()(
         forward_step_func=partial(_forward, actor, batch, on_last_stage, forward_only),
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=actor.model if len(actor.model) > 1 else actor.model[0],
         num_microbatches=len(micros),
-        # of the whole; Megatron divides by cp and tp for what a stage receives
-        seq_length=micros.shapes[0][1],
+        # of all ranks' parts; Megatron divides by cp and tp for what a stage receives
+        seq_length=micros.shapes[0][1] * actor.config.parallel.cp,
         micro_batch_size=micros.shapes[0][0],
         forward_only=forward_only,
     )
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):
         return []
+    counts = {"padded": padded, "real": real * (mpu.get_context_parallel_rank() == 0)}
     rank_metrics = {
         name: torch.full((), float(count), dtype=torch.float64, device=actor.mesh.device)
         for name, count in counts.items()
@@ -102,7 +103,7 @@ def _forward(
     micro = next(iterator).to(actor.mesh.device)
     packed = None
     if micro.cu_seqlens is not None:
-        packed = PackedSequences.make(micro.cu_seqlens, micro.max_seqlen)
+        packed = PackedSequences.make(micro.cu_seqlens, micro.max_seqlen, micro.context)
     with actor.router_scope.of(MicroBatchScope(micro, batch, forward_only)):
         more: dict[str, object] = {}
         if not forward_only and actor.config.trains_draft and model.module.post_process:
@@ -117,6 +118,10 @@ def _loss(
     on_last_stage: LastStage, micro: MicroBatch, chunk: Body, hidden: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     value, sums = on_last_stage(micro, chunk, hidden)
+    if (
+        mpu.get_context_parallel_rank() % micro.context
+    ):  # counted by the first of those that share it
+        sums = {name: value * 0.0 for name, value in sums.items()}
     # 0 tokens: Megatron divides by nothing
     none = torch.zeros((), dtype=torch.int, device=hidden.device)
     return value, none, sums
@@ -133,9 +138,21 @@ def from_last_stage(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def from_context(actor: MegatronActor, values: Tensor) -> Tensor:
+    """Collective over context-parallel ranks. Returns what any of them has, NaN where none does.
+
+    values: NaN where this rank has none; without dynamic context parallelism all have the same.
+    """
+    if not actor.config.parallel.dynamic_context:
+        return values
+    found = values.masked_fill(values.isnan(), -torch.inf)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mpu.get_context_parallel_group())
+    return found.masked_fill(found == -torch.inf, torch.nan)
+
+
 def sum_over_ranks(actor: MegatronActor, collected: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Collective. Sums over micro-batches, then data-parallel ranks, in float64; every rank gets
-    the last stage's."""
+    """Collective. Sums over micro-batches, then data- and context-parallel ranks, in float64; every
+    rank gets the last stage's."""
     names = sorted({name for sums in collected for name in sums})
     box = [names]
     if mpu.get_pipeline_model_parallel_world_size() > 1:
@@ -150,6 +167,7 @@ def sum_over_ranks(actor: MegatronActor, collected: list[dict[str, Tensor]]) -> 
         for i, name in enumerate(names):
             values[i] += sums[name].double() if name in sums else 0.0
     values = actor.mesh.reduce(from_last_stage(values), "sum")
+    dist.all_reduce(values, group=mpu.get_context_parallel_group())
     router = {} if actor.router_losses is None else actor.router_losses.take()
     router |= {} if actor.routing is None else actor.routing.take()
     return {**dict(zip(names, values.tolist(), strict=True)), **router}

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megagrpo.actor.head import Loss, TokenValues, gathered, over_tokens, with_draft
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
-from megagrpo.actor.schedule import from_last_stage, run_schedule, sum_over_ranks
+from megagrpo.actor.schedule import from_context, from_last_stage, run_schedule, sum_over_ranks
+from megagrpo.actor.timing import mfu
 from megagrpo.algo.loss import (
     Denominators,
     LossInputs,
@@ -28,6 +29,7 @@ from megagrpo.algo.policy_loss import Rows
 from megagrpo.algo.rollouts import counted_tokens, rollouts_of, to_samples
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.models.body import Body
+from megagrpo.models.table import training_flops
 from megagrpo.types import Batch, MicroBatch, ReferenceStates, on_device
 
 _COUNTS = ("updates", "padded", "real", "tokens")  # sums of a pass that are no metrics
@@ -41,7 +43,7 @@ def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Te
 
     Every rank of a replica gets them, on the host.
     """
-    out = torch.zeros(len(batch.tokens), device=actor.mesh.device)
+    out = torch.full((len(batch.tokens),), torch.nan, device=actor.mesh.device)
 
     def token_loss(micro: MicroBatch, values: TokenValues) -> Loss:
         put_tokens(out, micro, values.logprobs)
@@ -51,7 +53,8 @@ def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Te
     on_last_stage = over_tokens(actor, batch, temperature, token_loss)
     with torch.no_grad():
         run_schedule(actor, batch, every, on_last_stage, forward_only=True)
-    return from_last_stage(out).cpu()
+    out = from_last_stage(from_context(actor, out)).cpu()
+    return torch.where(batch.trained_mask, out, 0.0)
 
 
 class Updated(NamedTuple):
@@ -209,7 +212,7 @@ def update(
         "optim/skipped_updates": float(skipped),
         "optim/non_finite_updates": float(non_finite),
     }
-    metrics |= actor.clock.take() | _expert_metrics(actor)
+    metrics |= actor.clock.take() | _expert_metrics(actor) | _utilization(actor, batch)
     return Updated(metrics, seen.cpu() if batch.old_logprobs is None else batch.old_logprobs)
 
 
@@ -293,6 +296,8 @@ def backward(
     model_loss = over_tokens(actor, batch, temperature, token_loss, with_candidates=True)
     on_last_stage = with_draft(actor, model_loss, temperature, denominators.num_tokens)
     sums = run_schedule(actor, batch, rows, on_last_stage, forward_only=False)
+    if seen is not None:
+        seen.copy_(from_context(actor, seen))
     stream_tokens = denominators.stream_tokens.items()
     tokens = {f"stream/{name}_tokens": float(number) for name, number in stream_tokens}
     return sum_over_ranks(actor, sums) | tokens
@@ -355,6 +360,15 @@ def holds_token_values() -> bool:
     every token."""
     first = mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
     return first and mpu.is_pipeline_last_stage(ignore_virtual=True)
+
+
+def _utilization(actor: MegatronActor, batch: Batch) -> dict[str, float]:
+    """Collective. Returns perf/mfu of the updates that the clock took last."""
+    config = actor.config
+    own = training_flops(actor.arch, batch.lengths.tolist(), config.lora is not None)
+    flops = actor.mesh.reduce(torch.tensor(own * len(batch.updates), dtype=torch.float64), "sum")
+    width = 2 if config.dtype == "bfloat16" else 4
+    return mfu(float(flops), actor.clock.seconds, config.world_size, width, actor.mesh.device)
 
 
 def _expert_metrics(actor: MegatronActor) -> dict[str, float]:

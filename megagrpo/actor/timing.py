@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
+from megagrpo.config.hardware import hardware_called
+
 _COMPUTE = ("forward-compute", "backward-compute")
 
 
@@ -21,11 +23,13 @@ class ScheduleClock:
 
     def __init__(self, device: torch.device):
         self._device = device
+        self.seconds = 0.0  # between `clear` and the last `take`
         self._one = torch.ones(1, device=device)
         self.clear()
 
     def clear(self) -> None:
         """Forgets what was measured, forwards of log-probabilities for instance."""
+        self._began = time.perf_counter()
         self._spans: dict[str, list[tuple]] = {"compute": [], "schedule": [], "wait": []}
         self._open: dict[str, float | torch.cuda.Event] = {}
 
@@ -75,6 +79,7 @@ class ScheduleClock:
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize()
+        self.seconds = time.perf_counter() - self._began
         mine = torch.tensor(
             [sum(map(_seconds, self._spans[kind])) for kind in ("compute", "schedule", "wait")],
             dtype=torch.float64,
@@ -99,6 +104,17 @@ class ScheduleClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+def mfu(
+    flops: float, seconds: float, ranks: int, width: int, device: torch.device
+) -> dict[str, float]:
+    """Returns perf/mfu: the share of all ranks' peak that `flops` of an update are, on GPUs whose
+    peak is known."""
+    gpu = None
+    if device.type == "cuda":
+        gpu = hardware_called(torch.cuda.get_device_name(device))
+    return {} if gpu is None else {"perf/mfu": flops / seconds / gpu.peak(width) / ranks}
 
 
 def _seconds(span: tuple) -> float:

@@ -21,6 +21,7 @@ from megagrpo.batching.balance import (
     token_load,
 )
 from megagrpo.batching.image_positions import with_images
+from megagrpo.batching.rounds import Round, common_rounds, sequence_unit, up
 from megagrpo.config.schema import ParallelConfig
 from megagrpo.mesh import Mesh
 from megagrpo.types import Batch, MicroBatch, Targets
@@ -33,6 +34,7 @@ class MicroBatchSize(NamedTuple):
     packed: bool  # behind each other in one row, else a row for each
     multiple: int = 1  # of tokens in each rank's part of a row
     merge: int = 0  # patches of an image token on a side; 0: a text-only model
+    attention_length: int | None = None  # as of `sample_cost`
 
 
 def plan_micro_batches(
@@ -47,47 +49,71 @@ def plan_micro_batches(
     number on every rank.
 
     Under context parallelism a rank gets its zigzag part of every sequence, so sequences are padded
-    to multiples of 2 cp; whole micro-batches are multiples of tp as well, since sequence
-    parallelism cuts them. With pipeline stages all micro-batches of all ranks have one shape, so
+    to multiples of twice the ranks that share them; whole micro-batches are multiples of tp as well,
+    since sequence parallelism cuts them. With pipeline stages all micro-batches of all ranks have one shape, so
     all are filled up to the longest sample, and with virtual ones their number is a multiple of pp:
     Megatron's schedule requires both.
     """
     packed = size.packed
-    unit = 1
-    if layout.cp > 1:
-        unit = 2 * layout.cp
     all_lengths = batch.lengths.tolist()
-    lengths = [_up(all_lengths[r], unit) for r in rows]
+    lengths = [all_lengths[r] for r in rows]
+    unit = sequence_unit(layout.cp)
     longest = 0
     if layout.pp > 1:
-        longest = int(mesh.reduce(torch.tensor(max(lengths, default=unit)), "max"))
+        longest = up(int(mesh.reduce(torch.tensor(max(lengths, default=1)), "max")), unit)
         size = size._replace(budget=max(size.budget, longest))
         if not packed:
             # A row is as wide as the longest of all, and the budget is counted in such rows.
             lengths = [longest] * len(rows)
-    length_of = dict(zip(rows, lengths, strict=True))
-    bins = [[rows[i] for i in b] for b in _aligned(lengths, size, layout, mesh)]
+    if layout.dynamic_context:
+        rounds = common_rounds(lengths, size.budget, size.attention_length, layout, mesh)
+    else:
+        bins = _aligned([up(length, unit) for length in lengths], size, layout, mesh)
+        rounds = [Round(layout.cp, [members]) for members in bins]
+    shapes = _shapes(rounds, lengths, size, layout, mesh, cp_rank)
     trained = batch.trained_mask  # a pass over all tokens, once for all micro-batches
-    width_unit = layout.tp * math.lcm(unit, size.multiple * layout.cp)
-    shapes = [_shape([length_of[r] for r in members], packed, width_unit) for members in bins]
-    if layout.pp > 1:
-        heights, widths = zip(*shapes, strict=True)
-        largest = mesh.reduce(torch.tensor([max(heights), max(widths)]), "max")
-        shapes = [(int(largest[0]), int(largest[1]))] * len(bins)
 
     def build(number: int) -> MicroBatch:
-        members = bins[number]
-        height, width = shapes[number]
+        context = rounds[number].context
+        members = rounds[number].of(cp_rank)
+        height, width = shapes[number][0], shapes[number][1] * context
         sizes = [width] * height
         if packed:
-            sizes = [length_of[r] for r in members]
+            sizes = [up(lengths[i], sequence_unit(context)) for i in members]
             sizes += _dummies(width - sum(sizes), longest or width)
-        micro = _micro_batch(batch, trained, members, sizes, packed, (cp_rank, layout.cp))
+        members = [rows[i] for i in members]
+        micro = _micro_batch(batch, trained, members, sizes, packed, (cp_rank % context, context))
         if size.merge:
             micro = with_images(batch, micro, size.merge)
         return micro
 
     return MicroBatches(build, shapes)
+
+
+def _shapes(
+    rounds: list[Round],
+    lengths: list[int],
+    size: MicroBatchSize,
+    layout: ParallelConfig,
+    mesh: Mesh,
+    cp_rank: int,
+) -> list[tuple[int, int]]:
+    """Collective over data-parallel ranks. Returns rows and tokens per row of a rank's part of its
+    micro-batches."""
+
+    def shape(members: list[int], context: int) -> tuple[int, int]:
+        sequences = [up(lengths[i], sequence_unit(context)) for i in members]
+        chunks = 1 if layout.cp == 1 else 2 * context
+        width_unit = layout.tp * math.lcm(chunks, size.multiple * context)
+        height, width = _shape(sequences, size.packed, width_unit)
+        return height, width // context
+
+    if layout.pp == 1:
+        return [shape(each.of(cp_rank), each.context) for each in rounds]
+    shapes = [shape(part, each.context) for each in rounds for part in each.parts]
+    heights, widths = zip(*shapes, strict=True)
+    height, width = mesh.reduce(torch.tensor([max(heights), max(widths)]), "max").tolist()
+    return [(height, width)] * len(rounds)
 
 
 def _dummies(tokens: int, longest: int) -> list[int]:
@@ -105,14 +131,14 @@ def _shape(lengths: list[int], packed: bool, width_unit: int) -> tuple[int, int]
     if not packed:
         height = max(len(lengths), 1)
         width = max(lengths, default=1)
-    return height, _up(max(width, 1), width_unit)
+    return height, up(max(width, 1), width_unit)
 
 
 class MicroBatches(Sequence[MicroBatch]):
     """Makes each micro-batch when it is consumed: all at once they would be several times the
     batch.
 
-    shapes: [b, s] of each, before context parallelism cuts it.
+    shapes: [b, s] of each, of this rank's part.
     """
 
     def __init__(self, build: Callable[[int], MicroBatch], shapes: Sequence[tuple[int, int]]):
@@ -143,15 +169,11 @@ def _aligned(
     packed = size.packed
     count = max(largest([len(fewest_micro_batches(lengths, budget, packed))])[0], 1)
     if layout.vpp > 1:
-        count = _up(count, layout.pp)
+        count = up(count, layout.pp)
     ways = candidate_cuts(lengths, budget, packed, count, largest(longest_lengths(lengths, count)))
     loads = largest([token_load(b, lengths, packed) for way in ways for b in way])
     slowest = [loads[i : i + count] for i in range(0, len(loads), count)]
     return ways[cheapest_cut(slowest, one_shape=layout.pp > 1)]
-
-
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 def _micro_batch(
@@ -197,6 +219,7 @@ def _micro_batch(
         trained=places[is_trained],
         num_trained=torch.zeros_like(lengths).index_add(0, owners, is_trained.long()),
         max_seqlen=max(sizes),
+        context=context[1],
     )
 
 

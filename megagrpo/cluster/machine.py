@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 
-from megagrpo.check.rules.placement import engine_ranks, occupied_gpus, place
+from megagrpo.check.rules.placement import place
 from megagrpo.check.rules.subject import Nodes
 from megagrpo.cluster.lock import alone_in
 from megagrpo.cluster.supervise import ALONE, Child, Launch, torchrun
@@ -85,7 +85,7 @@ def _beside_service(
     with alone_in(folder), launch:
         service = start_service(launch, config, service_env)
         options = [*torchrun(config.actor.world_size, max_restarts), *ALONE]
-        sharing = occupied_gpus(config) if trainer_env else 0
+        sharing = config.num_gpus if trainer_env else 0
         variables = trainer_variables(config, sharing, interface_of_engines(config))
         ranks = launch.start_ranks(command, options, variables | trainer_env)
         print(
@@ -156,7 +156,7 @@ def _this_node(config: ExperimentConfig, visible: list[str]) -> Nodes:
     """Returns this machine as the only node. Raises ValueError for engines that need GPUs if there
     are none."""
     weights, gpus = config.weights, len(visible)
-    ranks = config.actor.world_size + engine_ranks(config)
+    ranks = config.actor.world_size + config.engine_ranks
     if not on_gpus(config, gpus):
         gpus = ranks
     elif not (weights.uses_groups or weights.needs_colocation):  # they may share GPUs

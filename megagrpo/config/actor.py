@@ -31,6 +31,9 @@ class ParallelConfig(Section):
     """Virtual stages per rank. More than 1 needs pp > 1."""
     cp: PositiveInt = 1
     """Context-parallel ranks, which share one sequence."""
+    dynamic_context: bool = False
+    """Let a packed micro-batch take 1, 2, 4 ... of the cp ranks, as few as its samples and the balance
+    allow. A rank holds at most `micro_batch_tokens` / cp tokens of several samples."""
     ep: PositiveInt = 1
     """Expert-parallel ranks."""
     etp: PositiveInt = 1
@@ -58,7 +61,17 @@ class ParallelConfig(Section):
                 f"last_stage_layers {self.last_stage_layers} {one_stage}",
                 "raise pp, or remove it",
             ),
+            Rule(
+                self.dynamic_context and (self.cp == 1 or self.context_sizes[-1] != self.cp),
+                f"dynamic_context halves the context-parallel ranks, and cp is {self.cp}",
+                "let cp be 2, 4, 8 ..., or remove dynamic_context",
+            ),
         ]
+
+    @property
+    def context_sizes(self) -> list[int]:
+        """Returns how many context-parallel ranks a micro-batch may take, ascending."""
+        return [1 << n for n in range(self.cp.bit_length())] if self.dynamic_context else [self.cp]
 
     def stage_layers(self, num_layers: int) -> list[int]:
         """Returns the number of layers of each pipeline stage.
@@ -273,7 +286,8 @@ class ActorConfig(Section):
     @property
     def layout(self) -> dict[str, int | None]:
         """Returns the fields that fix which slices each rank holds: `ranks` and all of parallel."""
-        return {"ranks": self.world_size, **self.parallel.model_dump()}
+        sizes = self.parallel.model_dump(exclude={"dynamic_context"})
+        return {"ranks": self.world_size, **sizes}
 
     def problems(self) -> list[Rule]:
         p = self.parallel
@@ -285,6 +299,11 @@ class ActorConfig(Section):
                 self.transformer_engine is True and self.device == "cpu",
                 "transformer_engine true with device cpu: it needs CUDA",
                 "set transformer_engine: false, or another device",
+            ),
+            Rule(
+                p.dynamic_context and not self.packing,
+                "parallel.dynamic_context gives packed micro-batches their ranks, and packing is off",
+                "set packing: true, or remove dynamic_context",
             ),
             Rule(
                 with_lora and self.transformer_engine is True,

@@ -27,6 +27,7 @@ _TRANSFORMER_OURS = {
     "actor.parallel.pp": "pipeline_model_parallel_size",
     "actor.parallel.vpp": "virtual_pipeline_model_parallel_size",
     "actor.parallel.cp": "context_parallel_size",
+    "actor.parallel.dynamic_context": "hybrid_context_parallel max_seqlen_per_dp_cp_rank",
     "actor.parallel.ep": "expert_model_parallel_size",
     "actor.parallel.etp": "expert_tensor_parallel_size",
     "actor.parallel.first_stage_layers": "num_layers_in_first_pipeline_stage "
@@ -68,7 +69,7 @@ _TRANSFORMER_REFUSED = {
         ep_overlap_early_attn_memory_release
         defer_embedding_wgrad_compute wgrad_deferral_limit""",
     "its process groups or its transport are not created here": """hierarchical_context_parallel_sizes
-        max_seqlen_per_dp_cp_rank hybrid_context_parallel pipeline_model_parallel_comm_backend use_ring_exchange_p2p
+        pipeline_model_parallel_comm_backend use_ring_exchange_p2p
         *gtp_weight_remat_size *tensor_parallel_num_weight_shards""",
     # GLM-5 (arXiv 2602.15763) freezes it in reinforcement learning, too
     "the indexer is frozen: a choice of keys has no gradient, and a loss of its own would move it "

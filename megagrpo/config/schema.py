@@ -284,6 +284,16 @@ class ExperimentConfig(Section):
         return {"": self.rollout, **theirs}
 
     @property
+    def engine_ranks(self) -> int:
+        """Number of ranks of all engines that the run starts."""
+        return sum(of.num_engines * of.tp for of in self.engine_sizes.values())
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs that trainers and engines have, shared ones once."""
+        return self.actor.world_size + (0 if self.rollout.colocate else self.engine_ranks)
+
+    @property
     def scoring(self) -> tuple[bool, str, int, frozenset[str]]:
         """Whether every row has a teacher, for which loss, how many tokens teachers score at each
         position beside the sampled one, and the graders whose scores the estimator reads."""

@@ -5,7 +5,7 @@ processes, the weights that travel and their digests, the losses, gradients, opt
 checkpoints are those of a run on GPUs. In their place, or below them, stand:
 
 - `trainer.py`: devices, streams and RNG states of torch.cuda, which Megatron asks for.
-- `engine_command.py`: settings and environment of an engine on a CPU (SGLang's own torch backends).
+- `engine_settings.py`: settings and environment of an engine on a CPU (SGLang's own torch backends).
 - `engine/`: first on PYTHONPATH of such an engine: `sitecustomize` patches modules of SGLang after
   their import, each patch with its reason; packages for GPUs only (`sgl_kernel`, `triton`,
   `torch_memory_saver`), FP8 products and drafts have their published arithmetic in torch.

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import cast
 from urllib.parse import parse_qsl
 
-import yaml
-
 from megagrpo.config.fields import RULES_LATER, KeyPath
 from megagrpo.config.load import Plain
 from megagrpo.config.schema import ExperimentConfig
@@ -171,14 +169,11 @@ def _patterns(
 def _configurations(readme: Path) -> dict[str, tuple[dict[str, list[str]], bool]]:
     """Returns the configurations in the front matter of a data set's README: for each the file
     patterns by split, and whether it is the default. {}: it lists none."""
-    if not readme.is_file():
-        return {}
-    text = readme.read_text(encoding="utf-8", errors="replace")
-    front = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
-    if front is None:
-        return {}
+    from huggingface_hub import metadata_load
+
+    front = metadata_load(readme) if readme.is_file() else None
     configurations: dict[str, tuple[dict[str, list[str]], bool]] = {}
-    for config in (yaml.safe_load(front[1]) or {}).get("configs") or []:
+    for config in (front or {}).get("configs") or []:
         files = config.get("data_files") or []
         if isinstance(files, str) or (files and isinstance(files[0], str)):
             files = [{"split": "train", "path": files}]

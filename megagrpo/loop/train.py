@@ -48,5 +48,5 @@ def train(run: Run) -> None:
                 values |= run.publish()
             with timer.phase("evaluate"):
                 values |= evaluate(run)
-            timer.record(metrics, batch.lengths.sum())
+            timer.record(metrics, batch.lengths.sum(), config.num_gpus)
             values |= metrics.reduced(mesh.reduce)

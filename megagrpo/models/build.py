@@ -30,6 +30,7 @@ from megagrpo.models.kinds.draft.layer import DraftLayer, mark_parameters
 from megagrpo.models.kinds.indexed.layer import Indexer
 from megagrpo.models.kinds.recurrent import RecurrentMixer
 from megagrpo.models.kinds.vision.layer import Tower
+from megagrpo.models.layers.context import follow_context
 from megagrpo.models.layers.lora import add_adapters, is_adapter
 from megagrpo.models.layers.parts import parts_of
 from megagrpo.models.layers.specs import block_spec, layer_spec
@@ -102,6 +103,9 @@ def build_chunks(
         build_chunk(arch, config, transformer, stage, kernels.transformer_engine).to(device)
         for stage in stages
     ]
+    if config.parallel.dynamic_context:
+        for chunk in chunks:
+            follow_context(chunk)
     if config.lora is not None:
         for chunk in chunks:
             add_adapters(chunk, arch, config.lora, _place(), transformer.params_dtype)

@@ -7,7 +7,7 @@ check` and the certificate then support it.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -198,6 +198,16 @@ def attention_length(arch: Architecture) -> int:
     if arch.indexer:  # the keys that a query then sees are as many in long sequences
         heads = arch.indexer.heads * arch.indexer.head_dim // 2
     return max(_products(arch) // max(arch.attention_layers, 1) // heads, 1)
+
+
+def training_flops(arch: Architecture, lengths: Sequence[int], adapters: bool) -> float:
+    """Returns the FLOPs of a forward and a backward of text samples, without what is computed again.
+
+    A backward has twice a forward's; of adapters alone (LoRA) once, as frozen weights have no
+    gradients.
+    """
+    pairs = sum(length * length for length in lengths) / attention_length(arch)
+    return 2.0 * _products(arch) * (sum(lengths) + pairs) * (2 if adapters else 3)
 
 
 def patch_cost(arch: Architecture) -> float:

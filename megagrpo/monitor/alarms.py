@@ -96,7 +96,7 @@ class HealthWatch:
         if "loss/total" not in values:  # an evaluation alone
             return
         for sign in [*self._signs]:
-            value = sign.value(values)
+            value = sign.value(values) if sign.value else values.get(sign.metric)
             if value is None:
                 continue
             first = self._first.setdefault(sign.key, (step, value))
@@ -111,14 +111,14 @@ class HealthWatch:
 
 @dataclass(frozen=True)
 class _Sign:
-    """One way in which a run is not healthy. bound: of the limit and of the value in the first
-    step."""
+    """One way in which a run is not healthy. value: the metric's own if None. bound: of the limit
+    and of the value in the first step."""
 
     key: HealthAlarm
     limit: float
     metric: str
     advice: str
-    value: Callable[[Values], float | None]
+    value: Callable[[Values], float | None] | None = None
     bound: Callable[[float, float], float] = lambda limit, first: limit
     too_low: bool = False
 
@@ -185,7 +185,6 @@ _SIGNS = (
         "policy/kl_reference",
         "the policy leaves the reference; lower actor.optimizer.lr or "
         "raise algorithm.kl.loss_coef (or reward_coef)",
-        lambda values: values.get("policy/kl_reference"),
     ),
     _Sign(
         "clip_fraction",
@@ -201,8 +200,7 @@ _SIGNS = (
         "response/truncated_fraction",
         "responses outgrow their limit; raise sampling.max_response_tokens, or set "
         "algorithm.reward.overlong or algorithm.mask_truncated",
-        lambda values: values.get("response/truncated_fraction"),
-        lambda limit, first: first + limit,
+        bound=lambda limit, first: first + limit,
     ),
     _Sign(
         "entropy_left",
@@ -210,8 +208,7 @@ _SIGNS = (
         "policy/entropy",
         "responses become alike and exploration ends; raise algorithm.loss.clip_ratio_high or "
         "algorithm.entropy_coef, or lower actor.optimizer.lr",
-        lambda values: values.get("policy/entropy"),
-        lambda limit, first: limit * first,
+        bound=lambda limit, first: limit * first,
         too_low=True,
     ),
     _Sign(
@@ -229,6 +226,5 @@ _SIGNS = (
         "mismatch/rejected_fraction",
         "much of what was sampled is thrown away; `megagrpo bisect` finds the layer in which "
         "trainer and engine differ, a lower rollout.max_staleness makes samples younger",
-        lambda values: values.get("mismatch/rejected_fraction"),
     ),
 )

@@ -161,11 +161,12 @@ class StepTimer:
             self._open = None
             self._on_phase(f"what follows {name}")
 
-    def record(self, metrics: Metrics, num_tokens: float | Tensor) -> None:
-        """Adds time/<phase>_s and time/step_s (of the slowest rank), time/framework_fraction and
-        perf/tokens_per_s.
+    def record(self, metrics: Metrics, num_tokens: float | Tensor, num_gpus: int) -> None:
+        """Adds time/<phase>_s and time/step_s (of the slowest rank), time/framework_fraction,
+        perf/tokens_per_s and perf/tokens_per_s_gpu.
 
-        `num_tokens`: tokens of the step on this data-parallel rank, including prompts.
+        `num_tokens`: tokens of the step on this data-parallel rank, including prompts. `num_gpus`:
+        of all trainers and engines.
         """
         step = self._clock() - self._start
         for name, seconds in self.seconds.items():
@@ -177,3 +178,4 @@ class StepTimer:
             step,
         )
         metrics.add_rate("perf/tokens_per_s", num_tokens, step)
+        metrics.add_rate("perf/tokens_per_s_gpu", num_tokens / num_gpus, step)

@@ -17,7 +17,7 @@ from megagrpo.rewards.graders.functions import (
 )
 from megagrpo.rewards.graders.http import HttpGrader
 from megagrpo.rewards.graders.judge import JudgeGrader
-from megagrpo.rewards.parts import ResponseTokens
+from megagrpo.rewards.part_rewards import ResponseTokens
 from megagrpo.rewards.services import ServiceGrader
 from megagrpo.rewards.workers import Call, Graded, GraderWorkers
 from megagrpo.system.background import BackgroundLoop

@@ -11,7 +11,7 @@ from typing import cast
 
 from megagrpo.config.reward import GraderArgs
 from megagrpo.rewards.graders.functions import call_grader, load_grader, load_group_grader
-from megagrpo.rewards.parts import Span, read_parts
+from megagrpo.rewards.part_rewards import Span, read_parts
 from megagrpo.rewards.workers import Call, Graded
 from megagrpo.system.worker_process import answer_calls, attempted
 

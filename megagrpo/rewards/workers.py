@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megagrpo.config.reward import GraderArgs
-from megagrpo.rewards.parts import Span
+from megagrpo.rewards.part_rewards import Span
 from megagrpo.system.worker_process import WorkerError, WorkerProcess, WorkerSlot, python_module
 
 # kind ("grade" or "group", see worker.py), function, its arguments

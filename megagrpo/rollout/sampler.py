@@ -12,7 +12,7 @@ import numpy as np
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.models.architecture import Architecture
-from megagrpo.rewards.parts import ResponseTokens
+from megagrpo.rewards.part_rewards import ResponseTokens
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.admission import AdmissionQueue, ResponseLengths
 from megagrpo.rollout.agents.answering import Answering, NoAnswer, RolloutTask, SamplePart

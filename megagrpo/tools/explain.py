@@ -13,8 +13,9 @@ import yaml
 from megagrpo.check.problems import layout_problems, preflight
 from megagrpo.check.rules import placement
 from megagrpo.check.rules.inputs import is_made
-from megagrpo.check.rules.placement import needs_gpus, occupied_gpus, place
+from megagrpo.check.rules.placement import needs_gpus, place
 from megagrpo.check.rules.subject import Subject, broken, longest_samples, model_description
+from megagrpo.config.hardware import gigabytes
 from megagrpo.config.libraries import given_settings
 from megagrpo.config.load import located
 from megagrpo.config.schema import ExperimentConfig
@@ -37,6 +38,7 @@ from megagrpo.rewards.graders.functions import SERVICES, machine_problem
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.tools.check.loading import LoadingTest, try_loading
 from megagrpo.tools.plan.checkpoint_cost import checkpoint_lines, disk_advice, rank_coordinates
+from megagrpo.tools.plan.command import table_lines
 from megagrpo.tools.plan.engine_memory import concurrency_report, host_cache_bytes
 from megagrpo.tools.plan.fitting import (
     StepMemory,
@@ -45,7 +47,6 @@ from megagrpo.tools.plan.fitting import (
     teachers_memory,
     with_model,
 )
-from megagrpo.tools.plan.hardware import gigabytes
 from megagrpo.tools.plan.libraries import all_library_problems
 from megagrpo.tools.plan.trainer_memory import trained_elements
 
@@ -167,7 +168,7 @@ def _advice(
         and rounded
     )
     ranks = rollout.num_engines * rollout.tp
-    used = occupied_gpus(config)
+    used = config.num_gpus
     gpus = config.cluster.gpus_per_node
     told = {
         f"{used} of the {gpus} GPUs of a node (cluster.gpus_per_node) are used: `megagrpo plan CONFIG "
@@ -270,10 +271,7 @@ def _layout(config: ExperimentConfig, everything: bool) -> list[str]:
         at = {} if rank is None else rank_coordinates(rank, actor.world_size, p)
         numbers = ["-" if rank is None else str(rank), *(str(at.get(axis, "-")) for axis in axes)]
         rows.append([*map(str, gpu), engines.get(gpu, "-"), *numbers])
-    widths = (6, 5, 12, 9, *[5] * len(axes))
-    for row in rows[: _MAX_ROWS + 1]:
-        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        lines.append("  " + "".join(cells).rstrip())
+    lines += [f"  {line}" for line in table_lines(rows[: _MAX_ROWS + 1])]
     more = len(rows) - 1 - _MAX_ROWS
     return lines + [f"  ... {more} more in the same order"] * (more > 0)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megagrpo.tools.certify.report import FACTOR, LARGEST
+from megagrpo.tools.certify.certificate import FACTOR, LARGEST
 
 # names the file that gets a line for each comparison
 RECORD = "MEGAGRPO_TEST_BOUNDS"

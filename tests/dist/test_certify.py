@@ -16,8 +16,8 @@ from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
 from megagrpo.models.family import TinySizes
 from megagrpo.tools.certify import command
 from megagrpo.tools.certify.cases import LAYOUTS, NEIGHBOR, REFERENCE, SMALL_BUDGET, Case, grid, layouts_of
-from megagrpo.tools.certify.report import FACTOR, LARGEST, LEAST, bounds_of, errors_of, failures, write_certificate
-from megagrpo.tools.certify.subject import make_models
+from megagrpo.tools.certify.certificate import FACTOR, LARGEST, LEAST, bounds_of, errors_of, failures, write_certificate
+from megagrpo.tools.certify.synthetic import make_models
 from megagrpo.tools.certify.tiny_model import hf_config
 from tests.dist.bounds import within
 from tests.dist.workers.launch import run_ranks
@@ -368,6 +368,10 @@ def test_the_experiments_own_layout_is_in_the_grid():
     own = layouts_of(ActorConfig(world_size=4, parallel=ParallelConfig(tp=2, ep=2)))
     assert own["the experiment's"] == (4, {"tp": 2, "ep": 2})
     assert layouts_of(ActorConfig(world_size=2, parallel=ParallelConfig(ep=2))) == LAYOUTS
+    dynamic = layouts_of(ActorConfig(world_size=2, parallel=ParallelConfig(cp=2, dynamic_context=True)))
+    assert dynamic["the experiment's"] == (2, {"cp": 2, "dynamic_context": True})
+    cases, _ = grid(dynamic, 2, is_moe=True, only=["the experiment's"])
+    assert all(case.packing for case in cases if case.layout == "the experiment's")
 
 
 def test_a_bound_is_what_rounding_moves_within_limits():

@@ -15,7 +15,7 @@ from megagrpo.config.load import load_config
 from megagrpo.config.schema import ParallelConfig
 from megagrpo.system import environment
 from megagrpo.tools.certify.cases import LAYOUTS as CERTIFIED
-from megagrpo.tools.certify.subject import make_models
+from megagrpo.tools.certify.synthetic import make_models
 from tests.dist.cases import BATCHES, FOUR_RANKS, LAYOUTS, MODELS, has
 from tests.dist.test_actor_layouts import problems_of
 from tests.dist.test_certify import (

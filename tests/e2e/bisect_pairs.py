@@ -149,9 +149,9 @@ def bisect_cases(
     from megagrpo.data.images import ImageStore
     from megagrpo.data.prompts import load_prompts, load_tokenizer
     from megagrpo.tools.bisect.engine import ProbedEngine
+    from megagrpo.tools.bisect.findings import verdict, write_findings
     from megagrpo.tools.bisect.procedure import bisect_pair
     from megagrpo.tools.bisect.ranks import prove_weights
-    from megagrpo.tools.bisect.report import verdict, write_findings
     from megagrpo.tools.certify.measure import joined
     from megagrpo.weights.actor_weights import load_initial_weights
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megagrpo.cpu.engine_command import FOLDER
+from megagrpo.cpu.engine_settings import FOLDER
 from megagrpo.models.table import FAMILIES
 from megagrpo.system.environment import child_environment
 from tests.experiments import ROOT, python

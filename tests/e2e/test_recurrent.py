@@ -13,7 +13,7 @@ from test_exchange import KEY, NUM_PROMPT_TOKENS, PlainSource, exchange_for, exp
 from transport_cases import make_model
 
 from examples.laptop.model import write_model
-from megagrpo.cpu import engine_command as stand_ins
+from megagrpo.cpu import engine_settings as stand_ins
 from megagrpo.models.folder import Model
 from megagrpo.models.table import read_description
 from megagrpo.rollout.service.engine_command import num_states

@@ -9,7 +9,7 @@ from engine_process import started_engines
 from test_exchange import PlainSource, exchange_for, experiment
 from transport_cases import make_model
 
-from megagrpo.cpu import engine_command as stand_ins
+from megagrpo.cpu import engine_settings as stand_ins
 from megagrpo.models.family import TinySizes
 from megagrpo.models.folder import Model
 from megagrpo.models.table import architecture_of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.cpu.engine import sitecustomize as on_a_cpu
-from megagrpo.cpu.engine_command import FOLDER
+from megagrpo.cpu.engine_settings import FOLDER
 
 ABSENT = ("flashinfer.", "sgl_kernel.", "deep_gemm.", "triton_kernels.")
 # kernels of FlashInfer and DeepGEMM are not chosen; versions of what is stood in are not compared

@@ -157,24 +157,30 @@ def test_rewards_are_really_shuffled():
 
 LAYOUTS = st.sampled_from(
     [{}, {"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2, "pp": 2}, {"cp": 2}, {"tp": 2, "cp": 2}]
+    + [{"cp": 4, "dynamic_context": True, **more} for more in ({}, {"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2})]
 )
 
 
 @given(SHAPES, st.integers(1, 60), st.booleans(), LAYOUTS)
 def test_every_token_is_in_one_micro_batch_and_none_is_above_the_budget(shapes, budget: int, packed: bool, sizes: dict):
     batch, layout = batch_of(shapes), ParallelConfig(**sizes)
+    packed = packed or layout.dynamic_context
     seen = torch.zeros_like(batch.tokens)
+    contexts = []  # of each rank's micro-batches
     for cp_rank in range(layout.cp):
         micros = plan_micro_batches(
             batch, range(len(batch.lengths)), MicroBatchSize(budget, packed), layout, ALONE, cp_rank
         )
         assert len(micros) % (layout.pp if layout.vpp > 1 else 1) == 0
         assert layout.pp == 1 or len({tuple(m.tokens.shape) for m in micros}) == 1, "pipeline stages exchange one shape"
+        assert [m.tokens.shape for m in micros] == list(micros.shapes)
+        contexts.append([micro.context for micro in micros])
         for micro in micros:
             check_micro_batch(micro, batch, budget, packed, layout)
             real = micro.rows >= 0
             seen[batch.starts[micro.rows[real]] + micro.columns[real]] += 1
     assert (seen == 1).all()
+    assert all(of_rank == contexts[0] for of_rank in contexts), "in a round all ranks of a group share alike"
 
 
 def check_micro_batch(micro: MicroBatch, batch: Batch, budget: int, packed: bool, layout: ParallelConfig) -> None:
@@ -187,16 +193,18 @@ def check_micro_batch(micro: MicroBatch, batch: Batch, budget: int, packed: bool
     assert torch.equal(micro.positions[real], micro.columns[real]), "rotary positions are those in the sequence"
     members = micro.members.tolist()
     assert set(micro.rows[real].tolist()) <= set(members) and members == sorted(set(members))
-    unit = 2 * layout.cp if layout.cp > 1 else 1
+    cp = micro.context
+    unit = 2 * cp if cp > 1 else 1
     everyone = [-(-int(n) // unit) * unit for n in batch.lengths]
     lengths = [everyone[member] for member in members]
     if layout.pp > 1:  # one shape: all are as wide as the longest sample
-        budget = max(budget, *everyone)
+        whole = 2 * layout.cp if layout.cp > 1 else 1
+        budget = max(budget, -(-max(everyone) // whole) * whole)
     if len(lengths) > 1:
-        assert (sum(lengths) if packed else len(lengths) * max(lengths)) <= budget
+        assert (sum(lengths) if packed else len(lengths) * max(lengths)) * layout.cp <= budget * cp
     if packed:
         bounds = micro.cu_seqlens.tolist()
-        assert bounds[0] == 0 and bounds[-1] == width * layout.cp
+        assert bounds[0] == 0 and bounds[-1] == width * cp and not any((b - a) % unit for a, b in pairwise(bounds))
         assert micro.max_seqlen == max(b - a for a, b in pairwise(bounds))
     else:
         assert micro.cu_seqlens is None
@@ -223,6 +231,7 @@ def test_targets_are_the_trained_tokens_each_from_the_position_before(
     shapes, budget: int, packed: bool, sizes: dict, masks: bool
 ):
     batch, layout = batch_of(shapes, masks=masks), ParallelConfig(**sizes)
+    packed = packed or layout.dynamic_context
     found = torch.zeros_like(batch.tokens)
     for cp_rank in range(layout.cp):
         for micro in plan_micro_batches(

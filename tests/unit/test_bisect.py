@@ -17,10 +17,10 @@ from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.bisect import hooks
 from megagrpo.tools.bisect.command import experiment_of
 from megagrpo.tools.bisect.compare import BOUNDS, Flips, bound_at, compare_points, difference
+from megagrpo.tools.bisect.compared_points import Point, Sizes, layer_points, residual_points
 from megagrpo.tools.bisect.engine import only_prefills
+from megagrpo.tools.bisect.findings import OUTPUT, UNSEEN, Findings, Pass, layer_to_open, verdict, write_findings
 from megagrpo.tools.bisect.hooks import Recorder, SeenTokens, Tap
-from megagrpo.tools.bisect.points import Point, Sizes, layer_points, residual_points
-from megagrpo.tools.bisect.report import OUTPUT, UNSEEN, Findings, Pass, layer_to_open, verdict, write_findings
 from megagrpo.tools.bisect.sides import Side, from_engine, from_trainer
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.weights.engines.loader import engine_end

@@ -12,7 +12,7 @@ from megagrpo.config.load import ConfigError
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.convert.command import draft_of, translate
 from megagrpo.tools.convert.foreign import FRAMEWORKS, alike, defaults, entries, find
-from megagrpo.tools.convert.source import Source, read_source
+from megagrpo.tools.convert.reading import Source, read_source
 from tests.experiments import read_experiment
 
 pytestmark = pytest.mark.verifies(

@@ -6,7 +6,7 @@ import yaml
 from megagrpo.cli import main
 from megagrpo.config.load import ConfigError
 from megagrpo.tools.convert.command import draft_of
-from megagrpo.tools.convert.source import Source, overrides
+from megagrpo.tools.convert.reading import Source, overrides
 from tests.experiments import read_experiment
 from tests.unit.test_convert import ROLL, lost, source
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.tools.convert.foreign import whose
-from megagrpo.tools.convert.source import Source, read_source
+from megagrpo.tools.convert.reading import Source, read_source
 from tests.unit.test_convert import COMMAND, TRAINER, source
 
 STRANGERS = """
@@ -25,7 +25,7 @@ trap 'touch {folder}/trapped' EXIT
 """
 WATCHED = """
 import json, sys
-from megagrpo.tools.convert.source import read_source
+from megagrpo.tools.convert.reading import read_source
 from pathlib import Path
 read_source("verl", Path("first.sh"))  # imports what is imported late
 seen, watching = [], True

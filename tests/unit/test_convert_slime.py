@@ -8,8 +8,8 @@ from megagrpo.check.problems import preflight
 from megagrpo.cli import main
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.convert.command import draft_of, translate
+from megagrpo.tools.convert.reading import Source, options
 from megagrpo.tools.convert.shell import trainer_command
-from megagrpo.tools.convert.source import Source, options
 from tests.experiments import read_experiment
 from tests.unit.test_convert import becomes as at
 from tests.unit.test_convert import lost, source

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.rules.subject import model_description
+from megagrpo.config.hardware import HARDWARE
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.certify.tiny_model import hf_config
-from megagrpo.tools.plan.hardware import HARDWARE
 from megagrpo.tools.plan.libraries import all_library_problems, resolve_all
 from tests.experiments import experiment
 

@@ -10,7 +10,7 @@ import torch
 from megagrpo.check.libraries import library_problems
 from megagrpo.config.libraries import REFUSED, SERVER
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.cpu.engine_command import FOLDER
+from megagrpo.cpu.engine_settings import FOLDER
 from megagrpo.rollout.service.engine_command import (
     ServerPlace,
     engine_command,

@@ -91,7 +91,7 @@ from megagrpo.actor.host import prepare_host
 device = prepare_host()
 import torch
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.tools.certify.subject import make_models
+from megagrpo.tools.certify.synthetic import make_models
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.models.folder import Model
 from megagrpo.weights.hf_folder import HfFolder

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from megagrpo.actor.step import _optimizer_metrics
+from megagrpo.actor.timing import mfu
 from megagrpo.algo.statistics import alone
 from megagrpo.checkpoint.resume import latest_checkpoint
 from megagrpo.config.schema import DataConfig, LogConfig
 from megagrpo.data.rows import read_rows
 from megagrpo.loop.evaluation import evaluation_metrics
 from megagrpo.loop.run import _refuse_other_rows
+from megagrpo.models.table import architecture_of, training_flops
 from megagrpo.monitor.metrics import Metrics, StepTimer
 from megagrpo.monitor.rollout_log import RolloutLog, read_rollouts
 from megagrpo.monitor.run_record import RunRecord, cut_record
@@ -23,8 +25,9 @@ from megagrpo.monitor.step_lines import StepLines
 from megagrpo.monitor.step_log import StepLog, read_metrics
 from megagrpo.rollout.group_metrics import by_source
 from megagrpo.system.run_folder import RunFolder, whole_folder, write_whole
+from megagrpo.tools.plan.work import model_work
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
-from tests.experiments import experiment
+from tests.experiments import ROOT, experiment
 
 FILES_ONLY = LogConfig(tensorboard=False)
 
@@ -82,8 +85,9 @@ def test_timer_counts_phases_and_the_rest():
             now[0] += seconds
     now[0] += 0.5
     metrics = Metrics()
-    timer.record(metrics, num_tokens=50)
-    expected = {"time/bookkeeping_s": 0.5, "time/rollout_s": 6.0, "time/update_s": 3.0, "time/step_s": 10.0}
+    timer.record(metrics, num_tokens=50, num_gpus=4)
+    expected = {"perf/tokens_per_s_gpu": 1.25}
+    expected |= {"time/bookkeeping_s": 0.5, "time/rollout_s": 6.0, "time/update_s": 3.0, "time/step_s": 10.0}
     assert metrics.reduced(alone) == expected | {"perf/tokens_per_s": 5.0, "time/framework_fraction": 0.1}
     with pytest.raises(AssertionError, match="inside phase"), timer.phase("rollout"), timer.phase("update"):
         pass
@@ -270,3 +274,20 @@ def test_an_evaluation_measures_samples_and_scores_rollouts():
 def test_all_ranks_take_the_checkpoint_that_the_main_rank_found():
     mesh = SimpleNamespace(from_main=lambda look, what: (look(), Path("step_000010"))[1])
     assert latest_checkpoint(experiment(), mesh) == Path("step_000010")
+
+
+def test_utilization_is_of_gpus_whose_peak_is_known(monkeypatch):
+    flops, device = 6.0 * 8e9 * 1e6, torch.device("cuda")
+    for name, expected in (("NVIDIA H100 80GB HBM3", flops / 10.0 / 989e12 / 16), ("NVIDIA A100", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert mfu(flops, 10.0, 16, 2, device).get("perf/mfu") == (expected and pytest.approx(expected))
+    assert mfu(flops, 10.0, 16, 2, torch.device("cpu")) == {}
+
+
+def test_training_flops_are_three_forwards_of_the_plans_products():
+    arch = architecture_of(json.loads((ROOT / "configs/models/Qwen3-8B/config.json").read_text()))
+    forward = model_work(arch).token_flops * 3000 + 3000**2 / 2 * arch.attention.pair_flops * arch.attention_layers
+    assert training_flops(arch, [3000], False) == pytest.approx(3 * forward, rel=0.01)
+    assert training_flops(arch, [3000], True) == pytest.approx(2 * forward, rel=0.01), (
+        "frozen weights have no gradients"
+    )

@@ -12,6 +12,7 @@ from megagrpo.check.rules.engine_layout import server_of
 from megagrpo.check.rules.subject import Nodes
 from megagrpo.cli import main
 from megagrpo.config.actor import ActorConfig
+from megagrpo.config.hardware import CONTEXT_BYTES, HARDWARE, hardware_of
 from megagrpo.config.load import load_config
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
@@ -21,7 +22,7 @@ from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.table import parameter_counts, tensor_groups
 from megagrpo.system.run_folder import RunFolder, write_json_lines
 from megagrpo.tools.plan import search
-from megagrpo.tools.plan.command import placed_plan, report
+from megagrpo.tools.plan.command import PUBLISHED, placed_plan, report
 from megagrpo.tools.plan.engine_memory import (
     EngineSide,
     Lengths,
@@ -33,7 +34,6 @@ from megagrpo.tools.plan.engine_memory import (
     weight_elements,
 )
 from megagrpo.tools.plan.fitting import experiment_memory, with_model
-from megagrpo.tools.plan.hardware import CONTEXT_BYTES, HARDWARE, hardware_of
 from megagrpo.tools.plan.roofline import (
     Target,
     given_lengths,
@@ -44,7 +44,7 @@ from megagrpo.tools.plan.roofline import (
     train_seconds,
 )
 from megagrpo.tools.plan.search import best_layouts, changes
-from megagrpo.tools.plan.trainer_memory import Load, links, trainer_side
+from megagrpo.tools.plan.trainer_memory import Load, links, stage_parameters, trainer_side
 from megagrpo.tools.plan.work import model_work
 from tests.experiments import placement_problems
 
@@ -276,6 +276,7 @@ def test_the_plan_as_text_names_the_search_if_it_does_not_fit():
         "run concurrently",
         "bubble",
         "limit      rollout: ",
+        "took 2.3 to 7.5 times such a bound",
     ):
         assert words in text
     with pytest.raises(ValueError, match="A100 is not in the table, which has H100, H200, H20, B200"):
@@ -371,6 +372,26 @@ def test_proposals_for_nodes_of_six_gpus_have_a_place():
         trainers = plan.config.actor.world_size // 6
         own = None if plan.config.rollout.colocate else 3 - trainers
         assert placement_problems(plan.config, Nodes(6, trainers, own)) == []
+
+
+def test_the_range_of_published_steps_is_that_of_the_table():
+    rows = (ROOT / "bench" / "results" / "plan_published.md").read_text().splitlines()
+    cells = [row.split("|")[7:9] for row in rows if row.startswith("| NeMo-RL")]
+    times = [float(published) / float(bound) for published, bound in cells]
+    assert len(times) == 6 and (round(min(times), 1), round(max(times), 1)) == PUBLISHED
+
+
+def test_a_publish_in_fp8_holds_a_second_copy():
+    """weights/quantized.py: the rank's linear weights in a byte each, maxima and scales of all blocks of the model."""
+    config = shipped("qwen3_235b_a22b_fp8")
+    arch = described_architecture(config)
+    publish = experiment_memory(config, arch).trainers.phases["publish"]
+    linear = parameter_counts(arch).total - 2 * arch.vocab_size * arch.hidden_size
+    assert publish.parts["copy in FP8"] == pytest.approx(
+        max(stage.linear for stage in stage_parameters(arch, config.actor)) + 8 * linear / 128**2, rel=2e-3
+    )
+    plain = shipped("qwen3_235b_a22b_fp8", "rollout.quantization=null")
+    assert "copy in FP8" not in experiment_memory(plain, arch).trainers.phases["publish"].parts
 
 
 def test_the_state_of_colocated_trainers_is_counted_on_the_host():

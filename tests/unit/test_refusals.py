@@ -13,6 +13,7 @@ REPLAY = "actor.routing_replay=rollout"
 TIS = "algorithm.mismatch.weight={name: tis}"
 BY_VERSION = ["rollout.prefix_cache=by_version", "rollout.max_staleness=1"]
 PLAYED = ["reward={}", "sampling.environment={function: 'tests.games:Walk', episode_timeout_s: 100}"]
+DYNAMIC = ["actor.parallel={cp: 2, dynamic_context: true}", "actor.world_size=2"]
 REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     # routers and adapters
     (["actor.router_losses={balance: 0}"], "balance and z are both 0; set one, or remove router_losses"),
@@ -25,6 +26,18 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     (["actor.lora={rank: 0}"], "actor.lora.rank = 0: should be greater than or equal to 1"),
     (["actor.lora={alpha: 0}"], "actor.lora.alpha = 0"),
     (["actor.lora.rank=4", "actor.transformer_engine=true"], "lora adds to Megatron's own linear layers"),
+    # micro-batches that take some of the context-parallel ranks
+    (["actor.parallel.dynamic_context=true"], "halves the context-parallel ranks, and cp is 1; let cp be 2, 4, 8"),
+    (
+        ["actor.parallel={cp: 3, dynamic_context: true}", "actor.world_size=3"],
+        "halves the context-parallel ranks, and cp is 3",
+    ),
+    ([*DYNAMIC, "actor.packing=false"], "and packing is off; set packing: true"),
+    (
+        [*DYNAMIC, "train.num_updates_per_step=2", "algorithm.kl={estimator: full, loss_coef: 0.1}"],
+        "need actor.packing: true without parallel.dynamic_context",
+    ),
+    (["actor.megatron={hybrid_context_parallel: true}"], "actor.parallel.dynamic_context"),
     # the engine's experts
     (["actor.routing_replay=old", "train.num_updates_per_step=1"], "old changes nothing with one update a step"),
     ([REPLAY, "actor.megatron={moe_router_fusion: true}"], "the fused kernel chooses experts by itself"),

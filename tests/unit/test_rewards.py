@@ -15,7 +15,7 @@ from megagrpo.rewards.graders import format as form
 from megagrpo.rewards.graders import gsm8k, math_dapo
 from megagrpo.rewards.graders import math as mathematics
 from megagrpo.rewards.graders.functions import check_grader
-from megagrpo.rewards.parts import ResponseTokens, read_parts
+from megagrpo.rewards.part_rewards import ResponseTokens, read_parts
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.types import Prompt
 

@@ -62,6 +62,16 @@ def test_an_indexer_is_not_trained_and_a_draft_and_adapters_are_refused():
     assert "actor.lora" in problem
 
 
+def test_micro_batches_of_some_context_ranks_are_refused():
+    layout = {"world_size": 2, "parallel": {"cp": 2, "dynamic_context": True}}
+    (problem,) = check_against_model(lengths(8, 8, actor=layout), GLM5)
+    assert "actor.parallel.dynamic_context is not supported with a glm_moe_dsa model" in problem
+    v3 = json.loads((ROOT / "configs" / "models" / "DeepSeek-V3-0324" / "config.json").read_text())
+    assert check_against_model(lengths(8, 8, actor=layout), v3) == []
+    (problem,) = check_against_model(lengths(8, 8, actor=layout | {"megatron": {"apply_rope_fusion": True}}), v3)
+    assert "places of another micro-batch's ranks" in problem
+
+
 def test_engines_on_a_cpu_start_from_a_dense_description(tmp_path: Path):
     run = RunFolder(tmp_path)
     config = experiment(model={"path": str(FOLDER)}, output_dir=str(tmp_path))

@@ -11,7 +11,7 @@ from fake_service import FakeService, running
 from sampling import evaluated, experiment, prompt_set, sampled, source_of
 
 from megagrpo.check.problems import preflight
-from megagrpo.check.rules.placement import occupied_gpus, place
+from megagrpo.check.rules.placement import place
 from megagrpo.check.rules.subject import Nodes
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.data import DataConfig
@@ -124,7 +124,7 @@ def test_teachers_fill_the_rest_of_the_engines_nodes():
     nodes = [sorted({gpu.node for gpu in engine}) for engine in found.engines]
     assert nodes == [[1], [1], [2], [2], [3, 4]] and found.rollout_nodes == 4
     gpus = [gpu for engine in found.engines for gpu in engine]
-    assert len(set(gpus)) == len(gpus) == 32 and occupied_gpus(config) == 40
+    assert len(set(gpus)) == len(gpus) == 32 and config.num_gpus == 40
     few = placement_problems(config, Nodes(8, 1, 3))
     assert "3 rollout nodes" in few[0] and "it may be 4 to 6" in few[0]
     small = distilled({"math": {"path": "m1"}}, actor={"world_size": 1})

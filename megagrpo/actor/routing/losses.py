@@ -20,6 +20,7 @@ from megagrpo.actor.routing.tokens import MicroBatchScope, RouterScope
 from megagrpo.algo.router_losses import balance_part, chosen_experts, z_part
 from megagrpo.config.actor import RouterLossConfig
 from megagrpo.models.architecture import Architecture
+from megagrpo.models.layers.context import context_group
 
 Routing = Callable[..., tuple[Tensor, Tensor]]
 
@@ -86,7 +87,8 @@ class RouterLosses:
         n = len(scope.lengths)
         if self._config.balance:
             counts = chosen_experts(logits, scope.sequence, n, self._top_k)
-            dist.all_reduce(counts, group=router.tp_cp_group)
+            for group in (router.tp_group, context_group(scope.micro.context)):
+                dist.all_reduce(counts, group=group)
             balance = balance_part(
                 logits, scope.sequence, counts, scope.lengths, self._top_k, self._sigmoid
             )

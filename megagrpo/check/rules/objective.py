@@ -17,12 +17,14 @@ def as_read(subject: Subject) -> Iterator[Rule]:
     algorithm, train = experiment.algorithm, experiment.train
     parallel = experiment.actor.parallel
     updates = train.updates_of_step
-    padded = parallel.cp > 1 and updates > 1 and not experiment.actor.packing
+    elsewhere = not experiment.actor.packing or parallel.dynamic_context
+    moves = parallel.cp > 1 and updates > 1 and elsewhere
     yield Rule(
-        padded and algorithm.kl.estimator == "full" and algorithm.uses_reference,
+        moves and algorithm.kl.estimator == "full" and algorithm.uses_reference,
         f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {updates} updates a step "
-        "need actor.packing: true; padded, reference and actor have positions on different ranks",
-        "pack, or use another estimator",
+        "need actor.packing: true without parallel.dynamic_context: else reference and actor have "
+        "positions on different ranks",
+        "pack all ranks' parts, or use another estimator",
     )
     alone = train.group_size == 1
     yield Rule(

@@ -54,16 +54,6 @@ def needs_gpus(config: ExperimentConfig) -> bool:
     )
 
 
-def occupied_gpus(config: ExperimentConfig) -> int:
-    """Counts the GPUs that trainers and engines have, shared ones once."""
-    return config.actor.world_size + (0 if config.rollout.colocate else engine_ranks(config))
-
-
-def engine_ranks(config: ExperimentConfig) -> int:
-    """Counts the ranks of all engines that the run starts."""
-    return sum(size.num_engines * size.tp for size in config.engine_sizes.values())
-
-
 class _Fit:
     """The sizes that decide where ranks go. On a CPU a node has room for any number of them."""
 
@@ -71,7 +61,7 @@ class _Fit:
         config, nodes = subject.experiment, subject.nodes
         rollout = config.rollout
         self.world = config.actor.world_size
-        self.engine_ranks = engine_ranks(config)
+        self.engine_ranks = config.engine_ranks
         self.sizes = config.engine_sizes
         self.rollout = rollout
         self.nodes = nodes

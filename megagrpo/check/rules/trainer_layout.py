@@ -135,6 +135,19 @@ def _vision(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
 def _shared_choices(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
     """Yields the rules about layers that share a choice of keys."""
     indexer = arch.indexer
+    dynamic = actor.parallel.dynamic_context
+    yield Rule(
+        dynamic and indexer is not None,
+        f"actor.parallel.dynamic_context is not supported with a {arch.family} model: Megatron's sparse "
+        "attention knows one group of context-parallel ranks",
+        "remove it",
+    )
+    yield Rule(
+        dynamic and arch.latent is not None and actor.megatron.get("apply_rope_fusion"),
+        "actor.megatron.apply_rope_fusion with actor.parallel.dynamic_context: latent attention that is "
+        "computed again would turn by the places of another micro-batch's ranks",
+        "remove one of them",
+    )
     yield Rule(
         indexer is not None and actor.has_draft,
         f"actor.draft is not supported with a {arch.family} model: engines let its draft see "

@@ -18,6 +18,7 @@ from megatron.core.transformer.utils import (
     sharded_state_dict_default,
 )
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
@@ -31,6 +32,7 @@ class RecurrentMixer(MegatronModule):
     sequences."""
 
     A_log: torch.nn.Parameter
+    _context: ProcessGroup  # of the forward under way
 
     def __init__(
         self,
@@ -74,9 +76,9 @@ class RecurrentMixer(MegatronModule):
         self.A_log.data = self.A_log.data.float()
 
     def own_heads(self, *parameters: Tensor) -> tuple[Tensor, ...]:
-        """Returns the rows of this context-parallel rank's groups."""
-        cp = self.config.context_parallel_size
-        return tuple(p.chunk(cp)[mpu.get_context_parallel_rank()] for p in parameters)
+        """Returns the rows of this rank's groups, of those that share the sequences under way."""
+        context = self._context
+        return tuple(p.chunk(context.size())[context.rank()] for p in parameters)
 
     def forward(
         self,
@@ -88,12 +90,13 @@ class RecurrentMixer(MegatronModule):
         """Maps [s / tp, b, h] to the same; s, packed T, are this context rank's."""
         mixed, _ = self.in_proj(hidden_states)
         mixed = mixed.unflatten(-1, (-1, self.rows))  # [s, b, groups, rows]
-        cp = self.config.context_parallel_size
-        borders = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
+        self._context, borders = mpu.get_context_parallel_group(), None
+        if packed_seq_params is not None:
+            self._context, borders = packed_seq_params.group, packed_seq_params.cu_seqlens_q
+        group, cp = self._context, self._context.size()
         if cp > 1:
             place = _places(len(mixed), packed_seq_params)
             by_group = mixed.unflatten(2, (cp, -1)).movedim(2, 0).flatten(0, 1)
-            group = mpu.get_context_parallel_group()
             mixed = all_to_all(group, by_group.contiguous())[place.argsort()]
         out = self._mix(mixed.transpose(0, 1), borders).transpose(0, 1)
         if cp > 1:

@@ -53,14 +53,15 @@ def rotate_packed(
     known = _packed_angles.get(cu_seqlens)
     if known is None or known[0] is not freqs or known[1] != mscale:
         angles = freqs[:, None]  # of these tokens
+        # the first call's, when the micro-batch was under way: a forward that is computed again may
+        # come with another's
+        group = cp_group if known is None else known[2]
         if freqs.dim() != 3:
-            local, sequence, place = local_places(cu_seqlens, len(t), cp_group.size())
-            angles = freqs[
-                zigzag_position(place, local[sequence], cp_group.rank(), cp_group.size())
-            ]
-        known = (freqs, mscale, torch.cos(angles) * mscale, torch.sin(angles) * mscale)
+            local, sequence, place = local_places(cu_seqlens, len(t), group.size())
+            angles = freqs[zigzag_position(place, local[sequence], group.rank(), group.size())]
+        known = (freqs, mscale, group, torch.cos(angles) * mscale, torch.sin(angles) * mscale)
         _packed_angles[cu_seqlens] = known
-    _, _, cos, sin = known
+    *_, cos, sin = known
     return _rotated(t.unsqueeze(1), cos, sin, mla_rotary_interleaved).squeeze(1)
 
 

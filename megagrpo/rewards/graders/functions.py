@@ -1,7 +1,7 @@
 """The table of graders.
 
 A grader is a function `grade(text, answer, **args)` that returns a score, (score, remark), or
-rewards of parts of the response (rewards/parts.py). Parameters `data_source` and `extra_info` get
+rewards of parts of the response (rewards/part_rewards.py). Parameters `data_source` and `extra_info` get
 the row's values. A grader may also have the signature of verl, `compute_score(data_source,
 solution_str, ground_truth, extra_info)`, or of TRL, `f(completions, **columns)`, which gets and
 returns lists of length one. A group grader is a function `f(texts, answer, scores, **args)` that

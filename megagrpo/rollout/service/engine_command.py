@@ -241,4 +241,4 @@ def environment_without_gpu() -> dict[str, str]:
 def _stand_ins() -> ModuleType:
     """Returns the stand-ins for an engine on a CPU; the rest of the rollout service does not use
     them."""
-    return importlib.import_module("megagrpo.cpu.engine_command")
+    return importlib.import_module("megagrpo.cpu.engine_settings")

@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from megagrpo.tools.bisect.points import Point, Sizes
+from megagrpo.tools.bisect.compared_points import Point, Sizes
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megagrpo.data.images import ImageStore
 from megagrpo.tools.bisect import hooks
+from megagrpo.tools.bisect.compared_points import TOWER
 from megagrpo.tools.bisect.hooks import Tap
-from megagrpo.tools.bisect.points import TOWER
 from megagrpo.types import EngineInfo, Prompt
 from megagrpo.weights.engines.client import EngineConnection
 from megagrpo.weights.wire.clock import Deadline

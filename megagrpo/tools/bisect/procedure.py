@@ -20,9 +20,7 @@ from megagrpo.tools.bisect.capture import (
     head_logprobs,
 )
 from megagrpo.tools.bisect.compare import BOUNDS, Bounds, bound_at, compare_points, difference
-from megagrpo.tools.bisect.engine import Prefilled, ProbedEngine, Sequenced
-from megagrpo.tools.bisect.hooks import SeenTokens
-from megagrpo.tools.bisect.points import (
+from megagrpo.tools.bisect.compared_points import (
     FINAL_NORM,
     Point,
     Sizes,
@@ -31,7 +29,9 @@ from megagrpo.tools.bisect.points import (
     layer_points,
     residual_points,
 )
-from megagrpo.tools.bisect.report import OUTPUT, Findings, Pass, layer_to_open
+from megagrpo.tools.bisect.engine import Prefilled, ProbedEngine, Sequenced
+from megagrpo.tools.bisect.findings import OUTPUT, Findings, Pass, layer_to_open
+from megagrpo.tools.bisect.hooks import SeenTokens
 from megagrpo.tools.bisect.sides import from_engine, from_trainer
 from megagrpo.types import Batch, Prompt, Rewards
 

@@ -18,8 +18,8 @@ from megagrpo.mesh import LeaderError
 from megagrpo.rollout.control import find_service
 from megagrpo.tools.bisect.compare import BOUNDS
 from megagrpo.tools.bisect.engine import ProbedEngine
+from megagrpo.tools.bisect.findings import write_findings
 from megagrpo.tools.bisect.procedure import bisect_pair
-from megagrpo.tools.bisect.report import write_findings
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from megagrpo.weights.engines.fleet import EngineRegistry
 from megagrpo.weights.exchange import WEIGHTS_DIFFER, Exchange

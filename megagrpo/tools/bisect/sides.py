@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megagrpo.models.architecture import Architecture
+from megagrpo.tools.bisect.compared_points import Point, Sizes
 from megagrpo.tools.bisect.hooks import SeenTokens, experts_key
-from megagrpo.tools.bisect.points import Point, Sizes
 
 _Records = Sequence[Mapping[str, Sequence[Tensor]]]
 

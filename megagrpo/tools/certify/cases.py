@@ -70,8 +70,8 @@ NEIGHBOR = Case(layout="1 rank, next floats", ranks=1)
 def layouts_of(config: ActorConfig) -> dict[str, tuple[int, dict[str, int]]]:
     """Returns LAYOUTS and the experiment's own, with even stages: the tiny model has its own number
     of layers."""
-    sizes = config.parallel.model_dump(exclude={"first_stage_layers", "last_stage_layers"})
-    own = {name: size for name, size in sizes.items() if size > 1}
+    uneven = {"first_stage_layers", "last_stage_layers"}
+    own = config.parallel.model_dump(exclude=uneven, exclude_defaults=True)
     is_standard = (config.world_size, own) in LAYOUTS.values()
     return LAYOUTS if is_standard else LAYOUTS | {"the experiment's": (config.world_size, own)}
 
@@ -104,11 +104,10 @@ def grid(
         if name in left_out:
             continue
         plain = Case(layout=name, ranks=needed, parallel=parallel)
-        for recompute, packing, budget in product(
-            _RECOMPUTE, (False, True), (LARGE_BUDGET, SMALL_BUDGET)
-        ):
-            cases.append(replace(plain, packing=packing, budget=budget, recompute=recompute))
         sizes = ParallelConfig(**parallel)
+        packed = (True,) if sizes.dynamic_context else (False, True)
+        for recompute, packing, budget in product(_RECOMPUTE, packed, (LARGE_BUDGET, SMALL_BUDGET)):
+            cases.append(replace(plain, packing=packing, budget=budget, recompute=recompute))
         if needed > sizes.tp * sizes.pp * sizes.cp:  # more than one replica
             cases.append(replace(plain, packing=True, distributed=True))
     assert cases[0] == REFERENCE

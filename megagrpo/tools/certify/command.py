@@ -18,8 +18,8 @@ from megagrpo.loop.ranks import guarded
 from megagrpo.system.arguments import positive
 from megagrpo.system.environment import under_torchrun
 from megagrpo.tools.certify.cases import KEPT, grid, layouts_of
-from megagrpo.tools.certify.report import CaseResult, write_certificate
-from megagrpo.tools.certify.subject import make_models
+from megagrpo.tools.certify.certificate import CaseResult, write_certificate
+from megagrpo.tools.certify.synthetic import make_models
 
 if TYPE_CHECKING:  # the command line imports this file
     import torch

@@ -33,8 +33,8 @@ from megagrpo.models.layers.lora import InitialAdapters
 from megagrpo.system import environment
 from megagrpo.system.run_folder import write_whole
 from megagrpo.tools.certify.cases import KEPT, NEIGHBOR, REFERENCE, Case
-from megagrpo.tools.certify.report import CaseFigures
-from megagrpo.tools.certify.subject import (
+from megagrpo.tools.certify.certificate import CaseFigures
+from megagrpo.tools.certify.synthetic import (
     MAX_PROMPT,
     MAX_RESPONSE,
     NUM_GROUPS,

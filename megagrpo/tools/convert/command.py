@@ -13,7 +13,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.run_folder import write_whole
 from megagrpo.tools.convert import roll, rules, slime, verl
 from megagrpo.tools.convert.foreign import FRAMEWORKS
-from megagrpo.tools.convert.source import Source, read_source
+from megagrpo.tools.convert.reading import Source, read_source
 from megagrpo.tools.convert.translation import Translation
 
 _FUNCTIONS = {"verl": verl, "roll": roll, "slime": slime, "miles": slime}

@@ -135,14 +135,6 @@ class Translation:
         entries = filter(None, (find(self.framework, key) for key in keys))
         return next((entry.values for entry in entries), ())
 
-    def below(self, prefix: str) -> dict[str, Plain]:
-        """Returns the given keys that begin with `prefix`, by the rest of their names."""
-        return {
-            key.removeprefix(prefix): value
-            for key, value in self.given.items()
-            if key.startswith(prefix)
-        }
-
     def theirs(self, ours: str) -> list[str]:
         """Returns the given keys that the table has for ours."""
         return self._theirs.get(ours, [])

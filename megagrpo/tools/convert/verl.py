@@ -98,7 +98,7 @@ def layout(d: Translation) -> None:
         d.put("rollout.tp", tp, copies)
     d.put("actor.world_size", world, *nodes)
     named = ("--config-name", "defaults", f"{_A}strategy", "model_engine", f"{_A}model_engine")
-    whole = d.below(_G) or d.below(f"{_A}engine.")
+    whole = any(key.startswith((_G, f"{_A}engine.")) for key in d.given)
     if whole or any("megatron" in d.text(name) for name in named):
         d.put("actor.parallel.tp", d.number(*d.named("actor.parallel.tp")))
         d.put("actor.recompute", d.get(f"{_OVERRIDE}recompute_granularity") or "none")

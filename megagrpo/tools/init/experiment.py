@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from megagrpo.check.problems import describe_model
 from megagrpo.config.fields import complaints
 from megagrpo.config.load import Plain
-from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.schema import DataConfig, ExperimentConfig
 from megagrpo.data.hub import with_local_files
 from megagrpo.data.prompts import load_tokenizer, render_rows
 from megagrpo.data.rows import Values, raw_rows, read_rows
@@ -84,6 +84,10 @@ class Draft:
             section = cast(dict[str, Plain], section.setdefault(key, {}))
         return section
 
+    def first_rows(self, number: int) -> DataConfig:
+        """Returns its data, cut to a number of rows. Raises ValueError."""
+        return self.config().data.model_copy(update={"limit": number})
+
     def config(self) -> ExperimentConfig:
         """Returns it without its preset, with the local files of names on the Hub. Raises
         ValueError."""
@@ -121,8 +125,8 @@ def draft_experiment(draft: Draft, on_cpu: bool, named: Sequence[str | None]) ->
     draft.comments["data"].append(f"the tokenizer {says}")
     if columns.images is not None and Model.of(config).sees_images:
         draft.add("data", {"images_key": columns.images})
-    looked = draft.config().data.model_copy(update={"limit": LOOKED_AT})
-    proposal = proposed_grader([row.answer for row in read_rows(looked)])
+    answers = [row.answer for row in read_rows(draft.first_rows(LOOKED_AT))]
+    proposal = proposed_grader(answers)
     if proposal.template != "{prompt}":
         draft.add("data", {"prompt_template": proposal.template})
     response = _add_lengths(draft, arch, tokenizer, proposal, on_cpu)
@@ -151,7 +155,7 @@ def _add_lengths(
     on_cpu: bool,
 ) -> int:
     """Adds the longest prompt and response; returns the latter, in tokens."""
-    data = draft.config().data.model_copy(update={"limit": LOOKED_AT})
+    data = draft.first_rows(LOOKED_AT)
     prompt = 1024
     if data.images_key is None:
         tokens = [len(each.token_ids) for each in render_rows(data, tokenizer, read_rows(data))]
@@ -179,7 +183,7 @@ def _add_reward(
         return
     grader = draft.beside("{}_grader.py")
     test = draft.beside("test_{}_grader.py")
-    answer = next(iter(read_rows(draft.config().data.model_copy(update={"limit": 1})))).answer
+    answer = read_rows(draft.first_rows(1))[0].answer
     write_whole(grader, _GRADER.format(yaml=draft.file.name, test=test))
     write_whole(test, _TEST.format(module=grader.stem, answer=answer))
     draft.add("reward", {"grader": f"{grader}:grade"}, f"a stub: write it, and {test} with it")

@@ -7,18 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megagrpo.check.rules import placement
-from megagrpo.check.rules.placement import engine_ranks, occupied_gpus
 from megagrpo.check.rules.subject import Nodes, Subject, broken
 from megagrpo.config.actor import ActorConfig
+from megagrpo.config.hardware import usable_bytes
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.table import parameter_counts
 from megagrpo.system.arguments import positive
 from megagrpo.system.progress import Progress
 from megagrpo.tools.plan.fitting import teachers_memory, teachers_misfits, with_model
-from megagrpo.tools.plan.hardware import usable_bytes
 from megagrpo.tools.plan.roofline import Plan, plan_step, target_of
 from megagrpo.tools.plan.search import best_layouts, changes
 
+PUBLISHED = (2.3, 7.5)  # published seconds over the bound: bench/results/plan_published.md
 TIGHT = 0.95  # share of a GPU's memory above which a proposal has no headroom
 
 
@@ -72,8 +72,8 @@ def report(plan: Plan) -> list[str]:
     actor = plan.config.actor
     rollout = plan.config.rollout
     trainer_nodes = -(-actor.world_size // target.gpus_per_node)
-    engine_nodes = -(-engine_ranks(plan.config) // target.gpus_per_node)
-    shared = rollout.colocate or occupied_gpus(plan.config) <= target.gpus_per_node
+    engine_nodes = -(-plan.config.engine_ranks // target.gpus_per_node)
+    shared = rollout.colocate or plan.config.num_gpus <= target.gpus_per_node
     where = "the same nodes" if shared else f"{engine_nodes} nodes"
     room = usable_bytes(target.hardware)
     rows = [["trainers", "fullest rank", "GB", f"of {room / 1e9:.1f}", "parts in GB"]]
@@ -146,6 +146,8 @@ def _step_lines(plan: Plan) -> list[str]:
         f"step       {plan.synchronous:.3g} s; {plan.off_policy:.3g} s "
         "if engines sample for the next step meanwhile",
         f"limit      {longest}: {limit}",
+        f"others     published steps of 30B to 671B took {PUBLISHED[0]} to {PUBLISHED[1]} times such a "
+        "bound (docs/planning.md)",
     ]
 
 

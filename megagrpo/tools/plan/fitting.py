@@ -10,6 +10,7 @@ from megagrpo.check.problems import layout_problems
 from megagrpo.check.rules.engine_layout import server_of
 from megagrpo.check.rules.placement import needs_gpus
 from megagrpo.check.rules.subject import longest_samples, model_description
+from megagrpo.config.hardware import EXPERT_IMBALANCE, Hardware, hardware_of
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.table import (
@@ -26,7 +27,6 @@ from megagrpo.tools.plan.engine_memory import (
     gpu_phases,
     memory_problems,
 )
-from megagrpo.tools.plan.hardware import EXPERT_IMBALANCE, Hardware, hardware_of
 from megagrpo.tools.plan.trainer_memory import Load, RankMemory, TrainerSide, links, trainer_side
 from megagrpo.tools.plan.work import ModelWork, model_work
 
@@ -75,7 +75,12 @@ def load_of(config: ExperimentConfig, arch: Architecture) -> Load:
     imbalance = EXPERT_IMBALANCE if arch.is_moe and config.actor.parallel.ep > 1 else 1.0
     longest = longest_samples(config)["data"]
     return Load(
-        config.actor.micro_batch_tokens, longest, imbalance, links(config), config.rollout.colocate
+        config.actor.micro_batch_tokens,
+        longest,
+        imbalance,
+        links(config),
+        config.rollout.colocate,
+        config.rollout.quantization is not None,
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from megagrpo.check.problems import described_architecture
 from megagrpo.check.rules.engine_layout import Server
+from megagrpo.config.hardware import HOST_GB_S, HOST_MEMORY_GB_S, Hardware, hardware_of
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.costs import ITEM
@@ -27,7 +28,6 @@ from megagrpo.tools.plan.engine_memory import (
     weight_bytes,
 )
 from megagrpo.tools.plan.fitting import step_memory
-from megagrpo.tools.plan.hardware import HOST_GB_S, HOST_MEMORY_GB_S, Hardware, hardware_of
 from megagrpo.tools.plan.trainer_memory import RankMemory, StageCost, TrainerSide
 from megagrpo.tools.plan.work import (
     HOST_ADAM_BYTES,
@@ -53,11 +53,6 @@ class Target:
     def work(self) -> ModelWork:
         """Returns the counts of the model, made once for many plans."""
         return model_work(self.arch)
-
-    def peak(self, width: int) -> float:
-        """Returns the FLOPs a second of a GPU whose values have so many bytes."""
-        hardware = self.hardware
-        return (hardware.bf16_tflops if width == ITEM else hardware.fp32_tflops) * 1e12
 
     @property
     def memory(self) -> float:
@@ -194,7 +189,7 @@ def rollout_seconds(
     pairs = float(_chosen_pairs(target, np.array(lengths.prompt))) * attention.pair_flops
     pairs += lengths.prompt**2 / 2 * attention.index_flops * server.tp
     flops = (lengths.prompt * work.token_flops + pairs * target.arch.attention_layers) / server.tp
-    prefill = flops / target.peak(server.width)
+    prefill = flops / target.hardware.peak(server.width)
     return {**parts, "prefill": samples * prefill}
 
 
@@ -222,7 +217,7 @@ def decode_seconds(
     read = chosen * attention.decode_pair_flops / server.attention_tp
     scores = (read + context * attention.index_flops) * target.arch.attention_layers
     flops = running * work.token_flops / server.tp + scores
-    products = flops / target.peak(server.width)
+    products = flops / target.hardware.peak(server.width)
     return {
         "weights": weights,
         "cache": cache,
@@ -304,7 +299,7 @@ def _forward(
     attention = cost.pair_flops * pairs + cost.chosen_flops * chosen
     flops = cost.flops * scale + attention / parallel.cp
     width = 2 if config.actor.dtype == "bfloat16" else 4
-    parts = {"compute": flops / target.peak(width)}
+    parts = {"compute": flops / target.hardware.peak(width)}
     # consecutive ranks with the group in them
     spans = {
         "tp": parallel.tp,

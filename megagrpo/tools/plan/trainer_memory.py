@@ -4,6 +4,7 @@ torch.
 Bytes of one rank are given by part.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.costs import LayerCost, layer_cost
+from megagrpo.models.stored.quantization import FP8_BLOCK
 from megagrpo.models.table import tensor_groups
 from megagrpo.models.tensors import TensorSpec
 from megagrpo.tools.plan.checkpoint_cost import checkpoint_cost, stage_of_layer, stages_of
@@ -33,6 +35,7 @@ class Load:
     expert_imbalance: float = 1.0  # tokens of the fullest expert rank over the mean
     links: int = 0  # process groups with engines
     colocate: bool = False  # the optimizer's state is on the host while engines sample
+    quantized: bool = False  # a publish is in FP8
 
     @property
     def tokens(self) -> int:
@@ -266,6 +269,11 @@ class Stage:
             parts |= self._update()
         if phase == "publish":
             parts["staging"] = min(2 * bucket_bytes, self.weights)
+            if self.load.quantized:  # maxima and scales are those of the whole model
+                blocks = sum(
+                    n * s.size for s, n in tensor_groups(self.arch, None).items() if s.in_fp8
+                )
+                parts["copy in FP8"] = elements.linear + 2 * _FP32 * blocks / math.prod(FP8_BLOCK)
             if self.actor.lora is not None:
                 parts["weights before merging"] = self.weights
         kinds = {
@@ -292,7 +300,16 @@ class Stage:
         p = self.actor.parallel
         actor = self.actor
         expert_copies = actor.world_size // (p.etp * p.ep * p.pp)
-        groups = [actor.world_size, p.tp, p.pp, p.cp, actor.dp, p.ep, p.etp, expert_copies]
+        groups = [
+            actor.world_size,
+            p.tp,
+            p.pp,
+            *p.context_sizes,
+            actor.dp,
+            p.ep,
+            p.etp,
+            expert_copies,
+        ]
         return _NCCL_BYTES * (sum(size > 1 for size in groups) + self.load.links)
 
     def _update(self) -> dict[str, float]:

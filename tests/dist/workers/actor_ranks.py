@@ -26,7 +26,7 @@ from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ActorConfig, CheckpointConfig, ParallelConfig
 from megagrpo.models.layers.lora import InitialAdapters
 from megagrpo.tools.certify.measure import ratios, whole
-from megagrpo.tools.certify.subject import near
+from megagrpo.tools.certify.synthetic import near
 from megagrpo.tools.ranks.folders import export_hf, export_peft
 from megagrpo.types import Batch, TrainState
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights

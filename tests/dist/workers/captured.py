@@ -13,8 +13,8 @@ def captured(rank: int, folder: Path, model: Path, cases: list[dict]) -> list[di
     """Collective. Of each case everything that both passes over the points show, natural and "forced/..."; rank 0."""
     from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
     from megagrpo.tools.bisect.capture import captured_forward, head_logprobs
+    from megagrpo.tools.bisect.compared_points import layer_points, residual_points
     from megagrpo.tools.bisect.engine import Sequenced
-    from megagrpo.tools.bisect.points import layer_points, residual_points
     from megagrpo.tools.bisect.procedure import batch_of_sequences
     from megagrpo.tools.bisect.sides import from_trainer
     from megagrpo.tools.certify.measure import joined

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from megagrpo.models.layers.context import context_group
 from megagrpo.models.layers.parts import Parts
 from megagrpo.types import MicroBatch
 
@@ -88,7 +89,7 @@ def following(micro: MicroBatch) -> Following:
     stride = micro.max_seqlen + 1  # the position behind a sample's end is none of the next sample's
     keys = torch.where(rows >= 0, rows * stride + columns, -2)
     sampled = torch.zeros_like(keys).index_fill(0, micro.targets.flat, 1)
-    every = gather_context(torch.stack((keys, micro.tokens.flatten(), sampled), 1))
+    every = gather_context(torch.stack((keys, micro.tokens.flatten(), sampled), 1), micro.context)
     ordered, order = every[:, 0].sort(stable=True)
     at = torch.searchsorted(ordered, keys + 1).clamp(max=len(ordered) - 1)
     found = ordered[at] == keys + 1
@@ -98,10 +99,10 @@ def following(micro: MicroBatch) -> Following:
 
 
 @torch.no_grad()
-def gather_context(part: Tensor) -> Tensor:
-    """Collective over context-parallel ranks. Returns their parts [n, ...] behind each other, rank
-    after rank."""
-    return gather_from_sequence_parallel_region(part, group=mpu.get_context_parallel_group())
+def gather_context(part: Tensor, size: int) -> Tensor:
+    """Collective over the `size` ranks that share sequences with this one. Returns their parts
+    [n, ...] behind each other, rank after rank."""
+    return gather_from_sequence_parallel_region(part, group=context_group(size))
 
 
 @torch.no_grad()

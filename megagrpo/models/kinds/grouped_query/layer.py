@@ -21,9 +21,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.grouped_query.norm_over_heads import NormOverHeads
+from megagrpo.models.layers.context import changing_group
 
 if TYPE_CHECKING:
     from megagrpo.models.layers.parts import Parts
@@ -49,11 +51,11 @@ class PackedSequences(PackedSeqParams):
     chosen: dict[int, Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def make(cu_seqlens: Tensor, max_seqlen: int) -> "PackedSequences":
-        """Describes k sequences by cu_seqlens [k + 1] int32, from 0 to T; a dummy tail is one
-        too."""
-        cp_size = mpu.get_context_parallel_world_size()
+    def make(cu_seqlens: Tensor, max_seqlen: int, cp_size: int) -> "PackedSequences":
+        """Describes k sequences by cu_seqlens [k + 1] int32, from 0 to T, which cp_size ranks share;
+        a dummy tail is one too."""
         return PackedSequences(
+            cp_group=changing_group(cp_size),
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
@@ -66,14 +68,16 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_kv=max_seqlen,
         )
 
+    @property
+    def group(self) -> ProcessGroup:
+        """Returns the ranks that share the sequences."""
+        return self.cp_group or mpu.get_context_parallel_group()
+
     def grids(self, num_tokens: int) -> _PaddedGrids:
         """Returns the grids of `num_tokens` tokens of this rank, made once a micro-batch for all
         layers."""
         if self._grids is None:
-            cp_size, cp_rank = (
-                mpu.get_context_parallel_world_size(),
-                mpu.get_context_parallel_rank(),
-            )
+            cp_size, cp_rank = self.group.size(), self.group.rank()
             local, sequence, place = local_places(self.cu_seqlens_q, num_tokens, cp_size)
             by_rank = [
                 zigzag_position(place, local[sequence], rank, cp_size) for rank in range(cp_size)
@@ -116,6 +120,15 @@ def zigzag_position(place: Tensor, local_length: Tensor | int, rank: int, cp_siz
     return torch.where(late, (2 * cp_size - 1 - rank) * chunk + place - chunk, rank * chunk + place)
 
 
+def gathered(keys: Tensor, packed: PackedSequences | None) -> Tensor:
+    """Returns the keys, or what goes with them, of all ranks that share the sequences, rank after
+    rank."""
+    group = mpu.get_context_parallel_group() if packed is None else packed.group
+    if group.size() == 1:
+        return keys
+    return gather_from_sequence_parallel_region(keys, group=group)
+
+
 @cache
 def _takes_grouped_heads(varlen_attn: Callable) -> bool:
     """Tells whether torch's kernel promises to take fewer key and value heads than queries; that of
@@ -141,7 +154,6 @@ class CausalAttention(torch.nn.Module):
     ):
         super().__init__()
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
-        self.cp_size = config.context_parallel_size
 
     def forward(
         self,
@@ -161,18 +173,13 @@ class CausalAttention(torch.nn.Module):
         e is d except in latent attention. s, packed T, are this context rank's. Padding is at the
         right, so the causal mask alone keeps it away from real tokens.
         """
-        key, value = self._gathered(key), self._gathered(value)
+        key, value = gathered(key, packed_seq_params), gathered(value, packed_seq_params)
         if packed_seq_params is None:
             return self._padded(query, key, value)
-        if self.cp_size == 1 and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        alone = packed_seq_params.group.size() == 1
+        if alone and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
             return self._varlen(query, key, value, packed_seq_params)
         return self._packed(query, key, value, packed_seq_params)
-
-    def _gathered(self, keys: Tensor) -> Tensor:
-        """Returns the keys, or what goes with them, of all context ranks, rank after rank."""
-        if self.cp_size == 1:
-            return keys
-        return gather_from_sequence_parallel_region(keys, group=mpu.get_context_parallel_group())
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: Tensor
@@ -196,12 +203,10 @@ class CausalAttention(torch.nn.Module):
         """Lays out the arguments of `_attend`; `more` has its further tensors, in pairs of queries'
         and keys'."""
         mask = None
-        if self.cp_size > 1:
+        cp_size = mpu.get_context_parallel_world_size()
+        if cp_size > 1:
             place = torch.arange(len(query), device=query.device)
-            by_rank = [
-                zigzag_position(place, len(query), rank, self.cp_size)
-                for rank in range(self.cp_size)
-            ]
+            by_rank = [zigzag_position(place, len(query), rank, cp_size) for rank in range(cp_size)]
             mask = (by_rank[mpu.get_context_parallel_rank()][:, None] >= torch.cat(by_rank))[
                 None, None
             ]
@@ -235,7 +240,7 @@ class CausalAttention(torch.nn.Module):
             mask = (grids.query_position[:, :, None] >= torch.arange(longest, device=query.device))[
                 :, None
             ]
-        places = longest // self.cp_size
+        places = longest // packed.group.size()
         rest = (
             laid
             for query_part, key_part in ((query, key), *more)

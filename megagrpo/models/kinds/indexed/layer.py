@@ -29,7 +29,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from megagrpo.models.kinds.grouped_query.layer import CausalAttention, PackedSequences
+from megagrpo.models.kinds.grouped_query.layer import CausalAttention, PackedSequences, gathered
 from megagrpo.models.layers.whole_linear import WholeLinear
 
 _NORM_EPSILON = 1e-6  # of the published code and of engines, whatever the model's norms have
@@ -167,11 +167,13 @@ class SparseAttention(CausalAttention):
         packed = packed_seq_params
         assert packed is not None or not self._shared, "check/rules/trainer_layout.py refuses it"
         self._choices = {} if packed is None else packed.chosen
-        longest = len(query) * self.cp_size if packed is None else packed.max_seqlen_q
+        longest = len(query) * mpu.get_context_parallel_world_size()
+        if packed is not None:
+            longest = packed.max_seqlen_q
         if longest <= self._topk:
             return super().forward(query, key, value, attention_mask, packed_seq_params=packed)
         index = () if self.indexer is None else (self._index(self.indexer, x, qr, packed),)
-        key, value = self._gathered(key), self._gathered(value)
+        key, value = gathered(key, packed), gathered(value, packed)
         if packed is None:
             return self._padded(query, key, value, *index)
         return self._packed(query, key, value, packed, *index)
@@ -183,7 +185,7 @@ class SparseAttention(CausalAttention):
         behind each, and keys [s cp, b, 1, d], float32; packed: without b."""
         queries, keys, weights = indexer.forward_before_topk(x, qr, packed)
         weighted = torch.cat((queries.float(), weights[..., None]), -1)
-        keys = self._gathered(keys.float()[:, :, None])
+        keys = gathered(keys.float()[:, :, None], packed)
         return (weighted, keys) if packed is None else (weighted.squeeze(1), keys.squeeze(1))
 
     def _attend(

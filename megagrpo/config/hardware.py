@@ -26,6 +26,10 @@ class Hardware:
     memory_tb_s: float
     rates: Rates
 
+    def peak(self, width: int) -> float:
+        """Returns the FLOPs a second with values of so many bytes."""
+        return (self.bf16_tflops if width == 2 else self.fp32_tflops) * 1e12
+
     @property
     def memory_bytes(self) -> int:
         """Counts the bytes of the GPU's memory."""
@@ -72,6 +76,11 @@ def usable_bytes(hardware: Hardware) -> float:
     """Returns the bytes of a GPU that a trainer rank can fill: without its context and what
     fragments."""
     return (hardware.memory_bytes - CONTEXT_BYTES) * (1 - FRAGMENTATION)
+
+
+def hardware_called(device_name: str) -> Hardware | None:
+    """Returns the row of the GPU that the driver calls so, if there is one."""
+    return next((row for row in HARDWARE.values() if row.device_name == device_name), None)
 
 
 def hardware_of(name: str) -> Hardware:
