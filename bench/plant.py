@@ -590,7 +590,7 @@ FAULTS = (
     ),
     Fault(
         "an export reads a checkpoint that was cut short",
-        "tasks/refuse.py",
+        "tools/ranks/export.py",
         '(Path(source) / "manifest.json").is_file()',
         "Path(source).is_dir()",
         ("unit/test_launcher.py",),
