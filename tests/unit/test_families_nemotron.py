@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from megagrpo.tools.bisect.points import layer_points, residual_points
 
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.problems import check_against_model, layout_problems
@@ -19,7 +20,6 @@ from megagrpo.models.table import (
     model_tensors,
     parameter_counts,
 )
-from megagrpo.tools.bisect.points import layer_points, residual_points
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.plan.trainer_memory import stage_parameters
 from megagrpo.tools.plan.work import model_work
