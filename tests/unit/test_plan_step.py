@@ -399,3 +399,16 @@ def test_the_state_of_colocated_trainers_is_counted_on_the_host():
     memory = experiment_memory(config, described_architecture(config))
     away = memory.trainers.phases["update"].parts["optimizer"] * 8
     assert memory.trainers.host_bytes["update state"] == pytest.approx(away)
+
+
+def test_the_references_hidden_states_of_an_exact_kl_are_counted_on_the_host():
+    whole = {}
+    for estimator in ("k3", "full"):
+        config = shipped("qwen3_235b_a22b", "algorithm.kl.loss_coef=0.1", f"algorithm.kl.estimator={estimator}")
+        memory = experiment_memory(config, described_architecture(config), 8)
+        whole[estimator] = memory.trainers.host_bytes["reference's hidden states"]
+    assert whole["k3"] == 0
+    p, train = config.actor.parallel, config.train
+    samples = train.num_prompts_per_step * train.group_size
+    tokens = whole["full"] / (8 * 4096 * 2) * config.actor.dp * p.cp / samples
+    assert 0 < tokens <= config.sampling.max_response_tokens

@@ -13,15 +13,18 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import ray
+from aiohttp import web
 from fake_service import FakeService, running
 
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.rollout.control import ServiceControl
 from megagrpo.rollout.service import ray_cluster, server
 from megagrpo.rollout.service.addresses import interface_of, own_address
 from megagrpo.rollout.service.node import free_port, server_ports
 from megagrpo.rollout.service.server import make_key
 from megagrpo.rollout.service.supervisor import SupervisedEngine
 from megagrpo.system import environment
+from megagrpo.system.run_folder import RunFolder
 from tests import experiments
 from tests.experiments import until
 
@@ -161,3 +164,34 @@ def test_whoever_asks_an_engine_to_sleep_is_answered_when_its_memory_is_free(tmp
         return done
 
     assert asyncio.run(run()) == [False, False]
+
+
+def test_a_report_is_of_many_engines_and_names_those_that_have_ended(tmp_path):
+    config = experiments.experiment(output_dir=str(tmp_path), rollout={"host": "127.0.0.1"})
+
+    async def run() -> list:
+        service = server._Service(config, RunFolder(tmp_path), cuda=False, api_key="a key")
+        service._http = None
+        for index in range(3):
+            engine = SupervisedEngine(
+                index, config, cuda=False, api_key="", log_dir=tmp_path, may_start=asyncio.Event()
+            )
+            engine.url, engine.state, engine.incarnation = "http://127.0.0.1:1", "stale", 1 + index // 2
+            service._engines[engine.id] = engine
+        runner = web.AppRunner(service._application())
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+        control = ServiceControl(url, "a key")
+        everyone = {f"engine-{index}": 1 for index in range(4)}  # one is restarted, one was drained
+        ended = [await asyncio.to_thread(control.begin_update, everyone)]
+        ended.append(await asyncio.to_thread(control.mark_ready, everyone, 7))
+        await asyncio.to_thread(control.report_lost, {"engine-1": 1, "engine-2": 1})
+        infos = await asyncio.to_thread(control.engines)
+        await runner.cleanup()
+        return [ended, [(info.state, info.weight_version) for info in infos]]
+
+    ended, states = asyncio.run(run())
+    assert ended == [{"engine-2", "engine-3"}] * 2
+    assert states == [("ready", 7), ("dead", None), ("stale", None)]

@@ -2,7 +2,7 @@
 share GPUs."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import megagrpo
@@ -56,10 +56,14 @@ def step_memory(
     rollout = config.rollout
     engine = engine_side(work, server_of(rollout), lengths, longest, gpu)
     sent = engine.parts["weights"] * rollout.tp * rollout.num_engines
+    samples = config.train.num_prompts_per_step * config.train.group_size
+    load = load_of(config, work.arch)
+    if config.algorithm.uses_reference and config.algorithm.kl.estimator == "full":
+        load = replace(load, reference_positions=samples * lengths.mean)
     trainers = trainer_side(
         work.arch,
         config.actor,
-        load_of(config, work.arch),
+        load,
         reference=config.algorithm.uses_reference,
         bucket_mb=config.weights.bucket_mb,
         ranks_per_node=gpus_per_node,

@@ -35,6 +35,8 @@ class Load:
     expert_imbalance: float = 1.0  # tokens of the fullest expert rank over the mean
     links: int = 0  # process groups with engines
     colocate: bool = False  # the optimizer's state is on the host while engines sample
+    # of a step, whose hidden states the last stage keeps on the host for the exact KL
+    reference_positions: float = 0.0
     quantized: bool = False  # a publish is in FP8
 
     @property
@@ -115,6 +117,10 @@ def trainer_side(
     }
     node = min(ranks_per_node, actor.world_size)
     cost = checkpoint_cost(arch, actor, node)
+    p = actor.parallel
+    positions = load.reference_positions / (
+        actor.dp * p.cp
+    )  # of a rank; each of tp has all of them
     second_model = reference and actor.lora is None
     shards = max(stage.shards for stage in stages)
     host = {
@@ -123,6 +129,10 @@ def trainer_side(
         "update state": shards * optimizer_bytes(actor).state * node if load.colocate else 0.0,
         "checkpoint": max(cost.save_host_bytes.values()),
         "resume": max(cost.resume_host_bytes.values()),
+        "reference's hidden states": positions
+        * arch.hidden_size
+        * stages[-1].width
+        * min(node, actor.world_size // p.pp),
         "sent last": sent_bytes * node / actor.world_size,
     }
     return TrainerSide(
