@@ -249,8 +249,8 @@ def test_gated_delta_nets_are_certified_and_their_faults_found(subject, tmp_path
 @pytest.mark.slow
 @pytest.mark.verifies(
     "actor",
-    "Nemotron-3's Mamba-2 layers and latent experts equal transformers; a state kept over a packed border, a gate behind "
-    "the norm and gradients that ranks do not add are found",
+    "Nemotron-3's Mamba-2 layers and latent experts equal transformers; a state kept over a packed border, a gate "
+    "behind the norm and gradients that ranks do not add are found",
     "dist/test_actor_families.py",
 )
 def test_mamba_layers_and_latent_experts_are_certified_and_their_faults_found(subject, tmp_path: Path):
