@@ -537,7 +537,7 @@ FAULTS = (
         "check/rules/placement.py",
         "if used + part <= self.room)",
         "if used <= self.room)",
-        ("unit/test_slurm_nodes.py", "unit/test_submit.py"),
+        ("unit/test_teachers.py::test_teachers_fill_the_rest_of_the_engines_nodes",),
     ),
     Fault(
         "a passing group is one with a passing first sample",
@@ -551,7 +551,7 @@ FAULTS = (
         "loop/train.py",
         "if run.stopping() or step == run.num_steps:",
         "if step == run.num_steps:",
-        ("dist/test_lifecycles.py::test_a_start_that_is_stopped_or_fails_costs_no_step",),
+        ("dist/test_loop_ends.py::test_an_evaluation_that_fails_or_is_stopped_costs_no_step",),
     ),
     Fault(
         "engines with older weights go on",

@@ -242,8 +242,9 @@ def _metric_sums(
     if inputs.policy_weights is not None:
         per_token["mismatch/weight"] = inputs.policy_weights
         per_token["mismatch/masked_fraction"] = inputs.policy_weights == 0  # icepop, mis_mask
-    every = torch.stack([value.double() for value in per_token.values()])
-    sums = every.masked_fill(~mask, 0.0).sum(1)
+    # promoted to the type of the log-probabilities, and added in float64
+    every = torch.stack(list(per_token.values())).masked_fill_(~mask, 0.0)
+    sums = every.sum(1, dtype=torch.float64)
     return dict(zip(per_token, sums, strict=True)) | {"tokens": mask.sum().double()}
 
 

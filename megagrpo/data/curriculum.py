@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 
 import numpy as np
@@ -180,6 +180,12 @@ class Curriculum:
             arrays["reward_mean"][row] = reward_mean
         return RowResults(**arrays | {"drawn": results.drawn[consumed:]})
 
+    @cached_property
+    def _names(self) -> tuple[np.ndarray, np.ndarray]:
+        """The ids and the sources of the rows: read once, since rows may be on disk."""
+        named = [(row.id, row.source) for row in self.rows]
+        return np.array([row_id for row_id, _ in named]), np.array([name for _, name in named])
+
     def _weights(self, results: RowResults, step: int) -> np.ndarray:
         """Returns the weight of each row, [R] float64. Raises ValueError naming the function."""
         rows = self.rows
@@ -190,8 +196,8 @@ class Curriculum:
         argument = CurriculumRows(
             **arrays,
             step=step,
-            ids=np.array([row.id for row in rows]),
-            sources=np.array([row.source for row in rows]),
+            ids=self._names[0].copy(),
+            sources=self._names[1].copy(),
             pools=self.pools(results),
         )
         setting = f"data.curriculum.name {self.options.name!r}"

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from megagrpo.data.messages import (
     with_system,
 )
 from megagrpo.data.rows import Row, fingerprint, iterate_rows, unknown_teachers
+from megagrpo.data.stored import StoredPrompts
 from megagrpo.models.config_json import text_part
 from megagrpo.models.folder import Model
 from megagrpo.models.table import read_description
@@ -47,7 +48,7 @@ Mixture = tuple[tuple[float, int], ...]
 class PromptSet:
     """The usable prompts of a data set, and the endless sequence in which a run takes them."""
 
-    prompts: tuple[Prompt, ...]
+    prompts: Sequence[Prompt]
     num_too_long: int  # dropped: longer than data.max_prompt_tokens
     shuffle: bool
     mixture: Mixture = ()
@@ -207,7 +208,8 @@ def load_prompts(
     file, or of a source with a ratio, is short enough. store: keeps the images of a vision-language
     model.
     """
-    short: list[list[Prompt]] = [[] for _ in data.parts]
+    prompts = StoredPrompts()
+    sizes = [0] * len(data.parts)
     lengths: list[tuple[int, int]] = []
 
     def rows_in_use() -> Iterator[Row]:
@@ -218,14 +220,14 @@ def load_prompts(
             for row, prompt in zip(block, render_rows(data, tokenizer, block, store), strict=True):
                 lengths.append((row.part, len(prompt.token_ids)))
                 if len(prompt.token_ids) <= data.max_prompt_tokens:
-                    short[row.part].append(prompt)
+                    prompts.append(prompt)
+                    sizes[row.part] += 1
                     yield row
 
     in_use = fingerprint(rows_in_use())
     refuse_long(data, lengths)
     ratios = [source.ratio for source in data.sources if source.ratio is not None]
-    prompts = tuple(chain(*short))
-    mixture = tuple(zip(ratios, map(len, short), strict=True)) if ratios else ()
+    mixture = tuple(zip(ratios, sizes, strict=True)) if ratios else ()
     return PromptSet(prompts, len(lengths) - len(prompts), data.shuffle, mixture, in_use)
 
 
@@ -355,10 +357,11 @@ def _with_images(
 
     rank = environment.get_int("RANK", 0)
     world = environment.get_int("WORLD_SIZE", 1)
+    if store is None:
+        return [prompt for prompt in map(expanded, prompts) if prompt is not None]
     first = len(prompts) * rank // world
     with ThreadPoolExecutor() as pool:  # Pillow lets other threads run
-        run = map if store is None else pool.map
-        done = list(run(expanded, [*prompts[first:], *prompts[:first]]))
+        done = list(pool.map(expanded, [*prompts[first:], *prompts[:first]]))
     last = len(prompts) - first
     return [prompt for prompt in done[last:] + done[:last] if prompt is not None]
 

@@ -29,6 +29,7 @@ from megagrpo.types import Prompt
 
 Values = dict[str, object]
 _ROWS_AT_ONCE = 256  # of a parquet file, whose rows may hold images
+_BYTES_AT_ONCE = 2**16  # of each column
 _MOST_SOURCES = 64  # each has metrics of its own
 
 
@@ -379,10 +380,11 @@ def _values(line: bytes, location: str) -> Values:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Values]]:
+    # Without a buffer it would read whole row groups: a file may consist of a single one.
     # also a page that is damaged, behind a readable footer
     with (
         explained(f"{path}: not a readable parquet file"),
-        pyarrow.parquet.ParquetFile(path) as file,
+        pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=_BYTES_AT_ONCE) as file,
     ):
         i = 0
         for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):

@@ -1,5 +1,5 @@
-"""What programs in bench/ import from this repository exists: no other test runs most of them. One of
-them runs at a tiny size."""
+"""What programs in bench/ import from this repository exists: no other test runs most of them. Some
+of them run at a tiny size."""
 
 import ast
 import json
@@ -62,3 +62,18 @@ def test_a_step_at_scale_runs_at_a_tiny_one(tmp_path):
     assert (row["engines"], row["requests"], row["tokens"]) == (2, 16, 16 * 64)
     assert 0 < row["in_flight"] <= 16
     assert "| 2 | now" in (tmp_path / "step_at_scale_engines.md").read_text()
+
+
+def test_the_table_beside_peers_has_our_figures_and_why_others_are_missing(tmp_path):
+    program = ROOT / "bench" / "peers.py"
+    python(program, tmp_path, "--own", "--scale", "0.002", "--repeats", "1", "--results", tmp_path)
+    rows = json.loads((tmp_path / "peers.json").read_text())["rows"]
+    assert {row["side"].split(" ")[0] for row in rows} == {"megagrpo", "slime", "verl", "TRL"}
+    for row in rows:
+        if row["side"] == "megagrpo":
+            assert row["seconds"] > 0, row
+        else:
+            assert row["seconds"] > 0 or "is not installed" in row["problem"], row
+    # slime's way is in this repository, and reads what we read
+    (slime,) = (row for row in rows if row["side"] == "slime")
+    assert slime["difference"] == 0

@@ -1,6 +1,9 @@
 """Prompt files of our own and of other frameworks, good and broken; the order of prompts; mixtures of sources."""
 
+import gc
 import json
+import resource
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -11,10 +14,11 @@ import pytest
 from examples.laptop.model import character_tokenizer
 from megagrpo.config.schema import DataConfig
 from megagrpo.data.prompts import interleaved, load_prompts
-from megagrpo.data.rows import read_rows
+from megagrpo.data.rows import iterate_rows, read_rows
+from megagrpo.data.stored import StoredPrompts
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.group_metrics import source_metrics
-from megagrpo.types import Outcome, RolloutGroup, Sample
+from megagrpo.types import ImageRef, Outcome, Prompt, RolloutGroup, Sample
 
 ALPHABET = "0123456789+-*/=.()<># abcdefghijklmnopqrstuvwxyz"
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}#{% endfor %}{% if add_generation_prompt %}>{% endif %}"
@@ -313,3 +317,67 @@ def test_metrics_by_source(tmp_path, templated):
     found = metrics.reduced(lambda values, op: values)
     assert [found[f"source/{s}_fraction"] for s in "abc"] == pytest.approx([0.5, 0.3, 0.2])
     assert [found[f"source/{s}_reward_mean"] for s in "abc"] == [1, 0, 0] and found["source/a_length_mean"] == 2
+
+
+def test_prompts_in_use_take_a_few_bytes_of_memory_each(tmp_path, tokenizer):
+    number = 2000
+    path = write(tmp_path / "a.jsonl", rows(*((f"{i}+1=" * 20, i + 1) for i in range(number))))
+    load_prompts(DataConfig(path=path, limit=10), tokenizer)  # what its first use keeps
+    gc.collect()
+    tracemalloc.start()
+    prompts = load_prompts(DataConfig(path=path), tokenizer)
+    gc.collect()
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(prompts) == number and kept < 50 * number, f"{kept / number:.0f} bytes a prompt"
+    assert [prompt.answer for prompt in prompts.prompts[-2:]] == ["1999", "2000"]
+
+
+def test_a_parquet_file_of_one_row_group_is_read_in_parts(tmp_path):
+    texts = [f"{i:06d}" + "x" * 2000 for i in range(10_000)]
+    table = pyarrow.table({"prompt": texts, "answer": texts})
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False)
+    del table
+    before = pyarrow.total_allocated_bytes()
+    next(found := iterate_rows(DataConfig(path=str(path))))
+    held = pyarrow.total_allocated_bytes() - before
+    found.close()
+    assert held < 8e6 < path.stat().st_size, held
+
+
+def test_stored_prompts_are_those_that_were_added():
+    whole = Prompt(
+        3,
+        "text",
+        [1, 2],
+        "4",
+        "exact",
+        "a.jsonl:4",
+        "numbers",
+        {"k": [1.5, None]},
+        (ImageRef("key", 1, (1, 2, 2)),),
+        [1],
+        [{"role": "user", "content": "text"}],
+        [{"type": "function", "function": {"name": "f"}}],
+        (("t", 1.0),),
+        {"rl": 0.5},
+        [7, 2],
+    )
+    stored, plain = StoredPrompts(), Prompt(4, "", [5], "")
+    for prompt in (whole, plain):
+        stored.append(prompt)
+    assert list(stored) == [whole, plain] == stored[:] and stored[-1] == plain
+    with pytest.raises(IndexError):
+        stored[2]
+
+
+def test_a_full_disk_of_prompts_is_one_message():
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    stored = StoredPrompts()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, most[1]))  # Python ignores its signal
+    try:
+        with pytest.raises(ValueError, match=r"cannot hold the prompts; set TMPDIR to a larger disk: .*too large"):
+            stored.append(Prompt(0, "x" * 1000, [1], ""))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
