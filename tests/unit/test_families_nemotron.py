@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from megagrpo.tools.bisect.points import layer_points, residual_points
 
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.problems import check_against_model, layout_problems
@@ -20,6 +19,7 @@ from megagrpo.models.table import (
     model_tensors,
     parameter_counts,
 )
+from megagrpo.tools.bisect.compared_points import layer_points, residual_points
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.plan.trainer_memory import stage_parameters
 from megagrpo.tools.plan.work import model_work
