@@ -29,10 +29,9 @@ def before_start(subject: Subject) -> Iterator[Rule]:
         "ones in float32, do not skip those of other ranks",
         "set ep 1 or bfloat16",
     )
-    transport = config.weights.transport
     yield Rule(
-        arch.mamba is not None and transport in ("broadcast", "disk"),
-        f"weights.transport: {transport} with Mamba-2 layers: SGLang's loader computes their decays, "
+        arch.mamba is not None and not config.weights.past_loader,
+        f"weights.transport: {config.weights.transport} with Mamba-2 layers: SGLang's loader computes their decays, "
         "which this transport does not verify",
         "take reshard or ipc",
     )
