@@ -360,6 +360,11 @@ class WeightsConfig(Section):
         """Returns whether every engine rank must be on the machine and GPU of a trainer rank."""
         return self.transport == "ipc"
 
+    @property
+    def past_loader(self) -> bool:
+        """Tells whether slices are written past the engines' loader, and what it computes is verified."""
+        return self.transport in ("reshard", "ipc")
+
     def suited(self, colocate: bool) -> "WeightsConfig":
         """Returns this section, with a transport that suits engines on the trainers' GPUs or on
         others."""

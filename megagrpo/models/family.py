@@ -157,6 +157,11 @@ class Family:
         `name`."""
         return name
 
+    def engine_path(self, path: str) -> str:
+        """Returns what SGLang calls a module of the text part that it calls `path` in other
+        families."""
+        return path
+
     def stored(self, hf: Mapping[str, Tensor], name: str) -> Tensor:
         """Returns the tensor that other families call `name`, or a view of where it lies."""
         return hf[self.stored_name(name)]

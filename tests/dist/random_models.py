@@ -21,12 +21,13 @@ def write_random_model(
     vocab: int = VOCAB,
 ) -> Path:
     """Leaves FOLDER/model with the tensors that `change` makes of random ones; sizes: of TinyModelConfig."""
-    description = hf_config(TinyModelConfig(path=str(folder), **sizes)) | {"vocab_size": vocab}
+    tiny = TinyModelConfig(path=str(folder), **sizes)
+    description = hf_config(tiny) | {"vocab_size": vocab} | ({"num_nextn_predict_layers": 1} if tiny.draft else {})
     like = folder / "description"
     like.mkdir(parents=True)
     (like / "config.json").write_text(json.dumps(description))
     generator = torch.Generator().manual_seed(0)
-    tensors = random_tensors(architecture_of(description), generator)
+    tensors = random_tensors(architecture_of(description, tiny.draft), generator)
     tensors = {name: change(name, tensor, generator) for name, tensor in tensors.items()}
     write_hf_folder(folder / "model", iter([tensors]), like=like, dtype=torch.float32)
     return folder / "model"

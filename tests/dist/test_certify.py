@@ -247,6 +247,12 @@ def test_gated_delta_nets_are_certified_and_their_faults_found(subject, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.verifies(
+    "actor",
+    "Nemotron-3's Mamba-2 layers and latent experts equal transformers; a state kept over a packed border, a gate "
+    "behind the norm and gradients that ranks do not add are found",
+    "dist/test_actor_families.py",
+)
 def test_mamba_layers_and_latent_experts_are_certified_and_their_faults_found(subject, tmp_path: Path):
     faults = {"state-kept-over-borders": "DP2", "gate-behind-norm": "DP2", "latent-gradients-not-summed": "TP2xEP2"}
     layouts = ("TP2+SP", "CP2", "PP2", "TP2xEP2")

@@ -72,3 +72,20 @@ def test_stages_tensor_and_data_parallel_ranks(small: Path, tmp_path: Path, reco
 def test_layers_that_exchange_other_things(tmp_path: Path, family: str, more: dict):
     [result] = compare(tmp_path, write_model(tmp_path / family, family), SHORT, 2, [DYNAMIC], **more)
     assert set(result["contexts"]) == {1, 2}
+
+
+def test_a_draft_and_replayed_experts(small: Path, tmp_path: Path):
+    """What follows a token may lie on another of the ranks that share its sample; experts are found by sample."""
+    sizes = {
+        "family": "deepseek_v3",
+        "hidden_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "head_dim": 16,
+        "draft": True,
+    }
+    model = write_random_model(tmp_path / "draft", sizes)
+    for folder, path, more in (("drafted", model, {"draft": {}}), ("replayed", small, {"routing_replay": "old"})):
+        (tmp_path / folder).mkdir()
+        [result] = compare(tmp_path / folder, path, SHORT, 2, [DYNAMIC], **more)
+        assert set(result["contexts"]) == {1, 2}, folder

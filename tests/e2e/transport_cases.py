@@ -47,6 +47,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 2},
     ),
 }
+VARIANTS["nemotron_h"] = (
+    "nemotron_h",
+    {"layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba", "moe"], "num_hidden_layers": 6},
+)
 VARIANTS["qwen3_next"] = ("qwen3_next", VARIANTS["qwen3_5_moe_text"][1])
 TRAINERS: dict[str, tuple[int, dict[str, int]]] = {  # ranks, layout
     "1": (1, {}),

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.check.problems import layout_problems
+from megagrpo.check.problems import check_against_model, layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig
 from megagrpo.models.costs import layer_cost
@@ -19,6 +19,7 @@ from megagrpo.models.table import (
     model_tensors,
     parameter_counts,
 )
+from megagrpo.tools.bisect.compared_points import layer_points, residual_points
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.plan.trainer_memory import stage_parameters
 from megagrpo.tools.plan.work import model_work
@@ -138,6 +139,13 @@ def test_drafts_adapters_replay_of_engines_and_cut_groups_are_refused():
     assert any("tp = 16 does not divide the model's n_groups = 8" in each for each in problems)
 
 
+@pytest.mark.parametrize("transport", ["broadcast", "disk", "reshard", "ipc"])
+def test_decays_that_an_engines_loader_computes_need_a_transport_that_verifies_them(transport: str):
+    config = experiment(model={"path": str(FOLDER)}, weights={"transport": transport})
+    said = [text for text in check_against_model(config, SUPER) if "Mamba-2 layers" in text]
+    assert len(said) == (transport in ("broadcast", "disk"))
+
+
 def test_costs_of_layers_are_of_their_own_part():
     arch = architecture_of(SUPER)
     settings = {"world_size": 32, "dtype": "bfloat16", "parallel": {"tp": 4, "cp": 2, "ep": 8}}
@@ -167,3 +175,16 @@ def test_tiny_models_have_every_kind_of_layer():
     arch = architecture_of(hf_config(TinyModelConfig(path="x", family="nemotron_h")))
     assert arch.parts == ("mamba", "moe", "attention", "moe") and arch.routed.latent_size
     assert arch.routed_layers == [1, 3]
+
+
+def test_points_of_bisect_have_the_engines_names():
+    """Layers of one part: no residual stream between parts, and one norm before each."""
+    arch = architecture_of(hf_config(TinyModelConfig(path="x", family="nemotron_h")))
+    engine = {point.name: point.engine.module for point in residual_points(arch)}
+    assert engine["embedding"] == "model.embed_tokens" and engine["final_norm"] == "model.norm_f"
+    assert engine["layers.0.output"] == "model.layers.1.norm" and engine["layers.3.output"] == "model.norm_f"
+    assert not any(name.endswith("after_attention") for name in engine)
+    inside = [[point.engine.module.split(".", 3)[3] for point in layer_points(arch, layer)[:-1]] for layer in range(3)]
+    assert inside[0] == ["norm", "mixer.out_proj"]
+    assert inside[1] == ["norm", "mixer.gate", "mixer.topk", "mixer.topk", "mixer"]
+    assert inside[2] == ["norm", "mixer.qkv_proj", *["mixer.attn"] * 3, "mixer.o_proj"]

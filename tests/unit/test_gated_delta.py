@@ -76,7 +76,7 @@ def causal_conv1d(
     """Takes what flash-linear-attention's takes: x [1, T, channels], weight [channels, kernel]."""
     assert activation == "silu" and x.is_contiguous() and not kwargs
     parts = x.split(cu_seqlens.diff().tolist(), 1)
-    return torch.cat([gated_delta._convolve(p, weight[:, None], None) for p in parts], 1), None
+    return torch.cat([gated_delta.convolve(p, weight[:, None], None, None) for p in parts], 1), None
 
 
 def chunk_gated_delta_rule(
@@ -99,11 +99,11 @@ def test_kernels_of_gpus_get_the_borders(monkeypatch):
     tensors = [t.detach()[:1] for t in inputs()]
     borders = torch.tensor([0, 40, 41, LENGTH], dtype=torch.int32)
     x, weight = tensors[0].flatten(2), torch.rand(HEADS * KEYS, 1, 4)
-    convolved = gated_delta._convolve_fla(x, weight, borders)
+    convolved = gated_delta._convolve_fla(x, weight, None, borders)
     found = gated_delta._rule_fla(*tensors, borders)
     for start, end in ((0, 40), (40, 41), (41, LENGTH)):
         part = slice(None), slice(start, end)
-        assert torch.equal(convolved[part], gated_delta._convolve(x[part], weight, None))
+        assert torch.equal(convolved[part], gated_delta.convolve(x[part], weight, None, None))
         assert torch.equal(found[part], gated_delta._rule(*(t[part] for t in tensors), None))
     kept = gated_delta._rule(*tensors, None)
     assert not torch.allclose(found[:, 41:], kept[:, 41:], atol=1e-3), "else borders hide nothing"

@@ -76,7 +76,7 @@ def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, initial_states=None, re
     """Takes what causal-conv1d's takes: x [b, channels, T], with numbers channels beside each other."""
     assert activation == "silu" and seq_idx.dtype == torch.int32 and x.stride(1) == 1
     rows = parts(x.transpose(1, 2), seq_idx)
-    return torch.cat([mamba2._convolve(p, weight[:, None], bias, None) for p in rows], 1).transpose(1, 2)
+    return torch.cat([mamba2.convolve(p, weight[:, None], bias, None) for p in rows], 1).transpose(1, 2)
 
 
 def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None,  # noqa: N803  its names
@@ -102,7 +102,7 @@ def test_kernels_of_gpus_get_the_borders(monkeypatch):
     found = mamba2._scan_kernel(*tensors, borders)
     for start, end in ((0, 40), (40, 41), (41, LENGTH)):
         part = slice(None), slice(start, end)
-        assert torch.equal(convolved[part], mamba2._convolve(x[part], weight, bias, None))
+        assert torch.equal(convolved[part], mamba2.convolve(x[part], weight, bias, None))
         expected = mamba2._scan(*(t[part] if t.dim() > 1 else t for t in tensors), None)
         assert torch.equal(found[part], expected)
     kept = mamba2._scan(*tensors, None)

@@ -211,3 +211,18 @@ def test_boxes_subtract_into_disjoint_rests():
         count[box.slices] += 1
     assert (count == 1).all()
     assert whole.subtract(Box((6, 0), (1, 5))) == [whole] and not hole.subtract(whole)
+
+
+def test_a_parameter_computed_of_itself_after_copies_is_computed_from_their_tensors():
+    """As SGLang's decays of Mamba: this rank's rows are copied, and then A = -exp(A_log) in their place."""
+    x = torch.zeros(4, 6)
+
+    def load(hf):
+        x.copy_(hf["a"][:4])
+        x.copy_(-torch.exp(x.float()))
+
+    recording = record(load, SPECS, {"x": x}, allow_computed=True)
+    assert recording.computed["x"].hf == {"a"} and recording.copies == []
+    assert coverage_problems(recording, {"x": x}) == []
+    with pytest.raises(ValueError, match="parameter x is filled from its own copies"):
+        record_copies(load, SPECS, {"x": x})

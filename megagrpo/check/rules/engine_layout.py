@@ -175,8 +175,9 @@ def _odd_parts(arch: Architecture, server: Server) -> dict[str, float]:
         sizes["keys"] = max(attention.kv_heads / part, 1) * attention.head_dim
         if whole and attention.output_gate:
             sizes["attention's output"] = heads * attention.head_dim
-    if recurrent := arch.recurrent:
-        sizes |= recurrent.fp8_parts(part)
+    if linear := arch.delta:
+        sizes["delta net's keys"] = linear.key_heads / part * linear.key_dim
+        sizes["delta net's values"] = linear.value_heads / part * linear.value_dim
     experts = arch.experts
     if experts is not None and experts.shared_ffn_size:
         sizes["shared expert"] = experts.shared_ffn_size / server.shared_tp

@@ -29,6 +29,12 @@ def before_start(subject: Subject) -> Iterator[Rule]:
         "ones in float32, do not skip those of other ranks",
         "set ep 1 or bfloat16",
     )
+    yield Rule(
+        arch.mamba is not None and not config.weights.past_loader,
+        f"weights.transport: {config.weights.transport} with Mamba-2 layers: SGLang's loader computes their decays, "
+        "which this transport does not verify",
+        "take reshard or ipc",
+    )
     if stored := stored_otherwise(description):
         yield Rule(
             rollout.load_format != "dummy",

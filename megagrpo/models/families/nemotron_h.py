@@ -3,8 +3,8 @@ without positions, experts or an MLP, in the order that config.json gives.
 
 MLPs and experts are two projections around a squared ReLU. Experts of Super and Ultra work in a
 latent space, between two projections. Multi-token-prediction layers (mtp.*) are not loaded.
-transformers' torch path bounds Mamba's steps below by `time_step_min`; its kernels and engines
-do not, nor does this.
+transformers' torch path bounds Mamba's steps below by `time_step_min`, and of several chunks adds
+states of later ones to earlier ones; its kernels and engines do neither, nor does this.
 """
 
 from __future__ import annotations
@@ -154,11 +154,14 @@ class NemotronH(Family):
         part = "norm" if part.endswith("layernorm") else "mixer"
         return f"backbone.layers.{index}.{part}.{inner.replace('gated_norm.', 'norm.')}"
 
+    def engine_path(self, path: str) -> str:
+        stored = self.stored_name(path + ".weight").removesuffix(".weight")
+        return stored.replace("backbone.", "model.").replace("embeddings", "embed_tokens")
+
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
-        pattern = ("ME*E" * sizes.num_layers)[: sizes.num_layers]
+        parts = ("mamba", "moe", "attention", "moe") * sizes.num_layers
         return {
-            "hybrid_override_pattern": pattern,
-            "layers_block_type": [_LETTERS[letter] for letter in pattern],
+            "layers_block_type": list(parts[: sizes.num_layers]),
             "layer_norm_epsilon": 1e-6,
             "mlp_hidden_act": "relu2",
             "mamba_num_heads": 2 * sizes.num_heads,
@@ -167,8 +170,9 @@ class NemotronH(Family):
             "mamba_n_groups": sizes.num_heads,
             "ssm_state_size": 16,
             "conv_kernel": 4,
-            "chunk_size": 32,
-            "time_step_min": 1e-9,  # see above
+            # transformers' torch path, see above, computes this one right
+            "chunk_size": 2048,
+            "time_step_min": 1e-9,
             "n_routed_experts": sizes.num_experts,
             "num_experts_per_tok": max(sizes.experts_per_token, 2),
             "moe_intermediate_size": sizes.expert_ffn_size,

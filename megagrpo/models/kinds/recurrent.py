@@ -19,9 +19,12 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from megagrpo.models.kinds.grouped_query.layer import PackedSequences, zigzag_position
+
+CHUNK = 32  # tokens that torch computes at once; more are wasted on short sequences
 
 
 class RecurrentMixer(MegatronModule):
@@ -144,3 +147,17 @@ def _places(count: int, packed: PackedSequences | None) -> Tensor:
     cp = mpu.get_context_parallel_world_size()
     place = torch.arange(count, device=torch.cuda.current_device())
     return torch.cat([zigzag_position(place, count, rank, cp) for rank in range(cp)])
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, borders: Tensor | None) -> Tensor:
+    """Convolves each channel of x [b, s, channels] with its weight [channels, 1, kernel]."""
+    assert borders is None, "sequences are rows here"
+    past = F.pad(x.transpose(1, 2), (weight.shape[-1] - 1, 0))
+    return F.silu(F.conv1d(past, weight, bias, groups=len(weight))).transpose(1, 2)
+
+
+def in_chunks(t: Tensor) -> Tensor:
+    """Lays [b, s, heads, ...] out as [b, heads, chunks, places, ...] in float32, 0 at the end."""
+    t = t.float().transpose(1, 2)
+    after = (0, 0) * (t.dim() - 3) + (0, -t.shape[2] % CHUNK)
+    return F.pad(t, after).unflatten(2, (-1, CHUNK))

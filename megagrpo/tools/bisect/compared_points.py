@@ -11,6 +11,7 @@ from typing import Literal
 
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.points import At, Layout, Row, under
+from megagrpo.models.table import FAMILIES
 from megagrpo.tools.bisect.hooks import TOWER_MODULE, Tap
 
 FINAL_NORM = "final_norm"
@@ -40,12 +41,19 @@ class Point:
 
 
 def _point(
-    name: str, says: str, engine: At, trainer: At, depth: int = 0, layer: int | None = None
+    arch: Architecture,
+    name: str,
+    says: str,
+    engine: At,
+    trainer: At,
+    depth: int = 0,
+    layer: int | None = None,
 ) -> Point:
+    tap = _tap(name, engine)
     return Point(
         name,
         says,
-        _tap(name, engine),
+        tap._replace(module=FAMILIES[arch.family].engine_path(tap.module)),
         _tap(name, trainer),
         layer=layer,
         one_rank=name.endswith(("attention_out", "mlp_out")),
@@ -76,11 +84,11 @@ def depth_before(arch: Architecture, layer: int) -> int:
 
 def _first(arch: Architecture) -> Point:
     if arch.vision is None:
-        return _point("embedding", "embedding", "model.embed_tokens", "embedding")
+        return _point(arch, "embedding", "embedding", "model.embed_tokens", "embedding")
     engine = ("model.layers.0", "in", 1)  # after the positions
     trainer = ("decoder.layers.0.input_layernorm", "in", 0)
     says = "embeddings with the images' features"
-    return _point("scatter", says, engine, trainer, depth_before(arch, 0))
+    return _point(arch, "scatter", says, engine, trainer, depth_before(arch, 0))
 
 
 def _tower_points(arch: Architecture) -> Iterator[Point]:
@@ -99,7 +107,9 @@ def _tower_points(arch: Architecture) -> Iterator[Point]:
         says = f"deepstack projector {index}"
         rows.append((f"deepstack.{index}", says, module, last, "features"))
     for name, says, module, depth, unit in rows:
-        point = _point(TOWER + name, says, f"visual.{module}", f"{TOWER_MODULE}.{module}", depth)
+        point = _point(
+            arch, TOWER + name, says, f"visual.{module}", f"{TOWER_MODULE}.{module}", depth
+        )
         yield replace(point, unit=unit)
 
 
@@ -107,7 +117,7 @@ def final_norm(arch: Architecture) -> Point:
     """Returns the last point before the output layer."""
     depth = depth_before(arch, arch.num_layers)
     trainer = "decoder.final_layernorm"
-    return _point(FINAL_NORM, "final norm", "model.norm", trainer, depth, arch.num_layers - 1)
+    return _point(arch, FINAL_NORM, "final norm", "model.norm", trainer, depth, arch.num_layers - 1)
 
 
 def layer_points(arch: Architecture, layer: int) -> list[Point]:
@@ -115,31 +125,28 @@ def layer_points(arch: Architecture, layer: int) -> list[Point]:
     end."""
     mlp = arch.experts.names.module if arch.experts else "mlp"
     experts = arch.experts if arch.has_experts(layer) else None
-    rows: list[Row] = [
-        ("input_norm", "norm before attention", "input_layernorm", "input_layernorm", "whole"),
-        *arch.mixer(layer).points(),
-        (
-            "after_attention",
-            "residual stream after attention",
-            ("post_attention_layernorm", "out", 1),
-            ("pre_mlp_layernorm", "in", 0),
-            "whole",
-        ),
-        (
-            "mlp_norm",
-            "norm before the MLP",
-            "post_attention_layernorm",
-            "pre_mlp_layernorm",
-            "whole",
-        ),
-        *(experts.points() if experts else []),
-        ("mlp_out", "MLP or experts", mlp, "mlp", "whole"),
-    ]
+    mixer = arch.mixer(layer)
+    norm, trainer_norm = "post_attention_layernorm", "pre_mlp_layernorm"
+    mixing: list[Row] = []
+    if mixer is not None:
+        before: Row = ("input_norm", "norm before attention", *["input_layernorm"] * 2, "whole")
+        mixing = [before, *mixer.points()]
+    feeding: list[Row] = []
+    if experts is not None or arch.has_mlp(layer):
+        feeding = [
+            ("mlp_norm", "norm before the MLP", norm, trainer_norm, "whole"),
+            *(experts.points() if experts else []),
+            ("mlp_out", "MLP or experts", mlp, "mlp", "whole"),
+        ]
+    says = "residual stream after attention"
+    stream: Row = ("after_attention", says, (norm, "out", 1), (trainer_norm, "in", 0), "whole")
+    rows = [*mixing, *([stream] if mixing and feeding else []), *feeding]
     depth = depth_before(arch, layer + 1)
     places = f"model.layers.{layer}", f"decoder.layers.{layer}"
     points = [
         replace(
             _point(
+                arch,
                 f"layers.{layer}.{name}",
                 f"{says} {'in' if layout == 'map' else 'of'} layer {layer}",
                 under(places[0], engine),
@@ -156,6 +163,7 @@ def layer_points(arch: Architecture, layer: int) -> list[Point]:
     deep = arch.vision is not None and layer < arch.vision.deepstack
     features = " and deepstack's features" if deep else ""
     end = _point(
+        arch,
         f"layers.{layer}.{'deepstack' if deep else 'output'}",
         f"residual stream{features} after layer {layer}",
         (following, "out", 1),

@@ -151,7 +151,7 @@ def _routed(job: _Job, prefilled: Prefilled) -> Tensor | None:
     count = len(job.lengths)
     longest = max(job.lengths)
     ids = torch.full((count, longest, arch.num_layers, arch.routed.per_token), -1)
-    for layer in range(arch.routed.dense_layers, arch.num_layers):
+    for layer in arch.routed_layers:
         calls = seen.get(f"layers.{layer}.experts", [])
         if sum(map(len, calls)) != sum(job.lengths):
             missing = f"the engine has no record of those of layer {layer} for every token"

@@ -218,6 +218,10 @@ class _Recorder(TorchDispatchMode):
             return
         name = self._parameter(target)[0]
         computed = self.storages.computed(source)
+        traced = computed is not None or self.storages.is_traced(source)
+        if not traced and any(copy.parameter == name for copy in self.recording.copies):
+            # SGLang's composed_weight_loader copies, and then computes the parameter of itself
+            computed = Computed("its own copies", set())
         if computed and self.allow_computed:
             self.recording.computed.setdefault(
                 name, Computed(computed.how, set())

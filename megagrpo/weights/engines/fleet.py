@@ -139,7 +139,7 @@ class EngineFleet:
         the caller adds to `kinds`. Every distinct list is read once: it may have a million
         entries."""
         lists: dict[str, list[Copy]] = {}
-        new = []
+        new: list[list[list[Copy]]] = []
         for engine in self.alive:
             if engine.copies not in self._kind_of:
                 self._kind_of[engine.copies] = len(self.kinds) + len(new)

@@ -1,5 +1,6 @@
 """One rank that computes an update of samples of very different lengths, for layouts to be compared."""
 
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -62,6 +63,8 @@ def measure(actor: MegatronActor, job: dict) -> dict:
         with next_floats(actor):
             gradient(actor, batch, RICH)
             moved = whole(weights, actor.gradients(), actor.mesh)
+    if actor.config.routing_replay:  # the experts of this forward, in the update of the same samples
+        batch = replace(step.with_old_logprobs(actor, batch, 1.0), old_logprobs=batch.old_logprobs)
     logprobs = step.token_logprobs(actor, batch, 1.0)
     seen = torch.full_like(logprobs, torch.nan)
     sums = step.backward(

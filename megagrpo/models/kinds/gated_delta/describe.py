@@ -128,13 +128,6 @@ class GatedDelta:
         state = self.value_heads * self.value_dim * self.key_dim * FP32
         return sum(self.layers) * (inputs + state) // ranks
 
-    def fp8_parts(self, ranks: int) -> dict[str, float]:
-        """Returns by name the sizes of a rank's parts of an engine's matrices in FP8."""
-        return {
-            "delta net's keys": self.key_heads / ranks * self.key_dim,
-            "delta net's values": self.value_heads / ranks * self.value_dim,
-        }
-
     def points(self) -> list[Row]:
         """Returns what bisect compares inside a layer."""
         trainer = "self_attention.out_proj"

@@ -16,10 +16,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megagrpo.models.kinds.gated_delta.describe import GatedDelta
-from megagrpo.models.kinds.recurrent import RecurrentMixer
+from megagrpo.models.kinds.recurrent import CHUNK, RecurrentMixer, convolve, in_chunks
 from megagrpo.models.layers.parts import Parts
-
-_CHUNK = 32  # tokens that torch computes at once; more are wasted on short sequences
 
 
 class GatedDeltaNet(RecurrentMixer):
@@ -62,9 +60,9 @@ class GatedDeltaNet(RecurrentMixer):
         values = self.values * self.value_dim
         value_widths = (values, self.values, self.values)
         qkv, gate, beta, alpha = mixed.split((self.channels, *value_widths), -1)
-        convolve, rule = (_convolve_fla, _rule_fla) if mixed.is_cuda else (_convolve, _rule)
+        mixing, rule = (_convolve_fla, _rule_fla) if mixed.is_cuda else (convolve, _rule)
         conv1d, a_log, dt_bias = self.own_heads(self.conv1d, self.A_log, self.dt_bias)
-        qkv = convolve(qkv.flatten(2), conv1d, borders)
+        qkv = mixing(qkv.flatten(2), conv1d, None, borders)
         qkv = qkv.unflatten(2, (heads, -1))
         query, key, value = qkv.split((self.key_dim, self.key_dim, values), -1)
         query, key = (t.repeat_interleave(self.values, 2) for t in (query, key))
@@ -86,7 +84,7 @@ def gated_delta_spec(own: GatedDelta, parts: Parts) -> ModuleSpec:
     return ModuleSpec(module=GatedDeltaNet, params=linears)
 
 
-def _convolve_fla(x: Tensor, weight: Tensor, borders: Tensor | None) -> Tensor:
+def _convolve_fla(x: Tensor, weight: Tensor, _: None, borders: Tensor | None) -> Tensor:
     from fla.modules.convolution import causal_conv1d
 
     return causal_conv1d(
@@ -111,13 +109,6 @@ def _rule_fla(
     )[0]
 
 
-def _convolve(x: Tensor, weight: Tensor, borders: Tensor | None) -> Tensor:
-    """Convolves each channel of x [b, s, channels] with its weight [channels, 1, kernel]."""
-    assert borders is None, "sequences are rows here"
-    past = F.pad(x.transpose(1, 2), (weight.shape[-1] - 1, 0))
-    return F.silu(F.conv1d(past, weight, groups=len(weight))).transpose(1, 2)
-
-
 def _rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, borders: Tensor | None
 ) -> Tensor:
@@ -125,7 +116,7 @@ def _rule(
     s, heads] in float32: [b, s, heads, e]."""
     assert borders is None, "sequences are rows here"
     length = query.shape[1]
-    query, key, value, decay, beta = (_in_chunks(t) for t in (query, key, value, decay, beta))
+    query, key, value, decay, beta = (in_chunks(t) for t in (query, key, value, decay, beta))
     query, key = _unit(query) * query.shape[-1] ** -0.5, _unit(key)
     total = decay.double().cumsum(-1)  # rounded, it would be a rounded exponent
     new, erased, inside = _inside_chunks(query, key, value, total, beta)
@@ -138,13 +129,6 @@ def _rule(
         outputs.append(from_state[:, :, i] @ state + inside[:, :, i] @ values)
         state = state * from_start[:, :, i, -1:, None] + to_state[:, :, i].mT @ values
     return torch.cat(outputs, 2)[:, :, :length].transpose(1, 2)
-
-
-def _in_chunks(t: Tensor) -> Tensor:
-    """Lays [b, s, heads, ...] out as [b, heads, chunks, places, ...] in float32, 0 at the end."""
-    t = t.float().transpose(1, 2)
-    after = (0, 0) * (t.dim() - 3) + (0, -t.shape[2] % _CHUNK)
-    return F.pad(t, after).unflatten(2, (-1, _CHUNK))
 
 
 def _unit(t: Tensor) -> Tensor:
@@ -160,11 +144,11 @@ def _inside_chunks(
     Its recurrence is one triangular system (Yang et al., arXiv 2406.06484, 3). total: sums of decays
     from the chunk's start.
     """
-    past = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool).tril()
+    past = torch.ones(CHUNK, CHUNK, dtype=torch.bool).tril()
     between = (total[..., :, None] - total[..., None, :]).masked_fill(~past, -torch.inf)
     between = between.exp().float()
     written = key * beta[..., None]
-    system = (written @ key.mT * between).tril(-1) + torch.eye(_CHUNK)
+    system = (written @ key.mT * between).tril(-1) + torch.eye(CHUNK)
     right = torch.cat((value * beta[..., None], written * total.exp().float()[..., None]), -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     new, erased = solved.split((value.shape[-1], key.shape[-1]), -1)

@@ -114,10 +114,6 @@ class Mamba2:
         inputs = self.channels * (self.kernel - 1) * width
         return sum(self.layers) * (inputs + self.values * self.state * FP32) // ranks
 
-    def fp8_parts(self, ranks: int) -> dict[str, float]:
-        """Returns none: engines refuse FP8 of such a model."""
-        return {}
-
     def points(self) -> list[Row]:
         """Returns what bisect compares inside a layer."""
         trainer = "self_attention.out_proj"

@@ -17,10 +17,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megagrpo.models.kinds.mamba2.describe import Mamba2
-from megagrpo.models.kinds.recurrent import RecurrentMixer
+from megagrpo.models.kinds.recurrent import CHUNK, RecurrentMixer, convolve, in_chunks
 from megagrpo.models.layers.parts import Parts
 
-_CHUNK = 32  # tokens that torch computes at once; more are wasted on short sequences
 _KERNEL_CHUNK = 128  # that mamba-ssm's kernels do
 
 
@@ -64,8 +63,8 @@ class Mamba2Mixer(RecurrentMixer):
             self.conv1d, self.conv_bias, self.A_log, self.D, self.dt_bias, self.norm
         )
         on_gpu = mixed.is_cuda
-        convolve, scan = (_convolve_kernel, _scan_kernel) if on_gpu else (_convolve, _scan)
-        channels = convolve(channels.flatten(2), conv1d, bias, borders).unflatten(2, (groups, -1))
+        mixing, scan = (_convolve_kernel, _scan_kernel) if on_gpu else (convolve, _scan)
+        channels = mixing(channels.flatten(2), conv1d, bias, borders).unflatten(2, (groups, -1))
         x, into, out_of = channels.split((self.width, self.state, self.state), -1)
         x = x.unflatten(3, (self.heads, -1)).flatten(2, 3)
         steps = F.softplus(steps.flatten(2).float() + dt_bias.float())
@@ -135,13 +134,6 @@ def _scan_kernel(
     )
 
 
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor, borders: Tensor | None) -> Tensor:
-    """Convolves each channel of x [b, s, channels] with its weight [channels, 1, kernel]."""
-    assert borders is None, "sequences are rows here"
-    past = F.pad(x.transpose(1, 2), (weight.shape[-1] - 1, 0))
-    return F.silu(F.conv1d(past, weight, bias, groups=len(weight))).transpose(1, 2)
-
-
 def _scan(
     x: Tensor,
     steps: Tensor,
@@ -157,32 +149,25 @@ def _scan(
     groups, n]; in float32: [b, s, heads, d].
     """
     assert borders is None, "sequences are rows here"
-    length = x.shape[1]
     groups = into.shape[2]
-    written = (x.float() * steps[..., None]).unflatten(2, (groups, -1))
-    # [b, chunks, groups, heads of each, places, d], and of into and out_of [..., 1, places, n]
-    written = _in_chunks(written).movedim(2, -2)
-    into, out_of = (_in_chunks(t.float()).movedim(2, -2)[:, :, :, None] for t in (into, out_of))
-    # rounded, their sum would be a rounded exponent
-    total = (
-        _in_chunks((steps * decay).double().unflatten(2, (groups, -1))).movedim(2, -1).cumsum(-1)
+    # [b, groups, heads of each, chunks, places, d], and of into and out_of [..., 1, ..., n]
+    written, total = (
+        in_chunks(t).unflatten(1, (groups, -1))
+        for t in (x.float() * steps[..., None], steps * decay)
     )
-    past = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool).tril()
+    into, out_of = (in_chunks(t)[:, :, None] for t in (into, out_of))
+    total = total.double().cumsum(-1)  # rounded, it would be a rounded exponent
+    past = torch.ones(CHUNK, CHUNK, dtype=torch.bool).tril()
     between = (total[..., :, None] - total[..., None, :]).masked_fill(~past, -torch.inf)
     inside = (out_of @ into.mT * between.exp().float()) @ written
     from_start = total.exp().float()
     to_end = (total[..., -1:] - total).exp().float()
     added = into.mT @ (written * to_end[..., None])  # [..., n, d], of each chunk
-    state = torch.zeros_like(added[:, 0])
+    state = torch.zeros_like(added[:, :, :, 0])
     outputs = []
-    for i in range(added.shape[1]):
-        outputs.append(inside[:, i] + out_of[:, i] @ state * from_start[:, i, ..., None])
-        state = state * from_start[:, i, ..., -1:, None] + added[:, i]
-    y = torch.stack(outputs, 1).movedim(-2, 2).flatten(1, 2)[:, :length].flatten(2, 3)
+    for i in range(added.shape[3]):
+        carried = out_of[:, :, :, i] @ state * from_start[:, :, :, i, :, None]
+        outputs.append(inside[:, :, :, i] + carried)
+        state = state * from_start[:, :, :, i, -1:, None] + added[:, :, :, i]
+    y = torch.cat(outputs, 3).flatten(1, 2)[:, :, : x.shape[1]].transpose(1, 2)
     return y + x.float() * skip.float()[:, None]
-
-
-def _in_chunks(t: Tensor) -> Tensor:
-    """Lays [b, s, ...] out as [b, chunks, places, ...], 0 at the end."""
-    after = (0, 0) * (t.dim() - 2) + (0, -t.shape[1] % _CHUNK)
-    return F.pad(t, after).unflatten(1, (-1, _CHUNK))
