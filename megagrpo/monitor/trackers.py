@@ -8,8 +8,11 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Self
 
 from megagrpo.config.schema import ExperimentConfig
@@ -18,13 +21,16 @@ from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder, write_whole
 
 _TIMEOUT_S = 60.0  # of Weights & Biases at start and end
+_END_S = 120.0  # in which a tracker sends what is left
 _WANDB = "wandb"
+_LAST = "the end"  # the name of a tracker's last call
 
 
 class TrackerLog:
     """Sends the resolved experiment and every entry of metrics.jsonl to one tracker.
 
-    A failure never ends the run: the console reports it once, and sending stops.
+    A failure never ends the run: the console reports it once, and sending stops. Entries are sent in
+    a thread, because the other ranks would wait for a service that does not answer.
     """
 
     def __init__(
@@ -37,24 +43,37 @@ class TrackerLog:
         self._key = key
         self._note = note
         self._tracker: Tracker | None = None
+        self._calls: SimpleQueue[tuple[str, Callable[[Tracker], None]]] = SimpleQueue()
         with self._never_fatal("the start"):
             self._tracker = make()
             write_whole(_id_file(run.folder, key), self._tracker.start(run))
+        # in a context where Trackio finds the run that it has begun
+        self._thread = Thread(target=copy_context().run, args=(self._send,), daemon=True)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Sends one entry now, non-finite values included."""
-        if self._tracker is not None:
-            with self._never_fatal(f"sending step {step}"):
-                self._tracker.log(step, values)
+        """Sends one entry soon, non-finite values included."""
+        entry = dict(values)
+        self._calls.put((f"sending step {step}", lambda tracker: tracker.log(step, entry)))
 
     def __enter__(self) -> Self:
+        self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Waits until everything is sent; an error marks the run as failed."""
-        if self._tracker is not None:
-            with self._never_fatal("the end"):
-                self._tracker.finish(kind is not None)
+        self._calls.put((_LAST, lambda tracker: tracker.finish(kind is not None)))
+        self._thread.join(_END_S)
+        if self._thread.is_alive():
+            problem = "it does not answer; the run ends, and metrics.jsonl has all metrics"
+            self._note(f"log.{self._key}: {problem}")
+
+    def _send(self) -> None:
+        action = ""
+        while action != _LAST:
+            action, call = self._calls.get()
+            if self._tracker is not None:
+                with self._never_fatal(action):
+                    call(self._tracker)
 
     @contextmanager
     def _never_fatal(self, action: str) -> Iterator[None]:

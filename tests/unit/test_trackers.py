@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import sqlite3
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from megagrpo.check.problems import preflight
 from megagrpo.config.load import load_config
 from megagrpo.config.trackers import TrackedRun
+from megagrpo.monitor import trackers
 from megagrpo.monitor.trackers import tracker_logs
 from megagrpo.system.environment import child_environment
 from megagrpo.system.run_folder import RunFolder
@@ -28,6 +30,7 @@ TWO_STARTS = """
 import os, sys
 from pathlib import Path
 from megagrpo.config.load import load_config
+from megagrpo.monitor import trackers
 from megagrpo.monitor.trackers import tracker_logs
 from megagrpo.system.run_folder import RunFolder
 
@@ -161,6 +164,34 @@ def test_a_class_of_the_users_continues_its_run_and_a_failure_is_said_once(tmp_p
     assert "sending step 2 failed" in said[0] and "ConnectionError: the service is gone" in said[0]
 
 
+class Silent(Played):
+    """Its service takes a connection and never answers."""
+
+    answers = threading.Event()
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self.answers.wait()
+
+
+def test_no_step_waits_for_a_tracker_that_does_not_answer(tmp_path, monkeypatch):
+    from tests.unit.test_trackers import Silent as Loaded
+
+    monkeypatch.setattr(trackers, "_END_S", 0.1)
+    said = []
+    (log,) = tracker_logs(
+        load_config(QUICKSTART, [OWN.replace("Played", "Silent")]), RunFolder(tmp_path), 0, said.append
+    )
+    values = {"reward/mean": 0.5}
+    # in a thread, so that this test fails where it would hang
+    steps = threading.Thread(target=lambda: [log.write(step, values) for step in range(3)], daemon=True)
+    with log:
+        steps.start()
+        steps.join(10)
+        assert not steps.is_alive()
+    Loaded.answers.set()
+    assert len(said) == 1 and "it does not answer; the run ends" in said[0]
+
+
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
@@ -184,6 +215,7 @@ TWO_STARTS_OF_ANY = """
 import sys
 from pathlib import Path
 from megagrpo.config.load import load_config
+from megagrpo.monitor import trackers
 from megagrpo.monitor.trackers import tracker_logs
 from megagrpo.system.run_folder import RunFolder
 
