@@ -70,7 +70,7 @@ def _judged(
         return []
     environment = as_engine(config) if library == "sglang" else None
     job = [library, list(given.items()), whole]
-    accepted = Accepted(job, [config.model.path])
+    accepted = Accepted([job, config.model.path])
     if accepted:
         return []
     announce(library, "about this experiment")

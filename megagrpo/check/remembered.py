@@ -3,32 +3,33 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterator
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import megagrpo
 from megagrpo.system import environment
 
-_LIBRARIES = ("megatron-core", "sglang", "torch", "transformers")
+_ASKED = ("megatron", "sglang")
 _VARIABLES = ("SGLANG_", "CUDA", "TORCH", "PYTORCH", "NVTE_", "HF_")
 
 
 class Accepted:
-    """Whether libraries accepted `question` before: with the same versions, the same megagrpo, the
-    same machine and the same variables.
+    """Whether libraries accepted `question` before: with the same installed packages, the same source
+    of these libraries and of megagrpo, the same machine and the same variables.
 
-    question: whatever JSON can hold. files: folders whose files are a part of it.
+    question: whatever JSON can hold. The files and folders that it names are a part of it.
     """
 
-    def __init__(self, question: object, files: Iterable[str] = ()):
+    def __init__(self, question: object):
         package = Path(megagrpo.__file__).parent
         stamps = [*_stamps(package, "**/*.py")]
-        stamps += [stamp for folder in files for stamp in _stamps(Path(folder), "*")]
-        installed = [_version(name) for name in _LIBRARIES]
+        stamps += [stamp for path in sorted(set(_paths(question))) for stamp in _stamps(path, "*")]
         variables = environment.with_prefixes(_VARIABLES)
-        asked = [question, stamps, installed, variables, os.uname()]
+        asked = [question, stamps, _installed(tuple(sys.path)), variables, os.uname()]
         digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode())
         self._file = environment.cache_folder() / "accepted" / digest.hexdigest()
 
@@ -42,14 +43,28 @@ class Accepted:
             self._file.touch()
 
 
-def _stamps(folder: Path, pattern: str) -> list[tuple[str, int, int]]:
-    """Returns the name, size and time of change of a folder's files."""
-    files = [(str(file), file.stat()) for file in sorted(folder.glob(pattern)) if file.is_file()]
-    return [(name, status.st_size, status.st_mtime_ns) for name, status in files]
+def _paths(value: object) -> Iterator[Path]:
+    """Yields the files and folders that a value names."""
+    if isinstance(value, str):
+        words = value, value.partition("=")[2]
+        yield from map(Path, filter(os.path.exists, words))  # no error for a text that is too long
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _paths(part)
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
+def _stamps(root: Path, pattern: str) -> list[tuple[str, int, int]]:
+    """Returns the name, size and time of change of a file, or of a folder's files."""
+    files = [root] if root.is_file() else sorted(root.glob(pattern))
+    stats = [(str(file), file.stat()) for file in files if file.is_file()]
+    return [(name, status.st_size, status.st_mtime_ns) for name, status in stats]
+
+
+@cache
+def _installed(path: tuple[str, ...]) -> list[object]:
+    """Returns the names and versions of packages, and stamps of the source of the libraries that are
+    asked: a checkout or a changed file keeps its version. path: sys.path."""
+    packages = sorted(info.name for place in path for info in Path(place).glob("*.dist-info"))
+    specs = filter(None, map(find_spec, _ASKED))
+    places = sorted(place for spec in specs for place in spec.submodule_search_locations or ())
+    return [sys.version, packages, [_stamps(Path(place), "**/*.py") for place in places]]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megagrpo.check import libraries
+from megagrpo.check import libraries, remembered
 from megagrpo.check.remembered import Accepted
 from megagrpo.config.load import load_config
 from tests.experiments import QUICKSTART
@@ -14,19 +14,41 @@ def _cache(tmp_path, monkeypatch):
 
 
 def test_a_changed_question_file_or_variable_is_another_question(tmp_path, monkeypatch):
-    model = tmp_path / "model"
-    model.mkdir()
+    model, draft = tmp_path / "lr=1" / "model", tmp_path / "draft.json"
+    model.mkdir(parents=True)
     (model / "config.json").write_text("{}")
-    assert not Accepted(["a"], [str(model)])
-    Accepted(["a"], [str(model)]).remember()
-    assert Accepted(["a"], [str(model)])
-    assert not Accepted(["b"], [str(model)])
-    (model / "config.json").write_text('{"hidden_size": 8}')
-    assert not Accepted(["a"], [str(model)])
-    (model / "config.json").write_text("{}")
-    Accepted(["a"], [str(model)]).remember()
+    draft.write_text("{}")
+    question = ["--model-path", str(model), {"words": [f"--draft={draft}", "x" * 5000]}]
+    assert not Accepted(question)
+    Accepted(question).remember()
+    assert Accepted(question)
+    assert not Accepted([*question, "b"])
+    for file in (model / "config.json", draft):
+        file.write_text('{"hidden_size": 8}')
+        assert not Accepted(question)
+        Accepted(question).remember()
     monkeypatch.setenv("SGLANG_ANYTHING", "1")
-    assert not Accepted(["a"], [str(model)])
+    assert not Accepted(question)
+
+
+def test_other_packages_and_another_source_of_a_library_are_another_question(tmp_path, monkeypatch):
+    """PYTHONPATH often names a checkout of Megatron-LM, whose version stays for hundreds of commits."""
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    changes = [
+        lambda: None,
+        lambda: (core / "config.py").write_text("a = 1"),
+        lambda: monkeypatch.syspath_prepend(str(tmp_path)),
+        lambda: (core / "config.py").write_text("a = 10"),
+        lambda: (tmp_path / "transformer_engine-2.9.0.dist-info").mkdir(),
+    ]
+    asked = []
+    for change in changes:
+        change()
+        remembered._installed.cache_clear()  # as in another process
+        asked.append(Accepted(["a"])._file)
+    assert asked[0] == asked[1], "not on the path yet"
+    assert len(set(asked)) == 4
 
 
 def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path, monkeypatch):
