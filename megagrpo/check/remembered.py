@@ -11,7 +11,7 @@ from pathlib import Path
 import megagrpo
 from megagrpo.system import environment
 
-_LIBRARIES = ("megatron-core", "sglang", "torch", "transformers")
+_LIBRARIES = ("megatron-core", "sglang", "torch", "transformers", "transformer-engine")
 _VARIABLES = ("SGLANG_", "CUDA", "TORCH", "PYTORCH", "NVTE_", "HF_")
 
 
@@ -33,7 +33,7 @@ class Accepted:
         self._file = environment.cache_folder() / "accepted" / digest.hexdigest()
 
     def __bool__(self) -> bool:
-        return self._file.is_file()
+        return os.path.isfile(self._file)  # Path's raises in a home of somebody else
 
     def remember(self) -> None:
         """Remembers it; no effect if the user's cache cannot be written."""

@@ -29,9 +29,12 @@ def test_a_changed_question_file_or_variable_is_another_question(tmp_path, monke
     assert not Accepted(["a"], [str(model)])
 
 
-def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path, monkeypatch):
+@pytest.mark.parametrize("folder", ["file", "x" * 300, None])  # None: a user without a home
+def test_a_cache_that_cannot_be_written_only_costs_time(folder, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / folder) if folder else "")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     Accepted(["a"]).remember()
     assert not Accepted(["a"])
 
