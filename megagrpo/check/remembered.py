@@ -34,7 +34,7 @@ class Accepted:
         self._file = environment.cache_folder() / "accepted" / digest.hexdigest()
 
     def __bool__(self) -> bool:
-        return self._file.is_file()
+        return os.path.isfile(self._file)  # Path's raises in a home of somebody else
 
     def remember(self) -> None:
         """Remembers it; no effect if the user's cache cannot be written."""

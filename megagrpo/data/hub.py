@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import cast
 from urllib.parse import parse_qsl
 
+import yaml
+
 from megagrpo.config.fields import RULES_LATER, KeyPath
 from megagrpo.config.load import Plain
 from megagrpo.config.schema import ExperimentConfig
@@ -169,11 +171,12 @@ def _patterns(
 def _configurations(readme: Path) -> dict[str, tuple[dict[str, list[str]], bool]]:
     """Returns the configurations in the front matter of a data set's README: for each the file
     patterns by split, and whether it is the default. {}: it lists none."""
-    from huggingface_hub import metadata_load
+    from huggingface_hub import repocard
 
-    front = metadata_load(readme) if readme.is_file() else None
+    text = readme.read_text("utf-8", errors="replace") if readme.is_file() else ""
+    front = repocard.REGEX_YAML_BLOCK.match(text)
     configurations: dict[str, tuple[dict[str, list[str]], bool]] = {}
-    for config in (front or {}).get("configs") or []:
+    for config in (yaml.safe_load(front[2] if front else "") or {}).get("configs") or []:
         files = config.get("data_files") or []
         if isinstance(files, str) or (files and isinstance(files[0], str)):
             files = [{"split": "train", "path": files}]

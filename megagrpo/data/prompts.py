@@ -217,12 +217,14 @@ def load_prompts(
         images."""
         rows = iterate_rows(data)
         while block := list(islice(rows, _BLOCK)):
+            short: list[tuple[Row, Prompt]] = []
             for row, prompt in zip(block, render_rows(data, tokenizer, block, store), strict=True):
                 lengths.append((row.part, len(prompt.token_ids)))
                 if len(prompt.token_ids) <= data.max_prompt_tokens:
-                    prompts.append(prompt)
+                    short.append((row, prompt))
                     sizes[row.part] += 1
-                    yield row
+            prompts.extend(prompt for _, prompt in short)
+            yield from (row for row, _ in short)
 
     in_use = fingerprint(rows_in_use())
     refuse_long(data, lengths)

@@ -4,7 +4,7 @@ import os
 import pickle
 import tempfile
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import overload
 
 from megagrpo.system.errors import translated
@@ -21,14 +21,15 @@ class StoredPrompts(Sequence[Prompt]):
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the prompts
         self._ends = array("q", [0])
 
-    def append(self, prompt: Prompt) -> None:
-        """Adds a prompt. Raises ValueError if the disk is full."""
-        record = pickle.dumps(tuple(vars(prompt).values()), protocol=5)
+    def extend(self, prompts: Iterable[Prompt]) -> None:
+        """Adds prompts. Raises ValueError if the disk is full."""
         folder = tempfile.gettempdir()
         with translated(f"{folder} cannot hold the prompts; set TMPDIR to a larger disk", OSError):
-            self._file.write(record)
+            for prompt in prompts:
+                record = pickle.dumps(tuple(vars(prompt).values()), protocol=5)
+                self._file.write(record)
+                self._ends.append(self._ends[-1] + len(record))
             self._file.flush()
-        self._ends.append(self._ends[-1] + len(record))
 
     def __len__(self) -> int:
         return len(self._ends) - 1

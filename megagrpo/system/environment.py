@@ -31,9 +31,10 @@ def with_prefixes(prefixes: tuple[str, ...]) -> dict[str, str]:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of what this user's commands remember, by the XDG base directory rule."""
-    home = get("XDG_CACHE_HOME", "")
-    return Path(home or Path("~/.cache").expanduser()) / "megagrpo"
+    """Returns the folder of what this user's commands remember, by the XDG base directory rule: none
+    that can exist if the user has no home, as in some containers."""
+    home = get("HOME", "") or os.devnull
+    return Path(get("XDG_CACHE_HOME", "") or f"{home}/.cache") / "megagrpo"
 
 
 def secret(name: str | None, owner: str) -> str:

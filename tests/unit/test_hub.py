@@ -73,6 +73,13 @@ def test_files_of_a_data_set(cache, name, files):
     assert [path.partition(f"{SHA}/")[2] for path in found] == files
 
 
+def test_a_card_in_another_encoding_lists_its_files(cache):
+    for card in cache.rglob("README.md"):
+        card.write_bytes(card.read_bytes() + "café".encode("latin-1"))
+    data, problems = read(data={"path": "hf://datasets/openai/gsm8k?config=main"})
+    assert not problems and len(data["data"]["path"]) == 2
+
+
 def test_an_evaluation_reads_the_test_split_and_a_list_may_mix(cache):
     name = "openai/gsm8k?config=main"
     values, problems = read(data={"path": ["own.jsonl", name]}, eval={"data": {"path": name}})

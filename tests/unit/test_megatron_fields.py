@@ -330,7 +330,7 @@ def test_problems_of_all_maps_come_with_their_lines(tmp_path, monkeypatch):
     def answer(module, job, *rest):
         return json.dumps([[[*path, name], "is wrong"] for path, names in job[1] for name in names])
 
-    monkeypatch.setattr(libraries, "_answer", answer)
+    monkeypatch.setattr(libraries, "answer_of", answer)
     actor = "actor:\n  megatron:\n    moe_hybridep_num_sms_preprocessing: x\n    tp: 2\n  ddp: {bucket_size: x}\n"
     text = QUICKSTART.read_text().replace("actor:\n", actor, 1)
     text = re.sub(

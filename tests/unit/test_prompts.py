@@ -365,8 +365,7 @@ def test_stored_prompts_are_those_that_were_added():
         [7, 2],
     )
     stored, plain = StoredPrompts(), Prompt(4, "", [5], "")
-    for prompt in (whole, plain):
-        stored.append(prompt)
+    stored.extend((whole, plain))
     assert list(stored) == [whole, plain] == stored[:] and stored[-1] == plain
     with pytest.raises(IndexError):
         stored[2]
@@ -378,6 +377,6 @@ def test_a_full_disk_of_prompts_is_one_message():
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, most[1]))  # Python ignores its signal
     try:
         with pytest.raises(ValueError, match=r"cannot hold the prompts; set TMPDIR to a larger disk: .*too large"):
-            stored.append(Prompt(0, "x" * 1000, [1], ""))
+            stored.extend([Prompt(0, "x" * 1000, [1], "")])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, most)

@@ -51,9 +51,12 @@ def test_other_packages_and_another_source_of_a_library_are_another_question(tmp
     assert len(set(asked)) == 4
 
 
-def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path, monkeypatch):
+@pytest.mark.parametrize("folder", ["file", "x" * 300, None])  # None: a user without a home
+def test_a_cache_that_cannot_be_written_only_costs_time(folder, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / folder) if folder else "")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     Accepted(["a"]).remember()
     assert not Accepted(["a"])
 

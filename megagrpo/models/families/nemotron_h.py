@@ -122,7 +122,7 @@ class NemotronH(Family):
         return Mamba2.read(hf, tuple(part == "mamba" for part in self.parts(hf)))
 
     def parts(self, hf: HfConfig) -> tuple[Part, ...]:
-        by_name = {name: name for name in _LETTERS.values()}
+        by_name: dict[str, Part] = {name: name for name in _LETTERS.values()}
         return tuple(by_name[word] for word in _words(hf))
 
     def experts(self, hf: HfConfig) -> Experts | None:

@@ -129,7 +129,8 @@ def layer_points(arch: Architecture, layer: int) -> list[Point]:
     norm, trainer_norm = "post_attention_layernorm", "pre_mlp_layernorm"
     mixing: list[Row] = []
     if mixer is not None:
-        before: Row = ("input_norm", "norm before attention", *["input_layernorm"] * 2, "whole")
+        first = "input_layernorm"
+        before: Row = ("input_norm", "norm before attention", first, first, "whole")
         mixing = [before, *mixer.points()]
     feeding: list[Row] = []
     if experts is not None or arch.has_mlp(layer):

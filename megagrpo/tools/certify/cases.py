@@ -107,7 +107,7 @@ def grid(
         if name in left_out:
             continue
         plain = Case(layout=name, ranks=needed, parallel=parallel)
-        sizes = ParallelConfig(**parallel)
+        sizes = ParallelConfig.model_validate(parallel)
         packed = (True,) if sizes.dynamic_context else (False, True)
         for recompute, packing, budget in product(_RECOMPUTE, packed, (LARGE_BUDGET, SMALL_BUDGET)):
             cases.append(replace(plain, packing=packing, budget=budget, recompute=recompute))

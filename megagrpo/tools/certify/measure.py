@@ -155,7 +155,7 @@ def measure(
     """
     actor_config = ActorConfig(
         world_size=case.ranks,
-        parallel=ParallelConfig(**case.parallel),
+        parallel=ParallelConfig.model_validate(case.parallel),
         packing=case.packing,
         micro_batch_tokens=case.budget,
         recompute=case.recompute,

@@ -155,7 +155,9 @@ def _trainer_layouts(actor: ActorConfig, target: Target, world: int) -> Iterator
         if world % (tp * pp * cp) or world % (ep * pp) or pp > arch.num_layers:
             continue
         for stages, recompute in product(_pipelines(arch.num_layers, pp), ("none", "full")):
-            parallel = ParallelConfig(tp=tp, pp=pp, cp=cp, ep=ep, **stages)
+            parallel = ParallelConfig.model_validate(
+                {"tp": tp, "pp": pp, "cp": cp, "ep": ep, **stages}
+            )
             yield actor.model_copy(
                 update={"world_size": world, "parallel": parallel, "recompute": recompute}
             )
