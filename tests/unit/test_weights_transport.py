@@ -28,6 +28,7 @@ from megagrpo.weights.exchange import TRANSPORTS
 from megagrpo.weights.transports import broadcast as transport_broadcast
 from megagrpo.weights.transports import disk
 from megagrpo.weights.transports.protocol import TrainerWeights
+from megagrpo.weights.transports.reshard import ReshardTransport
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.mailbox import Mailbox, listening_store
 from megagrpo.weights.wire.moving import Traffic
@@ -421,3 +422,34 @@ def test_what_equal_engines_need_is_reported_read_and_planned_once(tmp_path, mon
         {key for key in read if key.startswith("copies/")}
     )
     assert written.count("plan") == 1, written
+
+
+def test_an_engine_that_died_has_only_its_own_plan_written_again(tmp_path, monkeypatch):
+    engines = [FakeEngine(), FakeEngine()]
+    live = {name: torch.zeros(4, 4) for name in SHAPES}
+    rollout = {"num_engines": 2, "min_healthy_engines": 2}
+    make_plan, put, keys = ReshardTransport._make_plan, Mailbox.put, []
+
+    def of_slot(self, cover, link):  # engines of one trainer rank would share a plan
+        plan = make_plan(self, cover, link)
+        return replace(plan, limit=plan.limit + link.slot)
+
+    def noted(self, subject, message):
+        key = put(self, subject, message)
+        keys.extend([key] * (subject == "plan"))
+        return key
+
+    monkeypatch.setattr(ReshardTransport, "_make_plan", of_slot)
+    monkeypatch.setattr(Mailbox, "put", noted)
+    with ExitStack() as stack:
+        for engine in engines:
+            stack.enter_context(running(engine))
+        trainer = OneTrainer(tmp_path, FakeFleet(engines), "reshard", live, SHAPES, rollout=rollout)
+        stack.callback(trainer.exchange.close)
+        trainer.publish()
+        engines[1].restart()
+        trainer.publish()
+        for engine in engines:
+            assert torch.equal(engine.model.down, live["down"])
+        assert len(keys) == 3
+        assert sum(map(trainer.exchange._fleet._mailbox.has, keys)) == 2, "what nobody reads is gone"

@@ -67,7 +67,9 @@ class LinkTransport(ABC):
         # by kind, slot and carriers; engines with the same sources share a plan
         self._plans: dict[tuple[int, int, tuple[int, ...]], TransferPlan] = {}
         self._distinct: dict[tuple[int, int, bytes], TransferPlan] = {}  # by kind, limit, sources
-        self._batch_keys: dict[TransferPlan, list[str]] = {}  # in the mailbox, by engine rank
+        # in the mailbox, by engine rank; None is nobody's
+        self._batch_keys: dict[TransferPlan | None, list[str]] = {}
+        self._received: dict[str, TransferPlan] = {}  # by engine id, since its connection was made
         self._names: dict[str, str] = {}  # engine id -> name of this incarnation's link
         self._writing = Lock()  # of batches into the mailbox, once per plan
 
@@ -94,7 +96,9 @@ class LinkTransport(ABC):
     def drop(self, engine: EngineConnection) -> None:
         """Forgets the engine's link. See Transport."""
         self._names.pop(engine.id, None)
-        self._batch_keys.clear()  # perhaps it could not read them; others may still be reading
+        # perhaps it could not read them; those of other plans stay, of which there may be hundreds
+        for key in self._batch_keys.pop(self._received.pop(engine.id, None), ()):
+            engine.mailbox.delete(key)
 
     def leave(self, engine: EngineConnection) -> None:
         """Makes an engine that has a link forget it. Rank 0 only."""
@@ -180,7 +184,7 @@ class LinkTransport(ABC):
     def _requests(self, engine: EngineConnection, link: Link) -> list[dict[str, object]]:
         """Returns a ReceiveRequest for each rank of the engine. The batches go into the mailbox, once
         per plan, and stay there for engines that come later."""
-        plan = self._plan(link)
+        plan = self._received[engine.id] = self._plan(link)
         with self._writing:
             keys = self._batch_keys.get(plan)
             if keys is None:
