@@ -213,6 +213,8 @@ def test_words_are_as_bash_makes_them(tmp_path, before, word, value):
         ("if [ -f x ]; then N=1; fi", "${N:-2}", 2, f"{FALSE} [ -f x ] (line 1)"),
         ("N=2\nwhile read -r x; do N=1; done < f", "$N", 2,
          f"{FALSE} while read -r x; do N=1; done (line 2)"),
+        ("N=5\nfor N in 1 2; do :; done", "$N", None, "expanded to nothing: N (line 2), in a.b"),
+        ("N=5\nfor ((N = 0; N < 3; N++)); do :; done", "$N", None, "expanded to nothing: N = 0 (line 2), in a.b"),
         ("for x in $(hosts); do N=1; done", "${N:-2}", 2, f"{FALSE} for x in $(hosts); do N=1; done (line 1)"),
         ("N=\n: ${N:?set N, or M}", "${N:-2}", 2, "the script asks for N (line 2): set N, or M"),
         ("N=3\n: ${N:?set N}; [ -f x ] && N=1", "${N:?set N}", 3, f"{FALSE} [ -f x ] (line 2)"),

@@ -211,7 +211,12 @@ def _case(state: State, node: Node) -> Answer:
 
 
 def _loop(state: State, node: Node) -> Answer:
-    """Tries the body of a loop, whose turns only a run could tell."""
+    """Tries the body of a loop, whose turns only a run could tell, as what they leave in its
+    variable."""
+    first = node.named_children[0]
+    name = re.match(r"\w+", source(first))
+    if name is not None and node.type != "while_statement":
+        state.variables[name[0]] = state.unknown(first)
     return _decided(state, node, None, node.children_by_field_name("body"), [])
 
 
