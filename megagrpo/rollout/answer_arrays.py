@@ -192,7 +192,7 @@ def read_experts(
     text: an answer's `routed_experts`, in JSON a text, base64 of int32, for all layers, dense ones
     too, and for consecutive tokens that passed through the model: all except the last of a response.
     """
-    if not text or text == b"null":
+    if memoryview(text) in (b"", b"null"):
         raise WrongExperts(
             "the answer holds no routed_experts: the engine was not started with "
             "enable_return_routed_experts"

@@ -14,7 +14,7 @@ from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import EngineInfo
 
-_CONTROL_TIMEOUT_S = 120.0  # an engine resumes its memory meanwhile
+CONTROL_TIMEOUT_S = 120.0  # an engine resumes its memory meanwhile
 _STATUS_TIMEOUT_S = 20.0
 UNREACHABLE_S = 30.0  # a control endpoint that is silent for longer ends the run
 # Several threads call: one might close an idle connection that another has just taken from the
@@ -50,7 +50,7 @@ class ServiceControl:
         self.url, self.api_key = url, api_key
         self._http = httpx.Client(
             base_url=url,
-            timeout=_CONTROL_TIMEOUT_S,
+            timeout=CONTROL_TIMEOUT_S,
             trust_env=False,
             verify=url.startswith("https"),  # loading certificates takes 50 ms
             headers=bearer(api_key),
@@ -127,7 +127,7 @@ class ServiceControl:
         return set(answer.json()["ended"])
 
     def _call(
-        self, method: str, path: str, body: dict | None = None, limit_s: float = _CONTROL_TIMEOUT_S
+        self, method: str, path: str, body: dict | None = None, limit_s: float = CONTROL_TIMEOUT_S
     ) -> httpx.Response:
         try:
             answer = self._http.request(method, path, json=body, timeout=limit_s)

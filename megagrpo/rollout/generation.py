@@ -377,7 +377,8 @@ def _read(
     assert arch is not None, "requested only for models whose experts are described"
     routed = answer["meta_info"].get("routed_experts", b"")
     experts = read_experts(arch, routed, len(ids) + len(response.token_ids) - 1, arrays)
-    return replace(response, routed_experts=experts[request.experts_from :])
+    # a view would keep the experts of all earlier turns, once for each turn
+    return replace(response, routed_experts=experts[request.experts_from :].copy())
 
 
 def unreadable(text: bytes) -> AbstractContextManager[None]:

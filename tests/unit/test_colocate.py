@@ -26,6 +26,8 @@ from megagrpo.actor.host_buffer import HostBuffer
 from megagrpo.cluster.machine import _devices
 from megagrpo.cluster.nodes import Node, run_node
 from megagrpo.config.load import load_config
+from megagrpo.rollout.control import CONTROL_TIMEOUT_S
+from megagrpo.rollout.service import sleep
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_command
 from megagrpo.rollout.service.sleep import CACHE, WEIGHTS, EngineMemory, SleepFailed
 from megagrpo.tools.explain import explain
@@ -120,6 +122,25 @@ def test_an_engine_releases_once_and_takes_back_only_what_it_has_released():
             asyncio.run(through_a_step(engine.info.url))
     both = [("release", CACHE), ("release", WEIGHTS)]
     assert asked == [*both, ("resume", WEIGHTS), ("release", WEIGHTS), ("resume", WEIGHTS), ("resume", CACHE)]
+
+
+def test_an_engine_that_resumes_nothing_is_given_up_while_its_trainer_waits(monkeypatch):
+    """An engine on a GPU may be silent for 300 s, and one request of a trainer waits for all engines."""
+    assert sleep._RESUME_S < CONTROL_TIMEOUT_S
+    monkeypatch.setattr(sleep, "_RESUME_S", 0.2)
+    answers = threading.Event()
+
+    async def resume(url: str) -> None:
+        memory = EngineMemory(url, "key", 60.0)
+        async with aiohttp.ClientSession() as http:
+            await memory.release(http)
+            await asyncio.wait_for(memory.resume(http, WEIGHTS), 20)
+
+    more = {"/release_memory_occupation": lambda body: None, "/resume_memory_occupation": lambda body: answers.wait(60)}
+    with running(FakeEngine(more=more)) as engine:
+        with pytest.raises(SleepFailed, match="resumes no weights within"):
+            asyncio.run(resume(engine.info.url))
+        answers.set()
 
 
 READER = """

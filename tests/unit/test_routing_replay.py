@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -33,9 +34,9 @@ from megagrpo.monitor.rollout_log import RolloutLog, read_rollouts
 from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.agents.answering import SamplePart
 from megagrpo.rollout.agents.make import make_answering
-from megagrpo.rollout.answer_arrays import WrongExperts, read_experts
+from megagrpo.rollout.answer_arrays import WrongExperts, pack_answer, read_experts
 from megagrpo.rollout.engine_choice import Engines
-from megagrpo.rollout.generation import GenerationClient, GenerationFailed, SampleRequest, SamplingParams
+from megagrpo.rollout.generation import GenerationClient, GenerationFailed, SampleRequest, SamplingParams, _read
 from megagrpo.rollout.response import Response
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.rollout.source import RolloutSource, for_other_ranks
@@ -86,6 +87,18 @@ def test_experts_are_read_without_dense_layers_in_the_smallest_type():
     assert experts.max() > 255 and np.array_equal(read_experts(many, quoted(told(experts)), 50), experts[:, 1:])
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_later_turn_keeps_no_experts_of_earlier_ones(packed):
+    experts = drawn(5, MIXED)
+    meta = {"finish_reason": {"type": "stop"}, "weight_version": "0", "routed_experts": told(experts)}
+    answer = {"meta_info": meta | {"output_token_logprobs": [[-0.5, 7, None], [-0.5, 8, None]]}}
+    body = pack_answer(answer) if packed else json.dumps(answer).encode()
+    request = SampleRequest((1, 2, 3, 4), SamplingParams(1.0, 4), 0, experts_from=3)
+    found = _read(body, request, np.arange(4), MIXED).routed_experts
+    assert np.array_equal(found, experts[3:, 1:])
+    assert found.base is None and found.flags.writeable, "torch warns of others"
+
+
 def test_wrong_experts_are_refused():
     right = drawn(5, MIXED)
     outside, negative, twice = right.copy(), right.copy(), right.copy()
@@ -102,7 +115,7 @@ def test_wrong_experts_are_refused():
         (one, told(np.zeros((5, 3, 1))), "is 0 everywhere"),
     ):
         with pytest.raises(WrongExperts, match=message):
-            read_experts(spec, quoted(text), 5)
+            read_experts(spec, msgspec.Raw(quoted(text)), 5)
     some = np.zeros((5, 3, 1))
     some[3, 2] = 1
     assert read_experts(one, quoted(told(some)), 5).sum() == 1, "0 is an expert"

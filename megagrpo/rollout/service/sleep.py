@@ -11,11 +11,12 @@ import asyncio
 
 import aiohttp
 
-from megagrpo.rollout.control import bearer
+from megagrpo.rollout.control import CONTROL_TIMEOUT_S, bearer
 
 CACHE, WEIGHTS = "kv_cache", "weights"  # SGLang's names of the two parts
 # the cache comes back last, when the staging memory of the transfer is free again
 _ORDER = (CACHE, WEIGHTS)
+_RESUME_S = 0.75 * CONTROL_TIMEOUT_S  # the trainer, which waits for all engines, gets an answer
 
 
 class SleepFailed(RuntimeError):
@@ -46,10 +47,13 @@ class EngineMemory:
     async def resume(self, http: aiohttp.ClientSession, part: str) -> None:
         """Allocates a part again if it was released; its contents are undefined. Raises
         SleepFailed."""
-        async with self._one_at_a_time:
-            if part in self._released:
-                await self._post(http, "resume_memory_occupation", {"tags": [part]})
-                self._released.discard(part)
+        try:
+            async with asyncio.timeout(_RESUME_S), self._one_at_a_time:
+                if part in self._released:
+                    await self._post(http, "resume_memory_occupation", {"tags": [part]})
+                    self._released.discard(part)
+        except TimeoutError as exc:
+            raise SleepFailed(f"{self._url} resumes no {part} within {_RESUME_S:.0f} s") from exc
 
     async def _post(self, http: aiohttp.ClientSession, path: str, body: dict) -> None:
         try:
