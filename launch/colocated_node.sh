@@ -6,7 +6,7 @@
 # Defaults come from NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, NODE_ADDR. See torchrun_node.sh for signals
 # and restarts, and rollout_node.sh for ports. The trainers meet at MASTER_PORT + 99.
 set -euo pipefail
-: "${MASTER_ADDR:=$(hostname -I | cut -d' ' -f1)}" # optional on the first node
 source "$(dirname "${BASH_SOURCE[0]}")/node.sh"
+first_names_itself "$@"
 for_trainers
 exec "${megagrpo[@]}" run "${place[@]}" "$@"

@@ -18,3 +18,11 @@ for_trainers() {
     unset RANK LOCAL_RANK WORLD_SIZE
     trap '' USR1
 }
+
+# first_names_itself "$@"     adds the first node's own address, unless one is named. Any other node needs that of the first,
+# and the command refuses to start without it: with its own address it would wait for itself.
+first_names_itself() {
+    local rank="${NODE_RANK:-0}" words=" $* "
+    [[ ! "$words" =~ " --node-rank"[\ =]([0-9]+) ]] || rank="${BASH_REMATCH[1]}"
+    [ "$rank" != 0 ] || [ -n "${MASTER_ADDR:-}" ] || place+=(--master-addr "$(hostname -I | cut -d' ' -f1)")
+}

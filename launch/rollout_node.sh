@@ -7,6 +7,6 @@
 # INT, TERM or USR2 end it. Ports: MASTER_PORT (30000) for Ray's head, the next 90 for Ray's nodes, 10002-19999 for Ray's
 # workers, 20000-29999 for engines and control.
 set -euo pipefail
-: "${MASTER_ADDR:=$(hostname -I | cut -d' ' -f1)}" # optional on the first rollout node
 source "$(dirname "${BASH_SOURCE[0]}")/node.sh"
+first_names_itself "$@"
 exec "${megagrpo[@]}" serve "${place[@]}" "$@"

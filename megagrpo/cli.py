@@ -49,7 +49,10 @@ _TOOLS = {
         "megagrpo.tools.ranks.replay",
         "repeat the update on a dumped batch, from a non-finite step or a step in log.dump_steps",
     ),
-    "submit": _Tool("megagrpo.tools.submit", "run the experiment as a Slurm job"),
+    "submit": _Tool(
+        "megagrpo.tools.submit",
+        "run the experiment as a Slurm job, or print it for Kubernetes or SkyPilot",
+    ),
     "try": _Tool(
         "megagrpo.tools.trial",
         "sample a few rollouts without training, and print them with rewards and the tokens to learn",

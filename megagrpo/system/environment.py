@@ -65,8 +65,9 @@ def for_a_bare_shell() -> dict[str, str]:
 
 
 def under_torchrun() -> bool:
-    """Returns whether this process is a rank started by torchrun."""
-    return "RANK" in os.environ and "MASTER_ADDR" in os.environ
+    """Returns whether this process is a rank started by torchrun. Kubeflow's PyTorchJob sets RANK
+    and MASTER_ADDR for a node, but no LOCAL_RANK."""
+    return {"RANK", "LOCAL_RANK", "MASTER_ADDR"} <= os.environ.keys()
 
 
 def num_trainer_nodes() -> int:

@@ -1,4 +1,5 @@
-"""Submits an experiment as a Slurm job: checks it, then calls sbatch with a slurm/*.sbatch."""
+"""Submits an experiment as a Slurm job: checks it, then calls sbatch with a slurm/*.sbatch. For
+Kubernetes and SkyPilot it prints a file."""
 
 import argparse
 import json
@@ -19,6 +20,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system import environment
 from megagrpo.system.arguments import positive
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.manifests import APPLIED_BY, Job, Target, manifest
 from megagrpo.tools.plan.fitting import fit_problems
 
 SCRIPTS = {  # by kind
@@ -28,6 +30,7 @@ SCRIPTS = {  # by kind
     "colocated": "colocated.sbatch",
 }
 _VENV_OF_IMAGE = "/megagrpo/.venv"  # of launch/container
+_SLURM = Target()
 _NO_LIMIT = ("0", "UNLIMITED", "INFINITE")
 
 
@@ -48,49 +51,91 @@ class Request:
     srun_options: tuple[str, ...] = ()  # further options of srun, such as --container-image=...
 
 
-def submit(config: ExperimentConfig, experiment: list[str], request: Request, dry_run: bool) -> int:
+def submit(
+    config: ExperimentConfig,
+    experiment: list[str],
+    request: Request,
+    dry_run: bool,
+    target: Target = _SLURM,
+) -> int:
     """Submits `experiment` (file and overrides for the job's command line); returns sbatch's exit
     status.
 
-    `dry_run` prints the scripts and the command instead, and only notes what is not on this machine.
-    Raises ValueError with all problems.
+    `dry_run` prints the scripts and the command, or the target's file, instead, and only notes what
+    is not on this machine. Raises ValueError with all problems.
     """
     problems = misfits(config, request) + preflight(config, nodes_of(request))
     problems += fit_problems(config, request.gpus_per_node)
-    in_image = runs_in_image(request)
-    elsewhere = list(broken(installed(config))) if dry_run or in_image else []
+    elsewhere = list(broken(installed(config))) if dry_run or runs_in_image(request) else []
     elsewhere += broken(absent_files(config)) if dry_run else []
     problems = [problem for problem in problems if problem not in elsewhere]
+    folder = config.run_folder.path.absolute()
+    if target.to == "slurm":
+        problems += _machine_problems(config, request, dry_run)
+    else:
+        problems += target.problems(Path(experiment[0]), folder, dry_run)
+        if request.time or request.partition or request.options or request.srun_options:
+            problems.append("--time, --partition, --sbatch and --srun are for Slurm: omit them")
+    if problems:
+        raise ValueError("this job cannot run:\n  " + "\n  ".join(problems))
+    for text in elsewhere:
+        print(f"megagrpo submit: not refused on this machine: {text}", file=sys.stderr)
+    request = completed(config, request)
+    if target.to != "slurm":
+        print(manifest(_job(config, experiment, request), target), end="")
+        return 0
+    assert request.kind is not None, "completed"
+    script = _root() / "slurm" / SCRIPTS[request.kind]
+    command = sbatch_command(config, experiment, request, script)
+    variables = job_variables(request, script)
+    if dry_run:
+        _print_scripts(script, command, variables)
+        return 0
+    return _call_sbatch(RunFolder(folder), command, variables)
+
+
+def _machine_problems(config: ExperimentConfig, request: Request, dry_run: bool) -> list[str]:
+    """Returns what this machine lacks for a Slurm job."""
+    problems = []
     scripts = _root() / "slurm"
     if not scripts.is_dir():
         problems.append(
             f"{scripts} is missing: submit from a checkout of the repository, not an installed "
             "package, or set MEGAGRPO_ROOT to one"
         )
-    if not dry_run and shutil.which("sbatch") is None:
+    if dry_run:
+        return problems
+    if shutil.which("sbatch") is None:
         problems.append("sbatch is not on the PATH: submit from a login node, or use --dry-run")
-    if not (dry_run or in_image) and needs_gpus(config) and find_spec("sgl_kernel") is None:
+    in_image = runs_in_image(request)
+    if not in_image and needs_gpus(config) and find_spec("sgl_kernel") is None:
         problems.append(
             f"{sys.prefix} is an installation for CPUs: MEGAGRPO_KIND=gpu bash launch/install.sh"
         )
-    if problems:
-        raise ValueError("this job cannot run:\n  " + "\n  ".join(problems))
-    for text in elsewhere:
-        print(f"megagrpo submit: not refused on this machine: {text}", file=sys.stderr)
-    request = completed(config, request)
-    assert request.kind is not None, "completed"
-    script = scripts / SCRIPTS[request.kind]
-    command = sbatch_command(config, experiment, request, script)
-    variables = job_variables(request, script)
-    if dry_run:
-        job = scripts / "job.sh"
-        words = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
-        print(f"{script.read_text()}\n# {job}:\n{job.read_text()}")
-        print(
-            f"# on every node: {scripts.parent / 'launch'}/*node.sh\n# {words} {shlex.join(command)}"
-        )
-        return 0
-    return _call_sbatch(RunFolder(config.run_folder.path.absolute()), command, variables)
+    return problems
+
+
+def _print_scripts(script: Path, command: list[str], variables: dict[str, str]) -> None:
+    job = script.parent / "job.sh"
+    words = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+    print(f"{script.read_text()}\n# {job}:\n{job.read_text()}")
+    print(f"# on every node: {_root() / 'launch'}/*node.sh\n# {words} {shlex.join(command)}")
+
+
+def _job(config: ExperimentConfig, experiment: list[str], request: Request) -> Job:
+    roles = {"all": request.trainer_nodes or 1}
+    if request.rollout_nodes:
+        roles = {"trainers": request.trainer_nodes or 1, "engines": request.rollout_nodes}
+    return Job(
+        config.name,
+        _from_the_root(config, experiment),
+        roles,
+        gpus=_gpus(config, request) or 0,
+        gpu=config.cluster.gpu,
+        grace_s=request.grace_s,
+        run_folder=config.run_folder.path.absolute(),
+        root=_root(),
+    )
 
 
 def _call_sbatch(folder: RunFolder, command: list[str], variables: dict[str, str]) -> int:
@@ -216,7 +261,6 @@ def sbatch_command(
     """Returns the command line of sbatch.
 
     A second job of a run folder waits until the first one ends, then resumes from its checkpoint.
-    The command names the run folder from the root, because an image has its own working directory.
     """
     folder = RunFolder(config.run_folder.path.absolute())
     name = f"{config.name}@{folder.path}"
@@ -228,10 +272,8 @@ def sbatch_command(
         f"--output={_output(folder, '%j')}",
         "--export=ALL",
     ]
-    gpus = request.gpus_per_node
     # steps get what the job names, although its nodes are exclusive
-    if gpus is None and needs_gpus(config):
-        gpus = config.cluster.gpus_per_node
+    gpus = _gpus(config, request)
     limits = {"time": request.time, "partition": request.partition, "gpus-per-node": gpus}
     every = [
         *(f"--{option}={value}" for option, value in limits.items() if value),
@@ -249,9 +291,23 @@ def sbatch_command(
             nodes = [f"--nodes={request.trainer_nodes}", *every, ":", *second, *every]
         case _:
             nodes = every
-    if folder != config.run_folder:
-        experiment = [*experiment, "--set", f"output_dir={json.dumps(str(folder.path))}"]
-    return ["sbatch", *once, *nodes, str(script), *experiment]
+    return ["sbatch", *once, *nodes, str(script), *_from_the_root(config, experiment)]
+
+
+def _gpus(config: ExperimentConfig, request: Request) -> int | None:
+    """Returns the GPUs per node that a job requests."""
+    if request.gpus_per_node is None and needs_gpus(config):
+        return config.cluster.gpus_per_node
+    return request.gpus_per_node
+
+
+def _from_the_root(config: ExperimentConfig, experiment: list[str]) -> list[str]:
+    """Returns `experiment` with the absolute path of the run folder, because an image has its own
+    working directory."""
+    path = config.run_folder.path
+    if path.is_absolute():
+        return experiment
+    return [*experiment, "--set", f"output_dir={json.dumps(str(path.absolute()))}"]
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -296,7 +352,21 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help="the same for each node's step: --srun=--container-image=image.sqsh; the words in "
         "MEGAGRPO_NODE_PREFIX go before each node's command",
     )
-    option("--dry-run", action="store_true", help="print the script and sbatch's command line")
+    option(
+        "--to",
+        choices=("slurm", *APPLIED_BY),
+        default="slurm",
+        help="scheduler (default slurm); for the others --dry-run prints a file",
+    )
+    option("--image", help="image of pods, or of SkyPilot's nodes")
+    option(
+        "--volume",
+        metavar="NAME:FOLDER",
+        help="claim of pods, or SkyPilot's volume, and the folder that shows it on all nodes",
+    )
+    option(
+        "--dry-run", action="store_true", help="print scripts and sbatch's command line, or a file"
+    )
 
 
 def run(args: argparse.Namespace, config: ExperimentConfig) -> int:
@@ -314,4 +384,5 @@ def run(args: argparse.Namespace, config: ExperimentConfig) -> int:
     request = Request(**given, options=tuple(args.sbatch), srun_options=tuple(args.srun))
     changes = (word for override in args.overrides for word in ("--set", override))
     words = [str(Path(args.config).absolute()), *changes]
-    return submit(config, words, request, args.dry_run)
+    target = Target(args.to, args.image, args.volume)
+    return submit(config, words, request, args.dry_run, target)

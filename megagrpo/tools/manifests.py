@@ -1,0 +1,199 @@
+"""An experiment's nodes as a file for Kubernetes or SkyPilot, whose nodes run launch/anywhere.sh.
+
+A JobSet: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/. A SkyPilot task:
+https://docs.skypilot.co/en/latest/reference/yaml-spec.html.
+"""
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+APPLIED_BY = {"kubernetes": "`kubectl apply -f -`", "skypilot": "`sky launch`, as a file"}
+_NEEDED = {
+    "kubernetes": "--image and --volume CLAIM:/FOLDER",
+    "skypilot": "--volume NAME:/FOLDER",
+}
+_IMAGE_ROOT = "/megagrpo"  # of launch/container
+_ATTEMPT = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
+_MAX_RESTARTS = 3  # after a failure; 85 does not count
+_STOPPED = 85  # saved, to go on
+# Exit codes of docs/operate.md that no restart mends, and _STOPPED. 1 is not among them, because
+# engines that are lost end trainers with it. Engines end with 143 together with their pod.
+_DECIDED = [2, _STOPPED, 86, 130, 143]
+_DECIDED_ENGINES = [2]
+_SECRET = "megagrpo"  # with RAY_AUTH_TOKEN and MEGAGRPO_API_KEY
+
+
+@dataclass(frozen=True)
+class Target:
+    """What nodes run on, besides Slurm's."""
+
+    to: str = "slurm"  # or a key of APPLIED_BY
+    image: str | None = None
+    volume: str | None = None  # NAME:FOLDER
+
+    @property
+    def mount(self) -> tuple[str, str]:
+        """The name of the volume and the folder where nodes see it."""
+        name, _, folder = (self.volume or "").partition(":")
+        return name, folder
+
+    def problems(self, experiment: Path, run_folder: Path, dry_run: bool) -> list[str]:
+        """Returns what a request for these nodes lacks."""
+        problems = []
+        if not dry_run:
+            problems.append(
+                f"--to {self.to} only prints: add --dry-run, and give what it prints to "
+                f"{APPLIED_BY[self.to]}"
+            )
+        name, folder = self.mount
+        if not (name and folder.startswith("/") and (self.image or self.to == "skypilot")):
+            return [*problems, f"--to {self.to} needs {_NEEDED[self.to]}, which all nodes see"]
+        return problems + [
+            f"{path} is not in {folder} (--volume), which all nodes see under the same path"
+            for path in (experiment, run_folder)
+            if not path.is_relative_to(folder)
+        ]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request, completed: what is the same in both files."""
+
+    name: str
+    words: list[str]  # experiment and overrides
+    roles: dict[str, int]  # trainers and engines, or all -> nodes
+    gpus: int  # per node; 0: none requested
+    gpu: str
+    grace_s: int
+    run_folder: Path
+    root: Path  # the checkout
+
+
+def manifest(job: Job, target: Target) -> str:
+    """Returns the file as YAML."""
+    tree = _task(job, target)
+    if target.to == "kubernetes":
+        tree = _jobset(job, target)
+    return yaml.safe_dump(tree, sort_keys=False, width=120)
+
+
+def _jobset(job: Job, target: Target) -> dict[str, object]:
+    # a DNS label that leaves room for a pod's role and number
+    name = "megagrpo-" + re.sub("[^a-z0-9]+", "-", job.name.lower()).strip("-")
+    name = name[:40].strip("-")
+    actions = {
+        "stopped": ("RestartJobSetAndIgnoreMaxRestarts", f"exit code {_STOPPED} "),
+        "final": ("FailJobSet", "exit code"),
+    }
+    rules = [
+        {
+            "name": rule,
+            "action": action,
+            "onJobFailureReasons": ["PodFailurePolicy"],
+            "onJobFailureMessagePatterns": [message],
+        }
+        for rule, (action, message) in actions.items()
+    ]
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name},
+        "spec": {
+            "failurePolicy": {
+                "maxRestarts": _MAX_RESTARTS,
+                "restartStrategy": "BlockingRecreate",  # one launcher per run folder
+                "rules": rules,
+            },
+            # engines do not end by themselves
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": [next(iter(job.roles))]},
+            "replicatedJobs": [
+                {"name": role, "template": {"spec": _of_role(job, target, name, role)}}
+                for role in job.roles
+            ],
+        },
+    }
+
+
+def _of_role(job: Job, target: Target, name: str, role: str) -> dict[str, object]:
+    """Returns a Job with one pod per node, which fails with its first pod."""
+    nodes = job.roles[role]
+    codes = _DECIDED_ENGINES if role == "engines" else _DECIDED
+    rule = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": codes}}
+    return {
+        "completionMode": "Indexed",
+        "completions": nodes,
+        "parallelism": nodes,
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [rule]},
+        "template": {"spec": _pod(job, target, role, f"{name}-{role}-0-0.{name}")},
+    }
+
+
+def _pod(job: Job, target: Target, role: str, first_address: str) -> dict[str, object]:
+    claim, folder = target.mount
+    values = {
+        "MEGAGRPO_ROLE": role,
+        "MEGAGRPO_FOLDER": str(Path.cwd()),
+        "NNODES": str(job.roles[role]),
+        "MASTER_ADDR": first_address,
+    }
+    fields = {"NODE_ADDR": "status.podIP", "JOBSET_RESTART_ATTEMPT": _ATTEMPT}
+    container: dict[str, object] = {
+        "name": role,
+        "image": target.image,
+        "command": ["bash", f"{_IMAGE_ROOT}/launch/anywhere.sh", *job.words],
+        "env": [
+            *({"name": key, "value": value} for key, value in values.items()),
+            *(
+                {"name": key, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+                for key, path in fields.items()
+            ),
+        ],
+        "envFrom": [{"secretRef": {"name": _SECRET}}],
+        "volumeMounts": [
+            {"name": "shared", "mountPath": folder},
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ],
+    }
+    if job.gpus:
+        container["resources"] = {"limits": {"nvidia.com/gpu": job.gpus}}
+    return {
+        "restartPolicy": "Never",  # the JobSet restarts all pods
+        "terminationGracePeriodSeconds": job.grace_s,
+        "containers": [container],
+        "volumes": [
+            {"name": "shared", "persistentVolumeClaim": {"claimName": claim}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+
+
+def _task(job: Job, target: Target) -> dict[str, object]:
+    """Returns a task; without an image the nodes install this checkout."""
+    volume, folder = target.mount
+    resources: dict[str, object] = {"job_recovery": {"recover_on_exit_codes": [_STOPPED]}}
+    if job.gpus:
+        resources["accelerators"] = f"{job.gpu}:{job.gpus}"
+    envs = {"MEGAGRPO_FOLDER": str(Path.cwd()), "MEGAGRPO_RUN_FOLDER": str(job.run_folder)}
+    if "trainers" in job.roles:
+        envs["TRAINER_NODES"] = str(job.roles["trainers"])
+    task: dict[str, object] = {
+        "name": job.name,
+        "num_nodes": sum(job.roles.values()),
+        "resources": resources,
+        "volumes": {folder: volume},
+        "envs": envs,
+        # the values: `sky launch --secret NAME`
+        "secrets": {"RAY_AUTH_TOKEN": None, "MEGAGRPO_API_KEY": None},
+    }
+    root = "."
+    if target.image:
+        root = _IMAGE_ROOT
+        resources["image_id"] = f"docker:{target.image}"
+    else:
+        task |= {"workdir": str(job.root), "setup": "bash launch/install.sh"}
+    return task | {"run": f"bash {root}/launch/anywhere.sh {shlex.join(job.words)}"}
