@@ -9,7 +9,7 @@
 # MEGAGRPO_ROLE: trainers or engines, if each have a job of their own; all: `megagrpo run` (the default). With TRAINER_NODES of
 # the nodes in SKYPILOT_NODE_IPS, the first ones train and the others sample.
 # MEGAGRPO_RUN_FOLDER: engines end after the trainers, which say it there. Leave it out if the cluster ends the engines.
-# TERM: trainers save after the current step and end with status 85. See docs/operate.md for others.
+# TERM: trainers save after the current step and end with status 85. docs/operate.md has the other ways to stop.
 set -euo pipefail
 launch="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 

@@ -46,7 +46,8 @@ def commands(page: Path) -> list[list[str]]:
     lines = [line for block in fenced(page, "bash") for line in block.splitlines()]
     inline = [text for text in re.findall(r"`(megagrpo [^`]+)`", prose) if "COMMAND" not in text]
     found = []
-    for words in (shlex.split(line, comments=True) for line in [*lines, *inline]):
+    for line in [*lines, *inline]:
+        words = shlex.split(re.split(r" [|>] ", line)[0], comments=True)  # without where the output goes
         if words[:1] == ["megagrpo"]:
             found.append(words[1:])
         elif words and words[0] in NODE_SCRIPTS:
