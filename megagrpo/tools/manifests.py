@@ -28,8 +28,8 @@ _SECRET = "megagrpo"  # with RAY_AUTH_TOKEN and MEGAGRPO_API_KEY
 
 
 @dataclass(frozen=True)
-class Target:
-    """What nodes run on, besides Slurm's."""
+class Scheduler:
+    """Slurm, or another one that starts nodes and what it must know of them."""
 
     to: str = "slurm"  # or a key of APPLIED_BY
     image: str | None = None
@@ -73,15 +73,15 @@ class Job:
     root: Path  # the checkout
 
 
-def manifest(job: Job, target: Target) -> str:
+def manifest(job: Job, scheduler: Scheduler) -> str:
     """Returns the file as YAML."""
-    tree = _task(job, target)
-    if target.to == "kubernetes":
-        tree = _jobset(job, target)
+    tree = _task(job, scheduler)
+    if scheduler.to == "kubernetes":
+        tree = _jobset(job, scheduler)
     return yaml.safe_dump(tree, sort_keys=False, width=120)
 
 
-def _jobset(job: Job, target: Target) -> dict[str, object]:
+def _jobset(job: Job, scheduler: Scheduler) -> dict[str, object]:
     # a DNS label that leaves room for a pod's role and number
     name = "megagrpo-" + re.sub("[^a-z0-9]+", "-", job.name.lower()).strip("-")
     name = name[:40].strip("-")
@@ -111,14 +111,14 @@ def _jobset(job: Job, target: Target) -> dict[str, object]:
             # engines do not end by themselves
             "successPolicy": {"operator": "All", "targetReplicatedJobs": [next(iter(job.roles))]},
             "replicatedJobs": [
-                {"name": role, "template": {"spec": _of_role(job, target, name, role)}}
+                {"name": role, "template": {"spec": _of_role(job, scheduler, name, role)}}
                 for role in job.roles
             ],
         },
     }
 
 
-def _of_role(job: Job, target: Target, name: str, role: str) -> dict[str, object]:
+def _of_role(job: Job, scheduler: Scheduler, name: str, role: str) -> dict[str, object]:
     """Returns a Job with one pod per node, which fails with its first pod."""
     nodes = job.roles[role]
     codes = _DECIDED_ENGINES if role == "engines" else _DECIDED
@@ -129,12 +129,12 @@ def _of_role(job: Job, target: Target, name: str, role: str) -> dict[str, object
         "parallelism": nodes,
         "backoffLimit": 0,
         "podFailurePolicy": {"rules": [rule]},
-        "template": {"spec": _pod(job, target, role, f"{name}-{role}-0-0.{name}")},
+        "template": {"spec": _pod(job, scheduler, role, f"{name}-{role}-0-0.{name}")},
     }
 
 
-def _pod(job: Job, target: Target, role: str, first_address: str) -> dict[str, object]:
-    claim, folder = target.mount
+def _pod(job: Job, scheduler: Scheduler, role: str, first_address: str) -> dict[str, object]:
+    claim, folder = scheduler.mount
     values = {
         "MEGAGRPO_ROLE": role,
         "MEGAGRPO_FOLDER": str(Path.cwd()),
@@ -144,7 +144,7 @@ def _pod(job: Job, target: Target, role: str, first_address: str) -> dict[str, o
     fields = {"NODE_ADDR": "status.podIP", "JOBSET_RESTART_ATTEMPT": _ATTEMPT}
     container: dict[str, object] = {
         "name": role,
-        "image": target.image,
+        "image": scheduler.image,
         "command": ["bash", f"{_IMAGE_ROOT}/launch/anywhere.sh", *job.words],
         "env": [
             *({"name": key, "value": value} for key, value in values.items()),
@@ -172,9 +172,9 @@ def _pod(job: Job, target: Target, role: str, first_address: str) -> dict[str, o
     }
 
 
-def _task(job: Job, target: Target) -> dict[str, object]:
+def _task(job: Job, scheduler: Scheduler) -> dict[str, object]:
     """Returns a task; without an image the nodes install this checkout."""
-    volume, folder = target.mount
+    volume, folder = scheduler.mount
     resources: dict[str, object] = {"job_recovery": {"recover_on_exit_codes": [_STOPPED]}}
     if job.gpus:
         resources["accelerators"] = f"{job.gpu}:{job.gpus}"
@@ -191,9 +191,9 @@ def _task(job: Job, target: Target) -> dict[str, object]:
         "secrets": {"RAY_AUTH_TOKEN": None, "MEGAGRPO_API_KEY": None},
     }
     root = "."
-    if target.image:
+    if scheduler.image:
         root = _IMAGE_ROOT
-        resources["image_id"] = f"docker:{target.image}"
+        resources["image_id"] = f"docker:{scheduler.image}"
     else:
         task |= {"workdir": str(job.root), "setup": "bash launch/install.sh"}
     return task | {"run": f"bash {root}/launch/anywhere.sh {shlex.join(job.words)}"}

@@ -20,7 +20,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system import environment
 from megagrpo.system.arguments import positive
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.tools.manifests import APPLIED_BY, Job, Target, manifest
+from megagrpo.tools.manifests import APPLIED_BY, Job, Scheduler, manifest
 from megagrpo.tools.plan.fitting import fit_problems
 
 SCRIPTS = {  # by kind
@@ -30,7 +30,7 @@ SCRIPTS = {  # by kind
     "colocated": "colocated.sbatch",
 }
 _VENV_OF_IMAGE = "/megagrpo/.venv"  # of launch/container
-_SLURM = Target()
+_SLURM = Scheduler()
 _NO_LIMIT = ("0", "UNLIMITED", "INFINITE")
 
 
@@ -56,12 +56,12 @@ def submit(
     experiment: list[str],
     request: Request,
     dry_run: bool,
-    target: Target = _SLURM,
+    scheduler: Scheduler = _SLURM,
 ) -> int:
     """Submits `experiment` (file and overrides for the job's command line); returns sbatch's exit
     status.
 
-    `dry_run` prints the scripts and the command, or the target's file, instead, and only notes what
+    `dry_run` prints the scripts and the command, or the scheduler's file instead, and only notes what
     is not on this machine. Raises ValueError with all problems.
     """
     problems = misfits(config, request) + preflight(config, nodes_of(request))
@@ -70,10 +70,10 @@ def submit(
     elsewhere += broken(absent_files(config)) if dry_run else []
     problems = [problem for problem in problems if problem not in elsewhere]
     folder = config.run_folder.path.absolute()
-    if target.to == "slurm":
+    if scheduler.to == "slurm":
         problems += _machine_problems(config, request, dry_run)
     else:
-        problems += target.problems(Path(experiment[0]), folder, dry_run)
+        problems += scheduler.problems(Path(experiment[0]), folder, dry_run)
         if request.time or request.partition or request.options or request.srun_options:
             problems.append("--time, --partition, --sbatch and --srun are for Slurm: omit them")
     if problems:
@@ -81,8 +81,8 @@ def submit(
     for text in elsewhere:
         print(f"megagrpo submit: not refused on this machine: {text}", file=sys.stderr)
     request = completed(config, request)
-    if target.to != "slurm":
-        print(manifest(_job(config, experiment, request), target), end="")
+    if scheduler.to != "slurm":
+        print(manifest(_job(config, experiment, request), scheduler), end="")
         return 0
     assert request.kind is not None, "completed"
     script = _root() / "slurm" / SCRIPTS[request.kind]
@@ -384,5 +384,5 @@ def run(args: argparse.Namespace, config: ExperimentConfig) -> int:
     request = Request(**given, options=tuple(args.sbatch), srun_options=tuple(args.srun))
     changes = (word for override in args.overrides for word in ("--set", override))
     words = [str(Path(args.config).absolute()), *changes]
-    target = Target(args.to, args.image, args.volume)
-    return submit(config, words, request, args.dry_run, target)
+    scheduler = Scheduler(args.to, args.image, args.volume)
+    return submit(config, words, request, args.dry_run, scheduler)
