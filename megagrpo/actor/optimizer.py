@@ -91,11 +91,27 @@ def build_optimizer(
     }
     optimizer = get_megatron_optimizer(settings, model, config_overrides=groups)
     find_by_dtype(optimizer)
+    _share_step_counts(optimizer)
     # if only experts have adapters, the dense optimizer is a stub without a state
     if with_adapters:
         parts = optimizer.chained_optimizers
         optimizer.chained_optimizers = [part for part in parts if not part.is_stub_optimizer]
     return optimizer
+
+
+def _share_step_counts(optimizer: ChainedOptimizer) -> None:
+    """Lets a part that has no parameters on this rank, as the experts' of a stage without any, tell
+    the other parts' number of steps: Megatron's checkpoints want one of each if Adam is torch's."""
+    parts = [part.optimizer for part in optimizer.chained_optimizers]
+    adams = [part for part in parts if isinstance(part, torch.optim.Adam)]
+
+    def with_count(_: torch.optim.Optimizer, state: dict) -> dict:
+        count = next((values for adam in adams for values in adam.state.values()), {})
+        return {**state, "state": {0: count}}
+
+    for adam in adams:
+        if not any(group["params"] for group in adam.param_groups):
+            adam.register_state_dict_post_hook(with_count)
 
 
 def optimizer_tensors(optimizer: ChainedOptimizer) -> Iterator[Tensor]:

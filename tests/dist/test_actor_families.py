@@ -129,6 +129,16 @@ def test_decays_of_gated_delta_nets_are_float32_and_travel(one_rank: Path):
     assert found["others"] == ["torch.bfloat16"]
 
 
+def test_layers_of_one_part_travel(one_rank: Path):
+    """As above; in a checkpoint a layer without experts is not like one with."""
+    model = str(one_rank / "nemotron_h")
+    decays = {"do": "decays", "model": model, "dtype": "bfloat16", "distributed": True}
+    layouts = ("TP2xEP2", "PP2")
+    found = resumed_elsewhere(one_rank / "one_part", model, layouts, decays | {"parallel": LAYOUTS["TP2+SP"]})
+    assert {f"backbone.layers.{layer}.mixer.A_log" for layer in (0, 4, 6)} < set(found["names"])
+    assert found["equal"] and found["live"] == found["exported"] == ["torch.float32"]
+
+
 def test_an_optimizer_of_two_dtypes_is_resumed(one_rank: Path):
     """bfloat16 weights and float32 decays in one sharded optimizer: the next updates are those of a
     run that went on, bit by bit."""
@@ -143,6 +153,21 @@ def test_an_optimizer_of_two_dtypes_is_resumed(one_rank: Path):
         assert on[f"loss{number}"] == resumed[f"loss{number}"]
         weights = resumed[f"weights{number}"]
         assert all(torch.equal(weights[name], w) for name, w in on[f"weights{number}"].items())
+
+
+def test_a_stage_without_experts_is_saved_and_resumed(one_rank: Path):
+    """Its optimizer of experts has counted no steps."""
+    folder = one_rank / "no_experts"
+    uneven = {"pp": 2, "first_stage_layers": 1, "last_stage_layers": 3}
+    common = {"do": "checkpoint", "model": str(one_rank / "deepseek_v3"), "distributed": True}
+    once = {**common, "parallel": uneven, "warm": 1, "then": f"{folder}/on.pt", "save": f"{folder}/checkpoints"}
+    again = {**common, "load": f"{folder}/checkpoints/step_000001"}
+    run_ranks(2, folder, [once, {**again, "parallel": uneven, "then": f"{folder}/again.pt"}])
+    run_ranks(1, folder, [{**again, "then": f"{folder}/one.pt"}])
+    on, resumed, one = (torch.load(folder / f"{name}.pt") for name in ("on", "again", "one"))
+    for number in (10, 11):
+        assert on[f"loss{number}"] == resumed[f"loss{number}"]
+        assert within("loss", abs(on[f"loss{number}"] - one[f"loss{number}"]), 2e-6)
 
 
 def test_layers_that_only_speculate_are_not_loaded(one_rank: Path):

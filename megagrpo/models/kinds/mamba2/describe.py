@@ -97,8 +97,9 @@ class Mamba2:
         yield Cut(self.CUT_KEY, self.groups, "tp x cp", p.tp * p.cp)
 
     def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
-        """Returns the fields of Megatron's TransformerConfig: none, its layer gets the sizes."""
-        return {}
+        """Returns the fields of Megatron's TransformerConfig; the layer gets the sizes. Checkpoints
+        would take layers for alike, and refuse to be written where they are not."""
+        return {"hetereogenous_dist_checkpoint": True}
 
     def recomputed(self, engine: bool, scaled: bool) -> list[str]:
         """Returns Megatron's names of what is cheap to compute again."""
