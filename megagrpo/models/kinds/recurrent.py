@@ -75,6 +75,13 @@ class RecurrentMixer(MegatronModule):
         """Restores float32 of A_log after a cast: it is an exponent's exponent."""
         self.A_log.data = self.A_log.data.float()
 
+    def set_for_recompute_input_layernorm(self) -> None:
+        """Lets the first projection in FP8 keep its input itself, which Megatron frees and computes
+        again, as its attention does."""
+        from megatron.core.extensions.transformer_engine import set_save_original_input
+
+        set_save_original_input(self.in_proj)
+
     def own_heads(self, *parameters: Tensor) -> tuple[Tensor, ...]:
         """Returns the rows of this rank's groups, of those that share the sequences under way."""
         context = self._context
