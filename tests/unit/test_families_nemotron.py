@@ -78,6 +78,8 @@ def test_layers_by_their_words_are_those_of_the_pattern():
     del written["hybrid_override_pattern"], written["num_hidden_layers"]
     written["time_step_limit"] = [0.0, {"__float__": "Infinity"}]
     assert architecture_of(written) == architecture_of(SUPER)
+    both = written | {"hybrid_override_pattern": "M*"}  # engines and transformers read the words then
+    assert architecture_of(both) == architecture_of(SUPER)
 
 
 def test_layers_that_only_speculate_stay_in_an_export_under_their_own_names():
@@ -135,6 +137,10 @@ def test_drafts_adapters_replay_of_engines_and_cut_groups_are_refused():
     assert problem == "actor.parallel.tp x cp = 16 does not divide the model's n_groups = 8; it may be 8"
     [problem] = layout_problems(arch, ActorConfig.model_validate({"routing_replay": "rollout"}))
     assert "Nemotron-H does not say which layer chose experts" in problem
+    overlap = ActorConfig.model_validate({"megatron": {"moe_shared_expert_overlap": True}})
+    [problem] = layout_problems(arch, overlap)
+    assert problem.startswith("actor.megatron.moe_shared_expert_overlap: Megatron refuses it")
+    assert not layout_problems(architecture_of(NANO), overlap)
     problems = engine_layout_problems(experiment(rollout={"tp": 16}).rollout, arch)
     assert any("tp = 16 does not divide the model's n_groups = 8" in each for each in problems)
 

@@ -72,6 +72,13 @@ def _routers(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
     if unreported := arch.experts and arch.experts.unreported:
         replayed = actor.routing_replay == "rollout"
         yield Rule(replayed, f"actor.routing_replay: {unreported}", "take old, or remove it")
+    overlap = actor.megatron.get("moe_shared_expert_overlap")
+    yield Rule(
+        overlap and arch.experts and arch.experts.latent_size,
+        "actor.megatron.moe_shared_expert_overlap: Megatron refuses it at the first forward of "
+        "experts in a latent space",
+        "remove it",
+    )
 
 
 def _sinks(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:

@@ -57,7 +57,7 @@ _ONLY: dict[str, tuple[object, ...]] = {  # the values of keys that may be absen
 
 
 class NemotronH(Family):
-    """Reads layers by `hybrid_override_pattern`, or by `layers_block_type`."""
+    """Reads layers by `layers_block_type`, or by `hybrid_override_pattern`."""
 
     HF_CLASS = "NemotronHForCausalLM"
     REQUIRED_KEYS: ClassVar[tuple[str, ...]] = (*_MAMBA_SIZES, "layer_norm_epsilon")
@@ -187,10 +187,10 @@ class NemotronH(Family):
 
 
 def _words(hf: HfConfig) -> list[str]:
-    """Returns what each layer is, unknown ones as they stand."""
-    if (pattern := hf.get("hybrid_override_pattern")) is not None:
-        return [_LETTERS.get(letter, letter) for letter in pattern]
-    return list(hf.get("layers_block_type") or ())
+    """Returns what each layer is, unknown ones as they stand; engines prefer words to a pattern."""
+    if (words := hf.get("layers_block_type")) is not None:
+        return list(words)
+    return [_LETTERS.get(letter, letter) for letter in hf.get("hybrid_override_pattern") or ()]
 
 
 def _common(hf: HfConfig) -> HfConfig:
