@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from megagrpo.types import EngineInfo
 
-_LAST_BYTES = 2**16  # of metrics.jsonl, more than a line
+_LAST_BYTES = 2**20  # of metrics.jsonl, more than a step: each of a thousand sources has metrics
 
 
 def exposition(run: str, metrics: Path, engines: Sequence[EngineInfo]) -> bytes:
@@ -40,12 +40,16 @@ def exposition(run: str, metrics: Path, engines: Sequence[EngineInfo]) -> bytes:
 
 
 def last_entry(path: Path) -> dict[str, float]:
-    """Returns the numbers of the last whole line of metrics.jsonl; {} if there is none."""
+    """Returns the numbers of the last step in metrics.jsonl; {} if no line is whole. A resumed run
+    evaluates a step again, in a line of its own."""
+    last: dict[str, float | None] = {}
     with suppress(OSError), path.open("rb") as file:
         file.seek(max(0, file.seek(0, 2) - _LAST_BYTES))
         for line in reversed(file.read().splitlines(keepends=True)):
             with suppress(ValueError):
                 if line.endswith(b"\n"):
                     entry = json.loads(line)
-                    return {name: value for name, value in entry.items() if value is not None}
-    return {}
+                    if last and entry["step"] != last["step"]:
+                        break
+                    last = entry | last
+    return {name: value for name, value in last.items() if value is not None}

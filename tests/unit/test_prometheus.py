@@ -22,6 +22,7 @@ from megagrpo.types import EngineInfo
 from tests.experiments import ROOT
 
 LINES = '{"step": 1, "reward/mean": 0.25}\n{"step": 2, "reward/mean": 0.5, "optim/grad_norm": null}\n'
+MANY = {"step": 3, **{f"source/name_{number}_reward_mean": 0.25 for number in range(3000)}}
 
 
 def engine(number: int, state: str, version: int | None = None, teacher: str = "") -> EngineInfo:
@@ -57,6 +58,8 @@ def test_the_last_step_and_the_engines(tmp_path):
         (LINES + '{"step": 3, "rew', {"step": 2, "reward/mean": 0.5}),
         (LINES + '{"step": 3, "reward/mean": 1.0}', {"step": 2, "reward/mean": 0.5}),
         (LINES + "broken\n", {"step": 2, "reward/mean": 0.5}),
+        (LINES + '{"step": 2, "eval/accuracy": 0.25}\n', {"step": 2, "reward/mean": 0.5, "eval/accuracy": 0.25}),
+        (LINES + json.dumps(MANY) + "\n", MANY),
     ],
 )
 def test_the_last_whole_line(content, expected, tmp_path):
