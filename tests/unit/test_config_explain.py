@@ -74,6 +74,11 @@ def test_coordinates_of_ranks_are_megatrons(tp, cp, pp, ep, etp, world):
         ),
         (MOE, ["sampling.stop_token_ids=[1, 1000000]"], "stop_token_ids: 1000000 is no token"),
         (MOE, ["rollout={tp: 2, ep: 2}", "actor.device=cuda"], "float32 on GPUs: torch's experts"),
+        (
+            MOE,
+            ["rollout={tp: 2, ep: 2, dtype: float32}", "actor={device: auto, dtype: bfloat16}"],
+            "float32 on GPUs: torch's experts",
+        ),
         ({"model_type": "gpt2"}, [], "'gpt2' is not supported; supported: llama, qwen2, qwen3, qwen3_moe"),
     ],
 )

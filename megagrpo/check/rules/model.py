@@ -24,7 +24,7 @@ def before_start(subject: Subject) -> Iterator[Rule]:
     rollout = config.rollout
     experts = rollout.dtype == "float32" and not rollout.deterministic
     yield Rule(
-        rollout.ep > 1 and experts and config.actor.device == "cuda",
+        rollout.ep > 1 and experts and needs_gpus(config),
         f"rollout.ep = {rollout.ep} with rollout.dtype float32 on GPUs: torch's experts, the only "
         "ones in float32, do not skip those of other ranks",
         "set ep 1 or bfloat16",
