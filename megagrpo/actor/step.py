@@ -173,7 +173,8 @@ def update(
     optim: list[dict[str, float]] = []  # of every update
     actor.expert_load.begin()
     actor.clock.clear()
-    group_ids = batch.group_ids.tolist()
+    group_ids, lengths = batch.group_ids.tolist(), batch.lengths.tolist()
+    computed: list[int] = []  # lengths of the samples of every update that is not skipped
     for updates in batch.updates:
         passes.append([])
         for groups in map(frozenset, updates):
@@ -182,6 +183,7 @@ def update(
             if denominators.nothing:
                 skipped += 1
                 continue
+            computed += [lengths[row] for row in rows]
             seen_now = seen if batch.old_logprobs is None else None
             sums = backward(actor, batch, rows, algorithm, temperature, denominators, seen_now)
             try:
@@ -212,7 +214,7 @@ def update(
         "optim/skipped_updates": float(skipped),
         "optim/non_finite_updates": float(non_finite),
     }
-    metrics |= actor.clock.take() | _expert_metrics(actor) | _utilization(actor, batch)
+    metrics |= actor.clock.take() | _expert_metrics(actor) | _utilization(actor, computed)
     return Updated(metrics, seen.cpu() if batch.old_logprobs is None else batch.old_logprobs)
 
 
@@ -362,11 +364,12 @@ def holds_token_values() -> bool:
     return first and mpu.is_pipeline_last_stage(ignore_virtual=True)
 
 
-def _utilization(actor: MegatronActor, batch: Batch) -> dict[str, float]:
-    """Collective. Returns perf/mfu of the updates that the clock took last."""
+def _utilization(actor: MegatronActor, lengths: Sequence[int]) -> dict[str, float]:
+    """Collective. Returns perf/mfu of the updates that the clock took last, from the lengths of this
+    replica's samples in them."""
     config = actor.config
-    own = training_flops(actor.arch, batch.lengths.tolist(), config.lora is not None)
-    flops = actor.mesh.reduce(torch.tensor(own * len(batch.updates), dtype=torch.float64), "sum")
+    own = training_flops(actor.arch, lengths, config.lora is not None)
+    flops = actor.mesh.reduce(torch.tensor(own, dtype=torch.float64), "sum")
     width = 2 if config.dtype == "bfloat16" else 4
     return mfu(float(flops), actor.clock.seconds, config.world_size, width, actor.mesh.device)
 

@@ -117,12 +117,17 @@ def fewest_micro_batches(lengths: Sequence[int], budget: int, packed: bool) -> l
     Even micro-batches are taken if they are fewer than full ones with the rest in the last.
     """
     found = _filled(lengths, budget, packed)
+    # no two samples of more than half of the budget fit
+    fewest = max(-(-sum(lengths) // budget), sum(2 * length > budget for length in lengths))
     # downwards: of samples near the budget many fewer would fit by their sum, and none does
-    while packed and len(found) > -(-sum(lengths) // budget):
-        even = balanced_parts(lengths, len(found) - 1)
-        if not _fits(even, lengths, budget, packed):
-            break
-        found = even
+    step, growing = 1, True
+    while packed and step and len(found) > fewest:
+        even = balanced_parts(lengths, max(len(found) - step, fewest))
+        if _fits(even, lengths, budget, packed):
+            found = even
+        else:
+            growing = False
+        step = 2 * step if growing else step // 2
     return found
 
 

@@ -5,6 +5,7 @@ check` and the certificate then support it.
 """
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -193,15 +194,19 @@ def attention_length(arch: Architecture) -> int:
     """Returns the sequence length, in tokens, at which attention costs as much as all other matrix
     products.
 
-    Attention's own products are queries with keys and weights with values, under a causal mask.
+    Attention's own products are queries with keys and weights with values, under a causal mask; in
+    layers with a window they do not grow with the sequence and count as none.
     """
     # of a token at the end of a sequence of n: heads * n multiply-adds, twice, and half of that on
     # average
     attention = arch.attention
     heads = attention.heads * (attention.head_dim + attention.v_dim) // 2
+    layers = arch.attention_layers
     if arch.indexer:  # the keys that a query then sees are as many in long sequences
         heads = arch.indexer.heads * arch.indexer.head_dim // 2
-    return max(_products(arch) // max(arch.attention_layers, 1) // heads, 1)
+    elif attention.most_keys < math.inf:
+        layers -= round(layers * attention.limited_share)
+    return max(_products(arch) // max(layers, 1) // heads, 1)
 
 
 def training_flops(arch: Architecture, lengths: Sequence[int], adapters: bool) -> float:

@@ -33,6 +33,7 @@ def test_only_that_update_is_left_out(results, layout):
     """The step's other update gives the weights, bit by bit, that it gives when the bad one's samples are masked."""
     result = results[layout]
     assert (result["non_finite"], result["skipped_when_masked"]) == (1.0, 1.0)
+    assert result["counts_what_was_computed"], "perf/mfu is of what was not skipped"
     assert result["same_weights_as_without"] and result["moved"] and result["loss_is_of_the_good_update"]
 
 

@@ -13,7 +13,7 @@ from megagrpo.actor.host import prepare_host
 from megagrpo.check.problems import layout_problems
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.models.costs import Share
-from megagrpo.models.table import architecture_of, model_problems, parameter_counts
+from megagrpo.models.table import architecture_of, model_problems, parameter_counts, training_flops
 from megagrpo.system.torchvision import prepare_torchvision
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.weights.hf_folder import HfFolder
@@ -186,3 +186,10 @@ def test_layouts_that_would_be_wrong_are_refused(actor, said):
     assert layout_problems(arch, ActorConfig(world_size=2, parallel={"cp": 2})) == []
     (problem,) = layout_problems(arch, ActorConfig(**actor))
     assert said in problem
+
+
+def test_training_flops_of_layers_with_windows_do_not_grow_with_the_square_of_a_sequence():
+    arch = architecture_of(SMALL)
+    once, twice = (training_flops(arch, [length], False) for length in (10_000, 20_000))
+    grown = (twice - 2 * once) / (3 * 10_000**2 * arch.attention.pair_flops)
+    assert grown == pytest.approx(12, rel=0.01), "half of 24 layers see everything"

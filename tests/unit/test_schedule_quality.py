@@ -1,5 +1,6 @@
 """The schedule's invariants for any lengths, and its quality on the recorded figures of public frameworks."""
 
+import random
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -107,8 +108,9 @@ def test_empty_ranks_and_samples_above_the_budget():
     assert balance.candidate_cuts([], 100, True, 2, [50, 0]) == [[[], []]] * 3
 
 
-def test_samples_that_go_in_pairs_nowhere_are_tried_once(monkeypatch):
-    """By their sum 300 of 600 tokens need 180 micro-batches of 1,000: no number from there to 300 fits."""
+def test_numbers_of_micro_batches_are_tried_in_growing_steps(monkeypatch):
+    """Of 600 samples 249 filled micro-batches become 231 even ones; one by one, that were 19 tries. By their sum 300 of
+    600 tokens need 180 micro-batches of 1,000: two go nowhere together, and no number from there to 300 is tried."""
     tried = []
     balanced = balance.balanced_parts
 
@@ -117,7 +119,10 @@ def test_samples_that_go_in_pairs_nowhere_are_tried_once(monkeypatch):
         return balanced(costs, count)
 
     monkeypatch.setattr(balance, "balanced_parts", counted)
-    assert len(balance.fewest_micro_batches([600] * 300, 1000, True)) == 300 and tried == [299]
+    assert len(balance.fewest_micro_batches([600] * 300, 1000, True)) == 300 and tried == []
+    chance = random.Random(0)
+    lengths = [chance.randrange(4097, 8193) for _ in range(600)]
+    assert len(balance.fewest_micro_batches(lengths, 16384, True)) == 231 and len(tried) < 10
 
 
 def test_at_most_half_of_the_recorded_waste():

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -46,11 +47,18 @@ def one_bad_sample(actor: MegatronActor, job: dict) -> dict:
     replayed = weights(actor)
 
     reload(actor, initial)
-    good, _ = step.update(actor, without_first_update(batch), RICH, 1.0, 32)
+    with (
+        patch.object(step, "training_flops", lambda arch, lengths, adapters: float(sum(lengths))),
+        patch.object(step, "mfu", lambda flops, *_: {"perf/mfu": flops}),
+    ):
+        good, _ = step.update(actor, without_first_update(batch), RICH, 1.0, 32)
+    trained = torch.isin(batch.group_ids, torch.tensor(batch.updates[0][1]))
+    tokens = actor.mesh.reduce(batch.lengths[trained].sum(), "sum")
     without_bad = weights(actor)
     result = {
         "non_finite": values["optim/non_finite_updates"],
         "skipped_when_masked": good["optim/skipped_updates"],
+        "counts_what_was_computed": good["perf/mfu"] == float(tokens),
         "loss_is_of_the_good_update": values["loss/total"] == good["loss/total"],
         "same_weights_as_without": same(with_bad, without_bad),
         "moved": not same(with_bad, initial),
