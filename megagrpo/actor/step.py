@@ -173,17 +173,16 @@ def update(
     optim: list[dict[str, float]] = []  # of every update
     actor.expert_load.begin()
     actor.clock.clear()
-    group_ids, lengths = batch.group_ids.tolist(), batch.lengths.tolist()
-    computed: list[int] = []  # lengths of the samples of every update that is not skipped
+    computed: list[int] = []  # rows of every update that is not skipped
     for updates in batch.updates:
         passes.append([])
-        for groups in map(frozenset, updates):
-            rows = [row for row, group in enumerate(group_ids) if group in groups]
+        for groups in updates:
+            rows = _rows(batch, groups)
             denominators = denominators_of(actor, batch, rows, algorithm, max_response_tokens)
             if denominators.nothing:
                 skipped += 1
                 continue
-            computed += [lengths[row] for row in rows]
+            computed += rows
             seen_now = seen if batch.old_logprobs is None else None
             sums = backward(actor, batch, rows, algorithm, temperature, denominators, seen_now)
             try:
@@ -214,8 +213,14 @@ def update(
         "optim/skipped_updates": float(skipped),
         "optim/non_finite_updates": float(non_finite),
     }
-    metrics |= actor.clock.take() | _expert_metrics(actor) | _utilization(actor, computed)
+    metrics |= actor.clock.take() | _expert_metrics(actor) | _utilization(actor, batch, computed)
     return Updated(metrics, seen.cpu() if batch.old_logprobs is None else batch.old_logprobs)
+
+
+def _rows(batch: Batch, groups: Sequence[int]) -> list[int]:
+    """Returns this replica's samples of an update."""
+    wanted = frozenset(groups)
+    return [row for row, group in enumerate(batch.group_ids.tolist()) if group in wanted]
 
 
 def _optimizer_metrics(optim: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -364,10 +369,11 @@ def holds_token_values() -> bool:
     return first and mpu.is_pipeline_last_stage(ignore_virtual=True)
 
 
-def _utilization(actor: MegatronActor, lengths: Sequence[int]) -> dict[str, float]:
-    """Collective. Returns perf/mfu of the updates that the clock took last, from the lengths of this
-    replica's samples in them."""
+def _utilization(actor: MegatronActor, batch: Batch, rows: Sequence[int]) -> dict[str, float]:
+    """Collective. Returns perf/mfu of the updates that the clock took last, of these rows."""
     config = actor.config
+    all_lengths = batch.lengths.tolist()
+    lengths = [all_lengths[row] for row in rows]
     own = training_flops(actor.arch, lengths, config.lora is not None)
     flops = actor.mesh.reduce(torch.tensor(own, dtype=torch.float64), "sum")
     width = 2 if config.dtype == "bfloat16" else 4
