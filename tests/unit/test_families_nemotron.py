@@ -177,6 +177,12 @@ def test_states_and_keys_in_engines():
     assert work.cache_bytes(1) == 8 * 2 * 2 * 128 * 2
 
 
+def test_what_every_rank_of_an_engine_holds_whole():
+    """Routers and projections into the latent space of the 40 layers that have them, and norms."""
+    work = model_work(architecture_of(SUPER))
+    assert work.whole * work.layers == pytest.approx(40 * (512 + 512 * 4096 + 2 * 1024 * 4096) + 88 * 4096)
+
+
 def test_tiny_models_have_every_kind_of_layer():
     arch = architecture_of(hf_config(TinyModelConfig(path="x", family="nemotron_h")))
     assert arch.parts == ("mamba", "moe", "attention", "moe") and arch.routed.latent_size

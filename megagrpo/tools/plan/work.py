@@ -51,7 +51,7 @@ class ModelWork:
     dense: int
     expert: int  # weights of all routed experts
     attention: float  # of a layer's weights, the mean of those that attention's heads divide
-    whole: int  # of the last layer's weights, those that every tensor-parallel rank holds whole
+    whole: float  # likewise, those that every tensor-parallel rank holds whole
     shared: int  # weights of the experts that every token meets, of all layers
 
     @property
@@ -113,7 +113,6 @@ def model_work(arch: Architecture) -> ModelWork:
         dense += spec.size
         shared += spec.size * (words[4].startswith("shared_expert") and not spec.whole)
         attention += spec.size * (words[3].endswith("_attn") and not spec.whole)
-        if int(words[2]) == arch.num_layers - 1:
-            whole += spec.size * spec.whole
+        whole += spec.size * spec.whole
     layers = arch.num_layers + arch.draft
-    return ModelWork(arch, dense, expert, attention / layers, whole, shared)
+    return ModelWork(arch, dense, expert, attention / layers, whole / layers, shared)
