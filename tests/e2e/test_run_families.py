@@ -21,7 +21,7 @@ pytestmark = pytest.mark.verifies(
 
 BIAS = "e_score_correction_bias"
 IN_FLOAT32 = (BIAS, "A_log")
-NUM_LAYERS = {"qwen3_5_moe_text": 4, "qwen3_next": 4}  # one of attention; of the others 2
+NUM_LAYERS = {"qwen3_5_moe_text": 4, "qwen3_next": 4, "nemotron_h": 4}  # one of attention; of the others 2
 NUM_STEPS = 2
 
 
@@ -35,6 +35,7 @@ NUM_STEPS = 2
         ),
         ("qwen3_5_moe_text", "float32", 1e-5),
         ("qwen3_next", "float32", 1e-5),
+        ("nemotron_h", "float32", 1e-5),
         ("qwen3_5_moe_text", "bfloat16", 0.1),  # four layers, and decays kept in float32
         ("glm_moe_dsa", "float32", 1e-5),  # dense, as samples have no more than index_topk tokens
         # routers are in float32 in this engine, with the values that the actor has in bfloat16
