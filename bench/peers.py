@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections import Counter
 from pathlib import Path
 
 from common import RESULTS, ROOT, provenance, write_results
@@ -84,7 +85,10 @@ def measure(args: argparse.Namespace) -> None:
         for row in found:
             rows.append(vars(row))
             print(row, file=sys.stderr, flush=True)
-            said = {k: v for k, v in row.notes.items() if k != "differences"}
+            if differences := row.notes.get("differences"):
+                kinds = [kind for kind, _, _ in grading.work()]
+                row.notes["kinds"] = dict(Counter(kinds[i] for i in differences))
+            said = {k: v for k, v in row.notes.items() if k not in ("differences", "kinds")}
             notes = row.problem or ", ".join(f"{name} {value}" for name, value in said.items())
             if row.difference is not None and "disagree" not in row.notes:
                 notes += f"{'; ' if notes else ''}differs by {row.difference:.1g}"

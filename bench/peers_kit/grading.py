@@ -1,8 +1,7 @@
 """Mathematical answers, right, wrong and spelled in many ways: seconds, and who says what."""
 
 import random
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -12,7 +11,6 @@ from peers_kit.work import scaled
 
 CASES = Cases()
 MATH, DAPO = "grading, math", "grading, DAPO's rule"
-NAMES = {1.0: "right", 0.0: "wrong", -1.0: "error"}
 Graded = tuple[str, str, str]  # kind, response, answer
 
 
@@ -87,13 +85,6 @@ def work() -> list[Graded]:
         text, answer = make(chance.randint(1000, 9999), chance.randint(2, 60))
         made.append((kind, BEFORE + text, answer))
     return made
-
-
-def disagreements(numbers: Sequence[int], ours: np.ndarray, theirs: np.ndarray) -> list[str]:
-    """Returns sentences "kind: megagrpo right, peer wrong, 12 answers"."""
-    kinds = [kind for kind, _, _ in work()]
-    found = Counter((kinds[i], NAMES[ours[i]], NAMES[theirs[i]]) for i in numbers)
-    return [f"{kind}: {OURS} {a}, peer {b}, {n}" for (kind, a, b), n in found.items()]
 
 
 def _graded(grade: Callable[[str, str], float], least: float = 0.5) -> Call:

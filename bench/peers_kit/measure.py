@@ -147,7 +147,7 @@ def measured(
             row.difference = float(np.abs(a - b).max()) if a.shape == b.shape else float("nan")
             if row.item.startswith("grading"):
                 row.notes["disagree"] = int((a != b).sum())
-                row.notes["differences"] = [int(i) for i in np.flatnonzero(a != b)]
+                row.notes["differences"] = np.flatnonzero(a != b).tolist()
     return rows
 
 
