@@ -68,7 +68,15 @@ def test_stages_tensor_and_data_parallel_ranks(small: Path, tmp_path: Path, reco
     assert all(set(result["contexts"]) == {1, 2} for result in results)
 
 
-@pytest.mark.parametrize(("family", "more"), [("deepseek_v3", {"recompute": "full"}), ("qwen3_5_moe", {})])
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("deepseek_v3", {"recompute": "full"}),
+        ("qwen3_5_moe", {}),
+        ("nemotron_h", {"recompute": "full"}),
+        ("gpt_oss", {"recompute": "full"}),
+    ],
+)
 def test_layers_that_exchange_other_things(tmp_path: Path, family: str, more: dict):
     [result] = compare(tmp_path, write_model(tmp_path / family, family), SHORT, 2, [DYNAMIC], **more)
     assert set(result["contexts"]) == {1, 2}
@@ -89,3 +97,18 @@ def test_a_draft_and_replayed_experts(small: Path, tmp_path: Path):
         (tmp_path / folder).mkdir()
         [result] = compare(tmp_path / folder, path, SHORT, 2, [DYNAMIC], **more)
         assert set(result["contexts"]) == {1, 2}, folder
+
+
+def test_virtual_stages_and_replicas_without_a_sample(small: Path, tmp_path: Path):
+    sizes = SMALL | {"family": "qwen3_moe", "expert_ffn_size": 32, "num_layers": 4}
+    model = write_random_model(tmp_path / "deep", sizes)
+    (tmp_path / "staged").mkdir()
+    [result] = compare(tmp_path / "staged", model, SHORT, 4, [DYNAMIC | {"pp": 2, "vpp": 2}], router_losses=LOSSES)
+    assert set(result["contexts"]) == {1, 2} and len(result["contexts"]) % 2 == 0
+    compare(tmp_path, small, [120], 4, [DYNAMIC | {"ep": 2}], router_losses=LOSSES)
+
+
+def test_adapters(tmp_path: Path):
+    model = write_random_model(tmp_path / "dense", SMALL | {"family": "qwen3"})
+    [result] = compare(tmp_path, model, SHORT, 2, [DYNAMIC], lora={"rank": 4, "alpha": 8})
+    assert set(result["contexts"]) == {1, 2}
