@@ -181,10 +181,9 @@ class Curriculum:
         return RowResults(**arrays | {"drawn": results.drawn[consumed:]})
 
     @cached_property
-    def _names(self) -> tuple[np.ndarray, np.ndarray]:
+    def _names(self) -> list[Sequence[int | str]]:
         """The ids and the sources of the rows: read once, since rows may be on disk."""
-        named = [(row.id, row.source) for row in self.rows]
-        return np.array([row_id for row_id, _ in named]), np.array([name for _, name in named])
+        return list(zip(*((row.id, row.source) for row in self.rows), strict=True))
 
     def _weights(self, results: RowResults, step: int) -> np.ndarray:
         """Returns the weight of each row, [R] float64. Raises ValueError naming the function."""
@@ -196,8 +195,8 @@ class Curriculum:
         argument = CurriculumRows(
             **arrays,
             step=step,
-            ids=self._names[0].copy(),
-            sources=self._names[1].copy(),
+            ids=np.array(self._names[0]),
+            sources=np.array(self._names[1]),
             pools=self.pools(results),
         )
         setting = f"data.curriculum.name {self.options.name!r}"

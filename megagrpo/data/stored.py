@@ -5,7 +5,6 @@ import pickle
 import tempfile
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import overload
 
 from megagrpo.system.errors import translated
 from megagrpo.types import Prompt
@@ -34,13 +33,7 @@ class StoredPrompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self._ends) - 1
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+    def __getitem__(self, index):
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         number = range(len(self))[index]
