@@ -106,7 +106,7 @@ def _share_step_counts(optimizer: ChainedOptimizer) -> None:
     adams = [part for part in parts if isinstance(part, torch.optim.Adam)]
 
     def with_count(_: torch.optim.Optimizer, state: dict) -> dict:
-        count = next((values for adam in adams for values in adam.state.values()), {})
+        count: dict = next((values for adam in adams for values in adam.state.values()), {})
         return {**state, "state": {0: count}}
 
     for adam in adams:

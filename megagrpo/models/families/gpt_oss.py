@@ -21,8 +21,13 @@ class GptOss(Family):
     """Files are in MXFP4; engines get bfloat16."""
 
     HF_CLASS = "GptOssForCausalLM"
-    REQUIRED_KEYS = ("num_local_experts", "num_experts_per_tok", "sliding_window", "swiglu_limit")
-    REQUIRED_KEYS = (*REQUIRED_KEYS, "layer_types")
+    REQUIRED_KEYS = (
+        "num_local_experts",
+        "num_experts_per_tok",
+        "sliding_window",
+        "swiglu_limit",
+        "layer_types",
+    )
     SIZE_KEYS = COMMON_SIZE_KEYS | {*REQUIRED_KEYS[:3], "experts_per_token"}
     ROPE_SCALING_REFUSALS = staticmethod(plain_yarn_refusals)
     LOADS_ATTENTION_BIAS = True

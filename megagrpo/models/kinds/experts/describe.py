@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from megagrpo.models.config_json import HfConfig
 from megagrpo.models.costs import LayerCost, Share
@@ -75,7 +75,7 @@ class Experts:
     unreported: str = field(default="", compare=False)
 
     @classmethod
-    def read(cls, hf: HfConfig, count: str, names: ExpertNames = NAMES, **numbers: Any) -> Experts:
+    def read(cls, hf: HfConfig, count: str, names: ExpertNames = NAMES, **numbers: Any) -> Self:
         """Reads a config.json; count: its key of the number of experts. numbers: those that are no
         common keys."""
         each = hf["num_experts_per_tok"]

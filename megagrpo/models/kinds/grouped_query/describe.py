@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from megagrpo.models.config_json import HfConfig, Rotary
 from megagrpo.models.costs import LayerCost, Share
@@ -20,6 +20,17 @@ if TYPE_CHECKING:
     from megagrpo.config.actor import ActorConfig, ParallelConfig
     from megagrpo.models.architecture import Architecture
     from megagrpo.models.fields import Fields, Kernels
+
+
+class Flags(TypedDict, total=False):
+    """What a family's attention has, by the fields of GroupedQuery."""
+
+    qkv_bias: bool
+    qk_norm: bool
+    norm_over_heads: bool
+    output_gate: bool
+    output_bias: bool
+    sinks: bool
 
 
 @dataclass(frozen=True)
@@ -41,7 +52,7 @@ class GroupedQuery(Attention):
     windowed: tuple[bool, ...] = ()
 
     @classmethod
-    def read(cls, hf: HfConfig, fraction: float = 1.0, **flags: bool) -> GroupedQuery:
+    def read(cls, hf: HfConfig, fraction: float = 1.0, **flags: Unpack[Flags]) -> GroupedQuery:
         """Reads a config.json; fraction: of a head that turns, if it has none. flags: of the
         family."""
         heads = hf["num_attention_heads"]
