@@ -136,27 +136,3 @@ def test_a_variant_a_function_and_a_row_are_all_it_takes(clone):
     assert advantages == [36.0, 39.0]
     assert loss == pytest.approx(0.5 * (36 + 39) / 2)
     assert "weight rho A" in formula and "A = weight r" in formula
-
-
-def test_a_variant_without_its_function_fails_at_import(clone):
-    """Each table is looked at by its own module; the loop imports all three."""
-    for kind in VARIANTS:
-        write(clone, *VARIANTS[kind])
-    program = """
-import json
-out = []
-for module in ("estimators", "policy_loss", "reward_shaping", "advantage", "loss"):
-    try:
-        __import__(f"megagrpo.algo.{module}")
-        out.append("imported")
-    except ImportError as exc:
-        out.append(str(exc))
-print(json.dumps(out))
-"""
-    messages = in_clone(clone, program)
-    assert messages[0] == (
-        "AdvantageConfig (config/objective/estimators.py) offers ToyAdvantage, "
-        "which ESTIMATORS (algo/estimators.py) has no function for"
-    )
-    assert "ToyLoss" in messages[1] and "POLICY_LOSSES" in messages[1] and messages[1] == messages[4]
-    assert "RewardBonus" in messages[2] and "REWARD_STEPS" in messages[2] and messages[3] != "imported"

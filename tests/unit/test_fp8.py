@@ -127,7 +127,7 @@ def test_damage_is_named(stored, tmp_path):
             r"group_size None are not read",
         ),
         ({"quant_method": "gptq", "bits": 4}, r"'gptq' \(4-bit weights\)"),
-        ({"quant_method": "mxfp4"}, r"'mxfp4' is not read"),
+        ({"quant_method": "mxfp8"}, r"'mxfp8' is not read"),
         ({"quant_method": "fp8"}, r"weight_block_size is None"),
         (FP8 | {"weight_block_size": [128]}, r"weight_block_size is \[128\]"),
         (INT4 | {"format": "nvfp4"}, r"'compressed-tensors' \(4-bit weights\) is not read, only FP8"),

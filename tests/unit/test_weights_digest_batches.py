@@ -176,26 +176,34 @@ class Engine(torch.nn.Module):
                 target({key: value.data for key, value in live.items()}, name).copy_(tensor)
 
 
+class Kept(dict):
+    """A mailbox inside this process."""
+
+    has = dict.__contains__
+    set = dict.__setitem__
+
+
 def test_an_engine_answers_in_the_order_of_its_copies_and_names_what_no_digest_can_see():
     hf = hf_tensors(torch.bfloat16) | {f"bias{k}": torch.arange(EXPERTS).bfloat16() for k in range(3)}
     engine = Engine()
-    specs = {name: (tuple(tensor.shape), "bfloat16") for name, tensor in hf.items()}
+    store = Kept({REQUEST["specs"]: {name: (tuple(tensor.shape), "bfloat16") for name, tensor in hf.items()}})
     side = EngineEnd(engine)
-    record = side.record(REQUEST, specs)
+    record = side.record(REQUEST, store)
+    copies = store[record["copies"]]
     engine.load_weights(hf.items())
 
     def answer() -> tuple[list[int], list[str]]:
         found = side.digest()
         return np.frombuffer(base64.b64decode(found["digests"]), "<i8").tolist(), found["problems"]
 
-    boxes = [(name, Box(start, size)) for name, start, size, *_ in record["copies"]]
+    boxes = [(name, Box(start, size)) for name, start, size, *_ in copies]
     expected = [int(slice_digest(hf[name], box)) for name, box in boxes]
     assert not record["problems"] and answer() == (expected, [])
     engine.w13[3, 1, 2] += 1
     engine.bias1[2] += 1e-3  # rounds back to the published value
     engine.bias2[EXPERTS] = 1
     digests, problems = answer()
-    wrong = [copy[0] for copy, a, b in zip(record["copies"], digests, expected, strict=True) if a != b]
+    wrong = [copy[0] for copy, a, b in zip(copies, digests, expected, strict=True) if a != b]
     assert wrong == ["3.gate"]
     assert problems == [
         f"parameter bias1, HF tensor bias1 [0:{EXPERTS}]: holds values that torch.bfloat16 cannot represent",

@@ -83,8 +83,8 @@ def load_of(config: ExperimentConfig, arch: Architecture) -> Load:
         longest,
         imbalance,
         links(config),
-        config.rollout.colocate,
-        config.rollout.quantization is not None,
+        colocate=config.rollout.colocate,
+        quantized=config.rollout.quantization is not None,
     )
 
 
