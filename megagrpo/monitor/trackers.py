@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -29,8 +28,10 @@ _LAST = "the end"  # the name of a tracker's last call
 class TrackerLog:
     """Sends the resolved experiment and every entry of metrics.jsonl to one tracker.
 
-    A failure never ends the run: the console reports it once, and sending stops. Entries are sent in
-    a thread, because the other ranks would wait for a service that does not answer.
+    A failure never ends the run: the console reports it once, and sending stops. One thread makes,
+    starts, feeds and ends the tracker: the other ranks would wait for a service that does not
+    answer, SwanLab takes Ctrl-C for itself in the main thread, and Trackio finds its run only in the
+    context that began it.
     """
 
     def __init__(
@@ -42,13 +43,9 @@ class TrackerLog:
     ) -> None:
         self._key = key
         self._note = note
-        self._tracker: Tracker | None = None
+        self._failed = False
         self._calls: SimpleQueue[tuple[str, Callable[[Tracker], None]]] = SimpleQueue()
-        with self._never_fatal("the start"):
-            self._tracker = make()
-            write_whole(_id_file(run.folder, key), self._tracker.start(run))
-        # in a context where Trackio finds the run that it has begun
-        self._thread = Thread(target=copy_context().run, args=(self._send,), daemon=True)
+        self._thread = Thread(target=self._send, args=(make, run), daemon=True)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Sends one entry soon, non-finite values included."""
@@ -67,20 +64,23 @@ class TrackerLog:
             problem = "it does not answer; the run ends, and metrics.jsonl has all metrics"
             self._note(f"log.{self._key}: {problem}")
 
-    def _send(self) -> None:
+    def _send(self, make: Callable[[], Tracker], run: TrackedRun) -> None:
+        with self._never_fatal("the start"):
+            tracker = make()
+            write_whole(_id_file(run.folder, self._key), tracker.start(run))
         action = ""
         while action != _LAST:
             action, call = self._calls.get()
-            if self._tracker is not None:
+            if not self._failed:
                 with self._never_fatal(action):
-                    call(self._tracker)
+                    call(tracker)
 
     @contextmanager
     def _never_fatal(self, action: str) -> Iterator[None]:
         try:
             yield
         except Exception as exc:  # a remote service must not end the training
-            self._tracker = None
+            self._failed = True
             problem = f"{action} failed; no more metrics are sent; metrics.jsonl has all of them"
             self._note(f"log.{self._key}: {problem}: {type(exc).__name__}: {exc}")
 
@@ -88,7 +88,7 @@ class TrackerLog:
 def tracker_logs(
     config: ExperimentConfig, folder: RunFolder, start_step: int, note: Callable[[str], None]
 ) -> Iterator[TrackerLog]:
-    """Yields the experiment's trackers, each of which has begun or continued its run."""
+    """Yields the experiment's trackers, each of which begins or continues its run when entered."""
     makers = {f"trackers {one.name}": one.load() for one in config.log.trackers}
     if config.log.wandb is not None:
         makers[_WANDB] = partial(WandbTracker, config.log.wandb.project)
