@@ -389,5 +389,5 @@ def _expert_metrics(actor: MegatronActor) -> dict[str, float]:
         return {}
     counts = actor.expert_load.counts.clone()
     dist.all_reduce(counts)
-    load = counts[actor.arch.routed_layers].double()
+    load = counts.cpu()[actor.arch.routed_layers].double()  # an index would be copied to the device
     return {"moe/load_imbalance": float((load.amax(1) / load.mean(1).clamp(min=1e-9)).mean())}

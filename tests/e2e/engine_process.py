@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -108,16 +108,16 @@ class OneEngine:
     def engines(self) -> list[EngineInfo]:
         return [self.info]
 
-    def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
-        self.ready_calls.append((engine_id, incarnation, weight_version))
+    def mark_ready(self, engines: Mapping[str, int], weight_version: int) -> set[str]:
+        self.ready_calls += [(*engine, weight_version) for engine in engines.items()]
         self.info = replace(self.info, state="ready")
-        return True
+        return set()
 
-    def begin_update(self, engine_id: str, incarnation: int) -> bool:
-        return incarnation == self.info.incarnation
+    def begin_update(self, engines: Mapping[str, int]) -> set[str]:
+        return {name for name, incarnation in engines.items() if incarnation != self.info.incarnation}
 
-    def report_lost(self, engine_id: str, incarnation: int) -> None:
-        self.lost.append(engine_id)
+    def report_lost(self, engines: Mapping[str, int]) -> None:
+        self.lost += engines
         self.info = replace(self.info, state="starting")
         self.stop()
         self.start()
@@ -149,15 +149,16 @@ class ListedEngines:
     def engines(self) -> list[EngineInfo]:
         return list(self.infos.values())
 
-    def begin_update(self, engine_id: str, incarnation: int) -> bool:
-        return True
+    def begin_update(self, engines: Mapping[str, int]) -> set[str]:
+        return set()
 
-    def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
-        self.infos[engine_id] = replace(self.infos[engine_id], state="ready", weight_version=weight_version)
-        return True
+    def mark_ready(self, engines: Mapping[str, int], weight_version: int) -> set[str]:
+        for name in engines:
+            self.infos[name] = replace(self.infos[name], state="ready", weight_version=weight_version)
+        return set()
 
-    def report_lost(self, engine_id: str, incarnation: int) -> None:
-        raise AssertionError(f"engine {engine_id} was lost")
+    def report_lost(self, engines: Mapping[str, int]) -> None:
+        raise AssertionError(f"{', '.join(engines)} were lost")
 
 
 def free_ports(count: int) -> list[int]:

@@ -20,6 +20,7 @@ from run_megagrpo import (
 )
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from megagrpo.checkpoint.folder import latest
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.view.samples import read_samples
 from megagrpo.weights.hf_folder import HfFolder
@@ -113,27 +114,31 @@ def test_a_dumped_step_is_replayed_from_the_checkpoint_before_it(long_run):
 def test_killed_and_run_again_it_is_the_same_run(long_run):
     """The launcher dies without a chance to clean up; `megagrpo run` again goes on from the last checkpoint.
 
-    Everything up to step 7 equals the run that nobody disturbed, whose weights took the other way to the engine.
+    Everything equals the run that nobody disturbed, whose weights took the other way to the engine.
     """
     folder = long_run[0].parent / "resumed"
     sections = LONG_RUN | {"weights": {"transport": "disk"}, "eval": None}
     config = write_experiment(folder, **sections)
     with Job("run", config, "--set", "train.num_steps=500") as job:
-        job.wait_for(lambda: (folder / "checkpoints" / "step_000003").exists(), "step 3", 500)
+        job.wait_for(lambda: (folder / "checkpoints" / "step_000005").exists(), "step 5", 500)
         assert engine(folder) is not None
         job.kill()
-    reached = reached_before(folder, 7, middle=3)
-    done = succeed("run", config, "--set", "algorithm.mismatch.alarm=1.0e-9", "--set", "train.num_steps=7")
+    reached = reached_before(folder, NUM_STEPS, middle=5)
+    done = succeed("run", config, "--set", "algorithm.mismatch.alarm=1.0e-9")
     assert done.stdout.count("ALARM: log-probabilities of trainer and engine are") == 1
-    assert f"continues after step {reached}" in done.stdout and f" {reached + 1}/7  " in done.stdout
-    assert_same_run(folder, long_run[0], 7)
-    mine, theirs = (state_after(run, 7) for run in (folder, long_run[0]))
+    assert f"continues after step {reached}" in done.stdout and f" {reached + 1}/{NUM_STEPS}  " in done.stdout
+    assert_same_run(folder, long_run[0], NUM_STEPS)
+    assert_same_state(folder, long_run[0])
+
+
+def last_state(folder: Path) -> dict[str, torch.Tensor]:
+    """Weights and optimizer of the last checkpoint, by Megatron's name."""
+    file = folder / "whole.pt"
+    dcp_to_torch_save(latest(folder / "checkpoints") / "actor", file)
+    return {name: value for name, value in torch.load(file, weights_only=False).items() if torch.is_tensor(value)}
+
+
+def assert_same_state(folder: Path, other: Path) -> None:
+    mine, theirs = last_state(folder), last_state(other)
     assert mine.keys() == theirs.keys() and any(name.startswith("optimizer.state.exp_avg.") for name in mine)
     assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
-
-
-def state_after(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """Weights and optimizer of a checkpoint, by Megatron's name."""
-    file = folder / "whole.pt"
-    dcp_to_torch_save(folder / "checkpoints" / f"step_{step:06}" / "actor", file)
-    return {name: value for name, value in torch.load(file, weights_only=False).items() if torch.is_tensor(value)}
