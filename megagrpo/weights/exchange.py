@@ -59,6 +59,7 @@ class Exchange:
     ):
         self._config = config
         self._mesh = mesh
+        self._ids: list[str] = []  # of the engines to update; on the main rank
         # by kind and rank of an engine: of its slices among the digests
         self._numbers: list[list[np.ndarray]] = []
         published = weights if config.rollout.quantization is None else quantized(weights, mesh)
@@ -97,10 +98,10 @@ class Exchange:
         timer = PhaseTimer()
         deadline = Deadline(self._config.weights.timeout_s)
         traffic = Traffic()
-        ids = self._choose(deadline, engines)
+        more = self._next(lambda: self._fleet.choose(deadline, engines), "find engines")
         with self._weights.merged():
-            while ids:
-                ids = self._update(ids, version, deadline, timer, traffic)
+            while more:
+                more = self._update(version, deadline, timer, traffic)
         seconds = self._mesh.from_main(lambda: timer.seconds(*_PHASES), "report timings")
         total = Traffic()
         for part in self._mesh.gather_world(traffic):
@@ -115,7 +116,8 @@ class Exchange:
         """Collective. Compares the engines' live parameters with the actor's. LeaderError names
         what differs."""
         deadline = Deadline(self._config.weights.timeout_s)
-        self._open(self._choose(deadline, None), deadline, writing=False)
+        self._next(lambda: self._fleet.choose(deadline), "find engines")
+        self._open(deadline, writing=False)
         with self._weights.merged():
             expected = self._digests.compute()
 
@@ -134,21 +136,23 @@ class Exchange:
         is no error."""
         self._fleet.close()
 
-    def _choose(self, deadline: Deadline, engines: list[str] | None) -> list[str]:
-        return self._mesh.from_main(lambda: self._fleet.choose(deadline, engines), "find engines")
+    def _next(self, find: Callable[[], list[str]], what: str) -> bool:
+        """Collective. Makes the main rank's `find` the engines to update; returns whether there are
+        any. Others need no ids: a sum of flags is cheaper than an object."""
+
+        def keep() -> None:
+            self._ids = find()
+
+        self._mesh.from_main(keep, what)
+        return self._mesh.any_true(bool(self._ids))
 
     def _update(
-        self,
-        ids: list[str],
-        version: int,
-        deadline: Deadline,
-        timer: PhaseTimer,
-        traffic: Traffic,
-    ) -> list[str]:
-        """Collective. Updates the engines `ids`. Returns those that died, came back and are still
-        needed."""
+        self, version: int, deadline: Deadline, timer: PhaseTimer, traffic: Traffic
+    ) -> bool:
+        """Collective. Updates the engines of `_next`. Returns whether some died, came back and are
+        still needed."""
         with timer("connect"):
-            self._open(ids, deadline, writing=True)  # pause
+            self._open(deadline, writing=True)  # pause
         with timer("transfer"), ThreadPoolExecutor(1) as pool:
             digesting = pool.submit(self._digests.local)  # concurrently with the transfer
             # begin -> transfer -> end
@@ -163,16 +167,16 @@ class Exchange:
                 "verify weights",
             )
         with timer("restart"):
-            return self._mesh.from_main(
+            return self._next(
                 lambda: self._fleet.wait_for_lost(version, deadline), "wait for engines that died"
             )
 
-    def _open(self, ids: list[str], deadline: Deadline, writing: bool) -> None:
+    def _open(self, deadline: Deadline, writing: bool) -> None:
         """Collective. Pauses the engines; every rank learns the copy lists of a new kind, for
         digests and transfers."""
 
         def open_and_sort() -> list[list[list[Copy]]] | None:
-            self._fleet.open(ids, deadline, writing)
+            self._fleet.open(self._ids, deadline, writing)
             return self._fleet.sort() or None  # which is not sent
 
         for kind in self._mesh.from_main(open_and_sort, "connect to engines") or ():

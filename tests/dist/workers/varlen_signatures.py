@@ -38,7 +38,9 @@ def run_rank(rank: int) -> dict[str, float]:
     """The largest difference of forward and gradients between the kernel's path and plain attention, by release."""
     from megagrpo.models.kinds.grouped_query.layer import CausalAttention
 
-    attention = CausalAttention(SimpleNamespace(kv_channels=DIM, context_parallel_size=1), 1, None, "self")
+    config = SimpleNamespace(kv_channels=DIM, context_parallel_size=1)
+    config.window_size, config.window_attn_skip_freq, config.softmax_type = None, None, "vanilla"
+    attention = CausalAttention(config, 1, None, "self")
     sizes = ((HEADS, DIM), (GROUPS, DIM), (GROUPS, WIDTH))
     parts = [torch.randn(sum(LENGTHS), *size) for size in sizes]
     cu = torch.tensor([0, *LENGTHS]).cumsum(0).int()
