@@ -71,6 +71,7 @@ class LinkTransport(ABC):
         self._batch_keys: dict[TransferPlan | None, list[str]] = {}
         self._received: dict[str, TransferPlan] = {}  # by engine id, since its connection was made
         self._names: dict[str, str] = {}  # engine id -> name of this incarnation's link
+        self._announced: set[str] = set()  # names that all ranks know
         self._writing = Lock()  # of batches into the mailbox, once per plan
 
     def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> Traffic:
@@ -204,9 +205,9 @@ class LinkTransport(ABC):
 
     def _settle(
         self, engines: EngineFleet, failed: Mapping[str, Exception], failure: BaseException | None
-    ) -> set[str]:
+    ) -> set[str] | None:
         """Collective. Gives up the engines of links that a rank lost (see _move). Returns the names
-        of all links.
+        of all links if these have changed.
 
         Raises LeaderError for any other failure of a rank, and for `failure` on rank 0.
         """
@@ -227,11 +228,15 @@ class LinkTransport(ABC):
             if (name := self._names[engine.id]) in reasons:
                 raise EngineDown(f"a trainer lost {engine} in the transfer: {reasons[name]}")
 
-        def settle() -> set[str]:
+        def settle() -> set[str] | None:
             if failure is not None:
                 raise failure
             engines.for_each(refuse)
-            return set(self._names.values())
+            names = set(self._names.values())
+            if names == self._announced:
+                return None  # which is not sent
+            self._announced = names
+            return names
 
         return mesh.from_main(settle, "send weights to engines")
 

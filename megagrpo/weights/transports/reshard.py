@@ -97,10 +97,11 @@ class ReshardTransport(LinkTransport):
 
     def _settle(
         self, engines: EngineFleet, failed: Mapping[str, Exception], failure: BaseException | None
-    ) -> set[str]:
+    ) -> set[str] | None:
         names = super()._settle(engines, failed, failure)
-        for name in self._ends.keys() - names:
-            self._ends.pop(name).abort()
+        if names is not None:
+            for name in self._ends.keys() - names:
+                self._ends.pop(name).abort()
         return names
 
     def _request(self, link: Link, rank: int) -> dict[str, object]:
