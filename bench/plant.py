@@ -457,9 +457,9 @@ FAULTS = (
     ),
     Fault(
         "states of delta nets in the width of values",
-        "models/kinds/gated_delta/describe.py",
-        "* self.key_dim * FP32\n",
-        "* self.key_dim * width\n",
+        "models/kinds/recurrence.py",
+        "self.state_size * FP32",
+        "self.state_size * width",
         ("unit/test_recurrent_engines.py",),
     ),
     Fault(

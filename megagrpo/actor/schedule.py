@@ -118,9 +118,8 @@ def _loss(
     on_last_stage: LastStage, micro: MicroBatch, chunk: Body, hidden: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     value, sums = on_last_stage(micro, chunk, hidden)
-    if (
-        mpu.get_context_parallel_rank() % micro.context
-    ):  # counted by the first of those that share it
+    # the first of the ranks that share it counts it
+    if mpu.get_context_parallel_rank() % micro.context:
         sums = {name: value * 0.0 for name, value in sums.items()}
     # 0 tokens: Megatron divides by nothing
     none = torch.zeros((), dtype=torch.int, device=hidden.device)

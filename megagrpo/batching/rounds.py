@@ -64,8 +64,8 @@ def common_rounds(
     sizes = layout.context_sizes
     multiple = layout.pp if layout.vpp > 1 else 1
     ways = [
-        plan_rounds(lengths, budget, sizes, alone, attention_length)
-        for alone in (*(budget // layout.cp >> halved for halved in range(_HALVED)), 0)
+        plan_rounds(lengths, budget, sizes, limit, attention_length)
+        for limit in (*(budget // layout.cp >> halved for halved in range(_HALVED)), 0)
     ]
     counts = [up(max(count, 1), multiple) for count in largest(list(map(len, ways)))]
     for way, count in zip(ways, counts, strict=True):
@@ -79,19 +79,19 @@ def plan_rounds(
     lengths: Sequence[int],
     budget: int,
     sizes: Sequence[int],
-    alone: int,
+    limit: int,
     attention_length: int | None,
 ) -> list[Round]:
     """Cuts the samples of a context-parallel group into rounds, costliest first.
 
     budget: tokens of several samples that all ranks of the group hold at most. sizes: how many may
-    share a sample, ascending to all. alone: tokens of a sample up to which one rank has it, two
+    share a sample, ascending to all. limit: tokens of a sample up to which one rank has it, two
     ranks twice as many, and so on. attention_length: as of `sample_cost`.
     """
     ranks = sizes[-1]
     by_size: dict[int, list[int]] = {}
     for sample, length in enumerate(lengths):
-        size = next((size for size in sizes if length <= alone * size), ranks)
+        size = next((size for size in sizes if length <= limit * size), ranks)
         by_size.setdefault(size, []).append(sample)
     rounds = []
     for size, samples in by_size.items():

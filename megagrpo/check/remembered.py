@@ -10,31 +10,28 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-import megagrpo
 from megagrpo.system import environment
 
-_ASKED = ("megatron", "sglang")
+_SOURCES = ("megagrpo", "megatron", "sglang")
 _VARIABLES = ("SGLANG_", "CUDA", "TORCH", "PYTORCH", "NVTE_", "HF_")
 
 
 class Accepted:
-    """Whether libraries accepted `question` before: with the same installed packages, the same source
-    of these libraries and of megagrpo, the same machine and the same variables.
+    """Tells whether libraries accepted `question` before: with the same installed packages, source of
+    these libraries and of megagrpo, machine and variables.
 
     question: whatever JSON can hold. The files and folders that it names are a part of it.
     """
 
     def __init__(self, question: object):
-        package = Path(megagrpo.__file__).parent
-        stamps = [*_stamps(package, "**/*.py")]
-        stamps += [stamp for path in sorted(set(_paths(question))) for stamp in _stamps(path, "*")]
+        stamps = [stamp for path in sorted(set(_paths(question))) for stamp in _stamps(path, "*")]
         variables = environment.with_prefixes(_VARIABLES)
         asked = [question, stamps, _installed(tuple(sys.path)), variables, os.uname()]
         digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode())
         self._file = environment.cache_folder() / "accepted" / digest.hexdigest()
 
     def __bool__(self) -> bool:
-        return os.path.isfile(self._file)  # Path's raises in a home of somebody else
+        return os.path.isfile(self._file)  # Path.is_file raises in another user's home
 
     def remember(self) -> None:
         """Remembers it; no effect if the user's cache cannot be written."""
@@ -62,9 +59,9 @@ def _stamps(root: Path, pattern: str) -> list[tuple[str, int, int]]:
 
 @cache
 def _installed(path: tuple[str, ...]) -> list[object]:
-    """Returns the names and versions of packages, and stamps of the source of the libraries that are
-    asked: a checkout or a changed file keeps its version. path: sys.path."""
+    """Returns the names and versions of packages, and stamps of the source of megagrpo and of the
+    libraries that are asked: a checkout or a changed file keeps its version. path: sys.path."""
     packages = sorted(info.name for place in path for info in Path(place).glob("*.dist-info"))
-    specs = filter(None, map(find_spec, _ASKED))
+    specs = filter(None, map(find_spec, _SOURCES))
     places = sorted(place for spec in specs for place in spec.submodule_search_locations or ())
     return [sys.version, packages, [_stamps(Path(place), "**/*.py") for place in places]]

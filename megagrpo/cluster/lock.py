@@ -52,12 +52,12 @@ class Launcher:
 
     @property
     def is_here(self) -> bool:
-        """Whether `pid` names a process here: it is of this boot and this namespace."""
+        """Tells whether the launcher started on this boot and in this PID namespace."""
         return self.space == _space()
 
     @property
     def runs_here(self) -> bool:
-        """Whether this launcher runs, and this process can see it."""
+        """Tells whether the launcher runs and this process can see it."""
         return self.is_here and self.started == _started(self.pid) != ""
 
     def end(self) -> None:

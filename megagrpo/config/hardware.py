@@ -27,7 +27,7 @@ class Hardware:
     rates: Rates
 
     def peak(self, width: int) -> float:
-        """Returns the FLOPs a second with values of so many bytes."""
+        """Returns the peak in FLOPs per second for values of `width` bytes."""
         return (self.bf16_tflops if width == 2 else self.fp32_tflops) * 1e12
 
     @property

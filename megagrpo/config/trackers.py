@@ -21,7 +21,7 @@ TRACKERS = {
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run."""
+    """Describes a run to a tracker."""
 
     name: str
     folder: Path  # the run folder

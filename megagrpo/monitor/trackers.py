@@ -39,9 +39,12 @@ class TrackerLog:
         key: str,
         make: Callable[[], Tracker],
         run: TrackedRun,
+        id_file: Path,
         note: Callable[[str], None],
     ) -> None:
+        """key: under `log`, for messages. id_file: keeps the id for the next start."""
         self._key = key
+        self._id_file = id_file
         self._note = note
         self._failed = False
         self._calls: SimpleQueue[tuple[str, Callable[[Tracker], None]]] = SimpleQueue()
@@ -67,7 +70,7 @@ class TrackerLog:
     def _send(self, make: Callable[[], Tracker], run: TrackedRun) -> None:
         with self._never_fatal("the start"):
             tracker = make()
-            write_whole(_id_file(run.folder, self._key), tracker.start(run))
+            write_whole(self._id_file, tracker.start(run))
         action = ""
         while action != _LAST:
             action, call = self._calls.get()
@@ -98,7 +101,7 @@ def tracker_logs(
         run_id = file.read_text(encoding="utf-8") if continued else secrets.token_hex(4)
         described = config.model_dump(mode="json")
         run = TrackedRun(config.name, folder.path, run_id, continued, described)
-        yield TrackerLog(key, make, run, note)
+        yield TrackerLog(key, make, run, file, note)
 
 
 def _id_file(folder: Path, key: str) -> Path:

@@ -66,7 +66,7 @@ ONLY_IN = {
 ALGO_MAY_IMPORT = {"torch", "megagrpo"}
 # Of models/, descriptions and costs; what trainers build of them stands in layer.py, layers/, build.py and body.py.
 NO_TORCH = (
-    r"(system|types|config)(/|\.py)|models/kinds/(attention|\w+/(describe|cost))\.py|models/families/"
+    r"(system|types|config)(/|\.py)|models/kinds/(attention|recurrence|\w+/(describe|cost))\.py|models/families/"
     r"|models/(architecture|config_json|costs|family|fields|folder|points|table|tensors)\.py|models/stored/(files|quantization|fused_experts)\.py"
 )
 

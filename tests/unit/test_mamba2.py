@@ -13,6 +13,7 @@ from megagrpo.actor.host import prepare_host
 prepare_host("cpu")
 
 from megagrpo.models.kinds.mamba2 import layer as mamba2  # noqa: E402  Megatron needs a prepared host
+from tests.gradients import assert_gradients_agree  # noqa: E402
 
 SEQUENCES, LENGTH, HEADS, GROUPS, WIDTH, STATE = 2, 150, 6, 2, 8, 16  # more than four chunks
 
@@ -49,13 +50,7 @@ def test_chunks_are_the_recurrence():
     found = mamba2._scan(*found_inputs, None)
     assert found.shape == expected.shape
     assert (found.double() - expected).abs().max() / expected.abs().max() < 1e-6
-    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
-    (found * weights).sum().backward()
-    (expected * weights).sum().backward()
-    for one, other in zip(found_inputs, exact, strict=True):
-        assert one.grad is not None and other.grad is not None
-        off = (one.grad - other.grad).abs().max() / other.grad.abs().max()
-        assert off < 1e-5, float(off)
+    assert_gradients_agree(found, found_inputs, expected, exact)
 
 
 @pytest.mark.parametrize("length", [1, 32, 33])

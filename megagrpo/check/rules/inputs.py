@@ -79,18 +79,18 @@ def installed(config: ExperimentConfig) -> Iterator[Rule]:
             shutil.which(program) is None,
             f"sampling.agent.command: {program} is no program that this machine has",
         )
-    wanted = {f"log.trackers {one.name}": one.name for one in config.log.trackers}
+    names = [one.name for one in config.log.trackers if one.name in TRACKERS]
+    packages = {f"log.trackers {name}": name for name in names}
     if config.log.wandb is not None:
-        wanted["log.wandb"] = "wandb"
-    for key, name in wanted.items():
-        if key == "log.wandb" or name in TRACKERS:
-            spec = find_spec(name)
-            yield Rule(
-                # without an origin it is a folder of that name in the working directory
-                spec is None or spec.origin is None,
-                f"{key}: the package {name} is not installed",
-                f"`pip install {name}`, or remove {key}",
-            )
+        packages["log.wandb"] = "wandb"
+    for key, name in packages.items():
+        spec = find_spec(name)
+        yield Rule(
+            # without an origin it is a folder of that name in the working directory
+            spec is None or spec.origin is None,
+            f"{key}: the package {name} is not installed",
+            f"`pip install {name}`, or remove {key}",
+        )
 
 
 def _weights(config: ExperimentConfig) -> Iterator[Rule]:

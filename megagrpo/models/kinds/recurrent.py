@@ -9,6 +9,7 @@ context parallelism ranks exchange tokens for groups, so that each has whole seq
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import all_to_all
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -66,9 +67,7 @@ class RecurrentMixer(MegatronModule):
         parameter = torch.nn.Parameter(
             torch.empty(self._groups * rows, *shape, dtype=dtype, device=device)
         )
-        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]  # read by Megatron
-        parameter.partition_dim = 0  # type: ignore[attr-defined]
-        parameter.partition_stride = 1  # type: ignore[attr-defined]
+        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
         return parameter
 
     def keep_float32(self) -> None:

@@ -118,9 +118,8 @@ def trainer_side(
     node = min(ranks_per_node, actor.world_size)
     cost = checkpoint_cost(arch, actor, node)
     p = actor.parallel
-    positions = load.reference_positions / (
-        actor.dp * p.cp
-    )  # of a rank; each of tp has all of them
+    # of a rank; each of tp has all of them
+    positions = load.reference_positions / (actor.dp * p.cp)
     second_model = reference and actor.lora is None
     shards = max(stage.shards for stage in stages)
     host = {

@@ -139,16 +139,16 @@ class EngineFleet:
         the caller adds to `kinds`. Every distinct list is read once: it may have a million
         entries."""
         lists: dict[str, list[Copy]] = {}
-        new: list[list[list[Copy]]] = []
+        kinds = list(self.kinds)
         for engine in self.alive:
             if engine.copies not in self._kind_of:
-                self._kind_of[engine.copies] = len(self.kinds) + len(new)
+                self._kind_of[engine.copies] = len(kinds)
                 for key in set(engine.copies) - lists.keys():
                     lists[key] = [Copy(*tuples(copy)) for copy in engine.mailbox.get(key)]
-                new.append([lists[key] for key in engine.copies])
+                kinds.append([lists[key] for key in engine.copies])
             engine.kind = self._kind_of[engine.copies]
-            engine.slices = [*self.kinds, *new][engine.kind]
-        return new
+            engine.slices = kinds[engine.kind]
+        return kinds[len(self.kinds) :]
 
     def limit(self) -> None:
         """Gives the engines half of the remaining time, so that an engine that hangs can be

@@ -67,8 +67,7 @@ class LinkTransport(ABC):
         # by kind, slot and carriers; engines with the same sources share a plan
         self._plans: dict[tuple[int, int, tuple[int, ...]], TransferPlan] = {}
         self._distinct: dict[tuple[int, int, bytes], TransferPlan] = {}  # by kind, limit, sources
-        # in the mailbox, by engine rank; None is nobody's
-        self._batch_keys: dict[TransferPlan | None, list[str]] = {}
+        self._batch_keys: dict[TransferPlan, list[str]] = {}  # in the mailbox, by engine rank
         self._received: dict[str, TransferPlan] = {}  # by engine id, since its connection was made
         self._names: dict[str, str] = {}  # engine id -> name of this incarnation's link
         self._announced: set[str] = set()  # names that all ranks know
@@ -97,8 +96,11 @@ class LinkTransport(ABC):
     def drop(self, engine: EngineConnection) -> None:
         """Forgets the engine's link. See Transport."""
         self._names.pop(engine.id, None)
+        plan = self._received.pop(engine.id, None)
+        if plan is None:
+            return
         # perhaps it could not read them; those of other plans stay, of which there may be hundreds
-        for key in self._batch_keys.pop(self._received.pop(engine.id, None), ()):
+        for key in self._batch_keys.pop(plan, ()):
             engine.mailbox.delete(key)
 
     def leave(self, engine: EngineConnection) -> None:

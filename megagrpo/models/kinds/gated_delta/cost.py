@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megagrpo.models.costs import FP32, LayerCost, Share
+from megagrpo.models.kinds.recurrence import recurrent_cost
 
 if TYPE_CHECKING:
     from megagrpo.models.kinds.gated_delta.describe import GatedDelta
@@ -25,12 +26,4 @@ def layer(delta: GatedDelta, at: Share) -> LayerCost:
     kept += 4 * heads * FP32
     # of a token: products in its chunk; the state is read twice and written
     rule = 2 * _CHUNK * (3 * keys + 2 * values) + 6 * keys * delta.value_dim
-    return LayerCost(
-        kept=kept * at.whole,
-        transient=(2 * rows * at.width + 5 * values * FP32) * at.whole + at.gathered,
-        flops=(2 * at.hidden_size * (rows + values) + rule) * at.whole,
-        sent={
-            "tp": at.gathers(2),
-            "cp": (rows + values) * at.whole * at.width * (p.cp - 1) / p.cp,
-        },
-    )
+    return recurrent_cost(at, rows, values, kept, rule, copies=5)

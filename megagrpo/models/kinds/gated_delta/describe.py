@@ -7,27 +7,27 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megagrpo.models.config_json import HfConfig
-from megagrpo.models.costs import FP32, LayerCost, Share
+from megagrpo.models.costs import LayerCost, Share
 from megagrpo.models.kinds.gated_delta import cost
-from megagrpo.models.points import Row
-from megagrpo.models.tensors import Cut, Shard, TensorSpec, load_groups
+from megagrpo.models.kinds.recurrence import Recurrence
+from megagrpo.models.tensors import Shard, TensorSpec, load_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megagrpo.config.actor import ActorConfig, ParallelConfig
+    from megagrpo.config.actor import ActorConfig
     from megagrpo.models.architecture import Architecture
     from megagrpo.models.fields import Fields, Kernels
     from megagrpo.models.kinds.gated_delta.layer import GatedDeltaNet
 
 
 @dataclass(frozen=True)
-class GatedDelta:
+class GatedDelta(Recurrence):
     """Holds the sizes of linear attention, and the layers that have it in place of attention."""
 
-    MODULE: ClassVar[str] = "linear_attn"  # of files, in a layer
-    CUT_KEY: ClassVar[str] = "linear_num_key_heads"  # of config.json, what ranks divide
-    PACKAGES: ClassVar[tuple[str, ...]] = ("fla",)  # that GPUs need
+    CUT_KEY: ClassVar[str] = "linear_num_key_heads"
+    PACKAGES: ClassVar[tuple[str, ...]] = ("fla",)
+    TITLE: ClassVar[str] = "gated delta net"
 
     key_heads: int
     value_heads: int  # a multiple
@@ -59,6 +59,10 @@ class GatedDelta:
     def cut(self) -> int:
         """Counts what ranks divide: key heads, with their value heads."""
         return self.key_heads
+
+    @property
+    def state_size(self) -> int:
+        return self.value_heads * self.value_dim * self.key_dim
 
     def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
         """Yields projections, the convolution, decays and a norm."""
@@ -98,10 +102,6 @@ class GatedDelta:
         layer.norm.copy_(hf[prefix + "norm.weight"])
         layer.out_proj.weight.copy_(shard.columns(hf[prefix + "out_proj.weight"]))
 
-    def cuts(self, p: ParallelConfig) -> Iterator[Cut]:
-        """Yields what tensor- and context-parallel ranks divide."""
-        yield Cut(self.CUT_KEY, self.key_heads, "tp x cp", p.tp * p.cp)
-
     def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
         """Returns the fields of Megatron's TransformerConfig."""
         return {
@@ -113,22 +113,6 @@ class GatedDelta:
             "linear_conv_kernel_dim": self.kernel,
         }
 
-    def recomputed(self, engine: bool, scaled: bool) -> list[str]:
-        """Returns Megatron's names of what is cheap to compute again."""
-        return []
-
     def cost(self, at: Share) -> LayerCost:
         """Returns the cost of one for a micro-batch."""
         return cost.layer(self, at)
-
-    def state_bytes(self, ranks: int, width: int) -> int:
-        """Returns the bytes of one request's states in one rank of an engine, of all layers: the
-        last inputs of each convolution, and the recurrent state in float32."""
-        inputs = self.channels * (self.kernel - 1) * width
-        state = self.value_heads * self.value_dim * self.key_dim * FP32
-        return sum(self.layers) * (inputs + state) // ranks
-
-    def points(self) -> list[Row]:
-        """Returns what bisect compares inside a layer."""
-        trainer = "self_attention.out_proj"
-        return [("attention_out", "gated delta net", "linear_attn.out_proj", trainer, "whole")]

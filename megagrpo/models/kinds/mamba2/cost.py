@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megagrpo.models.costs import FP32, LayerCost, Share
+from megagrpo.models.kinds.recurrence import recurrent_cost
 
 if TYPE_CHECKING:
     from megagrpo.models.kinds.mamba2.describe import Mamba2
@@ -27,12 +28,4 @@ def layer(mamba: Mamba2, at: Share) -> LayerCost:
     # state is read and written
     groups = mamba.groups / p.tp
     scan = _CHUNK * (groups * mamba.state + values) + 4 * values * mamba.state
-    return LayerCost(
-        kept=kept * at.whole,
-        transient=(2 * rows * at.width + 3 * values * FP32) * at.whole + at.gathered,
-        flops=(2 * at.hidden_size * (rows + values) + scan) * at.whole,
-        sent={
-            "tp": at.gathers(2),
-            "cp": (rows + values) * at.whole * at.width * (p.cp - 1) / p.cp,
-        },
-    )
+    return recurrent_cost(at, rows, values, kept, scan, copies=3)

@@ -7,27 +7,27 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megagrpo.models.config_json import HfConfig
-from megagrpo.models.costs import FP32, LayerCost, Share
+from megagrpo.models.costs import LayerCost, Share
 from megagrpo.models.kinds.mamba2 import cost
-from megagrpo.models.points import Row
-from megagrpo.models.tensors import Cut, Shard, TensorSpec, load_groups
+from megagrpo.models.kinds.recurrence import Recurrence
+from megagrpo.models.tensors import Shard, TensorSpec, load_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megagrpo.config.actor import ActorConfig, ParallelConfig
+    from megagrpo.config.actor import ActorConfig
     from megagrpo.models.architecture import Architecture
     from megagrpo.models.fields import Fields, Kernels
     from megagrpo.models.kinds.mamba2.layer import Mamba2Mixer
 
 
 @dataclass(frozen=True)
-class Mamba2:
+class Mamba2(Recurrence):
     """Holds the sizes of Mamba-2, and the layers that have it in place of attention."""
 
-    MODULE: ClassVar[str] = "linear_attn"  # in a layer; a family may store it under another name
-    CUT_KEY: ClassVar[str] = "n_groups"  # of config.json, what ranks divide
-    PACKAGES: ClassVar[tuple[str, ...]] = ("mamba_ssm", "causal_conv1d")  # that GPUs need
+    CUT_KEY: ClassVar[str] = "n_groups"
+    PACKAGES: ClassVar[tuple[str, ...]] = ("mamba_ssm", "causal_conv1d")
+    TITLE: ClassVar[str] = "Mamba-2"
 
     heads: int
     head_dim: int
@@ -63,6 +63,10 @@ class Mamba2:
         """Counts what ranks divide: groups, with their heads."""
         return self.groups
 
+    @property
+    def state_size(self) -> int:
+        return self.values * self.state
+
     def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
         """Yields projections, the convolution, decays, skips and a norm."""
         hidden = arch.hidden_size
@@ -92,30 +96,11 @@ class Mamba2:
         layer.norm.copy_(shard.rows(hf[prefix + "gated_norm.weight"]))
         layer.out_proj.weight.copy_(shard.columns(hf[prefix + "out_proj.weight"]))
 
-    def cuts(self, p: ParallelConfig) -> Iterator[Cut]:
-        """Yields what tensor- and context-parallel ranks divide."""
-        yield Cut(self.CUT_KEY, self.groups, "tp x cp", p.tp * p.cp)
-
     def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
         """Returns the fields of Megatron's TransformerConfig; the layer gets the sizes. Checkpoints
         would take layers for alike, and refuse to be written where they are not."""
         return {"hetereogenous_dist_checkpoint": True}
 
-    def recomputed(self, engine: bool, scaled: bool) -> list[str]:
-        """Returns Megatron's names of what is cheap to compute again."""
-        return []
-
     def cost(self, at: Share) -> LayerCost:
         """Returns the cost of one for a micro-batch."""
         return cost.layer(self, at)
-
-    def state_bytes(self, ranks: int, width: int) -> int:
-        """Returns the bytes of one request's states in one rank of an engine, of all layers: the
-        last inputs of each convolution, and the recurrent state in float32."""
-        inputs = self.channels * (self.kernel - 1) * width
-        return sum(self.layers) * (inputs + self.values * self.state * FP32) // ranks
-
-    def points(self) -> list[Row]:
-        """Returns what bisect compares inside a layer."""
-        trainer = "self_attention.out_proj"
-        return [("attention_out", "Mamba-2", "linear_attn.out_proj", trainer, "whole")]
