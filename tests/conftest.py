@@ -88,7 +88,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if IS_WORKER:
         return
     if _unknown_skips:
-        print("\nskipped for a reason that tests/skips.py does not list:", *_unknown_skips, sep="\n  ")
+        print("", *(f"skipped, which tests/skips.py does not allow: {skip}" for skip in _unknown_skips), sep="\n")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     deadline = time.monotonic() + GRACE_S
     while (left := processes_of_session()) and time.monotonic() < deadline:

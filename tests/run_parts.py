@@ -26,6 +26,7 @@ RECORD = TESTS.parent / "bench" / "results" / "test_seconds.md"
 SIDE_BY_SIDE = 2
 SAY_EVERY_S = 60.0
 NO_TESTS = 5  # pytest's exit status when a selection leaves none
+COMPLAINTS = ("FAILED ", "ERROR ", "left behind by the tests", "skipped, which ")  # of pytest and of tests/conftest.py
 COUNT = re.compile(r"(\d+) (failed|passed|skipped|deselected|xfailed|xpassed|warning|error)")
 # Tests of e2e by what they start; those that are not named share one undisturbed `megagrpo run`.
 E2E = {
@@ -134,17 +135,20 @@ class Part:
         print(f"[test] {self.name}: {seconds:.0f} s\n{text}", flush=True)
         counts = [line for line in text.splitlines() if re.search(r"\d+ \w+.* in [\d.]+s", line)]
         status = self.process.returncode
-        return Ended(status, counts[-1] if counts else "", seconds, seconds_by_file(self.times))
+        complaints = [line for line in text.splitlines() if line.startswith(COMPLAINTS)]
+        return Ended(status, counts[-1] if counts else "", seconds, seconds_by_file(self.times), complaints)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a part ended. counts: the line that counts its tests; of_files: seconds by test file."""
+    """How a part ended. counts: the line that counts its tests; of_files: seconds by test file; complaints: lines that
+    say why it failed."""
 
     status: int
     counts: str
     seconds: float
     of_files: Counter[str]
+    complaints: list[str]
 
 
 def seconds_by_file(report: Path) -> Counter[str]:
@@ -248,6 +252,7 @@ def main(arguments: list[str]) -> int:
         RECORD.write_text(table)
     if failed:
         print(f"[test] FAILED: {', '.join(failed)}")
+        print(*(line for ended in results.values() for line in ended.complaints), sep="\n")
     print(total([ended.counts for ended in results.values()], time.monotonic() - started).center(100, "="))
     return int(bool(failed))
 

