@@ -1,10 +1,31 @@
-"""Qwen3.5 as its published files have it: the text part of a vision-language model."""
+"""Qwen3.5 as its published files have it, the text part of a vision-language model; DeepSeek-V4's names."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+
+# transformers writes its own names, and reads those of published files
+_DEEPSEEK_V4 = (
+    (r"^model\.embed_tokens\.", "embed."), (r"^model\.norm\.", "norm."), (r"^lm_head\.", "head."),
+    (r"^model\.hc_head\.", ""), (r"^hc_(fn|base|scale)$", r"hc_head_\1"), (r"^model\.", ""),
+    (r"\.input_layernorm\.", ".attn_norm."), (r"\.post_attention_layernorm\.", ".ffn_norm."),
+    (r"\.(attn|ffn)_hc\.", r".hc_\1_"), (r"\.self_attn\.", ".attn."), (r"\.mlp\.", ".ffn."),
+    (r"\.sinks$", ".attn_sink"), (r"\.compressor\.indexer\.(scorer\.|(?=q_b_proj))", ".indexer."),
+    (r"\.compressor\.indexer\.", ".indexer.compressor."), (r"\.position_bias$", ".ape"),
+    (r"compressor\.kv_norm\.", "compressor.norm."), (r"\.q_a_norm\.", ".q_norm."),
+    (r"\.([qo])_([ab])_proj\.", r".w\1_\2."), (r"\.kv_proj\.", ".wkv."),
+    (r"compressor\.gate_proj\.", "compressor.wgate."), (r"\.e_score_correction_bias$", ".bias"),
+    (r"\.gate_proj\.", ".w1."), (r"\.down_proj\.", ".w2."), (r"\.up_proj\.", ".w3."),
+)  # fmt: skip
+
+
+def deepseek_v4_name(name: str) -> str:
+    for pattern, published in _DEEPSEEK_V4:
+        name = re.sub(pattern, published, name)
+    return name
 
 
 def published_config(text: dict) -> dict:

@@ -65,7 +65,8 @@ def run_schedule(
         num_microbatches=len(micros),
         # of all ranks' parts; Megatron divides by cp and tp for what a stage receives
         seq_length=micros.shapes[0][1] * actor.config.parallel.cp,
-        micro_batch_size=micros.shapes[0][0],
+        # residual streams stand beside each other as samples do
+        micro_batch_size=micros.shapes[0][0] * actor.arch.num_streams,
         forward_only=forward_only,
     )
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):

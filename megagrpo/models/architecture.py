@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from megagrpo.models.kinds.compressed.describe import CompressedAttention
 from megagrpo.models.kinds.experts.describe import Experts
 from megagrpo.models.kinds.gated_delta.describe import GatedDelta
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
+from megagrpo.models.kinds.hyper_connections.describe import HyperConnections
 from megagrpo.models.kinds.indexed.describe import LightningIndexer
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.kinds.mamba2.describe import Mamba2
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
     from megagrpo.config.actor import ParallelConfig
 
-Attention: TypeAlias = GroupedQuery | LatentAttention
+Attention: TypeAlias = GroupedQuery | LatentAttention | CompressedAttention
 Recurrent: TypeAlias = GatedDelta | Mamba2
 Part = Literal["mamba", "attention", "moe", "mlp"]
 
@@ -58,6 +60,7 @@ class Architecture:
     parts: tuple[Part, ...] = ()  # what each layer is; (): what mixes tokens, and what feeds them
     gated: bool = True  # MLPs and experts are silu(gate) times up; else relu(up) squared
     experts: Experts | None = None  # None: dense
+    streams: HyperConnections | None = None  # None: one residual stream
     vision: Vision | None = None  # None: a text-only model
     draft: bool = False  # with the multi-token-prediction layer, which proposes tokens to engines
 
@@ -146,6 +149,11 @@ class Architecture:
         return turns and self.vision is None
 
     @property
+    def num_streams(self) -> int:
+        """Counts the residual streams, which stages send each other."""
+        return 1 if self.streams is None else self.streams.streams
+
+    @property
     def norm(self) -> Kind:
         """Returns the kind of a weight of the model's norms."""
         return "centered norm" if self.centered_norms else "norm"
@@ -179,6 +187,8 @@ class Architecture:
             sizes = self.hidden_size, self.ffn_size
             yield from mlp_tensors(*sizes, prefix + "mlp.", names=self.mlp_names)
         yield from mixing
+        if self.streams is not None:
+            yield from self.streams.tensors(self.hidden_size, prefix)
         indexer = self.indexer
         if indexer is not None and indexer.source(index) == index:
             yield from indexer.tensors(self, prefix + "self_attn.indexer.")
@@ -202,6 +212,8 @@ class Architecture:
         elif has_mlp:
             weights = mlp_weights(layer.mlp)
             load_mlp(*weights, hf, prefix + "mlp.", place.tensor, self.mlp_names)
+        if self.streams is not None:
+            self.streams.load(layer, hf, prefix)
 
     def cuts(self, p: ParallelConfig) -> Iterator[Cut]:
         """Yields which numbers of config.json ranks divide."""

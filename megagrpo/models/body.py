@@ -54,6 +54,7 @@ class Body(LanguageModule):
         groups = self.pg_collection
         vocab_size = -(-arch.vocab_size // groups.tp.size()) * groups.tp.size()
         self.vp_stage = vp_stage
+        self._streams = arch.num_streams
         self.pre_process = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         self.post_process = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         # Megatron's pipeline and its reduction of gradients read these two.
@@ -113,12 +114,13 @@ class Body(LanguageModule):
         """
         self._prepare_offloading()
         hidden = None
-        more: dict[str, Sight] = {}
+        more: dict[str, object] = {"attention_bias": tokens} if self._streams > 1 else {}
         if self.pre_process:
             hidden = self.embedding(input_ids=tokens, position_ids=positions)
             if sight is not None:
                 hidden = sight.with_features(hidden, self.visual)
                 more = {"attention_bias": sight}  # see SeeingLayer
+            hidden = hidden.repeat_interleave(self._streams, 1)  # see StreamLayer
         angles = self._angles(hidden, packed_seq_params) if sight is None else sight.angles
         attention = {
             "attention_mask": attention_mask,

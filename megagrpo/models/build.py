@@ -27,6 +27,9 @@ from megagrpo.models.family import Family
 from megagrpo.models.fields import Kernels
 from megagrpo.models.kinds.draft.describe import draft_norms
 from megagrpo.models.kinds.draft.layer import DraftLayer, mark_parameters
+from megagrpo.models.kinds.compressed.layer import CompressedMixer
+from megagrpo.models.kinds.hyper_connections.describe import HEAD, load_mixing
+from megagrpo.models.kinds.hyper_connections.layer import Mixing
 from megagrpo.models.kinds.indexed.layer import Indexer
 from megagrpo.models.kinds.recurrent import RecurrentMixer
 from megagrpo.models.kinds.vision.layer import Tower
@@ -125,7 +128,7 @@ def _in_bfloat16(chunk: Body) -> Body:
     """Casts a chunk except the biases of its routers, and what modules keep in float32."""
     chunk.bfloat16()
     for module in chunk.modules():
-        if isinstance(module, Indexer | RecurrentMixer | Tower):
+        if isinstance(module, CompressedMixer | Indexer | Mixing | RecurrentMixer | Tower):
             module.keep_float32()
         elif isinstance(module, TopKRouter):
             internals_0_19.keep_float32_bias(module)
@@ -147,15 +150,15 @@ def chunk_parameters(chunks: list[Body], adapters: bool = False) -> dict[str, Te
     """Returns a rank's live tensors of the HF model, or of adapters, by a name that is unique on
     it.
 
-    A router's bias is one of the model's and no parameter: it has no gradient, and keeps float32.
+    A router's bias and its table are some of the model's and no parameters: they have no gradient.
     """
-    biases = ".router.expert_bias"
+    others = ".router.expert_bias", ".router.table"
     return {
         f"{i}.{name}": tensor
         for i, chunk in enumerate(chunks)
         for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers())
         if is_adapter(name) == adapters
-        and (isinstance(tensor, torch.nn.Parameter) or name.endswith(biases))
+        and (isinstance(tensor, torch.nn.Parameter) or name.endswith(others))
     }
 
 
@@ -179,6 +182,8 @@ def load_hf(chunks: list[Body], arch: Architecture, hf: Mapping[str, Tensor]) ->
                 arch.load_layer(layer, hf, place)
             if chunk.post_process:
                 chunk.decoder.final_layernorm.weight.copy_(hf["model.norm.weight"])
+                if arch.streams is not None:
+                    load_mixing(chunk.decoder.final_layernorm, hf, HEAD)
                 if not arch.tied:
                     load_vocabulary(chunk.output_layer.weight, hf["lm_head.weight"], place.tensor)
                 elif not chunk.pre_process:  # tied over two pipeline stages: each holds a copy

@@ -80,6 +80,8 @@ def layer_cost(
         parts.append(arch.experts.cost(at, imbalance))
     elif arch.has_mlp(layer):
         parts.append(mlp_cost(at, arch.ffn_size, arch.gated))
+    if arch.streams is not None:
+        parts.append(arch.streams.cost(at))
     # input and output of the norm before each
     kept = 2 * len(parts) * arch.hidden_size * at.part * at.width
     between = LayerCost(kept=kept, transient=0.0, flops=0.0, sent={})

@@ -19,6 +19,7 @@ from megagrpo.models.config_json import (
 from megagrpo.models.kinds.experts.describe import Experts
 from megagrpo.models.kinds.gated_delta.describe import GatedDelta
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
+from megagrpo.models.kinds.hyper_connections.describe import HyperConnections
 from megagrpo.models.kinds.mamba2.describe import Mamba2
 from megagrpo.models.kinds.vision.describe import Vision
 from megagrpo.models.tensors import TensorSpec
@@ -116,6 +117,7 @@ class Family:
             parts=self.parts(hf),
             gated=self.GATED,
             experts=self.experts(hf),
+            streams=self.streams(hf),
             vision=self.vision(hf),
         )
 
@@ -137,6 +139,10 @@ class Family:
 
     def experts(self, hf: HfConfig) -> Experts | None:
         """Reads the experts, None if there are none."""
+        return None
+
+    def streams(self, hf: HfConfig) -> HyperConnections | None:
+        """Reads what mixes residual streams, None if there is one."""
         return None
 
     def vision(self, hf: HfConfig) -> Vision | None:

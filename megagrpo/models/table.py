@@ -17,6 +17,7 @@ from typing import Any
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.config_json import HfConfig, text_part
 from megagrpo.models.families.deepseek_v3 import DeepseekV3, Glm4MoeLite, KimiK25
+from megagrpo.models.families.deepseek_v4 import DeepseekV4
 from megagrpo.models.families.dense import Llama, Qwen2, Qwen3
 from megagrpo.models.families.gpt_oss import GptOss
 from megagrpo.models.families.minimax_m2 import MiniMaxM2
@@ -61,6 +62,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Qwen3Next(),
     "gpt_oss": GptOss(),
     "nemotron_h": NemotronH(),
+    "deepseek_v4": DeepseekV4(),
 }
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
 _LEFT_OUT = {"mtp.": "multi-token-prediction layers, which only speculate"}
@@ -135,6 +137,8 @@ def text_tensors(arch: Architecture) -> Iterator[TensorSpec]:
     for index in range(arch.num_layers):
         yield from FAMILIES[arch.family].layer_tensors(arch, index)
     yield TensorSpec("model.norm.weight", (arch.hidden_size,), arch.norm)
+    if arch.streams is not None:
+        yield from arch.streams.head_tensors(arch.hidden_size)
     if not arch.tied:
         yield TensorSpec("lm_head.weight", vocabulary, "matrix")
     if arch.draft:

@@ -29,11 +29,13 @@ _WHOLE = (
     "k_norm",
     "fc1_latent_proj",
     "fc2_latent_proj",
+    *("wq_a", "wkv", "wgate", "compressor"),  # of compressed attention
+    *("hc_attn", "hc_ffn", "hc_head"),  # mixings of residual streams
 )
 
 
-# begins random, 1, 0 (multiplies by 1 + itself), 0 and small
-Kind: TypeAlias = Literal["matrix", "norm", "centered norm", "bias", "convolution"]
+# begins random, 1, 0 (multiplies by 1 + itself), 0, small, and as different numbers in each row
+Kind: TypeAlias = Literal["matrix", "norm", "centered norm", "bias", "convolution", "choice"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class TensorSpec:
     expert: bool = False  # one of a layer's routed experts, of which a token sees some
     dtype: str | None = None  # that it keeps whatever the model's is
     trained: bool = True  # it has a gradient
+    below: int = 0  # of a choice: its numbers are less
 
     @property
     def size(self) -> int:
@@ -87,6 +90,11 @@ PLAIN_NAMES = GatedNames("", "up_proj", "down_proj")
 def layer_prefix(index: int) -> str:
     """Returns what the names of a layer's tensors begin with; layers count from 0."""
     return f"model.layers.{index}."
+
+
+def layer_index(prefix: str) -> int:
+    """Returns the layer, counted from 0, of the names that begin so."""
+    return int(prefix.split(".")[2])
 
 
 def adapter_tensors(

@@ -28,7 +28,48 @@ from megagrpo.models.kinds.grouped_query.layer import PackedSequences, zigzag_po
 CHUNK = 32  # tokens that torch computes at once; more are wasted on short sequences
 
 
-class RecurrentMixer(MegatronModule):
+class Groups(MegatronModule):
+    """A module whose own parameters have rows group by group, which tensor-parallel ranks divide."""
+
+    def __init__(self, config: TransformerConfig, groups: int):
+        """groups: of the whole model."""
+        super().__init__(config)
+        self.own_groups = groups // config.tensor_model_parallel_size
+
+    def cut(self, rows: int, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+        """Returns a parameter of which this rank has its groups' rows, `rows` of each."""
+        dtype = dtype or self.config.params_dtype
+        device = torch.cuda.current_device()
+        parameter = torch.nn.Parameter(
+            torch.empty(self.own_groups * rows, *shape, dtype=dtype, device=device)
+        )
+        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+        return parameter
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        """Returns what a checkpoint holds, any layout's slices of the same tensors."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        own: dict = {}
+        self._save_to_state_dict(own, "", keep_vars=True)
+        rows = {name: 0 for name, p in own.items() if hasattr(p, "partition_dim")}
+        state = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            rows,
+            sharded_offsets,
+            tp_group=mpu.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        for name, module in self.named_children():
+            state |= sharded_state_dict_default(
+                module, f"{prefix}{name}.", sharded_offsets, metadata
+            )
+        return state
+
+
+class RecurrentMixer(Groups):
     """Takes the place of Megatron's SelfAttention; a subclass mixes the tokens of whole
     sequences."""
 
@@ -47,10 +88,9 @@ class RecurrentMixer(MegatronModule):
     ):
         """in_proj, out_proj: column- and row-parallel linear layers. groups: of the whole model;
         rows, width: inputs and outputs of the mixing, of each."""
-        super().__init__(config)
+        super().__init__(config, groups)
         self.layer_number = layer_number
         self.rows = rows
-        self._groups = groups // config.tensor_model_parallel_size
         linear = {"config": config, "init_method": config.init_method, "bias": False}
         linear |= {"is_expert": False, "skip_bias_add": False}
         self.in_proj = build_module(
@@ -59,16 +99,6 @@ class RecurrentMixer(MegatronModule):
         self.out_proj = build_module(
             out_proj, groups * width, config.hidden_size, input_is_parallel=True, **linear
         )
-
-    def cut(self, rows: int, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
-        """Returns a parameter of which this rank has its groups' rows, `rows` of each."""
-        dtype = dtype or self.config.params_dtype
-        device = torch.cuda.current_device()
-        parameter = torch.nn.Parameter(
-            torch.empty(self._groups * rows, *shape, dtype=dtype, device=device)
-        )
-        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
-        return parameter
 
     def keep_float32(self) -> None:
         """Restores float32 of A_log after a cast: it is an exponent's exponent."""
@@ -120,28 +150,6 @@ class RecurrentMixer(MegatronModule):
         lengths = borders.diff().tolist()
         out = self.mix(pad_sequence(mixed[0].split(lengths), batch_first=True), None)
         return torch.cat([row[:n] for row, n in zip(out, lengths, strict=True)])[None]
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict:
-        """Returns what a checkpoint holds, any layout's slices of the same tensors."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        own: dict = {}
-        self._save_to_state_dict(own, "", keep_vars=True)
-        rows = {name: 0 for name, p in own.items() if hasattr(p, "partition_dim")}
-        state = make_sharded_tensors_for_checkpoint(
-            own,
-            prefix,
-            rows,
-            sharded_offsets,
-            tp_group=mpu.get_tensor_model_parallel_group(),
-            dp_cp_group=metadata["dp_cp_group"],
-        )
-        for name, module in self.named_children():
-            state |= sharded_state_dict_default(
-                module, f"{prefix}{name}.", sharded_offsets, metadata
-            )
-        return state
 
 
 def _places(count: int, packed: PackedSequences | None) -> Tensor:

@@ -1,6 +1,7 @@
 """Layer specs for Megatron: a layer is what its kinds build of the same parts."""
 
 from collections.abc import Callable
+from functools import partial
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
@@ -20,10 +21,15 @@ from megatron.core.transformer.transformer_layer import (
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.kinds.clamped.describe import ClampedExperts
 from megagrpo.models.kinds.clamped.layer import clamped_spec
+from megagrpo.models.kinds.compressed.describe import CompressedAttention
+from megagrpo.models.kinds.compressed.layer import compressed_spec
 from megagrpo.models.kinds.gated_delta.describe import GatedDelta
 from megagrpo.models.kinds.gated_delta.layer import gated_delta_spec
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.grouped_query.layer import grouped_query_spec
+from megagrpo.models.kinds.hashed.describe import HashedExperts
+from megagrpo.models.kinds.hashed.layer import hashed_spec
+from megagrpo.models.kinds.hyper_connections.layer import StreamHead, StreamLayer, without_residual
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.kinds.latent.layer import latent_spec
 from megagrpo.models.kinds.mamba2.describe import Mamba2
@@ -35,6 +41,7 @@ from megagrpo.models.layers.parts import Parts
 _MIXERS: dict[type, Callable[..., ModuleSpec]] = {
     GroupedQuery: grouped_query_spec,
     LatentAttention: latent_spec,
+    CompressedAttention: compressed_spec,
     GatedDelta: gated_delta_spec,
     Mamba2: mamba2_spec,
 }
@@ -47,7 +54,10 @@ def block_spec(
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     own = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     layers = [layer_spec(arch, config, index, parts) for index in own]
-    return TransformerBlockSubmodules(layers, layer_norm=parts.norm)
+    last = parts.norm
+    if arch.streams is not None:
+        last = partial(StreamHead, own=arch.streams, norm=parts.norm)
+    return TransformerBlockSubmodules(layers, layer_norm=last)
 
 
 def layer_spec(
@@ -65,6 +75,9 @@ def layer_spec(
         layer.self_attn_bda = get_bias_dropout_add
     if arch.has_experts(index) and isinstance(arch.routed, ClampedExperts):
         layer.mlp = clamped_spec(parts.backend, config.moe_grouped_gemm)
+    elif arch.has_experts(index) and isinstance(arch.routed, HashedExperts):
+        grouped = config.moe_grouped_gemm
+        layer.mlp = hashed_spec(arch.routed, index, arch.vocab_size, parts.backend, grouped)
     elif arch.has_experts(index):
         layer.mlp = get_moe_module_spec_for_backend(
             parts.backend, arch.routed.count, moe_grouped_gemm=config.moe_grouped_gemm
@@ -77,5 +90,9 @@ def layer_spec(
     if arch.has_experts(index) or arch.has_mlp(index):
         layer.pre_mlp_layernorm = parts.norm
         layer.mlp_bda = get_bias_dropout_add
+    if arch.streams is not None:
+        layer.self_attn_bda = layer.mlp_bda = without_residual
+        streams = {"streams": arch.streams}
+        return ModuleSpec(module=StreamLayer, params=streams, submodules=layer)
     sees = arch.vision is not None and index < arch.num_layers
     return ModuleSpec(module=SeeingLayer if sees else TransformerLayer, submodules=layer)

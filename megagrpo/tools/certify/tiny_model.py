@@ -67,5 +67,8 @@ def _initial(spec: TensorSpec, generator: torch.Generator) -> Tensor:
             return torch.ones(spec.shape)
         case "bias" | "centered norm":
             return torch.zeros(spec.shape)
+        case "choice":
+            keys = torch.rand(spec.shape[0], spec.below, generator=generator)
+            return keys.argsort()[:, : spec.shape[1]]
         case "convolution":  # larger values would sharpen the norm behind a gated delta rule
             return torch.randn(spec.shape, generator=generator) * 0.1

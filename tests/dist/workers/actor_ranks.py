@@ -81,7 +81,8 @@ def next_floats(actor: MegatronActor) -> Iterator[None]:
     kept = {name: p.detach().clone() for name, p in actor.parameters().items()}
     with torch.no_grad():
         for number, p in enumerate(actor.parameters().values()):
-            p.copy_(torch.nextafter(p.cpu(), near(p.cpu(), 1.0, number)))
+            if p.is_floating_point():  # not a table of experts
+                p.copy_(torch.nextafter(p.cpu(), near(p.cpu(), 1.0, number)))
     yield
     with torch.no_grad():
         for name, p in actor.parameters().items():

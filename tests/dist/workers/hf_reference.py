@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    DeepseekV4Config,
     DeepseekV32Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
@@ -30,6 +31,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from tests.published import deepseek_v4_name
 from tests.dist.workers.samples import LENGTHS, NUM_SAMPLES, VOCAB, WIDTH, samples
 
 SIZES = {
@@ -86,6 +88,17 @@ _NEMOTRON = {name: size for name, size in SIZES.items() if name != "num_hidden_l
     "n_routed_experts": 8, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48,
     "routed_scaling_factor": 2.5,
 }  # fmt: skip
+# samples of up to 40 tokens: beyond a window of 8, and of 10 or 5 keys behind it, of which 3 of 10 are chosen
+_V4 = {name: size for name, size in SIZES.items() if name != "intermediate_size"} | {
+    "num_key_value_heads": 1, "head_dim": 16, "qk_rope_head_dim": 8, "q_lora_rank": 24, "o_groups": 2,
+    "o_lora_rank": 24, "sliding_window": 8, "index_n_heads": 8, "index_head_dim": 16, "index_topk": 3,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+                    "compressed_sparse_attention"],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"], "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32, "swiglu_limit": 2.0, "hc_mult": 3, "rms_norm_eps": 1e-6,
+    "rope_parameters": {name: value for name, value in _YARN.items() if name != "rope_theta" and "mscale" not in name},
+}  # fmt: skip
 CONFIGS = {
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),
     "qwen3_tied": lambda: Qwen3Config(**(SIZES | {"tie_word_embeddings": True}), head_dim=32),
@@ -138,6 +151,7 @@ CONFIGS = {
     "deepseek_v32": lambda: DeepseekV32Config(
         **_SPARSE, **_GROUPS, num_experts=8, rope_parameters=_YARN
     ),
+    "deepseek_v4": lambda: DeepseekV4Config(**_V4),
 }  # fmt: skip
 
 
@@ -156,8 +170,11 @@ def stir(model: PreTrainedModel) -> None:
         for name, tensor in model.named_parameters():
             if name.endswith("A_log"):
                 tensor.uniform_(-5.0, -1.0)
-            if name.endswith("_proj_bias"):  # of experts together
+            if name.endswith(("_proj_bias", ".position_bias")):  # of experts together, of windows
                 tensor += 0.2 * torch.randn_like(tensor)
+        for name, table in model.named_buffers():
+            if name.endswith("tid2eid"):
+                table.copy_(torch.rand(len(table), model.config.n_routed_experts).argsort()[:, : table.shape[1]])
 
 
 def write_model(folder: Path, name: str, config: PretrainedConfig) -> None:
@@ -190,7 +207,13 @@ def save(model: PreTrainedModel, folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     # transformers 5 writes another name than published files have, and than it reads
     if (embedding := tensors.pop("backbone.embedding.weight", None)) is not None:
-        save_file({**tensors, "backbone.embeddings.weight": embedding}, folder / "model.safetensors", {"format": "pt"})
+        tensors["backbone.embeddings.weight"] = embedding
+    elif model.config.model_type == "deepseek_v4":
+        tensors = {deepseek_v4_name(name): tensor for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    if model.config.model_type == "deepseek_v4":
+        again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+        assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def main(folder: Path, *names: str) -> None:

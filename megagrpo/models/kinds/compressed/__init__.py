@@ -1,0 +1,1 @@
+"""Compressed attention: a window, and keys that stand for several tokens each."""

@@ -1,0 +1,169 @@
+"""DeepSeek-V4's attention by its numbers: one key that is the value, too, for all heads, a window
+with sinks, and behind it keys that stand for several tokens each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from megagrpo.models.config_json import Rotary
+from megagrpo.models.costs import FP32, LayerCost, Share
+from megagrpo.models.kinds.attention import Attention
+from megagrpo.models.kinds.compressed import cost
+from megagrpo.models.points import Row
+from megagrpo.models.tensors import Cut, Kind, Shard, TensorSpec, layer_index
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megagrpo.config.actor import ActorConfig, ParallelConfig
+    from megagrpo.models.architecture import Architecture
+    from megagrpo.models.fields import Fields, Kernels
+    from megagrpo.models.kinds.compressed.layer import CompressedMixer
+
+INDEXED = 4  # tokens of a key in layers whose windows overlap, and whose keys an indexer chooses
+# parameters of which ranks have parts, and along which dimension
+_CUT = {"q_b_proj.weight": 0, "attn_sink": 0, "wo_a.weight": 0, "wo_b.weight": 1}
+_SCALED = 128  # numbers of an engine's key with one scale
+
+
+@dataclass(frozen=True)
+class CompressedAttention(Attention):
+    """Holds its widths, and how many tokens a key stands for in each layer."""
+
+    heads: int
+    head_dim: int
+    rope_dim: int  # of a head, its last numbers
+    q_lora_rank: int
+    groups: int  # of heads, with an output projection of their own each
+    group_rank: int  # outputs of these
+    window: int  # tokens, itself included, that a query sees as they are
+    ratios: tuple[int, ...]  # tokens of a key behind the window; 0: a layer has none
+    index_heads: int
+    index_dim: int
+    topk: int  # keys behind the window that a query sees in layers with an indexer
+    rotary: Rotary  # of layers with a window alone
+    far_rotary: Rotary  # of the others
+
+    @property
+    def kv_heads(self) -> int:
+        """Counts the heads of keys and values."""
+        return 1
+
+    @property
+    def v_dim(self) -> int:
+        """Returns the width of a head of values."""
+        return self.head_dim
+
+    def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
+        """Yields projections, norms and sinks, and what makes and chooses keys."""
+        hidden, dim, rank = arch.hidden_size, self.head_dim, self.q_lora_rank
+        yield TensorSpec(prefix + "attn_sink", (self.heads,), "bias", dtype="float32")
+        for name, *shape in (
+            ("wq_a", rank, hidden),
+            ("q_norm", rank),
+            ("q_b_proj", self.heads * dim, rank),
+            ("wkv", dim, hidden),
+            ("kv_norm", dim),
+            ("wo_a", self.groups * self.group_rank, self.heads * dim // self.groups),
+            ("wo_b", hidden, self.groups * self.group_rank),
+        ):
+            kind: Kind = "matrix" if len(shape) > 1 else "norm"
+            yield TensorSpec(f"{prefix}{name}.weight", tuple(shape), kind)
+        ratio = self.ratios[layer_index(prefix)]
+        if ratio:
+            yield from _compressor(prefix, hidden, dim, ratio, True)
+        if ratio == INDEXED:
+            prefix += "indexer."
+            yield from _compressor(prefix, hidden, self.index_dim, ratio, False)
+            index = (self.index_heads * self.index_dim, rank)
+            yield TensorSpec(prefix + "wq_b.weight", index, "matrix", trained=False)
+            weights = (self.index_heads, hidden)
+            yield TensorSpec(prefix + "weights_proj.weight", weights, "matrix", trained=False)
+
+    def load(
+        self, attention: CompressedMixer, hf: Mapping[str, Tensor], prefix: str, shard: Shard
+    ) -> None:
+        """Copies this rank's slices of HF tensors, whose names its parameters have."""
+        for name, parameter in attention.named_parameters():
+            whole = hf[prefix + name]
+            parameter.copy_(shard.part(whole, _CUT[name]) if name in _CUT else whole)
+
+    def cuts(self, p: ParallelConfig) -> Iterator[Cut]:
+        """Yields what tensor-parallel ranks divide: groups, with their heads."""
+        yield Cut("o_groups", self.groups, "tp", p.tp)
+
+    def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
+        """Returns the fields of Megatron's TransformerConfig; the layer gets the sizes. Checkpoints
+        would take layers for alike, and refuse to be written where they are not."""
+        return {
+            "num_attention_heads": self.heads,
+            "num_query_groups": self.heads,
+            "kv_channels": self.head_dim,
+            "hetereogenous_dist_checkpoint": True,
+        }
+
+    @property
+    def pair_flops(self) -> float:
+        """Returns the FLOPs of a query with one key: score and sum."""
+        return 4.0 * self.heads * self.head_dim
+
+    @property
+    def decode_pair_flops(self) -> float:
+        """Returns the same in an engine."""
+        return self.pair_flops
+
+    @property
+    def most_keys(self) -> float:
+        return self.window + self.topk
+
+    @property
+    def index_flops(self) -> float:
+        # the mean over layers, also of keys behind the window that nothing chooses
+        index = 2.0 * self.index_heads * self.index_dim
+        return self._mean({r: (index if r == INDEXED else self.pair_flops) / r for r in self._far})
+
+    def cost(self, at: Share) -> LayerCost:
+        """Returns the cost of a layer's attention for a micro-batch, the mean over layers."""
+        return cost.layer(self, at)
+
+    def cached_values(self, ranks: int) -> int:
+        """Counts the values of one token in one rank's cache, without the window: each rank has all
+        heads' one key; the mean over layers."""
+        return round(self._mean({r: self.head_dim / r for r in self._far}))
+
+    def index_bytes(self, num_layers: int) -> int:
+        key = self.index_dim + self.index_dim // _SCALED * FP32
+        return self.ratios.count(INDEXED) * key // INDEXED
+
+    @property
+    def _far(self) -> set[int]:
+        return {*self.ratios} - {0}
+
+    def _mean(self, by_ratio: Mapping[int, float]) -> float:
+        return fmean(by_ratio.get(ratio, 0.0) for ratio in self.ratios)
+
+    @property
+    def compressed_rows(self) -> float:
+        """Counts the numbers of a token that keys behind the window, and an indexer's, are made of;
+        the mean over layers."""
+        both = self.head_dim + self.index_dim
+        return self._mean({r: 4 * both if r == INDEXED else 2 * self.head_dim for r in self._far})
+
+    def points(self) -> list[Row]:
+        says = "output projection of attention"
+        return [("attention_out", says, "self_attn.wo_b", "self_attention.wo_b", "whole")]
+
+
+def _compressor(
+    prefix: str, hidden: int, dim: int, ratio: int, trained: bool
+) -> Iterator[TensorSpec]:
+    """Yields what makes one key of `ratio` tokens."""
+    prefix += "compressor."
+    rows = dim * (2 if ratio == INDEXED else 1)
+    yield TensorSpec(prefix + "ape", (ratio, rows), "matrix", dtype="float32", trained=trained)
+    for name in ("wkv", "wgate"):
+        yield TensorSpec(f"{prefix}{name}.weight", (rows, hidden), "matrix", trained=trained)
+    yield TensorSpec(prefix + "norm.weight", (dim,), "norm", trained=trained)
