@@ -25,9 +25,9 @@ from megagrpo.models.architecture import Architecture
 from megagrpo.models.body import Body
 from megagrpo.models.family import Family
 from megagrpo.models.fields import Kernels
+from megagrpo.models.kinds.compressed.layer import CompressedMixer
 from megagrpo.models.kinds.draft.describe import draft_norms
 from megagrpo.models.kinds.draft.layer import DraftLayer, mark_parameters
-from megagrpo.models.kinds.compressed.layer import CompressedMixer
 from megagrpo.models.kinds.hyper_connections.describe import HEAD, load_mixing
 from megagrpo.models.kinds.hyper_connections.layer import Mixing
 from megagrpo.models.kinds.indexed.layer import Indexer

@@ -50,9 +50,7 @@ _NAMES = (  # what other families call parts of names, and what files do
     (".hc_attn.", ".hc_attn_"),
     (".hc_ffn.", ".hc_ffn_"),
 )
-_EXPERT_NAMES = ExpertNames(
-    bias="gate.bias", projections=GatedNames(gate="w1", up="w3", down="w2")
-)
+_EXPERT_NAMES = ExpertNames(bias="gate.bias", projections=GatedNames(gate="w1", up="w3", down="w2"))
 
 
 class DeepseekV4(Family):

@@ -1,10 +1,12 @@
-"""A layer whose state goes from token to token in place of attention: what gated delta nets and
-Mamba-2 share.
+"""A layer whose state goes from token to token in place of attention: what gated delta nets,
+Kimi Delta Attention and Mamba-2 share.
 
 Rows of its first projection stand group by group, so every cut between groups is one of rows, of
 tensor- and of context-parallel ranks. State and convolution start anew with every sequence. Under
 context parallelism ranks exchange tokens for groups, so that each has whole sequences of some.
 """
+
+from typing import ClassVar
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -28,23 +30,8 @@ from megagrpo.models.kinds.grouped_query.layer import PackedSequences, zigzag_po
 CHUNK = 32  # tokens that torch computes at once; more are wasted on short sequences
 
 
-class Groups(MegatronModule):
-    """A module whose own parameters have rows group by group, which tensor-parallel ranks divide."""
-
-    def __init__(self, config: TransformerConfig, groups: int):
-        """groups: of the whole model."""
-        super().__init__(config)
-        self.own_groups = groups // config.tensor_model_parallel_size
-
-    def cut(self, rows: int, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
-        """Returns a parameter of which this rank has its groups' rows, `rows` of each."""
-        dtype = dtype or self.config.params_dtype
-        device = torch.cuda.current_device()
-        parameter = torch.nn.Parameter(
-            torch.empty(self.own_groups * rows, *shape, dtype=dtype, device=device)
-        )
-        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
-        return parameter
+class CutModule(MegatronModule):
+    """A module with parameters of its own, some of which tensor-parallel ranks divide."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -53,11 +40,11 @@ class Groups(MegatronModule):
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         own: dict = {}
         self._save_to_state_dict(own, "", keep_vars=True)
-        rows = {name: 0 for name, p in own.items() if hasattr(p, "partition_dim")}
+        cuts = {name: p.partition_dim for name, p in own.items() if hasattr(p, "partition_dim")}
         state = make_sharded_tensors_for_checkpoint(
             own,
             prefix,
-            rows,
+            cuts,
             sharded_offsets,
             tp_group=mpu.get_tensor_model_parallel_group(),
             dp_cp_group=metadata["dp_cp_group"],
@@ -69,11 +56,12 @@ class Groups(MegatronModule):
         return state
 
 
-class RecurrentMixer(Groups):
+class RecurrentMixer(CutModule):
     """Takes the place of Megatron's SelfAttention; a subclass mixes the tokens of whole
     sequences."""
 
-    A_log: torch.nn.Parameter
+    FLOAT32: ClassVar[tuple[str, ...]] = ("A_log",)  # parameters that a cast leaves alone
+
     _context: ProcessGroup  # of the forward under way
 
     def __init__(
@@ -88,9 +76,10 @@ class RecurrentMixer(Groups):
     ):
         """in_proj, out_proj: column- and row-parallel linear layers. groups: of the whole model;
         rows, width: inputs and outputs of the mixing, of each."""
-        super().__init__(config, groups)
+        super().__init__(config)
         self.layer_number = layer_number
         self.rows = rows
+        self._groups = groups // config.tensor_model_parallel_size
         linear = {"config": config, "init_method": config.init_method, "bias": False}
         linear |= {"is_expert": False, "skip_bias_add": False}
         self.in_proj = build_module(
@@ -100,16 +89,34 @@ class RecurrentMixer(Groups):
             out_proj, groups * width, config.hidden_size, input_is_parallel=True, **linear
         )
 
+    def cut(self, rows: int, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+        """Returns a parameter of which this rank has its groups' rows, `rows` of each."""
+        dtype = dtype or self.config.params_dtype
+        device = torch.cuda.current_device()
+        parameter = torch.nn.Parameter(
+            torch.empty(self._groups * rows, *shape, dtype=dtype, device=device)
+        )
+        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+        return parameter
+
     def keep_float32(self) -> None:
-        """Restores float32 of A_log after a cast: it is an exponent's exponent."""
-        self.A_log.data = self.A_log.data.float()
+        """Restores float32 after a cast: of A_log, which is an exponent's exponent."""
+        for name in self.FLOAT32:
+            parameter = self.get_parameter(name)
+            parameter.data = parameter.data.float()
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """Lets the first projection in FP8 keep its input itself, which Megatron frees and computes
-        again, as its attention does."""
+        """Lets the first projections in FP8 keep their input themselves, which Megatron frees and
+        computes again, as its attention does."""
         from megatron.core.extensions.transformer_engine import set_save_original_input
 
-        set_save_original_input(self.in_proj)
+        for module in self.first_projections:
+            set_save_original_input(module)
+
+    @property
+    def first_projections(self) -> list[MegatronModule]:
+        """Returns what reads the normed hidden states."""
+        return [self.in_proj]
 
     def own_heads(self, *parameters: Tensor) -> tuple[Tensor, ...]:
         """Returns the rows of this rank's groups, of those that share the sequences under way."""
@@ -124,8 +131,7 @@ class RecurrentMixer(Groups):
         **_: object,
     ) -> tuple[Tensor, None]:
         """Maps [s / tp, b, h] to the same; s, packed T, are this context rank's."""
-        mixed, _ = self.in_proj(hidden_states)
-        mixed = mixed.unflatten(-1, (-1, self.rows))  # [s, b, groups, rows]
+        mixed = self.project(hidden_states)
         self._context, borders = mpu.get_context_parallel_group(), None
         if packed_seq_params is not None:
             self._context, borders = packed_seq_params.group, packed_seq_params.cu_seqlens_q
@@ -138,6 +144,10 @@ class RecurrentMixer(Groups):
         if cp > 1:
             out = all_to_all(group, out[place]).unflatten(0, (cp, -1)).movedim(0, 2).flatten(2, 3)
         return self.out_proj(out.flatten(2))[0], None
+
+    def project(self, hidden_states: Tensor) -> Tensor:
+        """Maps [s / tp, b, h] to what is mixed of this rank's groups [s, b, groups, rows]."""
+        return self.in_proj(hidden_states)[0].unflatten(-1, (-1, self.rows))
 
     def mix(self, mixed: Tensor, borders: Tensor | None) -> Tensor:
         """Maps whole sequences [b, s, groups, rows] to [b, s, groups, width]. borders: of packed

@@ -16,20 +16,24 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
+def whole_parameter(
+    config: TransformerConfig, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> torch.nn.Parameter:
+    """Returns a parameter that every rank has whole, whose gradients Megatron sums over
+    tensor-parallel ranks: each has that of a part of the sequence, or of some heads."""
+    device = torch.cuda.current_device()
+    parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+    parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by Megatron
+    return parameter
+
+
 class WholeLinear(torch.nn.Module):
     """Applies a whole weight [outputs, inputs] to a rank's part of the sequence; takes what
     Megatron's layers take."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **_):
         super().__init__()
-        device = torch.cuda.current_device()
-        weight = torch.nn.Parameter(
-            torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
-        )
-        # Megatron sums such gradients over tensor-parallel ranks, of which each sees a part of the
-        # sequence
-        weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by Megatron
-        self.weight = weight
+        self.weight = whole_parameter(config, (output_size, input_size), config.params_dtype)
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, None]:
         """Maps [s / tp, b, inputs] to [s / tp, b, outputs]; as Megatron's layers, with the bias

@@ -31,8 +31,8 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from tests.published import deepseek_v4_name
 from tests.dist.workers.samples import LENGTHS, NUM_SAMPLES, VOCAB, WIDTH, samples
+from tests.published import deepseek_v4_name
 
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -4,7 +4,7 @@ with sinks, and behind it keys that stand for several tokens each."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 INDEXED = 4  # tokens of a key in layers whose windows overlap, and whose keys an indexer chooses
 # parameters of which ranks have parts, and along which dimension
-_CUT = {"q_b_proj.weight": 0, "attn_sink": 0, "wo_a.weight": 0, "wo_b.weight": 1}
+CUT = {"q_b_proj.weight": 0, "attn_sink": 0, "wo_a.weight": 0, "wo_b.weight": 1}
 _SCALED = 128  # numbers of an engine's key with one scale
 
 
@@ -57,39 +57,54 @@ class CompressedAttention(Attention):
         """Returns the width of a head of values."""
         return self.head_dim
 
+    @property
+    def heads_of_group(self) -> int:
+        """Counts the heads that share an output projection."""
+        return self.heads // self.groups
+
     def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
         """Yields projections, norms and sinks, and what makes and chooses keys."""
-        hidden, dim, rank = arch.hidden_size, self.head_dim, self.q_lora_rank
-        yield TensorSpec(prefix + "attn_sink", (self.heads,), "bias", dtype="float32")
-        for name, *shape in (
-            ("wq_a", rank, hidden),
-            ("q_norm", rank),
-            ("q_b_proj", self.heads * dim, rank),
-            ("wkv", dim, hidden),
-            ("kv_norm", dim),
-            ("wo_a", self.groups * self.group_rank, self.heads * dim // self.groups),
-            ("wo_b", hidden, self.groups * self.group_rank),
-        ):
-            kind: Kind = "matrix" if len(shape) > 1 else "norm"
-            yield TensorSpec(f"{prefix}{name}.weight", tuple(shape), kind)
-        ratio = self.ratios[layer_index(prefix)]
-        if ratio:
-            yield from _compressor(prefix, hidden, dim, ratio, True)
+        for spec in self.weights(arch.hidden_size, layer_index(prefix)):
+            yield replace(spec, name=prefix + spec.name)
+
+    def weights(self, hidden: int, index: int) -> Iterator[TensorSpec]:
+        """Yields the same of layer `index`, counted from 0, by their names in it."""
+        dim, rank, ratio = self.head_dim, self.q_lora_rank, self.ratios[index]
+        outputs = self.groups * self.group_rank
+        shapes: dict[str, tuple[int, ...]] = {
+            "attn_sink": (self.heads,),
+            "wq_a.weight": (rank, hidden),
+            "q_norm.weight": (rank,),
+            "q_b_proj.weight": (self.heads * dim, rank),
+            "wkv.weight": (dim, hidden),
+            "kv_norm.weight": (dim,),
+            "wo_a.weight": (outputs, self.heads_of_group * dim),
+            "wo_b.weight": (hidden, outputs),
+        }
+        made = {"compressor.": dim} if ratio else {}
         if ratio == INDEXED:
-            prefix += "indexer."
-            yield from _compressor(prefix, hidden, self.index_dim, ratio, False)
-            index = (self.index_heads * self.index_dim, rank)
-            yield TensorSpec(prefix + "wq_b.weight", index, "matrix", trained=False)
-            weights = (self.index_heads, hidden)
-            yield TensorSpec(prefix + "weights_proj.weight", weights, "matrix", trained=False)
+            made["indexer.compressor."] = self.index_dim
+            shapes["indexer.wq_b.weight"] = (self.index_heads * self.index_dim, rank)
+            shapes["indexer.weights_proj.weight"] = (self.index_heads, hidden)
+        for prefix, width in made.items():
+            rows = width * (1 + (ratio == INDEXED))
+            shapes[prefix + "ape"] = (ratio, rows)
+            shapes |= {f"{prefix}{name}.weight": (rows, hidden) for name in ("wkv", "wgate")}
+            shapes[prefix + "norm.weight"] = (width,)
+        for name, shape in shapes.items():
+            kind: Kind = "matrix" if len(shape) > 1 else "norm"
+            dtype = None if name.endswith(".weight") else "float32"
+            trained = not name.startswith("indexer.")
+            yield TensorSpec(name, shape, kind, dtype=dtype, trained=trained)
 
     def load(
         self, attention: CompressedMixer, hf: Mapping[str, Tensor], prefix: str, shard: Shard
     ) -> None:
-        """Copies this rank's slices of HF tensors, whose names its parameters have."""
-        for name, parameter in attention.named_parameters():
-            whole = hf[prefix + name]
-            parameter.copy_(shard.part(whole, _CUT[name]) if name in _CUT else whole)
+        """Copies this rank's slices of HF tensors."""
+        for spec in self.weights(0, attention.layer_number - 1):
+            whole = hf[prefix + spec.name]
+            own = shard.part(whole, CUT[spec.name]) if spec.name in CUT else whole
+            attention.weight(spec.name).copy_(own)
 
     def cuts(self, p: ParallelConfig) -> Iterator[Cut]:
         """Yields what tensor-parallel ranks divide: groups, with their heads."""
@@ -155,15 +170,3 @@ class CompressedAttention(Attention):
     def points(self) -> list[Row]:
         says = "output projection of attention"
         return [("attention_out", says, "self_attn.wo_b", "self_attention.wo_b", "whole")]
-
-
-def _compressor(
-    prefix: str, hidden: int, dim: int, ratio: int, trained: bool
-) -> Iterator[TensorSpec]:
-    """Yields what makes one key of `ratio` tokens."""
-    prefix += "compressor."
-    rows = dim * (2 if ratio == INDEXED else 1)
-    yield TensorSpec(prefix + "ape", (ratio, rows), "matrix", dtype="float32", trained=trained)
-    for name in ("wkv", "wgate"):
-        yield TensorSpec(f"{prefix}{name}.weight", (rows, hidden), "matrix", trained=trained)
-    yield TensorSpec(prefix + "norm.weight", (dim,), "norm", trained=trained)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megagrpo.models.kinds.hashed.layer import HashedRouter
 from megagrpo.models.kinds.hyper_connections.describe import HyperConnections
+from megagrpo.models.layers.whole_linear import whole_parameter
 
 
 class Mixing(torch.nn.Module):
@@ -26,33 +27,28 @@ class Mixing(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, own: HyperConnections, rows: int, scales: int):
         super().__init__()
-        self.streams = own.streams
         self.own = own
         self._epsilon = config.layernorm_epsilon
-        device = torch.cuda.current_device()
-        shapes = {"fn": (rows, own.streams * config.hidden_size), "base": (rows,), "scale": (scales,)}
-        for name, shape in shapes.items():
-            parameter = torch.nn.Parameter(torch.empty(shape, dtype=torch.float32, device=device))
-            # Megatron sums such gradients over tensor-parallel ranks, of which each sees a part of
-            # the sequence
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by Megatron
-            self.register_parameter(name, parameter)
+        self.fn = whole_parameter(config, (rows, own.streams * config.hidden_size))
+        self.base = whole_parameter(config, (rows,))
+        self.scale = whole_parameter(config, (scales,))
 
     def keep_float32(self) -> None:
         """Restores float32 after a cast, as engines compute."""
         for parameter in self.parameters(recurse=False):
             parameter.data = parameter.data.float()
 
-    def products(self, streams: Tensor) -> Tensor:
-        """Returns [s, b, rows] of streams [s, b, n, h]."""
+    def numbers(self, streams: Tensor, *sizes: int) -> list[Tensor]:
+        """Returns [s, b, size] of streams [s, b, n, h], scaled and shifted, for each size."""
         flat = streams.flatten(2).float()
-        normed = F.rms_norm(flat, flat.shape[-1:], None, self._epsilon)
-        return F.linear(normed, self.get_parameter("fn"))
+        products = F.linear(F.rms_norm(flat, flat.shape[-1:], None, self._epsilon), self.fn)
+        parts = zip(products.split(sizes, -1), self.scale, self.base.split(sizes), strict=True)
+        return [part * scale + base for part, scale, base in parts]
 
-    def shares(self, products: Tensor) -> Tensor:
-        """Returns the first n numbers as shares of the streams, [s, b, n]."""
-        first = products[..., : self.streams] * self.get_parameter("scale")[0]
-        return torch.sigmoid(first + self.get_parameter("base")[: self.streams]) + self.own.eps
+    def contracted(self, streams: Tensor, shares: Tensor) -> Tensor:
+        """Returns the sum [s, b, h] of streams, by shares [s, b, n] before their sigmoid."""
+        shares = torch.sigmoid(shares) + self.own.eps
+        return (shares[..., None] * streams).sum(2).to(streams.dtype)
 
 
 class HyperConnection(Mixing):
@@ -67,23 +63,14 @@ class HyperConnection(Mixing):
         return checkpoint(self._mixed, streams, use_reentrant=False, preserve_rng_state=False)
 
     def _mixed(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        n, eps = self.streams, self.own.eps
-        products = self.products(streams)
-        _, scale, scale_of_square = self.get_parameter("scale").unbind()
-        base = self.get_parameter("base")
-        post = 2 * torch.sigmoid(products[..., n : 2 * n] * scale + base[n : 2 * n])
-        square = products[..., 2 * n :] * scale_of_square + base[2 * n :]
+        n, eps = self.own.streams, self.own.eps
+        pre, post, square = self.numbers(streams, n, n, n * n)
         comb = square.unflatten(-1, (n, n)).softmax(-1) + eps
-        comb = comb / (comb.sum(-2, keepdim=True) + eps)
-        for _ in range(self.own.iterations - 1):
-            comb = comb / (comb.sum(-1, keepdim=True) + eps)
+        for iteration in range(self.own.iterations):
+            if iteration:
+                comb = comb / (comb.sum(-1, keepdim=True) + eps)
             comb = comb / (comb.sum(-2, keepdim=True) + eps)
-        return contracted(streams, self.shares(products)), post, comb
-
-
-def contracted(streams: Tensor, shares: Tensor) -> Tensor:
-    """Returns the sum [s, b, h] of streams [s, b, n, h] times their shares [s, b, n]."""
-    return (shares[..., None] * streams).sum(2).to(streams.dtype)
+        return self.contracted(streams, pre), 2 * torch.sigmoid(post), comb
 
 
 def spread(streams: Tensor, output: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -126,22 +113,18 @@ class StreamHead(Mixing):
     """Contracts the streams, and norms the sum: the model's last norm."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        hidden_size: int,
-        eps: float,
-        own: HyperConnections,
-        norm: type[torch.nn.Module],
+        self, config: TransformerConfig, own: HyperConnections, norm: type, **options: object
     ):
+        """options: of the norm."""
         super().__init__(config, own, own.streams, 1)
-        self.norm = norm(config=config, hidden_size=hidden_size, eps=eps)
+        self.norm = norm(config=config, **options)
 
     @property
     def weight(self) -> Tensor:
         """Returns the norm's."""
-        return self.norm.get_parameter("weight")
+        return self.norm.weight
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Maps [s / tp, b n, h] to [s / tp, b, h]."""
-        streams = hidden_states.unflatten(1, (-1, self.streams))
-        return self.norm(contracted(streams, self.shares(self.products(streams))))
+        streams = hidden_states.unflatten(1, (-1, self.own.streams))
+        return self.norm(self.contracted(streams, *self.numbers(streams, self.own.streams)))
