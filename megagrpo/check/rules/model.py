@@ -35,6 +35,12 @@ def before_start(subject: Subject) -> Iterator[Rule]:
         "which this transport does not verify",
         "take reshard or ipc",
     )
+    yield Rule(
+        arch.streams is not None and not needs_gpus(config),
+        f"model.path: engines of a {arch.family} model need GPUs: SGLang mixes residual streams by TileLang's "
+        "kernels only (its kernels/ops/layernorm/mhc.py)",
+        "set actor.dtype: bfloat16, which means GPUs; megagrpo certify compares trainers without them",
+    )
     if stored := stored_otherwise(description):
         yield Rule(
             rollout.load_format != "dummy",

@@ -11,6 +11,7 @@ from megagrpo.config.fields import Rule, complaints
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.fields import context_rule, expected_kernels
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
+from megagrpo.models.kinds.hashed.describe import HashedExperts
 
 
 def before_start(subject: Subject) -> Iterator[Rule]:
@@ -67,6 +68,15 @@ def _routers(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
         yield Rule(
             getattr(actor, key) is not None and not arch.is_moe,
             f"actor.{key}: a {arch.family} model has no experts to route to",
+            "remove it",
+        )
+    for key in ("router_losses", "routing_replay", "megatron.recompute_modules"):
+        section, _, field = key.rpartition(".")
+        given = actor.megatron.get(field) if section else getattr(actor, key)
+        yield Rule(
+            given and isinstance(arch.experts, HashedExperts),
+            f"actor.{key} is not supported with a {arch.family} model: its first routers read the tokens of the "
+            "micro-batch under way, and other scores are no shares",
             "remove it",
         )
     if unreported := arch.experts and arch.experts.unreported:

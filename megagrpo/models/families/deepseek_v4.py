@@ -1,8 +1,8 @@
 """DeepSeek-V4: several residual streams, compressed attention, experts that a table chooses in the
 first layers.
 
-Config.json is read in the published spelling and in transformers'. Multi-token-prediction layers
-(mtp.*) are not loaded. An indexer is frozen, as in sparse_attention.py.
+Config.json is read in the published spelling. Multi-token-prediction layers (mtp.*) are not loaded.
+An indexer is frozen, as in sparse_attention.py.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 from megagrpo.models.architecture import Architecture
-from megagrpo.models.config_json import COMMON_SIZE_KEYS, YARN_KEYS, HfConfig, Rotary, yarn_refusals
+from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, Rotary, plain_yarn_refusals
+from megagrpo.models.families.sigmoid_moe import tiny_moe_options
 from megagrpo.models.family import Family, TinySizes
-from megagrpo.models.kinds.compressed.describe import INDEXED, CompressedAttention
+from megagrpo.models.kinds.compressed.cost import INDEXED
+from megagrpo.models.kinds.compressed.describe import CompressedAttention
 from megagrpo.models.kinds.experts.describe import ExpertNames
 from megagrpo.models.kinds.hashed.describe import HashedExperts
 from megagrpo.models.kinds.hyper_connections.describe import HyperConnections
@@ -23,10 +25,6 @@ _SIZES = (
     *("index_n_heads", "index_head_dim", "index_topk"),
     *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
 )
-# transformers' words for layers; "hash_moe" for a feed-forward part with a table
-_WINDOW = "sliding_attention"
-_INDEXED = "compressed_sparse_attention"
-_ALL = "heavily_compressed_attention"
 _ONLY: dict[str, object] = {  # the values of keys that may be absent
     "scoring_func": "sqrtsoftplus",
     "topk_method": "noaux_tc",
@@ -50,6 +48,13 @@ _NAMES = (  # what other families call parts of names, and what files do
     (".hc_attn.", ".hc_attn_"),
     (".hc_ffn.", ".hc_ffn_"),
 )
+_YARN = {  # of a tiny model
+    "type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 256,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
 _EXPERT_NAMES = ExpertNames(bias="gate.bias", projections=GatedNames(gate="w1", up="w3", down="w2"))
 
 
@@ -63,24 +68,17 @@ class DeepseekV4(Family):
         *("qk_rope_head_dim", "compress_ratios", "compress_rope_theta", "num_hash_layers"),
     )
     SIZE_KEYS = COMMON_SIZE_KEYS | {
-        *(*_SIZES, "qk_rope_head_dim", "partial_rotary_factor", "num_nextn_predict_layers"),
-        *("compress_ratios", "num_hash_layers", "compress_rates", "mlp_layer_types"),
+        *(*_SIZES, "qk_rope_head_dim", "num_nextn_predict_layers"),
+        *("compress_ratios", "num_hash_layers"),
     }
-    PARTIAL_ROTARY = True
     LEFT_OUT = ("mtp.",)
     DRAFT_REFUSAL = "its multi-token-prediction layers (mtp.*) are not loaded"
     FP8_REFUSAL = "no test compares DeepSeek-V4 in FP8 with SGLang's"
 
-    @staticmethod
-    def ROPE_SCALING_REFUSALS(scaling: HfConfig) -> list[str]:  # noqa: N802  as others name it
-        """Returns why a scaling is not YaRN without a factor of its own."""
-        problems = yarn_refusals(scaling, YARN_KEYS[:4], "attention_factor")
-        if scaling.get("attention_factor", 1.0) != 1.0:
-            problems.append(f"attention_factor {scaling['attention_factor']} must be 1")
-        return problems
+    ROPE_SCALING_REFUSALS = staticmethod(plain_yarn_refusals)
 
     def refusals(self, hf: HfConfig) -> list[str]:
-        return super().refusals(_published(hf))
+        return super().refusals(_common(hf))
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
         problems = [
@@ -88,32 +86,29 @@ class DeepseekV4(Family):
             for key, value in _ONLY.items()
             if hf.get(key, value) != value
         ]
-        layers = hf["num_hidden_layers"]
-        ratios = hf["compress_ratios"][:layers]
-        if len(ratios) < layers or any(0 < ratio < INDEXED or ratio < 0 for ratio in ratios):
-            problems.append(
-                f"compress_ratios must give each of {layers} layers 0, or at least {INDEXED} tokens"
-            )
-        if not 0 <= hf["num_hash_layers"] <= layers:
-            problems.append(f"num_hash_layers must be 0 to {layers}: the first layers have tables")
-        if hf["num_experts_per_tok"] == 1:
-            problems.append(
-                "num_experts_per_tok 1 is not supported: one expert's score would "
-                "not be divided by itself"
-            )
-        if hf["num_attention_heads"] % hf["o_groups"]:
-            problems.append("o_groups must divide num_attention_heads")
+        layers, ratios = hf["num_hidden_layers"], hf["compress_ratios"]
         turned = hf["qk_rope_head_dim"]
-        if turned % 2 or turned > min(hf["head_dim"], hf["index_head_dim"]):
-            problems.append(
-                f"qk_rope_head_dim {turned} must be even, and at most head_dim and index_head_dim"
-            )
-        if hf["hc_mult"] < 2:
-            problems.append("hc_mult must be at least 2: residual streams that are mixed")
+        rules = {
+            f"compress_ratios must give each of {layers} layers 0, or at least {INDEXED} tokens": (
+                len(ratios) >= layers and all(r == 0 or r >= INDEXED for r in ratios)
+            ),
+            f"num_hash_layers must be 0 to {layers}": 0 <= hf["num_hash_layers"] <= layers,
+            "num_experts_per_tok 1 is not supported: one expert's score would not be divided by itself": (
+                hf["num_experts_per_tok"] > 1
+            ),
+            "o_groups must divide num_attention_heads": (
+                hf["num_attention_heads"] % hf["o_groups"] == 0
+            ),
+            f"qk_rope_head_dim {turned} must be even, and at most head_dim and index_head_dim": (
+                turned % 2 == 0 and turned <= min(hf["head_dim"], hf["index_head_dim"])
+            ),
+            "hc_mult must be at least 2": hf["hc_mult"] > 1,
+        }
+        problems += [text for text, holds in rules.items() if not holds]
         return problems
 
     def architecture(self, hf: HfConfig) -> Architecture:
-        return super().architecture(_published(hf))
+        return super().architecture(_common(hf))
 
     def attention(self, hf: HfConfig) -> CompressedAttention:
         return CompressedAttention(
@@ -154,56 +149,34 @@ class DeepseekV4(Family):
         return name
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
-        """Samples of a certificate are longer than the window, and than three windows of keys."""
-        kinds = (_WINDOW, _INDEXED, _ALL, _INDEXED)
-        rope = max(sizes.head_dim // 4, 2)
-        yarn = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256}
+        """Samples of a certificate are longer than the window, and than four keys behind it."""
+        width = sizes.hidden_size // 4
         return {
+            **tiny_moe_options(sizes, groups=False),
             "num_key_value_heads": 1,
-            "qk_rope_head_dim": rope,
-            "q_lora_rank": sizes.hidden_size // 4,
+            "num_experts_per_tok": max(sizes.experts_per_token, 2),
+            "first_k_dense_replace": 0,
+            "qk_rope_head_dim": sizes.head_dim // 4,
+            "q_lora_rank": width,
             "o_groups": max(sizes.num_heads // 2, 1),
-            "o_lora_rank": sizes.hidden_size // 4,
+            "o_lora_rank": width,
             "sliding_window": 8,
-            "layer_types": [kinds[index % 4] for index in range(sizes.num_layers)],
-            "compress_rates": {_INDEXED: INDEXED, _ALL: 8},
+            "compress_ratios": [(0, INDEXED, 8, INDEXED)[i % 4] for i in range(sizes.num_layers)],
             "compress_rope_theta": 160000.0,
-            "rope_scaling": {**yarn, "beta_fast": 32.0, "beta_slow": 1.0},
+            "rope_scaling": _YARN,
             "index_n_heads": 8,
             "index_head_dim": sizes.head_dim,
             "index_topk": 3,
             "hc_mult": 4,
             "hc_sinkhorn_iters": 20,
             "hc_eps": 1e-6,
-            "mlp_layer_types": ["hash_moe"] + ["moe"] * (sizes.num_layers - 1),
-            "n_routed_experts": sizes.num_experts,
-            "num_experts_per_tok": max(sizes.experts_per_token, 2),
-            "moe_intermediate_size": sizes.expert_ffn_size,
-            "n_shared_experts": 1,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 1.5,
+            "num_hash_layers": 1,
             "scoring_func": "sqrtsoftplus",
             "topk_method": "noaux_tc",
             "swiglu_limit": 2.0,
         }
 
 
-def _published(hf: HfConfig) -> HfConfig:
-    """Returns a config.json in the published spelling, with the one key that it lacks."""
-    own = {"intermediate_size": hf.get("moe_intermediate_size"), **hf}
-    rope = own.pop("rope_parameters", None) or {}
-    if "compress" in rope:
-        far = rope["compress"]
-        own["rope_theta"] = rope["main"]["rope_theta"]
-        own["compress_rope_theta"] = far["rope_theta"]
-        own["rope_scaling"] = far if far.get("rope_type") == "yarn" else None
-    if (fraction := hf.get("partial_rotary_factor")) and "head_dim" in hf:
-        own.setdefault("qk_rope_head_dim", int(hf["head_dim"] * fraction))
-    if kinds := hf.get("layer_types"):
-        ratios = {_WINDOW: 0, **(hf.get("compress_rates") or {})}
-        own["compress_ratios"] = [ratios.get(kind, -1) for kind in kinds]
-    if kinds := hf.get("mlp_layer_types"):
-        hashed = kinds.count("hash_moe")
-        in_front = kinds[:hashed].count("hash_moe") == hashed
-        own["num_hash_layers"] = hashed if in_front else -1
-    return own
+def _common(hf: HfConfig) -> HfConfig:
+    """Returns a config.json with the one common key that it lacks."""
+    return {"intermediate_size": hf.get("moe_intermediate_size"), **hf}

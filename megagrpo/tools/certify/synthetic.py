@@ -55,14 +55,16 @@ def make_models(
     for name, t in tensors.items():
         if t.dim() == 1 or not t.any():  # biases of experts together are matrices of 0
             tensors[name] = t + 0.2 * torch.randn(t.shape, generator=generator)
-    noisy = enumerate(tensors.items(), start=seed)
+    numbers = {name: t for name, t in tensors.items() if t.is_floating_point()}
+    noisy = enumerate(numbers.items(), start=seed)
     reference = {name: near(t, 0.02 * float(t.std()), number) for number, (name, t) in noisy}
-    neighbor = {name: torch.nextafter(t, reference[name]) for name, t in tensors.items()}
+    neighbor = {name: torch.nextafter(t, reference[name]) for name, t in numbers.items()}
     description = folder / "description"
     description.mkdir(parents=True, exist_ok=True)
     (description / "config.json").write_text(json.dumps(tiny, indent=2))
     for name, values in (("model", tensors), ("reference", reference), ("neighbor", neighbor)):
-        write_hf_folder(folder / name, iter([values]), like=description, dtype=torch.float32)
+        shard = tensors | values  # tables of experts stay
+        write_hf_folder(folder / name, iter([shard]), like=description, dtype=torch.float32)
     return small
 
 

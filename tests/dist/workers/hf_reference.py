@@ -74,6 +74,10 @@ DROPPED = {
                    "use_routing_bias": True},
     "gpt_oss": {"swiglu_limit": 7.0},
     "nemotron_h": {"mamba_n_groups": 4, "rms_norm_eps": 1e-6},
+    "deepseek_v4": {
+        "compress_ratios": [0, 4, 8, 4], "num_hash_layers": 2,
+        "rope_scaling": {name: value for name, value in _YARN.items() if name != "rope_theta" and "mscale" not in name},
+    },
 }  # fmt: skip
 # 16 of up to 40 tokens: sparse. A head whose products are all negative scores 0; with many heads no two keys tie
 _SPARSE = _MLA | _ROUTED | {"index_n_heads": 8, "index_head_dim": 16, "index_topk": 16}
@@ -97,7 +101,7 @@ _V4 = {name: size for name, size in SIZES.items() if name != "intermediate_size"
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"], "n_routed_experts": 8, "num_experts_per_tok": 3,
     "moe_intermediate_size": 32, "swiglu_limit": 2.0, "hc_mult": 3, "rms_norm_eps": 1e-6,
-    "rope_parameters": {name: value for name, value in _YARN.items() if name != "rope_theta" and "mscale" not in name},
+    "rope_parameters": DROPPED["deepseek_v4"]["rope_scaling"],
 }  # fmt: skip
 CONFIGS = {
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),

@@ -3,15 +3,15 @@ with sinks, and behind it keys that stand for several tokens each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import TYPE_CHECKING
 
 from megagrpo.models.config_json import Rotary
 from megagrpo.models.costs import FP32, LayerCost, Share
 from megagrpo.models.kinds.attention import Attention
 from megagrpo.models.kinds.compressed import cost
+from megagrpo.models.kinds.compressed.cost import INDEXED
 from megagrpo.models.points import Row
 from megagrpo.models.tensors import Cut, Kind, Shard, TensorSpec, layer_index
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from megagrpo.models.fields import Fields, Kernels
     from megagrpo.models.kinds.compressed.layer import CompressedMixer
 
-INDEXED = 4  # tokens of a key in layers whose windows overlap, and whose keys an indexer chooses
 # parameters of which ranks have parts, and along which dimension
 CUT = {"q_b_proj.weight": 0, "attn_sink": 0, "wo_a.weight": 0, "wo_b.weight": 1}
 _SCALED = 128  # numbers of an engine's key with one scale
@@ -138,7 +137,7 @@ class CompressedAttention(Attention):
     def index_flops(self) -> float:
         # the mean over layers, also of keys behind the window that nothing chooses
         index = 2.0 * self.index_heads * self.index_dim
-        return self._mean({r: (index if r == INDEXED else self.pair_flops) / r for r in self._far})
+        return self.mean(lambda ratio: (index if ratio == INDEXED else self.pair_flops) / ratio)
 
     def cost(self, at: Share) -> LayerCost:
         """Returns the cost of a layer's attention for a micro-batch, the mean over layers."""
@@ -147,25 +146,15 @@ class CompressedAttention(Attention):
     def cached_values(self, ranks: int) -> int:
         """Counts the values of one token in one rank's cache, without the window: each rank has all
         heads' one key; the mean over layers."""
-        return round(self._mean({r: self.head_dim / r for r in self._far}))
+        return round(self.mean(lambda ratio: self.head_dim / ratio))
 
     def index_bytes(self, num_layers: int) -> int:
         key = self.index_dim + self.index_dim // _SCALED * FP32
         return self.ratios.count(INDEXED) * key // INDEXED
 
-    @property
-    def _far(self) -> set[int]:
-        return {*self.ratios} - {0}
-
-    def _mean(self, by_ratio: Mapping[int, float]) -> float:
-        return fmean(by_ratio.get(ratio, 0.0) for ratio in self.ratios)
-
-    @property
-    def compressed_rows(self) -> float:
-        """Counts the numbers of a token that keys behind the window, and an indexer's, are made of;
-        the mean over layers."""
-        both = self.head_dim + self.index_dim
-        return self._mean({r: 4 * both if r == INDEXED else 2 * self.head_dim for r in self._far})
+    def mean(self, count: Callable[[int], float]) -> float:
+        """Returns the mean over layers of a number by the tokens of a key, 0 of those without."""
+        return sum(count(ratio) for ratio in self.ratios if ratio) / len(self.ratios)
 
     def points(self) -> list[Row]:
         says = "output projection of attention"

@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megagrpo.models.config_json import Rotary
-from megagrpo.models.kinds.compressed.cost import BLOCK
-from megagrpo.models.kinds.compressed.describe import CUT, INDEXED, CompressedAttention
+from megagrpo.models.kinds.compressed.cost import BLOCK, INDEXED
+from megagrpo.models.kinds.compressed.describe import CUT, CompressedAttention
 from megagrpo.models.kinds.grouped_query.layer import PackedSequences, attend_with_sinks, gathered
 from megagrpo.models.kinds.recurrent import CutModule
 from megagrpo.models.layers.whole_linear import whole_parameter

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-PLACES = ("hc_attn", "hc_ffn")  # around what mixes tokens, and around what feeds them
+_PLACES = ("hc_attn", "hc_ffn")  # around what mixes tokens, and around what feeds them
 HEAD = "model.hc_head."  # what contracts the streams before the model's last norm
-_VALUES = ("fn", "base", "scale")
 
 
 @dataclass(frozen=True)
@@ -41,14 +40,11 @@ class HyperConnections:
 
     def tensors(self, hidden: int, prefix: str) -> Iterator[TensorSpec]:
         """Yields the tensors of a layer; prefix: of the layer. Engines compute with float32."""
-        for place in PLACES:
-            yield from self._tensors(f"{prefix}{place}.", hidden, self.outputs, 3)
+        for place in _PLACES:
+            yield from self.mixing(hidden, f"{prefix}{place}.", self.outputs, 3)
 
-    def head_tensors(self, hidden: int) -> Iterator[TensorSpec]:
-        """Yields the tensors behind the last layer."""
-        yield from self._tensors(HEAD, hidden, self.streams, 1)
-
-    def _tensors(self, prefix: str, hidden: int, rows: int, scales: int) -> Iterator[TensorSpec]:
+    def mixing(self, hidden: int, prefix: str, rows: int, scales: int) -> Iterator[TensorSpec]:
+        """Yields the tensors of one mixing."""
         columns = self.streams * hidden
         yield TensorSpec(prefix + "fn", (rows, columns), "matrix", dtype="float32")
         yield TensorSpec(prefix + "base", (rows,), "bias", dtype="float32")
@@ -56,7 +52,7 @@ class HyperConnections:
 
     def load(self, layer: TransformerLayer, hf: Mapping[str, Tensor], prefix: str) -> None:
         """Copies the HF tensors of a layer, which every rank has whole; prefix: of the layer."""
-        for place in PLACES:
+        for place in _PLACES:
             load_mixing(layer.get_submodule(place), hf, f"{prefix}{place}.")
 
     def cost(self, at: Share) -> LayerCost:
@@ -73,5 +69,5 @@ class HyperConnections:
 
 def load_mixing(module: Module, hf: Mapping[str, Tensor], prefix: str) -> None:
     """Copies the HF tensors of one mixing."""
-    for name in _VALUES:
+    for name in ("fn", "base", "scale"):
         module.get_parameter(name).copy_(hf[prefix + name])

@@ -1,0 +1,120 @@
+"""DeepSeek-V4: its sizes as published, the names of its files, and what is refused."""
+
+import pytest
+
+from examples.laptop.recipe import TinyModelConfig
+from megagrpo.check.problems import check_against_model, layout_problems
+from megagrpo.config.schema import ActorConfig
+from megagrpo.models.costs import layer_cost
+from megagrpo.models.table import FAMILIES, architecture_of, left_out, model_problems, model_tensors, parameter_counts
+from megagrpo.tools.certify.tiny_model import hf_config
+from megagrpo.tools.plan.trainer_memory import stage_parameters
+from megagrpo.tools.plan.work import model_work
+from tests.experiments import experiment
+
+FLASH = {  # as published, without its quantization
+    "model_type": "deepseek_v4", "attention_bias": False, "hc_eps": 1e-6, "hc_mult": 4, "hc_sinkhorn_iters": 20,
+    "head_dim": 512, "hidden_act": "silu", "hidden_size": 4096, "index_head_dim": 128, "index_n_heads": 64,
+    "index_topk": 512, "max_position_embeddings": 1048576, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+    "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 6,
+    "num_hidden_layers": 43, "num_hash_layers": 3, "num_key_value_heads": 1, "num_nextn_predict_layers": 1,
+    "o_groups": 8, "o_lora_rank": 1024, "q_lora_rank": 1024, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6,
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 16, "original_max_position_embeddings": 65536,
+                     "type": "yarn"},
+    "rope_theta": 10000, "routed_scaling_factor": 1.5, "scoring_func": "sqrtsoftplus", "sliding_window": 128,
+    "swiglu_limit": 10.0, "tie_word_embeddings": False, "vocab_size": 129280, "compress_rope_theta": 160000,
+    "topk_method": "noaux_tc", "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
+}  # fmt: skip
+
+
+def test_published_sizes():
+    """284B, of which a token meets 13B; the last ratio is the prediction layer's."""
+    arch = architecture_of(FLASH)
+    counts = parameter_counts(arch)
+    assert (round(counts.total / 1e9), round(counts.active / 1e9)) == (284, 13)
+    assert [arch.attention.ratios.count(ratio) for ratio in (0, 4, 128)] == [2, 21, 20]
+    assert left_out(FLASH) and arch.num_streams == 4 and not arch.has_dense_layers
+    [stage] = stage_parameters(arch, ActorConfig.model_validate({"dtype": "bfloat16"}))
+    assert (stage.dense, stage.expert) == (counts.dense, counts.expert)
+
+
+def test_layers_have_what_their_place_gives_them():
+    specs = {spec.name: spec for spec in model_tensors(architecture_of(FLASH))}
+    assert {"embed.weight", "norm.weight", "head.weight", "hc_head_fn", "layers.42.hc_ffn_scale"} < specs.keys()
+    assert specs["layers.2.ffn.gate.tid2eid"].shape == (129280, 6) and "layers.2.ffn.gate.bias" not in specs
+    assert specs["layers.3.ffn.gate.bias"].shape == (256,) and "layers.3.ffn.gate.tid2eid" not in specs
+    assert "layers.1.attn.compressor.ape" not in specs
+    assert specs["layers.2.attn.compressor.ape"].shape == (4, 1024)
+    assert specs["layers.3.attn.compressor.ape"].shape == (128, 512)
+    indexed = {name.split(".")[1] for name in specs if ".indexer." in name}
+    assert indexed == {str(layer) for layer in range(2, 43, 2)}
+    assert not any(spec.trained for name, spec in specs.items() if ".indexer." in name or "tid2eid" in name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
+        ({"n_shared_experts": 2}, "n_shared_experts 2"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads 8"),
+        ({"n_group": 8}, "n_group 8"),
+        ({"compress_ratios": [4] * 42}, "compress_ratios must give each of 43 layers"),
+        ({"compress_ratios": [2] * 44}, "compress_ratios must give each of 43 layers"),
+        ({"num_hash_layers": 44}, "num_hash_layers must be 0 to 43"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok 1"),
+        ({"o_groups": 7}, "o_groups must divide"),
+        ({"qk_rope_head_dim": 256}, "qk_rope_head_dim 256 must be even, and at most"),
+        ({"hc_mult": 1}, "hc_mult must be at least 2"),
+        ({"rope_scaling": {**FLASH["rope_scaling"], "mscale": 2.0}}, "rope scaling 'yarn' with mscale"),
+        ({"attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(changes: dict, named: str):
+    [problem] = model_problems(FLASH | changes)
+    assert named in problem
+
+
+@pytest.mark.parametrize("key", FAMILIES["deepseek_v4"].REQUIRED_KEYS)
+def test_a_size_that_is_missing_is_named(key: str):
+    assert f"config.json lacks {key}" in model_problems({name: FLASH[name] for name in FLASH if name != key})
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"routing_replay": "old"}, "actor.routing_replay is not supported with a deepseek_v4 model"),
+        ({"router_losses": {"balance": 0.1}}, "actor.router_losses is not supported"),
+        ({"megatron": {"recompute_modules": ["moe"]}}, "actor.megatron.recompute_modules is not supported"),
+        ({"lora": {"rank": 4}}, "actor.lora is not supported"),
+        ({"world_size": 16, "parallel": {"tp": 16}}, "tp = 16 does not divide the model's o_groups = 8"),
+    ],
+)
+def test_settings_that_its_layers_do_not_know_are_refused(settings: dict, named: str):
+    problems = layout_problems(architecture_of(FLASH), ActorConfig.model_validate(settings))
+    assert any(named in problem for problem in problems)
+
+
+def test_engines_without_a_gpu_are_refused():
+    on_cpu = check_against_model(experiment(), FLASH)
+    assert any("TileLang's kernels only" in text for text in on_cpu)
+    on_gpus = check_against_model(experiment(actor={"dtype": "bfloat16"}, rollout={"dtype": "bfloat16"}), FLASH)
+    assert not any("TileLang" in text for text in on_gpus)
+
+
+def test_what_is_computed_and_kept():
+    """A key for 4 or for 128 tokens in most layers: a cache of 64 numbers a token and layer, and the indexer's."""
+    arch = architecture_of(FLASH)
+    work = model_work(arch)
+    far = sum(512 / ratio for ratio in arch.attention.ratios if ratio) / 43
+    assert work.cache_bytes(1) == 43 * round(far) * 2 + 21 * (128 + 4) // 4
+    p = {"world_size": 8, "dtype": "bfloat16", "parallel": {"tp": 2, "cp": 2, "ep": 4}}
+    cost = layer_cost(arch, ActorConfig.model_validate(p), 8192, 5, 1.0)
+    assert cost.pair_flops == arch.attention.index_flops < cost.chosen_flops == 4 * 32 * 512
+    # four streams in place of one
+    alone = layer_cost(architecture_of(FLASH | {"hc_mult": 2}), ActorConfig.model_validate(p), 8192, 5, 1.0)
+    assert cost.kept - alone.kept == 2 * 2 * 4096 * 8192 / 4 * 2
+
+
+def test_tiny_models_have_every_kind_of_layer():
+    arch = architecture_of(hf_config(TinyModelConfig(path="x", family="deepseek_v4")))
+    assert arch.attention.ratios == (0, 4, 8, 4) and arch.routed.hashed == 1
