@@ -286,6 +286,20 @@ def test_sinks_and_windows_are_certified_and_their_faults_found(subject, tmp_pat
         assert any("gradient of" in problem for problem in problems), fault
 
 
+@pytest.mark.verifies(
+    "actor",
+    "DeepSeek-V4 is certified: residual streams, compressed attention, tables of experts; three planted mistakes",
+)
+def test_streams_and_tables_are_certified_and_their_faults_found(subject, tmp_path: Path):
+    faults = {"tokens-of-first-rank": "TP2+SP", "mixing-gradients-not-summed": "TP2xEP2", "windows-of-their-own": "CP2"}
+    layouts = ("TP2+SP", "CP2", "PP2xVPP2", "TP2xEP2")
+    jobs = [*map(case, layouts), *(case(layout, fault) for fault, layout in faults.items())]
+    _, found = measured(tmp_path, [subject(family="deepseek_v4") | each for each in jobs])
+    assert found[:4] == [[]] * 4, dict(zip(layouts, found, strict=False))
+    for fault, problems in zip(faults, found[4:], strict=True):
+        assert any("gradient of" in problem for problem in problems), fault
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["mixtral", "glm4_moe", "deepseek_v3", "kimi_k2", "minimax_m2", "qwen3_5_moe", "qwen3_next"]

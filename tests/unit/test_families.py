@@ -49,7 +49,7 @@ DIGESTS = {
     ("qwen3_next", False): "9f7162e55e55a912",
     ("gpt_oss", False): "ca58df43deb194f6",
     ("nemotron_h", False): "2120a0a6ceed6f28",
-    ("deepseek_v4", False): "85e611e3d020ef48",
+    ("deepseek_v4", False): "51e646bb71b32a74",
 }
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -67,6 +67,7 @@ def test_layers_have_what_their_place_gives_them():
         ({"hc_mult": 1}, "hc_mult must be at least 2"),
         ({"rope_scaling": {**FLASH["rope_scaling"], "mscale": 2.0}}, "rope scaling 'yarn' with mscale"),
         ({"attention_bias": True}, "attention_bias"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "quantization_config"),
     ],
 )
 def test_what_would_be_wrong_is_refused(changes: dict, named: str):

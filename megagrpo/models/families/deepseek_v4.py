@@ -103,6 +103,9 @@ class DeepseekV4(Family):
                 turned % 2 == 0 and turned <= min(hf["head_dim"], hf["index_head_dim"])
             ),
             "hc_mult must be at least 2": hf["hc_mult"] > 1,
+            "quantization_config: files with scales named *.scale are not read; convert them to bfloat16": (
+                not hf.get("quantization_config")
+            ),
         }
         problems += [text for text, holds in rules.items() if not holds]
         return problems
@@ -164,7 +167,7 @@ class DeepseekV4(Family):
             "compress_ratios": [(0, INDEXED, 8, INDEXED)[i % 4] for i in range(sizes.num_layers)],
             "compress_rope_theta": 160000.0,
             "rope_scaling": _YARN,
-            "index_n_heads": 8,
+            "index_n_heads": 16,  # so many that no two keys tie at 0
             "index_head_dim": sizes.head_dim,
             "index_topk": 3,
             "hc_mult": 4,

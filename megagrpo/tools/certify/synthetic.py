@@ -57,7 +57,9 @@ def make_models(
             tensors[name] = t + 0.2 * torch.randn(t.shape, generator=generator)
     numbers = {name: t for name, t in tensors.items() if t.is_floating_point()}
     noisy = enumerate(numbers.items(), start=seed)
-    reference = {name: near(t, 0.02 * float(t.std()), number) for number, (name, t) in noisy}
+    reference = {  # of one number the unbiased deviation is none
+        name: near(t, 0.02 * float(t.std(correction=0)), number) for number, (name, t) in noisy
+    }
     neighbor = {name: torch.nextafter(t, reference[name]) for name, t in numbers.items()}
     description = folder / "description"
     description.mkdir(parents=True, exist_ok=True)

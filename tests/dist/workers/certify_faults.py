@@ -21,11 +21,13 @@ from megagrpo.batching import microbatch
 from megagrpo.batching.microbatch import plan_micro_batches, targets
 from megagrpo.models import build as model
 from megagrpo.models.build import build_chunk
+from megagrpo.models.kinds.compressed import layer as compressed_layer
 from megagrpo.models.kinds.gated_delta.layer import GatedDeltaNet
 from megagrpo.models.kinds.grouped_query import layer as grouped_layer
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.grouped_query.layer import CausalAttention
 from megagrpo.models.kinds.grouped_query.norm_over_heads import NormOverHeads
+from megagrpo.models.kinds.hashed.layer import HashedRouter
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.kinds.mamba2.layer import Mamba2Mixer
 from megagrpo.models.kinds.recurrent import RecurrentMixer
@@ -186,14 +188,40 @@ def _gate_behind_norm() -> AbstractContextManager[None]:
 def _latent_gradients_not_summed() -> AbstractContextManager[None]:
     """Gradients of the projections around latent experts are not summed over the ranks that each see a part of the
     sequence."""
+    return _gradients_not_summed("_latent_proj.")
 
+
+def _mixing_gradients_not_summed() -> AbstractContextManager[None]:
+    """Likewise those of what mixes residual streams."""
+    return _gradients_not_summed(".hc_")
+
+
+def _gradients_not_summed(part: str) -> AbstractContextManager[None]:
     def unmarked(actor: MegatronActor) -> None:
         for chunk in actor.chunks:
             for name, parameter in chunk.named_parameters():
-                if "_latent_proj." in name:
+                if part in name:
                     parameter.sequence_parallel = False
 
     return _after_loading(unmarked)
+
+
+def _tokens_of_first_rank() -> AbstractContextManager[None]:
+    """Every tensor-parallel rank looks the experts of the first one's tokens up."""
+    routing = HashedRouter.routing
+
+    def of_first(router: HashedRouter, logits: Tensor, padding_mask: Tensor | None = None):
+        if router.config.sequence_parallel:
+            first = router.tokens.chunk(2, 1)[0]
+            router.tokens = torch.cat((first, first), 1)
+        return routing(router, logits, padding_mask)
+
+    return patch.multiple(HashedRouter, routing=of_first)
+
+
+def _windows_of_their_own() -> AbstractContextManager[None]:
+    """A key sums both halves of its own four tokens' numbers, none of the four before."""
+    return patch.multiple(compressed_layer, _with_window_before=lambda t, none: torch.cat(t.chunk(2, -1), 2))
 
 
 def _norms_not_centered() -> AbstractContextManager[None]:
@@ -286,5 +314,7 @@ FAULTS = {
     "norms-not-centered": _norms_not_centered, "head-norms-cut-over-tp": _head_norms_cut_over_tp,
     "sinks-of-another-rank": _sinks_of_another_rank, "window-one-wider": _window_one_wider, "no-sinks": _no_sinks,
     "gate-behind-norm": _gate_behind_norm, "latent-gradients-not-summed": _latent_gradients_not_summed,
+    "mixing-gradients-not-summed": _mixing_gradients_not_summed, "tokens-of-first-rank": _tokens_of_first_rank,
+    "windows-of-their-own": _windows_of_their_own,
     "components-counted-on-each-rank": _components_counted_on_each_rank,
 }  # fmt: skip
