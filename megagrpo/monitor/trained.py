@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megagrpo.algo.statistics import row_sums
+from megagrpo.algo.statistics import in_runs, row_counts, row_sums
 from megagrpo.monitor.step_lines import StepLines
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Batch
@@ -54,16 +54,23 @@ class TrainedLog(StepLines):
     def write(self, step: int, batch: Batch, logprobs: Tensor) -> None:
         """Records the batch of an update that has been made; logprobs: [T], the trainer's."""
         assert batch.advantages is not None, "written after the update"
-        counts = row_sums(batch.loss_mask.long(), batch.lengths)
-        sums = row_sums((batch.advantages * batch.loss_mask).double(), batch.lengths)
-        means = sums / counts  # NaN without trained tokens
+        advantages_of_tokens, mask, lengths = batch.advantages, batch.loss_mask, batch.lengths
+
+        def sums(rows: slice, tokens: slice) -> Tensor:
+            trained = (advantages_of_tokens[tokens] * mask[tokens]).double()
+            return row_sums(trained, lengths[rows])
+
+        def differences(tokens: slice) -> Tensor:
+            found = logprobs[tokens] - batch.rollout_logprobs[tokens]
+            return found.masked_fill(~mask[tokens], torch.nan)
+
+        means = in_runs(sums, lengths) / row_counts(mask, lengths)  # NaN without trained tokens
         ids = batch.sample_ids.tolist()
         advantages = means.tolist()
-        differences = (logprobs - batch.rollout_logprobs).masked_fill(~batch.loss_mask, torch.nan)
         firsts = (batch.starts + batch.prompt_lengths).tolist()
         ends = (batch.starts + batch.lengths).tolist()
         kept_tokens = [
-            (sample_id, batch.tokens[first:end], differences[first:end])
+            (sample_id, batch.tokens[first:end], differences(slice(first, end)))
             for sample_id, group_id, first, end in zip(
                 ids, batch.group_ids.tolist(), firsts, ends, strict=True
             )
