@@ -10,7 +10,6 @@ largest magnitude are dropped, identically everywhere.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -100,7 +99,7 @@ def moments(values: Tensor, reduce: Reduce, mask: Tensor | None = None) -> Momen
             if mask is not None:
                 # torch selects in ten times the time
                 counted = mask.reshape(-1).numpy()[start : start + _BLOCK]
-                part = part[counted.astype(np.bool_, copy=False)]
+                part = part[counted.astype(bool, copy=False)]
                 if mask.dtype != torch.bool:
                     times = torch.from_numpy(counted[counted > 0])
             yield torch.from_numpy(part).double(), None, times
@@ -235,8 +234,8 @@ def row_sums(values: Tensor, lengths: Tensor) -> Tensor:
 def row_counts(flags: Tensor, lengths: Tensor) -> Tensor:
     """Returns how many flags [T] bool of each sample are set, [N] int64, without numbers for each
     token; lengths: [N], of the samples in tokens."""
-    of_samples = np.split(flags.numpy(), lengths.cumsum(0)[:-1].numpy())[: len(lengths)]
-    return torch.tensor(list(map(np.count_nonzero, of_samples)), dtype=torch.int64)
+    of_samples = flags.split(lengths.tolist())
+    return torch.tensor([int(part.count_nonzero()) for part in of_samples], dtype=torch.int64)
 
 
 def row_max(values: Tensor, lengths: Tensor) -> Tensor:
