@@ -256,8 +256,8 @@ def discounted_returns(inputs: EstimatorInputs, gamma: float) -> Tensor:
         rewards = inputs.token_rewards
         if rewards is not None:
             rewards = rewards[tokens]
-        sampled, lengths = inputs.sampled[tokens], inputs.lengths[rows]
-        return _returns(inputs.rewards[rows], rewards, sampled, lengths, gamma)
+        sampled = inputs.sampled[tokens]
+        return _returns(inputs.rewards[rows], rewards, sampled, inputs.lengths[rows], gamma)
 
     return in_runs(returns, inputs.lengths)
 

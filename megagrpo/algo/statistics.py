@@ -95,7 +95,8 @@ def moments(values: Tensor, reduce: Reduce, mask: Tensor | None = None) -> Momen
 
     def blocks() -> Iterator[_Block]:
         for start in range(0, len(flat), _BLOCK):
-            part, times = flat[start : start + _BLOCK], None
+            part = flat[start : start + _BLOCK]
+            times = None
             if mask is not None:
                 # torch selects in ten times the time
                 counted = mask.reshape(-1).numpy()[start : start + _BLOCK]
@@ -259,7 +260,8 @@ def in_runs(work: Callable[[slice, slice], Tensor], lengths: Tensor) -> Tensor:
         last = max(first + 1, int(torch.searchsorted(ends, start + _BLOCK, right=True)))
         end = start + int(lengths[first:last].sum())
         results.append(work(slice(first, last), slice(start, end)))
-        first, start = last, end
+        first = last
+        start = end
     return torch.cat(results)
 
 
