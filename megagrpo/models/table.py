@@ -19,6 +19,7 @@ from megagrpo.models.config_json import HfConfig, text_part
 from megagrpo.models.families.deepseek_v3 import DeepseekV3, Glm4MoeLite, KimiK25
 from megagrpo.models.families.dense import Llama, Qwen2, Qwen3
 from megagrpo.models.families.gpt_oss import GptOss
+from megagrpo.models.families.kimi_linear import KimiLinear
 from megagrpo.models.families.minimax_m2 import MiniMaxM2
 from megagrpo.models.families.nemotron_h import NemotronH
 from megagrpo.models.families.qwen3_5 import Qwen3Next, Qwen35, Qwen35Moe
@@ -61,6 +62,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Qwen3Next(),
     "gpt_oss": GptOss(),
     "nemotron_h": NemotronH(),
+    "kimi_linear": KimiLinear(),
 }
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
 _LEFT_OUT = {"mtp.": "multi-token-prediction layers, which only speculate"}

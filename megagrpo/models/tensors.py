@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # a router, what latent attention projects down, a draft's projection, an indexer, and projections
-# into and out of the space of latent experts
+# into and out of the space of latent experts, and KDA's into a narrow one
 _WHOLE = (
     "gate",
     "router",
@@ -29,6 +29,8 @@ _WHOLE = (
     "k_norm",
     "fc1_latent_proj",
     "fc2_latent_proj",
+    "f_a_proj",
+    "g_a_proj",
 )
 
 

@@ -97,8 +97,9 @@ MORE_FAMILIES = (  # by --full
     "gpt_oss",
     "nemotron_h",
     "nemotron_h_nano",
+    "kimi_linear",
 )
-ONE_RANK = ("qwen3_next", "glm4_moe_lite", "gpt_oss", "nemotron_h")  # of these one rank in CI
+ONE_RANK = ("qwen3_next", "glm4_moe_lite", "gpt_oss", "nemotron_h", "kimi_linear")  # of these one rank in CI
 FAMILY_LAYOUTS = ("TP2+SP", "PP2xVPP2", "TP2xEP2", "CP2", "PP2", "TP2xETP2", "EP2")
 _OTHER_CHOICES = {"model": FAMILIES, "batch": tuple(BATCHES), "recompute": RECOMPUTE}
 FAMILIES_CI = [

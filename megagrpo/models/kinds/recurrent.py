@@ -1,10 +1,12 @@
-"""A layer whose state goes from token to token in place of attention: what gated delta nets and
-Mamba-2 share.
+"""A layer whose state goes from token to token in place of attention: what gated delta nets,
+Kimi Delta Attention and Mamba-2 share.
 
 Rows of its first projection stand group by group, so every cut between groups is one of rows, of
 tensor- and of context-parallel ranks. State and convolution start anew with every sequence. Under
 context parallelism ranks exchange tokens for groups, so that each has whole sequences of some.
 """
+
+from typing import ClassVar
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -32,7 +34,8 @@ class RecurrentMixer(MegatronModule):
     """Takes the place of Megatron's SelfAttention; a subclass mixes the tokens of whole
     sequences."""
 
-    A_log: torch.nn.Parameter
+    FLOAT32: ClassVar[tuple[str, ...]] = ("A_log",)  # parameters that a cast leaves alone
+
     _context: ProcessGroup  # of the forward under way
 
     def __init__(
@@ -71,15 +74,23 @@ class RecurrentMixer(MegatronModule):
         return parameter
 
     def keep_float32(self) -> None:
-        """Restores float32 of A_log after a cast: it is an exponent's exponent."""
-        self.A_log.data = self.A_log.data.float()
+        """Restores float32 after a cast: of A_log, which is an exponent's exponent."""
+        for name in self.FLOAT32:
+            parameter = self.get_parameter(name)
+            parameter.data = parameter.data.float()
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """Lets the first projection in FP8 keep its input itself, which Megatron frees and computes
-        again, as its attention does."""
+        """Lets the first projections in FP8 keep their input themselves, which Megatron frees and
+        computes again, as its attention does."""
         from megatron.core.extensions.transformer_engine import set_save_original_input
 
-        set_save_original_input(self.in_proj)
+        for module in self.first_projections:
+            set_save_original_input(module)
+
+    @property
+    def first_projections(self) -> list[MegatronModule]:
+        """Returns what reads the normed hidden states."""
+        return [self.in_proj]
 
     def own_heads(self, *parameters: Tensor) -> tuple[Tensor, ...]:
         """Returns the rows of this rank's groups, of those that share the sequences under way."""
@@ -94,8 +105,7 @@ class RecurrentMixer(MegatronModule):
         **_: object,
     ) -> tuple[Tensor, None]:
         """Maps [s / tp, b, h] to the same; s, packed T, are this context rank's."""
-        mixed, _ = self.in_proj(hidden_states)
-        mixed = mixed.unflatten(-1, (-1, self.rows))  # [s, b, groups, rows]
+        mixed = self.project(hidden_states)
         self._context, borders = mpu.get_context_parallel_group(), None
         if packed_seq_params is not None:
             self._context, borders = packed_seq_params.group, packed_seq_params.cu_seqlens_q
@@ -108,6 +118,10 @@ class RecurrentMixer(MegatronModule):
         if cp > 1:
             out = all_to_all(group, out[place]).unflatten(0, (cp, -1)).movedim(0, 2).flatten(2, 3)
         return self.out_proj(out.flatten(2))[0], None
+
+    def project(self, hidden_states: Tensor) -> Tensor:
+        """Maps [s / tp, b, h] to what is mixed of this rank's groups [s, b, groups, rows]."""
+        return self.in_proj(hidden_states)[0].unflatten(-1, (-1, self.rows))
 
     def mix(self, mixed: Tensor, borders: Tensor | None) -> Tensor:
         """Maps whole sequences [b, s, groups, rows] to [b, s, groups, width]. borders: of packed

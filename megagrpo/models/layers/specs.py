@@ -24,6 +24,8 @@ from megagrpo.models.kinds.gated_delta.describe import GatedDelta
 from megagrpo.models.kinds.gated_delta.layer import gated_delta_spec
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.grouped_query.layer import grouped_query_spec
+from megagrpo.models.kinds.kda.describe import Kda
+from megagrpo.models.kinds.kda.layer import kda_spec
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.kinds.latent.layer import latent_spec
 from megagrpo.models.kinds.mamba2.describe import Mamba2
@@ -36,6 +38,7 @@ _MIXERS: dict[type, Callable[..., ModuleSpec]] = {
     GroupedQuery: grouped_query_spec,
     LatentAttention: latent_spec,
     GatedDelta: gated_delta_spec,
+    Kda: kda_spec,
     Mamba2: mamba2_spec,
 }
 

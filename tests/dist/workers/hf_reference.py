@@ -5,6 +5,7 @@ For run_transformers.
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -30,6 +31,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from tests.dist.workers.kimi_reference import KIMI_LINEAR, KimiLinear
 from tests.dist.workers.samples import LENGTHS, NUM_SAMPLES, VOCAB, WIDTH, samples
 
 SIZES = {
@@ -138,15 +140,18 @@ CONFIGS = {
     "deepseek_v32": lambda: DeepseekV32Config(
         **_SPARSE, **_GROUPS, num_experts=8, rope_parameters=_YARN
     ),
+    "kimi_linear": lambda: SimpleNamespace(**KIMI_LINEAR),
 }  # fmt: skip
 
 
-def random_model(config: PretrainedConfig) -> PreTrainedModel:
+def random_model(config: PretrainedConfig | SimpleNamespace) -> PreTrainedModel | KimiLinear:
     torch.manual_seed(0)
+    if isinstance(config, SimpleNamespace):
+        return KimiLinear(config)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
 
 
-def stir(model: PreTrainedModel) -> None:
+def stir(model: torch.nn.Module) -> None:
     """Norms of one, biases of zero and states that last for a token would hide a mistake."""
     biases = [buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")]
     with torch.no_grad():
@@ -160,7 +165,7 @@ def stir(model: PreTrainedModel) -> None:
                 tensor += 0.2 * torch.randn_like(tensor)
 
 
-def write_model(folder: Path, name: str, config: PretrainedConfig) -> None:
+def write_model(folder: Path, name: str, config: PretrainedConfig | SimpleNamespace) -> None:
     """Leaves the folder `name`, `name`.gradients beside it, and logits and loss in `name`.pt."""
     batch, model = samples(), random_model(config)
     stir(model)
@@ -185,7 +190,7 @@ def write_model(folder: Path, name: str, config: PretrainedConfig) -> None:
     save(model, folder / f"{name}.gradients")
 
 
-def save(model: PreTrainedModel, folder: Path) -> None:
+def save(model: PreTrainedModel | KimiLinear, folder: Path) -> None:
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     # transformers 5 writes another name than published files have, and than it reads
