@@ -49,6 +49,7 @@ DIGESTS = {
     ("qwen3_next", False): "9f7162e55e55a912",
     ("gpt_oss", False): "ca58df43deb194f6",
     ("nemotron_h", False): "2120a0a6ceed6f28",
+    ("kimi_linear", False): "b1b84402ea5ce5b3",
 }
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -58,6 +59,7 @@ UNSCALED = (
     *("glm4_moe", "deepseek_v3", "kimi_k2", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
     *("minimax_m2", "kimi_k25", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "gpt_oss"),
     *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_text", "qwen3_next", "nemotron_h"),
+    "kimi_linear",
 )
 TOY = '''
 """A family whose experts have Mixtral's names."""
