@@ -21,22 +21,6 @@ SEQUENCES, LENGTH, HEADS, KEYS, VALUES = 2, 150, 3, 16, 8  # more than four chun
 DECAYS = [(), (KEYS,)]  # one a head, one a channel
 
 
-def test_channels_that_decay_alike_are_a_gated_delta_net():
-    *tensors, decay, beta = [t.detach() for t in inputs()]
-    expected = gated_delta.delta_rule(*tensors, decay, beta, None)
-    found = gated_delta.delta_rule(*tensors, decay[..., None].expand(-1, -1, -1, KEYS), beta, None)
-    assert torch.allclose(found, expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("lasting", [1e-4, 20.0])
-def test_decays_of_any_size_overflow_nothing(lasting: float):
-    """A channel that forgets in a token beside channels that never do, as trained models have them."""
-    tensors = [t.detach() for t in inputs(KEYS)]
-    tensors[3] = tensors[3] * torch.logspace(-3, 3, KEYS) * lasting
-    expected = by_token(*(t.double() for t in tensors))
-    assert torch.allclose(gated_delta.delta_rule(*tensors, None).double(), expected, atol=2e-6)
-
-
 def inputs(*channels: int) -> list[Tensor]:
     """Queries, keys, values, decay, of each of the channels if there are some, and beta: states that last for tens
     of tokens."""
@@ -85,6 +69,22 @@ def test_a_token_sees_no_later_one(length: int, channels: tuple[int, ...]):
     whole = gated_delta.delta_rule(*tensors, None)
     start = gated_delta.delta_rule(*(t[:, :length] for t in tensors), None)
     assert torch.allclose(start, whole[:, :length], atol=1e-6)
+
+
+def test_channels_that_decay_alike_are_a_gated_delta_net():
+    *tensors, decay, beta = [t.detach() for t in inputs()]
+    expected = gated_delta.delta_rule(*tensors, decay, beta, None)
+    found = gated_delta.delta_rule(*tensors, decay[..., None].expand(-1, -1, -1, KEYS), beta, None)
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("lasting", [1e-4, 20.0])
+def test_decays_of_any_size_overflow_nothing(lasting: float):
+    """A channel that forgets in a token beside channels that never do, as trained models have them."""
+    tensors = [t.detach() for t in inputs(KEYS)]
+    tensors[3] = tensors[3] * torch.logspace(-3, 3, KEYS) * lasting
+    expected = by_token(*(t.double() for t in tensors))
+    assert torch.allclose(gated_delta.delta_rule(*tensors, None).double(), expected, atol=2e-6)
 
 
 def causal_conv1d(

@@ -79,7 +79,9 @@ class KimiDeltaAttention(RecurrentMixer):
         decay = -a_log.exp()[:, None] * decay
         beta = beta[..., 0].float().sigmoid()
         out = rule(*qkv.split(dim, -1), decay, beta, borders)
-        return checkpoint(self._gated_norm, out, gate, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(
+            self._gated_norm, out, gate, use_reentrant=False, preserve_rng_state=False
+        )
 
     def _gated_norm(self, out: Tensor, gate: Tensor) -> Tensor:
         """Computes in float32, of which nothing is kept: the backward computes it again."""
