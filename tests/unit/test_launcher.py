@@ -1,6 +1,5 @@
 """One machine's launcher: GPUs of trainers and engines, one run a folder, signals; children end with their parent."""
 
-import ctypes
 import json
 import os
 import resource
@@ -11,7 +10,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -28,7 +26,6 @@ from megagrpo.system.environment import child_environment
 from megagrpo.system.processes import end_of, is_live, last_lines, process_tree, spawn, stop_tree
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import ENDED, STOPPED, StopRequest
-from megagrpo.tools import status as status_tool
 from megagrpo.tools.status import print_status
 from megagrpo.tools.stop import stop
 from tests import experiments
@@ -60,55 +57,6 @@ def test_gpus_are_visible_as_cuda_reads_the_variable(variable, gpus, monkeypatch
     """-1 is how users hide them all; Slurm writes NoDevFiles into jobs without any."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     assert list(map(str.strip, machine.visible_gpus())) == gpus
-
-
-@pytest.mark.parametrize(("driver", "gpus"), [(False, []), (True, ["0", "1"])])
-def test_torch_is_asked_for_gpus_only_beside_their_driver(driver, gpus, monkeypatch):
-    load = ctypes.CDLL
-
-    def driver_library(name: str) -> object:
-        assert name == "libcuda.so.1"
-        return load(None if driver else "libabsent.so.1")
-
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(machine.ctypes, "CDLL", driver_library)
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(device_count=lambda: 2)))
-    assert machine.visible_gpus() == gpus
-
-
-PROCESSES = {
-    "a rank on a CPU": """
-from megagrpo.actor.host import prepare_host
-prepare_host("cpu")
-import sys, torch
-assert "torch._inductor.compile_fx" not in sys.modules
-assert torch.compile(len) is torch.compile(mode="default")(len) is len
-""",
-    "a process of an engine": """
-import runpy, sys
-runpy.run_module("megagrpo.rollout.service.engine_process", run_name="__mp_main__")
-assert sys.modules["megatron"] is sys.modules["mcp"] is None
-""",
-    "large imports": """
-import gc
-from megagrpo.system.processes import lasting_imports
-for failure in (None, ImportError):
-    try:
-        with lasting_imports():
-            assert not gc.isenabled()
-            if failure:
-                raise failure
-    except ImportError:
-        pass
-    assert gc.isenabled() and gc.get_freeze_count() > 1000
-    gc.unfreeze()
-""",
-}
-
-
-@pytest.mark.parametrize("name", PROCESSES)
-def test_a_process_starts_without_what_it_does_not_use(name):
-    subprocess.run([sys.executable, "-W", "ignore", "-c", PROCESSES[name]], check=True, timeout=240)
 
 
 def test_rays_folder_is_this_users_alone(tmp_path):
@@ -412,25 +360,6 @@ def test_what_a_run_folder_says_and_how_it_is_stopped(tmp_path, capsys):
         assert launch.status == 143
     print_status(folder.path, as_json=False)
     assert "no process trains into this folder" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("words", "pause"), [([], 10), (["3"], 3)])
-def test_a_watched_status_goes_on_until_it_is_interrupted(words, pause, tmp_path, capsys, monkeypatch):
-    config = experiments.experiment(output_dir=str(tmp_path / "run"))
-    write_experiment(config)
-    pauses = []
-
-    def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-        if len(pauses) == 3:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(status_tool, "time", SimpleNamespace(sleep=sleep, strftime=time.strftime, time=time.time))
-    assert cli.main(["status", str(config.run_folder.path), "--watch", *words]) == 130
-    said = capsys.readouterr().out
-    assert pauses == [pause] * 3 and said.count(f"{config.name}: step 0") == 3 and "\033" not in said
-    with pytest.raises(SystemExit):
-        cli.main(["status", str(config.run_folder.path), "--watch", "--json"])
 
 
 def test_a_finished_run_says_so_before_anything_starts(tmp_path, capsys):
