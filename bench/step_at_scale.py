@@ -587,7 +587,7 @@ def publish_s(control) -> float:
     """Seconds of what a publish asks of the service, as EngineFleet does it."""
     began = time.perf_counter()
     engines = {engine.id: 1 for engine in control.engines()}
-    assert not control.begin_update(engines) and not control.mark_ready(engines, 0)
+    assert not control.report("update", engines) and not control.report("ready", engines, 0)
     return time.perf_counter() - began
 
 
