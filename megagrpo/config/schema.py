@@ -10,11 +10,9 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from megagrpo.config.actor import ActorConfig, OptimizerConfig
-from megagrpo.config.actor import ParallelConfig as ParallelConfig
+from megagrpo.config.actor import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.config.data import CurriculumConfig as CurriculumConfig
-from megagrpo.config.data import DataConfig, EvalConfig, ModelConfig
+from megagrpo.config.data import CurriculumConfig, DataConfig, EvalConfig, ModelConfig
 from megagrpo.config.fields import (
     Dtype,
     Fraction,
@@ -26,10 +24,33 @@ from megagrpo.config.fields import (
     Section,
 )
 from megagrpo.config.objective.teachers import TeacherConfig
-from megagrpo.config.reward import RewardConfig
+from megagrpo.config.reward import GraderConfig, RewardConfig
 from megagrpo.config.rollout import RolloutConfig, SamplingConfig, WeightsConfig
 from megagrpo.config.trackers import TrackerConfig, WandbConfig
 from megagrpo.system.run_folder import RunFolder
+
+__all__ = [
+    "ActorConfig",
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "CurriculumConfig",
+    "DataConfig",
+    "EvalConfig",
+    "ExperimentConfig",
+    "GraderConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "SamplingConfig",
+    "SftConfig",
+    "TrainConfig",
+    "WandbConfig",
+    "WeightsConfig",
+]
 
 DEFAULT_STEPS = 100
 _COMPILED_S = 7200.0  # actor.deadline_s: above the start of engines that compile kernels

@@ -90,11 +90,9 @@ class Gateway:
 
     def _conversation(self, request: web.Request) -> Conversation | None:
         """Returns the conversation whose key the request has."""
-        key = request.match_info.get("key")
-        if key is None:
-            header = request.headers.get("x-api-key") or request.headers.get("authorization", "")
-            key = header.removeprefix("Bearer ")
-        return self._conversations.get(key)
+        sent = request.headers
+        key = request.match_info.get("key") or sent.get("x-api-key") or sent.get("authorization")
+        return self._conversations.get((key or "").removeprefix("Bearer "))
 
     async def _answer(self, dialect: chat.Dialect, request: web.Request) -> web.Response:
         conversation = self._conversation(request)
