@@ -1,14 +1,13 @@
 """Other frameworks' own examples through `megagrpo convert`, and each result through the checks
 before a start.
 
-    python bench/convert_examples.py --verl VERL/examples --roll ROLL/examples --slime SLIME --miles MILES
-        [--out bench/results]
+    python bench/convert_examples.py --verl VERL/examples --slime SLIME --miles MILES [--out bench/results]
 
 Each is a checkout, which this project does not contain. Of verl: every script that starts main_ppo,
-but for those of PPO (a critic) and of images (their models are refused); of ROLL: every RLVR
-experiment on text; of slime and miles: every script that starts train.py. A converted experiment is
-checked on the description of its model where configs/models has one of the same name, and on two
-rows of data as the framework writes them; missing files and packages count as no problem.
+but for those of PPO (a critic) and of images (their models are refused); of slime and miles: every
+script that starts train.py. A converted experiment is checked on the description of its model where
+configs/models has one of the same name, and on two rows of data as the framework writes them;
+missing files and packages count as no problem.
 """
 
 import argparse
@@ -49,34 +48,29 @@ VARIABLES = {  # which scripts of slime's and miles' want to be set
     "WANDB_KEY": "key",
     "WANDB_API_KEY": "key",
 }
-_SCRIPTS = {  # ending, what is in the text, what is not in the path
+_SCRIPTS = {  # what is in the text, what is not in the path
     "verl": (
-        ".sh",
         "main_ppo|main_dapo",
         r"ppo_trainer/|split_placement|_vl[-_]|glm41v|minicpmo|geo3k",
     ),
-    "roll": (".yaml", "", r"-vl-|agentic|omni|vl_"),
-    "slime": (".sh", r"train(_async)?\.py", r"/tests/|/docs/|/docker/|^tests/"),
-    "miles": (".sh", r"train(_async)?\.py", r"/tests/|/docs/|/docker/|^tests/|\.claude"),
+    "slime": (r"train(_async)?\.py", r"/tests/|/docs/|/docker/|^tests/"),
+    "miles": (r"train(_async)?\.py", r"/tests/|/docs/|/docker/|^tests/|\.claude"),
 }
 
 
 def scripts(framework: str, folder: Path) -> list[Path]:
     """The examples of a checkout."""
-    ending, text, left_out = _SCRIPTS[framework]
-    found = [
+    text, left_out = _SCRIPTS[framework]
+    return [
         path
-        for path in sorted(folder.rglob(f"*{ending}"))
+        for path in sorted(folder.rglob("*.sh"))
         if not re.search(left_out, str(path.relative_to(folder.parent)))
         and re.search(text, path.read_text(encoding="utf-8", errors="replace"))
     ]
-    if framework == "roll":
-        found = [path for path in found if re.search("rlvr|docs_examples", str(path))]
-    return found
 
 
 def write_rows(draft: Translation, framework: str, folder: Path) -> Path:
-    """Two rows as verl's data_preprocess, as ROLL, or with the columns that the file names."""
+    """Two rows as verl's data_preprocess, or with the columns that the file names."""
     graders = draft.values.get("data.grader_by_source")
     source = next(iter(graders)) if isinstance(graders, dict) and graders else "openai/gsm8k"
     if framework == "verl":
@@ -88,16 +82,13 @@ def write_rows(draft: Translation, framework: str, folder: Path) -> Path:
         }
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * 2), folder / "verl.parquet")
         return folder / "verl.parquet"
-    if framework == "roll":
-        row = {"messages": json.dumps(USER), "prompt": "1 + 1", "ground_truth": "2", "tag": source}
-    else:
-        row = {}
-        for section in ("data", "eval.data"):
-            chat = draft.values.get("data.chat_template")
-            prompt = draft.values.get(f"{section}.prompt_key", "prompt")
-            row[str(prompt)] = USER if chat else "1 + 1"
-            row[str(draft.values.get(f"{section}.answer_key", "answer"))] = "2"
-        row |= {str(draft.values[key]): [] for key in ("data.tools_key",) if key in draft.values}
+    row = {}
+    for section in ("data", "eval.data"):
+        chat = draft.values.get("data.chat_template")
+        prompt = draft.values.get(f"{section}.prompt_key", "prompt")
+        row[str(prompt)] = USER if chat else "1 + 1"
+        row[str(draft.values.get(f"{section}.answer_key", "answer"))] = "2"
+    row |= {str(draft.values[key]): [] for key in ("data.tools_key",) if key in draft.values}
     (folder / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
     return folder / "rows.jsonl"
 

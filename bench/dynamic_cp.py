@@ -20,10 +20,10 @@ from megagrpo.actor.host import prepare_host
 DEVICE = prepare_host("cpu")
 from examples.laptop.recipe import TinyModelConfig  # noqa: E402
 from megagrpo.actor.schedule import micro_batches  # noqa: E402
-from megagrpo.actor.step import likelihood_step  # noqa: E402
 from megagrpo.config.schema import ActorConfig  # noqa: E402
 from megagrpo.tools.certify.measure import OPTIMIZER, joined  # noqa: E402
 from megagrpo.tools.certify.tiny_model import hf_config  # noqa: E402
+from megagrpo.tools.ranks.warm_up import likelihood_step  # noqa: E402
 from megagrpo.types import Batch, Rewards  # noqa: E402
 
 LONGEST, SAMPLES, ROUNDS = 4096, 48, 3

@@ -162,13 +162,13 @@ def reports(engines: int) -> Callable[[], object]:
     process = subprocess.Popen(words, stdout=subprocess.PIPE)
     url = process.stdout.readline().decode().strip()
     service = control.ServiceControl(url, KEY)
-    together = hasattr(service, "_report")
+    together = hasattr(service, "report")
 
     def publish() -> None:
         ids = [engine.id for engine in service.engines()]
         if together:
             everyone = dict.fromkeys(ids, 1)
-            assert not service.begin_update(everyone) and not service.mark_ready(everyone, 0)
+            assert not service.report("update", everyone) and not service.report("ready", everyone)
         else:
             with ThreadPoolExecutor(len(ids)) as pool:
                 assert all(pool.map(lambda id: service.begin_update(id, 1), ids))

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 from common import RESULTS, provenance, write_results
 
-from megagrpo.config.hardware import usable_bytes
 from megagrpo.config.load import load_config
 from megagrpo.tools.plan.engine_memory import Lengths
+from megagrpo.tools.plan.hardware import usable_bytes
 from megagrpo.tools.plan.roofline import Plan, plan_step, target_of, train_seconds
 from megagrpo.tools.plan.trainer_memory import Load, trainer_side
 

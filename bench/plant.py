@@ -170,8 +170,8 @@ FAULTS = (
     Fault(
         "digest of values instead of bits",
         "weights/digests/digest.py",
-        "values.view(_INTEGERS[values.element_size()])",
-        "values.to(_INTEGERS[values.element_size()])",
+        "values.view(INTEGERS[values.element_size()])",
+        "values.to(INTEGERS[values.element_size()])",
         DIGEST,
     ),
     Fault(

@@ -542,23 +542,23 @@ def lead(case: dict, folder: str, url: str) -> None:
         cpu["threads"] = cpu.pop("sampling") - sum(of_loops) - main_s
         seen = httpx.get(f"{engines}/seen").json()
         groups = step.groups
-        del step
         tokens = sum(len(sample.token_ids) for group in groups for sample in group.samples)
+        with phase("checkpoint"):  # of groups sampled ahead
+            write_groups(Path(folder) / "groups", groups)
         with phase("batching"):
             updates = plan_updates(config.train, config.seed, 0)
             batch = build_batch(groups, updates, mesh, model.arch)
+            step.forget_values()
         with phase("statistics"):
             group_metrics(metrics, groups, config, taken.sources, mesh)
             played = batch.rollout_logprobs
             batch = replace(batch, old_logprobs=played, ref_logprobs=played)
             most = config.sampling.max_response_tokens
             batch, _, _ = with_advantages(batch, config.algorithm, mesh.reduce, AlgoState(), most)
-        del batch
+        del batch, played
         with phase("recording"):
             record.write(1, groups)
             record.flush()
-        with phase("checkpoint"):
-            write_groups(Path(folder) / "groups", groups)
         found = {
             "tokens": tokens,
             "requests": len(seen["times"]),
@@ -587,7 +587,7 @@ def publish_s(control) -> float:
     """Seconds of what a publish asks of the service, as EngineFleet does it."""
     began = time.perf_counter()
     engines = {engine.id: 1 for engine in control.engines()}
-    assert not control.begin_update(engines) and not control.mark_ready(engines, 0)
+    assert not control.report("update", engines) and not control.report("ready", engines, 0)
     return time.perf_counter() - began
 
 

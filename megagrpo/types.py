@@ -9,7 +9,7 @@ Log-probabilities are natural logarithms.
 
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
@@ -297,6 +297,10 @@ class RolloutGroup:
 # An engine's load: the used share of the KV cache, and the requests that run, that wait, and that
 # were retracted for lack of cache.
 LOADS = ("kv_use", "running", "waiting", "retracted")
+
+
+# of a publish: weights will be written; are verified; caches come back; were written in part
+EngineEvent = Literal["update", "ready", "wake", "lost"]
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def continued(mesh: Mesh, url: str, folder: Path, config: ExperimentConfig, end:
         parts = mesh.gather_dp([(g.prompt.id // 3, all(o.value for o in g.outcomes)) for g in taken.groups])
         steps.append([group for part in parts for group in part])
         source.drain()
-        mesh.from_main(lambda: control.mark_ready({"engine-0": 1}, state.step), "publish")
+        mesh.from_main(lambda: control.report("ready", {"engine-0": 1}, state.step), "publish")
     whole = replace(state, ahead=source.batches.finished())
     PendingSave(folder, whole, ANY, CheckpointConfig(), NoActor, mesh).finish()
     source.close()

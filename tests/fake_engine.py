@@ -103,15 +103,13 @@ class FakeEngine:
     def engines(self) -> list[EngineInfo]:
         return [self.info]
 
-    def begin_update(self, engines: Mapping[str, int]) -> set[str]:
-        return {id for id, incarnation in engines.items() if incarnation != self.info.incarnation}
-
-    def mark_ready(self, engines: Mapping[str, int], weight_version: int) -> set[str]:
-        self.info = replace(self.info, state="ready", weight_version=weight_version)
-        return self.begin_update(engines)
-
-    def report_lost(self, engines: Mapping[str, int]) -> None:
-        self.restart()
+    def report(self, event: str, engines: Mapping[str, int], weight_version: int = 0) -> set[str]:
+        if event == "ready":
+            self.info = replace(self.info, state="ready", weight_version=weight_version)
+        ended = {id for id, incarnation in engines.items() if incarnation != self.info.incarnation}
+        if event == "lost":
+            self.restart()
+        return ended
 
     def restart(self) -> None:
         """It is started again at once, with random weights."""
@@ -135,16 +133,10 @@ class FakeFleet:
     def engines(self) -> list[EngineInfo]:
         return [engine.info for engine in self.by_id.values()]
 
-    def begin_update(self, engines: Mapping[str, int]) -> set[str]:
-        return {id for id, each in engines.items() if self.by_id[id].begin_update({id: each})}
-
-    def mark_ready(self, engines: Mapping[str, int], weight_version: int) -> set[str]:
-        return {id for id, each in engines.items() if self.by_id[id].mark_ready({id: each}, weight_version)}
-
-    def report_lost(self, engines: Mapping[str, int]) -> None:
-        self.lost += engines
-        for id in engines:
-            self.by_id[id].restart()
+    def report(self, event: str, engines: Mapping[str, int], weight_version: int = 0) -> set[str]:
+        if event == "lost":
+            self.lost += engines
+        return {id for id, each in engines.items() if self.by_id[id].report(event, {id: each}, weight_version)}
 
 
 @contextmanager

@@ -21,7 +21,7 @@ class PlayedExchange:
 
     def tell(self, version: int, digest: str) -> None:
         """On the main rank, of its weights. What it raises fails the publish."""
-        self.control.mark_ready({"engine-0": 1}, version)
+        self.control.report("ready", {"engine-0": 1}, version)
 
     def published(self, version: int, digest: str) -> None:
         """On every rank, of its own weights, after the main rank has told."""

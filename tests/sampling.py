@@ -99,7 +99,7 @@ def finished(
 ) -> list[RolloutGroup]:
     """This rank's groups of a batch. publish: to engines that came back; else they are called ready."""
     version = planned.job.version
-    publish = publish or (lambda version, ids: source._control.mark_ready({ids[0]: 1}, version))
+    publish = publish or (lambda version, ids: source._control.report("ready", {ids[0]: 1}, version))
     batch = source.begin(planned)
     while outdated := source.wait([batch], version):
         publish(version, outdated)

@@ -18,6 +18,7 @@ from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
 from megagrpo.cpu.torchvision_ops import define_torchvision_operators
 from megagrpo.tools.certify.measure import whole
+from megagrpo.tools.ranks.warm_up import likelihood_step
 from megagrpo.types import AlgoState, Outcome, Prompt, RolloutGroup, Sample
 
 VOCAB, PROMPT, RESPONSE = 64, 4, 12
@@ -64,7 +65,7 @@ def _supervised(actor: MegatronActor) -> list[float]:
     first = batch.tokens[batch.starts][:, None]
     counted = (3 + (first + torch.arange(32)) % (VOCAB - 3)).flatten()
     batch = replace(batch, tokens=counted.int())
-    return [step.likelihood_step(actor, batch)["loss/total"] for _ in range(_SUPERVISED)]
+    return [likelihood_step(actor, batch)["loss/total"] for _ in range(_SUPERVISED)]
 
 
 def _reinforced(actor: MegatronActor, sizes: dict) -> tuple[list[float], list[float]]:

@@ -34,7 +34,7 @@ from megagrpo.types import Batch, MicroBatch, ReferenceStates, on_device
 
 _COUNTS = ("updates", "padded", "real", "tokens")  # sums of a pass that are no metrics
 # of an update, by its denominators; others are sums
-_DIVIDED = ("loss/", "router/", "draft/", "stream/")
+DIVIDED = ("loss/", "router/", "draft/", "stream/")
 
 
 def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Tensor:
@@ -248,7 +248,7 @@ def _means(sums: Mapping[str, float]) -> dict[str, float]:
     trained on."""
     updates, tokens = (max(sums.get(name, 1.0), 1.0) for name in ("updates", "tokens"))
     return {
-        name: value / (updates if name.startswith(_DIVIDED) else tokens)
+        name: value / (updates if name.startswith(DIVIDED) else tokens)
         for name, value in sums.items()
         if name not in _COUNTS
     }
@@ -308,26 +308,6 @@ def backward(
     stream_tokens = denominators.stream_tokens.items()
     tokens = {f"stream/{name}_tokens": float(number) for name, number in stream_tokens}
     return sum_over_ranks(actor, sums) | tokens
-
-
-def likelihood_step(actor: MegatronActor, batch: Batch) -> dict[str, float]:
-    """Collective. Makes one supervised update: minus the mean log-probability over the loss mask is
-    the loss."""
-    num_tokens = actor.mesh.reduce(batch.loss_mask.sum(), "sum")
-
-    def token_loss(micro: MicroBatch, values: TokenValues) -> Loss:
-        loss = -values.logprobs.sum() / num_tokens.to(values.logprobs.dtype)
-        return loss, {"loss/total": loss.detach()}
-
-    actor.zero_grad()
-    actor.clock.clear()
-    every = range(len(batch.lengths))
-    on_last_stage = with_draft(actor, over_tokens(actor, batch, 1.0, token_loss), 1.0, num_tokens)
-    sums = sum_over_ranks(
-        actor, run_schedule(actor, batch, every, on_last_stage, forward_only=False)
-    )
-    wanted = {name: value for name, value in sums.items() if name.startswith(_DIVIDED)}
-    return {**wanted, **actor.optimizer_step(sums["loss/total"]), **actor.clock.take()}
 
 
 def _loss_inputs(

@@ -21,6 +21,7 @@ from megagrpo.algo.statistics import (
     exact_row_sums,
     group_statistics,
     moments,
+    row_counts,
     to_tokens,
 )
 from megagrpo.config.algorithm import AlgorithmConfig
@@ -44,7 +45,7 @@ def with_advantages(
     """
     rollouts = by_rollout(batch)
     rewards = rollouts.rewards
-    sampled = rollouts.loss_mask & to_tokens(rewards.valid, rollouts.lengths)
+    sampled = _only(rewards.valid, rollouts.loss_mask, rollouts.lengths)
     metrics = _spread("reward", rewards.values, reduce, rewards.valid)
     inputs = RewardInputs(
         response_lengths=longest_responses(batch),
@@ -60,19 +61,32 @@ def with_advantages(
     )
     trained = sampled
     if algorithm.mask_truncated:
-        trained = sampled & ~to_tokens(rollouts.truncated, rollouts.lengths)
+        trained = _only(~rollouts.truncated, sampled, rollouts.lengths)
     batch, mismatch_metrics = _with_trained_mask(batch, trained, algorithm, reduce)
     to_estimate = _estimator_inputs(rollouts, sampled, inputs, shaped.values, kl_rewards, algorithm)
     advantages = estimate(to_estimate, algorithm.advantage)
-    trained = batch.rl_mask
+    trained = counted = batch.rl_mask
+    shared = len(advantages) == len(rollouts.lengths)  # by the tokens of a rollout
+    if shared:
+        counted = row_counts(trained, rollouts.lengths)
     if algorithm.whitens:
-        advantages = whiten(advantages, moments(advantages, reduce, trained))
-    advantages.masked_fill_(~trained, 0.0)
+        advantages = whiten(advantages, moments(advantages, reduce, counted))
     if algorithm.advantage_clip is not None:
         advantages.clamp_(-algorithm.advantage_clip, algorithm.advantage_clip)
     metrics |= shaped.metrics | kl_metrics | mismatch_metrics | _group_metrics(to_estimate.stats)
-    metrics |= _spread("advantage", advantages, reduce, trained)
-    return replace(batch, advantages=advantages.float()), state, metrics
+    metrics |= _spread("advantage", advantages, reduce, counted)
+    advantages = advantages.float()
+    if shared:
+        advantages = to_tokens(advantages, rollouts.lengths)
+    return replace(batch, advantages=advantages.masked_fill_(~trained, 0.0)), state, metrics
+
+
+def _only(kept: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+    """Returns the mask [T] without the tokens of other rollouts than those kept [N]; the same one if
+    it would not differ."""
+    if bool(kept.all()):
+        return mask
+    return mask & to_tokens(kept, lengths)
 
 
 def _estimator_inputs(

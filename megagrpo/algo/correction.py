@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.algo.kl import LOG_RATIO_LIMIT, kl_penalty, probability_ratio
-from megagrpo.algo.statistics import Reduce, exact_row_sums, moments, row_max, row_sums, to_tokens
+from megagrpo.algo.statistics import Reduce, exact_row_sums, moments, row_counts, row_max, to_tokens
 from megagrpo.config.objective.correction import Band, Rejection, TruncatedImportance
 
 
@@ -40,7 +40,7 @@ def policy_weights(
                 # A sequence's weight counts once, whatever its length.
                 sampled = weights[mask]
                 if options.over != "token":
-                    sampled = row_max(weights, lengths)[row_sums(mask.long(), lengths) > 0]
+                    sampled = row_max(weights, lengths)[row_counts(mask, lengths) > 0]
                 weights = weights / max(moments(sampled.double(), reduce).mean, 1e-8)
         case Band():
             ratio = probability_ratio(log_ratio)
@@ -81,7 +81,7 @@ def accepted_tokens(log_ratio: Tensor, mask: Tensor, lengths: Tensor, options: R
 
 def _row_means(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
     """Returns the mean over the mask of each sample, [N]; values [T] are 0 off the mask."""
-    return exact_row_sums(values, lengths) / row_sums(mask.long(), lengths).clamp(min=1)
+    return exact_row_sums(values, lengths) / row_counts(mask, lengths).clamp(min=1)
 
 
 def staleness_metrics(

@@ -21,8 +21,9 @@ from megagrpo.algo.statistics import (
     exact_group_sums,
     group_range,
     group_statistics,
+    in_runs,
     moments,
-    row_sums,
+    row_counts,
     to_tokens,
 )
 from megagrpo.config.objective.estimators import (
@@ -160,7 +161,7 @@ def optimal_baseline(inputs: EstimatorInputs, options: OpoAdvantage) -> Tensor:
     2505.23585."""
     valid = inputs.valid
     num_groups = len(inputs.stats.count)
-    num_tokens = row_sums(inputs.sampled.long(), inputs.lengths)
+    num_tokens = row_counts(inputs.sampled, inputs.lengths)
     g_valid = inputs.group_ids[valid]
     # Relative to the mean, which changes nothing but keeps the precision of 1000 + {0, .1}.
     products = (_centered(inputs) * num_tokens)[valid]
@@ -236,11 +237,11 @@ ESTIMATORS: dict[type[Estimator], EstimatorFunction] = {
 
 
 def estimate(inputs: EstimatorInputs, options: Estimator) -> Tensor:
-    """Returns the advantages of every token, [T] float64, before whitening; 0 for invalid
-    responses."""
+    """Returns the advantages before whitening, 0 for invalid responses: [N] float64 if all tokens of
+    a response share one, else [T]."""
     advantages = ESTIMATORS[type(options)](inputs, options)
     if len(advantages) == len(inputs.valid):
-        return to_tokens(advantages.masked_fill(~inputs.valid, 0.0), inputs.lengths)
+        return advantages.masked_fill(~inputs.valid, 0.0)
     return advantages.masked_fill(~to_tokens(inputs.valid, inputs.lengths), 0.0)
 
 
@@ -250,21 +251,35 @@ def discounted_returns(inputs: EstimatorInputs, gamma: float) -> Tensor:
     R is token_rewards, plus the reward at the last sampled token. Credit passes through other
     tokens (tool output) undiscounted, as if they were not there.
     """
-    places = inputs.sampled.nonzero().flatten()
-    counts = row_sums(inputs.sampled.long(), inputs.lengths)
+
+    def returns(rows: slice, tokens: slice) -> Tensor:
+        rewards = inputs.token_rewards
+        if rewards is not None:
+            rewards = rewards[tokens]
+        sampled = inputs.sampled[tokens]
+        return _returns(inputs.rewards[rows], rewards, sampled, inputs.lengths[rows], gamma)
+
+    return in_runs(returns, inputs.lengths)
+
+
+def _returns(
+    rewards: Tensor, token_rewards: Tensor | None, sampled: Tensor, lengths: Tensor, gamma: float
+) -> Tensor:
+    places = sampled.nonzero().flatten()
+    counts = row_counts(sampled, lengths)
     ends = counts.cumsum(0)
     following = to_tokens(ends, counts) - torch.arange(len(places)) - 1  # in the same response
     returns = torch.zeros(len(places), dtype=torch.float64)
-    if inputs.token_rewards is not None:
-        returns += inputs.token_rewards[places]
-    returns[ends[counts > 0] - 1] += inputs.rewards[counts > 0]
+    if token_rewards is not None:
+        returns += token_rewards[places]
+    returns[ends[counts > 0] - 1] += rewards[counts > 0]
     # of the next 1, 2, 4, ... tokens, in turn
     num_tokens, factor = 1, gamma
     while num_tokens < max(counts.tolist(), default=0):
         inside = following[:-num_tokens] >= num_tokens
         returns[:-num_tokens] += factor * torch.where(inside, returns[num_tokens:], 0.0)
         num_tokens, factor = 2 * num_tokens, factor * factor
-    out = torch.zeros(len(inputs.sampled), dtype=torch.float64)
+    out = torch.zeros(len(sampled), dtype=torch.float64)
     out[places] = returns
     return out
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megagrpo.algo.statistics import row_max, row_sums
+from megagrpo.algo.statistics import row_counts, row_max, row_sums
 from megagrpo.types import Batch
 
 
@@ -72,7 +72,7 @@ def counted_tokens(batch: Batch) -> Tensor:
         counted = batch.loss_mask
     if batch.streams is not None:
         counted = counted & (batch.streams.weights["rl"] != 0)
-    return row_sums(counted.long(), by_rollout(batch).lengths)
+    return row_counts(counted, by_rollout(batch).lengths)
 
 
 def rollouts_of(rows: Tensor, batch: Batch) -> Tensor:

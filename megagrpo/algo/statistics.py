@@ -16,8 +16,9 @@ from torch import Tensor
 # All-reduce over data-parallel ranks: (tensor, "sum" | "max" | "min") -> new tensor; exact for
 # int64.
 Reduce = Callable[[Tensor, str], Tensor]
-# values [n] and their groups [n]; None: all of a single group, at most _BLOCK
-_Block = tuple[Tensor, Tensor | None]
+# values [n], their groups [n] and how often each counts [n]; None: all of a single group, at most
+# _BLOCK; once
+_Block = tuple[Tensor, Tensor | None, Tensor | None]
 
 LIMB_BITS = 30
 NUM_LIMBS = 3
@@ -79,33 +80,38 @@ def group_statistics(
     values = values.double()
     low, high = group_range(values, group_ids, num_groups, reduce)
     count = torch.bincount(group_ids, minlength=num_groups)
-    return _described(lambda: [(values, group_ids)], count, low, high, reduce)
+    return _described(lambda: [(values, group_ids, None)], count, low, high, reduce)
 
 
 def moments(values: Tensor, reduce: Reduce, mask: Tensor | None = None) -> Moments:
     """Collective. Returns exact moments of the float tensors `values` (any shape, finite) of all
     ranks.
 
-    mask: the same shape, the values that count; None: all. The result has the same bits as
-    group_statistics with one group; blocks of tokens stay in the processor's cache.
+    mask: the same shape, the values that count (bool), or how often each counts (int64); None: all,
+    once. The result has the same bits as group_statistics with one group; blocks of tokens stay in
+    the processor's cache.
     """
     flat = values.reshape(-1).numpy()
 
     def blocks() -> Iterator[_Block]:
         for start in range(0, len(flat), _BLOCK):
             part = flat[start : start + _BLOCK]
+            times = None
             if mask is not None:
                 # torch selects in ten times the time
-                part = part[mask.reshape(-1).numpy()[start : start + _BLOCK]]
-            yield torch.from_numpy(part).double(), None
+                counted = mask.reshape(-1).numpy()[start : start + _BLOCK]
+                part = part[counted.astype(bool, copy=False)]
+                if mask.dtype != torch.bool:
+                    times = torch.from_numpy(counted[counted > 0])
+            yield torch.from_numpy(part).double(), None, times
 
     ends = torch.full(
         (2, 1), torch.finfo(torch.float64).min, dtype=torch.float64, device=values.device
     )
     count = torch.zeros(1, dtype=torch.int64, device=values.device)
-    for block, _ in blocks():
+    for block, _, times in blocks():
         if block.numel():
-            count += block.numel()
+            count += block.numel() if times is None else times.sum()
             block_ends = torch.stack((-block.amin(), block.amax()))
             ends[:, 0] = torch.maximum(ends[:, 0], block_ends)
     low, high = _range_of_ends(ends, reduce)
@@ -127,7 +133,7 @@ def _described(
     # Relative to the group's magnitude from here on: squares can neither overflow nor vanish.
     magnitude = torch.maximum(high.abs(), low.abs())
     up, down = _powers_of_two(magnitude)
-    scaled = ((values * _to_values(down, ids), ids) for values, ids in blocks())
+    scaled = ((values * _to_values(down, ids), ids, times) for values, ids, times in blocks())
     sums, count = _sums_of_scaled(scaled, count, reduce)
     assert bool((count < MAX_TERMS).all()), "too many values for the head-room of the integer sums"
     mean = sums / count.clamp(min=1)
@@ -139,7 +145,9 @@ def _described(
         return (deviations * _to_values(spread_down, ids)).square()
 
     squares, _ = _sums_of_scaled(
-        ((squared(*block), block[1]) for block in blocks()), torch.zeros_like(count), reduce
+        ((squared(values, ids), ids, times) for values, ids, times in blocks()),
+        torch.zeros_like(count),
+        reduce,
     )
     std = (squares / (count - 1).clamp(min=1)).sqrt()
     return GroupStatistics(
@@ -198,27 +206,63 @@ def exact_group_sums(
     scaled = values * _to_values(down, group_ids)
     if along is None:
         along = torch.zeros_like(bound, dtype=torch.int64)
-    sums, along = _sums_of_scaled([(scaled, group_ids)], along, reduce)
+    sums, along = _sums_of_scaled([(scaled, group_ids, None)], along, reduce)
     return sums * up, along
 
 
 def exact_row_sums(values: Tensor, lengths: Tensor) -> Tensor:
     """Returns the sums [N] float64 of values [T] float64 over samples of `lengths` [N] tokens
     each."""
-    bound = row_max(values.abs(), lengths)
-    return exact_group_sums(values, _rows(lengths), bound, alone)[0]
+
+    def sums(rows: slice, tokens: slice) -> Tensor:
+        bound = row_max(values[tokens].abs(), lengths[rows])
+        return exact_group_sums(values[tokens], _rows(lengths[rows]), bound, alone)[0]
+
+    return in_runs(sums, lengths)
 
 
 def row_sums(values: Tensor, lengths: Tensor) -> Tensor:
     """Returns the sums [N] of values [T], one by one in their own type, over samples of `lengths`
     [N] tokens each."""
-    return values.new_zeros(len(lengths)).index_add_(0, _rows(lengths), values)
+
+    def sums(rows: slice, tokens: slice) -> Tensor:
+        run = lengths[rows]
+        return values.new_zeros(len(run)).index_add_(0, _rows(run), values[tokens])
+
+    return in_runs(sums, lengths)
+
+
+def row_counts(flags: Tensor, lengths: Tensor) -> Tensor:
+    """Returns how many flags [T] bool of each sample are set, [N] int64, without numbers for each
+    token; lengths: [N], of the samples in tokens."""
+    of_samples = flags.split(lengths.tolist())
+    return torch.tensor([int(part.count_nonzero()) for part in of_samples], dtype=torch.int64)
 
 
 def row_max(values: Tensor, lengths: Tensor) -> Tensor:
     """Returns the largest of 0 and the values [T] of each sample, [N]; lengths: [N], of the samples
     in tokens."""
-    return values.new_zeros(len(lengths)).scatter_reduce_(0, _rows(lengths), values, "amax")
+
+    def largest(rows: slice, tokens: slice) -> Tensor:
+        run = lengths[rows]
+        return values.new_zeros(len(run)).scatter_reduce_(0, _rows(run), values[tokens], "amax")
+
+    return in_runs(largest, lengths)
+
+
+def in_runs(work: Callable[[slice, slice], Tensor], lengths: Tensor) -> Tensor:
+    """Returns the joined results of work(rows, tokens) for runs of whole samples, whose tokens fit
+    into a cache unless they are of a single one. What it makes for each token is soon gone."""
+    ends = lengths.cumsum(0)
+    first = start = 0
+    results = []
+    while first < len(lengths) or not results:
+        last = max(first + 1, int(torch.searchsorted(ends, start + _BLOCK, right=True)))
+        end = start + int(lengths[first:last].sum())
+        results.append(work(slice(first, last), slice(start, end)))
+        first = last
+        start = end
+    return torch.cat(results)
 
 
 def to_tokens(values: Tensor, lengths: Tensor) -> Tensor:
@@ -239,12 +283,14 @@ def _sums_of_scaled(
     below 2^-90."""
     totals = torch.zeros(NUM_LIMBS + 1, len(along), dtype=torch.int64, device=along.device)
     totals[NUM_LIMBS] = along
-    for rest, ids in blocks:
+    for rest, ids, times in blocks:
         for limb in totals[:NUM_LIMBS]:
             rest = rest * 2.0**LIMB_BITS
             leading = rest.round()
             rest -= leading  # exact: a float minus its own leading bits
-            if ids is None:
+            if times is not None:
+                limb += (leading.long() * times).sum()
+            elif ids is None:
                 limb += leading.sum().long()  # exact: integers, together below 2^53
             elif len(limb) == 1:
                 # scattering millions of tokens into one place would be serial

@@ -18,6 +18,7 @@ from megagrpo.check.rules.subject import (
     tokenizer_folder,
 )
 from megagrpo.checkpoint.folder import latest, step_of
+from megagrpo.config.fields import refuse
 from megagrpo.config.schema import ActorConfig, ExperimentConfig
 from megagrpo.data.vocabulary import token_ids
 from megagrpo.models.architecture import Architecture
@@ -63,8 +64,7 @@ def refuse_for_engines(config: ExperimentConfig) -> None:
         raise ValueError(f"model.path: {config.model.path} holds no config.json")
     subject = Subject.of(config, description)
     rules = (*model.before_start(subject), *engine_layout.before_start(subject))
-    if problems := broken(rules):
-        raise ValueError("engines do not fit the model:\n  " + "\n  ".join(problems))
+    refuse("engines do not fit the model", broken(rules))
 
 
 def layout_problems(arch: Architecture, actor: ActorConfig) -> list[str]:
@@ -74,8 +74,7 @@ def layout_problems(arch: Architecture, actor: ActorConfig) -> list[str]:
 
 def refuse_layout(arch: Architecture, actor: ActorConfig) -> None:
     """Raises ValueError if the trainers' layout cannot cut the model; before an actor is made."""
-    if problems := layout_problems(arch, actor):
-        raise ValueError("the model does not fit the layout:\n  " + "\n  ".join(problems))
+    refuse("the model does not fit the layout", layout_problems(arch, actor))
 
 
 def model_to_train(config: ExperimentConfig) -> Model:
@@ -123,9 +122,7 @@ def describe_model(config: ExperimentConfig) -> dict[str, object]:
             f"model.path: {config.model.path} holds no config.json; no other "
             "file of the model is needed"
         )
-    problems = check_against_model(config, description)
-    if problems:
-        raise ValueError("the experiment does not fit its model:\n  " + "\n  ".join(problems))
+    refuse("the experiment does not fit its model", check_against_model(config, description))
     return description
 
 

@@ -69,7 +69,7 @@ def record_start(config: ExperimentConfig, step: int) -> list[str]:
 
 def changed_settings(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     """Returns "key: before -> now" for each setting that differs."""
-    old, new = dict(_leaves(before)), dict(_leaves(now))
+    old, new = dict(leaves(before)), dict(leaves(now))
     return [
         f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
         for key in dict.fromkeys([*new, *old])
@@ -81,8 +81,8 @@ def _read(path: Path) -> dict[str, object]:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
-def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
-    """Yields the settings by dotted keys; those that are null are not set."""
+def leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
+    """Yields the values by dotted keys; those that are null or empty are not set."""
     items: dict[object, object] = {}
     if isinstance(value, Mapping):
         items = dict(value)
@@ -91,4 +91,4 @@ def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
     if not items and value not in (None, {}, []):
         yield key, value
     for name, item in items.items():
-        yield from _leaves(item, f"{key}.{name}" if key else str(name))
+        yield from leaves(item, f"{key}.{name}" if key else str(name))

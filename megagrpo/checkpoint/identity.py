@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 
+from megagrpo.checkpoint.changes import leaves
 from megagrpo.config.actor import LoraConfig
 
 _NO_DEFAULT = object()
@@ -66,8 +67,8 @@ def differences(saved: Mapping[str, object], own: Mapping[str, object]) -> list[
         saved = {**saved, "model": _from_first(model)}
     if isinstance(lora, Mapping):
         saved = {**saved, "lora": adapter_numbers(LoraConfig.model_validate(lora))}
-    before = dict(_leaves(saved, ""))
-    now = dict(_leaves(own, ""))
+    before = dict(leaves(saved))
+    now = dict(leaves(own))
     return [
         f"{name}: checkpoint {before.get(name)!r}, this run {now.get(name)!r}"
         for name in sorted(before.keys() | now.keys())
@@ -89,7 +90,7 @@ def _numbers(part: object, prefix: str) -> Iterator[tuple[str, object]]:
 
 def _from_first(model: Mapping[str, object]) -> dict[str, object]:
     numbers: dict[str, object] = {}
-    for name, value in _leaves(model, ""):
+    for name, value in leaves(model):
         first, dot, rest = name.partition(".")
         renamed = _FIRST.get(first, (first, None))[0] + dot + rest
         new, default = _FIRST.get(name, (renamed, _NO_DEFAULT))
@@ -98,11 +99,3 @@ def _from_first(model: Mapping[str, object]) -> dict[str, object]:
     if model["mla"]:  # whose heads have no width and no number of their own
         del numbers["attention.head_dim"], numbers["attention.kv_heads"]
     return numbers
-
-
-def _leaves(values: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value

@@ -1,5 +1,6 @@
 """Runs an experiment on one machine: rollout service and trainers, or another command's ranks."""
 
+import ctypes
 import os
 import re
 import signal
@@ -117,11 +118,20 @@ def visible_gpus() -> list[str]:
     """Returns the numbers or names of the GPUs that this process may use."""
     shown = environment.get("CUDA_VISIBLE_DEVICES")
     if shown is None:
+        if not _has_driver():
+            return []
         import torch  # takes seconds
 
         return list(map(str, range(torch.cuda.device_count())))
     # as CUDA reads it: what follows -1, NoDevFiles, void is not visible either
     return list(takewhile(re.compile(r"\s*(\d+|(GPU|MIG)-\S+)").match, shown.split(",")))
+
+
+def _has_driver() -> bool:
+    """Returns whether CUDA's driver is installed, without which torch sees no GPU."""
+    with suppress(OSError):
+        return bool(ctypes.CDLL("libcuda.so.1"))
+    return False
 
 
 def trainer_gpus(config: ExperimentConfig) -> list[str]:

@@ -153,6 +153,12 @@ def named(names: Iterable[str]) -> str:
     return ", ".join(names) or "..."
 
 
+def refuse(title: str, problems: Iterable[str]) -> None:
+    """Raises ValueError with the problems, a line each, unless there are none."""
+    if lines := list(problems):
+        raise ValueError("\n  ".join([f"{title}:", *lines]))
+
+
 def complaints(function: Callable[..., object], *arguments: object) -> list[str]:
     """Returns the text of the ValueError with which the function refuses its arguments; [] if it
     accepts them."""

@@ -63,11 +63,18 @@ class _OnCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _not_compiled(function: object = None, **options: object) -> object:
+    """Returns the function, or a decorator that does, as torch.compile."""
+    return _not_compiled if function is None else function
+
+
 def _install_cuda_names() -> None:
     # other signatures than CUDA's on purpose: Megatron takes what comes back as it is
-    cuda: Any = torch.cuda
-    tensor_class: Any = torch.Tensor
-    module_class: Any = torch.nn.Module
+    library: Any = torch
+    cuda, tensor_class, module_class = library.cuda, library.Tensor, library.nn.Module
+    # What Megatron compiles, a router's counting, costs minutes of a C++ compiler and computes the
+    # same. Only to name what is to be compiled, it would import torch's compiler.
+    library.compile = _not_compiled
     cuda.current_device = lambda: CPU
     # one function each: torch's compiler, imported by Megatron, refuses a name that stands for two
     # of its rules
@@ -118,6 +125,3 @@ def replace_in_megatron() -> None:
 
     # numpy split sizes, as they are when they come from a GPU
     token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
-    # what Megatron compiles, a router's counting, costs minutes of a C++ compiler and computes the
-    # same
-    torch.compiler.set_stance("force_eager")

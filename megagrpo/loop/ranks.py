@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system import environment
 from megagrpo.system.errors import collected, explained
+from megagrpo.system.processes import lasting_imports
 from megagrpo.system.progress import Progress
 from megagrpo.system.run_folder import write_whole
 
@@ -70,12 +71,13 @@ def guarded(
     report is final if a restart would fail again: torchrun restarts ranks whatever their status, so
     the launcher, which sees the file, must end it.
     """
-    from megagrpo.actor.host import (
-        prepare_host,
-        refuse_training_without_gpu,
-        uses_transformer_engine,
-    )
-    from megagrpo.mesh import RunStopped
+    with lasting_imports():
+        from megagrpo.actor.host import (
+            prepare_host,
+            refuse_training_without_gpu,
+            uses_transformer_engine,
+        )
+        from megagrpo.mesh import RunStopped
 
     folder = config.run_folder
     rank = environment.get_int("RANK", 0)
@@ -83,9 +85,12 @@ def guarded(
     for final in (False, True):
         folder.error_report(name, rank, final).unlink(missing_ok=True)
     try:
-        device = prepare_host(
-            config.actor.device, uses_transformer_engine(config.actor), config.rollout.deterministic
-        )
+        with lasting_imports():
+            device = prepare_host(
+                config.actor.device,
+                uses_transformer_engine(config.actor),
+                config.rollout.deterministic,
+            )
         if trains:
             refuse_training_without_gpu(config.actor, device)
         body(device)

@@ -165,15 +165,19 @@ class Run:
                 ) from stopped
             raise
 
-    def build_batch(self, groups: Sequence[RolloutGroup], updates: Updates) -> Batch:
+    def build_batch(self, sampled: StepBatches, updates: Updates) -> Batch:
         """Collective. Returns this rank's share of the step's samples, with their lags if weights
-        may differ."""
+        may differ; keeps of the groups what the record needs."""
         version = self.state.step if self.config.rollout.max_staleness else None
         layers = self.actor.routed_layers if self.config.actor.routing_replay == "rollout" else None
         # on the leader for a dump
         candidates = self.mesh.is_leader or self.actor.on_last_stage
         needs = LossNeeds(self.config.algorithm, self.config.graders_apart, candidates)
-        return build_batch(groups, updates, self.mesh, self.actor.arch, version, layers, needs)
+        batch = build_batch(
+            sampled.groups, updates, self.mesh, self.actor.arch, version, layers, needs
+        )
+        sampled.forget_values()
+        return batch
 
     def evaluation_groups(self, as_trained: bool = False) -> list[RolloutGroup]:
         """Collective. Returns this rank's groups of the evaluation, or of the one that samples as

@@ -28,7 +28,7 @@ def train(run: Run) -> None:
         with timer.phase("rollout"):
             sampled = run.next_groups(metrics)  # this rank's share: sampled, scored
         updates = plan_updates(config.train, config.seed, step)  # groups of each update and pass
-        batch = run.build_batch(sampled.groups, updates)  # samples balanced over ranks by cost
+        batch = run.build_batch(sampled, updates)  # samples balanced over ranks by cost
         if config.reward.shuffle:  # the control experiment: rewards without information
             batch = shuffle_rewards(batch, config.seed, step, mesh)
         algorithm = with_current_kl_coef(config.algorithm, state.algo_state)
@@ -50,3 +50,4 @@ def train(run: Run) -> None:
                 values |= evaluate(run)
             timer.record(metrics, batch.lengths.sum(), config.num_gpus)
             values |= metrics.reduced(mesh.reduce)
+        del sampled, batch, logprobs  # the next step needs their memory

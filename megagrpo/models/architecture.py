@@ -12,6 +12,7 @@ from megagrpo.models.kinds.gated_delta.describe import GatedDelta
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.hyper_connections.describe import HyperConnections
 from megagrpo.models.kinds.indexed.describe import LightningIndexer
+from megagrpo.models.kinds.kda.describe import Kda
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.kinds.mamba2.describe import Mamba2
 from megagrpo.models.kinds.vision.describe import Vision
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from megagrpo.config.actor import ParallelConfig
 
 Attention: TypeAlias = GroupedQuery | LatentAttention | CompressedAttention
-Recurrent: TypeAlias = GatedDelta | Mamba2
+Recurrent: TypeAlias = GatedDelta | Kda | Mamba2
 Part = Literal["mamba", "attention", "moe", "mlp"]
 
 
@@ -55,8 +56,7 @@ class Architecture:
     tied: bool  # the output layer is the input embedding
     attention: Attention
     centered_norms: bool = False  # RMSNorms multiply by 1 + weight
-    delta: GatedDelta | None = None  # None: attention in every layer
-    mamba: Mamba2 | None = None  # likewise
+    recurrent: Recurrent | None = None  # keeps a state for keys and values; None: no layer does
     parts: tuple[Part, ...] = ()  # what each layer is; (): what mixes tokens, and what feeds them
     gated: bool = True  # MLPs and experts are silu(gate) times up; else relu(up) squared
     experts: Experts | None = None  # None: dense
@@ -104,11 +104,6 @@ class Architecture:
     def mlp_names(self) -> GatedNames:
         """Returns the names of an MLP's projections."""
         return GATED_NAMES if self.gated else PLAIN_NAMES
-
-    @property
-    def recurrent(self) -> Recurrent | None:
-        """Returns what keeps a state in place of keys and values; None: no layer does."""
-        return self.delta or self.mamba
 
     def mixer(self, index: int) -> Attention | Recurrent | None:
         """Returns what mixes the tokens of layer `index`, counted from 0; None: nothing does."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from megagrpo.models.architecture import Architecture, Attention, Part
+from megagrpo.models.architecture import Architecture, Attention, Part, Recurrent
 from megagrpo.models.config_json import (
     COMMON_SIZE_KEYS,
     HfConfig,
@@ -17,10 +17,8 @@ from megagrpo.models.config_json import (
     rotary_fraction,
 )
 from megagrpo.models.kinds.experts.describe import Experts
-from megagrpo.models.kinds.gated_delta.describe import GatedDelta
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.hyper_connections.describe import HyperConnections
-from megagrpo.models.kinds.mamba2.describe import Mamba2
 from megagrpo.models.kinds.vision.describe import Vision
 from megagrpo.models.tensors import TensorSpec
 
@@ -112,8 +110,7 @@ class Family:
             tied=bool(hf.get("tie_word_embeddings", False)),
             attention=self.attention(hf),
             centered_norms=self.CENTERED_NORMS,
-            delta=self.delta(hf),
-            mamba=self.mamba(hf),
+            recurrent=self.recurrent(hf),
             parts=self.parts(hf),
             gated=self.GATED,
             experts=self.experts(hf),
@@ -125,12 +122,8 @@ class Family:
         """Reads the attention of a config.json without refusals."""
         return GroupedQuery.read(hf)
 
-    def delta(self, hf: HfConfig) -> GatedDelta | None:
-        """Reads the gated delta nets, None if there are none."""
-        return None
-
-    def mamba(self, hf: HfConfig) -> Mamba2 | None:
-        """Reads the Mamba-2 layers, None if there are none."""
+    def recurrent(self, hf: HfConfig) -> Recurrent | None:
+        """Reads what keeps a state in place of keys and values, None if no layer does."""
         return None
 
     def parts(self, hf: HfConfig) -> tuple[Part, ...]:

@@ -20,6 +20,7 @@ from megagrpo.models.families.deepseek_v3 import DeepseekV3, Glm4MoeLite, KimiK2
 from megagrpo.models.families.deepseek_v4 import DeepseekV4
 from megagrpo.models.families.dense import Llama, Qwen2, Qwen3
 from megagrpo.models.families.gpt_oss import GptOss
+from megagrpo.models.families.kimi_linear import KimiLinear
 from megagrpo.models.families.minimax_m2 import MiniMaxM2
 from megagrpo.models.families.nemotron_h import NemotronH
 from megagrpo.models.families.qwen3_5 import Qwen3Next, Qwen35, Qwen35Moe
@@ -64,6 +65,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": GptOss(),
     "nemotron_h": NemotronH(),
     "deepseek_v4": DeepseekV4(),
+    "kimi_linear": KimiLinear(),
 }
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
 _LEFT_OUT = {"mtp.": "multi-token-prediction layers, which only speculate"}

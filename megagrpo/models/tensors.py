@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # a router, what latent attention projects down, a draft's projection, an indexer, and projections
-# into and out of the space of latent experts
+# into and out of the space of latent experts, and KDA's into a narrow one
 _WHOLE = (
     "gate",
     "router",
@@ -31,6 +31,8 @@ _WHOLE = (
     "fc2_latent_proj",
     *("wq_a", "wkv", "wgate", "compressor"),  # of compressed attention
     *("hc_attn", "hc_ffn", "hc_head"),  # mixings of residual streams
+    "f_a_proj",
+    "g_a_proj",
 )
 
 

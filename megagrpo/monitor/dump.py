@@ -12,22 +12,20 @@ In run/dumps/step_000012/, numbered like the step in metrics.jsonl (the update o
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.mesh import Mesh
-from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import whole_file, write_whole
-from megagrpo.types import Batch, Correction, ImageRef, Rewards, Routing, Streams
+from megagrpo.types import Batch, Correction, Rewards, Streams
 
-_DESCRIPTION = "step.json"
+DESCRIPTION = "step.json"
 # Hidden states of a whole model, of one layout: a replay computes them again. Experts are in files
 # of their own.
 _LEFT_OUT = ("reference", "routing")
-_PARTS = {"rewards": Rewards, "correction": Correction, "streams": Streams}
+PARTS = {"rewards": Rewards, "correction": Correction, "streams": Streams}
 
 
 def write_dump(
@@ -48,7 +46,7 @@ def write_dump(
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         parts = {name: value for name, value in vars(batch).items() if name not in _LEFT_OUT}
-        parts |= {name: vars(parts[name]) for name in _PARTS if parts[name] is not None}
+        parts |= {name: vars(parts[name]) for name in PARTS if parts[name] is not None}
         # torch.load reads it
         parts["images"] = [[tuple(vars(ref).values()) for ref in refs] for refs in batch.images]
         parts["routed_lengths"] = batch.routing and batch.routing.lengths
@@ -63,7 +61,7 @@ def write_dump(
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         description = {"weight_version": weight_version, "dp": mesh.dp_size, "values": finite}
         description["algorithm"] = algorithm.model_dump(mode="json")
-        write_whole(folder / _DESCRIPTION, json.dumps(description, indent=1))
+        write_whole(folder / DESCRIPTION, json.dumps(description, indent=1))
 
     mesh.from_main(describe, f"dump into {folder}")
 
@@ -80,40 +78,3 @@ def _write_experts(folder: Path, batch: Batch, mesh: Mesh, layers: Sequence[int]
         except (OSError, RuntimeError) as exc:  # torch raises RuntimeError for a full disk
             error = f"rank {mesh.rank} could not write {path}: {exc}"
     mesh.raise_any(error)
-
-
-@dataclass(frozen=True)
-class Dump:
-    """A dumped step; its batches are in `folder`."""
-
-    folder: Path
-    weight_version: int  # of the weights that the step updated
-    dp: int
-    algorithm: AlgorithmConfig
-    values: dict[str, float | None]  # the step's metrics
-
-    def batch(self, mesh: Mesh, layers: Sequence[int]) -> Batch:
-        """Returns this rank's batch, with the routed experts of its `layers` if they were dumped."""
-        parts = torch.load(self.folder / f"dp_{mesh.dp_rank}.pt", weights_only=True)
-        lengths = parts.pop("routed_lengths")
-        parts |= {name: kind(**parts[name]) for name, kind in _PARTS.items() if parts.get(name)}
-        parts["images"] = tuple(tuple(ImageRef(*ref) for ref in refs) for refs in parts["images"])
-        files = sorted(self.folder.glob(f"dp_{mesh.dp_rank}_experts_*.pt"))
-        if not files or not layers:
-            return Batch(**parts)
-        by_layer: dict[int, torch.Tensor] = {}
-        for file in files:
-            stage = torch.load(file, weights_only=True)
-            by_layer |= zip(stage["layers"], stage["experts"].unbind(1), strict=True)
-        return Batch(
-            **parts,
-            routing=Routing(torch.stack([by_layer[layer] for layer in layers], dim=1), lengths),
-        )
-
-
-def read_dump(folder: Path) -> Dump:
-    """Returns the dump in `folder`. Raises ValueError if it is not a finished dump."""
-    with translated(f"{folder} is not a finished dump of a step", OSError, ValueError):
-        description = json.loads((folder / _DESCRIPTION).read_text())
-    algorithm = AlgorithmConfig.model_validate(description.pop("algorithm"))
-    return Dump(folder, algorithm=algorithm, **description)

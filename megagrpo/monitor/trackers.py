@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Self
+from typing import ClassVar, Self
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.config.trackers import TrackedRun, Tracker
@@ -110,22 +111,33 @@ def _id_file(folder: Path, key: str) -> Path:
     return folder / f"{word}_id"
 
 
-class WandbTracker:
+class _ModuleTracker:
+    """A tracker whose package is used as a module, which imports for seconds: only on the main
+    rank."""
+
+    package: ClassVar[str]
+
+    def __init__(self, project: str):
+        self._module = import_module(self.package)
+        self._project = project
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Sends one entry."""
+        self._module.log(values, step=step)
+
+
+class WandbTracker(_ModuleTracker):
     """Weights & Biases, or its files for `wandb sync`.
 
     wandb's own step counter is not used: it rejects the steps that a resumed run repeats.
     """
 
-    def __init__(self, project: str):
-        import wandb  # an extra; imports for seconds, only on the main rank
-
-        self._wandb = wandb
-        self._project = project
+    package = _WANDB
 
     def start(self, run: TrackedRun) -> str:
         """Begins or continues it."""
         timeouts = {f"{name}_timeout": _TIMEOUT_S for name in ("init", "login", "finish")}
-        self._wandb.init(
+        self._module.init(
             project=self._project,
             name=run.name,
             id=run.id,
@@ -134,7 +146,7 @@ class WandbTracker:
             dir=str(run.folder),
             config=run.config,
             # no output of ranks, which is in logs/, and only the metrics of metrics.jsonl
-            settings=self._wandb.Settings(
+            settings=self._module.Settings(
                 silent=True, console="off", x_disable_stats=True, disable_git=True, **timeouts
             ),
         ).define_metric("*", step_metric="step")
@@ -142,11 +154,11 @@ class WandbTracker:
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Sends one entry."""
-        self._wandb.log({"step": step, **values})
+        self._module.log({"step": step, **values})
 
     def finish(self, failed: bool) -> None:
         """Waits up to a minute until everything is sent."""
-        self._wandb.finish(exit_code=int(failed))
+        self._module.finish(exit_code=int(failed))
 
 
 class MlflowTracker:
@@ -185,18 +197,14 @@ class MlflowTracker:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
-class SwanlabTracker:
+class SwanlabTracker(_ModuleTracker):
     """SwanLab; SWANLAB_MODE=offline keeps its files in the run folder."""
 
-    def __init__(self, project: str):
-        import swanlab
-
-        self._swanlab = swanlab
-        self._project = project
+    package = "swanlab"
 
     def start(self, run: TrackedRun) -> str:
         """Begins or continues it."""
-        self._swanlab.init(
+        self._module.init(
             project=self._project,
             name=run.name,
             id=run.id,
@@ -206,37 +214,25 @@ class SwanlabTracker:
         )
         return run.id
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Sends one entry."""
-        self._swanlab.log(values, step=step)
-
     def finish(self, failed: bool) -> None:
         """Waits until everything is sent."""
-        self._swanlab.finish("crashed" if failed else "success")
+        self._module.finish("crashed" if failed else "success")
 
 
-class TrackioTracker:
+class TrackioTracker(_ModuleTracker):
     """Trackio, which stores on this machine unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set."""
 
-    def __init__(self, project: str):
-        import trackio
-
-        self._trackio = trackio
-        self._project = project
+    package = "trackio"
 
     def start(self, run: TrackedRun) -> str:
         """Begins or continues it; Trackio finds a run by its name."""
         quiet = {"auto_log_gpu": False, "auto_log_cpu": False}
         name = f"{run.name}-{run.id}"
-        self._trackio.init(
+        self._module.init(
             project=self._project, name=name, resume="allow", config=run.config, **quiet
         )
         return run.id
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Sends one entry."""
-        self._trackio.log(values, step=step)
-
     def finish(self, failed: bool) -> None:
         """Waits until everything is sent; Trackio knows no failed runs."""
-        self._trackio.finish()
+        self._module.finish()

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megagrpo.algo.statistics import row_sums
-from megagrpo.monitor.step_lines import StepLines
+from megagrpo.algo.statistics import in_runs, row_counts, row_sums
+from megagrpo.monitor.step_lines import StepLines, drop_later_steps
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Batch
 
@@ -26,7 +26,8 @@ class TrainedLog(StepLines):
     """Writes the record of one data-parallel rank. Not collective: readers join samples by id.
 
     num_groups: number of groups of a step, over all ranks, whose tokens are recorded. pieces: token
-    ids -> the text of each token. A line that cannot be written ends the record and not the run.
+    ids -> the text of each token. A line that cannot be written does not end the run: it is tried
+    again with the next step.
     """
 
     def __init__(
@@ -40,30 +41,50 @@ class TrainedLog(StepLines):
         self._num_groups = num_groups
         self._pieces = pieces
         self._shown: set[int] = set()
-        self._ended = False
+        self._unwritten = list[dict]()
 
     def _write(self, entry: dict) -> None:
-        if self._ended:
-            return
+        self._unwritten.append(entry)
+        self._write_all(again=len(self._unwritten) > 1)
+
+    def _write_all(self, again: bool) -> None:
+        """Writes what has not been written. again: the last attempt failed, perhaps within a line."""
         try:
-            super()._write(entry)
+            if again:
+                drop_later_steps(self._path, self._unwritten[0]["step"] - 1)
+            while self._unwritten:
+                super()._write(self._unwritten[0])
+                self._unwritten.pop(0)
         except OSError as exc:
-            self._ended = True
-            print(f"{self._path} is not written any more: {exc}", flush=True)
+            if not again:
+                print(f"{self._path} is not written: {exc}; tried again with each step", flush=True)
+
+    def close(self) -> None:
+        """Waits until everything is written, or cannot be."""
+        super().close()
+        if self._unwritten:
+            self._write_all(again=True)
 
     def write(self, step: int, batch: Batch, logprobs: Tensor) -> None:
         """Records the batch of an update that has been made; logprobs: [T], the trainer's."""
         assert batch.advantages is not None, "written after the update"
-        counts = row_sums(batch.loss_mask.long(), batch.lengths)
-        sums = row_sums((batch.advantages * batch.loss_mask).double(), batch.lengths)
-        means = sums / counts  # NaN without trained tokens
+        advantages_of_tokens, mask, lengths = batch.advantages, batch.loss_mask, batch.lengths
+
+        def sums(rows: slice, tokens: slice) -> Tensor:
+            trained = (advantages_of_tokens[tokens] * mask[tokens]).double()
+            return row_sums(trained, lengths[rows])
+
+        def differences(tokens: slice) -> Tensor:
+            found = logprobs[tokens] - batch.rollout_logprobs[tokens]
+            return found.masked_fill(~mask[tokens], torch.nan)
+
+        means = in_runs(sums, lengths) / row_counts(mask, lengths)  # NaN without trained tokens
         ids = batch.sample_ids.tolist()
         advantages = means.tolist()
-        differences = (logprobs - batch.rollout_logprobs).masked_fill(~batch.loss_mask, torch.nan)
         firsts = (batch.starts + batch.prompt_lengths).tolist()
         ends = (batch.starts + batch.lengths).tolist()
         kept_tokens = [
-            (sample_id, batch.tokens[first:end], differences[first:end])
+            (sample_id, batch.tokens[first:end], differences(slice(first, end)))
             for sample_id, group_id, first, end in zip(
                 ids, batch.group_ids.tolist(), firsts, ends, strict=True
             )

@@ -22,7 +22,7 @@ from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.group_metrics import curriculum_metrics, selection_metrics
 from megagrpo.rollout.selection import refuse_another_batch, select
-from megagrpo.types import Prompt, RolloutGroup, RowResults, TrainState
+from megagrpo.types import Prompt, RolloutGroup, RowResults, Sample, TrainState
 
 
 @dataclass(frozen=True)
@@ -317,6 +317,13 @@ class StepBatches:
         self._curriculum = self._recorded(metrics)
         self._sampled = []  # dropped groups need no memory while the trainers train
 
+    def forget_values(self) -> None:
+        """Drops from `groups` what only their batch needs, which is most of their memory; not if a
+        checkpoint may still need it."""
+        if not self._num_ahead:
+            for number, group in enumerate(self.groups):
+                self.groups[number] = _for_record(group)
+
     def finish(self) -> None:
         """Makes `state` that after the step, and drops the batches that it has consumed.
 
@@ -396,3 +403,19 @@ class StepBatches:
         shown = self._batches.mesh.gather_dp(own)
         consumed = self._consumed * self._wanted
         return curriculum.recorded(results, shown, state.step + 1, consumed)
+
+
+def _for_record(group: RolloutGroup) -> RolloutGroup:
+    """Returns the group without log-probabilities, experts and candidates of the samples' tokens."""
+
+    def recorded(sample: Sample) -> Sample:
+        teacher = sample.teacher and replace(sample.teacher, top_ids=None, top_logprobs=None)
+        return replace(
+            sample,
+            token_ids=sample.token_ids.copy(),  # a view keeps all arrays of the engine's answer
+            logprobs=np.empty(0),
+            routed_experts=None,
+            teacher=teacher,
+        )
+
+    return replace(group, samples=tuple(map(recorded, group.samples)))

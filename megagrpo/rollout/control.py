@@ -12,7 +12,7 @@ import msgspec
 
 from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.types import EngineInfo
+from megagrpo.types import EngineEvent, EngineInfo
 
 CONTROL_TIMEOUT_S = 120.0  # an engine resumes its memory meanwhile
 _STATUS_TIMEOUT_S = 20.0
@@ -74,25 +74,16 @@ class ServiceControl:
         failed."""
         return self.healthy_status().engines_of("")
 
-    def begin_update(self, engines: Mapping[str, int]) -> set[str]:
-        """Announces an update of the weights of incarnations, by engine id, during which a late
-        answer does not count as a hang. Returns the ids of incarnations that have ended."""
-        return self._report("update", engines)
+    def report(
+        self, event: EngineEvent, engines: Mapping[str, int], weight_version: int = 0
+    ) -> set[str]:
+        """Reports an event of incarnations, by engine id, all in one request. Returns the ids of
+        those that have ended.
 
-    def mark_ready(self, engines: Mapping[str, int], weight_version: int) -> set[str]:
-        """Reports that `weight_version` is verified in these incarnations, which serve from now on.
-        Returns the ids of incarnations that have ended."""
-        return self._report("ready", engines, weight_version=weight_version)
-
-    def report_lost(self, engines: Mapping[str, int]) -> None:
-        """Reports that an update failed half-way; the service restarts these incarnations unless it
-        already has."""
-        self._report("lost", engines)
-
-    def wake(self, engines: Mapping[str, int]) -> set[str]:
-        """Makes colocated engines with verified weights allocate their caches. Returns the ids of
-        incarnations that have ended."""
-        return self._report("wake", engines)
+        ready: `weight_version` is verified, and they serve from now on.
+        """
+        body = {"incarnations": dict(engines), "weight_version": weight_version}
+        return set(self._call("POST", f"/engines/{event}", body).json()["ended"])
 
     def sleep(self, limit_s: float) -> None:
         """Makes all engines release their GPUs' memory; returns when they have, those that are
@@ -119,12 +110,6 @@ class ServiceControl:
         answer = self._call("POST", f"/engines/{engine_id}/drain")
         if answer.status_code == 409:
             raise ValueError(f"{engine_id} cannot be drained: {answer.text}")
-
-    def _report(self, event: str, engines: Mapping[str, int], **body: int) -> set[str]:
-        """Reports an event of incarnations, all in one request. Returns the ids of those that have
-        ended."""
-        answer = self._call("POST", f"/engines/{event}", {"incarnations": dict(engines), **body})
-        return set(answer.json()["ended"])
 
     def _call(
         self, method: str, path: str, body: dict | None = None, limit_s: float = CONTROL_TIMEOUT_S

@@ -4,12 +4,13 @@ import asyncio
 import hashlib
 import json
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import aiohttp
 import msgspec
@@ -115,8 +116,32 @@ class SentImages:
     location: str  # the row's file:line
 
 
+class UnusableAnswer(Exception):
+    """Raised by an attempt that gave no usable answer."""
+
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class EngineRequest(ABC, Generic[T_co]):
+    """A request to /generate of any engine that may answer it."""
+
+    tokens: Callable[[], float]  # see AdmissionQueue
+    order: tuple[float, ...] = ()  # likewise
+    affinity: Affinity | None = None  # shared by requests that go to the same engine
+
+    @abstractmethod
+    def body(self) -> dict[str, object]:
+        """Returns the request as SGLang takes it; called when it leaves."""
+
+    @abstractmethod
+    def read(self, text: bytes, arch: Architecture | None) -> T_co:
+        """Reads an answer. Raises UnusableAnswer and WrongExperts if another attempt may be better,
+        else GenerationFailed."""
+
+
 @dataclass(frozen=True)
-class SampleRequest:
+class SampleRequest(EngineRequest[Response]):
     """A request for one response to a prompt.
 
     or_newer: weights that are published meanwhile may sample too. experts_from: the first token
@@ -136,8 +161,6 @@ class SampleRequest:
     # called when the request leaves: only requests with the same key share prefixes
     cache_key: Callable[[], str] | None = None
     top_k: int = 0  # most probable tokens of each position that are returned
-    result: ClassVar[str] = "sample"
-    no_engine: ClassVar[str] = "no engine has verified weights"
 
     def body(self) -> dict[str, object]:
         """Returns the request as SGLang takes it."""
@@ -199,50 +222,13 @@ class RetryPolicy:
         return min(self.cap_s, self.base_s * 2**attempt) * random.uniform(0.5, 1.0)
 
 
-class UnusableAnswer(Exception):
-    """Raised by an attempt that gave no usable answer."""
-
-
-T_co = TypeVar("T_co", covariant=True)
-
-
-class EngineRequest(Protocol[T_co]):
-    """A request to /generate of any engine that may answer it."""
-
-    @property
-    def order(self) -> tuple[float, ...]:
-        """See AdmissionQueue."""
-
-    @property
-    def tokens(self) -> Callable[[], float]:
-        """See AdmissionQueue."""
-
-    @property
-    def affinity(self) -> Affinity | None:
-        """Shared by requests that go to the same engine."""
-
-    @property
-    def result(self) -> str:
-        """The result of the request, in messages."""
-
-    @property
-    def no_engine(self) -> str:
-        """Why no engine can be asked, in messages."""
-
-    def body(self) -> dict[str, object]:
-        """Returns the request as SGLang takes it; called when it leaves."""
-
-    def read(self, text: bytes, arch: Architecture | None) -> T_co:
-        """Reads an answer. Raises UnusableAnswer and WrongExperts if another attempt may be better,
-        else GenerationFailed."""
-
-
 class GenerationClient:
     """Requests samples from engines, one HTTP request each. For one event loop; an async context
     manager.
 
     admission: requests wait there and not in an engine's queue, which would use up their time
-    limit. experts: the model's architecture, if engines return routed experts.
+    limit. experts: the model's architecture, if engines return routed experts. teacher: whose
+    engines they are; "": those that sample.
     """
 
     def __init__(
@@ -251,11 +237,16 @@ class GenerationClient:
         retry: RetryPolicy,
         admission: AdmissionQueue,
         experts: Architecture | None = None,
+        teacher: str = "",
     ):
         self.engines = engines
         self.retry = retry
         self.experts = experts
         self._admission = admission
+        self._result, self._no_engine = "sample", "no engine has verified weights"
+        if teacher:
+            self._result = f"scores of teacher {teacher}"
+            self._no_engine = f"no engine of teacher {teacher} is up"
         self.num_retries = 0
         self.last_problem = ""
 
@@ -286,7 +277,7 @@ class GenerationClient:
         failed = ""  # URL of the engine of the last attempt
         async with self._admission.admitted(request.order, request.tokens):
             while True:
-                outcome, problem = "wait", request.no_engine
+                outcome, problem = "wait", self._no_engine
                 engine = await self.engines.choose(request.affinity, avoid=failed)
                 if engine is not None:
                     failed = engine.url
@@ -307,7 +298,7 @@ class GenerationClient:
                     pause_s = self.retry.wait_s(failures)
                 if failures > self.retry.retries:
                     raise GenerationFailed(
-                        f"engines gave no {request.result} in {failures} tries of at most "
+                        f"engines gave no {self._result} in {failures} tries of at most "
                         f"{self.retry.request_timeout_s:.0f} s (rollout.request_timeout_s); the "
                         f"last problem: {self.last_problem}"
                     )

@@ -3,11 +3,11 @@ bring log-probabilities of the response."""
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,8 +16,9 @@ from megagrpo.models.architecture import Architecture
 from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.answer_arrays import read_answer, read_lists, read_pairs
 from megagrpo.rollout.control import ServiceControl
-from megagrpo.rollout.engine_choice import Affinity, Engines
+from megagrpo.rollout.engine_choice import Engines
 from megagrpo.rollout.generation import (
+    EngineRequest,
     GenerationClient,
     RetryPolicy,
     UnusableAnswer,
@@ -32,32 +33,18 @@ if TYPE_CHECKING:  # it pulls in torch
 
 
 @dataclass(frozen=True)
-class ScoreRequest:
+class ScoreRequest(EngineRequest[TeacherScores]):
     """A request for the log-probabilities of a response, T tokens, and of k more tokens at each
     position."""
 
-    teacher: str
     ids: np.ndarray  # of prompt and response
     length: int  # T
     top_k: int = 0  # most probable tokens of the teacher
     candidates: np.ndarray | None = None  # [T, k] int32, the tokens instead
-    order: ClassVar[tuple[float, ...]] = ()
-    affinity: ClassVar[Affinity | None] = None
 
-    @property
-    def tokens(self) -> Callable[[], float]:
+    def tokens(self) -> float:
         """See AdmissionQueue."""
-        return lambda: float(len(self.ids))
-
-    @property
-    def result(self) -> str:
-        """The result of the request, in messages."""
-        return f"scores of teacher {self.teacher}"
-
-    @property
-    def no_engine(self) -> str:
-        """Why no engine can be asked, in messages."""
-        return f"no engine of teacher {self.teacher} is up"
+        return float(len(self.ids))
 
     def body(self) -> dict[str, object]:
         """Returns the request as SGLang takes it."""
@@ -143,7 +130,7 @@ class Teachers:
     def opened(self) -> "OpenTeachers":
         """Returns the teachers with connections, as an async context manager."""
         clients = {
-            name: GenerationClient(engines, self._retry, self._admission[name])
+            name: GenerationClient(engines, self._retry, self._admission[name], teacher=name)
             for name, engines in self._engines.items()
         }
         return OpenTeachers(self, clients)
@@ -189,7 +176,7 @@ class OpenTeachers:
         scores = await asyncio.gather(
             *(
                 self._clients[name].generate(
-                    ScoreRequest(name, sequence, len(ids), teachers.top_k, top_ids)
+                    ScoreRequest(sequence, len(ids), teachers.top_k, top_ids)
                 )
                 for name, _ in weights
             )

@@ -22,6 +22,8 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, TypeVar
 
+import orjson
+
 from megagrpo.system.background import end_tasks
 from megagrpo.system.environment import child_environment
 from megagrpo.system.processes import dies_with_parent
@@ -185,7 +187,7 @@ class WorkerProcess:
 
     def _write(self, line: Value) -> None:
         assert self._writer is not None, "ready"
-        self._writer.write(json.dumps(line).encode() + b"\n")
+        self._writer.write(_json_of(line) + b"\n")
 
     def _forget(self, number: int) -> None:
         """Ends a call on this side, and if it has no answer also on the other side."""
@@ -345,6 +347,17 @@ def attempted(attempt: Callable[[], T]) -> tuple[T | None, BaseException | None]
         return attempt(), None
     except BaseException as exc:
         return None, exc
+
+
+def _json_of(value: Value) -> bytes:
+    """Returns JSON, of texts in lists by orjson in a fifth of json's time. Only json keeps NaN and half
+    characters."""
+    if isinstance(value, list | tuple):
+        return b"[" + b",".join(map(_json_of, value)) + b"]"
+    if isinstance(value, str):
+        with suppress(TypeError):
+            return orjson.dumps(value)
+    return json.dumps(value).encode()
 
 
 def _answered(number: int, attempt: Callable[[], Value]) -> bytes:

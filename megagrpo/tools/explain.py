@@ -15,7 +15,6 @@ from megagrpo.check.rules import placement
 from megagrpo.check.rules.inputs import is_made
 from megagrpo.check.rules.placement import needs_gpus, place
 from megagrpo.check.rules.subject import Subject, broken, longest_samples, model_description
-from megagrpo.config.hardware import gigabytes
 from megagrpo.config.libraries import given_settings
 from megagrpo.config.load import located
 from megagrpo.config.schema import ExperimentConfig
@@ -47,6 +46,7 @@ from megagrpo.tools.plan.fitting import (
     teachers_memory,
     with_model,
 )
+from megagrpo.tools.plan.hardware import gigabytes
 from megagrpo.tools.plan.libraries import all_library_problems
 from megagrpo.tools.plan.trainer_memory import trained_elements
 

@@ -13,20 +13,33 @@ from megagrpo.cluster.lock import launcher_of
 from megagrpo.config.load import load_config
 from megagrpo.monitor.step_log import read_metrics
 from megagrpo.rollout.control import ServiceControl, ServiceUnreachable, find_service
+from megagrpo.system.arguments import positive
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import EngineInfo
 
 _RECENT = 10  # steps of which the mean is told
+_WATCH_S = 10
+_CLEAR = "\033[H\033[2J"  # of a terminal
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Adds the options of the command line."""
     command.add_argument("run_dir", help="run folder")
-    command.add_argument("--json", action="store_true", help="print the engines as JSON")
+    form = command.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print the engines as JSON")
+    text = f"print again every SECONDS (default {_WATCH_S}), until Ctrl-C"
+    form.add_argument(
+        "--watch", type=positive, nargs="?", const=_WATCH_S, metavar="SECONDS", help=text
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns 1 when the service has failed."""
+    while args.watch:
+        print(_CLEAR if sys.stdout.isatty() else time.strftime("%H:%M:%S"))
+        print_status(Path(args.run_dir), as_json=False)
+        sys.stdout.flush()
+        time.sleep(args.watch)
     return print_status(Path(args.run_dir), args.json)
 
 
@@ -42,13 +55,12 @@ def print_status(run_dir: Path, as_json: bool) -> int:
     if folder.config.is_file() and not as_json:
         print("\n".join(_lines(folder)))
     try:
-        control = find_service(run_dir)
+        return print_engines(find_service(run_dir), as_json)
     except ServiceUnreachable as exc:
         if as_json:
             raise ValueError(f"{run_dir}: {exc}") from exc
         print("engines: no service answers")
         return 0
-    return print_engines(control, as_json)
 
 
 def print_engines(control: ServiceControl, as_json: bool = False) -> int:

@@ -148,7 +148,7 @@ def _call_sbatch(folder: RunFolder, command: list[str], variables: dict[str, str
         job = done.stdout.strip().partition(";")[0]
         print(
             f"megagrpo submit: the job writes {_output(folder, job)}; "
-            f"`megagrpo status {folder.path}` shows how far it is",
+            f"`megagrpo status {folder.path} --watch` shows how far it is once it has started",
             file=sys.stderr,
         )
     return done.returncode

@@ -101,7 +101,7 @@ def _service(launch: Launch, config: ExperimentConfig) -> ServiceControl:
                         headers=key,
                         trust_env=False,
                     )
-                    control.mark_ready({engine.id: engine.incarnation}, 0)
+                    control.report("ready", {engine.id: engine.incarnation})
                     return control
         time.sleep(_POLL_S)
     reason = failed or f"it took longer than {limit_s:g} s (rollout.start_timeout_s), or ended"

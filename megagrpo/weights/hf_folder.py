@@ -5,25 +5,22 @@ Tensors in FP8, INT4 and MXFP4 are read as the bfloat16 tensors that models/stor
 
 import hashlib
 import json
-import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
 from torch import Tensor
 
-from megagrpo.models.config_json import end_tokens, text_part
 from megagrpo.models.folder import write_description
 from megagrpo.models.stored import mxfp4
 from megagrpo.models.stored.files import INDEX, SINGLE, StoredTensors
 from megagrpo.models.stored.packed_int4 import unpack_into
 from megagrpo.models.stored.quantization import BLOCK_SCALES, BLOCKS, PACKED, SCALE, SCALES
-from megagrpo.models.table import has_draft, read_description
+from megagrpo.models.table import has_draft
 from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import whole_folder
 from megagrpo.weights.copies.views import Box
@@ -44,15 +41,6 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "chat_template*",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-)
-_ENDING_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _SECONDS_BETWEEN_LINES, _BAR_WIDTH = 5.0, 24
 
 
@@ -182,14 +170,13 @@ def write_hf_folder(
     like: str | Path,
     dtype: torch.dtype,
     fp8: bool = False,
-    tokenizer: str | Path | None = None,
+    finish: Callable[[Path], None] = lambda draft: None,
 ) -> int:
     """Writes an HF checkpoint, one shard per dict of `tensors`. Returns the bytes of all tensors.
 
-    like: the folder that config.json and the tokenizer files come from; the latter come from
-    `tokenizer` if that is not None, and generation_config.json then names all end tokens. dtype,
-    fp8: only for config.json; tensors are written as they are. `target` is complete or absent, see
-    whole_folder. Raises OSError (disk full, ...) naming the folder.
+    like: the folder that config.json and the tokenizer files come from. dtype, fp8: only for
+    config.json; tensors are written as they are. finish: changes the files before they are
+    `target`, which is complete or absent, see whole_folder. Raises OSError (disk full, ...) naming the folder.
     """
     target = Path(target)
     like = Path(like)
@@ -198,36 +185,8 @@ def write_hf_folder(
     with translated(problem, *errors, raised=OSError), whole_folder(target) as draft:
         size, names = _write_shards(draft, tensors)
         write_description(like, draft, dtype, fp8, has_draft(names))
-        if tokenizer is not None:
-            _replace_tokenizer(draft, Path(tokenizer))
-            _write_ends(draft)
+        finish(draft)
     return size
-
-
-def _replace_tokenizer(folder: Path, source: Path) -> None:
-    """Replaces the tokenizer files of an HF folder."""
-    for pattern in _TOKENIZER_FILES:
-        for file in folder.glob(pattern):
-            file.unlink()
-        for file in source.glob(pattern):
-            shutil.copyfile(file, folder / file.name)
-
-
-def _write_ends(folder: Path) -> None:
-    """Lets generation_config.json name the tokens at which engines end a response of the run: those
-    of the tokenizer and of config.json, too."""
-    tokenizer, settings, generation = (folder / name for name in _ENDING_FILES)
-    described = read_description(generation)
-    named = end_tokens(described)
-    ends = list(named)
-    if tokenizer.is_file() and (token := read_description(settings).get("eos_token")):
-        content = token["content"] if isinstance(token, dict) else token
-        ends.insert(0, Tokenizer.from_file(str(tokenizer)).token_to_id(content))
-    ends += end_tokens(text_part(read_description(folder / "config.json")))
-    ends = [end for end in dict.fromkeys(ends) if end is not None]
-    if set(ends) != set(named):
-        described["eos_token_id"] = ends
-        generation.write_text(json.dumps(described, indent=2) + "\n")
 
 
 def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]]) -> tuple[int, list[str]]:

@@ -263,6 +263,27 @@ def test_mamba_layers_and_latent_experts_are_certified_and_their_faults_found(su
         assert any("gradient of" in problem for problem in problems), fault
 
 
+@pytest.mark.slow
+@pytest.mark.verifies(
+    "actor",
+    "Kimi-Linear's Kimi Delta Attention and latent attention without positions equal the published equations in "
+    "float64; a state kept over a packed border, one decay a head, turned keys and gradients that ranks do not add "
+    "are found",
+    "dist/test_actor_families.py",
+)
+def test_kimi_delta_attention_is_certified_and_its_faults_found(subject, tmp_path: Path):
+    faults = {"state-kept-over-borders": "DP2", "decays-of-heads": "DP2", "latent-keys-turned": "CP2"}
+    faults |= {"narrow-gradients-not-summed": "TP2+SP"}
+    layouts = ("TP2+SP", "CP2", "PP2xVPP2", "TP2xEP2")
+    jobs = [*map(case, layouts), *(case(layout, fault) for fault, layout in faults.items())]
+    results, found = measured(tmp_path, [subject(family="kimi_linear") | each for each in jobs])
+    assert found[: len(layouts)] == [[]] * len(layouts)
+    for fault, problems in zip(faults, found[len(layouts) :], strict=True):
+        assert any("gradient of" in problem for problem in problems), fault
+    unsummed = {name for name, ratio in results[-1]["gradients"].items() if ratio > ABOVE}
+    assert unsummed and all(name.endswith(("f_a_proj.weight", "g_a_proj.weight")) for name in unsummed)
+
+
 def test_norms_over_all_heads_are_certified_and_their_fault_found(subject, tmp_path: Path):
     cases = [case("TP2+SP"), case("TP2+SP", "head-norms-cut-over-tp")]
     results, found = measured(tmp_path, [subject(family="minimax_m2") | each for each in cases])

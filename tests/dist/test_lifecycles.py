@@ -64,3 +64,7 @@ def test_a_record_whose_checkpoints_are_gone_stays(lives):
 def test_a_rank_that_is_killed_starts_again_beside_the_other(lives):
     life = lives.begin()
     life.start(Settings(every=1, world=2), Event("kill rank", at=40, rank=1))
+
+
+def test_a_short_outage_of_a_replica_s_disk_leaves_its_record_whole(lives):
+    assert lives.begin().start(Settings(world=2), Event("record", at=6, rank=1))["happened"]

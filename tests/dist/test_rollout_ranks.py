@@ -29,7 +29,7 @@ def one_step(mesh: Mesh, url: str) -> dict:
         dist.all_reduce(meeting)  # hangs unless every rank is here, as publishing would
         assert meeting.item() == mesh.world_size
         if mesh.is_main:
-            control.mark_ready({engine_ids[0]: 1}, version)
+            control.report("ready", {engine_ids[0]: 1}, version)
 
     source = source_of(control, experiment(), mesh=mesh)
     try:

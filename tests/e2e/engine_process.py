@@ -108,19 +108,18 @@ class OneEngine:
     def engines(self) -> list[EngineInfo]:
         return [self.info]
 
-    def mark_ready(self, engines: Mapping[str, int], weight_version: int) -> set[str]:
-        self.ready_calls += [(*engine, weight_version) for engine in engines.items()]
-        self.info = replace(self.info, state="ready")
-        return set()
-
-    def begin_update(self, engines: Mapping[str, int]) -> set[str]:
-        return {name for name, incarnation in engines.items() if incarnation != self.info.incarnation}
-
-    def report_lost(self, engines: Mapping[str, int]) -> None:
-        self.lost += engines
-        self.info = replace(self.info, state="starting")
-        self.stop()
-        self.start()
+    def report(self, event: str, engines: Mapping[str, int], weight_version: int = 0) -> set[str]:
+        ended = {name for name, incarnation in engines.items() if incarnation != self.info.incarnation}
+        match event:
+            case "ready":
+                self.ready_calls += [(*engine, weight_version) for engine in engines.items()]
+                self.info = replace(self.info, state="ready")
+            case "lost":
+                self.lost += engines
+                self.info = replace(self.info, state="starting")
+                self.stop()
+                self.start()
+        return ended
 
 
 @contextmanager
@@ -149,16 +148,11 @@ class ListedEngines:
     def engines(self) -> list[EngineInfo]:
         return list(self.infos.values())
 
-    def begin_update(self, engines: Mapping[str, int]) -> set[str]:
-        return set()
-
-    def mark_ready(self, engines: Mapping[str, int], weight_version: int) -> set[str]:
-        for name in engines:
+    def report(self, event: str, engines: Mapping[str, int], weight_version: int = 0) -> set[str]:
+        assert event != "lost", engines
+        for name in engines if event == "ready" else ():
             self.infos[name] = replace(self.infos[name], state="ready", weight_version=weight_version)
         return set()
-
-    def report_lost(self, engines: Mapping[str, int]) -> None:
-        raise AssertionError(f"{', '.join(engines)} were lost")
 
 
 def free_ports(count: int) -> list[int]:

@@ -55,7 +55,7 @@ class RunningService:
         engine = self.wait_alive(number)
         body, key = {"new_version": str(version)}, bearer(self.control.api_key)
         httpx.post(f"{engine.url}/update_weight_version", json=body, headers=key, timeout=60).raise_for_status()
-        assert not self.control.mark_ready({engine.id: engine.incarnation}, version)
+        assert not self.control.report("ready", {engine.id: engine.incarnation}, version)
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def test_engine_killed_during_a_rollout(service):
     assert (back.incarnation, back.state, back.weight_version) == (victim.incarnation + 1, "ready", 1)
     assert "killed by signal 9" in back.reason
     assert not psutil.pid_exists(victim.pid)
-    assert service.control.mark_ready({victim.id: victim.incarnation}, 2), "that incarnation is dead"
+    assert service.control.report("ready", {victim.id: victim.incarnation}, 2), "that incarnation is dead"
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_scheduler_killed(service):
     service.set_version(1)
     before = service.control.engines()[0]
     scheduler_of(before.pid).kill()
-    service.control.report_lost({before.id: before.incarnation})
+    service.control.report("lost", {before.id: before.incarnation})
     until(lambda: service.control.engines()[0].incarnation != before.incarnation, START_S)
     service.set_version(1)
     assert generate(service, [(PROMPTS[0], SAMPLED, 0)], version=1)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo.algo.kl import with_current_kl_coef
 from megagrpo.algo.reward_shaping import ShapedRewards, normalize
@@ -276,3 +277,26 @@ def test_properties(samples, name, seed):
         scalar = advantages_of(rewards, groups, None, valid)[:, 0].double()
         for of_group in (scalar[torch.tensor(groups) == g] for g in set(groups)):
             assert abs(float(of_group.sum())) <= 1e-6 * max(float(of_group.abs().max()), 1e-30) * 14
+
+
+class LargestResult(TorchDispatchMode):
+    """The bytes of the largest tensor that an operation returns."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(each, torch.Tensor):
+                self.bytes = max(self.bytes, each.numel() * each.element_size())
+        return result
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "opo"])
+def test_statistics_make_no_wide_numbers_for_each_token(advantage):
+    """An advantage takes 4 bytes for each token."""
+    count, width = 6, 40_000
+    batch = batch_of([1.0, 2.0, 6.0, 5.0, 5.0, 3.0], [0, 0, 0, 1, 1, 1], mask=[[1] * width] * count)
+    with LargestResult() as largest:
+        solve(batch, advantage={"name": advantage})
+    assert largest.bytes <= 4 * count * width

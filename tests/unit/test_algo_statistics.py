@@ -8,7 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.algo.statistics import alone, exact_group_sums, group_statistics, moments
+from megagrpo.algo.statistics import (
+    alone,
+    exact_group_sums,
+    exact_row_sums,
+    group_statistics,
+    moments,
+    row_counts,
+    row_max,
+    row_sums,
+)
 
 FINITE = st.floats(-4e307, 4e307)
 MODERATE = st.floats(-1e6, 1e6)
@@ -82,3 +91,25 @@ def test_moments_in_blocks_have_the_bits_of_one_group(size, scale):
     expected = [float(part) for part in (of_one.count, of_one.mean, of_one.std, of_one.min, of_one.max)]
     assert list(astuple(moments(values, alone))) == expected
     assert moments(values.flip(0), alone) == moments(values, alone)
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, 2**16 + 1])
+def test_moments_of_values_that_count_several_times_have_the_bits_of_repeated_ones(size):
+    draw = torch.Generator().manual_seed(size)
+    values = torch.randn(size, generator=draw, dtype=torch.float64)
+    values[::7] *= 2.0**-40
+    times = torch.randint(0, 5, (size,), generator=draw)
+    values[times == 0] = torch.nan
+    assert moments(values, alone, times) == moments(values.repeat_interleave(times), alone)
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [3, 0, 70_000, 5, 0], [40_000, 40_000, 2**16, 1], [1] * 70_000])
+def test_sums_of_rows_do_not_depend_on_the_runs_in_which_they_are_made(lengths):
+    sizes, draw = torch.tensor(lengths, dtype=torch.int64), torch.Generator().manual_seed(0)
+    values = torch.randn(int(sizes.sum()), generator=draw, dtype=torch.float64)
+    rows = list(values.split(lengths)) if lengths else []
+    one_by_one = [float(exact_row_sums(row, torch.tensor([len(row)]))) for row in rows[:9]]
+    assert exact_row_sums(values, sizes).tolist()[:9] == one_by_one and len(exact_row_sums(values, sizes)) == len(rows)
+    assert row_sums((values > 0).long(), sizes).tolist() == [int((row > 0).sum()) for row in rows]
+    assert row_counts(values > 0, sizes).tolist() == [int((row > 0).sum()) for row in rows]
+    assert row_max(values, sizes).tolist() == [max([0.0, *row.tolist()]) for row in rows]

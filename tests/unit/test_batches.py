@@ -5,6 +5,7 @@ import asyncio
 from contextlib import suppress
 from dataclasses import replace
 
+import numpy as np
 import torch
 from sampling import MESH, experiment, prompt_set
 
@@ -12,9 +13,10 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.curriculum import Curriculum
 from megagrpo.mesh import Mesh
 from megagrpo.monitor.metrics import Metrics
+from megagrpo.monitor.rollout_log import _record
 from megagrpo.rollout.batches import Batches, BatchPlan, SamplingJob, StepBatches
 from megagrpo.rollout.sampler import all_of
-from megagrpo.types import Outcome, RolloutGroup, Sample, TrainState
+from megagrpo.types import Outcome, RolloutGroup, Sample, TeacherScores, TrainState
 
 TIS = {"mismatch": {"weight": {"name": "tis"}}}
 GREEDY = {"advantage": {"name": "remax"}}
@@ -99,6 +101,32 @@ def test_batches_ahead_are_planned_once_and_not_beyond_the_last_step():
         assert played(step, batches) == ["train"]
         step.finish()
     assert list(batches.in_flight) == [3], "what no step has consumed"
+
+
+def test_groups_keep_what_the_record_needs_once_their_batch_is_built():
+    """Values of tokens take most of the memory. Groups sampled ahead are whole until a checkpoint no longer needs
+    them."""
+    for ahead in (0, 1):
+        config = experiment(rollout={"max_staleness": ahead}, algorithm=TIS)
+        batches = batches_of(config)
+        step = StepBatches(batches, TrainState(), steps_left=2)
+        played(step, batches)
+        answer = np.array([7, 0], np.int32)  # ids and log-probabilities in one
+        scores = TeacherScores([0.5], [[1, 2]], [[0.5, 0.25]], "student_topk")
+        values = {"token_ids": answer[:1], "routed_experts": np.zeros((3, 2, 1), np.uint8), "teacher": scores}
+        before = [
+            replace(group, samples=tuple(replace(sample, **values) for sample in group.samples))
+            for group in step.groups
+        ]
+        step.groups[:] = before
+        lines = [_record(group, str) for group in before]
+        step.forget_values()
+        assert [_record(group, str) for group in step.groups] == lines
+        samples = [sample for group in step.groups for sample in group.samples]
+        assert (step.groups == before) == bool(ahead)
+        if not ahead:
+            assert all(sample.token_ids.base is None and not len(sample.logprobs) for sample in samples)
+            assert all(sample.routed_experts is sample.teacher.top_ids is None for sample in samples)
 
 
 def test_greedy_requests_come_by_themselves_after_a_batch():

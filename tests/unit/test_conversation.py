@@ -264,7 +264,7 @@ def test_a_key_reaches_its_own_rollout_only_and_the_endpoint_one_address():
 
 
 def test_signals_are_the_programs():
-    """In a main thread, as `megagrpo try` serves its agents: uvicorn would take INT and TERM for itself."""
+    """In a main thread, as `megagrpo try` serves its agents: the server takes no INT and TERM for itself."""
 
     async def run() -> bool:
         gateway, (conversation, _) = Gateway("127.0.0.1", "policy"), talk("12")

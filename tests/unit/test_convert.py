@@ -1,4 +1,4 @@
-"""Experiments of verl, ROLL and slime as ours: what each key becomes, what is refused, and that the result loads."""
+"""Experiments of verl as ours: what each key becomes, what is refused, and that the result loads."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.experiments import read_experiment
 
 pytestmark = pytest.mark.verifies(
     "algorithms",
-    "`megagrpo convert` from verl, ROLL, slime, miles: what each key becomes",
+    "`megagrpo convert` from verl, slime, miles: what each key becomes",
     "unit/test_convert*.py",
     see="[their examples](../coming.md)",
 )
@@ -44,30 +44,6 @@ WITH_KL = (
     "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001 "
     "actor_rollout_ref.actor.kl_loss_type=low_var_kl"
 )
-ROLL = """
-exp_name: my-run
-seed: 7
-rollout_batch_size: 48
-num_return_sequences_in_group: 8
-adv_estimator: grpo
-response_length: 4096
-prompt_length: 2048
-pretrain: models/Qwen2.5-7B
-loss_agg_mode: seq-mean-token-mean
-max_steps: 120
-num_gpus_per_node: 8
-actor_train:
-  training_args: {learning_rate: 1.0e-6, per_device_train_batch_size: 1, gradient_accumulation_steps: 24}
-  data_args: {template: qwen2_5, file_name: [data/math.jsonl], messages: messages}
-  strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 2}}
-  device_mapping: list(range(0,8))
-actor_infer:
-  generating_args: {max_new_tokens: "${response_length}", top_p: 0.99, top_k: 100, temperature: 0.99}
-  strategy_args: {strategy_name: vllm, strategy_config: {gpu_memory_utilization: 0.6}}
-  device_mapping: list(range(0,8))
-rewards:
-  math_rule: {worker_cls: roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker, tag_included: [aime]}
-"""
 
 
 def source(tmp_path: Path, text: str, name: str = "run.sh") -> Path:
@@ -156,13 +132,9 @@ def test_verls_command_whole(tmp_path):
     assert config.eval.every == 5 and len(config.eval_data.paths) == 2 and config.eval.temperature == 0
 
 
-@pytest.mark.parametrize(("framework", "case"), [(name, case) for name in ("verl", "roll") for case in CASES[name]])
-def test_what_their_keys_become(tmp_path, framework, case):
-    if framework == "verl":
-        draft = verl(tmp_path, case["estimator"], case["more"])
-    else:
-        keys = yaml.safe_load(ROLL) | yaml.safe_load(case["more"])
-        draft = translate(framework, source(tmp_path, yaml.safe_dump(keys), "run.yaml"))
+@pytest.mark.parametrize("case", CASES["verl"])
+def test_what_their_keys_become(tmp_path, case):
+    draft = verl(tmp_path, case["estimator"], case["more"])
     assert {key: becomes(draft, key) for key in case["becomes"]} == case["becomes"]
     assert draft.problems == [] and lost(draft) == {}
 
@@ -178,58 +150,26 @@ def test_what_cannot_be_said_is_named_and_nothing_is_written(tmp_path, capsys, c
     assert f"#   {key} = " in out.read_text()
 
 
-@pytest.mark.parametrize(("framework", "text"), [("verl", COMMAND), ("roll", ROLL)])
-def test_the_file_loads_and_every_key_has_a_line(tmp_path, framework, text):
-    name = "run.sh" if framework == "verl" else "run.yaml"
-    path, out = (source(tmp_path, text.replace("ESTIMATOR", "grpo").replace("MORE", ""), name), tmp_path / "mine.yaml")
-    assert main(["convert", framework, str(path), "-o", str(out)]) == 0
-    assert read_experiment(out) == ExperimentConfig.model_validate(translate(framework, path).nested())
+def test_the_file_loads_and_every_key_has_a_line(tmp_path):
+    text = COMMAND.replace("ESTIMATOR", "grpo").replace("MORE", "")
+    path, out = source(tmp_path, text), tmp_path / "mine.yaml"
+    assert main(["convert", "verl", str(path), "-o", str(out)]) == 0
+    assert read_experiment(out) == ExperimentConfig.model_validate(translate("verl", path).nested())
     written = out.read_text()
-    for key in read_source(framework, path).given:
+    for key in read_source("verl", path).given:
         assert key in written
 
 
-def test_rolls_yaml_whole(tmp_path):
-    text = ROLL + "\ncheckpoint_config: {output_dir: /data/ckpts, type: file_system}\n"
-    draft = translate("roll", source(tmp_path, text, "roll.yaml"))
-    (reason,) = (each.text for each in draft.outcomes() if each.key.endswith("train.strategy_args.strategy_name"))
-    assert reason == "the trainer is Megatron-Core with a distributed optimizer", "ROLL's own"
-    assert draft.values["checkpoint.dir"] == "/data/ckpts"
-    assert lost(draft) == {} and draft.problems == []
-    config = ExperimentConfig.model_validate(draft.nested())
-    assert config.algorithm.advantage.name == "grpo" and config.algorithm.aggregation == "seq-mean-token-mean"
-    assert (config.train.num_updates_per_step, config.train.num_prompts_per_step) == (4, 48)  # 384 / (1 * 24 * 4)
-    assert config.train.num_steps == 120
-    assert (config.actor.world_size, config.rollout.num_engines, config.rollout.colocate) == (8, 8, True)
-    assert config.sampling.max_response_tokens == 4096 and config.sampling.allow_truncated_distribution
-    assert (config.data.prompt_key, config.data.answer_key) == ("messages", "ground_truth")
-    assert config.data.grader_by_source == {"aime": "math"} and config.data.source_key == "tag"
-
-
-def test_float32_and_columns_of_images_are_said(tmp_path):
-    precise = {"actor_train": {"strategy_args": {"strategy_config": {"bf16": False}}}}
-    draft = translate("roll", source(tmp_path, yaml.safe_dump(precise), "roll.yaml"))
-    assert "write actor.dtype: float32" in lost(draft).values()
+def test_columns_of_images_are_said(tmp_path):
     words = "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B"
     assert "verl reads the column images of rows" in verl(tmp_path, more=words).yaml("")
     assert "reads the column" not in verl(tmp_path, more=f"{words} data.image_key=pictures").yaml("")
 
 
 def test_a_value_that_no_rule_took_is_not_as_here(tmp_path):
-    draft = translate("roll", source(tmp_path, ROLL, "roll.yaml"))
+    draft = verl(tmp_path, more="trainer.total_training_steps=7")
     draft.values.pop("train.num_steps"), draft.because.pop("train.num_steps")
-    assert "train.num_steps" in lost(draft)["max_steps"]
-
-
-@pytest.mark.parametrize(
-    ("older", "mean", "std"),
-    [("reward_shift: true", "batch", "none"), ("reward_scale: true", "none", "batch"), ("gamma: 1", "batch", "batch")],
-)
-def test_rolls_older_names_of_the_normalization(tmp_path, older, mean, std):
-    text = ROLL.replace("adv_estimator: grpo", "adv_estimator: reinforce") + f"\nreward_norm: batch\n{older}\n"
-    draft = translate("roll", source(tmp_path, text, "roll.yaml"))
-    algorithm = ExperimentConfig.model_validate(draft.nested()).algorithm
-    assert (algorithm.reward.mean, algorithm.reward.std) == (mean, std)
+    assert "train.num_steps" in lost(draft)["trainer.total_training_steps"]
 
 
 def test_the_table_names_keys_that_exist_and_each_of_theirs_once():
@@ -241,7 +181,7 @@ def test_the_table_names_keys_that_exist_and_each_of_theirs_once():
     for framework in FRAMEWORKS:
         names = [name for entry in entries() for name in entry.keys[framework]]
         assert len(names) == len(set(names))
-        known = {} if framework == "trl" else defaults(framework)
+        known = {} if framework in ("roll", "trl") else defaults(framework)
         assert all(find(framework, key) is not None for key in known)
 
 
@@ -249,7 +189,6 @@ VERL = {"data.train_files": "a", "data.val_files": "b", "trainer.test_freq": 5}
 SLIME = {"train.py": True, "--prompt-data": "a", "--eval-prompt-data": ["e", "b"], "--eval-interval": 5}
 WORKING = {  # so that options count which need others
     "verl": {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.model.path": "m"} | VERL,
-    "roll": yaml.safe_load("{pretrain: m, adv_estimator: grpo, actor_train.data_args.file_name: a, eval_steps: 5}"),
     "slime": {"--hf-checkpoint": "m"} | SLIME,
     "miles": {"--hf-checkpoint": "m", "--lora-rank": 8} | SLIME,
 }

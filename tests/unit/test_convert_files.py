@@ -8,7 +8,7 @@ from megagrpo.config.load import ConfigError
 from megagrpo.tools.convert.command import draft_of
 from megagrpo.tools.convert.reading import Source, overrides
 from tests.experiments import read_experiment
-from tests.unit.test_convert import ROLL, lost, source
+from tests.unit.test_convert import COMMAND, lost, source
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,7 @@ from tests.unit.test_convert import ROLL, lost, source
         ("[orchestrator]\nbatch_size = 8\n", "rl.toml", "group_size (once rollouts_per_example) is train.group_size"),
         ("from trl import GRPOConfig, GRPOTrainer\n", "train.py", "this is TRL's, which is not translated"),
         ("per_device_train_batch_size: 8\n", "a.yaml", "num_generations is train.group_size"),
+        ("exp_name: x\nactor_train:\n  a: 1\n", "a.yaml", "num_return_sequences_in_group is train.group_size"),
         ("swift rlhf --rlhf_type grpo --model m", "run.sh", "this is ms-swift's"),
     ],
 )  # fmt: skip
@@ -32,7 +33,7 @@ def test_trl_is_answered_with_the_names_of_its_keys_and_nothing_is_written(tmp_p
     path, out = source(tmp_path, "print(1)\n", "train.py"), tmp_path / "mine.yaml"
     assert main(["convert", "trl", str(path), "-o", str(out), "--partial"]) != 0
     error = capsys.readouterr().err
-    assert "TRL's, which is not translated (verl, ROLL, slime, miles are)" in error
+    assert "TRL's, which is not translated (verl, slime, miles are)" in error
     assert "TRL column of docs/reference/names.md" in error and not out.exists()
     given = {"name": "x", "output_dir": "x", "model": {"path": "m"}, "data": {"path": "a.jsonl"}}
     mine = source(tmp_path, yaml.safe_dump(given | {"per_device_train_batch_size": 8}), "own.yaml")
@@ -46,14 +47,12 @@ def verl(*words: str):
 
 
 def test_secrets_are_not_written(tmp_path, capsys):
-    roll = "track_with: wandb\ntracker_kwargs: {api_key: SECRET-1, name: x}\n"
-    text = f"{ROLL}\n{roll}system_envs: {{HF_TOKEN: SECRET-2, NCCL_DEBUG: INFO}}\nnot_known_password: SECRET-3\n"
-    path = source(tmp_path, text, "run.yaml")
-    assert main(["convert", "roll", str(path), "--partial"]) == 0
+    words = "ray_kwargs.ray_init.runtime_env.env_vars.HF_TOKEN=SECRET-1 +not_known_password=SECRET-2"
+    path = source(tmp_path, COMMAND.replace("ESTIMATOR", "grpo").replace("MORE", words), "run.sh")
+    assert main(["convert", "verl", str(path), "--partial"]) == 0
     out = capsys.readouterr()
     assert "SECRET" not in out.out + out.err
-    assert '#   tracker_kwargs.api_key = "...":' in out.out and '"INFO"' in out.out
-    assert "W" in out.out and "the run on Weights & Biases has the experiment's name" in out.out
+    assert 'not_known_password = "...":' in out.out
 
 
 def test_a_secret_of_a_reward_function_and_one_inside_a_text_are_not_written():
@@ -69,12 +68,12 @@ def test_a_secret_of_a_reward_function_and_one_inside_a_text_are_not_written():
 
 
 def test_a_file_that_is_there_is_not_written_over_without_a_word(tmp_path, capsys):
-    path = source(tmp_path, ROLL, "run.yaml")
+    path = source(tmp_path, COMMAND.replace("ESTIMATOR", "grpo").replace("MORE", ""))
     out = source(tmp_path, "mine", "mine.yaml")
-    assert main(["convert", "roll", str(path), "-o", str(out)]) != 0
+    assert main(["convert", "verl", str(path), "-o", str(out)]) != 0
     assert "mine.yaml exists: name another file, or say --overwrite" in capsys.readouterr().err
     assert out.read_text() == "mine"
-    assert main(["convert", "roll", str(path), "-o", str(out), "--overwrite"]) == 0
+    assert main(["convert", "verl", str(path), "-o", str(out), "--overwrite"]) == 0
     assert out.read_text() != "mine"
 
 

@@ -27,6 +27,7 @@ def test_texts_of_bytes_are_those_of_the_tokenizer(skip_special_tokens, tmp_path
     decode = decoder(tokenizer, Model.read(str(tmp_path)), skip_special_tokens)
     chance = np.random.default_rng(0)
     drawn = [chance.integers(3, 300, chance.integers(0, 40)) for _ in range(200)]
+    drawn.append(chance.integers(3, 300, 10_000))  # joined in blocks
     assert max(tokenizer.get_vocab().values()) == 290 > len(tokenizer)
     wanted = [tokenizer.decode(ids, skip_special_tokens=skip_special_tokens) for ids in drawn]
     monkeypatch.setattr(PreTrainedTokenizerFast, "_decode", None)  # it must not be asked

@@ -25,7 +25,7 @@ from tests.experiments import experiment, python, setting_problems
 
 
 def place(cuda: bool, node_rank: int = 0) -> ServerPlace:
-    return ServerPlace(node_rank, "127.0.0.1", 20001, "10.0.0.1:20002", cuda, 8, "engine-3")
+    return ServerPlace(node_rank, "127.0.0.1", 20001, "10.0.0.1:20002", cuda, 8)
 
 
 def config(**rollout) -> ExperimentConfig:

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from megagrpo.cluster import machine, nodes, supervise
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service import node as engine_node
+from megagrpo.rollout.service.engine_command import ServerPlace
 from megagrpo.rollout.service.node import EngineNode
 from megagrpo.system import environment, worker_process
 from megagrpo.system.run_folder import RunFolder
@@ -92,8 +94,8 @@ def environments(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> di
         for name, value in recorder.found["Ray" if "Ray" in recorder.found else "service"].items():
             inside.setenv(name, value)
         # The machine of an engine knows a loopback alone here: the interface's name stands for another one.
-        server = EngineNode(config, engine="engine-0", node_rank=0, cuda=cuda, cores_share=1, api_key="key")
-        server.bind_address, server.num_cores = "127.0.0.1", 2
+        server = EngineNode(config, ServerPlace(0, cuda=cuda), cores_share=1, api_key="key")
+        server.place = replace(server.place, bind_host="127.0.0.1", num_cores=2)
         server.start(20001, "127.0.0.1:20002", str(folder / "log"))
 
     class Started(Exception):

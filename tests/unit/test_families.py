@@ -50,6 +50,7 @@ DIGESTS = {
     ("gpt_oss", False): "ca58df43deb194f6",
     ("nemotron_h", False): "2120a0a6ceed6f28",
     ("deepseek_v4", False): "51e646bb71b32a74",
+    ("kimi_linear", False): "b1b84402ea5ce5b3",
 }
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -60,6 +61,7 @@ UNSCALED = (
     *("minimax_m2", "kimi_k25", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "gpt_oss"),
     *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_text", "qwen3_next", "nemotron_h"),
     "deepseek_v4",
+    "kimi_linear",
 )
 TOY = '''
 """A family whose experts have Mixtral's names."""

@@ -49,7 +49,7 @@ def test_layers_are_of_one_part_each():
     arch = architecture_of(SUPER)
     assert (arch.num_layers, arch.attention_layers, arch.expert_layers) == (88, 8, 40)
     assert arch.routed_layers[:5] == [1, 3, 5, 8, 10] and not arch.has_dense_layers
-    assert [arch.mixer(index) for index in (0, 1, 7)] == [arch.mamba, None, arch.attention]
+    assert [arch.mixer(index) for index in (0, 1, 7)] == [arch.recurrent, None, arch.attention]
     assert not arch.plain_rotary and not arch.takes_adapters
     names = {spec.name: spec for spec in model_tensors(arch)}
     assert {"backbone.embeddings.weight", "backbone.norm_f.weight", "lm_head.weight"} < names.keys()

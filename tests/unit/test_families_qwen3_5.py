@@ -159,7 +159,7 @@ def test_decays_are_float32_and_gates_whole():
 @pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_5_text"])
 def test_tiny_models_have_both_kinds_of_layers(family: str):
     arch = architecture_of(hf_config(TinyModelConfig(path="x", family=family)))
-    assert [arch.mixer(index) is arch.delta for index in range(4)] == [True, True, True, False]
+    assert [arch.mixer(index) is arch.recurrent for index in range(4)] == [True, True, True, False]
     assert arch.is_moe == family.startswith("qwen3_5_moe") == bool(arch.experts and arch.experts.shared_gate)
 
 

@@ -1,6 +1,8 @@
-"""The gated delta rule in chunks is its recurrence, token by token; and so are its gradients."""
+"""The gated delta rule in chunks is its recurrence, token by token; and so are its gradients. With a decay
+for each channel it is Kimi Delta Attention's."""
 
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -12,25 +14,28 @@ from megagrpo.actor.host import prepare_host
 prepare_host("cpu")
 
 from megagrpo.models.kinds.gated_delta import layer as gated_delta  # noqa: E402  Megatron needs a prepared host
+from megagrpo.models.kinds.kda import layer as kda  # noqa: E402
 from tests.gradients import assert_gradients_agree  # noqa: E402
 
 SEQUENCES, LENGTH, HEADS, KEYS, VALUES = 2, 150, 3, 16, 8  # more than four chunks
+DECAYS = [(), (KEYS,)]  # one a head, one a channel
 
 
-def inputs() -> list[Tensor]:
-    """Queries, keys, values, decay and beta: states that last for tens of tokens."""
+def inputs(*channels: int) -> list[Tensor]:
+    """Queries, keys, values, decay, of each of the channels if there are some, and beta: states that last for tens
+    of tokens."""
     draw = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(SEQUENCES, LENGTH, HEADS, *shape, generator=draw)
 
-    decay = -0.1 * torch.rand(SEQUENCES, LENGTH, HEADS, generator=draw)
+    decay = -0.1 * torch.rand(SEQUENCES, LENGTH, HEADS, *channels, generator=draw)
     tensors = [normal(KEYS), normal(KEYS), normal(VALUES), decay, normal().sigmoid()]
     return [t.requires_grad_() for t in tensors]
 
 
 def by_token(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """The recurrence of arXiv 2412.06464, equation 10, with unit queries and keys."""
+    """The recurrence of arXiv 2412.06464, equation 10, or 2510.26692, equation 1, with unit queries and keys."""
 
     def unit(t: Tensor) -> Tensor:
         return t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt()
@@ -40,28 +45,46 @@ def by_token(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Ten
     outputs = []
     for t in range(LENGTH):
         k, strength = key[:, t, :, None], beta[:, t, :, None, None]
-        state = decay[:, t, :, None, None].exp() * state
+        state = decay[:, t].view(SEQUENCES, HEADS, 1, -1).exp() * state
         state = state + strength * (value[:, t, ..., None] - state @ k.mT) @ k
         outputs.append((state @ query[:, t, ..., None])[..., 0])
     return torch.stack(outputs, 1)
 
 
-def test_chunks_are_the_recurrence():
-    exact = [t.detach().double().requires_grad_() for t in inputs()]
+@pytest.mark.parametrize("channels", DECAYS)
+def test_chunks_are_the_recurrence(channels: tuple[int, ...]):
+    exact = [t.detach().double().requires_grad_() for t in inputs(*channels)]
     expected = by_token(*exact)
-    found_inputs = inputs()
-    found = gated_delta._rule(*found_inputs, None)
+    found_inputs = inputs(*channels)
+    found = gated_delta.delta_rule(*found_inputs, None)
     assert found.shape == expected.shape
     assert torch.allclose(found.double(), expected, atol=2e-6)
     assert_gradients_agree(found, found_inputs, expected, exact)
 
 
+@pytest.mark.parametrize("channels", DECAYS)
 @pytest.mark.parametrize("length", [1, 32, 33])
-def test_a_token_sees_no_later_one(length: int):
-    tensors = [t.detach() for t in inputs()]
-    whole = gated_delta._rule(*tensors, None)
-    start = gated_delta._rule(*(t[:, :length] for t in tensors), None)
+def test_a_token_sees_no_later_one(length: int, channels: tuple[int, ...]):
+    tensors = [t.detach() for t in inputs(*channels)]
+    whole = gated_delta.delta_rule(*tensors, None)
+    start = gated_delta.delta_rule(*(t[:, :length] for t in tensors), None)
     assert torch.allclose(start, whole[:, :length], atol=1e-6)
+
+
+def test_channels_that_decay_alike_are_a_gated_delta_net():
+    *tensors, decay, beta = [t.detach() for t in inputs()]
+    expected = gated_delta.delta_rule(*tensors, decay, beta, None)
+    found = gated_delta.delta_rule(*tensors, decay[..., None].expand(-1, -1, -1, KEYS), beta, None)
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("lasting", [1e-4, 20.0])
+def test_decays_of_any_size_overflow_nothing(lasting: float):
+    """A channel that forgets in a token beside channels that never do, as trained models have them."""
+    tensors = [t.detach() for t in inputs(KEYS)]
+    tensors[3] = tensors[3] * torch.logspace(-3, 3, KEYS) * lasting
+    expected = by_token(*(t.double() for t in tensors))
+    assert torch.allclose(gated_delta.delta_rule(*tensors, None).double(), expected, atol=2e-6)
 
 
 def causal_conv1d(
@@ -74,31 +97,33 @@ def causal_conv1d(
     return torch.cat([gated_delta.convolve(p, weight[:, None], None, None) for p in parts], 1), None
 
 
-def chunk_gated_delta_rule(
+def chunk_rule(
     q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
     use_qk_l2norm_in_kernel=False, cu_seqlens=None, **kwargs,
 ):  # fmt: skip
-    """Likewise: q, k, v [1, T, heads, ...], g and beta [1, T, heads]."""
+    """Likewise: q, k, v [1, T, heads, ...], g [1, T, heads] or [1, T, heads, channels], beta [1, T, heads]."""
     assert use_qk_l2norm_in_kernel and scale is None and not kwargs
     parts = zip(*(t.split(cu_seqlens.diff().tolist(), 1) for t in (q, k, v, g, beta)), strict=True)
-    return torch.cat([gated_delta._rule(*part, None) for part in parts], 1), None
+    return torch.cat([gated_delta.delta_rule(*part, None) for part in parts], 1), None
 
 
-def test_kernels_of_gpus_get_the_borders(monkeypatch):
+@pytest.mark.parametrize(
+    ("channels", "name", "rule"),
+    [((), "gated_delta_rule.chunk_gated_delta_rule", gated_delta._rule_fla), ((KEYS,), "kda.chunk_kda", kda._rule_fla)],
+)
+def test_kernels_of_gpus_get_the_borders(monkeypatch, channels: tuple[int, ...], name: str, rule: Callable):
     """Which a CPU does not have: functions of their signatures that start anew at borders."""
-    for name, function in (
-        ("fla.modules.convolution", causal_conv1d),
-        ("fla.ops.gated_delta_rule", chunk_gated_delta_rule),
-    ):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**{function.__name__: function}))
-    tensors = [t.detach()[:1] for t in inputs()]
+    module, function = name.split(".")
+    monkeypatch.setitem(sys.modules, "fla.modules.convolution", SimpleNamespace(causal_conv1d=causal_conv1d))
+    monkeypatch.setitem(sys.modules, f"fla.ops.{module}", SimpleNamespace(**{function: chunk_rule}))
+    tensors = [t.detach()[:1] for t in inputs(*channels)]
     borders = torch.tensor([0, 40, 41, LENGTH], dtype=torch.int32)
     x, weight = tensors[0].flatten(2), torch.rand(HEADS * KEYS, 1, 4)
-    convolved = gated_delta._convolve_fla(x, weight, None, borders)
-    found = gated_delta._rule_fla(*tensors, borders)
+    convolved = gated_delta.convolve_fla(x, weight, None, borders)
+    found = rule(*tensors, borders)
     for start, end in ((0, 40), (40, 41), (41, LENGTH)):
         part = slice(None), slice(start, end)
         assert torch.equal(convolved[part], gated_delta.convolve(x[part], weight, None, None))
-        assert torch.equal(found[part], gated_delta._rule(*(t[part] for t in tensors), None))
-    kept = gated_delta._rule(*tensors, None)
+        assert torch.equal(found[part], gated_delta.delta_rule(*(t[part] for t in tensors), None))
+    kept = gated_delta.delta_rule(*tensors, None)
     assert not torch.allclose(found[:, 41:], kept[:, 41:], atol=1e-3), "else borders hide nothing"

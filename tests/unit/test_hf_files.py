@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from examples.laptop.model import character_tokenizer
+from megagrpo.tools.ranks.folders import take_tokenizer
 from megagrpo.weights import hf_folder as hf_files
 from megagrpo.weights.hf_folder import INDEX, SINGLE, HfFolder, ReadingProgress, write_hf_folder
 
@@ -51,7 +52,7 @@ def test_a_tokenizer_of_its_own_replaces_that_of_the_model(tmp_path, like):
     character_tokenizer("01").save_pretrained(other)
     for name in ("special_tokens_map.json", "config.json", "notes.txt"):
         (other / name).write_text("its own")
-    write_hf_folder(tmp_path / "out", shards(1), like, torch.float32, tokenizer=other)
+    write_hf_folder(tmp_path / "out", shards(1), like, torch.float32, finish=lambda draft: take_tokenizer(draft, other))
     own = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
     assert all((tmp_path / "out" / name).read_bytes() == (other / name).read_bytes() for name in own)
     rest = {file.name for file in (tmp_path / "out").iterdir()} - own
@@ -77,7 +78,7 @@ def test_an_export_names_the_end_tokens_of_the_run(tmp_path, like, config, gener
     (like / "config.json").write_text(json.dumps({"model_type": "toy", **config}))
     if generation is not None:
         (like / "generation_config.json").write_text(json.dumps(generation))
-    write_hf_folder(tmp_path / "out", shards(1), like, torch.float32, tokenizer=like)
+    write_hf_folder(tmp_path / "out", shards(1), like, torch.float32, finish=lambda draft: take_tokenizer(draft, like))
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert written == {**(generation or {}), "eos_token_id": ends}
 

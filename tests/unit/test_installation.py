@@ -359,30 +359,3 @@ def test_an_experiment_with_a_preset_is_read_and_checked(installed, empty):
     unknown = run(installed.parent / "megagrpo", *words, cwd=empty, status=2)
     assert unknown.stdout == "" and "Traceback" not in unknown.stderr
     assert "did you mean 'dapo'?" in unknown.stderr
-
-
-def test_the_container_recipes_are_one_installation(tmp_path):
-    """Neither can be built here: no daemon and no NVIDIA image. Their shell is parsed, and both say the same."""
-    folder = ROOT / "launch" / "container"
-    text = (folder / "Dockerfile").read_text().replace("\\\n", " ")
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    words = {"FROM", "RUN", "ARG", "WORKDIR", "COPY", "ENV", "CMD"}
-    assert {line.split()[0] for line in lines} == words and lines[0].startswith("FROM ")
-    commands = [line.removeprefix("RUN ") for line in lines if line.startswith("RUN ")]
-    definition = (folder / "megagrpo.def").read_text()
-    post = definition.partition("%post")[2].partition("%environment")[0]
-    for script in (*commands, post):
-        run("bash", "-n", "-c", script, cwd=ROOT)
-    assert f"From: {lines[0].split()[1]}" in definition
-    packages = re.search(r"--no-install-recommends\s+(.*?)\s+&&", commands[0])
-    assert packages and packages[1].split() == re.search(r"--no-install-recommends \\\n\s+(.*)", post)[1].split()
-    assert all("bash launch/install.sh" in script for script in (commands[1], post))
-    tried = [re.search(r"python -c '(.*)'", script)[1] for script in (commands[1], post)]
-    assert set(tried) == {"import torch, transformer_engine.pytorch"}, "others load libcuda.so.1 of a driver"
-    ignored = (ROOT / ".dockerignore").read_text().split()
-    for name in (*ignored[:2], ".ruff_cache", "kept"):
-        (tmp_path / name).mkdir()
-    shutil.copy(ROOT / ".dockerignore", tmp_path)
-    run("bash", "-euc", re.search(r"rm -rf \$.*", post).group(), cwd=tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"kept", ".dockerignore"}
-    assert ".venv" in ignored and not any((ROOT / "megagrpo").match(name) for name in ignored)

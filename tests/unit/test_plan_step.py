@@ -12,7 +12,7 @@ from megagrpo.check.rules.engine_layout import server_of
 from megagrpo.check.rules.subject import Nodes
 from megagrpo.cli import main
 from megagrpo.config.actor import ActorConfig
-from megagrpo.config.hardware import CONTEXT_BYTES, HARDWARE, hardware_of
+from megagrpo.config.hardware import HARDWARE
 from megagrpo.config.load import load_config
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
@@ -34,6 +34,7 @@ from megagrpo.tools.plan.engine_memory import (
     weight_elements,
 )
 from megagrpo.tools.plan.fitting import experiment_memory, with_model
+from megagrpo.tools.plan.hardware import CONTEXT_BYTES, hardware_of
 from megagrpo.tools.plan.roofline import (
     Target,
     given_lengths,

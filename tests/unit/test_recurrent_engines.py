@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from megagrpo.check.rules.engine_layout import server_of
-from megagrpo.config.hardware import hardware_of
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.cpu.engine import gated_delta
 from megagrpo.models.folder import Model
@@ -16,6 +15,7 @@ from megagrpo.rollout.service.engine_command import ServerPlace, engine_environm
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.plan.engine_memory import assumed_lengths, engine_side
+from megagrpo.tools.plan.hardware import hardware_of
 from megagrpo.tools.plan.work import model_work
 from tests.experiments import ROOT, engine_layout_problems, experiment
 

@@ -149,7 +149,7 @@ def test_engine_without_the_version_is_refreshed_and_the_step_completes(version,
 
     def publish(needed, engine_ids):
         calls.append((needed, engine_ids))
-        service.control.mark_ready({"engine-0": 1}, 4)
+        service.control.report("ready", {"engine-0": 1}, 4)
 
     with running(FakeService(state=state, version=version)) as service:
         groups = sampled(make_source(service), 0, PROMPTS, 4, publish)

@@ -185,9 +185,9 @@ def test_a_report_is_of_many_engines_and_names_those_that_have_ended(tmp_path):
         url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
         control = ServiceControl(url, "a key")
         everyone = {f"engine-{index}": 1 for index in range(4)}  # one is restarted, one was drained
-        ended = [await asyncio.to_thread(control.begin_update, everyone)]
-        ended.append(await asyncio.to_thread(control.mark_ready, everyone, 7))
-        await asyncio.to_thread(control.report_lost, {"engine-1": 1, "engine-2": 1})
+        ended = [await asyncio.to_thread(control.report, "update", everyone)]
+        ended.append(await asyncio.to_thread(control.report, "ready", everyone, 7))
+        await asyncio.to_thread(control.report, "lost", {"engine-1": 1, "engine-2": 1})
         infos = await asyncio.to_thread(control.engines)
         await runner.cleanup()
         return [ended, [(info.state, info.weight_version) for info in infos]]

@@ -20,7 +20,8 @@ from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.data import DataConfig
 from megagrpo.data.prompts import refuse_long_demonstration
 from megagrpo.data.rows import read_rows
-from megagrpo.monitor.dump import read_dump, write_dump
+from megagrpo.monitor.dump import write_dump
+from megagrpo.tools.ranks.dumps import read_dump
 from megagrpo.types import AlgoState, Outcome, Prompt, RolloutGroup, Sample, TeacherScores
 from tests.experiments import experiment
 from tests.unit.algo_inputs import loss_inputs

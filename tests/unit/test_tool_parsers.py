@@ -4,6 +4,7 @@ supported family, with tokenizers whose markers are special tokens."""
 import asyncio
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -158,7 +159,7 @@ OF_FAMILY = {
     "minimax_m2": "MiniMax-M2", "kimi_k25": "Kimi-K2",
     "qwen3_5_moe": "Qwen3.5", "qwen3_5_moe_text": "Qwen3.5", "qwen3_5": "Qwen3.5", "qwen3_5_text": "Qwen3.5",
     "glm_moe_dsa": "GLM-5", "glm4_moe_lite": "GLM-5", "deepseek_v32": "DeepSeek-V3.2", "qwen3_next": "Qwen3",
-    "nemotron_h": "Qwen3.5",  # its template writes calls in the same words
+    "kimi_linear": "Kimi-K2", "nemotron_h": "Qwen3.5",  # its template writes calls in the same words
 }  # fmt: skip
 # a turn is asked for with <think>, which it is not written with; so turns are no continuation
 BEGIN_A_THOUGHT = ("Qwen3.5", "GLM-5", "DeepSeek-V3.2")
@@ -184,6 +185,8 @@ KIMIS = {
     + "<|tool_calls_section_end|>"
     for what, numbers in {"named": "45", "named twice": "44", "named again": "454"}.items()
 } | {"degenerate": "functions." * 100_000}
+PIECES = [*"a 12{}[]<>|#,:\"'\\\n", "  ", "\n\n", "\\n", "</", "&amp;", "é", "true", "null", "1e5", "0.50", "123_456"]
+PIECES += ["```", "<b>", "x: y", "- z", '{"a": 1}', "[1, 2]", "//"]
 ARGUMENTS = [{"word": "a b", "number": 2}, {"word": 'say "é"\n'}]
 PROGRAM = """
 import json, sys
@@ -216,15 +219,33 @@ def heard(tokenizer, text: str, folder, skip_special_tokens: bool = False) -> st
     return decode(np.array(tokenizer(text, add_special_tokens=False)["input_ids"]))
 
 
-def turn_of(tokenizer, number: int, content: str = "") -> str:
-    """A turn of the model with so many calls, as the template writes it."""
+def drawn(seed: int) -> dict[str, object]:
+    """Arguments of a call, of pieces that templates and parsers quote, cut or read as numbers."""
+    chance = random.Random(seed)
+    word = "".join(chance.choices(PIECES, k=chance.randint(1, 4)))
+    return {"word": word} | ({"number": chance.choice([0, -3, 10**12])} if chance.random() < 0.5 else {})
+
+
+def as_sglang_reads(name: str, arguments: dict) -> dict:
+    """Arguments with what SGLang's parser of a family changes in a text, as it does in a deployment: quotes around it,
+    and a number that is declared to be a text. Some also drop white space around it."""
+    word = arguments["word"].strip()
+    if name in ("GLM-4.5", "GLM-5"):
+        word = re.sub(r"""(?s)\A(['"])(.*)\1\Z""", r"\2", word)
+    if name == "GLM-4.5" and re.fullmatch(r"-?\d+(\.\d+)?(e\d+)?", word):
+        word = str(json.loads(word))
+    return arguments | {"word": word.strip()}
+
+
+def turn_of(tokenizer, arguments: list[dict], content: str = "") -> str:
+    """A turn of the model with these calls, as the template writes it."""
     calls = [
         {
             "id": f"functions.look_up:{index}",
             "type": "function",
-            "function": {"name": "look_up", "arguments": json.dumps(arguments, ensure_ascii=False)},
+            "function": {"name": "look_up", "arguments": json.dumps(given, ensure_ascii=False)},
         }
-        for index, arguments in enumerate(ARGUMENTS[:number])
+        for index, given in enumerate(arguments)
     ]
     asked = [{"role": "user", "content": "a"}]
     data = DataConfig(path="a.jsonl", chat_template=True)
@@ -243,12 +264,13 @@ def parsed(tmp_path_factory):
     turns = {}
     for name, (_, parser, *_) in MODELS.items():
         tokenizer = tokenizer_of(name)
-        texts = {"one": heard(tokenizer, turn_of(tokenizer, 1), folder)}
+        texts = {"one": heard(tokenizer, turn_of(tokenizer, ARGUMENTS[:1]), folder)}
         if name != "Llama-3.1":  # whose template takes one
-            texts["two"] = heard(tokenizer, turn_of(tokenizer, 2), folder)
-            texts["said"] = heard(tokenizer, turn_of(tokenizer, 1, "I look."), folder)
-        texts["stripped"] = heard(tokenizer, turn_of(tokenizer, 1), folder, True)
+            texts["two"] = heard(tokenizer, turn_of(tokenizer, ARGUMENTS), folder)
+            texts["said"] = heard(tokenizer, turn_of(tokenizer, ARGUMENTS[:1], "I look."), folder)
+        texts["stripped"] = heard(tokenizer, turn_of(tokenizer, ARGUMENTS[:1]), folder, True)
         texts["none"] = "I do not know."
+        texts |= {str(seed): heard(tokenizer, turn_of(tokenizer, [drawn(seed)]), folder) for seed in range(30)}
         for what, text in texts.items():
             turns[name, what] = text, [TOOL["function"]], "c-", parser, ""
     for name, parser in REASONING.items():
@@ -294,6 +316,17 @@ def test_calls_are_found_where_markers_are_special_tokens(parsed, name):
     assert parsed[name, "none"] == {}, "the text is the message"
     # with the other choice of sampling.skip_special_tokens only Llama's, which has no markers
     assert bool(calls_of(parsed[name, "stripped"])) == (name == "Llama-3.1")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_calls_are_found_as_they_were_generated(parsed, name):
+    for seed in range(30):
+        ((_, found),) = calls_of(parsed[name, str(seed)])
+        wanted = drawn(seed)
+        if name in ("MiniMax-M2", "GLM-4.5", "GLM-5", "DeepSeek-V3.2"):
+            found["word"] = found["word"].strip()
+            wanted = as_sglang_reads(name, wanted)
+        assert found == wanted
 
 
 @pytest.mark.parametrize("name", REASONING)

@@ -111,17 +111,26 @@ def trained(tmp_path, batches, num_groups: int = 1, logprobs: torch.Tensor | Non
     return list(read_step_lines(RunFolder(tmp_path).trained_file(0)))
 
 
-def test_a_line_that_cannot_be_written_ends_the_record_and_not_the_run(tmp_path, capsys):
+@pytest.mark.parametrize("steps_after", [0, 2])
+def test_a_line_that_cannot_be_written_is_tried_again(tmp_path, capsys, steps_after):
     batch = made_batch(made_groups(1), difference=0.25)
-    file = RunFolder(tmp_path).trained_file(0)
+    file, aside = RunFolder(tmp_path).trained_file(0), tmp_path / "aside"
     with closing(TrainedLog(RunFolder(tmp_path), 0, 1, lambda ids: map(str, ids))) as log:
-        for step in range(1, 4):
-            log.write(step, batch, batch.old_logprobs)
-            if step == 1:
+        for step in range(1, 5 + steps_after):
+            if step == 2:
                 log.flush()
-                file.unlink()
+                file.rename(aside)
                 file.mkdir()  # as on a file system that is gone
-    assert capsys.readouterr().out.count(f"{file} is not written any more: ") == 1
+            log.write(step, batch, batch.old_logprobs)
+            if step == 4:
+                log.flush()
+                file.rmdir()
+                aside.write_text(aside.read_text() + '{"step": 2, "sample_i')  # as where a disk became full
+                aside.rename(file)
+    lines = list(read_step_lines(file))
+    assert [line["step"] for line in lines] == list(range(1, 5 + steps_after))
+    assert all(line["advantages"] == lines[0]["advantages"] for line in lines)
+    assert capsys.readouterr().out.count(f"{file} is not written: ") == 1
 
 
 def test_advantages_of_all_and_tokens_of_the_first_groups(tmp_path):

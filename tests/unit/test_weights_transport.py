@@ -405,9 +405,8 @@ def test_what_equal_engines_need_is_reported_read_and_planned_once(tmp_path, mon
     monkeypatch.setattr(Mailbox, "put", lambda self, *args: written.append(args[0]) or put(self, *args))
     monkeypatch.setattr(Mailbox, "get", lambda self, key: read.append(key) or get(self, key))
     registry = FakeFleet(engines)
-    for name in ("begin_update", "mark_ready"):
-        answer = getattr(registry, name)
-        monkeypatch.setattr(registry, name, lambda *args, answer=answer: reports.append(len(args[0])) or answer(*args))
+    answer = registry.report
+    monkeypatch.setattr(registry, "report", lambda *args: reports.append(len(args[1])) or answer(*args))
     with ExitStack() as stack:
         for engine in engines:
             stack.enter_context(running(engine))

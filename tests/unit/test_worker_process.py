@@ -1,6 +1,7 @@
 """Worker processes: real ones that hang, die, write nonsense, or cannot start."""
 
 import asyncio
+import math
 import os
 import sys
 import tempfile
@@ -85,6 +86,18 @@ def test_a_call_has_its_answer_or_the_reason_why_there_is_none(slot):
         with pytest.raises(TimeoutError):
             await process.only_call("hang", 0.2)
         assert not process.is_open and await (await place.started()).only_call("x", 60)
+
+    asyncio.run(run())
+
+
+def test_a_call_arrives_as_it_is(slot):
+    """Not as orjson writes it, which has no NaN, no half characters and no large numbers."""
+    message = ["grade", {"x": math.inf}, ["é\n≤ " * 1000, "\ud83d half", -math.inf, 2**70, None, True, {"a": ["é"]}]]
+
+    async def run() -> None:
+        process = await slot("one").started()
+        (value, _), error = await process.only_call(message, 60)
+        assert value == message and error is None
 
     asyncio.run(run())
 

@@ -9,6 +9,7 @@ from megagrpo.config.fields import LibrarySettings, Rule
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.kinds.clamped.describe import ClampedExperts
+from megagrpo.models.kinds.gated_delta.describe import GatedDelta
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.stored.quantization import FP8_BLOCK
 from megagrpo.models.table import FAMILIES
@@ -175,7 +176,7 @@ def _odd_parts(arch: Architecture, server: Server) -> dict[str, float]:
         sizes["keys"] = max(attention.kv_heads / part, 1) * attention.head_dim
         if whole and attention.output_gate:
             sizes["attention's output"] = heads * attention.head_dim
-    if linear := arch.delta:
+    if isinstance(linear := arch.recurrent, GatedDelta):
         sizes["delta net's keys"] = linear.key_heads / part * linear.key_dim
         sizes["delta net's values"] = linear.value_heads / part * linear.value_dim
     experts = arch.experts

@@ -8,6 +8,7 @@ from megagrpo.config.fields import Rule
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.fields import expected_kernels
+from megagrpo.models.kinds.mamba2.describe import Mamba2
 from megagrpo.models.table import model_problems, stored_otherwise
 
 
@@ -30,7 +31,7 @@ def before_start(subject: Subject) -> Iterator[Rule]:
         "set ep 1 or bfloat16",
     )
     yield Rule(
-        arch.mamba is not None and not config.weights.past_loader,
+        isinstance(arch.recurrent, Mamba2) and not config.weights.past_loader,
         f"weights.transport: {config.weights.transport} with Mamba-2 layers: SGLang's loader computes their decays, "
         "which this transport does not verify",
         "take reshard or ipc",

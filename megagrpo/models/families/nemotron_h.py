@@ -38,7 +38,9 @@ _EXPERT_SIZES = (
     "topk_group",
 )
 _EXPERT_NAMES = ExpertNames(
-    projections=PLAIN_NAMES, shared_size="moe_shared_expert_intermediate_size"
+    projections=PLAIN_NAMES,
+    shared_projections=PLAIN_NAMES,
+    shared_size="moe_shared_expert_intermediate_size",
 )
 _ENGINE_GROUPS = 8  # SGLang's n_groups if config.json has no mamba_n_groups, whatever n_groups says
 _UNBOUNDED = [0.0, {"__float__": "Infinity"}]  # as transformers writes it
@@ -118,7 +120,7 @@ class NemotronH(Family):
         attention = GroupedQuery.read(hf)  # whose positions config.json describes, and nobody turns
         return replace(attention, rotary=replace(attention.rotary, fraction=0.0))
 
-    def mamba(self, hf: HfConfig) -> Mamba2:
+    def recurrent(self, hf: HfConfig) -> Mamba2:
         return Mamba2.read(hf, tuple(part == "mamba" for part in self.parts(hf)))
 
     def parts(self, hf: HfConfig) -> tuple[Part, ...]:

@@ -79,7 +79,7 @@ class Qwen35(Family):
     def attention(self, hf: HfConfig) -> GroupedQuery:
         return GroupedQuery.read(hf, _ROTARY_FRACTION, qk_norm=True, output_gate=True)
 
-    def delta(self, hf: HfConfig) -> GatedDelta:
+    def recurrent(self, hf: HfConfig) -> GatedDelta:
         return GatedDelta.read(hf, _are_linear(hf), self.GROUPED)
 
     def stored_name(self, name: str) -> str:

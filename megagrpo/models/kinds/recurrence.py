@@ -18,6 +18,7 @@ class Recurrence(ABC):
     """Mixes the tokens of a sequence through a state, at a cost that grows with the length."""
 
     MODULE: ClassVar[str] = "linear_attn"  # in a layer; a family may store it under another name
+    OUTPUT: ClassVar[str] = "out_proj"  # its output projection there
     CUT_KEY: ClassVar[str]  # of config.json, what ranks divide
     PACKAGES: ClassVar[tuple[str, ...]]  # that GPUs need
     TITLE: ClassVar[str]
@@ -56,7 +57,7 @@ class Recurrence(ABC):
 
     def points(self) -> list[Row]:
         """Returns what bisect compares inside a layer."""
-        module = f"{self.MODULE}.out_proj"
+        module = f"{self.MODULE}.{self.OUTPUT}"
         return [("attention_out", self.TITLE, module, "self_attention.out_proj", "whole")]
 
 

@@ -30,6 +30,8 @@ from megagrpo.models.kinds.grouped_query.layer import grouped_query_spec
 from megagrpo.models.kinds.hashed.describe import HashedExperts
 from megagrpo.models.kinds.hashed.layer import hashed_spec
 from megagrpo.models.kinds.hyper_connections.layer import StreamHead, StreamLayer, without_residual
+from megagrpo.models.kinds.kda.describe import Kda
+from megagrpo.models.kinds.kda.layer import kda_spec
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.kinds.latent.layer import latent_spec
 from megagrpo.models.kinds.mamba2.describe import Mamba2
@@ -43,6 +45,7 @@ _MIXERS: dict[type, Callable[..., ModuleSpec]] = {
     LatentAttention: latent_spec,
     CompressedAttention: compressed_spec,
     GatedDelta: gated_delta_spec,
+    Kda: kda_spec,
     Mamba2: mamba2_spec,
 }
 

@@ -51,7 +51,7 @@ _SPELLINGS = (
         _repeated,
     ),
     (re.compile(r"(?<![\d./])(\d+) +(\d+)/(\d+)(?![\d/])"), r"\1\\frac{\2}{\3}"),  # 1 1/2
-    (re.compile(r"(?<=[\d)}])\.\s*$"), ""),  # the full stop of a sentence
+    (re.compile(r"(?<=[\d)}])\.\s*(?=\\[a-zA-Z%]|$)"), ""),  # of a sentence, or before a unit
 )
 _CHARACTERS = str.maketrans(
     {

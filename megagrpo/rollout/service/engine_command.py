@@ -41,12 +41,11 @@ class ServerPlace:
     """The addresses, rank and cores of one server process of an engine."""
 
     node_rank: int
-    bind_host: str  # interface to listen on
-    port: int  # HTTP of this server process
-    rendezvous: str  # "host:port" where the engine's nodes meet
-    cuda: bool
-    num_cores: int  # CPU cores for this server process
-    engine: str = ""  # its id
+    bind_host: str = ""  # interface to listen on; this and the next two are known at the start
+    port: int = 0  # HTTP of this server process
+    rendezvous: str = ""  # "host:port" where the engine's nodes meet
+    cuda: bool = False
+    num_cores: int = 1  # CPU cores for this server process
     scores: bool = False  # whether it is a teacher's
 
 

@@ -12,10 +12,15 @@ import sys
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 from megagrpo.system import environment
+from megagrpo.system.processes import lasting_imports
 
 _PR_SET_PDEATHSIG = 1
+# SGLang imports them where they are installed: for dumps of Megatron's ranks, and for tools of its
+# own. That takes two seconds, and with Megatron comes Transformer Engine.
+_UNUSED = ("megatron", "mcp")
 _KEY = environment.get(environment.API_KEY) or ""
 _make_record = logging.getLogRecordFactory()
 
@@ -143,28 +148,36 @@ def _answer_packed() -> None:
     http_server.app.add_middleware(Accepting)
 
 
+def _hide_unused() -> None:
+    modules: dict[str, Any] = sys.modules
+    modules.update(dict.fromkeys(_UNUSED))
+
+
 if __name__ == "__mp_main__":
     # SGLang ties its processes to the server too, but only after long imports: killed before, it
     # left orphans.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == 1:
         os._exit(1)
+    _hide_unused()
     _prepare_scores()
 
 
 if __name__ == "__main__":
-    from sglang.launch_server import run_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
+    _hide_unused()
+    with lasting_imports():
+        from sglang.launch_server import run_server
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import prepare_server_args
+        from sglang.srt.utils import kill_process_tree
 
-    from megagrpo.rollout.service.engine_words import engine_words
+        from megagrpo.rollout.service.engine_words import engine_words
 
-    load_plugins()
-    words = [*engine_words(sys.argv[1:]), *([f"--api-key={_KEY}"] if _KEY else [])]
-    arguments = prepare_server_args(words)
-    _prepare_scores()
-    _answer_packed()
+        load_plugins()
+        words = [*engine_words(sys.argv[1:]), *([f"--api-key={_KEY}"] if _KEY else [])]
+        arguments = prepare_server_args(words)
+        _prepare_scores()
+        _answer_packed()
     try:
         run_server(arguments)
     finally:

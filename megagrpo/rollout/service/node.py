@@ -5,6 +5,7 @@ import os
 import random
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -77,29 +78,18 @@ class EngineNode:
     """Runs one server process of one incarnation of an engine; the process ends with this actor,
     however it ends.
 
-    engine: its id. cores_share: server processes that share the CPU cores of this machine. scores:
-    whether it is a teacher's. Ray assigns its GPUs.
+    place: without what its machine and its start decide. cores_share: server processes that share
+    the CPU cores of this machine. Ray assigns its GPUs.
     """
 
     def __init__(
-        self,
-        config: ExperimentConfig,
-        *,
-        engine: str,
-        node_rank: int,
-        cuda: bool,
-        cores_share: int,
-        api_key: str,
-        scores: bool = False,
+        self, config: ExperimentConfig, place: ServerPlace, cores_share: int, api_key: str
     ):
         self.config = config
-        self.engine = engine
-        self.node_rank = node_rank
-        self.cuda = cuda
         self.api_key = api_key
-        self.scores = scores
-        self.bind_address = own_address(config.rollout.host)
-        self.num_cores = max(1, len(os.sched_getaffinity(0)) // cores_share)
+        cores = max(1, len(os.sched_getaffinity(0)) // cores_share)
+        host = own_address(config.rollout.host)
+        self.place = replace(place, bind_host=host, num_cores=cores)
         self.process: Popen[bytes] | None = None
 
     def address(self, service_loopback: str, slot: int, incarnation: int) -> tuple[str, int, int]:
@@ -108,29 +98,21 @@ class EngineNode:
         service_loopback: of the service's process. slot: of this server among those of the run.
         Raises ValueError if the service cannot reach this node.
         """
-        if self.bind_address == "127.0.0.1" and loopback() != service_loopback:
+        host = self.place.bind_host
+        if host == "127.0.0.1" and loopback() != service_loopback:
             raise ValueError(
                 f"rollout.host {self.config.rollout.host} is not reachable from other machines, "
                 "such as that of the service; give the name of the private interface, such as "
                 "eth0, which every machine looks up for itself"
             )
         ports = server_ports(slot, incarnation)
-        http, meeting = (free_port(self.bind_address, preferred) for preferred in ports)
-        return reachable_host(self.bind_address), http, meeting
+        http, meeting = (free_port(host, preferred) for preferred in ports)
+        return reachable_host(host), http, meeting
 
     def start(self, port: int, rendezvous: str, log: str) -> int:
         """Starts the server process and returns its pid. It is ready when /health answers."""
-        place = ServerPlace(
-            node_rank=self.node_rank,
-            bind_host=self.bind_address,
-            port=port,
-            rendezvous=rendezvous,
-            cuda=self.cuda,
-            num_cores=self.num_cores,
-            engine=self.engine,
-            scores=self.scores,
-        )
-        interface = interface_of(self.bind_address)
+        place = replace(self.place, port=port, rendezvous=rendezvous)
+        interface = interface_of(place.bind_host)
         # Between the ranks of an engine, and between them and the trainer, on the same interface as
         # everything else.
         network = {}
@@ -140,7 +122,7 @@ class EngineNode:
         # SGLang itself would take the route to the internet, then the host's own name, which many
         # hosts files give to loopback: other nodes of an engine would wait for its messages for
         # ever.
-        network["SGLANG_HOST_IP"] = get("SGLANG_HOST_IP") or reachable_host(self.bind_address)
+        network["SGLANG_HOST_IP"] = get("SGLANG_HOST_IP") or reachable_host(place.bind_host)
         variables = (
             engine_environment(self.config, place)
             | network
@@ -160,7 +142,7 @@ class EngineNode:
     def stop(self) -> None:
         """Ends the server process and all its child processes."""
         if self.process is not None:
-            stop_tree(self.process.pid, _CUDA_GRACE_S if self.cuda else _CPU_GRACE_S)
+            stop_tree(self.process.pid, _CUDA_GRACE_S if self.place.cuda else _CPU_GRACE_S)
             self.process.wait()
 
 

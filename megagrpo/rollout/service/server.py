@@ -5,8 +5,8 @@ HTTP endpoint through which trainers list the engines and report the verified on
 - GET /metrics: the engines and the run's last step, for Prometheus
 - POST /engines: starts one more engine; answers {"id"}
 - POST /engines/{id}/drain: finishes the engine's requests and ends it; 409 if too few would remain
-- POST /engines/update, {"incarnations": {id: incarnation}}: a trainer starts writing weights; answers
-  {"ended": [ids of incarnations that have ended]}, as the next three do
+- POST /engines/update, {"incarnations": {id: incarnation}}: a trainer starts writing weights, and a
+  late answer is no hang; answers {"ended": [ids of incarnations that have ended]}, as the next three
 - POST /engines/ready, {"incarnations", "weight_version"}: published and verified
 - POST /engines/wake, {"incarnations"}: verified engines there resume their cache memory
 - POST /engines/lost, {"incarnations"}: the update failed half-way, so the engines must restart

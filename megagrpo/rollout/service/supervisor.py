@@ -38,6 +38,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.control import bearer
 from megagrpo.rollout.engine_choice import LOOK_S
+from megagrpo.rollout.service.engine_command import ServerPlace
 from megagrpo.rollout.service.node import EngineNodeActor, loopback
 from megagrpo.rollout.service.sleep import WEIGHTS, EngineMemory, SleepFailed
 from megagrpo.system.processes import end_of
@@ -121,7 +122,7 @@ class SupervisedEngine:
         Raises StaleReport.
         """
         await self.wake(http, incarnation, WEIGHTS)
-        self.state, self.weight_version = "stale", None
+        self.state, self.weight_version = "stale", None  # it serves on
 
     async def wake(self, http: aiohttp.ClientSession, incarnation: int, part: str) -> None:
         """Resumes a part of its memory. Raises StaleReport, also if the engine is lost in the
@@ -138,7 +139,7 @@ class SupervisedEngine:
         if self.state not in ("stale", "ready", "asleep"):
             return
         incarnation = self.incarnation
-        self.state, self.weight_version, self.serves = "asleep", None, False
+        self._stop_serving("asleep")
         await self._move_memory(self._memory.release(http), incarnation)
 
     async def _move_memory(self, work: Coroutine[object, None, None], incarnation: int) -> None:
@@ -161,9 +162,12 @@ class SupervisedEngine:
         """Ends this incarnation after an unfinished update, because its weights are undefined."""
         if incarnation == self.incarnation and self.state in _ANSWERING:
             # at once: the next status must not show it as usable
-            self.state, self.weight_version, self.serves = "dead", None, False
+            self._stop_serving("dead")
             if self._lost is not None and not self._lost.done():
                 self._lost.set_result(None)
+
+    def _stop_serving(self, state: str) -> None:
+        self.state, self.weight_version, self.serves = state, None, False
 
     def _check_current(self, incarnation: int) -> None:
         if incarnation != self.incarnation or self.state not in _ANSWERING:
@@ -218,7 +222,7 @@ class SupervisedEngine:
                 self.reason = str(exc.cause)
             except ray.exceptions.RayError as exc:
                 self.reason = f"its node was lost: {type(exc).__name__}: {exc}"
-            self.state, self.weight_version, self.serves = "dead", None, False
+            self._stop_serving("dead")
             print(f"{self.id} died: {self.reason.splitlines()[0]}", flush=True)
             await self.stop()
             # An engine that never answered gets one restart only, in case another process took its
@@ -377,14 +381,11 @@ class SupervisedEngine:
         )
         return options.remote(
             self._config,
-            engine=self.id,
-            node_rank=rank,
-            cuda=self._cuda,
+            ServerPlace(rank, cuda=self._cuda, scores=bool(self.teacher)),
             # On a CPU all engines of the experiment may share one machine; its cores are divided
             # among them.
             cores_share=self._num_servers,
             api_key=self._api_key,
-            scores=bool(self.teacher),
         )
 
     def _log(self, rank: int) -> Path:

@@ -123,8 +123,8 @@ def final_norm(arch: Architecture) -> Point:
 def layer_points(arch: Architecture, layer: int) -> list[Point]:
     """Returns the points inside one layer, including the residual stream after attention and at its
     end."""
-    mlp = arch.experts.names.module if arch.experts else "mlp"
     experts = arch.experts if arch.has_experts(layer) else None
+    mlp = experts.names.module if experts else "mlp"
     mixer = arch.mixer(layer)
     norm, trainer_norm = "post_attention_layernorm", "pre_mlp_layernorm"
     mixing: list[Row] = []

@@ -11,12 +11,12 @@ from pydantic import ValidationError
 from megagrpo.check.rules.table import broken_as_read
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.run_folder import write_whole
-from megagrpo.tools.convert import roll, rules, slime, verl
+from megagrpo.tools.convert import rules, slime, verl
 from megagrpo.tools.convert.foreign import FRAMEWORKS
 from megagrpo.tools.convert.reading import Source, read_source
 from megagrpo.tools.convert.translation import Translation
 
-_FUNCTIONS = {"verl": verl, "roll": roll, "slime": slime, "miles": slime}
+_FUNCTIONS = {"verl": verl, "slime": slime, "miles": slime}
 
 
 def translate(framework: str, path: Path) -> Translation:
@@ -79,11 +79,11 @@ def convert(draft: Translation, source: Path, output: Path | None, partial: bool
 def add_options(command: argparse.ArgumentParser) -> None:
     """Adds the options of the command line."""
     option = command.add_argument
-    option("framework", choices=tuple(FRAMEWORKS), help="for TRL only key names are known")
+    option("framework", choices=tuple(FRAMEWORKS), help="of ROLL and TRL only names are known")
     option(
         "source",
         type=Path,
-        help="shell script with the command (verl, slime, miles) or YAML (verl, roll)",
+        help="shell script with the command (verl, slime, miles) or YAML (verl)",
     )
     option(
         "-o",

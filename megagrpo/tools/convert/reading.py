@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from megagrpo.config.load import ConfigError, Plain, plain_yaml
-from megagrpo.tools.convert.foreign import leaves_of, where_to_look, whose
+from megagrpo.tools.convert.foreign import FRAMEWORKS, leaves_of, where_to_look, whose
 from megagrpo.tools.convert.shell import trainer_command
 
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,\s*([^{}]*))?\}")
@@ -42,14 +42,12 @@ def read_source(framework: str, path: Path) -> Source:
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     text = path.read_text(encoding="utf-8", errors="replace")
-    if another := "TRL" if framework == "trl" else whose(text):
+    another = whose(text) if framework in _COMMANDS else FRAMEWORKS[framework]
+    if another:
         raise ValueError(f"{path}: {where_to_look(another)}")
-    if path.suffix in (".yaml", ".yml") and framework not in ("slime", "miles"):
+    if path.suffix in (".yaml", ".yml") and framework == "verl":
         return Source(_read_yaml(path))
-    form = _COMMANDS.get(framework)
-    if form is None:
-        raise ValueError(f"{path}: {framework} is read from YAML (.yaml)")
-    words, notes = trainer_command(path, *form)
+    words, notes = trainer_command(path, *_COMMANDS[framework])
     return Source(overrides(words) if framework == "verl" else options(words), notes)
 
 

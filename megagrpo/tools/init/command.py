@@ -9,7 +9,6 @@ import yaml
 from megagrpo.check.problems import describe_model
 from megagrpo.check.rules.table import broken_as_read
 from megagrpo.cluster.machine import visible_gpus
-from megagrpo.config.hardware import usable_bytes
 from megagrpo.config.load import Dumper, Plain, load_config, plain_yaml
 from megagrpo.data.hub import with_local_files
 from megagrpo.models.table import architecture_of, parameter_counts
@@ -21,6 +20,7 @@ from megagrpo.tools.explain import known_problems
 from megagrpo.tools.init.experiment import Draft, draft_experiment
 from megagrpo.tools.plan.command import TIGHT
 from megagrpo.tools.plan.fitting import with_model
+from megagrpo.tools.plan.hardware import usable_bytes
 from megagrpo.tools.plan.roofline import target_of
 from megagrpo.tools.plan.search import best_layouts, changes
 

@@ -11,11 +11,11 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from megagrpo.config.hardware import gigabytes
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.table import tensor_groups
 from megagrpo.models.tensors import TensorSpec
+from megagrpo.tools.plan.hardware import gigabytes
 
 # Megatron gathers moment by moment: at the peak these bytes exist in addition to the whole state of
 # 3 float32 a parameter (received pieces, their concatenation, and those of the moment before).

@@ -9,12 +9,12 @@ from dataclasses import replace
 from megagrpo.check.rules import placement
 from megagrpo.check.rules.subject import Nodes, Subject, broken
 from megagrpo.config.actor import ActorConfig
-from megagrpo.config.hardware import usable_bytes
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.table import parameter_counts
 from megagrpo.system.arguments import positive
 from megagrpo.system.progress import Progress
 from megagrpo.tools.plan.fitting import teachers_memory, teachers_misfits, with_model
+from megagrpo.tools.plan.hardware import usable_bytes
 from megagrpo.tools.plan.roofline import Plan, plan_step, target_of
 from megagrpo.tools.plan.search import best_layouts, changes
 

@@ -12,7 +12,7 @@ import numpy as np
 from megagrpo.check.problems import described_architecture
 from megagrpo.check.rules.engine_layout import Server, server_of
 from megagrpo.check.rules.subject import longest_samples, model_description
-from megagrpo.config.hardware import CONTEXT_BYTES, Hardware, hardware_of, usable_bytes
+from megagrpo.config.hardware import Hardware
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.costs import ITEM
@@ -22,6 +22,7 @@ from megagrpo.monitor.rollout_log import read_rollouts
 from megagrpo.rollout.admission import tokens_in_cache
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.plan.hardware import CONTEXT_BYTES, hardware_of, usable_bytes
 from megagrpo.tools.plan.libraries import resolve_all
 from megagrpo.tools.plan.trainer_memory import RankMemory, TrainerSide
 from megagrpo.tools.plan.work import ModelWork, model_work

@@ -10,7 +10,7 @@ from megagrpo.check.problems import layout_problems
 from megagrpo.check.rules.engine_layout import server_of
 from megagrpo.check.rules.placement import needs_gpus
 from megagrpo.check.rules.subject import longest_samples, model_description
-from megagrpo.config.hardware import EXPERT_IMBALANCE, Hardware, hardware_of
+from megagrpo.config.hardware import Hardware
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.table import (
@@ -27,6 +27,7 @@ from megagrpo.tools.plan.engine_memory import (
     gpu_phases,
     memory_problems,
 )
+from megagrpo.tools.plan.hardware import EXPERT_IMBALANCE, hardware_of
 from megagrpo.tools.plan.trainer_memory import Load, RankMemory, TrainerSide, links, trainer_side
 from megagrpo.tools.plan.work import ModelWork, model_work
 

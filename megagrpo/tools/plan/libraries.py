@@ -28,12 +28,13 @@ from megagrpo.check.rules.subject import model_folder
 from megagrpo.check.rules.table import broken_as_read
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.fields import LibrarySettings, broken_rules, complaints
-from megagrpo.config.hardware import Hardware, hardware_of
+from megagrpo.config.hardware import Hardware
 from megagrpo.config.libraries import SERVER
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.models.fields import expected_kernels
 from megagrpo.models.table import architecture_of, exported_config
 from megagrpo.rollout.service.engine_command import engine_command
+from megagrpo.tools.plan.hardware import hardware_of
 
 _ON_GPU = replace(ON_CPU, cuda=True)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from megagrpo.check.problems import described_architecture
 from megagrpo.check.rules.engine_layout import Server
-from megagrpo.config.hardware import HOST_GB_S, HOST_MEMORY_GB_S, Hardware, hardware_of
+from megagrpo.config.hardware import Hardware
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.costs import ITEM
@@ -28,6 +28,7 @@ from megagrpo.tools.plan.engine_memory import (
     weight_bytes,
 )
 from megagrpo.tools.plan.fitting import step_memory
+from megagrpo.tools.plan.hardware import HOST_GB_S, HOST_MEMORY_GB_S, hardware_of
 from megagrpo.tools.plan.trainer_memory import RankMemory, StageCost, TrainerSide
 from megagrpo.tools.plan.work import (
     HOST_ADAM_BYTES,

@@ -12,11 +12,11 @@ from megagrpo.check.rules import placement
 from megagrpo.check.rules.engine_layout import before_start, server_of
 from megagrpo.check.rules.subject import Nodes, Subject, broken
 from megagrpo.config.actor import ActorConfig, ParallelConfig
-from megagrpo.config.hardware import usable_bytes
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.plan.engine_memory import engine_side
 from megagrpo.tools.plan.fitting import load_of
+from megagrpo.tools.plan.hardware import usable_bytes
 from megagrpo.tools.plan.roofline import Plan, Target, plan_step, rollout_seconds, train_seconds
 from megagrpo.tools.plan.trainer_memory import trainer_stages
 

@@ -1,16 +1,20 @@
 """Writes the actor's live weights as a Hugging Face folder, and adapters as PEFT's."""
 
 import json
+import shutil
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from megagrpo.config.actor import LoraConfig
 from megagrpo.mesh import Mesh
+from megagrpo.models.config_json import end_tokens, text_part
 from megagrpo.models.table import begin_of_kept, read_description
 from megagrpo.system.run_folder import whole_folder
 from megagrpo.weights.actor_weights import ActorWeights
@@ -23,6 +27,15 @@ from megagrpo.weights.transports.gather_plan import (
 
 _SHARD_BYTES = 2 << 30
 _ADAPTER_BYTES = 1 << 30
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "chat_template*",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+)
+_ENDING_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _PEFT_PREFIX = "base_model.model."  # of the model inside PEFT's two wrappers
 
 
@@ -46,10 +59,39 @@ def export_hf(
 
     def write(buckets: Iterator[dict[str, Tensor]]) -> None:
         shards = chain(buckets, [untrained_tensors(Path(like))])
-        write_hf_folder(target, shards, like, published, tokenizer=tokenizer or like)
+        finish = partial(take_tokenizer, source=Path(tokenizer or like))
+        write_hf_folder(target, shards, like, published, finish=finish)
 
     with weights.merged():
         gather_to_main(plan, weights.parameters(), mesh, write, f"export to {target}")
+
+
+def take_tokenizer(folder: Path, source: Path) -> None:
+    """Replaces the tokenizer files of an HF folder, and lets generation_config.json name all end
+    tokens."""
+    for pattern in _TOKENIZER_FILES:
+        for file in folder.glob(pattern):
+            file.unlink()
+        for file in source.glob(pattern):
+            shutil.copyfile(file, folder / file.name)
+    _write_ends(folder)
+
+
+def _write_ends(folder: Path) -> None:
+    """Lets generation_config.json name the tokens at which engines end a response of the run: those
+    of the tokenizer and of config.json, too."""
+    tokenizer, settings, generation = (folder / name for name in _ENDING_FILES)
+    described = read_description(generation)
+    named = end_tokens(described)
+    ends = list(named)
+    if tokenizer.is_file() and (token := read_description(settings).get("eos_token")):
+        content = token["content"] if isinstance(token, dict) else token
+        ends.insert(0, Tokenizer.from_file(str(tokenizer)).token_to_id(content))
+    ends += end_tokens(text_part(read_description(folder / "config.json")))
+    ends = [end for end in dict.fromkeys(ends) if end is not None]
+    if set(ends) != set(named):
+        described["eos_token_id"] = ends
+        generation.write_text(json.dumps(described, indent=2) + "\n")
 
 
 def untrained_tensors(folder: Path) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from megagrpo.system.environment import under_torchrun
 if TYPE_CHECKING:
     import torch
 
-    from megagrpo.monitor.dump import Dump
+    from megagrpo.tools.ranks.dumps import Dump
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace, config: ExperimentConfig) -> int:
 def refuse_replay(config: ExperimentConfig, dump_folder: str) -> None:
     """Raises ValueError for what a replay lacks, and for a dump of another number of data-parallel
     ranks."""
-    from megagrpo.monitor.dump import read_dump  # takes seconds
+    from megagrpo.tools.ranks.dumps import read_dump  # takes seconds
 
     dump = read_dump(Path(dump_folder))
     dp = config.actor.dp
@@ -57,7 +57,7 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     from megagrpo.checkpoint.resume import latest_checkpoint, resume
     from megagrpo.data.images import ImageStore
     from megagrpo.data.prompts import load_prompts, load_tokenizer
-    from megagrpo.monitor.dump import read_dump
+    from megagrpo.tools.ranks.dumps import read_dump
 
     dump = read_dump(dump_folder)
     model = model_to_train(config)

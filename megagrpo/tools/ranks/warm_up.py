@@ -6,8 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from megagrpo.actor.head import Loss, TokenValues, over_tokens, with_draft
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.actor.step import likelihood_step
+from megagrpo.actor.schedule import run_schedule, sum_over_ranks
+from megagrpo.actor.step import DIVIDED
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
 from megagrpo.check.problems import model_to_warm_up
@@ -19,7 +21,7 @@ from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.step_log import StepLog
 from megagrpo.system.progress import Progress
 from megagrpo.tools.ranks.folders import export_hf
-from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
+from megagrpo.types import Batch, MicroBatch, Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.weights.actor_weights import load_initial_weights
 
 _DECAY = 0.95  # of the loss's running mean: about 20 steps
@@ -75,6 +77,26 @@ def warm_up(config: ExperimentConfig, device: torch.device, progress: Progress) 
     export_hf(
         config.model.path, weights, mesh, options.model, config.actor.dtype, config.model.tokenizer
     )
+
+
+def likelihood_step(actor: MegatronActor, batch: Batch) -> dict[str, float]:
+    """Collective. Makes one supervised update: minus the mean log-probability over the loss mask is
+    the loss."""
+    num_tokens = actor.mesh.reduce(batch.loss_mask.sum(), "sum")
+
+    def token_loss(micro: MicroBatch, values: TokenValues) -> Loss:
+        loss = -values.logprobs.sum() / num_tokens.to(values.logprobs.dtype)
+        return loss, {"loss/total": loss.detach()}
+
+    actor.zero_grad()
+    actor.clock.clear()
+    every = range(len(batch.lengths))
+    on_last_stage = with_draft(actor, over_tokens(actor, batch, 1.0, token_loss), 1.0, num_tokens)
+    sums = sum_over_ranks(
+        actor, run_schedule(actor, batch, every, on_last_stage, forward_only=False)
+    )
+    wanted = {name: value for name, value in sums.items() if name.startswith(DIVIDED)}
+    return {**wanted, **actor.optimizer_step(sums["loss/total"]), **actor.clock.take()}
 
 
 def _check_answers(prompts: Sequence[Prompt], tokenizer) -> None:

@@ -52,7 +52,8 @@ from megagrpo.weights.copies.views import Box
 
 _CHUNK = 1 << 16  # elements: 512 KiB of int64 products stay in a core's cache
 _CUDA_CHUNK = 1 << 26  # and on a GPU a launch should be worth it
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# by bytes of an element
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def slice_digest(values: Tensor, box: Box) -> Tensor:
@@ -68,7 +69,7 @@ def batched_digest(values: Tensor, box: Box, firsts: Tensor | None = None) -> Te
     have, these indices, int64 [k]; box.start[0] counts for nothing then.
     """
     assert tuple(values.shape[1:]) == box.size, (values.shape, box)
-    bits = values.view(_INTEGERS[values.element_size()])
+    bits = values.view(INTEGERS[values.element_size()])
     if not box.size:
         return bits.to(torch.int64)
     if bits.is_cuda and _has_triton():

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.types import EngineInfo
+from megagrpo.types import EngineEvent, EngineInfo
 from megagrpo.weights.copies.recorder import Copy, Specs
 from megagrpo.weights.copies.views import tuples
 from megagrpo.weights.engines.client import EngineConnection, EngineDown, EngineRefused
@@ -27,17 +27,10 @@ class EngineRegistry(Protocol):
     def engines(self) -> list[EngineInfo]:
         """Returns all engines, whatever state they are in."""
 
-    def begin_update(self, engines: Mapping[str, int]) -> set[str]:
-        """Announces a change of weights in incarnations, by engine id. Returns those that died."""
-
-    def wake(self, engines: Mapping[str, int]) -> set[str]:
-        """Gives engines on trainers' GPUs their caches back. Returns those that died."""
-
-    def mark_ready(self, engines: Mapping[str, int], weight_version: int) -> set[str]:
-        """Records which weights are verified. Returns those that died."""
-
-    def report_lost(self, engines: Mapping[str, int]) -> None:
-        """Reports incomplete updates, after which the engines must be restarted."""
+    def report(
+        self, event: EngineEvent, engines: Mapping[str, int], weight_version: int = 0
+    ) -> set[str]:
+        """Reports an event of incarnations, by engine id. Returns those that died."""
 
 
 class EngineFleet:
@@ -116,7 +109,7 @@ class EngineFleet:
         self.limit()
 
         if writing:
-            self._announce(self._registry.begin_update, "died before it could be updated")
+            self._announce("update", "died before it could be updated")
 
         def open_one(engine: EngineConnection) -> None:
             engine.pause()
@@ -180,20 +173,17 @@ class EngineFleet:
 
         def admit_one(engine: EngineConnection) -> None:
             verify(engine)
-            if sleeps and self._registry.wake({engine.id: engine.incarnation}):
+            if sleeps and self._registry.report("wake", {engine.id: engine.incarnation}):
                 raise EngineDown(f"{engine} did not get its cache back")
             engine.resume(version)
 
         self.for_each(admit_one)
-        self._announce(
-            lambda engines: self._registry.mark_ready(engines, version),
-            "died after it was verified",
-        )
+        self._announce("ready", "died after it was verified", version)
 
-    def _announce(self, report: Callable[[Mapping[str, int]], set[str]], problem: str) -> None:
+    def _announce(self, event: EngineEvent, problem: str, version: int = 0) -> None:
         """Reports an event of all living engines, in one request, and gives up those that died."""
         if living := {engine.id: engine.incarnation for engine in self.alive}:
-            ended = report(living)
+            ended = self._registry.report(event, living, version)
             self._give_up({id: EngineDown(f"{self._connections[id]} {problem}") for id in ended})
 
     def _give_up(self, lost: Mapping[str, EngineDown]) -> None:
@@ -201,7 +191,7 @@ class EngineFleet:
         if not lost:
             return
         self._lost |= lost
-        self._registry.report_lost({id: self._connections[id].incarnation for id in lost})
+        self._registry.report("lost", {id: self._connections[id].incarnation for id in lost})
         for id in lost:
             self._end(self._connections[id])
 

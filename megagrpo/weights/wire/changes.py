@@ -11,12 +11,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from megagrpo.weights.digests.digest import INTEGERS
 from megagrpo.weights.wire.transfer_messages import Message
 
 ALL = -1
 _FIRST_COUNT_TAG = 1 << 24  # no link has so many messages
 _POSITION = torch.int32
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 class LastSent:
@@ -87,7 +87,7 @@ def count_tags(batch: list[Message]) -> Mapping[int, int]:
 
 def _bits(values: Tensor) -> Tensor:
     """Returns values as integers, which are equal if the bits are, even for NaN and -0.0."""
-    return values.detach().view(_BITS[values.itemsize])
+    return values.detach().view(INTEGERS[values.itemsize])
 
 
 def _is_listed(count: int, numel: int) -> bool:

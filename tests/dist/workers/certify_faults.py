@@ -7,6 +7,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -28,6 +29,8 @@ from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.grouped_query.layer import CausalAttention
 from megagrpo.models.kinds.grouped_query.norm_over_heads import NormOverHeads
 from megagrpo.models.kinds.hashed.layer import HashedRouter
+from megagrpo.models.kinds.kda import layer as kda_layer
+from megagrpo.models.kinds.latent import layer as latent_layer
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.kinds.mamba2.layer import Mamba2Mixer
 from megagrpo.models.kinds.recurrent import RecurrentMixer
@@ -185,22 +188,14 @@ def _gate_behind_norm() -> AbstractContextManager[None]:
     return patch.multiple(Mamba2Mixer, _gated_norm=norm_then_gate)
 
 
-def _latent_gradients_not_summed() -> AbstractContextManager[None]:
-    """Gradients of the projections around latent experts are not summed over the ranks that each see a part of the
-    sequence."""
-    return _gradients_not_summed("_latent_proj.")
+def _gradients_not_summed(*modules: str) -> AbstractContextManager[None]:
+    """Gradients of projections that ranks hold whole are not summed over the ranks that each see a part of the
+    sequence: of those around latent experts, of the narrow ones of Kimi Delta Attention."""
 
-
-def _mixing_gradients_not_summed() -> AbstractContextManager[None]:
-    """Likewise those of what mixes residual streams."""
-    return _gradients_not_summed(".hc_")
-
-
-def _gradients_not_summed(part: str) -> AbstractContextManager[None]:
     def unmarked(actor: MegatronActor) -> None:
         for chunk in actor.chunks:
             for name, parameter in chunk.named_parameters():
-                if part in name:
+                if any(module in name for module in modules):
                     parameter.sequence_parallel = False
 
     return _after_loading(unmarked)
@@ -222,6 +217,21 @@ def _tokens_of_first_rank() -> AbstractContextManager[None]:
 def _windows_of_their_own() -> AbstractContextManager[None]:
     """A key sums both halves of its own four tokens' numbers, none of the four before."""
     return patch.multiple(compressed_layer, _with_window_before=lambda t, none: torch.cat(t.chunk(2, -1), 2))
+
+
+def _decays_of_heads() -> AbstractContextManager[None]:
+    """All channels of a head decay alike, as in gated delta nets."""
+    rule = kda_layer.delta_rule
+
+    def by_head(query, key, value, decay, beta, borders):
+        return rule(query, key, value, decay.mean(-1), beta, borders)
+
+    return patch.multiple(kda_layer, delta_rule=by_head)
+
+
+def _latent_keys_turned() -> AbstractContextManager[None]:
+    """Latent attention turns queries and keys by their positions, as other families' does."""
+    return patch.multiple(latent_layer, WithoutPositions=latent_layer.MLASelfAttention)
 
 
 def _norms_not_centered() -> AbstractContextManager[None]:
@@ -313,8 +323,11 @@ FAULTS = {
     "state-kept-over-borders": _state_kept_over_borders, "inner-norm-centered": _inner_norm_centered,
     "norms-not-centered": _norms_not_centered, "head-norms-cut-over-tp": _head_norms_cut_over_tp,
     "sinks-of-another-rank": _sinks_of_another_rank, "window-one-wider": _window_one_wider, "no-sinks": _no_sinks,
-    "gate-behind-norm": _gate_behind_norm, "latent-gradients-not-summed": _latent_gradients_not_summed,
-    "mixing-gradients-not-summed": _mixing_gradients_not_summed, "tokens-of-first-rank": _tokens_of_first_rank,
-    "windows-of-their-own": _windows_of_their_own,
+    "gate-behind-norm": _gate_behind_norm,
+    "mixing-gradients-not-summed": partial(_gradients_not_summed, ".hc_"),
+    "tokens-of-first-rank": _tokens_of_first_rank, "windows-of-their-own": _windows_of_their_own,
+    "latent-gradients-not-summed": partial(_gradients_not_summed, "_latent_proj."),
+    "narrow-gradients-not-summed": partial(_gradients_not_summed, "decay_down.", "gate_down."),
+    "decays-of-heads": _decays_of_heads, "latent-keys-turned": _latent_keys_turned,
     "components-counted-on-each-rank": _components_counted_on_each_rank,
 }  # fmt: skip

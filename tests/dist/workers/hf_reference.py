@@ -5,6 +5,7 @@ For run_transformers.
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -31,6 +32,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from tests.dist.workers.kimi_reference import KIMI_LINEAR, KimiLinear
 from tests.dist.workers.samples import LENGTHS, NUM_SAMPLES, VOCAB, WIDTH, samples
 from tests.published import deepseek_v4_name
 
@@ -156,15 +158,18 @@ CONFIGS = {
         **_SPARSE, **_GROUPS, num_experts=8, rope_parameters=_YARN
     ),
     "deepseek_v4": lambda: DeepseekV4Config(**_V4),
+    "kimi_linear": lambda: SimpleNamespace(**KIMI_LINEAR),
 }  # fmt: skip
 
 
-def random_model(config: PretrainedConfig) -> PreTrainedModel:
+def random_model(config: PretrainedConfig | SimpleNamespace) -> PreTrainedModel | KimiLinear:
     torch.manual_seed(0)
+    if isinstance(config, SimpleNamespace):
+        return KimiLinear(config)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
 
 
-def stir(model: PreTrainedModel) -> None:
+def stir(model: torch.nn.Module) -> None:
     """Norms of one, biases of zero and states that last for a token would hide a mistake."""
     biases = [buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")]
     with torch.no_grad():
@@ -181,7 +186,7 @@ def stir(model: PreTrainedModel) -> None:
                 table.copy_(torch.rand(len(table), model.config.n_routed_experts).argsort()[:, : table.shape[1]])
 
 
-def write_model(folder: Path, name: str, config: PretrainedConfig) -> None:
+def write_model(folder: Path, name: str, config: PretrainedConfig | SimpleNamespace) -> None:
     """Leaves the folder `name`, `name`.gradients beside it, and logits and loss in `name`.pt."""
     batch, model = samples(), random_model(config)
     stir(model)
@@ -206,7 +211,7 @@ def write_model(folder: Path, name: str, config: PretrainedConfig) -> None:
     save(model, folder / f"{name}.gradients")
 
 
-def save(model: PreTrainedModel, folder: Path) -> None:
+def save(model: PreTrainedModel | KimiLinear, folder: Path) -> None:
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     # transformers 5 writes another name than published files have, and than it reads

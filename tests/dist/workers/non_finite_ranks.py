@@ -12,8 +12,8 @@ from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.loop.run import Run
 from megagrpo.monitor.alarms import MismatchAlarm
-from megagrpo.monitor.dump import read_dump
 from megagrpo.monitor.run_record import RunRecord
+from megagrpo.tools.ranks.dumps import read_dump
 from megagrpo.tools.ranks.replay import compare
 from megagrpo.types import Batch, TrainState
 from megagrpo.weights.actor_weights import load_initial_weights

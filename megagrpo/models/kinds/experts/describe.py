@@ -36,7 +36,8 @@ class ExpertNames(NamedTuple):
     module: str = "mlp"  # router and experts, in a layer
     shared: str = "shared_experts"  # those that every token meets, together
     bias: str = "gate.e_score_correction_bias"
-    projections: GatedNames = GATED_NAMES
+    projections: GatedNames = GATED_NAMES  # of a routed expert
+    shared_projections: GatedNames = GATED_NAMES
     size: str = "moe_intermediate_size"  # of config.json
     shared_size: str = "n_shared_experts x moe_intermediate_size"  # likewise
 
@@ -109,7 +110,9 @@ class Experts:
             yield TensorSpec(bias, (self.count,), "bias", dtype="float32", trained=False)
         if self.shared_ffn_size:
             shared = f"{prefix}{names.shared}."
-            yield from mlp_tensors(hidden, self.shared_ffn_size, shared, names=names.projections)
+            yield from mlp_tensors(
+                hidden, self.shared_ffn_size, shared, names=names.shared_projections
+            )
         if self.shared_gate:
             yield TensorSpec(prefix + "shared_expert_gate.weight", (1, hidden), "matrix")
         if latent := self.latent_size:
@@ -130,7 +133,8 @@ class Experts:
             mlp.router.expert_bias.copy_(hf[prefix + names.bias])
         if self.shared_ffn_size:
             shared = mlp_weights(mlp.shared_experts)
-            load_mlp(*shared, hf, f"{prefix}{names.shared}.", place.tensor, names.projections)
+            inside = f"{prefix}{names.shared}."
+            load_mlp(*shared, hf, inside, place.tensor, names.shared_projections)
         if self.shared_gate:
             mlp.shared_experts.gate_weight.copy_(hf[prefix + "shared_expert_gate.weight"])
         if self.latent_size:

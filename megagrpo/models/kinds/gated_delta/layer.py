@@ -60,7 +60,7 @@ class GatedDeltaNet(RecurrentMixer):
         values = self.values * self.value_dim
         value_widths = (values, self.values, self.values)
         qkv, gate, beta, alpha = mixed.split((self.channels, *value_widths), -1)
-        mixing, rule = (_convolve_fla, _rule_fla) if mixed.is_cuda else (convolve, _rule)
+        mixing, rule = (convolve_fla, _rule_fla) if mixed.is_cuda else (convolve, delta_rule)
         conv1d, a_log, dt_bias = self.own_heads(self.conv1d, self.A_log, self.dt_bias)
         qkv = mixing(qkv.flatten(2), conv1d, None, borders)
         qkv = qkv.unflatten(2, (heads, -1))
@@ -84,7 +84,7 @@ def gated_delta_spec(own: GatedDelta, parts: Parts) -> ModuleSpec:
     return ModuleSpec(module=GatedDeltaNet, params=linears)
 
 
-def _convolve_fla(x: Tensor, weight: Tensor, _: None, borders: Tensor | None) -> Tensor:
+def convolve_fla(x: Tensor, weight: Tensor, _: None, borders: Tensor | None) -> Tensor:
     from fla.modules.convolution import causal_conv1d
 
     return causal_conv1d(
@@ -109,25 +109,28 @@ def _rule_fla(
     )[0]
 
 
-def _rule(
+def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, borders: Tensor | None
 ) -> Tensor:
-    """Computes the rule for query, key [b, s, heads, d], value [b, s, heads, e], decay and beta [b,
-    s, heads] in float32: [b, s, heads, e]."""
+    """Computes the rule for query, key [b, s, heads, d], value [b, s, heads, e], decay [b, s,
+    heads] or of each channel of the keys [b, s, heads, d], and beta [b, s, heads] in float32: [b,
+    s, heads, e]."""
     assert borders is None, "sequences are rows here"
+    if decay.dim() < key.dim():
+        decay = decay[..., None]
     length = query.shape[1]
     query, key, value, decay, beta = (in_chunks(t) for t in (query, key, value, decay, beta))
     query, key = _unit(query) * query.shape[-1] ** -0.5, _unit(key)
-    total = decay.double().cumsum(-1)  # rounded, it would be a rounded exponent
+    total = decay.double().cumsum(-2)  # rounded, it would be a rounded exponent
     new, erased, inside = _inside_chunks(query, key, value, total, beta)
-    from_start, to_end = total.exp().float(), (total[..., -1:] - total).exp().float()
-    from_state, to_state = query * from_start[..., None], key * to_end[..., None]
+    from_start, to_end = total.exp().float(), (total[..., -1:, :] - total).exp().float()
+    from_state, to_state = query * from_start, key * to_end
     state = query.new_zeros(*query.shape[:2], key.shape[-1], value.shape[-1])
     outputs = []
     for i in range(query.shape[2]):
         values = new[:, :, i] - erased[:, :, i] @ state
         outputs.append(from_state[:, :, i] @ state + inside[:, :, i] @ values)
-        state = state * from_start[:, :, i, -1:, None] + to_state[:, :, i].mT @ values
+        state = state * from_start[:, :, i, -1, :, None] + to_state[:, :, i].mT @ values
     return torch.cat(outputs, 2)[:, :, :length].transpose(1, 2)
 
 
@@ -145,11 +148,19 @@ def _inside_chunks(
     from the chunk's start.
     """
     past = torch.ones(CHUNK, CHUNK, dtype=torch.bool).tril()
-    between = (total[..., :, None] - total[..., None, :]).masked_fill(~past, -torch.inf)
-    between = between.exp().float()
+    between = total[..., :, None, :] - total[..., None, :, :]
+    between = between.masked_fill(~past[..., None], -torch.inf).exp().float()
     written = key * beta[..., None]
-    system = (written @ key.mT * between).tril(-1) + torch.eye(CHUNK)
-    right = torch.cat((value * beta[..., None], written * total.exp().float()[..., None]), -1)
+    system = _products(written, key, between).tril(-1) + torch.eye(CHUNK)
+    right = torch.cat((value * beta[..., None], written * total.exp().float()), -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     new, erased = solved.split((value.shape[-1], key.shape[-1]), -1)
-    return new, erased, query @ key.mT * between
+    return new, erased, _products(query, key, between)
+
+
+def _products(rows: Tensor, key: Tensor, between: Tensor) -> Tensor:
+    """Returns each row's product with each key, times what decays from it to the row [..., rows,
+    keys, 1 or d]."""
+    if between.shape[-1] == 1:
+        return rows @ key.mT * between[..., 0]
+    return (rows[..., :, None, :] * key[..., None, :, :] * between).sum(-1)

@@ -12,9 +12,17 @@ from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.layers.parts import Parts
 
 
+class WithoutPositions(MLASelfAttention):
+    """Turns queries and keys by angles of 0."""
+
+    def __init__(self, *args: object, **options: object):
+        super().__init__(*args, **options)
+        self.rotary_pos_emb.inv_freq.zero_()
+
+
 def latent_spec(own: LatentAttention, parts: Parts) -> ModuleSpec:
     """Returns the specification of latent attention, sparse if it has an indexer."""
-    module: type = MLASelfAttention
+    module: type = MLASelfAttention if own.rotary.fraction else WithoutPositions
     core: type | ModuleSpec = parts.core_attention
     if own.indexer is not None:
         module, core = sparse_attention(parts.transformer_engine)

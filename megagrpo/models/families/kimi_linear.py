@@ -1,0 +1,151 @@
+"""Kimi-Linear: three layers of Kimi Delta Attention to one of latent attention, which knows no
+positions; experts as in sigmoid_moe.py, under names of its own.
+
+The norm of latents has the model's epsilon, as in engines; transformers' own gives it 1e-6.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import ClassVar
+
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, every_scaling_refused
+from megagrpo.models.families.sigmoid_moe import SigmoidMoe, tiny_moe_options
+from megagrpo.models.family import TinySizes
+from megagrpo.models.kinds.experts.describe import ExpertNames, Experts
+from megagrpo.models.kinds.kda.describe import Kda
+from megagrpo.models.kinds.latent.describe import LatentAttention
+from megagrpo.models.tensors import GatedNames
+
+_LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_LINEAR_SIZES = ("num_heads", "head_dim", "short_conv_kernel_size")
+_LAYERS = ("kda_layers", "full_attn_layers")
+_NAMES = {  # of keys: other families', and of this one's config.json
+    "max_position_embeddings": "model_max_length",
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+    "n_group": "num_expert_group",
+    "norm_topk_prob": "moe_renormalize",
+    "scoring_func": "moe_router_activation_func",
+}
+_EXPERT_NAMES = ExpertNames(
+    module="block_sparse_moe",
+    projections=GatedNames(gate="w1", up="w3", down="w2"),
+    shared_size="num_shared_experts x moe_intermediate_size",
+)
+_EPSILON = 1e-5  # of SGLang's norm in Kimi Delta Attention, whatever rms_norm_eps says
+_ABSENT = (None, False)
+# the values that are supported of keys, "linear_attn_config." before those in there
+_ONLY: dict[str, tuple[object, ...]] = {
+    "mla_use_nope": (True,),  # SGLang turns nothing, whatever it says
+    "q_lora_rank": (None,),  # SGLang does not load queries from a latent
+    "rms_norm_eps": (_EPSILON,),
+    **dict.fromkeys(
+        (
+            "attn_res_block_size",
+            "routed_expert_hidden_size",
+            "mla_use_output_gate",
+            "linear_attn_config.use_full_rank_gate",
+            "linear_attn_config.gate_lower_bound",
+        ),
+        _ABSENT,
+    ),
+}
+
+
+class KimiLinear(SigmoidMoe):
+    """Reads layers by linear_attn_config, which counts them from 1."""
+
+    HF_CLASS = "KimiLinearForCausalLM"
+    REQUIRED_KEYS: ClassVar[tuple[str, ...]] = (
+        *(*_LATENT_SIZES, "linear_attn_config", "moe_intermediate_size"),
+        *(*_NAMES, "first_k_dense_replace", "topk_group", "routed_scaling_factor"),
+    )
+    SIZE_KEYS = COMMON_SIZE_KEYS | {
+        *(*_LATENT_SIZES, "linear_attn_config", "moe_intermediate_size", "first_k_dense_replace"),
+        *(*_NAMES.values(), "topk_group", "num_nextn_predict_layers"),
+    } - {*("moe_renormalize", "moe_router_activation_func")}
+    ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
+    DRAFT_REFUSAL = "SGLang has no multi-token-prediction layers for it"
+    FP8_REFUSAL = "not for models with Kimi Delta Attention"
+
+    def refusals(self, hf: HfConfig) -> list[str]:
+        problems = super().refusals(_common(hf))
+        for theirs, own in _NAMES.items():
+            problems = [re.sub(rf"\b{theirs}\b", own, text) for text in problems]
+        return problems
+
+    def own_refusals(self, hf: HfConfig) -> list[str]:
+        linear = hf["linear_attn_config"]
+        known = {**hf, **{f"linear_attn_config.{key}": value for key, value in linear.items()}}
+        problems = super().own_refusals(hf) + [
+            f"{key} {known.get(key)!r} is not supported; supported: {values[0]!r}"
+            for key, values in _ONLY.items()
+            if known.get(key) not in values
+        ]
+        heads = hf["num_attention_heads"]
+        if (given := hf.get("num_key_value_heads", heads)) != heads:
+            problems.append(
+                f"num_key_value_heads {given} must be num_attention_heads {heads} in latent attention"
+            )
+        lacking = [key for key in (*_LINEAR_SIZES, *_LAYERS) if key not in linear]
+        if lacking:
+            return [*problems, f"linear_attn_config lacks {', '.join(lacking)}"]
+        kinds = [set(linear[key]) for key in _LAYERS]
+        whole = set(range(1, hf["num_hidden_layers"] + 1))
+        if not all(kinds) or kinds[0] & kinds[1] or kinds[0] | kinds[1] != whole:
+            problems.append(
+                f"kda_layers and full_attn_layers of linear_attn_config must have each of the layers "
+                f"1 to {hf['num_hidden_layers']} in one of them, and neither be empty"
+            )
+        return problems
+
+    def architecture(self, hf: HfConfig) -> Architecture:
+        return super().architecture(_common(hf))
+
+    def attention(self, hf: HfConfig) -> LatentAttention:
+        attention = LatentAttention.read({"q_lora_rank": None, **hf})
+        return replace(attention, rotary=replace(attention.rotary, fraction=0.0))
+
+    def recurrent(self, hf: HfConfig) -> Kda:
+        linear = hf["linear_attn_config"]
+        layers = range(1, hf["num_hidden_layers"] + 1)
+        return Kda.read(linear, tuple(number in linear["kda_layers"] for number in layers))
+
+    def experts(self, hf: HfConfig) -> Experts:
+        unreported = "SGLang's Kimi-Linear does not say which layer chose experts"
+        return replace(super().experts(hf), names=_EXPERT_NAMES, unreported=unreported)
+
+    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
+        layers = range(1, sizes.num_layers + 1)
+        full = [number for number in layers if number % 4 == 0 or number == sizes.num_layers]
+        routed = tiny_moe_options(sizes, groups=False)
+        dim = sizes.head_dim // 2
+        return {
+            **{_NAMES.get(name, name): value for name, value in routed.items()},
+            "moe_router_activation_func": "sigmoid",
+            "model_max_length": 2048,
+            "num_key_value_heads": sizes.num_heads,
+            "rms_norm_eps": _EPSILON,
+            "mla_use_nope": True,
+            "q_lora_rank": None,
+            "kv_lora_rank": sizes.hidden_size // 2,
+            "qk_nope_head_dim": sizes.head_dim,
+            "qk_rope_head_dim": dim,
+            "v_head_dim": sizes.head_dim,
+            "linear_attn_config": {
+                "kda_layers": [number for number in layers if number not in full],
+                "full_attn_layers": full,
+                "num_heads": sizes.num_heads,
+                "head_dim": dim,
+                "short_conv_kernel_size": 4,
+            },
+        }
+
+
+def _common(hf: HfConfig) -> HfConfig:
+    """Returns a config.json with the keys that other families have."""
+    return {**hf, **{theirs: hf[own] for theirs, own in _NAMES.items() if own in hf}}

@@ -1,0 +1,111 @@
+"""Kimi Delta Attention: a gated delta net whose state decays by a number for each channel of the
+keys, in place of a layer's attention (arXiv 2510.26692).
+
+    S(t) = S(t-1) diag(exp(g(t))) (1 - beta(t) k(t) k(t)^T) + beta(t) v(t) k(t)^T,    out(t) = S(t) q(t)
+
+g = -exp(A_log) softplus(f + dt_bias), A_log one a head. Decays f and the gates of the output come
+through a narrow projection that the heads share. On a GPU convolution and rule are the kernels of
+flash-linear-attention; on a CPU torch.
+"""
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from megagrpo.models.kinds.gated_delta.layer import convolve_fla, delta_rule
+from megagrpo.models.kinds.kda.describe import Kda
+from megagrpo.models.kinds.recurrent import RecurrentMixer, convolve
+from megagrpo.models.layers.parts import Parts
+
+
+class KimiDeltaAttention(RecurrentMixer):
+    """Takes the place of Megatron's SelfAttention.
+
+    Rows of `in_proj` stand head by head: [query, key, value, beta]; those of `conv1d` [query, key,
+    value]. What is mixed has the head's decays and gates behind them.
+    """
+
+    FLOAT32 = ("A_log", "dt_bias")
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, parts: Parts, sizes: Kda, **_: object
+    ):
+        dim = sizes.dim
+        super().__init__(
+            config, layer_number, parts.column, parts.row, sizes.heads, 3 * dim + 1, dim
+        )
+        self.dim = dim
+        linear = {"config": config, "init_method": config.init_method, "bias": False}
+        linear |= {"is_expert": False, "skip_bias_add": False}
+        whole = {"skip_weight_param_allocation": False, "parallel_mode": "duplicated"}
+        for name in ("decay", "gate"):
+            down = build_module(parts.whole_linear, config.hidden_size, dim, **linear, **whole)
+            up = build_module(parts.column, dim, sizes.values, gather_output=False, **linear)
+            self.add_module(f"{name}_down", down)
+            self.add_module(f"{name}_up", up)
+        self.conv1d = self.cut(3 * dim, 1, sizes.kernel)
+        self.A_log = self.cut(1, dtype=torch.float32)
+        self.dt_bias = self.cut(dim, dtype=torch.float32)
+        self.norm = torch.nn.Parameter(
+            torch.empty(dim, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        self.norm.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    @property
+    def first_projections(self) -> list[MegatronModule]:
+        return [self.in_proj, self.decay_down, self.gate_down]
+
+    def project(self, hidden_states: Tensor) -> Tensor:
+        decay, gate = (
+            up(down(hidden_states)[0])[0].unflatten(-1, (-1, self.dim))
+            for down, up in (
+                (self.decay_down, self.decay_up),
+                (self.gate_down, self.gate_up),
+            )
+        )
+        return torch.cat((super().project(hidden_states), decay, gate), -1)
+
+    def mix(self, mixed: Tensor, borders: Tensor | None) -> Tensor:
+        dim, heads = self.dim, mixed.shape[2]
+        qkv, beta, decay, gate = mixed.split((3 * dim, 1, dim, dim), -1)
+        conv1d, a_log, dt_bias = self.own_heads(self.conv1d, self.A_log, self.dt_bias)
+        mixing, rule = (convolve_fla, _rule_fla) if mixed.is_cuda else (convolve, delta_rule)
+        qkv = mixing(qkv.flatten(2), conv1d, None, borders).unflatten(2, (heads, -1))
+        decay = F.softplus(decay.float() + dt_bias.float().view(heads, dim))
+        decay = -a_log.exp()[:, None] * decay
+        beta = beta[..., 0].float().sigmoid()
+        out = rule(*qkv.split(dim, -1), decay, beta, borders)
+        return checkpoint(
+            self._gated_norm, out, gate, use_reentrant=False, preserve_rng_state=False
+        )
+
+    def _gated_norm(self, out: Tensor, gate: Tensor) -> Tensor:
+        """Computes in float32, of which nothing is kept: the backward computes it again."""
+        normed = F.rms_norm(out.float(), (self.dim,), None, self.config.layernorm_epsilon)
+        return (normed * self.norm.float() * gate.float().sigmoid()).to(gate.dtype)
+
+
+def kda_spec(own: Kda, parts: Parts) -> ModuleSpec:
+    """Returns the specification of Kimi Delta Attention."""
+    return ModuleSpec(module=KimiDeltaAttention, params={"parts": parts, "sizes": own})
+
+
+def _rule_fla(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, borders: Tensor | None
+) -> Tensor:
+    from fla.ops.kda import chunk_kda
+
+    query, key, value = (t.contiguous() for t in (query, key, value))
+    return chunk_kda(
+        query,
+        key,
+        value,
+        g=decay,
+        beta=beta,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=borders,
+    )[0]
