@@ -64,6 +64,7 @@ def test_layers_have_what_their_place_gives_them():
         ({"num_experts_per_tok": 1}, "num_experts_per_tok 1"),
         ({"o_groups": 7}, "o_groups must divide"),
         ({"qk_rope_head_dim": 256}, "qk_rope_head_dim 256 must be even, and at most"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor must give"),
         ({"hc_mult": 1}, "hc_mult must be at least 2"),
         ({"rope_scaling": {**FLASH["rope_scaling"], "mscale": 2.0}}, "rope scaling 'yarn' with mscale"),
         ({"attention_bias": True}, "attention_bias"),

@@ -10,7 +10,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 from megagrpo.models.architecture import Architecture
-from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, Rotary, plain_yarn_refusals
+from megagrpo.models.config_json import (
+    COMMON_SIZE_KEYS,
+    HfConfig,
+    Rotary,
+    plain_yarn_refusals,
+    rotary_fraction,
+)
 from megagrpo.models.families.sigmoid_moe import tiny_moe_options
 from megagrpo.models.family import Family, TinySizes
 from megagrpo.models.kinds.compressed.cost import INDEXED
@@ -55,7 +61,10 @@ _YARN = {  # of a tiny model
     "beta_fast": 32.0,
     "beta_slow": 1.0,
 }
-_EXPERT_NAMES = ExpertNames(bias="gate.bias", projections=GatedNames(gate="w1", up="w3", down="w2"))
+_PROJECTIONS = GatedNames(gate="w1", up="w3", down="w2")
+_EXPERT_NAMES = ExpertNames(
+    bias="gate.bias", projections=_PROJECTIONS, shared_projections=_PROJECTIONS
+)
 
 
 class DeepseekV4(Family):
@@ -71,6 +80,7 @@ class DeepseekV4(Family):
         *(*_SIZES, "qk_rope_head_dim", "num_nextn_predict_layers"),
         *("compress_ratios", "num_hash_layers"),
     }
+    PARTIAL_ROTARY = True
     LEFT_OUT = ("mtp.",)
     DRAFT_REFUSAL = "its multi-token-prediction layers (mtp.*) are not loaded"
     FP8_REFUSAL = "no test compares DeepSeek-V4 in FP8 with SGLang's"
@@ -101,6 +111,9 @@ class DeepseekV4(Family):
             ),
             f"qk_rope_head_dim {turned} must be even, and at most head_dim and index_head_dim": (
                 turned % 2 == 0 and turned <= min(hf["head_dim"], hf["index_head_dim"])
+            ),
+            "partial_rotary_factor must give qk_rope_head_dim": (
+                hf["head_dim"] * rotary_fraction(hf, turned / hf["head_dim"]) == turned
             ),
             "hc_mult must be at least 2": hf["hc_mult"] > 1,
             "quantization_config: files with scales named *.scale are not read; convert them to bfloat16": (
@@ -159,7 +172,7 @@ class DeepseekV4(Family):
             "num_key_value_heads": 1,
             "num_experts_per_tok": max(sizes.experts_per_token, 2),
             "first_k_dense_replace": 0,
-            "qk_rope_head_dim": sizes.head_dim // 4,
+            "qk_rope_head_dim": sizes.head_dim // 2,
             "q_lora_rank": width,
             "o_groups": max(sizes.num_heads // 2, 1),
             "o_lora_rank": width,
