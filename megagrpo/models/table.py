@@ -18,14 +18,13 @@ from megagrpo.models.architecture import Architecture
 from megagrpo.models.config_json import HfConfig, text_part
 from megagrpo.models.families.deepseek_v3 import DeepseekV3, Glm4MoeLite, KimiK25
 from megagrpo.models.families.deepseek_v4 import DeepseekV4
-from megagrpo.models.families.dense import Llama, Qwen2, Qwen3
 from megagrpo.models.families.gpt_oss import GptOss
 from megagrpo.models.families.kimi_linear import KimiLinear
 from megagrpo.models.families.minimax_m2 import MiniMaxM2
 from megagrpo.models.families.nemotron_h import NemotronH
 from megagrpo.models.families.qwen3_5 import Qwen3Next, Qwen35, Qwen35Moe
 from megagrpo.models.families.sigmoid_moe import Glm4Moe
-from megagrpo.models.families.softmax_moe import Mixtral, Qwen3Moe
+from megagrpo.models.families.softmax_moe import Llama, Mixtral, Qwen2, Qwen3, Qwen3Moe
 from megagrpo.models.families.sparse_attention import DeepseekV32, GlmMoeDsa
 from megagrpo.models.families.vision_language import Qwen3VL, Qwen3VLMoe, Qwen25VL
 from megagrpo.models.family import Family

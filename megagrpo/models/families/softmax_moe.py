@@ -1,9 +1,36 @@
-"""Families with a softmax router over experts in every layer: Qwen3-MoE and Mixtral."""
+"""Dense families, Llama 2 and 3, Qwen2 and Qwen2.5, Qwen3; and with a softmax router over experts in
+every layer, Qwen3-MoE and Mixtral."""
 
 from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, missing_keys
-from megagrpo.models.families.dense import Qwen3
 from megagrpo.models.family import Family, TinySizes
 from megagrpo.models.kinds.experts.describe import MIXTRAL_NAMES, Experts
+from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
+
+
+class Llama(Family):
+    """Grouped-query attention, a gated MLP, optionally Llama 3's rotary scaling."""
+
+    HF_CLASS = "LlamaForCausalLM"
+    FP8_REFUSAL = "SGLang 0.5.21 drops the scales of a Llama's blocks when it loads them"
+
+
+class Qwen2(Family):
+    """Llama with biases on the query, key and value projections."""
+
+    HF_CLASS = "Qwen2ForCausalLM"
+    LOADS_ATTENTION_BIAS = True  # whatever the key says
+
+    def attention(self, hf: HfConfig) -> GroupedQuery:
+        return GroupedQuery.read(hf, qkv_bias=True)
+
+
+class Qwen3(Family):
+    """Llama with an RMSNorm over each head of queries and keys."""
+
+    HF_CLASS = "Qwen3ForCausalLM"
+
+    def attention(self, hf: HfConfig) -> GroupedQuery:
+        return GroupedQuery.read(hf, qk_norm=True)
 
 
 class Qwen3Moe(Qwen3):

@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, every_scaling_refused
-from megagrpo.models.families.dense import Qwen2, Qwen3
-from megagrpo.models.families.softmax_moe import Qwen3Moe
+from megagrpo.models.families.softmax_moe import Qwen2, Qwen3, Qwen3Moe
 from megagrpo.models.family import Family, TinySizes
 from megagrpo.models.kinds.vision.describe import Vision, vision_refusals
 from megagrpo.models.stored.fused_experts import FusedExperts
