@@ -86,7 +86,7 @@ async def play_harbor(
         limits = [task.get(part, {}).get("timeout_sec", 600.0) for part in ("agent", "verifier")]
     messages = list(row["messages"])
     messages[-1] = messages[-1] | {"content": introduction + messages[-1]["content"]}
-    used, killed, commands = 0.0, 0, 0
+    used, killed = 0.0, 0
     headers, forever = {"Authorization": f"Bearer {key}"}, aiohttp.ClientTimeout(total=None)
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(
@@ -105,7 +105,7 @@ async def play_harbor(
                 break
             began = time.monotonic()
             end, output = await sandbox.run(found[-1], min(command_s, limits[0] - used))
-            used, commands = used + time.monotonic() - began, commands + 1
+            used += time.monotonic() - began
             killed += end == "time limit"
             said = f"{end}\n```\n{output[-max_chars:]}\n```\n"
             messages += [turn, {"role": "user", "content": said}]
@@ -114,7 +114,6 @@ async def play_harbor(
         killed += rewards is None
     return {
         "reward": _reward(rewards, folder),
-        "info": {"commands": commands},
         "sandbox_s": used + time.monotonic() - began,
         "sandbox_killed": killed,
     }
