@@ -28,6 +28,7 @@ Write one command per turn. A turn without a command is your last one: then test
 """
 _COMMAND = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
 _LIMITS = ("context_length_exceeded", "max_turns")
+_MAX_CHARS = 4000  # the last ones of an output, which the model sees
 _HOSTED = Path(__file__).with_name("hosted.py")
 
 
@@ -70,15 +71,14 @@ async def play_harbor(
     python: str = "",
     introduction: str = _ABOUT,
     command_s: float = 60.0,
-    max_chars: int = 4000,
 ) -> dict[str, object]:
     """Returns the reward of the tests of the task in the row's extra.task, a folder; also at a limit
     of turns, of tokens, or of the task's seconds for all commands.
 
     runtime: bubblewrap, subprocess, or a name that Harbor's package knows. python: the interpreter
     that has the package. introduction: text before that in the row's last message. command_s: seconds
-    for a command. max_chars: the last ones of an output, which the model sees. Raises ValueError for
-    a row, a task or a runtime that cannot be played, RuntimeError for a sandbox that fails.
+    for a command. Raises ValueError for a row, a task or a runtime that cannot be played,
+    RuntimeError for a sandbox that fails.
     """
     folder = Path(str((row["extra"] or {}).get("task") or "extra.task (data.extra_key)"))
     with explained(f"{folder} is not the folder of a task of Harbor"):
@@ -107,7 +107,7 @@ async def play_harbor(
             end, output = await sandbox.run(found[-1], min(command_s, limits[0] - used))
             used += time.monotonic() - began
             killed += end == "time limit"
-            said = f"{end}\n```\n{output[-max_chars:]}\n```\n"
+            said = f"{end}\n```\n{output[-_MAX_CHARS:]}\n```\n"
             messages += [turn, {"role": "user", "content": said}]
         began = time.monotonic()
         rewards = await sandbox.verify(limits[1])
