@@ -14,6 +14,7 @@ import socket
 import sys
 import tempfile
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 _REMEDY = (
@@ -54,11 +55,10 @@ class Trial:
         if seconds is None:
             return await self.environment.start(force_build=False)
         if command is None:
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     return (await self.verifier.verify()).rewards
-            except TimeoutError:
-                return None
+            return None
         limited = f"timeout -k 5 {math.ceil(seconds)} bash -c {shlex.quote(command)}"
         ended = await self.environment.exec(limited)
         end = f"exit code {ended.return_code}"

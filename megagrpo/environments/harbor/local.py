@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -79,10 +79,9 @@ class Local:
                 stderr=file,
                 start_new_session=True,
             )
-            try:
+            async with AsyncExitStack() as stack:
+                stack.push_async_callback(asyncio.to_thread, self._end, process.pid)
                 code = await process.wait()
-            finally:
-                await asyncio.to_thread(self._end, process.pid)
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
             output = file.read().decode(errors="replace").replace(str(self._scratch), "")
         return "time limit" if code in _KILLED else f"exit code {code}", output
