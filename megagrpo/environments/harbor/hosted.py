@@ -39,7 +39,10 @@ class Trial:
         make = Factory.create_environment_from_import_path
         if ":" not in runtime:
             runtime, make = EnvironmentType(runtime), Factory.create_environment
-            Factory.run_preflight(runtime)
+            try:
+                Factory.run_preflight(runtime)
+            except SystemExit as exc:  # which would end the loop of this process
+                raise RuntimeError(exc) from exc
         self.environment = make(
             runtime,
             environment_dir=task.paths.environment_dir,
@@ -72,18 +75,25 @@ async def serve(folder, runtime, connection, scratch):
     reader, writer = await asyncio.open_connection(sock=connection, limit=2**28)
     writer.write(b"null\n")
     trial = None
+
+    async def answer(message):
+        nonlocal trial
+        trial = trial or Trial(folder, runtime, scratch)
+        return await trial.answer(**message)
+
     async for line in reader:
         number, message = json.loads(line)
         if message is None:  # a call that was given up
             continue
-        try:
-            trial = trial or Trial(folder, runtime, scratch)
-            answer = [number, await trial.answer(**message), None]
-        except ImportError as exc:
-            answer = [number, None, f"runtime {runtime}: {exc}; {_REMEDY}"]
-        except (Exception, SystemExit) as exc:  # a provider may raise anything
-            answer = [number, None, f"runtime {runtime}: {type(exc).__name__}: {exc}"]
-        writer.write(json.dumps(answer).encode() + b"\n")
+        task = asyncio.create_task(answer(message))
+        await asyncio.wait([task])  # a provider may raise anything
+        exc = task.exception()
+        if exc is None:
+            said = [number, task.result(), None]
+        else:
+            hint = f"; {_REMEDY}" * isinstance(exc, ImportError)
+            said = [number, None, f"runtime {runtime}: {type(exc).__name__}: {exc}{hint}"]
+        writer.write(json.dumps(said).encode() + b"\n")
     if trial is not None:
         await trial.environment.stop(delete=True)
 
