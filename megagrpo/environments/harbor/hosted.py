@@ -34,11 +34,13 @@ class Trial:
         from harbor.models.trial.paths import TrialPaths
         from harbor.verifier.verifier import Verifier
 
-        task, paths, make = Task(folder), TrialPaths(trial_dir=Path(scratch)), None
+        task = Task(folder)
+        paths = TrialPaths(trial_dir=Path(scratch))
         paths.mkdir()
         make = Factory.create_environment_from_import_path
         if ":" not in runtime:
-            runtime, make = EnvironmentType(runtime), Factory.create_environment
+            runtime = EnvironmentType(runtime)
+            make = Factory.create_environment
             try:
                 Factory.run_preflight(runtime)
             except SystemExit as exc:  # which would end the loop of this process

@@ -35,7 +35,9 @@ class Local:
     """
 
     def __init__(self, task: Path, config: Mapping, isolated: bool):
-        self._task, self._isolated, self._config = task, isolated, config
+        self._task = task
+        self._isolated = isolated
+        self._config = config
         environment = config.get("environment", {})
         kib = {name: 1024 * _mib(environment, name) for name in ("memory", "storage")}
         self._limits = f"ulimit -v {kib['memory']} -f {kib['storage']}\n"

@@ -86,8 +86,10 @@ async def play_harbor(
         limits = [task.get(part, {}).get("timeout_sec", 600.0) for part in ("agent", "verifier")]
     messages = list(row["messages"])
     messages[-1] = messages[-1] | {"content": introduction + messages[-1]["content"]}
-    used, killed = 0.0, 0
-    headers, forever = {"Authorization": f"Bearer {key}"}, aiohttp.ClientTimeout(total=None)
+    used = 0.0
+    killed = 0
+    headers = {"Authorization": f"Bearer {key}"}
+    forever = aiohttp.ClientTimeout(total=None)  # turns wait for engines
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(
             aiohttp.ClientSession(headers=headers, timeout=forever)
