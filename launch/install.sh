@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Installs megagrpo and its requirements into .venv (or into the folder in MEGAGRPO_VENV).
 # Needs python3, 3.11 to 3.13, with pip, and on a GPU machine a compiler. You can interrupt it and run it again. If
-# pyproject.toml, launch/locked.txt and this file have not changed since the last complete installation, it does nothing
+# pyproject.toml, the locked versions and this file have not changed since the last complete installation, it does nothing
 # without --repair.
 # usage: [MEGAGRPO_KIND=gpu|cpu] launch/install.sh [--repair] [--unlocked] [--with smollm2] [--without te]
-# --unlocked: the newest versions that pyproject.toml admits, in a new folder, instead of those in launch/locked.txt.
+# --unlocked: the newest versions that pyproject.toml admits, in a new folder, instead of those in launch/locked_cpu.txt.
 # The kind defaults to gpu if this machine has a GPU or the last installation was for one. smollm2: also the pretrained model for
 # configs/smollm2.yaml, 98 MB. te: Transformer Engine, which takes many minutes to compile. A run on GPUs works without it, but
 # more slowly.
@@ -23,10 +23,10 @@ say() { printf '[install] %s\n' "$*"; }
 
 # --no-compile: Python compiles modules at their first import, and only a fraction of them, which saves half a minute.
 pip_install() {
-    local versions=()
-    [ "${unlocked:-no}" = yes ] || versions=(--constraint launch/locked.txt)
+    local lock="launch/locked_${kind:-}.txt" versions=()
+    [ "${unlocked:-no}" = yes ] || [ ! -f "$lock" ] || versions=(--constraint "$lock")
     "$venv/bin/python" -m pip install --no-compile "${versions[@]}" "$@" && return
-    [ ${#versions[@]} = 0 ] || say "if a version of launch/locked.txt is not to be had here (above): --unlocked takes others" >&2
+    [ ${#versions[@]} = 0 ] || say "if a version of $lock is not to be had here (above): --unlocked takes others" >&2
     return 1
 }
 
@@ -146,7 +146,7 @@ done
 [ -z "$with" ] || [ "$with" = smollm2 ] || { say "--with $with is unknown; known: smollm2" >&2; exit 2; }
 [ -z "$without" ] || [ "$without" = te ] || { say "--without $without is unknown; known: te" >&2; exit 2; }
 
-# All versions are locked, so pip asks no index about packages that are installed.
+# All requirements are locked, pinned or bounded, so pip asks no index about packages that are installed.
 install_more() {
     [ -z "$with" ] || extra "$with" | pip_install --no-deps --requirement /dev/stdin
 }
@@ -166,7 +166,7 @@ if [ -z "$kind" ]; then
     [ $kind = gpu ] || ! command -v sbatch >/dev/null ||
         say "no GPU is visible: for CPUs. On a login node of GPU nodes say MEGAGRPO_KIND=gpu"
 fi
-wanted="$kind $(cat pyproject.toml launch/{install.sh,build_te.sh,locked.txt} | sha256sum | cut -d' ' -f1) $PWD"
+wanted="$kind $(cat pyproject.toml launch/{install.sh,build_te.sh,locked_*.txt} | sha256sum | cut -d' ' -f1) $PWD"
 newest="$wanted, unlocked" # stays, also without --unlocked
 [ $unlocked = no ] || wanted="$newest"
 stamp="$venv/.megagrpo-installed"

@@ -1,4 +1,4 @@
-"""launch/locked.txt: the same packages next month, of every requirement and of theirs; and how they are left."""
+"""launch/locked_cpu.txt: the same packages next month, of every requirement and of theirs; and how they are left."""
 
 import importlib.metadata
 import re
@@ -11,7 +11,7 @@ from packaging.version import Version
 from tests.unit.package_source import ROOT
 from tests.unit.test_containers import Image
 
-LOCK = ROOT / "launch" / "locked.txt"
+LOCK = ROOT / "launch" / "locked_cpu.txt"
 WHOLE = ("cpu", "test", "lint", "wandb")  # extras; of the other ones requirements are left out
 ALONE = ("cpu-engine", "smollm2")
 
@@ -76,7 +76,7 @@ def install(image: Image, *options: str) -> tuple[list[bool], bool]:
     words.write_text("")
     said = image.run('bash launch/install.sh "$@"', *options)
     calls = [line for line in words.read_text().splitlines() if line.startswith("-m pip install --no-compile")]
-    return ["--constraint launch/locked.txt" in line for line in calls], "is up to date" in said
+    return ["--constraint launch/locked_cpu.txt" in line for line in calls], "is up to date" in said
 
 
 def test_an_installation_has_the_locked_versions_until_it_is_unlocked(image):
@@ -85,6 +85,6 @@ def test_an_installation_has_the_locked_versions_until_it_is_unlocked(image):
     assert install(image, "--with", "smollm2") == ([True], True)
     assert install(image, "--unlocked", "--with", "smollm2") == ([False] * 4, False)
     assert install(image, "--with", "smollm2") == ([False], True), "launch/test.sh tests the newest versions, too"
-    with (image.checkout / "launch" / "locked.txt").open("a") as lock:
+    with (image.checkout / "launch" / "locked_cpu.txt").open("a") as lock:
         lock.write("# another\n")
     assert install(image) == ([True] * 3, False)
