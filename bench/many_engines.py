@@ -12,6 +12,8 @@ pp 8, ep 8); engines have tp 8 and ep 8. Parts:
 - reports: a publish's reports to the real control endpoint, in another process
 - copy lists: rank 0 reads what the ranks of every engine have recorded
 - plans of rank 0, and of another rank: made at the first publish, with the messages to engines
+- first request, a request to each: from a step's begin until an engine has got one, and until all have;
+  the engines answer none. The JSON has the seconds of wall, too.
 """
 
 import argparse
@@ -31,7 +33,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 KEY, TP, STAGES, EXPERTS, HIDDEN, WIDTH = "of a bench", 8, 8, 128, 4096, 1536
-PARTS = ("connections", "reports", "copy lists", "plans of rank 0", "plans of rank 77")
+FIRST, EACH = "first request", "a request to each"
+PARTS = ("connections", "reports", "copy lists", "plans of rank 0", "plans of rank 77", FIRST, EACH)
 HEADER = ("part", "engines", "before, CPU s", "after, CPU s", "ratio", "before, MB", "after, MB")
 
 
@@ -41,6 +44,8 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=1000)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--name", default="many_engines", help="of the files")
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -56,7 +61,7 @@ def compare(args: argparse.Namespace) -> None:
     from common import ROOT, provenance, write_results
 
     rows = []
-    for part in PARTS:
+    for part in args.parts:
         sides: dict[str, list[dict]] = {"before": [], "after": []}
         for _ in range(args.repeats):
             for side, tree in (("before", args.before), ("after", ROOT)):
@@ -70,7 +75,7 @@ def compare(args: argparse.Namespace) -> None:
             [statistics.median(row[key] for row in sides[side]) for side in sides]
             for key in ("cpu_s", "bytes")
         )
-        rows.append({"part": part, "seconds": seconds, "bytes": size})
+        rows.append({"part": part, "seconds": seconds, "bytes": size, "sides": sides})
     before = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=args.before, stdout=subprocess.PIPE, text=True
     ).stdout.strip()
@@ -86,18 +91,21 @@ def compare(args: argparse.Namespace) -> None:
     ]
     data = provenance() | {"before": before, "layers": args.layers, "rows": rows}
     data["machine"] += f"; before: {before}; {args.layers} layers; medians of {args.repeats}"
-    write_results("many_engines", data, HEADER, lines)
+    write_results(args.name, data, HEADER, lines)
 
 
 def measured(part: str, engines: int, layers: int) -> dict[str, float]:
     """CPU seconds of this process, and the growth of its resident set."""
     work = prepared(part, engines, layers)
+    began = time.perf_counter()
     before, resident = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     kept = work()
     took = time.process_time() - before
+    wall_s = time.perf_counter() - began
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident
-    del kept
-    return {"cpu_s": took, "bytes": grown * 1024}
+    if callable(kept):
+        kept()
+    return {"cpu_s": took, "wall_s": wall_s, "bytes": grown * 1024}
 
 
 def prepared(part: str, engines: int, layers: int) -> Callable[[], object]:
@@ -108,6 +116,8 @@ def prepared(part: str, engines: int, layers: int) -> Callable[[], object]:
             return reports(engines)
         case "copy lists":
             return copy_lists(engines, layers)
+        case "first request" | "a request to each":
+            return first_requests(engines, part)
         case _:
             return plans(engines, layers, int(part.split()[-1]))
 
@@ -141,11 +151,14 @@ async def serve(engines: int) -> None:
         )
         service = server._Service(config, RunFolder(Path(folder)), cuda=False, api_key=KEY)
         service._http = None
+        played = await serve_requests(engines)
         for index in range(engines):
             engine = SupervisedEngine(
                 index, config, cuda=False, api_key=KEY, log_dir=Path(folder), may_start=asyncio.Event()
             )  # fmt: skip
-            engine.url, engine.state, engine.incarnation = f"http://h{index}:1", "stale", 1
+            engine.url = f"http://127.1.{index // 250}.{index % 250 + 1}:{played}"
+            engine.state, engine.incarnation = "stale", 1
+            engine.mark_ready(1, 0)
             service._engines[engine.id] = engine
         runner = web.AppRunner(service._application(), access_log=None)
         await runner.setup()
@@ -178,6 +191,69 @@ def reports(engines: int) -> Callable[[], object]:
         process.wait()
 
     return publish
+
+
+async def serve_requests(engines: int) -> int:
+    """Returns the port of engines that answer no request; prints when the first and when all have one."""
+    from aiohttp import web
+
+    asked: set[str] = set()
+
+    async def generate(request: web.Request) -> web.Response:
+        before = len(asked)
+        asked.add(request.host)
+        if len(asked) > before and len(asked) in (1, engines):
+            print({1: FIRST, engines: EACH}[len(asked)], flush=True)
+        await asyncio.sleep(3600)
+        return web.Response()
+
+    app = web.Application(client_max_size=2**28)
+    app.add_routes([web.post("/generate", generate)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "0.0.0.0", 0, backlog=4096)
+    await site.start()
+    return site._server.sockets[0].getsockname()[1]
+
+
+def first_requests(engines: int, awaited: str) -> Callable[[], object]:
+    """A leader's step of two requests to each engine, from its begin on."""
+    import torch
+
+    import megagrpo
+    from megagrpo.config.load import load_config
+    from megagrpo.data.prompts import PromptSet
+    from megagrpo.mesh import make_mesh
+    from megagrpo.rollout.batches import Batches
+    from megagrpo.rollout.control import ServiceControl
+    from megagrpo.rollout.sampler import Sampler
+    from megagrpo.rollout.source import RolloutSource
+    from megagrpo.types import Prompt, TrainState
+
+    words = [sys.executable, "-W", "ignore", __file__, "--serve", "--engines", str(engines)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    control = ServiceControl(process.stdout.readline().strip(), KEY)
+    root = Path(megagrpo.__file__).parents[1]
+    sets = [f"train.num_prompts_per_step={engines // 4}", "train.group_size=8"]
+    config = load_config(root / "configs" / "quickstart.yaml", sets)
+    prompts = tuple(Prompt(i, "", list(range(512)), "") for i in range(engines // 4))
+    mesh = make_mesh(0, 1, torch.device("cpu"), 60.0)
+    batches = Batches(config, mesh, PromptSet(prompts, 0, False))
+    source = RolloutSource(control, Sampler(config, 1, control, None, str), batches)
+
+    def end() -> None:
+        source.close()
+        process.kill()
+        process.wait()
+
+    def step() -> Callable[[], None]:
+        begun = source.begin_step(TrainState())
+        source.begin(begun.wanted())
+        while process.stdout.readline().strip() != awaited:
+            assert process.poll() is None, "the played engines have ended"
+        return end
+
+    return step
 
 
 # What engines and trainers hold.

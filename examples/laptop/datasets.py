@@ -14,6 +14,7 @@ from pathlib import Path
 from examples.laptop.guess import games
 from examples.laptop.lake import maps
 from examples.laptop.recipe import DatasetConfig
+from examples.laptop.repositories import rows as repositories
 from examples.laptop.sql import questions
 from examples.laptop.squares import pictures
 from examples.laptop.word_problems import word_problems
@@ -51,12 +52,14 @@ def make_dataset(config: DatasetConfig, seed: int) -> dict[str, int]:
             files, counts = pictures(config, seed), {}
         case "sql":
             files, counts = {name: questions(num, seed, name) for name, num in sizes.items()}, {}
+        case "repositories":
+            files, counts = {name: repositories(num, seed, name) for name, num in sizes.items()}, {}
         case "lake":
             files, counts = maps(sizes, config.num_sft_maps, seed), {}
         case _:
             raise ValueError(
                 f"dataset.kind {config.kind!r} is unknown; "
-                "it is arithmetic, gsm8k_calc, guess, lake, sql, squares or word_problems"
+                "it is arithmetic, gsm8k_calc, guess, lake, repositories, sql, squares or word_problems"
             )
     Path(config.folder).mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():

@@ -39,7 +39,16 @@ class PretrainedConfig:
 class DatasetConfig:
     """sft.jsonl, train.jsonl and eval.jsonl, which share no problem; of guess, its 20 goals."""
 
-    kind: Literal["arithmetic", "gsm8k_calc", "word_problems", "guess", "lake", "sql", "squares"]
+    kind: Literal[
+        "arithmetic",
+        "gsm8k_calc",
+        "word_problems",
+        "guess",
+        "lake",
+        "repositories",
+        "sql",
+        "squares",
+    ]
     folder: str = ""
     source: str | None = None  # gsm8k_calc: folder with GSM8K's train.jsonl and test.jsonl
     num_sft: int = 4000  # problems of the supervised warm-up

@@ -31,6 +31,8 @@ from megagrpo.system.errors import collected
 
 def _expanded(path: object) -> object:
     if isinstance(path, str):
+        if not path.strip():
+            raise ValueError("it is empty; name a file or folder")
         path = os.path.expandvars(os.path.expanduser(path))
         if re.search(r"\$(\w|\{\w+\})", path):
             raise ValueError(f"{path!r} names a variable that is not set")

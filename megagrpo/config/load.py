@@ -10,6 +10,7 @@ import copy
 import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, cast
@@ -278,7 +279,14 @@ def _build(loader: _Loader, node: yaml.Node, path: KeyPath, source: _Source) -> 
     if isinstance(node, yaml.SequenceNode):
         return [_build(loader, child, (*path, i), source) for i, child in enumerate(node.value)]
     if isinstance(node, yaml.ScalarNode):
-        return loader.construct_object(node)
+        # of values that are not what their tag says, such as `!!int x`
+        with suppress(ValueError, LookupError, AttributeError):
+            return loader.construct_object(node)
+        tag = node.tag.rpartition(":")[2]
+        source.problems.append(
+            f"{source.locations[path]}: not valid YAML: {node.value!r:.60} is no {tag}"
+        )
+        return None
     out: dict[str, Plain] = {}
     for key_node, child in node.value:
         key = key_node.value if isinstance(key_node, yaml.ScalarNode) else "<not a name>"

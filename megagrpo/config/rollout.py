@@ -98,7 +98,8 @@ class AgentConfig(Section):
 
     function: str | None = None
     """"package.module:function", async or not, which is called for every rollout as
-    function(base_url, key, row, **args), or `verifiers`, an environment from that library."""
+    function(base_url, key, row, **args), or `verifiers` or `harbor`, [programs that
+    ship](../environments.md)."""
     args: dict[str, str | int | float | bool] = Field(default={})
     """Keyword arguments for the function."""
     command: list[str] = Field(default=[])

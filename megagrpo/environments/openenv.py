@@ -34,6 +34,7 @@ class OpenEnv:
         self._action = action
         self._observation = observation
         self._timeout_s = timeout_s
+        self._has_reward = False  # of any step
         try:
             self._session = ExitStack()
             self._socket = self._session.enter_context(
@@ -48,9 +49,12 @@ class OpenEnv:
 
     def step(self, text: str) -> tuple[str | None, float, bool]:
         """Returns the observation after an action, its reward (0 if it has none), and whether it
-        was the last."""
+        was the last. Raises RuntimeError if no step of an episode had a reward."""
         answer = self._answer("step", {self._action: text})
         done = bool(answer.get("done"))
+        self._has_reward |= answer.get("reward") is not None
+        if done and not self._has_reward:
+            raise RuntimeError("the server ended the episode without a reward in any step")
         return None if done else self._text(answer), float(answer.get("reward") or 0.0), done
 
     def close(self) -> None:

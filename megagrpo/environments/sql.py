@@ -20,7 +20,8 @@ _ALLOWED = {
     sqlite3.SQLITE_RECURSIVE,
 }
 _SCHEMA = {"sqlite_master", "sqlite_schema"}
-_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|\[[^\[\]]*\]")  # texts and names
+# texts, names and comments
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|\[[^\[\]]*\]|--[^\n]*|/\*.*?\*/", re.DOTALL)
 _INNERMOST = re.compile(r"\([^()]*\)")
 _ORDER = re.compile(r"\border\s+by\b", re.IGNORECASE)
 _TICK = 1000  # steps of SQLite's machine between two looks at the budget
@@ -33,9 +34,7 @@ _FAILURES = (sqlite3.Error, sqlite3.Warning, ValueError)
 def _unfenced(text: str) -> str:
     """Returns a query without the fences of a code block around it."""
     query = text.strip().removesuffix("```")
-    if query.startswith("```"):
-        query = query[3:].removeprefix("sql")
-    return query.strip()
+    return re.sub(r"\A```(?:\w+\s*\n|sql(?:ite)?\b)?", "", query, flags=re.IGNORECASE).strip()
 
 
 def _is_ordered(query: str) -> bool:
@@ -75,7 +74,7 @@ class Sql:
                 self._image = database.serialize()
             self._ordered = _is_ordered(row["answer"])
             self._expected, _ = self._rows(row["answer"])
-        except (*_FAILURES, KeyError) as exc:
+        except (*_FAILURES, KeyError, TypeError) as exc:
             raise UnusableRow(f"database or answer: {type(exc).__name__}: {exc}") from exc
 
     def reset(self) -> None:

@@ -66,6 +66,12 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v4": DeepseekV4(),
     "kimi_linear": KimiLinear(),
 }
+# model_type -> what its layers have that no kind here has
+_UNBUILT = {
+    "kimi_k3": "its layers take sums of earlier blocks in place of a residual stream "
+    "(attn_res_block_size), which pipeline stages here do not hand on; its gates of latent "
+    "attention, bounded decays, norm behind latent experts and activation (situ) are not built either"
+}
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
 _LEFT_OUT = {"mtp.": "multi-token-prediction layers, which only speculate"}
 
@@ -88,6 +94,8 @@ def model_problems(hf: HfConfig, draft: bool = False) -> list[str]:
     """Returns why a config.json cannot be read, its draft included if asked; [] when
     `architecture_of` can."""
     name = hf.get("model_type")
+    if why := _UNBUILT.get(str(name)):
+        return [f"model_type {name!r} is not supported: {why}"]
     if name not in FAMILIES:
         return [f"model_type {name!r} is not supported; supported: {', '.join(FAMILIES)}"]
     hf = text_part(hf)

@@ -22,6 +22,7 @@ from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.group_metrics import curriculum_metrics, selection_metrics
 from megagrpo.rollout.selection import refuse_another_batch, select
+from megagrpo.system.processes import return_freed_memory
 from megagrpo.types import Prompt, RolloutGroup, RowResults, Sample, TrainState
 
 
@@ -323,6 +324,7 @@ class StepBatches:
         if not self._num_ahead:
             for number, group in enumerate(self.groups):
                 self.groups[number] = _for_record(group)
+            return_freed_memory()
 
     def finish(self) -> None:
         """Makes `state` that after the step, and drops the batches that it has consumed.
@@ -406,16 +408,18 @@ class StepBatches:
 
 
 def _for_record(group: RolloutGroup) -> RolloutGroup:
-    """Returns the group without log-probabilities, experts and candidates of the samples' tokens."""
+    """Returns the group without log-probabilities, experts and candidates of the samples' tokens,
+    and without their ids if the record has no turns."""
+    has_turns = any(outcome.end for outcome in group.outcomes)
 
     def recorded(sample: Sample) -> Sample:
+        # a view of the ids would keep all arrays of the engine's answer
+        ids = np.broadcast_to(np.int32(0), len(sample.token_ids))
+        if has_turns:
+            ids = sample.token_ids.copy()
         teacher = sample.teacher and replace(sample.teacher, top_ids=None, top_logprobs=None)
         return replace(
-            sample,
-            token_ids=sample.token_ids.copy(),  # a view keeps all arrays of the engine's answer
-            logprobs=np.empty(0),
-            routed_experts=None,
-            teacher=teacher,
+            sample, token_ids=ids, logprobs=np.empty(0), routed_experts=None, teacher=teacher
         )
 
     return replace(group, samples=tuple(map(recorded, group.samples)))

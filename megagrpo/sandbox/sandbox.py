@@ -104,7 +104,7 @@ def isolates(wish: str) -> bool:
     problem = run_program("import socket", b"", _TRIVIAL, isolate=False).problem
     if problem:
         raise SandboxError(
-            f"another user than root cannot run {_interpreter()} ({problem}); install it elsewhere"
+            f"another user than root cannot run {interpreter()} ({problem}); install it elsewhere"
         )
     return False
 
@@ -255,17 +255,16 @@ def _start_supervisor(
     The folder `scratch` has the program's standard input. Only the output of a script comes back.
     """
     folder = Path(str(options["scratch"]))
-    prefixes = (os.path.realpath(sys.base_prefix), sys.base_prefix)
-    folders = [path for path in _SYSTEM if os.path.isdir(path) and not os.path.islink(path)]
+    readable, links = system_paths()
     options |= asdict(limits) | {
         "cpu_s": int(limits.wall_s) + 1,
-        "readable": [*folders, *dict.fromkeys(prefixes)],
-        "links": {path: os.readlink(path) for path in _SYSTEM if os.path.islink(path)},
+        "readable": readable,
+        "links": links,
     }
     output = subprocess.PIPE if options["mode"] == "script" else subprocess.DEVNULL
     with (folder / "stdin").open("rb") as stdin:
         return subprocess.Popen(
-            [_interpreter(), "-I", "-S", "-X", "utf8", str(_CHILD), json.dumps(options)],
+            [interpreter(), "-I", "-S", "-X", "utf8", str(_CHILD), json.dumps(options)],
             stdin=stdin,
             stdout=output,
             stderr=output,
@@ -276,7 +275,16 @@ def _start_supervisor(
         )
 
 
-def _interpreter() -> str:
+def system_paths() -> tuple[list[str], dict[str, str]]:
+    """Returns the folders of the system and of the interpreter, and the system's links, by their
+    paths."""
+    prefixes = (os.path.realpath(sys.base_prefix), sys.base_prefix)
+    folders = [path for path in _SYSTEM if os.path.isdir(path) and not os.path.islink(path)]
+    links = {path: os.readlink(path) for path in _SYSTEM if os.path.islink(path)}
+    return [*folders, *dict.fromkeys(prefixes)], links
+
+
+def interpreter() -> str:
     """Returns the interpreter outside its virtual environment, because programs cannot see that
     folder."""
     return str(getattr(sys, "_base_executable", sys.executable))

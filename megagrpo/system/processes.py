@@ -168,3 +168,10 @@ def route_address(host: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # UDP: selects a route without sending
         return probe.getsockname()[0]
+
+
+def return_freed_memory() -> None:
+    """Returns to the system what this process has freed: glibc keeps memory between pieces that are
+    in use, such as answers between their texts."""
+    if trim := getattr(_libc, "malloc_trim", None):
+        trim(0)

@@ -1,8 +1,10 @@
-"""The log-probabilities of an engine beside those that transformers computes of the same tokens with an HF folder."""
+"""The log-probabilities of an engine beside those that transformers computes of the same tokens with an HF folder, or
+the published equations of a model that it does not know."""
 
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import httpx
@@ -14,7 +16,10 @@ import megagrpo.cpu.engine.sitecustomize  # noqa: F401  before transformers, who
 # isort: split
 from transformers import AutoModelForCausalLM
 
+from megagrpo.models.table import read_description
 from megagrpo.rollout.control import bearer
+from megagrpo.weights.hf_folder import HfFolder
+from tests.dist.workers.kimi_reference import KimiLinear
 
 PROMPTS = [[1, 5, 6, 7, 8, 9], [1, *range(40, 90)]]
 NEW_TOKENS = 24
@@ -55,6 +60,11 @@ def logits_by(model: Path | str, rows: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=4)
 def _load(model: Path | str) -> torch.nn.Module:
+    config = read_description(Path(model) / "config.json")
+    if config["model_type"] == "kimi_linear":  # which transformers 5.12 does not know
+        reference = KimiLinear(SimpleNamespace(**config))
+        reference.load_state_dict(dict(HfFolder(Path(model)).items()))
+        return reference
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
 
 

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.verifies("weights", "recurrent layers: after a publish no state of older weights answers, within 1e-4"),
 ]
-FAMILIES = ("qwen3_5_moe_text", "nemotron_h")
+FAMILIES = ("qwen3_5_moe_text", "nemotron_h", "kimi_linear")
 BOUND, DIFFERS = 1e-4, 1e-2  # of log-probabilities: of the same weights, of others
 NEW_TOKENS = 12
 SEEING = ROOT / "configs" / "models" / "Qwen3.5-397B-A17B"
@@ -89,7 +89,7 @@ def answer(engine: OneEngine, ids: list[int], key: str | None = None) -> dict:
 
 
 def distance(model: Path, prompt: list[int], response: dict) -> float:
-    """The largest of the response's log-probabilities to transformers'."""
+    """The largest of the response's log-probabilities to those of engine_logprobs.py."""
     found = torch.tensor([entry[0] for entry in response["meta_info"]["output_token_logprobs"]])
     expected = logprobs_by(model, prompt + response["output_ids"])[len(prompt) - 1 :]
     return float((found - expected).abs().max())
@@ -157,7 +157,7 @@ def test_planned_states_are_what_an_engine_allocates(engine, models, publisher):
     slots = num_states(engine.config.rollout, cuda=False) + 1
     assert found["states"] == slots * work.state_bytes(1, width=4) > 0
     tokens = stand_ins.SETTINGS["max_total_tokens"] + 1
-    assert found["keys and values"] == tokens * work.cache_bytes(1, width=4)
+    assert found["keys and values"] + found["latents"] == tokens * work.cache_bytes(1, width=4)
 
 
 def make_seeing_model(folder: Path, text: Path) -> Path:

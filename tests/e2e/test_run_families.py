@@ -21,7 +21,9 @@ pytestmark = pytest.mark.verifies(
 
 BIAS = "e_score_correction_bias"
 IN_FLOAT32 = (BIAS, "A_log")
-NUM_LAYERS = {"qwen3_5_moe_text": 4, "qwen3_next": 4, "nemotron_h": 4}  # one of attention; of the others 2
+UNKNOWN = ("kimi_linear",)  # transformers 5.12 has no such model
+# one of attention; of the others 2
+NUM_LAYERS = dict.fromkeys(("qwen3_5_moe_text", "qwen3_next", "nemotron_h", "kimi_linear"), 4)
 NUM_STEPS = 2
 
 
@@ -36,6 +38,7 @@ NUM_STEPS = 2
         ("qwen3_5_moe_text", "float32", 1e-5),
         ("qwen3_next", "float32", 1e-5),
         ("nemotron_h", "float32", 1e-5),
+        ("kimi_linear", "float32", 1e-5),
         ("qwen3_5_moe_text", "bfloat16", 0.1),  # four layers, and decays kept in float32
         ("glm_moe_dsa", "float32", 1e-5),  # dense, as samples have no more than index_topk tokens
         # routers are in float32 in this engine, with the values that the actor has in bfloat16
@@ -61,7 +64,8 @@ def test_steps_agree_with_the_engine_and_are_exported(family, dtype, mismatch, t
     assert before.keys() == exported.keys()
     frozen = [name for name in before if name.endswith(BIAS) or ".indexer." in name]
     assert all(torch.equal(before[name], exported[name]) for name in frozen)
-    assert transformers_accepts(tmp_path / "exported") == {"wrong": [], "finite": True}
+    if family not in UNKNOWN:
+        assert transformers_accepts(tmp_path / "exported") == {"wrong": [], "finite": True}
 
 
 @pytest.mark.verifies("weights", "Kimi-K2.5's INT4 release is trained: engines agree, the export is its text model")

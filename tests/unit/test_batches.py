@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from sampling import MESH, experiment, prompt_set
 
@@ -103,30 +104,30 @@ def test_batches_ahead_are_planned_once_and_not_beyond_the_last_step():
     assert list(batches.in_flight) == [3], "what no step has consumed"
 
 
-def test_groups_keep_what_the_record_needs_once_their_batch_is_built():
+@pytest.mark.parametrize(("ahead", "end"), [(0, ""), (0, "done"), (1, "")])
+def test_groups_keep_what_the_record_needs_once_their_batch_is_built(ahead, end):
     """Values of tokens take most of the memory. Groups sampled ahead are whole until a checkpoint no longer needs
     them."""
-    for ahead in (0, 1):
-        config = experiment(rollout={"max_staleness": ahead}, algorithm=TIS)
-        batches = batches_of(config)
-        step = StepBatches(batches, TrainState(), steps_left=2)
-        played(step, batches)
-        answer = np.array([7, 0], np.int32)  # ids and log-probabilities in one
-        scores = TeacherScores([0.5], [[1, 2]], [[0.5, 0.25]], "student_topk")
-        values = {"token_ids": answer[:1], "routed_experts": np.zeros((3, 2, 1), np.uint8), "teacher": scores}
-        before = [
-            replace(group, samples=tuple(replace(sample, **values) for sample in group.samples))
-            for group in step.groups
-        ]
-        step.groups[:] = before
-        lines = [_record(group, str) for group in before]
-        step.forget_values()
-        assert [_record(group, str) for group in step.groups] == lines
-        samples = [sample for group in step.groups for sample in group.samples]
-        assert (step.groups == before) == bool(ahead)
-        if not ahead:
-            assert all(sample.token_ids.base is None and not len(sample.logprobs) for sample in samples)
-            assert all(sample.routed_experts is sample.teacher.top_ids is None for sample in samples)
+    batches = batches_of(experiment(rollout={"max_staleness": ahead}, algorithm=TIS))
+    step = StepBatches(batches, TrainState(), steps_left=2)
+    played(step, batches)
+    answer = np.array([7, 8, 9, 0], np.int32)  # ids and log-probabilities in one
+    scores = TeacherScores([0.5], [[1, 2]], [[0.5, 0.25]], "student_topk")
+    values = {"token_ids": answer[:3], "loss_mask": [1, 0, 1], "teacher": scores}
+    values["routed_experts"] = np.zeros((3, 2, 1), np.uint8)
+    before = []
+    for group in step.groups:
+        samples = tuple(replace(sample, **values) for sample in group.samples)
+        outcomes = tuple(replace(outcome, end=end) for outcome in group.outcomes)
+        before.append(replace(group, samples=samples, outcomes=outcomes))
+    step.groups[:] = before
+    lines = [_record(group, str) for group in before]
+    step.forget_values()
+    assert [_record(group, str) for group in step.groups] == lines
+    assert (step.groups == before) == bool(ahead)
+    for sample in (sample for group in step.groups for sample in group.samples if not ahead):
+        assert not np.shares_memory(sample.token_ids, answer) and not len(sample.logprobs)
+        assert sample.routed_experts is sample.teacher.top_ids is None
 
 
 def test_greedy_requests_come_by_themselves_after_a_batch():

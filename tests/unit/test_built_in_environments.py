@@ -215,6 +215,8 @@ def url() -> Iterator[str]:
                     answer = {"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "boom"}}
                 case "step", {"message": "leave"}:
                     return
+                case "step", {"message": "unscored"}:
+                    answer = {"type": "observation", "data": {"observation": {}, "reward": None, "done": True}}
                 case _, data:
                     observation = {"text": f"{message['type']} {json.dumps(data)}"}
                     said = {"observation": observation, "reward": 0.5 if turn else None, "done": turn == 2}
@@ -245,6 +247,10 @@ def test_its_errors_and_a_server_that_is_gone(url: str):
     environment = OpenEnv(LEVEL_ROW, 7, url)
     with pytest.raises(RuntimeError, match="step: EXECUTION_ERROR: boom"):
         environment.step("boom")
+    with pytest.raises(RuntimeError, match="without a reward in any step"):
+        environment.step("unscored")
+    environment.step("hi")
+    environment.step("unscored")
     with pytest.raises(Unavailable, match="step: ConnectionClosed"):
         environment.step("leave")
     environment.close()

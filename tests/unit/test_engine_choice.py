@@ -1,6 +1,7 @@
 """Which engine gets a request: by load, by affinity, and without those that do not serve."""
 
 import asyncio
+import random
 import threading
 from collections import Counter
 from contextlib import AsyncExitStack, ExitStack
@@ -54,6 +55,38 @@ def test_requests_are_spread_evenly():
     assert set(chosen_of(Engines(Listing(engine(0), engine(1)), "key"), 100).values()) == {50}
     many = chosen_of(Engines(Listing(*map(engine, range(50))), "key"), 50 * 20)
     assert len(many) == 50 and set(many.values()) == {20}
+
+
+def test_the_engine_with_the_fewest_requests_is_chosen_whatever_begins_and_ends():
+    """Some requests go by affinity to others, an engine fails or is gone, and comes back."""
+    chance = random.Random(0)
+    listing = Listing(*map(engine, range(9)))
+    engines = Engines(listing, "key")
+    counts = Counter()
+    running: list[tuple[str, ExitStack]] = []
+
+    def begin(url: str) -> None:
+        stack = ExitStack()
+        stack.enter_context(engines.in_flight(url, lambda stack=stack: None))
+        running.append((url, stack))
+        counts[url] += 1
+
+    async def run() -> None:
+        for number in range(3000):
+            if number % 100 == 0:
+                listing.engines = [engine(i) for i in range(9) if i != chance.randrange(12)]
+                await engines.look()
+            urls = [each.url for each in listing.engines]
+            avoid = chance.choice(urls) if chance.random() < 0.05 else ""
+            found = await engines.choose(avoid=avoid)
+            assert counts[found.url] == min(counts[url] for url in urls if url != avoid)
+            begin(found.url if chance.random() < 0.8 else chance.choice(urls))
+            while len(running) > chance.randrange(60):
+                url, stack = running.pop(chance.randrange(len(running)))
+                stack.close()
+                counts[url] -= 1
+
+    asyncio.run(run())
 
 
 def test_what_other_processes_have_in_flight_decides_between_equals():

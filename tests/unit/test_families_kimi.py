@@ -101,6 +101,13 @@ def test_what_would_be_wrong_is_refused(changes: dict, named: str):
     assert named in problem
 
 
+def test_kimi_k3_is_refused_by_what_it_has_more():
+    """Its text part is described as a kimi_linear model, whose options name the same."""
+    published = {"model_type": "kimi_k3", "text_config": PUBLISHED | {"attn_res_block_size": 12}}
+    [problem] = model_problems(published)
+    assert problem.startswith("model_type 'kimi_k3' is not supported: ") and "attn_res_block_size" in problem
+
+
 @pytest.mark.parametrize("key", [*FAMILIES["kimi_linear"].REQUIRED_KEYS])
 def test_a_size_that_is_missing_is_named(key: str):
     own = {"n_routed_experts": "num_experts", "num_experts_per_tok": "num_experts_per_token"}

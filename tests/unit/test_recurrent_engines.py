@@ -128,6 +128,35 @@ def test_the_delta_rule_is_the_published_one():
         assert torch.allclose(states[0, head], state, atol=1e-5)
 
 
+def test_kimi_delta_attention_is_the_published_one_and_goes_on_by_a_token():
+    """Equation 1 of arXiv:2510.26692 for one head, as matrices; decays are of each channel of the keys."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, g = (torch.randn(1, 6, HEADS, K, generator=draw) for _ in range(3))
+    v, raw = torch.randn(1, 6, HEADS, V, generator=draw), torch.randn(1, 6, HEADS, generator=draw)
+    a_log, dt_bias = torch.randn(1, 1, HEADS, 1, generator=draw), torch.randn(HEADS * K, generator=draw)
+    common = {"A_log": a_log, "dt_bias": dt_bias, "lower_bound": None, "use_qk_l2norm_in_kernel": True}
+    states, slots = torch.zeros(1, HEADS, V, K), torch.tensor([0])
+    out = gated_delta.chunk_kda(
+        *(t[:, :5] for t in (q, k, v, g, raw.sigmoid())), **common, initial_state=states, initial_state_indices=slots,
+        cu_seqlens=torch.tensor([0, 5]), beta_is_raw=False, output_intermediate_states=False,
+    )  # fmt: skip
+    last = gated_delta.kda_update(
+        **common, q=q[:, 5:], k=k[:, 5:], v=v[:, 5:], a=g[0, 5:].flatten(1), b=raw[:, 5:], is_kda=True,
+        initial_state_source=states, initial_state_indices=slots,
+    )  # fmt: skip
+    out, unit = torch.cat((out, last), 1), torch.nn.functional.normalize
+    decay = -a_log[0].exp() * torch.nn.functional.softplus(g[0] + dt_bias.view(HEADS, K))
+    for head in range(HEADS):
+        state = torch.zeros(V, K)
+        for t in range(6):
+            one_q, one_k = (unit(x[0, t, head], dim=0) for x in (q, k))
+            beta = raw[0, t, head].sigmoid()
+            state = state * decay[t, head].exp() @ (torch.eye(K) - beta * torch.outer(one_k, one_k))
+            state = state + beta * torch.outer(v[0, t, head], one_k)
+            assert torch.allclose(out[0, t, head], state @ one_q * K**-0.5, atol=1e-5)
+        assert torch.allclose(states[0, head], state, atol=1e-5)
+
+
 def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_in_pieces():
     of, bounds = inputs(12), [0, 3, 10, 12]
     together = torch.zeros(4, HEADS, V, K)

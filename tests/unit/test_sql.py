@@ -21,6 +21,9 @@ ROW = {
     [
         ("select name from pets where age > 3;", 1.0),
         ("```sql\nselect name from pets where age in (9, 5) order by age desc\n```", 1.0),
+        ("```SQL\nselect name from pets where age > 3", 1.0),
+        ("```sqlite\nselect name from pets where age > 3\n```", 1.0),
+        ("```select name from pets where age > 3```", 1.0),
         ("with t as (select * from pets) select name from t where age >= 5", 1.0),
         ("select name from pets", 0.0),
         ("select name, age from pets where age > 3", 0.0),
@@ -44,6 +47,8 @@ def test_rows_have_an_order_where_the_answer_has_one(order):
         "select name from pets where name <> 'order by'",
         "select name from (select name from pets order by age)",
         'select name as "order by" from pets',
+        "select name from pets -- no order by",
+        "select name from pets /* order\nby */",
     ],
 )
 def test_an_order_inside_the_answer_is_none_of_its_rows(answer):
@@ -87,7 +92,10 @@ def test_what_is_shown_is_bounded():
     assert Sql(ROW, 0, max_steps=1000).step(many.replace("99", "99999"))[0] == "error: interrupted\n"
 
 
-@pytest.mark.parametrize("wrong", [{"answer": "select x from pets"}, {"extra": {}}, {"extra": {"database": "creat"}}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"answer": "select x from pets"}, {"extra": {}}, {"extra": {"database": "creat"}}, {"extra": {"database": None}}],
+)
 def test_a_row_that_cannot_be_played_is_declared_so(wrong):
     with pytest.raises(UnusableRow):
         Sql(ROW | wrong, 0)

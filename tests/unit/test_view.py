@@ -228,3 +228,15 @@ def test_tokens_are_colored(page):
     )
     assert [text for text, *_ in tokens] == [" one", "<b>", "é"]
     assert all("0.002" in title and shade == "rgb(249, 142, 82)" for _, title, shade in tokens)
+
+
+def test_a_phone_shows_one_column(page):
+    page.call("Emulation.setDeviceMetricsOverride", width=400, height=800, deviceScaleFactor=1, mobile=False)
+    try:
+        page.wait("innerWidth === 400")
+        assert page.value("document.documentElement.scrollWidth") <= 400, "nothing is cut at the side"
+        boxes = "['scroll', 'detail'].map(id => (b => [b.x, b.y, b.width, b.height])(byId(id).getBoundingClientRect()))"
+        (x, y, width, height), (its_x, its_y, its_width, _) = page.value(boxes)
+        assert x == its_x and y + height < its_y and width == its_width > 300, "the sample is below the table"
+    finally:
+        page.call("Emulation.clearDeviceMetricsOverride")

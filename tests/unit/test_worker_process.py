@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -191,3 +192,25 @@ def test_closing_a_loop_that_is_busy_hides_no_exception(monkeypatch, capsys):
         finally:
             loop.close()
     assert "a busy loop: did not end within 0.2 s" in capsys.readouterr().err
+
+
+FREED = """
+import psutil
+from megagrpo.system.processes import return_freed_memory
+
+def held():
+    return psutil.Process().memory_info().rss
+
+pieces = [bytes([1]) * 50_000 for _ in range(2000)]
+before = held()
+del pieces[:1990:2]  # pieces between them stay
+kept = held()
+return_freed_memory()
+print((before - kept) / 1e6, (before - held()) / 1e6)
+"""
+
+
+def test_memory_that_is_freed_between_pieces_in_use_is_returned():
+    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    at_once, then = map(float, done.stdout.split())
+    assert at_once < 10 and then > 35  # MB, of 50

@@ -1,11 +1,12 @@
-"""Stands in for SGLang's kernels of gated delta nets and of the gated attention beside them
-(Qwen3.5), in plain torch.
+"""Stands in for SGLang's kernels of gated delta nets, of the gated attention beside them (Qwen3.5)
+and of Kimi Delta Attention (Kimi-Linear), in plain torch.
 
 A state [heads, v, k] takes one token after the other (Yang et al., arXiv:2412.06464, equation 10):
-S <- exp(g) S + beta (v - exp(g) S k) k^T, output S q / sqrt(k), with q and k of length 1. All
-sequences of a batch take their t-th token together. Products are sums of elements, and exponentials
-rounded from float64: their bits do not depend on the rest of the batch. Names and arguments are
-those with which SGLang 0.5.21 calls its kernels.
+S <- exp(g) S + beta (v - exp(g) S k) k^T, output S q / sqrt(k), with q and k of length 1. In Kimi
+Delta Attention g is of each channel of the keys (arXiv:2510.26692, equation 1). All sequences of a
+batch take their t-th token together. Products are sums of elements, and exponentials rounded from
+float64: their bits do not depend on the rest of the batch. Names and arguments are those with which
+SGLang 0.5.21 calls its kernels.
 """
 
 from itertools import pairwise
@@ -116,6 +117,29 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     return out[None]
 
 
+def chunk_kda(
+    q, k, v, g, beta, *, initial_state, initial_state_indices, cu_seqlens, A_log, dt_bias,  # noqa: N803
+    **settings,
+) -> Tensor:  # fmt: skip
+    """Likewise, of Kimi Delta Attention. g [1, tokens, heads, k]: before dt_bias and softplus."""
+    assert settings["lower_bound"] is None and not settings["beta_is_raw"], "as in Kimi-Linear"
+    assert not settings["output_intermediate_states"], "of the other strategy of prefixes"
+    decay, _ = fused_gdn_gating_cpu(A_log.view(-1, 1), g[0], beta[0], dt_bias.view(g.shape[2:]))
+    return chunk_gated_delta_rule_cpu(
+        q, k, v, decay, beta, initial_state=initial_state, cu_seqlens=cu_seqlens, head_first=False,
+        use_qk_l2norm_in_kernel=True, initial_state_indices=initial_state_indices,
+    )[0]  # fmt: skip
+
+
+def kda_update(A_log, dt_bias, q, k, v, a, b, **settings) -> Tensor:  # noqa: N803
+    """Likewise, of one more token of each sequence; a [batch, heads * k], b [1, batch, heads]."""
+    assert settings["lower_bound"] is None and settings["is_kda"], "as in Kimi-Linear"
+    of_heads = q.shape[2:]
+    return fused_sigmoid_gating_delta_rule_update_cpu(
+        A_log.view(-1, 1), dt_bias.view(of_heads), q, k, v, a.view(-1, *of_heads), b[0], **settings
+    )
+
+
 def keep(pool: Tensor, slots: Tensor, values: Tensor) -> None:
     """Writes the states of a batch into their slots; a request that only pads the batch has slot
     -1."""
@@ -130,7 +154,7 @@ def _advanced(
     v]."""
     repeats = v.shape[1] // k.shape[1]  # heads of values over heads of keys
     q, k = (_unit(x).repeat_interleave(repeats, 1)[:, :, None] for x in (q, k))
-    states = states * g.double().exp().float()[..., None, None]
+    states = states * g.double().exp().float().view(*g.shape[:2], 1, -1)
     error = (v.float() - (states * k).sum(-1)) * beta.float()[..., None]
     states = states + error[..., None] * k
     return states, ((states * q).sum(-1) * q.shape[-1] ** -0.5).to(v.dtype)
@@ -179,6 +203,32 @@ def norm_then_gate(module) -> None:
         return (_norm(x.float(), self.weight.float(), self.eps) * gate).to(x.dtype)
 
     norm.forward = forward
+
+
+def kimi_delta_rule(module) -> None:
+    """Patches sglang.srt.layers.attention.linear.kernels.kda_triton, which has no kernels on a
+    CPU."""
+    module.chunk_kda = chunk_kda
+    module.fused_sigmoid_gating_delta_rule_update = kda_update
+
+
+def kimi_convolution(module) -> None:
+    """Patches sglang.srt.layers.attention.linear.kda_backend: of whole sequences it takes a Triton
+    kernel everywhere."""
+    module.causal_conv1d_fn = causal_conv1d_fn_cpu
+
+
+def scaled_experts(module) -> None:
+    """Patches sglang.srt.models.kimi_linear, which leaves the factor of routed experts to the
+    runners of GPUs; torch's does not multiply by it."""
+    init = module.KimiMoE.__init__
+
+    def init_and_scale(self, *arguments, **options):
+        init(self, *arguments, **options)
+        factor = self.routed_scaling_factor
+        self.experts.register_forward_hook(lambda experts, inputs, out: out * factor)
+
+    module.KimiMoE.__init__ = init_and_scale
 
 
 def gate_shared_experts(module) -> None:

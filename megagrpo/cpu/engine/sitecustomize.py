@@ -255,6 +255,11 @@ REPAIRS = {
     "sglang.srt.batch_invariant_ops.batch_invariant_ops": batch_invariant_products,
     "sglang.kernels.ops.attention.fla.layernorm_gated": repair_of("gated_delta", "norm_then_gate"),
     "sglang.kernels.ops.attention.fla.fused_norm_gate": repair_of("gated_delta", "norm_then_gate"),
+    "sglang.srt.layers.attention.linear.kernels.kda_triton": repair_of(
+        "gated_delta", "kimi_delta_rule"
+    ),
+    "sglang.srt.layers.attention.linear.kda_backend": repair_of("gated_delta", "kimi_convolution"),
+    "sglang.srt.models.kimi_linear": repair_of("gated_delta", "scaled_experts"),
     "sglang.kernels.ops.elementwise.elementwise": repair_of("gated_delta", "gate_shared_experts"),
     "sglang.srt.arg_groups.model_hook": repair_of("sinks", "admit_torch_native"),
     "sglang.srt.models.gpt_oss": repair_of("sinks", "sinks_of_the_model"),

@@ -27,6 +27,11 @@ _BARE = re.compile(  # what a box without braces holds
 _BETWEEN = re.compile(  # boxes that are one answer: "\boxed{2} and \boxed{5}"
     r"[\s$,;]*+(?:and|or|\\(?:text|mathrm)\{\s*(?:and|or)\s*\})?[\s$,;]*+"
 )
+_STYLE = re.compile(r"\\(?:text|math)(?:bf|rm|it)?\s*\{([^{}]*)\}")
+# a choice and its text: (B) 12, B. 12
+_CHOICE = re.compile(
+    r"\s*(?:\(([A-J])\)|([A-J])[.):])(?:\\[ ;,]|\\q?quad|[\s~:.])*+([^+*/^=_,)].*)", re.DOTALL
+)
 _BASE = re.compile(r"\d_\{?(\d+)")
 _CLOCK = re.compile(r"(?<![\d:.])(\d{1,2}):([0-5]\d)(?![\d:])")
 
@@ -73,8 +78,9 @@ def grade(text: str, answer: str, require_boxed: bool = True) -> float:
 
     A box is `\boxed` or `\fbox`, with or without braces; boxes joined by a comma, `and` or `or` are
     one answer, the set of their values. `require_boxed=False` also accepts an unboxed final answer.
-    An inequality equals its interval, and a time of day or a numeral with a base only itself. So
-    does a list with an ellipsis, or a box that math-verify cannot read: a number in it is no answer.
+    A choice, (B) 12, equals its letter and its text, and another text with that letter. An inequality
+    equals its interval, and a time of day or a numeral with a base only itself. So does a list with
+    an ellipsis, or a box that math-verify cannot read: a number in it is no answer.
     `answer` is LaTeX, a number, or a text with a box or with ####, and is read like a box. As in
     math-verify, units are ignored and the right side of an equation counts, unless it is false.
     Raises ValueError if the answer cannot be parsed.
@@ -84,13 +90,19 @@ def grade(text: str, answer: str, require_boxed: bool = True) -> float:
     grader's time limit.
     """
     last = _last_boxed(answer)
-    expected = _boxed(answer.rpartition("####")[2] if last is None else last)
+    final = _last_boxed(text)
+    right = answer.rpartition("####")[2] if last is None else last
+    letter, its_text = _choice(right)
+    other, other_text = _choice(final or "")
+    if letter and other:
+        return float(letter == other)
+    final = other_text or final
+    expected = _boxed(its_text or right)
     gold = _parse(expected)
     if not gold:
         raise ValueError(
             f"the answer {answer[:80]!r} is not mathematics that math-verify can parse"
         )
-    final = _last_boxed(text)
     if final is None and require_boxed:
         return 0.0
     found = _spelled(text) if final is None else _boxed(final)
@@ -112,6 +124,16 @@ def grade(text: str, answer: str, require_boxed: bool = True) -> float:
     logs, others = _tiny(gold), _tiny(response)
     same_size = len(logs) == len(others) and all(map(math.isclose, logs, others))
     return float(not mixed and same_size and _same_numerals(expected, found))
+
+
+def _choice(content: str) -> tuple[str, str]:
+    """Returns the letter of a choice and its text; no letter for another answer."""
+    plain = _STYLE.sub(r"\1 ", content)
+    bare = re.fullmatch(r"\s*\(?([A-J])\)?[\s.]*", plain)
+    if bare:
+        return bare[1], ""
+    match = _CHOICE.fullmatch(plain)
+    return (match[1] or match[2], match[3].strip()) if match else ("", "")
 
 
 def _parse(text: str) -> list:

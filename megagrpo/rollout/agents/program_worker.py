@@ -24,12 +24,16 @@ from megagrpo.system.processes import dies_with_parent, stop_tree
 from megagrpo.system.user_function import load_function
 from megagrpo.system.worker_process import answer_calls_concurrently
 
-# (base_url=, key=, row=, **args) -> reward or {"reward", "turn_rewards", "info"}
+# (base_url=, key=, row=, **args) -> reward or {"reward", "turn_rewards", "info", *MEASURED}
 Program = Callable
 
 _THREADS = 1024  # programs that are no coroutines, at once
 COMMAND = "megagrpo.rollout.agents.program_worker:run_command"
-BUILT_IN = {"verifiers": "megagrpo.environments.verifiers_program:play_verifiers"}
+BUILT_IN = {
+    "harbor": "megagrpo.environments.harbor.program:play_harbor",
+    "verifiers": "megagrpo.environments.verifiers_program:play_verifiers",
+}
+MEASURED = ("sandbox_s", "sandbox_killed")  # numbers that a program may return, for metrics
 _TAIL = 2**16  # bytes at the end of a command's output, which are read
 _PIECE = 2**14
 
@@ -39,10 +43,11 @@ def load_program(name: str) -> Program:
     return load_function(name, BUILT_IN, "sampling.agent.function")
 
 
-def read_result(value: object) -> tuple[float, list[float] | None, str]:
-    """Returns (reward, rewards of turns, note) from the value that a program returned. Raises
-    ValueError for anything else."""
+def read_result(value: object) -> tuple[float, list[float] | None, str, dict[str, float]]:
+    """Returns (reward, rewards of turns, note, MEASURED) from the value that a program returned.
+    Raises ValueError for anything else."""
     result: dict = dict(value) if isinstance(value, Mapping) else {"reward": value}
+    measured = {name: result.pop(name) for name in MEASURED if _is_number(result.get(name))}
     turns, note = result.get("turn_rewards"), result.get("info")
     if turns is not None:
         if not (isinstance(turns, Sequence) and all(map(_is_number, turns))):
@@ -60,7 +65,7 @@ def read_result(value: object) -> tuple[float, list[float] | None, str]:
         note = ""
     elif not isinstance(note, str):
         note = json.dumps(note, default=str)
-    return float(reward or 0), turns, note[:1000]
+    return float(reward or 0), turns, note[:1000], measured
 
 
 def _is_number(value: object) -> bool:

@@ -14,7 +14,7 @@ from megagrpo.rollout.agents.answering import RolloutTask, SamplePart
 from megagrpo.rollout.agents.conversation import Conversation
 from megagrpo.rollout.agents.gateway import Gateway
 from megagrpo.rollout.agents.parsers import TurnParsers
-from megagrpo.rollout.agents.program_worker import COMMAND, load_program
+from megagrpo.rollout.agents.program_worker import COMMAND, MEASURED, load_program
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.system.worker_process import WorkerError, WorkerProcess, WorkerSlot, python_module
 from megagrpo.types import Outcome
@@ -53,14 +53,19 @@ class Programs:
         self._alone = asyncio.Semaphore(_ALONE)
         self._parsers = TurnParsers(config.tool_parser, config.reasoning_parser)
         self._ended, self._seconds, self._waited_s = 0, 0.0, 0.0  # since the last `add_metrics`
+        self._measured: list[dict[str, float]] = []  # by programs, since then
 
     def add_metrics(self, metrics: "Metrics") -> None:
         """Adds the mean seconds of programs since the last call, outside and inside the engines'
-        time, and the turns that the parsers could not read."""
+        time, the means of their own measurements, and the turns that the parsers could not read."""
         metrics.add_sum("agent/unparsed_turns", self._parsers.unparsed)
         self._parsers.unparsed = 0
         metrics.add_mean("agent/program_s", self._seconds, self._ended)
         metrics.add_mean("agent/engines_s", self._waited_s, self._ended)
+        for name in MEASURED:
+            values = [measured[name] for measured in self._measured if name in measured]
+            metrics.add_mean(f"agent/{name}", sum(values), len(values))
+        self._measured.clear()
         self._ended, self._seconds, self._waited_s = 0, 0.0, 0.0
 
     def close(self) -> None:
@@ -156,7 +161,8 @@ class Programs:
 
     def _outcome(self, talk: Conversation, result: list | None, error: str | None) -> Outcome:
         if result is not None:
-            reward, turn_rewards, note = result
+            reward, turn_rewards, note, measured = result
+            self._measured.append(measured)
             return talk.outcome(reward, turn_rewards, note, self.config.credit == "turn")
         if talk.stopped and self.config.truncated_reward is not None:
             return talk.outcome(self.config.truncated_reward, None, str(error), False)

@@ -1,0 +1,1 @@
+sed -i 's/start < merged/start <= merged/' /app/intervals.py

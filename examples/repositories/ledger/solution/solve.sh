@@ -1,0 +1,1 @@
+sed -i '6{h;d};7G' /app/ledger/transfers.py

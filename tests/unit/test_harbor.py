@@ -1,0 +1,158 @@
+"""Tasks of Harbor: real commands and tests in real sandboxes, the model's turns by the fake service."""
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_programs import run_all
+
+from examples.laptop.model import character_tokenizer
+from megagrpo.rollout.agents.program_worker import read_result
+from tests.experiments import ROOT
+
+TASKS = ROOT / "examples" / "repositories"
+NAMES = ["interval", "ledger", "slug"]
+LETTERS = character_tokenizer("".join(map(chr, range(32, 127))) + "\nèéû")
+isolated = pytest.mark.skipif(not shutil.which("bwrap"), reason="no bubblewrap here")
+RUNTIMES = pytest.mark.parametrize("runtime", ["subprocess", pytest.param("bubblewrap", marks=isolated)])
+
+
+LATE = {"args": {"command_s": 0.5}}
+
+
+def says(text: str) -> dict:
+    tokens = [*LETTERS(text)["input_ids"], LETTERS.eos_token_id]
+    return {"output_token_logprobs": [[-0.25, t, None] for t in tokens], "finish_reason": {"type": "stop"}}
+
+
+def bash(command: str) -> dict:
+    return says(f"I try this.\n```bash\n{command}\n```")
+
+
+def work(*turns, tasks=(TASKS / "interval",), runtime: str = "subprocess", **more) -> tuple[list, list[dict]]:
+    """(the outcomes and the requests of rollouts, one per task)"""
+    args = {"introduction": "", "runtime": runtime, **more.pop("args", {})}
+    more = {"tokens": 6000, "max_turns": 8, "tokenizer": LETTERS, "function": "harbor", "args": args} | more
+    extra = lambda number: {"task": str(tasks[number])}  # noqa: E731
+    groups, requests = run_all(["-"] * len(tasks), *turns, program="", extra=extra, **more)
+    return [group.outcomes[0] for group in groups], requests
+
+
+def a_task(folder: Path, test: str, dockerfile: str = "FROM scratch\n", config: str = "") -> Path:
+    for name, text in (("environment/Dockerfile", dockerfile), ("tests/test.sh", test), ("task.toml", config)):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@RUNTIMES
+@pytest.mark.parametrize("name", NAMES)
+def test_a_bug_that_is_mended_is_rewarded_and_one_that_stays_is_not(name: str, runtime: str):
+    solution = (TASKS / name / "solution" / "solve.sh").read_text()
+    before, _ = work(says("There is no bug."), tasks=[TASKS / name], runtime=runtime)
+    after, _ = work(bash(solution), says("Done."), tasks=[TASKS / name], runtime=runtime)
+    assert [before[0].value, after[0].value] == [0.0, 1.0], (before, after)
+    assert before[0].ok and after[0].ok
+
+
+@RUNTIMES
+def test_the_model_sees_ends_and_outputs_and_the_same_paths_everywhere(runtime: str):
+    outcomes, requests = work(
+        *(bash("pwd; ls; ls /app/nothing"), bash("exit 3"), bash("ls /tests"), says("Done.")), runtime=runtime
+    )
+    said = [LETTERS.decode(request["input_ids"]) for request in requests]
+    assert "exit code 2\n```\n/app\nintervals.py\n" in said[1] and "cannot access '/app/nothing'" in said[1]
+    assert "exit code 3\n```\n\n```" in said[2], said[2]
+    assert "exit code 2" in said[3][len(said[2]) :] and "harbor-" not in said[3], "the tests come later"
+    assert outcomes[0].value == 0.0
+
+
+@RUNTIMES
+def test_a_command_that_hangs_is_killed_with_everything_that_it_started(runtime: str, tmp_path: Path):
+    marker = f"4{time.time_ns() % 10**8:08d}"  # seconds of sleep that no other process has
+    left = bash(f"sleep {marker} & setsid sleep {marker} & sleep {marker}")
+    work(left, bash("sed -i 's/start < merged/start <= merged/' intervals.py"), says("."), runtime=runtime, **LATE)
+    assert not [p for p in processes() if marker in p]
+    work(bash(f"setsid sleep {marker} & sleep {marker} & echo left"), says("."), runtime=runtime)
+    assert not [p for p in processes() if marker in p], "of a command that ended"
+    outcomes, _ = work(bash(f"sleep {marker}; sleep {marker}"), runtime=runtime, timeout_s=3.0)
+    assert outcomes[0].status == "timeout"
+    assert not [p for p in processes() if marker in p], "of an agent that was ended"
+    outcomes, requests = work(left, says("."), runtime=runtime, **LATE)
+    assert outcomes[0].value == 0.0 and "time limit" in LETTERS.decode(requests[1]["input_ids"])
+
+
+def processes() -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return found
+
+
+def test_tests_that_hang_are_worth_nothing_and_tests_without_a_verdict_are_an_error(tmp_path: Path):
+    slow = a_task(tmp_path / "slow", "sleep 1000", config="[verifier]\ntimeout_sec = 0.5")
+    mute = a_task(tmp_path / "mute", "echo not today")
+    several = a_task(tmp_path / "several", """echo '{"a": 1, "b": 0}' > /logs/verifier/reward.json""")
+    named = a_task(tmp_path / "named", """echo '{"a": 1, "reward": 0.5}' > /logs/verifier/reward.json""")
+    outcomes, _ = work(*[says(".")] * 4, tasks=[slow, mute, several, named])
+    assert [(outcome.status, outcome.value) for outcome in outcomes] == [
+        *(("score", 0.0), ("error", 0.0), ("error", 0.0), ("score", 0.5))
+    ]
+    assert "not today" in outcomes[1].detail and "no entry `reward`" in outcomes[2].detail
+
+
+def test_a_limit_of_turns_of_tokens_or_of_seconds_leaves_the_verdict_to_the_tests(tmp_path: Path):
+    mend = bash("sed -i 's/start < merged/start <= merged/' intervals.py")
+    assert work(mend, max_turns=1)[0][0].value == 1.0
+    assert work(mend, tokens=120)[0][0].value == 1.0
+    test = "test -e /app/b && echo 1 > /logs/verifier/reward.txt"
+    short = a_task(tmp_path, test, config="[agent]\ntimeout_sec = 0.5")
+    outcomes, _ = work(bash("touch b; sleep 1000"), bash("rm b"), tasks=[short])
+    assert outcomes[0].value == 1.0
+
+
+def test_twenty_tasks_run_at_once():
+    tasks = [TASKS / NAMES[number % 3] for number in range(20)]
+    outcomes, _ = work(*[bash("sed -i 's/start < merged/start <= merged/' *.py")] * 20, tasks=tasks, max_turns=1)
+    assert [outcome.value for outcome in outcomes] == [float(number % 3 == 0) for number in range(20)]
+
+
+def test_a_row_a_task_and_a_runtime_that_cannot_be_played_say_why(tmp_path: Path):
+    built = a_task(tmp_path / "built", "", "FROM debian\nRUN apt-get install -y git\n")
+    outcomes, _ = work(tasks=[built, tmp_path / "none"])
+    assert "RUN apt-get install -y git: only an image can have this; take runtime: docker" in outcomes[0].detail
+    assert f"{tmp_path / 'none'} is not the folder of a task" in outcomes[1].detail
+    outcomes, _ = work(runtime="docker")
+    assert "No module named 'harbor'; `pip install harbor` into an interpreter of" in outcomes[0].detail
+
+
+@isolated
+def test_bubblewrap_shows_neither_the_machine_nor_the_network():
+    look = "cat /etc/shadow; ls /home /root /work; ls /proc | grep -c '^[0-9]'; id -u; cat < /dev/tcp/127.0.0.1/22; env"
+    _, requests = work(bash(look), bash("head -c 300000000 /dev/zero > /app/x"), says("."), runtime="bubblewrap")
+    said = LETTERS.decode(requests[2]["input_ids"])
+    assert said.count("No such file or directory") >= 3
+    assert "Network is unreachable" in said or "refused" in said
+    assert "MEGAGRPO_KEY" not in said and "OPENAI" not in said
+    assert "File size limit exceeded" in said or "exit code 153" in said
+
+
+def test_measurements_of_a_sandbox_travel():
+    result = read_result({"reward": 1, "info": {"commands": 2}, "sandbox_s": 1.5, "sandbox_killed": 1})
+    assert result == (1.0, None, '{"commands": 2}', {"sandbox_s": 1.5, "sandbox_killed": 1})
+    with pytest.raises(ValueError, match="it returned"):
+        read_result({"reward": 1, "sandbox_s": "long"})
+
+
+def test_rows_of_a_folder():
+    command = [sys.executable, "-m", "megagrpo.environments.harbor.program", str(TASKS)]
+    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    rows = [json.loads(line) for line in found.splitlines()]
+    assert [Path(row["extra"]["task"]).name for row in rows] == NAMES
+    assert rows[0]["prompt"] == (TASKS / "interval" / "instruction.md").read_text()
