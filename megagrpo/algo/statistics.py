@@ -255,7 +255,7 @@ def in_runs(work: Callable[[slice, slice], Tensor], lengths: Tensor) -> Tensor:
     into a cache unless they are of a single one. What it makes for each token is soon gone."""
     ends = lengths.cumsum(0)
     first = start = 0
-    results = []
+    results: list[Tensor] = []
     while first < len(lengths) or not results:
         last = max(first + 1, int(torch.searchsorted(ends, start + _BLOCK, right=True)))
         end = start + int(lengths[first:last].sum())

@@ -4,6 +4,7 @@ A number that has its default is left out, so that one which a later version add
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 
@@ -11,6 +12,8 @@ from megagrpo.checkpoint.changes import leaves
 from megagrpo.config.actor import LoraConfig
 
 _NO_DEFAULT = object()
+# recurrent layers had a name of their kind
+_RECURRENT = re.compile(r"^model\.(delta|mamba)\.")
 # The first form of version 0.1.0 had all numbers of an architecture side by side: its name, today's
 # name, its default.
 _FIRST: dict[str, tuple[str, object]] = {
@@ -67,7 +70,7 @@ def differences(saved: Mapping[str, object], own: Mapping[str, object]) -> list[
         saved = {**saved, "model": _from_first(model)}
     if isinstance(lora, Mapping):
         saved = {**saved, "lora": adapter_numbers(LoraConfig.model_validate(lora))}
-    before = dict(leaves(saved))
+    before = {_RECURRENT.sub("model.recurrent.", name): value for name, value in leaves(saved)}
     now = dict(leaves(own))
     return [
         f"{name}: checkpoint {before.get(name)!r}, this run {now.get(name)!r}"

@@ -4,9 +4,11 @@ import json
 
 import pytest
 
+from examples.laptop.recipe import TinyModelConfig
 from megagrpo.checkpoint.identity import adapter_numbers, architecture_numbers, differences
 from megagrpo.config.actor import LoraConfig
 from megagrpo.models.table import FAMILIES, architecture_of
+from megagrpo.tools.certify.tiny_model import hf_config
 from tests.unit.package_source import ROOT
 
 # config.json of a tiny model of each family, and what the first form of state.json had of it
@@ -20,6 +22,15 @@ def test_a_first_checkpoint_is_of_the_same_model(family: str):
     assert differences({"model": case["identity"], "dtype": "float32"}, own) == []
     assert differences(json.loads(json.dumps(own)), own) == []
     assert FIRST_FORM.keys() <= FAMILIES.keys()
+
+
+@pytest.mark.parametrize(("family", "kind"), [("qwen3_5", "delta"), ("nemotron_h", "mamba")])
+def test_recurrent_layers_of_every_name_are_compared(family: str, kind: str):
+    own = {"model": architecture_numbers(architecture_of(hf_config(TinyModelConfig(path="x", family=family))))}
+    saved = {key.replace("recurrent.", f"{kind}."): number for key, number in own["model"].items()}
+    assert saved != own["model"] and differences({"model": saved}, own) == []
+    (text,) = differences({"model": saved | {f"{kind}.kernel": 3}}, own)
+    assert text == "model.recurrent.kernel: checkpoint 3, this run 4"
 
 
 @pytest.mark.parametrize(("key", "number", "name"), [

@@ -10,6 +10,7 @@ from megagrpo.config.rollout import RolloutConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.kinds.clamped.describe import ClampedExperts
 from megagrpo.models.kinds.gated_delta.describe import GatedDelta
+from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.stored.quantization import FP8_BLOCK
 from megagrpo.models.table import FAMILIES
@@ -171,7 +172,7 @@ def _odd_parts(arch: Architecture, server: Server) -> dict[str, float]:
             sizes["queries"] = heads * attention.head_dim
             sizes["keys and values"] = heads * (attention.nope_dim + attention.v_dim)
             sizes["attention's output"] = heads * attention.v_dim
-    else:
+    elif isinstance(attention, GroupedQuery):
         sizes["queries"] = heads * attention.head_dim * (1 + attention.output_gate)
         sizes["keys"] = max(attention.kv_heads / part, 1) * attention.head_dim
         if whole and attention.output_gate:

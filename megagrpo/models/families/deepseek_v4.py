@@ -96,7 +96,8 @@ class DeepseekV4(Family):
             for key, value in _ONLY.items()
             if hf.get(key, value) != value
         ]
-        layers, ratios = hf["num_hidden_layers"], hf["compress_ratios"]
+        layers = hf["num_hidden_layers"]
+        ratios = hf["compress_ratios"]
         turned = hf["qk_rope_head_dim"]
         rules = {
             f"compress_ratios must give each of {layers} layers 0, or at least {INDEXED} tokens": (

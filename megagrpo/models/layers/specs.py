@@ -57,7 +57,7 @@ def block_spec(
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     own = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     layers = [layer_spec(arch, config, index, parts) for index in own]
-    last = parts.norm
+    last: Callable[..., object] = parts.norm
     if arch.streams is not None:
         last = partial(StreamHead, own=arch.streams, norm=parts.norm)
     return TransformerBlockSubmodules(layers, layer_norm=last)

@@ -11,6 +11,8 @@ block by block, and again in the backward.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -43,7 +45,8 @@ class Turns:
             original = yarn["original_max_position_embeddings"] / (2 * math.pi)
             turns = torch.tensor([yarn["beta_fast"], yarn["beta_slow"]], dtype=torch.float64)
             low, high = (dim * (original / turns).log() / (2 * math.log(rotary.theta))).tolist()
-            low, high = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
+            low = max(math.floor(low), 0)
+            high = min(math.ceil(high), dim - 1)
             ramp = ((places * dim / 2 - low) / max(high - low, 0.001)).clamp(0, 1)
             self._frequencies = self._frequencies * (1 - ramp + ramp / yarn["factor"])
 
@@ -72,7 +75,8 @@ class CompressedMixer(CutModule):
         self._specs = list(sizes.weights(config.hidden_size, layer_number - 1))
         for spec in self._specs:
             dtype = torch.float32 if spec.dtype else config.params_dtype
-            shape, dim = list(spec.shape), CUT.get(spec.name)
+            shape = list(spec.shape)
+            dim = CUT.get(spec.name)
             if dim is not None:
                 shape[dim] //= config.tensor_model_parallel_size
             parameter = whole_parameter(config, tuple(shape), dtype)
@@ -126,7 +130,8 @@ class CompressedMixer(CutModule):
 
     def _attend(self, hidden: Tensor, packed: PackedSequences) -> Tensor:
         """Returns [T, heads, d] of hidden states [T, h]."""
-        grids, longest = packed.grids(len(hidden)), packed.max_seqlen_q
+        grids = packed.grids(len(hidden))
+        longest = packed.max_seqlen_q
         position = grids.query_position
         if position is None:
             position = torch.arange(longest, device=hidden.device)[None]
@@ -159,14 +164,13 @@ class CompressedMixer(CutModule):
             position.split(BLOCK, 1),
             strict=True,
         )
-        keys, again = (near, far, index.detach()), {"use_reentrant": False}
-        out = [
-            checkpoint(self._block, *block, *keys, preserve_rng_state=False, **again)
-            for block in blocks
-        ]
+        again = partial(checkpoint, self._block, use_reentrant=False, preserve_rng_state=False)
+        out = [again(*block, near, far, index.detach()) for block in blocks]
         return torch.cat(out, 1)[grids.query_at]
 
-    def _compressed(self, hidden: Tensor, prefix: str, of_keys) -> Tensor:
+    def _compressed(
+        self, hidden: Tensor, prefix: str, of_keys: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """Returns keys [k, places / ratio, d] of whole windows."""
         ratio = self._ratio
         parts = []
@@ -174,9 +178,11 @@ class CompressedMixer(CutModule):
             rows = of_keys(self._projected(hidden, prefix + name))
             count = rows.shape[1] // ratio
             parts.append(rows[:, : count * ratio].unflatten(1, (count, ratio)))
-        values, gates = parts[0], parts[1].float() + self.weight(prefix + "ape")
+        values = parts[0]
+        gates = parts[1].float() + self.weight(prefix + "ape")
         if ratio == INDEXED:
-            values, gates = _with_window_before(values, 0.0), _with_window_before(gates, -torch.inf)
+            values = _with_window_before(values, 0.0)
+            gates = _with_window_before(gates, -torch.inf)
         keys = (values * gates.softmax(2).to(values.dtype)).sum(2)
         places = torch.arange(count, device=keys.device) * ratio
         return self._turns(self._normed(keys, prefix + "norm"), places)

@@ -39,8 +39,8 @@ class Kda(Recurrence):
     @classmethod
     def read(cls, linear: HfConfig, layers: tuple[bool, ...]) -> Kda:
         """Reads the linear_attn_config of a config.json."""
-        sizes = (linear[key] for key in ("num_heads", "head_dim", "short_conv_kernel_size"))
-        return cls(*sizes, layers=layers)
+        kernel = linear["short_conv_kernel_size"]
+        return cls(linear["num_heads"], linear["head_dim"], kernel, layers)
 
     @property
     def values(self) -> int:

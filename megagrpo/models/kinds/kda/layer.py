@@ -78,7 +78,8 @@ class KimiDeltaAttention(RecurrentMixer):
         decay = F.softplus(decay.float() + dt_bias.float().view(heads, dim))
         decay = -a_log.exp()[:, None] * decay
         beta = beta[..., 0].float().sigmoid()
-        out = rule(*qkv.split(dim, -1), decay, beta, borders)
+        queries, keys, values = qkv.split(dim, -1)
+        out = rule(queries, keys, values, decay, beta, borders)
         return checkpoint(
             self._gated_norm, out, gate, use_reentrant=False, preserve_rng_state=False
         )

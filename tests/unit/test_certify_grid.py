@@ -1,0 +1,80 @@
+"""Which cases a certificate has, what it certifies of an experiment, and its bounds."""
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from megagrpo.config.load import load_config
+from megagrpo.config.schema import ActorConfig, ParallelConfig
+from megagrpo.tools.certify import command
+from megagrpo.tools.certify.cases import LAYOUTS, NEIGHBOR, REFERENCE, grid, layouts_of
+from megagrpo.tools.certify.certificate import FACTOR, LARGEST, LEAST, bounds_of, failures, write_certificate
+
+CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+def test_the_grid_names_what_is_left_out():
+    cases, left_out = grid(LAYOUTS, 2, is_moe=False, only=None)
+    assert cases[0] == REFERENCE and all(c not in cases[:i] for i, c in enumerate(cases))
+    dense, small = (("EP2", "TP2xEP2", "EP2xPP2", "TP2xETP2"), ("TP2xPP2", "TP2xDP2", "TP2xCP2", "CP2xPP2"))
+    without = dict.fromkeys(dense, "the model has no experts") | dict.fromkeys(small, "needs 4 ranks, 2 were given")
+    assert left_out == without
+    assert {c.layout for c in cases} - {NEIGHBOR.layout} | left_out.keys() == LAYOUTS.keys()
+    with pytest.raises(ValueError, match="no layout is called 'TP3'"):
+        grid(LAYOUTS, 2, True, ["TP3"])
+    _, whole = grid(LAYOUTS, 2, True, None, whole_experts=True)
+    assert whole["TP2xETP2"] == "the model's experts are not cut"
+    for asked, reason in ("TP2xPP2", "needs 4 ranks, 2 were given"), ("EP2", "has no experts"):
+        with pytest.raises(ValueError, match=f"nothing ran, because {asked} cannot: .*{reason}"):
+            grid(LAYOUTS, 2, False, ["DP2", asked])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"routing_replay": "rollout"},
+        {"router_losses": {"balance": 1e-3}},
+        {"vision": {"train": "projector"}},
+        {"lora": {"rank": 4}},
+    ],
+)
+def test_what_the_experiment_trains_is_certified(tmp_path: Path, settings):
+    config = load_config(CONFIG, [f"actor.{key}={json.dumps(one)}" for key, one in settings.items()])
+    tiny = command.tiny_experiment(config, tmp_path / "model", tmp_path, 2).actor
+    assert tiny.world_size == 2
+    for key in settings:
+        assert getattr(tiny, key) == getattr(config.actor, key) is not None
+
+
+def test_the_experiments_own_layout_is_in_the_grid():
+    own = layouts_of(ActorConfig(world_size=4, parallel=ParallelConfig(tp=2, ep=2)))
+    assert own["the experiment's"] == (4, {"tp": 2, "ep": 2})
+    assert layouts_of(ActorConfig(world_size=2, parallel=ParallelConfig(ep=2))) == LAYOUTS
+    dynamic = layouts_of(ActorConfig(world_size=2, parallel=ParallelConfig(cp=2, dynamic_context=True)))
+    assert dynamic["the experiment's"] == (2, {"cp": 2, "dynamic_context": True})
+    cases, _ = grid(dynamic, 2, is_moe=True, only=["the experiment's"])
+    assert all(case.packing for case in cases if case.layout == "the experiment's")
+
+
+def test_a_bound_is_what_rounding_moves_within_limits():
+    figures = {"loss_error": 0.0, "norm_error": 1.0, "weights": math.nan}
+    found = bounds_of({**figures, "gradients": {"a": 5e-6, "b": 1e-7}})
+    assert found["loss"] == LEAST["loss"] and found["norm"] == LARGEST * LEAST["norm"]
+    assert found["gradient"] == FACTOR * 5e-6 and found["weights"] == LEAST["weights"]
+
+
+def test_not_a_number_is_above_every_bound(tmp_path: Path):
+    figures = dict.fromkeys(("loss", "loss_error", "grad_norm", "norm_error", "weights"), math.nan)
+    result = {
+        "fault": None,
+        "case": asdict(NEIGHBOR) | {"layout": "DP2"},
+        "variant": "x",
+        **figures,
+        "gradients": {"a": 0.0, "b": math.inf},
+    }
+    assert len(failures(result, LEAST)) == 4
+    results = [result, result | {"case": asdict(NEIGHBOR)}]
+    assert write_certificate(tmp_path, name="name", family="qwen3", results=results, left_out={})[1] is False
