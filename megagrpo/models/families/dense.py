@@ -9,6 +9,7 @@ class Llama(Family):
     """Grouped-query attention, a gated MLP, optionally Llama 3's rotary scaling."""
 
     HF_CLASS = "LlamaForCausalLM"
+    SHARES_ATTENTION = False
     FP8_REFUSAL = "SGLang 0.5.21 drops the scales of a Llama's blocks when it loads them"
 
 
@@ -16,6 +17,7 @@ class Qwen2(Family):
     """Llama with biases on the query, key and value projections."""
 
     HF_CLASS = "Qwen2ForCausalLM"
+    SHARES_ATTENTION = False
     LOADS_ATTENTION_BIAS = True  # whatever the key says
 
     def attention(self, hf: HfConfig) -> GroupedQuery:

@@ -58,6 +58,7 @@ class Mixtral(Family):
     """Llama's attention."""
 
     HF_CLASS = "MixtralForCausalLM"
+    SHARES_ATTENTION = False
     REQUIRED_KEYS = ("num_local_experts", "num_experts_per_tok")
     SIZE_KEYS = COMMON_SIZE_KEYS | {*REQUIRED_KEYS}
 
