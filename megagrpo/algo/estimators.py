@@ -198,7 +198,8 @@ def gpg(inputs: EstimatorInputs, options: GpgAdvantage) -> Tensor:
     """Returns alpha (r - mean) [N], alpha = B / the responses that count. arXiv 2504.02546."""
     stats = inputs.stats
     if options.alpha == "non_degenerate":
-        counted = int(stats.count[~stats.degenerate].sum())
+        single = (stats.count == 1) & (options.single_sample == "raw")  # they learn too
+        counted = int(stats.count[~stats.degenerate | single].sum())
     else:
         counted = int(inputs.reduce((inputs.totals[inputs.valid] != 0).sum(), "sum"))
     alpha = int(stats.count.sum()) / max(counted, 1)

@@ -55,6 +55,7 @@ class Family:
     PARTIAL_ROTARY: ClassVar[bool] = False  # rotary embedding may apply to part of a head
     LOADS_ATTENTION_BIAS: ClassVar[bool] = False
     FP8_REFUSAL: ClassVar[str] = ""  # why engines cannot have weights of such a model in FP8
+    SHARES_ATTENTION: ClassVar[bool] = True  # with SGLang's enable_dp_attention
     LEFT_OUT: ClassVar[tuple[str, ...]] = ()  # begin the names of tensors that are not loaded
     DRAFT_REFUSAL: ClassVar[str] = ""  # why actor.draft is not supported
     CENTERED_NORMS: ClassVar[bool] = False  # RMSNorms multiply by 1 + weight

@@ -47,6 +47,7 @@ CLOSED = [  # options of the estimator, advantages
     ({"name": "opo"}, [-2, -1, 3, 0, 0, 0]),  # one token each: the plain mean
     ({"name": "opo", "single_sample": "raw"}, [-2, -1, 3, 0, 0, 3]),
     ({"name": "gpg"}, [-4, -2, 6, 0, 0, 0]),  # alpha = 6 responses / 3 of them in groups that differ
+    ({"name": "gpg", "single_sample": "raw"}, [-3, -1.5, 4.5, 0, 0, 4.5]),  # alpha = 6 / the 4 that learn
 ]
 
 

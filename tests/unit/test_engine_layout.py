@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.rules.engine_layout import server_of
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.folder import Model
+from megagrpo.models.table import FAMILIES, architecture_of
+from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.plan.engine_memory import absorbed_bytes, weight_bytes
 from megagrpo.tools.plan.work import model_work
 from tests.experiments import engine_layout_problems
@@ -63,6 +66,14 @@ def test_heads_are_divided_over_the_ranks_of_attention():
     assert problem.startswith("rollout.tp = 96 does not divide the model's num_attention_heads")
     (problem,) = engine_layout_problems(engines(8, 8, dp=3), arch)
     assert problem == "rollout.sglang.dp_size = 3 does not divide rollout.tp = 8; it may be 2 or 4"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_is_not_shared_where_sglang_adds_up_all_ranks(family):
+    arch = architecture_of(hf_config(TinyModelConfig(path="x", family=family)))
+    problems = engine_layout_problems(engines(2, dp=2), arch)
+    assert bool(problems) == (family in ("llama", "qwen2", "qwen2_5_vl", "mixtral", "kimi_linear"))
+    assert all(text.startswith("rollout.sglang.enable_dp_attention: ") for text in problems)
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])

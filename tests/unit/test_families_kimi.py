@@ -67,7 +67,7 @@ def test_three_layers_of_delta_attention_to_one_of_latent_attention():
     }
     assert names["model.layers.0.self_attn.A_log"].shape == (1, 1, 32, 1)
     kept = {name.rpartition(".")[2] for name, spec in names.items() if spec.dtype is not None}
-    assert kept == {"A_log", "dt_bias", "e_score_correction_bias"}
+    assert kept == {"A_log", "dt_bias"}  # SGLang's router has its bias in the engine's dtype
     whole = {name.split(".")[-2] for name, spec in names.items() if spec.whole and "layers.0." in name}
     assert {"f_a_proj", "g_a_proj", "o_norm"} < whole and not {"f_b_proj", "b_proj"} & whole
 
@@ -128,6 +128,11 @@ def test_drafts_adapters_replay_of_engines_and_cut_heads_are_refused():
     wide = {"world_size": 64, "dtype": "bfloat16", "parallel": {"tp": 8, "cp": 8}}
     [problem] = layout_problems(arch, ActorConfig.model_validate(wide))
     assert "actor.parallel.tp x cp = 64 does not divide the model's linear_attn_config.num_heads = 32" in problem
+    eighths = {"world_size": 8, "dtype": "bfloat16", "parallel": {"tp": 8}, "megatron": {"fp8": "e4m3"}}
+    [problem] = layout_problems(arch, ActorConfig.model_validate(eighths))
+    assert "with tp = 8 a rank has 1540 rows of a kimi_linear model's recurrent layers" in problem
+    halves = eighths | {"parallel": {"tp": 2}}
+    assert not layout_problems(arch, ActorConfig.model_validate(halves))
     [problem] = layout_problems(arch, ActorConfig.model_validate({"routing_replay": "rollout"}))
     assert "Kimi-Linear does not say which layer chose experts" in problem
     problems = engine_layout_problems(experiment(rollout={"quantization": "fp8", "dtype": "bfloat16"}).rollout, arch)

@@ -83,6 +83,12 @@ def before_start(subject: Subject) -> Iterator[Rule]:
         "shows that a publish reaches states on the host",
         "remove it",
     )
+    yield Rule(
+        rollout.sglang.get("enable_dp_attention") and not FAMILIES[arch.family].SHARES_ATTENTION,
+        f"rollout.sglang.enable_dp_attention: SGLang's layers of a {arch.family} model would add up "
+        "ranks that have other requests",
+        "remove it",
+    )
     fp8 = rollout.quantization
     if refusal := FAMILIES[arch.family].FP8_REFUSAL:
         yield Rule(fp8, f"rollout.quantization {fp8}: {refusal}", "remove it")

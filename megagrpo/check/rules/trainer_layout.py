@@ -13,6 +13,8 @@ from megagrpo.models.fields import context_rule, expected_kernels
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.hashed.describe import HashedExperts
 
+_FP8_ROWS = 16  # of a matrix, and columns
+
 
 def before_start(subject: Subject) -> Iterator[Rule]:
     """Yields the rules between the model and `actor`."""
@@ -23,7 +25,7 @@ def before_start(subject: Subject) -> Iterator[Rule]:
 def layout_rules(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
     """Yields the rules between a model and a layout; those between the sizes themselves
     (world_size, vpp) are the section's."""
-    for rules in (_sizes, _stages, _routers, _adapters, _vision, _sinks, _shared_choices):
+    for rules in (_sizes, _stages, _routers, _adapters, _vision, _sinks, _shared_choices, _fp8):
         yield from rules(arch, actor)
     yield context_rule(actor, expected_kernels(actor))
     for key, size in (("ep", actor.parallel.ep), ("etp", actor.parallel.etp)):
@@ -88,6 +90,16 @@ def _routers(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
         "actor.megatron.moe_shared_expert_overlap: Megatron refuses it at the first forward of "
         "experts in a latent space",
         "remove it",
+    )
+
+
+def _fp8(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
+    rows = arch.recurrent.rows / actor.parallel.tp if arch.recurrent else 0
+    yield Rule(
+        actor.megatron.get("fp8") and rows % _FP8_ROWS,
+        f"actor.megatron.fp8: with tp = {actor.parallel.tp} a rank has {rows:g} rows of a {arch.family} "
+        f"model's recurrent layers, of which products in FP8 want a multiple of {_FP8_ROWS}",
+        "take a smaller tp",
     )
 
 

@@ -201,8 +201,8 @@ class GpgAdvantage(_ComparesResponses):
 
     name: Literal["gpg"] = "gpg"
     alpha: Literal["non_degenerate", "nonzero_reward"] = "non_degenerate"
-    """Responses that divide alpha: those in groups whose rewards differ, or those with a reward
-    other than 0, as in verl."""
+    """Responses that divide alpha: those in groups whose rewards differ, and single ones if `raw`, or
+    those with a reward other than 0, as in verl."""
 
 
 class OwnAdvantage(OwnFunction, Estimator):

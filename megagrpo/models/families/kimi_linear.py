@@ -70,6 +70,7 @@ class KimiLinear(SigmoidMoe):
     } - {*("moe_renormalize", "moe_router_activation_func")}
     ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
     DRAFT_REFUSAL = "SGLang has no multi-token-prediction layers for it"
+    SHARES_ATTENTION = False
     FP8_REFUSAL = "not for models with Kimi Delta Attention"
 
     def refusals(self, hf: HfConfig) -> list[str]:
@@ -117,7 +118,8 @@ class KimiLinear(SigmoidMoe):
 
     def experts(self, hf: HfConfig) -> Experts:
         unreported = "SGLang's Kimi-Linear does not say which layer chose experts"
-        return replace(super().experts(hf), names=_EXPERT_NAMES, unreported=unreported)
+        own = replace(super().experts(hf), names=_EXPERT_NAMES, unreported=unreported)
+        return replace(own, bias_dtype=None)  # SGLang's is of the engine's dtype
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         layers = range(1, sizes.num_layers + 1)

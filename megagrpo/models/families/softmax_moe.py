@@ -11,6 +11,7 @@ class Llama(Family):
     """Grouped-query attention, a gated MLP, optionally Llama 3's rotary scaling."""
 
     HF_CLASS = "LlamaForCausalLM"
+    SHARES_ATTENTION = False
     FP8_REFUSAL = "SGLang 0.5.21 drops the scales of a Llama's blocks when it loads them"
 
 
@@ -18,6 +19,7 @@ class Qwen2(Family):
     """Llama with biases on the query, key and value projections."""
 
     HF_CLASS = "Qwen2ForCausalLM"
+    SHARES_ATTENTION = False
     LOADS_ATTENTION_BIAS = True  # whatever the key says
 
     def attention(self, hf: HfConfig) -> GroupedQuery:
@@ -85,6 +87,7 @@ class Mixtral(Family):
     """Llama's attention."""
 
     HF_CLASS = "MixtralForCausalLM"
+    SHARES_ATTENTION = False
     REQUIRED_KEYS = ("num_local_experts", "num_experts_per_tok")
     SIZE_KEYS = COMMON_SIZE_KEYS | {*REQUIRED_KEYS}
 

@@ -38,6 +38,11 @@ class Recurrence(ABC):
 
     @property
     @abstractmethod
+    def rows(self) -> int:
+        """Counts the outputs of the first projection."""
+
+    @property
+    @abstractmethod
     def state_size(self) -> int:
         """Counts the elements of the state of a layer."""
 

@@ -60,14 +60,38 @@ def random_cache_scales(model: torch.nn.Module) -> list[str]:
 def derived_tensors(model: torch.nn.Module) -> list[str]:
     """Returns the matrices besides parameters and buffers. They may be computed from weights, and no
     digest covers them."""
+    return [
+        f"{path}.{name} {tuple(value.shape)}" for path, _, name, value in _derived_matrices(model)
+    ]
+
+
+def _derived_matrices(
+    model: torch.nn.Module,
+) -> Iterator[tuple[str, torch.nn.Module, str, Tensor]]:
     storages = {t.untyped_storage()._cdata for t in live_tensors(model).values()}
-    matrices = []
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             matrix = isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2
             if matrix and value.untyped_storage()._cdata not in storages:
-                matrices.append(f"{path}.{name} {tuple(value.shape)}")
-    return matrices
+                yield path, module, name, value
+
+
+def compute_in_place(model: torch.nn.Module) -> None:
+    """Lets matrices that post_load_weights computes anew stay where they lie, which CUDA graphs
+    read. SGLang's Kimi-Linear would leave the old ones to the graphs, and free them."""
+    compute = getattr(model, "post_load_weights", None)
+    if compute is None:
+        return
+
+    def computed(*args: object, **options: object) -> None:
+        before = list(_derived_matrices(model))
+        compute(*args, **options)
+        for _, module, name, old in before:
+            new = getattr(module, name)
+            if new is not old and (new.shape, new.dtype) == (old.shape, old.dtype):
+                setattr(module, name, old.copy_(new))
+
+    model.post_load_weights = computed  # type: ignore[assignment]  # torch takes it for a Tensor or a Module
 
 
 def copies_of_the_start(model: torch.nn.Module) -> list[str]:

@@ -29,6 +29,7 @@ from megagrpo.weights.digests.digest import batched_digest, slice_digest
 from megagrpo.weights.engines.derived_tensors import (
     absorbed_matrices,
     cache_scales,
+    compute_in_place,
     copies_of_the_start,
     derived_tensors,
     live_tensors,
@@ -360,7 +361,12 @@ class WithDraft(torch.nn.Module):
 
 def engine_end(model: torch.nn.Module, draft: torch.nn.Module | None = None) -> EngineEnd:
     """Returns the one EngineEnd of a model and its draft."""
-    return _ends.setdefault(model, EngineEnd(model, draft))
+    if model not in _ends:
+        _ends[model] = EngineEnd(model, draft)
+        for part in (model, draft):
+            if part is not None:
+                compute_in_place(part)
+    return _ends[model]
 
 
 def record_engine_model(

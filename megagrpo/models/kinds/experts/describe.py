@@ -71,6 +71,7 @@ class Experts:
     shared_gate: bool = False  # times a sigmoid of the token
     latent_size: int = 0  # width in which routed experts work, between two projections; 0: hidden
     # no numbers: two models do not differ by these
+    bias_dtype: str | None = field(default="float32", compare=False)  # engines'; None: the model's
     names: ExpertNames = field(default=NAMES, compare=False)
     # why experts that engines chose cannot be replayed
     unreported: str = field(default="", compare=False)
@@ -107,7 +108,7 @@ class Experts:
         yield TensorSpec(prefix + "gate.weight", (self.count, hidden), "matrix")
         if self.router_bias:
             bias = prefix + names.bias
-            yield TensorSpec(bias, (self.count,), "bias", dtype="float32", trained=False)
+            yield TensorSpec(bias, (self.count,), "bias", dtype=self.bias_dtype, trained=False)
         if self.shared_ffn_size:
             shared = f"{prefix}{names.shared}."
             yield from mlp_tensors(

@@ -19,7 +19,7 @@ def layer(delta: GatedDelta, at: Share) -> LayerCost:
     heads = delta.value_heads / p.tp
     values = heads * delta.value_dim
     keys = heads * delta.key_dim  # each is repeated for the value heads that share it
-    rows = delta.channels / p.tp + values + 2 * heads
+    rows = delta.rows / p.tp
     # input of the convolution; queries, keys and values, each in one piece; the system of a chunk;
     # the rule's output, gates and their product; decay and beta, and sums of them
     kept = (delta.channels / p.tp + 2 * keys + 4 * values + heads * _CHUNK) * at.width

@@ -61,6 +61,10 @@ class GatedDelta(Recurrence):
         return self.key_heads
 
     @property
+    def rows(self) -> int:
+        return self.channels + self.value_heads * (self.value_dim + 2)
+
+    @property
     def state_size(self) -> int:
         return self.value_heads * self.value_dim * self.key_dim
 

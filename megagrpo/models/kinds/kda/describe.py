@@ -58,6 +58,10 @@ class Kda(Recurrence):
         return self.heads
 
     @property
+    def rows(self) -> int:
+        return self.channels + self.heads
+
+    @property
     def state_size(self) -> int:
         return self.values * self.dim
 

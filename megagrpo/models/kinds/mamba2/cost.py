@@ -19,7 +19,7 @@ def layer(mamba: Mamba2, at: Share) -> LayerCost:
     heads = mamba.heads / p.tp
     values = mamba.values / p.tp
     channels = mamba.channels / p.tp
-    rows = values + channels + heads
+    rows = mamba.rows / p.tp
     # the projection; convolved channels; the scan's output, and times its gate, normed; steps, and
     # the state at the end of each chunk
     kept = (rows + channels + 2 * values) * at.width

@@ -64,6 +64,10 @@ class Mamba2(Recurrence):
         return self.groups
 
     @property
+    def rows(self) -> int:
+        return self.values + self.channels + self.heads
+
+    @property
     def state_size(self) -> int:
         return self.values * self.state
 
@@ -71,8 +75,7 @@ class Mamba2(Recurrence):
         """Yields projections, the convolution, decays, skips and a norm."""
         hidden = arch.hidden_size
         channels = self.channels
-        rows = self.values + channels + self.heads
-        yield TensorSpec(prefix + "in_proj.weight", (rows, hidden), "matrix")
+        yield TensorSpec(prefix + "in_proj.weight", (self.rows, hidden), "matrix")
         yield TensorSpec(prefix + "conv1d.weight", (channels, 1, self.kernel), "convolution")
         yield TensorSpec(prefix + "conv1d.bias", (channels,), "bias")
         yield TensorSpec(prefix + "A_log", (self.heads,), "bias", dtype="float32")  # as in engines
