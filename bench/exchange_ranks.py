@@ -10,10 +10,12 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
+from megagrpo.types import EngineEvent
 
 HOST, EVERY = "127.0.0.1", 100
 
@@ -85,14 +87,11 @@ class Registry:
     def engines(self) -> list:
         return self._infos
 
-    def begin_update(self, engine_id: str, incarnation: int) -> bool:
-        return True
-
-    def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
-        return True
-
-    def report_lost(self, engine_id: str, incarnation: int) -> None:
-        raise AssertionError(f"engine {engine_id} was lost")
+    def report(
+        self, event: EngineEvent, engines: Mapping[str, int], weight_version: int = 0
+    ) -> set[str]:
+        assert event != "lost", f"lost: {', '.join(engines)}"
+        return set()
 
 
 def train(job: dict) -> None:

@@ -135,7 +135,9 @@ def layout_problem(folder: Path, layout: Layout) -> str:
 
 def older_instead(folder: Path, fits: Callable[[Path], bool] = Path.is_dir) -> str:
     """Returns how a run continues from the newest older checkpoint that fits, as the end of a
-    message; "" if there is none."""
+    message; "" if there is none, or if a user has named the folder."""
+    if not _NAME.fullmatch(folder.name):
+        return ""
     older = [
         p.name
         for p in finished_checkpoints(folder.parent)

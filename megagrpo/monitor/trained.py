@@ -11,6 +11,7 @@ trained/replica_0.jsonl has one line per step for the samples of one data-parall
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -21,13 +22,15 @@ from megagrpo.monitor.step_lines import StepLines, drop_later_steps
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Batch
 
+_KEPT = 20  # lines: one may take megabytes
+
 
 class TrainedLog(StepLines):
     """Writes the record of one data-parallel rank. Not collective: readers join samples by id.
 
     num_groups: number of groups of a step, over all ranks, whose tokens are recorded. pieces: token
     ids -> the text of each token. A line that cannot be written does not end the run: it is tried
-    again with the next step.
+    again with the next steps, at most _KEPT of them.
     """
 
     def __init__(
@@ -41,7 +44,7 @@ class TrainedLog(StepLines):
         self._num_groups = num_groups
         self._pieces = pieces
         self._shown: set[int] = set()
-        self._unwritten = list[dict]()
+        self._unwritten = deque[dict](maxlen=_KEPT)
 
     def _write(self, entry: dict) -> None:
         self._unwritten.append(entry)
@@ -50,11 +53,12 @@ class TrainedLog(StepLines):
     def _write_all(self, again: bool) -> None:
         """Writes what has not been written. again: the last attempt failed, perhaps within a line."""
         try:
+            self._path.parent.mkdir(exist_ok=True)  # a user may have removed it
             if again:
                 drop_later_steps(self._path, self._unwritten[0]["step"] - 1)
             while self._unwritten:
                 super()._write(self._unwritten[0])
-                self._unwritten.pop(0)
+                self._unwritten.popleft()
         except OSError as exc:
             if not again:
                 print(f"{self._path} is not written: {exc}; tried again with each step", flush=True)

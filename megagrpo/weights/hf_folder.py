@@ -68,7 +68,7 @@ class HfFolder(Mapping[str, Tensor]):
                 self._opened[file] = safe_open(file, "pt")
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self.files.fp8 | self.files.int4 | self.files.mxfp4:
+        if self.files.shown[name] is self.files.files.get(name):  # as it is stored
             return self._stored(name)
         products = torch.empty(self.specs[name][0], dtype=torch.bfloat16)
         self.read_into(products, name, (0,) * products.dim())

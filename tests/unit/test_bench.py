@@ -2,11 +2,14 @@
 of them run at a tiny size."""
 
 import ast
+import inspect
 import json
+import runpy
 from pathlib import Path
 
 import pytest
 
+from megagrpo.weights.engines.fleet import EngineRegistry
 from tests.experiments import ROOT, python
 
 # Programs put their own folder and that of the engine tests on the path.
@@ -52,6 +55,14 @@ def test_own_imports_exist(file):
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 place_of(alias.name)
+
+
+def test_the_engines_registry_of_the_exchange_answers_what_a_fleet_asks():
+    registry = runpy.run_path(str(ROOT / "bench" / "exchange_ranks.py"))["Registry"]
+    for name, method in vars(EngineRegistry).items():
+        if inspect.isfunction(method) and not name.startswith("_"):
+            asked = inspect.signature(method).parameters
+            assert inspect.signature(getattr(registry, name)).parameters == asked, name
 
 
 def test_a_step_at_scale_runs_at_a_tiny_one(tmp_path):

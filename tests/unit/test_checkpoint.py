@@ -210,6 +210,8 @@ def test_another_layout_is_refused_with_what_to_do(tmp_path: Path):
         load(folder, other, lambda _: None, MESH)
     assert load(folder, ANY, lambda _: None, MESH).step == 2
     assert load(tmp_path / "step_000001", other, lambda _: None, MESH).step == 1
+    renamed = folder.rename(tmp_path / "step_000002.old")  # as the message says, or copied by a user
+    assert load(renamed, ANY, lambda _: None, MESH).step == 2
 
 
 @pytest.mark.parametrize("deferred", [[], [[4, 1]]])

@@ -1,5 +1,6 @@
 """The record of trained samples: what is in a line, and what a resumed run does to it."""
 
+import shutil
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -131,6 +132,28 @@ def test_a_line_that_cannot_be_written_is_tried_again(tmp_path, capsys, steps_af
     assert [line["step"] for line in lines] == list(range(1, 5 + steps_after))
     assert all(line["advantages"] == lines[0]["advantages"] for line in lines)
     assert capsys.readouterr().out.count(f"{file} is not written: ") == 1
+
+
+def test_a_folder_that_is_removed_is_made_again(tmp_path):
+    batch, folder = made_batch(made_groups(1)), RunFolder(tmp_path)
+    with closing(TrainedLog(folder, 0, 1, lambda ids: map(str, ids))) as log:
+        for step in (1, 2):
+            log.write(step, batch, batch.old_logprobs)
+            log.flush()
+            if step == 1:
+                shutil.rmtree(folder.trained)
+    assert [line["step"] for line in read_step_lines(folder.trained_file(0))] == [2]
+
+
+def test_lines_that_can_never_be_written_take_no_more_and_more_memory(tmp_path):
+    batch, file = made_batch(made_groups(1)), RunFolder(tmp_path).trained_file(0)
+    with closing(TrainedLog(RunFolder(tmp_path), 0, 1, lambda ids: map(str, ids))) as log:
+        file.mkdir()
+        for step in range(1, 31):
+            log.write(step, batch, batch.old_logprobs)
+        log.flush()
+        file.rmdir()
+    assert [line["step"] for line in read_step_lines(file)] == list(range(11, 31))
 
 
 def test_advantages_of_all_and_tokens_of_the_first_groups(tmp_path):
