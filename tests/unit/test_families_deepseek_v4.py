@@ -8,7 +8,7 @@ from megagrpo.config.schema import ActorConfig
 from megagrpo.models.costs import layer_cost
 from megagrpo.models.table import FAMILIES, architecture_of, left_out, model_problems, model_tensors, parameter_counts
 from megagrpo.tools.certify.tiny_model import hf_config
-from megagrpo.tools.plan.trainer_memory import stage_parameters
+from megagrpo.tools.plan.trainer_memory import Load, stage_parameters, trainer_stages
 from megagrpo.tools.plan.work import model_work
 from tests.experiments import experiment
 
@@ -87,6 +87,10 @@ def test_a_size_that_is_missing_is_named(key: str):
         ({"routing_replay": "old"}, "actor.routing_replay is not supported with a deepseek_v4 model"),
         ({"router_losses": {"balance": 0.1}}, "actor.router_losses is not supported"),
         ({"megatron": {"recompute_modules": ["moe"]}}, "actor.megatron.recompute_modules is not supported"),
+        ({"megatron": {"moe_shared_expert_overlap": True}}, "actor.megatron.moe_shared_expert_overlap: Megatron's"),
+        ({"megatron": {"bias_activation_fusion": True}}, "actor.megatron.bias_activation_fusion: Megatron's"),
+        ({"megatron": {"use_te_activation_func": True}}, "actor.megatron.use_te_activation_func: Megatron's"),
+        ({"megatron": {"fp8": "e4m3", "fp8_recipe": "blockwise"}}, "actor.megatron.fp8 is not supported"),
         ({"lora": {"rank": 4}}, "actor.lora is not supported"),
         ({"world_size": 16, "parallel": {"tp": 16}}, "tp = 16 does not divide the model's o_groups = 8"),
     ],
@@ -101,6 +105,23 @@ def test_engines_without_a_gpu_are_refused():
     assert any("TileLang's kernels only" in text for text in on_cpu)
     on_gpus = check_against_model(experiment(actor={"dtype": "bfloat16"}, rollout={"dtype": "bfloat16"}), FLASH)
     assert not any("TileLang" in text for text in on_gpus)
+
+
+def test_ranks_that_would_keep_old_sinks_are_refused():
+    """SGLang's attention copies its heads' sinks once, if ranks divide them (MQALayer._local_attn_sink)."""
+    one = {"dtype": "bfloat16"}
+    shared = one | {"tp": 2, "sglang": {"enable_dp_attention": True, "dp_size": 2}}
+    for rollout, refused in ((one, False), (one | {"tp": 2}, True), (shared, False)):
+        problems = check_against_model(experiment(actor={"dtype": "bfloat16"}, rollout=rollout), FLASH)
+        assert any("attn_sink" in text for text in problems) == refused
+
+
+def test_stages_send_and_keep_every_stream():
+    actor = {"world_size": 2, "dtype": "bfloat16", "recompute": "full", "parallel": {"pp": 2, "first_stage_layers": 22}}
+    actor = ActorConfig.model_validate(actor)
+    stages = [trainer_stages(architecture_of(FLASH | {"hc_mult": n}), actor, Load(8192, 8192))[0] for n in (2, 4)]
+    sent = [stage.cost().sent["pp"] for stage in stages]
+    assert sent == [2 * 4096 * 8192 * 2, 4 * 4096 * 8192 * 2]
 
 
 def test_what_is_computed_and_kept():

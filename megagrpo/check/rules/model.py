@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 
+from megagrpo.check.rules.engine_layout import server_of
 from megagrpo.check.rules.placement import needs_gpus
 from megagrpo.check.rules.subject import SPARED, Subject, longest_samples
 from megagrpo.config.fields import Rule
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.fields import expected_kernels
+from megagrpo.models.kinds.compressed.describe import CompressedAttention
 from megagrpo.models.kinds.mamba2.describe import Mamba2
 from megagrpo.models.table import model_problems, stored_otherwise
 
@@ -41,6 +43,13 @@ def before_start(subject: Subject) -> Iterator[Rule]:
         f"model.path: engines of a {arch.family} model need GPUs: SGLang mixes residual streams by TileLang's "
         "kernels only (its kernels/ops/layernorm/mhc.py)",
         "set actor.dtype: bfloat16, which means GPUs; megagrpo certify compares trainers without them",
+    )
+    ranks = server_of(rollout).attention_tp
+    yield Rule(
+        ranks > 1 and isinstance(arch.attention, CompressedAttention),
+        f"rollout.tp = {rollout.tp}: each of {ranks} ranks of a {arch.family} model's attention keeps its sinks "
+        "(attn_sink) as of its first request, and no publish reaches these copies",
+        "set tp: 1, or rollout.sglang.enable_dp_attention with dp_size = tp",
     )
     if stored := stored_otherwise(description):
         yield Rule(

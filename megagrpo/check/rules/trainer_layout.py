@@ -10,6 +10,7 @@ from megagrpo.config.actor import ActorConfig
 from megagrpo.config.fields import Rule, complaints
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.fields import context_rule, expected_kernels
+from megagrpo.models.kinds.compressed.describe import CompressedAttention
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.hashed.describe import HashedExperts
 
@@ -81,6 +82,13 @@ def _routers(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
             "micro-batch under way, and other scores are no shares",
             "remove it",
         )
+    for field in ("moe_shared_expert_overlap", "bias_activation_fusion", "use_te_activation_func"):
+        yield Rule(
+            actor.megatron.get(field) and isinstance(arch.experts, HashedExperts),
+            f"actor.megatron.{field}: Megatron's activation on that path leaves out the bounds of a {arch.family} "
+            "model's experts (swiglu_limit)",
+            "remove it",
+        )
     if unreported := arch.experts and arch.experts.unreported:
         replayed = actor.routing_replay == "rollout"
         yield Rule(replayed, f"actor.routing_replay: {unreported}", "take old, or remove it")
@@ -100,6 +108,11 @@ def _fp8(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
         f"actor.megatron.fp8: with tp = {actor.parallel.tp} a rank has {rows:g} rows of a {arch.family} "
         f"model's recurrent layers, of which products in FP8 want a multiple of {_FP8_ROWS}",
         "take a smaller tp",
+    )
+    yield Rule(
+        actor.megatron.get("fp8") and isinstance(arch.attention, CompressedAttention),
+        f"actor.megatron.fp8 is not supported with a {arch.family} model: its attention has no products in FP8",
+        "remove it",
     )
 
 

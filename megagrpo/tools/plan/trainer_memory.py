@@ -324,7 +324,7 @@ class Stage:
     def _update(self) -> dict[str, float]:
         """Returns the fullest moment of forward and backward: the head's backward, or the largest
         layer's."""
-        hidden = self.arch.hidden_size * self.part * self.width
+        hidden = self.arch.hidden_size * self.arch.num_streams * self.part * self.width
         if self.actor.recompute == "full":
             kept = hidden * len(self.layers)
             again = max((layer.kept for layer in self.layers), default=0.0)
@@ -361,9 +361,8 @@ class Stage:
         p = self.actor.parallel
         actor = self.actor
         sent = {key: sum(layer.sent[key] for layer in self.layers) for key in ("tp", "cp", "ep")}
-        sent["pp"] = (
-            arch.hidden_size * self.part * self.width * p.vpp if p.pp > 1 and not self.last else 0.0
-        )
+        message = arch.hidden_size * arch.num_streams * self.part * self.width
+        sent["pp"] = message * p.vpp if p.pp > 1 and not self.last else 0.0
         head = (
             2 * arch.hidden_size * -(-arch.vocab_size // p.tp) * self.load.tokens / p.cp
             if self.last
