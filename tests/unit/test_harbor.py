@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_programs import run_all
 
@@ -144,8 +145,8 @@ def test_bubblewrap_shows_neither_the_machine_nor_the_network():
 
 
 def test_measurements_of_a_sandbox_travel():
-    result = read_result({"reward": 1, "info": {"commands": 2}, "sandbox_s": 1.5, "sandbox_killed": 1})
-    assert result == (1.0, None, '{"commands": 2}', {"sandbox_s": 1.5, "sandbox_killed": 1})
+    result = read_result({"reward": 1, "info": {"commands": 2}, "sandbox_s": np.float32(1.5), "sandbox_killed": 1})
+    assert json.loads(json.dumps(result)) == [1.0, None, '{"commands": 2}', {"sandbox_s": 1.5, "sandbox_killed": 1}]
     with pytest.raises(ValueError, match="it returned"):
         read_result({"reward": 1, "sandbox_s": "long"})
 
