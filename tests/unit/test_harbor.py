@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -90,7 +91,7 @@ def test_a_command_that_hangs_is_killed_with_everything_that_it_started(runtime:
     assert outcomes[0].value == 0.0 and "time limit" in LETTERS.decode(requests[1]["input_ids"])
 
 
-def test_commands_end_with_a_worker_that_is_killed():
+def test_commands_end_with_a_worker_that_is_killed(tmp_path: Path):
     marker = f"4{time.time_ns() % 10**8:08d}"
     program = f"""import asyncio, pathlib
 from megagrpo.environments.harbor.local import Local
@@ -99,7 +100,7 @@ async def run():
     await sandbox.start()
     await sandbox.run("(sleep {marker}; true) & sleep {marker}", 1000.0)
 asyncio.run(run())"""
-    with subprocess.Popen([sys.executable, "-c", program]) as worker:
+    with subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(tmp_path)}) as worker:
         until(lambda: sum(p.startswith(f"sleep {marker}") for p in processes()) == 2)
         worker.kill()
     until(lambda: not [p for p in processes() if marker in p])
