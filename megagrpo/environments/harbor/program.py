@@ -97,10 +97,7 @@ async def play_harbor(
     with explained(f"{folder} is not the folder of a task of Harbor"):
         task = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
         limits = [task.get(part, {}).get("timeout_sec", 600.0) for part in ("agent", "verifier")]
-    parts = {name: part for name, part in task.items() if isinstance(part, dict)}
-    keys = {f"{name}.{key}" for name, part in parts.items() for key in part}
-    if unknown := (keys | task.keys()) & _UNKNOWN:
-        raise ValueError(f"{folder}/task.toml: no agent here knows {', '.join(sorted(unknown))}")
+    _refuse_unknown(task, folder)
     messages = list(row["messages"])
     messages[-1] = messages[-1] | {"content": introduction + messages[-1]["content"]}
     used = 0.0
@@ -136,6 +133,13 @@ async def play_harbor(
         "sandbox_s": used + time.monotonic() - began,
         "sandbox_killed": killed,
     }
+
+
+def _refuse_unknown(task: Mapping, folder: Path) -> None:
+    parts = {name: part for name, part in task.items() if isinstance(part, dict)}
+    keys = {f"{name}.{key}" for name, part in parts.items() for key in part}
+    if unknown := (keys | task.keys()) & _UNKNOWN:
+        raise ValueError(f"{folder}/task.toml: no agent here knows {', '.join(sorted(unknown))}")
 
 
 async def _turn(client: aiohttp.ClientSession, base_url: str, messages: list) -> dict | None:
