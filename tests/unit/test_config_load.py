@@ -169,6 +169,8 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
         ("sampling: {stop: !!seq x}\n", "e.yaml:5: not valid YAML: expected a sequence node, but found scalar"),
         ("train: &own {num_steps: *own}\n", "e.yaml: not valid YAML: maximum recursion depth"),
         ("checkpoint: {dir: ' '}\n", "e.yaml:5: checkpoint.dir: it is empty; name a file or folder"),
+        (f"checkpoint: {{dir: {'é' * 128}}}\n", "e.yaml:5: checkpoint.dir: no file has so long a name"),
+        (f"checkpoint: {{dir: {'a/' * 2001}}}\n", "e.yaml:5: checkpoint.dir: no file has so long a name"),
         ("name2: !!python/object:os.system {}\n", "e.yaml:5: name2 = {}: unknown key; did you mean 'name'?"),
         ("actor: {world_size: 3, parallel: {tp: 2}}\n", "3 is not a multiple of tp x pp x cp = 2; 4 would be"),
         ("actor: {world_size: 4, parallel: {ep: 3}}\n", "world_size 4 is not a multiple of etp x ep x pp = 3; 6"),
