@@ -68,7 +68,7 @@ PLANTED = (
         "",
         {
             "checkpoint/folder.py:if name and not any(": "if False and not any(",
-            "monitor/run_record.py:if num_steps == 0 and (": "if False and (",
+            "monitor/run_record.py:if num_steps == 0 and made": "if False and made",
         },
     ),
     Planted(

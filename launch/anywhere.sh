@@ -42,7 +42,8 @@ unset RANK LOCAL_RANK WORLD_SIZE MASTER_PORT "${!PET_@}"
 # A restarted launcher waits until the file server lets go of a dead node's lock, as in a requeued job of Slurm.
 export SLURM_RESTART_COUNT="${SLURM_RESTART_COUNT:-${JOBSET_RESTART_ATTEMPT:-0}}"
 
-# supervise SIGNAL COMMAND...     runs a command as $child, which gets this script's signals, and SIGNAL for a TERM
+# supervise SIGNAL COMMAND...     runs a command as $child, which gets this script's signals, and SIGNAL for a TERM: USR1 again and
+# again, because a launcher that only starts ignores it, and a TERM would end it as if the run were over
 supervise() {
     local name term="$1"
     shift
@@ -50,6 +51,7 @@ supervise() {
     child=$!
     for name in INT USR1 USR2; do trap "kill -$name $child 2>/dev/null || true" "$name"; done
     trap "kill -$term $child 2>/dev/null || true" TERM
+    [ "$term" != USR1 ] || trap 'while kill -USR1 "$child" 2>/dev/null; do sleep 2; done &' TERM
 }
 running() { kill -0 "$child" 2>/dev/null; }
 # A trapped signal ends bash's `wait` early, but bash keeps the child's status until the next `wait`.
@@ -71,12 +73,12 @@ case "$role" in
         if [ "$nodes" = 1 ]; then
             supervise USR1 one_node "$@" # `megagrpo run` on one node ends at a TERM, but a pod gets no other signal
         else
-            supervise TERM bash "$launch/colocated_node.sh" "$@"
+            supervise USR1 bash "$launch/colocated_node.sh" "$@"
         fi
         status_of_child || status=$?
         ;;
     trainers)
-        supervise TERM bash "$launch/torchrun_node.sh" "$@"
+        supervise USR1 bash "$launch/torchrun_node.sh" "$@"
         status_of_child || status=$?
         if [ -n "$ended" ] && [ "$rank" = 0 ]; then
             mkdir -p "${ended%/*}" && touch "$ended"

@@ -38,7 +38,7 @@ _TOOLS = {
     ),
     "convert": _Tool(
         "megagrpo.tools.convert.command",
-        "translate an experiment from verl, ROLL, slime or miles",
+        "translate an experiment from verl, slime or miles",
         reads_experiment=False,
     ),
     "sft": _Tool("megagrpo.tools.ranks.sft", "supervised warm-up with the same actor"),

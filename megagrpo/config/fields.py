@@ -36,6 +36,9 @@ def _expanded(path: object) -> object:
         path = os.path.expandvars(os.path.expanduser(path))
         if re.search(r"\$(\w|\{\w+\})", path):
             raise ValueError(f"{path!r} names a variable that is not set")
+        # else each look at the file would end in a traceback
+        if len(path) > 4000 or max(map(len, os.fsencode(path).split(b"/"))) > 255:
+            raise ValueError("no file has so long a name: 255 bytes, or 4,000 with its folders")
     return path
 
 

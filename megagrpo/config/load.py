@@ -86,6 +86,13 @@ for _tag, _pattern, _first in (
 _Loader.add_constructor(
     "tag:yaml.org,2002:int", lambda loader, node: int(node.value.replace("_", ""))
 )
+# U+0085 is a line break to PyYAML, which it writes as it is and reads as a space, unless quoted
+Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, '"' if "\x85" in text else None
+    ),
+)
 
 
 def plain_yaml(text: str, name: str) -> Plain:
@@ -269,7 +276,7 @@ def _parse(text: str, name: str) -> _Source:
         source.problems.append(
             f"{name}:{mark.line + 1 if mark else '?'}: not valid YAML: {exc.problem or exc.context}"
         )
-    except yaml.YAMLError as exc:
+    except (yaml.YAMLError, RecursionError) as exc:  # the latter: an anchor inside itself
         source.problems.append(f"{name}: not valid YAML: {' '.join(str(exc).split())}")
     return source
 
@@ -281,7 +288,7 @@ def _build(loader: _Loader, node: yaml.Node, path: KeyPath, source: _Source) -> 
     if isinstance(node, yaml.ScalarNode):
         # of values that are not what their tag says, such as `!!int x`
         with suppress(ValueError, LookupError, AttributeError):
-            return loader.construct_object(node)
+            return loader.construct_object(node, deep=True)  # else `!!map x` would be empty
         tag = node.tag.rpartition(":")[2]
         source.problems.append(
             f"{source.locations[path]}: not valid YAML: {node.value!r:.60} is no {tag}"

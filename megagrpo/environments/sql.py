@@ -22,6 +22,7 @@ _ALLOWED = {
 _SCHEMA = {"sqlite_master", "sqlite_schema"}
 # texts, names and comments
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|\[[^\[\]]*\]|--[^\n]*|/\*.*?\*/", re.DOTALL)
+_FENCE = re.compile(r"\A```(?:(?!(?:select|with|values)\b)\w+\s*\n|sql(?:ite)?\b)?", re.IGNORECASE)
 _INNERMOST = re.compile(r"\([^()]*\)")
 _ORDER = re.compile(r"\border\s+by\b", re.IGNORECASE)
 _TICK = 1000  # steps of SQLite's machine between two looks at the budget
@@ -34,7 +35,7 @@ _FAILURES = (sqlite3.Error, sqlite3.Warning, ValueError)
 def _unfenced(text: str) -> str:
     """Returns a query without the fences of a code block around it."""
     query = text.strip().removesuffix("```")
-    return re.sub(r"\A```(?:\w+\s*\n|sql(?:ite)?\b)?", "", query, flags=re.IGNORECASE).strip()
+    return _FENCE.sub("", query).strip()
 
 
 def _is_ordered(query: str) -> bool:

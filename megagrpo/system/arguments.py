@@ -7,3 +7,11 @@ def positive(text: str) -> int:
     if number < 1:
         raise ValueError
     return number
+
+
+def natural(text: str) -> int:
+    """Returns an integer of at least 0, likewise."""
+    number = int(text)
+    if number < 0:
+        raise ValueError
+    return number

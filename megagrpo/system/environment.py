@@ -53,6 +53,14 @@ def unless_set(**defaults: str) -> dict[str, str]:
     return {name: get(name, value) for name, value in defaults.items()}
 
 
+def bypass_proxies(host: str) -> None:
+    """Makes clients in this process and its children reach a host without the proxies of the
+    environment."""
+    known = get("no_proxy", "") or get("NO_PROXY", "")
+    if known != "*":
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = f"{host},{known}"
+
+
 def for_a_bare_shell() -> dict[str, str]:
     """Returns the variables of this process, without those that change how bash finds programs,
     functions, options and start files."""

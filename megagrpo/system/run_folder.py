@@ -30,6 +30,7 @@ logs/                of every process: trainer.log, service.log, engine-0.node-0
 
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -43,6 +44,9 @@ import orjson
 # A text cut inside a pair of surrogates, as JSON from JavaScript may hold one, has no UTF-8; JSON
 # reads this escape.
 HALF_CHARACTERS = "backslashreplace"
+# other names are copies of a user
+_ROLLOUTS = re.compile(r"step_(\d+)\.replica_(\d+)\.jsonl")
+_TRAINED = re.compile(r"replica_(\d+)\.jsonl")
 
 
 @contextmanager
@@ -181,9 +185,9 @@ class RunFolder:
     def rollout_files(self) -> dict[int, dict[int, Path]]:
         """The sample files, by step and data-parallel rank."""
         files: dict[int, dict[int, Path]] = {}
-        for path in sorted(self.rollouts.glob("step_*.replica_*.jsonl")):
-            step, replica = (int(word.partition("_")[2]) for word in path.name.split(".")[:2])
-            files.setdefault(step, {})[replica] = path
+        for path in sorted(self.rollouts.glob("*")):
+            if name := _ROLLOUTS.fullmatch(path.name):
+                files.setdefault(int(name[1]), {})[int(name[2])] = path
         return files
 
     def trained_file(self, replica: int) -> Path:
@@ -192,8 +196,8 @@ class RunFolder:
 
     def trained_files(self) -> dict[int, Path]:
         """The files of all data-parallel ranks, by rank."""
-        paths = self.trained.glob("replica_*.jsonl")
-        return dict(sorted((int(path.stem.removeprefix("replica_")), path) for path in paths))
+        names = ((_TRAINED.fullmatch(path.name), path) for path in self.trained.glob("*"))
+        return dict(sorted((int(name[1]), path) for name, path in names if name))
 
     def log(self, name: str) -> Path:
         """The output of child `name`: "service", "trainer", or "trainer-1" on the second node."""

@@ -33,7 +33,7 @@ def change_engines(run_dir: Path, action: str, engine: str | None) -> str:
         )
     with translated(str(run_dir), ServiceUnreachable):
         service = find_service(run_dir)
-    if engine is None:
-        return f"{service.add_engine()} is starting"
-    service.drain_engine(engine)
+        if engine is None:
+            return f"{service.add_engine()} is starting"
+        service.drain_engine(engine)
     return f"{engine} finishes what it has and goes"

@@ -419,10 +419,10 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, everything: boo
     on_host = memory.trainers.host_bytes["optimizer"]
     in_cache = host_cache_bytes(config.rollout, memory.engine)
     if on_host or in_cache:
-        held = (
-            f"{gigabytes(on_host)} of optimizer state, {gigabytes(in_cache)} of an engine's cache"
+        lines.append(
+            f"  on a node's host: {gigabytes(on_host)} of optimizer state, "
+            f"{gigabytes(in_cache)} of each engine rank's cache"
         )
-        lines.append(f"  on a node's host: {held}")
     if config.actor.lora is not None:
         unadapted = config.actor.model_copy(update={"lora": None})
         trained, total = (trained_elements(arch, actor) for actor in (config.actor, unadapted))

@@ -18,7 +18,7 @@ from megagrpo.check.rules.placement import needs_gpus, place
 from megagrpo.check.rules.subject import Nodes, broken
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system import environment
-from megagrpo.system.arguments import positive
+from megagrpo.system.arguments import natural, positive
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.manifests import APPLIED_BY, Job, Scheduler, manifest
 from megagrpo.tools.plan.fitting import fit_problems
@@ -193,6 +193,11 @@ def completed(config: ExperimentConfig, request: Request) -> Request:
             kind = "colocated"
         elif rollout:
             kind = "one-job"
+    if (kind in ("one-job", "het") and not rollout) or (kind == "one-node" and trainers > 1):
+        raise ValueError(
+            f"--kind {kind} does not go with {trainers} nodes of trainers and {rollout} of engines: "
+            "omit it, or name other --trainer-nodes and --rollout-nodes"
+        )
     return replace(request, kind=kind, trainer_nodes=trainers, rollout_nodes=rollout)
 
 
@@ -332,7 +337,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "GPUs per node; 0: the job requests none; default: "
         "cluster.gpus_per_node, if the experiment needs GPUs"
     )
-    option("--gpus-per-node", type=int, help=gpus)
+    option("--gpus-per-node", type=natural, help=gpus)
     option("--time", help="time limit, in sbatch's format")
     option("--partition", help="partition for the job")
     rest = "seconds before the time limit at which a step ends and is saved (default 300)"

@@ -21,6 +21,9 @@ from tests.experiments import QUICKSTART, ROOT, until
 # for `go`.
 _PROGRAM = f"""#!{sys.executable} -S
 import json, os, pathlib, signal, sys, time
+if "IMPORTS" in os.environ:
+    pathlib.Path(os.environ["IMPORTS"]).touch()
+    time.sleep(1)
 for number, status in ((signal.SIGUSR1, 85), (signal.SIGUSR2, 0), (signal.SIGTERM, 143)):
     signal.signal(number, lambda *_, status=status: sys.exit(status))
 record = pathlib.Path(os.environ["RECORD"])
@@ -129,6 +132,16 @@ def test_kubeflows_variables_are_a_nodes_and_no_ranks(nodes, monkeypatch):
     assert not environment.under_torchrun()
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert environment.under_torchrun()
+
+
+@pytest.mark.parametrize(("role", "number"), [("all", 1), ("all", 2), ("trainers", 2)])
+def test_a_pod_that_is_evicted_while_its_launcher_starts_says_that_it_may_go_on(nodes, tmp_path, role, number):
+    imports = tmp_path / "imports"
+    job = {"NNODES": str(number), "MASTER_ADDR": "127.0.0.1", "MEGAGRPO_ROLE": role}
+    node = nodes.start(IMPORTS=str(imports), **job)
+    until(imports.exists, 60)
+    nodes.processes[node].terminate()
+    assert nodes.status(node) == 85
 
 
 def test_a_pod_that_is_alone_saves_at_a_term(nodes):

@@ -69,6 +69,12 @@ def test_a_text_that_looks_like_another_scalar_is_written_as_a_text(tmp_path, te
     assert config.name == text and read_experiment(tmp_path / "resolved.yaml") == config
 
 
+def test_a_line_break_of_unicode_is_read_as_it_was_written(tmp_path):
+    config = load(tmp_path, MINIMAL + 'sampling: {stop: ["a\\Nb", "\\L", "\\P", "x\\Ny\\nz"]}\n')
+    dump_config(config, tmp_path / "resolved.yaml")
+    assert config.sampling.stop[0] == "a\x85b" and read_experiment(tmp_path / "resolved.yaml") == config
+
+
 def test_every_key_has_a_description_in_the_schema():
     missing = []
     for *parents, key in (path.split(".") for path in all_paths(ExperimentConfig)):
@@ -159,7 +165,12 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
         ("seed: !!int x\n", "e.yaml:5: not valid YAML: 'x' is no int"),
         ("seed: !!bool x\n", "e.yaml:5: not valid YAML: 'x' is no bool"),
         (f"seed: {'1' * 5000}\n", "e.yaml:5: not valid YAML: '111"),
+        ("train: !!map x\n", "e.yaml:5: not valid YAML: expected a mapping node, but found scalar"),
+        ("sampling: {stop: !!seq x}\n", "e.yaml:5: not valid YAML: expected a sequence node, but found scalar"),
+        ("train: &own {num_steps: *own}\n", "e.yaml: not valid YAML: maximum recursion depth"),
         ("checkpoint: {dir: ' '}\n", "e.yaml:5: checkpoint.dir: it is empty; name a file or folder"),
+        (f"checkpoint: {{dir: {'é' * 128}}}\n", "e.yaml:5: checkpoint.dir: no file has so long a name"),
+        (f"checkpoint: {{dir: {'a/' * 2001}}}\n", "e.yaml:5: checkpoint.dir: no file has so long a name"),
         ("name2: !!python/object:os.system {}\n", "e.yaml:5: name2 = {}: unknown key; did you mean 'name'?"),
         ("actor: {world_size: 3, parallel: {tp: 2}}\n", "3 is not a multiple of tp x pp x cp = 2; 4 would be"),
         ("actor: {world_size: 4, parallel: {ep: 3}}\n", "world_size 4 is not a multiple of etp x ep x pp = 3; 6"),

@@ -5,6 +5,7 @@ import json
 import signal
 from collections.abc import Callable
 from functools import cache
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from megagrpo.rollout.agents.conversation import ChatTurn, Conversation, Refused
 from megagrpo.rollout.agents.gateway import Gateway
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.response import Response, SampleTurn
+from megagrpo.system.background import end_tasks
 from megagrpo.types import Prompt
 from tests.programs import call as post
 
@@ -173,7 +175,15 @@ def test_anthropics_blocks_are_the_same_messages_and_their_stream_the_same_block
         ('{"x": 123456789012345678901234567890}', {"x": 123456789012345678901234567890}),
         *(
             (text, {"_raw": text})
-            for text in ("[1]", '{"x": 1,}', '{"x": NaN}', '{"x": "\\ud800"}', "[" * 2000 + "]" * 2000)
+            for text in (
+                "[1]",
+                '{"x": 1,}',
+                '{"x": NaN}',
+                '{"x": "\\ud800"}',
+                "[" * 1005 + "]" * 1005,
+                "[" * 2000 + "]" * 2000,
+                '{"_raw": "ls"}',
+            )
         ),
     ],
 )
@@ -211,6 +221,54 @@ def test_whatever_the_arguments_of_a_call_the_agent_gets_them_and_continues(path
 
     got, last = asyncio.run(run())
     assert got == (read if path == "messages" else written) and last.before is not None
+
+
+@pytest.mark.parametrize(
+    ("written", "returned"),
+    [('{"x": 1.0}', '{"x": 1}'), ('{"x": 9007199254740993}', '{"x":9007199254740992}'), ('{"x": 1e3}', {"x": 1000})],
+)
+def test_a_client_in_javascript_may_write_numbers_in_its_own_way(written, returned):
+    def said(arguments: object) -> dict:
+        call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+    async def parse(text: str, tools, prefix: str) -> dict:
+        return said(written)
+
+    async def run() -> ChatTurn:
+        conversation, _ = talk("5", "7", parse=parse)
+        await conversation.say([USER])
+        return await conversation.say([USER, said(returned), {"role": "tool", "tool_call_id": "a", "content": "3"}])
+
+    assert asyncio.run(run()).before is not None
+
+
+def test_the_loop_ends_while_an_agent_waits_for_a_turn_and_keeps_its_connection():
+    """As `megagrpo try` and a run that stops end it: a server that answered would wait for more requests."""
+
+    async def run() -> bool:
+        asked = asyncio.Event()
+
+        async def sample(*turn: object) -> Response:
+            asked.set()
+            await asyncio.Event().wait()
+
+        config = AgentConfig(function="of_no_module:function")
+        task = task_of(sample, 100, str)
+        conversation = Conversation(config, Renderer(TOKENIZER, DATA, True), task, parse=None)
+        gateway = Gateway("127.0.0.1", "policy")
+        gateway.start()
+        with gateway.session(conversation) as (url, _):
+            where = urlsplit(url)
+            body = json.dumps({"messages": [USER]})
+            head = f"POST {where.path}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            reader, writer = await asyncio.open_connection(where.hostname, where.port)
+            writer.write((head + body).encode())
+            await asked.wait()
+            await asyncio.wait_for(end_tasks(asyncio.all_tasks() - {asyncio.current_task()}), 20)
+            return await reader.read() == b""
+
+    assert asyncio.run(run())
 
 
 async def _two_turns(asked) -> tuple[ChatTurn, list[list[int]]]:

@@ -150,6 +150,12 @@ def test_what_cannot_be_said_is_named_and_nothing_is_written(tmp_path, capsys, c
     assert f"#   {key} = " in out.read_text()
 
 
+def test_a_line_break_of_a_value_ends_no_comment():
+    draft = draft_of("verl", Source({"algorithm.adv_estimator": "a\nseed: [\u2028seed: ["}))
+    assert "\nseed: [" in lost(draft)["algorithm.adv_estimator"]
+    assert yaml.safe_load(draft.yaml("of a\nname")) == draft.nested()
+
+
 def test_the_file_loads_and_every_key_has_a_line(tmp_path):
     text = COMMAND.replace("ESTIMATOR", "grpo").replace("MORE", "")
     path, out = source(tmp_path, text), tmp_path / "mine.yaml"

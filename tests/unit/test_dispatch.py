@@ -65,10 +65,15 @@ def test_limits_of_the_engines_own_cache():
         (["rollout.dtype=bfloat16"], ["on an H100 by the closed forms", "`--hardware H100` asks SGLang"]),
     ],
 )
-def test_check_says_how_many_samples_run_at_once(prepared, settings, said):
-    config = load_config(QUICKSTART, [*settings, "model.path=runs/quickstart/random"])
+def test_check_says_how_many_samples_run_at_once(prepared, settings, said, tmp_path):
+    config = load_config(QUICKSTART, [*settings, "model.path=runs/quickstart/random", f"output_dir={tmp_path}"])
     text = "\n".join(concurrency_report(config))
     assert all(words in text for words in said), text
+    # every episode of a run failed before its first token
+    rollouts = config.run_folder.rollout_file(1, 0)
+    rollouts.parent.mkdir(parents=True)
+    rollouts.write_text('{"group_id": 0, "samples": [{"num_tokens": 0}]}\n')
+    assert "\n".join(concurrency_report(config)) == text
 
 
 def test_training_may_take_longer_than_a_rollout():

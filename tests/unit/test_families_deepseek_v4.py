@@ -10,7 +10,7 @@ from megagrpo.models.table import FAMILIES, architecture_of, left_out, model_pro
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.plan.trainer_memory import Load, stage_parameters, trainer_stages
 from megagrpo.tools.plan.work import model_work
-from tests.experiments import experiment
+from tests.experiments import engine_layout_problems, experiment
 
 FLASH = {  # as published, without its quantization
     "model_type": "deepseek_v4", "attention_bias": False, "hc_eps": 1e-6, "hc_mult": 4, "hc_sinkhorn_iters": 20,
@@ -122,6 +122,13 @@ def test_stages_send_and_keep_every_stream():
     stages = [trainer_stages(architecture_of(FLASH | {"hc_mult": n}), actor, Load(8192, 8192))[0] for n in (2, 4)]
     sent = [stage.cost().sent["pp"] for stage in stages]
     assert sent == [2 * 4096 * 8192 * 2, 4 * 4096 * 8192 * 2]
+
+
+def test_an_engine_has_a_whole_output_group_on_each_rank():
+    wide = experiment(rollout={"tp": 16, "dtype": "bfloat16", "nodes_per_engine": 2}).rollout
+    [problem] = engine_layout_problems(wide, architecture_of(FLASH))
+    assert problem == "rollout.tp = 16 does not divide the model's o_groups = 8; it may be 8"
+    assert not engine_layout_problems(wide.model_copy(update={"tp": 8}), architecture_of(FLASH))
 
 
 def test_what_is_computed_and_kept():

@@ -93,6 +93,7 @@ def test_three_layers_of_delta_attention_to_one_of_latent_attention():
         (linear(gate_lower_bound=-5.0), "linear_attn_config.gate_lower_bound -5.0"),
         (linear(full_attn_layers=FULL[:-1]), "must have each of the layers 1 to 27 in one of them"),
         (linear(full_attn_layers=[], kda_layers=list(range(1, 28))), "neither be empty"),
+        ({"linear_attn_config": None}, "linear_attn_config lacks num_heads, head_dim"),
         ({"linear_attn_config": {"num_heads": 32}}, "linear_attn_config lacks head_dim, short_conv_kernel_size"),
     ],
 )

@@ -2,16 +2,20 @@
 
 import contextlib
 import json
+import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_programs import run_all
 
 from examples.laptop.model import character_tokenizer
+from megagrpo.environments.harbor import program
 from megagrpo.rollout.agents.program_worker import read_result
 from tests.experiments import ROOT
 
@@ -66,7 +70,7 @@ def test_the_model_sees_ends_and_outputs_and_the_same_paths_everywhere(runtime: 
         *(bash("pwd; ls; ls /app/nothing"), bash("exit 3"), bash("ls /tests"), says("Done.")), runtime=runtime
     )
     said = [LETTERS.decode(request["input_ids"]) for request in requests]
-    assert "exit code 2\n```\n/app\nintervals.py\n" in said[1] and "cannot access '/app/nothing'" in said[1]
+    assert "exit code 2\n```\n/app\nDockerfile\nintervals.py\n" in said[1] and "cannot access '/app/nothing'" in said[1]
     assert "exit code 3\n```\n\n```" in said[2], said[2]
     assert "exit code 2" in said[3][len(said[2]) :] and "harbor-" not in said[3], "the tests come later"
     assert outcomes[0].value == 0.0
@@ -87,6 +91,29 @@ def test_a_command_that_hangs_is_killed_with_everything_that_it_started(runtime:
     assert outcomes[0].value == 0.0 and "time limit" in LETTERS.decode(requests[1]["input_ids"])
 
 
+def test_commands_end_with_a_worker_that_is_killed(tmp_path: Path):
+    marker = f"4{time.time_ns() % 10**8:08d}"
+    program = f"""import asyncio, pathlib
+from megagrpo.environments.harbor.local import Local
+async def run():
+    sandbox = Local(pathlib.Path({str(TASKS / "slug")!r}), {{}}, False)
+    await sandbox.start()
+    await sandbox.run("(sleep {marker}; true) & sleep {marker}", 1000.0)
+asyncio.run(run())"""
+    with subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(tmp_path)}) as worker:
+        until(lambda: sum(p.startswith(f"sleep {marker}") for p in processes()) == 2)
+        worker.kill()
+    until(lambda: not [p for p in processes() if marker in p])
+
+
+def until(condition) -> None:
+    for _ in range(1200):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it did not happen")
+
+
 def processes() -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -105,6 +132,35 @@ def test_tests_that_hang_are_worth_nothing_and_tests_without_a_verdict_are_an_er
         *(("score", 0.0), ("error", 0.0), ("error", 0.0), ("score", 0.5))
     ]
     assert "not today" in outcomes[1].detail and "no entry `reward`" in outcomes[2].detail
+
+
+ONE = "echo 1 > /logs/verifier/reward.txt\n"
+
+
+@RUNTIMES
+def test_a_script_runs_by_its_first_line_and_its_verdict_is_read_as_harbor_does(runtime: str, tmp_path: Path):
+    strict = a_task(tmp_path / "strict", f"#!/bin/bash -e\n{ONE.replace('1', '0')}false\n{ONE}")
+    kills = a_task(tmp_path / "kills", f"{ONE}sleep 1000 & kill -9 $!; wait $!")
+    half = a_task(tmp_path / "half", "echo .50 > /logs/verifier/reward.txt")
+    odd = a_task(tmp_path / "odd", f"test -L /app/broken && test -e /app/sub/Dockerfile && {ONE}")
+    (odd / "environment" / "broken").symlink_to("nowhere")
+    (odd / "environment" / "sub").mkdir()
+    (odd / "environment" / "sub" / "Dockerfile").write_text("RUN true")
+    (odd / "tests" / "latin.py").write_bytes(b"# \xe9\r\n")
+    outcomes, _ = work(*[says(".")] * 4, tasks=[strict, kills, half, odd], runtime=runtime)
+    assert [(outcome.status, outcome.value) for outcome in outcomes] == [
+        *(("score", 0.0), ("score", 1.0), ("score", 0.5), ("score", 1.0))
+    ]
+
+
+@RUNTIMES
+def test_what_a_model_prepares_for_the_tests_is_not_there_and_nothing_of_tmp_stays(runtime: str, tmp_path: Path):
+    task = a_task(tmp_path, f"test -e /logs/verifier/reward.txt || test -L /tests || {ONE}")
+    left = f"left{time.time_ns()}"
+    for command in ("mkdir -p /tests /logs/verifier; echo 0 > /logs/verifier/reward.txt", "ln -s /app /tests"):
+        outcomes, _ = work(bash(f"{command}; touch /tmp/{left} $HOME/{left}"), says("."), tasks=[task], runtime=runtime)
+        assert (outcomes[0].status, outcomes[0].value) == ("score", 1.0), outcomes
+    assert not Path(f"/tmp/{left}").exists()
 
 
 def test_a_limit_of_turns_of_tokens_or_of_seconds_leaves_the_verdict_to_the_tests(tmp_path: Path):
@@ -128,8 +184,85 @@ def test_a_row_a_task_and_a_runtime_that_cannot_be_played_say_why(tmp_path: Path
     outcomes, _ = work(tasks=[built, tmp_path / "none"])
     assert "RUN apt-get install -y git: only an image can have this; take runtime: docker" in outcomes[0].detail
     assert f"{tmp_path / 'none'} is not the folder of a task" in outcomes[1].detail
+    configs = ('[[steps]]\nname = "a"', '[environment]\nworkdir = "/srv"', '[verifier.env]\nA = "${A:-b}"')
+    tasks = [a_task(tmp_path / str(number), "", config=config) for number, config in enumerate(configs)]
+    steps, workdir, template = (outcome.detail for outcome in work(tasks=tasks)[0])
+    assert "task.toml: no agent here knows steps" in steps
+    assert "workdir: only an image can have this" in workdir and "${A:-b}: only an image" in template
     outcomes, _ = work(runtime="docker")
     assert "No module named 'harbor'; `pip install harbor` into an interpreter of" in outcomes[0].detail
+
+
+HARBOR = {  # what hosted.py takes from Harbor's package, with commands on this machine
+    "environments/factory": """import pathlib, subprocess, types
+class EnvironmentFactory:
+    def run_preflight(kind): pass
+    def create_environment(kind, environment_dir, **_): return Sandbox(environment_dir)
+    def create_environment_from_import_path(path, **_): raise SystemError(path)
+class Sandbox:
+    def __init__(self, folder): self.log = pathlib.Path(folder).parent / "log"
+    def note(self, word): self.log.open("a").write(f"{word} ")
+    async def start(self, force_build): self.note("start")
+    async def stop(self, delete): self.note("stop")
+    async def exec(self, command):
+        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+        self.note(len(done.stdout))
+        return types.SimpleNamespace(return_code=done.returncode, stdout=done.stdout, stderr=done.stderr)
+""",
+    "models/environment_type": "EnvironmentType = str",
+    "models/task/task": """import types
+class Task:
+    short_name = "task"
+    def __init__(self, folder):
+        self.paths = types.SimpleNamespace(environment_dir=f"{folder}/environment")
+        self.config = types.SimpleNamespace(environment={})
+""",
+    "models/trial/paths": """class TrialPaths:
+    def __init__(self, trial_dir): pass
+    def mkdir(self): pass
+""",
+    "verifier/verifier": """import types
+class Verifier:
+    def __init__(self, *_): pass
+    async def verify(self): return types.SimpleNamespace(rewards={"reward": 0.5})
+""",
+}
+
+
+def an_interpreter_with_harbor(folder: Path) -> str:
+    for name, text in HARBOR.items():
+        path = folder / "harbor" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+def test_a_hosted_sandbox_runs_commands_gives_the_end_of_their_output_and_is_deleted(tmp_path: Path):
+    task, python = a_task(tmp_path / "task", ""), an_interpreter_with_harbor(tmp_path)
+    turns = bash("yes | head -c 300000; echo end >&2; exit 3"), bash("sleep 1000"), says(".")
+    args = {"python": python, "command_s": 1.0}
+    outcomes, requests = work(*turns, tasks=[task], runtime="e2b", args=args)
+    said = [LETTERS.decode(request["input_ids"]) for request in requests]
+    assert outcomes[0].value == 0.5, outcomes
+    assert "exit code 3\n" in said[1] and "\ny\ny\nend\n" in said[1] and "time limit" in said[2]
+    until(lambda: (task / "log").read_text() == "start 65536 0 stop ")
+
+
+def test_a_hosted_sandbox_is_deleted_after_its_worker_was_killed_before_it_read_an_answer(tmp_path: Path):
+    task, python = a_task(tmp_path / "task", ""), an_interpreter_with_harbor(tmp_path)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [python, str(program._HOSTED), str(task), "e2b", str(theirs.fileno())]
+        worker = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    with ours:
+        assert ours.recv(5) == b"null\n"
+        ours.sendall(b"[0, {}]\n")
+        assert ours.recv(1, socket.MSG_PEEK)
+    worker.wait(60.0)
+    assert (task / "log").read_text() == "start stop "
 
 
 @isolated
@@ -144,8 +277,8 @@ def test_bubblewrap_shows_neither_the_machine_nor_the_network():
 
 
 def test_measurements_of_a_sandbox_travel():
-    result = read_result({"reward": 1, "info": {"commands": 2}, "sandbox_s": 1.5, "sandbox_killed": 1})
-    assert result == (1.0, None, '{"commands": 2}', {"sandbox_s": 1.5, "sandbox_killed": 1})
+    result = read_result({"reward": 1, "info": {"commands": 2}, "sandbox_s": np.float32(1.5), "sandbox_killed": 1})
+    assert json.loads(json.dumps(result)) == [1.0, None, '{"commands": 2}', {"sandbox_s": 1.5, "sandbox_killed": 1}]
     with pytest.raises(ValueError, match="it returned"):
         read_result({"reward": 1, "sandbox_s": "long"})
 

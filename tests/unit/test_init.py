@@ -1,6 +1,7 @@
 """`megagrpo init`: what it sees in data, and an experiment that check accepts."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -119,9 +120,13 @@ def test_no_grader_of_the_package_means_a_stub_with_a_test(model, monkeypatch):
     assert cli.main(["init", str(model), data, "--gpus", "0"]) == 0
     assert load_config("mine.yaml").reward.grader == "mine_grader.py:grade"
     assert load_config("mine.yaml").eval is None  # nine rows are too few
+    assert cli.main(["init", str(model), data, "--gpus", "0", "-o", "7b-v2.5.yaml"]) == 0
+    assert load_config("7b-v2.5.yaml").reward.grader == "7b_v2_5_grader.py:grade"
     monkeypatch.syspath_prepend(".")
-    for name in ("the_answer_itself_is_right", "what_is_no_answer_is_wrong_and_no_error"):
-        load_function(f"test_mine_grader.py:test_{name}", {}, "test")()
+    for stem, name in product(
+        ("mine", "7b_v2_5"), ("the_answer_itself_is_right", "what_is_no_answer_is_wrong_and_no_error")
+    ):
+        load_function(f"test_{stem}_grader.py:test_{name}", {}, "test")()
 
 
 def test_names_on_the_hub_stay_names(model, tmp_path, monkeypatch, capsys):

@@ -3,6 +3,7 @@ each mistake, and recorded."""
 
 import hashlib
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,6 +103,27 @@ def test_a_filter_chooses_the_groups():
 def test_a_mistake_is_one_message(sections, said):
     found = [text for text in preflight(experiment(algorithm=sections)) if "algorithm." in text]
     assert len(found) == 1 and said in found[0], found
+
+
+@pytest.mark.parametrize("module", ["{file}", "callables"])
+@pytest.mark.parametrize("name", ["partly", "cached", "made", "wrapped", "plain"])
+def test_the_record_has_the_digest_of_every_kind_of_callable(tmp_path, monkeypatch, module, name):
+    file = tmp_path / "callables.py"
+    file.write_text(
+        "import contextlib, functools\n"
+        "def plain(inputs, k=1): return inputs\n"
+        "partly = functools.partial(plain, k=2)\n"
+        "cached = functools.lru_cache(plain)\n"
+        "wrapped = contextlib.contextmanager(plain)\n"  # a function of contextlib.py
+        "class Made:\n    def __call__(self, inputs): return inputs\n"
+        "made = Made()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "callables", raising=False)
+    named = f"{module.format(file=file)}:{name}"
+    dump_config(experiment(algorithm={"loss": {"name": named}}), tmp_path / "config.yaml")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert f"# algorithm.loss: {named}, sha256 {digest}" in (tmp_path / "config.yaml").read_text()
 
 
 def test_a_file_and_an_override_name_them_and_the_run_folder_records_them(tmp_path):

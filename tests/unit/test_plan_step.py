@@ -86,6 +86,10 @@ def test_lengths_as_they_are_given(tmp_path):
     for text in ("no_such_file", "1/2", "9000", "0", "-3"):
         with pytest.raises(ValueError, match=f"--lengths {text}: no such file, and no mean between 0 and"):
             given_lengths(text, config)
+    for word in ("nan", "inf", "tokens"):
+        (tmp_path / "lengths.txt").write_text(f"30\n{word}\n")
+        with pytest.raises(ValueError, match="lengths.txt: "):
+            given_lengths(str(tmp_path / "lengths.txt"), config)
 
 
 def test_lengths_of_an_earlier_run(tmp_path):

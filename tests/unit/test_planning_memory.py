@@ -1,6 +1,7 @@
 """The trainers' closed forms against recorded bytes of GPU kernels; what saves and resumes cost, by sums by hand."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from megagrpo.config.schema import ActorConfig, ParallelConfig
 from megagrpo.models.table import architecture_of, parameter_counts
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.explain import explain
-from megagrpo.tools.plan.checkpoint_cost import checkpoint_cost
+from megagrpo.tools.plan.checkpoint_cost import checkpoint_cost, disk_advice
 from megagrpo.tools.plan.trainer_memory import Load, in_flight, trainer_stages
 from megagrpo.tools.plan.work import optimizer_bytes
 from tests.experiments import QUICKSTART
@@ -162,3 +163,17 @@ def test_check_says_what_a_save_and_a_resume_cost(prepared):
 def test_a_type_of_gradients_that_only_the_library_can_refuse_ends_no_plan():
     optimizer = {"megatron": {"use_precision_aware_optimizer": True, "main_grads_dtype": "float17"}}
     assert optimizer_bytes(ActorConfig.model_validate({"dtype": "bfloat16", "optimizer": optimizer})).gradient == 4
+
+
+def test_a_folder_that_this_user_may_not_search_ends_no_check(tmp_path, monkeypatch):
+    found = os.stat
+
+    def stat(path, *options, **more):
+        if str(path).startswith(f"{tmp_path}/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return found(path, *options, **more)
+
+    config = load_config(QUICKSTART, [f"output_dir={tmp_path}/runs/mine"])
+    arch = architecture_of(hf_config(TinyModelConfig()))
+    monkeypatch.setattr(os, "stat", stat)
+    assert disk_advice(config, arch) == []

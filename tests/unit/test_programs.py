@@ -88,6 +88,19 @@ print(json.dumps({"reward": float(text == row["answer"]), "info": text}))
     assert group.outcomes[0].status == "timeout"
 
 
+@pytest.mark.parametrize("known", ["", "example.com"])
+def test_a_proxy_of_the_machine_is_not_between_a_program_and_its_endpoint(monkeypatch, known):
+    """Nodes of many clusters reach the internet through one, which does not reach other nodes."""
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("NO_PROXY", known)
+    group, _ = run(says("7"), program="guess")
+    assert group.outcomes[0].value == 1.0, group.outcomes[0]
+    group, _ = run(command=[sys.executable, "-c", "import os; print(repr(os.environ['no_proxy']))"])
+    assert known in group.outcomes[0].detail
+
+
 def test_programs_beyond_a_number_wait_before_their_time_begins(tmp_path, monkeypatch):
     """Else a step of thousands of rollouts would be as many processes at once."""
     monkeypatch.setattr(programs, "_OPEN", 2)

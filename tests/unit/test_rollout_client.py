@@ -7,6 +7,7 @@ import time
 from contextlib import closing
 from dataclasses import replace
 
+import httpx
 import pytest
 from fake_service import FakeService, running
 from sampling import MESH, Grader, digits, evaluated, experiment, prompt_set, sampled, source_of
@@ -238,6 +239,15 @@ def test_the_file_of_a_service_that_is_gone_is_one_message(tmp_path, capsys):
     for words in (["status", "--json", str(tmp_path)], ["engines", "add", str(tmp_path)]):
         assert main(words) == 2
         assert f"megagrpo {words[0]}: {tmp_path}: {tmp_path}/service.json is of a service" in capsys.readouterr().err
+
+
+def test_an_engine_for_which_there_is_no_room_is_one_message(tmp_path, capsys, monkeypatch):
+    control = ServiceControl("http://127.0.0.1:9", "key")
+    full = httpx.MockTransport(lambda request: httpx.Response(400, text="no GPU is left"))
+    monkeypatch.setattr(control, "_http", httpx.Client(base_url=control.url, transport=full))
+    monkeypatch.setattr("megagrpo.tools.engines.find_service", lambda run_dir: control)
+    assert main(["engines", "add", str(tmp_path)]) == 2
+    assert "answered 400: no GPU is left" in capsys.readouterr().err
 
 
 def test_requests_to_a_lost_host_are_sent_again():

@@ -24,6 +24,7 @@ ROW = {
         ("```SQL\nselect name from pets where age > 3", 1.0),
         ("```sqlite\nselect name from pets where age > 3\n```", 1.0),
         ("```select name from pets where age > 3```", 1.0),
+        ("```SELECT\n  name from pets where age > 3\n```", 1.0),
         ("with t as (select * from pets) select name from t where age >= 5", 1.0),
         ("select name from pets", 0.0),
         ("select name, age from pets where age > 3", 0.0),

@@ -24,7 +24,7 @@ from megagrpo.tools.submit import (
     submit,
 )
 from tests import experiments
-from tests.experiments import ROOT, placement_problems
+from tests.experiments import QUICKSTART, ROOT, placement_problems
 
 
 def experiment(**sections) -> ExperimentConfig:
@@ -88,6 +88,25 @@ def test_a_request_that_does_not_fit_is_refused_with_one_that_would(sections, re
 def test_what_is_not_asked_for_is_what_the_experiment_takes(sections, gpus, kind, nodes):
     request = completed(experiment(**sections), Request(gpus_per_node=gpus))
     assert (request.kind, (request.trainer_nodes, request.rollout_nodes)) == (kind, nodes)
+
+
+@pytest.mark.parametrize(
+    ("sections", "request_"),
+    [
+        ({}, Request("one-job", gpus_per_node=32)),
+        ({}, Request("het", gpus_per_node=32)),
+        (SHARED, Request("one-node", 2)),
+    ],
+)
+def test_a_kind_that_leaves_engines_or_trainers_without_a_node_is_refused(sections, request_):
+    with pytest.raises(ValueError, match=f"--kind {request_.kind} does not go with . nodes of trainers"):
+        completed(experiment(**sections), request_)
+
+
+def test_a_number_of_gpus_is_no_less_than_none(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["submit", str(QUICKSTART), "--dry-run", "--gpus-per-node", "-1"])
+    assert "argument --gpus-per-node" in capsys.readouterr().err
 
 
 def test_time_limits():

@@ -34,6 +34,17 @@ def test_a_resumed_run_replaces_what_it_makes_again(tmp_path):
     assert [line["step"] for line in read_step_lines(path)] == [1]
 
 
+def test_copies_of_a_user_are_no_part_of_the_record(tmp_path):
+    folder = make_run(tmp_path, num_steps=2)
+    record = folder.rollout_files(), folder.trained_files()
+    for path in (folder.rollout_file(1, 0), folder.trained_file(0)):
+        for copy in (" copy", ".old"):
+            shutil.copy(path, path.with_name(f"{path.stem}{copy}.jsonl"))
+    assert (folder.rollout_files(), folder.trained_files()) == record
+    cut_record(folder, 1)
+    assert [line["step"] for line in read_step_lines(folder.trained_file(0))] == [1]
+
+
 @pytest.mark.parametrize("left", ["metrics.jsonl", "rollouts", "trained"])
 def test_whatever_is_left_of_a_record_without_a_checkpoint_is_kept(tmp_path, left):
     """Of a user who needed the space, or of a start that was killed while it moved them."""

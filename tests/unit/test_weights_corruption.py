@@ -28,6 +28,7 @@ from megagrpo.mesh import LeaderError
 from megagrpo.models.table import architecture_of, read_description
 from megagrpo.weights.actor_weights import load_initial_weights
 from megagrpo.weights.copies.recorder import record_copies
+from megagrpo.weights.engines.derived_tensors import kept_copies
 from megagrpo.weights.exchange import TRANSPORTS
 from megagrpo.weights.hf_folder import HfFolder
 from megagrpo.weights.transports.gather_plan import make_gather_plan, published_specs
@@ -274,3 +275,16 @@ def test_an_actor_that_rounds_the_bias_does_not_load(tmp_path):
     assert weights.fixed_dtypes == {bias: torch.float32}
     with pytest.raises(AssertionError, match=f"{bias} holds HF tensor {bias} in torch.bfloat16, not in torch.float32"):
         load_initial_weights(plain_actor(arch, specs, set()), folder)
+
+
+def test_a_ranks_own_sinks_follow_the_weights():
+    """SGLang's DeepSeek-V4 copies them in the first forward, wider than the rank's heads."""
+    model = nn.Module()
+    model.attention = nn.Module()
+    model.attention.attn_sink = nn.Parameter(torch.arange(8.0), requires_grad=False)
+    model.attention.n_local_heads, model.attention.attn_tp_rank = 4, 1
+    model.attention._attn_sink_local = torch.zeros(6)
+    [(name, live, expected)] = kept_copies(model)
+    assert name == "attention._attn_sink_local"
+    live.copy_(expected)
+    assert model.attention._attn_sink_local.tolist() == [4.0, 5.0, 6.0, 7.0, 0.0, 0.0]

@@ -9,6 +9,7 @@ from megagrpo.config.fields import LibrarySettings, Rule
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.kinds.clamped.describe import ClampedExperts
+from megagrpo.models.kinds.compressed.describe import CompressedAttention
 from megagrpo.models.kinds.gated_delta.describe import GatedDelta
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.latent.describe import LatentAttention
@@ -112,8 +113,11 @@ def _cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[Rule]:
     kv_heads = arch.attention.kv_heads
     num_experts = arch.experts.count if arch.experts is not None else 0
     recurrent = arch.recurrent
+    attention = arch.attention
+    groups = attention.groups if isinstance(attention, CompressedAttention) else 0
     for key, by, what, number in (
-        (cut, tp, "num_attention_heads", arch.attention.heads),
+        (cut, tp, "num_attention_heads", attention.heads),
+        (cut, tp, "o_groups", groups),
         (f"ep = {ep}", ep, "num_experts", num_experts),
         (cut, tp, recurrent.CUT_KEY if recurrent else "", recurrent.cut if recurrent else 0),
     ):

@@ -44,7 +44,7 @@ _AT_LEAST = {
     "dp_size": 1,
     "moe_dense_tp_size": 1,
     "hicache_size": 0,
-    "hicache_ratio": 0,
+    "hicache_ratio": 0.0,  # the others are whole numbers
     "chunked_prefill_size": -1,
 }
 # a field that is set, what must not be so, and why
@@ -76,10 +76,10 @@ def as_read(subject: Subject) -> Iterator[Rule]:
         yield Rule(value not in right, because, f"it may be {', '.join(right)}", (*SERVER, name))
     for name, least in _AT_LEAST.items():
         value = rollout.sglang.get(name)
-        fits = isinstance(value, int | float) and value >= least
+        fits = isinstance(value, int | type(least)) and value >= least
         yield Rule(
             value is not None and not fits,
-            f"must be at least {least}, and a number",
+            f"must be at least {least:g}, and a {'whole ' * isinstance(least, int)}number",
             key=(*SERVER, name),
         )
     for path, together in (_trainer_settings(actor) | _engine_settings(rollout)).items():

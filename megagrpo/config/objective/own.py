@@ -4,6 +4,7 @@ filter of groups."""
 import hashlib
 import inspect
 import json
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -56,8 +57,13 @@ def own_function(key: str, name: str, inputs: str, args: str) -> Callable[..., A
 
 def own_digest(key: str, name: str) -> str:
     """Returns a line about a user's function for the record: its name, and the SHA-256 of its
-    file."""
-    file = inspect.getsourcefile(load_function(name, {}, key))
+    file, that of its module if it is another callable."""
+    function = inspect.unwrap(load_function(name, {}, key))  # not the file of what decorates it
+    file: str | None = name.partition(":")[0]
+    if inspect.isfunction(function):
+        file = inspect.getsourcefile(function)
+    elif file in sys.modules:  # else it is a file's name
+        file = sys.modules[file].__file__
     digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else "unknown"
     return f"{key}: {name}, sha256 {digest}"
 

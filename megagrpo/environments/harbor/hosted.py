@@ -21,6 +21,7 @@ _REMEDY = (
     "`pip install harbor` into an interpreter of Python 3.12 or later, and name that in "
     "sampling.agent.args.python"
 )
+_TAIL = 2**16  # bytes of an output
 _KILLED = (124, 137)  # exit codes of `timeout`
 
 
@@ -65,7 +66,9 @@ class Trial:
                     return (await self.verifier.verify()).rewards
             return None
         limited = f"timeout -k 5 {math.ceil(seconds)} bash -c {shlex.quote(command)}"
-        ended = await self.environment.exec(limited)
+        # through a file: what a model prints has no end, and what it left may hold a pipe open
+        kept = f"o=$(mktemp); {limited} > $o 2>&1; c=$?; tail -c {_TAIL} $o; rm $o; exit $c"
+        ended = await self.environment.exec(kept)
         end = f"exit code {ended.return_code}"
         if ended.return_code in _KILLED:
             end = "time limit"
@@ -83,19 +86,23 @@ async def serve(folder, runtime, connection, scratch):
         trial = trial or Trial(folder, runtime, scratch)
         return await trial.answer(**message)
 
-    async for line in reader:
-        number, message = json.loads(line)
-        if message is None:  # a call that was given up
-            continue
-        task = asyncio.create_task(answer(message))
-        await asyncio.wait([task])  # a provider may raise anything
-        exc = task.exception()
-        if exc is None:
-            said = [number, task.result(), None]
-        else:
-            hint = f"; {_REMEDY}" * isinstance(exc, ImportError)
-            said = [number, None, f"runtime {runtime}: {type(exc).__name__}: {exc}{hint}"]
-        writer.write(json.dumps(said).encode() + b"\n")
+    async def answer_all():
+        async for line in reader:
+            number, message = json.loads(line)
+            if message is None:  # a call that was given up
+                continue
+            task = asyncio.create_task(answer(message))
+            await asyncio.wait([task])  # a provider may raise anything
+            exc = task.exception()
+            if exc is None:
+                said = [number, task.result(), None]
+            else:
+                hint = f"; {_REMEDY}" * isinstance(exc, ImportError)
+                said = [number, None, f"runtime {runtime}: {type(exc).__name__}: {exc}{hint}"]
+            writer.write(json.dumps(said).encode() + b"\n")
+
+    with suppress(ConnectionError):  # a worker that was killed resets the socket
+        await answer_all()
     if trial is not None:
         await trial.environment.stop(delete=True)
 

@@ -6,7 +6,9 @@ import json
 import os
 import re
 import shutil
+import signal
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -14,14 +16,14 @@ from pathlib import Path
 import psutil
 
 from megagrpo.sandbox.sandbox import interpreter, system_paths
-from megagrpo.system.processes import stop_tree
+from megagrpo.system.processes import dies_with_parent, stop_tree
 
 _TAIL = 2**16  # bytes of an output
 _READ_S = 10.0  # for the file with the reward
 _KILLED = (-9, 137)
 # lines of a Dockerfile that need no image
 _PLAIN = re.compile(r"(#.*|FROM .*|WORKDIR /app/?|COPY \. (\.|/app)/?|)", re.IGNORECASE)
-_PATH = re.compile(r"(?<![\w./-])/(?=(app|tests|logs)\b)")
+_PATH = re.compile(r"(?<![\w./-])/(?=(app|tests|logs|tmp)\b)")
 # of /etc: no secrets, but links and tables that programs need
 _ETC = ("alternatives", "ld.so.cache", "ssl", "passwd", "group", "nsswitch.conf", "localtime")
 
@@ -38,6 +40,7 @@ class Local:
         self._task = task
         self._isolated = isolated
         self._config = config
+        self._tests_variables = config.get("verifier", {}).get("env", {})
         environment = config.get("environment", {})
         kib = {name: 1024 * _mib(environment, name) for name in ("memory", "storage")}
         self._limits = f"ulimit -v {kib['memory']} -f {kib['storage']}\n"
@@ -46,7 +49,7 @@ class Local:
         self._variables = {
             "PATH": f"{os.path.dirname(interpreter())}:/usr/local/bin:/usr/bin:/bin",
             "LANG": "C.UTF-8",
-            "HOME": "/tmp",
+            "HOME": self._here("/tmp"),
             "MEGAGRPO_SANDBOX": str(self._scratch),  # which finds those in other sessions
             **environment.get("env", {}),
         }
@@ -57,18 +60,25 @@ class Local:
             raise ValueError("runtime bubblewrap: no bwrap here; `apt-get install bubblewrap`")
         source = self._task / "environment"
         lines = (source / "Dockerfile").read_text(encoding="utf-8").splitlines()
-        for line in (*lines, *(path.name for path in source.glob("docker-compose*"))):
+        lines += [path.name for path in source.glob("docker-compose*")]
+        lines += self._config.get("environment", {}).keys() & {"workdir"}
+        values = (*self._variables.values(), *self._tests_variables.values())
+        lines += [value for value in values if "${" in value]  # Harbor's package fills it in
+        for line in lines:
             if not _PLAIN.fullmatch(line.strip()):
                 raise ValueError(
-                    f"{source}/Dockerfile: {line.strip():.200}: only an image can have this; take "
+                    f"{self._task}: {line.strip():.200}: only an image can have this; take "
                     "runtime: docker"
                 )
-        shutil.copytree(source, self._scratch / "app", ignore=shutil.ignore_patterns("Dockerfile"))
+        # links stay links, as in COPY; in a thread, because others' programs share this one
+        await asyncio.to_thread(shutil.copytree, source, self._scratch / "app", symlinks=True)
         (self._scratch / "tmp").mkdir()
 
     async def run(self, command: str, seconds: float) -> tuple[str, str]:
         """Returns "exit code N" or "time limit", and the end of the output."""
-        words = ["timeout", "-s", "KILL", str(seconds), "bash", "-c"]
+        # TERM, if this process dies, makes `timeout` end the command; after a second it kills
+        words = ["timeout", "-k", "1", "-s", "KILL", str(seconds), "bash", "-c"]
+        began = time.monotonic()
         if self._isolated:
             words = [*self._bubblewrap(), *words]
         with tempfile.TemporaryFile() as file:
@@ -80,45 +90,52 @@ class Local:
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
+                preexec_fn=dies_with_parent(os.getpid(), signal.SIGTERM),
             )
             async with AsyncExitStack() as stack:
-                stack.push_async_callback(asyncio.to_thread, self._end, process.pid)
+                stack.push_async_callback(asyncio.to_thread, self._end, process)
                 code = await process.wait()
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
             output = file.read().decode(errors="replace").replace(str(self._scratch), "")
-        return "time limit" if code in _KILLED else f"exit code {code}", output
+        late = code in _KILLED and time.monotonic() - began >= seconds
+        return "time limit" if late else f"exit code {code}", output
 
     async def verify(self, seconds: float) -> object:
         """Returns the rewards of the tests, the output of tests that wrote none, or None if they
         reach the limit."""
         tests = self._scratch / "tests"
-        shutil.copytree(self._task / "tests", tests)
+        await self.run("rm -rf /tests /logs", _READ_S)  # if a command has made them
+        await asyncio.to_thread(shutil.copytree, self._task / "tests", tests)
         (self._scratch / "logs" / "verifier").mkdir(parents=True)
         self._shown += ["tests", "logs"]
-        self._variables |= self._config.get("verifier", {}).get("env", {})
-        for path in (*tests.rglob("*.sh"), *tests.rglob("*.py")):
-            path.write_text(self._here(path.read_text(encoding="utf-8")), encoding="utf-8")
-        end, said = await self.run("bash /tests/test.sh", seconds)
+        self._variables |= self._tests_variables
+        for path in () if self._isolated else (*tests.rglob("*.sh"), *tests.rglob("*.py")):
+            path.write_bytes(os.fsencode(self._here(os.fsdecode(path.read_bytes()))))
+        # by its own first line, which may be `#!/bin/bash -e`
+        end, said = await self.run("chmod +x /tests/test.sh; /tests/test.sh", seconds)
         if end == "time limit":
             return None
         file = "/logs/verifier/reward"
         # in the sandbox: the file may be a link
         _, text = await self.run(f"cat {file}.json 2> /dev/null || cat {file}.txt", _READ_S)
-        with suppress(ValueError):
-            return json.loads(text)
+        for read in (float, json.loads):  # json reads no .5
+            with suppress(ValueError):
+                return read(text)
         return f"{text}{end}: {said[-500:]}"
 
     async def close(self) -> None:
         """Removes the files."""
         await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
 
-    def _end(self, pid: int) -> None:
+    def _end(self, process: asyncio.subprocess.Process) -> None:
         """Ends what a command left behind."""
-        stop_tree(pid, 0.0)
-        for process in psutil.process_iter():
+        if self._isolated and process.returncode is not None:
+            return  # its namespace has ended with it
+        stop_tree(process.pid, 0.0)
+        for other in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.environ().get("MEGAGRPO_SANDBOX") == str(self._scratch):
-                    process.kill()
+                if other.environ().get("MEGAGRPO_SANDBOX") == str(self._scratch):
+                    other.kill()
 
     def _here(self, text: str) -> str:
         return text if self._isolated else _PATH.sub(f"{self._scratch}/", text)

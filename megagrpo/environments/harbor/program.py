@@ -29,6 +29,19 @@ Write one command per turn. A turn without a command is your last one: then test
 _COMMAND = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
 _LIMITS = ("context_length_exceeded", "max_turns")
 _MAX_CHARS = 4000  # the last ones of an output, which the model sees
+# keys of task.toml without which a task would be another one
+_UNKNOWN = {
+    "steps",
+    "agent.network_mode",
+    "agent.user",
+    "environment.healthcheck",
+    "environment.mcp_servers",
+    "verifier.collect",
+    "verifier.environment",
+    "verifier.environment_mode",
+    "verifier.network_mode",
+    "verifier.user",
+}
 _HOSTED = Path(__file__).with_name("hosted.py")
 
 
@@ -84,6 +97,7 @@ async def play_harbor(
     with explained(f"{folder} is not the folder of a task of Harbor"):
         task = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
         limits = [task.get(part, {}).get("timeout_sec", 600.0) for part in ("agent", "verifier")]
+    _refuse_unknown(task, folder)
     messages = list(row["messages"])
     messages[-1] = messages[-1] | {"content": introduction + messages[-1]["content"]}
     used = 0.0
@@ -119,6 +133,13 @@ async def play_harbor(
         "sandbox_s": used + time.monotonic() - began,
         "sandbox_killed": killed,
     }
+
+
+def _refuse_unknown(task: Mapping, folder: Path) -> None:
+    parts = {name: part for name, part in task.items() if isinstance(part, dict)}
+    keys = {f"{name}.{key}" for name, part in parts.items() for key in part}
+    if unknown := (keys | task.keys()) & _UNKNOWN:
+        raise ValueError(f"{folder}/task.toml: no agent here knows {', '.join(sorted(unknown))}")
 
 
 async def _turn(client: aiohttp.ClientSession, base_url: str, messages: list) -> dict | None:

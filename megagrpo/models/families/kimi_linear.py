@@ -80,7 +80,7 @@ class KimiLinear(SigmoidMoe):
         return problems
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
-        linear = hf["linear_attn_config"]
+        linear = hf["linear_attn_config"] or {}
         known = {**hf, **{f"linear_attn_config.{key}": value for key, value in linear.items()}}
         problems = super().own_refusals(hf) + [
             f"{key} {known.get(key)!r} is not supported; supported: {values[0]!r}"

@@ -28,9 +28,11 @@ _BETWEEN = re.compile(  # boxes that are one answer: "\boxed{2} and \boxed{5}"
     r"[\s$,;]*+(?:and|or|\\(?:text|mathrm)\{\s*(?:and|or)\s*\})?[\s$,;]*+"
 )
 _STYLE = re.compile(r"\\(?:text|math)(?:bf|rm|it)?\s*\{([^{}]*)\}")
-# a choice and its text: (B) 12, B. 12
+# a choice and its text: (B) 12, B. 12; not several, as (A) and (C), A: 3, B: 5, A:B=2:3
 _CHOICE = re.compile(
-    r"\s*(?:\(([A-J])\)|([A-J])[.):])(?:\\[ ;,]|\\q?quad|[\s~:.])*+([^+*/^=_,)].*)", re.DOTALL
+    r"\s*(?:\(([A-J])\)|([A-J])(?:[.)]|:(?!\s*[A-J]\s*=)))(?!.*(?<!\w)(?:\([A-J]\)|[A-J]\s*[.):]))"
+    r"(?:\\[ ;,]|\\q?quad|[\s~:.])*+([^+*/^=_,)].*)",
+    re.DOTALL,
 )
 _BASE = re.compile(r"\d_\{?(\d+)")
 _CLOCK = re.compile(r"(?<![\d:.])(\d{1,2}):([0-5]\d)(?![\d:])")
@@ -56,7 +58,8 @@ _SPELLINGS = (
         _repeated,
     ),
     (re.compile(r"(?<![\d./])(\d+) +(\d+)/(\d+)(?![\d/])"), r"\1\\frac{\2}{\3}"),  # 1 1/2
-    (re.compile(r"(?<=[\d)}])\.\s*(?=\\[a-zA-Z%]|$)"), ""),  # of a sentence, or before a unit
+    # the full stop of a sentence, or one before a unit
+    (re.compile(r"(?<=[\d)}])\.\s*(?=\\%|\\(?:text|mathrm)\s*\{\D|$)"), ""),
 )
 _CHARACTERS = str.maketrans(
     {

@@ -194,7 +194,8 @@ def _write_anthropic(turn: ChatTurn, body: Body, model: str) -> Body:
             read = json.loads(written) | {}  # an object
             # which a client can send back: not with NaN or half a character
             json.dumps(read, ensure_ascii=False, allow_nan=False).encode()
-            arguments = read
+            if "_raw" not in read:
+                arguments = read
         content.append(
             {
                 "type": "tool_use",

@@ -14,7 +14,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import orjson
 
 from megagrpo.config.rollout import AgentConfig
 from megagrpo.data.messages import Message, Tools, text_of
@@ -311,9 +310,11 @@ def _digests(message: Message) -> tuple[bytes, bytes]:
     calls = []
     for call in message.get("tool_calls") or ():
         name, arguments = call["function"]["name"], call["function"].get("arguments") or "{}"
-        # a text that is not JSON stays a text; large numbers as the endpoint reads them in requests
-        with suppress(ValueError):
-            arguments = orjson.loads(arguments)
+        # A text that is not JSON stays a text. All numbers are floats: clients in JavaScript write
+        # 1 for 1.0 and round large ones.
+        with suppress(ValueError, RecursionError):
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            arguments = json.dumps(json.loads(text, parse_int=float), sort_keys=True)
         calls.append([call.get("id"), name, arguments])
     role, call_id, name = (message.get(key) for key in ("role", "tool_call_id", "name"))
     visible = [role, text_of(message), calls, call_id, name]

@@ -107,6 +107,9 @@ class Gateway:
             code = exc.code if isinstance(exc, Refused) else "invalid_request"
             return _json(400, dialect.error(400, code, str(exc)))
         except (GenerationFailed, asyncio.CancelledError) as exc:  # the run, or its rollout, ends
+            # of the loop's end, or by an agent that has gone: aiohttp would wait for more requests
+            if (task := asyncio.current_task()) and task.cancelling():
+                raise
             return _json(503, dialect.error(503, "unavailable", str(exc)))
         answer = dialect.write(turn, body, self._model)
         if not body.get("stream"):

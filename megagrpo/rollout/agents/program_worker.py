@@ -1,5 +1,5 @@
 """The process that runs agent programs: `python -m megagrpo.rollout.agents.program_worker FD
-FUNCTION`.
+FUNCTION HOST`.
 
 A program is a function or a command. A command gets the endpoint in its environment and the row on
 standard input, and writes the reward as the last line of standard output. When the socket closes,
@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from numbers import Real
 
-from megagrpo.system.environment import API_KEY, child_environment
+from megagrpo.system.environment import API_KEY, bypass_proxies, child_environment
 from megagrpo.system.errors import explained
 from megagrpo.system.processes import dies_with_parent, stop_tree
 from megagrpo.system.user_function import load_function
@@ -47,7 +47,7 @@ def read_result(value: object) -> tuple[float, list[float] | None, str, dict[str
     """Returns (reward, rewards of turns, note, MEASURED) from the value that a program returned.
     Raises ValueError for anything else."""
     result: dict = dict(value) if isinstance(value, Mapping) else {"reward": value}
-    measured = {name: result.pop(name) for name in MEASURED if _is_number(result.get(name))}
+    measured = {name: float(result.pop(name)) for name in MEASURED if _is_number(result.get(name))}
     turns, note = result.get("turn_rewards"), result.get("info")
     if turns is not None:
         if not (isinstance(turns, Sequence) and all(map(_is_number, turns))):
@@ -122,8 +122,9 @@ async def run_command(
         return json.loads(last)
 
 
-async def serve_programs(fd: int, function: str) -> None:
-    """Runs programs until the socket is closed."""
+async def serve_programs(fd: int, function: str, host: str) -> None:
+    """Runs programs until the socket is closed. host: of their endpoint."""
+    bypass_proxies(host)
     program = load_program(function)
     is_async = inspect.iscoroutinefunction(program)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
@@ -139,4 +140,4 @@ async def serve_programs(fd: int, function: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve_programs(int(sys.argv[1]), sys.argv[2]))
+    asyncio.run(serve_programs(int(sys.argv[1]), *sys.argv[2:]))

@@ -40,7 +40,8 @@ class Programs:
         self.config, self._renderer = config, renderer
         self._gateway = Gateway(host, model)
         self._args = dict(config.args) if config.function else {"command": config.command}
-        self._make = partial(WorkerProcess, python_module(_MODULE), [config.function or COMMAND])
+        arguments = [config.function or COMMAND, host]
+        self._make = partial(WorkerProcess, python_module(_MODULE), arguments)
         # a function that is not async goes on in its thread after its time
         self._has_threads = config.function is not None and not inspect.iscoroutinefunction(
             load_program(config.function)

@@ -288,14 +288,13 @@ class Translation:
         nothing."""
         shown = FRAMEWORKS[self.framework]
         lines = [
-            f"# {title}",
-            *(f"# {remark}" for remark in [*self.notes, *self.remarks]),
+            *map(_comment, [title, *self.notes, *self.remarks]),
             *self._yaml(self.nested(), "", "", shown),
         ]
         for status in ("as here", "not translated", "unknown"):
             found = [each for each in self.outcomes() if each.status == status]
             lines += ["", f"# {shown}'s keys {status}:"] if found else []
-            lines += [f"#   {each.key} = {each.shown}: {each.text}" for each in found]
+            lines += [_comment(f"  {each.key} = {each.shown}: {each.text}") for each in found]
         return "\n".join([*lines, ""])
 
     def _yaml(self, section: dict[str, Plain], path: str, indent: str, shown: str) -> list[str]:
@@ -308,6 +307,11 @@ class Translation:
                 comment = ", ".join(self.because[ours]) or "its default"
                 lines.append(f"{indent}{key}: {_flow(value)}  # {shown}: {comment}")
         return lines
+
+
+def _comment(text: str) -> str:
+    """Returns a comment in YAML, which a line break of a value in it would end."""
+    return f"# {' '.join(text.splitlines())}"
 
 
 def _listed(value: Plain) -> list[Plain]:

@@ -1,5 +1,7 @@
 """verl's options that no row says."""
 
+from contextlib import suppress
+
 from megagrpo.config.load import Plain
 from megagrpo.tools.convert import rules
 from megagrpo.tools.convert.translation import Translation
@@ -34,12 +36,12 @@ def mismatch(d: Translation) -> None:
     correction = "algorithm.rollout_correction."
     over = d.get(f"{correction}rollout_is")
     if over is not None:
-        low, band, high = d.text(f"{correction}rollout_is_threshold").partition("_")
+        low, *band = _limits(d, f"{correction}rollout_is_threshold")
         normalized = d.get(f"{correction}rollout_is_batch_normalize") is True
-        weight: dict[str, Plain] = {"name": "tis", "over": over, "cap": float(low or 2)}
+        weight: dict[str, Plain] = {"name": "tis", "over": over, "cap": low}
         weight["self_normalize"] = normalized
         if band:
-            weight = {"name": "icepop", "low": float(low), "high": float(high)}
+            weight = {"name": "icepop", "low": low, "high": band[0]}
         d.put("algorithm.mismatch.weight", weight)
     rule = f"{correction}rollout_rs"
     if d.get(rule) is None:
@@ -48,12 +50,23 @@ def mismatch(d: Translation) -> None:
     if judged not in ("mean", "sum", "max", "token") or measure not in ("k1", "k2", "k3"):
         d.lack(rule, "one rule such as seq_mean_k1 can be said: algorithm.mismatch.reject")
         return
-    low, band, high = d.text(f"{correction}rollout_rs_threshold").partition("_")
-    most = float(high or low or 2)
+    low, *band = _limits(d, f"{correction}rollout_rs_threshold")
+    most = max([low, *band])
     reject: dict[str, Plain] = {"measure": measure, "over": judged, "high": most}
     if measure == "k1":  # theirs is rollout / old, and one limit is for both sides
-        reject |= {"measure": "ratio", "low": 1 / most, "high": 1 / float(low) if band else most}
+        reject |= {"measure": "ratio", "low": 1 / most, "high": 1 / low if band else most}
     d.put("algorithm.mismatch.reject", reject)
+
+
+def _limits(d: Translation, key: str) -> list[float]:
+    """Returns a limit, or a lower and an upper one; 2 for none, and for another value, which is not
+    translated."""
+    with suppress(ValueError):
+        limits = [float(text) for text in (d.text(key) or "2").split("_")]
+        if len(limits) < 3 and min(limits) > 0:
+            return limits
+    d.lack(key, "should be a number above 0, or two as in 0.5_2.0")
+    return [2.0]
 
 
 def batch(d: Translation) -> None:

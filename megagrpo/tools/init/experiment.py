@@ -1,6 +1,7 @@
 """The sections of a new experiment, and the reason for each, which becomes its comment."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +47,9 @@ def grade(text: str, answer: str) -> float:
     """
     return float(bool(answer.strip()) and answer.strip().casefold() in text.casefold())
 '''
-_TEST = """from {module} import grade
+_TEST = """from importlib import import_module
+
+grade = import_module({module!r}).grade  # its name may begin with a digit
 
 ANSWER = {answer!r}
 
@@ -181,11 +184,12 @@ def _add_reward(
     draft.add("reward", reward, proposal.why)
     if proposal.name:
         return
-    grader = draft.beside("{}_grader.py")
-    test = draft.beside("test_{}_grader.py")
+    module = re.sub(r"\W", "_", draft.file.stem) + "_grader"  # a dot would make it a package's
+    grader = draft.beside(f"{module}.py")
+    test = draft.beside(f"test_{module}.py")
     answer = read_rows(draft.first_rows(1))[0].answer
     write_whole(grader, _GRADER.format(yaml=draft.file.name, test=test))
-    write_whole(test, _TEST.format(module=grader.stem, answer=answer))
+    write_whole(test, _TEST.format(module=module, answer=answer))
     draft.add("reward", {"grader": f"{grader}:grade"}, f"a stub: write it, and {test} with it")
 
 

@@ -179,7 +179,7 @@ def disk_advice(config: ExperimentConfig, arch: Architecture | None) -> list[str
     if arch is None:
         return []
     place = Path(config.checkpoint.dir or config.output_dir).absolute()
-    folder = next(folder for folder in (place, *place.parents) if folder.exists())
+    folder = next(folder for folder in (place, *place.parents) if os.path.exists(folder))
     if not os.access(folder, os.W_OK):
         return [f"{folder} cannot be written by this user, who may not be the run's"]
     free = shutil.disk_usage(folder).free

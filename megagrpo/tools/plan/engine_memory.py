@@ -3,6 +3,7 @@ concurrently."""
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from statistics import NormalDist
@@ -106,7 +107,7 @@ def lengths_of_run(folder: RunFolder, config: ExperimentConfig) -> Lengths:
 
 def sorted_lengths(numbers: Sequence[float], where: str) -> np.ndarray:
     """Returns numbers of tokens, ascending, at least 1. Raises ValueError if none is positive."""
-    if not numbers or min(numbers) < 0 or max(numbers) == 0:
+    if not numbers or not all(0 <= number < math.inf for number in numbers) or not any(numbers):
         raise ValueError(f"{where}: no positive numbers of tokens")
     return np.maximum(np.sort(np.array(numbers, dtype=np.float64)), 1.0)
 
@@ -318,8 +319,10 @@ def concurrency_report(
     """
     if model_description(config) is None:
         return []
-    folder, rollout = config.run_folder, config.rollout
-    lengths = lengths_of_run(folder, config) if folder.rollout_files() else assumed_lengths(config)
+    rollout = config.rollout
+    lengths = assumed_lengths(config)
+    with suppress(ValueError):  # no response yet, or none with a token
+        lengths = lengths_of_run(config.run_folder, config)
     tokens, how = _cache_tokens(config, lengths, hardware)
     by_cache = int(tokens / lengths.running)
     concurrent = min(rollout.max_running_requests, by_cache)

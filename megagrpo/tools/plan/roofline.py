@@ -18,6 +18,7 @@ from megagrpo.config.hardware import Hardware
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.costs import ITEM
+from megagrpo.system.errors import translated
 from megagrpo.tools.plan.engine_memory import (
     EngineSide,
     Lengths,
@@ -88,7 +89,8 @@ def given_lengths(text: str, config: ExperimentConfig) -> Lengths:
     """Reads `--lengths`: a mean, or a file with one number of tokens a line. Raises ValueError for
     other text."""
     if Path(text).is_file():
-        numbers = [float(word) for word in Path(text).read_text().split()]
+        with translated(f"--lengths {text}", ValueError):
+            numbers = [float(word) for word in Path(text).read_text().split()]
         return Lengths(assumed_prompt(config), sorted_lengths(numbers, text), f"file {text}")
     longest = config.sampling.max_response_tokens
     if not text.replace(".", "", 1).isdecimal() or not 0 < float(text) <= longest:

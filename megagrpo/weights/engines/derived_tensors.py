@@ -61,30 +61,30 @@ def derived_tensors(model: torch.nn.Module) -> list[str]:
     """Returns the matrices besides parameters and buffers. They may be computed from weights, and no
     digest covers them."""
     return [
-        f"{path}.{name} {tuple(value.shape)}" for path, _, name, value in _derived_matrices(model)
+        f"{path}.{name} {tuple(value.shape)}"
+        for path, _, name, value in _derived(model)
+        if value.dim() >= 2
     ]
 
 
-def _derived_matrices(
-    model: torch.nn.Module,
-) -> Iterator[tuple[str, torch.nn.Module, str, Tensor]]:
+def _derived(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str, Tensor]]:
     storages = {t.untyped_storage()._cdata for t in live_tensors(model).values()}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            matrix = isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2
-            if matrix and value.untyped_storage()._cdata not in storages:
+            numbers = isinstance(value, Tensor) and value.is_floating_point()
+            if numbers and value.untyped_storage()._cdata not in storages:
                 yield path, module, name, value
 
 
 def compute_in_place(model: torch.nn.Module) -> None:
-    """Lets matrices that post_load_weights computes anew stay where they lie, which CUDA graphs
+    """Lets tensors that post_load_weights computes anew stay where they lie, which CUDA graphs
     read. SGLang's Kimi-Linear would leave the old ones to the graphs, and free them."""
     compute = getattr(model, "post_load_weights", None)
     if compute is None:
         return
 
     def computed(*args: object, **options: object) -> None:
-        before = list(_derived_matrices(model))
+        before = list(_derived(model))
         compute(*args, **options)
         for _, module, name, old in before:
             new = getattr(module, name)
@@ -135,14 +135,20 @@ def absorbed_matrices(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Ten
             yield f"{path}.w_vc", values, heads[:, nope:].transpose(1, 2)
 
 
-def shifted_norms(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+def kept_copies(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yields name, live values and expected values of the buffers that hold a norm's weight plus 1,
-    for norms whose weights are distances from 1.
+    for norms whose weights are distances from 1, and of a rank's own sinks.
 
     SGLang's fused kernels read them (GemmaRMSNorm in layers/layernorm.py). SGLang's loader computes
-    them, so they are stale after a transport that writes past the loader.
+    them, so they are stale after a transport that writes past the loader. Sinks it copies in the
+    first forward only (DeepSeek-V4's _local_attn_sink).
     """
     for path, module in model.named_modules():
         shifted = getattr(module, "gemma_weight", None)
         if shifted is not None:
             yield f"{path}.gemma_weight", shifted, module.weight.detach() + 1.0
+        sinks = getattr(module, "_attn_sink_local", None)
+        if sinks is not None:
+            heads = module.n_local_heads
+            own = module.attn_sink.detach()[heads * module.attn_tp_rank :][:heads]
+            yield f"{path}._attn_sink_local", sinks[:heads], own

@@ -32,10 +32,10 @@ from megagrpo.weights.engines.derived_tensors import (
     compute_in_place,
     copies_of_the_start,
     derived_tensors,
+    kept_copies,
     live_tensors,
     random_buffers,
     random_cache_scales,
-    shifted_norms,
 )
 from megagrpo.weights.engines.formats import format_problems
 from megagrpo.weights.wire.clock import Deadline
@@ -203,8 +203,8 @@ class EngineEnd:
         # an engine's parameters may start with any values
         for fill in self.recorded.recording.fills:
             fill.view(live).fill_(fill.value)
-        for _, shifted, expected in shifted_norms(self._model):
-            shifted.copy_(expected)
+        for _, kept, expected in kept_copies(self._model):
+            kept.copy_(expected)
         if hasattr(self._model, "post_load_weights"):
             self._model.post_load_weights()  # type: ignore[operator]  # torch takes it for a Tensor or a Module
         return {"lost": "", "staging_bytes": staging_bytes}
@@ -223,7 +223,7 @@ class EngineEnd:
         problems += forget_images(self._model)
         derived = (
             ("kv_b_proj.weight", absorbed_matrices(self._model)),
-            ("weight", shifted_norms(self._model)),
+            ("weight", kept_copies(self._model)),
         )
         fills = recorded.recording.fills
         with torch.no_grad():
