@@ -10,7 +10,6 @@ from megagrpo.config.actor import ActorConfig
 from megagrpo.config.fields import Rule, complaints
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.fields import context_rule, expected_kernels
-from megagrpo.models.kinds.compressed.describe import CompressedAttention
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.hashed.describe import HashedExperts
 
@@ -73,20 +72,15 @@ def _routers(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
             f"actor.{key}: a {arch.family} model has no experts to route to",
             "remove it",
         )
-    for key in ("router_losses", "routing_replay", "megatron.recompute_modules"):
-        section, _, field = key.rpartition(".")
-        given = actor.megatron.get(field) if section else getattr(actor, key)
+    fields = "recompute_modules moe_shared_expert_overlap bias_activation_fusion use_te_activation_func fp8"
+    given = vars(actor) | actor.megatron
+    for key in ("router_losses", "routing_replay", *fields.split()):
+        section = "megatron." if key in actor.megatron else ""
         yield Rule(
-            given and isinstance(arch.experts, HashedExperts),
-            f"actor.{key} is not supported with a {arch.family} model: its first routers read the tokens of the "
-            "micro-batch under way, and other scores are no shares",
-            "remove it",
-        )
-    for field in ("moe_shared_expert_overlap", "bias_activation_fusion", "use_te_activation_func"):
-        yield Rule(
-            actor.megatron.get(field) and isinstance(arch.experts, HashedExperts),
-            f"actor.megatron.{field}: Megatron's activation on that path leaves out the bounds of a {arch.family} "
-            "model's experts (swiglu_limit)",
+            given.get(key) and isinstance(arch.experts, HashedExperts),
+            f"actor.{section}{key} is not supported with a {arch.family} model: its first routers read the tokens of "
+            "the micro-batch under way, other scores are no shares, other activations leave out swiglu_limit, and its "
+            "attention has no products in FP8",
             "remove it",
         )
     if unreported := arch.experts and arch.experts.unreported:
@@ -108,11 +102,6 @@ def _fp8(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
         f"actor.megatron.fp8: with tp = {actor.parallel.tp} a rank has {rows:g} rows of a {arch.family} "
         f"model's recurrent layers, of which products in FP8 want a multiple of {_FP8_ROWS}",
         "take a smaller tp",
-    )
-    yield Rule(
-        actor.megatron.get("fp8") and isinstance(arch.attention, CompressedAttention),
-        f"actor.megatron.fp8 is not supported with a {arch.family} model: its attention has no products in FP8",
-        "remove it",
     )
 
 
