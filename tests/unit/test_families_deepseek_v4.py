@@ -111,9 +111,17 @@ def test_ranks_that_would_keep_old_sinks_are_refused():
     """SGLang's attention copies its heads' sinks once, if ranks divide them (MQALayer._local_attn_sink)."""
     one = {"dtype": "bfloat16"}
     shared = one | {"tp": 2, "sglang": {"enable_dp_attention": True, "dp_size": 2}}
-    for rollout, refused in ((one, False), (one | {"tp": 2}, True), (shared, False)):
-        problems = check_against_model(experiment(actor={"dtype": "bfloat16"}, rollout=rollout), FLASH)
-        assert any("attn_sink" in text for text in problems) == refused
+    broadcast = {"transport": "broadcast"}
+    cut = one | {"tp": 2}
+    cases = (
+        (one, broadcast, False),
+        (cut, broadcast, True),
+        (shared, broadcast, False),
+        (cut, {"transport": "reshard"}, False),
+    )
+    for rollout, weights, refused in cases:
+        own = experiment(actor={"dtype": "bfloat16"}, rollout=rollout, weights=weights)
+        assert any("attn_sink" in text for text in check_against_model(own, FLASH)) == refused
 
 
 def test_stages_send_and_keep_every_stream():

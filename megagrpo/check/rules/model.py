@@ -46,10 +46,13 @@ def before_start(subject: Subject) -> Iterator[Rule]:
     )
     ranks = server_of(rollout).attention_tp
     yield Rule(
-        ranks > 1 and isinstance(arch.attention, CompressedAttention),
-        f"rollout.tp = {rollout.tp}: each of {ranks} ranks of a {arch.family} model's attention keeps its sinks "
-        "(attn_sink) as of its first request, and no publish reaches these copies",
-        "set tp: 1, or rollout.sglang.enable_dp_attention with dp_size = tp",
+        ranks > 1
+        and isinstance(arch.attention, CompressedAttention)
+        and not config.weights.past_loader,
+        f"weights.transport: {config.weights.transport} with rollout.tp = {rollout.tp}: each of {ranks} ranks of a "
+        f"{arch.family} model's attention keeps its sinks (attn_sink) as of its first request, and this transport "
+        "does not reach these copies",
+        "take reshard or ipc, or set tp: 1, or rollout.sglang.enable_dp_attention with dp_size = tp",
     )
     if stored := stored_otherwise(description):
         yield Rule(
