@@ -37,6 +37,16 @@ class Attention:
         return []
 
     @property
+    def pair_flops(self) -> float:
+        """Returns the FLOPs of a query with one key: score and sum."""
+        raise NotImplementedError
+
+    @property
+    def decode_pair_flops(self) -> float:
+        """Returns the same in an engine."""
+        return self.pair_flops
+
+    @property
     def most_keys(self) -> float:
         """Returns how many keys a query sees at most."""
         return math.inf

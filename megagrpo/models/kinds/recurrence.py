@@ -11,7 +11,9 @@ from megagrpo.models.points import Row
 from megagrpo.models.tensors import Cut
 
 if TYPE_CHECKING:
-    from megagrpo.config.actor import ParallelConfig
+    from megagrpo.config.actor import ActorConfig, ParallelConfig
+    from megagrpo.models.architecture import Architecture
+    from megagrpo.models.fields import Fields, Kernels
 
 
 class Recurrence(ABC):
@@ -45,6 +47,11 @@ class Recurrence(ABC):
     @abstractmethod
     def state_size(self) -> int:
         """Counts the elements of the state of a layer."""
+
+    def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
+        """Returns the fields of Megatron's TransformerConfig; the layer gets the sizes. Checkpoints
+        would take layers for alike, and refuse to be written where they are not."""
+        return {"hetereogenous_dist_checkpoint": True}
 
     def cuts(self, p: ParallelConfig) -> Iterator[Cut]:
         """Yields what tensor- and context-parallel ranks divide."""

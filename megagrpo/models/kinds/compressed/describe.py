@@ -121,13 +121,7 @@ class CompressedAttention(Attention):
 
     @property
     def pair_flops(self) -> float:
-        """Returns the FLOPs of a query with one key: score and sum."""
         return 4.0 * self.heads * self.head_dim
-
-    @property
-    def decode_pair_flops(self) -> float:
-        """Returns the same in an engine."""
-        return self.pair_flops
 
     @property
     def most_keys(self) -> float:

@@ -60,7 +60,7 @@ class GatedDeltaNet(RecurrentMixer):
         values = self.values * self.value_dim
         value_widths = (values, self.values, self.values)
         qkv, gate, beta, alpha = mixed.split((self.channels, *value_widths), -1)
-        mixing, rule = (convolve_fla, _rule_fla) if mixed.is_cuda else (convolve, delta_rule)
+        mixing, rule = (convolve_fla, rule_fla) if mixed.is_cuda else (convolve, delta_rule)
         conv1d, a_log, dt_bias = self.own_heads(self.conv1d, self.A_log, self.dt_bias)
         qkv = mixing(qkv.flatten(2), conv1d, None, borders)
         qkv = qkv.unflatten(2, (heads, -1))
@@ -92,13 +92,16 @@ def convolve_fla(x: Tensor, weight: Tensor, _: None, borders: Tensor | None) -> 
     )[0]
 
 
-def _rule_fla(
+def rule_fla(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, borders: Tensor | None
 ) -> Tensor:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
+    """Computes delta_rule by a GPU's kernels. borders: of packed sequences."""
+    if decay.dim() == query.dim():  # of each channel
+        from fla.ops.kda import chunk_kda as kernel
+    else:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as kernel
     query, key, value = (t.contiguous() for t in (query, key, value))
-    return chunk_gated_delta_rule(
+    return kernel(
         query,
         key,
         value,

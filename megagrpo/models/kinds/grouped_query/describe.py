@@ -186,13 +186,7 @@ class GroupedQuery(Attention):
 
     @property
     def pair_flops(self) -> float:
-        """Returns the FLOPs of a query with one key: score and sum."""
         return 4.0 * self.heads * self.head_dim
-
-    @property
-    def decode_pair_flops(self) -> float:
-        """Returns the same in an engine."""
-        return self.pair_flops
 
     def cost(self, at: Share) -> LayerCost:
         """Returns the cost of a layer's attention for a micro-batch."""

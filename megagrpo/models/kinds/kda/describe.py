@@ -15,9 +15,7 @@ from megagrpo.models.tensors import Shard, TensorSpec, load_groups
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megagrpo.config.actor import ActorConfig
     from megagrpo.models.architecture import Architecture
-    from megagrpo.models.fields import Fields, Kernels
     from megagrpo.models.kinds.kda.layer import KimiDeltaAttention
 
 
@@ -103,11 +101,6 @@ class Kda(Recurrence):
         layer.dt_bias.copy_(shard.rows(hf[prefix + "dt_bias"]))
         layer.norm.copy_(hf[prefix + "o_norm.weight"])
         layer.out_proj.weight.copy_(shard.columns(hf[prefix + "o_proj.weight"]))
-
-    def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
-        """Returns the fields of Megatron's TransformerConfig; the layer gets the sizes. Checkpoints
-        would take layers for alike, and refuse to be written where they are not."""
-        return {"hetereogenous_dist_checkpoint": True}
 
     def cost(self, at: Share) -> LayerCost:
         """Returns the cost of one for a micro-batch."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from megagrpo.models.kinds.gated_delta.layer import convolve_fla, delta_rule
+from megagrpo.models.kinds.gated_delta.layer import convolve_fla, delta_rule, rule_fla
 from megagrpo.models.kinds.kda.describe import Kda
 from megagrpo.models.kinds.recurrent import RecurrentMixer, convolve
 from megagrpo.models.layers.parts import Parts
@@ -73,7 +73,7 @@ class KimiDeltaAttention(RecurrentMixer):
         dim, heads = self.dim, mixed.shape[2]
         qkv, beta, decay, gate = mixed.split((3 * dim, 1, dim, dim), -1)
         conv1d, a_log, dt_bias = self.own_heads(self.conv1d, self.A_log, self.dt_bias)
-        mixing, rule = (convolve_fla, _rule_fla) if mixed.is_cuda else (convolve, delta_rule)
+        mixing, rule = (convolve_fla, rule_fla) if mixed.is_cuda else (convolve, delta_rule)
         qkv = mixing(qkv.flatten(2), conv1d, None, borders).unflatten(2, (heads, -1))
         decay = F.softplus(decay.float() + dt_bias.float().view(heads, dim))
         decay = -a_log.exp()[:, None] * decay
@@ -93,20 +93,3 @@ class KimiDeltaAttention(RecurrentMixer):
 def kda_spec(own: Kda, parts: Parts) -> ModuleSpec:
     """Returns the specification of Kimi Delta Attention."""
     return ModuleSpec(module=KimiDeltaAttention, params={"parts": parts, "sizes": own})
-
-
-def _rule_fla(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, borders: Tensor | None
-) -> Tensor:
-    from fla.ops.kda import chunk_kda
-
-    query, key, value = (t.contiguous() for t in (query, key, value))
-    return chunk_kda(
-        query,
-        key,
-        value,
-        g=decay,
-        beta=beta,
-        use_qk_l2norm_in_kernel=True,
-        cu_seqlens=borders,
-    )[0]
