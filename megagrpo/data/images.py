@@ -81,8 +81,8 @@ def images_apart(
                 yield _IMAGE_PART
             else:
                 raise ValueError(
-                    f"{location}: a message has a part of type {kind!r}; text and images are "
-                    "supported"
+                    f"{location}: a message has a part of type "
+                    f"{kind!r}; text and images are supported"
                 )
 
     apart: list[Message] = [
