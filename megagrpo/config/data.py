@@ -229,7 +229,7 @@ class DataConfig(Section):
             ),
             *(
                 Rule(
-                    getattr(self, key) and not chat,
+                    not chat and any(getattr(part, key) for part in self.parts),
                     f"{key} needs chat_template: true: nothing else reads it",
                     f"set it, or remove {key}",
                 )

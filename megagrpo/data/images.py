@@ -73,7 +73,7 @@ def images_apart(
             elif kind in ("image", "image_url"):
                 source = part.get(kind) or part.get("path") or part.get("url")
                 if kind == "image_url" and isinstance(source, dict):
-                    source = source["url"]
+                    source = source.get("url")
                 if source is None:
                     num_marks += 1
                     source = next(rest, None)
