@@ -13,7 +13,7 @@ import pytest
 
 from examples.laptop.model import character_tokenizer
 from megagrpo.config.schema import DataConfig
-from megagrpo.data.prompts import PromptSet, interleaved, load_prompts
+from megagrpo.data.prompts import interleaved, load_prompts
 from megagrpo.data.rows import iterate_rows, read_rows
 from megagrpo.data.stored import StoredPrompts
 from megagrpo.monitor.metrics import Metrics
@@ -209,21 +209,6 @@ def test_verls_parquet(tmp_path, templated):
     ]
     assert prompts.prompts[0].extra == {"split": "train", "index": 0}
     assert prompts.sources == ["aime25", "lighteval/MATH", "openai/gsm8k"]
-
-
-def test_the_names_of_sources_are_read_once():
-    """Every step asks for them; reading a million prompts from the disk takes a minute."""
-
-    class Prompts(list):
-        passes = 0
-
-        def __iter__(self):
-            self.passes += 1
-            return super().__iter__()
-
-    prompts = PromptSet(Prompts([Prompt(0, "1+1=", [1], "2", source="sums")]), 0, shuffle=False)
-    assert [prompts.sources, prompts.sources] == [["sums"], ["sums"]]
-    assert prompts.prompts.passes == 1
 
 
 def test_rolls_messages_are_json_in_a_text(tmp_path, templated):
