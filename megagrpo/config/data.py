@@ -13,6 +13,7 @@ from megagrpo.config.fields import (
     PositiveInt,
     Rule,
     Section,
+    Text,
     TopK,
     named,
 )
@@ -72,7 +73,7 @@ class CurriculumConfig(Section):
 class SourceConfig(Section):
     """One source of a mixture. Keys that you leave out are as in `data`."""
 
-    source: str
+    source: Text
     """Name of the source in metrics and rollouts."""
     path: LocalPath | list[LocalPath]
     """As in `data`."""
