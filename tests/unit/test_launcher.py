@@ -520,23 +520,6 @@ def test_a_command_beside_a_run_has_an_experiment_of_its_own(words, tmp_path, mo
     assert load_config(args.config, args.overrides) == load_config(QUICKSTART, [*where, *own])
 
 
-def test_ranks_of_a_node_read_no_file_that_somebody_edits_between_their_restarts(tmp_path, monkeypatch):
-    (tmp_path / "torchrun.py").write_text(_NOTES_WORDS)
-    noted = tmp_path / "words.json"
-    monkeypatch.setattr(nodes, "torchrun", lambda *_: [str(tmp_path / "torchrun.py"), str(noted)])
-    edited = tmp_path / "mine.yaml"
-    edited.write_bytes(QUICKSTART.read_bytes())
-    where = [f"output_dir={tmp_path / 'run'}", "actor.device=cpu"]
-    changes = [word for change in where for word in ("--set", change)]
-    assert cli.main(["train", str(edited), *changes, "--service", "http://here"]) == 0
-    edited.write_text("name: the next one")
-    noted_words = json.loads(noted.read_text())
-    of_rank = noted_words[noted_words.index("megagrpo.cli") + 1 :]
-    args = cli._parser(of_rank).parse_args(of_rank)
-    assert (of_rank[0], args.service) == ("train", "http://here")
-    assert load_config(args.config, args.overrides) == load_config(QUICKSTART, where)
-
-
 @pytest.mark.parametrize(
     "words, said",
     [
