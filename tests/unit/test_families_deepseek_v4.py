@@ -38,6 +38,12 @@ def test_published_sizes():
     assert (stage.dense, stage.expert) == (counts.dense, counts.expert)
 
 
+def test_transformers_place_of_the_scaling_is_read():
+    moved = {**FLASH, "rope_parameters": FLASH["rope_scaling"]}
+    del moved["rope_scaling"]
+    assert architecture_of(moved) == architecture_of(FLASH)
+
+
 def test_layers_have_what_their_place_gives_them():
     specs = {spec.name: spec for spec in model_tensors(architecture_of(FLASH))}
     assert {"embed.weight", "norm.weight", "head.weight", "hc_head_fn", "layers.42.hc_ffn_scale"} < specs.keys()
