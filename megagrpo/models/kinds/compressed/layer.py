@@ -39,21 +39,25 @@ class Turns:
     """Turns pairs of neighbors, the last ones of a head, by their positions (RoFormer)."""
 
     def __init__(self, rotary: Rotary, dim: int):
-        places = torch.arange(0, dim, 2) / dim
-        self._frequencies = rotary.theta**-places
+        # on the device: a copy from the host would wait for it, at each turn
+        places = torch.arange(0, dim, 2, device=torch.cuda.current_device())
+        self._frequencies = 1 / rotary.theta ** (places / dim)
         if yarn := rotary.yarn:  # arXiv 2309.00071, 3.2, without a factor of its own
             original = yarn["original_max_position_embeddings"] / (2 * math.pi)
-            turns = torch.tensor([yarn["beta_fast"], yarn["beta_slow"]], dtype=torch.float64)
-            low, high = (dim * (original / turns).log() / (2 * math.log(rotary.theta))).tolist()
+            low, high = (
+                dim * math.log(original / yarn[key]) / (2 * math.log(rotary.theta))
+                for key in ("beta_fast", "beta_slow")
+            )
             low = max(math.floor(low), 0)
             high = min(math.ceil(high), dim - 1)
-            ramp = ((places * dim / 2 - low) / max(high - low, 0.001)).clamp(0, 1)
-            self._frequencies = self._frequencies * (1 - ramp + ramp / yarn["factor"])
+            kept = 1 - ((places / 2 - low) / max(high - low, 0.001)).clamp(0, 1)
+            slow = self._frequencies / yarn["factor"]
+            self._frequencies = slow * (1 - kept) + self._frequencies * kept
 
     def __call__(self, t: Tensor, positions: Tensor, back: bool = False) -> Tensor:
         """Returns t [..., d] turned by positions, which broadcast with [...]; back: the other
         way."""
-        angles = positions[..., None] * self._frequencies.to(t.device)
+        angles = positions[..., None] * self._frequencies
         turn = torch.polar(torch.ones_like(angles), -angles if back else angles)
         width = 2 * angles.shape[-1]
         pairs = t[..., -width:].float().unflatten(-1, (-1, 2)).contiguous()

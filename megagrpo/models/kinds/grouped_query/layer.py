@@ -9,7 +9,7 @@ sequence (zigzag) and gathers the keys and values of all ranks.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,8 +43,16 @@ class _PaddedGrids:
 
     query_at: tuple[Tensor, Tensor]  # sequence and place [T / cp] of this rank's tokens
     key_at: tuple[Tensor, Tensor]  # sequence and position [T] of all ranks' tokens, rank after rank
-    # [k, longest / cp] under context parallelism: positions in the whole sequences
-    query_position: Tensor | None
+    # [T / cp] under context parallelism: positions of this rank's tokens in the whole sequences
+    position: Tensor | None
+    size: tuple[int, int]  # of the queries' grid: k sequences, longest / cp places
+
+    @cached_property
+    def query_position(self) -> Tensor | None:
+        """Lays the positions out as queries; recurrent layers need no grid."""
+        if self.position is None:
+            return None
+        return self.position.new_zeros(self.size).index_put(self.query_at, self.position)
 
 
 @dataclass
@@ -83,20 +91,16 @@ class PackedSequences(PackedSeqParams):
         """Returns the grids of `num_tokens` tokens of this rank, made once a micro-batch for all
         layers."""
         if self._grids is None:
-            cp_size, cp_rank = self.group.size(), self.group.rank()
+            cp_size = self.group.size()
             local, sequence, place = local_places(self.cu_seqlens_q, num_tokens, cp_size)
             by_rank = [
                 zigzag_position(place, local[sequence], rank, cp_size) for rank in range(cp_size)
             ]
-            grid = torch.zeros(
-                len(local), self.max_seqlen_q // cp_size, dtype=torch.int64, device=local.device
-            )
             self._grids = _PaddedGrids(
                 query_at=(sequence, place),
                 key_at=(sequence.repeat(cp_size), torch.cat(by_rank)),
-                query_position=grid.index_put((sequence, place), by_rank[cp_rank])
-                if cp_size > 1
-                else None,
+                position=by_rank[self.group.rank()] if cp_size > 1 else None,
+                size=(len(local), self.max_seqlen_q // cp_size),
             )
         return self._grids
 
