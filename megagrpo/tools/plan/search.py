@@ -140,7 +140,7 @@ def _best_trainers(config: ExperimentConfig, target: Target, nodes: int) -> list
         stages = trainer_stages(target.arch, actor, load_of(changed, target.arch))
         fullest = max(stage.memory("update", 0.0).total for stage in stages)
         if fullest <= usable_bytes(target.hardware):
-            _, update = train_seconds(changed, target, tuple(stage.cost() for stage in stages))
+            _, update = train_seconds(changed, target, stages)
             found.append((sum(update.values()), _parts_of_trainers(actor), actor))
     return _best(found, _KEPT)
 
