@@ -255,6 +255,20 @@ def test_all_to_all_is_slow_between_nodes():
     assert near["tp communication"] == pytest.approx(far["tp communication"])
 
 
+def test_a_backward_has_no_gradients_of_frozen_weights():
+    _, full, _, _ = trained(pp=2)
+    _, tuned, _, _ = trained("actor.lora={targets: [q_proj]}", pp=2)
+    assert tuned["compute"] == pytest.approx(full["compute"] * 3 / 4)  # forward, again, 1 backward of 2
+    assert tuned["tp communication"] == full["tp communication"]
+
+
+@pytest.mark.parametrize(("most", "holds"), [(8192, True), (32000, False)])
+def test_a_search_keeps_engines_that_hold_an_evaluation(most, holds):
+    words = ("rollout.sglang={max_total_tokens: 12000}", f"eval.max_response_tokens={most}")
+    config = shipped(LARGE, *words)
+    assert bool(search._best_engines(config, target_of(config), 8)) == holds
+
+
 def test_a_publish_fills_the_fullest_link():
     config, target = shipped(), qwen(lengths_of(1000))
     side = engine(config, target.lengths)

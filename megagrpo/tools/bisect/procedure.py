@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -223,31 +224,21 @@ def _output_pass(
     prefilled = _on_main(prefilled)
     differences = []
     shorter = [length - 1 for length in job.lengths]
-    text = job.is_text[:, None]
-    engine = torch.cat([torch.tensor(row, dtype=torch.float64) for row in prefilled.logprobs])[
-        :, None
-    ]
-    engine = engine.where(text, 0.0)
+    text = job.is_text
+    engine = torch.tensor(list(chain(*prefilled.logprobs)), dtype=torch.float64).where(text, 0.0)
     if heads:
         says = "output layer and log-softmax, on the engine's last hidden states"
-        differences.append(
-            difference(
-                "head", says, engine, heads[0][:, None].where(text, 0.0), shorter, job.bounds.head
-            )
-        )
+        ours = heads[0].where(text, 0.0)
+        differences.append(difference("head", says, engine, ours, shorter, job.bounds.head))
     bound = bound_at(job.bounds.relative, depth_before(job.actor.arch, job.actor.arch.num_layers))
-    ours = torch.cat([sequence[1:] for sequence in logprobs.split(job.lengths)])[:, None].where(
-        text, 0.0
-    )
+    ours = torch.cat([row[1:] for row in logprobs.split(job.lengths)]).where(text, 0.0)
     differences.append(difference("logprobs", "log-probabilities", engine, ours, shorter, bound))
-    decoded = [torch.tensor(sequence.logprobs, dtype=torch.float64) for sequence in job.sequences]
-    again = [
-        row[-len(part) :] for row, part in zip(engine[:, 0].split(shorter), decoded, strict=True)
-    ]
+    decoded = [sequence.logprobs for sequence in job.sequences]
+    sizes = list(map(len, decoded))
+    prefill = [row[-n:] for row, n in zip(engine.split(shorter), sizes, strict=True)]
     says = "log-probabilities of decoding against prefill, inside the engine"
-    decode = torch.cat(decoded)[:, None]
-    prefill = torch.cat(again)[:, None]
-    differences.append(difference("decode", says, prefill, decode, list(map(len, decoded)), bound))
+    decode = torch.tensor(list(chain(*decoded)), dtype=torch.float64)
+    differences.append(difference("decode", says, torch.cat(prefill), decode, sizes, bound))
     return Pass(OUTPUT, differences)
 
 

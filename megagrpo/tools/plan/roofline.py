@@ -326,17 +326,16 @@ def _after_backward(config: ExperimentConfig, target: Target, stage: Stage) -> d
         parts["gradients"] += seconds * (1 if shared else 2)
         parts["weights to all"] += seconds / 2 if shared else 0.0
         elements = num_bytes / 4 / (size if shared else 1)
-        parts["optimizer"] += elements * _optimizer_seconds(config, target)
+        parts["optimizer"] += elements * _optimizer_seconds(config, target, stage.width)
     return parts
 
 
-def _optimizer_seconds(config: ExperimentConfig, target: Target) -> float:
+def _optimizer_seconds(config: ExperimentConfig, target: Target, width: int) -> float:
     """Returns the seconds of one trained element of a rank: Adam reads and writes its state where
     it lies, and the host's share crosses to it and back."""
     each = optimizer_bytes(config.actor)
     on_host = each.host / HOST_ADAM_BYTES
     ranks = min(target.gpus_per_node, config.actor.world_size)
-    width = 2 if config.actor.dtype == "bfloat16" else 4
     crossing = (each.gradient + width) / HOST_GB_S / 1e9
     host = _OPTIMIZER_BYTES * ranks / HOST_MEMORY_GB_S / 1e9 + crossing
     return (1 - on_host) * _OPTIMIZER_BYTES / target.memory + on_host * host

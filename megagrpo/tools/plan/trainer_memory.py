@@ -226,6 +226,7 @@ class Stage:
         self.width = 2 if actor.dtype == "bfloat16" else 4
         self.part = load.tokens / p.cp / p.tp
         self.last = number == p.pp - 1
+        self.vocabulary = -(-arch.vocab_size // p.tp) * arch.hidden_size  # weights of a head
         self.layers: list[LayerCost] = [
             layer_cost(arch, actor, load.tokens, layer, load.expert_imbalance)
             for layer, stage in enumerate(stage_of_layer(arch, p))
@@ -244,9 +245,11 @@ class Stage:
             "optimizer": self.shards * each.state,
             "NCCL": self._communicators(),
         }
-        # kept from the first forward on
-        if phase not in ("load", "resume") and self.actor.megatron.get("fp8"):
-            parts["weights in FP8"] = elements.linear * _FP8_COPIES
+        if phase not in ("load", "resume"):  # kept from the first forward and the first update on
+            fp8 = bool(self.actor.megatron.get("fp8"))
+            parts["weights in FP8"] = elements.linear * _FP8_COPIES * fp8
+            copied = self.actor.trains_draft and not self.arch.tied and self.last and self.number
+            parts["draft's embedding"] = self.vocabulary * self.width * bool(copied)
         if phase in ("logprobs", "reference"):
             layer = max(layer.kept / 2 + layer.transient for layer in self.layers)
             head = self._head(backward=False)
@@ -307,24 +310,22 @@ class Stage:
         backward gradients."""
         if not self.last:
             return 0.0
-        arch = self.arch
-        p = self.actor.parallel
-        actor = self.actor
-        rows = -(-arch.vocab_size // p.tp)
-        tile = min(actor.logprob_chunk_tokens, self.load.tokens) * min(rows, _TILE_COLUMNS) * _FP32
-        hidden = arch.hidden_size * self.load.tokens / p.cp
+        hidden_size = self.arch.hidden_size
+        columns = min(self.vocabulary // hidden_size, _TILE_COLUMNS)
+        tile = min(self.actor.logprob_chunk_tokens, self.load.tokens) * columns * _FP32
+        hidden = hidden_size * self.load.tokens / self.actor.parallel.cp
+        head = 2 * tile + 2 * hidden * self.width
         if not backward:
-            return 2 * tile + 2 * hidden * self.width
-        weight = 0.0 if actor.lora is not None else rows * arch.hidden_size * (_FP32 + self.width)
-        return 2 * tile + 2 * hidden * self.width + hidden * (_FP32 + self.width) + weight
+            return head
+        weight = self.vocabulary * (self.actor.lora is None)
+        return head + (hidden + weight) * (_FP32 + self.width)
 
     @cached_property
     def cost(self) -> LayerCost:
         """Returns the work and traffic of a rank for one micro-batch of `load.tokens`, also to the
         next stage: "pp"."""
-        arch = self.arch
         p = self.actor.parallel
-        head = 2 * arch.hidden_size * -(-arch.vocab_size // p.tp) * self.load.tokens / p.cp
+        head = 2 * self.vocabulary * self.load.tokens / p.cp
         behind = LayerCost(
             kept=0.0,
             transient=0.0,
