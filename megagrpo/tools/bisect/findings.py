@@ -82,11 +82,11 @@ def layer_to_open(passes: list[Pass]) -> int | None:
     """Returns the first layer that differs, else the first with too many flips; None also if the
     embedding differs."""
     layers = [one for one in passes if one.title != OUTPUT]
-    differing = [
-        difference for one in layers for difference in one.differences if difference.beyond
+    compared = [
+        *(each for one in layers for each in one.differences),
+        *(each for one in layers for each in one.flips),
     ]
-    flipping = [flips.layer for one in layers for flips in one.flips if flips.beyond]
-    return differing[0].layer if differing else next(iter(flipping), None)
+    return next((each.layer for each in compared if each.beyond), None)
 
 
 def _computed(passes: list[Pass]) -> tuple[str | None, str]:

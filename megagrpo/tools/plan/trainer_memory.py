@@ -113,7 +113,7 @@ def trainer_side(
         "optimizer": shards * optimizer_bytes(actor).host * node,
         "update state": shards * optimizer_bytes(actor).state * node if load.colocate else 0.0,
         "checkpoint": max(cost.save_host_bytes.values()),
-        "resume": max(cost.resume_host_bytes.values()),
+        "resume": cost.resume_host_bytes,
         "reference's hidden states": positions
         * arch.hidden_size
         * stages[-1].width
