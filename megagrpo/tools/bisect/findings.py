@@ -82,7 +82,7 @@ def layer_to_open(passes: list[Pass]) -> int | None:
     """Returns the first layer that differs, else the first with too many flips; None also if the
     embedding differs."""
     layers = [one for one in passes if one.title != OUTPUT]
-    compared = [
+    compared: list[Difference | Flips] = [
         *(each for one in layers for each in one.differences),
         *(each for one in layers for each in one.flips),
     ]

@@ -81,8 +81,9 @@ def _parts(plan: Plan) -> int:
 
 def _apart(config: ExperimentConfig, target: Target, nodes: int) -> Iterator[Plan]:
     apart = _changed(config, config.actor, config.rollout.model_copy(update={"colocate": False}))
-    stride = 2 if nodes <= 48 else 4
-    for count in range(1, nodes) if nodes <= 12 else range(stride, nodes, stride):
+    # at most 24 ways to share the nodes: each takes seconds
+    stride = 1 if nodes <= 12 else 2 << (nodes // 49).bit_length()
+    for count in range(stride, nodes, stride):
         engines = _best_engines(apart, target, nodes - count)
         trainers = _best_trainers(apart, target, count) if engines else []
         yield from _fitting(apart, target, nodes, trainers, engines)
