@@ -217,7 +217,7 @@ def _pretrained(
     ]  # fmt: skip
     config = load_config(ROOT / "configs/qwen3_235b_a22b.yaml", words)
     target = replace(target_of(config), lengths=Lengths(0.0, np.full(2, 4096.0), "given"))
-    side = trainer_side(target.arch, config.actor, Load(4096 * rows, 4096))
+    side = trainer_side(target.arch, config.actor, Load(4096 * rows))
     compared = _compared(published, sum(train_seconds(config, target, side.stages)[1].values()))
     return [
         model,

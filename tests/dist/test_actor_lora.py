@@ -95,7 +95,7 @@ def memory_problems(case: Case, world: int, models: Path, result: dict) -> list[
     config = ActorConfig.model_validate(
         {"world_size": world, "parallel": LAYOUTS[case.layout], "lora": case.lora, "optimizer": optimizer}
     )
-    said = trainer_side(Model.read(models / case.model).arch, config, Load(64, 64)).phases["rollout"].parts
+    said = trainer_side(Model.read(models / case.model).arch, config, Load(64)).phases["rollout"].parts
     figures = {
         "gradients": (result["gradient_bytes"], said["gradients"]),
         "optimizer state": (result["state_bytes"], said["optimizer"]),

@@ -96,7 +96,7 @@ def _closed(arch: Architecture, actor: ActorConfig, rank: int) -> dict[str, floa
     """The closed forms, and what only a CPU's RMSNorm keeps: normalized inputs, for bfloat16 float32 copies."""
     p = actor.parallel
     stage = rank * p.pp // actor.world_size
-    stages = trainer_stages(arch, actor, Load(sum(LENGTHS), max(LENGTHS)))
+    stages = trainer_stages(arch, actor, Load(sum(LENGTHS)))
     parts = stages[stage].memory("update", bucket_bytes=0.0).parts
     attention = arch.attention
     heads = (attention.heads + attention.kv_heads) * attention.head_dim * attention.qk_norm

@@ -66,6 +66,7 @@ def test_sglang_takes_the_arguments_of_every_experiment(tmp_path):
             wanted |= {"moe_runner_backend": "auto"}
         wanted |= {name: value for name, value in rollout.sglang.items() if name in found}
         print(", ".join(names), found)
+        assert rollout.sglang.keys() <= found.keys(), names  # also those that only the memory depends on
         assert {name: found[name] for name in wanted} == wanted, names
 
 

@@ -133,7 +133,7 @@ def test_ranks_that_would_keep_old_sinks_are_refused():
 def test_stages_send_and_keep_every_stream():
     actor = {"world_size": 2, "dtype": "bfloat16", "recompute": "full", "parallel": {"pp": 2, "first_stage_layers": 22}}
     actor = ActorConfig.model_validate(actor)
-    stages = [trainer_stages(architecture_of(FLASH | {"hc_mult": n}), actor, Load(8192, 8192))[0] for n in (2, 4)]
+    stages = [trainer_stages(architecture_of(FLASH | {"hc_mult": n}), actor, Load(8192))[0] for n in (2, 4)]
     sent = [stage.cost.sent["pp"] for stage in stages]
     assert sent == [2 * 4096 * 8192 * 2, 4 * 4096 * 8192 * 2]
 

@@ -137,6 +137,7 @@ def test_what_an_engine_rank_holds():
     eight = server_of(RolloutConfig(tp=8, dtype="bfloat16"))
     assert 2 * weight_elements(work, eight) == pytest.approx(58.9e9, rel=0.005)
     eight_heads = replace(work, arch=replace(arch, attention=replace(arch.attention, kv_heads=8)))
+    assert expert_bytes(work, replace(eight, width=4)) == 4 * work.expert / 8
     repeated = weight_elements(work, eight) - weight_elements(eight_heads, eight)
     assert repeated == pytest.approx(94 * 2 * 4096 * 128 * 4 / 8)  # 4 heads of key and of value on 8 ranks
 
@@ -204,7 +205,7 @@ def trained(*words: str, **parallel: int):
     layout = " ".join(f"{key}: {value}," for key, value in {"tp": 4, **parallel}.items())
     config = shipped(LARGE, *words, f"actor.parallel={{{layout}}}", "actor.recompute=full")
     target = qwen(lengths_of(9000))
-    side = trainer_side(target.arch, config.actor, Load(config.actor.micro_batch_tokens, 9000))
+    side = trainer_side(target.arch, config.actor, Load(max(config.actor.micro_batch_tokens, 9000)))
     return (*train_seconds(config, target, side.stages), side, config)
 
 
@@ -240,7 +241,7 @@ def test_trainers_multiply_with_every_weight(name, more):
     """The FLOPs that the trainers' side counts layer by layer are those of the model's own tensors."""
     arch = Model.read(MODELS / name).arch
     actor = ActorConfig.model_validate({"world_size": 2, "dtype": "bfloat16", "parallel": {"tp": 2}})
-    (stage,) = trainer_side(arch, actor, Load(1000, 1000)).stages
+    (stage,) = trainer_side(arch, actor, Load(1000)).stages
     work = model_work(arch)
     norms = work.whole * arch.num_layers  # which are no products, nor are biases
     token = work.token_flops

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,24 +30,24 @@ ALLOWED = {"DeepSeek-V3-0324": 0.16}  # of what an update adds; the others: 0.05
 # Qwen3-235B of 2; tokens of a micro-batch and of the longest sample, imbalance of experts.
 RECORDED = [
     (
-        "Qwen2.5-7B", {"world_size": 8, "parallel": {"tp": 2, "pp": 2}, "recompute": "none"}, (8192, 4096, 1.0),
+        "Qwen2.5-7B", {"world_size": 8, "parallel": {"tp": 2, "pp": 2}, "recompute": "none"}, (8192, 1.0),
         {0: (1011.1, 2022.3, 3033.4, 4454), 4: (1011.1, 2022.3, 3033.4, 4022)},
     ),
     (
-        "Qwen3-30B-A3B", {"world_size": 8, "parallel": {"ep": 8}, "recompute": "none"}, (8192, 4096, 1.3),
+        "Qwen3-30B-A3B", {"world_size": 8, "parallel": {"ep": 8}, "recompute": "none"}, (8192, 1.3),
         {0: (2001.8, 4003.5, 4672.2, 8387)},
     ),
     (
         "Qwen3-235B-A22B", {"world_size": 64, "parallel": {"tp": 4, "pp": 2, "ep": 16}, "recompute": "full"},
-        (8192, 8192, 1.5), {0: (649.9, 1299.7, 1166.9, 1728), 32: (649.9, 1299.8, 1166.9, 1684)},
+        (8192, 1.5), {0: (649.9, 1299.7, 1166.9, 1728), 32: (649.9, 1299.8, 1166.9, 1684)},
     ),
     (
         "GLM-4.5-Air", {"world_size": 16, "parallel": {"tp": 2, "ep": 8, "pp": 2}, "recompute": "none"},
-        (4096, 4096, 1.3), {0: (1545.4, 3090.8, 4809.5, 3236), 8: (1982.9, 3965.9, 7957.2, 3697)},
+        (4096, 1.3), {0: (1545.4, 3090.8, 4809.5, 3236), 8: (1982.9, 3965.9, 7957.2, 3697)},
     ),
     (
         "DeepSeek-V3-0324", {"world_size": 32, "parallel": {"tp": 2, "ep": 16, "pp": 2}, "recompute": "none"},
-        (4096, 4096, 1.3), {0: (2124.0, 4247.9, 1593.0, 4359), 16: (3184.6, 6369.2, 9787.2, 5644)},
+        (4096, 1.3), {0: (2124.0, 4247.9, 1593.0, 4359), 16: (3184.6, 6369.2, 9787.2, 5644)},
     ),
 ]  # fmt: skip
 
@@ -70,7 +72,7 @@ def test_a_draft_behind_the_first_stage_has_a_copy_of_the_embedding():
     options = {"world_size": 4, "dtype": "bfloat16", "parallel": {"tp": 2, "pp": 2}}
 
     def copies(**draft: bool) -> list[float]:
-        stages = trainer_stages(arch, ActorConfig.model_validate(options | {"draft": draft}), Load(1024, 1024))
+        stages = trainer_stages(arch, ActorConfig.model_validate(options | {"draft": draft}), Load(1024))
         return [stage.memory("update", 0.0).parts.get("draft's embedding", 0.0) for stage in stages]
 
     assert copies(train=True) == [0.0, arch.vocab_size / 2 * arch.hidden_size * 2]
@@ -81,7 +83,7 @@ def test_linear_weights_in_fp8_are_held_twice_beside_those_in_bfloat16():
     arch = architecture_of(json.loads((MODELS / "Qwen2.5-7B" / "config.json").read_text()))
     megatron = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
     actor = ActorConfig(dtype="bfloat16", transformer_engine=True, megatron=megatron)
-    (stage,) = trainer_stages(arch, actor, Load(1024, 1024))
+    (stage,) = trainer_stages(arch, actor, Load(1024))
     hidden, inner = arch.hidden_size, arch.ffn_size
     kv = arch.attention.kv_heads * arch.attention.head_dim
     linear = arch.num_layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner)
@@ -175,6 +177,17 @@ def test_check_says_what_a_save_and_a_resume_cost(prepared):
 def test_a_type_of_gradients_that_only_the_library_can_refuse_ends_no_plan():
     optimizer = {"megatron": {"use_precision_aware_optimizer": True, "main_grads_dtype": "float17"}}
     assert optimizer_bytes(ActorConfig.model_validate({"dtype": "bfloat16", "optimizer": optimizer})).gradient == 4
+
+
+def test_checkpoints_of_an_earlier_start_are_on_the_disk_already(tmp_path, monkeypatch):
+    config = load_config(QUICKSTART, [f"output_dir={tmp_path}", "checkpoint.keep=2"])
+    arch = architecture_of(hf_config(TinyModelConfig()))
+    free = int(1.5 * checkpoint_cost(arch, config.actor, 2).file_bytes)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    assert "checkpoint.keep takes fewer" in disk_advice(config, arch)[0]
+    for step in (5, 10):
+        (config.run_folder.checkpoints / f"step_{step:06d}").mkdir(parents=True)
+    assert disk_advice(config, arch) == []
 
 
 def test_a_folder_that_this_user_may_not_search_ends_no_check(tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megagrpo.actor.head import token_values
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.routing.replay import RoutingReplay, TopK
+from megagrpo.actor.routing.tokens import own_places
 from megagrpo.actor.schedule import micro_batches
 from megagrpo.actor.step import token_logprobs
 from megagrpo.models.build import routers
@@ -108,20 +109,16 @@ def _modules(actor: MegatronActor) -> dict[str, nn.Module]:
 def _piece(key: str, micro: MicroBatch, values: Tensor) -> SeenTokens:
     """Returns the real tokens of values [s / cp, b, ...] or [s b / cp, ...], or of a tp-th of
     them."""
-    tp = mpu.get_tensor_model_parallel_world_size()
-    tp_rank = mpu.get_tensor_model_parallel_rank()
-    # [s / cp, b], Megatron's order
-    rows = micro.rows.transpose(0, 1)
-    columns = micro.columns.transpose(0, 1)
-    flat = values.flatten(0, 1) if values.dim() > 2 and values.shape[1] == rows.shape[1] else values
-    if len(flat) == rows.numel() // tp != rows.numel():  # sequence parallel
-        rows = rows.chunk(tp)[tp_rank]
-        columns = columns.chunk(tp)[tp_rank]
-    assert len(flat) == rows.numel(), (
+    flat = values
+    if values.dim() > 2 and values.shape[1] == len(micro.rows):
+        flat = values.flatten(0, 1)
+    rows, columns = micro.rows.t().flatten(), micro.columns.t().flatten()  # Megatron's order
+    if len(flat) != len(rows):  # sequence parallel
+        rows, columns = own_places(micro)
+    assert len(flat) == len(rows), (
         f"{key}: shape {list(values.shape)} does not fit {list(micro.rows.shape)} tokens"
     )
-    rows = rows.flatten()
-    columns = columns.flatten()
+    tp_rank = mpu.get_tensor_model_parallel_rank()
     real = rows >= 0
     return SeenTokens(key, tp_rank, rows[real], columns[real], flat.reshape(len(flat), -1)[real])
 

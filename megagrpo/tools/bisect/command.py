@@ -55,18 +55,6 @@ def bisect(config: ExperimentConfig, args: argparse.Namespace) -> int:
     return 0 if report["place"] is None else 1
 
 
-def bisect_main(config: ExperimentConfig, args: argparse.Namespace) -> int:
-    """Runs one rank that `bisect` started."""
-
-    def body(device: torch.device) -> None:
-        # imports Megatron, which the host must be prepared for
-        from megagrpo.tools.bisect.ranks import bisect_ranks
-
-        bisect_ranks(config, args, device)
-
-    return guarded(config, "bisect", body)
-
-
 def experiment_of(
     config: ExperimentConfig, own_weights: bool, folder: RunFolder
 ) -> ExperimentConfig:
@@ -103,4 +91,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, config: ExperimentConfig) -> int:
     """Runs the command, or one rank that it started."""
-    return bisect_main(config, args) if under_torchrun() else bisect(config, args)
+
+    def body(device: torch.device) -> None:
+        # imports Megatron, which the host must be prepared for
+        from megagrpo.tools.bisect.ranks import bisect_ranks
+
+        bisect_ranks(config, args, device)
+
+    return guarded(config, "bisect", body) if under_torchrun() else bisect(config, args)

@@ -262,20 +262,18 @@ def batch_of_sequences(sequences: Sequence[Sequenced]) -> Batch:
     )
     sampled = torch.ones(len(tokens), dtype=torch.bool)
     sampled[lengths.cumsum(0) - lengths] = False
-    count = len(sequences)
     ids = torch.arange(len(sequences))
+    none = torch.zeros(len(sequences), dtype=torch.bool)
     return Batch(
         sample_ids=ids,
         group_ids=ids,
-        num_groups=count,
+        num_groups=len(sequences),
         tokens=tokens,
         lengths=lengths,
         prompt_lengths=torch.tensor([len(sequence.prompt.token_ids) for sequence in sequences]),
         loss_mask=sampled,
         rollout_logprobs=torch.zeros(len(tokens)),
-        rewards=Rewards(
-            torch.zeros(count, dtype=torch.float64), torch.ones(count, dtype=torch.bool)
-        ),
-        truncated=torch.zeros(count, dtype=torch.bool),
+        rewards=Rewards(none.double(), ~none),
+        truncated=none,
         images=tuple(sequence.prompt.images for sequence in sequences),
     )

@@ -4,11 +4,11 @@ recompute, full}."""
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Literal
+from typing import Literal, get_args
 
 from megagrpo.config.schema import ActorConfig, ParallelConfig
 
-_RECOMPUTE: tuple[Literal["none", "full"], ...] = ("none", "full")
+Recompute = Literal["none", "full"]
 # settings of the experiment's actor that every case has
 KEPT = {
     "transformer_engine",
@@ -23,7 +23,8 @@ SMALL_BUDGET = 48
 LARGE_BUDGET = 4096
 
 # name -> (ranks, parallel sizes); remaining ranks are data parallel
-LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+Layouts = dict[str, tuple[int, dict[str, int]]]
+LAYOUTS: Layouts = {
     "1 rank": (1, {}),
     "DP2": (2, {}),
     "TP2+SP": (2, {"tp": 2}),
@@ -51,7 +52,7 @@ class Case:
     parallel: dict[str, int] = field(default_factory=dict)
     packing: bool = False
     budget: int = LARGE_BUDGET
-    recompute: Literal["none", "full"] = "none"
+    recompute: Recompute = "none"
     distributed: bool = False
 
     @property
@@ -67,7 +68,7 @@ REFERENCE = Case(layout="1 rank", ranks=1)
 NEIGHBOR = Case(layout="1 rank, next floats", ranks=1)
 
 
-def layouts_of(config: ActorConfig) -> dict[str, tuple[int, dict[str, int]]]:
+def layouts_of(config: ActorConfig) -> Layouts:
     """Returns LAYOUTS and the experiment's own, with even stages: the tiny model has its own number
     of layers."""
     uneven = {"first_stage_layers", "last_stage_layers"}
@@ -77,7 +78,7 @@ def layouts_of(config: ActorConfig) -> dict[str, tuple[int, dict[str, int]]]:
 
 
 def grid(
-    layouts: dict[str, tuple[int, dict[str, int]]],
+    layouts: Layouts,
     ranks: int,
     is_moe: bool,
     only: Sequence[str] | None,
@@ -109,7 +110,9 @@ def grid(
         plain = Case(layout=name, ranks=needed, parallel=parallel)
         sizes = ParallelConfig.model_validate(parallel)
         packed = (True,) if sizes.dynamic_context else (False, True)
-        for recompute, packing, budget in product(_RECOMPUTE, packed, (LARGE_BUDGET, SMALL_BUDGET)):
+        for recompute, packing, budget in product(
+            get_args(Recompute), packed, (LARGE_BUDGET, SMALL_BUDGET)
+        ):
             cases.append(replace(plain, packing=packing, budget=budget, recompute=recompute))
         if needed > sizes.tp * sizes.pp * sizes.cp:  # more than one replica
             cases.append(replace(plain, packing=True, distributed=True))

@@ -69,17 +69,6 @@ def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = N
     return 0 if passed else 1
 
 
-def certify_main(config: ExperimentConfig) -> int:
-    """Runs one rank of a world that `certify` started."""
-
-    def body(device: torch.device) -> None:
-        from megagrpo.tools.certify.measure import certify_ranks
-
-        certify_ranks(config, device)
-
-    return guarded(config, "certify", body)
-
-
 def tiny_experiment(
     config: ExperimentConfig, model: Path, folder: Path, world: int
 ) -> ExperimentConfig:
@@ -106,4 +95,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, config: ExperimentConfig) -> int:
     """Runs the command, or one rank that it started."""
-    return certify_main(config) if under_torchrun() else certify(config, args.ranks, args.layouts)
+
+    def body(device: torch.device) -> None:
+        from megagrpo.tools.certify.measure import certify_ranks
+
+        certify_ranks(config, device)
+
+    if under_torchrun():
+        return guarded(config, "certify", body)
+    return certify(config, args.ranks, args.layouts)

@@ -97,11 +97,8 @@ def whole(weights: ActorWeights, values: Mapping[str, Tensor], mesh: Mesh) -> di
     elsewhere."""
     specs = published_specs(weights.hf_specs, torch.float32)
     plan = make_gather_plan(mesh.gather_world(weights.copies), specs, 1 << 30)
-    return {
-        name: tensor.clone()
-        for bucket in gather_buckets(plan, values, mesh)
-        for name, tensor in bucket.items()
-    }
+    buckets = gather_buckets(plan, values, mesh)
+    return {name: t.clone() for bucket in buckets for name, t in bucket.items()}
 
 
 def ratios(
@@ -112,9 +109,7 @@ def ratios(
     worst: dict[str, float] = {}
     for copy in weights.copies:
         whole_tensor = reference[copy.hf].cpu()
-        part = whole_tensor[
-            tuple(slice(a, a + n) for a, n in zip(copy.start, copy.size, strict=True))
-        ]
+        part = whole_tensor[copy.box.slices]
         error = (copy.view(values).cpu() - part).abs().max().double()
         ratio = float(error / whole_tensor.abs().max()) if error else 0.0
         worst[copy.hf] = max(worst.get(copy.hf, 0.0), math.inf if math.isnan(ratio) else ratio)

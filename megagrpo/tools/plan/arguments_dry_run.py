@@ -10,7 +10,6 @@ import functools
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,43 +19,21 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils import common
 
+from megagrpo.config.hardware import Hardware, hardware_called
 from megagrpo.rollout.service.engine_words import engine_words
 from megagrpo.system.environment import temporarily
 
 _CUDA_VERSION = "13.0"
 _ON_CPU = (
-    "--device",
-    "cpu",
-    "--attention-backend",
-    "torch_native",
-    "--sampling-backend",
-    "pytorch",
-    "--mamba-radix-cache-strategy",
-    "no_buffer",
-    "--disable-overlap-schedule",
+    "--device cpu --attention-backend torch_native --sampling-backend pytorch "
+    "--mamba-radix-cache-strategy no_buffer --disable-overlap-schedule"
 )
-_REPORTED = (
-    "tp_size", "ep_size", "dp_size", "enable_dp_attention", "mem_fraction_static", "chunked_prefill_size",
-    "enable_fp32_lm_head", "enable_memory_saver", "enable_deterministic_inference",
-    "attention_backend", "moe_runner_backend", "moe_a2a_backend", "kv_cache_dtype", "page_size",
-    "max_running_requests", "max_total_tokens", "quantization", "dtype", "disable_radix_cache",
-)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Device:
-    """The properties of a GPU that SGLang queries."""
-
-    name: str
-    memory_mib: int
-    capability: tuple[int, int]
-    processors: int
-    gpus: int  # per node
-
-
-def resolve_servers(servers: Sequence[list[str]], device: Device) -> Iterator[dict[str, object]]:
-    """Yields the settings that SGLang resolves from each command line on such a GPU: memory, cache,
-    parallelism.
+def resolve_servers(
+    servers: Sequence[list[str]], device: Hardware, gpus: int
+) -> Iterator[dict[str, object]]:
+    """Yields the settings that SGLang resolves from each command line on nodes of `gpus` such GPUs.
 
     Raises ValueError if SGLang rejects the arguments.
     """
@@ -66,32 +43,31 @@ def resolve_servers(servers: Sequence[list[str]], device: Device) -> Iterator[di
     for words in servers[:1]:
         model = words[words.index("--model-path") + 1]
         prepare_server_args(
-            ["--model-path", model, "--load-format", "dummy", *_ON_CPU]
+            ["--model-path", model, "--load-format", "dummy", *_ON_CPU.split()]
         ).resolve_once()
-    _replace_device(device)
+    _replace_device(device, gpus)
     with temporarily("SGLANG_USE_CPU_ENGINE", "0"):
         for words in servers:
             server = prepare_server_args(engine_words(words))
             server.resolve_once()
-            settings = server.resolved_dict()
-            yield {key: settings[key] for key in _REPORTED}
+            yield server.resolved_dict()
 
 
-def _replace_device(device: Device) -> None:
+def _replace_device(device: Hardware, gpus: int) -> None:
     """Makes torch and SGLang see GPUs of this kind."""
     properties = SimpleNamespace(
-        name=device.name,
+        name=device.device_name,
         major=device.capability[0],
         minor=device.capability[1],
-        total_memory=device.memory_mib * 2**20,
+        total_memory=device.memory_bytes,
         multi_processor_count=device.processors,
     )
     _replace_answers(
         {
             "is_available": True,
-            "device_count": device.gpus,
+            "device_count": gpus,
             "get_device_capability": device.capability,
-            "get_device_name": device.name,
+            "get_device_name": device.device_name,
             "get_device_properties": properties,
             "mem_get_info": (properties.total_memory,) * 2,
         }
@@ -111,11 +87,13 @@ def _replace_answers(answers: dict[str, object]) -> None:
 
 
 def _main() -> None:
-    """Reads {"servers", "device", "output"} as JSON from standard input; writes the settings of
-    each server to the file `output`."""
+    """Reads {"servers", "device", "gpus", "output"} as JSON from standard input; writes the settings of
+    each server to the file `output`, objects as texts."""
     job = json.load(sys.stdin)
-    settings = list(resolve_servers(job["servers"], Device(**job["device"])))
-    Path(job["output"]).write_text(json.dumps(settings))
+    device = hardware_called(job["device"])
+    assert device is not None, "named by its row"
+    settings = list(resolve_servers(job["servers"], device, job["gpus"]))
+    Path(job["output"]).write_text(json.dumps(settings, default=str))
 
 
 if __name__ == "__main__":

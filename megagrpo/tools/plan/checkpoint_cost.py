@@ -11,6 +11,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from megagrpo.checkpoint.folder import finished_checkpoints
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.table import tensor_groups
@@ -140,9 +141,8 @@ def checkpoint_lines(
     if arch is None:
         return lines
     per_node, cost = _per_node(config, arch)
-    lines.append(
-        f"  on disk    up to {gigabytes(_most_on_disk(config, cost))}, while one is written"
-    )
+    most = cost.file_bytes * (c.keep + 1)
+    lines.append(f"  on disk    up to {gigabytes(most)}, while one is written")
     if not everything:
         return lines
     forms = {True: "for any layout", False: "for this layout alone"}
@@ -168,11 +168,6 @@ def _per_node(config: ExperimentConfig, arch: Architecture) -> tuple[int, Checkp
     return ranks, checkpoint_cost(arch, config.actor, ranks)
 
 
-def _most_on_disk(config: ExperimentConfig, cost: CheckpointCost) -> float:
-    """Returns the bytes of all checkpoints that are kept, and of one that is being written."""
-    return cost.file_bytes * (config.checkpoint.keep + 1)
-
-
 def disk_advice(config: ExperimentConfig, arch: Architecture | None) -> list[str]:
     """Returns that the disk has no room for the checkpoints, as it is seen from here."""
     if arch is None:
@@ -183,7 +178,9 @@ def disk_advice(config: ExperimentConfig, arch: Architecture | None) -> list[str
         return [f"{folder} cannot be written by this user, who may not be the run's"]
     free = shutil.disk_usage(folder).free
     _, cost = _per_node(config, arch)
-    wanted = _most_on_disk(config, cost)
+    # by an earlier start
+    saved = len(finished_checkpoints(config.run_folder.checkpoints)) if folder == place else 0
+    wanted = cost.file_bytes * max(config.checkpoint.keep + 1 - saved, 1)
     if wanted <= free:
         return []
     return [

@@ -120,10 +120,8 @@ def _teacher_lines(plan: Plan) -> list[str]:
 
 
 def _layout(actor: ActorConfig) -> str:
-    names = ("tp", "pp", "vpp", "cp", "ep", "etp", "first_stage_layers", "last_stage_layers")
-    values = {name: getattr(actor.parallel, name) for name in names} | {"dp": actor.dp}
-    shown = (name for name in values if name == "dp" or values[name] not in (None, 1))
-    return " ".join(f"{name} {values[name]}" for name in shown)
+    sizes = actor.parallel.model_dump(exclude_defaults=True) | {"dp": actor.dp}
+    return " ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def _parts(parts: Mapping[str, float]) -> str:

@@ -16,7 +16,6 @@ from megagrpo.check.rules.subject import longest_samples, model_description
 from megagrpo.config.hardware import Hardware
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.models.costs import ITEM
 from megagrpo.models.kinds.vision.cost import engine_weights
 from megagrpo.models.stored.quantization import FP8_BLOCK
 from megagrpo.monitor.rollout_log import read_rollouts
@@ -38,8 +37,7 @@ _PROMPT_SHARE = 0.25  # of data.max_prompt_tokens that a prompt has
 # An engine's activations and graphs beside trainers, estimated: a prefill of 8,192 tokens with 16
 # values of the hidden size each, and 2 MB for each of 256 samples in graphs, as SGLang 0.5.21
 # reserves (arg_groups/memory_hook.py)
-_PREFILL_TOKENS = 8192
-_PREFILL_WIDTH = 16
+_PREFILL_VALUES = 8192 * 16
 _GRAPH_BYTES = 2 * 256 * 2**20
 
 
@@ -186,20 +184,19 @@ def absorbed_bytes(work: ModelWork, server: Server) -> float:
 
 def expert_bytes(work: ModelWork, server: Server) -> float:
     """Returns the bytes of experts' weights on one rank of an engine."""
-    return work.expert / server.tp * (FP8_ITEM if server.fp8 else ITEM)
+    return work.expert / server.tp * (FP8_ITEM if server.fp8 else server.width)
 
 
-def weight_bytes(work: ModelWork, server: Server, width: int = ITEM) -> float:
-    """Returns the bytes of the text part's weights on one rank. width: bytes of an element that is
-    not in FP8.
+def weight_bytes(work: ModelWork, server: Server) -> float:
+    """Returns the bytes of the text part's weights on one rank.
 
     FP8 leaves out embeddings, output layer and, here, all that is whole on every rank.
     """
     elements = weight_elements(work, server)
     if not server.fp8:
-        return elements * width
+        return elements * server.width
     plain = vocabulary_elements(work, server) + work.whole * work.layers
-    return plain * width + (elements - plain) * FP8_ITEM
+    return plain * server.width + (elements - plain) * FP8_ITEM
 
 
 def engine_side(
@@ -212,7 +209,7 @@ def engine_side(
     """
     free = hardware.memory_bytes - CONTEXT_BYTES
     tower = engine_weights(work.arch.vision, server.tp) * server.width
-    weights = weight_bytes(work, server, server.width) + tower
+    weights = weight_bytes(work, server) + tower
     absorbed = absorbed_bytes(work, server)
     resident = weights + absorbed
     cell = work.cache_bytes(server.attention_tp, server.cache_width)
@@ -268,7 +265,7 @@ def gpu_phases(
         return dict(trainers.phases)
     asleep = {"engine's context": engine.parts["context"]}
     weights = {"engine's weights": engine.resident}
-    workspace = _GRAPH_BYTES + _PREFILL_TOKENS * _PREFILL_WIDTH * ITEM * hidden_size
+    workspace = _GRAPH_BYTES + _PREFILL_VALUES * engine.server.width * hidden_size
     cache = engine.parts["cache"] + engine.parts.get("recurrent states", 0.0)
     sampling = weights | {"engine's cache": cache, "engine's workspace": workspace}
     awake = {"rollout": sampling, "checkpoint": sampling, "publish": weights}

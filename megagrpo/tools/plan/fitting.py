@@ -75,12 +75,11 @@ def step_memory(
 
 
 def load_of(config: ExperimentConfig, arch: Architecture) -> Load:
-    """Returns the work of a trainer rank: full micro-batches of the longest samples."""
+    """Returns the work of a trainer rank: full micro-batches of the longest samples, of which one
+    above the budget is a micro-batch of its own."""
     imbalance = EXPERT_IMBALANCE if arch.is_moe and config.actor.parallel.ep > 1 else 1.0
-    longest = longest_samples(config)["data"]
     return Load(
-        config.actor.micro_batch_tokens,
-        longest,
+        max(config.actor.micro_batch_tokens, longest_samples(config)["data"]),
         imbalance,
         links(config),
         colocate=config.rollout.colocate,
@@ -112,15 +111,15 @@ def teachers_memory(
     """Yields the name of each teacher whose engines the run starts, and the memory of a rank of
     them; none of models that nothing describes."""
     longest = longest_samples(config)["data"]
-    for name, teacher in config.teachers.items():
-        theirs = with_model(config.for_teacher(name)) if teacher.path else config
+    lengths = lengths or assumed_lengths(config)
+    gpu = gpu or hardware_of(config.cluster.gpu)
+    for name in (name for name, teacher in config.teachers.items() if teacher.path):
+        theirs = with_model(config.for_teacher(name))
         hf = model_description(theirs)
-        if teacher.path is None or hf is None or model_problems(hf) or stored_otherwise(hf):
+        if hf is None or model_problems(hf) or stored_otherwise(hf):
             continue
         work = model_work(architecture_of(hf))
-        counted = lengths or assumed_lengths(config)
-        hardware = gpu or hardware_of(config.cluster.gpu)
-        yield name, engine_side(work, server_of(theirs.rollout), counted, longest, hardware)
+        yield name, engine_side(work, server_of(theirs.rollout), lengths, longest, gpu)
 
 
 def teachers_misfits(

@@ -45,7 +45,10 @@ def all_library_problems(config: ExperimentConfig) -> Problems:
     of an engine, here or on the GPU that `cluster.gpu` names.
     """
     broken = [*broken_rules(config), *broken_as_read(config)]
-    description = None if broken else _description(config)
+    description: dict[str, object] | None = None
+    if not broken:
+        with suppress(ValueError):  # it is not there, or the layout cannot cut it
+            description = describe_model(config)
     wholes: dict[str, object] = {}
     if description is not None:
         wholes["megatron"] = [config.actor.model_dump(mode="json"), description]
@@ -69,13 +72,6 @@ def _gpu_problems(config: ExperimentConfig | None) -> Problems:
         return [(SERVER, f"on {config.cluster.gpu} {text}") for text in said]
     accepted.remember()
     return []
-
-
-def _description(config: ExperimentConfig) -> dict[str, object] | None:
-    """Returns the model's config.json; None if it is not there, or the layout cannot cut it."""
-    with suppress(ValueError):
-        return describe_model(config)
-    return None
 
 
 def _command_here(config: ExperimentConfig) -> list[str] | None:
@@ -105,15 +101,9 @@ def resolve_all(
             (model / "config.json").write_text(json.dumps(seen))
             here = config.model_copy(update={"model": ModelConfig(path=str(model))})
             servers.append(engine_command(here, _ON_GPU)[3:])  # without the program
-        device = {
-            "name": hardware.device_name,
-            "gpus": gpus_per_node,
-            "memory_mib": hardware.memory_mib,
-            "capability": hardware.capability,
-            "processors": hardware.processors,
-        }
         resolved = Path(name) / "resolved.json"
-        job = {"servers": servers, "device": device, "output": str(resolved)}
+        device = {"device": hardware.device_name, "gpus": gpus_per_node}
+        job = {"servers": servers, **device, "output": str(resolved)}
         problem = "SGLang does not resolve these arguments"
         environment = as_engine(configs[0])
         answer_of("megagrpo.tools.plan.arguments_dry_run", job, environment, problem)

@@ -17,7 +17,6 @@ from megagrpo.check.rules.engine_layout import Server
 from megagrpo.config.hardware import Hardware
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture
-from megagrpo.models.costs import ITEM
 from megagrpo.system.errors import translated
 from megagrpo.tools.plan.engine_memory import (
     EngineSide,
@@ -197,7 +196,7 @@ def decode_seconds(
     """
     work = target.work
     experts = expert_bytes(work, server)
-    dense = weight_bytes(work, server, server.width) - experts
+    dense = weight_bytes(work, server) - experts
     if not work.arch.tied:  # only few rows of the embedding are read
         dense -= work.vocabulary / server.attention_tp * server.width
     weights = (dense + experts * (1.0 - (1.0 - work.share) ** running)) / target.memory
@@ -231,7 +230,7 @@ def _chosen_pairs(target: Target, sizes: np.ndarray) -> np.ndarray:
 
 def _all_reduce_seconds(target: Target, server: Server) -> float:
     """Returns the seconds of a token's two all-reduces a layer."""
-    sent = 2 * (server.tp - 1) / server.tp * target.arch.hidden_size * ITEM
+    sent = 2 * (server.tp - 1) / server.tp * target.arch.hidden_size * server.width
     return 2 * target.arch.num_layers * sent / target.link(server.tp)
 
 

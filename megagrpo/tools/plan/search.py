@@ -65,14 +65,12 @@ def _rated(plan: Plan) -> tuple[float, int, Plan]:
 
 def _parts_of_trainers(actor: ActorConfig) -> int:
     """Counts the ways in which a layout cuts the model: a measure of what can go wrong with it."""
-    p = actor.parallel
-    uneven = p.first_stage_layers is not None
-    return sum(size > 1 for size in (p.tp, p.pp, p.vpp, p.cp, p.ep)) + uneven
+    both = {"last_stage_layers"}  # with first_stage_layers one way
+    return len(actor.parallel.model_dump(exclude_defaults=True, exclude=both))
 
 
 def _parts_of_engines(rollout: RolloutConfig) -> int:
-    attention = bool(rollout.sglang.get("enable_dp_attention"))
-    return (rollout.nodes_per_engine > 1) + attention
+    return (rollout.nodes_per_engine > 1) + bool(rollout.sglang.get("enable_dp_attention"))
 
 
 def _parts(plan: Plan) -> int:

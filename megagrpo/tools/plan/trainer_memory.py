@@ -31,19 +31,13 @@ _FP8_COPIES = 2  # bytes: Transformer Engine keeps a weight and its transpose
 class Load:
     """The work of a rank."""
 
-    micro_batch_tokens: int
-    longest: int  # tokens of the longest sample: a micro-batch of its own if it exceeds the budget
+    tokens: int  # of the largest micro-batch
     expert_imbalance: float = 1.0  # tokens of the fullest expert rank over the mean
     links: int = 0  # process groups with engines
     colocate: bool = False  # the optimizer's state is on the host while engines sample
     # of a step, whose hidden states the last stage keeps on the host for the exact KL
     reference_positions: float = 0.0
     quantized: bool = False  # a publish is in FP8
-
-    @property
-    def tokens(self) -> int:
-        """Returns the most tokens of a micro-batch."""
-        return max(self.micro_batch_tokens, self.longest)
 
 
 def links(config: ExperimentConfig) -> int:

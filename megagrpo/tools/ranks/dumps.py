@@ -30,17 +30,14 @@ class Dump:
         lengths = parts.pop("routed_lengths")
         parts |= {name: kind(**parts[name]) for name, kind in PARTS.items() if parts.get(name)}
         parts["images"] = tuple(tuple(ImageRef(*ref) for ref in refs) for refs in parts["images"])
-        files = sorted(self.folder.glob(f"dp_{mesh.dp_rank}_experts_*.pt"))
-        if not files or not layers:
-            return Batch(**parts)
         by_layer: dict[int, torch.Tensor] = {}
-        for file in files:
+        for file in self.folder.glob(f"dp_{mesh.dp_rank}_experts_*.pt") if layers else ():
             stage = torch.load(file, weights_only=True)
             by_layer |= zip(stage["layers"], stage["experts"].unbind(1), strict=True)
-        return Batch(
-            **parts,
-            routing=Routing(torch.stack([by_layer[layer] for layer in layers], dim=1), lengths),
-        )
+        if by_layer:
+            experts = torch.stack([by_layer[layer] for layer in layers], dim=1)
+            parts["routing"] = Routing(experts, lengths)
+        return Batch(**parts)
 
 
 def read_dump(folder: Path) -> Dump:
