@@ -286,8 +286,8 @@ class Stage:
     def _update(self) -> dict[str, float]:
         """Returns the fullest moment of forward and backward: the head's backward, or the largest
         layer's."""
-        kept = self.cost.kept
-        layer = self.cost.transient
+        kept = sum(layer.kept for layer in self.layers)
+        layer = max(layer.transient for layer in self.layers)
         if self.actor.recompute == "full":
             kept = self.message * len(self.layers)
             layer += max(layer.kept for layer in self.layers)
