@@ -69,7 +69,6 @@ Aggregation = Literal[
 LibrarySettings = dict[str, Any]
 RULES_LATER = {"rules": "later"}  # a context of validation in which broken_rules judges instead
 KeyPath = tuple[str | int, ...]  # of a value in an experiment: ("sampling", "stop", 0)
-KeyItems = list[tuple[KeyPath, object]]
 
 
 @dataclass(frozen=True)
@@ -147,14 +146,13 @@ def broken_rules(section: Section, path: KeyPath = ()) -> Iterator[tuple[KeyPath
         found += [rule.text for rule in section.problems() if rule.when]
     yield from ((path, text) for text in found)
     for key, value in section:
-        inside: KeyItems = [((key,), value)]
-        if isinstance(value, list):
-            inside = [((key, index), item) for index, item in enumerate(value)]
-        elif isinstance(value, dict):
-            inside = [((key, name), item) for name, item in value.items()]
-        for keys, item in inside:
+        inside: dict[KeyPath, object] = {(): value}
+        if isinstance(value, list | dict):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            inside = {(name,): item for name, item in items}
+        for name, item in inside.items():
             if isinstance(item, Section):
-                yield from broken_rules(item, (*path, *keys))
+                yield from broken_rules(item, (*path, key, *name))
 
 
 def named(names: Iterable[str]) -> str:

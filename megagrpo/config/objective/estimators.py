@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from megagrpo.config.fields import Aggregation, PositiveFloat, Variant
+from megagrpo.config.fields import PositiveFloat, Variant
 from megagrpo.config.objective.own import OwnFunction
 
 
@@ -71,7 +71,7 @@ class DrGrpoAdvantage(_ComparesResponses):
     """r - mean. arXiv 2503.20783."""
 
     formula = "r - mean"
-    aggregations: ClassVar[tuple[Aggregation, ...] | None] = (
+    aggregations = (
         "seq-mean-token-sum",
         "seq-mean-token-sum-norm",
     )
