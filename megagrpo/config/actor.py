@@ -16,6 +16,7 @@ from megagrpo.config.fields import (
     Rule,
     Seconds,
     Section,
+    repeated,
 )
 
 
@@ -147,7 +148,7 @@ class LoraConfig(Section):
     @field_validator("targets")
     @classmethod
     def _each_once(cls, targets: list[Projection]) -> list[Projection]:
-        if twice := sorted({name for name in targets if targets.count(name) > 1}):
+        if twice := repeated(targets):
             raise ValueError(f"names {', '.join(twice)} twice")
         return targets
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import UnionType
@@ -159,6 +160,11 @@ def named(names: Iterable[str]) -> str:
     """Returns the names as a message lists them; "..." if there are none, as on the page of all
     rules."""
     return ", ".join(names) or "..."
+
+
+def repeated(names: Iterable[str]) -> list[str]:
+    """Returns the names that are there several times."""
+    return sorted(name for name, number in Counter(names).items() if number > 1)
 
 
 def refuse(title: str, problems: Iterable[str]) -> None:

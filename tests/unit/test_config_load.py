@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megagrpo.config.data import DataConfig
 from megagrpo.config.fields import all_paths, annotations_at, members, sections
 from megagrpo.config.load import ConfigError, dump_config
 from megagrpo.config.schema import ExperimentConfig
@@ -311,3 +312,12 @@ def test_writing_is_whole_or_nothing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         dump_config(config, target)
     assert target.read_text() == before and [p.name for p in target.parent.iterdir()] == ["config.yaml"]
+
+
+def test_a_thousand_files_are_looked_through_once(monkeypatch):
+    """Every rank reads the experiment; each file was compared with all others, and all were listed anew for each."""
+    listed = []
+    parts = DataConfig.parts.fget
+    monkeypatch.setattr(DataConfig, "parts", property(lambda data: listed.append(1) or parts(data)))
+    DataConfig(path=[f"{number}.parquet" for number in range(1000)])
+    assert len(listed) < 10
