@@ -15,6 +15,7 @@ from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.objective.policy_loss import (
     CispoLoss,
     DppoLoss,
+    DroLoss,
     GmpoLoss,
     GpgLoss,
     GspoLoss,
@@ -50,6 +51,7 @@ GSPO = GspoLoss(clip_ratio_low=0.2, clip_ratio_high=0.3)
 GMPO = GmpoLoss(clip_ratio_low=0.2, clip_ratio_high=0.3)
 TV = DppoLoss(against="old", low=0.1, high=0.2, ratio_limit=1.4)
 CISPO = CispoLoss(clip_ratio_low=0.2, clip_ratio_high=0.3)
+DRO = DroLoss(beta=0.3)
 CASES = [  # options, ratio, advantage, value, gradient
     (CLIP, 1.1, 2.0, -2.2, -2.2),
     (CLIP, 1.5, 2.0, -2.6, 0.0),  # above 1 + high: the reward is capped
@@ -78,6 +80,8 @@ CASES = [  # options, ratio, advantage, value, gradient
     (GpgLoss(), 1.5, 2.0, -2.0 * logp_of(1.5), -2.0),
     (SapoLoss(), 1.5, 2.0, -gate(1.5, 1.0) * 8.0, -8.0 * gate(1.5, 1.0) * (1 - gate(1.5, 1.0)) * 1.5),
     (SapoLoss(), 0.5, -2.0, gate(0.5, 1.05) * 8 / 1.05, 8.0 * gate(0.5, 1.05) * (1 - gate(0.5, 1.05)) * 0.5),
+    (DRO, 1.5, 2.0, -2.0 * logp_of(1.5) + 0.15 * math.log(1.5) ** 2, -2.0 + 0.3 * math.log(1.5)),
+    (DRO, 0.5, -2.0, 2.0 * logp_of(0.5) + 0.15 * math.log(0.5) ** 2, 2.0 + 0.3 * math.log(0.5)),
 ]
 
 
@@ -102,6 +106,22 @@ def test_gmpo_has_the_gradient_of_the_paper():
         right = -advantage * math.exp(sum(clipped) / 3)
         assert loss.item() == pytest.approx(right)
         assert gradient[0].tolist() == pytest.approx([right / 3 * each for each in inside])
+
+
+def test_an_off_policy_sequence_is_left_out():
+    """Of four sequences with means of log(old / new) of 0.3, 0.3, 0.1 and 0.3, only the second has A < 0 beyond 0.2."""
+    log_ratio = torch.tensor([[-0.5, -0.1], [-0.5, -0.1], [-0.3, 0.1], [-0.5, -9.0]], dtype=torch.float64)
+    adv = torch.tensor([[1.0], [-1.0], [-1.0], [1.0]], dtype=torch.float64).expand(4, 2)
+    mask = torch.tensor([[True, True]] * 3 + [[True, False]])
+    logp, zeros = log_ratio.clone().requires_grad_(), torch.zeros(4, 2, dtype=torch.float64)
+    inputs = loss_inputs(logp, zeros, mask, adv, zeros, zeros)
+    value, sums = objective(
+        inputs, AlgorithmConfig(loss={"name": "gpg"}, off_policy_limit=0.2), Denominators(7, 4, 1.0)
+    )
+    assert sums["policy/clip_fraction_off_policy"].item() == 2
+    value.backward()
+    left = [[1.0, 1.0], [0.0, 0.0], [-1.0, -1.0], [1.0, 0.0]]
+    assert torch.allclose(-7 * logp.grad, torch.tensor(left).double())
 
 
 def test_gspo_uses_one_ratio_per_sequence():
@@ -248,6 +268,7 @@ LOSSES = [
     CispoLoss(),
     GpgLoss(),
     SapoLoss(),
+    DRO,
 ]
 
 
@@ -339,6 +360,7 @@ def test_weights_multiply_the_policy_term_only(loss):
     algorithm = algorithm_of(loss, "token-mean")
     zeros = torch.zeros(3, 4, dtype=torch.float64)
     without = solve(inputs | {"policy_weights": zeros}, algorithm, denominators)
-    no_policy = solve(inputs | {"policy_weights": None, "advantages": zeros}, algorithm, denominators)
+    no_policy = inputs | {"policy_weights": None, "advantages": zeros}
+    no_policy = solve(no_policy, algorithm_of(GpgLoss(), "token-mean"), denominators)
     assert without[0] == pytest.approx(no_policy[0]) and without[0] != 0
     torch.testing.assert_close(without[1], no_policy[1])
