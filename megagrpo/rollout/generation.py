@@ -40,6 +40,7 @@ _HEADERS = {"Content-Type": _JSON, "Accept": f"{PACKED}, {_JSON}"}  # other serv
 # Raised while reading something that is not an answer of /generate.
 _NO_ANSWER = (ValueError, KeyError, TypeError, IndexError, msgspec.DecodeError)
 _LONG = 2**17  # bytes of an answer that is read in a thread
+_SPARED = 7  # tokens by which SGLang ends a response before the model's last position
 # Below the 5 s after which an engine closes an idle connection: it might do so when a request has
 # just left, and requests for samples are not repeated unseen.
 _KEEP_ALIVE_S = 2.0
@@ -368,8 +369,13 @@ def _read(
     assert arch is not None, "requested only for models whose experts are described"
     routed = answer["meta_info"].get("routed_experts", b"")
     experts = read_experts(arch, routed, len(ids) + len(response.token_ids) - 1, arrays)
-    # a view would keep the experts of all earlier turns, once for each turn
-    return replace(response, routed_experts=experts[request.experts_from :].copy())
+    # a view, also of the ids, would keep the answer's experts, for a later turn those of all before
+    return replace(
+        response,
+        token_ids=response.token_ids.copy(),
+        logprobs=response.logprobs.copy(),
+        routed_experts=experts[request.experts_from :].copy(),
+    )
 
 
 def unreadable(text: bytes) -> AbstractContextManager[None]:
@@ -393,7 +399,7 @@ def _check_images(answer: Answer, images: SentImages | None, ids: np.ndarray) ->
 
 def _checked(answer: Answer, arrays: memoryview, request: SampleRequest) -> Response:
     """Returns the response in an answer. Raises UnusableAnswer if it is cut off or sampled by other
-    weights."""
+    weights, and GenerationFailed if the engine has no room for a longer one."""
     meta = answer["meta_info"]
     reason = end_of_request(meta)
     texts = [(span["start"], span["version"]) for span in meta.get("weight_versions") or ()]
@@ -407,6 +413,13 @@ def _checked(answer: Answer, arrays: memoryview, request: SampleRequest) -> Resp
     token_ids, logprobs = read_pairs(meta.get("output_token_logprobs", b"[]"), arrays)
     if not np.isfinite(logprobs).all():
         raise UnusableAnswer("log-probabilities that are not finite")
+    most = request.params.max_tokens
+    if reason == "length" and len(token_ids) + _SPARED < most:
+        raise GenerationFailed(
+            f"the engine cut a response after {len(token_ids)} of {most} tokens: its caches hold no "
+            "longer sample; raise rollout.mem_fraction, rollout.tp or "
+            "rollout.sglang.max_total_tokens, or lower sampling.max_response_tokens"
+        )
     response = Response(
         token_ids,
         logprobs,

@@ -15,6 +15,7 @@ from megagrpo.rollout.answer_arrays import PACKED, is_packed, pack_answer, read_
 from megagrpo.rollout.engine_choice import Engines
 from megagrpo.rollout.generation import (
     GenerationClient,
+    GenerationFailed,
     RetryPolicy,
     SampleRequest,
     SamplingParams,
@@ -172,6 +173,18 @@ def test_a_sampled_token_without_a_finite_log_probability_is_sampled_again():
     request = SampleRequest((5, 6), SamplingParams(1.0, 4), 0, version=2)
     with pytest.raises(UnusableAnswer, match="not finite"):
         _read(orjson.dumps({"meta_info": meta}), request, np.array([5, 6]), None)
+
+
+def test_a_response_for_which_an_engine_has_no_room_ends_the_run():
+    """SGLang lowers the limit of a request to what its caches hold, without a word."""
+    rows = [[-0.5, 7, None]] * 20
+    meta = {"finish_reason": {"type": "length"}, "weight_version": "2", "output_token_logprobs": rows}
+    body = orjson.dumps({"meta_info": meta})
+    for most in (20, 27):  # before the model's last position it ends a little earlier
+        request = SampleRequest((5, 6), SamplingParams(1.0, most), 0, version=2)
+        assert len(_read(body, request, np.array([5, 6]), None).token_ids) == 20
+    with pytest.raises(GenerationFailed, match="cut a response after 20 of 28 tokens: its caches"):
+        _read(body, SampleRequest((5, 6), SamplingParams(1.0, 28), 0, version=2), np.array([5, 6]), None)
 
 
 def through(answer: dict, packed: bool) -> tuple[dict, memoryview]:
