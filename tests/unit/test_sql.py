@@ -91,7 +91,7 @@ def test_others_and_errors_are_shown_and_nothing_is_changed(query, said):
 def test_few_steps_that_take_long_are_bounded(monkeypatch):
     """Each compares 90,000 characters at 110,000 places."""
     monkeypatch.setattr(sql, "_CPU_S", 0.2)
-    text, part = ("replace(hex(zeroblob({})), '00', 'a')".format(size) for size in (200_000, 90_000))
+    text, part = (f"replace(hex(zeroblob({size})), '00', 'a')" for size in (200_000, 90_000))
     numbers = "with recursive r(n) as (select 1 union all select n + 1 from r limit 9999)"
     slow = f"{numbers} select max(instr({text}, {part} || n)) from r"
     environment, began = Sql(ROW, 0), time.thread_time()
