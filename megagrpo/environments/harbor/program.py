@@ -123,7 +123,7 @@ async def play_harbor(
             began = time.monotonic()
             command = found[-1]
             end, output = "exit code 126", f"it has a null character, or over {_LONGEST:,} bytes"
-            if "\0" not in command and len(command.encode()) <= _LONGEST:
+            if _fits(command):
                 end, output = await sandbox.run(command, min(command_s, limits[0] - used))
             used += time.monotonic() - began
             killed += end == "time limit"
@@ -144,6 +144,10 @@ def _refuse_unknown(task: Mapping, folder: Path) -> None:
     keys = {f"{name}.{key}" for name, part in parts.items() for key in part}
     if unknown := (keys | task.keys()) & _UNKNOWN:
         raise ValueError(f"{folder}/task.toml: no agent here knows {', '.join(sorted(unknown))}")
+
+
+def _fits(command: str) -> bool:
+    return "\0" not in command and len(command.encode()) <= _LONGEST
 
 
 async def _turn(client: aiohttp.ClientSession, base_url: str, messages: list) -> dict | None:
