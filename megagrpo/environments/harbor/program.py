@@ -122,7 +122,8 @@ async def play_harbor(
                 break
             began = time.monotonic()
             command = found[-1]
-            end, output = "exit code 126", f"it has a null character, or over {_LONGEST:,} bytes"
+            end = "exit code 126"
+            output = f"it has a null character, or over {_LONGEST:,} bytes"
             if _fits(command):
                 end, output = await sandbox.run(command, min(command_s, limits[0] - used))
             used += time.monotonic() - began
