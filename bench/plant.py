@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 900
 HEADER = ("fault", "file", "found by", "seconds")
 LOSS, ADVANTAGE = (
-    ("unit/test_algo_loss.py",),
+    ("unit/test_algo_loss.py", "unit/test_algo_policy_loss.py"),
     ("unit/test_algo_advantage.py", "unit/test_algo_statistics.py"),
 )
 BATCH, DIGEST = ("unit/test_batch.py",), ("unit/test_weights_digest.py",)
@@ -492,7 +492,7 @@ FAULTS = (
     ),
     Fault(
         "experts that every token meets have no cost",
-        "models/kinds/experts/cost.py",
+        "models/kinds/experts/describe.py",
         "kept + shared.kept, transient, flops + shared.flops",
         "kept, transient, flops",
         ("unit/test_plan_step.py", "unit/test_planning_memory.py"),
@@ -513,7 +513,7 @@ FAULTS = (
     ),
     Fault(
         "a trainer's attention sends a sequence once",
-        "models/kinds/grouped_query/cost.py",
+        "models/kinds/grouped_query/describe.py",
         "at.gathers(2)",
         "at.gathers(1)",
         ("unit/test_families_qwen3_5.py::test_costs_of_both_kinds_of_layers",),

@@ -71,7 +71,8 @@ def over_tokens(
         streams = batch.streams if with_candidates else None
         if streams is not None and streams.top_ids is not None:
             tokens = torch.cat((tokens, micro.at_targets(streams.top_ids).long()), dim=1)
-        logprobs, entropy = token_values(actor, chunk, hidden, flat, tokens, temperature)
+        at_targets = gathered(actor, hidden)[flat]
+        logprobs, entropy = token_values(actor, chunk, at_targets, tokens, temperature)
 
         def spread(by_token: Tensor) -> Tensor:
             empty = by_token.new_zeros(len(micro.trained))
@@ -88,16 +89,9 @@ def over_tokens(
                 "the last stage has the reference's output weight"
             )
             weight = chunk.output_weight()
-            policy_hidden = gathered(actor, hidden)[flat]
-            reference_head = (
-                on_device(reference.hidden[index], flat.device),
-                reference.output_weight,
-            )
-            rows = actor.config.logprob_chunk_tokens
-            shard = _vocabulary(actor, weight)
-            full_kl = spread(
-                chunked_full_kl(policy_hidden, weight, *reference_head, temperature, rows, shard)
-            )
+            theirs = on_device(reference.hidden[index], flat.device), reference.output_weight
+            options = temperature, actor.config.logprob_chunk_tokens, _vocabulary(actor, weight)
+            full_kl = spread(chunked_full_kl(at_targets, weight, *theirs, *options))
         candidates = None
         if streams is not None and streams.top_logprobs is not None:
             teacher = micro.at_targets(streams.top_logprobs)
@@ -122,14 +116,11 @@ def with_draft(
         proposed, follows = drafted
         flat = micro.targets.flat
         weight = chunk.output_weight().detach()
-        rows = actor.config.logprob_chunk_tokens
-        shard = _vocabulary(actor, weight)
+        options = temperature, actor.config.logprob_chunk_tokens, _vocabulary(actor, weight)
         with torch.no_grad():
             every = gather_context(gathered(actor, hidden.detach()), micro.context)
             next_hidden = every[follows.places[flat]]
-        kl = chunked_draft_kl(
-            gathered(actor, proposed)[flat], next_hidden, weight, temperature, rows, shard
-        )
+        kl = chunked_draft_kl(gathered(actor, proposed)[flat], next_hidden, weight, *options)
         own = (kl * follows.sampled[flat]).sum() / num_tokens
         draft_loss = _all_context_ranks(own, micro.context)
         return loss + draft_loss, {**sums, "draft/kl": draft_loss.detach()}
@@ -138,19 +129,13 @@ def with_draft(
 
 
 def token_values(
-    actor: MegatronActor,
-    chunk: Body,
-    hidden: Tensor,
-    flat: Tensor,
-    tokens: Tensor,
-    temperature: float,
+    actor: MegatronActor, chunk: Body, hidden: Tensor, tokens: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities of `tokens` [T] or [T, k], and entropy [T], predicted at flat
-    positions of hidden [s / tp, b, h]."""
+    """Returns log-probabilities of `tokens` [T] or [T, k], and entropy [T], from the hidden states
+    [T, h] that predict them, the same on every tensor-parallel rank."""
     weight = chunk.output_weight()
     rows = actor.config.logprob_chunk_tokens
-    shard = _vocabulary(actor, weight)
-    return chunked_logprobs(gathered(actor, hidden)[flat], weight, tokens, temperature, rows, shard)
+    return chunked_logprobs(hidden, weight, tokens, temperature, rows, _vocabulary(actor, weight))
 
 
 def gathered(actor: MegatronActor, hidden: Tensor) -> Tensor:

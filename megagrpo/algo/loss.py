@@ -8,14 +8,20 @@ is divided by a denominator of the WHOLE update, counted over all ranks before t
 so shares simply add up over micro-batches and ranks.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megagrpo.algo.kl import LOG_RATIO_LIMIT, kl_penalty, probability_ratio
-from megagrpo.algo.policy_loss import PolicyInputs, Rows, TokenLoss, token_loss
+from megagrpo.algo.policy_loss import (
+    PolicyInputs,
+    Rows,
+    TokenLoss,
+    token_loss,
+    without_off_policy,
+)
 from megagrpo.algo.statistics import Reduce
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.fields import Aggregation
@@ -199,7 +205,10 @@ def _policy(
     """Returns the policy loss of every token [t]."""
     old, rollout = inputs.old_logprobs, inputs.rollout_logprobs
     policy = PolicyInputs(inputs.logprobs, old, advantages, mask, inputs.rows, rollout)
-    return token_loss(policy, algorithm.loss)
+    loss = token_loss(policy, algorithm.loss)
+    if algorithm.off_policy_limit is None:
+        return loss
+    return without_off_policy(loss, policy, algorithm.off_policy_limit)
 
 
 def _corrected(policy: TokenLoss, inputs: LossInputs) -> Tensor:
@@ -251,7 +260,7 @@ def _metric_sums(
 def _masked(inputs: LossInputs, mask: Tensor) -> LossInputs:
     """Returns the inputs with 0 off the mask [t], so that nothing there (NaN, inf) reaches a value
     or a gradient."""
-    values = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+    values = dict(vars(inputs))
     for name, value in values.items():
         if isinstance(value, Tensor) and name != "counted_tokens":
             values[name] = value.masked_fill(~mask, 0.0)

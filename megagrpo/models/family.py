@@ -60,8 +60,10 @@ class Family:
     DRAFT_REFUSAL: ClassVar[str] = ""  # why actor.draft is not supported
     CENTERED_NORMS: ClassVar[bool] = False  # RMSNorms multiply by 1 + weight
     GATED: ClassVar[bool] = True  # of Architecture
-    # scores of a token's experts are divided by their sum, by Megatron only if there are several
-    SIGMOID: ClassVar[bool] = False
+
+    def __init__(self, part: str = ""):
+        """part: what files of a vision-language model put before the names of the text part."""
+        self._part = part
 
     def common(self, hf: HfConfig) -> HfConfig:
         """Returns a config.json with the keys that other families have."""
@@ -79,7 +81,8 @@ class Family:
         chosen = hf.get("num_experts_per_tok") or 0
         if experts and chosen > experts:
             problems.append(f"num_experts_per_tok is more than its {experts} experts")
-        if experts and chosen < 2 and self.SIGMOID:
+        if experts and chosen < 2 and hf.get("norm_topk_prob", True):
+            # Megatron divides scores by their sum only if there are several
             problems.append(
                 f"num_experts_per_tok {chosen} is not supported: one expert's score would not be "
                 "divided by itself"
@@ -177,7 +180,7 @@ class Family:
     def stored_name(self, name: str) -> str:
         """Returns what checkpoints call a tensor of the text part that other families call
         `name`."""
-        return name
+        return f"model.{self._part}{name[6:]}" if name.startswith("model.") else name
 
     def engine_path(self, path: str) -> str:
         """Returns what SGLang calls a module of the text part that it calls `path` in other

@@ -7,21 +7,22 @@ An indexer is frozen, as in sparse_attention.py.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 from megagrpo.models.config_json import (
     COMMON_SIZE_KEYS,
+    YARN_KEYS,
     HfConfig,
     Rotary,
     other_values,
-    plain_yarn_refusals,
     rope_scaling,
     rotary_fraction,
+    yarn_refusals,
 )
 from megagrpo.models.families.sigmoid_moe import tiny_moe_options
 from megagrpo.models.family import Family, TinySizes
-from megagrpo.models.kinds.compressed.cost import INDEXED
-from megagrpo.models.kinds.compressed.describe import CompressedAttention
+from megagrpo.models.kinds.compressed.describe import INDEXED, CompressedAttention
 from megagrpo.models.kinds.experts.describe import ExpertNames
 from megagrpo.models.kinds.hashed.describe import HashedExperts
 from megagrpo.models.kinds.hyper_connections.describe import HyperConnections
@@ -82,12 +83,11 @@ class DeepseekV4(Family):
         *("compress_ratios", "num_hash_layers"),
     }
     PARTIAL_ROTARY = True
-    SIGMOID = True
     LEFT_OUT = ("mtp.",)
     DRAFT_REFUSAL = "its multi-token-prediction layers (mtp.*) are not loaded"
     FP8_REFUSAL = "no test compares DeepSeek-V4 in FP8 with SGLang's"
 
-    ROPE_SCALING_REFUSALS = staticmethod(plain_yarn_refusals)
+    ROPE_SCALING_REFUSALS = staticmethod(partial(yarn_refusals, needed=YARN_KEYS[:4]))
 
     def common(self, hf: HfConfig) -> HfConfig:
         return {"intermediate_size": hf.get("moe_intermediate_size"), **hf}

@@ -31,7 +31,6 @@ class MiniMaxM2(Family):
     SIZE_KEYS |= {"partial_rotary_factor", "rope_parameters", "attn_type_list"}
     ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
     PARTIAL_ROTARY = True
-    SIGMOID = True
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
         problems = other_values(hf, _EXPECTED)

@@ -71,7 +71,6 @@ class NemotronH(Family):
     }
     ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
     GATED = False
-    SIGMOID = True
     LEFT_OUT = ("mtp.",)
     DRAFT_REFUSAL = "its multi-token-prediction layers (mtp.*) are not loaded"
     FP8_REFUSAL = "not for models with Mamba-2 layers"

@@ -36,7 +36,6 @@ class SigmoidMoe(Family):
         "norm_topk_prob",
         "routed_scaling_factor",
     )
-    SIGMOID = True
     # the last two keys say how a model computes, not how large it is
     SIZE_KEYS = COMMON_SIZE_KEYS | {*REQUIRED_KEYS[:-2], "num_nextn_predict_layers"}
 

@@ -20,9 +20,7 @@ def random_buffers(model: torch.nn.Module, recording: Recording) -> list[str]:
     # SGLang's initialize_dummy_weights fills the state dict, which leaves out non-persistent
     # buffers.
     persistent = model.state_dict()
-    filled = {copy.parameter for copy in recording.copies} | {
-        fill.parameter for fill in recording.fills
-    }
+    filled = {part.parameter for part in (*recording.copies, *recording.fills)}
     return [
         f"buffer {name} {tuple(buffer.shape)}: random since the start; set "
         "rollout.load_format: model"
@@ -83,10 +81,13 @@ def compute_in_place(model: torch.nn.Module) -> None:
     if compute is None:
         return
 
+    # looked for once: transport broadcast computes them after each of thousands of buckets
+    places = [(module, name) for _, module, name, _ in _derived(model)]
+
     def computed(*args: object, **options: object) -> None:
-        before = list(_derived(model))
+        before = [(module, name, getattr(module, name)) for module, name in places]
         compute(*args, **options)
-        for _, module, name, old in before:
+        for module, name, old in before:
             new = getattr(module, name)
             if new is not old and (new.shape, new.dtype) == (old.shape, old.dtype):
                 setattr(module, name, old.copy_(new))
