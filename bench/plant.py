@@ -492,7 +492,7 @@ FAULTS = (
     ),
     Fault(
         "experts that every token meets have no cost",
-        "models/kinds/experts/cost.py",
+        "models/kinds/experts/describe.py",
         "kept + shared.kept, transient, flops + shared.flops",
         "kept, transient, flops",
         ("unit/test_plan_step.py", "unit/test_planning_memory.py"),
@@ -513,7 +513,7 @@ FAULTS = (
     ),
     Fault(
         "a trainer's attention sends a sequence once",
-        "models/kinds/grouped_query/cost.py",
+        "models/kinds/grouped_query/describe.py",
         "at.gathers(2)",
         "at.gathers(1)",
         ("unit/test_families_qwen3_5.py::test_costs_of_both_kinds_of_layers",),

@@ -12,7 +12,6 @@ block by block, and again in the backward.
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -21,17 +20,14 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from megagrpo.models.config_json import Rotary
-from megagrpo.models.kinds.compressed.cost import BLOCK, INDEXED
-from megagrpo.models.kinds.compressed.describe import CUT, CompressedAttention
+from megagrpo.models.kinds.compressed.describe import BLOCK, CUT, INDEXED, CompressedAttention
 from megagrpo.models.kinds.grouped_query.layer import PackedSequences, attend_with_sinks, gathered
-from megagrpo.models.kinds.recurrent import CutModule
+from megagrpo.models.kinds.recurrent import CutModule, again
 from megagrpo.models.layers.whole_linear import whole_parameter
 
 
@@ -168,8 +164,7 @@ class CompressedMixer(CutModule):
             position.split(BLOCK, 1),
             strict=True,
         )
-        again = partial(checkpoint, self._block, use_reentrant=False, preserve_rng_state=False)
-        out = [again(*block, near, far, index.detach()) for block in blocks]
+        out = [again(self._block, *block, near, far, index.detach()) for block in blocks]
         return torch.cat(out, 1)[grids.query_at]
 
     def _compressed(
@@ -242,8 +237,3 @@ def _padded(batch: int, count: int, device: torch.device) -> PackedSequences:
     cp = mpu.get_context_parallel_world_size()
     borders = torch.arange(batch + 1, dtype=torch.int32, device=device) * count * cp
     return PackedSequences.make(borders, count * cp, cp)
-
-
-def compressed_spec(own: CompressedAttention, _: object) -> ModuleSpec:
-    """Returns the specification of compressed attention."""
-    return ModuleSpec(module=CompressedMixer, params={"sizes": own})

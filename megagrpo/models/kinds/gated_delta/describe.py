@@ -7,18 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megagrpo.models.config_json import HfConfig
-from megagrpo.models.costs import LayerCost, Share
-from megagrpo.models.kinds.gated_delta import cost
-from megagrpo.models.kinds.recurrence import Recurrence
+from megagrpo.models.costs import FP32, LayerCost, Share
+from megagrpo.models.kinds.recurrence import Recurrence, recurrent_cost
 from megagrpo.models.tensors import Shard, TensorSpec, load_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megagrpo.config.actor import ActorConfig
     from megagrpo.models.architecture import Architecture
-    from megagrpo.models.fields import Fields, Kernels
     from megagrpo.models.kinds.gated_delta.layer import GatedDeltaNet
+
+_CHUNK = 64  # tokens that flash-linear-attention's kernel computes at once
 
 
 @dataclass(frozen=True)
@@ -106,17 +105,17 @@ class GatedDelta(Recurrence):
         layer.norm.copy_(hf[prefix + "norm.weight"])
         layer.out_proj.weight.copy_(shard.columns(hf[prefix + "out_proj.weight"]))
 
-    def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
-        """Returns the fields of Megatron's TransformerConfig."""
-        return {
-            "linear_attention_freq": [int(layer) for layer in self.layers],
-            "linear_num_key_heads": self.key_heads,
-            "linear_num_value_heads": self.value_heads,
-            "linear_key_head_dim": self.key_dim,
-            "linear_value_head_dim": self.value_dim,
-            "linear_conv_kernel_dim": self.kernel,
-        }
-
     def cost(self, at: Share) -> LayerCost:
         """Returns the cost of one for a micro-batch."""
-        return cost.layer(self, at)
+        p = at.parallel
+        heads = self.value_heads / p.tp
+        values = heads * self.value_dim
+        keys = heads * self.key_dim  # each is repeated for the value heads that share it
+        rows = self.rows / p.tp
+        # input of the convolution; queries, keys and values, each in one piece; the system of a chunk;
+        # the rule's output, gates and their product; decay and beta, and sums of them
+        kept = (self.channels / p.tp + 2 * keys + 4 * values + heads * _CHUNK) * at.width
+        kept += 4 * heads * FP32
+        # of a token: products in its chunk; the state is read twice and written
+        rule = 2 * _CHUNK * (3 * keys + 2 * values) + 6 * keys * self.value_dim
+        return recurrent_cost(at, rows, values, kept, rule, copies=5)

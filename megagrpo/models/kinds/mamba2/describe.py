@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megagrpo.models.config_json import HfConfig
-from megagrpo.models.costs import LayerCost, Share
-from megagrpo.models.kinds.mamba2 import cost
-from megagrpo.models.kinds.recurrence import Recurrence
+from megagrpo.models.costs import FP32, LayerCost, Share
+from megagrpo.models.kinds.recurrence import Recurrence, recurrent_cost
 from megagrpo.models.tensors import Shard, TensorSpec, load_groups
 
 if TYPE_CHECKING:
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
 
     from megagrpo.models.architecture import Architecture
     from megagrpo.models.kinds.mamba2.layer import Mamba2Mixer
+
+KERNEL_CHUNK = 128  # tokens that mamba-ssm's kernels compute at once
 
 
 @dataclass(frozen=True)
@@ -99,4 +100,17 @@ class Mamba2(Recurrence):
 
     def cost(self, at: Share) -> LayerCost:
         """Returns the cost of one for a micro-batch."""
-        return cost.layer(self, at)
+        p = at.parallel
+        heads = self.heads / p.tp
+        values = self.values / p.tp
+        channels = self.channels / p.tp
+        rows = self.rows / p.tp
+        # the projection; convolved channels; the scan's output, and times its gate, normed; steps, and
+        # the state at the end of each chunk
+        kept = (rows + channels + 2 * values) * at.width
+        kept += (heads + values * self.state / KERNEL_CHUNK) * FP32
+        # of a token: B with C of each group and scores with values in its chunk, on average half; the
+        # state is read and written
+        groups = self.groups / p.tp
+        scan = KERNEL_CHUNK * (groups * self.state + values) + 4 * values * self.state
+        return recurrent_cost(at, rows, values, kept, scan, copies=3)
