@@ -180,7 +180,7 @@ def _this_node(config: ExperimentConfig, visible: list[str]) -> Nodes:
     ranks = config.actor.world_size + config.engine_ranks
     if not on_gpus(config, gpus):
         gpus = ranks
-    elif weights.transport == "disk":  # they may share GPUs
+    elif not (weights.uses_groups or weights.needs_colocation):  # they may share GPUs
         gpus = max(gpus, ranks)
     return Nodes(gpus, 1, 0)
 

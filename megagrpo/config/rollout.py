@@ -353,6 +353,16 @@ class WeightsConfig(Section):
         return self.transport in ("broadcast", "reshard")
 
     @property
+    def main_sends(self) -> bool:
+        """Returns whether the main rank alone sends, in two groups with every engine."""
+        return self.transport == "broadcast"
+
+    @property
+    def needs_colocation(self) -> bool:
+        """Returns whether every engine rank must be on the machine and GPU of a trainer rank."""
+        return self.transport == "ipc"
+
+    @property
     def past_loader(self) -> bool:
         """Tells whether slices are written past the engines' loader, and what it computes is verified."""
         return self.transport in ("reshard", "ipc")
@@ -360,7 +370,7 @@ class WeightsConfig(Section):
     def suited(self, colocate: bool) -> "WeightsConfig":
         """Returns this section, with a transport that suits engines on the trainers' GPUs or on
         others."""
-        usable = not self.uses_groups if colocate else self.transport != "ipc"
+        usable = not self.uses_groups if colocate else not self.needs_colocation
         other = {"transport": "ipc" if colocate else "reshard", "delta": False}
         return self if usable else self.model_copy(update=other)
 

@@ -50,7 +50,7 @@ def links(config: ExperimentConfig) -> int:
     """Returns the groups with engines that a trainer rank joins at most:
     weights/transports/reshard_plan.py. Experts may have fewer holders than other tensors."""
     engines = config.rollout.num_engines
-    if config.weights.transport == "broadcast":  # the main rank, in two groups with every engine
+    if config.weights.main_sends:
         return 2 * engines
     p = config.actor.parallel
     holders = min(config.actor.dp, config.actor.world_size // (p.etp * p.ep * p.pp))
