@@ -3,7 +3,7 @@ bring log-probabilities of the response."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -135,12 +135,13 @@ class Teachers:
             for name, engines in self._engines.items()
         }
         async with AsyncExitStack() as stack:
+            stack.callback(self._count_retries, clients.values())
             for client in clients.values():
                 await stack.enter_async_context(client)
-            try:
-                yield OpenTeachers(self, clients)
-            finally:
-                self.use.retries += sum(client.num_retries for client in clients.values())
+            yield OpenTeachers(self, clients)
+
+    def _count_retries(self, clients: Iterable[GenerationClient]) -> None:
+        self.use.retries += sum(client.num_retries for client in clients)
 
 
 class OpenTeachers:
