@@ -89,9 +89,11 @@ def over_tokens(
                 "the last stage has the reference's output weight"
             )
             weight = chunk.output_weight()
-            theirs = on_device(reference.hidden[index], flat.device), reference.output_weight
+            theirs = on_device(reference.hidden[index], flat.device)
             options = temperature, actor.config.logprob_chunk_tokens, _vocabulary(actor, weight)
-            full_kl = spread(chunked_full_kl(at_targets, weight, *theirs, *options))
+            full_kl = spread(
+                chunked_full_kl(at_targets, weight, theirs, reference.output_weight, *options)
+            )
         candidates = None
         if streams is not None and streams.top_logprobs is not None:
             teacher = micro.at_targets(streams.top_logprobs)
