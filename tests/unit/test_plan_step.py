@@ -337,16 +337,6 @@ def test_a_search_proposes_what_fits():
     assert all(plan.config.rollout.colocate for plan in best_layouts(config, target, 1)), "one node has no others"
 
 
-def test_a_search_of_many_nodes_tries_no_more_ways_to_share_them(monkeypatch):
-    tried: list[int] = []
-    monkeypatch.setattr(search, "_best_engines", lambda config, target, nodes: tried.append(nodes) or [])
-    config = shipped()
-    for nodes in (12, 48, 49, 256, 1000, 4096):
-        tried.clear()
-        assert not list(search._apart(config, qwen(lengths_of(1000)), nodes))
-        assert 11 <= len(tried) < 25, nodes
-
-
 def test_words_of_a_proposal_make_it():
     config = shipped("deepseek_v3_671b", "rollout.sglang={schedule_policy: lpm}")
     apart = {**config.rollout.sglang, "enable_dp_attention": True, "dp_size": 8}

@@ -14,6 +14,7 @@ from megagrpo.config.schema import ActorConfig, ParallelConfig
 from megagrpo.models.table import architecture_of, parameter_counts
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.explain import explain
+from megagrpo.tools.plan import search
 from megagrpo.tools.plan.checkpoint_cost import checkpoint_cost, disk_advice
 from megagrpo.tools.plan.trainer_memory import Load, in_flight, trainer_stages
 from megagrpo.tools.plan.work import optimizer_bytes
@@ -202,3 +203,13 @@ def test_a_folder_that_this_user_may_not_search_ends_no_check(tmp_path, monkeypa
     arch = architecture_of(hf_config(TinyModelConfig()))
     monkeypatch.setattr(os, "stat", stat)
     assert disk_advice(config, arch) == []
+
+
+def test_a_search_of_many_nodes_tries_no_more_ways_to_share_them(monkeypatch):
+    tried: list[int] = []
+    monkeypatch.setattr(search, "_best_engines", lambda config, target, nodes: tried.append(nodes) or [])
+    config = load_config(QUICKSTART)
+    for nodes in (12, 48, 49, 256, 1000, 4096):
+        tried.clear()
+        assert not list(search._apart(config, None, nodes))
+        assert 11 <= len(tried) < 25, nodes
