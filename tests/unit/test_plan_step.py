@@ -260,7 +260,6 @@ def test_a_backward_has_no_gradients_of_frozen_weights():
     _, full, _, _ = trained(pp=2)
     _, tuned, _, _ = trained("actor.lora={targets: [q_proj]}", pp=2)
     assert tuned["compute"] == pytest.approx(full["compute"] * 3 / 4)  # forward, again, 1 backward of 2
-    assert tuned["tp communication"] == full["tp communication"]
 
 
 @pytest.mark.parametrize(("most", "holds"), [(8192, True), (32000, False)])
