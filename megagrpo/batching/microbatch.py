@@ -218,7 +218,7 @@ def _micro_batch(
         places=places,
         trained=places[is_trained],
         num_trained=torch.zeros_like(lengths).index_add(0, owners, is_trained.long()),
-        max_seqlen=max(sizes),
+        sizes=tuple(sizes),
         context=context[1],
     )
 
