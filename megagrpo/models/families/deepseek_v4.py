@@ -82,6 +82,7 @@ class DeepseekV4(Family):
     }
     PARTIAL_ROTARY = True
     LEFT_OUT = ("mtp.",)
+    CHAT_MODULE = "srt/entrypoints/openai/encoding_dsv4.py"
     DRAFT_REFUSAL = "its multi-token-prediction layers (mtp.*) are not loaded"
     FP8_REFUSAL = "no test compares DeepSeek-V4 in FP8 with SGLang's"
 
