@@ -132,7 +132,6 @@ def main(argv: list[str] | None = None) -> int:
         command = _parsers(parser)[args.command]
         hint = did_you_mean(unknown[0], command.option_strings)
         command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    args.words = words[1:]  # for the children of a launcher
     # a leader has a connection for each request in flight, and login shells allow 1024 files
     raise_file_limit()
     try:
@@ -282,17 +281,18 @@ def _node(args: argparse.Namespace) -> Node:
 
 def _run(args: argparse.Namespace, config: ExperimentConfig) -> int:
     node = _node(args)
-    return run(config) if node.first_address is None else run_node(config, args.words, node)
+    return run(config) if node.first_address is None else run_node(config, node)
 
 
 def _serve(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    return serve_node(config, args.words, _node(args), args.ray_address)
+    return serve_node(config, _node(args), args.ray_address)
 
 
 def _train(args: argparse.Namespace, config: ExperimentConfig) -> int:
     if under_torchrun():
         return train_main(config, args.service)
-    return train_node(config, args.words, _node(args))
+    words = ["--service", args.service] if args.service else []
+    return train_node(config, words, _node(args))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ def select_groups(
     else:
         votes = torch.zeros(num_groups, dtype=torch.int64, device=metric.device)
         for group in group_ids.unique():
-            votes[group] = bool(keeps(metric[(group_ids == group) & valid].tolist()))
+            values = metric[(group_ids == group) & valid].tolist()
+            votes[group] = bool(values and keeps(values))  # without a score, nothing to keep
         informative = reduce(votes, "sum") > 0
     chosen = informative.nonzero()[:, 0].tolist()
     dropped = (~informative).nonzero()[:, 0].tolist()

@@ -107,6 +107,17 @@ def write_experiment(config: ExperimentConfig) -> None:
     folder.service_progress.unlink(missing_ok=True)
 
 
+def own_copy(config: ExperimentConfig, name: str) -> str:
+    """Writes the experiment for the children of one command, and returns the path.
+
+    They read it again when they restart. Until then a user may edit the file that the launcher read,
+    or a run in the same folder may write another config.yaml.
+    """
+    path = config.run_folder.logs / f"{name}.yaml"
+    dump_config(config, path)
+    return str(path)
+
+
 def start_service(launch: Launch, config: ExperimentConfig, env: dict[str, str]) -> Child:
     """Writes the experiment into the run folder and starts its service."""
     folder = config.run_folder
@@ -177,9 +188,8 @@ def _this_node(config: ExperimentConfig, visible: list[str]) -> Nodes:
 def train_ranks(config: ExperimentConfig, name: str, words: list[str]) -> int:
     """Runs a collective subcommand (sft, export) as `actor.world_size` ranks on this machine.
 
-    words: the command's arguments after the experiment, which the ranks read from a file of the
-    command's own: a run in the same folder restarts its ranks from config.yaml. Returns the exit
-    status. Raises ValueError if the machine has GPUs, but fewer than ranks.
+    words: the command's arguments after the experiment. Returns the exit status. Raises ValueError
+    if the machine has GPUs, but fewer than ranks.
     """
     ranks, gpus = config.actor.world_size, len(trainer_gpus(config))
     if 0 < gpus < ranks:
@@ -188,11 +198,8 @@ def train_ranks(config: ExperimentConfig, name: str, words: list[str]) -> int:
             "(actor.world_size). Over several nodes start "
             f"`torchrun --nnodes N --nproc-per-node {gpus} ... -m megagrpo.cli {name} ...` on each"
         )
-    folder = config.run_folder
-    with Launch(folder, name, end=ENDING, ranks=name) as launch:
-        experiment = folder.logs / f"{name}.yaml"
-        dump_config(config, experiment)
-        command, options = [name, str(experiment), *words], [*torchrun(ranks), *ALONE]
+    with Launch(config.run_folder, name, end=ENDING, ranks=name) as launch:
+        command, options = [name, own_copy(config, name), *words], [*torchrun(ranks), *ALONE]
         env = trainer_variables(config, min(gpus, ranks))
         launch.status = launch.watch(launch.start_ranks(command, options, env))
     return launch.status

@@ -22,6 +22,7 @@ from megagrpo.cluster.lock import alone_in
 from megagrpo.cluster.machine import (
     interface_of_engines,
     is_finished,
+    own_copy,
     refuse_what_cannot_run,
     trainer_gpus,
     trainer_variables,
@@ -93,7 +94,7 @@ class Node:
             time.sleep(_POLL_S)
 
 
-def run_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
+def run_node(config: ExperimentConfig, node: Node) -> int:
     """Runs this node's ranks and engines on the same GPUs (`rollout.colocate`): `megagrpo run
     --master-addr ...`.
 
@@ -116,16 +117,16 @@ def run_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
     with _trainer_launch(config, "run", node, _GRACE_S) as launch:
         if node.rank == 0:
             write_experiment(config)
-        needed = _start_service(launch, config, arguments, node, shared)
+        needed = _start_service(launch, config, node, shared)
         node = replace(node, first_port=node.first_port + _TO_TRAINERS)
-        trainers = _start_trainers(launch, config, arguments, node, shared)
+        trainers = _start_trainers(launch, config, [], node, shared)
         launch.status = launch.watch(trainers, *needed)
     return launch.status
 
 
-def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
-    """Runs this node's ranks under torchrun, which starts each with `arguments`: `megagrpo train`
-    outside torchrun.
+def train_node(config: ExperimentConfig, words: list[str], node: Node) -> int:
+    """Runs this node's ranks under torchrun: `megagrpo train` outside torchrun. words: of each rank's
+    command line, after the experiment.
 
     USR1, or the first TERM or INT: all nodes save after the current step and return STOPPED. USR2:
     the service has ended, so the ranks save the finished steps and end. A second TERM, INT or USR2,
@@ -140,18 +141,16 @@ def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     with _trainer_launch(config, "train", node) as launch:
         if node.rank == 0:
             dump_config(config, config.run_folder.config)
-        launch.status = launch.watch(_start_trainers(launch, config, arguments, node, {}))
+        launch.status = launch.watch(_start_trainers(launch, config, words, node, {}))
     return launch.status
 
 
-def serve_node(
-    config: ExperimentConfig, arguments: list[str], node: Node, ray_address: str | None
-) -> int:
+def serve_node(config: ExperimentConfig, node: Node, ray_address: str | None) -> int:
     """Runs this node's part of the rollout service: `megagrpo serve`.
 
     Alone, or with the address of a running Ray cluster, it is the service. With `--master-addr` it
-    is Ray, and on node 0 also the service, started with `arguments`. Then it returns the service's
-    status on node 0; on others 0 after a signal, 1 if Ray ended. INT, USR2 and TERM end it. In a
+    is Ray, and on node 0 also the service. Then it returns the service's status on node 0; on others
+    0 after a signal, 1 if Ray ended. INT, USR2 and TERM end it. In a
     Slurm job TERM does not, because Slurm pre-empts by TERM to all job steps, but the trainers' last
     step still needs engines. Raises ValueError if engines cannot load or cut the model.
     """
@@ -167,7 +166,7 @@ def serve_node(
     if environment.get("SLURM_JOB_ID") is None:
         end += unheard
     with Launch(config.run_folder, "serve", end=end, unheard=unheard, grace_s=_GRACE_S) as launch:
-        main, *needed = reversed(_start_service(launch, config, arguments, node, {}))
+        main, *needed = reversed(_start_service(launch, config, node, {}))
         return launch.watch(main, *needed)
     return 0
 
@@ -191,7 +190,7 @@ def _trainer_launch(
 
 
 def _start_trainers(
-    launch: Launch, config: ExperimentConfig, arguments: list[str], node: Node, env: dict[str, str]
+    launch: Launch, config: ExperimentConfig, words: list[str], node: Node, env: dict[str, str]
 ) -> Child:
     ranks = config.actor.world_size // node.number
     options = torchrun(ranks, config.actor.max_restarts)
@@ -224,11 +223,12 @@ def _start_trainers(
     if towards_ranks is not None:
         # gloo's default is the host name's address, often 127.0.0.1
         env |= environment.unless_set(GLOO_SOCKET_IFNAME=towards_ranks)
-    return launch.start_ranks(["train", *arguments], options, env)
+    experiment = own_copy(config, f"trainer-{node.rank}")
+    return launch.start_ranks(["train", experiment, *words], options, env)
 
 
 def _start_service(
-    launch: Launch, config: ExperimentConfig, arguments: list[str], node: Node, env: dict[str, str]
+    launch: Launch, config: ExperimentConfig, node: Node, env: dict[str, str]
 ) -> list[Child]:
     """Starts Ray on this node, and on node 0 the service. Raises ValueError if Ray does not
     start."""
@@ -240,7 +240,8 @@ def _start_service(
     if node.rank > 0:
         return [ray]
     address = ["--ray-address", f"{node.first_address}:{node.first_port}"]
-    return [ray, launch.start(["serve", *arguments, *address], "service", env)]
+    serve = ["serve", own_copy(config, "service"), *address]
+    return [ray, launch.start(serve, "service", env)]
 
 
 def _private_folder(folder: Path) -> Path:

@@ -13,6 +13,7 @@ from megagrpo.config.fields import (
     PositiveInt,
     Rule,
     Section,
+    Text,
     TopK,
     named,
 )
@@ -72,7 +73,7 @@ class CurriculumConfig(Section):
 class SourceConfig(Section):
     """One source of a mixture. Keys that you leave out are as in `data`."""
 
-    source: str
+    source: Text
     """Name of the source in metrics and rollouts."""
     path: LocalPath | list[LocalPath]
     """As in `data`."""
@@ -229,7 +230,7 @@ class DataConfig(Section):
             ),
             *(
                 Rule(
-                    getattr(self, key) and not chat,
+                    not chat and any(getattr(part, key) for part in self.parts),
                     f"{key} needs chat_template: true: nothing else reads it",
                     f"set it, or remove {key}",
                 )

@@ -31,8 +31,6 @@ from megagrpo.system.errors import collected
 
 def _expanded(path: object) -> object:
     if isinstance(path, str):
-        if not path.strip():
-            raise ValueError("it is empty; name a file or folder")
         path = os.path.expandvars(os.path.expanduser(path))
         if re.search(r"\$(\w|\{\w+\})", path):
             raise ValueError(f"{path!r} names a variable that is not set")
@@ -42,7 +40,14 @@ def _expanded(path: object) -> object:
     return path
 
 
-LocalPath = Annotated[str, BeforeValidator(_expanded)]  # ~ and $VARIABLES are expanded
+def _not_empty(text: str) -> str:
+    if not text.strip():
+        raise ValueError("it is empty")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_not_empty)]
+LocalPath = Annotated[Text, BeforeValidator(_expanded)]  # ~ and $VARIABLES are expanded
 Dtype = Literal["float32", "bfloat16"]
 MOST = 2**31 - 1  # of counts and sizes: libraries keep them in int32
 LARGEST = 1e9  # of other numbers, either way: float32 holds products of them

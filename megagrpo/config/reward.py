@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, field_validator
@@ -195,12 +196,11 @@ class RewardConfig(Section):
         check_options(self.grader, self.args)
         names = [entry.short_name for entry in self.entries]
         twice = sorted({name for name in names if names.count(name) > 1})
-        limits = [
-            CodeOptions.model_validate(entry.args).total_s
-            for entry in self.entries
-            if entry.grader == "code"
-        ]
-        total_s = max(limits, default=0.0)
+        total_s = 0.0
+        for entry in self.entries:
+            if entry.grader == "code":
+                with suppress(ValidationError):  # which the entry says itself
+                    total_s = max(total_s, CodeOptions.model_validate(entry.args).total_s)
         return [
             Rule(
                 self.graders

@@ -16,6 +16,7 @@ from megagrpo.config.fields import (
     Rule,
     Seconds,
     Section,
+    Text,
     TopK,
 )
 
@@ -251,7 +252,7 @@ class RolloutConfig(Section):
     Needs `weights.transport: ipc`, or `disk`."""
     sglang: LibrarySettings = Field(default={})
     """Fields of SGLang's ServerArgs, such as `chunked_prefill_size: 8192`."""
-    host: str = "127.0.0.1"
+    host: Text = "127.0.0.1"
     """Address for services, or an interface that all machines have, such as eth0."""
     request_timeout_s: Seconds = 600.0
     """Time limit per request."""

@@ -22,6 +22,7 @@ from megagrpo.config.fields import (
     PositiveInt,
     Rule,
     Section,
+    Text,
 )
 from megagrpo.config.objective.teachers import TeacherConfig
 from megagrpo.config.reward import GraderConfig, RewardConfig
@@ -208,7 +209,7 @@ class SftConfig(Section):
 class ExperimentConfig(Section):
     """One experiment, read from one YAML file."""
 
-    name: str
+    name: Text
     """Name of the experiment."""
     output_dir: LocalPath
     """Run folder. On a cluster, all nodes must see it."""
@@ -339,8 +340,10 @@ class ExperimentConfig(Section):
         return {key: data for key, data in found.items() if data is not None}
 
     def problems(self) -> list[Rule]:
+        # theirs are also the keys that they take from `data`
+        said = {rule.text for rule in self.data.problems() if rule.when}
         return [
-            Rule(rule.when, f"{key}: {rule.because}", rule.remedy)
+            Rule(rule.when and rule.text not in said, f"{key}: {rule.because}", rule.remedy)
             for key, data in self.data_sections.items()
             if data is not self.data
             for rule in data.problems()

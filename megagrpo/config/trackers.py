@@ -8,7 +8,7 @@ from typing import Protocol
 
 from pydantic import Field
 
-from megagrpo.config.fields import Section
+from megagrpo.config.fields import Section, Text
 from megagrpo.config.objective.own import OwnArguments
 from megagrpo.system.user_function import check_arguments, load_function
 
@@ -48,7 +48,7 @@ class WandbConfig(Section):
     everything else from environment variables: WANDB_API_KEY (or `wandb login`), WANDB_MODE,
     WANDB_ENTITY, WANDB_RUN_GROUP, WANDB_TAGS."""
 
-    project: str
+    project: Text
     """Project for the run."""
 
 

@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     from megagrpo.config.load import Plain
 
 _TOOLS = "megagrpo.tools"
+# error of a value that has another type, or is no choice -> the type in words; "": its choices
+_MISFITS = {
+    "string_type": "a text",
+    "int_type": "a number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "a map",
+    "literal_error": "",
+}
 
 
 def by_path(exc: ValidationError, data: "Plain") -> dict[KeyPath, list[ErrorDetails]]:
@@ -30,15 +40,19 @@ def by_path(exc: ValidationError, data: "Plain") -> dict[KeyPath, list[ErrorDeta
 def in_words(
     found: Mapping[KeyPath, list[ErrorDetails]], data: "Plain"
 ) -> Iterator[tuple[KeyPath, str]]:
-    """Yields (path, text) of each problem. pydantic reports a union of scalar types once a member;
-    one line is enough."""
+    """Yields (path, text) of each problem. pydantic reports a union once a member: only those that
+    the value fits say what is wrong, or all of them together."""
     for path, errors in found.items():
         value = value_at(data, path)
-        if len(errors) > 1 and errors[0]["type"].endswith("_type"):
-            yield path, f"{shown(path, value)}: should be a text, a number, true or false"
-        else:
-            for text in dict.fromkeys(_describe(error, path, value) for error in errors):
-                yield path, text
+        fitting = [error for error in errors if error["type"] not in _MISFITS]
+        inside = any(other[:-1] == path for other in found)
+        if len(errors) > 1 and not fitting and not inside:
+            kinds = [_MISFITS[error["type"]] or error["ctx"]["expected"] for error in errors]
+            yield path, f"{shown(path, value)}: should be {' or '.join(dict.fromkeys(kinds))}"
+            continue
+        told = fitting if fitting or inside else errors
+        for text in dict.fromkeys(_describe(error, path, value) for error in told):
+            yield path, text
 
 
 def value_at(data: "Plain", path: KeyPath) -> "Plain":

@@ -73,7 +73,7 @@ def images_apart(
             elif kind in ("image", "image_url"):
                 source = part.get(kind) or part.get("path") or part.get("url")
                 if kind == "image_url" and isinstance(source, dict):
-                    source = source["url"]
+                    source = source.get("url")
                 if source is None:
                     num_marks += 1
                     source = next(rest, None)
@@ -81,8 +81,8 @@ def images_apart(
                 yield _IMAGE_PART
             else:
                 raise ValueError(
-                    f"{location}: a message has a part of type {kind!r}; text and images are "
-                    "supported"
+                    f"{location}: a message has a part of type "
+                    f"{kind!r}; text and images are supported"
                 )
 
     apart: list[Message] = [

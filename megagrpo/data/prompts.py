@@ -9,7 +9,7 @@ import random
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,9 +58,9 @@ class PromptSet:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    @property
+    @cached_property
     def sources(self) -> list[str]:
-        """Names of the sources, sorted; none if the prompts have no names."""
+        """Names of the sources, sorted; none if the prompts have no names. Reads all prompts, once."""
         return sorted({prompt.source for prompt in self.prompts} - {""})
 
     def batch(self, cursor: int, count: int, seed: int) -> list[Prompt]:

@@ -271,7 +271,9 @@ def _messages(prompt: object, data: DataConfig, location: str) -> str | list[Val
         return _text(prompt, key, location)
     if not data.chat_template:
         raise ValueError(f"{location}: {key!r} holds chat messages; set data.chat_template: true")
-    if not prompt or not all(isinstance(message, dict) and "role" in message for message in prompt):
+    if not prompt or not all(
+        isinstance(message, dict) and message.get("role") for message in prompt
+    ):
         raise ValueError(
             f"{location}: {key!r} should be a list of {{role, content}}, is {prompt!r:.60}"
         )

@@ -64,8 +64,8 @@ async def play_verifiers(
     index = row["extra"].get("index") if isinstance(row["extra"], Mapping) else None
     if not isinstance(index, int):
         raise ValueError(
-            f"the row has no extra.index (data.extra_key); {_SCRIPT} prints the rows of "
-            f"{environment}"
+            f"the row has no extra.index (data.extra_key); {_SCRIPT} "
+            f"prints the rows of {environment}"
         )
     player = _players.get((python, environment))
     if player is None or player.left <= 0:

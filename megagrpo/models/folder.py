@@ -121,8 +121,8 @@ def refuse_tensors(folder: Path, arch: Architecture, stored: StoredTensors) -> N
         if not head.like(stored.shown[name], _COMPARED_ROWS):
             raise ValueError(
                 f"{folder}: config.json says tie_word_embeddings, but lm_head.weight is not {name}: "
-                "set tie_word_embeddings: false there to train and export this output layer, or "
-                "remove lm_head.weight"
+                "set tie_word_embeddings: false there to train and export this output "
+                "layer, or remove lm_head.weight"
             )
 
 

@@ -236,8 +236,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             return json.loads(text)
         if self._isolated:
             raise SandboxError(
-                f"the supervisor of a program ended with exit code {code}, or not within "
-                f"{_END_S:g} s"
+                "the supervisor of a program ended with exit code "
+                f"{code}, or not within {_END_S:g} s"
             )
         for orphan in psutil.Process().children(recursive=True):  # this process is their subreaper
             if orphan.pid not in self._others:

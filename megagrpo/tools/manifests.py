@@ -46,8 +46,8 @@ class Scheduler:
         problems = []
         if not dry_run:
             problems.append(
-                f"--to {self.to} only prints: add --dry-run, and give what it prints to "
-                f"{APPLIED_BY[self.to]}"
+                f"--to {self.to} only prints: add --dry-run, and give what it "
+                f"prints to {APPLIED_BY[self.to]}"
             )
         name, folder = self.mount
         if not (name and folder.startswith("/") and (self.image or self.to == "skypilot")):

@@ -65,7 +65,7 @@ def test_an_engine_rank_without_a_trainer_beside_it_is_refused():
 
 def test_only_a_colocated_run_has_one_launcher_for_both_sides():
     with pytest.raises(ValueError, match="without rollout.colocate trainers and engines have nodes of their own"):
-        run_node(load_config(QUICKSTART, []), [], Node(0, 2, None, "10.0.0.1", 1))
+        run_node(load_config(QUICKSTART, []), Node(0, 2, None, "10.0.0.1", 1))
 
 
 def test_an_engine_rank_takes_the_nearest_holder():

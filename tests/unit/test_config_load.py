@@ -63,10 +63,24 @@ def test_scalars_hold_no_surprises(tmp_path):
 @pytest.mark.parametrize("text", ["1e5", "08", "1.5e3", "-1E5", ".5", "no", "true", "~", "0x1F", "1:30", ""])
 def test_a_text_that_looks_like_another_scalar_is_written_as_a_text(tmp_path, text):
     """Ranks read what the launcher has written: there, 08 would be the number 8."""
-    quoted = f"name: '{text}'\n" + MINIMAL.partition("\n")[2] + f"reward: {{grader: 'a:b', args: {{x: '{text}'}}}}\n"
+    quoted = (
+        f"name: '{text or 'x'}'\n" + MINIMAL.partition("\n")[2] + f"reward: {{grader: 'a:b', args: {{x: '{text}'}}}}\n"
+    )
     config = load(tmp_path, quoted)
     dump_config(config, tmp_path / "resolved.yaml")
-    assert config.name == text and read_experiment(tmp_path / "resolved.yaml") == config
+    assert config.reward.args == {"x": text} and read_experiment(tmp_path / "resolved.yaml") == config
+
+
+@pytest.mark.parametrize("name", ["''", "' '"])
+def test_a_name_says_something(tmp_path, name):
+    assert problems(tmp_path, MINIMAL.replace("test", name, 1)) == ["e.yaml:1: name: it is empty"]
+
+
+def test_what_is_wrong_in_data_is_said_of_data_alone(tmp_path):
+    """Evaluation and warm-up read their files with the same keys."""
+    alike = MINIMAL.replace("d.jsonl", "d.jsonl, system_prompt: hi")
+    (said,) = problems(tmp_path, alike + "eval: {data: {path: e}}\nsft: {path: s, model: m}\n")
+    assert said.startswith("e.yaml:4: data: system_prompt needs chat_template")
 
 
 def test_a_line_break_of_unicode_is_read_as_it_was_written(tmp_path):
@@ -127,7 +141,7 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
         "e.yaml:9: group_size = 4: unknown key; did you mean train.group_size?",
         "e.yaml:11: algorithm.advantage.name = 'gropo': unknown; did you mean 'grpo'?",
         "e.yaml:12: algorithm.kl.estimator = 'k33': not a choice; did you mean 'k3'?",
-        "e.yaml:14: reward.args.x = [1]: should be a text, a number, true or false",
+        "e.yaml:14: reward.args.x = [1]: should be a text or a number or true or false or a map",
         "e.yaml:18: actor.dtype = 'bf16': not a choice; did you mean 'bfloat16'?",
         "e.yaml:18: actor.optimizer.lr = -1e-06: should be greater than 0",
         "e.yaml:20: eval = 3: should be a section with keys data, every, before_first_step, num_samples, temperature, "
@@ -168,7 +182,22 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
         ("train: !!map x\n", "e.yaml:5: not valid YAML: expected a mapping node, but found scalar"),
         ("sampling: {stop: !!seq x}\n", "e.yaml:5: not valid YAML: expected a sequence node, but found scalar"),
         ("train: &own {num_steps: *own}\n", "e.yaml: not valid YAML: maximum recursion depth"),
-        ("checkpoint: {dir: ' '}\n", "e.yaml:5: checkpoint.dir: it is empty; name a file or folder"),
+        ("checkpoint: {dir: ' '}\n", "e.yaml:5: checkpoint.dir: it is empty"),
+        ("eval: {data: {path: ''}}\n", "e.yaml:5: eval.data.path: it is empty"),
+        ("eval: {data: {path: $NOPE/x}}\n", "e.yaml:5: eval.data.path: '$NOPE/x' names a variable that is not set"),
+        ("eval: {data: {path: 5}}\n", "e.yaml:5: eval.data.path = 5: should be a text or a list"),
+        ("eval: {data: {path: [5]}}\n", "e.yaml:5: eval.data.path.0 = 5: should be a valid string; write it in quotes"),
+        ("checkpoint: {asynchronous: maybe}\n", "asynchronous = 'maybe': should be true or false or 'auto'"),
+        (
+            "reward: {grader: code, args: {x: {y: [1]}}}\n",
+            "reward.args.x.y = [1]: should be a text or a number or true",
+        ),
+        ("rollout: {host: ''}\n", "e.yaml:5: rollout.host: it is empty"),
+        ("log: {wandb: {project: ' '}}\n", "e.yaml:5: log.wandb.project: it is empty"),
+        (
+            "reward: {graders: [{grader: code, args: {x: 1}}]}\n",
+            "e.yaml:5: reward.graders.0: args of grader code: x: Extra",
+        ),
         (f"checkpoint: {{dir: {'é' * 128}}}\n", "e.yaml:5: checkpoint.dir: no file has so long a name"),
         (f"checkpoint: {{dir: {'a/' * 2001}}}\n", "e.yaml:5: checkpoint.dir: no file has so long a name"),
         ("name2: !!python/object:os.system {}\n", "e.yaml:5: name2 = {}: unknown key; did you mean 'name'?"),

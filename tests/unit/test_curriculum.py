@@ -332,3 +332,18 @@ def test_metrics_by_pool():
         scores = [o.value for g in of_pool for o in g.outcomes]
         if scores:
             assert last[f"curriculum/{pool}_reward_mean"] == sum(scores) / len(scores)
+
+
+def test_the_names_of_sources_are_read_once():
+    """Every step asks for them; reading a million prompts from the disk takes a minute."""
+
+    class Prompts(list):
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return super().__iter__()
+
+    prompts = PromptSet(Prompts([Prompt(0, "1+1=", [1], "2", source="sums")]), 0, shuffle=False)
+    assert [prompts.sources, prompts.sources] == [["sums"], ["sums"]]
+    assert prompts.prompts.passes == 1

@@ -83,7 +83,7 @@ def environments(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> di
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(64)))
     if kind == "several machines":
         place = nodes.Node(0, 2, "127.0.0.1", "127.0.0.1", 29500)
-        nodes.train_node(config, ["t.yaml"], place)
+        nodes.train_node(config, [], place)
         with supervise.Launch(RunFolder(folder), "serve", end=[signal.SIGINT]) as launch:
             ray = nodes._ray_environment(nodes.Node(0, 1, "127.0.0.1", "127.0.0.1", 29500))
             launch.spawn(nodes._ray_command(config, place, folder), folder / "log", ray)

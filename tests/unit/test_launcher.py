@@ -369,7 +369,7 @@ def test_a_finished_run_says_so_before_anything_starts(tmp_path, capsys):
     assert "4 of 4 steps are done" in capsys.readouterr().out
     shared = config.rollout.model_copy(update={"colocate": True})
     node = nodes.Node(1, 2, "127.0.0.1", "127.0.0.1", 29500)
-    assert nodes.run_node(config.model_copy(update={"rollout": shared}), [], node) == 0
+    assert nodes.run_node(config.model_copy(update={"rollout": shared}), node) == 0
     assert "4 of 4 steps are done" in capsys.readouterr().out
     more = experiments.experiment(train={"num_steps": 5}, output_dir=str(tmp_path / "run"))
     anew = more.model_copy(update={"checkpoint": CheckpointConfig(resume="never")})

@@ -103,6 +103,8 @@ def row_error(tmp_path, tokenizer, prompt, **keys) -> str:
         ([*PLAIN, {"role": "user", "content": "\ud83d"}], "message 2 holds half of a character"),
         ([{"role": "user"}], "message 1 has no content"),
         ([{"content": "2+3"}], "should be a list of {role, content}"),
+        ([{"role": None, "content": "2+3"}], "should be a list of {role, content}"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"detail": ""}}]}], "has 1 <image>"),
     ],
 )
 def test_a_message_that_cannot_be_meant_is_named_by_its_row(tmp_path, plain, prompt, said):

@@ -87,6 +87,9 @@ def test_a_filter_chooses_the_groups():
     selection = select_groups(metric, ids, 4, valid, 1, alone, keeps)
     assert (selection.chosen, selection.surplus, selection.dropped) == ([1], [], [0, 2, 3])
     assert f"without groups that {OWN}:mixed drops" in own.formula
+    # a group without a score has no largest one: the filter is not asked
+    unscored = select_groups(metric, ids, 4, valid & (ids != 1), 4, alone, max)
+    assert (unscored.chosen, unscored.dropped) == ([2, 3], [0, 1])
 
 
 @pytest.mark.parametrize(

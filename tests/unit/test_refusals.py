@@ -93,6 +93,7 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     (["data.path="], "path names no file"),
     (["data.prompt_template=Think."], "prompt_template without {prompt}"),
     (["data={sources: [{source: a, path: a.jsonl, prompt_template: Think.}]}"], "prompt_template without {prompt}"),
+    (["data={sources: [{source: a, path: a.jsonl, system_prompt: Be brief.}]}"], "system_prompt needs chat_template"),
     (["data={path: a, grader_by_source: {a: exact}}"], "needs source_key"),
     (["data={path: a, grader_key: g, source_key: s, grader_by_source: {a: exact}}"], "both choose"),
 ]

@@ -1,10 +1,12 @@
 """How nodes are known to each other, and how Slurm ends a run of one."""
 
+import json
 import signal
 import socket
 
 import pytest
 
+from megagrpo import cli
 from megagrpo.cluster import machine, nodes
 from megagrpo.cluster.machine import run
 from megagrpo.config.load import load_config
@@ -61,3 +63,20 @@ def test_slurm_pre_empts_a_run_of_one_node_by_term(job, status, tmp_path, monkey
     monkeypatch.setattr(machine, "refuse_what_cannot_run", lambda *_: None)
     monkeypatch.setattr(machine, "start_service", lambda launch, *_: launch.spawn(service, log, {}))
     assert run(config) == status
+
+
+def test_ranks_of_a_node_read_no_file_that_somebody_edits_between_their_restarts(tmp_path, monkeypatch):
+    noted, ranks = tmp_path / "words.json", tmp_path / "ranks.py"
+    ranks.write_text(f"import json, sys; json.dump(sys.argv[1:], open({str(noted)!r}, 'w'))")
+    monkeypatch.setattr(nodes, "torchrun", lambda *_: [str(ranks)])
+    edited = tmp_path / "mine.yaml"
+    edited.write_bytes(QUICKSTART.read_bytes())
+    where = [f"output_dir={tmp_path / 'run'}", "actor.device=cpu"]
+    changes = [word for change in where for word in ("--set", change)]
+    assert cli.main(["train", str(edited), *changes, "--service", "http://here"]) == 0
+    edited.write_text("name: the next one")
+    words = json.loads(noted.read_text())
+    words = words[words.index("megagrpo.cli") + 1 :]
+    args = cli._parser(words).parse_args(words)
+    assert (words[0], args.service) == ("train", "http://here")
+    assert load_config(args.config, args.overrides) == load_config(QUICKSTART, where)

@@ -67,8 +67,8 @@ class Local:
         for line in lines:
             if not _PLAIN.fullmatch(line.strip()):
                 raise ValueError(
-                    f"{self._task}: {line.strip():.200}: only an image can have this; take "
-                    "runtime: docker"
+                    f"{self._task}: {line.strip():.200}: only an image can "
+                    "have this; take runtime: docker"
                 )
         # links stay links, as in COPY; in a thread, because others' programs share this one
         await asyncio.to_thread(shutil.copytree, source, self._scratch / "app", symlinks=True)

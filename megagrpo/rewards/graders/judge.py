@@ -24,8 +24,8 @@ def read_template(path: str) -> str:
         text = Path(path).read_text(encoding="utf-8")
     if "{response}" not in text:
         raise ValueError(
-            f"grader judge: prompt_file {path} has no {{response}}: the judge would not see the "
-            "response"
+            f"grader judge: prompt_file {path} has no {{response}}: the "
+            "judge would not see the response"
         )
     return text
 

@@ -24,8 +24,8 @@ def own_address(host: str) -> str:
     if host in EVERYWHERE or any(host in addresses for addresses in interfaces.values()):
         return host
     raise ValueError(
-        f"rollout.host {host} is no interface and no IPv4 address of {socket.gethostname()}, which "
-        f"has {interfaces}"
+        f"rollout.host {host} is no interface and no IPv4 address of "
+        f"{socket.gethostname()}, which has {interfaces}"
     )
 
 

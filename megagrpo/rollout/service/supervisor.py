@@ -172,8 +172,8 @@ class SupervisedEngine:
     def _check_current(self, incarnation: int) -> None:
         if incarnation != self.incarnation or self.state not in _ANSWERING:
             raise StaleReport(
-                f"{self.id} is incarnation {self.incarnation} and {self.state}; the report is "
-                f"about {incarnation}"
+                f"{self.id} is incarnation {self.incarnation} and {self.state}; "
+                f"the report is about {incarnation}"
             )
 
     def begin(self, http: aiohttp.ClientSession, slot: int) -> asyncio.Task[None]:

@@ -217,8 +217,8 @@ def _unread_images(data: DataConfig) -> Iterator[str]:
             if columns or "<image>" in str(row.get(data.prompt_key)):
                 column = columns[0] if columns else "images"
                 yield (
-                    f"{path}: its rows have images, which are not read; data.images_key: {column} "
-                    "names their column"
+                    f"{path}: its rows have images, which are not read; "
+                    f"data.images_key: {column} names their column"
                 )
 
 

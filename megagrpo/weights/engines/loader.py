@@ -230,8 +230,8 @@ class EngineEnd:
             # in one piece: each answer by itself would wait for the device
             changed = [(fill.view(live) != fill.value).any() for fill in fills]
             problems += [
-                f"parameter {fill.parameter}: elements that the loader sets to {fill.value} hold "
-                "something else"
+                f"parameter {fill.parameter}: elements that the loader sets to "
+                f"{fill.value} hold something else"
                 for fill, differs in zip(
                     fills, torch.stack(changed).tolist() if changed else [], strict=True
                 )
