@@ -19,8 +19,7 @@ from megagrpo.models.config_json import (
 )
 from megagrpo.models.families.sigmoid_moe import tiny_moe_options
 from megagrpo.models.family import Family, TinySizes
-from megagrpo.models.kinds.compressed.cost import INDEXED
-from megagrpo.models.kinds.compressed.describe import CompressedAttention
+from megagrpo.models.kinds.compressed.describe import INDEXED, CompressedAttention
 from megagrpo.models.kinds.experts.describe import ExpertNames
 from megagrpo.models.kinds.hashed.describe import HashedExperts
 from megagrpo.models.kinds.hyper_connections.describe import HyperConnections

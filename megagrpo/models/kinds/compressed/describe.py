@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 from megagrpo.models.config_json import Rotary
 from megagrpo.models.costs import FP32, LayerCost, Share
 from megagrpo.models.kinds.attention import Attention
-from megagrpo.models.kinds.compressed import cost
-from megagrpo.models.kinds.compressed.cost import INDEXED
 from megagrpo.models.points import Row
 from megagrpo.models.tensors import Cut, Kind, Shard, TensorSpec, layer_index
 
@@ -23,6 +21,8 @@ if TYPE_CHECKING:
     from megagrpo.models.fields import Fields, Kernels
     from megagrpo.models.kinds.compressed.layer import CompressedMixer
 
+INDEXED = 4  # tokens of a key in layers whose windows overlap, and whose keys an indexer chooses
+BLOCK = 1024  # queries whose scores are in memory at once
 # parameters of which ranks have parts, and along which dimension
 CUT = {"q_b_proj.weight": 0, "attn_sink": 0, "wo_a.weight": 0, "wo_b.weight": 1}
 _SCALED = 128  # numbers of an engine's key with one scale
@@ -137,8 +137,29 @@ class CompressedAttention(Attention):
         return self.mean(lambda ratio: (index if ratio == INDEXED else self.pair_flops) / ratio)
 
     def cost(self, at: Share) -> LayerCost:
-        """Returns the cost of a layer's attention for a micro-batch, the mean over layers."""
-        return cost.layer(self, at)
+        """Returns the cost of a layer's attention for a micro-batch, the mean over layers, as torch
+        computes it, block by block."""
+        p = at.parallel
+        heads = self.heads / p.tp
+        dim, rank = self.head_dim, self.q_lora_rank
+        groups = self.groups * self.group_rank / p.tp
+        # what keys behind the window, and an indexer's, are made of
+        both = dim + self.index_dim
+        far = self.mean(lambda ratio: 4 * both if ratio == INDEXED else 2 * dim)
+        # every tensor-parallel rank computes the latent and the keys; queries, normed and turned, and
+        # the output
+        kept = 2 * (rank + dim + far) + 4 * heads * dim + groups + at.hidden_size
+        products = at.hidden_size * (rank + dim + far + groups)
+        products += heads * dim * (rank + self.group_rank)
+        scores = heads * min(at.whole, BLOCK) * at.whole * p.cp
+        return LayerCost(
+            kept=kept * at.whole * at.width,
+            transient=2 * scores * FP32 + at.gathered,
+            flops=2 * products * at.whole,
+            pair_flops=self.index_flops,
+            chosen_flops=4 * heads * dim,
+            sent={"tp": at.gathers(2), "cp": (dim + far) * at.whole * at.width * (p.cp - 1)},
+        )
 
     def cached_values(self, ranks: int) -> int:
         """Counts the values of one token in one rank's cache, without the window: each rank has all

@@ -32,8 +32,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megagrpo.models.config_json import Rotary
-from megagrpo.models.kinds.compressed.cost import BLOCK, INDEXED
-from megagrpo.models.kinds.compressed.describe import CUT, CompressedAttention
+from megagrpo.models.kinds.compressed.describe import BLOCK, CUT, INDEXED, CompressedAttention
 from megagrpo.models.kinds.grouped_query.layer import PackedSequences, attend_with_sinks, gathered
 from megagrpo.models.kinds.recurrent import CutModule
 from megagrpo.models.layers.whole_linear import whole_parameter
@@ -78,9 +77,8 @@ class CompressedMixer(CutModule):
         self._sizes = sizes
         self._ratio = sizes.ratios[layer_number - 1]
         self._turns = Turns(sizes.far_rotary if self._ratio else sizes.rotary, sizes.rope_dim)
-        self._specs = list(sizes.weights(config.hidden_size, layer_number - 1))
         self._made = sizes.made(self._ratio)
-        for spec in self._specs:
+        for spec in sizes.weights(config.hidden_size, layer_number - 1):
             dtype = torch.float32 if spec.dtype else config.params_dtype
             shape = list(spec.shape)
             dim = CUT.get(spec.name)
@@ -96,14 +94,6 @@ class CompressedMixer(CutModule):
     def weight(self, name: str) -> Tensor:
         """Returns a parameter by its name in the description."""
         return self.get_parameter(name.replace(".", "/"))
-
-    def keep_float32(self) -> None:
-        """Restores float32 of sinks and of what is added to gates after a cast, as engines have
-        them."""
-        for spec in self._specs:
-            if spec.dtype:
-                parameter = self.weight(spec.name)
-                parameter.data = parameter.data.float()
 
     def forward(
         self,

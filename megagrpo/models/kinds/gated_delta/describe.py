@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megagrpo.models.config_json import HfConfig
-from megagrpo.models.costs import LayerCost, Share
-from megagrpo.models.kinds.gated_delta import cost
-from megagrpo.models.kinds.recurrence import Recurrence
+from megagrpo.models.costs import FP32, LayerCost, Share
+from megagrpo.models.kinds.recurrence import Recurrence, recurrent_cost
 from megagrpo.models.tensors import Shard, TensorSpec, load_groups
 
 if TYPE_CHECKING:
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
     from megagrpo.models.architecture import Architecture
     from megagrpo.models.fields import Fields, Kernels
     from megagrpo.models.kinds.gated_delta.layer import GatedDeltaNet
+
+_CHUNK = 64  # tokens that the kernel computes at once
 
 
 @dataclass(frozen=True)
@@ -118,5 +119,16 @@ class GatedDelta(Recurrence):
         }
 
     def cost(self, at: Share) -> LayerCost:
-        """Returns the cost of one for a micro-batch."""
-        return cost.layer(self, at)
+        """Returns the cost of one for a micro-batch, as flash-linear-attention's kernels compute it."""
+        p = at.parallel
+        heads = self.value_heads / p.tp
+        values = heads * self.value_dim
+        keys = heads * self.key_dim  # each is repeated for the value heads that share it
+        rows = self.rows / p.tp
+        # input of the convolution; queries, keys and values, each in one piece; the system of a chunk;
+        # the rule's output, gates and their product; decay and beta, and sums of them
+        kept = (self.channels / p.tp + 2 * keys + 4 * values + heads * _CHUNK) * at.width
+        kept += 4 * heads * FP32
+        # of a token: products in its chunk; the state is read twice and written
+        rule = 2 * _CHUNK * (3 * keys + 2 * values) + 6 * keys * self.value_dim
+        return recurrent_cost(at, rows, values, kept, rule, copies=5)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from megagrpo.models.kinds.gated_delta.describe import GatedDelta
 from megagrpo.models.kinds.recurrent import CHUNK, RecurrentMixer, convolve, in_chunks
 from megagrpo.models.layers.parts import Parts
+from megagrpo.models.layers.whole_linear import whole_parameter
 
 
 class GatedDeltaNet(RecurrentMixer):
@@ -48,12 +49,8 @@ class GatedDeltaNet(RecurrentMixer):
         self.conv1d = self.cut(self.channels, 1, config.linear_conv_kernel_dim)
         self.A_log = self.cut(self.values, dtype=torch.float32)
         self.dt_bias = self.cut(self.values)
-        self.norm = torch.nn.Parameter(  # not zero-centered, unlike the model's other norms
-            torch.empty(
-                self.value_dim, dtype=config.params_dtype, device=torch.cuda.current_device()
-            )
-        )
-        self.norm.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        # not zero-centered, unlike the model's other norms
+        self.norm = whole_parameter(config, (self.value_dim,), config.params_dtype)
 
     def mix(self, mixed: Tensor, borders: Tensor | None) -> Tensor:
         heads = mixed.shape[2]

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megagrpo.models.config_json import HfConfig
-from megagrpo.models.costs import LayerCost, Share
-from megagrpo.models.kinds.kda import cost
-from megagrpo.models.kinds.recurrence import Recurrence
+from megagrpo.models.costs import FP32, LayerCost, Share
+from megagrpo.models.kinds.recurrence import Recurrence, recurrent_cost
 from megagrpo.models.tensors import Shard, TensorSpec, load_groups
 
 if TYPE_CHECKING:
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
 
     from megagrpo.models.architecture import Architecture
     from megagrpo.models.kinds.kda.layer import KimiDeltaAttention
+
+_CHUNK = 64  # tokens that the kernel computes at once
 
 
 @dataclass(frozen=True)
@@ -103,5 +104,17 @@ class Kda(Recurrence):
         layer.out_proj.weight.copy_(shard.columns(hf[prefix + "o_proj.weight"]))
 
     def cost(self, at: Share) -> LayerCost:
-        """Returns the cost of one for a micro-batch."""
-        return cost.layer(self, at)
+        """Returns the cost of one for a micro-batch, as flash-linear-attention's kernels compute it."""
+        p = at.parallel
+        heads = self.heads / p.tp
+        values = heads * self.dim
+        rows = 5 * values + heads
+        # the rows; convolved queries, keys and values; products of a chunk's queries and keys; the
+        # rule's output, normed and gated; narrow decays and gates; decays and beta, and sums of them
+        kept = (rows + 6 * values + 2 * heads * _CHUNK + 2 * self.dim / p.tp) * at.width
+        kept += 2 * (values + heads) * FP32
+        # of a token: products in its chunk; the state is read twice and written; decays and gates come
+        # through a narrow projection, not from the hidden state as the other rows
+        rule = 10 * _CHUNK * values + 6 * values * self.dim
+        narrow = 4 * self.dim * (at.hidden_size / p.tp + values) - 4 * at.hidden_size * values
+        return recurrent_cost(at, rows, values, kept, rule + narrow, copies=5)

@@ -20,6 +20,7 @@ from megagrpo.models.kinds.gated_delta.layer import convolve_fla, delta_rule, ru
 from megagrpo.models.kinds.kda.describe import Kda
 from megagrpo.models.kinds.recurrent import RecurrentMixer, convolve
 from megagrpo.models.layers.parts import Parts
+from megagrpo.models.layers.whole_linear import whole_parameter
 
 
 class KimiDeltaAttention(RecurrentMixer):
@@ -28,8 +29,6 @@ class KimiDeltaAttention(RecurrentMixer):
     Rows of `in_proj` stand head by head: [query, key, value, beta]; those of `conv1d` [query, key,
     value]. What is mixed has the head's decays and gates behind them.
     """
-
-    FLOAT32 = ("A_log", "dt_bias")
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, parts: Parts, sizes: Kda, **_: object
@@ -50,10 +49,7 @@ class KimiDeltaAttention(RecurrentMixer):
         self.conv1d = self.cut(3 * dim, 1, sizes.kernel)
         self.A_log = self.cut(1, dtype=torch.float32)
         self.dt_bias = self.cut(dim, dtype=torch.float32)
-        self.norm = torch.nn.Parameter(
-            torch.empty(dim, dtype=config.params_dtype, device=torch.cuda.current_device())
-        )
-        self.norm.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.norm = whole_parameter(config, (dim,), config.params_dtype)
 
     @property
     def first_projections(self) -> list[MegatronModule]:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megagrpo.models.config_json import HfConfig
-from megagrpo.models.costs import LayerCost, Share
-from megagrpo.models.kinds.mamba2 import cost
-from megagrpo.models.kinds.recurrence import Recurrence
+from megagrpo.models.costs import FP32, LayerCost, Share
+from megagrpo.models.kinds.recurrence import Recurrence, recurrent_cost
 from megagrpo.models.tensors import Shard, TensorSpec, load_groups
 
 if TYPE_CHECKING:
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
 
     from megagrpo.models.architecture import Architecture
     from megagrpo.models.kinds.mamba2.layer import Mamba2Mixer
+
+_CHUNK = 128  # tokens that the kernel computes at once
 
 
 @dataclass(frozen=True)
@@ -98,5 +99,18 @@ class Mamba2(Recurrence):
         layer.out_proj.weight.copy_(shard.columns(hf[prefix + "out_proj.weight"]))
 
     def cost(self, at: Share) -> LayerCost:
-        """Returns the cost of one for a micro-batch."""
-        return cost.layer(self, at)
+        """Returns the cost of one for a micro-batch, as mamba-ssm's kernels compute it."""
+        p = at.parallel
+        heads = self.heads / p.tp
+        values = self.values / p.tp
+        channels = self.channels / p.tp
+        rows = self.rows / p.tp
+        # the projection; convolved channels; the scan's output, and times its gate, normed; steps, and
+        # the state at the end of each chunk
+        kept = (rows + channels + 2 * values) * at.width
+        kept += (heads + values * self.state / _CHUNK) * FP32
+        # of a token: B with C of each group and scores with values in its chunk, on average half; the
+        # state is read and written
+        groups = self.groups / p.tp
+        scan = _CHUNK * (groups * self.state + values) + 4 * values * self.state
+        return recurrent_cost(at, rows, values, kept, scan, copies=3)
