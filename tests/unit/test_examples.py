@@ -49,8 +49,9 @@ from pathlib import Path
 for path, model in zip(sys.argv[1::2], map(Path, sys.argv[2::2])):
     actor, arch = load_config(path).actor.model_copy(update={"lora": None}), Model.read(model).arch
     place, copies = record_trainer_rank(arch, actor, actor.world_size - 1)
-    layers = {copy.hf.partition(".layers.")[2].split(".")[0] for copy in copies if ".layers." in copy.hf}
-    print(path, len(layers), "lm_head.weight" in {copy.hf for copy in copies}, *place.values())
+    names = {copy.hf for copy in copies}  # some families' begin with layers.
+    layers = {name.partition("layers.")[2].split(".")[0] for name in names if "layers." in name}
+    print(path, len(layers), bool({"lm_head.weight", "head.weight"} & names), *place.values())
 """
 
 
