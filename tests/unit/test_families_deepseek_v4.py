@@ -125,6 +125,14 @@ def test_engines_without_a_gpu_are_refused():
     assert not any("TileLang" in text for text in on_gpus)
 
 
+def test_a_cache_in_fp8_needs_a_correction():
+    for mismatch, refused in (({}, True), ({"weight": {"name": "tis"}}, False)):
+        own = experiment(algorithm={"mismatch": mismatch})
+        assert (
+            any("cache of a deepseek_v4 model is in FP8" in text for text in check_against_model(own, FLASH)) == refused
+        )
+
+
 def test_ranks_that_would_keep_old_sinks_are_refused():
     """SGLang's attention copies its heads' sinks once, if ranks divide them (MQALayer._local_attn_sink)."""
     one = {"dtype": "bfloat16"}
