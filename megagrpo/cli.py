@@ -106,6 +106,7 @@ _TOOLS = {
     ),
 }
 
+_Commands = argparse._SubParsersAction
 _HELP_WIDTH = 92
 # Purpose, example and commands, in the order of `megagrpo --help`.
 _GROUPS = {
@@ -130,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(words)
     if unknown:
         command = _parsers(parser)[args.command]
-        hint = did_you_mean(unknown[0], command.option_strings)
+        hint = did_you_mean(unknown[0], command._option_string_actions)
         command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     # a leader has a connection for each request in flight, and login shells allow 1024 files
     raise_file_limit()
@@ -151,11 +152,6 @@ def command_parsers() -> "dict[str, _Parser]":
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors suggest the nearest word."""
 
-    @property
-    def option_strings(self) -> list[str]:
-        """Returns the options, as they are written."""
-        return list(self._option_string_actions)
-
     def error(self, message: str) -> NoReturn:
         """Prints the usage and the message, and exits with 2."""
         wrong = re.search(r"invalid choice: '([^']*)'", message)
@@ -170,36 +166,26 @@ def _parsers(parser: argparse.ArgumentParser) -> "dict[str, _Parser]":
     return {name: command for action in actions for name, command in action.choices.items()}
 
 
-class _Commands:
-    """Collects the commands of the parser."""
-
-    def __init__(self, parser: argparse.ArgumentParser):
-        self._commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def add(
-        self, name: str, run: Callable[[argparse.Namespace], int], text: str
-    ) -> argparse.ArgumentParser:
-        """Adds a command; `text` is its help."""
-        command = self._commands.add_parser(name, description=text)  # _help says it too
-        command.set_defaults(run=run)
-        return command
-
-    def add_with_config(
-        self, name: str, run: Callable[[argparse.Namespace, ExperimentConfig], int], text: str
-    ) -> argparse.ArgumentParser:
-        """Adds a command that reads an experiment."""
-        command = self.add(name, lambda args: run(args, _load(args)), text)
-        option = command.add_argument
-        option("config", help="experiment YAML")
-        option(
-            "--set",
-            action="append",
-            default=[],
-            metavar="a.b=c",
-            dest="overrides",
-            help="override one key",
-        )
-        return command
+def _add_with_config(
+    commands: _Commands,
+    name: str,
+    run: Callable[[argparse.Namespace, ExperimentConfig], int],
+    text: str,
+) -> argparse.ArgumentParser:
+    """Adds a command that reads an experiment; `text` is its help."""
+    command = commands.add_parser(name, description=text)  # _help says it too
+    command.set_defaults(run=lambda args: run(args, _load(args)))
+    option = command.add_argument
+    option("config", help="experiment YAML")
+    option(
+        "--set",
+        action="append",
+        default=[],
+        metavar="a.b=c",
+        dest="overrides",
+        help="override one key",
+    )
+    return command
 
 
 def _load(args: argparse.Namespace) -> ExperimentConfig:
@@ -218,7 +204,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    commands = _Commands(parser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_training(commands)
     for name, tool in _TOOLS.items():
         _add_tool(commands, name, tool, imported=name in words)
@@ -243,8 +229,11 @@ def _add_tool(commands: _Commands, name: str, tool: _Tool, imported: bool) -> No
     def run(*args: object) -> int:
         return import_module(tool.module).run(*args)
 
-    add = commands.add_with_config if tool.reads_experiment else commands.add
-    command = add(name, run, tool.text)
+    if tool.reads_experiment:
+        command = _add_with_config(commands, name, run, tool.text)
+    else:
+        command = commands.add_parser(name, description=tool.text)
+        command.set_defaults(run=run)
     if imported:
         import_module(tool.module).add_options(command)
 
@@ -254,13 +243,13 @@ def _add_training(commands: _Commands) -> None:
         "serve and train on this machine, and clean up; with "
         "--master-addr, run this node's part of a colocated run"
     )
-    _add_node(commands.add_with_config("run", _run, text), "", 30000)
+    _add_node(_add_with_config(commands, "run", _run, text), "", 30000)
     text = "start and supervise the rollout service; with --master-addr, this node's part of it"
-    serve = commands.add_with_config("serve", _serve, text)
+    serve = _add_with_config(commands, "serve", _serve, text)
     serve.add_argument("--ray-address", help="join this Ray cluster")
     _add_node(serve, "rollout ", 30000)
     text = "start this node's trainer ranks for a running service (under torchrun: one rank)"
-    train = commands.add_with_config("train", _train, text)
+    train = _add_with_config(commands, "train", _train, text)
     train.add_argument("--service", help="URL of the service; default: from the run folder")
     _add_node(train, "trainer ", 29500)
 

@@ -72,28 +72,15 @@ class Mesh:
 
     def gather_dp(self, value: T) -> list[T]:
         """Collective over data-parallel ranks. Returns the value of each of them, in rank order."""
-        values: list = [value] * self.dp_size
-        if self.dp_size > 1:
-            dist.all_gather_object(values, value, group=self.dp_group)
-        return values
+        return _gathered(value, self.dp_size, self.dp_group)
 
     def gather_world(self, value: T) -> list[T]:
         """Collective. Returns the value of every rank of the world, in rank order."""
-        values: list = [value] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(values, value)
-        return values
-
-    def total(self, values: Tensor) -> Tensor:
-        """Collective. Returns the sum of a host tensor, of any shape, over the world."""
-        summed = values.clone()
-        if self.world_size > 1:
-            dist.all_reduce(summed)
-        return summed
+        return _gathered(value, self.world_size, None)
 
     def all_true(self, value: bool) -> bool:
         """Collective. Returns whether every rank of the world passes True."""
-        return self.largest(int(not value)) == [0]
+        return not self.any_true(not value)
 
     def any_true(self, value: bool) -> bool:
         """Collective. Returns whether some rank of the world passes True."""
@@ -233,6 +220,13 @@ class Mesh:
         if state == _VALUE and self.world_size > 1:
             dist.broadcast_object_list(box, src=source, group=group, device=torch.device("cpu"))
         return box[0]
+
+
+def _gathered(value: T, size: int, group: dist.ProcessGroup | None) -> list[T]:
+    values = [value] * size
+    if size > 1:
+        dist.all_gather_object(values, value, group)
+    return values
 
 
 def make_mesh(dp_rank: int, dp_size: int, device: torch.device, deadline_s: float) -> Mesh:

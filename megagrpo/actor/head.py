@@ -71,7 +71,10 @@ def over_tokens(
         streams = batch.streams if with_candidates else None
         if streams is not None and streams.top_ids is not None:
             tokens = torch.cat((tokens, micro.at_targets(streams.top_ids).long()), dim=1)
-        logprobs, entropy = token_values(actor, chunk, hidden, flat, tokens, temperature)
+        weight = chunk.output_weight()
+        options = temperature, actor.config.logprob_chunk_tokens, _vocabulary(actor, weight)
+        at_targets = gathered(actor, hidden)[flat]
+        logprobs, entropy = chunked_logprobs(at_targets, weight, tokens, *options)
 
         def spread(by_token: Tensor) -> Tensor:
             empty = by_token.new_zeros(len(micro.trained))
@@ -87,16 +90,9 @@ def over_tokens(
             assert reference.output_weight is not None, (
                 "the last stage has the reference's output weight"
             )
-            weight = chunk.output_weight()
-            policy_hidden = gathered(actor, hidden)[flat]
-            reference_head = (
-                on_device(reference.hidden[index], flat.device),
-                reference.output_weight,
-            )
-            rows = actor.config.logprob_chunk_tokens
-            shard = _vocabulary(actor, weight)
+            theirs = on_device(reference.hidden[index], flat.device)
             full_kl = spread(
-                chunked_full_kl(policy_hidden, weight, *reference_head, temperature, rows, shard)
+                chunked_full_kl(at_targets, weight, theirs, reference.output_weight, *options)
             )
         candidates = None
         if streams is not None and streams.top_logprobs is not None:
@@ -122,35 +118,16 @@ def with_draft(
         proposed, follows = drafted
         flat = micro.targets.flat
         weight = chunk.output_weight().detach()
-        rows = actor.config.logprob_chunk_tokens
-        shard = _vocabulary(actor, weight)
+        options = temperature, actor.config.logprob_chunk_tokens, _vocabulary(actor, weight)
         with torch.no_grad():
             every = gather_context(gathered(actor, hidden.detach()), micro.context)
             next_hidden = every[follows.places[flat]]
-        kl = chunked_draft_kl(
-            gathered(actor, proposed)[flat], next_hidden, weight, temperature, rows, shard
-        )
+        kl = chunked_draft_kl(gathered(actor, proposed)[flat], next_hidden, weight, *options)
         own = (kl * follows.sampled[flat]).sum() / num_tokens
         draft_loss = _all_context_ranks(own, micro.context)
         return loss + draft_loss, {**sums, "draft/kl": draft_loss.detach()}
 
     return from_hidden
-
-
-def token_values(
-    actor: MegatronActor,
-    chunk: Body,
-    hidden: Tensor,
-    flat: Tensor,
-    tokens: Tensor,
-    temperature: float,
-) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities of `tokens` [T] or [T, k], and entropy [T], predicted at flat
-    positions of hidden [s / tp, b, h]."""
-    weight = chunk.output_weight()
-    rows = actor.config.logprob_chunk_tokens
-    shard = _vocabulary(actor, weight)
-    return chunked_logprobs(gathered(actor, hidden)[flat], weight, tokens, temperature, rows, shard)
 
 
 def gathered(actor: MegatronActor, hidden: Tensor) -> Tensor:

@@ -235,13 +235,10 @@ class MegatronActor:
     def keep_reference(self) -> None:
         """Lets the model inside `as_reference()` be what it is now; with adapters it is the model
         without them."""
-        without_adapters = partial(lora.adapters_off, self.chunks)
-        kept = (
-            without_adapters
-            if self.config.lora is not None
-            else HostReference(self.parameters()).swapped_in
-        )
-        self.as_reference = kept
+        if self.config.lora is not None:
+            self.as_reference = partial(lora.adapters_off, self.chunks)
+        else:
+            self.as_reference = HostReference(self.parameters()).swapped_in
 
     def parameters(self) -> dict[str, Tensor]:
         """Returns this rank's live parameters of the HF model by a name that is unique on this

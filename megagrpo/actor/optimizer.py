@@ -134,14 +134,11 @@ def take_step(optimizer: ChainedOptimizer, norm: float, norm_of_draft: float = 0
     and `get_grad_norm` came before.
     """
     for part in optimizer.chained_optimizers:
-        for parameters, norm_of_these in (
-            (_parameters(part, False), norm),
-            (_parameters(part, True), norm_of_draft),
-        ):
-            if parameters and part.config.clip_grad > 0:
-                decoupled = _decoupled(part)
+        most = part.config.clip_grad
+        for drafts, total in ((False, norm), (True, norm_of_draft)):
+            if most > 0 and (parameters := _parameters(part, drafts)):
                 clip_grad_by_total_norm_fp32(
-                    parameters, part.config.clip_grad, norm_of_these, use_decoupled_grad=decoupled
+                    parameters, most, total, use_decoupled_grad=_decoupled(part)
                 )
     optimizer.step_with_ready_grads()
 

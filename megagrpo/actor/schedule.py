@@ -69,7 +69,7 @@ def run_schedule(
         micro_batch_size=micros.shapes[0][0] * actor.arch.num_streams,
         forward_only=forward_only,
     )
-    if not mpu.is_pipeline_last_stage(ignore_virtual=True):
+    if not actor.on_last_stage:
         return []
     counts = {"padded": padded, "real": real * (mpu.get_context_parallel_rank() == 0)}
     rank_metrics = {

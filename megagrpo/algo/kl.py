@@ -38,7 +38,9 @@ def kl_penalty(
         case "k2":
             value = _k2(x)
         case "k3":
-            value = _k3(x)
+            limited = x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+            # not exp(-x) - 1 + x, which rounds to 0 for |x| < 1e-4
+            value = torch.expm1(-limited) + limited
         case _:
             raise ValueError("the exact KL cannot be computed from the sampled tokens")
     if value_clamp is not None:
@@ -81,8 +83,3 @@ def adapted_kl_coef(coef: float, mean_kl: float, num_responses: int, options: Ad
 
 def _k2(x: Tensor) -> Tensor:
     return x.square() / 2
-
-
-def _k3(x: Tensor) -> Tensor:
-    x = x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return torch.expm1(-x) + x  # not exp(-x) - 1 + x, which rounds to 0 for |x| < 1e-4

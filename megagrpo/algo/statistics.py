@@ -216,7 +216,8 @@ def exact_row_sums(values: Tensor, lengths: Tensor) -> Tensor:
 
     def sums(rows: slice, tokens: slice) -> Tensor:
         bound = row_max(values[tokens].abs(), lengths[rows])
-        return exact_group_sums(values[tokens], _rows(lengths[rows]), bound, alone)[0]
+        of_row = torch.repeat_interleave(lengths[rows])
+        return exact_group_sums(values[tokens], of_row, bound, alone)[0]
 
     return in_runs(sums, lengths)
 
@@ -224,12 +225,7 @@ def exact_row_sums(values: Tensor, lengths: Tensor) -> Tensor:
 def row_sums(values: Tensor, lengths: Tensor) -> Tensor:
     """Returns the sums [N] of values [T], one by one in their own type, over samples of `lengths`
     [N] tokens each."""
-
-    def sums(rows: slice, tokens: slice) -> Tensor:
-        run = lengths[rows]
-        return values.new_zeros(len(run)).index_add_(0, _rows(run), values[tokens])
-
-    return in_runs(sums, lengths)
+    return _by_row(values, lengths, "sum")
 
 
 def row_counts(flags: Tensor, lengths: Tensor) -> Tensor:
@@ -242,12 +238,16 @@ def row_counts(flags: Tensor, lengths: Tensor) -> Tensor:
 def row_max(values: Tensor, lengths: Tensor) -> Tensor:
     """Returns the largest of 0 and the values [T] of each sample, [N]; lengths: [N], of the samples
     in tokens."""
+    return _by_row(values, lengths, "amax")
 
-    def largest(rows: slice, tokens: slice) -> Tensor:
+
+def _by_row(values: Tensor, lengths: Tensor, how: str) -> Tensor:
+    def reduced(rows: slice, tokens: slice) -> Tensor:
         run = lengths[rows]
-        return values.new_zeros(len(run)).scatter_reduce_(0, _rows(run), values[tokens], "amax")
+        of_row = torch.repeat_interleave(run)  # [T] int64, the sample of each token
+        return values.new_zeros(len(run)).scatter_reduce_(0, of_row, values[tokens], how)
 
-    return in_runs(largest, lengths)
+    return in_runs(reduced, lengths)
 
 
 def in_runs(work: Callable[[slice, slice], Tensor], lengths: Tensor) -> Tensor:
@@ -270,10 +270,6 @@ def to_tokens(values: Tensor, lengths: Tensor) -> Tensor:
     samples in tokens."""
     # torch's repeat_interleave makes 8 bytes for each token in addition
     return torch.from_numpy(values.numpy().repeat(lengths.numpy()))
-
-
-def _rows(lengths: Tensor) -> Tensor:
-    return torch.repeat_interleave(lengths)  # [T] int64, the sample of each token
 
 
 def _sums_of_scaled(

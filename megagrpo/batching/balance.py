@@ -14,7 +14,7 @@ budgets are in tokens.
 """
 
 import heapq
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 _MAX_ROUNDS = 1000  # of exchanges; each shortens the fullest part, and a few dozen are usual
@@ -200,23 +200,18 @@ def _filled(lengths: Sequence[int], budget: int, packed: bool) -> list[list[int]
     Packed: best-fit decreasing. Padded: neighbors in length together.
     """
     bins: list[list[int]] = []
-    if packed:
-        room: list[int] = []
-        for index in _longest_first(lengths):
-            fits = [(space, b) for b, space in enumerate(room) if space >= lengths[index]]
-            if fits:
-                _, b = min(fits)
-                bins[b].append(index)
-                room[b] -= lengths[index]
-            else:
-                bins.append([index])
-                room.append(budget - lengths[index])
-    else:
-        for index in _longest_first(lengths):
-            if bins and (len(bins[-1]) + 1) * lengths[bins[-1][0]] <= budget:
-                bins[-1].append(index)
-            else:
-                bins.append([index])
+    room: list[tuple[int, int]] = []  # left, and of which: ascending
+    for index in _longest_first(lengths):
+        length = lengths[index]
+        if not packed and bins and (len(bins[-1]) + 1) * lengths[bins[-1][0]] <= budget:
+            bins[-1].append(index)
+        elif packed and (fit := bisect_left(room, (length, 0))) < len(room):
+            space, number = room.pop(fit)
+            bins[number].append(index)
+            insort(room, (space - length, number))
+        else:
+            insort(room, (budget - length, len(bins)))
+            bins.append([index])
     return [sorted(b) for b in bins]
 
 
@@ -229,11 +224,7 @@ def _with_count(bins: list[list[int]], count: int) -> list[list[int]]:
     assert len(bins) <= count, f"{len(bins)} micro-batches cannot become {count}"
     bins = [list(b) for b in bins]
     while len(bins) < count:
-        widest = max(range(len(bins)), key=lambda b: (len(bins[b]), -b), default=None)
-        if widest is None or len(bins[widest]) < 2:
-            bins.append([])
-            continue
-        members = bins[widest]
-        bins[widest], extra = members[::2], members[1::2]
-        bins.append(extra)
+        widest = max(bins, key=len, default=[])
+        bins.append(widest[1::2])
+        del widest[1::2]
     return bins

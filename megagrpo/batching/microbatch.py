@@ -21,7 +21,7 @@ from megagrpo.batching.balance import (
     token_load,
 )
 from megagrpo.batching.image_positions import with_images
-from megagrpo.batching.rounds import Round, common_rounds, sequence_unit, up
+from megagrpo.batching.rounds import Round, common_rounds, largest, sequence_unit, up
 from megagrpo.config.schema import ParallelConfig
 from megagrpo.mesh import Mesh
 from megagrpo.types import Batch, MicroBatch, Targets
@@ -60,7 +60,7 @@ def plan_micro_batches(
     unit = sequence_unit(layout.cp)
     longest = 0
     if layout.pp > 1:
-        longest = up(int(mesh.reduce(torch.tensor(max(lengths, default=1)), "max")), unit)
+        longest = up(*largest([max(lengths, default=1)], mesh), unit)
         size = size._replace(budget=max(size.budget, longest))
         if not packed:
             # A row is as wide as the longest of all, and the budget is counted in such rows.
@@ -102,17 +102,19 @@ def _shapes(
     micro-batches."""
 
     def shape(members: list[int], context: int) -> tuple[int, int]:
-        sequences = [up(lengths[i], sequence_unit(context)) for i in members]
+        # one without samples is a dummy
+        sequences = [up(lengths[i], sequence_unit(context)) for i in members] or [1]
         chunks = 1 if layout.cp == 1 else 2 * context
         width_unit = layout.tp * math.lcm(chunks, size.multiple * context)
-        height, width = _shape(sequences, size.packed, width_unit)
-        return height, width // context
+        if size.packed:
+            sequences = [sum(sequences)]
+        return len(sequences), up(max(sequences), width_unit) // context
 
     if layout.pp == 1:
         return [shape(each.of(cp_rank), each.context) for each in rounds]
     shapes = [shape(part, each.context) for each in rounds for part in each.parts]
     heights, widths = zip(*shapes, strict=True)
-    height, width = mesh.reduce(torch.tensor([max(heights), max(widths)]), "max").tolist()
+    height, width = largest([max(heights), max(widths)], mesh)
     return [(height, width)] * len(rounds)
 
 
@@ -121,17 +123,6 @@ def _dummies(tokens: int, longest: int) -> list[int]:
     in them, so none is longer than the longest sample."""
     rest = tokens % longest
     return [longest] * (tokens // longest) + [rest] * (rest > 0)
-
-
-def _shape(lengths: list[int], packed: bool, width_unit: int) -> tuple[int, int]:
-    """Returns the number of rows and of tokens per row of a micro-batch; one without samples is a
-    dummy."""
-    height = 1
-    width = sum(lengths)
-    if not packed:
-        height = max(len(lengths), 1)
-        width = max(lengths, default=1)
-    return height, up(max(width, 1), width_unit)
 
 
 class MicroBatches(Sequence[MicroBatch]):
@@ -161,17 +152,15 @@ def _aligned(
 
     The k-th micro-batches of all ranks are alike in size. Returns the indices in each.
     """
-
-    def largest(values: list[int]) -> list[int]:
-        return mesh.reduce(torch.tensor(values), "max").tolist()
-
     budget = size.budget
     packed = size.packed
-    count = max(largest([len(fewest_micro_batches(lengths, budget, packed))])[0], 1)
+    (count,) = largest([max(len(fewest_micro_batches(lengths, budget, packed)), 1)], mesh)
     if layout.vpp > 1:
         count = up(count, layout.pp)
-    ways = candidate_cuts(lengths, budget, packed, count, largest(longest_lengths(lengths, count)))
-    loads = largest([token_load(b, lengths, packed) for way in ways for b in way])
+    ways = candidate_cuts(
+        lengths, budget, packed, count, largest(longest_lengths(lengths, count), mesh)
+    )
+    loads = largest([token_load(b, lengths, packed) for way in ways for b in way], mesh)
     slowest = [loads[i : i + count] for i in range(0, len(loads), count)]
     return ways[cheapest_cut(slowest, one_shape=layout.pp > 1)]
 

@@ -48,6 +48,11 @@ def up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+def largest(values: Sequence[int], mesh: Mesh) -> list[int]:
+    """Collective over data-parallel ranks. Returns the largest of each value."""
+    return mesh.reduce(torch.tensor(values), "max").tolist()
+
+
 def common_rounds(
     lengths: Sequence[int],
     budget: int,
@@ -57,20 +62,16 @@ def common_rounds(
 ) -> list[Round]:
     """Collective over data-parallel ranks. Returns this replica's rounds, as many as every other's:
     of several ways to give samples ranks, from the fewest that hold them to all, the cheapest."""
-
-    def largest(values: list[int]) -> list[int]:
-        return mesh.reduce(torch.tensor(values), "max").tolist()
-
     sizes = layout.context_sizes
     multiple = layout.pp if layout.vpp > 1 else 1
     ways = [
         plan_rounds(lengths, budget, sizes, limit, attention_length)
         for limit in (*(budget // layout.cp >> halved for halved in range(_HALVED)), 0)
     ]
-    counts = [up(max(count, 1), multiple) for count in largest(list(map(len, ways)))]
+    counts = [up(max(count, 1), multiple) for count in largest(list(map(len, ways)), mesh)]
     for way, count in zip(ways, counts, strict=True):
         way += [Round(layout.cp, [[]])] * (count - len(way))
-    costs = iter(largest([each.cost for way in ways for each in way]))
+    costs = iter(largest([each.cost for way in ways for each in way], mesh))
     slowest = [list(islice(costs, count)) for count in counts]
     return ways[cheapest_cut(slowest, one_shape=layout.pp > 1)]
 

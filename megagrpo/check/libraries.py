@@ -17,6 +17,7 @@ from megagrpo.rollout.service.engine_command import (
     engine_environment,
     environment_without_gpu,
 )
+from megagrpo.system.errors import translated
 
 ON_CPU = ServerPlace(0, "127.0.0.1", 30000, "127.0.0.1:30001", cuda=False, num_cores=1)
 _LIMIT_S = 600.0
@@ -94,14 +95,15 @@ def as_engine(config: ExperimentConfig) -> dict[str, str]:
 
 def answer_of(module: str, job: object, environment: dict[str, str] | None, problem: str) -> str:
     """Returns the standard output of a module that gets a job. Raises ValueError if it fails."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", module],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        timeout=_LIMIT_S,
-        env=environment,
-    )
+    with translated(problem, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", module],
+            input=json.dumps(job),
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+            env=environment,
+        )
     if done.returncode:
         said = (done.stdout + done.stderr).strip()[-_SHOWN:]
         raise ValueError(f"{problem} (status {done.returncode}):\n{said}")

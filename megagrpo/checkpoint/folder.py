@@ -36,6 +36,19 @@ def latest(root: Path, at_most: int | None = None) -> Path | None:
     return max(checkpoints, key=step_of, default=None)
 
 
+def require_finished(folder: Path) -> None:
+    """Raises ValueError if the folder that `--checkpoint` names is no finished checkpoint."""
+    if (folder / "config.json").is_file():
+        raise ValueError(
+            f"--checkpoint {folder} is a Hugging Face folder: give it as --set model.path={folder}"
+        )
+    if not (folder / "manifest.json").is_file():
+        remedy = "give a folder of a run such as <output_dir>/checkpoints/step_000010"
+        raise ValueError(
+            f"--checkpoint {folder} is no finished checkpoint: it has no manifest.json; {remedy}"
+        )
+
+
 def finished_checkpoints(root: Path) -> list[Path]:
     """Returns the finished checkpoints, the lowest step first."""
     folders = (p for p in root.glob("step_*") if _NAME.fullmatch(p.name) and p.is_dir())

@@ -16,6 +16,7 @@ from megagrpo.config.fields import (
     Rule,
     Seconds,
     Section,
+    repeated,
 )
 
 
@@ -44,22 +45,19 @@ class ParallelConfig(Section):
     """Layers of this pipeline stage. Default: stages without a number share the rest equally."""
 
     def problems(self) -> list[Rule]:
-        one_stage = "needs pp > 1: without a pipeline one stage has all layers"
         return [
             Rule(
                 self.vpp > 1 and self.pp == 1,
                 f"vpp {self.vpp} needs pp > 1: virtual stages share the ranks of a pipeline",
                 "raise pp, or remove vpp",
             ),
-            Rule(
-                self.first_stage_layers and self.pp == 1,
-                f"first_stage_layers {self.first_stage_layers} {one_stage}",
-                "raise pp, or remove it",
-            ),
-            Rule(
-                self.last_stage_layers and self.pp == 1,
-                f"last_stage_layers {self.last_stage_layers} {one_stage}",
-                "raise pp, or remove it",
+            *(
+                Rule(
+                    getattr(self, key) and self.pp == 1,
+                    f"{key} {getattr(self, key)} needs pp > 1: without a pipeline one stage has all layers",
+                    "raise pp, or remove it",
+                )
+                for key in ("first_stage_layers", "last_stage_layers")
             ),
             Rule(
                 self.dynamic_context and (self.cp == 1 or self.context_sizes[-1] != self.cp),
@@ -150,7 +148,7 @@ class LoraConfig(Section):
     @field_validator("targets")
     @classmethod
     def _each_once(cls, targets: list[Projection]) -> list[Projection]:
-        if twice := sorted({name for name in targets if targets.count(name) > 1}):
+        if twice := repeated(targets):
             raise ValueError(f"names {', '.join(twice)} twice")
         return targets
 

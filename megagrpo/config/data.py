@@ -16,6 +16,7 @@ from megagrpo.config.fields import (
     Text,
     TopK,
     named,
+    repeated,
 )
 from megagrpo.config.objective.own import OwnArguments
 
@@ -187,10 +188,10 @@ class DataConfig(Section):
         return ", ".join(self.paths)
 
     def problems(self) -> list[Rule]:
-        twice = sorted({path for path in self.paths if self.paths.count(path) > 1})
+        twice = repeated(self.paths)
         chat = self.chat_template
         names = [source.source for source in self.sources]
-        same = sorted({name for name in names if names.count(name) > 1})
+        same = repeated(names)
         with_ratio = sum(source.ratio is not None for source in self.sources)
         return [
             Rule(

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import UnionType
@@ -69,7 +70,6 @@ Aggregation = Literal[
 LibrarySettings = dict[str, Any]
 RULES_LATER = {"rules": "later"}  # a context of validation in which broken_rules judges instead
 KeyPath = tuple[str | int, ...]  # of a value in an experiment: ("sampling", "stop", 0)
-KeyItems = list[tuple[KeyPath, object]]
 
 
 @dataclass(frozen=True)
@@ -147,20 +147,24 @@ def broken_rules(section: Section, path: KeyPath = ()) -> Iterator[tuple[KeyPath
         found += [rule.text for rule in section.problems() if rule.when]
     yield from ((path, text) for text in found)
     for key, value in section:
-        inside: KeyItems = [((key,), value)]
-        if isinstance(value, list):
-            inside = [((key, index), item) for index, item in enumerate(value)]
-        elif isinstance(value, dict):
-            inside = [((key, name), item) for name, item in value.items()]
-        for keys, item in inside:
+        inside: dict[KeyPath, object] = {(): value}
+        if isinstance(value, list | dict):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            inside = {(name,): item for name, item in items}
+        for name, item in inside.items():
             if isinstance(item, Section):
-                yield from broken_rules(item, (*path, *keys))
+                yield from broken_rules(item, (*path, key, *name))
 
 
 def named(names: Iterable[str]) -> str:
     """Returns the names as a message lists them; "..." if there are none, as on the page of all
     rules."""
     return ", ".join(names) or "..."
+
+
+def repeated(names: Iterable[str]) -> list[str]:
+    """Returns the names that are there several times."""
+    return sorted(name for name, number in Counter(names).items() if number > 1)
 
 
 def refuse(title: str, problems: Iterable[str]) -> None:

@@ -18,6 +18,7 @@ from megagrpo.config.fields import (
     Seconds,
     Section,
     named,
+    repeated,
 )
 from megagrpo.system.errors import translated
 
@@ -194,8 +195,7 @@ class RewardConfig(Section):
 
     def problems(self) -> list[Rule]:
         check_options(self.grader, self.args)
-        names = [entry.short_name for entry in self.entries]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        twice = repeated(entry.short_name for entry in self.entries)
         total_s = 0.0
         for entry in self.entries:
             if entry.grader == "code":

@@ -23,6 +23,7 @@ from megagrpo.config.fields import (
     Rule,
     Section,
     Text,
+    repeated,
 )
 from megagrpo.config.objective.teachers import TeacherConfig
 from megagrpo.config.reward import GraderConfig, RewardConfig
@@ -159,11 +160,8 @@ class LogConfig(Section):
     log-probabilities."""
 
     def problems(self) -> list[Rule]:
-        names = [tracker.name for tracker in self.trackers]
-        twice = {name for name in names if names.count(name) > 1}
-        return [
-            Rule(bool(twice), f"trackers names {', '.join(sorted(twice))} twice", "name it once"),
-        ]
+        twice = repeated(tracker.name for tracker in self.trackers)
+        return [Rule(twice, f"trackers names {', '.join(twice)} twice", "name it once")]
 
 
 class ClusterConfig(Section):

@@ -17,16 +17,6 @@ if TYPE_CHECKING:
     from megagrpo.config.load import Plain
 
 _TOOLS = "megagrpo.tools"
-# error of a value that has another type, or is no choice -> the type in words; "": its choices
-_MISFITS = {
-    "string_type": "a text",
-    "int_type": "a number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "list_type": "a list",
-    "dict_type": "a map",
-    "literal_error": "",
-}
 
 
 def by_path(exc: ValidationError, data: "Plain") -> dict[KeyPath, list[ErrorDetails]]:
@@ -44,14 +34,16 @@ def in_words(
     the value fits say what is wrong, or all of them together."""
     for path, errors in found.items():
         value = value_at(data, path)
-        fitting = [error for error in errors if error["type"] not in _MISFITS]
-        inside = any(other[:-1] == path for other in found)
-        if len(errors) > 1 and not fitting and not inside:
-            kinds = [_MISFITS[error["type"]] or error["ctx"]["expected"] for error in errors]
-            yield path, f"{shown(path, value)}: should be {' or '.join(dict.fromkeys(kinds))}"
+        misfits = [
+            error["msg"] for error in errors if error["type"].endswith(("_type", "literal_error"))
+        ]
+        if len(misfits) < len(errors) or any(other[:-1] == path for other in found):
+            errors = [error for error in errors if error["msg"] not in misfits]
+        elif len(misfits) > 1:
+            kinds = " or ".join(misfits).replace("Input should be ", "")
+            yield path, f"{shown(path, value)}: should be {kinds}"
             continue
-        told = fitting if fitting or inside else errors
-        for text in dict.fromkeys(_describe(error, path, value) for error in told):
+        for text in dict.fromkeys(_describe(error, path, value) for error in errors):
             yield path, text
 
 

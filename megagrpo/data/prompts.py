@@ -258,6 +258,7 @@ def render_rows(
     for (row, text, messages, images), ids in zip(rendered, tokens, strict=True):
         with collected(problems):
             _refuse_tokens(tokenizer, row, text, ids[data.add_bos :])
+            shown = row.demonstration
             prompt = Prompt(
                 row.id,
                 text,
@@ -271,21 +272,23 @@ def render_rows(
                 tools=list(row.tools),
                 teachers=row.teachers,
                 weights=row.weights,
-                demonstration=_demonstrated(tokenizer, row, text),
+                demonstration=whole_response(tokenizer, row.location, text, shown)
+                if shown
+                else None,
             )
             prompts.append((prompt, images))
     return _with_images(store, prompts, problems)
 
 
-def _demonstrated(tokenizer: "PreTrainedTokenizerBase", row: Row, prompt: str) -> np.ndarray | None:
-    """Returns the tokens of a row's demonstration and its end of sequence, [T] int32."""
-    text = row.demonstration
-    if not text:
-        return None
+def whole_response(
+    tokenizer: "PreTrainedTokenizerBase", location: str, prompt: str, text: str
+) -> np.ndarray:
+    """Returns the tokens of a response to learn and its end of sequence, [T] int32. Raises
+    ValueError with the row's location."""
     ids = tokens_behind(tokenizer, prompt, text)
     if tokenizer.eos_token_id is None or has_unknown(tokenizer, text, ids):
         raise ValueError(
-            f"{row.location}: the tokenizer does not know every character of the demonstration "
+            f"{location}: the tokenizer does not know every character of the response "
             f"{text!r:.80}, or has no end-of-sequence token, with which it should end"
         )
     return np.array([*ids, tokenizer.eos_token_id], np.int32)

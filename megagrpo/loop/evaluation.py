@@ -3,6 +3,7 @@ on the order of training."""
 
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
 from math import comb
 
 from megagrpo.loop.run import Run
@@ -52,20 +53,19 @@ def evaluation_metrics(
     A response that could not be scored counts as 0 and as not passed.
     """
     scores = [[o.value if o.ok else 0.0 for o in group.outcomes] for group in groups]
-    flat = [s for group in scores for s in group]
     samples = [sample for group in groups for sample in group.samples]
-    unscored = sum(not outcome.ok for group in groups for outcome in group.outcomes)
-    metrics.add_mean(f"{prefix}/accuracy", sum(flat), len(flat))
-    metrics.add_mean(f"{prefix}/unscored_fraction", unscored, len(flat))
-    lengths = sum(len(sample.token_ids) for sample in samples)
-    truncated = sum(sample.finish_reason == "length" for sample in samples)
-    metrics.add_mean(f"{prefix}/length_mean", lengths, len(samples))
-    metrics.add_mean(f"{prefix}/truncated_fraction", truncated, len(samples))
+    values: dict[str, list[float]] = {
+        "accuracy": list(chain.from_iterable(scores)),
+        "unscored_fraction": [not outcome.ok for group in groups for outcome in group.outcomes],
+        "length_mean": [len(sample.token_ids) for sample in samples],
+        "truncated_fraction": [sample.finish_reason == "length" for sample in samples],
+    }
     if num_samples > 1:
-        passed = sum(
+        values["pass_at_k"] = [
             pass_at_k(len(group), sum(s >= 1 for s in group), num_samples) for group in scores
-        )
-        metrics.add_mean(f"{prefix}/pass_at_k", passed, len(scores))
+        ]
+    for name, each in values.items():
+        metrics.add_mean(f"{prefix}/{name}", sum(each), len(each))
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

@@ -90,6 +90,27 @@ def missing_keys(hf: HfConfig, keys: tuple[str, ...] = ()) -> list[str]:
     return [f"config.json lacks {key}" for key in (*_REQUIRED_KEYS, *keys) if key not in hf]
 
 
+def other_values(hf: HfConfig, supported: Mapping[str, object]) -> list[str]:
+    """Returns a problem for each key with another value than the supported one, or those of a
+    tuple; the key may be absent."""
+    problems = []
+    for key, known in supported.items():
+        values = known if isinstance(known, tuple) else (known,)
+        if hf.get(key, values[0]) not in values:
+            problems.append(f"{key} {hf[key]!r} is not supported; supported: {values[0]!r}")
+    return problems
+
+
+def latent_refusals(hf: HfConfig) -> list[str]:
+    """Returns a problem unless latent attention has as many heads of keys as of queries."""
+    heads = hf["num_attention_heads"]
+    if (kv_heads := hf.get("num_key_value_heads", heads)) == heads:
+        return []
+    return [
+        f"num_key_value_heads {kv_heads} must be num_attention_heads {heads} in latent attention"
+    ]
+
+
 def llama3_refusals(scaling: HfConfig) -> list[str]:
     """Returns a problem unless a rotary scaling is Llama 3's, with any factor."""
     if {key: scaling.get(key) for key in _LLAMA3_SCALING} == _LLAMA3_SCALING:

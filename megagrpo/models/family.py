@@ -62,16 +62,36 @@ class Family:
     CENTERED_NORMS: ClassVar[bool] = False  # RMSNorms multiply by 1 + weight
     GATED: ClassVar[bool] = True  # of Architecture
 
+    def common(self, hf: HfConfig) -> HfConfig:
+        """Returns a config.json with the keys that other families have."""
+        return hf
+
     def refusals(self, hf: HfConfig) -> list[str]:
         """Returns what would fail, or be silently wrong, with this config.json: missing keys,
         unsupported options."""
+        hf = self.common(hf)
         problems = missing_keys(hf, self.REQUIRED_KEYS)
         if problems:
             return problems
         problems = self.own_refusals(hf)
         experts = hf.get("num_experts") or hf.get("num_local_experts") or hf.get("n_routed_experts")
-        if experts and (hf.get("num_experts_per_tok") or 0) > experts:
+        chosen = hf.get("num_experts_per_tok") or 0
+        if experts and chosen > experts:
             problems.append(f"num_experts_per_tok is more than its {experts} experts")
+        if experts and chosen < 2 and hf.get("norm_topk_prob", True):
+            # Megatron divides scores by their sum only if there are several
+            problems.append(
+                f"num_experts_per_tok {chosen} is not supported: one expert's score would not be "
+                "divided by itself"
+            )
+        attention = self.attention(hf)
+        if self.PARTIAL_ROTARY and isinstance(attention, GroupedQuery):
+            turning = attention.head_dim * attention.rotary.fraction
+            if turning % 2:
+                problems.append(
+                    f"partial_rotary_factor turns {turning:g} of head_dim {attention.head_dim}; "
+                    "rotary turns pairs"
+                )
         if scaling := rope_scaling(hf):
             problems += self.ROPE_SCALING_REFUSALS(scaling)
         if not self.PARTIAL_ROTARY and (fraction := rotary_fraction(hf)) != 1.0:
@@ -101,6 +121,7 @@ class Family:
 
     def architecture(self, hf: HfConfig) -> Architecture:
         """Reads a config.json that has no refusals."""
+        hf = self.common(hf)
         return Architecture(
             family=hf["model_type"],
             hidden_size=hf["hidden_size"],

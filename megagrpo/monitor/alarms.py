@@ -40,7 +40,7 @@ class MismatchAlarm:
         sums = torch.stack(
             [torch.ones_like(apart).sum(), apart.sum(), (apart > tail).sum().double()]
         )
-        tokens, total, beyond = mesh.total(sums).tolist()
+        tokens, total, beyond = torch.stack(mesh.gather_world(sums)).sum(0).tolist()
         if not tokens or (total / tokens <= mean and beyond / tokens <= _TAIL):
             return ""
         # not found here: the hooks of `bisect` do not run in a GPU engine's captured graphs

@@ -128,7 +128,7 @@ class WorkerProcess:
         If it is cancelled, it asks the child to cancel the call, and ends the process if the child
         does not within GRACE_S. Raises WorkerError if the process is gone.
         """
-        if not self.is_open or self._writer is None:
+        if not self.is_open:
             raise WorkerError(self._ended or "it was ended")
         number, result = next(self._numbers), asyncio.get_running_loop().create_future()
         self._results[number] = result

@@ -72,12 +72,12 @@ def _assert_consistent(found: dict[str, Tensor]) -> None:
 
 def _assert_forced(found: dict[str, Tensor], arch) -> None:
     """Planted experts have all of the weight where they are given; elsewhere the router's own choice has it."""
-    ids = planted(arch)
-    for layer in range(arch.experts.dense_layers, arch.num_layers):
-        given = torch.cat([ids[row, :length, layer] for row, length in enumerate(LENGTHS)])
+    routing = planted(arch)
+    known = torch.cat([torch.arange(n) < n - 1 for n in LENGTHS])[:, None]
+    for slot, layer in enumerate(arch.routed_layers):
         maps = found[f"forced/layers.{layer}.experts"].bool()  # what the router would have chosen
-        wanted = torch.zeros_like(maps).scatter(1, given.clamp(min=0), True)
-        wanted = torch.where((given >= 0).all(1, keepdim=True), wanted, maps)
+        wanted = torch.zeros_like(maps).scatter(1, routing.experts[:, slot], True)
+        wanted = torch.where(known, wanted, maps)
         shares = found[f"forced/layers.{layer}.expert_shares"]
         assert torch.equal(shares > 0, wanted)
         assert not torch.equal(wanted, maps)

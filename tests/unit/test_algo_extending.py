@@ -32,7 +32,6 @@ class ToyLoss(Variant):
 """, "    PpoClipLoss |", "    ToyLoss |\n"),
     "reward step": ("config/objective/reward_shaping.py", "class RewardShapingConfig(", """
 class RewardBonus(RewardStep):
-    switches = ("bonus",)
     bonus: float | None = None
 
 

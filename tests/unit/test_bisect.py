@@ -3,6 +3,8 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from megagrpo.cli import main
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.prompts import PromptSet
 from megagrpo.models.family import TinySizes
 from megagrpo.models.table import architecture_of
 from megagrpo.system.run_folder import RunFolder
@@ -24,7 +27,7 @@ from megagrpo.tools.bisect.hooks import Recorder, SeenTokens, Tap
 from megagrpo.tools.bisect.sides import Side, from_engine, from_trainer
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.weights.engines.loader import engine_end
-from tests.experiments import QUICKSTART, setting_problems
+from tests.experiments import QUICKSTART, experiment, setting_problems
 
 LENGTHS = [9, 14]
 SIZES: Sizes = {"tokens": LENGTHS}
@@ -331,3 +334,20 @@ def test_an_engine_runs_the_requests_of_a_tool_that_they_name(tmp_path):
     assert end.answer(request, None) == {"problems": []}
     (seen,) = torch.load(file)["first"]
     assert torch.equal(seen, output)
+
+
+def test_a_checkpoint_gives_its_weights_only(monkeypatch):
+    """One that no layout but the run's can resume has an optimizer state that bisect's ranks could not read."""
+    from megagrpo.tools.bisect import ranks
+
+    def load(config, source, actor, **options):
+        raise InterruptedError(source, options)
+
+    monkeypatch.setattr(ranks, "load_checkpoint", load)
+    for name in ("model_to_train", "load_tokenizer", "make_actor", "load_initial_weights"):
+        monkeypatch.setattr(ranks, name, lambda *_: SimpleNamespace(arch=None))
+    monkeypatch.setattr(ranks, "load_prompts", lambda *_: PromptSet([], 0, shuffle=False))
+    monkeypatch.setattr(ranks, "ImageStore", SimpleNamespace(of=lambda *_: None))
+    with pytest.raises(InterruptedError) as raised:
+        ranks.bisect_ranks(experiment(), SimpleNamespace(prompts=1, checkpoint="step_000001"), torch.device("cpu"))
+    assert raised.value.args == (Path("step_000001"), {"with_optimizer": False})

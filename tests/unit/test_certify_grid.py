@@ -78,3 +78,5 @@ def test_not_a_number_is_above_every_bound(tmp_path: Path):
     assert len(failures(result, LEAST)) == 4
     results = [result, result | {"case": asdict(NEIGHBOR)}]
     assert write_certificate(tmp_path, name="name", family="qwen3", results=results, left_out={})[1] is False
+    report = json.loads((tmp_path / "report.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert report["cases"][0]["gradients"] == {"a": 0.0, "b": None}

@@ -117,6 +117,7 @@ def test_an_engine_releases_once_and_takes_back_only_what_it_has_released():
     with running(FakeEngine(more=more)) as engine:
         asyncio.run(through_a_step(engine.info.url))
         assert engine.calls[:2] == ["/pause_generation", "/abort_request"], "it releases nothing while something runs"
+        assert engine.calls.count("/pause_generation") == 2, "each of a thousand ranks asks an engine that sleeps"
         engine.refuses = "/release_memory_occupation"
         with pytest.raises(SleepFailed, match="refuses release_memory_occupation: 400"):
             asyncio.run(through_a_step(engine.info.url))

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megagrpo.config.data import DataConfig
 from megagrpo.config.fields import all_paths, annotations_at, members, sections
 from megagrpo.config.load import ConfigError, dump_config
 from megagrpo.config.schema import ExperimentConfig
@@ -141,7 +142,8 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
         "e.yaml:9: group_size = 4: unknown key; did you mean train.group_size?",
         "e.yaml:11: algorithm.advantage.name = 'gropo': unknown; did you mean 'grpo'?",
         "e.yaml:12: algorithm.kl.estimator = 'k33': not a choice; did you mean 'k3'?",
-        "e.yaml:14: reward.args.x = [1]: should be a text or a number or true or false or a map",
+        "e.yaml:14: reward.args.x = [1]: should be a valid string or a valid integer or a valid number or a valid "
+        "boolean or a valid dictionary",
         "e.yaml:18: actor.dtype = 'bf16': not a choice; did you mean 'bfloat16'?",
         "e.yaml:18: actor.optimizer.lr = -1e-06: should be greater than 0",
         "e.yaml:20: eval = 3: should be a section with keys data, every, before_first_step, num_samples, temperature, "
@@ -185,13 +187,10 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
         ("checkpoint: {dir: ' '}\n", "e.yaml:5: checkpoint.dir: it is empty"),
         ("eval: {data: {path: ''}}\n", "e.yaml:5: eval.data.path: it is empty"),
         ("eval: {data: {path: $NOPE/x}}\n", "e.yaml:5: eval.data.path: '$NOPE/x' names a variable that is not set"),
-        ("eval: {data: {path: 5}}\n", "e.yaml:5: eval.data.path = 5: should be a text or a list"),
+        ("eval: {data: {path: 5}}\n", "e.yaml:5: eval.data.path = 5: should be a valid string or a valid list"),
         ("eval: {data: {path: [5]}}\n", "e.yaml:5: eval.data.path.0 = 5: should be a valid string; write it in quotes"),
-        ("checkpoint: {asynchronous: maybe}\n", "asynchronous = 'maybe': should be true or false or 'auto'"),
-        (
-            "reward: {grader: code, args: {x: {y: [1]}}}\n",
-            "reward.args.x.y = [1]: should be a text or a number or true",
-        ),
+        ("checkpoint: {asynchronous: maybe}\n", "asynchronous = 'maybe': should be a valid boolean or 'auto'"),
+        ("reward: {grader: code, args: {x: {y: [1]}}}\n", "reward.args.x.y = [1]: should be a valid string or"),
         ("rollout: {host: ''}\n", "e.yaml:5: rollout.host: it is empty"),
         ("log: {wandb: {project: ' '}}\n", "e.yaml:5: log.wandb.project: it is empty"),
         (
@@ -313,3 +312,12 @@ def test_writing_is_whole_or_nothing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         dump_config(config, target)
     assert target.read_text() == before and [p.name for p in target.parent.iterdir()] == ["config.yaml"]
+
+
+def test_a_thousand_files_are_looked_through_once(monkeypatch):
+    """Every rank reads the experiment; each file was compared with all others, and all were listed anew for each."""
+    listed = []
+    parts = DataConfig.parts.fget
+    monkeypatch.setattr(DataConfig, "parts", property(lambda data: listed.append(1) or parts(data)))
+    DataConfig(path=[f"{number}.parquet" for number in range(1000)])
+    assert len(listed) < 10

@@ -57,7 +57,7 @@ def script(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def words(script):
-    return trainer_command(script, "*train.py", "")[0][1:-1]
+    return trainer_command(script, r"\S*train\.py", "")[0][1:-1]
 
 
 def slime(words, more="--colocate", framework="slime", train="train.py"):

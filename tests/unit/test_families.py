@@ -207,6 +207,15 @@ def test_layers_without_experts_are_refused():
     assert more == ["num_experts_per_tok is more than its 8 experts"]
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "qwen3_5_moe", "qwen3_next", "glm4_moe"])
+def test_one_expert_whose_weight_would_be_divided_by_itself_is_refused(family: str):
+    """Megatron refuses a softmax over one score, and does not divide a sigmoid's."""
+    hf = hf_config(TinyModelConfig(path="x", family=family)) | {"num_experts_per_tok": 1}
+    assert "num_experts_per_tok 1 is not supported" in model_problems(hf)[0]
+    if family == "qwen3_moe":
+        assert model_problems(hf | {"norm_topk_prob": False}) == []
+
+
 def test_division_by_the_chosen_experts_is_never_guessed():
     """Without the key transformers and SGLang differ on Qwen3-MoE; on Qwen3-VL-MoE both divide."""
     hf = hf_config(TinyModelConfig(path="x", family="qwen3_moe"))

@@ -57,6 +57,12 @@ def test_published_sizes():
     assert (stage.dense, stage.expert) == (counts.dense, counts.expert)
 
 
+def test_transformers_place_of_the_scaling_is_read():
+    moved = {**FLASH, "rope_parameters": FLASH["rope_scaling"]}
+    del moved["rope_scaling"]
+    assert architecture_of(moved) == architecture_of(FLASH)
+
+
 def test_layers_have_what_their_place_gives_them():
     specs = {spec.name: spec for spec in model_tensors(architecture_of(FLASH))}
     assert {"embed.weight", "norm.weight", "head.weight", "hc_head_fn", "layers.42.hc_ffn_scale"} < specs.keys()
@@ -86,6 +92,7 @@ def test_layers_have_what_their_place_gives_them():
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor must give"),
         ({"hc_mult": 1}, "hc_mult must be at least 2"),
         ({"rope_scaling": {**FLASH["rope_scaling"], "mscale": 2.0}}, "rope scaling 'yarn' with mscale"),
+        ({"rope_scaling": {**FLASH["rope_scaling"], "truncate": False}}, "rope scaling 'yarn' with truncate"),
         ({"attention_bias": True}, "attention_bias"),
     ],
 )
@@ -107,6 +114,7 @@ def test_a_size_that_is_missing_is_named(key: str):
         ({"megatron": {"recompute_modules": ["moe"]}}, "actor.megatron.recompute_modules is not supported"),
         ({"megatron": {"moe_shared_expert_overlap": True}}, "actor.megatron.moe_shared_expert_overlap is not"),
         ({"megatron": {"bias_activation_fusion": True}}, "actor.megatron.bias_activation_fusion is not"),
+        ({"megatron": {"mlp_chunks_for_training": 2}}, "routers would get parts of a micro-batch"),
         ({"megatron": {"use_te_activation_func": True}}, "actor.megatron.use_te_activation_func is not"),
         ({"megatron": {"fp8": "e4m3", "fp8_recipe": "blockwise"}}, "actor.megatron.fp8 is not supported"),
         ({"lora": {"rank": 4}}, "actor.lora is not supported"),
@@ -154,7 +162,7 @@ def test_stages_send_and_keep_every_stream():
     actor = {"world_size": 2, "dtype": "bfloat16", "recompute": "full", "parallel": {"pp": 2, "first_stage_layers": 22}}
     actor = ActorConfig.model_validate(actor)
     stages = [trainer_stages(architecture_of(FLASH | {"hc_mult": n}), actor, Load(8192, 8192))[0] for n in (2, 4)]
-    sent = [stage.cost().sent["pp"] for stage in stages]
+    sent = [stage.cost.sent["pp"] for stage in stages]
     assert sent == [2 * 4096 * 8192 * 2, 4 * 4096 * 8192 * 2]
 
 

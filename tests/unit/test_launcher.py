@@ -525,8 +525,13 @@ def test_a_command_beside_a_run_has_an_experiment_of_its_own(words, tmp_path, mo
     [
         (["sft"], "sft.model: none/config.json does not exist"),
         (["export", "out"], "run/checkpoints holds no finished checkpoint; name one with --checkpoint"),
-        (["export", "out", "--checkpoint", "cut"], "--checkpoint cut: no finished checkpoint is there"),
+        (
+            ["export", "out", "--checkpoint", "cut"],
+            "--checkpoint cut is no finished checkpoint: it has no manifest.json",
+        ),
         (["export", "out", "--checkpoint", "saved"], "none/config.json does not exist"),
+        (["export", "saved", "--checkpoint", "saved"], "export would remove what is in saved: name a new folder"),
+        (["export", "none", "--checkpoint", "saved"], "export would remove what is in none"),  # the model
         (["export", "out", "--lora"], "export --lora writes adapters, but the experiment has no actor.lora"),
         (["replay", "cut"], "cut is not a finished dump of a step"),
         (["replay", "dumped"], "dumped is of 3 data-parallel ranks, this layout has 2"),

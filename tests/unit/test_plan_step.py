@@ -215,7 +215,8 @@ def test_an_update_is_its_micro_batches_and_the_bubble():
     dp, peak = config.actor.dp, 989e12
     assert dp == 8
     count = 256 * 4 / 2 / 8 / 2  # samples of an update on a rank, two in a micro-batch
-    products = [(cost.flops * 18000 / cost.tokens + cost.pair_flops * 2 * 9000**2 / 2) / peak for cost in side.stages]
+    products = [(each.cost.flops + each.cost.pair_flops * 2 * 9000**2 / 2) / peak for each in side.stages]
+    assert {each.load.tokens for each in side.stages} == {18000}
     slowest = int(np.argmax(products))
     assert parts["compute"] == pytest.approx(2 * count * 4 * products[slowest])  # forward, again, 2 backward
     sent = sum(seconds for name, seconds in parts.items() if "communication" in name) / (2 * count * 3)
@@ -246,14 +247,29 @@ def test_trainers_multiply_with_every_weight(name, more):
     norms = work.whole * arch.num_layers  # which are no products, nor are biases
     token = work.token_flops
     expected = 1000 * token * (1 + more)
-    assert stage.flops * 2 == pytest.approx(expected, rel=0.01 + 2 * norms / token)
-    assert stage.pair_flops * 2 == pytest.approx(arch.attention.pair_flops * arch.attention_layers)
+    assert stage.cost.flops * 2 == pytest.approx(expected, rel=0.01 + 2 * norms / token)
+    assert stage.cost.pair_flops * 2 == pytest.approx(arch.attention.pair_flops * arch.attention_layers)
 
 
 def test_all_to_all_is_slow_between_nodes():
     near, far = (trained(pp=2, ep=ep)[1] for ep in (8, 32))
     assert far["ep communication"] > 5 * near["ep communication"]
     assert near["tp communication"] == pytest.approx(far["tp communication"])
+
+
+def test_a_backward_has_no_gradients_of_frozen_weights():
+    _, full, _, _ = trained(pp=2)
+    _, tuned, _, _ = trained("actor.lora={targets: [q_proj]}", pp=2)
+    assert tuned["compute"] == pytest.approx(full["compute"] * 3 / 4)  # forward, again, 1 backward of 2
+    assert tuned["tp communication"] == full["tp communication"]
+
+
+@pytest.mark.parametrize(("most", "holds"), [(8192, True), (32000, False)])
+def test_a_search_keeps_engines_that_hold_an_evaluation(most, holds):
+    config = shipped(LARGE, f"eval.max_response_tokens={most}")
+    small = config.rollout.model_copy(update={"sglang": {"max_total_tokens": 12000}})
+    config = config.model_copy(update={"rollout": small})
+    assert bool(search._best_engines(config, target_of(shipped()), 8)) == holds
 
 
 def test_a_publish_fills_the_fullest_link():

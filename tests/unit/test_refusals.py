@@ -16,6 +16,7 @@ PLAYED = ["reward={}", "sampling.environment={function: 'tests.games:Walk', epis
 DYNAMIC = ["actor.parallel={cp: 2, dynamic_context: true}", "actor.world_size=2"]
 REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     # routers and adapters
+    ([*PLAYED, "sampling.environment.credit=turn"], "credit turn with advantage grpo, which reads only the sum"),
     (["actor.router_losses={balance: 0}"], "balance and z are both 0; set one, or remove router_losses"),
     (["actor.router_losses={z: -1}"], "actor.router_losses.z = -1"),
     (["actor.router_losses={z: 1}", "actor.lora.rank=4"], "their biases too; remove router_losses"),

@@ -70,3 +70,9 @@ def test_only_what_was_accepted_is_not_asked_again(answer, times, monkeypatch, c
     assert found[0] == found[1] and bool(found[0]) == (times == 2)
     assert len(asked) == times
     assert capsys.readouterr().err.count("asking megatron") == times
+
+
+def test_a_library_that_does_not_answer_in_time_is_one_message(monkeypatch):
+    monkeypatch.setattr(libraries, "_LIMIT_S", 0.01)
+    with pytest.raises(ValueError, match=r"(?s)^sglang cannot be imported: .* timed out after 0.01 seconds"):
+        libraries.answer_of("megagrpo.check.libraries", [], None, "sglang cannot be imported")

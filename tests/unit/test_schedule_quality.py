@@ -125,6 +125,31 @@ def test_numbers_of_micro_batches_are_tried_in_growing_steps(monkeypatch):
     assert len(balance.fewest_micro_batches(lengths, 16384, True)) == 231 and len(tried) < 10
 
 
+class CountedLength(int):
+    """A length that counts its comparisons."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedLength.compared += 1
+        return int(self) == other
+
+    def __le__(self, other: int) -> bool:
+        CountedLength.compared += 1
+        return int(self) <= other
+
+    __hash__ = int.__hash__
+
+
+def test_a_full_micro_batch_is_not_looked_at_again():
+    """Of 1,000 samples no two fit together. Each would be compared with all micro-batches before it: 500,000 times."""
+    lengths = [CountedLength(600 + i % 7) for i in range(1000)]
+    assert balance.fewest_micro_batches(lengths, 1000, True) == [
+        [i] for i in sorted(range(1000), key=lambda i: -(i % 7))
+    ]
+    assert 0 < CountedLength.compared < 20_000
+
+
 def test_at_most_half_of_the_recorded_waste():
     checked = 0
     for case in load("balancing.json"):

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from megagrpo.batching.updates import one_pass
 from megagrpo.check.problems import preflight
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.data import DataConfig
-from megagrpo.data.prompts import refuse_long_demonstration
+from megagrpo.data.prompts import refuse_long_demonstration, whole_response
 from megagrpo.data.rows import read_rows
 from megagrpo.monitor.dump import write_dump
 from megagrpo.tools.ranks.dumps import read_dump
@@ -187,6 +188,17 @@ def test_a_dumped_step_has_its_streams(tmp_path):
     for name, weights in batch.streams.weights.items():
         assert torch.equal(read.streams.weights[name], weights)
     assert torch.equal(read.streams.teacher_logprobs, batch.streams.teacher_logprobs)
+
+
+def test_a_response_to_learn_may_name_the_token_for_unknown_characters():
+    """GPT-2's end of text, which an answer may write, is also its token for what it does not know."""
+    known = {"a": 5, "<|end|>": 9}
+    tokenizer = SimpleNamespace(unk_token_id=9, unk_token="<|end|>", eos_token_id=9)
+    tokenizer.encode = lambda text, **_: [known.get(part, 9) for part in text.split()]
+    tokenizer.convert_ids_to_tokens = lambda ids: ["a" for _ in ids]
+    assert whole_response(tokenizer, "a:1", "p", "a <|end|>").tolist() == [5, 9, 9]
+    with pytest.raises(ValueError, match="a:1: the tokenizer does not know every character of the response 'a b'"):
+        whole_response(tokenizer, "a:1", "p", "a b")
 
 
 def test_a_long_demonstration_is_refused():

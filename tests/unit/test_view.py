@@ -2,10 +2,12 @@
 
 import json
 import re
+import threading
 from contextlib import closing
 from dataclasses import replace
 from html.parser import HTMLParser
 
+import httpx
 import pytest
 from chromium import BrowserPage, find_chromium
 from made_run import HOSTILE, made_groups, make_run
@@ -15,7 +17,7 @@ from megagrpo.config.schema import LogConfig
 from megagrpo.monitor.rollout_log import RolloutLog
 from megagrpo.monitor.step_log import StepLog
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.tools.view.command import write_view
+from megagrpo.tools.view.command import view_server, write_view
 from megagrpo.tools.view.samples import read_samples, spread
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
@@ -170,6 +172,64 @@ def page(browser, runs):
     assert browser.errors == []
     assert browser.requests == [runs[0].view.as_uri()]
     assert browser.value("performance.getEntriesByType('resource').length") == 0
+
+
+def test_the_newest_step_comes_first_and_a_reload_keeps_the_choices(page):
+    steps = "[...document.querySelectorAll('#table tbody tr td:nth-child(2)')].map(e => e.textContent)"
+    assert page.value(steps)[0] == "12"
+    page.click("#search")
+    page.type("banana 12")
+    page.wait(f"{COUNT} === '10 of 288 samples'")
+    page.click("#table th:nth-child(1)")  # run, which orders the second run's rows first
+    page.click("#table tbody tr:nth-child(3)")
+    chosen = "document.querySelector('#detail h2').textContent"
+    before = page.value(steps), page.value(chosen)
+    page.value("window.before = true; location.reload()")
+    page.wait("window.before === undefined && document.readyState === 'complete' && !!document.getElementById('count')")
+    assert page.value(COUNT) == "10 of 288 samples"
+    assert (page.value(steps), page.value(chosen)) == before
+    page.requests.pop()
+
+
+def test_a_curve_says_its_value_under_the_pointer(page):
+    caption = "document.querySelector('#curves figcaption').textContent"
+    whole = page.value(caption)
+    move = (
+        "new PointerEvent('pointermove', {clientX: (b => b.x + b.width - 1)(svg.getBoundingClientRect()), clientY: 9})"
+    )
+    page.value(f"(svg => svg.dispatchEvent({move}))(document.querySelector('#curves svg'))")
+    assert re.fullmatch(r"reward/mean, step 12: [\d.e+-]+, [\d.e+-]+", page.value(caption)), "one value of each run"
+    page.value("document.querySelector('#curves svg').dispatchEvent(new PointerEvent('pointerleave'))")
+    assert page.value(caption) == whole
+    assert page.value("document.querySelector('#curves .axis').textContent") == "step 112"
+
+
+def test_reasoning_is_folded(page):
+    page.value("chosenRow.sample.text = 'so <b>\\n</think>\\n\\n42'; showSample(chosenRow)")
+    pane = "document.querySelector('#detail details')"
+    assert page.value(f"{pane}.open") is False
+    assert page.value(f"[{pane}.querySelector('pre').textContent, {pane}.nextSibling.textContent]") == [
+        "so <b>\n",
+        "42",
+    ]
+
+
+def test_a_served_page_is_made_anew_and_needs_its_address(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    server, url = view_server([folder], 20.0, 0)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        early = httpx.get(url)
+        assert early.status_code == 503 and "metrics.jsonl: no such file" in early.text
+        make_run(folder.path)
+        answer = httpx.get(url)
+        assert [run["name"] for run in runs_of(answer.text)] == ["run"] and '"renew_s":60' in answer.text
+        assert httpx.get(url.rsplit("/", 1)[0] + "/").status_code == 404
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def test_filter_search_and_order(page):

@@ -27,6 +27,12 @@ def as_read(subject: Subject) -> Iterator[Rule]:
         "to each prompt, which would have other turns",
         "take another estimator",
     )
+    played = sampling.environment or sampling.agent
+    yield Rule(
+        played and played.credit == "turn" and not advantage.has_returns,
+        f"credit turn with advantage {advantage.name}, which reads only the sum of a rollout's rewards",
+        "take reinforce or reinforce_plus_plus, or credit: rollout",
+    )
     yield Rule(
         whole_s >= experiment.rollout.step_timeout_s,
         "sampling.environment.episode_timeout_s must be below "

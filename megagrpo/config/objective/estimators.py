@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from megagrpo.config.fields import Aggregation, PositiveFloat, Variant
+from megagrpo.config.fields import PositiveFloat, Variant
 from megagrpo.config.objective.own import OwnFunction
 
 
@@ -23,6 +23,8 @@ class Estimator(Variant):
     needs_greedy_response: ClassVar[bool] = False
     # the scores of several graders, one by one; refuses what changes only their sum
     reads_parts: ClassVar[bool] = False
+    # a token learns from the rewards behind it; the others read the sum over a rollout
+    has_returns: ClassVar[bool] = False
 
     @property
     def whitens_tokens(self) -> bool:
@@ -71,7 +73,7 @@ class DrGrpoAdvantage(_ComparesResponses):
     """r - mean. arXiv 2503.20783."""
 
     formula = "r - mean"
-    aggregations: ClassVar[tuple[Aggregation, ...] | None] = (
+    aggregations = (
         "seq-mean-token-sum",
         "seq-mean-token-sum-norm",
     )
@@ -126,6 +128,7 @@ class ReinforcePlusPlusAdvantage(Estimator):
     """Discounted return per token, whitened over the batch. arXiv 2501.03262."""
 
     formula = "whiten(sum_k gamma^k R_(t+k))"
+    has_returns = True
     whitens = True
 
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
@@ -138,6 +141,7 @@ class ReinforceAdvantage(Estimator):
     grpo, in which `reward_clip` and the token-level KL come next."""
 
     formula = "sum_k gamma^k R_(t+k)"
+    has_returns = True
 
     name: Literal["reinforce"] = "reinforce"
     gamma: float = Field(default=1.0, gt=0, le=1)
@@ -210,6 +214,7 @@ class OwnAdvantage(OwnFunction, Estimator):
     returns an advantage per response, [N], or per token, [T]. See [extend](../extend.md)."""
 
     formula = "own"
+    has_returns = True  # it gets the rewards of tokens
     key = "algorithm.advantage"
 
     name: Literal["own"] = "own"

@@ -57,22 +57,19 @@ class KlConfig(Section):
         own = f'"{self.estimator}"'
         full = self.estimator == "full"
         plus = self.estimator.endswith("+")
-        both = self.loss_coef and self.reward_coef
-        only_loss = self.reward_coef and (full or plus)
-        uncorrected = self.importance and not plus
         return [
             Rule(
-                both,
+                self.loss_coef and self.reward_coef,
                 "loss_coef and reward_coef are both set: the KL would be charged twice",
                 "set one of them to 0",
             ),
             Rule(
-                only_loss,
+                self.reward_coef and (full or plus),
                 f"estimator {own} is a form for the loss",
                 "with reward_coef use k1, abs, k2 or k3",
             ),
             Rule(
-                uncorrected,
+                self.importance and not plus,
                 f'importance corrects the gradient of the "+" estimators; {own} is none of them',
                 "remove importance, or use k1+, abs+ or k3+",
             ),

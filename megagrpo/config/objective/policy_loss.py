@@ -5,11 +5,11 @@ row in POLICY_LOSSES of algo/policy_loss.py. A variant without a row fails when 
 imported.
 """
 
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from megagrpo.config.fields import LARGEST, Aggregation, NonNegativeFloat, PositiveFloat, Variant
+from megagrpo.config.fields import LARGEST, NonNegativeFloat, PositiveFloat, Variant
 from megagrpo.config.objective.own import OwnFunction
 
 _LOW = "The ratio is clipped below at 1 - clip_ratio_low."
@@ -33,7 +33,7 @@ class GspoLoss(Variant):
     """One importance ratio per sequence. arXiv 2507.18071."""
 
     formula = "-min(s A, clip(s) A), s = exp(mean log rho)"
-    aggregations: ClassVar[tuple[Aggregation, ...] | None] = ("seq-mean-token-mean",)
+    aggregations = ("seq-mean-token-mean",)
 
     name: Literal["gspo"] = "gspo"
     clip_ratio_low: float = Field(default=3e-4, gt=0, le=1, description=_LOW)
@@ -48,7 +48,7 @@ class GmpoLoss(Variant):
     from its own advantage."""
 
     formula = "-A exp(mean s min(s log rho, s clip(log rho))), s = sign A"
-    aggregations: ClassVar[tuple[Aggregation, ...] | None] = ("seq-mean-token-mean",)
+    aggregations = ("seq-mean-token-mean",)
 
     name: Literal["gmpo"] = "gmpo"
     clip_ratio_low: PositiveFloat = 0.4

@@ -27,8 +27,6 @@ class RewardStep(Section):
 
     # whether remax's greedy rewards take this step too
     reaches_greedy_baseline: ClassVar[bool] = False
-    # its fields that turn it on when they are not at their defaults
-    switches: ClassVar[tuple[str, ...]]
 
 
 class OverlongShaping(Section):
@@ -50,7 +48,6 @@ class RewardScaling(RewardStep):
     """r -> scale r + shift."""
 
     reaches_greedy_baseline = True
-    switches: ClassVar[tuple[str, ...]] = ("scale", "shift")
 
     scale: PositiveFloat = 1.0
     """Factor for every reward, greedy baselines too."""
@@ -65,15 +62,11 @@ def _unless_off(overlong: OverlongShaping | None) -> OverlongShaping | None:
 class RewardOverlong(RewardStep):
     """Charge long responses."""
 
-    switches: ClassVar[tuple[str, ...]] = ("overlong",)
-
     overlong: Annotated[OverlongShaping | None, AfterValidator(_unless_off)] = None
 
 
 class RewardNormalization(RewardStep):
     """r -> (r - mean) / (std + eps), with the sample's std."""
-
-    switches: ClassVar[tuple[str, ...]] = ("mean", "std")
 
     mean: Scope = "none"
     """Responses whose mean is subtracted."""
@@ -85,8 +78,6 @@ class RewardNormalization(RewardStep):
 
 class RewardClip(RewardStep):
     """Limit the reward's magnitude."""
-
-    switches: ClassVar[tuple[str, ...]] = ("clip",)
 
     clip: PositiveFloat | None = None
     """Limit rewards to [-clip, clip]."""
@@ -123,18 +114,17 @@ class RewardShapingConfig(RewardClip, RewardNormalization, RewardOverlong, Rewar
         return "group" in (self.mean, self.std)
 
     def turned_on(self, besides_greedy: bool = False) -> list[str]:
-        """The fields that turn a step on; besides_greedy: of steps that remax's greedy rewards do
-        not take."""
+        """The fields that are not at their defaults; besides_greedy: of steps that remax's greedy
+        rewards do not take."""
         return [
             name
             for step in REWARD_STEP_CONFIGS
             if not (besides_greedy and step.reaches_greedy_baseline)
-            for name in step.switches
-            if getattr(self, name) != step.model_fields[name].default
+            for name, field in step.model_fields.items()
+            if getattr(self, name) != field.default
         ]
 
 
-_BASES = RewardShapingConfig.__bases__
 REWARD_STEP_CONFIGS: tuple[type[RewardStep], ...] = tuple(
-    base for base in _BASES if issubclass(base, RewardStep)
+    base for base in RewardShapingConfig.__bases__ if issubclass(base, RewardStep)
 )

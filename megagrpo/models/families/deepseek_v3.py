@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from megagrpo.models.config_json import HfConfig, text_part, yarn_refusals
+from megagrpo.models.config_json import HfConfig, latent_refusals, text_part, yarn_refusals
 from megagrpo.models.families.sigmoid_moe import SigmoidMoe, tiny_moe_options
 from megagrpo.models.family import TinySizes
 from megagrpo.models.kinds.latent.describe import LatentAttention
@@ -43,13 +43,7 @@ class DeepseekV3(SigmoidMoe):
                 'config.json lacks "moe_layer_freq": 1, which engines read; transformers 5 does '
                 "not write it"
             )
-        heads = hf["num_attention_heads"]
-        kv_heads = hf.get("num_key_value_heads", hf["num_attention_heads"])
-        if heads != kv_heads:
-            problems.append(
-                f"num_key_value_heads {kv_heads} must be num_attention_heads "
-                f"{heads} in latent attention"
-            )
+        problems += latent_refusals(hf)
         dense = hf["first_k_dense_replace"]
         kinds = hf.get("mlp_layer_types") or []
         if kinds and kinds != ["dense"] * dense + ["sparse"] * (hf["num_hidden_layers"] - dense):

@@ -7,15 +7,18 @@ An indexer is frozen, as in sparse_attention.py.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
-from megagrpo.models.architecture import Architecture
 from megagrpo.models.config_json import (
     COMMON_SIZE_KEYS,
+    YARN_KEYS,
     HfConfig,
     Rotary,
-    plain_yarn_refusals,
+    other_values,
+    rope_scaling,
     rotary_fraction,
+    yarn_refusals,
 )
 from megagrpo.models.families.sigmoid_moe import tiny_moe_options
 from megagrpo.models.family import Family, TinySizes
@@ -85,17 +88,12 @@ class DeepseekV4(Family):
     DRAFT_REFUSAL = "its multi-token-prediction layers (mtp.*) are not loaded"
     FP8_REFUSAL = "no test compares DeepSeek-V4 in FP8 with SGLang's"
 
-    ROPE_SCALING_REFUSALS = staticmethod(plain_yarn_refusals)
+    ROPE_SCALING_REFUSALS = staticmethod(partial(yarn_refusals, needed=YARN_KEYS[:4]))
 
-    def refusals(self, hf: HfConfig) -> list[str]:
-        return super().refusals(_common(hf))
+    def common(self, hf: HfConfig) -> HfConfig:
+        return {"intermediate_size": hf.get("moe_intermediate_size"), **hf}
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
-        problems = [
-            f"{key} {hf[key]!r} is not supported; supported: {value!r}"
-            for key, value in _ONLY.items()
-            if hf.get(key, value) != value
-        ]
         layers = hf["num_hidden_layers"]
         ratios = hf["compress_ratios"]
         turned = hf["qk_rope_head_dim"]
@@ -104,9 +102,6 @@ class DeepseekV4(Family):
                 len(ratios) >= layers and all(r == 0 or r >= INDEXED for r in ratios)
             ),
             f"num_hash_layers must be 0 to {layers}": 0 <= hf["num_hash_layers"] <= layers,
-            "num_experts_per_tok 1 is not supported: one expert's score would not be divided by itself": (
-                hf["num_experts_per_tok"] > 1
-            ),
             "o_groups must divide num_attention_heads": (
                 hf["num_attention_heads"] % hf["o_groups"] == 0
             ),
@@ -118,11 +113,7 @@ class DeepseekV4(Family):
             ),
             "hc_mult must be at least 2": hf["hc_mult"] > 1,
         }
-        problems += [text for text, holds in rules.items() if not holds]
-        return problems
-
-    def architecture(self, hf: HfConfig) -> Architecture:
-        return super().architecture(_common(hf))
+        return other_values(hf, _ONLY) + [text for text, holds in rules.items() if not holds]
 
     def attention(self, hf: HfConfig) -> CompressedAttention:
         return CompressedAttention(
@@ -138,7 +129,7 @@ class DeepseekV4(Family):
             index_dim=hf["index_head_dim"],
             topk=hf["index_topk"],
             rotary=Rotary(float(hf.get("rope_theta") or 10000.0)),
-            far_rotary=Rotary(float(hf["compress_rope_theta"]), hf.get("rope_scaling")),
+            far_rotary=Rotary(float(hf["compress_rope_theta"]), rope_scaling(hf)),
         )
 
     def streams(self, hf: HfConfig) -> HyperConnections:
@@ -193,8 +184,3 @@ class DeepseekV4(Family):
             "topk_method": "noaux_tc",
             "swiglu_limit": 2.0,
         }
-
-
-def _common(hf: HfConfig) -> HfConfig:
-    """Returns a config.json with the one common key that it lacks."""
-    return {"intermediate_size": hf.get("moe_intermediate_size"), **hf}

@@ -10,8 +10,13 @@ import re
 from dataclasses import replace
 from typing import ClassVar
 
-from megagrpo.models.architecture import Architecture
-from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, every_scaling_refused
+from megagrpo.models.config_json import (
+    COMMON_SIZE_KEYS,
+    HfConfig,
+    every_scaling_refused,
+    latent_refusals,
+    other_values,
+)
 from megagrpo.models.families.sigmoid_moe import SigmoidMoe, tiny_moe_options
 from megagrpo.models.family import TinySizes
 from megagrpo.models.kinds.experts.describe import ExpertNames, Experts
@@ -39,10 +44,10 @@ _EXPERT_NAMES = ExpertNames(
 _EPSILON = 1e-5  # of SGLang's norm in Kimi Delta Attention, whatever rms_norm_eps says
 _ABSENT = (None, False)
 # the values that are supported of keys, "linear_attn_config." before those in there
-_ONLY: dict[str, tuple[object, ...]] = {
-    "mla_use_nope": (True,),  # SGLang turns nothing, whatever it says
-    "q_lora_rank": (None,),  # SGLang does not load queries from a latent
-    "rms_norm_eps": (_EPSILON,),
+_ONLY: dict[str, object] = {
+    "mla_use_nope": True,  # SGLang turns nothing, whatever it says
+    "q_lora_rank": None,  # SGLang does not load queries from a latent
+    "rms_norm_eps": _EPSILON,
     **dict.fromkeys(
         (
             "attn_res_block_size",
@@ -61,7 +66,7 @@ class KimiLinear(SigmoidMoe):
 
     HF_CLASS = "KimiLinearForCausalLM"
     REQUIRED_KEYS: ClassVar[tuple[str, ...]] = (
-        *(*_LATENT_SIZES, "linear_attn_config", "moe_intermediate_size"),
+        *(*_LATENT_SIZES, "linear_attn_config", "moe_intermediate_size", "mla_use_nope"),
         *(*_NAMES, "first_k_dense_replace", "topk_group", "routed_scaling_factor"),
     )
     SIZE_KEYS = COMMON_SIZE_KEYS | {
@@ -73,8 +78,11 @@ class KimiLinear(SigmoidMoe):
     SHARES_ATTENTION = False
     FP8_REFUSAL = "not for models with Kimi Delta Attention"
 
+    def common(self, hf: HfConfig) -> HfConfig:
+        return {**hf, **{theirs: hf[own] for theirs, own in _NAMES.items() if own in hf}}
+
     def refusals(self, hf: HfConfig) -> list[str]:
-        problems = super().refusals(_common(hf))
+        problems = super().refusals(hf)
         for theirs, own in _NAMES.items():
             problems = [re.sub(rf"\b{theirs}\b", own, text) for text in problems]
         return problems
@@ -82,16 +90,7 @@ class KimiLinear(SigmoidMoe):
     def own_refusals(self, hf: HfConfig) -> list[str]:
         linear = hf["linear_attn_config"] or {}
         known = {**hf, **{f"linear_attn_config.{key}": value for key, value in linear.items()}}
-        problems = super().own_refusals(hf) + [
-            f"{key} {known.get(key)!r} is not supported; supported: {values[0]!r}"
-            for key, values in _ONLY.items()
-            if known.get(key) not in values
-        ]
-        heads = hf["num_attention_heads"]
-        if (given := hf.get("num_key_value_heads", heads)) != heads:
-            problems.append(
-                f"num_key_value_heads {given} must be num_attention_heads {heads} in latent attention"
-            )
+        problems = super().own_refusals(hf) + other_values(known, _ONLY) + latent_refusals(hf)
         lacking = [key for key in (*_LINEAR_SIZES, *_LAYERS) if key not in linear]
         if lacking:
             return [*problems, f"linear_attn_config lacks {', '.join(lacking)}"]
@@ -103,9 +102,6 @@ class KimiLinear(SigmoidMoe):
                 f"1 to {hf['num_hidden_layers']} in one of them, and neither be empty"
             )
         return problems
-
-    def architecture(self, hf: HfConfig) -> Architecture:
-        return super().architecture(_common(hf))
 
     def attention(self, hf: HfConfig) -> LatentAttention:
         attention = LatentAttention.read({"q_lora_rank": None, **hf})
@@ -146,8 +142,3 @@ class KimiLinear(SigmoidMoe):
                 "short_conv_kernel_size": 4,
             },
         }
-
-
-def _common(hf: HfConfig) -> HfConfig:
-    """Returns a config.json with the keys that other families have."""
-    return {**hf, **{theirs: hf[own] for theirs, own in _NAMES.items() if own in hf}}

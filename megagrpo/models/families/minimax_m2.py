@@ -3,7 +3,12 @@ with a bias."""
 
 from dataclasses import replace
 
-from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, every_scaling_refused
+from megagrpo.models.config_json import (
+    COMMON_SIZE_KEYS,
+    HfConfig,
+    every_scaling_refused,
+    other_values,
+)
 from megagrpo.models.family import Family, TinySizes
 from megagrpo.models.kinds.experts.describe import MIXTRAL_NAMES, Experts
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
@@ -28,11 +33,7 @@ class MiniMaxM2(Family):
     PARTIAL_ROTARY = True
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
-        problems = [
-            f"{key} {hf[key]!r} is not supported; supported: {value!r}"
-            for key, value in _EXPECTED.items()
-            if hf[key] != value
-        ]
+        problems = other_values(hf, _EXPECTED)
         turning = hf["rotary_dim"]
         head_dim = GroupedQuery.read(hf).head_dim
         if turning % 2 or not 0 < turning <= head_dim:
@@ -49,11 +50,6 @@ class MiniMaxM2(Family):
             problems.append("attn_type_list: linear attention is not supported; supported: 1")
         if hf.get("shared_intermediate_size"):
             problems.append("shared_intermediate_size: shared experts are not loaded; it must be 0")
-        if hf["num_experts_per_tok"] == 1:
-            problems.append(
-                "num_experts_per_tok 1 is not supported: one expert's score would "
-                "not be divided by itself"
-            )
         return problems
 
     def attention(self, hf: HfConfig) -> GroupedQuery:

@@ -12,12 +12,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from megagrpo.models.architecture import Architecture, Part
+from megagrpo.models.architecture import Part
 from megagrpo.models.config_json import (
     COMMON_SIZE_KEYS,
     HfConfig,
     every_scaling_refused,
     missing_keys,
+    other_values,
 )
 from megagrpo.models.families.sigmoid_moe import group_refusals
 from megagrpo.models.family import Family, TinySizes
@@ -44,16 +45,16 @@ _EXPERT_NAMES = ExpertNames(
 )
 _ENGINE_GROUPS = 8  # SGLang's n_groups if config.json has no mamba_n_groups, whatever n_groups says
 _UNBOUNDED = [0.0, {"__float__": "Infinity"}]  # as transformers writes it
-_ONLY: dict[str, tuple[object, ...]] = {  # the values of keys that may be absent
-    "mlp_hidden_act": ("relu2",),
-    "mamba_hidden_act": ("silu",),
-    "use_bias": (False,),
-    "mamba_proj_bias": (False,),
-    "use_conv_bias": (True,),
-    "residual_in_fp32": (False,),
-    "sliding_window": (None,),
-    "norm_topk_prob": (True,),
-    "n_shared_experts": (1,),
+_ONLY: dict[str, object] = {  # the values of keys that may be absent
+    "mlp_hidden_act": "relu2",
+    "mamba_hidden_act": "silu",
+    "use_bias": False,
+    "mamba_proj_bias": False,
+    "use_conv_bias": True,
+    "residual_in_fp32": False,
+    "sliding_window": None,
+    "norm_topk_prob": True,
+    "n_shared_experts": 1,
     "time_step_limit": ([0.0, float("inf")], _UNBOUNDED, None),
 }
 
@@ -74,15 +75,12 @@ class NemotronH(Family):
     DRAFT_REFUSAL = "its multi-token-prediction layers (mtp.*) are not loaded"
     FP8_REFUSAL = "not for models with Mamba-2 layers"
 
-    def refusals(self, hf: HfConfig) -> list[str]:
-        return super().refusals(_common(hf))
+    def common(self, hf: HfConfig) -> HfConfig:
+        named = {"num_hidden_layers": len(_words(hf)), "rms_norm_eps": hf.get("layer_norm_epsilon")}
+        return {**hf, **named}
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
-        problems = [
-            f"{key} {hf[key]!r} is not supported; supported: {values[0]!r}"
-            for key, values in _ONLY.items()
-            if hf.get(key, values[0]) not in values
-        ]
+        problems = other_values(hf, _ONLY)
         unknown = sorted(set(_words(hf)) - {*_LETTERS.values()})
         if unknown or not _words(hf):
             names = ", ".join(_LETTERS)
@@ -106,15 +104,7 @@ class NemotronH(Family):
         if "moe" in _words(hf):
             lacking = missing_keys(hf, _EXPERT_SIZES[:4])
             problems += lacking or group_refusals(hf)
-            if hf.get("num_experts_per_tok") == 1:
-                problems.append(
-                    "num_experts_per_tok 1 is not supported: one expert's score would "
-                    "not be divided by itself"
-                )
         return problems
-
-    def architecture(self, hf: HfConfig) -> Architecture:
-        return super().architecture(_common(hf))
 
     def attention(self, hf: HfConfig) -> GroupedQuery:
         attention = GroupedQuery.read(hf)  # whose positions config.json describes, and nobody turns
@@ -193,9 +183,3 @@ def _words(hf: HfConfig) -> list[str]:
     if (words := hf.get("layers_block_type")) is not None:
         return list(words)
     return [_LETTERS.get(letter, letter) for letter in hf.get("hybrid_override_pattern") or ()]
-
-
-def _common(hf: HfConfig) -> HfConfig:
-    """Returns a config.json with the number of layers, and epsilon under other families' name."""
-    named = {"num_hidden_layers": len(_words(hf)), "rms_norm_eps": hf.get("layer_norm_epsilon")}
-    return {**hf, **named}

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from megagrpo.models.architecture import Architecture
-from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, every_scaling_refused
+from megagrpo.models.config_json import (
+    COMMON_SIZE_KEYS,
+    HfConfig,
+    every_scaling_refused,
+    other_values,
+)
 from megagrpo.models.family import Family, TinySizes
 from megagrpo.models.kinds.experts.describe import ExpertNames, Experts
 from megagrpo.models.kinds.gated_delta.describe import GatedDelta
@@ -26,6 +30,13 @@ _LINEAR_SIZES = (
 )
 _ATTENTION = ("linear_attention", "full_attention")
 _EXPERT_NAMES = ExpertNames(shared="shared_expert", shared_size="shared_expert_intermediate_size")
+_ONLY: dict[str, object] = {  # the values of keys that may be absent
+    "attn_output_gate": True,
+    "output_gate_type": ("swish", "silu", None),
+    "mlp_only_layers": ([], None),
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+}
 _INTERVAL = 4  # of transformers' and SGLang's classes, if config.json has none
 _ROTARY_FRACTION = 0.25  # likewise
 
@@ -48,18 +59,7 @@ class Qwen35(Family):
         self._part = part
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
-        expected: dict[str, tuple[object, ...]] = {
-            "attn_output_gate": (True,),
-            "output_gate_type": (None, "silu", "swish"),
-            "mlp_only_layers": (None, []),
-            "decoder_sparse_step": (1,),
-            "norm_topk_prob": (True,),
-        }
-        problems = [
-            f"{key} {hf[key]!r} is not supported; supported: {values[-1]!r}"
-            for key, values in expected.items()
-            if hf.get(key, values[0]) not in values
-        ]
+        problems = other_values(hf, _ONLY)
         kinds = [_ATTENTION[not linear] for linear in _are_linear(hf)]
         if hf.get("layer_types") not in (None, kinds):
             problems.append(
@@ -68,12 +68,6 @@ class Qwen35(Family):
             )
         if hf["linear_num_value_heads"] % hf["linear_num_key_heads"]:
             problems.append("linear_num_key_heads must divide linear_num_value_heads")
-        attention = self.attention(hf)
-        turning = attention.head_dim * attention.rotary.fraction
-        if turning % 2:
-            problems.append(
-                f"partial_rotary_factor turns {turning:g} of a head; rotary turns pairs"
-            )
         return problems
 
     def attention(self, hf: HfConfig) -> GroupedQuery:
@@ -111,11 +105,9 @@ class Qwen35Moe(FusedExperts, Qwen35):
     )
     SIZE_KEYS = Qwen35.SIZE_KEYS | {*REQUIRED_KEYS[5:]}
 
-    def refusals(self, hf: HfConfig) -> list[str]:
-        return super().refusals(_with_dense_width(hf))
-
-    def architecture(self, hf: HfConfig) -> Architecture:
-        return super().architecture(_with_dense_width(hf))
+    def common(self, hf: HfConfig) -> HfConfig:
+        # transformers' class does not write it where every layer has experts
+        return {"intermediate_size": hf.get("moe_intermediate_size"), **hf}
 
     def experts(self, hf: HfConfig) -> Experts:
         shared = hf["shared_expert_intermediate_size"]
@@ -143,11 +135,6 @@ class Qwen3Next(Qwen35Moe):
     HF_CLASS = "Qwen3NextForCausalLM"
     LEFT_OUT = ("mtp.",)
     GROUPED = True
-
-
-def _with_dense_width(hf: HfConfig) -> HfConfig:
-    """Adds what transformers' class does not write where every layer has experts."""
-    return {"intermediate_size": hf.get("moe_intermediate_size"), **hf}
 
 
 def _interval(hf: HfConfig) -> int:

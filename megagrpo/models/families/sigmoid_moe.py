@@ -8,7 +8,12 @@ expert a token. A model is refused if these differ.
 
 from typing import ClassVar
 
-from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, every_scaling_refused
+from megagrpo.models.config_json import (
+    COMMON_SIZE_KEYS,
+    HfConfig,
+    every_scaling_refused,
+    other_values,
+)
 from megagrpo.models.family import Family, TinySizes
 from megagrpo.models.kinds.experts.describe import Experts
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
@@ -43,16 +48,7 @@ class SigmoidMoe(Family):
             "norm_topk_prob": True,
             "moe_layer_freq": 1,
         }
-        problems = [
-            f"{key} {hf[key]!r} is not supported; supported: {value!r}"
-            for key, value in expected.items()
-            if hf.get(key, value) != value
-        ]
-        if hf["num_experts_per_tok"] == 1:
-            problems.append(
-                "num_experts_per_tok 1 is not supported: one expert's score would "
-                "not be divided by itself"
-            )
+        problems = other_values(hf, expected)
         layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
         if not 0 <= dense < layers:
             problems.append(
@@ -122,18 +118,6 @@ class Glm4Moe(SigmoidMoe):
     ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
     PARTIAL_ROTARY = True
     LOADS_ATTENTION_BIAS = True
-
-    def own_refusals(self, hf: HfConfig) -> list[str]:
-        problems = super().own_refusals(hf)
-        attention = self.attention(hf)
-        head_dim = attention.head_dim
-        turning = head_dim * attention.rotary.fraction
-        if turning != int(turning) or int(turning) % 2:
-            problems.append(
-                f"partial_rotary_factor turns {turning:g} of head_dim "
-                f"{head_dim}; rotary turns pairs"
-            )
-        return problems
 
     def attention(self, hf: HfConfig) -> GroupedQuery:
         """Reads the attention of a config.json; attention_bias is of queries, keys and values

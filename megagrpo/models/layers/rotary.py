@@ -75,7 +75,8 @@ def section_angles(
     width, and so on to the width's; the rest are time.
     """
     half = dim // 2
-    frequencies = theta ** -(torch.arange(0, dim, 2, device=positions.device).float() / dim)
+    places = torch.arange(0, dim, 2, device=positions.device)
+    frequencies = 1 / theta ** (places / dim)
     axis = [0] * half
     for number in (1, 2):
         first, step = (number, 3) if interleaved else (sum(section[:number]), 1)

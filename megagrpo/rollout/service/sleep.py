@@ -37,6 +37,8 @@ class EngineMemory:
         """Pauses sampling, ends requests with the tokens they have, and releases all memory. Raises
         SleepFailed."""
         async with self._one_at_a_time:
+            if self._released == set(_ORDER):  # every rank of a run calls as it starts
+                return
             await self._post(http, "pause_generation", {"mode": "retract"})
             await self._post(http, "abort_request", {"abort_all": True})
             for part in _ORDER:

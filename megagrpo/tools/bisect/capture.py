@@ -7,6 +7,7 @@ parallelism.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -17,12 +18,12 @@ from torch import Tensor, nn
 
 from megagrpo.actor.head import token_values
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.actor.routing.replay import TopK
+from megagrpo.actor.routing.replay import RoutingReplay, TopK
 from megagrpo.actor.schedule import micro_batches
 from megagrpo.actor.step import token_logprobs
 from megagrpo.models.build import routers
 from megagrpo.tools.bisect.hooks import TOWER_MODULE, Recorder, SeenTokens, Tap, experts_key
-from megagrpo.types import Batch, ImageRef, MicroBatch
+from megagrpo.types import Batch, ImageRef, MicroBatch, Routing
 
 
 class CapturedForward(NamedTuple):
@@ -34,21 +35,24 @@ class CapturedForward(NamedTuple):
 
 
 def captured_forward(
-    actor: MegatronActor, batch: Batch, taps: Sequence[Tap], forced: Tensor | None = None
+    actor: MegatronActor, batch: Batch, taps: Sequence[Tap], forced: Routing | None = None
 ) -> CapturedForward:
     """Collective. Computes log-probabilities at temperature 1 and records the taps whose modules
     are on this rank.
 
     taps: by Megatron's module names, with the layers of the whole model counted from 0. forced:
-    experts [N, S, layers, k] int64 that routers take instead of their own choice, which stays at -1
-    and without `forced`. Taps called `experts_key` always record the routers' own choice.
+    experts of all layers that have some, which routers take instead of their own choice. Taps called
+    `experts_key` always record the routers' own choice.
     """
-    micros = list(micro_batches(actor, batch, range(len(batch.lengths))))
     recorder = Recorder(_modules(actor), taps)
+    own: dict[str, list[Tensor]] = {}
     with ExitStack() as stack:
         stack.callback(recorder.remove)
-        own = stack.enter_context(_forced_routing(actor, forced))
+        if forced is not None:
+            mine, own = stack.enter_context(_replayed(actor, forced))
+            batch = replace(batch, routing=mine)
         logprobs = token_logprobs(actor, batch, 1.0)
+    micros = list(micro_batches(actor, batch, range(len(batch.lengths))))
     recorder.seen.update({key: maps for key, maps in own.items() if key in recorder.seen})
     pieces = []
     images = list(distinct_images(batch))
@@ -138,47 +142,38 @@ def _image_piece(images: Sequence[str], key: str, micro: MicroBatch, values: Ten
 
 
 @contextmanager
-def _forced_routing(
-    actor: MegatronActor, forced: Tensor | None
-) -> Iterator[dict[str, list[Tensor]]]:
-    """Makes routers take given experts inside. Yields the maps [t, experts] of their own choices by
-    key, on the host, which the forwards fill; tokens without given experts keep the router's
-    choice.
+def _replayed(
+    actor: MegatronActor, experts: Routing
+) -> Iterator[tuple[Routing, dict[str, list[Tensor]]]]:
+    """Makes routers take given experts inside, as training does. Yields those of this rank's layers,
+    and the maps [t, experts] of the routers' own choices by key, on the host, which the forwards
+    fill.
     """
     own: dict[str, list[Tensor]] = {}
 
     def choose(
         layer: int,
+        replay: TopK,
         scores: Tensor,
         topk: int,
         num_groups: int | None,
         group_topk: int | None,
         own_topk: TopK,
     ) -> tuple[Tensor, Tensor]:
-        """Returns scores [t, k] at the experts of a layer, and these [t, k]; see RoutingReplay."""
-        assert forced is not None and actor.router_scope.now is not None, (
-            "called by the forward of a micro-batch"
-        )
-        rows, columns = (places.cpu() for places in actor.router_scope.now.own)
-        experts = (
-            forced[:, :, layer].cpu()[rows.clamp(min=0), columns.clamp(min=0)].to(scores.device)
-        )
-        given = (rows >= 0).to(scores.device) & (experts >= 0).all(1)
-        _, chosen = own_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        own[experts_key(layer)].append(
-            torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True).cpu()
-        )
-        chosen = torch.where(given[:, None], experts.to(chosen.dtype), chosen)
-        # in the order of their scores, as the router's own: sums over the same experts are then the
-        # same bits
-        chosen = chosen.gather(
-            1, scores.gather(1, chosen).argsort(dim=1, descending=True, stable=True)
-        )
-        return scores.gather(1, chosen), chosen
+        def seen(*args: object, **options: object) -> tuple[Tensor, Tensor]:
+            values, chosen = own_topk(*args, **options)
+            none = torch.zeros_like(scores, dtype=torch.bool)
+            own.setdefault(experts_key(layer), []).append(none.scatter(1, chosen, True).cpu())
+            return values, chosen
+
+        return replay(scores, topk, num_groups, group_topk, seen)
 
     with ExitStack() as stack:
-        for layer, router in routers(actor.chunks).items() if forced is not None else ():
+        mine = routers(actor.chunks)
+        for router in mine.values():
             stack.callback(setattr, router, "router_replay", router.router_replay)
-            router.router_replay = SimpleNamespace(get_replay_topk=partial(choose, layer))
-            own[experts_key(layer)] = []
-        yield own
+        layers = RoutingReplay(mine, actor.router_scope, actor.arch, actor.mesh.device).layers
+        for layer, router in mine.items():
+            replay = partial(choose, layer, router.router_replay.get_replay_topk)
+            router.router_replay = SimpleNamespace(get_replay_topk=replay)
+        yield replace(experts, experts=experts.experts[:, list(layers)]), own

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megagrpo.checkpoint.folder import require_finished
 from megagrpo.cluster.machine import ranks_beside_service
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.loop.ranks import guarded
@@ -35,7 +36,7 @@ def bisect(config: ExperimentConfig, args: argparse.Namespace) -> int:
     if args.bound is not None and not args.bound > 0:
         raise ValueError(f"--bound {args.bound}: a relative error above 0, such as 1e-5")
     if args.checkpoint is not None:
-        _require_checkpoint(Path(args.checkpoint))
+        require_finished(Path(args.checkpoint))  # before an engine starts, which takes minutes
     folder = config.run_folder.bisect
     folder.bisect_report.unlink(missing_ok=True)
     words = ["--own-weights"] if args.own_weights else []
@@ -52,19 +53,6 @@ def bisect(config: ExperimentConfig, args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 0 if report["place"] is None else 1
-
-
-def _require_checkpoint(folder: Path) -> None:
-    """Raises ValueError before an engine starts, which takes minutes."""
-    if (folder / "config.json").is_file():
-        raise ValueError(
-            f"--checkpoint {folder} is a Hugging Face folder: give it as --set model.path={folder}"
-        )
-    if not (folder / "manifest.json").is_file():
-        remedy = "give a folder of a run such as <output_dir>/checkpoints/step_000010"
-        raise ValueError(
-            f"--checkpoint {folder} is no finished checkpoint: it has no manifest.json; {remedy}"
-        )
 
 
 def bisect_main(config: ExperimentConfig, args: argparse.Namespace) -> int:

@@ -122,9 +122,9 @@ def difference(
     bound: float,
     layer: int | None = None,
 ) -> Difference:
-    """Compares [tokens, width] of both sides."""
-    theirs = engine.double()
-    apart = trainer.double() - engine.double()
+    """Compares [tokens, width], or [tokens], of both sides."""
+    theirs = engine.double().reshape(len(engine), -1)
+    apart = trainer.double().reshape(theirs.shape) - theirs
     by_token = apart.square().sum(1)
     size = theirs.square().sum(1)
     if theirs.shape[1] == 1:

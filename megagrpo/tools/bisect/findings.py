@@ -1,12 +1,10 @@
 """The findings of a bisection: the first point that differs, a table for people, JSON for
 programs."""
 
-import json
-import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from megagrpo.system.run_folder import write_whole
+from megagrpo.system.run_folder import write_json_lines, write_whole
 from megagrpo.tools.bisect.compare import Bounds, Difference, Flips
 
 OUTPUT = "output"  # title of the pass that is about no layer
@@ -84,11 +82,11 @@ def layer_to_open(passes: list[Pass]) -> int | None:
     """Returns the first layer that differs, else the first with too many flips; None also if the
     embedding differs."""
     layers = [one for one in passes if one.title != OUTPUT]
-    differing = [
-        difference for one in layers for difference in one.differences if difference.beyond
+    compared = [
+        *(each for one in layers for each in one.differences),
+        *(each for one in layers for each in one.flips),
     ]
-    flipping = [flips.layer for one in layers for flips in one.flips if flips.beyond]
-    return differing[0].layer if differing else next(iter(flipping), None)
+    return next((each.layer for each in compared if each.beyond), None)
 
 
 def _computed(passes: list[Pass]) -> tuple[str | None, str]:
@@ -157,7 +155,7 @@ def _row(difference: Difference) -> str:
 
 
 def write_findings(folder: Path, findings: Findings) -> str:
-    """Writes report.md and report.json into `folder`; returns the table."""
+    """Writes report.md and report.json into `folder`; returns the table. NaN is null in JSON."""
     cause = verdict(findings)
     record = {
         "place": cause.point,
@@ -165,16 +163,7 @@ def write_findings(folder: Path, findings: Findings) -> str:
         "verdict": cause.text,
         **asdict(findings),
     }
-    write_whole(folder / "report.json", json.dumps(_plain(record), indent=1))
+    write_json_lines(folder / "report.json", [record])
     text = table(findings)
     write_whole(folder / "report.md", text)
     return text
-
-
-def _plain(value: object) -> object:
-    """Returns the value with NaN and infinities, which JSON does not have, as text."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -6,6 +6,7 @@ Inside an engine, weights/engines/loader.py runs OPERATIONS for requests that na
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
@@ -52,14 +53,13 @@ class Recorder:
         self.missing = sorted({tap.module for tap in taps} - modules.keys())
         self.seen: dict[str, list[Tensor]] = {tap.key: [] for tap, _ in tapped}
         self.problems: list[str] = []
-        self._handles = [
-            module.register_forward_hook(self._hook(tap), with_kwargs=True)
-            for tap, module in tapped
-        ]
-        self._wrapped = [module for _, module in tapped if hasattr(module, _FUSED)]
+        self._hooks = ExitStack()
         for tap, module in tapped:
+            handle = module.register_forward_hook(self._hook(tap), with_kwargs=True)
+            self._hooks.callback(handle.remove)
             if hasattr(module, _FUSED):
                 setattr(module, _FUSED, self._fused(tap, module, getattr(module, _FUSED)))
+                self._hooks.callback(vars(module).pop, _FUSED, None)  # the class has its own
 
     def _hook(self, tap: Tap) -> Callable[[torch.nn.Module, tuple, dict, object], None]:
         def record(module: torch.nn.Module, args: tuple, kwargs: dict, output: object) -> None:
@@ -87,12 +87,7 @@ class Recorder:
 
     def remove(self) -> None:
         """Removes the hooks; the recorded tensors stay."""
-        for handle in self._handles:
-            handle.remove()
-        for module in self._wrapped:
-            vars(module).pop(_FUSED, None)  # the class has its own
-        self._handles = []
-        self._wrapped = []
+        self._hooks.close()
 
 
 def _value(tap: Tap, module: torch.nn.Module, args: list, output: object) -> object:

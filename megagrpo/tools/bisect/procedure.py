@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,7 +34,7 @@ from megagrpo.tools.bisect.engine import Prefilled, ProbedEngine, Sequenced
 from megagrpo.tools.bisect.findings import OUTPUT, Findings, Pass, layer_to_open
 from megagrpo.tools.bisect.hooks import SeenTokens
 from megagrpo.tools.bisect.sides import from_engine, from_trainer
-from megagrpo.types import Batch, Prompt, Rewards
+from megagrpo.types import Batch, Prompt, Rewards, Routing
 
 T = TypeVar("T")
 
@@ -128,14 +129,13 @@ def _on_main(value: T | None) -> T:
 
 def _prefill(
     job: _Job, points: Sequence[Point], with_experts: bool
-) -> tuple[Prefilled | None, Tensor | None]:
+) -> tuple[Prefilled | None, Routing | None]:
     """Collective. Returns the engine's records, on the main rank, and on every rank the experts of
-    all layers [N, S, layers, k], -1 in dense layers and padding; None without `with_experts`,
-    experts or records of them.
+    all layers that have some; None without `with_experts`, experts or records of them.
     """
     kept: list[Prefilled] = []  # not sent to other ranks
 
-    def ask() -> Tensor | None:
+    def ask() -> Routing | None:
         kept.append(_on_main(job.engine).prefill(job.sequences, [point.engine for point in points]))
         return _routed(job, kept[0]) if with_experts else None
 
@@ -143,28 +143,24 @@ def _prefill(
     return (kept[0] if kept else None), ids
 
 
-def _routed(job: _Job, prefilled: Prefilled) -> Tensor | None:
+def _routed(job: _Job, prefilled: Prefilled) -> Routing | None:
     arch = job.actor.arch
     seen = prefilled.ranks[0]
     if not arch.is_moe:
         return None
-    count = len(job.lengths)
-    longest = max(job.lengths)
-    ids = torch.full((count, longest, arch.num_layers, arch.routed.per_token), -1)
+    experts = []
     for layer in arch.routed_layers:
         calls = seen.get(f"layers.{layer}.experts", [])
         if sum(map(len, calls)) != sum(job.lengths):
             missing = f"the engine has no record of those of layer {layer} for every token"
             job.notes.append(f"experts are not replayed: {missing}")
             return None
-        flat = torch.cat(list(calls))[:, : arch.routed.per_token].long()
-        for row, part in enumerate(flat.split(job.lengths)):
-            ids[row, : len(part), layer] = part
-    return ids
+        experts.append(torch.cat(list(calls))[:, : arch.routed.per_token].long())
+    return Routing(torch.stack(experts, 1), job.batch.lengths)
 
 
 def _compare(
-    job: _Job, title: str, points: Sequence[Point], prefilled: Prefilled | None, ids: Tensor | None
+    job: _Job, title: str, points: Sequence[Point], prefilled: Prefilled | None, ids: Routing | None
 ) -> tuple[Pass, Tensor]:
     """Collective. Runs the actor over the batch and compares. Also returns the actor's
     log-probabilities [T]."""
@@ -228,31 +224,21 @@ def _output_pass(
     prefilled = _on_main(prefilled)
     differences = []
     shorter = [length - 1 for length in job.lengths]
-    text = job.is_text[:, None]
-    engine = torch.cat([torch.tensor(row, dtype=torch.float64) for row in prefilled.logprobs])[
-        :, None
-    ]
-    engine = engine.where(text, 0.0)
+    text = job.is_text
+    engine = torch.tensor(list(chain(*prefilled.logprobs)), dtype=torch.float64).where(text, 0.0)
     if heads:
         says = "output layer and log-softmax, on the engine's last hidden states"
-        differences.append(
-            difference(
-                "head", says, engine, heads[0][:, None].where(text, 0.0), shorter, job.bounds.head
-            )
-        )
+        ours = heads[0].where(text, 0.0)
+        differences.append(difference("head", says, engine, ours, shorter, job.bounds.head))
     bound = bound_at(job.bounds.relative, depth_before(job.actor.arch, job.actor.arch.num_layers))
-    ours = torch.cat([sequence[1:] for sequence in logprobs.split(job.lengths)])[:, None].where(
-        text, 0.0
-    )
+    ours = torch.cat([row[1:] for row in logprobs.split(job.lengths)]).where(text, 0.0)
     differences.append(difference("logprobs", "log-probabilities", engine, ours, shorter, bound))
-    decoded = [torch.tensor(sequence.logprobs, dtype=torch.float64) for sequence in job.sequences]
-    again = [
-        row[-len(part) :] for row, part in zip(engine[:, 0].split(shorter), decoded, strict=True)
-    ]
+    decoded = [sequence.logprobs for sequence in job.sequences]
+    sizes = list(map(len, decoded))
+    prefill = [row[-n:] for row, n in zip(engine.split(shorter), sizes, strict=True)]
     says = "log-probabilities of decoding against prefill, inside the engine"
-    decode = torch.cat(decoded)[:, None]
-    prefill = torch.cat(again)[:, None]
-    differences.append(difference("decode", says, prefill, decode, list(map(len, decoded)), bound))
+    decode = torch.tensor(list(chain(*decoded)), dtype=torch.float64)
+    differences.append(difference("decode", says, torch.cat(prefill), decode, sizes, bound))
     return Pass(OUTPUT, differences)
 
 

@@ -40,7 +40,8 @@ def bisect_ranks(config: ExperimentConfig, args: Namespace, device: torch.device
     weights = load_initial_weights(actor, config.model.path)
     version = 0
     if args.checkpoint is not None:
-        version = load_checkpoint(config, Path(args.checkpoint), actor).step
+        source = Path(args.checkpoint)  # often of another layout, for which its optimizer is not
+        version = load_checkpoint(config, source, actor, with_optimizer=False).step
     control = find_service(Path(config.output_dir), None, config.rollout.start_timeout_s)
     expected = None if args.own_weights else version
     wrong = prove_weights(config, actor, weights, control, expected)

@@ -80,21 +80,8 @@ def _engine_side(
         case "shares":
             ids = torch.cat(recorded[names[1]][0]).reshape(num_tokens, -1)
             return _shares(_spread(ids, parts[0], arch))
-        case "heads":
-            return torch.cat(parts, 1).float()
-        case "qkv":
-            if arch.attention.kv_heads % len(parts):
-                return (
-                    f"{len(parts)} ranks share {arch.attention.kv_heads} heads of keys and values"
-                )
-            sizes = [
-                heads * arch.attention.head_dim // len(parts)
-                for heads in (arch.attention.heads, *[arch.attention.kv_heads] * 2)
-            ]
-            split = [part.float().split(sizes, 1) for part in parts]
-            return torch.cat(
-                [torch.cat(projection, 1) for projection in zip(*split, strict=True)], 1
-            )
+        case "heads" | "qkv":
+            return _joined(point, parts, arch, by_group=False)
         case _:
             return parts[0].float()
 
@@ -116,24 +103,30 @@ def _trainer_side(
         if not bool(seen.all()):
             return f"the trainers' ranks saw {int(seen.sum())} of {len(seen)} {point.unit}"
         parts.append(values)
-    if point.layout == "qkv":
-        heads = arch.attention
-        if heads.kv_heads % len(parts):
-            return f"{len(parts)} ranks share {heads.kv_heads} heads of keys and values"
-        # Megatron keeps the queries of a group next to its key and value
-        grouped = [
-            part.view(len(part), -1, heads.heads // heads.kv_heads + 2, heads.head_dim)
-            for part in parts
-        ]
-        split = [(part[:, :, :-2], part[:, :, -2], part[:, :, -1]) for part in grouped]
-        return torch.cat(
-            [
-                torch.cat([t.flatten(1) for t in projection], 1)
-                for projection in zip(*split, strict=True)
-            ],
-            1,
-        )
-    return _shares(parts[0]) if point.layout == "shares" else torch.cat(parts, 1)
+    if point.layout == "shares":
+        return _shares(parts[0])
+    # Megatron keeps the queries of a group next to its key and value
+    return _joined(point, parts, arch, by_group=True)
+
+
+def _joined(
+    point: Point, parts: Sequence[Tensor], arch: Architecture, by_group: bool
+) -> Tensor | str:
+    """Returns all heads [tokens, width]; of "qkv" first queries, then keys, then values. parts: of
+    the tensor-parallel ranks. by_group: each part has one group of heads after the other."""
+    if point.layout != "qkv":
+        return torch.cat(list(parts), 1).float()
+    attention = arch.attention
+    own, left = divmod(attention.kv_heads, len(parts))
+    if left:
+        return f"{len(parts)} ranks share {attention.kv_heads} heads of keys and values"
+    groups = own if by_group else 1
+    sizes = [n // len(parts) // groups for n in (attention.heads, *[attention.kv_heads] * 2)]
+    split = [
+        part.float().view(len(part), groups, -1, attention.head_dim).split(sizes, 2)
+        for part in parts
+    ]
+    return torch.cat([t.flatten(1) for kind in zip(*split, strict=True) for t in kind], 1)
 
 
 def _spread(ids: Tensor, weights: Tensor, arch: Architecture) -> Tensor:

@@ -1,10 +1,10 @@
 """The certificate: report.json with every figure, report.md as a table."""
 
-import json
 from pathlib import Path
 from typing import TypedDict
 
 from megagrpo import __version__
+from megagrpo.system.run_folder import write_json_lines
 
 # the bounds of `bounds_of`; the largest are that many times the least
 LEAST = {"loss": 1e-6, "norm": 1e-5, "gradient": 1e-5, "weights": 1e-6}
@@ -124,6 +124,6 @@ def write_certificate(
         ],
         "not_run": left_out,
     }
-    (folder / "report.json").write_text(json.dumps(report, indent=1))
+    write_json_lines(folder / "report.json", [report])  # an infinity is null
     (folder / "report.md").write_text(text)
     return text, passed

@@ -1,6 +1,4 @@
-"""The options of other frameworks by their names there: foreign_names.yaml and slime_names.yaml,
-and hints for keys that came from there.
-"""
+"""The options of other frameworks by their names there, and hints for keys that came from there."""
 
 import re
 from collections.abc import Iterator
@@ -17,7 +15,6 @@ Scalar = str | int | float | bool | None
 Words = tuple[tuple[object, Scalar], ...]  # their values with ours
 FRAMEWORKS = {"verl": "verl", "roll": "ROLL", "trl": "TRL", "slime": "slime", "miles": "miles"}
 _FOLDER = Path(__file__).parent
-_TABLES = ("foreign_names.yaml", "slime_names.yaml")
 _SHORT = re.compile(r"^(actor|rollout|model|ref)\.")  # of verl's names
 
 
@@ -66,8 +63,8 @@ def spelled(value: Plain, words: Words) -> Plain:
 
 @cache
 def entries() -> tuple[Entry, ...]:
-    """Returns the tables, in their order."""
-    return tuple(_entry(each) for name in _TABLES for each in yaml.safe_load(_text(name)))
+    """Returns the table, in its order."""
+    return tuple(map(_entry, yaml.safe_load(_text("foreign_names.yaml"))))
 
 
 def _text(name: str) -> str:

@@ -16,13 +16,10 @@ _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 _CONFIG_NAME = re.compile(r"(?:--config-name|-cn)(?:=(.*))?")
 
 
-# framework -> its trainer, as a pattern of bash's `case`, and an example of its command
-_SLIME = ("*train.py|*train_async.py", "python train.py --option value ...")
+# framework -> the pattern of its trainer, and an example of its command
+_SLIME = (r"\S*train(_async)?\.py", "python train.py --option value ...")
 _COMMANDS = {
-    "verl": (
-        "*main_ppo*|*main_dapo*|*main_*trainer*",
-        "python -m verl.trainer.main_ppo key=value ...",
-    ),
+    "verl": (r"\S*main_(ppo|dapo|\S*trainer)\S*", "python -m verl.trainer.main_ppo key=value ..."),
     "slime": _SLIME,
     "miles": _SLIME,
 }

@@ -1,47 +1,54 @@
 """A trainer's command line as bash would make it of a script's text. Nothing of the script runs: its
-syntax tree is evaluated here, and what only a program could tell is marked."""
+syntax tree is evaluated here, and what only a run could tell is marked.
+
+A mark is in place of a text, with the reason: a variable that is not set, or something unknown.
+"""
 
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
-from posixpath import join, normpath
+from posixpath import basename, dirname, join, normpath
 
-from tree_sitter import Node
+import tree_sitter_bash
+from tree_sitter import Language, Node, Parser
 
 from megagrpo.system.environment import for_a_bare_shell
 from megagrpo.system.errors import translated
 from megagrpo.tools.convert.shell_words import (
     QUOTED,
+    UNKNOWN,
     Answer,
     Nodes,
     State,
     Value,
-    calculated,
-    expand,
-    fits,
-    is_known,
-    marks_in,
-    parsed,
+    meanings,
     plain,
-    plain_words,
-    quoted,
-    quoted_text,
-    raw,
     source,
+    split,
     tested,
-    words,
-    written,
+    text_of,
+    words_of,
 )
 
-_MOST_COMMANDS = 20_000
-_LISTS = "variable_assignments declaration_command compound_statement do_group else_clause ERROR"
+_TEXT = r"""'[^']*'|"(?:\\.|[^"\\])*\""""
+# what is quoted; a comment; an escaped character; a variable
+_PIECES = re.compile(rf"({_TEXT}|\\\n)|(?<!\S)\#[^\n]*|\\(.)|\$(\d|\w+)", re.DOTALL)
+_EXPANSION = r"\$\(+[^()\n]*\)+|\$\{[^{}\n]*\}"
+_ASSIGNMENT = rf"\w+=(?:{_TEXT}|{_EXPANSION}|\\[^\n]|[^\s'\"()\\;&|])*+"
+_SEVERAL = re.compile(rf"(?m)(?<!\S)({_ASSIGNMENT}[ \t]+{_ASSIGNMENT})[ \t]*$")
+_ASSIGNED = re.compile(r"[A-Za-z_]\w*(?= *(?:\+\+|--|[-+*/]?=(?!=)))")
+_LISTS = (
+    "variable_assignments declaration_command compound_statement do_group case_item "
+    "else_clause ERROR"
+)
 
 
-def trainer_command(path: Path, trainers: str, example: str) -> tuple[list[str], list[str]]:
-    """Returns the words of a script's first command with one that fits `trainers`, patterns of bash's
-    `case`, from that word on, and notes.
+def trainer_command(path: Path, trainer: str, example: str) -> tuple[list[str], list[str]]:
+    """Returns the words of a script's first command with one that fits the pattern `trainer`, from
+    that word on, and notes.
 
     The caller's variables are used. What expands to nothing is noted: variables that are not set,
     programs that would have written it. Raises ValueError, with an `example`, if nothing starts a
@@ -49,106 +56,147 @@ def trainer_command(path: Path, trainers: str, example: str) -> tuple[list[str],
     """
     file = str(path.absolute())
     own: dict[str, Value] = {"HOME": "~", "PWD": str(Path.cwd()), "0": file, "BASH_SOURCE": file}
-    state = State({**for_a_bare_shell(), **own}, _substituted, trainers.split("|"))
+    state = State(for_a_bare_shell() | own | {"@": [], "*": []}, trainer, _substituted)
     errors = (RecursionError, LookupError, ValueError)
     with translated(f"{path} is not understood; give the trainer's command alone", *errors):
-        _each(state, _read(state, plain(path.read_text(encoding="utf-8", errors="replace"))))
+        _read(state, path)
     if not state.commands:
-        names = ", ".join(text for text in state.marks if re.fullmatch(r"\$[A-Za-z_]\w*", text))
-        without = f", without {names}" if names else ""
+        without = f", without {', '.join(state.unset)}" if state.unset else ""
         ends = f"; it ends by `{state.leaving[0]}`{without}" if state.leaving else ""
         raise ValueError(f"{path}: has no command `{example}`{ends}")
     found = state.commands[0]
-    notes: dict[str, dict[str, None]] = {}
     option = "its command"
     for word in found:
         text = plain(word)
         if text.startswith("--") or "=" in text:
             option = text.partition("=")[0]
-        for sign in marks_in(word):
-            note = f"expanded to nothing: {state.meaning(sign)}, in "
-            notes.setdefault(note, {})[option] = None
-    said = [*state.notes, *(note + ", ".join(options) for note, options in notes.items())]
+        for what in meanings(word):
+            state.notes[f"expanded to nothing: {what}, in {option}"] = None
+    said = list(state.notes)
     if len(state.commands) > 1:
         said.append(f"{len(state.commands)} commands start a trainer; this is the first")
-    return plain_words(found), said
+    return [plain(word) for word in found if plain(word) or word == QUOTED], said
 
 
-def _is_trainer(state: State, word: str) -> bool:
-    return any(fnmatchcase(plain(word), trainer) for trainer in state.trainers)
+@cache
+def _parser() -> Parser:
+    return Parser(Language(tree_sitter_bash.language()))
 
 
-def _read(state: State, text: str) -> Nodes:
-    program = parsed(text)
+def _read(state: State, path: Path) -> None:
+    _evaluate(state, plain(path.read_text(encoding="utf-8", errors="replace")))
+
+
+def _evaluate(state: State, text: str) -> Answer:
+    """Evaluates a script. The grammar may take `a/$NAME/b`, "a"\\b and x-`y` apart, and a line of
+    assignments for those of a command below it, so these are written otherwise."""
+    text = _SEVERAL.sub(r"\1;", re.sub(r"`([^`\n]*)`", r"$(\1)", text))
+    text = _PIECES.sub(_rewritten, text)
+    program = _parser().parse(text.encode()).root_node
     if program.has_error:
-        state.notes[
-            f"{state.variables['BASH_SOURCE']} is no bash that is understood; it may be read wrongly"
-        ] = None
-    return program.named_children
+        file = state.variables["BASH_SOURCE"]
+        state.notes[f"{file} is no bash that is understood; it may be read wrongly"] = None
+    return _each(state, program.named_children)
 
 
-def _subshell(state: State, output: list[str] | None = None) -> State:
-    return replace(state, variables=dict(state.variables), output=output)
+def _rewritten(match: re.Match[str]) -> str:
+    same, escaped, name = match.groups()
+    if escaped:
+        return f'"{escaped}"' if escaped == "'" else f"'{escaped}'"
+    return f"${{{name}}}" if name else same or ""
 
 
-def _until(state: State, nodes: Nodes, *ends: str) -> Answer:
-    """Evaluates commands up to one of these ends; without them, up to any."""
-    answer = _each(state, nodes)
-    if not ends or state.leaving[:1] == [*ends]:
-        state.leaving.clear()
-    return answer
+# ---- commands ----------------------------------------------------------------------------------
 
 
 def _each(state: State, nodes: Nodes) -> Answer:
     """Evaluates commands; returns the last one's answer."""
     answer: Answer = True
     for node in nodes:
-        if node.is_named and node.type != "comment" and not state.leaving:
+        if node.is_named and not state.leaving:
             answer = _run(state, node)
     return answer
 
 
 def _run(state: State, node: Node) -> Answer:
     """Evaluates a command, or a list of them."""
-    if next(state.steps) > _MOST_COMMANDS:
-        raise ValueError("too many commands")
-    if handler := _HANDLERS.get(node.type):
-        return handler(state, node)
+    state.spend(150)
+    inside = node.named_children
     match node.type:
-        case "negated_command":
-            answer = _each(state, node.named_children)
-            return None if answer is None else not answer
+        case "command":
+            return _command(state, node)
+        case "variable_assignment":
+            return _assign(state, node)
+        case "test_command":
+            return tested(state, node)
+        case "list":  # a && b, a || b
+            first, operator, *_, second = node.children
+            written = len(state.output or ())
+            answer = _run(state, first)
+            if answer is None and state.output:
+                # only the program's exit status counts here, not its output
+                del state.output[written:]
+            if operator.type == "||":
+                return _decided(state, first, answer, [], [second])
+            return _decided(state, first, answer, [second], []) and answer
+        case "if_statement" | "elif_clause":
+            return _condition(state, node)
+        case "case_statement":
+            return _case(state, node)
+        case "while_statement" | "for_statement" | "c_style_for_statement":
+            _unknown(state, node, re.findall(r"^for[ (]+(\w+)", source(node)))
+            return _decided(state, node, None, inside[-1:], [])
         case "redirected_statement":
             return _each(state, node.children_by_field_name("body"))
         case "pipeline":
-            for stage in node.named_children:
-                _until(_subshell(state), [stage])
-            return _unknown(state, node)
+            for stage in inside:
+                _run(state.subshell(), stage)
         case "subshell":
-            return _until(_subshell(state, state.output), node.named_children)
+            _each(state.subshell(), inside)
         case "function_definition":
-            state.functions[source(node.children_by_field_name("name")[0])] = node
-        case "declaration_command" if source(node.children[0]) == "local":
-            for name in (source(each).partition("=")[0] for each in node.named_children):
-                state.hidden.setdefault(name, state.variables.get(name))
+            state.functions[source(inside[0])] = inside[-1]
         case "unset_command":
-            for name in words(state, node.named_children):
+            for name in map(plain, words_of(state, inside)):
                 state.variables.pop(name, None)
         case "compound_statement" if node.children[0].type == "((":
-            number = calculated(state, node)
-            if is_known(number):
-                return plain(number) != "0"
-            for name in re.findall(r"\b(\w+) *(?:\+\+|--|[-+*/]?=(?!=))", source(node)):
-                state.put(name, number)
-            return None
-    return _each(state, node.named_children) if node.type in _LISTS else True
-
-
-def _unknown(state: State, _: Node) -> Answer:
-    """Returns the answer of a program, which writes what only a run could tell."""
-    if state.output is not None:
-        state.output.append(state.asked)
+            _unknown(state, node, _ASSIGNED.findall(source(node)))
+        case _ if node.type in _LISTS:
+            return _each(state, inside)
     return None
+
+
+def _condition(state: State, node: Node) -> Answer:
+    """Evaluates an if or elif with the clauses after it."""
+    then = [child.type for child in node.children].index("then")
+    after = [each for each in node.named_children if each.type.endswith("_clause")]
+    body = [each for each in node.children[then:] if each not in after]
+    if node.type == "elif_clause" and node.next_named_sibling:
+        after = [node.next_named_sibling]
+    answer = _each(state, node.children[:then])
+    return _decided(state, node.named_children[0], answer, body, after[:1])
+
+
+def _case(state: State, node: Node) -> Answer:
+    """Evaluates a case; what only a run could tell fits no pattern but `*`."""
+    asked, *items = node.named_children
+    value = text_of(state, asked)
+    taken: Nodes | None = None
+    others: list[Node] = []
+    for item in items:
+        patterns = item.children_by_field_name("value")
+        body = [each for each in item.named_children if each not in patterns]
+        if taken is None and any(
+            fnmatchcase(plain(value), text_of(state, each)) for each in patterns
+        ):
+            taken = body
+        else:
+            others += body
+    return _decided(state, asked, None if UNKNOWN in value else False, others, taken or [])
+
+
+def _unknown(state: State, node: Node, names: Sequence[str]) -> None:
+    """Marks variables of which only a run could tell what they are."""
+    state.variables.update(dict.fromkeys(names, state.mark(node)))
 
 
 def _decided(state: State, asked: Node, answer: Answer, yes: Nodes, no: Nodes) -> Answer:
@@ -159,126 +207,98 @@ def _decided(state: State, asked: Node, answer: Answer, yes: Nodes, no: Nodes) -
     if state.output is not None or any("=" in source(each) for each in (*yes, *no)):
         while asked.type == "list":
             asked = asked.children[0]
-        what = state.meaning(state.unknown(asked))
+        what = state.where(asked, source(asked))
         state.notes[f"taken as false, because nothing runs: {what}"] = None
-    tried = replace(_subshell(state), notes={})
+    tried = replace(state.subshell(), notes={}, output=None)
     taken = _each(state, no)
     if state.leaving:  # what goes on was not left, so the other branch was taken
         taken = True
         state.leaving.clear()
-    _until(tried, yes)
+    _each(tried, yes)
     return taken
-
-
-def _both(state: State, node: Node) -> Answer:
-    """Evaluates `a && b` or `a || b`."""
-    first, operator, *_, second = node.children
-    written = len(state.output or ())
-    answer = _run(state, first)
-    if answer is None and state.output:
-        # only the program's exit status counts here, not its output
-        del state.output[written:]
-    if operator.type == "||":
-        return _decided(state, first, answer, [], [second])
-    return _decided(state, first, answer, [second], []) and answer
-
-
-def _condition(state: State, node: Node) -> Answer:
-    """Evaluates an if or elif with the clauses after it."""
-    then = [child.type for child in node.children].index("then")
-    body = [child for child in node.children[then:] if not child.type.endswith("_clause")]
-    above = node if node.type == "if_statement" else node.parent
-    after = [each for each in above.children if each.start_byte > node.start_byte] if above else []
-    clauses = [each for each in after if each.type.endswith("_clause")]
-    answer = _each(replace(state, output=None), node.children[:then])
-    return _decided(state, node.named_children[0], answer, body, clauses[:1])
-
-
-def _case(state: State, node: Node) -> Answer:
-    """Evaluates a case; what only a run could tell fits no pattern but `*`."""
-    value = expand(state, node.named_children[0], True)
-    taken: list[Node] = []
-    others: list[Node] = []
-    for item in (each for each in node.children if each.type == "case_item"):
-        end = [child.type for child in item.children].index(")")
-        body = item.children[end + 1 :]
-        if not taken and fits(state, value, item.children[item.children[0].type == "(" : end]):
-            taken = body
-        else:
-            others += body
-    answer = False if is_known(value) else None
-    return _decided(state, node.named_children[0], answer, others, taken)
-
-
-def _loop(state: State, node: Node) -> Answer:
-    """Tries the body of a loop, whose turns only a run could tell, as what they leave in its
-    variable."""
-    first = node.named_children[0]
-    name = re.match(r"\w+", source(first))
-    if name is not None and node.type != "while_statement":
-        state.variables[name[0]] = state.unknown(first)
-    return _decided(state, node, None, node.children_by_field_name("body"), [])
 
 
 def _command(state: State, node: Node) -> Answer:
     """Evaluates a command: bash's own, a function, or a program."""
     named = [each for each in node.children if not re.search("assign|redirect", each.type)]
-    parts = words(state, named)
-    name, *args = plain_words(parts) or [":"]
+    words = [word for word in words_of(state, named) if plain(word) != "--"]
+    name, *args = [plain(word) for word in words] or [":"]
     if name in (*state.functions, "source", "."):
         _each(state, [each for each in node.children if each.type == "variable_assignment"])
     if name in state.functions:
-        return _call(state, state.functions[name], parts[1:])
+        return _call(state, node, words, state.functions[name])
     match name:
         case "exit" | "return":
             state.leaving.append(name)
-            return None if marks_in("".join(parts)) else args[:1] in ([], ["0"])
         case "cd":
-            state.put("PWD", _path(state, raw(parts[-1]) if args else "~"))
+            state.variables["PWD"] = _path(state, words[-1].strip(QUOTED) if args else "~")
         case "source" | ".":
-            _source(state, raw("".join(parts[1:2])))
-        case "shift" | "set" if name == "shift" or "--" in parts:
-            state.arguments = [state.unknown(node)] * 9
-        case "printf" if args[:1] == ["-v"]:
-            state.variables[args[1]] = state.unknown(node)
-        case "read" | "mapfile" | "readarray" | "getopts" | "eval" | "let":
-            for name in re.findall(r"(?<!\S)[a-zA-Z_]\w*(?![^-+*/=\s])", " ".join(args)):
-                state.variables[name] = state.unknown(node)
-            return _program(state, node, parts)
+            _source(state, "".join(words[1:2]).strip(QUOTED))
+        case "shift":
+            _unknown(state, node, "@123456789")
+        case "eval" | "let":
+            _unknown(state, node, _ASSIGNED.findall(" ".join(args)))
+            return _program(state, node, words)
+        case "read" | "mapfile" | "readarray" | "getopts" | "printf":
+            _unknown(state, node, [each for each in args if each.isidentifier()])
+            state.say(UNKNOWN)
+            return None
         case ":" | "true" | "set" | "shopt" | "trap" | "wait":
             pass
-        case _ if not written(state, name, parts[1:]):
-            return _program(state, node, parts)
+        case _:
+            text = _written(state, name, words)
+            if text is None:
+                return _program(state, node, words)
+            state.say(text)
     return True
 
 
-def _call(state: State, function: Node, arguments: list[str]) -> Answer:
-    """Evaluates a function; its `local` variables get their values back."""
-    called = replace(state, arguments=arguments, hidden={})
-    answer = _until(called, function.children_by_field_name("body"), "return")
-    for name, value in called.hidden.items():
-        state.variables.pop(name, None)
-        state.variables |= {} if value is None else {name: value}
-    return answer
+def _call(state: State, node: Node, words: list[str], function: Node) -> Answer:
+    """Evaluates a function; of variables that it changes only a run could tell the values."""
+    called = state.subshell()
+    called.variables |= {"@": words[1:], "*": words[1:]}
+    called.variables |= {str(at): word.strip(QUOTED) for at, word in enumerate(words) if at}
+    _each(called, [function])
+    own = called.variables.items()
+    changed = [key for key, value in own if value != state.variables.get(key)]
+    return _unknown(state, node, [key for key in changed if key.isidentifier()])
 
 
-def _program(state: State, node: Node, parts: list[str]) -> Answer:
+def _written(state: State, name: str, words: list[str]) -> str | None:
+    """Returns what a simple command writes; None for another program."""
+    match name, words[1:]:
+        case "echo", texts:
+            return " ".join(text for text in texts if text not in ("-n", "-e")) + "\n"
+        case "pwd", _:
+            return str(state.variables["PWD"])
+        case "dirname", [path] if not path.startswith("-"):
+            return dirname(path.strip(QUOTED).rstrip("/")) or "."
+        case "basename", [path, *ending] if not path.startswith("-"):
+            name = basename(path.strip(QUOTED).rstrip("/"))
+            return name.removesuffix(plain("".join(ending)))
+        case "seq", [first, step, end] if (first + step + end).isdecimal() and len(end) < 5:
+            return "\n".join(map(str, range(int(first), int(end) + 1, int(step) or 1)))
+    return None
+
+
+def _program(state: State, node: Node, words: list[str]) -> Answer:
     """Notes a command if it starts a trainer; one may be in a text, as of `bash -c`."""
-    for at, part in enumerate(parts):
-        found = re.findall(r"[^ \t\n]+", raw(part))
-        if len(found) > 1 and any(_is_trainer(state, word) for word in found):
+    for at, word in enumerate(words):
+        inside = split(plain(word))
+        if len(inside) > 1 and any(re.fullmatch(state.trainer, each) for each in inside):
             place = state.place or f"line {node.start_point[0] + 1}"
-            other = replace(_subshell(state), place=place)
-            return _each(other, _read(other, raw(part)))
-        if _is_trainer(state, part):
-            state.commands.append(parts[at:])
+            for what in meanings(word):
+                state.notes[f"expanded to nothing: {what}, in its command"] = None
+            return _evaluate(replace(state.subshell(), place=place), plain(word))
+        if re.fullmatch(state.trainer, plain(word)):
+            state.commands.append(words[at:])
             # as of `ray job submit --runtime-env-json`
-            if names := re.findall(r'"([A-Z]\w*)" *:', raw(" ".join(parts[:at]))):
-                state.notes[
-                    f"variables of its processes are not translated: {', '.join(names)}"
-                ] = None
+            if names := re.findall(r'"([A-Z]\w*)" *:', plain(" ".join(words[:at]))):
+                note = f"variables of its processes are not translated: {', '.join(names)}"
+                state.notes[note] = None
             break
-    return _unknown(state, node)
+    state.say(UNKNOWN)
+    return None
 
 
 def _source(state: State, name: str) -> None:
@@ -290,59 +310,39 @@ def _source(state: State, name: str) -> None:
     for within, file in [(folder, wanted), *((each, each / wanted.name) for each in models)]:
         real = file.resolve()
         if real.is_relative_to(within.resolve()) and real.is_file():
-            inside = replace(state, place=file.name)
-            text = real.read_text(encoding="utf-8", errors="replace")
-            _until(inside, _read(inside, plain(text)), "return")
+            _read(replace(state, place=file.name, leaving=[]), real)
             return
     state.notes[f"{plain(name)} could not be read; what it sets is missing"] = None
 
 
-def _substituted(state: State, node: Node) -> str:
-    """Returns what `$(...)` becomes."""
-    output: list[str] = []
-    asked = state.unknown(node)
-    _until(replace(_subshell(state, output), asked=asked), node.named_children)
-    return "".join(output).rstrip("\n")
-
-
-def _assign(state: State, node: Node) -> bool:
-    """Evaluates NAME=value, NAME+=value, NAME=(values), NAME[n]=value."""
+def _assign(state: State, node: Node) -> Answer:
+    """Evaluates NAME=value, NAME+=value, NAME=(values)."""
     name, _, index = source(node.children[0]).partition("[")
     given = node.children_by_field_name("value")
     before = state.variables.get(name, "") if index or node.children[1].type == "+=" else ""
-    items = before if isinstance(before, list) else [QUOTED + quoted(before)] * bool(before)
+    text = "".join(text_of(state, each) for each in given)
     if given and given[0].type == "array":
-        state.put(name, [*items, *words(state, given[0].named_children)])
-        return True
-    text = quoted_text(state, given)
-    if index:
-        number = int(index[:-1]) if re.fullmatch(r"\d{1,3}]", index) else len(items)
-        state.put(name, [*items[:number], QUOTED + quoted(text), *items[number + 1 :]])
-    elif isinstance(before, list):
-        first = QUOTED + quoted(raw("".join(before[:1])) + text)
-        state.put(name, [first, *before[1:]])
+        items = before if isinstance(before, list) else [before] * bool(before)
+        state.variables[name] = [*items, *words_of(state, given[0].named_children)]
+    elif isinstance(before, str):
+        state.variables[name] = before + text
+    elif re.fullmatch(r"\d{1,3}\]", index):
+        state.variables[name] = [*before[: int(index[:-1])], text, *before[int(index[:-1]) + 1 :]]
     else:
-        state.put(name, before + text)
+        _unknown(state, node, [name])
     return True
 
 
 def _path(state: State, path: str) -> str:
     """Returns a path from the present folder."""
-    if not is_known(path) or path.startswith("~"):
+    if UNKNOWN in path or path.startswith("~"):
         return path
     return normpath(join(str(state.variables["PWD"]), plain(path)))
 
 
-_HANDLERS: dict[str, Callable[[State, Node], Answer]] = {
-    "command": _command,
-    "list": _both,
-    "if_statement": _condition,
-    "elif_clause": _condition,
-    "case_statement": _case,
-    "for_statement": _loop,
-    "c_style_for_statement": _loop,
-    "while_statement": _loop,
-    "test_command": tested,
-    "variable_assignment": _assign,
-    "file_redirect": _unknown,  # $(<file)
-}
+def _substituted(state: State, node: Node) -> str:
+    """Returns what `$(...)` becomes."""
+    inner = replace(state.subshell(), output=[])
+    _each(inner, node.named_children)
+    text = "".join(inner.output or ()).rstrip("\n")
+    return state.mark(node) if UNKNOWN in text or not text else text

@@ -86,31 +86,28 @@ def _replace_device(device: Device) -> None:
         total_memory=device.memory_mib * 2**20,
         multi_processor_count=device.processors,
     )
-    answers: dict[str, object] = {
-        "is_available": True,
-        "device_count": device.gpus,
-        "get_device_capability": device.capability,
-        "get_device_name": device.name,
-        "get_device_properties": properties,
-        "mem_get_info": (device.memory_mib * 2**20,) * 2,
-    }
-    _replace_answers(answers)
+    _replace_answers(
+        {
+            "is_available": True,
+            "device_count": device.gpus,
+            "get_device_capability": device.capability,
+            "get_device_name": device.name,
+            "get_device_properties": properties,
+            "mem_get_info": (properties.total_memory,) * 2,
+        }
+    )
     torch.version.cuda = _CUDA_VERSION
-    for module in [module for name, module in sys.modules.items() if name.startswith("sglang")]:
+    for module in [sys.modules[name] for name in sys.modules if name.startswith("sglang")]:
         for function in list(vars(module).values()):
             # its cache holds answers for the CPU
             if isinstance(function, functools._lru_cache_wrapper):
                 function.cache_clear()
-    common.get_nvgpu_memory_capacity = functools.partial(_answer, device.memory_mib)
+    common.get_nvgpu_memory_capacity = lambda: device.memory_mib
 
 
 def _replace_answers(answers: dict[str, object]) -> None:
     for name, answer in answers.items():
-        setattr(torch.cuda, name, functools.partial(_answer, answer))
-
-
-def _answer(value: object, *_: object, **__: object) -> object:
-    return value
+        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
 
 
 def _main() -> None:

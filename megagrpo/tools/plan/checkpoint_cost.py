@@ -29,10 +29,14 @@ class CheckpointCost:
     actor/saving.py."""
 
     file_bytes: float  # of one checkpoint
-    # of a resume, by all ranks: every file for its checksum, then every tensor once
-    read_bytes: float
     save_host_bytes: dict[bool, float]  # by form: reshardable or not
-    resume_host_bytes: dict[bool, float]
+    resume_host_bytes: float  # from a reshardable one; from another none
+
+    @property
+    def read_bytes(self) -> float:
+        """Returns the bytes that all ranks read in a resume: every file for its checksum, then
+        every tensor once."""
+        return 2 * self.file_bytes
 
 
 def checkpoint_cost(arch: Architecture, actor: ActorConfig, ranks_per_node: int) -> CheckpointCost:
@@ -48,19 +52,14 @@ def checkpoint_cost(arch: Architecture, actor: ActorConfig, ranks_per_node: int)
     # the weights of a tied embedding are written once, its distributed state by both of its stages
     files = (parameters - shared) * width + (parameters if divided else parameters - shared) * state
     ranks = [_host_of_a_rank(rank, stages, actor, width, state) for rank in range(actor.world_size)]
-    nodes = [
-        ranks[first : first + ranks_per_node]
-        for first in range(0, actor.world_size, ranks_per_node)
-    ]
+    firsts = range(0, actor.world_size, ranks_per_node)
     own, gathered, restored = (
-        max(sum(rank[kind] for rank in node) for node in nodes) for kind in range(3)
+        max(sum(kind[first : first + ranks_per_node]) for first in firsts)
+        for kind in zip(*ranks, strict=True)
     )
-    return CheckpointCost(
-        file_bytes=files,
-        read_bytes=2 * files,
-        save_host_bytes={False: own, True: gathered if divided else own},
-        resume_host_bytes={False: 0.0, True: restored if divided else 0.0},
-    )
+    if not divided:
+        gathered, restored = own, 0.0
+    return CheckpointCost(files, {False: own, True: gathered}, restored)
 
 
 def _host_of_a_rank(
@@ -157,7 +156,7 @@ def checkpoint_lines(
     ]
     lines.append(
         f"  a resume: reads {gigabytes(cost.read_bytes)} (checksums, then the state), "
-        f"{_disk_seconds(cost.read_bytes)}; {gigabytes(cost.resume_host_bytes[True])} of host "
+        f"{_disk_seconds(cost.read_bytes)}; {gigabytes(cost.resume_host_bytes)} of host "
         "memory a node from one for any layout"
     )
     return lines

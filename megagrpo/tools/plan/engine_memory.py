@@ -283,14 +283,14 @@ def gpu_phases(
 
 def memory_problems(
     phases: Mapping[str, RankMemory], engine: EngineSide, gpu: Hardware
-) -> list[str]:
+) -> tuple[str, ...]:
     """Returns what does not fit into a GPU's memory: trainers, with colocated engines, and an
     engine's own settings."""
     name = max(phases, key=lambda phase: phases[phase].total)
     fullest = phases[name]
     room = usable_bytes(gpu)
     if fullest.total <= room:
-        return list(engine.problems)
+        return engine.problems
     parts = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in fullest.parts.items())
     needs = f"rank {fullest.rank} ({fullest.kind}) needs {fullest.total / 1e9:.1f} GB ({parts})"
     remedy = ""
@@ -300,11 +300,11 @@ def memory_problems(
     )
     if "engine's cache" in fullest.parts and fraction * free > engine.resident:
         remedy = f"; with rollout.mem_fraction {fraction:g} they do"
-    return [
+    return (
         f"trainers do not fit: in {name} {needs}, and {gpu.device_name} has "
         f"{room / 1e9:.1f}{remedy}",
         *engine.problems,
-    ]
+    )
 
 
 def concurrency_report(

@@ -71,8 +71,7 @@ def step_memory(
         sent_bytes=sent if config.weights.delta else 0.0,
     )
     phases = gpu_phases(config, trainers, engine, work.arch.hidden_size)
-    problems = dict.fromkeys([*memory_problems(phases, engine, gpu), *engine.problems])
-    return StepMemory(trainers, engine, phases, tuple(problems))
+    return StepMemory(trainers, engine, phases, memory_problems(phases, engine, gpu))
 
 
 def load_of(config: ExperimentConfig, arch: Architecture) -> Load:

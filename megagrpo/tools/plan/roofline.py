@@ -5,7 +5,7 @@ Phases follow one another and nothing inside a phase overlaps. docs/planning.md 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,9 +28,9 @@ from megagrpo.tools.plan.engine_memory import (
     sorted_lengths,
     weight_bytes,
 )
-from megagrpo.tools.plan.fitting import step_memory
+from megagrpo.tools.plan.fitting import StepMemory, step_memory
 from megagrpo.tools.plan.hardware import HOST_GB_S, HOST_MEMORY_GB_S, hardware_of
-from megagrpo.tools.plan.trainer_memory import RankMemory, StageCost, TrainerSide
+from megagrpo.tools.plan.trainer_memory import Stage
 from megagrpo.tools.plan.work import (
     HOST_ADAM_BYTES,
     ModelWork,
@@ -102,20 +102,13 @@ def given_lengths(text: str, config: ExperimentConfig) -> Lengths:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Memory of both sides and the seconds of a step.
-
-    parts: of the bound, by phase and by what takes them. phases: of the fullest trainer GPU, with
-    its engine.
-    """
+class Plan(StepMemory):
+    """Memory of both sides and the seconds of a step. parts: of the bound, by phase and by what
+    takes them."""
 
     config: ExperimentConfig
     target: Target
-    trainers: TrainerSide
-    engine: EngineSide
     parts: Mapping[str, Mapping[str, float]]
-    phases: Mapping[str, RankMemory]
-    problems: tuple[str, ...]
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -158,9 +151,7 @@ def plan_step(config: ExperimentConfig, target: Target) -> Plan:
         state = memory.trainers.phases["rollout"].parts.get("optimizer", 0.0)
         parts["publish"]["state to the host"] = state / HOST_GB_S / 1e9
         parts["update"]["state from the host"] = state / HOST_GB_S / 1e9
-    return Plan(
-        config, target, memory.trainers, memory.engine, parts, memory.phases, memory.problems
-    )
+    return Plan(**vars(memory), config=config, target=target, parts=parts)
 
 
 def rollout_seconds(
@@ -245,7 +236,7 @@ def _all_reduce_seconds(target: Target, server: Server) -> float:
 
 
 def train_seconds(
-    config: ExperimentConfig, target: Target, stages: tuple[StageCost, ...]
+    config: ExperimentConfig, target: Target, stages: Sequence[Stage]
 ) -> tuple[float, dict[str, float]]:
     """Returns the seconds of a forward over all samples of a step, and those of its updates by
     part.
@@ -266,45 +257,42 @@ def train_seconds(
         _forward(config, target, each, tokens / count, pairs / count, chosen / count)
         for each in stages
     ]
-    # a backward sends as much as a forward, and has twice the products
-    passes = [2 + stage.recomputed for stage in stages]
-    whole = [
-        sum(parts.values()) * number + parts["compute"]
-        for parts, number in zip(forwards, passes, strict=True)
-    ]
-    slowest = int(np.argmax(whole))
-    bubble = (parallel.pp - 1) / parallel.vpp  # micro-batches
-    batches = count * train.updates_of_step
-    parts = {
-        name: seconds * passes[slowest] * batches
-        for name, seconds in forwards[slowest].items()
-        if seconds
-    }
-    parts["compute"] += forwards[slowest]["compute"] * batches
-    parts["pipeline bubble"] = bubble * train.updates_of_step * whole[slowest]
-    rest = max(
-        (_after_backward(config, target, stage) for stage in stages), key=lambda p: sum(p.values())
+    # a backward sends as much as a forward, and has twice the products: frozen weights have no
+    # gradients, so of adapters alone once
+    passes = 2 + (config.actor.recompute == "full")
+    products = passes + (config.actor.lora is None)
+    whole = _longest(
+        {name: at * (products if name == "compute" else passes) for name, at in parts.items()}
+        for parts in forwards
     )
-    parts |= {name: seconds * train.updates_of_step for name, seconds in rest.items()}
-    forward = max(sum(found.values()) for found in forwards)
-    return (count + bubble) * forward * train.num_updates_per_step, parts
+    bubble = (parallel.pp - 1) / parallel.vpp  # micro-batches
+    parts = {name: seconds * count for name, seconds in whole.items()}
+    parts["pipeline bubble"] = bubble * sum(whole.values())
+    parts |= _longest(_after_backward(config, target, stage) for stage in stages)
+    forward = (count + bubble) * sum(_longest(forwards).values())
+    updates = {name: seconds * train.updates_of_step for name, seconds in parts.items()}
+    return forward * train.num_updates_per_step, updates
+
+
+def _longest(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    return max(parts, key=lambda each: sum(each.values()))
 
 
 def _forward(
     config: ExperimentConfig,
     target: Target,
-    cost: StageCost,
+    stage: Stage,
     tokens: float,
     pairs: float,
     chosen: float,
 ) -> dict[str, float]:
     """Returns the seconds of one stage's forward of one micro-batch, by part."""
     parallel = config.actor.parallel
-    scale = tokens / cost.tokens
+    cost = stage.cost
+    scale = tokens / stage.load.tokens
     attention = cost.pair_flops * pairs + cost.chosen_flops * chosen
     flops = cost.flops * scale + attention / parallel.cp
-    width = 2 if config.actor.dtype == "bfloat16" else 4
-    parts = {"compute": flops / target.hardware.peak(width)}
+    parts = {"compute": flops / target.hardware.peak(stage.width)}
     # consecutive ranks with the group in them
     spans = {
         "tp": parallel.tp,
@@ -323,32 +311,31 @@ def _forward(
     return parts
 
 
-def _after_backward(config: ExperimentConfig, target: Target, cost: StageCost) -> dict[str, float]:
+def _after_backward(config: ExperimentConfig, target: Target, stage: Stage) -> dict[str, float]:
     """Returns the seconds of an update besides its passes: gradient sums, Adam, and the new weights
     to all."""
     parallel = config.actor.parallel
     shared = config.actor.optimizer.distributed
-    stage = config.actor.world_size // parallel.pp
+    ranks = config.actor.world_size // parallel.pp
     parts = {"gradients": 0.0, "optimizer": 0.0, "weights to all": 0.0}
     # apart: the neighbors of a group
     for group, apart in (("dp", parallel.tp), ("edp", parallel.etp * parallel.ep)):
-        size = stage // apart
-        num_bytes = cost.gradient_bytes[group]
+        size = ranks // apart
+        num_bytes = stage.gradient_bytes[group]
         seconds = num_bytes * (size - 1) / size / target.link(size * apart)
         parts["gradients"] += seconds * (1 if shared else 2)
         parts["weights to all"] += seconds / 2 if shared else 0.0
         elements = num_bytes / 4 / (size if shared else 1)
-        parts["optimizer"] += elements * _optimizer_seconds(config, target)
+        parts["optimizer"] += elements * _optimizer_seconds(config, target, stage.width)
     return parts
 
 
-def _optimizer_seconds(config: ExperimentConfig, target: Target) -> float:
+def _optimizer_seconds(config: ExperimentConfig, target: Target, width: int) -> float:
     """Returns the seconds of one trained element of a rank: Adam reads and writes its state where
     it lies, and the host's share crosses to it and back."""
     each = optimizer_bytes(config.actor)
     on_host = each.host / HOST_ADAM_BYTES
     ranks = min(target.gpus_per_node, config.actor.world_size)
-    width = 2 if config.actor.dtype == "bfloat16" else 4
     crossing = (each.gradient + width) / HOST_GB_S / 1e9
     host = _OPTIMIZER_BYTES * ranks / HOST_MEMORY_GB_S / 1e9 + crossing
     return (1 - on_host) * _OPTIMIZER_BYTES / target.memory + on_host * host

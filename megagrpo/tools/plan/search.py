@@ -10,7 +10,7 @@ from typing import TypeVar
 from megagrpo.check.problems import layout_problems
 from megagrpo.check.rules import placement
 from megagrpo.check.rules.engine_layout import before_start, server_of
-from megagrpo.check.rules.subject import Nodes, Subject, broken
+from megagrpo.check.rules.subject import Nodes, Subject, broken, longest_samples
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
@@ -140,7 +140,7 @@ def _best_trainers(config: ExperimentConfig, target: Target, nodes: int) -> list
         stages = trainer_stages(target.arch, actor, load_of(changed, target.arch))
         fullest = max(stage.memory("update", 0.0).total for stage in stages)
         if fullest <= usable_bytes(target.hardware):
-            _, update = train_seconds(changed, target, tuple(stage.cost() for stage in stages))
+            _, update = train_seconds(changed, target, stages)
             found.append((sum(update.values()), _parts_of_trainers(actor), actor))
     return _best(found, _KEPT)
 
@@ -182,7 +182,7 @@ def _best_engines(config: ExperimentConfig, target: Target, nodes: int) -> list[
         changed = config.model_copy(update={"rollout": rollout})
         if broken(before_start(Subject(changed, arch=target.arch))):
             continue
-        longest = load_of(changed, target.arch).longest
+        longest = max(longest_samples(changed).values())  # of evaluations, too
         engine = engine_side(
             target.work, server_of(rollout), target.lengths, longest, target.hardware
         )

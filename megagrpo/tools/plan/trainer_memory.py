@@ -7,6 +7,7 @@ Bytes of one rank are given by part.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property, reduce
 
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.schema import ExperimentConfig
@@ -71,27 +72,12 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
-class StageCost:
-    """The work and traffic of one rank of a pipeline stage, for one micro-batch of `tokens`."""
-
-    tokens: int  # of the micro-batch, over all context-parallel ranks
-    flops: float  # of a forward without attention's scores; a backward is twice as many
-    # of a forward, for each query and key that it sees: a sequence of n has n^2 / 2 / cp on a rank
-    pair_flops: float
-    chosen_flops: float  # the same for each key that an indexer chose for a query
-    # bytes in a forward: "tp", "cp", "ep", "pp"; a backward sends as many
-    sent: Mapping[str, float]
-    recomputed: float  # forwards that the backward adds: 0 or 1
-    gradient_bytes: Mapping[str, float]  # float32 of an update that "dp" and "edp" ranks sum
-
-
-@dataclass(frozen=True)
 class TrainerSide:
     """The trainers' half of a plan."""
 
     phases: Mapping[str, RankMemory]  # the fullest rank of each of PHASES
     host_bytes: Mapping[str, float]  # of the fullest node, by what they are for
-    stages: tuple[StageCost, ...]
+    stages: "list[Stage]"
 
 
 def trainer_side(
@@ -127,7 +113,7 @@ def trainer_side(
         "optimizer": shards * optimizer_bytes(actor).host * node,
         "update state": shards * optimizer_bytes(actor).state * node if load.colocate else 0.0,
         "checkpoint": max(cost.save_host_bytes.values()),
-        "resume": max(cost.resume_host_bytes.values()),
+        "resume": cost.resume_host_bytes,
         "reference's hidden states": positions
         * arch.hidden_size
         * stages[-1].width
@@ -137,16 +123,14 @@ def trainer_side(
     return TrainerSide(
         phases={phase: max(found, key=lambda rank: rank.total) for phase, found in ranks.items()},
         host_bytes=host,
-        stages=tuple(stage.cost() for stage in stages),
+        stages=stages,
     )
 
 
 def trainer_stages(arch: Architecture, actor: ActorConfig, load: Load) -> list["Stage"]:
     """Returns every pipeline stage."""
     elements = stage_parameters(arch, actor)
-    return [
-        Stage(arch, actor, load, number, elements[number]) for number in range(actor.parallel.pp)
-    ]
+    return [Stage(arch, actor, load, number, each) for number, each in enumerate(elements)]
 
 
 @dataclass(frozen=True)
@@ -242,18 +226,14 @@ class Stage:
         self.width = 2 if actor.dtype == "bfloat16" else 4
         self.part = load.tokens / p.cp / p.tp
         self.last = number == p.pp - 1
+        self.vocabulary = -(-arch.vocab_size // p.tp) * arch.hidden_size  # weights of a head
         self.layers: list[LayerCost] = [
-            layer_cost(
-                arch,
-                actor,
-                load.tokens,
-                layer,
-                load.expert_imbalance,
-            )
+            layer_cost(arch, actor, load.tokens, layer, load.expert_imbalance)
             for layer, stage in enumerate(stage_of_layer(arch, p))
             if stage == number
         ]
         self.weights = (elements.dense + elements.expert) * self.width
+        self.message = arch.hidden_size * arch.num_streams * self.part * self.width  # to a stage
 
     def memory(self, phase: str, bucket_bytes: float) -> RankMemory:
         """Returns the bytes of a rank of this stage in one of PHASES."""
@@ -265,11 +245,13 @@ class Stage:
             "optimizer": self.shards * each.state,
             "NCCL": self._communicators(),
         }
-        # kept from the first forward on
-        if phase not in ("load", "resume") and self.actor.megatron.get("fp8"):
-            parts["weights in FP8"] = elements.linear * _FP8_COPIES
+        if phase not in ("load", "resume"):  # kept from the first forward and the first update on
+            fp8 = bool(self.actor.megatron.get("fp8"))
+            parts["weights in FP8"] = elements.linear * _FP8_COPIES * fp8
+            copied = self.actor.trains_draft and not self.arch.tied and self.last and self.number
+            parts["draft's embedding"] = self.vocabulary * self.width * bool(copied)
         if phase in ("logprobs", "reference"):
-            layer = max((layer.kept / 2 + layer.transient for layer in self.layers), default=0.0)
+            layer = max(layer.kept / 2 + layer.transient for layer in self.layers)
             head = self._head(backward=False)
             parts |= {"head": head} if head > layer else {"activations": layer}
         if phase == "reference" and self.actor.lora is None:
@@ -285,55 +267,39 @@ class Stage:
                 parts["copy in FP8"] = elements.linear + 2 * _FP32 * blocks / math.prod(FP8_BLOCK)
             if self.actor.lora is not None:
                 parts["weights before merging"] = self.weights
-        kinds = {
-            (1, 1): "only stage",
-            (1, 0): "first stage",
-            (0, 0): "middle stage",
-            (0, 1): "last stage",
-        }
         first_rank = self.number * (self.actor.world_size // self.actor.parallel.pp)
-        kind = kinds[self.number == 0, self.last]
-        return RankMemory(first_rank, kind, {name: size for name, size in parts.items() if size})
+        kind = ("middle", "first", "last", "only")[(self.number == 0) + 2 * self.last]
+        present = {name: size for name, size in parts.items() if size}
+        return RankMemory(first_rank, f"{kind} stage", present)
 
     @property
     def shards(self) -> float:
         """Returns the trained elements whose state a rank keeps."""
         p = self.actor.parallel
-        actor = self.actor
         elements = self.elements
-        stage = actor.world_size // p.pp
-        copies = (stage // p.tp, stage // (p.etp * p.ep)) if actor.optimizer.distributed else (1, 1)
-        return elements.trained_dense / copies[0] + elements.trained_expert / copies[1]
+        if not self.actor.optimizer.distributed:
+            return elements.trained_dense + elements.trained_expert
+        cuts = elements.trained_dense * p.tp + elements.trained_expert * p.etp * p.ep
+        return cuts / (self.actor.world_size // p.pp)
 
     def _communicators(self) -> float:
         p = self.actor.parallel
-        actor = self.actor
-        expert_copies = actor.world_size // (p.etp * p.ep * p.pp)
-        groups = [
-            actor.world_size,
-            p.tp,
-            p.pp,
-            *p.context_sizes,
-            actor.dp,
-            p.ep,
-            p.etp,
-            expert_copies,
-        ]
+        world = self.actor.world_size
+        copies = self.actor.dp, world // (p.etp * p.ep * p.pp)
+        groups = [world, p.tp, p.pp, *p.context_sizes, p.ep, p.etp, *copies]
         return _NCCL_BYTES * (sum(size > 1 for size in groups) + self.load.links)
 
     def _update(self) -> dict[str, float]:
         """Returns the fullest moment of forward and backward: the head's backward, or the largest
         layer's."""
-        hidden = self.arch.hidden_size * self.arch.num_streams * self.part * self.width
+        kept = self.cost.kept
+        layer = self.cost.transient
         if self.actor.recompute == "full":
-            kept = hidden * len(self.layers)
-            again = max((layer.kept for layer in self.layers), default=0.0)
-        else:  # selective counts as none: its savings depend on model and kernels
-            kept = sum(layer.kept for layer in self.layers)
-            again = 0.0
+            kept = self.message * len(self.layers)
+            layer += max(layer.kept for layer in self.layers)
+        # selective counts as none: its savings depend on model and kernels
         # and a message of the pipeline, or the final norm
-        kept = (kept + hidden) * in_flight(self.actor.parallel, self.number)
-        layer = again + max((layer.transient for layer in self.layers), default=0.0)
+        kept = (kept + self.message) * in_flight(self.actor.parallel, self.number)
         head = self._head(backward=True)
         return (
             {"activations": kept, "head": head} if head > layer else {"activations": kept + layer}
@@ -344,39 +310,32 @@ class Stage:
         backward gradients."""
         if not self.last:
             return 0.0
-        arch = self.arch
-        p = self.actor.parallel
-        actor = self.actor
-        rows = -(-arch.vocab_size // p.tp)
-        tile = min(actor.logprob_chunk_tokens, self.load.tokens) * min(rows, _TILE_COLUMNS) * _FP32
-        hidden = arch.hidden_size * self.load.tokens / p.cp
+        hidden_size = self.arch.hidden_size
+        columns = min(self.vocabulary // hidden_size, _TILE_COLUMNS)
+        tile = min(self.actor.logprob_chunk_tokens, self.load.tokens) * columns * _FP32
+        hidden = hidden_size * self.load.tokens / self.actor.parallel.cp
+        head = 2 * tile + 2 * hidden * self.width
         if not backward:
-            return 2 * tile + 2 * hidden * self.width
-        weight = 0.0 if actor.lora is not None else rows * arch.hidden_size * (_FP32 + self.width)
-        return 2 * tile + 2 * hidden * self.width + hidden * (_FP32 + self.width) + weight
+            return head
+        weight = self.vocabulary * (self.actor.lora is None)
+        return head + (hidden + weight) * (_FP32 + self.width)
 
-    def cost(self) -> StageCost:
-        """Returns the work of a rank of this stage."""
-        arch = self.arch
+    @cached_property
+    def cost(self) -> LayerCost:
+        """Returns the work and traffic of a rank for one micro-batch of `load.tokens`, also to the
+        next stage: "pp"."""
         p = self.actor.parallel
-        actor = self.actor
-        sent = {key: sum(layer.sent[key] for layer in self.layers) for key in ("tp", "cp", "ep")}
-        message = arch.hidden_size * arch.num_streams * self.part * self.width
-        sent["pp"] = message * p.vpp if p.pp > 1 and not self.last else 0.0
-        head = (
-            2 * arch.hidden_size * -(-arch.vocab_size // p.tp) * self.load.tokens / p.cp
-            if self.last
-            else 0.0
+        head = 2 * self.vocabulary * self.load.tokens / p.cp
+        behind = LayerCost(
+            kept=0.0,
+            transient=0.0,
+            flops=head * self.last,
+            sent={"pp": self.message * p.vpp * (not self.last)},
         )
-        return StageCost(
-            tokens=self.load.tokens,
-            flops=sum(layer.flops for layer in self.layers) + head,
-            pair_flops=sum(layer.pair_flops for layer in self.layers),
-            chosen_flops=sum(layer.chosen_flops for layer in self.layers),
-            sent=sent,
-            recomputed=float(actor.recompute == "full"),
-            gradient_bytes={
-                "dp": self.elements.trained_dense * _FP32,
-                "edp": self.elements.trained_expert * _FP32,
-            },
-        )
+        return reduce(LayerCost.then, self.layers, behind)
+
+    @property
+    def gradient_bytes(self) -> dict[str, float]:
+        """Returns the float32 bytes of an update that "dp" and "edp" ranks sum."""
+        elements = self.elements
+        return {"dp": elements.trained_dense * _FP32, "edp": elements.trained_expert * _FP32}

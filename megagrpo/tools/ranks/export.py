@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megagrpo.check.problems import model_to_train
-from megagrpo.checkpoint.folder import latest
+from megagrpo.checkpoint.folder import latest, require_finished
 from megagrpo.cluster.machine import train_ranks
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.loop.ranks import guarded
@@ -28,7 +28,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, config: ExperimentConfig) -> int:
     """Runs the command, or one rank that it started."""
-    refuse_export(config, args.checkpoint, args.lora)
+    refuse_export(config, args.checkpoint, args.lora, Path(args.output))
     if under_torchrun():
         return guarded(config, "export", partial(export, config, args))
     words = [args.output, *["--lora"] * args.lora]
@@ -37,8 +37,17 @@ def run(args: argparse.Namespace, config: ExperimentConfig) -> int:
     return train_ranks(config, "export", words)
 
 
-def refuse_export(config: ExperimentConfig, source: str | None, only_adapters: bool) -> None:
-    """Raises ValueError for what an export lacks. source: the checkpoint, if one is named."""
+def refuse_export(
+    config: ExperimentConfig, source: str | None, only_adapters: bool, target: Path
+) -> None:
+    """Raises ValueError for what an export lacks, and for a folder that it would remove. source: the
+    checkpoint, if one is named."""
+    described = any((target / name).exists() for name in ("config.json", "adapter_config.json"))
+    others = target.is_file() or (not described and any(target.glob("*")))
+    if others or target.resolve() == Path(config.model.path).resolve():
+        raise ValueError(
+            f"export would remove what is in {target}: name a new folder, or that of an older export"
+        )
     if only_adapters and config.actor.lora is None:
         raise ValueError(
             "export --lora writes adapters, but the experiment has no actor.lora: "
@@ -47,8 +56,8 @@ def refuse_export(config: ExperimentConfig, source: str | None, only_adapters: b
     root = config.run_folder.checkpoints
     if source is None and latest(root) is None:
         raise ValueError(f"{root} holds no finished checkpoint; name one with --checkpoint")
-    if source is not None and not (Path(source) / "manifest.json").is_file():
-        raise ValueError(f"--checkpoint {source}: no finished checkpoint is there")
+    if source is not None:
+        require_finished(Path(source))
     model_to_train(config)
 
 

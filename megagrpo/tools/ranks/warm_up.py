@@ -1,8 +1,6 @@
 """Supervised warm-up: trains `answer` + end of sequence after `prompt`, and writes a Hugging Face
 folder."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
@@ -15,8 +13,12 @@ from megagrpo.batching.updates import one_pass
 from megagrpo.check.problems import model_to_warm_up
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
-from megagrpo.data.messages import tokens_behind
-from megagrpo.data.prompts import describe_dropped, load_prompts, load_tokenizer, tokenize
+from megagrpo.data.prompts import (
+    describe_dropped,
+    load_prompts,
+    load_tokenizer,
+    whole_response,
+)
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.step_log import StepLog
 from megagrpo.system.progress import Progress
@@ -51,7 +53,8 @@ def warm_up(config: ExperimentConfig, device: torch.device, progress: Progress) 
     images = ImageStore.of(model, config.run_folder.images)
     prompts = load_prompts(data, tokenizer, images)
     actor.images = images.pixels if images else None
-    _check_answers(prompts.prompts, tokenizer)
+    for prompt in prompts.prompts:  # refuses what no token is for, before any step
+        whole_response(tokenizer, prompt.location, prompt.text, prompt.answer)
     log = StepLog(config.run_folder.sft, config.log) if mesh.is_main else None
     running = 0.0  # mean of the loss
     console = StepConsole(f"{config.name} sft", options.num_steps, enabled=mesh.is_main)
@@ -99,31 +102,12 @@ def likelihood_step(actor: MegatronActor, batch: Batch) -> dict[str, float]:
     return {**wanted, **actor.optimizer_step(sums["loss/total"]), **actor.clock.take()}
 
 
-def _check_answers(prompts: Sequence[Prompt], tokenizer) -> None:
-    """Raises ValueError if an answer cannot be expressed in tokens."""
-    if tokenizer.eos_token_id is None:
-        raise ValueError(
-            "sft: the tokenizer has no end-of-sequence token, with which every answer should end"
-        )
-    token_ids = tokenize(tokenizer, [prompt.answer for prompt in prompts])
-    for prompt, ids in zip(prompts, token_ids, strict=True):
-        if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
-            raise ValueError(
-                f"{prompt.location}: the tokenizer does not know every character "
-                f"of {prompt.answer!r:.80}"
-            )
-
-
 def _supervised_batch(prompts: list[Prompt], tokenizer, mesh) -> Batch:
     """Returns a batch of this rank's share of the prompts with their answers as responses."""
     groups = []
     for index in range(mesh.dp_rank, len(prompts), mesh.dp_size):
-        answer = np.array(
-            [
-                *tokens_behind(tokenizer, prompts[index].text, prompts[index].answer),
-                tokenizer.eos_token_id,
-            ]
-        )
-        sample = Sample(0, answer, np.zeros(len(answer)), "stop", 0, prompts[index].answer)
-        groups.append(RolloutGroup(index, prompts[index], (sample,), (Outcome("score"),)))
+        prompt = prompts[index]
+        answer = whole_response(tokenizer, prompt.location, prompt.text, prompt.answer)
+        sample = Sample(0, answer, np.zeros(len(answer)), "stop", 0, prompt.answer)
+        groups.append(RolloutGroup(index, prompt, (sample,), (Outcome("score"),)))
     return build_batch(groups, one_pass(len(prompts)), mesh)

@@ -6,11 +6,16 @@ import hashlib
 import html
 import json
 import re
+import secrets
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.resources import files
 from pathlib import Path
 
 from megagrpo.system.run_folder import RunFolder, write_whole
 from megagrpo.tools.view.samples import read_curves, read_samples
+
+_RENEW_S = 60.0
 
 
 def write_view(folders: list[RunFolder], sample_mb: float, output: Path | None) -> str:
@@ -20,6 +25,46 @@ def write_view(folders: list[RunFolder], sample_mb: float, output: Path | None) 
     folder. Raises ValueError for a folder that is not a run.
     """
     output = output or folders[0].view
+    page, lines = _page(folders, sample_mb)
+    write_whole(output, page)
+    return "\n".join([f"page: {output} ({output.stat().st_size / 1e6:.1f} MB)", *lines])
+
+
+def view_server(folders: list[RunFolder], sample_mb: float, port: int) -> tuple[HTTPServer, str]:
+    """Returns a server on this machine that makes the page anew for each request, and its address.
+
+    port: 0 takes a free one. The address holds a key, because other users can reach the port.
+    """
+    path = f"/{secrets.token_urlsafe(16)}"
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if not secrets.compare_digest(self.path.encode(), path.encode()):
+                self.send_error(404)
+                return
+            try:
+                page = _page(folders, sample_mb, _RENEW_S)[0].encode()
+            except ValueError as exc:
+                self.send_error(503, explain=f"{exc}; load the page again later")
+                return
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(page)))
+            self.end_headers()
+            self.wfile.write(page)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Logs nothing: the address holds the key."""
+
+    server = HTTPServer(("127.0.0.1", port), Handler)
+    return server, f"http://127.0.0.1:{server.server_port}{path}"
+
+
+def _page(
+    folders: list[RunFolder], sample_mb: float, renew_s: float = 0.0
+) -> tuple[str, list[str]]:
+    """Returns the page, which loads itself again every `renew_s` if that is not 0, and a line for
+    each omission."""
     runs = []
     lines = []
     for folder, name in zip(folders, _names(folders), strict=True):
@@ -30,8 +75,8 @@ def write_view(folders: list[RunFolder], sample_mb: float, output: Path | None) 
         samples, notes = read_samples(folder, sample_mb * 1e6)
         runs.append({"name": name, **samples, "curves": read_curves(folder), "notes": notes})
         lines += [f"{name}: {note}" for note in notes]
-    write_whole(output, _build_page({"runs": runs}, " | ".join(run["name"] for run in runs)))
-    return "\n".join([f"page: {output} ({output.stat().st_size / 1e6:.1f} MB)", *lines])
+    title = " | ".join(run["name"] for run in runs)
+    return _build_page({"runs": runs, "renew_s": renew_s}, title), lines
 
 
 def _names(folders: list[RunFolder]) -> list[str]:
@@ -42,7 +87,7 @@ def _names(folders: list[RunFolder]) -> list[str]:
 
 def _build_page(data: dict, title: str) -> str:
     """Returns the HTML page of `data`, {"runs": [{"name", "groups", "pieces", "curves",
-    "notes"}]}; see `read_samples` and `read_curves`.
+    "notes"}], "renew_s"}; see `read_samples` and `read_curves`.
 
     Its policy allows only its own script and style, by their hashes, whatever a response of the
     model contains.
@@ -88,11 +133,25 @@ def add_options(command: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the page; default: view.html in the first run folder",
     )
+    option(
+        "--serve",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="PORT",
+        help="serve the page on this machine while the run goes on (default: a free port)",
+    )
     option("--sample-mb", type=float, default=20.0, help="MB of samples per run (default 20)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
     folders = [RunFolder(Path(name)) for name in args.run_dirs]
-    print(write_view(folders, args.sample_mb, args.output))
+    if args.serve is None:
+        print(write_view(folders, args.sample_mb, args.output))
+        return 0
+    server, address = view_server(folders, args.sample_mb, args.serve)
+    print(f"page: {address} (end with Ctrl-C)", flush=True)
+    with server, suppress(KeyboardInterrupt):
+        server.serve_forever()
     return 0

@@ -67,15 +67,12 @@ class Box:
         if common is None:
             return [self]
         rest = []
-        start = list(self.start)
-        size = list(self.size)
-        for k, (low, width) in enumerate(zip(common.start, common.size, strict=True)):
-            for a, b in ((start[k], low), (low + width, start[k] + size[k])):
-                if b > a:
-                    rest.append(
-                        Box((*start[:k], a, *start[k + 1 :]), (*size[:k], b - a, *size[k + 1 :]))
-                    )
-            start[k], size[k] = low, width
+        box = self
+        for k, low in enumerate(common.start):
+            begin, end = box.start[k], box.start[k] + box.size[k]
+            high = low + common.size[k]
+            rest += [box._between(k, a, b) for a, b in ((begin, low), (high, end)) if b > a]
+            box = box._between(k, low, high)
         return rest
 
     def split(self, limit: int) -> list["Box"]:
@@ -84,11 +81,15 @@ class Box:
             return [self]
         k = next(k for k, n in enumerate(self.size) if n > 1)
         rows = max(limit // (self.numel // self.size[k]), 1)
-        parts = []
-        for a, b in pairwise([*range(0, self.size[k], rows), self.size[k]]):
-            start = (*self.start[:k], self.start[k] + a, *self.start[k + 1 :])
-            parts.append(Box(start, (*self.size[:k], b - a, *self.size[k + 1 :])))
-        return [piece for part in parts for piece in part.split(limit)]
+        first = self.start[k]
+        bounds = pairwise([*range(first, first + self.size[k], rows), first + self.size[k]])
+        return [piece for a, b in bounds for piece in self._between(k, a, b).split(limit)]
+
+    def _between(self, k: int, begin: int, end: int) -> "Box":
+        """Returns the part with begin <= index[k] < end."""
+        start, size = list(self.start), list(self.size)
+        start[k], size[k] = begin, end - begin
+        return Box(tuple(start), tuple(size))
 
     def _stop(self) -> tuple[int, ...]:
         return tuple(a + n for a, n in zip(self.start, self.size, strict=True))

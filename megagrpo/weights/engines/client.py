@@ -12,9 +12,10 @@ import httpx
 import numpy as np
 import torch
 
+from megagrpo.config.schema import RolloutConfig
 from megagrpo.system.environment import WEIGHT_LOADER
 from megagrpo.types import EngineInfo
-from megagrpo.weights.copies.recorder import Copy, Specs
+from megagrpo.weights.copies.recorder import Copy
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.mailbox import Mailbox, encode
 from megagrpo.weights.wire.shared_buffer import Place
@@ -144,24 +145,17 @@ class EngineConnection:
         """Closes the session; the engine may process the loaded weights."""
         self.post("/end_weight_update")
 
-    def record(
-        self, specs: Specs, past_loader: bool, dummy_start: bool, forgets: bool = False
-    ) -> None:
+    def record(self, specs: str, past_loader: bool, rollout: RolloutConfig) -> None:
         """Records the copy list of every rank.
 
-        specs: with published dtypes. past_loader: see Transport. dummy_start: the engine started
-        with random values, also in buffers of the checkpoint. forgets: the engine loses all but its
-        buffers when it sleeps. Raises RuntimeError naming parameters that these tensors do not
-        fill, or buffers that cannot be updated.
+        specs: the mailbox's key of the HF tensors, with published dtypes. past_loader: see
+        Transport. An engine with a dummy start has random values, also in buffers of the
+        checkpoint; one that sleeps loses all but its buffers. Raises RuntimeError naming parameters
+        that these tensors do not fill, or buffers that cannot be updated.
         """
-        message = {
-            name: (shape, str(dtype).removeprefix("torch."))
-            for name, (shape, dtype) in specs.items()
-        }
-        key = self.mailbox.put("specs", message)
-        request = {"specs": key, "allow_computed": past_loader, "dummy_start": dummy_start}
+        dummy_start = rollout.load_format == "dummy"
+        request = {"specs": specs, "allow_computed": past_loader, "dummy_start": dummy_start}
         answers = self.ask("record", [request] * self.tp)
-        self.mailbox.delete(key)
         if problems := _lines("rank", answers):
             raise RuntimeError(
                 f"{self} has parameters that the published tensors do not fill:\n"
@@ -190,12 +184,12 @@ class EngineConnection:
         }
         if unknown:
             names = ", ".join(sorted(unknown))
-            if forgets:
+            if rollout.colocate:
                 raise RuntimeError(
                     f"{self} would lose {names} in its sleep, and no publish brings them back: "
                     "give engines of this model GPUs of their own (rollout.colocate: false)"
                 )
-            if any(dtype == torch.float8_e4m3fn for _, dtype in specs.values()):
+            if rollout.quantization:
                 raise RuntimeError(
                     f"{self} holds {names} besides FP8 parameters, and no digest covers them"
                 )

@@ -83,10 +83,13 @@ def compute_in_place(model: torch.nn.Module) -> None:
     if compute is None:
         return
 
+    # looked for once: transport broadcast computes them after each of thousands of buckets
+    places = [(module, name) for _, module, name, _ in _derived(model)]
+
     def computed(*args: object, **options: object) -> None:
-        before = list(_derived(model))
+        before = [(module, name, getattr(module, name)) for module, name in places]
         compute(*args, **options)
-        for _, module, name, old in before:
+        for module, name, old in before:
             new = getattr(module, name)
             if new is not old and (new.shape, new.dtype) == (old.shape, old.dtype):
                 setattr(module, name, old.copy_(new))

@@ -62,6 +62,7 @@ class EngineFleet:
         self._round: list[str] = []
         self._lost: dict[str, EngineDown] = {}  # engines that died in this publish
         self._mailbox: Mailbox | None = None  # opened towards the first engine
+        self._specs_key = ""  # in the mailbox
         self._deadline = Deadline(0.0)  # of the publish
 
     @property
@@ -117,13 +118,8 @@ class EngineFleet:
                 # an update in which earlier trainers died would block this one
                 with suppress(EngineRefused):
                     engine.end()
-                rollout = self._config.rollout
-                engine.record(
-                    self._specs,
-                    self._transport.past_loader,
-                    rollout.load_format == "dummy",
-                    forgets=rollout.colocate,
-                )
+                past_loader = self._transport.past_loader
+                engine.record(self._specs_key, past_loader, self._config.rollout)
 
         self.for_each(open_one)
 
@@ -261,6 +257,12 @@ class EngineFleet:
             self._mailbox = Mailbox(
                 listening_store(address_towards(info.url), self._config.weights.timeout_s)
             )
+            # once, because JSON of a trillion parameters' tensors takes 0.2 s
+            message = {
+                name: (shape, str(dtype).removeprefix("torch."))
+                for name, (shape, dtype) in self._specs.items()
+            }
+            self._specs_key = self._mailbox.put("specs", message)
         tp = self._config.rollout.tp
         key = self._registry.api_key
         engine = EngineConnection(info, tp, self._mailbox, key, self._patience_s)

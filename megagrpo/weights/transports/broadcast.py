@@ -146,9 +146,8 @@ class _Line:
         }
 
         def join() -> None:
-            group = join_group(store, name, 0, 1 + engine.tp, device, engine.address, limits)
-            group.set_timeout(engine.deadline.seconds)
-            self.groups.append(group)
+            size = 1 + engine.tp
+            self.groups.append(join_group(store, name, 0, size, device, engine.address, limits))
 
         joining = f"the {engine.tp} ranks of {engine} to join group {name}"
         self._together("/init_weights_update_group", body, engine.deadline.left, join, joining)
@@ -159,6 +158,7 @@ class _Line:
         self.wait_for_answers(_IN_FLIGHT - 1)
         group = self.groups[0]
         patience = self._engine.patience
+        group.set_timeout(patience)
         self.groups.rotate(-1)
         self._together(
             "/update_weights_from_distributed",

@@ -5,6 +5,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megagrpo.types import Prompt, Routing
+
 SEED_TOKENS = 7
 LENGTHS = (13, 6, 22)
 
@@ -18,7 +20,6 @@ def captured(rank: int, folder: Path, model: Path, cases: list[dict]) -> list[di
     from megagrpo.tools.bisect.procedure import batch_of_sequences
     from megagrpo.tools.bisect.sides import from_trainer
     from megagrpo.tools.certify.measure import joined
-    from megagrpo.types import Prompt
     from megagrpo.weights.actor_weights import load_initial_weights
     from tests.padding import padded
 
@@ -54,13 +55,12 @@ def captured(rank: int, folder: Path, model: Path, cases: list[dict]) -> list[di
     return results
 
 
-def planted(arch) -> Tensor | None:
+def planted(arch) -> Routing | None:
     """Experts that no router chooses by itself, none of the last token of each sequence; None without experts."""
     if not arch.is_moe:
         return None
-    shape = (len(LENGTHS), max(LENGTHS), arch.num_layers)
-    first = sum(torch.meshgrid(*map(torch.arange, shape), indexing="ij"))
+    lengths = torch.tensor(LENGTHS)
+    places = torch.cat([torch.arange(n) + row for row, n in enumerate(LENGTHS)])
+    first = places[:, None] + torch.tensor(arch.routed_layers)
     ids = (first[..., None] + torch.arange(arch.experts.per_token)) % arch.experts.count
-    for row, length in enumerate(LENGTHS):
-        ids[row, length - 1 :] = -1
-    return ids
+    return Routing(ids, lengths - 1)

@@ -42,7 +42,9 @@ class Turns:
     """Turns pairs of neighbors, the last ones of a head, by their positions (RoFormer)."""
 
     def __init__(self, rotary: Rotary, dim: int):
-        self._frequencies = rotary.theta ** -(torch.arange(0, dim, 2) / dim)
+        # on the device: a copy from the host would wait for it, at each turn
+        places = torch.arange(0, dim, 2, device=torch.cuda.current_device())
+        self._frequencies = 1 / rotary.theta ** (places / dim)
         if yarn := rotary.yarn:  # arXiv 2309.00071, 3.2, without a factor of its own
             bounds = yarn_range(
                 yarn["beta_fast"],
@@ -52,13 +54,14 @@ class Turns:
                 yarn["original_max_position_embeddings"],
                 yarn.get("truncate", True),
             )
-            ramp = yarn_ramp(*bounds, dim // 2, self._frequencies.device)
-            self._frequencies = self._frequencies * (1 - ramp + ramp / yarn["factor"])
+            kept = 1 - yarn_ramp(*bounds, dim // 2, places.device)
+            slow = self._frequencies / yarn["factor"]
+            self._frequencies = slow * (1 - kept) + self._frequencies * kept
 
     def __call__(self, t: Tensor, positions: Tensor, back: bool = False) -> Tensor:
         """Returns t [..., d] turned by positions, which broadcast with [...]; back: the other
         way."""
-        angles = positions[..., None] * self._frequencies.to(t.device)
+        angles = positions[..., None] * self._frequencies
         turn = torch.polar(torch.ones_like(angles), -angles if back else angles)
         width = 2 * angles.shape[-1]
         pairs = t[..., -width:].float().unflatten(-1, (-1, 2)).contiguous()

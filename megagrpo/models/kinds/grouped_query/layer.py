@@ -84,7 +84,7 @@ class PackedSequences(PackedSeqParams):
         """Returns the grids of `num_tokens` tokens of this rank, made once a micro-batch for all
         layers."""
         if self._grids is None:
-            cp_size, cp_rank = self.group.size(), self.group.rank()
+            cp_size = self.group.size()
             local, sequence, place = local_places(self.cu_seqlens_q, num_tokens, cp_size)
             by_rank = [
                 zigzag_position(place, local[sequence], rank, cp_size) for rank in range(cp_size)
@@ -92,7 +92,7 @@ class PackedSequences(PackedSeqParams):
             self._grids = _PaddedGrids(
                 query_at=(sequence, place),
                 key_at=(sequence.repeat(cp_size), torch.cat(by_rank)),
-                position=by_rank[cp_rank],
+                position=by_rank[self.group.rank()],
             )
         return self._grids
 

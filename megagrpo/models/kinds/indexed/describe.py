@@ -90,6 +90,8 @@ class LightningIndexer:
             "dsa_indexer_skip_topk_offset": self.offset,
             "qk_layernorm": True,  # absorbed attention has norms of latents only if it says so
         }
+        if self.freq > 1:  # some layers have no indexer; checkpoints would take all for alike
+            fields["hetereogenous_dist_checkpoint"] = True
         if kernels.cuda and kernels.transformer_engine:
             fields["dsa_kernel_backend"] = "tilelang"
         if actor.parallel.cp > 1:  # the only exchange of its keys that Megatron has

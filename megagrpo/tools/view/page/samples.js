@@ -19,13 +19,16 @@ const COLUMNS = [ // title, value of a row, how it is shown, what it is
 ];
 const WIDTH = 205, HEIGHT = 56, LEFT = 2; // of a curve, in pixels
 const COLORS = ["#2f6fb3", "#c2571a", "#1d7a55", "#8a4fa3", "#b3372f", "#6b7280"]; // of runs
+const THOUGHT_END = "</think>"; // in the chat templates of all supported families
+const KEPT = ["run", "step", "finish", "search", "reward-min", "reward-max"]; // choices that a reload keeps
 const BINS = [1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1]; // nats: the limits of |difference| between the shades
 const SHADES = ["#ffffff", "#fffbe6", "#fff1c2", "#ffe08a", "#ffc267", "#f98e52", "#e2574c", "#b3202c"];
 
 let rows = []; // those that pass the filters, in order
 let numShown = 0;
-let sortedBy = null; // [column, descending]
+let sortedBy = [1, true]; // column, descending: the newest step first
 let chosenRow = null;
+let lastInput = Date.now();
 
 function byId(id) {
   return document.getElementById(id);
@@ -79,17 +82,42 @@ function passes() {
 function filterSamples() {
   const all = allRows();
   rows = all.filter(passes());
-  if (sortedBy !== null) {
-    const [column, descending] = sortedBy;
-    const value = COLUMNS[column][1], sign = descending ? -1 : 1;
-    const order = (a, b) => (a === null) - (b === null) || sign * (a < b ? -1 : a > b ? 1 : 0); // missing values come last
-    rows = rows.map((row) => [value(row), row]).sort((a, b) => order(a[0], b[0])).map(([, row]) => row);
-  }
+  const [column, descending] = sortedBy;
+  const value = COLUMNS[column][1], sign = descending ? -1 : 1;
+  const order = (a, b) => (a === null) - (b === null) || sign * (a < b ? -1 : a > b ? 1 : 0); // missing values come last
+  rows = rows.map((row) => [value(row), row]).sort((a, b) => order(a[0], b[0])).map(([, row]) => row);
   byId("count").textContent = `${rows.length} of ${all.length} samples`;
   byId("table").tBodies[0].replaceChildren();
   numShown = 0;
   byId("scroll").scrollTop = 0;
   showMoreRows();
+  remember();
+}
+
+function nameOf({ run, group, sample }) {
+  return [group.step, group.group_id, sample.index, run.name].join(" ");
+}
+
+/** Writes the choices into the address, from which a reload takes them. */
+function remember() {
+  const kept = new URLSearchParams(KEPT.map((id) => [id, byId(id).value]).filter(([, value]) => value !== ""));
+  if (byId("with-tokens").checked) kept.set("with-tokens", "on");
+  kept.set("order", sortedBy.map(Number).join(" "));
+  if (chosenRow !== null) kept.set("sample", nameOf(chosenRow));
+  history.replaceState(null, "", `#${kept}`);
+}
+
+/** Takes the choices of before a reload; returns the name of the sample that was shown. */
+function recall() {
+  const kept = new URLSearchParams(location.hash.slice(1));
+  for (const id of KEPT) {
+    byId(id).value = kept.get(id) ?? "";
+    if (byId(id).value === "") byId(id).value = ""; // what is no choice any more
+  }
+  byId("with-tokens").checked = kept.has("with-tokens");
+  const [column, descending] = (kept.get("order") ?? "").split(" ").map(Number);
+  if (COLUMNS[column] && descending !== undefined) sortedBy = [column, descending === 1];
+  return kept.get("sample") ?? "";
 }
 
 /** Appends the next rows; thousands at once would make the page slow. */
@@ -116,6 +144,7 @@ function choose(row, line) {
   line.className = "chosen";
   chosenRow = row;
   showSample(row);
+  remember();
 }
 
 function showSample({ run, group, sample }) {
@@ -135,7 +164,7 @@ function showSample({ run, group, sample }) {
     image.src = run.images[key];
     return image;
   }));
-  for (const turn of sample.turns ?? [{ by: "model", text: sample.text }]) pane.append(turnOf(turn));
+  for (const turn of sample.turns ?? [{ by: "model", text: sample.text }]) pane.append(...turnOf(turn));
   if (sample.tokens) pane.append(make("h2", "tokens, colored by |trainer \u2212 rollout| log-probability"), legend(),
     tokensOf(run, sample.tokens));
   else pane.append(make("h2", "its tokens were not recorded (log.tokens: groups of a step)"));
@@ -148,13 +177,20 @@ function showSample({ run, group, sample }) {
   }
 }
 
+/** Returns a turn's elements: a model's reasoning, folded, and what follows. */
 function turnOf({ by, text, reward }) {
+  const start = by === "model" ? text.lastIndexOf(THOUGHT_END) + 1 : 0;
+  if (start) {
+    const fold = make("details"), answer = text.slice(start - 1 + THOUGHT_END.length).trimStart();
+    fold.append(make("summary", `reasoning, ${start - 1} characters`), make("pre", text.slice(0, start - 1)));
+    return [fold, ...turnOf({ by, text: answer, reward })];
+  }
   const box = make("pre", text);
   box.className = by;
   if (by !== "model") box.title = "the environment's: not trained on";
   else if (reward !== undefined) box.title = `reward ${number(reward, 5)}`;
   if (reward) box.append(make("b", `  reward ${number(reward, 5)}`));
-  return box;
+  return [box];
 }
 
 function shadeOf(difference) {
@@ -220,11 +256,21 @@ function curveOf(name) {
     if (!known.length) return;
     byId("step").value = known.reduce((a, b) => (Math.abs(b - at) < Math.abs(a - at) ? b : a));
     filterSamples();
-    chooseFirst();
+    chooseAgain("");
   });
-  const figure = make("figure"), caption = make("figcaption", `${name}: ${number(low, 3)} to ${number(high, 3)}`);
-  caption.title = caption.textContent;
-  figure.append(caption, picture);
+  const figure = make("figure"), whole = `${name}: ${number(low, 3)} to ${number(high, 3)}`, caption = make("figcaption", whole);
+  caption.title = whole;
+  picture.addEventListener("pointerleave", () => { caption.textContent = whole; });
+  picture.addEventListener("pointermove", (event) => {
+    const at = first + (event.offsetX - LEFT) / (WIDTH - 2 * LEFT) * (last - first);
+    const step = steps.reduce((a, b) => (Math.abs(b - at) < Math.abs(a - at) ? b : a));
+    const here = points.filter((point) => point[0] === step).map(([, value]) => number(value, 4));
+    caption.textContent = `${name}, step ${step}: ${here.join(", ")}`;
+  });
+  const axis = make("div");
+  axis.className = "axis";
+  axis.append(make("span", `step ${first}`), make("span", last));
+  figure.append(caption, picture, axis);
   return figure;
 }
 
@@ -239,8 +285,11 @@ function drawCurves() {
   });
 }
 
-function chooseFirst() {
-  if (rows.length) choose(rows[0], byId("table").tBodies[0].rows[0]);
+/** Shows the sample of this name, or else the first. */
+function chooseAgain(name) {
+  const at = Math.max(0, rows.findIndex((row) => nameOf(row) === name));
+  while (numShown <= at && numShown < rows.length) showMoreRows();
+  if (rows.length) choose(rows[at], byId("table").tBodies[0].rows[at]);
 }
 
 function fillControls() {
@@ -255,7 +304,7 @@ function fillControls() {
     const cell = make("th", title);
     cell.title = meaning ?? "";
     cell.addEventListener("click", () => {
-      sortedBy = [column, sortedBy !== null && sortedBy[0] === column && !sortedBy[1]];
+      sortedBy = [column, sortedBy[0] === column && !sortedBy[1]];
       filterSamples();
     });
     head.rows[0].append(cell);
@@ -277,8 +326,18 @@ function listen() {
   });
 }
 
+/** Loads a served page again every minute, unless somebody uses it. */
+function renew() {
+  for (const kind of ["pointerdown", "keydown", "wheel", "scroll"]) {
+    addEventListener(kind, () => { lastInput = Date.now(); }, { capture: true, passive: true });
+  }
+  setInterval(() => { if (Date.now() - lastInput > DATA.renew_s * 1000) location.reload(); }, 1000);
+}
+
 fillControls();
 drawCurves();
 listen();
+const shownBefore = recall();
 filterSamples();
-chooseFirst();
+chooseAgain(shownBefore);
+if (DATA.renew_s) renew();
