@@ -17,6 +17,7 @@ prepare_host("cpu")
 
 from megatron.core import parallel_state as mpu  # noqa: E402  Megatron needs a prepared host
 
+from megagrpo.models.build import _in_bfloat16 as in_bfloat16  # noqa: E402  likewise
 from megagrpo.models.kinds.compressed.layer import CompressedMixer  # noqa: E402  likewise
 from megagrpo.models.kinds.grouped_query.layer import PackedSequences  # noqa: E402  likewise
 
@@ -31,10 +32,16 @@ def mixer(request, monkeypatch) -> CompressedMixer:
     monkeypatch.setattr(mpu, "get_tensor_model_parallel_group", lambda: alone)
     arch = architecture_of(hf_config(TinyModelConfig(path="x", family="deepseek_v4", hidden_size=HIDDEN)))
     config = SimpleNamespace(
-        hidden_size=HIDDEN, params_dtype=torch.float32, tensor_model_parallel_size=1, sequence_parallel=False,
+        hidden_size=HIDDEN, params_dtype=torch.bfloat16, tensor_model_parallel_size=1, sequence_parallel=False,
         layernorm_epsilon=1e-6,
     )  # fmt: skip
     mixer = CompressedMixer(config, request.param, arch.attention)
+    found = {name: parameter.dtype for name, parameter in mixer.named_parameters()}
+    kept = {name for name in found if name == "attn_sink" or name.endswith("ape")}  # as engines have them
+    in_bfloat16(mixer)
+    assert {name for name, dtype in found.items() if dtype == torch.float32} == kept
+    assert {name: parameter.dtype for name, parameter in mixer.named_parameters()} == found
+    mixer.float()
     draw = torch.Generator().manual_seed(request.param)
     for parameter in mixer.parameters():
         parameter.data.normal_(0.0, 0.3, generator=draw)
