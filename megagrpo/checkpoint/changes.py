@@ -4,7 +4,7 @@ starts/step_000012.yaml has the settings of the start that continued after step 
 tests/unit/test_checkpoint_changes.py says whether it may change.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -83,12 +83,12 @@ def _read(path: Path) -> dict[str, object]:
 
 def leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
     """Yields the values by dotted keys; those that are null or empty are not set."""
-    items: dict[object, object] = {}
+    items: Iterable[tuple[object, object]] = ()
     if isinstance(value, Mapping):
-        items = dict(value)
+        items = value.items()
     elif isinstance(value, Sequence) and not isinstance(value, str):
-        items = dict(enumerate(value))
-    if not items and value not in (None, {}, []):
+        items = enumerate(value)
+    elif value is not None:
         yield key, value
-    for name, item in items.items():
+    for name, item in items:
         yield from leaves(item, f"{key}.{name}" if key else str(name))

@@ -30,10 +30,8 @@ def checkpoint_folder(root: Path, step: int) -> Path:
 def latest(root: Path, at_most: int | None = None) -> Path | None:
     """Returns the finished checkpoint of the highest step (up to `at_most`), or None. Interrupted
     saves do not count."""
-    checkpoints = finished_checkpoints(root)
-    if at_most is not None:
-        checkpoints = [folder for folder in checkpoints if step_of(folder) <= at_most]
-    return max(checkpoints, key=step_of, default=None)
+    newest_first = reversed(finished_checkpoints(root))
+    return next((p for p in newest_first if at_most is None or step_of(p) <= at_most), None)
 
 
 def require_finished(folder: Path) -> None:

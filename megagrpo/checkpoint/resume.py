@@ -6,12 +6,11 @@ from pathlib import Path
 
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor
-from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.changes import REFERENCE, prompt_order
 from megagrpo.checkpoint.folder import OTHER_DATA, data_problem, latest, put_in_place
 from megagrpo.checkpoint.groups import deal_surplus
 from megagrpo.checkpoint.identity import adapter_numbers, architecture_numbers
-from megagrpo.checkpoint.save import RunIdentity
+from megagrpo.checkpoint.save import RunIdentity, load
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
 from megagrpo.system import environment
@@ -71,7 +70,7 @@ def load_checkpoint(
 ) -> TrainState:
     """Collective. Loads a checkpoint of this experiment's model into the actor. Raises LeaderError
     if the model or the data differs."""
-    return checkpoint.load(
+    return load(
         source,
         run_identity(config, actor, rows, inputs),
         lambda part: load_actor(actor, part, with_optimizer),

@@ -26,6 +26,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from megagrpo.system import environment
@@ -96,7 +97,9 @@ def run(args: argparse.Namespace) -> int:
         table.add_column(heading, overflow="fold")
     marks = {"ok": "[green]ok[/]", "warning": "[yellow]note[/]", "error": "[red]BAD[/]"}
     for row in findings:
-        table.add_row(marks[row.status], row.what, row.wanted, row.found, row.remedy)
+        # a package's extra, or a path, in brackets is no markup
+        cells = map(escape, (row.what, row.wanted, row.found, row.remedy))
+        table.add_row(marks[row.status], *cells)
     console = Console()
     console.print(table)
     bad = [row.what for row in findings if row.status == "error"]
@@ -131,6 +134,8 @@ def _run(words: list[str]) -> str:
         done = subprocess.run(words, capture_output=True, text=True, timeout=_LIMIT_S)
     except subprocess.TimeoutExpired:
         return f"{words[0]} gave no answer in {_LIMIT_S:g} s"
+    except OSError as exc:  # of a file that is no program
+        return str(exc)
     return done.stdout or "".join(done.stderr.strip().splitlines()[-1:])
 
 

@@ -6,7 +6,7 @@ https://docs.skypilot.co/en/latest/reference/yaml-spec.html.
 
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -75,6 +75,9 @@ class Job:
 
 def manifest(job: Job, scheduler: Scheduler) -> str:
     """Returns the file as YAML."""
+    # a DNS label that leaves room for a pod's role and number, and that SkyPilot accepts
+    name = "megagrpo-" + re.sub("[^a-z0-9]+", "-", job.name.lower()).strip("-")
+    job = replace(job, name=name[:40].strip("-"))
     tree = _task(job, scheduler)
     if scheduler.to == "kubernetes":
         tree = _jobset(job, scheduler)
@@ -82,9 +85,6 @@ def manifest(job: Job, scheduler: Scheduler) -> str:
 
 
 def _jobset(job: Job, scheduler: Scheduler) -> dict[str, object]:
-    # a DNS label that leaves room for a pod's role and number
-    name = "megagrpo-" + re.sub("[^a-z0-9]+", "-", job.name.lower()).strip("-")
-    name = name[:40].strip("-")
     actions = {
         "stopped": ("RestartJobSetAndIgnoreMaxRestarts", f"exit code {_STOPPED} "),
         "final": ("FailJobSet", "exit code"),
@@ -101,7 +101,7 @@ def _jobset(job: Job, scheduler: Scheduler) -> dict[str, object]:
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": {"name": name},
+        "metadata": {"name": job.name},
         "spec": {
             "failurePolicy": {
                 "maxRestarts": _MAX_RESTARTS,
@@ -111,14 +111,14 @@ def _jobset(job: Job, scheduler: Scheduler) -> dict[str, object]:
             # engines do not end by themselves
             "successPolicy": {"operator": "All", "targetReplicatedJobs": [next(iter(job.roles))]},
             "replicatedJobs": [
-                {"name": role, "template": {"spec": _of_role(job, scheduler, name, role)}}
+                {"name": role, "template": {"spec": _of_role(job, scheduler, role)}}
                 for role in job.roles
             ],
         },
     }
 
 
-def _of_role(job: Job, scheduler: Scheduler, name: str, role: str) -> dict[str, object]:
+def _of_role(job: Job, scheduler: Scheduler, role: str) -> dict[str, object]:
     """Returns a Job with one pod per node, which fails with its first pod."""
     nodes = job.roles[role]
     codes = _DECIDED_ENGINES if role == "engines" else _DECIDED
@@ -129,17 +129,17 @@ def _of_role(job: Job, scheduler: Scheduler, name: str, role: str) -> dict[str, 
         "parallelism": nodes,
         "backoffLimit": 0,
         "podFailurePolicy": {"rules": [rule]},
-        "template": {"spec": _pod(job, scheduler, role, f"{name}-{role}-0-0.{name}")},
+        "template": {"spec": _pod(job, scheduler, role)},
     }
 
 
-def _pod(job: Job, scheduler: Scheduler, role: str, first_address: str) -> dict[str, object]:
+def _pod(job: Job, scheduler: Scheduler, role: str) -> dict[str, object]:
     claim, folder = scheduler.mount
     values = {
         "MEGAGRPO_ROLE": role,
         "MEGAGRPO_FOLDER": str(Path.cwd()),
         "NNODES": str(job.roles[role]),
-        "MASTER_ADDR": first_address,
+        "MASTER_ADDR": f"{job.name}-{role}-0-0.{job.name}",
     }
     fields = {"NODE_ADDR": "status.podIP", "JOBSET_RESTART_ATTEMPT": _ATTEMPT}
     container: dict[str, object] = {

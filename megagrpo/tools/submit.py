@@ -330,7 +330,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     option("--trainer-nodes", type=positive, help="default: as few as suffice")
     option(
         "--rollout-nodes",
-        type=int,
+        type=natural,
         help="nodes that have only engines; default: as few as suffice",
     )
     gpus = (

@@ -10,7 +10,6 @@ from torch import Tensor
 from megagrpo.weights.copies.recorder import Copy
 from megagrpo.weights.copies.views import ByRows
 from megagrpo.weights.digests.batches import CopyBatches
-from megagrpo.weights.digests.digest import batched_digest
 from megagrpo.weights.transports.gather_plan import share_out
 from megagrpo.weights.transports.protocol import TrainerWeights
 
@@ -92,15 +91,6 @@ class ExpectedDigests:
         return local.cpu().numpy()
 
     def _digest_share(self) -> Tensor:
-        totals = torch.zeros(len(self._index), dtype=torch.int64, device=self._mesh.device)
-        digests = []
-        slices = []
-        live = self._weights.parameters()
-        for box, values, indices, dtype, firsts in self._batches.views(live):
-            digests.append(batched_digest(values.to(dtype), box, firsts))
-            slices.append(self._slices[indices])
-        if digests:
-            totals.index_add_(
-                0, torch.from_numpy(np.concatenate(slices)).to(totals.device), torch.cat(digests)
-            )
-        return totals
+        digests = self._batches.digests(self._weights.parameters())
+        slices = torch.from_numpy(self._slices).to(digests.device)
+        return digests.new_zeros(len(self._index)).index_add_(0, slices, digests)

@@ -33,19 +33,13 @@ _TWIN = " in FP8"  # ends the name of a parameter's buffer
 
 
 def quantized_specs(specs: Specs, names: Set[str]) -> Specs:
-    """Returns the specs with `names` in FP8, each followed by its scales. Raises ValueError if one
-    is no matrix."""
+    """Returns the specs with `names`, which are matrices, in FP8, each followed by its scales."""
     quantized: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for name, (shape, dtype) in specs.items():
-        if name not in names:
-            quantized[name] = shape, dtype
-            continue
-        if len(shape) < 2:
-            raise ValueError(
-                f"HF tensor {name} {shape} has FP8 parameters in the engine, but blocks are of matrices"
-            )
-        quantized[name] = shape, FP8
-        quantized[name + SCALES] = whole_grid(shape), torch.float32
+    for name, spec in specs.items():
+        quantized[name] = spec
+        if name in names:
+            quantized[name] = spec[0], FP8
+            quantized[name + SCALES] = whole_grid(spec[0]), torch.float32
     return quantized
 
 
@@ -74,7 +68,7 @@ def quantized(weights: ActorWeights, mesh: Mesh) -> ActorWeights:
     fixed = {
         name: dtype
         for name, (_, dtype) in specs.items()
-        if name not in weights.hf_specs or name in weights.fp8
+        if name.removesuffix(SCALES) in weights.fp8
     }
     dtypes = {**weights.fixed_dtypes, **fixed}
     return ActorWeights(view.copies, specs, view.parameters, view.merged, dtypes)

@@ -249,7 +249,7 @@ def test_a_jobset_restarts_after_what_a_restart_mends(tmp_path, capsys):
 @pytest.mark.parametrize("image", [None, "r/m:1"])
 def test_a_skypilot_task_has_the_form_of_its_schema(tmp_path, capsys, image):
     options = ["--image", image] if image else []
-    task = printed(capsys, tmp_path, "skypilot", *TWO, *options, changes=APART)
+    task = printed(capsys, tmp_path, "skypilot", *TWO, *options, changes=APART | {"name": "my run @2"})
     exact(
         task,
         "name",
@@ -261,6 +261,8 @@ def test_a_skypilot_task_has_the_form_of_its_schema(tmp_path, capsys, image):
         "run",
         *([] if image else ["workdir", "setup"]),
     )
+    # sky/task.py, _VALID_NAME_REGEX
+    assert re.fullmatch(r"[a-zA-Z0-9]+(?:[._-]{1,2}[a-zA-Z0-9]+)*", task["name"])
     assert task["num_nodes"] == 3 and task["volumes"] == {str(tmp_path): "claim"}
     expected = {"accelerators": "H100:8", "job_recovery": {"recover_on_exit_codes": [85]}}
     assert task["resources"] == expected | ({"image_id": "docker:r/m:1"} if image else {})

@@ -260,7 +260,7 @@ def start(tmp_path, monkeypatch):
         read.append(folder)
         return TrainState(**vars(SAVED))
 
-    monkeypatch.setattr(beginning.checkpoint, "load", load)
+    monkeypatch.setattr(beginning, "load", load)
 
     def resume(
         sections: dict | None = None, rows: Sequence = (), **options

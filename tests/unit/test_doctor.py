@@ -1,5 +1,6 @@
 """The doctor finds what is missing or clashes. Environments are real folders of package metadata."""
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -185,6 +186,18 @@ def test_torch_is_asked_in_another_process(environment, monkeypatch):
     monkeypatch.setattr(doctor, "_ASK_TORCH", "import time; time.sleep(60)")
     monkeypatch.setattr(doctor, "_LIMIT_S", 0.2)
     assert "gave no answer" in doctor.ask_torch()["why"]
+
+
+def test_brackets_of_packages_and_paths_are_shown(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_run", lambda words: "ray 2 has requirement fastapi[standard]>=1: [/usr/lib/x.so]")
+    monkeypatch.setenv("COLUMNS", "400")
+    doctor.run(argparse.Namespace())
+    assert "fastapi[standard]>=1: [/usr/lib/x.so]" in capsys.readouterr().out
+
+
+def test_a_file_that_is_no_program_is_named(tmp_path):
+    (tmp_path / "nvcc").write_text("")
+    assert "Permission denied" in doctor._run([str(tmp_path / "nvcc"), "--version"])
 
 
 def test_short_of_memory_and_disk():

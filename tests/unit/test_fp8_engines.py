@@ -23,7 +23,7 @@ from megagrpo.weights.copies.recorder import Copy, Recording, coverage_problems,
 from megagrpo.weights.copies.storages import Computed
 from megagrpo.weights.engines.derived_tensors import absorbed_matrices, cache_scales, random_cache_scales
 from megagrpo.weights.engines.formats import format_problems
-from megagrpo.weights.quantized import quantized, quantized_specs
+from megagrpo.weights.quantized import quantized
 from tests import experiments
 from tests.published import published_config
 
@@ -98,8 +98,6 @@ def test_a_large_slice_is_quantized_in_parts(monkeypatch):
         assert torch.equal(scales, expected)
         assert torch.equal(values.view(torch.uint8), quantize(live["p"], (0, 0), expected).view(torch.uint8))
     assert weights.parameters().keys() == {"p"}
-    with pytest.raises(ValueError, match=r"bias \(4,\) has FP8 parameters in the engine, but blocks are of matrices"):
-        quantized_specs({"bias": ((4,), torch.float32)}, {"bias"})
 
 
 def test_formats_that_no_publish_can_write_are_named():

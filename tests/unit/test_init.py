@@ -114,6 +114,14 @@ def test_a_nodes_experiment_has_the_layout_of_the_search(model, capsys):
     assert held_out == rows[36:]
 
 
+def test_an_attempt_that_fails_leaves_nothing_in_the_way_of_the_next(model, capsys):
+    rows = [{"prompt": f"{n}?", "answer": f"word {n} of many"} for n in range(40)]
+    data = write_rows("rows.jsonl", rows)
+    for _ in range(2):
+        assert cli.main(["init", str(model), data, "--gpus", "8", "--hardware", "ABACUS"]) == 2
+        assert "ABACUS" in capsys.readouterr().err and [str(path) for path in Path().iterdir()] == ["rows.jsonl"]
+
+
 def test_no_grader_of_the_package_means_a_stub_with_a_test(model, monkeypatch):
     rows = [{"prompt": f"{n}?", "answer": f"word {n} of many"} for n in range(9)]
     data = write_rows("rows.jsonl", rows)

@@ -103,10 +103,11 @@ def test_a_kind_that_leaves_engines_or_trainers_without_a_node_is_refused(sectio
         completed(experiment(**sections), request_)
 
 
-def test_a_number_of_gpus_is_no_less_than_none(capsys):
+@pytest.mark.parametrize("option", ["--gpus-per-node", "--rollout-nodes"])
+def test_a_number_is_no_less_than_none(capsys, option):
     with pytest.raises(SystemExit):
-        cli.main(["submit", str(QUICKSTART), "--dry-run", "--gpus-per-node", "-1"])
-    assert "argument --gpus-per-node" in capsys.readouterr().err
+        cli.main(["submit", str(QUICKSTART), "--dry-run", option, "-1"])
+    assert f"argument {option}" in capsys.readouterr().err
 
 
 def test_time_limits():

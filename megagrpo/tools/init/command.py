@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import yaml
@@ -59,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
     draft.add("seed", 0)
     draft.add("model", {"path": args.model})
     draft.add("data", {"path": args.data})
-    with Progress(f"init {output}", stream=sys.stderr) as progress:
+    with ExitStack() as undo, Progress(f"init {output}", stream=sys.stderr) as progress:
+        undo.callback(draft.remove)
         progress.enter("reads model and data")
         draft_experiment(draft, not gpus, (args.prompt_key, args.answer_key))
         if gpus:
@@ -68,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             draft.add("rollout", {"num_engines": 1}, "for GPUs: megagrpo init ... --gpus 8")
         write_whole(output, _text(draft))
+        undo.pop_all()
         progress.enter("checks it")
         config, _ = with_local_files(load_config(output, judge=broken_as_read), weights="")
         problems = known_problems(config, try_loading(config))

@@ -71,6 +71,7 @@ class Draft:
     file: Path
     sections: dict[str, Plain] = field(default_factory=dict)
     comments: dict[str, list[str]] = field(default_factory=dict)  # by section
+    written: list[Path] = field(default_factory=list)  # or to be
 
     def add(self, section: str, value: Plain, *comments: str) -> None:
         """Adds a section, or keys of one."""
@@ -106,7 +107,13 @@ class Draft:
         path = self.file.with_name(name.format(self.file.stem))
         if path.exists():
             raise ValueError(f"{path} exists, and nothing is overwritten; choose another name (-o)")
+        self.written.append(path)
         return path
+
+    def remove(self) -> None:
+        """Removes its files, which would be in the way of the next attempt."""
+        for path in self.written:
+            path.unlink(missing_ok=True)
 
 
 def draft_experiment(draft: Draft, on_cpu: bool, named: Sequence[str | None]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megagrpo.weights.copies.recorder import Copy, Specs
 from megagrpo.weights.copies.views import Box
+from megagrpo.weights.digests.digest import batched_digest
 
 _CAST_ELEMENTS = 1 << 26  # of a temporary tensor in the published dtype
 
@@ -69,6 +70,20 @@ class CopyBatches:
                     starts = [self._copies[index].start[0] for index in indices[part]]
                     firsts = torch.tensor(starts, device=values.device)
                 yield LiveBatch(copy.box, values[part], indices[part], dtype, firsts)
+
+    def digests(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Returns the digests of all copies' live values in the published dtypes, int64
+        [copies]."""
+        device = next(iter(parameters.values())).device
+        places = [np.empty(0, dtype=np.int64)]
+        found = [torch.empty(0, dtype=torch.int64, device=device)]
+        for box, values, indices, dtype, firsts in self.views(parameters):
+            places.append(indices)
+            found.append(batched_digest(values.to(dtype), box, firsts))
+        digests = torch.cat(found)
+        # in one piece: each copy to a GPU waits for what runs there
+        order = torch.from_numpy(np.concatenate(places)).to(device)
+        return torch.empty_like(digests).index_copy_(0, order, digests)
 
     def _plan(self, layout: Mapping[str, tuple[int, int, torch.dtype]]) -> list[_Run]:
         alike: dict[tuple, list[tuple[int, int]]] = {}

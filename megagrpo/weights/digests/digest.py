@@ -103,26 +103,12 @@ def _row_sums(bits: Tensor, columns: Tensor) -> Tensor:
     """Returns sum_j bits[..., j] * columns[j], int64 [...]. bits [..., n] of any integer width,
     columns [n] int64."""
     chunk = max(_CUDA_CHUNK if bits.is_cuda else _CHUNK, len(columns))
-    sums = torch.empty(bits.shape[:-1], dtype=torch.int64, device=bits.device)
-    # One buffer for all chunks: a new one for each may come from the system, with a page fault for
-    # every 4 KiB.
-    buffer = torch.empty(min(chunk, bits.numel()), dtype=torch.int64, device=bits.device)
-
-    def sum_into(sums: Tensor, bits: Tensor) -> None:
-        if bits.numel() <= len(buffer):
-            torch.sum(
-                buffer[: bits.numel()].view(bits.shape).copy_(bits).mul_(columns), -1, out=sums
-            )
-        else:
-            rows = max(1, len(buffer) // bits[0].numel())
-            parts = zip(sums.split(rows), bits.split(rows), strict=True)
-            if len(bits) == 1:
-                parts = zip(sums, bits, strict=True)
-            for part in parts:
-                sum_into(*part)
-
-    sum_into(sums, bits)
-    return sums
+    if bits.numel() <= chunk:
+        return bits.to(torch.int64).mul_(columns).sum(-1)
+    if len(bits) == 1:
+        return _row_sums(bits[0], columns)[None]
+    parts = bits.split(max(1, chunk // bits[0].numel()))
+    return torch.cat([_row_sums(part, columns) for part in parts])
 
 
 @cache

@@ -25,7 +25,7 @@ from megagrpo.system.processes import route_address
 from megagrpo.weights.copies.recorder import Copy, Recording, Specs, coverage_problems, record
 from megagrpo.weights.copies.views import Box, row_major
 from megagrpo.weights.digests.batches import CopyBatches
-from megagrpo.weights.digests.digest import batched_digest, slice_digest
+from megagrpo.weights.digests.digest import slice_digest
 from megagrpo.weights.engines.derived_tensors import (
     absorbed_matrices,
     cache_scales,
@@ -317,21 +317,16 @@ class EngineEnd:
         """Returns the recorded copies' digests, int64 [copies], and a line for each copy with values
         that the published dtype cannot represent."""
         copies = self.recorded.recording.copies
-        digests = []
-        order = []
+        batches = self.recorded.batches
         inexact: dict[int, torch.dtype] = {}  # by copy
         with torch.no_grad():
-            for box, values, indices, dtype, firsts in self.recorded.batches.views(live):
-                published = values.to(dtype)
-                digests.append(batched_digest(published, box, firsts))
-                order.append(indices)
+            digests = batches.digests(live).cpu().numpy()
+            for _, values, indices, dtype, _ in batches.views(live):
                 if values.dtype != dtype:
-                    wrong = (published.to(values.dtype) != values).unsqueeze(-1).flatten(1).any(1)
-                    inexact |= dict.fromkeys(indices[wrong.cpu().numpy()].tolist(), dtype)
-        in_order = np.zeros(len(copies), dtype="<i8")
-        if digests:
-            in_order[np.concatenate(order)] = torch.cat(digests).cpu().numpy()
-        return in_order, [
+                    wrong = (values.to(dtype).to(values.dtype) != values).unsqueeze(-1)
+                    wrong = wrong.flatten(1).any(1).cpu()
+                    inexact |= dict.fromkeys(indices[wrong.numpy()].tolist(), dtype)
+        return digests, [
             f"parameter {copies[k].parameter}, HF tensor {copies[k].source}: holds values that "
             f"{dtype} cannot represent"
             for k, dtype in sorted(inexact.items())

@@ -53,11 +53,6 @@ class Cover:
     dtype_indices: np.ndarray  # int64 [pieces], indices into `dtypes`
     num_bytes: np.ndarray  # int64 [pieces]
 
-    @property
-    def total_bytes(self) -> int:
-        """Returns the bytes of all elements that the engine needs, a lower bound of any transfer."""
-        return int(self.num_bytes.sum())
-
     @cached_property
     def lines(self) -> list[tuple[np.ndarray, tuple[int, ...]]]:
         """Returns the pieces of every set of trainer ranks, ascending, and the set."""
