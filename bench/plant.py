@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 900
 HEADER = ("fault", "file", "found by", "seconds")
 LOSS, ADVANTAGE = (
-    ("unit/test_algo_loss.py",),
+    ("unit/test_algo_loss.py", "unit/test_algo_policy_loss.py"),
     ("unit/test_algo_advantage.py", "unit/test_algo_statistics.py"),
 )
 BATCH, DIGEST = ("unit/test_batch.py",), ("unit/test_weights_digest.py",)

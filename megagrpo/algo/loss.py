@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from megagrpo.algo.kl import LOG_RATIO_LIMIT, kl_penalty, probability_ratio
-from megagrpo.algo.policy_loss import PolicyInputs, Rows, TokenLoss, token_loss
+from megagrpo.algo.policy_loss import (
+    PolicyInputs,
+    Rows,
+    TokenLoss,
+    token_loss,
+    without_off_policy,
+)
 from megagrpo.algo.statistics import Reduce
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.fields import Aggregation
@@ -199,7 +205,10 @@ def _policy(
     """Returns the policy loss of every token [t]."""
     old, rollout = inputs.old_logprobs, inputs.rollout_logprobs
     policy = PolicyInputs(inputs.logprobs, old, advantages, mask, inputs.rows, rollout)
-    return token_loss(policy, algorithm.loss)
+    loss = token_loss(policy, algorithm.loss)
+    if algorithm.off_policy_limit is None:
+        return loss
+    return without_off_policy(loss, policy, algorithm.off_policy_limit)
 
 
 def _corrected(policy: TokenLoss, inputs: LossInputs) -> Tensor:

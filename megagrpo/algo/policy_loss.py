@@ -17,6 +17,7 @@ from megagrpo.config.fields import Variant
 from megagrpo.config.objective.policy_loss import (
     CispoLoss,
     DppoLoss,
+    DroLoss,
     GmpoLoss,
     GpgLoss,
     GspoLoss,
@@ -197,6 +198,14 @@ def sapo(inputs: PolicyInputs, options: SapoLoss) -> TokenLoss:
     return TokenLoss(-torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantages, {})
 
 
+def dro(inputs: PolicyInputs, options: DroLoss) -> TokenLoss:
+    """Returns -(A log p - beta / 2 (log rho)^2). arXiv 2405.19107, with A for the reward less its
+    value, as in verl."""
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    value = -inputs.logprobs * inputs.advantages + options.beta / 2 * log_ratio.square()
+    return TokenLoss(value, {})
+
+
 def own_loss(inputs: PolicyInputs, options: OwnLoss) -> TokenLoss:
     """Returns the loss from a user's function, which returns a TokenLoss or only its values. Raises
     ValueError unless there is a value for every token."""
@@ -223,6 +232,7 @@ POLICY_LOSSES: dict[type[Variant], PolicyLossFunction] = {
     CispoLoss: cispo,
     GpgLoss: gpg,
     SapoLoss: sapo,
+    DroLoss: dro,
     OwnLoss: own_loss,
 }
 
@@ -230,6 +240,17 @@ POLICY_LOSSES: dict[type[Variant], PolicyLossFunction] = {
 def token_loss(inputs: PolicyInputs, options: Variant) -> TokenLoss:
     """Returns the policy loss of every token [t]."""
     return POLICY_LOSSES[type(options)](inputs, options)
+
+
+def without_off_policy(loss: TokenLoss, inputs: PolicyInputs, limit: float) -> TokenLoss:
+    """Returns the loss, 0 where A < 0 in a sequence whose mean of log(old / new) is above the limit.
+
+    Off-policy sequence masking: arXiv 2512.02556.
+    """
+    distance = inputs.sequence_mean((inputs.old_logprobs - inputs.logprobs).detach())
+    left_out = (inputs.advantages < 0) & (distance > limit)
+    value = loss.value.masked_fill(left_out, 0.0)
+    return TokenLoss(value, loss.clipped | {"off_policy": left_out})
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:

@@ -118,6 +118,9 @@ def rows_of(
             lags = None
             if trained_version is not None and is_sampled:
                 lags = trained_version - sample.token_versions()
+            teacher = sample.teacher
+            if teacher is not None and not needs.candidates:
+                teacher = replace(teacher, top_ids=None, top_logprobs=None)
             token_rewards = (
                 (index - start, reward)
                 for index, reward in outcome.token_rewards
@@ -144,7 +147,7 @@ def rows_of(
                 weights=_weights(
                     group.prompt, sample, "tool" if is_sampled else "data", needs.algorithm
                 ),
-                teacher=sample.teacher if needs.candidates else _without_candidates(sample.teacher),
+                teacher=teacher,
             )
             rows.append(row)
             start = end
@@ -183,10 +186,6 @@ def _scores(outcome: Outcome, graders: Sequence[str]) -> tuple[float, ...]:
             "changed; resume with the graders of its checkpoint"
         )
     return tuple(outcome.parts[name].value for name in graders)
-
-
-def _without_candidates(scores: TeacherScores | None) -> TeacherScores | None:
-    return scores and replace(scores, top_ids=None, top_logprobs=None)
 
 
 def streams_of(rows: Sequence[SampleRow], needs: LossNeeds) -> Streams | None:

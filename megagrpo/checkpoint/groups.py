@@ -15,7 +15,6 @@ import numpy as np
 from numpy.lib.format import header_data_from_array_1_0, write_array_header_1_0
 
 from megagrpo.mesh import Mesh
-from megagrpo.system.run_folder import json_bytes
 from megagrpo.types import Prompt, RolloutGroup
 
 Record = dict[str, Any]  # JSON
@@ -50,7 +49,8 @@ def write_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
             record["extra"] = json.dumps(record["extra"])  # it may contain NaN
         return record
 
-    records = json_bytes(list(groups), plain)
+    # not orjson, which writes null for a sum of rewards that is not finite
+    records = json.dumps(list(groups), default=plain).encode()
     parts[_RECORDS] = [np.frombuffer(records, np.uint8)]
     with path.open("wb") as file:
         with ZipFile(file, "w") as archive:  # as numpy.savez, but no array is joined in memory

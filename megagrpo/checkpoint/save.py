@@ -84,6 +84,7 @@ class SaveSchedule:
     background: bool = False
 
 
+@dataclass
 class Checkpointer:
     """Saves one run on schedule, one save at a time, perhaps in the background.
 
@@ -94,35 +95,27 @@ class Checkpointer:
     with_groups: returns the state with the groups of this rank, if it is a leader.
     """
 
-    def __init__(
-        self,
-        options: CheckpointConfig,
-        root: Path,
-        identity: RunIdentity,
-        plan_save: "Callable[[Path, bool], ActorSave]",
-        with_groups: Callable[[TrainState], TrainState],
-        mesh: Mesh,
-        schedule: SaveSchedule,
-    ):
-        self._options = options
-        self._root = root
-        self._identity = identity
-        self._schedule = schedule
-        self._plan_save = plan_save
-        self._with_groups = with_groups
-        self._mesh = mesh
-        self._saved_step = schedule.start_step
-        self._pending: PendingSave | None = None  # being written while training continues
+    options: CheckpointConfig
+    root: Path
+    identity: RunIdentity
+    plan_save: "Callable[[Path, bool], ActorSave]"
+    with_groups: Callable[[TrainState], TrainState]
+    mesh: Mesh
+    schedule: SaveSchedule
+    _pending: "PendingSave | None" = None  # being written while training continues
+
+    def __post_init__(self) -> None:
+        self._saved_step = self.schedule.start_step
 
     def on_schedule(self, state: TrainState) -> None:
         """Collective. Saves after every options.every steps and after the last; completes a save
         whose files are written."""
         if self._pending is not None and self._pending.ready():
             self.complete()
-        last = state.step == self._schedule.num_steps
-        if (self._options.every and state.step % self._options.every == 0) or last:
+        last = state.step == self.schedule.num_steps
+        if (self.options.every and state.step % self.options.every == 0) or last:
             self._save(state, last)
-        if last or not self._schedule.background:
+        if last or not self.schedule.background:
             self.complete()
 
     def save_now(self, state: TrainState) -> None:
@@ -132,29 +125,29 @@ class Checkpointer:
         self.complete()
 
     def _save(self, state: TrainState, last: bool) -> None:
-        choice = self._options.reshardable
+        choice = self.options.reshardable
         reshardable = choice == "always" or (choice == "last" and last)
         if self._saved_step == state.step and not (
             reshardable and self._saved_for_one_layout(state.step)
         ):
             return
         self.complete()  # one at a time, because a pending save holds a copy of all state
-        state = self._with_groups(state)
+        state = self.with_groups(state)
         self._saved_step = state.step  # even if it fails, so that the error does not come twice
         self._pending = PendingSave(
-            self._root,
+            self.root,
             state,
-            self._identity,
-            self._options,
-            lambda folder: self._plan_save(folder, reshardable),
-            self._mesh,
+            self.identity,
+            self.options,
+            lambda folder: self.plan_save(folder, reshardable),
+            self.mesh,
         )
 
     def _saved_for_one_layout(self, step: int) -> bool:
         """Collective. Returns whether other layouts cannot load a step's finished checkpoint."""
         self.complete()
-        folder = checkpoint_folder(self._root, step)
-        return self._mesh.from_main(
+        folder = checkpoint_folder(self.root, step)
+        return self.mesh.from_main(
             lambda: folder.is_dir() and not is_reshardable(folder), f"checkpoint {folder}"
         )
 
@@ -188,9 +181,8 @@ class PendingSave:
         # of this leader: all leaders' may be gigabytes
         self._groups = {name: list(getattr(state, name)) for name in _GROUPS if mesh.is_leader}
         self._curriculum = state.curriculum
-        without = asdict(replace(state, surplus=[], ahead=[], curriculum=None))
         self._description = {
-            "train": {name: value for name, value in without.items() if name not in _GROUPS},
+            "train": asdict(replace(state, surplus=[], ahead=[], curriculum=None)),
             "identity": identity.model,
             "layout": dict(identity.layout),
             "rows": list(identity.rows),
@@ -244,16 +236,16 @@ class PendingSave:
     def _publish(self, written: dict[str, SizeAndCrc]) -> None:
         if self._curriculum is not None:
             np.savez(self.partial / _CURRICULUM, **vars(self._curriculum))
-        _write_json(
-            self.partial / "state.json", self._description | {"reshardable": self._plan.reshardable}
-        )
+        described = self._description | {"reshardable": self._plan.reshardable}
+        (self.partial / "state.json").write_text(json.dumps(described, indent=1))
         rest = sorted(
             p for p in self.partial.rglob("*") if p.is_file() and self._name(p) not in written
         )
         entries = written | {self._name(path): (path.stat().st_size, _crc(path)) for path in rest}
-        _write_json(self.partial / "manifest.json", entries)
+        manifest = self.partial / "manifest.json"
+        manifest.write_text(json.dumps(entries, indent=1))
         # Megatron syncs tensors only; older checkpoints are removed below
-        for path in (*rest, self.partial / "actor", self.partial):
+        for path in (*rest, manifest, self.partial / "actor", self.partial):
             sync(path)
         if self.target.exists():  # removing it would take longer, with no checkpoint meanwhile
             os.replace(self.target, self.target.with_name(self.target.name + REPLACED))
@@ -400,10 +392,3 @@ def _crc(path: Path) -> int:
         while block := file.read(1 << 22):
             crc = zlib.crc32(block, crc)
     return crc
-
-
-def _write_json(path: Path, value: dict) -> None:
-    with path.open("w") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())

@@ -7,6 +7,7 @@ protocol comes from the `mcp` package, version 2, which users install.
 
 import json
 import shlex
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -39,7 +40,8 @@ class McpTools:
     `url`.
 
     A turn without a call is the answer, which `grader` rewards as `reward.grader` would. max_chars:
-    the limit for a result. timeout_s: the limit for one request. A bad call is answered with text.
+    the limit for a result. timeout_s: the limit for one request, and for the begin of a turn's last
+    call. A bad call is answered with text.
     If the server is gone, the rollout ends and begins again elsewhere.
     """
 
@@ -58,6 +60,7 @@ class McpTools:
         self._prompt = row["prompt"]
         self._answer = answer_grader(grader, row)
         self._max_chars = max_chars
+        self._timeout_s = timeout_s
         self._session = _Session(command, url, timeout_s)
         with ExitStack() as refused:
             refused.callback(self._session.close)
@@ -72,7 +75,8 @@ class McpTools:
         """Returns the results of a turn's calls, or the reward of an answer."""
         # no regular expression: a text that repeats the tag would take one minutes
         begun = [piece.partition("</tool_call>") for piece in text.split("<tool_call>")[1:]]
-        results = [self._result(call.strip()) for call, end, _ in begun if end]
+        until = time.monotonic() + self._timeout_s
+        results = [self._result(call.strip(), until) for call, end, _ in begun if end]
         if len(begun) > len(results):
             results.append("error: the call has no end; write </tool_call> after it")
         if results:
@@ -84,7 +88,9 @@ class McpTools:
         """Ends the session."""
         self._session.close()
 
-    def _result(self, call: str) -> str:
+    def _result(self, call: str, until: float) -> str:
+        if time.monotonic() > until:
+            return f"error: not called: those before took {self._timeout_s:g} s"
         try:
             asked = json.loads(call, parse_constant=_no_number)
             name = asked["name"]

@@ -1,11 +1,13 @@
 """The environment `sql`: the model queries a private SQLite database until a query of its tables is
 the answer.
 
-A query runs on a read-only copy in memory, for a bounded number of steps of SQLite's machine.
+A query runs on a read-only copy in memory, for a bounded number of steps of SQLite's machine, some of
+which take seconds, and for some seconds of processor time.
 """
 
 import re
 import sqlite3
+import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
@@ -25,7 +27,9 @@ _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|\[[^\[\]]*\]|--[^\n]*|/\*.*?\*
 _FENCE = re.compile(r"\A```(?:(?!(?:select|with|values)\b)\w+\s*\n|sql(?:ite)?\b)?", re.IGNORECASE)
 _INNERMOST = re.compile(r"\([^()]*\)")
 _ORDER = re.compile(r"\border\s+by\b", re.IGNORECASE)
-_TICK = 1000  # steps of SQLite's machine between two looks at the budget
+_TICK = 10  # steps of SQLite's machine between two looks at the budget
+_CPU_S = 5.0  # for a query, far below the environment's timeout_s
+_MAX_PATTERN = 1000  # bytes of LIKE's, whose steps are the product of pattern and text
 _MAX_BYTES = 1_000_000  # of one value, a query included
 _MAX_RESULT = 16_000_000  # bytes of a query's rows
 # a Warning: two statements; a ValueError: a null character
@@ -101,6 +105,7 @@ class Sql:
         """Returns the rows of a query and the tables that it reads. Raises _FAILURES."""
         tables: set[str] = set()
         left = self._max_steps // _TICK
+        until = time.thread_time() + _CPU_S
 
         def authorize(action: int, name: str | None, *_: object) -> int:
             if action == sqlite3.SQLITE_READ:
@@ -112,12 +117,13 @@ class Sql:
         def tick() -> bool:
             nonlocal left
             left -= 1
-            return left < 0
+            return left < 0 or time.thread_time() > until
 
         with closing(sqlite3.connect(":memory:")) as copy:
             copy.deserialize(self._image)
             copy.execute("pragma temp_store = memory")
             copy.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_BYTES)
+            copy.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, _MAX_PATTERN)
             copy.set_authorizer(authorize)
             copy.set_progress_handler(tick, _TICK)
             rows = []

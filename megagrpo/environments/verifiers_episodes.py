@@ -48,7 +48,8 @@ class Classic:
         state = await self.environment.run_rollout(self.dataset[index], client, "policy", {})
         if state.get("error"):
             raise RuntimeError(f"verifiers: {state['error']}")
-        return state["reward"], str(state.get("stop_condition") or "")
+        # of the user's functions, which may return numpy's numbers
+        return float(state["reward"]), str(state.get("stop_condition") or "")
 
 
 class Tasks:
@@ -93,7 +94,7 @@ class Tasks:
                 *(error for trace in episode.traces for error in trace.errors),
             ]
             raise RuntimeError(f"verifiers: {'; '.join(map(str, errors))}"[:2000])
-        return sum(trace.reward for trace in episode.traces), ""
+        return float(sum(trace.reward for trace in episode.traces)), ""
 
 
 def _plain(message):

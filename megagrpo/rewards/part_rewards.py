@@ -79,7 +79,14 @@ class ResponseTokens:
         ends = self._last_of([end for end, _ in spans])
         rewards = [(index, reward) for index, (_, reward) in zip(ends, spans, strict=True)]
         rewards += enumerate(tokens)
-        return [(self._last_sampled(index), weight * reward) for index, reward in rewards if reward]
+        rewards = [(index, weight * reward) for index, reward in rewards if reward]
+        if self.sampled is None:
+            return rewards
+        # the last sampled token up to each, or the first one if there is none
+        sampled = np.flatnonzero(self.sampled)
+        places = np.searchsorted(sampled, [index for index, _ in rewards], "right") - 1
+        indices = sampled[np.maximum(places, 0)].tolist()
+        return [(index, reward) for index, (_, reward) in zip(indices, rewards, strict=True)]
 
     def _last_of(self, ends: Sequence[int]) -> list[int]:
         """Returns the index of the token that completes the first `end` characters, for each end.
@@ -107,10 +114,3 @@ class ResponseTokens:
         context = max(start - _CONTEXT, 0)
         known = len(self.decode(self.token_ids[context:start]))
         return len(self.decode(self.token_ids[context : start + number])) - known
-
-    def _last_sampled(self, index: int) -> int:
-        """Returns the last sampled token up to `index`, or the first one if there is none."""
-        if self.sampled is None:
-            return index
-        sampled = np.flatnonzero(self.sampled)
-        return int(sampled[max(int(np.searchsorted(sampled, index, "right")) - 1, 0)])

@@ -44,9 +44,7 @@ class SamplingJob:
     version: int  # of the weights that sample
     params: SamplingParams
     num_samples: int  # responses to each prompt
-    regrade: bool = False  # by reward.group_grader
     or_newer: bool = False  # weights that are published meanwhile may sample too
-    with_experts: bool = False  # the engines return the experts of each token
 
     def __str__(self) -> str:
         return f"{self.purpose} step {self.step}, weights {self.version}"
@@ -68,9 +66,7 @@ class SamplingJob:
             version,
             SamplingParams.of(config.sampling),
             config.train.group_size,
-            regrade=config.reward.group_grader is not None,
             or_newer=ahead,
-            with_experts=config.actor.routing_replay == "rollout",
         )
 
     def greedy(self) -> "SamplingJob":

@@ -14,6 +14,8 @@ from megagrpo.types import EngineInfo
 
 LOOK_S = 2.0  # between looks at the service's status, which reads loads once a second
 _FRESH_S = 0.2  # a look this young is not repeated: many requests fail with one engine
+# engines for a request: to compare 1,000 takes as long as to send it
+_COMPARED = 64
 _PROCESS = ("stale", "ready", "asleep", "draining")  # states in which an engine's server runs
 
 
@@ -41,9 +43,6 @@ class Engines:
         self._serving: dict[str, EngineInfo] = {}  # by URL, as all below
         self._elsewhere: dict[str, float] = {}  # requests of other processes
         self._in_flight: defaultdict[str, set[Callable[[], None]]] = defaultdict(set)
-        # Serving engines with the fewest of these, in any order; {}: unknown. To compare all for each
-        # request takes, with 1,000 engines, as long as to send it.
-        self._fewest: dict[str, None] = {}
         self._looking = asyncio.Lock()
         self._looked = float("-inf")
         # Its own generator: no other number of the process depends on how many requests there were.
@@ -82,7 +81,6 @@ class Engines:
         ended, because a server that went down with its host closes no connection."""
         self.listed = engines
         self._serving = {engine.url: engine for engine in engines if engine.serves}
-        self._fewest = {}
         self._elsewhere = {
             url: max(0.0, _requests(engine) - len(self._in_flight.get(url, ())))
             for url, engine in self._serving.items()
@@ -114,20 +112,12 @@ class Engines:
         abandon: called in the event loop if the engine's server is gone.
         """
         self._in_flight[url].add(abandon)
-        self._fewest.pop(url, None)
         try:
             yield
         finally:
             self._in_flight[url].discard(abandon)
             if not self._in_flight[url]:
                 del self._in_flight[url]
-            self._fewest.pop(url, None)
-            if self._fewest and url in self._serving:
-                more = self._load(url) - self._load(next(iter(self._fewest)))
-                if more < 0:
-                    self._fewest.clear()
-                if more <= 0:
-                    self._fewest[url] = None
 
     def _load(self, url: str) -> int:
         return len(self._in_flight.get(url, ()))
@@ -138,15 +128,11 @@ class Engines:
         If several are equal, it takes the one of two with fewer requests of other processes, not
         the best of all: processes that saw the same loads would all choose that one.
         """
-        equal = list(self._fewest)
-        if avoid or not equal:
-            urls = [url for url in self._serving if url != avoid] or list(self._serving)
-            fewest = min(map(self._load, urls))
-            equal = [url for url in urls if self._load(url) == fewest]
-        if not avoid:
-            self._fewest = dict.fromkeys(equal)
-        two = self._random.sample(equal, min(2, len(equal)))
-        return min(two, key=self._elsewhere.__getitem__)
+        urls = [url for url in self._serving if url != avoid] or list(self._serving)
+        compared = self._random.sample(urls, min(_COMPARED, len(urls)))
+        fewest = min(map(self._load, compared))
+        equal = [url for url in compared if self._load(url) == fewest]
+        return min(equal[:2], key=self._elsewhere.__getitem__)
 
 
 def _requests(engine: EngineInfo) -> float:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 import aiohttp
 import msgspec
@@ -33,13 +33,13 @@ from megagrpo.rollout.control import bearer
 from megagrpo.rollout.engine_choice import Affinity, Engines
 from megagrpo.rollout.response import Answer, Meta, Response, version_number
 from megagrpo.system.errors import translated
-from megagrpo.types import EngineInfo
 
 _JSON = "application/json"
 _HEADERS = {"Content-Type": _JSON, "Accept": f"{PACKED}, {_JSON}"}  # other servers answer in JSON
 # Raised while reading something that is not an answer of /generate.
 _NO_ANSWER = (ValueError, KeyError, TypeError, IndexError, msgspec.DecodeError)
 _LONG = 2**17  # bytes of an answer that is read in a thread
+_SPARED = 7  # tokens by which SGLang ends a response before the model's last position
 # Below the 5 s after which an engine closes an idle connection: it might do so when a request has
 # just left, and requests for samples are not repeated unseen.
 _KEEP_ALIVE_S = 2.0
@@ -118,6 +118,10 @@ class SentImages:
 
 class UnusableAnswer(Exception):
     """Raised by an attempt that gave no usable answer."""
+
+
+class EngineGone(UnusableAnswer):
+    """Raised by an attempt whose engine has ended: it does not count."""
 
 
 T_co = TypeVar("T_co", covariant=True)
@@ -277,70 +281,54 @@ class GenerationClient:
         failed = ""  # URL of the engine of the last attempt
         async with self._admission.admitted(request.order, request.tokens):
             while True:
-                outcome, problem = "wait", self._no_engine
+                problem = self._no_engine
+                is_gone = True
                 engine = await self.engines.choose(request.affinity, avoid=failed)
                 if engine is not None:
                     failed = engine.url
-                    attempt = Attempt(self, engine, request)
-                    with self.engines.in_flight(engine.url, attempt.abandon):
-                        response = await attempt.run()
-                    if response is not None:
-                        return response
-                    outcome = attempt.outcome
-                    problem = f"{engine.id} at {engine.url}: {attempt.problem}"
+                    try:
+                        return await self._attempt(failed, request)
+                    except (UnusableAnswer, WrongExperts) as exc:
+                        problem = f"{engine.id} at {failed}: {exc}"
+                        is_gone = isinstance(exc, EngineGone)
                 self.last_problem = problem
                 self.num_retries += 1
-                if outcome == "wait":
-                    waits += 1
-                    pause_s = self.retry.wait_s(min(waits, 3))
-                else:
-                    failures += 1
-                    pause_s = self.retry.wait_s(failures)
+                waits += is_gone
+                failures += not is_gone
                 if failures > self.retry.retries:
                     raise GenerationFailed(
                         f"engines gave no {self._result} in {failures} tries of at most "
                         f"{self.retry.request_timeout_s:.0f} s (rollout.request_timeout_s); the "
                         f"last problem: {self.last_problem}"
                     )
-                await asyncio.sleep(pause_s)
+                tries = min(waits, 3) if is_gone else failures
+                await asyncio.sleep(self.retry.wait_s(tries))
 
-
-class Attempt(Generic[T_co]):
-    """One HTTP request for a response."""
-
-    def __init__(self, client: GenerationClient, engine: EngineInfo, request: EngineRequest[T_co]):
-        self._client, self._engine, self._request = client, engine, request
-        self._limit = asyncio.timeout(None)
-        # Of an attempt without a response; wait: the engine did not get the request.
-        self.outcome: Literal["retry", "wait"] = "retry"
-        self.problem = ""
-
-    def abandon(self) -> None:
-        """Ends the attempt because the engine's server is gone."""
-        if not self._limit.expired():
-            self._limit.reschedule(0.0)
-
-    async def run(self) -> T_co | None:
-        """Sends the request. Returns None and sets `outcome` if there is no response. Raises
+    async def _attempt(self, url: str, request: EngineRequest[T_co]) -> T_co:
+        """Returns the result of the engine at `url`. Raises UnusableAnswer and WrongExperts, and
         GenerationFailed for a request that is itself wrong."""
-        try:
-            async with self._limit:
-                return await self._response()
-        except (UnusableAnswer, WrongExperts) as exc:
-            self.problem = str(exc)
-        except (aiohttp.ClientError, TimeoutError) as exc:
-            lost = self._limit.expired()
-            self.problem = "it has ended" if lost else f"{type(exc).__name__}: {exc}"
-            # One that refuses connections has ended, and the service has not noticed yet.
-            if lost or isinstance(exc, aiohttp.ClientConnectorError):
-                self.outcome = "wait"
-        return None
+        limit = asyncio.timeout(None)
 
-    async def _response(self) -> T_co:
-        request, client = self._request, self._client
+        def abandon() -> None:
+            if not limit.expired():
+                limit.reschedule(0.0)
+
+        try:
+            async with limit:
+                with self.engines.in_flight(url, abandon):
+                    return await self._response(url, request)
+        except (aiohttp.ClientError, TimeoutError) as exc:
+            if limit.expired():
+                raise EngineGone("it has ended") from exc
+            # One that refuses connections has ended, and the service has not noticed yet.
+            refuses = isinstance(exc, aiohttp.ClientConnectorError)
+            kind = EngineGone if refuses else UnusableAnswer
+            raise kind(f"{type(exc).__name__}: {exc}") from exc
+
+    async def _response(self, url: str, request: EngineRequest[T_co]) -> T_co:
         data = orjson.dumps(request.body(), option=orjson.OPT_SERIALIZE_NUMPY)
-        url = f"{self._engine.url}/generate"
-        async with client.http.post(url, data=data, headers=_HEADERS) as answer:
+        url += "/generate"
+        async with self.http.post(url, data=data, headers=_HEADERS) as answer:
             if answer.status != 200:
                 why = await answer.text()
                 # the request itself is wrong: another attempt would fail alike
@@ -348,10 +336,10 @@ class Attempt(Generic[T_co]):
                     raise GenerationFailed(f"{url} refused a request: {why[:1000]}")
                 raise UnusableAnswer(f"status {answer.status}: {why[:500]}")
             text = await answer.read()
-        read = partial(request.read, text, client.experts)
-        if len(text) < _LONG or (is_packed(text) and client.experts is None):
+        read = partial(request.read, text, self.experts)
+        if len(text) < _LONG or (is_packed(text) and self.experts is None):
             return read()
-        return await asyncio.get_running_loop().run_in_executor(client.readers, read)
+        return await asyncio.get_running_loop().run_in_executor(self.readers, read)
 
 
 def _read(
@@ -368,8 +356,13 @@ def _read(
     assert arch is not None, "requested only for models whose experts are described"
     routed = answer["meta_info"].get("routed_experts", b"")
     experts = read_experts(arch, routed, len(ids) + len(response.token_ids) - 1, arrays)
-    # a view would keep the experts of all earlier turns, once for each turn
-    return replace(response, routed_experts=experts[request.experts_from :].copy())
+    # a view, also of the ids, would keep the answer's experts, for a later turn those of all before
+    return replace(
+        response,
+        token_ids=response.token_ids.copy(),
+        logprobs=response.logprobs.copy(),
+        routed_experts=experts[request.experts_from :].copy(),
+    )
 
 
 def unreadable(text: bytes) -> AbstractContextManager[None]:
@@ -393,7 +386,7 @@ def _check_images(answer: Answer, images: SentImages | None, ids: np.ndarray) ->
 
 def _checked(answer: Answer, arrays: memoryview, request: SampleRequest) -> Response:
     """Returns the response in an answer. Raises UnusableAnswer if it is cut off or sampled by other
-    weights."""
+    weights, and GenerationFailed if the engine has no room for a longer one."""
     meta = answer["meta_info"]
     reason = end_of_request(meta)
     texts = [(span["start"], span["version"]) for span in meta.get("weight_versions") or ()]
@@ -407,6 +400,13 @@ def _checked(answer: Answer, arrays: memoryview, request: SampleRequest) -> Resp
     token_ids, logprobs = read_pairs(meta.get("output_token_logprobs", b"[]"), arrays)
     if not np.isfinite(logprobs).all():
         raise UnusableAnswer("log-probabilities that are not finite")
+    most = request.params.max_tokens
+    if reason == "length" and len(token_ids) + _SPARED < most:
+        raise GenerationFailed(
+            f"the engine cut a response after {len(token_ids)} of {most} tokens: its caches hold no "
+            "longer sample; raise rollout.mem_fraction, rollout.tp or "
+            "rollout.sglang.max_total_tokens, or lower sampling.max_response_tokens"
+        )
     response = Response(
         token_ids,
         logprobs,

@@ -68,14 +68,12 @@ def _joined_top_ids(*parts: Response) -> np.ndarray | None:
     k = next((part.top_ids.shape[1] for part in parts if part.top_ids is not None), None)
     if k is None:
         return None
-    joined = np.zeros((sum(len(part.token_ids) for part in parts), k), np.int32)
-    start = 0
-    for part in parts:
-        end = start + len(part.token_ids)
-        if part.top_ids is not None:
-            joined[start:end] = part.top_ids
-        start = end
-    return joined
+    return np.concatenate(
+        [
+            np.zeros((len(part.token_ids), k), np.int32) if part.top_ids is None else part.top_ids
+            for part in parts
+        ]
+    )
 
 
 UNVERIFIED = -1  # the version of weights that no trainer has verified, older than every other

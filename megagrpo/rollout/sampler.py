@@ -180,7 +180,7 @@ class Sampler:
         answers = await all_of([self._sample(rollout) for rollout in rollouts])
         of_rollouts, outcomes = zip(*answers, strict=True)
         samples = numbered(of_rollouts)
-        if job.regrade:
+        if not job.is_urgent and self._config.reward.group_grader is not None:
             texts = [sample.text for sample in samples]
             regraded = await asyncio.wrap_future(
                 self._grader.submit_group(of.prompt, texts, outcomes)
@@ -271,7 +271,7 @@ class Sampler:
                 sample_seed(self._config.seed, purpose, job.step, prompt.id, index),
                 job.version,
                 job.or_newer,
-                experts_from=known if job.with_experts else None,
+                experts_from=None if job.is_urgent or self.arch is None else known,
                 order=(rollout.order[0], float(not number), *rollout.order[1:]),
                 tokens=lambda: len(context) + min(self.lengths.occupied(), max_tokens),
                 images=self._sent_images(prompt),

@@ -99,7 +99,7 @@ def test_a_turn_may_see_the_last_message_alone():
     ("turns", "more", "end", "reason", "value"),
     [
         ([says("3"), says("4")], {"max_turns": 2}, "turns", "2 turns", 0.0),
-        ([says("33", reason="length")], {}, "tokens", "a turn reached the limit of tokens", 0.0),
+        ([says("33", reason="length")], {"tokens": 2}, "tokens", "a turn reached the limit of tokens", 0.0),
         ([says("3")], {"tokens": 3}, "tokens", "no room for another turn", 0.0),
         ([says("+"), says("+")], {"max_turns": 2, "game": "Walk", "history": "last"}, "turns", "2 turns", 0.5),
         (3 * [says("3")], {"game": "Slow", "episode_timeout_s": 3.1, "timeout_s": 3}, "time", "environment took", 0.75),

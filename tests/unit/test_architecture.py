@@ -58,7 +58,6 @@ ONLY_IN = {
     "sglang": r"weights/engines/loader\.py|cpu/engine/"
     r"|rollout/service/(engine_process|engine_words|scoring|parser_worker)\.py|tools/plan/\w+_dry_run\.py",
     "sgl_kernel": r"cpu/engine/",
-    "simdjson": r"rollout/answer_arrays\.py",
     "triton": r"weights/digests/triton_kernel\.py",
     "matplotlib": r"tools/report\.py",
     "rich": r"tools/doctor\.py",

@@ -126,6 +126,15 @@ def test_a_bad_call_is_answered_with_text_and_never_reaches_the_server(mcp_tools
     environment.close()
 
 
+def test_a_turn_has_time_for_some_calls_only(mcp_tools):
+    """Else a turn of a thousand calls would end the process of all environments in it."""
+    environment = mcp_tools(ROW, 0, "exact", command=COMMAND)
+    environment._timeout_s = -1.0
+    results, reward, done = environment.step(2 * call("add", a=2, b=3))
+    assert results.count("error: not called: those before took") == 2 and (reward, done) == (0.0, False)
+    environment.close()
+
+
 @pytest.mark.parametrize("content", [{"content": None}, {"content": [{"type": "film"}]}, {}])
 def test_an_answer_that_is_not_the_protocols_is_said(mcp_tools, listening, content):
     environment = mcp_tools(ROW, 0, "exact", url=f"http://127.0.0.1:{listening.server_port}/mcp")

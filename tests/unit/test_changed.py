@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("file", "nearest", "further"),
     [
-        ("megagrpo/algo/policy_loss.py", "test_algo_loss.py", "../dist/test_actor_layouts.py"),
+        ("megagrpo/algo/policy_loss.py", "test_algo_policy_loss.py", "../dist/test_actor_layouts.py"),
         ("megagrpo/tools/convert/shell.py", "test_convert_slime.py", "test_convert_shell.py"),  # through another module
         ("tests/dist/workers/hf_reference.py", "../dist/test_actor_families.py", "../dist/test_draft.py"),  # a program
         ("tests/unit/conftest.py", "test_batch.py", "test_view.py"),

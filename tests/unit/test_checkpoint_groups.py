@@ -53,6 +53,16 @@ def test_groups_come_back_as_they_were(tmp_path):
     assert [array.dtype for array in arrays] == [np.int32, np.float32, np.int32]
 
 
+def test_a_group_whose_rewards_overflow_comes_back(tmp_path):
+    """An environment's rewards are finite, their sum need not be."""
+    rewards = (1e308, 1e308)
+    sample = Sample(0, [5, 6], [-0.5, -0.25], "stop", 3, "text")
+    outcome = Outcome("score", sum(rewards), end="done", turn_rewards=rewards)
+    group = RolloutGroup(7, Prompt(0, "text", [1, 2], "4"), (sample,), (outcome,))
+    write_groups(tmp_path / "groups.npz", [group])
+    assert read_groups(tmp_path / "groups.npz") == [group]
+
+
 def test_samples_are_compared_with_their_arrays():
     one = Sample(0, (1, 2), (-0.5, -1.0), "stop", 0, "a")
     assert one == Sample(0, [1, 2], np.array([-0.5, -1.0]), "stop", 0, "a")

@@ -63,7 +63,12 @@ def test_coordinates_of_ranks_are_megatrons(tp, cp, pp, ep, etp, world):
         (
             MOE,
             ["sampling.max_response_tokens=2036", "sampling.environment={function: calculator}"],
-            r"^data: up to 2051 tokens \(7 are SGLang's between turns\), but the model has 2048 positions",
+            r"^data: up to 2051 tokens \(7 are SGLang's\), but the model has 2048 positions",
+        ),
+        (
+            MOE,
+            ["sampling.max_response_tokens=2038", "rollout.draft_tokens=2"],
+            r"^data: up to 2049 tokens \(3 are SGLang's\), but the model has 2048 positions",
         ),
         (MOE, ["eval.max_response_tokens=4000"], "^eval.data: up to 4008 tokens, but the model has 2048 positions"),
         (MOE, ["rollout.sglang.max_total_tokens=10"], "^data: up to 16 tokens, but an engine's cache holds 10"),

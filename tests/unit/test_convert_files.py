@@ -46,6 +46,11 @@ def verl(*words: str):
     return draft_of("verl", Source(overrides(["algorithm.adv_estimator=grpo", *words])))
 
 
+def test_files_and_keys_of_hydra_that_are_taken_or_taken_away_are_named():
+    draft = verl("actor@actor_rollout_ref.actor=other_actor", "~algorithm.gamma")
+    assert set(lost(draft)) == {"actor@actor_rollout_ref.actor", "~algorithm.gamma"}
+
+
 def test_secrets_are_not_written(tmp_path, capsys):
     words = "ray_kwargs.ray_init.runtime_env.env_vars.HF_TOKEN=SECRET-1 +not_known_password=SECRET-2"
     path = source(tmp_path, COMMAND.replace("ESTIMATOR", "grpo").replace("MORE", words), "run.sh")

@@ -143,6 +143,7 @@ def test_whose_a_long_text_is_is_found_in_one_pass(text):
         ("", "${X:=d}$X", "dd"),
         ("X=1", "${X:+y}${Z:+n}", "y"),
         ("", "${X:-$((2 * (3 + 4)))}", 14),
+        ("p=1 q=2", "${X:-$(((p + q) * 2))}$(((q + q) * 2))", 68),
         ("A=Qwen/Qw", "${A,,}", "qwen/qw"),
         ("n=4", "$((n * 64 / 2 % 100))", 28),
         ("case v in a|v) A=1;; *) A=2;; esac", "$A", 1),

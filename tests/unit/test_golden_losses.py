@@ -69,6 +69,8 @@ def verl_loss(case: dict) -> dict:
     params, kind = case["params"], case["source"].split("compute_policy_loss_")[1]
     if kind == "sapo":
         return {"name": "sapo", "tau_positive": float(params["tau_pos"]), "tau_negative": params["tau_neg"]}
+    if kind == "dro":
+        return {"name": "dro", "beta": params["dro_beta"]}
     if kind == "vanilla":
         return {**clip(params, "ppo_clip"), "dual_clip": float(params["clip_ratio_c"])}
     if kind.startswith("dppo"):
@@ -90,7 +92,7 @@ BY_SEQUENCE = ("gspo", "geo_mean")  # whatever verl's aggregation
 
 
 def is_verl(case):
-    offered = ("vanilla", "gspo", "cispo", "gpg", "sapo", "dppo_tv", "dppo_kl")
+    offered = ("vanilla", "gspo", "cispo", "gpg", "sapo", "dppo_tv", "dppo_kl", "dro")
     if case["source"].endswith("geo_mean"):
         # its weights are geometric means too, an empty row counts, ratios have no limit, and
         # advantages that differ by token are replaced by their mean
@@ -172,7 +174,7 @@ def test_masked_tokens_have_no_gradient(case):
     assert problem.mask.all() or theirs[~problem.mask].abs().max() > 0, "no defect to show"
 
 
-@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "gmpo", "dppo", "cispo", "gpg", "sapo"])
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "gmpo", "dppo", "cispo", "gpg", "sapo", "dro"])
 def test_every_case_is_finite_whatever_the_ratios(loss):
     """N10: extreme ratios and empty rows give infinities elsewhere."""
     for case in load(LOSSES):

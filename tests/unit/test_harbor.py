@@ -76,6 +76,11 @@ def test_the_model_sees_ends_and_outputs_and_the_same_paths_everywhere(runtime: 
     assert outcomes[0].value == 0.0
 
 
+def test_a_command_that_no_command_line_holds_is_answered():
+    outcomes, requests = work(bash("#" * 100_001), says("Done."), tokens=230_000)
+    assert outcomes[0].ok and "exit code 126" in LETTERS.decode(requests[1]["input_ids"][-200:]), outcomes
+
+
 @RUNTIMES
 def test_a_command_that_hangs_is_killed_with_everything_that_it_started(runtime: str, tmp_path: Path):
     marker = f"4{time.time_ns() % 10**8:08d}"  # seconds of sleep that no other process has

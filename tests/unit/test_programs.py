@@ -157,7 +157,7 @@ def test_every_turn_may_be_a_sample():
     ("turns", "more", "reason"),
     [
         ([says("3"), says("4")], {"max_turns": 2}, "2 turns"),
-        ([says("33", reason="length")], {"truncated_reward": -1.0}, "a turn reached the limit of tokens"),
+        ([says("33", reason="length")], {"truncated_reward": -1.0, "tokens": 2}, "a turn reached the limit of tokens"),
         ([says("3")], {"tokens": 3}, "no room for another turn"),
     ],
 )

@@ -334,6 +334,14 @@ def test_parts_end_where_the_text_up_to_their_last_token_does(text: str):
     ]
 
 
+def test_a_reward_for_every_token_takes_time_by_the_token():
+    size = 2**17
+    tokens = ResponseTokens(np.zeros(size), np.arange(size) % 2 > 0, lambda ids: "a" * len(ids))
+    began = time.process_time()
+    assert tokens.rewards((), [0.5] * size, 2.0)[:4] == [(1, 1.0), (1, 1.0), (1, 1.0), (3, 1.0)]
+    assert time.process_time() - began < 4, "6 when each token looked at all"
+
+
 def test_weights_and_group_graders(file):
     entries = [{"grader": f"{file}:steps", "weight": 2.0}, {"grader": "exact", "weight": 1.0}]
     outcome = graded(file, "", graders=entries)

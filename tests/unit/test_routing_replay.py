@@ -94,7 +94,9 @@ def test_a_later_turn_keeps_no_experts_of_earlier_ones(packed):
     answer = {"meta_info": meta | {"output_token_logprobs": [[-0.5, 7, None], [-0.5, 8, None]]}}
     body = pack_answer(answer) if packed else json.dumps(answer).encode()
     request = SampleRequest((1, 2, 3, 4), SamplingParams(1.0, 4), 0, experts_from=3)
-    found = _read(body, request, np.arange(4), MIXED).routed_experts
+    response = _read(body, request, np.arange(4), MIXED)
+    found = response.routed_experts
+    assert not any(np.shares_memory(array, np.frombuffer(body, np.uint8)) for array in (response.token_ids, found))
     assert np.array_equal(found, experts[3:, 1:])
     assert found.base is None and found.flags.writeable, "torch warns of others"
 

@@ -6,6 +6,7 @@ import pytest
 
 from examples.laptop.lake import MOVES, Lake, maps, moves_to_goal
 from examples.laptop.sql import LOOK, questions
+from megagrpo.environments import sql
 from megagrpo.environments.sql import Sql
 from megagrpo.rollout.agents import UnusableRow
 
@@ -78,12 +79,23 @@ def test_an_order_inside_the_answer_is_none_of_its_rows(answer):
         (ENDLESS, "error: interrupted\n"),
         (ENDLESS.replace("max(n)", "zeroblob(900000)"), "error: more than 16,000,000 bytes of rows\n"),
         ("select \0", "error: the query contains a null character\n"),
+        ("select 'a' like replace(hex(zeroblob(501)), '00', 'aa')", "error: LIKE or GLOB pattern too complex\n"),
     ],
 )
 def test_others_and_errors_are_shown_and_nothing_is_changed(query, said):
     environment, began = Sql(ROW, 0), time.monotonic()
     assert environment.step(query) == (said, 0.0, False) and time.monotonic() - began < 5
     assert environment.step(ROW["answer"]) == (None, 1.0, True)
+
+
+def test_few_steps_that_take_long_are_bounded(monkeypatch):
+    """Each compares 90,000 characters at 110,000 places."""
+    monkeypatch.setattr(sql, "_CPU_S", 0.2)
+    text, part = (f"replace(hex(zeroblob({size})), '00', 'a')" for size in (200_000, 90_000))
+    numbers = "with recursive r(n) as (select 1 union all select n + 1 from r limit 9999)"
+    slow = f"{numbers} select max(instr({text}, {part} || n)) from r"
+    environment, began = Sql(ROW, 0), time.thread_time()
+    assert environment.step(slow) == ("error: interrupted\n", 0.0, False) and time.thread_time() - began < 10
 
 
 def test_what_is_shown_is_bounded():

@@ -6,6 +6,8 @@ import os
 from types import SimpleNamespace
 from urllib.request import Request, urlopen
 
+import numpy as np
+
 ClientConfig = SimpleNamespace
 
 
@@ -23,7 +25,7 @@ class _Environment:
                 messages.append(json.load(answer)["choices"][0]["message"])
             match messages[-1]["content"]:
                 case said if said == row["answer"]:
-                    return {"reward": 1.0, "stop_condition": "over", "error": None}
+                    return {"reward": np.float32(1.0), "stop_condition": "over", "error": None}
                 case "r":
                     os._exit(3)
                 case "t":

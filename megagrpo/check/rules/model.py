@@ -85,11 +85,13 @@ def before_start(subject: Subject) -> Iterator[Rule]:
 
 def _lengths(config: ExperimentConfig, arch: Architecture) -> Iterator[Rule]:
     what = {"max_total_tokens": "cache holds", "context_length": "context is"}
+    spared = SPARED * config.sampling.several_turns  # a later turn's request reads nearly all
+    if config.rollout.draft_tokens:  # compute_num_reserved_tokens of SGLang's managers/utils.py
+        spared += config.rollout.draft_tokens + 1
+    kept = f" ({spared} are SGLang's)" * bool(spared)
     for section, length in longest_samples(config).items():
-        samples = f"{section}: up to {length} tokens, but"
-        if config.sampling.several_turns:  # a later turn's request may read nearly all of them
-            length += SPARED
-            samples = f"{section}: up to {length} tokens ({SPARED} are SGLang's between turns), but"
+        length += spared
+        samples = f"{section}: up to {length} tokens{kept}, but"
         yield Rule(
             length > arch.max_positions,
             f"{samples} the model has {arch.max_positions} positions",

@@ -107,6 +107,17 @@ class SapoLoss(Variant):
     """Steepness of the gate for negative advantages."""
 
 
+class DroLoss(Variant):
+    """The policy gradient with a quadratic penalty on the log-ratio, without a clip. arXiv
+    2405.19107."""
+
+    formula = "-(A log p - beta / 2 (log rho)^2)"
+
+    name: Literal["dro"] = "dro"
+    beta: PositiveFloat = 0.05
+    """Strength of the penalty."""
+
+
 class OwnLoss(OwnFunction, Variant):
     """Your function, `name: "mine.py:gmpo"`. It gets PolicyInputs (algo/policy_loss.py) and returns
     the loss per token, [t]. See [extend](../extend.md)."""
@@ -118,7 +129,15 @@ class OwnLoss(OwnFunction, Variant):
 
 
 PolicyLossConfig = Annotated[
-    PpoClipLoss | GspoLoss | GmpoLoss | DppoLoss | CispoLoss | GpgLoss | SapoLoss | OwnLoss,
+    PpoClipLoss
+    | GspoLoss
+    | GmpoLoss
+    | DppoLoss
+    | CispoLoss
+    | GpgLoss
+    | SapoLoss
+    | DroLoss
+    | OwnLoss,
     Field(discriminator="name"),
 ]
 POLICY_LOSS_CONFIGS: tuple[type[Variant], ...] = get_args(get_args(PolicyLossConfig)[0])

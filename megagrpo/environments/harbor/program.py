@@ -29,6 +29,7 @@ Write one command per turn. A turn without a command is your last one: then test
 _COMMAND = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
 _LIMITS = ("context_length_exceeded", "max_turns")
 _MAX_CHARS = 4000  # the last ones of an output, which the model sees
+_LONGEST = 100_000  # bytes of a command: Linux takes 128 KiB for a word of a command line
 # keys of task.toml without which a task would be another one
 _UNKNOWN = {
     "steps",
@@ -120,7 +121,11 @@ async def play_harbor(
             if not found or used >= limits[0]:
                 break
             began = time.monotonic()
-            end, output = await sandbox.run(found[-1], min(command_s, limits[0] - used))
+            command = found[-1]
+            end = "exit code 126"
+            output = f"it has a null character, or over {_LONGEST:,} bytes"
+            if _fits(command):
+                end, output = await sandbox.run(command, min(command_s, limits[0] - used))
             used += time.monotonic() - began
             killed += end == "time limit"
             said = f"{end}\n```\n{output[-_MAX_CHARS:]}\n```\n"
@@ -140,6 +145,10 @@ def _refuse_unknown(task: Mapping, folder: Path) -> None:
     keys = {f"{name}.{key}" for name, part in parts.items() for key in part}
     if unknown := (keys | task.keys()) & _UNKNOWN:
         raise ValueError(f"{folder}/task.toml: no agent here knows {', '.join(sorted(unknown))}")
+
+
+def _fits(command: str) -> bool:
+    return "\0" not in command and len(command.encode()) <= _LONGEST
 
 
 async def _turn(client: aiohttp.ClientSession, base_url: str, messages: list) -> dict | None:

@@ -49,7 +49,7 @@ class Programs:
         # how many programs run in each
         self._running = {WorkerSlot(self._make): 0 for _ in range(config.workers)}
         self._retired = set[WorkerSlot]()  # in which such a thread went on
-        self._spare: list[WorkerSlot] = []  # of programs that began again
+        self._ending: list[WorkerSlot] = []  # killed
         self._open = asyncio.Semaphore(_OPEN)
         self._alone = asyncio.Semaphore(_ALONE)
         self._parsers = TurnParsers(config.tool_parser, config.reasoning_parser)
@@ -71,7 +71,7 @@ class Programs:
 
     def close(self) -> None:
         """Ends all processes, after the loop has ended."""
-        for slot in [*self._running, *self._spare]:
+        for slot in [*self._running, *self._ending]:
             slot.close()
         self._parsers.close()
         self._gateway.close()
@@ -109,7 +109,13 @@ class Programs:
     def _leave(self, slot: WorkerSlot) -> None:
         self._running[slot] -= 1
         if slot in self._retired and not self._running[slot]:
-            slot.kill()
+            self._retired.remove(slot)
+            del self._running[slot]
+            self._end(slot)
+
+    def _end(self, slot: WorkerSlot) -> None:
+        slot.kill()
+        self._ending = [*(old for old in self._ending if not old.is_gone), slot]
 
     def _abandon(self, slot: WorkerSlot, call: asyncio.Future) -> None:
         """Ends a program. If its thread goes on, its process gets no others, and ends with the last
@@ -124,11 +130,10 @@ class Programs:
     async def _separate(self) -> AsyncIterator[WorkerSlot]:
         async with self._alone:
             slot = WorkerSlot(self._make)
-            self._spare = [spare for spare in self._spare if not spare.is_gone] + [slot]
             try:
                 yield slot
             finally:
-                slot.kill()
+                self._end(slot)
 
     async def _run(self, slot: WorkerSlot, task: RolloutTask, talk: Conversation) -> Outcome:
         """Returns the outcome of one program. Raises WorkerError if its process is gone, or is held

@@ -12,7 +12,8 @@ from megagrpo.tools.convert.foreign import FRAMEWORKS, leaves_of, where_to_look,
 from megagrpo.tools.convert.shell import trainer_command
 
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,\s*([^{}]*))?\}")
-_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+# key=value, +key=value, group@package=file; ~key takes a key away
+_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.@/]*)=(.*)|(~\S+)", re.DOTALL)
 _CONFIG_NAME = re.compile(r"(?:--config-name|-cn)(?:=(.*))?")
 
 
@@ -57,9 +58,10 @@ def _read_yaml(path: Path) -> dict[str, Plain]:
 
 
 def overrides(words: Sequence[str]) -> dict[str, Plain]:
-    """Returns the values of Hydra's overrides: key=value."""
+    """Returns the values of Hydra's overrides."""
     found = [match for word in words if (match := _OVERRIDE.fullmatch(word))]
-    read = ((match[1], plain_yaml(match[2], match[1])) for match in found)
+    read = [(match[1], plain_yaml(match[2], match[1])) for match in found if match[1]]
+    read += [(match[3], "taken away") for match in found if match[3]]
     given = {leaf: cast(Plain, one) for key, value in read for leaf, one in leaves_of(value, key)}
     for word, after in zip(words, [*words[1:], ""], strict=True):
         if match := _CONFIG_NAME.fullmatch(word):

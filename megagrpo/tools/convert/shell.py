@@ -88,10 +88,10 @@ def _read(state: State, path: Path) -> None:
 
 
 def _evaluate(state: State, text: str) -> Answer:
-    """Evaluates a script. The grammar may take `a/$NAME/b`, "a"\\b and x-`y` apart, and a line of
-    assignments for those of a command below it, so these are written otherwise."""
+    """Evaluates a script. The grammar may take `a/$NAME/b`, "a"\\b, x-`y` and `$(((1))` apart, and a
+    line of assignments for those of a command below it, so these are written otherwise."""
     text = _SEVERAL.sub(r"\1;", re.sub(r"`([^`\n]*)`", r"$(\1)", text))
-    text = _PIECES.sub(_rewritten, text)
+    text = _PIECES.sub(_rewritten, text.replace("$(((", "$(( ("))
     program = _parser().parse(text.encode()).root_node
     if program.has_error:
         file = state.variables["BASH_SOURCE"]

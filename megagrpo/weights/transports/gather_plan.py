@@ -40,10 +40,10 @@ class GatherPlan:
 
 
 def published_specs(
-    specs: Specs, dtype: torch.dtype, fixed: Mapping[str, torch.dtype] | None = None
+    specs: Specs, dtype: torch.dtype, fixed: Mapping[str, torch.dtype] = {}
 ) -> Specs:
     """Returns the specs with published dtypes: from `fixed`, else `dtype`."""
-    return {name: (shape, (fixed or {}).get(name, dtype)) for name, (shape, _) in specs.items()}
+    return {name: (shape, fixed.get(name, dtype)) for name, (shape, _) in specs.items()}
 
 
 def share_out(
