@@ -20,7 +20,7 @@ def take_chat_module(tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
         return
     file = Path(found.submodule_search_locations[0]) / name
     tokenizer.chat_template = file.read_text(encoding="utf-8")
-    tokenizer.apply_chat_template = partial(_render, file)
+    tokenizer.apply_chat_template = partial(_render, file)  # type: ignore[method-assign]  # of this one
 
 
 @cache
