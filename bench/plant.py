@@ -89,7 +89,13 @@ FAULTS = (
         "return 1 / sequences",
         LOSS,
     ),
-    Fault("sign inside k3", "algo/kl.py", "torch.expm1(-x) + x", "torch.expm1(x) - x", LOSS),
+    Fault(
+        "sign inside k3",
+        "algo/kl.py",
+        "expm1(-limited) + limited",
+        "expm1(limited) - limited",
+        LOSS,
+    ),
     Fault(
         "correction from trainer to rollout reversed",
         "algo/advantage.py",
@@ -275,8 +281,8 @@ FAULTS = (
     Fault(
         "experts' state divided by ranks that hold other experts",
         "tools/plan/trainer_memory.py",
-        "stage // (p.etp * p.ep)) if",
-        "stage // p.etp) if",
+        "+ elements.trained_expert * p.etp * p.ep",
+        "+ elements.trained_expert * p.etp",
         ("unit/test_planning_memory.py",),
     ),
     Fault(
@@ -393,8 +399,8 @@ FAULTS = (
     Fault(
         "an export writes the run's experiment",
         "cluster/machine.py",
-        "    with Launch(folder, name, end=ENDING",
-        "    write_experiment(config)\n    with Launch(folder, name, end=ENDING",
+        "own_copy(config, name), *words]",
+        "write_experiment(config) or own_copy(config, name), *words]",
         (BESIDE,),
     ),
     Fault(
@@ -492,7 +498,7 @@ FAULTS = (
     ),
     Fault(
         "experts that every token meets have no cost",
-        "models/kinds/experts/cost.py",
+        "models/kinds/experts/describe.py",
         "kept + shared.kept, transient, flops + shared.flops",
         "kept, transient, flops",
         ("unit/test_plan_step.py", "unit/test_planning_memory.py"),
@@ -513,7 +519,7 @@ FAULTS = (
     ),
     Fault(
         "a trainer's attention sends a sequence once",
-        "models/kinds/grouped_query/cost.py",
+        "models/kinds/grouped_query/describe.py",
         "at.gathers(2)",
         "at.gathers(1)",
         ("unit/test_families_qwen3_5.py::test_costs_of_both_kinds_of_layers",),
@@ -591,8 +597,8 @@ FAULTS = (
     Fault(
         "an export reads a checkpoint that was cut short",
         "tools/ranks/export.py",
-        '(Path(source) / "manifest.json").is_file()',
-        "Path(source).is_dir()",
+        "require_finished(Path(source))",
+        "assert Path(source).is_dir()",
         ("unit/test_launcher.py",),
     ),
 )

@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from megagrpo import __version__
 from megagrpo.check.reading import read_for
@@ -20,93 +20,77 @@ from megagrpo.system.environment import under_torchrun
 from megagrpo.system.processes import raise_file_limit
 from megagrpo.system.user_function import did_you_mean
 
-
-class _Tool(NamedTuple):
-    """A command beside the core: `module` has add_options(parser) and run(args), or for a command
-    that reads an experiment run(args, config)."""
-
-    module: str
-    text: str
-    reads_experiment: bool = True
-
-
+# Commands beside the core: module and text. A module has add_options(parser) and run(args, config),
+# or run(args) if it reads no experiment.
 _TOOLS = {
-    "init": _Tool(
+    "init": (
         "megagrpo.tools.init.command",
         "write an experiment for a model and a data file: columns, grader, layout, evaluation",
-        reads_experiment=False,
     ),
-    "convert": _Tool(
+    "convert": (
         "megagrpo.tools.convert.command",
         "translate an experiment from verl, slime or miles",
-        reads_experiment=False,
     ),
-    "sft": _Tool("megagrpo.tools.ranks.sft", "supervised warm-up with the same actor"),
-    "export": _Tool(
-        "megagrpo.tools.ranks.export", "write a checkpoint as a Hugging Face model folder"
-    ),
-    "replay": _Tool(
+    "sft": ("megagrpo.tools.ranks.sft", "supervised warm-up with the same actor"),
+    "export": ("megagrpo.tools.ranks.export", "write a checkpoint as a Hugging Face model folder"),
+    "replay": (
         "megagrpo.tools.ranks.replay",
         "repeat the update on a dumped batch, from a non-finite step or a step in log.dump_steps",
     ),
-    "submit": _Tool(
+    "submit": (
         "megagrpo.tools.submit",
         "run the experiment as a Slurm job, or print it for Kubernetes or SkyPilot",
     ),
-    "try": _Tool(
+    "try": (
         "megagrpo.tools.trial",
         "sample a few rollouts without training, and print them with rewards and the tokens to learn",
     ),
-    "evaluate": _Tool(
+    "evaluate": (
         "megagrpo.tools.evaluate",
         "evaluate the newest checkpoint, or the model, without training, on this machine",
     ),
-    "certify": _Tool(
+    "certify": (
         "megagrpo.tools.certify.command",
         "verify on a tiny model of this architecture that no layout changes loss or gradients",
     ),
-    "bisect": _Tool(
+    "bisect": (
         "megagrpo.tools.bisect.command",
         "run the same tokens through an engine and the trainer, and name where they first differ",
     ),
-    "check": _Tool("megagrpo.tools.explain", "explain the experiment without starting anything"),
-    "plan": _Tool(
+    "check": ("megagrpo.tools.explain", "explain the experiment without starting anything"),
+    "plan": (
         "megagrpo.tools.plan.command",
         "estimate memory for trainers and engines and a roofline per step, from the model's config.json",
     ),
-    "doctor": _Tool(
+    "doctor": (
         "megagrpo.tools.doctor",
         "check versions and name what is missing or clashes, with a remedy",
-        reads_experiment=False,
     ),
-    "report": _Tool(
+    "report": (
         "megagrpo.tools.report",
         "write a summary table and the learning curve of a run",
-        reads_experiment=False,
     ),
-    "status": _Tool(
+    "status": (
         "megagrpo.tools.status",
         "show how far a run is: steps, seconds per step, reward, engines",
-        reads_experiment=False,
     ),
-    "stop": _Tool(
+    "stop": (
         "megagrpo.tools.stop",
         "save and end a run after the current step; Slurm does not requeue the job",
-        reads_experiment=False,
     ),
-    "engines": _Tool(
+    "engines": (
         "megagrpo.tools.engines",
         "add an engine to a running service, or drain one",
-        reads_experiment=False,
     ),
-    "view": _Tool(
+    "view": (
         "megagrpo.tools.view.command",
         "write the samples of one or more runs as one HTML file",
-        reads_experiment=False,
     ),
 }
 
 _Commands = argparse._SubParsersAction
+# of these, which read none
+_WITHOUT_EXPERIMENT = ("init", "convert", "doctor", "report", "status", "stop", "engines", "view")
 _HELP_WIDTH = 92
 # Purpose, example and commands, in the order of `megagrpo --help`.
 _GROUPS = {
@@ -191,7 +175,7 @@ def _add_with_config(
 def _load(args: argparse.Namespace) -> ExperimentConfig:
     later = None
     if args.command == "check":
-        later = import_module(_TOOLS["check"].module).later_problems
+        later = import_module(_TOOLS["check"][0]).later_problems
     dry_run = getattr(args, "dry_run", False)
     return read_for(args.command, args.config, args.overrides, under_torchrun(), dry_run, later)
 
@@ -206,8 +190,8 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_training(commands)
-    for name, tool in _TOOLS.items():
-        _add_tool(commands, name, tool, imported=name in words)
+    for name in _TOOLS:
+        _add_tool(commands, name, imported=name in words)
     parser.epilog = _help(_parsers(parser))
     return parser
 
@@ -225,17 +209,19 @@ def _help(commands: Mapping[str, argparse.ArgumentParser]) -> str:
     return "\n".join([*lines, "", "Run `megagrpo COMMAND --help` for the options of a command."])
 
 
-def _add_tool(commands: _Commands, name: str, tool: _Tool, imported: bool) -> None:
-    def run(*args: object) -> int:
-        return import_module(tool.module).run(*args)
+def _add_tool(commands: _Commands, name: str, imported: bool) -> None:
+    module, text = _TOOLS[name]
 
-    if tool.reads_experiment:
-        command = _add_with_config(commands, name, run, tool.text)
-    else:
-        command = commands.add_parser(name, description=tool.text)
+    def run(*args: object) -> int:
+        return import_module(module).run(*args)
+
+    if name in _WITHOUT_EXPERIMENT:
+        command = commands.add_parser(name, description=text)
         command.set_defaults(run=run)
+    else:
+        command = _add_with_config(commands, name, run, text)
     if imported:
-        import_module(tool.module).add_options(command)
+        import_module(module).add_options(command)
 
 
 def _add_training(commands: _Commands) -> None:

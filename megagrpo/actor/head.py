@@ -71,10 +71,8 @@ def over_tokens(
         streams = batch.streams if with_candidates else None
         if streams is not None and streams.top_ids is not None:
             tokens = torch.cat((tokens, micro.at_targets(streams.top_ids).long()), dim=1)
-        weight = chunk.output_weight()
-        options = temperature, actor.config.logprob_chunk_tokens, _vocabulary(actor, weight)
         at_targets = gathered(actor, hidden)[flat]
-        logprobs, entropy = chunked_logprobs(at_targets, weight, tokens, *options)
+        logprobs, entropy = token_values(actor, chunk, at_targets, tokens, temperature)
 
         def spread(by_token: Tensor) -> Tensor:
             empty = by_token.new_zeros(len(micro.trained))
@@ -90,7 +88,9 @@ def over_tokens(
             assert reference.output_weight is not None, (
                 "the last stage has the reference's output weight"
             )
+            weight = chunk.output_weight()
             theirs = on_device(reference.hidden[index], flat.device)
+            options = temperature, actor.config.logprob_chunk_tokens, _vocabulary(actor, weight)
             full_kl = spread(
                 chunked_full_kl(at_targets, weight, theirs, reference.output_weight, *options)
             )
@@ -128,6 +128,16 @@ def with_draft(
         return loss + draft_loss, {**sums, "draft/kl": draft_loss.detach()}
 
     return from_hidden
+
+
+def token_values(
+    actor: MegatronActor, chunk: Body, hidden: Tensor, tokens: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Returns log-probabilities of `tokens` [T] or [T, k], and entropy [T], from the hidden states
+    [T, h] that predict them, the same on every tensor-parallel rank."""
+    weight = chunk.output_weight()
+    rows = actor.config.logprob_chunk_tokens
+    return chunked_logprobs(hidden, weight, tokens, temperature, rows, _vocabulary(actor, weight))
 
 
 def gathered(actor: MegatronActor, hidden: Tensor) -> Tensor:

@@ -232,13 +232,8 @@ def _group_metrics(stats: GroupStatistics) -> dict[str, float]:
 
 
 def _spread(name: str, values: Tensor, reduce: Reduce, mask: Tensor) -> dict[str, float]:
-    spread = moments(values, reduce, mask)
-    return {
-        f"{name}/mean": spread.mean,
-        f"{name}/std": spread.std,
-        f"{name}/min": spread.min,
-        f"{name}/max": spread.max,
-    }
+    spread = vars(moments(values, reduce, mask))
+    return {f"{name}/{kind}": value for kind, value in spread.items() if kind != "count"}
 
 
 def _total(flags: Tensor, reduce: Reduce) -> int:

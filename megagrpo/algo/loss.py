@@ -8,7 +8,7 @@ is divided by a denominator of the WHOLE update, counted over all ranks before t
 so shares simply add up over micro-batches and ranks.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -260,7 +260,7 @@ def _metric_sums(
 def _masked(inputs: LossInputs, mask: Tensor) -> LossInputs:
     """Returns the inputs with 0 off the mask [t], so that nothing there (NaN, inf) reaches a value
     or a gradient."""
-    values = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+    values = dict(vars(inputs))
     for name, value in values.items():
         if isinstance(value, Tensor) and name != "counted_tokens":
             values[name] = value.masked_fill(~mask, 0.0)

@@ -169,7 +169,8 @@ def _scopes(
             )
             state = replace(state, reward_moments=merged)
             # a bare float would become float32
-            mean, std = values.new_tensor((merged.mean, _std(merged)))
+            mean, root = values.new_tensor((merged.mean, merged.root))
+            std = root / math.sqrt(max(merged.count - 1, 1))
             scopes["running"] = _ScopeMoments(mean, std, std <= DEGENERATE_RANGE * mean.abs())
     return scopes, state
 
@@ -183,10 +184,6 @@ def _merged(seen: RewardMoments, count: int, mean: float, std: float) -> RewardM
     shift = (mean - seen.mean) * math.sqrt(seen.count / total * count)
     root = math.hypot(seen.root, std * math.sqrt(max(count - 1, 0)), shift)
     return RewardMoments(total, seen.mean + (mean - seen.mean) * (count / total), root)
-
-
-def _std(seen: RewardMoments) -> float:
-    return seen.root / math.sqrt(max(seen.count - 1, 1))
 
 
 def clip(rewards: ShapedRewards, inputs: RewardInputs, options: RewardClip) -> ShapedRewards:

@@ -116,9 +116,7 @@ def moments(values: Tensor, reduce: Reduce, mask: Tensor | None = None) -> Momen
             ends[:, 0] = torch.maximum(ends[:, 0], block_ends)
     low, high = _range_of_ends(ends, reduce)
     stats = _described(blocks, count, low, high, reduce)
-    return Moments(
-        int(stats.count), float(stats.mean), float(stats.std), float(stats.min), float(stats.max)
-    )
+    return Moments(int(stats.count), *map(float, (stats.mean, stats.std, stats.min, stats.max)))
 
 
 def _described(

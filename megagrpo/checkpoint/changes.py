@@ -72,7 +72,7 @@ def changed_settings(before: Mapping[str, object], now: Mapping[str, object]) ->
     old, new = dict(leaves(before)), dict(leaves(now))
     return [
         f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
-        for key in dict.fromkeys([*new, *old])
+        for key in new | old
         if old.get(key) != new.get(key)
     ]
 

@@ -257,9 +257,8 @@ class ExperimentConfig(Section):
         its files, no publish, on GPUs of their own."""
         teacher = self.teachers[name]
         assert teacher.path is not None, "the engines of a url are started elsewhere"
-        sizes = {key: getattr(teacher, key) for key in ("num_engines", "tp", "ep")}
+        sizes = teacher.model_dump(include={"num_engines", "tp", "ep", "nodes_per_engine"})
         rollout: dict[str, object] = {
-            "nodes_per_engine": teacher.nodes_per_engine,
             "min_healthy_engines": 1,
             "load_format": "model",
             "quantization": None,

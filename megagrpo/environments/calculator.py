@@ -3,8 +3,10 @@
 import ast
 import re
 from collections.abc import Mapping
+from decimal import Decimal, Inexact, localcontext
 from fractions import Fraction
 
+_MAX_DIGITS = 5000  # more than an expression's value can have
 _MAX_PLACES = 12  # after the decimal point
 _MAX_CHARS = 200  # of an expression: a model may write any
 _MAX_EXPONENT = 20  # of a number
@@ -41,18 +43,12 @@ def exact_value(expression: str) -> str | None:
         return None
     try:
         value = _evaluate(ast.parse(expression, mode="eval").body, expression)
-    except (SyntaxError, ZeroDivisionError, ValueError):
+        with localcontext(prec=_MAX_DIGITS, traps=[Inexact]):
+            quotient = Decimal(value.numerator) / value.denominator
+    except (SyntaxError, ZeroDivisionError, ValueError, Inexact):
         return None
-    places = 0
-    # a finite decimal becomes whole after enough tens
-    while value.denominator > 1 and places <= _MAX_PLACES:
-        value *= 10
-        places += 1
-    if value.denominator > 1:
-        return None
-    digits = f"{abs(value.numerator):0{places + 1}d}"
-    text = f"{digits[:-places]}.{digits[-places:]}" if places else digits
-    return "-" * (value < 0) + text
+    text = f"{quotient:f}"
+    return text if len(text.partition(".")[2]) <= _MAX_PLACES else None
 
 
 def _evaluate(node: ast.expr, source: str) -> Fraction:

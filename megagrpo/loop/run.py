@@ -291,7 +291,9 @@ def start_run(
         source.batches.restore(state.ahead)
         stack.callback(exchange.close)  # else engines wait in the group for a trainer that ended
         watchdog.waits += [source.waiting, exchange.waiting]
-        _open_record(config, recording, inputs, mesh)
+        recording.open(inputs.tokenizer, inputs.decode, holds_token_values())
+        for line in mesh.from_main(lambda: record_start(config, state.step), "write the settings"):
+            recording.note(line)
         run = Run(
             config=config,
             actor=actor,
@@ -320,17 +322,6 @@ def _stop_request() -> StopRequest | None:
     request = StopRequest(Path(path))
     request.listen(False)  # the ranks may have been restarted
     return request
-
-
-def _open_record(
-    config: ExperimentConfig, recording: RunRecord, inputs: Inputs, mesh: Mesh
-) -> None:
-    """Collective. Opens the record, and says which settings differ from the start before."""
-    recording.open(inputs.tokenizer, inputs.decode, holds_token_values())
-    for line in mesh.from_main(
-        lambda: record_start(config, recording.start_step), "write the settings"
-    ):
-        recording.note(line)
 
 
 def _loaded_actor(

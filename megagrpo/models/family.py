@@ -62,6 +62,10 @@ class Family:
     CENTERED_NORMS: ClassVar[bool] = False  # RMSNorms multiply by 1 + weight
     GATED: ClassVar[bool] = True  # of Architecture
 
+    def __init__(self, part: str = ""):
+        """part: what files of a vision-language model put before the names of the text part."""
+        self._part = part
+
     def common(self, hf: HfConfig) -> HfConfig:
         """Returns a config.json with the keys that other families have."""
         return hf
@@ -177,7 +181,7 @@ class Family:
     def stored_name(self, name: str) -> str:
         """Returns what checkpoints call a tensor of the text part that other families call
         `name`."""
-        return name
+        return f"model.{self._part}{name[6:]}" if name.startswith("model.") else name
 
     def engine_path(self, path: str) -> str:
         """Returns what SGLang calls a module of the text part that it calls `path` in other

@@ -3,8 +3,8 @@ bring log-probabilities of the response."""
 
 import asyncio
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -127,30 +127,29 @@ class Teachers:
                 engines.listed, self._config.rollout.max_running_requests, self._num_leaders
             )
 
-    def opened(self) -> "OpenTeachers":
-        """Returns the teachers with connections, as an async context manager."""
+    @asynccontextmanager
+    async def opened(self) -> "AsyncIterator[OpenTeachers]":
+        """Yields the teachers with connections."""
         clients = {
             name: GenerationClient(engines, self._retry, self._admission[name], teacher=name)
             for name, engines in self._engines.items()
         }
-        return OpenTeachers(self, clients)
+        async with AsyncExitStack() as stack:
+            stack.callback(self._count_retries, clients.values())
+            for client in clients.values():
+                await stack.enter_async_context(client)
+            yield OpenTeachers(self, clients)
+
+    def _count_retries(self, clients: Iterable[GenerationClient]) -> None:
+        self.use.retries += sum(client.num_retries for client in clients)
 
 
 class OpenTeachers:
-    """Connections to all teachers. An async context manager."""
+    """Connections to all teachers."""
 
     def __init__(self, teachers: Teachers, clients: dict[str, GenerationClient]):
-        self._teachers, self._clients = teachers, clients
-        self._stack = AsyncExitStack()
-
-    async def __aenter__(self) -> "OpenTeachers":
-        for client in self._clients.values():
-            await self._stack.enter_async_context(client)
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        self._teachers.use.retries += sum(client.num_retries for client in self._clients.values())
-        await self._stack.aclose()
+        self._teachers = teachers
+        self._clients = clients
 
     def problems(self) -> str:
         """Returns the last problem of each teacher that had one."""

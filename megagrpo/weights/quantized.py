@@ -45,19 +45,15 @@ def quantized_specs(specs: Specs, names: Set[str]) -> Specs:
 
 def quantized_copies(copies: Sequence[Copy], specs: Specs, names: Set[str]) -> list[Copy]:
     """Returns a trainer rank's copies, with `names` from the FP8 buffers, and copies of the scales."""
-    others = [copy for copy in copies if copy.hf not in names]
-    values = []
-    scales = []
+    quantized = [copy for copy in copies if copy.hf not in names]
     for copy in copies:
         if copy.hf in names:
-            values.append(_twin_of(copy))
-            blocks = grid_of(copy.start, copy.size)
-            # scales lie in a grid of the HF tensor
-            strides = row_major(whole_grid(specs[copy.hf][0]))
-            offset = sum(first * step for first, step in zip(blocks.start, strides, strict=True))
+            quantized.append(_twin_of(copy))
+            grid = whole_grid(specs[copy.hf][0])  # in which scales lie
             name = copy.hf + SCALES
-            scales.append(Copy(name, blocks.start, blocks.size, name, offset, strides))
-    return list(dict.fromkeys(others + values + scales))
+            scales = Copy(name, (0,) * len(grid), grid, name, 0, row_major(grid))
+            quantized.append(scales.restrict(grid_of(copy.start, copy.size)))
+    return list(dict.fromkeys(quantized))
 
 
 def quantized(weights: ActorWeights, mesh: Mesh) -> ActorWeights:

@@ -24,7 +24,6 @@ CEILINGS = {
     for name, entry in tomllib.loads((ROOT / "tests" / "ceilings.toml").read_text()).items()
 }
 MANY_ARGUMENTS = {  # "path:function" -> whose signature it is
-    "models/kinds/grouped_query/layer.py:__init__": "Megatron-Core builds core attention with it",
     "weights/digests/triton_kernel.py:_block_sums": "a Triton kernel takes pointers and sizes one by one",
     "algo/logprob.py:forward": "torch.autograd.Function takes its inputs one by one",
 }
@@ -65,7 +64,7 @@ ONLY_IN = {
 ALGO_MAY_IMPORT = {"torch", "megagrpo"}
 # Of models/, descriptions and costs; what trainers build of them stands in layer.py, layers/, build.py and body.py.
 NO_TORCH = (
-    r"(system|types|config)(/|\.py)|models/kinds/(attention|recurrence|\w+/(describe|cost))\.py|models/families/"
+    r"(system|types|config)(/|\.py)|models/kinds/(attention|recurrence|\w+/describe)\.py|models/families/"
     r"|models/(architecture|config_json|costs|family|fields|folder|points|table|tensors)\.py|models/stored/(files|quantization|fused_experts)\.py"
 )
 

@@ -19,7 +19,6 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.problems import layout_problems
 from megagrpo.config.actor import ActorConfig
 from megagrpo.models.architecture import Architecture
-from megagrpo.models.kinds.vision.cost import engine_weights
 from megagrpo.models.table import architecture_of, model_problems, model_tensors, parameter_counts, patch_cost
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
 from megagrpo.tools.plan.trainer_memory import stage_parameters, trained_elements
@@ -170,4 +169,4 @@ def test_the_tower_is_planned_on_the_first_stage_and_in_engines():
     assert held("all") == (embedding + tower, embedding + tower, whole)
     assert held("projector") == (embedding + tower, embedding + merger, whole - tower + merger)
     assert held("none") == (embedding + tower, embedding, whole - tower)
-    assert engine_weights(arch.vision, 1) == tower and tower / 2 < engine_weights(arch.vision, 2) < 0.51 * tower
+    assert arch.vision.engine_weights(1) == tower and tower / 2 < arch.vision.engine_weights(2) < 0.51 * tower

@@ -193,3 +193,9 @@ def test_training_flops_of_layers_with_windows_do_not_grow_with_the_square_of_a_
     once, twice = (training_flops(arch, [length], False) for length in (10_000, 20_000))
     grown = (twice - 2 * once) / (3 * 10_000**2 * arch.attention.pair_flops)
     assert grown == pytest.approx(12, rel=0.01), "half of 24 layers see everything"
+
+
+def test_no_ranks_divide_its_experts():
+    """Of this `megagrpo certify` makes its layouts."""
+    assert architecture_of(TINY).routed.WHOLE
+    assert not architecture_of(hf_config(TinyModelConfig(path="x"))).routed.WHOLE

@@ -157,16 +157,14 @@ def _read_lines(data: DataConfig, config: ExperimentConfig, problems: list[str])
     rows = read_rows(data, problems)
     problems += _teachers_of_rows(config, rows)
     problems += _unused_streams(config, rows)
-    names = [row.grader for row in rows]
+    every = [entry.grader for entry in reward.entries]
     known = {
         name: entry.grader for entry in reward.entries for name in (entry.short_name, entry.grader)
     }
-    for unknown in sorted({name for name in names if name is not None} - known.keys()):
+    for unknown in sorted({row.grader for row in rows if row.grader is not None} - known.keys()):
         check_grader(unknown, {})
-    for name, row in zip(names, rows, strict=True):
-        graders = (
-            [entry.grader for entry in reward.entries] if name is None else [known.get(name, name)]
-        )
+    for row in rows:
+        graders = every if row.grader is None else [known.get(row.grader, row.grader)]
         for grader in graders:
             said = complaints(check_answer, grader, row.answer)
             problems += [f"{row.location}: {problem}" for problem in said]

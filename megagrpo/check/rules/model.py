@@ -84,7 +84,6 @@ def before_start(subject: Subject) -> Iterator[Rule]:
 
 
 def _lengths(config: ExperimentConfig, arch: Architecture) -> Iterator[Rule]:
-    what = {"max_total_tokens": "cache holds", "context_length": "context is"}
     spared = SPARED * config.sampling.several_turns  # a later turn's request reads nearly all
     if config.rollout.draft_tokens:  # compute_num_reserved_tokens of SGLang's managers/utils.py
         spared += config.rollout.draft_tokens + 1
@@ -96,10 +95,11 @@ def _lengths(config: ExperimentConfig, arch: Architecture) -> Iterator[Rule]:
             length > arch.max_positions,
             f"{samples} the model has {arch.max_positions} positions",
         )
-        for key, limit in ((key, config.rollout.sglang.get(key)) for key in what):
+        for key, what in (("max_total_tokens", "cache holds"), ("context_length", "context is")):
+            limit = config.rollout.sglang.get(key)
             yield Rule(
                 isinstance(limit, int) and length > limit,
-                f"{samples} an engine's {what[key]} {limit} (rollout.sglang.{key})",
+                f"{samples} an engine's {what} {limit} (rollout.sglang.{key})",
             )
     if arch.indexer is not None:
         yield from _sparse(config, arch.indexer.topk)

@@ -35,10 +35,7 @@ class OwnFunction(Section):
         """What stands for a published name or formula."""
         return self.function
 
-    @property
-    def shown_formula(self) -> str:
-        """The same."""
-        return self.function
+    shown_formula = shown_name
 
     def load(self) -> Callable[[object], Any]:
         """Returns the function with its arguments. Raises ValueError if it cannot be loaded or

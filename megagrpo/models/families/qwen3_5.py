@@ -54,10 +54,6 @@ class Qwen35(Family):
     LEFT_OUT: ClassVar[tuple[str, ...]] = ("model.visual.", "mtp.")
     GROUPED: ClassVar[bool] = False  # of GatedDelta
 
-    def __init__(self, part: str = ""):
-        """part: what files of a vision-language model put before the names of the text part."""
-        self._part = part
-
     def own_refusals(self, hf: HfConfig) -> list[str]:
         problems = other_values(hf, _ONLY)
         kinds = [_ATTENTION[not linear] for linear in _are_linear(hf)]
@@ -75,9 +71,6 @@ class Qwen35(Family):
 
     def recurrent(self, hf: HfConfig) -> GatedDelta:
         return GatedDelta.read(hf, _are_linear(hf), self.GROUPED)
-
-    def stored_name(self, name: str) -> str:
-        return f"model.{self._part}{name[6:]}" if name.startswith("model.") else name
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}

@@ -75,13 +75,6 @@ class Qwen3VL(Seeing, Qwen3):
     KIND = "qwen3_vl"
     TINY_TOWER: ClassVar = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 
-    def stored_name(self, name: str) -> str:
-        return (
-            f"model.language_model.{name.removeprefix('model.')}"
-            if name.startswith("model.")
-            else name
-        )
-
 
 class Qwen3VLMoe(FusedExperts, Qwen3VL, Qwen3Moe):
     """Qwen3-MoE with that tower; a layer's experts are two tensors, each expert's matrices

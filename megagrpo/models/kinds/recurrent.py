@@ -6,6 +6,8 @@ tensor- and of context-parallel ranks. State and convolution start anew with eve
 context parallelism ranks exchange tokens for groups, so that each has whole sequences of some.
 """
 
+from functools import partial
+
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import all_to_all
@@ -22,10 +24,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 
 from megagrpo.models.kinds.grouped_query.layer import PackedSequences, zigzag_position
+from megagrpo.models.layers.parts import Parts
 
 CHUNK = 32  # tokens that torch computes at once; more are wasted on short sequences
+# computes a function, and for the backward once more: nothing of its float32 is kept
+again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 class CutModule(MegatronModule):
@@ -64,14 +70,12 @@ class RecurrentMixer(CutModule):
         self,
         config: TransformerConfig,
         layer_number: int,
-        in_proj: type,
-        out_proj: type,
+        parts: Parts,
         groups: int,
         rows: int,
         width: int,
     ):
-        """in_proj, out_proj: column- and row-parallel linear layers. groups: of the whole model;
-        rows, width: inputs and outputs of the mixing, of each."""
+        """groups: of the whole model; rows, width: inputs and outputs of the mixing, of each."""
         super().__init__(config)
         self.layer_number = layer_number
         self.rows = rows
@@ -79,10 +83,10 @@ class RecurrentMixer(CutModule):
         linear = {"config": config, "init_method": config.init_method, "bias": False}
         linear |= {"is_expert": False, "skip_bias_add": False}
         self.in_proj = build_module(
-            in_proj, config.hidden_size, groups * rows, gather_output=False, **linear
+            parts.column, config.hidden_size, groups * rows, gather_output=False, **linear
         )
         self.out_proj = build_module(
-            out_proj, groups * width, config.hidden_size, input_is_parallel=True, **linear
+            parts.row, groups * width, config.hidden_size, input_is_parallel=True, **linear
         )
 
     def cut(self, rows: int, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:

@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 from torch.nn import Module, Parameter, ParameterDict
@@ -75,11 +76,7 @@ class Adapters(Module):
         """Tells Megatron which parameters are shards, for the gradient norm, and over which ranks
         gradients add up."""
         for parameter in cut.values():
-            parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = (
-                True,
-                dim,
-                1,
-            )
+            set_tensor_model_parallel_attributes(parameter, True, dim, 1)
         for parameter in whole.values():
             if self.is_expert:
                 # an expert's copy counts once in its expert-parallel group, whatever
@@ -208,12 +205,8 @@ def load_adapters(chunks: list[Body], hf: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for adapters in all_adapters(chunks):
             for name, _, parameter, cut in adapters.hf_names():
-                source = hf[name]
-                parameter.copy_(
-                    source
-                    if cut is None
-                    else source.chunk(adapters.shard.size, cut)[adapters.shard.rank]
-                )
+                whole = hf[name]
+                parameter.copy_(whole if cut is None else adapters.shard.part(whole, cut))
 
 
 class InitialAdapters(Mapping[str, Tensor]):

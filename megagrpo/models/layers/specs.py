@@ -22,31 +22,33 @@ from megagrpo.models.architecture import Architecture
 from megagrpo.models.kinds.clamped.describe import ClampedExperts
 from megagrpo.models.kinds.clamped.layer import clamped_spec
 from megagrpo.models.kinds.compressed.describe import CompressedAttention
-from megagrpo.models.kinds.compressed.layer import compressed_spec
+from megagrpo.models.kinds.compressed.layer import CompressedMixer
 from megagrpo.models.kinds.gated_delta.describe import GatedDelta
-from megagrpo.models.kinds.gated_delta.layer import gated_delta_spec
+from megagrpo.models.kinds.gated_delta.layer import GatedDeltaNet
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.grouped_query.layer import grouped_query_spec
 from megagrpo.models.kinds.hashed.describe import HashedExperts
 from megagrpo.models.kinds.hashed.layer import hashed_spec
 from megagrpo.models.kinds.hyper_connections.layer import StreamHead, StreamLayer, without_residual
 from megagrpo.models.kinds.kda.describe import Kda
-from megagrpo.models.kinds.kda.layer import kda_spec
+from megagrpo.models.kinds.kda.layer import KimiDeltaAttention
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.kinds.latent.layer import latent_spec
 from megagrpo.models.kinds.mamba2.describe import Mamba2
-from megagrpo.models.kinds.mamba2.layer import mamba2_spec
+from megagrpo.models.kinds.mamba2.layer import Mamba2Mixer
 from megagrpo.models.kinds.vision.layer import SeeingLayer
 from megagrpo.models.layers.parts import Parts
 
-# what mixes tokens -> its module's specification
+# what mixes tokens -> its module's specification; or its module, which gets parts and sizes
 _MIXERS: dict[type, Callable[..., ModuleSpec]] = {
     GroupedQuery: grouped_query_spec,
     LatentAttention: latent_spec,
-    CompressedAttention: compressed_spec,
-    GatedDelta: gated_delta_spec,
-    Kda: kda_spec,
-    Mamba2: mamba2_spec,
+}
+_MODULES: dict[type, type] = {
+    CompressedAttention: CompressedMixer,
+    GatedDelta: GatedDeltaNet,
+    Kda: KimiDeltaAttention,
+    Mamba2: Mamba2Mixer,
 }
 
 
@@ -74,7 +76,11 @@ def layer_spec(
     layer = TransformerLayerSubmodules()
     if mixer is not None:
         layer.input_layernorm = parts.norm
-        layer.self_attention = _MIXERS[type(mixer)](mixer, parts)
+        given = {"parts": parts, "sizes": mixer}
+        module = _MODULES.get(type(mixer))
+        layer.self_attention = (
+            ModuleSpec(module=module, params=given) if module else _MIXERS[type(mixer)](**given)
+        )
         layer.self_attn_bda = get_bias_dropout_add
     if arch.has_experts(index) and isinstance(arch.routed, ClampedExperts):
         layer.mlp = clamped_spec(parts.backend, config.moe_grouped_gemm)

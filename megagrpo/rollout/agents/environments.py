@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from megagrpo.config.rollout import EnvironmentConfig
+from megagrpo.rewards.graders.functions import machine_problem
 from megagrpo.rollout.agents.answering import RolloutTask, SamplePart
 from megagrpo.rollout.agents.renderer import Observation, Renderer, in_time
 from megagrpo.system.user_function import load_function
@@ -32,8 +33,6 @@ BUILT_IN = {
     "mcp": f"{_BUILT_IN}.mcp_tools:McpTools",
     "openenv": f"{_BUILT_IN}.openenv:OpenEnv",
 }
-# Checks of the machine for built-in environments; each returns the problem.
-_MACHINE_CHECKS = {"python": "megagrpo.sandbox.sandbox:machine_problem"}
 # What ends a rollout: the environment; a limit of tokens, turns or seconds; a call that hung; an
 # environment that raised or returned nonsense; a service that was missing three times; a row that
 # could not be played twice.
@@ -76,12 +75,9 @@ def load_environment(name: str) -> Callable[..., object]:
 
 def refuse_machine(config: EnvironmentConfig) -> None:
     """Raises ValueError, with the remedy, if an environment cannot run on this machine."""
-    name = config.function
-    if name in _MACHINE_CHECKS:
-        check = load_function(name, _MACHINE_CHECKS, "sampling.environment.function")
-        problem = check(config.args)
-        if problem:
-            raise ValueError(f"environment {name}: {problem}")
+    # its programs run as those of grader `code`
+    if config.function == "python" and (problem := machine_problem("code", config.args)):
+        raise ValueError(f"environment python: {problem}")
 
 
 @dataclass

@@ -83,14 +83,10 @@ def head_logprobs(actor: MegatronActor, hidden: Tensor, tokens: Tensor) -> Tenso
     """
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):
         return None
-    weight = actor.chunks[-1].output_weight()
-    tp = actor.config.parallel.tp
-    count = len(hidden)
-    padded = nn.functional.pad(hidden, (0, 0, 0, -count % tp)).to(weight)
-    mine = padded.chunk(tp)[mpu.get_tensor_model_parallel_rank()][:, None]
-    flat = torch.arange(count, device=weight.device)
+    chunk = actor.chunks[-1]
+    weight = chunk.output_weight()
     with torch.no_grad():
-        return token_values(actor, actor.chunks[-1], mine, flat, tokens.to(weight.device), 1.0)[0]
+        return token_values(actor, chunk, hidden.to(weight), tokens.to(weight.device), 1.0)[0]
 
 
 def _modules(actor: MegatronActor) -> dict[str, nn.Module]:

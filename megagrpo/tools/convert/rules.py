@@ -51,14 +51,14 @@ def updates(d: Translation, prompts: int, samples: int, each: int, key: str) -> 
 def micro_batch(d: Translation, longest: int, tokens: int, samples: int, *keys: str) -> None:
     """Puts actor.micro_batch_tokens: tokens of a GPU times cp, or samples times the longest
     sample."""
-    cp = d.parallel("cp")
+    cp = d.translated("actor.parallel.cp")
     d.put("actor.micro_batch_tokens", max(tokens * cp or samples * longest, longest), *keys)
 
 
 def put_whole_parameters(d: Translation, world: int, tp: int, *keys: str) -> None:
     """Puts tp for a run that sharded whole parameters over all ranks (FSDP): the engines', as
     far as it divides."""
-    cp = d.parallel("cp")
+    cp = d.translated("actor.parallel.cp")
     sizes = (size for size in range(tp, 0, -1) if world % (size * cp) == 0 or size == 1)
     d.put("actor.parallel.tp", next(sizes), *keys)
     d.remarks.append(

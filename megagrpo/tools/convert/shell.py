@@ -226,7 +226,8 @@ def _command(state: State, node: Node) -> Answer:
     if name in (*state.functions, "source", "."):
         _each(state, [each for each in node.children if each.type == "variable_assignment"])
     if name in state.functions:
-        return _call(state, node, words, state.functions[name])
+        _call(state, node, words, state.functions[name])
+        return None
     match name:
         case "exit" | "return":
             state.leaving.append(name)
@@ -253,7 +254,7 @@ def _command(state: State, node: Node) -> Answer:
     return True
 
 
-def _call(state: State, node: Node, words: list[str], function: Node) -> Answer:
+def _call(state: State, node: Node, words: list[str], function: Node) -> None:
     """Evaluates a function; of variables that it changes only a run could tell the values."""
     called = state.subshell()
     called.variables |= {"@": words[1:], "*": words[1:]}
@@ -261,7 +262,7 @@ def _call(state: State, node: Node, words: list[str], function: Node) -> Answer:
     _each(called, [function])
     own = called.variables.items()
     changed = [key for key, value in own if value != state.variables.get(key)]
-    return _unknown(state, node, [key for key in changed if key.isidentifier()])
+    _unknown(state, node, [key for key in changed if key.isidentifier()])
 
 
 def _written(state: State, name: str, words: list[str]) -> str | None:

@@ -104,7 +104,8 @@ def _fields(state: State, node: Node) -> list[str]:
             found = [""]
             for child in node.children:
                 first, *others = _fields(state, child) or [""]
-                found = [*found[:-1], found[-1] + first, *others]
+                found[-1] += first
+                found += others
             return found if any(found) else []
         case "simple_expansion" | "expansion":
             value = _parameter(state, node)

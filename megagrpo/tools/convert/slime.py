@@ -121,7 +121,7 @@ def _virtual_stages(d: Translation) -> None:
     layers = d.number("--num-layers", default=0)
     stages = d.number("--num-virtual-stages-per-pipeline-rank", default=0)
     if d.get(each) is not None and layers:
-        stages = layers // (d.parallel("pp") * d.number(each))
+        stages = layers // (d.translated("actor.parallel.pp") * d.number(each))
     elif d.get(each) is not None:
         d.lack(each, "the number of layers is not known here: write actor.parallel.vpp")
     if stages:

@@ -145,11 +145,7 @@ class Translation:
             key for entry in entries() if entry.to == ours for key in entry.keys[self.framework]
         )
 
-    def parallel(self, name: str) -> int:
-        """Returns a size of actor.parallel that is translated already; 1 without one."""
-        return self.translated(f"actor.parallel.{name}", 1)
-
-    def translated(self, ours: str, default: int) -> int:
+    def translated(self, ours: str, default: int = 1) -> int:
         """Returns a number that is translated already; `default` without one."""
         value = self.values.get(ours)
         return value if isinstance(value, int) and value > 0 else default

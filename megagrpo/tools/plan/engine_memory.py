@@ -17,7 +17,6 @@ from megagrpo.config.hardware import Hardware
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.costs import ITEM
-from megagrpo.models.kinds.vision.cost import engine_weights
 from megagrpo.models.stored.quantization import FP8_BLOCK
 from megagrpo.monitor.rollout_log import read_rollouts
 from megagrpo.rollout.admission import tokens_in_cache
@@ -211,7 +210,8 @@ def engine_side(
     longest: tokens of the longest sample, prompt included.
     """
     free = hardware.memory_bytes - CONTEXT_BYTES
-    tower = engine_weights(work.arch.vision, server.tp) * server.width
+    vision = work.arch.vision
+    tower = vision.engine_weights(server.tp) * server.width if vision else 0.0
     weights = weight_bytes(work, server, server.width) + tower
     absorbed = absorbed_bytes(work, server)
     resident = weights + absorbed

@@ -72,6 +72,12 @@ def batched_digest(values: Tensor, box: Box, firsts: Tensor | None = None) -> Te
     bits = values.view(INTEGERS[values.element_size()])
     if not box.size:
         return bits.to(torch.int64)
+
+    def odd(k: int) -> Tensor:
+        if k == 0 and firsts is not None:
+            return _mixed(firsts[:, None] + index_seed(0, 0))
+        return _odd(box.start[k], box.size[k], k, bits.device, _stream(bits))
+
     if bits.is_cuda and _has_triton():
         from megagrpo.weights.digests.triton_kernel import fused_digest
 
@@ -81,15 +87,9 @@ def batched_digest(values: Tensor, box: Box, firsts: Tensor | None = None) -> Te
         )
     else:
         done = 1
-        columns = len(box.size) - 1
-        sums = _row_sums(
-            bits, _odd(box.start[-1], box.size[-1], columns, bits.device, _stream(bits))
-        )
+        sums = _row_sums(bits, odd(len(box.size) - 1))
     for k in reversed(range(len(box.size) - done)):
-        odd = _odd(box.start[k], box.size[k], k, bits.device, _stream(bits))
-        if k == 0 and firsts is not None:
-            odd = _mixed(firsts[:, None] + index_seed(0, 0))
-        sums = (sums * odd).sum(-1)
+        sums = (sums * odd(k)).sum(-1)
     return sums
 
 

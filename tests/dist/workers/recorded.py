@@ -26,14 +26,13 @@ def recorded_logits() -> Iterator[list[tuple]]:
 
         return noting
 
-    def noting_values(actor, chunk, hidden, flat, tokens, temperature):
-        states = head.gather_from_sequence_parallel_region(hidden) if actor.config.parallel.tp > 1 else hidden
-        local = states.transpose(0, 1).flatten(0, 1)[flat] @ chunk.output_weight().T
+    def noting_values(actor, chunk, hidden, tokens, temperature):
+        local = hidden @ chunk.output_weight().T
         shards = [torch.empty_like(local) for _ in range(actor.config.parallel.tp)]
         dist.all_gather(shards, local.contiguous(), group=mpu.get_tensor_model_parallel_group())
         found = places.rows, places.columns, torch.cat(shards, 1)[:, :VOCAB]
         seen.append(tuple(part.cpu() for part in found))
-        return token_values(actor, chunk, hidden, flat, tokens, temperature)
+        return token_values(actor, chunk, hidden, tokens, temperature)
 
     step.over_tokens, head.token_values = noting_places, noting_values
     try:

@@ -32,10 +32,6 @@ class ClampedExperts(Experts):
     WHOLE: ClassVar[bool] = True
     limit: float = 7.0
 
-    @property
-    def takes_adapters(self) -> bool:
-        return False
-
     def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
         hidden = arch.hidden_size
         prefix += "mlp."

@@ -10,8 +10,6 @@ Tensor-parallel ranks have heads of their own, and all compute the one key. Torc
 block by block, and again in the backward.
 """
 
-from functools import partial
-
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
@@ -25,16 +23,14 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from megagrpo.models.config_json import Rotary
 from megagrpo.models.kinds.compressed.describe import BLOCK, CUT, INDEXED, CompressedAttention
 from megagrpo.models.kinds.grouped_query.layer import PackedSequences, attend_with_sinks, gathered
-from megagrpo.models.kinds.recurrent import CutModule
+from megagrpo.models.kinds.recurrent import CutModule, again
 from megagrpo.models.layers.whole_linear import whole_parameter
 
 
@@ -159,8 +155,7 @@ class CompressedMixer(CutModule):
         made[1:] = [each.detach() for each in made[1:]]  # nothing trains an indexer
         far = [self._compressed(*each) for each in zip(made, self._made, strict=True)]
         blocks = zip(*(t.split(BLOCK) for t in (queries, asked, position)), strict=True)
-        again = partial(checkpoint, self._block, use_reentrant=False, preserve_rng_state=False)
-        return torch.cat([again(*block, near, *far) for block in blocks])
+        return torch.cat([again(self._block, *block, near, *far) for block in blocks])
 
     def _compressed(self, made: Tensor, prefix: str) -> Tensor:
         """Returns keys [s / ratio, d] of whole windows, from values and gates [s, 2 d or 4 d]."""
@@ -221,8 +216,3 @@ def _padded(batch: int, count: int, device: torch.device) -> PackedSequences:
     cp = mpu.get_context_parallel_world_size()
     borders = torch.arange(batch + 1, dtype=torch.int32, device=device) * count * cp
     return PackedSequences.make(borders, [count * cp] * batch, cp)
-
-
-def compressed_spec(own: CompressedAttention, _: object) -> ModuleSpec:
-    """Returns the specification of compressed attention."""
-    return ModuleSpec(module=CompressedMixer, params={"sizes": own})

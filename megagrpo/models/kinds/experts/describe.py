@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from megagrpo.models.config_json import HfConfig
-from megagrpo.models.costs import LayerCost, Share
-from megagrpo.models.kinds.experts import cost
+from megagrpo.models.costs import FP32, LayerCost, Share, mlp_cost
 from megagrpo.models.points import Row
 from megagrpo.models.tensors import (
     GATED_NAMES,
@@ -98,7 +97,7 @@ class Experts:
     def takes_adapters(self) -> bool:
         """Tells whether models/layers/lora.py knows them."""
         others = self.sigmoid or self.shared_ffn_size or self.dense_layers
-        return self.names.module == "mlp" and not others
+        return type(self) is Experts and self.names.module == "mlp" and not others
 
     def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
         """Yields router, shared and routed experts; prefix: of the layer."""
@@ -193,9 +192,31 @@ class Experts:
         return self.per_token / self.count
 
     def cost(self, at: Share, imbalance: float) -> LayerCost:
-        """Returns the cost of a layer's experts for a micro-batch. imbalance: tokens of the fullest
-        rank, over the mean."""
-        return cost.layer(self, at, imbalance)
+        """Returns the cost for a micro-batch. imbalance: tokens of the fullest rank, over the mean."""
+        p = at.parallel
+        hidden = at.hidden_size
+        copies = at.part * self.per_token  # tokens that a rank sends to experts
+        most = min(imbalance, p.ep, self.count / self.per_token)  # all tokens at most
+        received = copies * p.etp * most
+        inside = self.ffn_size / p.etp * received
+        shared = mlp_cost(at, self.shared_ffn_size, self.gated)
+        sent_size = self.latent_size or hidden
+        latent = 2 * hidden * self.latent_size * at.part  # multiply-adds of both projections
+        scores = 6 * self.count * at.part * FP32
+        # experts' input; gate and up, silu(gate), up + 0, their product, and that times the router's
+        # weight; without gates up, relu(up), its square, and that times the weight
+        kept = (sent_size * received + (6 if self.gated else 4) * inside) * at.width + scores
+        kept += 2 * self.latent_size * at.part * at.width  # what is sent, and what comes back
+        # before and after both exchanges, sorted by expert and not
+        transient = 2 * sent_size * (copies + received) * at.width + at.gathered
+        sent = {
+            "ep": 2 * copies * sent_size * at.width * (p.ep - 1) / p.ep,
+            "tp": 2 * copies * sent_size * at.width * (p.etp - 1)
+            + shared.sent["tp"] * bool(self.shared_ffn_size),
+        }
+        flops = (6 if self.gated else 4) * sent_size * inside + 2 * latent
+        flops += 2 * hidden * self.count * at.part
+        return LayerCost(kept + shared.kept, transient, flops + shared.flops, sent)
 
     def points(self) -> list[Row]:
         """Returns what a router computes."""

@@ -14,12 +14,10 @@ from megagrpo.models.tensors import Shard, TensorSpec, load_groups
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megagrpo.config.actor import ActorConfig
     from megagrpo.models.architecture import Architecture
-    from megagrpo.models.fields import Fields, Kernels
     from megagrpo.models.kinds.gated_delta.layer import GatedDeltaNet
 
-_CHUNK = 64  # tokens that the kernel computes at once
+_CHUNK = 64  # tokens that flash-linear-attention's kernel computes at once
 
 
 @dataclass(frozen=True)
@@ -107,19 +105,8 @@ class GatedDelta(Recurrence):
         layer.norm.copy_(hf[prefix + "norm.weight"])
         layer.out_proj.weight.copy_(shard.columns(hf[prefix + "out_proj.weight"]))
 
-    def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
-        """Returns the fields of Megatron's TransformerConfig."""
-        return {
-            "linear_attention_freq": [int(layer) for layer in self.layers],
-            "linear_num_key_heads": self.key_heads,
-            "linear_num_value_heads": self.value_heads,
-            "linear_key_head_dim": self.key_dim,
-            "linear_value_head_dim": self.value_dim,
-            "linear_conv_kernel_dim": self.kernel,
-        }
-
     def cost(self, at: Share) -> LayerCost:
-        """Returns the cost of one for a micro-batch, as flash-linear-attention's kernels compute it."""
+        """Returns the cost of one for a micro-batch."""
         p = at.parallel
         heads = self.value_heads / p.tp
         values = heads * self.value_dim

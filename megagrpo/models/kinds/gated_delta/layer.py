@@ -9,14 +9,12 @@ torch.
 """
 
 import torch
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from megagrpo.models.kinds.gated_delta.describe import GatedDelta
-from megagrpo.models.kinds.recurrent import CHUNK, RecurrentMixer, convolve, in_chunks
+from megagrpo.models.kinds.recurrent import CHUNK, RecurrentMixer, again, convolve, in_chunks
 from megagrpo.models.layers.parts import Parts
 from megagrpo.models.layers.whole_linear import whole_parameter
 
@@ -32,23 +30,20 @@ class GatedDeltaNet(RecurrentMixer):
         self,
         config: TransformerConfig,
         layer_number: int,
-        in_proj: type,
-        out_proj: type,
+        parts: Parts,
+        sizes: GatedDelta,
         **_: object,
     ):
-        """in_proj, out_proj: column- and row-parallel linear layers."""
-        key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
-        heads = config.linear_num_key_heads
-        values = config.linear_num_value_heads // heads
-        channels = 2 * key_dim + values * value_dim
-        rows = channels + values * (value_dim + 2)
-        super().__init__(config, layer_number, in_proj, out_proj, heads, rows, values * value_dim)
-        self.key_dim, self.value_dim = key_dim, value_dim
+        heads = sizes.key_heads
+        values = sizes.value_heads // heads
+        width = values * sizes.value_dim
+        super().__init__(config, layer_number, parts, heads, sizes.rows // heads, width)
+        self.key_dim, self.value_dim = sizes.key_dim, sizes.value_dim
         self.values = values  # value heads of a key head
-        self.channels = channels
-        self.conv1d = self.cut(self.channels, 1, config.linear_conv_kernel_dim)
-        self.A_log = self.cut(self.values, dtype=torch.float32)
-        self.dt_bias = self.cut(self.values)
+        self.channels = sizes.channels // heads
+        self.conv1d = self.cut(self.channels, 1, sizes.kernel)
+        self.A_log = self.cut(values, dtype=torch.float32)
+        self.dt_bias = self.cut(values)
         # not zero-centered, unlike the model's other norms
         self.norm = whole_parameter(config, (self.value_dim,), config.params_dtype)
 
@@ -66,19 +61,12 @@ class GatedDeltaNet(RecurrentMixer):
         value, gate = (t.unflatten(3, (self.values, -1)).flatten(2, 3) for t in (value, gate))
         decay = -a_log.exp() * F.softplus(alpha.flatten(2).float() + dt_bias.float())
         out = rule(query, key, value, decay, beta.flatten(2).float().sigmoid(), borders)
-        out = checkpoint(self._gated_norm, out, gate, use_reentrant=False, preserve_rng_state=False)
+        out = again(self._gated_norm, out, gate)
         return out.flatten(2).unflatten(2, (heads, -1))
 
     def _gated_norm(self, out: Tensor, gate: Tensor) -> Tensor:
-        """Computes in float32, of which nothing is kept: the backward computes it again."""
         normed = F.rms_norm(out.float(), (self.value_dim,), None, self.config.layernorm_epsilon)
         return (normed * self.norm.float() * F.silu(gate.float())).to(gate.dtype)
-
-
-def gated_delta_spec(own: GatedDelta, parts: Parts) -> ModuleSpec:
-    """Returns the specification of a gated delta net; the configuration has the numbers."""
-    linears = {"in_proj": parts.column, "out_proj": parts.row}
-    return ModuleSpec(module=GatedDeltaNet, params=linears)
 
 
 def convolve_fla(x: Tensor, weight: Tensor, _: None, borders: Tensor | None) -> Tensor:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from megagrpo.models.config_json import HfConfig, Rotary
-from megagrpo.models.costs import LayerCost, Share
+from megagrpo.models.costs import FP32, LayerCost, Share
 from megagrpo.models.kinds.attention import Attention
-from megagrpo.models.kinds.grouped_query import cost
 from megagrpo.models.points import Row
 from megagrpo.models.tensors import Cut, Shard, TensorSpec
 
@@ -190,7 +189,35 @@ class GroupedQuery(Attention):
 
     def cost(self, at: Share) -> LayerCost:
         """Returns the cost of a layer's attention for a micro-batch."""
-        return cost.layer(self, at)
+        p = at.parallel
+        dim = self.head_dim
+        heads = self.heads / p.tp
+        groups = max(self.kv_heads / p.tp, 1)
+        gates = self.heads * self.output_gate
+        qkv = (self.heads + gates + 2 * self.kv_heads) / p.tp * dim
+        # with fewer key/value heads than ranks each gathers the whole projection, and has one of them
+        held = qkv * p.tp if self.kv_heads < p.tp else qkv
+        # the projection; queries before their norm; queries and keys turned; attention's output and its
+        # log-sum-exp; with a gate its sigmoid and their product
+        kept = (
+            held
+            + heads * dim * self.qk_norm
+            + (heads + groups) * dim
+            + heads * dim * (1 + 2 * self.output_gate)
+        ) * at.width + heads * FP32
+        if self.norm_over_heads:  # of plain torch: its input in float32, and divided by the root
+            kept += (heads + groups) * dim * FP32 * (1 + (at.width < FP32))
+        return LayerCost(
+            kept=kept * at.whole,
+            transient=2 * held * at.whole * at.width + at.gathered,
+            flops=2 * at.hidden_size * (qkv + heads * dim) * at.whole,
+            pair_flops=4 * heads * dim * (not self.window),
+            chosen_flops=4 * heads * dim * bool(self.window),
+            sent={
+                "tp": at.gathers(2),
+                "cp": 2 * groups * dim * at.whole * at.width * (p.cp - 1),
+            },
+        )
 
     def cached_values(self, ranks: int) -> int:
         """Counts the values of one token in one rank's cache: heads are divided over the ranks, and

@@ -142,18 +142,7 @@ class CausalAttention(torch.nn.Module):
     """Computes softmax(q k^T scale) v with a causal mask inside each sequence; key/value heads are
     grouped."""
 
-    def __init__(
-        self,
-        config,
-        layer_number,
-        attn_mask_type,
-        attention_type,
-        cp_comm_type=None,
-        softmax_scale=None,
-        k_channels=None,
-        v_channels=None,
-        pg_collection=None,
-    ):
+    def __init__(self, config, layer_number, *_, softmax_scale=None, **options):
         super().__init__()
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         # positions before its own that a query sees; None: all
@@ -170,18 +159,7 @@ class CausalAttention(torch.nn.Module):
             sinks = torch.empty(heads, dtype=config.params_dtype, device=device)
             self.softmax_offset = torch.nn.Parameter(sinks)
 
-    def forward(
-        self,
-        query,
-        key,
-        value,
-        attention_mask,
-        /,
-        *,
-        attn_mask_type=None,
-        attention_bias=None,
-        packed_seq_params=None,
-    ):
+    def forward(self, query, key, value, attention_mask, /, *, packed_seq_params=None, **_):
         """Maps q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, e] to [s, b, heads e];
         packed: without b.
 
@@ -333,11 +311,11 @@ def attend_with_sinks(
     return shares.to(value.dtype) @ value
 
 
-def grouped_query_spec(own: GroupedQuery, parts: "Parts") -> ModuleSpec:
+def grouped_query_spec(sizes: GroupedQuery, parts: "Parts") -> ModuleSpec:
     """Returns the specification of grouped-query attention."""
-    norms: tuple = (parts.norm if own.qk_norm else IdentityOp,) * 2
-    if own.norm_over_heads:
-        norms = tuple(partial(NormOverHeads, heads=n) for n in (own.heads, own.kv_heads))
+    norms: tuple = (parts.norm if sizes.qk_norm else IdentityOp,) * 2
+    if sizes.norm_over_heads:
+        norms = tuple(partial(NormOverHeads, heads=n) for n in (sizes.heads, sizes.kv_heads))
     return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},

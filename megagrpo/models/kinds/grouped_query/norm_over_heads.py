@@ -10,6 +10,8 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megagrpo.models.layers.whole_linear import whole_parameter
+
 
 class NormOverHeads(torch.nn.Module):
     """Every tensor-parallel rank holds the weight [heads d] whole and uses its own heads' part.
@@ -24,14 +26,7 @@ class NormOverHeads(torch.nn.Module):
         self.eps, self.heads = eps, heads
         self.tp = config.tensor_model_parallel_size
         self.first = mpu.get_tensor_model_parallel_rank() * heads // self.tp  # of this rank's heads
-        self.weight = torch.nn.Parameter(
-            torch.empty(
-                heads * hidden_size,
-                dtype=config.params_dtype,
-                device=torch.cuda.current_device(),
-            )
-        )
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by Megatron
+        self.weight = whole_parameter(config, (heads * hidden_size,), config.params_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps [..., local heads, d] to the same shape; sums in float32.

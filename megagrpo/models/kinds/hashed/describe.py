@@ -28,10 +28,6 @@ class HashedExperts(Experts):
     hashed: int = 0
     limit: float = 10.0
 
-    @property
-    def takes_adapters(self) -> bool:
-        return False
-
     def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
         bias = f"{prefix}{self.names.module}.{self.names.bias}"
         hashed = layer_index(prefix) < self.hashed

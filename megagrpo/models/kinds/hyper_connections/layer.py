@@ -15,10 +15,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from megagrpo.models.kinds.hashed.layer import HashedRouter
 from megagrpo.models.kinds.hyper_connections.describe import HyperConnections
+from megagrpo.models.kinds.recurrent import again
 from megagrpo.models.layers.whole_linear import whole_parameter
 
 
@@ -55,7 +55,7 @@ class HyperConnection(Mixing):
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the part's input [s, b, h], its shares in the streams [s, b, n] and the mixing
         [s, b, n, n] from streams [s, b, n, h]; the backward computes all of it again."""
-        return checkpoint(self._mixed, streams, use_reentrant=False, preserve_rng_state=False)
+        return again(self._mixed, streams)
 
     def _mixed(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         n, eps = self.own.streams, self.own.eps

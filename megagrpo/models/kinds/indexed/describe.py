@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megagrpo.models.config_json import HfConfig
-from megagrpo.models.costs import FP32
+from megagrpo.models.costs import FP32, LayerCost, Share
 from megagrpo.models.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from megagrpo.config.actor import ActorConfig
     from megagrpo.models.architecture import Architecture
     from megagrpo.models.fields import Fields, Kernels
-
+    from megagrpo.models.kinds.latent.describe import LatentAttention
 
 _SCALED = 128  # numbers of an engine's key with one scale
+_SCORED_ROWS = 8192  # queries that Megatron's sparse attention scores at a time
 
 
 @dataclass(frozen=True)
@@ -104,3 +105,31 @@ class LightningIndexer:
         DSATokenToKVPool)."""
         choosing = sum(self.source(index) == index for index in range(num_layers))
         return choosing * (self.head_dim + self.head_dim // _SCALED * FP32)
+
+    def cost(self, attention: LatentAttention, at: Share, dense: LayerCost) -> LayerCost:
+        """Returns the cost with an indexer, which every tensor-parallel rank has whole, and of absorbed
+        attention: with one key for all heads, the latent, whose first part is the value.
+
+        dense: the cost without.
+        """
+        p = at.parallel
+        heads = attention.heads / p.tp
+        key = attention.kv_lora_rank + attention.rope_dim
+        queries = attention.q_lora_rank or 0
+        # queries before and after their turn, latent output, values; without keys and values of heads
+        expanded = (attention.nope_dim + attention.v_dim) + 4 * attention.head_dim
+        absorbed = 2 * key + attention.kv_lora_rank + attention.v_dim - expanded
+        index = self.heads * self.head_dim
+        projections = queries * index + at.hidden_size * (self.head_dim + self.heads)
+        return LayerCost(
+            # numbers of keys: int32
+            kept=dense.kept + (heads * absorbed * at.width + self.topk * FP32) * at.whole,
+            transient=dense.transient + min(at.whole, _SCORED_ROWS) * at.whole * p.cp * FP32,
+            flops=dense.flops + 2 * projections * at.part / self.freq,
+            pair_flops=2 * index / self.freq,  # the mean of layers that share a choice
+            sent={
+                "tp": dense.sent["tp"] + index * at.part * (p.tp - 1) * at.width,
+                "cp": (key + self.head_dim) * at.whole * at.width * (p.cp - 1),
+            },
+            chosen_flops=2 * heads * (key + attention.kv_lora_rank),
+        )

@@ -29,9 +29,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
+from megagrpo.models.config_json import YARN_KEYS
 from megagrpo.models.kinds.grouped_query.layer import CausalAttention, PackedSequences, gathered
 from megagrpo.models.layers.whole_linear import WholeLinear
 
+_YARN = YARN_KEYS[1:]  # which Megatron names alike; the factor has another name
 _NORM_EPSILON = 1e-6  # of the published code and of engines, whatever the model's norms have
 
 
@@ -58,7 +60,9 @@ class Indexer(torch.nn.Module):
         self.k_norm = torch.nn.LayerNorm(dim, _NORM_EPSILON, device=device, dtype=torch.float32)
         self.requires_grad_(False)
         rotary = RotaryEmbedding if config.rope_type == "rope" else YarnRotaryEmbedding
-        scaling = {} if config.rope_type == "rope" else _yarn(config)
+        scaling = {} if config.rope_type == "rope" else {key: getattr(config, key) for key in _YARN}
+        if scaling:
+            scaling["scaling_factor"] = config.rotary_scaling_factor
         self._rotary = rotary(
             config.qk_pos_emb_head_dim,
             rotary_percent=1.0,
@@ -122,17 +126,6 @@ class Indexer(torch.nn.Module):
         )
 
 
-def _yarn(config: MLATransformerConfig) -> dict[str, float]:
-    return {
-        "scaling_factor": config.rotary_scaling_factor,
-        "original_max_position_embeddings": config.original_max_position_embeddings,
-        "beta_fast": config.beta_fast,
-        "beta_slow": config.beta_slow,
-        "mscale": config.mscale,
-        "mscale_all_dim": config.mscale_all_dim,
-    }
-
-
 class SparseAttention(CausalAttention):
     """Attends to the chosen keys: a causal mask inside each sequence, of which the best remain."""
 
@@ -150,17 +143,7 @@ class SparseAttention(CausalAttention):
         self.indexer = Indexer(config) if self._source == layer_number else None
 
     def forward(
-        self,
-        query,
-        key,
-        value,
-        attention_mask,
-        /,
-        *,
-        packed_seq_params=None,
-        x=None,
-        qr=None,
-        **_,
+        self, query, key, value, attention_mask, /, *, packed_seq_params=None, x=None, qr=None, **_
     ):
         """As CausalAttention's; x, qr: what the indexer reads. Sequences of at most topk tokens are
         dense."""

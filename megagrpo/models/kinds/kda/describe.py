@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megagrpo.models.architecture import Architecture
     from megagrpo.models.kinds.kda.layer import KimiDeltaAttention
 
-_CHUNK = 64  # tokens that the kernel computes at once
+_CHUNK = 64  # tokens that flash-linear-attention's kernel computes at once
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Kda(Recurrence):
         layer.out_proj.weight.copy_(shard.columns(hf[prefix + "o_proj.weight"]))
 
     def cost(self, at: Share) -> LayerCost:
-        """Returns the cost of one for a micro-batch, as flash-linear-attention's kernels compute it."""
+        """Returns the cost of one for a micro-batch."""
         p = at.parallel
         heads = self.heads / p.tp
         values = heads * self.dim

@@ -10,15 +10,14 @@ flash-linear-attention; on a CPU torch.
 
 import torch
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from megagrpo.models.kinds.gated_delta.layer import convolve_fla, delta_rule, rule_fla
 from megagrpo.models.kinds.kda.describe import Kda
-from megagrpo.models.kinds.recurrent import RecurrentMixer, convolve
+from megagrpo.models.kinds.recurrent import RecurrentMixer, again, convolve
 from megagrpo.models.layers.parts import Parts
 from megagrpo.models.layers.whole_linear import whole_parameter
 
@@ -34,9 +33,7 @@ class KimiDeltaAttention(RecurrentMixer):
         self, config: TransformerConfig, layer_number: int, parts: Parts, sizes: Kda, **_: object
     ):
         dim = sizes.dim
-        super().__init__(
-            config, layer_number, parts.column, parts.row, sizes.heads, 3 * dim + 1, dim
-        )
+        super().__init__(config, layer_number, parts, sizes.heads, 3 * dim + 1, dim)
         self.dim = dim
         linear = {"config": config, "init_method": config.init_method, "bias": False}
         linear |= {"is_expert": False, "skip_bias_add": False}
@@ -76,16 +73,8 @@ class KimiDeltaAttention(RecurrentMixer):
         beta = beta[..., 0].float().sigmoid()
         queries, keys, values = qkv.split(dim, -1)
         out = rule(queries, keys, values, decay, beta, borders)
-        return checkpoint(
-            self._gated_norm, out, gate, use_reentrant=False, preserve_rng_state=False
-        )
+        return again(self._gated_norm, out, gate)
 
     def _gated_norm(self, out: Tensor, gate: Tensor) -> Tensor:
-        """Computes in float32, of which nothing is kept: the backward computes it again."""
         normed = F.rms_norm(out.float(), (self.dim,), None, self.config.layernorm_epsilon)
         return (normed * self.norm.float() * gate.float().sigmoid()).to(gate.dtype)
-
-
-def kda_spec(own: Kda, parts: Parts) -> ModuleSpec:
-    """Returns the specification of Kimi Delta Attention."""
-    return ModuleSpec(module=KimiDeltaAttention, params={"parts": parts, "sizes": own})

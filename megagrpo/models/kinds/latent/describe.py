@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megagrpo.models.config_json import YARN_KEYS, HfConfig, Rotary
-from megagrpo.models.costs import LayerCost, Share
+from megagrpo.models.costs import FP32, LayerCost, Share
 from megagrpo.models.kinds.attention import Attention
 from megagrpo.models.kinds.indexed.describe import LightningIndexer
-from megagrpo.models.kinds.latent import cost
 from megagrpo.models.points import Row
 from megagrpo.models.tensors import Kind, Shard, TensorSpec
 
@@ -150,7 +149,33 @@ class LatentAttention(Attention):
 
     def cost(self, at: Share) -> LayerCost:
         """Returns the cost of a layer's attention for a micro-batch."""
-        return cost.layer(self, at)
+        p = at.parallel
+        heads = self.heads / p.tp
+        dim = self.head_dim
+        queries = self.q_lora_rank or 0
+        values = self.kv_lora_rank
+        # down projections and their norms' outputs
+        low = 2 * queries + 2 * values + self.rope_dim
+        # queries, keys' and values' projection, queries and keys with their turned parts, values and
+        # output as wide as keys: the kernel takes no narrower ones
+        high = heads * (dim + (self.nope_dim + self.v_dim) + 4 * dim)
+        # whole on every tensor-parallel rank
+        down = at.hidden_size * (queries + values + self.rope_dim)
+        up = heads * ((queries or at.hidden_size) * dim + values * (self.nope_dim + self.v_dim))
+        out = heads * self.v_dim * at.hidden_size
+        dense = LayerCost(
+            kept=low * at.part * at.width + high * at.whole * at.width + heads * at.whole * FP32,
+            transient=3 * heads * dim * at.whole * at.width + at.gathered,
+            flops=2 * (down * at.part + (up + out) * at.whole),
+            pair_flops=2 * heads * (dim + self.v_dim),
+            sent={
+                "tp": at.gathers(1) + (queries + values) * at.part * (p.tp - 1) * at.width,
+                "cp": heads * (dim + self.v_dim) * at.whole * at.width * (p.cp - 1),
+            },
+        )
+        if self.indexer is None:
+            return dense
+        return self.indexer.cost(self, at, dense)
 
     def cached_values(self, ranks: int) -> int:
         """Counts the values of one token in one rank's cache: each has the whole latent."""

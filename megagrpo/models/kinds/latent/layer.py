@@ -20,11 +20,11 @@ class WithoutPositions(MLASelfAttention):
         self.rotary_pos_emb.inv_freq.zero_()
 
 
-def latent_spec(own: LatentAttention, parts: Parts) -> ModuleSpec:
+def latent_spec(sizes: LatentAttention, parts: Parts) -> ModuleSpec:
     """Returns the specification of latent attention, sparse if it has an indexer."""
-    module: type = MLASelfAttention if own.rotary.fraction else WithoutPositions
+    module: type = MLASelfAttention if sizes.rotary.fraction else WithoutPositions
     core: type | ModuleSpec = parts.core_attention
-    if own.indexer is not None:
+    if sizes.indexer is not None:
         module, core = sparse_attention(parts.transformer_engine)
     return ModuleSpec(
         module=module,

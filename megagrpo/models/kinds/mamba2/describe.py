@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megagrpo.models.architecture import Architecture
     from megagrpo.models.kinds.mamba2.layer import Mamba2Mixer
 
-_CHUNK = 128  # tokens that the kernel computes at once
+KERNEL_CHUNK = 128  # tokens that mamba-ssm's kernels compute at once
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Mamba2(Recurrence):
         layer.out_proj.weight.copy_(shard.columns(hf[prefix + "out_proj.weight"]))
 
     def cost(self, at: Share) -> LayerCost:
-        """Returns the cost of one for a micro-batch, as mamba-ssm's kernels compute it."""
+        """Returns the cost of one for a micro-batch."""
         p = at.parallel
         heads = self.heads / p.tp
         values = self.values / p.tp
@@ -108,9 +108,9 @@ class Mamba2(Recurrence):
         # the projection; convolved channels; the scan's output, and times its gate, normed; steps, and
         # the state at the end of each chunk
         kept = (rows + channels + 2 * values) * at.width
-        kept += (heads + values * self.state / _CHUNK) * FP32
+        kept += (heads + values * self.state / KERNEL_CHUNK) * FP32
         # of a token: B with C of each group and scores with values in its chunk, on average half; the
         # state is read and written
         groups = self.groups / p.tp
-        scan = _CHUNK * (groups * self.state + values) + 4 * values * self.state
+        scan = KERNEL_CHUNK * (groups * self.state + values) + 4 * values * self.state
         return recurrent_cost(at, rows, values, kept, scan, copies=3)

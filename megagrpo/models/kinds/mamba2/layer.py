@@ -10,17 +10,13 @@ Megatron's own mixer, which is not built without them; on a CPU torch.
 """
 
 import torch
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from megagrpo.models.kinds.mamba2.describe import Mamba2
-from megagrpo.models.kinds.recurrent import CHUNK, RecurrentMixer, convolve, in_chunks
+from megagrpo.models.kinds.mamba2.describe import KERNEL_CHUNK, Mamba2
+from megagrpo.models.kinds.recurrent import CHUNK, RecurrentMixer, again, convolve, in_chunks
 from megagrpo.models.layers.parts import Parts
-
-_KERNEL_CHUNK = 128  # that mamba-ssm's kernels do
 
 
 class Mamba2Mixer(RecurrentMixer):
@@ -30,20 +26,13 @@ class Mamba2Mixer(RecurrentMixer):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        in_proj: type,
-        out_proj: type,
-        sizes: Mamba2,
-        **_: object,
+        self, config: TransformerConfig, layer_number: int, parts: Parts, sizes: Mamba2, **_: object
     ):
-        """in_proj, out_proj: column- and row-parallel linear layers."""
         heads = sizes.heads // sizes.groups
         width = heads * sizes.head_dim
         channels = width + 2 * sizes.state
         rows = width + channels + heads
-        super().__init__(config, layer_number, in_proj, out_proj, sizes.groups, rows, width)
+        super().__init__(config, layer_number, parts, sizes.groups, rows, width)
         self.heads = heads
         self.width = width
         self.state = sizes.state
@@ -70,23 +59,12 @@ class Mamba2Mixer(RecurrentMixer):
         steps = F.softplus(steps.flatten(2).float() + dt_bias.float())
         y = scan(x, steps, -a_log.exp(), into, out_of, skip, borders)
         y = y.flatten(2).unflatten(2, (groups, -1))
-        return checkpoint(
-            self._gated_norm, y, gate, weight, use_reentrant=False, preserve_rng_state=False
-        )
+        return again(self._gated_norm, y, gate, weight)
 
     def _gated_norm(self, y: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        """Computes in float32, of which nothing is kept: the backward computes it again."""
         gated = y.float() * F.silu(gate.float())
         normed = F.rms_norm(gated, (self.width,), None, self.config.layernorm_epsilon)
         return (normed * weight.float().view(-1, self.width)).to(gate.dtype)
-
-
-def mamba2_spec(own: Mamba2, parts: Parts) -> ModuleSpec:
-    """Returns the specification of a Mamba-2 layer."""
-    return ModuleSpec(
-        module=Mamba2Mixer,
-        params={"in_proj": parts.column, "out_proj": parts.row, "sizes": own},
-    )
 
 
 def _sequence_of_each(borders: Tensor | None, count: int) -> Tensor | None:
@@ -128,7 +106,7 @@ def _scan_kernel(
         decay,
         into.contiguous(),
         out_of.contiguous(),
-        _KERNEL_CHUNK,
+        KERNEL_CHUNK,
         D=skip.float(),
         seq_idx=_sequence_of_each(borders, x.shape[1]),
     )

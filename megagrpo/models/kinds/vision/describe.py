@@ -89,9 +89,7 @@ class Vision:
             channels=tower.get("in_channels", 3),
             num_positions=tower["num_position_embeddings"] if kind == "qwen3_vl" else 0,
             deepstack=len(tower["deepstack_visual_indexes"]) if kind == "qwen3_vl" else 0,
-            image_token_id=hf["image_token_id"],
-            video_token_id=hf["video_token_id"],
-            vision_start_token_id=hf["vision_start_token_id"],
+            **{key: hf[key] for key in _ID_KEYS},
             mrope_section=tuple(rope["mrope_section"]),
             mrope_interleaved=bool(rope.get("mrope_interleaved", False)),
             config=tower,
@@ -114,6 +112,20 @@ class Vision:
         return sum(
             spec.size // (self.merge**2 if "merger" in spec.name else 1) for spec in matrices
         )
+
+    def engine_weights(self, tp: int) -> float:
+        """Counts the weights of the tower that one rank of an engine holds.
+
+        Matrices of blocks and mergers, and biases of their outputs, are divided; embeddings of
+        patches and biases behind a sum over ranks are whole.
+        """
+        numbers = 0.0
+        for spec in self.tensors():
+            *_, module, kind = spec.name.split(".")
+            summed = module in ("proj", "down_proj", "linear_fc2", "2") and kind == "bias"
+            whole = summed or "norm" in f"{spec.kind} {spec.name}" or "patch_embed" in spec.name
+            numbers += spec.size / (1 if whole else tp)
+        return numbers
 
     def tokens(self, grid: tuple[int, int, int]) -> int:
         """Counts the tokens of an image of `grid` patches: time, height, width."""

@@ -22,35 +22,25 @@ from megagrpo.system.torchvision import prepare_torchvision
 from megagrpo.types import MicroBatch, on_device
 
 Grid = tuple[int, int, int]
-# kind -> module of transformers, classes of configuration and tower; Qwen3-VL-MoE's tower is
-# Qwen3-VL's
+# module of transformers -> class of its tower; Qwen3-VL-MoE's is Qwen3-VL's
 _TOWERS = {
-    "qwen2_5_vl": (
-        "qwen2_5_vl",
-        "Qwen2_5_VLVisionConfig",
-        "Qwen2_5_VisionTransformerPretrainedModel",
-    ),
-    "qwen3_vl": ("qwen3_vl", "Qwen3VLVisionConfig", "Qwen3VLVisionModel"),
+    "qwen2_5_vl": "Qwen2_5_VisionTransformerPretrainedModel",
+    "qwen3_vl": "Qwen3VLVisionModel",
 }
 
 
 def build_tower(vision: Vision) -> torch.nn.Module:
     """Returns transformers' module with random weights; what is not trained has no gradient."""
     prepare_torchvision()
-    folder, config_class, tower_class = _TOWERS[vision.kind]
-    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-    config = getattr(
-        importlib.import_module(f"transformers.models.{folder}.configuration_{folder}"),
-        config_class,
-    )
+    kind = vision.kind
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    tower = getattr(module, _TOWERS[kind])
     tower_config = {
         key: value
         for key, value in vision.config.items()
         if key not in ("model_type", "dtype", "torch_dtype")
     }
-    return getattr(module, tower_class)._from_config(
-        config(**tower_config), attn_implementation="sdpa"
-    )
+    return tower._from_config(tower.config_class(**tower_config), attn_implementation="sdpa")
 
 
 class Tower(torch.nn.Module):
