@@ -509,11 +509,16 @@ class MicroBatch:
     places: "Tensor"
     trained: "Tensor"  # [t] int64, those of them that a component of the loss trains on
     num_trained: "Tensor"  # [n] int64, of each sample
-    max_seqlen: int  # tokens of the longest sequence, padding included
+    sizes: tuple[int, ...]  # tokens of each sequence, padding included, of all context ranks
     context: int = 1  # context-parallel ranks that share it
     # [3, b, s] int64, in time, height, width; only for vision-language models
     rope_positions: "Tensor | None" = None
     images: MicroImages | None = None  # None for a text-only model
+
+    @property
+    def max_seqlen(self) -> int:
+        """Returns the tokens of the longest sequence, padding included."""
+        return max(self.sizes)
 
     def to(self, device: "torch.device") -> "MicroBatch":
         """Returns the micro-batch on `device`, without waiting for the copies."""

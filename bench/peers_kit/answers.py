@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import torch
 
-from megagrpo.rollout.generation import SampleRequest
+from megagrpo.rollout.generation import SampleRequest, SamplingParams
 from peers_kit.measure import OURS, Call, Cases
 from peers_kit.work import LIMIT, PROMPT, scaled
 
@@ -43,7 +43,8 @@ def _bodies() -> list[bytes]:
 @CASES.add(ITEM, OURS)
 def _ours() -> Call:
     bodies = _bodies()
-    request = SampleRequest(np.zeros(PROMPT, np.int32), None, 0)
+    params = SamplingParams(1.0, TOKENS)
+    request = SampleRequest(np.zeros(PROMPT, np.int32), params, 0)
 
     def call():
         read = [request.read(body, None) for body in bodies]

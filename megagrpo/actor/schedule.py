@@ -104,7 +104,7 @@ def _forward(
     micro = next(iterator).to(actor.mesh.device)
     packed = None
     if micro.cu_seqlens is not None:
-        packed = PackedSequences.make(micro.cu_seqlens, micro.max_seqlen, micro.context)
+        packed = PackedSequences.make(micro.cu_seqlens, micro.sizes, micro.context)
     with actor.router_scope.of(MicroBatchScope(micro, batch, forward_only)):
         more: dict[str, object] = {}
         if not forward_only and actor.config.trains_draft and model.module.post_process:

@@ -60,7 +60,8 @@ def plan_micro_batches(
     unit = sequence_unit(layout.cp)
     longest = 0
     if layout.pp > 1:
-        longest = up(*largest([max(lengths, default=1)], mesh), unit)
+        (most,) = largest([max(lengths, default=1)], mesh)
+        longest = up(most, unit)
         size = size._replace(budget=max(size.budget, longest))
         if not packed:
             # A row is as wide as the longest of all, and the budget is counted in such rows.
@@ -207,7 +208,7 @@ def _micro_batch(
         places=places,
         trained=places[is_trained],
         num_trained=torch.zeros_like(lengths).index_add(0, owners, is_trained.long()),
-        max_seqlen=max(sizes),
+        sizes=tuple(sizes),
         context=context[1],
     )
 

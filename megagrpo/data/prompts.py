@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megagrpo.config.schema import DataConfig
+from megagrpo.data.chat_module import take_chat_module
 from megagrpo.data.images import ImageStore, image_bytes, images_apart
 from megagrpo.data.messages import (
     Message,
@@ -30,7 +31,7 @@ from megagrpo.data.rows import Row, fingerprint, iterate_rows, unknown_teachers
 from megagrpo.data.stored import StoredPrompts
 from megagrpo.models.config_json import text_part
 from megagrpo.models.folder import Model
-from megagrpo.models.table import read_description
+from megagrpo.models.table import FAMILIES, read_description
 from megagrpo.system import environment
 from megagrpo.system.errors import collected, explained, git_lfs_hint, translated
 from megagrpo.system.torchvision import prepare_torchvision, torchvision_problem
@@ -158,6 +159,9 @@ def load_tokenizer(model: Model) -> "PreTrainedTokenizerBase":
             f"tokenizer {folder} has token id {largest} but model {model.folder} only {size} "
             "embeddings (vocab_size): they do not belong together"
         )
+    family = FAMILIES.get(model.description.get("model_type", ""))
+    if family and family.CHAT_MODULE and not tokenizer.chat_template:
+        take_chat_module(tokenizer, family.CHAT_MODULE)
     return tokenizer
 
 

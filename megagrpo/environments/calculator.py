@@ -3,7 +3,7 @@
 import ast
 import re
 from collections.abc import Mapping
-from decimal import Decimal, Inexact, localcontext
+from decimal import Context, Decimal, Inexact, localcontext
 from fractions import Fraction
 
 _MAX_DIGITS = 5000  # more than an expression's value can have
@@ -43,7 +43,7 @@ def exact_value(expression: str) -> str | None:
         return None
     try:
         value = _evaluate(ast.parse(expression, mode="eval").body, expression)
-        with localcontext(prec=_MAX_DIGITS, traps=[Inexact]):
+        with localcontext(Context(prec=_MAX_DIGITS, traps=[Inexact])):
             quotient = Decimal(value.numerator) / value.denominator
     except (SyntaxError, ZeroDivisionError, ValueError, Inexact):
         return None

@@ -25,13 +25,10 @@ from megagrpo.models.architecture import Architecture
 from megagrpo.models.body import Body
 from megagrpo.models.family import Family
 from megagrpo.models.fields import Kernels
-from megagrpo.models.kinds.compressed.layer import CompressedMixer
 from megagrpo.models.kinds.draft.describe import draft_norms
 from megagrpo.models.kinds.draft.layer import DraftLayer, mark_parameters
 from megagrpo.models.kinds.hyper_connections.describe import HEAD, load_mixing
-from megagrpo.models.kinds.hyper_connections.layer import Mixing
 from megagrpo.models.kinds.indexed.layer import Indexer
-from megagrpo.models.kinds.recurrent import RecurrentMixer
 from megagrpo.models.kinds.vision.layer import Tower
 from megagrpo.models.layers.context import follow_context
 from megagrpo.models.layers.lora import add_adapters, is_adapter
@@ -126,9 +123,12 @@ def build_chunks(
 
 def _in_bfloat16(chunk: Body) -> Body:
     """Casts a chunk except the biases of its routers, and what modules keep in float32."""
+    kept = [p for p in chunk.parameters() if getattr(p, "stays_float32", False)]
     chunk.bfloat16()
+    for parameter in kept:
+        parameter.data = parameter.data.float()
     for module in chunk.modules():
-        if isinstance(module, CompressedMixer | Indexer | Mixing | RecurrentMixer | Tower):
+        if isinstance(module, Indexer | Tower):
             module.keep_float32()
         elif isinstance(module, TopKRouter):
             internals_0_19.keep_float32_bias(module)

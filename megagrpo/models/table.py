@@ -70,7 +70,11 @@ FAMILIES: dict[str, Family] = {
 _UNBUILT = {
     "kimi_k3": "its layers take sums of earlier blocks in place of a residual stream "
     "(attn_res_block_size), which pipeline stages here do not hand on; its gates of latent "
-    "attention, bounded decays, norm behind latent experts and activation (situ) are not built either"
+    "attention, bounded decays, norm behind latent experts and activation (situ) are not built either",
+    "glm5_next": "its indexer chooses among pooled keys (index_kpool), its Kimi Delta Attention has "
+    "bounded decays (linear_lower_bound), and both stand between residual streams (hc_mult)",
+    "qwen4_exp": "its residual streams are mixed by gates of low rank (hc_lowrank), and its layers "
+    "take embeddings of n-grams beside those of tokens (ngram_size)",
 }
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
 _LEFT_OUT = {"mtp.": "multi-token-prediction layers, which only speculate"}

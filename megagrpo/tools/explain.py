@@ -27,6 +27,7 @@ from megagrpo.models.fields import (
     optimizer_fields,
     transformer_fields,
 )
+from megagrpo.models.kinds.hashed.describe import HashedExperts
 from megagrpo.models.table import (
     architecture_of,
     left_out,
@@ -163,6 +164,7 @@ def _advice(
     unplayed = (
         arch is not None
         and arch.experts is not None
+        and not isinstance(arch.experts, HashedExperts)
         and not arch.experts.unreported
         and actor.routing_replay is None
         and rounded

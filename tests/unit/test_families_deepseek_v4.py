@@ -1,18 +1,35 @@
 """DeepSeek-V4: its sizes as published, the names of its files, and what is refused."""
 
+import json
+from pathlib import Path
+
 import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.problems import check_against_model, layout_problems
 from megagrpo.config.schema import ActorConfig
 from megagrpo.models.costs import layer_cost
-from megagrpo.models.table import FAMILIES, architecture_of, left_out, model_problems, model_tensors, parameter_counts
+from megagrpo.models.folder import Model
+from megagrpo.models.table import (
+    FAMILIES,
+    architecture_of,
+    exported_config,
+    left_out,
+    model_problems,
+    model_tensors,
+    parameter_counts,
+)
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.plan.trainer_memory import Load, stage_parameters, trainer_stages
 from megagrpo.tools.plan.work import model_work
+from megagrpo.weights.hf_folder import HfFolder
 from tests.experiments import engine_layout_problems, experiment
+from tests.installed import installed_function
 
-FLASH = {  # as published, without its quantization
+FLASH = {  # as published
     "model_type": "deepseek_v4", "attention_bias": False, "hc_eps": 1e-6, "hc_mult": 4, "hc_sinkhorn_iters": 20,
     "head_dim": 512, "hidden_act": "silu", "hidden_size": 4096, "index_head_dim": 128, "index_n_heads": 64,
     "index_topk": 512, "max_position_embeddings": 1048576, "moe_intermediate_size": 2048, "n_routed_experts": 256,
@@ -23,7 +40,9 @@ FLASH = {  # as published, without its quantization
                      "type": "yarn"},
     "rope_theta": 10000, "routed_scaling_factor": 1.5, "scoring_func": "sqrtsoftplus", "sliding_window": 128,
     "swiglu_limit": 10.0, "tie_word_embeddings": False, "vocab_size": 129280, "compress_rope_theta": 160000,
-    "topk_method": "noaux_tc", "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
+    "topk_method": "noaux_tc", "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "expert_dtype": "fp4",
+    "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0",
+                            "weight_block_size": [128, 128]},
 }  # fmt: skip
 
 
@@ -75,7 +94,6 @@ def test_layers_have_what_their_place_gives_them():
         ({"rope_scaling": {**FLASH["rope_scaling"], "mscale": 2.0}}, "rope scaling 'yarn' with mscale"),
         ({"rope_scaling": {**FLASH["rope_scaling"], "truncate": False}}, "rope scaling 'yarn' with truncate"),
         ({"attention_bias": True}, "attention_bias"),
-        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "quantization_config"),
     ],
 )
 def test_what_would_be_wrong_is_refused(changes: dict, named: str):
@@ -113,6 +131,14 @@ def test_engines_without_a_gpu_are_refused():
     assert any("TileLang's kernels only" in text for text in on_cpu)
     on_gpus = check_against_model(experiment(actor={"dtype": "bfloat16"}, rollout={"dtype": "bfloat16"}), FLASH)
     assert not any("TileLang" in text for text in on_gpus)
+
+
+def test_a_cache_in_fp8_needs_a_correction():
+    for mismatch, refused in (({}, True), ({"weight": {"name": "tis"}}, False)):
+        own = experiment(algorithm={"mismatch": mismatch})
+        assert (
+            any("cache of a deepseek_v4 model is in FP8" in text for text in check_against_model(own, FLASH)) == refused
+        )
 
 
 def test_ranks_that_would_keep_old_sinks_are_refused():
@@ -164,3 +190,105 @@ def test_what_is_computed_and_kept():
 def test_tiny_models_have_every_kind_of_layer():
     arch = architecture_of(hf_config(TinyModelConfig(path="x", family="deepseek_v4")))
     assert arch.attention.ratios == (0, 4, 8, 4) and arch.routed.hashed == 1
+
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+IN_FP8 = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b")
+
+
+def powers(*shape: int) -> Tensor:
+    """Scales from 2 ** -9 to 2 ** 2."""
+    return torch.randint(118, 130, shape, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def stored_as_published(name: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """A random tensor in the format of the published file."""
+    *_, part, kind = ("", *name.split("."))
+    scale = name.removesuffix("weight") + "scale"
+    if ".experts." in name:
+        values = torch.randint(-128, 128, (shape[0], shape[1] // 2), dtype=torch.int8)
+        return {name: values, scale: powers(shape[0], shape[1] // 32)}
+    if kind == "weight" and (".shared_experts." in name or (part in IN_FP8 and ".compressor." not in name)):
+        values = torch.randn(shape).to(torch.float8_e4m3fn)
+        return {name: values, scale: powers(*(-(-size // 128) for size in shape))}
+    if "tid2eid" in name:
+        return {name: torch.zeros(shape, dtype=torch.int64)}
+    return {name: torch.randn(shape, dtype=torch.bfloat16)}
+
+
+def decoded(values: Tensor, scales: Tensor) -> Tensor:
+    """By definition: of a byte the low half is the first number; a scale for 32 columns, or for 128 x 128."""
+    block = (128, 128)
+    if values.dtype == torch.int8:
+        codes = [half for byte in values.view(torch.uint8).flatten().tolist() for half in (byte & 15, byte >> 4)]
+        numbers = [E2M1[code & 7] * (-1 if code > 7 else 1) for code in codes]
+        values, block = torch.tensor(numbers).view(len(values), -1), (1, 32)
+    grid = (scales.view(torch.uint8).double() - 127).exp2()
+    grid = grid.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return (values.double() * grid[: values.shape[0], : values.shape[1]]).bfloat16()
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> tuple[Path, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("published")
+    hf = hf_config(TinyModelConfig(path="x", family="deepseek_v4"))
+    stored = {}
+    for spec in model_tensors(architecture_of(hf)):
+        stored |= stored_as_published(spec.name, spec.shape)
+    stored |= stored_as_published("mtp.0.ffn.experts.0.w1.weight", (128, 128))
+    save_file(stored, folder / "model.safetensors")
+    rest = {key: FLASH[key] for key in ("quantization_config", "expert_dtype")}
+    (folder / "config.json").write_text(json.dumps(hf | rest))
+    return folder, stored
+
+
+def test_published_files_are_read_as_their_products(published: tuple[Path, dict[str, Tensor]]):
+    """Matrices in FP8, experts in FP4, scales that are powers of two, named *.scale; the rest as it is."""
+    folder, stored = published
+    Model.read(folder).refuse_weights()
+    read = HfFolder(folder)
+    forms = {name: stored[name].dtype for name in stored if name.removesuffix("weight") + "scale" in stored}
+    assert set(forms.values()) == {torch.int8, torch.float8_e4m3fn}
+    assert set(read) == {name for name in stored if not name.endswith(".scale")}
+    for name, tensor in read.items():
+        expected = stored[name]
+        if name in forms:
+            expected = decoded(expected, stored[name.removesuffix("weight") + "scale"])
+        assert torch.equal(tensor, expected), name
+    assert read.fingerprint() == HfFolder(folder).fingerprint()
+    exported = exported_config(json.loads((folder / "config.json").read_text()))
+    assert not exported.keys() & {"quantization_config", "expert_dtype"} and exported["dtype"] == "bfloat16"
+
+
+def test_sglang_reads_the_same_numbers(published: tuple[Path, dict[str, Tensor]]):
+    folder, stored = published
+    read = HfFolder(folder)
+    file = "srt/models/deepseek_v4.py"
+    dequant = installed_function("sglang", file, "_dequant_fp8")
+    wider = installed_function(
+        "sglang", "srt/layers/quantization/fp8.py", "cast_e2m1fn_to_e4m3fn", "DSV4_DEQUANT_FP4_TABLE"
+    )
+    name = "layers.1.ffn.experts.3.w2."
+    products = dequant(*wider(stored[name + "weight"], stored[name + "scale"]))
+    assert torch.equal(read[name + "weight"], products)
+    name = "layers.1.ffn.shared_experts.w1."
+    assert torch.equal(read[name + "weight"], dequant(stored[name + "weight"], stored[name + "scale"]))
+
+
+def test_a_part_of_an_expert_is_the_part(published: tuple[Path, dict[str, Tensor]]):
+    """As ranks read it: parts that begin and end within blocks and bytes."""
+    read = HfFolder(published[0])
+    whole = read["layers.0.ffn.experts.0.w2.weight"]
+    for start, size in (((0, 0), (128, 64)), ((64, 0), (64, 128)), ((3, 33), (5, 40)), ((127, 127), (1, 1))):
+        box = torch.empty(size)
+        read.read_into(box, "layers.0.ffn.experts.0.w2.weight", start)
+        assert torch.equal(box, whole[start[0] :, start[1] :][: size[0], : size[1]].float())
+
+
+@pytest.mark.parametrize("scales", [(128, 1), (64, 2)])
+def test_experts_with_other_scales_are_refused(scales: tuple[int, int], tmp_path: Path):
+    stored = {"w.weight": torch.zeros(128, 32, dtype=torch.int8), "w.scale": powers(*scales)}
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="w.weight_blocks .* in MXFP4 needs"):
+        HfFolder(tmp_path)

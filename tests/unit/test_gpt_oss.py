@@ -84,7 +84,7 @@ def test_sinks_and_windows_are_their_equation(layer, packed, monkeypatch):
     module = attention(layer)
     if packed:
         bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-        found = module(*flat, None, packed_seq_params=PackedSequences.make(bounds, max(LENGTHS), 1))
+        found = module(*flat, None, packed_seq_params=PackedSequences.make(bounds, LENGTHS, 1))
     else:
         padded = [torch.nn.utils.rnn.pad_sequence(t.split(LENGTHS)) for t in flat]
         rows = module(*padded, None).transpose(0, 1)

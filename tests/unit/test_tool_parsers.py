@@ -20,6 +20,7 @@ from megagrpo.algo.statistics import alone
 from megagrpo.config.data import DataConfig
 from megagrpo.config.load import ConfigError
 from megagrpo.config.rollout import AgentConfig
+from megagrpo.data.chat_module import take_chat_module
 from megagrpo.data.messages import render_messages
 from megagrpo.data.texts import decoder
 from megagrpo.models.folder import Model
@@ -150,6 +151,8 @@ MODELS = {
     "Qwen3.5": (QWEN35, "qwen3_coder", "<|im_end|>", HERMES),
     "GLM-5": (GLM5, "glm47", "<|endoftext|>", GLMS),
     "DeepSeek-V3.2": (DEEPSEEK_V32, "deepseekv32", "<@end▁of▁sentence@>", [*DEEP[-4:], DSML]),
+    # no template: SGLang's module writes its chats
+    "DeepSeek-V4": ("", "deepseekv4", "<@end▁of▁sentence@>", [*DEEP[-4:], DSML]),
     "Mixtral": (MISTRAL, "mistral", "</s>", ["[TOOL_CALLS]", "[INST]", "[/INST]"]),
 }
 OF_FAMILY = {
@@ -159,13 +162,14 @@ OF_FAMILY = {
     "minimax_m2": "MiniMax-M2", "kimi_k25": "Kimi-K2",
     "qwen3_5_moe": "Qwen3.5", "qwen3_5_moe_text": "Qwen3.5", "qwen3_5": "Qwen3.5", "qwen3_5_text": "Qwen3.5",
     "glm_moe_dsa": "GLM-5", "glm4_moe_lite": "GLM-5", "deepseek_v32": "DeepSeek-V3.2", "qwen3_next": "Qwen3",
-    "kimi_linear": "Kimi-K2", "nemotron_h": "Qwen3.5",  # its template writes calls in the same words
+    "deepseek_v4": "DeepSeek-V4", "kimi_linear": "Kimi-K2", "nemotron_h": "Qwen3.5",  # calls in the same words
 }  # fmt: skip
 # a turn is asked for with <think>, which it is not written with; so turns are no continuation
 BEGIN_A_THOUGHT = ("Qwen3.5", "GLM-5", "DeepSeek-V3.2")
 REASONING = {  # name -> SGLang's parser of reasoning
     "Qwen3": "qwen3", "DeepSeek-V3": "deepseek-r1", "GLM-4.5": "glm45", "Qwen3.5": "qwen3", "GLM-5": "glm45",
     "DeepSeek-V3.2": "deepseek-v3",
+    "DeepSeek-V4": "deepseek-v4",
 }  # fmt: skip
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n\uff5c▁é"
 TOOL = {
@@ -210,6 +214,8 @@ def tokenizer_of(name: str):
     made = character_tokenizer(ALPHABET)
     made.add_special_tokens({"additional_special_tokens": [*marks, end], "eos_token": end})
     made.chat_template = template
+    if name == "DeepSeek-V4":
+        take_chat_module(made, FAMILIES["deepseek_v4"].CHAT_MODULE)
     return made
 
 
@@ -302,14 +308,14 @@ def calls_of(message: dict) -> list[list[object]]:
 
 
 def test_every_family_has_a_template_here():
-    without = {"gpt_oss", "deepseek_v4"}  # Harmony, and an encoding that is no Jinja template
+    without = {"gpt_oss"}  # Harmony
     assert set(OF_FAMILY) == set(FAMILIES) - without and set(OF_FAMILY.values()) <= set(MODELS)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_calls_are_found_where_markers_are_special_tokens(parsed, name):
     wanted = [["look_up", dict(arguments)] for arguments in ARGUMENTS]
-    if name in ("MiniMax-M2", "DeepSeek-V3.2"):  # SGLang's parsers drop a value's last line break
+    if name in ("MiniMax-M2", "DeepSeek-V3.2", "DeepSeek-V4"):  # SGLang's parsers drop a value's last line break
         wanted[1][1]["word"] = wanted[1][1]["word"].rstrip("\n")
     for what, expected in (("one", wanted[:1]), ("two", wanted), ("said", wanted[:1])):
         if (name, what) in parsed:
@@ -324,7 +330,7 @@ def test_calls_are_found_as_they_were_generated(parsed, name):
     for seed in range(30):
         ((_, found),) = calls_of(parsed[name, str(seed)])
         wanted = drawn(seed)
-        if name in ("MiniMax-M2", "GLM-4.5", "GLM-5", "DeepSeek-V3.2"):
+        if name in ("MiniMax-M2", "GLM-4.5", "GLM-5", "DeepSeek-V3.2", "DeepSeek-V4"):
             found["word"] = found["word"].strip()
             wanted = as_sglang_reads(name, wanted)
         assert found == wanted

@@ -84,6 +84,7 @@ class DeepseekV4(Family):
     }
     PARTIAL_ROTARY = True
     LEFT_OUT = ("mtp.",)
+    CHAT_MODULE = "srt/entrypoints/openai/encoding_dsv4.py"
     DRAFT_REFUSAL = "its multi-token-prediction layers (mtp.*) are not loaded"
     FP8_REFUSAL = "no test compares DeepSeek-V4 in FP8 with SGLang's"
 
@@ -111,9 +112,6 @@ class DeepseekV4(Family):
                 hf["head_dim"] * rotary_fraction(hf, turned / hf["head_dim"]) == turned
             ),
             "hc_mult must be at least 2": hf["hc_mult"] > 1,
-            "quantization_config: files with scales named *.scale are not read; convert them to bfloat16": (
-                not hf.get("quantization_config")
-            ),
         }
         return other_values(hf, _ONLY) + [text for text, holds in rules.items() if not holds]
 
@@ -149,6 +147,10 @@ class DeepseekV4(Family):
             hashed=hf["num_hash_layers"],
             limit=float(hf["swiglu_limit"]),
         )
+
+    def exported_config(self, hf: HfConfig) -> HfConfig:
+        """Returns it without the format of published experts, which are exported in bfloat16."""
+        return {key: value for key, value in hf.items() if key != "expert_dtype"}
 
     def stored_name(self, name: str) -> str:
         for theirs, stored in _NAMES:

@@ -7,7 +7,6 @@ context parallelism ranks exchange tokens for groups, so that each has whole seq
 """
 
 from functools import partial
-from typing import ClassVar
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -65,8 +64,6 @@ class RecurrentMixer(CutModule):
     """Takes the place of Megatron's SelfAttention; a subclass mixes the tokens of whole
     sequences."""
 
-    FLOAT32: ClassVar[tuple[str, ...]] = ("A_log",)  # parameters that a cast leaves alone
-
     _context: ProcessGroup  # of the forward under way
 
     def __init__(
@@ -93,20 +90,16 @@ class RecurrentMixer(CutModule):
         )
 
     def cut(self, rows: int, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
-        """Returns a parameter of which this rank has its groups' rows, `rows` of each."""
+        """Returns a parameter of which this rank has its groups' rows, `rows` of each; float32 stays,
+        as of A_log, an exponent's exponent."""
         dtype = dtype or self.config.params_dtype
         device = torch.cuda.current_device()
         parameter = torch.nn.Parameter(
             torch.empty(self._groups * rows, *shape, dtype=dtype, device=device)
         )
+        parameter.stays_float32 = dtype == torch.float32  # type: ignore[attr-defined]  # see build.py
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
         return parameter
-
-    def keep_float32(self) -> None:
-        """Restores float32 after a cast: of A_log, which is an exponent's exponent."""
-        for name in self.FLOAT32:
-            parameter = self.get_parameter(name)
-            parameter.data = parameter.data.float()
 
     def set_for_recompute_input_layernorm(self) -> None:
         """Lets the first projections in FP8 keep their input themselves, which Megatron frees and

@@ -20,10 +20,12 @@ def whole_parameter(
     config: TransformerConfig, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
 ) -> torch.nn.Parameter:
     """Returns a parameter that every rank has whole, whose gradients Megatron sums over
-    tensor-parallel ranks: each has that of a part of the sequence, or of some heads."""
+    tensor-parallel ranks: each has that of a part of the sequence, or of some heads. Float32 stays
+    float32 in a bfloat16 model, as engines compute."""
     device = torch.cuda.current_device()
     parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by Megatron
+    parameter.stays_float32 = dtype == torch.float32  # type: ignore[attr-defined]  # read by build.py
     return parameter
 
 

@@ -3,7 +3,8 @@ no torch.
 
 An FP8 tensor X has block scales in `X_scale_inv`; INT4 and MXFP4 are in the tensors of
 packed_int4.py and mxfp4.py. All are shown as the bfloat16 tensor of the products. The tensors of a
-language model inside another model have the names of a plain language model.
+language model inside another model have the names of a plain language model; DeepSeek-V4's scales,
+`Y.scale` of `Y.weight`, have the names that go with the weight's format.
 """
 
 import json
@@ -33,7 +34,8 @@ from megagrpo.system.errors import git_lfs_hint, translated
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _TEXT_PART = "language_model."  # the prefix of Kimi-K2.5's names
-_FP8 = "F8_E4M3"
+_SCALE = ".scale"  # in place of .weight: DeepSeek-V4's scales
+_FP8, _FP4 = "F8_E4M3", "I8"  # two numbers in a byte
 _LENGTH_BYTES = 8  # a header's length, at the start of a file
 Size = TypeVar("Size")
 
@@ -90,6 +92,14 @@ class StoredTensors:
             for file, names in _names_by_file(folder).items()
             for tensor in _listed(folder / file, names)
         }
+        for name in [name for name in files if name.endswith(_SCALE)]:
+            weight = name.removesuffix(_SCALE) + ".weight"
+            form = files[weight].dtype if weight in files else None
+            if form == _FP8:
+                files[weight + SCALES] = files.pop(name)
+            elif form == _FP4:
+                files[weight + BLOCKS] = files.pop(weight)
+                files[weight + BLOCK_SCALES] = files.pop(name)
         shown = dict(files)
         block = (1, 1)
         fp8 = frozenset(name for name, tensor in files.items() if tensor.dtype == _FP8)
@@ -205,16 +215,22 @@ def _show_unpacked(folder: Path, shown: dict[str, StoredTensor], name: str, grou
 
 
 def _show_blocks(folder: Path, shown: dict[str, StoredTensor], name: str) -> None:
-    """Shows an MXFP4 tensor as the products, inputs before outputs, and hides blocks and scales."""
+    """Shows an MXFP4 tensor as the products, and hides blocks and scales."""
     stored = shown.pop(name + BLOCKS)
     scales = shown.pop(name + BLOCK_SCALES, None)
-    *others, width = stored.shape
-    if scales is None or scales.shape != tuple(others) or (len(others), width) != (3, 16):
+    shape: tuple[int, ...] = ()
+    expected: tuple[float, ...] = stored.shape[:-1]
+    if stored.dtype == _FP4:  # a matrix
+        rows, width = stored.shape
+        shape = (rows, 2 * width)
+        expected = (rows, 2 * width / MXFP4_BLOCK)
+    elif stored.shape[3:] == (MXFP4_BLOCK // 2,):  # a layer's experts, inputs before outputs
+        experts, outputs, blocks = stored.shape[:3]
+        shape = (experts, blocks * MXFP4_BLOCK, outputs)
+    if not shape or scales is None or scales.shape != expected:
         raise ValueError(
             f"{folder}: tensor {name}{BLOCKS} {stored.shape} in MXFP4 needs blocks of 16 bytes and a "
             f"scale for each in {name}{BLOCK_SCALES}; the files have "
             f"{scales.shape if scales else 'none'}"
         )
-    experts, outputs, blocks = others
-    shape = (experts, blocks * MXFP4_BLOCK, outputs)
     shown[name] = replace(stored, dtype="BF16", shape=shape)

@@ -3,6 +3,9 @@
 X_blocks [experts, outputs, inputs / 32, 16] uint8: input 2 j of a block is in bits 0 to 3 of byte j
 X_scales [experts, outputs, inputs / 32] uint8: a power of two for each block, plus 127
 weight = bfloat16(value * 2 ** (scale - 127)), which is exact
+
+DeepSeek-V4 has the same of each expert's matrix X [outputs, inputs], with the bytes of a row's blocks
+behind each other, int8, and scales as E8M0.
 """
 
 import torch
@@ -17,6 +20,11 @@ _BIAS = 127
 
 def unpack_into(target: Tensor, blocks: Tensor, scales: Tensor, start: tuple[int, ...]) -> None:
     """Fills a box of X that begins at `start` from the whole tensors."""
+    if blocks.dim() == 2:
+        blocks = blocks.view(torch.uint8).unflatten(1, (-1, MXFP4_BLOCK // 2))[None]
+        scales = scales.view(torch.uint8)[None]
+        target = target.mT[None]
+        start = (0, *reversed(start))
     first, column, row = (
         slice(low, low + size) for low, size in zip(start, target.shape, strict=True)
     )

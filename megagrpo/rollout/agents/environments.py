@@ -76,7 +76,7 @@ def load_environment(name: str) -> Callable[..., object]:
 def refuse_machine(config: EnvironmentConfig) -> None:
     """Raises ValueError, with the remedy, if an environment cannot run on this machine."""
     # its programs run as those of grader `code`
-    if config.function == "python" and (problem := machine_problem("code", config.args)):
+    if config.function == "python" and (problem := machine_problem("code", {**config.args})):
         raise ValueError(f"environment python: {problem}")
 
 

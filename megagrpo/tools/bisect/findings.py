@@ -82,11 +82,9 @@ def layer_to_open(passes: list[Pass]) -> int | None:
     """Returns the first layer that differs, else the first with too many flips; None also if the
     embedding differs."""
     layers = [one for one in passes if one.title != OUTPUT]
-    compared: list[Difference | Flips] = [
-        *(each for one in layers for each in one.differences),
-        *(each for one in layers for each in one.flips),
-    ]
-    return next((each.layer for each in compared if each.beyond), None)
+    differs = (each.layer for one in layers for each in one.differences if each.beyond)
+    flips = (each.layer for one in layers for each in one.flips if each.beyond)
+    return next(differs, next(flips, None))
 
 
 def _computed(passes: list[Pass]) -> tuple[str | None, str]:

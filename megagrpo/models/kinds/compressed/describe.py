@@ -80,12 +80,10 @@ class CompressedAttention(Attention):
             "wo_a.weight": (outputs, self.heads_of_group * dim),
             "wo_b.weight": (hidden, outputs),
         }
-        made = {"compressor.": dim} if ratio else {}
         if ratio == INDEXED:
-            made["indexer.compressor."] = self.index_dim
             shapes["indexer.wq_b.weight"] = (self.index_heads * self.index_dim, rank)
             shapes["indexer.weights_proj.weight"] = (self.index_heads, hidden)
-        for prefix, width in made.items():
+        for prefix, width in self.made(ratio).items():
             rows = width * (1 + (ratio == INDEXED))
             shapes[prefix + "ape"] = (ratio, rows)
             shapes |= {f"{prefix}{name}.weight": (rows, hidden) for name in ("wkv", "wgate")}
@@ -95,6 +93,11 @@ class CompressedAttention(Attention):
             dtype = None if name.endswith(".weight") else "float32"
             trained = not name.startswith("indexer.")
             yield TensorSpec(name, shape, kind, dtype=dtype, trained=trained)
+
+    def made(self, ratio: int) -> dict[str, int]:
+        """Returns what makes keys behind the window: begin of names -> width of the keys."""
+        widths = {"compressor.": self.head_dim} if ratio else {}
+        return widths | ({"indexer.compressor.": self.index_dim} if ratio == INDEXED else {})
 
     def load(
         self, attention: CompressedMixer, hf: Mapping[str, Tensor], prefix: str, shard: Shard
@@ -134,7 +137,8 @@ class CompressedAttention(Attention):
         return self.mean(lambda ratio: (index if ratio == INDEXED else self.pair_flops) / ratio)
 
     def cost(self, at: Share) -> LayerCost:
-        """Returns the cost of a layer's attention for a micro-batch, the mean over layers."""
+        """Returns the cost of a layer's attention for a micro-batch, the mean over layers, as torch
+        computes it, block by block."""
         p = at.parallel
         heads = self.heads / p.tp
         dim, rank = self.head_dim, self.q_lora_rank

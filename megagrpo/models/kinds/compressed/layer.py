@@ -10,11 +10,14 @@ Tensor-parallel ranks have heads of their own, and all compute the one key. Torc
 block by block, and again in the backward.
 """
 
-import math
-from collections.abc import Callable
-
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_find_correction_range as yarn_range,
+)
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_linear_ramp_mask as yarn_ramp,
+)
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -39,14 +42,15 @@ class Turns:
         places = torch.arange(0, dim, 2, device=torch.cuda.current_device())
         self._frequencies = 1 / rotary.theta ** (places / dim)
         if yarn := rotary.yarn:  # arXiv 2309.00071, 3.2, without a factor of its own
-            original = yarn["original_max_position_embeddings"] / (2 * math.pi)
-            low, high = (
-                dim * math.log(original / yarn[key]) / (2 * math.log(rotary.theta))
-                for key in ("beta_fast", "beta_slow")
+            bounds = yarn_range(
+                yarn["beta_fast"],
+                yarn["beta_slow"],
+                dim,
+                rotary.theta,
+                yarn["original_max_position_embeddings"],
+                yarn.get("truncate", True),
             )
-            low = max(math.floor(low), 0)
-            high = min(math.ceil(high), dim - 1)
-            kept = 1 - ((places / 2 - low) / max(high - low, 0.001)).clamp(0, 1)
+            kept = 1 - yarn_ramp(*bounds, dim // 2, places.device)
             slow = self._frequencies / yarn["factor"]
             self._frequencies = slow * (1 - kept) + self._frequencies * kept
 
@@ -72,8 +76,8 @@ class CompressedMixer(CutModule):
         self._sizes = sizes
         self._ratio = sizes.ratios[layer_number - 1]
         self._turns = Turns(sizes.far_rotary if self._ratio else sizes.rotary, sizes.rope_dim)
-        self._specs = list(sizes.weights(config.hidden_size, layer_number - 1))
-        for spec in self._specs:
+        self._made = sizes.made(self._ratio)
+        for spec in sizes.weights(config.hidden_size, layer_number - 1):
             dtype = torch.float32 if spec.dtype else config.params_dtype
             shape = list(spec.shape)
             dim = CUT.get(spec.name)
@@ -89,14 +93,6 @@ class CompressedMixer(CutModule):
     def weight(self, name: str) -> Tensor:
         """Returns a parameter by its name in the description."""
         return self.get_parameter(name.replace(".", "/"))
-
-    def keep_float32(self) -> None:
-        """Restores float32 of sinks and of what is added to gates after a cast, as engines have
-        them."""
-        for spec in self._specs:
-            if spec.dtype:
-                parameter = self.weight(spec.name)
-                parameter.data = parameter.data.float()
 
     def forward(
         self,
@@ -129,111 +125,94 @@ class CompressedMixer(CutModule):
         return F.rms_norm(t, t.shape[-1:], weight, self.config.layernorm_epsilon)
 
     def _attend(self, hidden: Tensor, packed: PackedSequences) -> Tensor:
-        """Returns [T, heads, d] of hidden states [T, h]."""
-        grids = packed.grids(len(hidden))
-        longest = packed.max_seqlen_q
-        position = grids.query_position
-        if position is None:
-            position = torch.arange(longest, device=hidden.device)[None]
-        size = len(packed.cu_seqlens_q) - 1, position.shape[1]
-
-        def of_keys(t: Tensor) -> Tensor:
-            """Lays [T, d] of all context ranks out as [k, longest, d]."""
-            empty = t.new_zeros(size[0], longest, t.shape[-1])
-            return empty.index_put(grids.key_at, gathered(t.contiguous(), packed))
-
-        def of_queries(t: Tensor) -> Tensor:
-            """Lays [T, ...] out as [k, places, ...], block by block."""
-            return t.new_zeros(*size, *t.shape[1:]).index_put(grids.query_at, t).split(BLOCK, 1)
-
+        """Returns [T, heads, d] of hidden states [T, h]: sequence by sequence, since a layout of all
+        would be as wide as the longest."""
         latent = self._normed(self._projected(hidden, "wq_a"), "q_norm")
         queries = self._projected(latent, "q_b_proj").unflatten(-1, (-1, self._sizes.head_dim))
-        near = of_keys(self._normed(self._projected(hidden, "wkv"), "kv_norm"))
-        near = self._turns(near, torch.arange(longest, device=near.device))
-        far = index = near[:, :0]
-        if self._ratio:
-            far = self._compressed(hidden, "compressor.", of_keys)
         asked = hidden[:, :0]
         if self._ratio == INDEXED:
-            index = self._compressed(hidden, "indexer.compressor.", of_keys)
             products = (latent, "indexer.wq_b"), (hidden, "indexer.weights_proj")
             asked = torch.cat([self._projected(*product) for product in products], -1)
-        blocks = zip(
-            of_queries(self._normed(queries)),
-            of_queries(asked.detach()),
-            position.split(BLOCK, 1),
-            strict=True,
+        keys = [self._normed(self._projected(hidden, "wkv"), "kv_norm")]
+        for prefix in self._made:
+            keys += [self._projected(hidden, prefix + name) for name in ("wkv", "wgate")]
+        grids = packed.grids(len(hidden))
+        sequence, place = grids.key_at
+        whole = gathered(torch.cat(keys, -1), packed)
+        whole = whole.new_empty(whole.shape).index_copy(
+            0, packed.cu_seqlens_q[sequence] + place, whole
         )
-        out = [again(self._block, *block, near, far, index.detach()) for block in blocks]
-        return torch.cat(out, 1)[grids.query_at]
+        own = [length // packed.group.size() for length in packed.lengths]
+        rows = [t.split(own) for t in (self._normed(queries), asked.detach(), grids.position)]
+        every = zip(*rows, whole.split([*packed.lengths]), strict=True)
+        return torch.cat([self._sequence(*each) for each in every])
 
-    def _compressed(
-        self, hidden: Tensor, prefix: str, of_keys: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """Returns keys [k, places / ratio, d] of whole windows."""
-        ratio = self._ratio
-        parts = []
-        for name in ("wkv", "wgate"):
-            rows = of_keys(self._projected(hidden, prefix + name))
-            count = rows.shape[1] // ratio
-            parts.append(rows[:, : count * ratio].unflatten(1, (count, ratio)))
-        values = parts[0]
-        gates = parts[1].float() + self.weight(prefix + "ape")
-        if ratio == INDEXED:
+    def _sequence(self, queries: Tensor, asked: Tensor, position: Tensor, keys: Tensor) -> Tensor:
+        """Returns [places, heads, d] of one sequence, from what keys [s, ...] are made of."""
+        widths = [2 * self.weight(prefix + "ape").shape[1] for prefix in self._made]
+        near, *made = keys.split([self._sizes.head_dim, *widths], -1)
+        near = self._turns(near, torch.arange(len(near), device=near.device))
+        made[1:] = [each.detach() for each in made[1:]]  # nothing trains an indexer
+        far = [self._compressed(*each) for each in zip(made, self._made, strict=True)]
+        blocks = zip(*(t.split(BLOCK) for t in (queries, asked, position)), strict=True)
+        return torch.cat([again(self._block, *block, near, *far) for block in blocks])
+
+    def _compressed(self, made: Tensor, prefix: str) -> Tensor:
+        """Returns keys [s / ratio, d] of whole windows, from values and gates [s, 2 d or 4 d]."""
+        count = len(made) // self._ratio
+        windows = made[: count * self._ratio].unflatten(0, (count, self._ratio))
+        values, gates = windows.chunk(2, -1)
+        gates = gates.float() + self.weight(prefix + "ape")
+        if self._ratio == INDEXED:
             values = _with_window_before(values, 0.0)
             gates = _with_window_before(gates, -torch.inf)
-        keys = (values * gates.softmax(2).to(values.dtype)).sum(2)
-        places = torch.arange(count, device=keys.device) * ratio
+        keys = (values * gates.softmax(1).to(values.dtype)).sum(1)
+        places = torch.arange(count, device=keys.device) * self._ratio
         return self._turns(self._normed(keys, prefix + "norm"), places)
 
     def _block(
-        self,
-        queries: Tensor,
-        asked: Tensor,
-        position: Tensor,
-        near: Tensor,
-        far: Tensor,
-        index: Tensor,
+        self, queries: Tensor, asked: Tensor, position: Tensor, near: Tensor, *far: Tensor
     ) -> Tensor:
-        """Returns [k, t, heads, d] of some queries, whose scores of all keys are in memory."""
+        """Returns [t, heads, d] of some queries, whose scores of all keys are in memory. far: keys
+        behind the window, and the indexer's."""
         sizes = self._sizes
-        ahead = position[..., None] - torch.arange(near.shape[1], device=near.device)
+        ahead = position[:, None] - torch.arange(len(near), device=near.device)
         seen = (ahead >= 0) & (ahead < sizes.window)
-        if self._ratio:
-            behind = torch.arange(far.shape[1], device=far.device)
-            behind = behind < (position[..., None] + 1) // self._ratio
-            if index.shape[1] > sizes.topk:
-                behind = self._chosen(asked, position, index, behind)
-            seen = torch.cat((seen.expand(len(behind), -1, -1), behind), -1)
-        turned = self._turns(queries, position[..., None]) * sizes.head_dim**-0.5
-        keys = torch.cat((near, far), 1)[:, None]
+        if far:
+            behind = torch.arange(len(far[0]), device=near.device)
+            behind = behind < (position[:, None] + 1) // self._ratio
+            if far[1:] and len(far[1]) > sizes.topk:
+                behind = self._chosen(asked, position, far[1], behind)
+            seen = torch.cat((seen, behind), -1)
+        turned = self._turns(queries, position[:, None]) * sizes.head_dim**-0.5
+        keys = torch.cat((near, *far[:1]))
         sinks = self.weight("attn_sink")
-        out = attend_with_sinks(turned.transpose(1, 2), keys, keys, seen[:, None], sinks)
-        return self._turns(out.transpose(1, 2), position[..., None], back=True)
+        out = attend_with_sinks(turned.transpose(0, 1), keys, keys, seen, sinks)
+        return self._turns(out.transpose(0, 1), position[:, None], back=True)
 
     @torch.no_grad()
     def _chosen(self, asked: Tensor, position: Tensor, index: Tensor, seen: Tensor) -> Tensor:
-        """Returns which keys [k, t, m] of those that queries may see, seen [k or 1, t, m], the
-        indexer chooses as that of DeepSeek-V3.2 does, in float32."""
+        """Returns which keys of those that queries may see [t, m] the indexer chooses as that of
+        DeepSeek-V3.2 does, in float32."""
         heads, dim = self._sizes.index_heads, self._sizes.index_dim
-        queries = self._turns(asked[..., :-heads].unflatten(-1, (heads, dim)), position[..., None])
-        products = torch.relu(queries.float() @ index.float()[:, None].mT)  # [k, t, heads, m]
-        weights = asked[..., -heads:, None].float() * (heads * dim) ** -0.5
-        scores = (products * weights).sum(2).masked_fill(~seen, -torch.inf)
+        queries = self._turns(asked[:, :-heads].unflatten(-1, (heads, dim)), position[:, None])
+        products = torch.relu(queries.float() @ index.float().mT)  # [t, heads, m]
+        weights = asked[:, -heads:, None].float() * (heads * dim) ** -0.5
+        scores = (products * weights).sum(1).masked_fill(~seen, -torch.inf)
         best = scores.topk(self._sizes.topk, -1).indices
         return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & seen
 
 
 def _with_window_before(t: Tensor, none: float) -> Tensor:
     """Returns the second half of each window's numbers behind the first half of those of the window
-    before, [k, windows, 2 ratio, d] of [k, windows, ratio, 2 d]."""
+    before, [windows, 2 ratio, d] of [windows, ratio, 2 d]."""
     first, second = t.chunk(2, -1)
-    before = F.pad(first, (0, 0, 0, 0, 1, 0), value=none)[:, :-1]
-    return torch.cat((before, second), 2)
+    before = F.pad(first, (0, 0, 0, 0, 1, 0), value=none)[:-1]
+    return torch.cat((before, second), 1)
 
 
 def _padded(batch: int, count: int, device: torch.device) -> PackedSequences:
     """Describes sequences of one length, of which this context rank has `count` tokens each."""
     cp = mpu.get_context_parallel_world_size()
     borders = torch.arange(batch + 1, dtype=torch.int32, device=device) * count * cp
-    return PackedSequences.make(borders, count * cp, cp)
+    return PackedSequences.make(borders, [count * cp] * batch, cp)

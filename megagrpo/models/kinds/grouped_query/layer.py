@@ -7,9 +7,9 @@ sequence (zigzag) and gathers the keys and values of all ranks.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,16 +43,7 @@ class _PaddedGrids:
 
     query_at: tuple[Tensor, Tensor]  # sequence and place [T / cp] of this rank's tokens
     key_at: tuple[Tensor, Tensor]  # sequence and position [T] of all ranks' tokens, rank after rank
-    # [T / cp] under context parallelism: positions of this rank's tokens in the whole sequences
-    position: Tensor | None
-    size: tuple[int, int]  # of the queries' grid: k sequences, longest / cp places
-
-    @cached_property
-    def query_position(self) -> Tensor | None:
-        """Lays the positions out as queries; recurrent layers need no grid."""
-        if self.position is None:
-            return None
-        return self.position.new_zeros(self.size).index_put(self.query_at, self.position)
+    position: Tensor  # [T / cp] of this rank's tokens in the whole sequences
 
 
 @dataclass
@@ -60,14 +51,15 @@ class PackedSequences(PackedSeqParams):
     """Megatron's packed description, which the padded path adds its grids to when it first needs
     them."""
 
+    lengths: Sequence[int] = ()  # tokens of each sequence, known without asking the device
     _grids: _PaddedGrids | None = None
     # masks of the keys that layers have chosen, by layer, for those that share a choice
     chosen: dict[int, Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def make(cu_seqlens: Tensor, max_seqlen: int, cp_size: int) -> "PackedSequences":
+    def make(cu_seqlens: Tensor, lengths: Sequence[int], cp_size: int) -> "PackedSequences":
         """Describes k sequences by cu_seqlens [k + 1] int32, from 0 to T, which cp_size ranks share;
-        a dummy tail is one too."""
+        a dummy tail is one too. lengths: the same numbers' differences."""
         return PackedSequences(
             cp_group=changing_group(cp_size),
             qkv_format="thd",
@@ -78,8 +70,9 @@ class PackedSequences(PackedSeqParams):
             # without asking the device for the values.
             cu_seqlens_q_padded=cu_seqlens if cp_size > 1 else None,
             cu_seqlens_kv_padded=cu_seqlens if cp_size > 1 else None,
-            max_seqlen_q=max_seqlen,
-            max_seqlen_kv=max_seqlen,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+            lengths=lengths,
         )
 
     @property
@@ -99,8 +92,7 @@ class PackedSequences(PackedSeqParams):
             self._grids = _PaddedGrids(
                 query_at=(sequence, place),
                 key_at=(sequence.repeat(cp_size), torch.cat(by_rank)),
-                position=by_rank[self.group.rank()] if cp_size > 1 else None,
-                size=(len(local), self.max_seqlen_q // cp_size),
+                position=by_rank[self.group.rank()],
             )
         return self._grids
 
@@ -260,11 +252,12 @@ class CausalAttention(torch.nn.Module):
 
         mask = None
         positions = torch.arange(longest, device=query.device)
-        if grids.query_position is not None:
-            mask = self._visible(grids.query_position, positions)[:, None]
+        places = longest // packed.group.size()
+        if packed.group.size() > 1:
+            own = positions.new_zeros(sequences, places).index_put(grids.query_at, grids.position)
+            mask = self._visible(own, positions)[:, None]
         elif self.window is not None:
             mask = self._visible(positions, positions)[None, None]
-        places = longest // packed.group.size()
         rest = (
             laid
             for query_part, key_part in ((query, key), *more)

@@ -33,11 +33,6 @@ class Mixing(torch.nn.Module):
         self.base = whole_parameter(config, (rows,))
         self.scale = whole_parameter(config, (scales,))
 
-    def keep_float32(self) -> None:
-        """Restores float32 after a cast, as engines compute."""
-        for parameter in self.parameters(recurse=False):
-            parameter.data = parameter.data.float()
-
     def numbers(self, streams: Tensor, *sizes: int) -> list[Tensor]:
         """Returns [s, b, size] of streams [s, b, n, h], scaled and shifted, for each size."""
         flat = streams.flatten(2).float()

@@ -29,8 +29,6 @@ class KimiDeltaAttention(RecurrentMixer):
     value]. What is mixed has the head's decays and gates behind them.
     """
 
-    FLOAT32 = ("A_log", "dt_bias")
-
     def __init__(
         self, config: TransformerConfig, layer_number: int, parts: Parts, sizes: Kda, **_: object
     ):

@@ -1,0 +1,89 @@
+"""Compressed attention over packed sequences of unequal lengths: each by itself, and not as wide as the longest."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from examples.laptop.recipe import TinyModelConfig
+from megagrpo.actor.host import prepare_host
+from megagrpo.models.table import architecture_of
+from megagrpo.tools.certify.tiny_model import hf_config
+
+prepare_host("cpu")
+
+from megatron.core import parallel_state as mpu  # noqa: E402  Megatron needs a prepared host
+
+from megagrpo.models.build import _in_bfloat16 as in_bfloat16  # noqa: E402  likewise
+from megagrpo.models.kinds.compressed.layer import CompressedMixer  # noqa: E402  likewise
+from megagrpo.models.kinds.grouped_query.layer import PackedSequences  # noqa: E402  likewise
+
+HIDDEN = 64
+
+
+@pytest.fixture(params=[1, 2, 3])
+def mixer(request, monkeypatch) -> CompressedMixer:
+    """A layer with a window only, one with chosen keys behind it, and one with all of them."""
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    monkeypatch.setattr(mpu, "get_context_parallel_group", lambda: alone)
+    monkeypatch.setattr(mpu, "get_tensor_model_parallel_group", lambda: alone)
+    arch = architecture_of(hf_config(TinyModelConfig(path="x", family="deepseek_v4", hidden_size=HIDDEN)))
+    config = SimpleNamespace(
+        hidden_size=HIDDEN, params_dtype=torch.bfloat16, tensor_model_parallel_size=1, sequence_parallel=False,
+        layernorm_epsilon=1e-6,
+    )  # fmt: skip
+    mixer = CompressedMixer(config, request.param, arch.attention)
+    found = {name: parameter.dtype for name, parameter in mixer.named_parameters()}
+    kept = {name for name in found if name == "attn_sink" or name.endswith("ape")}  # as engines have them
+    in_bfloat16(mixer)
+    assert {name for name, dtype in found.items() if dtype == torch.float32} == kept
+    assert {name: parameter.dtype for name, parameter in mixer.named_parameters()} == found
+    mixer.float()
+    draw = torch.Generator().manual_seed(request.param)
+    for parameter in mixer.parameters():
+        parameter.data.normal_(0.0, 0.3, generator=draw)
+    return mixer
+
+
+def packed(mixer: CompressedMixer, hidden: Tensor, lengths: list[int]) -> Tensor:
+    borders = torch.tensor([0, *lengths]).cumsum(0).int()
+    return mixer(hidden, packed_seq_params=PackedSequences.make(borders, lengths, 1))[0]
+
+
+def test_sequences_do_not_see_each_other(mixer):
+    """Outputs and gradients of sequences behind each other are those of each alone."""
+    lengths = [3, 40, 1, 17, 8]
+    hidden = torch.randn(sum(lengths), 1, HIDDEN, generator=torch.Generator().manual_seed(0))
+    together, apart = (hidden.clone().requires_grad_() for _ in range(2))
+    found = packed(mixer, together, lengths)
+    expected = torch.cat([packed(mixer, part, [len(part)]) for part in apart.split(lengths)])
+    assert torch.allclose(found, expected, atol=1e-5)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    assert torch.allclose(together.grad, apart.grad, rtol=1e-4, atol=1e-4)
+
+
+class Largest(TorchDispatchMode):
+    """Counts the elements of the largest tensor that an operator returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [t.numel() for t in tree_leaves(out) if isinstance(t, Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return out
+
+
+def test_a_long_sequence_does_not_widen_short_ones(mixer):
+    def largest(lengths: list[int]) -> int:
+        hidden = torch.zeros(sum(lengths), 1, HIDDEN, requires_grad=True)
+        with Largest() as mode:
+            packed(mixer, hidden, lengths).sum().backward()
+        return mode.elements
+
+    long, short = [256], [4] * 64
+    assert largest(long + short) <= 2 * largest(long)
