@@ -264,14 +264,6 @@ def test_a_backward_has_no_gradients_of_frozen_weights():
     assert tuned["compute"] == pytest.approx(full["compute"] * 3 / 4)  # forward, again, 1 backward of 2
 
 
-@pytest.mark.parametrize(("most", "holds"), [(8192, True), (32000, False)])
-def test_a_search_keeps_engines_that_hold_an_evaluation(most, holds):
-    config = shipped(LARGE, f"eval.max_response_tokens={most}")
-    small = config.rollout.model_copy(update={"sglang": {"max_total_tokens": 12000}})
-    config = config.model_copy(update={"rollout": small})
-    assert bool(search._best_engines(config, target_of(shipped()), 8)) == holds
-
-
 def test_a_publish_fills_the_fullest_link():
     config, target = shipped(), qwen(lengths_of(1000))
     side = engine(config, target.lengths)

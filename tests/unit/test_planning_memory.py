@@ -16,6 +16,8 @@ from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.explain import explain
 from megagrpo.tools.plan import search
 from megagrpo.tools.plan.checkpoint_cost import checkpoint_cost, disk_advice
+from megagrpo.tools.plan.fitting import with_model
+from megagrpo.tools.plan.roofline import target_of
 from megagrpo.tools.plan.trainer_memory import Load, in_flight, trainer_stages
 from megagrpo.tools.plan.work import optimizer_bytes
 from tests.experiments import QUICKSTART
@@ -213,3 +215,12 @@ def test_a_search_of_many_nodes_tries_no_more_ways_to_share_them(monkeypatch):
         tried.clear()
         assert not list(search._apart(config, None, nodes))
         assert 11 <= len(tried) < 25, nodes
+
+
+@pytest.mark.parametrize(("most", "holds"), [(8192, True), (32000, False)])
+def test_a_search_keeps_engines_that_hold_an_evaluation(most, holds):
+    file = MODELS.parent / "qwen3_235b_a22b.yaml"
+    config = with_model(load_config(file, [f"eval.max_response_tokens={most}"]))
+    small = config.rollout.model_copy(update={"sglang": {"max_total_tokens": 12000}})
+    config = config.model_copy(update={"rollout": small})
+    assert bool(search._best_engines(config, target_of(with_model(load_config(file))), 8)) == holds
