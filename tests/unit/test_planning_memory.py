@@ -220,7 +220,8 @@ def test_a_search_of_many_nodes_tries_no_more_ways_to_share_them(monkeypatch):
 @pytest.mark.parametrize(("most", "holds"), [(8192, True), (32000, False)])
 def test_a_search_keeps_engines_that_hold_an_evaluation(most, holds):
     file = MODELS.parent / "qwen3_235b_a22b.yaml"
-    config = with_model(load_config(file, [f"eval.max_response_tokens={most}"]))
+    words = ["sampling.max_response_tokens=8192", f"eval.max_response_tokens={most}"]
+    config = with_model(load_config(file, words))
     small = config.rollout.model_copy(update={"sglang": {"max_total_tokens": 12000}})
     config = config.model_copy(update={"rollout": small})
     assert bool(search._best_engines(config, target_of(with_model(load_config(file))), 8)) == holds
