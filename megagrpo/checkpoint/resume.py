@@ -1,5 +1,8 @@
 """The start of a run: which checkpoint it continues from, and how the actor loads it."""
 
+import os
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +20,7 @@ from megagrpo.system import environment
 from megagrpo.types import TrainState
 from megagrpo.weights.hf_folder import HfFolder
 
+_SHOWN_S, _LOOK_S = 60.0, 0.2  # other nodes see a shared file system seconds late
 Rows = Sequence[Sequence[str | int]]  # PromptSet.rows; (): not compared
 
 
@@ -104,6 +108,8 @@ def find_checkpoint(config: ExperimentConfig, mesh: Mesh) -> Path | None:
     newest = mesh.from_main(
         lambda: put_in_place(root, options.dir), f"look for checkpoints in {root}"
     )
+    if options.dir is not None:
+        _refuse_other_disks(root, options.dir, mesh)
     again = environment.get_int("TORCHELASTIC_RESTART_COUNT", 0) or environment.get_int(
         "SLURM_RESTART_COUNT", 0
     )
@@ -114,6 +120,23 @@ def find_checkpoint(config: ExperimentConfig, mesh: Mesh) -> Path | None:
     if newest is None and options.load:
         return Path(options.load)
     return newest
+
+
+def _refuse_other_disks(root: Path, directory: str, mesh: Mesh) -> None:
+    """Collective. Raises ValueError on every rank unless all see what the main rank makes in the
+    folder of checkpoints: else the first save would fail, and the steps before it be lost."""
+    mark = mesh.from_main(lambda: Path(tempfile.mkdtemp(dir=root)).name, f"write into {directory}")
+    deadline = time.monotonic() + _SHOWN_S
+    while not (root / mark).exists() and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    shown = mesh.all_true((root / mark).exists())
+    if mesh.is_main:
+        os.rmdir(root / mark)
+    if not shown:
+        raise ValueError(
+            f"checkpoint.dir: {directory} is not the same folder on all nodes: some do not see what "
+            "rank 0 writes there; name one on a file system that they share"
+        )
 
 
 def resume(

@@ -115,7 +115,8 @@ class CheckpointConfig(Section):
     every: NonNegativeInt = 25
     """Steps between checkpoints. 0: only at the end or when the run is stopped."""
     dir: LocalPath | None = None
-    """Folder on another disk. `checkpoints` in the run folder becomes a link to it."""
+    """Folder on another disk that all nodes share. `checkpoints` in the run folder becomes a link
+    to it."""
     reshardable: Literal["last", "always", "never"] = "last"
     """Checkpoints that another layout can load: the last per start (after its last step, or when
     stopped), all, or none. The others are faster and need less memory."""

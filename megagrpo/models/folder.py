@@ -27,12 +27,26 @@ from megagrpo.models.table import (
 if TYPE_CHECKING:  # seconds to import
     import torch
 
-_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth"}
+# of every library, as a folder may have the same weights for several
+_WEIGHT_SUFFIXES = {
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".ot",
+    ".onnx",
+}
+ADAPTERS = "adapter_config.json"  # PEFT's
+MERGE = "merge the adapters into the model first (PEFT's merge_and_unload)"
 _NAMED = 3  # tensors in a message
 _COMPARED_ROWS = 256  # of an output layer with the input embedding
 # what is in the names of tensors that no family reads, and what to do
 _REMEDIES = {
-    ".lora_": "merge the adapters into the model first (PEFT's merge_and_unload)",
+    ".lora_": MERGE,
     ".mlp.experts.gate_up_proj": "experts are fused here: name the published model, whose experts "
     "are apart",
 }
@@ -87,7 +101,12 @@ class Model:
 
 def refuse_tensors(folder: Path, arch: Architecture, stored: StoredTensors) -> None:
     """Raises ValueError unless the files hold the tensors of config.json, and no others but those
-    that is_left_out names."""
+    that is_left_out names; and if adapters are beside them."""
+    if (folder / ADAPTERS).exists():
+        raise ValueError(
+            f"{folder} has {ADAPTERS}: transformers adds these adapters to the model, trainers and "
+            f"engines do not; {MERGE}, or, if they are merged already, remove that file"
+        )
     expected = {spec.name: spec for spec in model_tensors(arch)}
     shapes = {n: t.shape for n, t in stored.shown.items() if not is_left_out(arch, n)}
     missing = [name for name in expected if name not in shapes]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from test_checkpoint import MESH, Plan, checkpointer, saved
 
+from megagrpo.checkpoint import resume
 from megagrpo.checkpoint.folder import latest, older_instead, place_problem, put_in_place
 from megagrpo.loop.evaluation import evaluate
 from megagrpo.loop.run import Run
@@ -176,6 +177,26 @@ def test_checkpoints_on_another_disk_are_found_in_the_run_folder(tmp_path: Path)
     assert "has another run's step_000010; name an empty folder" in place_problem(new, str(other))
     new.mkdir(parents=True)
     assert "move them there and remove" in place_problem(new, str(tmp_path / "third"))
+
+
+def test_a_folder_that_is_another_disk_on_other_nodes_is_refused_before_the_first_step(tmp_path: Path, monkeypatch):
+    """The same path on every node is not the same folder. A shared one shows what rank 0 makes, perhaps late."""
+    shared, local = tmp_path / "shared", tmp_path / "local"
+    config = experiment(output_dir=str(tmp_path / "run"), checkpoint={"dir": str(shared)})
+    assert resume.find_checkpoint(config, MESH) is None
+    assert [*shared.iterdir()] == [], "it leaves nothing"
+
+    made = iter(["step_000001", "mark"])  # by rank 0: what it finds, and what it writes
+    other = SimpleNamespace(from_main=lambda *_: next(made), all_true=bool, is_main=False)
+    threading.Timer(0.3, (shared / "mark").mkdir).start()
+    assert resume.find_checkpoint(config, other) == "step_000001"
+    monkeypatch.setattr(resume, "_SHOWN_S", 0.0)
+    local.mkdir()
+    (tmp_path / "run" / "checkpoints").unlink()
+    (tmp_path / "run" / "checkpoints").symlink_to(local)
+    made = iter(["step_000001", "mark"])
+    with pytest.raises(ValueError, match=r"checkpoint.dir: .*shared is not the same folder on all nodes"):
+        resume.find_checkpoint(config, other)
 
 
 def test_the_older_checkpoint_of_a_message_is_older_by_number(tmp_path: Path):

@@ -22,7 +22,8 @@ def like(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "toy", "dtype": "float32"}))
     (folder / "tokenizer.json").write_text("{}")
-    (folder / SINGLE).write_bytes(b"old weights")
+    for name in (SINGLE, "old.gguf", "tf_model.h5", "consolidated.00.pth", "model.onnx"):
+        (folder / name).write_bytes(b"old weights")
     return folder
 
 
@@ -40,6 +41,7 @@ def test_round_trip(tmp_path, like, number):
     assert all(torch.equal(folder[n], t) for n, t in TENSORS.items())
     assert (tmp_path / "out" / INDEX).exists() == (number > 1)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert not any(p.read_bytes() == b"old weights" for p in (tmp_path / "out").iterdir())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["like", "out"], "nothing temporary stays"
 
 

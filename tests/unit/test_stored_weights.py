@@ -87,6 +87,18 @@ def test_tensors_of_another_model_are_refused(prepared, change, said):
     assert problem == f"sft.model: {refused_at_load(START)}", "the ranks say the same"
 
 
+def test_adapters_beside_a_model_are_refused_whose_users_expect_them_in_it(prepared):
+    """transformers adds them when it loads the folder, or loads the model that they name in its place."""
+    tiny_model(START)
+    (START / "adapter_config.json").write_text('{"base_model_name_or_path": "another"}')
+    [problem] = preflight(read_experiment(QUICKSTART))
+    assert f"sft.model: {START} has adapter_config.json: transformers adds" in problem and "merge_and_unload" in problem
+    assert problem == f"sft.model: {refused_at_load(START)}", "the ranks say the same"
+    (START / "config.json").unlink()
+    problems = preflight(read_experiment(QUICKSTART, [f"model.path={START}"]))
+    assert any("holds no config.json" in each and "merge_and_unload" in each for each in problems), problems
+
+
 def test_a_model_whose_experts_are_fused_gets_no_remedy_for_that(tmp_path):
     more = {"model.language_model.layers.9.mlp.experts.gate_up_proj": torch.ones(2, 2)}
     problem = refused_at_load(tiny_model(tmp_path, lambda tensors: tensors | more, family="qwen3_vl_moe"))

@@ -15,7 +15,7 @@ from megagrpo.config.trackers import TRACKERS
 from megagrpo.data.curriculum import load_curriculum
 from megagrpo.data.hub import is_hub_name
 from megagrpo.data.rows import Row, read_rows, unknown_teachers
-from megagrpo.models.folder import Model
+from megagrpo.models.folder import ADAPTERS, MERGE, Model
 from megagrpo.models.table import model_problems
 from megagrpo.rewards.graders.functions import check_answer, check_grader, load_group_grader
 from megagrpo.rollout.agents.environments import load_environment
@@ -65,6 +65,7 @@ def _model_folder(config: ExperimentConfig) -> Iterator[Rule]:
         model.is_dir() and not (model / "config.json").is_file(),
         f"model.path: {config.model.path} holds no "
         "config.json, so it is no Hugging Face model folder",
+        MERGE * (model / ADAPTERS).is_file(),
     )
     yield from _weights(config)
 
