@@ -401,8 +401,9 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, everything: boo
     phase = max(phases, key=lambda name: phases[name].total)
     states = memory.engine.parts.get("recurrent states", 0.0)
     recurrent = f" and {gigabytes(states)} of recurrent states" if states else ""
+    where = {"cpu": "in a process"}.get(config.actor.device, "on a GPU")
     lines = [
-        f"memory     at most  {gigabytes(phases[phase].total)} on a GPU, in {phase}, "
+        f"memory     at most  {gigabytes(phases[phase].total)} {where}, in {phase}, "
         f"rank {phases[phase].rank} ({phases[phase].kind}): "
         f"{_listed(memory, phase, None if everything else _ON_SCREEN)}",
         f"  an engine rank holds about {gigabytes(memory.engine.resident)} of weights{recurrent}, "

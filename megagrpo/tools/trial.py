@@ -82,7 +82,7 @@ def _service(launch: Launch, config: ExperimentConfig) -> ServiceControl:
     """Starts the service; returns it once its engine samples with the weights that it has read, as
     version 0."""
     service = start_service(launch, config, {})
-    print(f"{config.name}: an engine starts, which takes a minute; {service.log}", flush=True)
+    print(f"{config.name}: an engine starts, which takes minutes; {service.log}", flush=True)
     limit_s = config.rollout.start_timeout_s
     failed = None
     deadline = time.monotonic() + limit_s

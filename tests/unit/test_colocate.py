@@ -97,6 +97,14 @@ def test_check_says_what_is_on_a_gpu_when(tmp_path):
     totals = [line.partition(":")[0] for phase, line in lines.items() if phase != name]
     assert most not in totals, "the largest of them"
     assert "ADVICE   1 engines of tp 1 are 1 ranks beside 2 trainer ranks" in text
+    assert "NCCL" in lines["update"]
+
+
+def test_check_speaks_of_no_gpu_where_there_is_none(tmp_path):
+    make_tiny_model(TinyModelConfig(path=str(tmp_path / "model"), family="qwen3_moe"), seed=0)
+    text = explain(load_config(QUICKSTART, ["actor.device=cpu", f"model.path={tmp_path / 'model'}"]))
+    memory = text.partition("memory     at most ")[2].partition("hardware")[0]
+    assert " in a process, in " in memory and "NCCL" not in memory and "GPU" not in memory
 
 
 def test_an_engine_releases_once_and_takes_back_only_what_it_has_released():

@@ -6,6 +6,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from fake_service import FakeService, running
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.control import ServiceControl
-from megagrpo.rollout.service import ray_cluster, server
+from megagrpo.rollout.service import ray_cluster, server, supervisor
 from megagrpo.rollout.service.addresses import interface_of, own_address
 from megagrpo.rollout.service.node import free_port, server_ports
 from megagrpo.rollout.service.server import make_key
@@ -195,3 +196,28 @@ def test_a_report_is_of_many_engines_and_names_those_that_have_ended(tmp_path):
     ended, states = asyncio.run(run())
     assert ended == [{"engine-2", "engine-3"}] * 2
     assert states == [("ready", 7), ("dead", None), ("stale", None)]
+
+
+def test_the_service_answers_while_ray_does_not(tmp_path, monkeypatch):
+    """Its one loop waits for machines and answers the trainers' /status."""
+    asked, answer = threading.Event(), threading.Event()
+
+    def table(group) -> dict:
+        asked.set()
+        answer.wait(20)
+        return {"state": "CREATED"}
+
+    monkeypatch.setattr(supervisor, "placement_group", lambda bundles, strategy: None)
+    monkeypatch.setattr(supervisor, "placement_group_table", table)
+    engine = SimpleNamespace(_config=experiment(tmp_path), _cuda=False)
+
+    async def waits() -> bool:
+        reserving = asyncio.create_task(SupervisedEngine._reserve_machines(engine))
+        while not asked.is_set():
+            await asyncio.sleep(0.01)
+        waited = not reserving.done()
+        answer.set()
+        await reserving
+        return waited
+
+    assert asyncio.run(waits())

@@ -31,7 +31,7 @@ class RewardStep(Section):
 
 class OverlongShaping(Section):
     """DAPO's soft length penalty, arXiv 2503.14476: 0 up to max_response_tokens - buffer_tokens,
-    then linear down to -factor."""
+    then linear down to -factor. Tokens of tools and environments count too."""
 
     buffer_tokens: NonNegativeInt | None = None
     """Tokens over which the penalty grows. Default: a fifth of max_response_tokens, as in the

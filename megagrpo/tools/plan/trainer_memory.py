@@ -281,7 +281,8 @@ class Stage:
         world = self.actor.world_size
         copies = self.actor.dp, world // (p.etp * p.ep * p.pp)
         groups = [world, p.tp, p.pp, *p.context_sizes, p.ep, p.etp, *copies]
-        return _NCCL_BYTES * (sum(size > 1 for size in groups) + self.load.links)
+        on_gpus = self.actor.device != "cpu"
+        return _NCCL_BYTES * (sum(size > 1 for size in groups) + self.load.links) * on_gpus
 
     def _update(self) -> dict[str, float]:
         """Returns the fullest moment of forward and backward: the head's backward, or the largest
