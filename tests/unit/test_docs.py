@@ -13,6 +13,7 @@ from bench.picture import svg
 from bench.readme import pages, reference_pages, refreshed
 from megagrpo import cli
 from megagrpo.config.load import load_config
+from megagrpo.models.table import FAMILIES
 from tests.experiments import ROOT, documented_metrics, metric_patterns
 
 PAGES = [*pages(), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -171,6 +172,12 @@ def test_the_table_of_files_to_open_counts_them():
     for row in rows:
         _, _, files, touched, _ = row.split("|")
         assert len(re.findall(rf"`{FOLDERS}", files)) == int(touched), row
+
+
+def test_the_list_of_model_types_is_whole():
+    (listed,) = re.findall(r"supported `model_type`: (.*?)\n\n", (ROOT / "docs" / "extend.md").read_text(), re.DOTALL)
+    missing = {name for name in FAMILIES if f"`{name}`" not in listed and not name.endswith("_text")}
+    assert not missing, "those ending in _text are text parts of others"
 
 
 def test_quoted_messages_are_the_programs():

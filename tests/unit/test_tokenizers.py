@@ -95,10 +95,30 @@ def test_a_turn_that_does_not_end_as_a_response_is_advice(tmp_path, end, samplin
     make_tiny_model(TinyModelConfig(path=str(tmp_path), alphabet=ALPHABET), seed=0)
     tokenizer = load_tokenizer(Model.read(tmp_path))
     tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
-    tokenizer.chat_template = f"{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ m.content }}}}{end}{{% endfor %}}"
+    tokenizer.chat_template = (
+        f"{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ m.content }}}}{end}{{% endfor %}}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
     config = experiment(data={"path": "d", "chat_template": True}, sampling=sampling)
     said = list(end_advice(config, tokenizer, Model.read(tmp_path)))
     assert len(said) == bool(advice) and all(re.search(advice, text) for text in said), said
+
+
+@pytest.mark.parametrize(
+    ("user", "answer", "said"),
+    [("<user>", "<assistant>", ["begins an answer with '<assistant>', but writes no"]), ("", "", []), ("<a>", " ", [])],
+)
+def test_a_template_without_a_generation_prompt_is_advice(tmp_path, user, answer, said):
+    """Where an answer follows at once, as Mistral's, there is none to write."""
+    make_tiny_model(TinyModelConfig(path=str(tmp_path), alphabet=ALPHABET), seed=0)
+    tokenizer = load_tokenizer(Model.read(tmp_path))
+    tokenizer.chat_template = (
+        f"{{% for m in messages %}}{{% if m.role == 'user' %}}{user}{{{{ m.content }}}}"
+        f"{{% else %}}{answer}{{{{ m.content }}}}<eos>{{% endif %}}{{% endfor %}}"
+    )
+    config = experiment(data={"path": "d", "chat_template": True})
+    found = list(end_advice(config, tokenizer, Model.read(tmp_path)))
+    assert len(found) == len(said) and all(words in text for words, text in zip(said, found, strict=True)), found
 
 
 def test_a_teacher_that_ends_texts_otherwise_is_advice(tmp_path):

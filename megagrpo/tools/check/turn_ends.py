@@ -1,4 +1,5 @@
-"""Compares the ends of responses with those of the chat template's turns and of teachers' texts."""
+"""Compares begin and end of responses with those of the chat template's turns and of teachers'
+texts."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -23,7 +24,17 @@ def end_advice(
     ends = end_ids(tokenizer, model) | set(sampling.stop_token_ids)
     words = named(tokenizer.convert_ids_to_tokens(sorted(ends)))
     if config.data.chat_template:
-        tail = render_messages(config.data, tokenizer, PROBE, ready=False).rpartition(ANSWER)[2]
+        whole = render_messages(config.data, tokenizer, PROBE, ready=False)
+        before, _, tail = whole.rpartition(ANSWER)
+        asked, begun = (
+            render_messages(config.data, tokenizer, PROBE[:1], ready) for ready in (False, True)
+        )
+        begin = before.removeprefix(asked)
+        if asked == begun and before.startswith(asked) and begin.strip():
+            yield (
+                f"the chat template begins an answer with {begin!r:.60}, but writes no generation "
+                "prompt: every response has to begin with that; take another model.tokenizer"
+            )
         ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
         if not ends.intersection(ids) and not any(stop in tail for stop in sampling.stop):
             yield (
