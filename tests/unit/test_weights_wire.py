@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from megagrpo.system.environment import get, nccl_variables
 from megagrpo.weights.copies.views import ParameterSlice
+from megagrpo.weights.engines.client import EngineDown
+from megagrpo.weights.transports.broadcast import _Line
 from megagrpo.weights.transports.links import Link
 from megagrpo.weights.transports.reshard import JOIN, SendOrder, _TrainerEnd
 from megagrpo.weights.wire import clock
@@ -46,6 +48,22 @@ def test_ranks_that_do_not_come_to_the_first_batch_are_lost():
     with pytest.raises(PeerLost, match=started):
         group.start([Send(values, 1, 0), Receive(values, 1, 1)])
     assert group.start([]) == []
+
+
+def test_an_engine_whose_last_call_fails_before_the_next_bucket_is_down():
+    """The failure ends the groups, in another thread, when it has been looked for already."""
+
+    def post(*call: object) -> None:
+        raise EngineDown("engine-0 does not answer")
+
+    line = _Line(SimpleNamespace(patience=1.0, post=post, close=lambda: None))
+    line.groups.append(EngineGroup("w", Absent(), torch.device("cpu")))
+    line._abort()
+    with pytest.raises(EngineDown, match="does not answer"):
+        line.send([torch.zeros(2)], {"names": ["a"]})
+    with pytest.raises(PeerLost, match="group w was ended"):
+        line.groups[0].set_timeout(1.0)
+    line.close()
 
 
 def test_a_message_that_is_not_taken_is_lost_at_the_deadline():

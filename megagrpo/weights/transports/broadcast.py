@@ -158,13 +158,17 @@ class _Line:
         self.wait_for_answers(_IN_FLIGHT - 1)
         group = self.groups[0]
         patience = self._engine.patience
-        group.set_timeout(patience)
         self.groups.rotate(-1)
+
+        def broadcast() -> None:
+            group.set_timeout(patience)
+            group.wait([group.broadcast(part) for part in values], Deadline(patience))
+
         self._together(
             "/update_weights_from_distributed",
             body | {"group_name": group.name},
             patience,
-            lambda: group.wait([group.broadcast(part) for part in values], Deadline(patience)),
+            broadcast,
             f"{self._engine} to take {body['names'][0]} ...",
         )
 

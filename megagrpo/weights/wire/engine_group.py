@@ -61,8 +61,10 @@ class EngineGroup:
         self._device = device
 
     def set_timeout(self, seconds: float) -> None:
-        """Limits every later operation. Until then the shorter limit of the group's store holds."""
-        self._backend._set_default_timeout(timedelta(seconds=seconds))
+        """Limits every later operation. Until then the shorter limit of the group's store holds.
+        Raises PeerLost."""
+        with self._started() as backend:
+            backend._set_default_timeout(timedelta(seconds=seconds))
 
     def connect(self) -> None:
         """Collective over NCCL: begins to make the communicator, for which the first batch waits.

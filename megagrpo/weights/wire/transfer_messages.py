@@ -35,7 +35,7 @@ class ReceiveRequest(TypedDict):
     process group."""
 
     group: str  # name of the link
-    plan: str  # mailbox key of the encoded batches, "" if the engine rank has them already
+    plan: str  # mailbox key of the encoded batches, which a new link reads
     patience_s: float  # for one batch
     left_s: float  # for the whole transfer
     delta: NotRequired[bool]  # counts come before each batch; see changes.py
