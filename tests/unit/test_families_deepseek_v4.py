@@ -58,9 +58,12 @@ def test_published_sizes():
 
 
 def test_transformers_place_of_the_scaling_is_read():
-    moved = {**FLASH, "rope_parameters": FLASH["rope_scaling"]}
+    moved = {**FLASH, "rope_theta": 50000, "rope_parameters": {**FLASH["rope_scaling"], "rope_theta": 10000}}
     del moved["rope_scaling"]
-    assert architecture_of(moved) == architecture_of(FLASH)
+    arch, published = architecture_of(moved), architecture_of(FLASH)
+    assert arch.attention.rotary == published.attention.rotary
+    assert arch.attention.far_rotary.theta == published.attention.far_rotary.theta
+    assert arch.attention.far_rotary.yarn.items() > FLASH["rope_scaling"].items()
 
 
 def test_layers_have_what_their_place_gives_them():
@@ -286,9 +289,9 @@ def test_a_part_of_an_expert_is_the_part(published: tuple[Path, dict[str, Tensor
         assert torch.equal(box, whole[start[0] :, start[1] :][: size[0], : size[1]].float())
 
 
-@pytest.mark.parametrize("scales", [(128, 1), (64, 2)])
-def test_experts_with_other_scales_are_refused(scales: tuple[int, int], tmp_path: Path):
-    stored = {"w.weight": torch.zeros(128, 32, dtype=torch.int8), "w.scale": powers(*scales)}
+@pytest.mark.parametrize("scales", [powers(128, 1), powers(64, 2), torch.ones(128, 2)])
+def test_experts_with_other_scales_are_refused(scales: Tensor, tmp_path: Path):
+    stored = {"w.weight": torch.zeros(128, 32, dtype=torch.int8), "w.scale": scales}
     save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="w.weight_blocks .* in MXFP4 needs"):
         HfFolder(tmp_path)

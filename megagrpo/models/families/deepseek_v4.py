@@ -128,7 +128,7 @@ class DeepseekV4(Family):
             index_heads=hf["index_n_heads"],
             index_dim=hf["index_head_dim"],
             topk=hf["index_topk"],
-            rotary=Rotary(float(hf.get("rope_theta") or 10000.0)),
+            rotary=Rotary(Rotary.read(hf).theta),
             far_rotary=Rotary(float(hf["compress_rope_theta"]), rope_scaling(hf)),
         )
 

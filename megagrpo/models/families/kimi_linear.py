@@ -113,9 +113,12 @@ class KimiLinear(SigmoidMoe):
         return Kda.read(linear, tuple(number in linear["kda_layers"] for number in layers))
 
     def experts(self, hf: HfConfig) -> Experts:
-        unreported = "SGLang's Kimi-Linear does not say which layer chose experts"
-        own = replace(super().experts(hf), names=_EXPERT_NAMES, unreported=unreported)
-        return replace(own, bias_dtype=None)  # SGLang's is of the engine's dtype
+        return replace(
+            super().experts(hf),
+            names=_EXPERT_NAMES,
+            unreported="SGLang's Kimi-Linear does not say which layer chose experts",
+            bias_dtype=None,  # SGLang's is of the engine's dtype
+        )
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         layers = range(1, sizes.num_layers + 1)

@@ -227,10 +227,15 @@ def _show_blocks(folder: Path, shown: dict[str, StoredTensor], name: str) -> Non
     elif stored.shape[3:] == (MXFP4_BLOCK // 2,):  # a layer's experts, inputs before outputs
         experts, outputs, blocks = stored.shape[:3]
         shape = (experts, blocks * MXFP4_BLOCK, outputs)
-    if not shape or scales is None or scales.shape != expected:
+    if (
+        not shape
+        or scales is None
+        or scales.shape != expected
+        or scales.bytes * MXFP4_BLOCK != 2 * stored.bytes
+    ):
         raise ValueError(
             f"{folder}: tensor {name}{BLOCKS} {stored.shape} in MXFP4 needs blocks of 16 bytes and a "
-            f"scale for each in {name}{BLOCK_SCALES}; the files have "
-            f"{scales.shape if scales else 'none'}"
+            f"scale for each, of a byte, in {name}{BLOCK_SCALES}; the files have "
+            f"{scales and (scales.dtype, scales.shape)}"
         )
     shown[name] = replace(stored, dtype="BF16", shape=shape)

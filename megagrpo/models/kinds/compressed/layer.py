@@ -48,7 +48,6 @@ class Turns:
                 dim,
                 rotary.theta,
                 yarn["original_max_position_embeddings"],
-                yarn.get("truncate", True),
             )
             kept = 1 - yarn_ramp(*bounds, dim // 2, places.device)
             slow = self._frequencies / yarn["factor"]
