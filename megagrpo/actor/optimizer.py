@@ -65,8 +65,8 @@ def _start_gather(wrapper: DistributedDataParallel, *_: object) -> None:
 
 
 def _gather_output_weight(wrapper: DistributedDataParallel, chunk: Body) -> None:
-    """Completes the output weight with the forward that ends before it: our head calls no module
-    that would."""
+    """Completes the output weight with the layers' forward, which ends before it is used: our head
+    and a draft call no module that would."""
     if not chunk.post_process:
         return
     weight = chunk.output_weight()
@@ -77,7 +77,7 @@ def _gather_output_weight(wrapper: DistributedDataParallel, chunk: Body) -> None
                 skip_next_bucket_dispatch=wrapper.ddp_config.align_param_gather
             )
 
-    chunk.register_forward_hook(complete)
+    chunk.decoder.register_forward_hook(complete)
 
 
 def build_optimizer(

@@ -1,6 +1,7 @@
 """Drafts: the stand-ins for SGLang's kernels, the attention of a chain, what is counted, what is refused."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,3 +121,29 @@ def test_a_model_without_such_a_layer_is_refused_and_one_with_it_has_it_on_reque
 
 def hf_of(folder) -> dict:
     return json.loads((folder / "config.json").read_text())
+
+
+class LastStage(torch.nn.Module):
+    """A stage whose draft reads the output weight, the embedding of a tied model, behind the layers."""
+
+    post_process = True
+
+    def __init__(self):
+        super().__init__()
+        self.decoder, self.weight = torch.nn.Identity(), torch.zeros(2)
+
+    def output_weight(self) -> torch.Tensor:
+        return self.weight
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.decoder(hidden) + self.weight
+
+
+def test_a_draft_behind_the_first_stage_sees_gathered_weights_of_a_tied_model():
+    from megagrpo.actor.optimizer import _gather_output_weight
+
+    chunk = LastStage()
+    gather = SimpleNamespace(finish_param_sync=lambda skip_next_bucket_dispatch: chunk.weight.fill_(1.0))
+    options = SimpleNamespace(align_param_gather=False)
+    _gather_output_weight(SimpleNamespace(param_to_bucket_group={chunk.weight: gather}, ddp_config=options), chunk)
+    assert chunk(torch.zeros(2)).tolist() == [1.0, 1.0]

@@ -114,6 +114,13 @@ def test_drafts_and_adapters_are_refused():
     assert problem.startswith("actor.lora is not supported with a qwen3_5_moe model")
 
 
+def test_a_gate_that_is_read_outside_its_forward_is_not_gathered_in_it():
+    arch, overlap = architecture_of(LARGE), {"megatron": {"moe_shared_expert_overlap": True}}
+    [problem] = layout_problems(arch, ActorConfig.model_validate(overlap))
+    assert "reads the gate of a qwen3_5_moe model's shared experts outside the forward" in problem
+    assert layout_problems(arch, ActorConfig.model_validate(overlap | {"ddp": {"overlap_param_gather": False}})) == []
+
+
 def test_heads_are_divided_by_tensor_and_context_ranks():
     arch = architecture_of(LARGE)
     many = {"world_size": 32, "dtype": "bfloat16", "parallel": {"tp": 4, "cp": 8}}

@@ -99,6 +99,15 @@ def _routers(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
         "experts in a latent space",
         "remove it",
     )
+    yield Rule(
+        overlap
+        and arch.experts
+        and arch.experts.shared_gate
+        and actor.ddp.get("overlap_param_gather", True),
+        f"actor.megatron.moe_shared_expert_overlap: Megatron reads the gate of a {arch.family} model's "
+        "shared experts outside the forward that waits for its gather",
+        "remove it, or set actor.ddp.overlap_param_gather: false",
+    )
 
 
 def _fp8(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
