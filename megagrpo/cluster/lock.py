@@ -85,7 +85,9 @@ def alone_in(folder: RunFolder) -> Iterator[None]:
         deadline += _DEAD_LOCK_S
     with lock as file, ExitStack() as end:
         while not _locked(file, fcntl.LOCK_EX) or _runs(_recorded(path), path):
-            if time.monotonic() > deadline:
+            late_s = time.monotonic() - deadline
+            # a lock without a heartbeat may be that of a dead node
+            if late_s > _DEAD_LOCK_S or (late_s > 0 and _runs(_recorded(path), path)):
                 raise ValueError(
                     f"output_dir {folder.path}: another run trains into this folder "
                     f"({_recorded(path) or 'a start'}); wait for its end or name another"

@@ -284,6 +284,15 @@ def test_bytes_follow_the_tokens_and_not_the_longest_sample():
     assert len(micros) > 8 and max(on_device) < 500 * 80, "of one micro-batch alone"
 
 
+def test_what_is_trained_is_looked_up_once_for_all_micro_batches(monkeypatch):
+    """It is a pass over all tokens of the step."""
+    batch = batch_of([(4, [10] * 8)] * 8)
+    passes, found = [], Batch.trained_mask.fget
+    monkeypatch.setattr(Batch, "trained_mask", property(lambda self: passes.append(1) or found(self)))
+    micros = plan_micro_batches(batch, range(len(batch.lengths)), MicroBatchSize(30, True), ParallelConfig(), ALONE)
+    assert len(list(micros)) > 8 and len(passes) == 1
+
+
 def test_a_context_parallel_rank_has_one_chunk_from_either_end():
     """Of 2 cp chunks of every sequence; Megatron's own order (get_batch_on_this_cp_rank)."""
     assert [_context_part([0, 8], rank, 2).tolist() for rank in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]

@@ -84,6 +84,28 @@ def test_an_old_heartbeat_is_not_waited_for(tmp_path, monkeypatch):
     assert launcher_of(RunFolder(tmp_path)) is None
 
 
+def test_a_new_start_waits_for_the_lock_of_a_node_that_died(tmp_path, monkeypatch):
+    """A file server releases it after a while, whoever starts the run again."""
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    monkeypatch.setattr(lock, "_PATIENCE_S", 0.0)
+    path = RunFolder(tmp_path).lock
+    dead = held(path, space="the dead node")
+    os.utime(path, (0, 0))
+    naps = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: naps.append(dead.kill() or dead.wait()))
+    with alone_in(RunFolder(tmp_path)):
+        assert naps
+    monkeypatch.undo()
+    monkeypatch.setattr(lock, "_DEAD_LOCK_S", 0.0)
+    monkeypatch.setattr(lock, "_PATIENCE_S", 0.0)
+    dead = held(path, space="the dead node")
+    os.utime(path, (0, 0))
+    with pytest.raises(ValueError, match="another run trains into this folder"), alone_in(RunFolder(tmp_path)):
+        pass
+    dead.kill()
+    dead.wait()
+
+
 def held(path: Path, **changes: object) -> subprocess.Popen:
     """A process that holds a lock in which it is recorded."""
     code = "import fcntl, sys, time; file = open(sys.argv[1], 'a'); fcntl.flock(file, 2); time.sleep(600)"

@@ -113,7 +113,7 @@ def test_a_number_is_no_less_than_none(capsys, option):
 def test_time_limits():
     limits = {"30": 1800, "5:30": 330, "4:00:00": 14_400, "1-12": 129_600, "1-12:30": 131_400, "2-00:00:01": 172_801}
     assert {text: seconds(text) for text in limits} == limits
-    for unlimited in ("UNLIMITED", "infinite"):
+    for unlimited in ("UNLIMITED", "infinite", "0"):
         assert misfits(experiment(), Request("one-job", time=unlimited)) == []
     for wrong in ("tomorrow", "-5", "1:2:3:4", "1-x", ""):
         with pytest.raises(ValueError, match="should be like"):

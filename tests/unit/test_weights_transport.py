@@ -1,5 +1,7 @@
 """Transports through the real exchange into fake engines, and that one is a class and a row: a toy one."""
 
+import errno
+import os
 import ssl
 import sys
 import threading
@@ -229,6 +231,21 @@ def test_disk_gives_the_same_parameters_and_keeps_the_last_version_only(engine, 
         trainer.publish_and_compare()
         trainer.exchange.verify()
         assert [path.name for path in (tmp_path / "weights").iterdir()] == [f"v{version}"]
+
+
+def test_a_version_that_cannot_be_removed_ends_no_run(engine, tmp_path, monkeypatch):
+    """NFS keeps the name of a file that an engine still maps, so its folder is not empty."""
+    trainer = Trainer(tmp_path, engine, "disk")
+    trainer.publish_and_compare()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", refuse_to_remove)
+        trainer.publish_and_compare()
+    trainer.publish_and_compare()
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["v3"], "tried again"
+
+
+def refuse_to_remove(path, **_) -> None:
+    raise OSError(errno.ENOTEMPTY, "Directory not empty", path)
 
 
 def test_engines_have_half_of_what_is_left_when_a_checkpoint_is_written(engine, tmp_path, monkeypatch):

@@ -42,7 +42,8 @@ class DiskTransport(Transport):
             engines.for_each(lambda engine: engine.post("/update_weights_from_disk", body))
             for old in weights.folder.glob("v*"):
                 if old.name != target.name:
-                    shutil.rmtree(old)
+                    # NFS keeps a file that an engine still maps: the next publish tries again
+                    shutil.rmtree(old, ignore_errors=True)
 
         action = "disk weights to engines"
         traffic = Traffic()
