@@ -137,20 +137,6 @@ def test_reinforce_plus_plus_carries_credit_across_tool_tokens():
     assert (advantages[torch.tensor(mask) == 0] == 0).all()
 
 
-@pytest.mark.parametrize("gamma", [1.0, 0.99])
-def test_returns_take_few_operations_and_none_for_each_position(gamma):
-    """A position at a time, a response of a million tokens, most of them a tool's, would take a minute."""
-    counted = {}
-    for width in (64, 4096):
-        mask = torch.zeros(2, width, dtype=torch.int64)
-        mask[:, ::16] = 1
-        batch = batch_of([8.0, -2.0], [0, 0], mask.tolist())
-        with LargestResult() as results:
-            solve(batch, advantage={"name": "reinforce_plus_plus", "gamma": gamma})
-        counted[width] = results.count
-    assert counted[4096] - counted[64] < 64, counted  # of the doubled distances
-
-
 def test_token_kl_in_the_reward_is_inside_the_statistics():
     old = torch.tensor([[-1.0, -2.0], [-1.0, -1.0]])
     ref = torch.tensor([[-1.5, -2.0], [-1.0, -2.0]])
@@ -297,10 +283,9 @@ def test_properties(samples, name, seed):
 class LargestResult(TorchDispatchMode):
     """The bytes of the largest tensor that an operation returns."""
 
-    bytes = count = 0
+    bytes = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += 1
         result = function(*args, **(kwargs or {}))
         for each in result if isinstance(result, tuple | list) else [result]:
             if isinstance(each, torch.Tensor):

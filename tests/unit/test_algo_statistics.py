@@ -7,7 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megagrpo.algo.estimators import _returns
 from megagrpo.algo.statistics import (
     alone,
     exact_group_sums,
@@ -113,3 +115,23 @@ def test_sums_of_rows_do_not_depend_on_the_runs_in_which_they_are_made(lengths):
     assert row_sums((values > 0).long(), sizes).tolist() == [int((row > 0).sum()) for row in rows]
     assert row_counts(values > 0, sizes).tolist() == [int((row > 0).sum()) for row in rows]
     assert row_max(values, sizes).tolist() == [max([0.0, *row.tolist()]) for row in rows]
+
+
+class Operations(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.99])
+def test_returns_take_few_operations_and_none_for_each_position(gamma):
+    """A position at a time, a response of a million tokens, most of them a tool's, would take a minute."""
+    counted = []
+    for length in (64, 4096):
+        sampled = torch.arange(2 * length) % 16 == 0
+        with Operations() as operations:
+            _returns(torch.tensor([8.0, -2.0]), None, sampled, torch.tensor([length, length]), gamma)
+        counted.append(operations.count)
+    assert counted[1] - counted[0] < 64, "of the doubled distances"
