@@ -23,6 +23,7 @@ from megagrpo.rollout.service import ray_cluster, server, supervisor
 from megagrpo.rollout.service.addresses import interface_of, own_address
 from megagrpo.rollout.service.node import free_port, server_ports
 from megagrpo.rollout.service.server import make_key
+from megagrpo.rollout.service.sleep import SleepFailed
 from megagrpo.rollout.service.supervisor import SupervisedEngine
 from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
@@ -165,6 +166,52 @@ def test_whoever_asks_an_engine_to_sleep_is_answered_when_its_memory_is_free(tmp
         return done
 
     assert asyncio.run(run()) == [False, False]
+
+
+def test_an_engine_that_refuses_to_sleep_is_gone_when_trainers_take_its_gpu(tmp_path, monkeypatch):
+    """Its server process ends in order, which takes seconds, and holds its memory until then."""
+    monkeypatch.setattr(ray, "kill", lambda node: None)
+
+    async def run() -> list[bool]:
+        ended = asyncio.Event()
+        engine = SupervisedEngine(
+            0, experiments.experiment(), cuda=False, api_key="", log_dir=tmp_path, may_start=asyncio.Event()
+        )
+        engine.state, engine._lost = "ready", asyncio.get_running_loop().create_future()
+        engine._nodes = [SimpleNamespace(stop=SimpleNamespace(remote=ended.wait))]
+
+        async def refuses(http: object) -> None:
+            raise SleepFailed("it refuses")
+
+        engine._memory = SimpleNamespace(release=refuses)
+        asked = [asyncio.create_task(engine.sleep(None))]
+        await engine._lost
+        ending = asyncio.create_task(engine.stop())
+        asked.append(asyncio.create_task(engine.sleep(None)))  # of another rank
+        await asyncio.sleep(0.3)
+        done = [task.done() for task in asked]
+        ended.set()
+        await asyncio.gather(ending, *asked)
+        return done
+
+    assert asyncio.run(run()) == [False, False]
+
+
+def test_an_engine_whose_actor_raised_without_a_text_has_died_like_any_other(tmp_path):
+    config = experiments.experiment(rollout={"max_restarts": 1})
+
+    async def run() -> SupervisedEngine:
+        engine = SupervisedEngine(0, config, cuda=False, api_key="", log_dir=tmp_path, may_start=asyncio.Event())
+
+        async def start(http: object) -> None:
+            raise ray.exceptions.RayTaskError("EngineNode.start", "", AssertionError())
+
+        engine._start = start
+        await engine._run(None)
+        return engine
+
+    engine = asyncio.run(run())
+    assert engine.gave_up and (engine.state, engine.restarts, engine.reason) == ("dead", 1, "")
 
 
 def test_a_report_is_of_many_engines_and_names_those_that_have_ended(tmp_path):

@@ -134,13 +134,14 @@ class SupervisedEngine:
     async def sleep(self, http: aiohttp.ClientSession) -> None:
         """Stops serving and releases the memory; an engine that fails to do so is ended. Does
         nothing to a dead engine, which restarts once `may_start` is set. Concurrent calls all
-        return when the memory is free.
+        return when the memory is free, that of an engine that is ending included.
         """
-        if self.state not in ("stale", "ready", "asleep"):
-            return
-        incarnation = self.incarnation
-        self._stop_serving("asleep")
-        await self._move_memory(self._memory.release(http), incarnation)
+        if self.state in _ANSWERING:
+            incarnation = self.incarnation
+            self._stop_serving("asleep")
+            await self._move_memory(self._memory.release(http), incarnation)
+        while self._nodes and self.state not in _ANSWERING:
+            await asyncio.sleep(_START_POLL_S)
 
     async def _move_memory(self, work: Coroutine[object, None, None], incarnation: int) -> None:
         try:
@@ -223,7 +224,8 @@ class SupervisedEngine:
             except ray.exceptions.RayError as exc:
                 self.reason = f"its node was lost: {type(exc).__name__}: {exc}"
             self._stop_serving("dead")
-            print(f"{self.id} died: {self.reason.splitlines()[0]}", flush=True)
+            first, _, _ = self.reason.partition("\n")
+            print(f"{self.id} died: {first}", flush=True)
             await self.stop()
             # An engine that never answered gets one restart only, in case another process took its
             # port.
@@ -237,16 +239,16 @@ class SupervisedEngine:
 
     async def stop(self) -> None:
         """Ends the server processes and their Ray actors, and removes their placement group."""
-        nodes, self._nodes = self._nodes, []
-        if nodes:
+        if self._nodes:
             # If an actor is gone, the kernel has ended its server process with it.
             stopping = asyncio.gather(
-                *(node.stop.remote() for node in nodes), return_exceptions=True
+                *(node.stop.remote() for node in self._nodes), return_exceptions=True
             )
             await asyncio.wait([stopping], timeout=_LOST_NODE_S)
             stopping.cancel()
-        for node in nodes:
+        for node in self._nodes:
             ray.kill(node)
+        self._nodes = []
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
