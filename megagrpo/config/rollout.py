@@ -144,6 +144,11 @@ class AgentConfig(Section):
                 "args are a function's; a command has its words",
                 "write them into command",
             ),
+            Rule(
+                self.fork == "refuse" and self.history == "last",
+                "with history last no turn extends another, so fork refuse leaves one turn",
+                "set fork sample",
+            ),
         ]
 
 

@@ -82,7 +82,7 @@ class Engines:
         self.listed = engines
         self._serving = {engine.url: engine for engine in engines if engine.serves}
         self._elsewhere = {
-            url: max(0.0, _requests(engine) - len(self._in_flight.get(url, ())))
+            url: max(0.0, _requests(engine) - self._load(url))
             for url, engine in self._serving.items()
         }
         running = {engine.url for engine in engines if engine.state in _PROCESS}
@@ -130,9 +130,8 @@ class Engines:
         """
         urls = [url for url in self._serving if url != avoid] or list(self._serving)
         compared = self._random.sample(urls, min(_COMPARED, len(urls)))
-        fewest = min(map(self._load, compared))
-        equal = [url for url in compared if self._load(url) == fewest]
-        return min(equal[:2], key=self._elsewhere.__getitem__)
+        two = sorted(compared, key=self._load)[:2]
+        return min(two, key=lambda url: (self._load(url), self._elsewhere[url]))
 
 
 def _requests(engine: EngineInfo) -> float:

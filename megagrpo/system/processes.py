@@ -26,21 +26,17 @@ _libc = ctypes.CDLL(None)
 def spawn(
     command: list[str],
     env: dict[str, str],
-    log: Path | None = None,
+    log: Path,
     death_signal: signal.Signals = signal.SIGKILL,
     share_stdout: bool = False,
 ) -> subprocess.Popen:
     """Starts `command` in its own session; the kernel sends it `death_signal` when the parent dies.
 
-    Output is appended to `log`, or inherited without one; `share_stdout` inherits only standard
-    output. Call it from a thread that lives as long as the child may, because Linux ties the signal
-    to the thread that forked.
+    Output is appended to `log`; `share_stdout` inherits standard output. Call it from a thread that
+    lives as long as the child may, because Linux ties the signal to the thread that forked.
     """
-    output = None
-    with ExitStack() as stack:
-        if log is not None:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            output = stack.enter_context(log.open("ab"))
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
         return subprocess.Popen(
             command,
             env=env,

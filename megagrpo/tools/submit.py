@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -49,6 +49,9 @@ class Request:
     grace_s: int = 300
     options: tuple[str, ...] = ()  # further options of sbatch, for every node
     srun_options: tuple[str, ...] = ()  # further options of srun, such as --container-image=...
+
+
+_REQUESTED = {field.name for field in fields(Request)}
 
 
 def submit(
@@ -324,7 +327,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     option(
         "--kind",
-        choices=("one-job", "het", "one-node", "colocated"),
+        choices=SCRIPTS,
         help=f"{kinds}. Default: what the experiment needs",
     )
     option("--trainer-nodes", type=positive, help="default: as few as suffice")
@@ -376,16 +379,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, config: ExperimentConfig) -> int:
     """Runs the command."""
-    names = (
-        "kind",
-        "trainer_nodes",
-        "rollout_nodes",
-        "gpus_per_node",
-        "time",
-        "partition",
-        "grace_s",
-    )
-    given = {name: getattr(args, name) for name in names}
+    given = {name: value for name, value in vars(args).items() if name in _REQUESTED}
     request = Request(**given, options=tuple(args.sbatch), srun_options=tuple(args.srun))
     changes = (word for override in args.overrides for word in ("--set", override))
     words = [str(Path(args.config).absolute()), *changes]

@@ -136,6 +136,11 @@ def test_a_fork_and_a_compaction_are_samples_of_one_rollout():
         assert request["input_ids"] == [*ids("?"), *sample.token_ids[:-2]], "exact ids"
 
 
+def test_single_turns_do_not_extend_each_other_so_that_none_is_refused():
+    with pytest.raises(ValueError, match="with history last no turn extends another"):
+        experiment(sampling={"agent": {"command": ["true"], "history": "last", "fork": "refuse"}})
+
+
 def test_a_history_that_was_edited_begins_anew_or_is_refused():
     script = [[0, "?"], [1, "H"]]  # without the model's own turn
     group, _ = run(says("1"), says("2"), program="scripted", answer=json.dumps(script))

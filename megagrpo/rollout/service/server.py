@@ -85,15 +85,14 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
 
 
 def _refuse_beside_another(folder: RunFolder) -> None:
-    if folder.service.exists():
-        # of a run that was killed, or failed
-        with suppress(ServiceUnreachable, ServiceFailed):
-            service = find_service(folder.path)
-            service.healthy_status()
-            raise ValueError(
-                f"output_dir {folder.path}: the rollout service of a run there answers at "
-                f"{service.url}; wait for the end of that run or name another output_dir"
-            )
+    # there is none, or that of a run that was killed, or it failed
+    with suppress(ServiceUnreachable, ServiceFailed):
+        service = find_service(folder.path)
+        service.healthy_status()
+        raise ValueError(
+            f"output_dir {folder.path}: the rollout service of a run there answers at "
+            f"{service.url}; wait for the end of that run or name another output_dir"
+        )
 
 
 def _refuse_other_tokens(config: ExperimentConfig) -> None:
@@ -192,8 +191,8 @@ class _Service:
             if self._stop.is_set():
                 return
             number = len(self._engines)
-            answering = f"{number - starting} of {number} engines answer"
-            line = f"{answering}; {self._folder.logs}/*.node-*.log"
+            logs = f"{self._folder.logs}/*.node-*.log"
+            line = f"{number - starting} of {number} engines answer; {logs}"
             if line != last_line:
                 write_whole(self._folder.service_progress, line)
             last_line = line
