@@ -40,6 +40,7 @@ from megagrpo.types import Prompt
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+_PROBE = "a probe"
 _BLOCK = 512  # texts that are tokenized at once
 # ratio and number of the prompts of each source; (): all are one
 Mixture = tuple[tuple[float, int], ...]
@@ -253,11 +254,21 @@ def render_rows(
     for row in rows:
         with collected(problems):
             rendered.append((row, *_render(parts[row.part], tokenizer, row)))
-    tokens = _tokenize(data, tokenizer, [text for _, text, _, _ in rendered])
+    if data.add_bos and tokenizer.bos_token_id is None:
+        raise ValueError("data.add_bos is true, but the tokenizer has no <bos> token")
+    # special tokens come from the chat template or data.add_bos, never from the tokenizer itself
+    begin = [tokenizer.bos_token_id] * data.add_bos
+    tokens = tokenize(tokenizer, [text for _, text, _, _ in rendered], begin)
     prompts: list[tuple[Prompt, list[object]]] = []
     for (row, text, messages, images), ids in zip(rendered, tokens, strict=True):
         with collected(problems):
-            _refuse_tokens(tokenizer, row, text, ids[data.add_bos :])
+            own = ids[data.add_bos :]
+            if not len(own):
+                raise ValueError(f"{row.location}: the prompt {text!r} has no tokens")
+            if has_unknown(tokenizer, text, own):
+                raise ValueError(
+                    f"{row.location}: the tokenizer does not know every character of {text!r:.80}"
+                )
             shown = row.demonstration
             prompt = Prompt(
                 row.id,
@@ -292,17 +303,6 @@ def whole_response(
             f"{text!r:.80}, or has no end-of-sequence token, with which it should end"
         )
     return np.array([*ids, tokenizer.eos_token_id], np.int32)
-
-
-def _refuse_tokens(
-    tokenizer: "PreTrainedTokenizerBase", row: Row, text: str, ids: np.ndarray
-) -> None:
-    if not len(ids):
-        raise ValueError(f"{row.location}: the prompt {text!r} has no tokens")
-    if has_unknown(tokenizer, text, ids):
-        raise ValueError(
-            f"{row.location}: the tokenizer does not know every character of {text!r:.80}"
-        )
 
 
 def refuse_long(data: DataConfig, lengths: Sequence[tuple[int, int]]) -> None:
@@ -412,9 +412,13 @@ def _chat(data: DataConfig, row: Row) -> list[Message]:
 
 
 def require_template(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raises ValueError if data.chat_template is set but the tokenizer has no chat template."""
+    """Raises ValueError if data.chat_template is set but the tokenizer has no chat template, or one
+    without a name in data.chat_template_args."""
     if data.chat_template and not tokenizer.chat_template:
         raise ValueError("data.chat_template is true, but the tokenizer has no chat template")
+    for name in data.chat_template_args:
+        if name not in str(tokenizer.chat_template):
+            raise ValueError(f"data.chat_template_args: the chat template has no {name!r}")
 
 
 def _render(
@@ -429,20 +433,16 @@ def _render(
     apart, sources = images_apart(chat, row.images, data.images_key is not None, row.location)
     messages = [dict(message) for message in apart]
     with explained(f"{row.location}: the chat template refuses this prompt"):
-        return render_messages(data, tokenizer, messages, tools=row.tools), messages, sources
-
-
-def _tokenize(
-    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]
-) -> Iterator[np.ndarray]:
-    """Tokenizes prompts.
-
-    Special tokens come only from the chat template or data.add_bos, never from the tokenizer
-    itself.
-    """
-    if data.add_bos and tokenizer.bos_token_id is None:
-        raise ValueError("data.add_bos is true, but the tokenizer has no <bos> token")
-    return tokenize(tokenizer, texts, [tokenizer.bos_token_id] if data.add_bos else [])
+        text = render_messages(data, tokenizer, messages, tools=row.tools)
+        for message in messages:
+            role, said = message["role"], str(message.get("content", ""))
+            if role == "assistant" or said.strip() in text:
+                continue
+            # it may write a content in another way
+            other = [m | {"content": _PROBE} if m is message else m for m in messages]
+            if _PROBE not in render_messages(data, tokenizer, other, tools=row.tools):
+                raise ValueError(f"it leaves out the message of the role {role!r}")
+        return text, messages, sources
 
 
 def tokenize(

@@ -22,6 +22,7 @@ import pyarrow
 import pyarrow.parquet
 
 from megagrpo.config.data import DataConfig, DataPart
+from megagrpo.config.fields import repeated
 from megagrpo.config.objective.streams import Component
 from megagrpo.data.messages import checked_messages, without_nulls
 from megagrpo.system.errors import collected, explained, translated
@@ -77,8 +78,7 @@ def iterate_rows(data: DataConfig, problems: list[str] | None = None) -> Iterato
                 row = None
                 with collected(problems):
                     location = f"{path}:{i + 1}"
-                    values = raw if isinstance(raw, dict) else _values(raw, location)
-                    row = _row(part, number, before + i, location, values)
+                    row = _row(part, number, before + i, location, _values(raw, location))
                 if row is not None:
                     num_taken += 1
                     last = row.id
@@ -90,7 +90,7 @@ def iterate_rows(data: DataConfig, problems: list[str] | None = None) -> Iterato
 def raw_rows(path: Path) -> Iterator[Values]:
     """Yields the rows of a file as they are written. Raises ValueError by file and line."""
     for i, raw in _rows(path):
-        yield raw if isinstance(raw, dict) else _values(raw, f"{path}:{i + 1}")
+        yield _values(raw, f"{path}:{i + 1}")
 
 
 def _refuse_sources(data: DataConfig, sources: set[str]) -> None:
@@ -303,7 +303,7 @@ def _parsed(text: str) -> object:
     return text
 
 
-def _rows(path: Path) -> Iterator[tuple[int, bytes | Values]]:
+def _rows(path: Path) -> Iterator[tuple[int, object]]:
     match path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix:
         case ".jsonl":
             return _jsonl_lines(path)
@@ -337,7 +337,7 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
             yield file
 
 
-def _json_rows(path: Path) -> Iterator[tuple[int, bytes | Values]]:
+def _json_rows(path: Path) -> Iterator[tuple[int, object]]:
     """Yields the objects of a list; or lines, because many .json files are .jsonl files."""
     with _open(path) as file:
         is_list = file.read(256).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
@@ -345,9 +345,8 @@ def _json_rows(path: Path) -> Iterator[tuple[int, bytes | Values]]:
         yield from _jsonl_lines(path)
         return
     with _open(path) as file, translated(f"{path}: not JSON", ValueError, RecursionError):
-        rows = json.loads(file.read())
-    for i, row in enumerate(rows):
-        yield i, row if isinstance(row, dict) else json.dumps(row).encode()
+        rows = json.loads(file.read(), object_pairs_hook=_object)
+    yield from enumerate(rows)
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, Values]]:
@@ -360,24 +359,36 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Values]]:
         texts = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
         reader = csv.DictReader(texts, strict=True)
         for row in reader:
+            if any(row.pop(None, ())):
+                raise ValueError(
+                    f"{path}:{reader.line_num}: more fields than columns; quote a text with commas"
+                )
             yield reader.line_num - 1, row
 
 
-def _values(line: bytes, location: str) -> Values:
+def _object(pairs: list[tuple[str, object]]) -> Values:
+    """Returns a JSON object. Raises ValueError for a key with two values, of which Python would keep
+    the last."""
+    if twice := repeated(key for key, _ in pairs):
+        raise ValueError(f"the key {twice[0]!r} has two values")
+    return dict(pairs)
+
+
+def _values(line: object, location: str) -> Values:
+    row = line
     try:
-        row = json.loads(line.decode("utf-8"))
+        if isinstance(line, bytes):
+            row = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
     except UnicodeDecodeError as exc:
         raise ValueError(f"{location}: not UTF-8: {exc}") from exc
     except json.JSONDecodeError as exc:
         raise ValueError(
-            f"{location}: broken JSON, column {exc.colno}: {exc.msg}: {line[:60]!r}"
+            f"{location}: broken JSON, column {exc.colno}: {exc.msg}: {line!r:.60}"
         ) from exc
     except (ValueError, RecursionError) as exc:  # a number of too many digits, or too deep
-        raise ValueError(f"{location}: unreadable JSON: {exc}: {line[:60]!r}") from exc
+        raise ValueError(f"{location}: unreadable JSON: {exc}: {line!r:.60}") from exc
     if not isinstance(row, dict):
-        raise ValueError(
-            f'{location}: should be an object like {{"prompt": ...}}, is {line[:60]!r}'
-        )
+        raise ValueError(f'{location}: should be an object like {{"prompt": ...}}, is {line!r:.60}')
     return row
 
 

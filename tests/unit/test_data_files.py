@@ -39,6 +39,25 @@ def test_a_broken_packed_file_is_named(tmp_path, data):
         read_rows(DataConfig(path=str(tmp_path / "a.jsonl.gz")))
 
 
+@pytest.mark.parametrize(
+    "name, text, said",
+    [
+        ("a.csv", "prompt,answer\na,1\n1,000 + 2 =,1002\n", "a.csv:3: more fields than columns"),
+        ("a.jsonl", '{"prompt": "a", "answer": 1, "answer": 2}', "a.jsonl:1: .*the key 'answer' has two values"),
+        ("a.json", '[{"prompt": "a", "answer": 1, "answer": 2}]', "a.json: .*the key 'answer' has two values"),
+    ],
+)
+def test_a_value_that_would_be_another_is_named(tmp_path, name, text, said):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=said):
+        read_rows(DataConfig(path=str(tmp_path / name)))
+
+
+def test_columns_without_a_name_and_commas_in_quotes_are_read(tmp_path):
+    (tmp_path / "a.csv").write_text('prompt,answer,,\n"1,000 + 2 =",1002,,\na,1,,,\n')
+    assert [row.answer for row in read_rows(DataConfig(path=str(tmp_path / "a.csv")))] == ["1002", "1"]
+
+
 TESTS = {"inputs": ["1"], "outputs": ["2"]}
 
 

@@ -112,6 +112,29 @@ def test_a_message_that_cannot_be_meant_is_named_by_its_row(tmp_path, plain, pro
     assert "a.jsonl:2" in message and said in message
 
 
+KNOWN = (
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<{{ m.role }}>"
+    "{{ m.content | replace('/think', '') }}{% endif %}{% endfor %}{% if mode is defined %}{{ mode }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("role", ["developer", "User", "tool"])
+def test_a_message_that_the_template_leaves_out_is_refused(tmp_path, plain, role):
+    plain.chat_template = KNOWN
+    said = row_error(tmp_path, plain, [{"role": role, "content": "be brief"}, *PLAIN])
+    assert "a.jsonl:2: the chat template refuses this prompt" in said
+    assert f"it leaves out the message of the role {role!r}" in said
+    read = texts(tmp_path, plain, [{"prompt": [{"role": "user", "content": "2+3/think"}], "answer": ""}])
+    assert read == ["<user>2+3"]  # written in another way
+
+
+def test_an_argument_that_the_template_does_not_read_is_refused(tmp_path, plain):
+    plain.chat_template = KNOWN
+    assert texts(tmp_path, plain, [{"prompt": PLAIN, "answer": ""}], chat_template_args={"mode": "4"}) == ["<user>2+34"]
+    said = row_error(tmp_path, plain, PLAIN, chat_template_args={"enable_thinkng": False})
+    assert said == "data.chat_template_args: the chat template has no 'enable_thinkng'"
+
+
 def texts(tmp_path, tokenizer, rows, **keys) -> list[str]:
     data = DataConfig(path=written(tmp_path / "t.jsonl", rows), chat_template=True, **keys)
     return [prompt.text for prompt in load_prompts(data, tokenizer).prompts]

@@ -199,6 +199,14 @@ def test_math_takes_each_gold_for_itself(gold):
         (r"\boxed{90^\circ = \frac{\pi}{2}}", r"\frac{\pi}{2}", 1),
         (r"\boxed{e = \frac34}", "3/4", 1),
         (r"\boxed{x = 5}", "5", 1),
+        # a condition in words
+        (r"\boxed{2x \text{ for all real } x}", "2x", 1),
+        (r"\boxed{f(x)=cx}", r"f(x)=cx \text{ for any } c", 1),
+        (r"\boxed{2^k, \text{where } k \ge 1}", "2^k", 1),
+        (r"\boxed{2^k where k \ge 2}", r"2^k \text{ where } k \ge 1", 0),
+        (r"\boxed{5 \text{ where } x = 7}", "7", 0),
+        (r"\boxed{3 \text{ if } n = 1, 5 \text{ if } n = 2}", "3", 0),
+        (r"\boxed{n \text{ such that } n = 4}", "4", 1),
         # times of day and bases
         (r"\boxed{1:3}", "10:30", 0),
         (r"\boxed{10:30}", "10:30", 1),

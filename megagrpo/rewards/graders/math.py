@@ -34,6 +34,10 @@ _CHOICE = re.compile(
     r"(?:\\[ ;,]|\\q?quad|[\s~:.])*+([^+*/^=_,)].*)",
     re.DOTALL,
 )
+_QUALIFIER = re.compile(  # 2x \text{ for all real } x; math-verify multiplies by such words
+    r"(?:\\(?:text|mathrm|mbox)\s*\{[\s,;]*|\s)"
+    r"(?:for (?:all|any|every|each|some)|where|when|such that|if)\b"
+)
 _BASE = re.compile(r"\d_\{?(\d+)")
 _CLOCK = re.compile(r"(?<![\d:.])(\d{1,2}):([0-5]\d)(?![\d:])")
 
@@ -85,7 +89,8 @@ def grade(text: str, answer: str, require_boxed: bool = True) -> float:
     equals its interval, and a time of day or a numeral with a base only itself. So does a list with
     an ellipsis, or a box that math-verify cannot read: a number in it is no answer.
     `answer` is LaTeX, a number, or a text with a box or with ####, and is read like a box. As in
-    math-verify, units are ignored and the right side of an equation counts, unless it is false.
+    math-verify, units are ignored and the right side of an equation counts, unless it is false. A
+    condition in words behind only one of the two (2x for all x) is ignored.
     Raises ValueError if the answer cannot be parsed.
 
     math-verify's time limits are off: they use signal.alarm, which works only in the main thread
@@ -100,7 +105,8 @@ def grade(text: str, answer: str, require_boxed: bool = True) -> float:
     if letter and other:
         return float(letter == other)
     final = other_text or final
-    expected = _boxed(its_text or right)
+    right = its_text or right
+    expected = _boxed(_unqualified(right, final or ""))
     gold = _parse(expected)
     if not gold:
         raise ValueError(
@@ -108,7 +114,7 @@ def grade(text: str, answer: str, require_boxed: bool = True) -> float:
         )
     if final is None and require_boxed:
         return 0.0
-    found = _spelled(text) if final is None else _boxed(final)
+    found = _spelled(text) if final is None else _boxed(_unqualified(final, right))
     if found.replace(" ", "") == expected.replace(" ", ""):  # sympy could take for ever
         return 1.0
     response = _parse(found)
@@ -137,6 +143,15 @@ def _choice(content: str) -> tuple[str, str]:
         return bare[1], ""
     match = _CHOICE.fullmatch(plain)
     return (match[1] or match[2], match[3].strip()) if match else ("", "")
+
+
+def _unqualified(content: str, other: str) -> str:
+    """Returns an answer without the condition behind it, if the other has none. Several with
+    conditions stay as they are, and a name, such as x where x = 4."""
+    head, *conditions = _QUALIFIER.split(content)
+    if len(conditions) != 1 or "&" in content or _QUALIFIER.search(other):
+        return content
+    return head.rstrip(" ,;(~\\") if re.search(r"[^\sa-zA-Z]", head) else content
 
 
 def _parse(text: str) -> list:
