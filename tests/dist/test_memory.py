@@ -99,7 +99,8 @@ def _closed(arch: Architecture, actor: ActorConfig, rank: int) -> dict[str, floa
     stages = trainer_stages(arch, actor, Load(sum(LENGTHS)))
     parts = stages[stage].memory("update", bucket_bytes=0.0).parts
     attention = arch.attention
-    heads = (attention.heads + attention.kv_heads) * attention.head_dim * attention.qk_norm
+    normed = attention.head_dim * getattr(attention, "qk_norm", False)  # latent attention has none
+    heads = (attention.heads + attention.kv_heads) * normed
     norms = (2 * arch.hidden_size + heads) * sum(LENGTHS) / p.tp * (8 if actor.dtype == "bfloat16" else 4)
     layers = 1 if actor.recompute == "full" else arch.num_layers / p.pp * in_flight(p, stage)
     added = sum(size for name, size in parts.items() if name not in (*HELD_PARTS, "NCCL")) + norms * layers
