@@ -1,6 +1,5 @@
 """The start of a run: which checkpoint it continues from, and how the actor loads it."""
 
-import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from megagrpo.system import environment
 from megagrpo.types import TrainState
 from megagrpo.weights.hf_folder import HfFolder
 
-_SHOWN_S, _LOOK_S = 60.0, 0.2  # other nodes see a shared file system seconds late
+_SHOWN_S = 60.0  # other nodes see a shared file system seconds late
 Rows = Sequence[Sequence[str | int]]  # PromptSet.rows; (): not compared
 
 
@@ -125,13 +124,15 @@ def find_checkpoint(config: ExperimentConfig, mesh: Mesh) -> Path | None:
 def _refuse_other_disks(root: Path, directory: str, mesh: Mesh) -> None:
     """Collective. Raises ValueError on every rank unless all see what the main rank makes in the
     folder of checkpoints: else the first save would fail, and the steps before it be lost."""
-    mark = mesh.from_main(lambda: Path(tempfile.mkdtemp(dir=root)).name, f"write into {directory}")
+    mark = Path(
+        mesh.from_main(lambda: tempfile.mkdtemp(dir=root.absolute()), f"write into {directory}")
+    )
     deadline = time.monotonic() + _SHOWN_S
-    while not (root / mark).exists() and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
-    shown = mesh.all_true((root / mark).exists())
+    while not mark.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    shown = mesh.all_true(mark.exists())
     if mesh.is_main:
-        os.rmdir(root / mark)
+        mark.rmdir()
     if not shown:
         raise ValueError(
             f"checkpoint.dir: {directory} is not the same folder on all nodes: some do not see what "

@@ -33,12 +33,9 @@ _WEIGHT_SUFFIXES = {
     ".bin",
     ".pt",
     ".pth",
-    ".ckpt",
     ".gguf",
     ".h5",
     ".msgpack",
-    ".ot",
-    ".onnx",
 }
 ADAPTERS = "adapter_config.json"  # PEFT's
 MERGE = "merge the adapters into the model first (PEFT's merge_and_unload)"
@@ -102,16 +99,16 @@ class Model:
 def refuse_tensors(folder: Path, arch: Architecture, stored: StoredTensors) -> None:
     """Raises ValueError unless the files hold the tensors of config.json, and no others but those
     that is_left_out names; and if adapters are beside them."""
-    if (folder / ADAPTERS).exists():
-        raise ValueError(
-            f"{folder} has {ADAPTERS}: transformers adds these adapters to the model, trainers and "
-            f"engines do not; {MERGE}, or, if they are merged already, remove that file"
-        )
     expected = {spec.name: spec for spec in model_tensors(arch)}
     shapes = {n: t.shape for n, t in stored.shown.items() if not is_left_out(arch, n)}
     missing = [name for name in expected if name not in shapes]
     unknown = [name for name in shapes if name not in expected]
     found = []
+    if (folder / ADAPTERS).exists():
+        found.append(
+            f"has {ADAPTERS}, whose adapters transformers adds to them, and no trainer or engine does "
+            f"({MERGE}; remove that file if they are merged)"
+        )
     if missing:
         found.append(f"lacks {len(missing)} of its {len(expected)}: {_named(missing)}")
     if unknown:

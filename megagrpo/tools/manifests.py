@@ -41,8 +41,8 @@ class Scheduler:
         name, _, folder = (self.volume or "").partition(":")
         return name, folder
 
-    def problems(self, experiment: Path, run_folder: Path, dry_run: bool) -> list[str]:
-        """Returns what a request for these nodes lacks."""
+    def problems(self, paths: set[Path], dry_run: bool) -> list[str]:
+        """Returns what a request for these nodes lacks. paths: of what outlives a pod."""
         problems = []
         if not dry_run:
             problems.append(
@@ -54,7 +54,7 @@ class Scheduler:
             return [*problems, f"--to {self.to} needs {_NEEDED[self.to]}, which all nodes see"]
         return problems + [
             f"{path} is not in {folder} (--volume), which all nodes see under the same path"
-            for path in (experiment, run_folder)
+            for path in sorted(paths)
             if not path.is_relative_to(folder)
         ]
 

@@ -76,7 +76,8 @@ def submit(
     if scheduler.to == "slurm":
         problems += _machine_problems(config, request, dry_run)
     else:
-        problems += scheduler.problems(Path(experiment[0]), folder, dry_run)
+        saved = Path(config.checkpoint.dir or folder).absolute()
+        problems += scheduler.problems({Path(experiment[0]), folder, saved}, dry_run)
         if request.time or request.partition or request.options or request.srun_options:
             problems.append("--time, --partition, --sbatch and --srun are for Slurm: omit them")
     if problems:

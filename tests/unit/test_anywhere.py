@@ -300,3 +300,14 @@ def test_what_these_clusters_need_is_said(tmp_path, capsys, options: list[str], 
     file.write_text(QUICKSTART.read_text())
     assert cli.main(["submit", str(file), *options]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_checkpoints_outlive_a_pod(tmp_path, capsys):
+    """In a folder of the container they would end with it."""
+    file = tmp_path / "x.yaml"
+    file.write_text(QUICKSTART.read_text())
+    words = ["--set", f"output_dir={tmp_path}/run", "--set", "checkpoint.dir=/scratch/mine"]
+    volume = ["--to", "skypilot", "--volume", f"c:{tmp_path}", "--dry-run"]
+    assert cli.main(["submit", str(file), *words, *volume]) == 2
+    said = capsys.readouterr().err
+    assert f"/scratch/mine is not in {tmp_path} (--volume)" in said and "x.yaml" not in said.partition("cannot run")[2]

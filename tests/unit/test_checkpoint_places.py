@@ -186,7 +186,8 @@ def test_a_folder_that_is_another_disk_on_other_nodes_is_refused_before_the_firs
     assert resume.find_checkpoint(config, MESH) is None
     assert [*shared.iterdir()] == [], "it leaves nothing"
 
-    made = iter(["step_000001", "mark"])  # by rank 0: what it finds, and what it writes
+    mark = str(tmp_path / "run" / "checkpoints" / "mark")
+    made = iter(["step_000001", mark])  # by rank 0: what it finds, and what it writes
     other = SimpleNamespace(from_main=lambda *_: next(made), all_true=bool, is_main=False)
     threading.Timer(0.3, (shared / "mark").mkdir).start()
     assert resume.find_checkpoint(config, other) == "step_000001"
@@ -194,7 +195,7 @@ def test_a_folder_that_is_another_disk_on_other_nodes_is_refused_before_the_firs
     local.mkdir()
     (tmp_path / "run" / "checkpoints").unlink()
     (tmp_path / "run" / "checkpoints").symlink_to(local)
-    made = iter(["step_000001", "mark"])
+    made = iter(["step_000001", mark])
     with pytest.raises(ValueError, match=r"checkpoint.dir: .*shared is not the same folder on all nodes"):
         resume.find_checkpoint(config, other)
 

@@ -22,7 +22,7 @@ def like(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "toy", "dtype": "float32"}))
     (folder / "tokenizer.json").write_text("{}")
-    for name in (SINGLE, "old.gguf", "tf_model.h5", "consolidated.00.pth", "model.onnx"):
+    for name in (SINGLE, "old.gguf", "tf_model.h5", "consolidated.00.pth"):
         (folder / name).write_bytes(b"old weights")
     return folder
 
