@@ -2,10 +2,11 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 import msgspec
@@ -17,6 +18,8 @@ from megagrpo.types import EngineEvent, EngineInfo
 CONTROL_TIMEOUT_S = 120.0  # an engine resumes its memory meanwhile
 _STATUS_TIMEOUT_S = 20.0
 UNREACHABLE_S = 30.0  # a control endpoint that is silent for longer ends the run
+_AGAIN_S = 1.0  # between two attempts within it
+T = TypeVar("T")
 # Several threads call: one might close an idle connection that another has just taken from the
 # pool.
 _NO_IDLE_CONNECTIONS = httpx.Limits(max_keepalive_connections=0)
@@ -71,19 +74,21 @@ class ServiceControl:
 
     def engines(self) -> list[EngineInfo]:
         """Returns the state of every engine that samples. Raises ServiceFailed if the service has
-        failed."""
-        return self.healthy_status().engines_of("")
+        failed, ServiceUnreachable after UNREACHABLE_S."""
+        return _patiently(self.healthy_status).engines_of("")
 
     def report(
         self, event: EngineEvent, engines: Mapping[str, int], weight_version: int = 0
     ) -> set[str]:
         """Reports an event of incarnations, by engine id, all in one request. Returns the ids of
-        those that have ended.
+        those that have ended. Raises ServiceUnreachable after UNREACHABLE_S.
 
         ready: `weight_version` is verified, and they serve from now on.
         """
         body = {"incarnations": dict(engines), "weight_version": weight_version}
-        return set(self._call("POST", f"/engines/{event}", body).json()["ended"])
+        # repeated, it is the same
+        answer = _patiently(lambda: self._call("POST", f"/engines/{event}", body))
+        return set(answer.json()["ended"])
 
     def sleep(self, limit_s: float) -> None:
         """Makes all engines release their GPUs' memory; returns when they have, those that are
@@ -133,6 +138,18 @@ class ServiceControl:
                 f"{method} {self.url}{path} answered {answer.status_code}: {answer.text[:500]}"
             )
         return answer
+
+
+def _patiently(ask: Callable[[], T]) -> T:
+    """Returns what `ask` returns once the service answers; trainers outlive one lost connection."""
+    until = time.monotonic() + UNREACHABLE_S
+    while True:
+        try:
+            return ask()
+        except ServiceUnreachable:
+            if time.monotonic() > until:
+                raise
+        time.sleep(_AGAIN_S)
 
 
 def find_service(run_dir: Path, url: str | None = None, timeout_s: float = 0.0) -> ServiceControl:

@@ -14,6 +14,7 @@ from sampling import MESH, Grader, digits, evaluated, experiment, prompt_set, sa
 
 from megagrpo.cli import main
 from megagrpo.mesh import LeaderError
+from megagrpo.rollout import control as control_module
 from megagrpo.rollout import sampler as sampler_module
 from megagrpo.rollout import source as source_module
 from megagrpo.rollout.admission import AdmissionQueue, ResponseLengths
@@ -209,7 +210,8 @@ def test_service_that_gave_up_ends_the_wait():
 
 
 def test_unreachable_service_is_a_clear_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(source_module, "UNREACHABLE_S", 0.5)
+    for module in (source_module, control_module):
+        monkeypatch.setattr(module, "UNREACHABLE_S", 0.5)
     with pytest.raises(ServiceUnreachable, match=r"no rollout service answers at http://127.0.0.1:9.*megagrpo serve"):
         ServiceControl("http://127.0.0.1:9", "key").engines()
     with pytest.raises(ServiceUnreachable, match=r"service\.json did not appear in 0 s"):
@@ -218,6 +220,25 @@ def test_unreachable_service_is_a_clear_error(tmp_path, monkeypatch):
         source = make_source(service)
     with pytest.raises(LeaderError, match="no rollout service answers"):
         sampled(source, 0, PROMPTS, 0)
+
+
+def test_a_publish_outlives_a_connection_that_is_lost(monkeypatch):
+    monkeypatch.setattr(control_module, "_AGAIN_S", 0.01)
+    with running(FakeService()) as service:
+        control, lost = service.control, ["/status", "/engines/ready"]
+        request = control._http.request
+
+        def requested(method: str, path: str, **options) -> httpx.Response:
+            answer = request(method, path, **options)
+            if path in lost:
+                lost.remove(path)
+                raise httpx.ReadError("Connection reset by peer")
+            return answer
+
+        monkeypatch.setattr(control._http, "request", requested)
+        assert [engine.id for engine in control.engines()] == ["engine-0"]
+        assert control.report("ready", {"engine-0": 1}, 3) == set()
+        assert service.marked == [(1, 3)] * 2 and not lost
 
 
 @pytest.mark.parametrize("limit_s", [0.5, 60.0])
