@@ -143,13 +143,11 @@ class ServiceControl:
 def _patiently(ask: Callable[[], T]) -> T:
     """Returns what `ask` returns once the service answers; trainers outlive one lost connection."""
     until = time.monotonic() + UNREACHABLE_S
-    while True:
-        try:
+    while time.monotonic() < until:
+        with suppress(ServiceUnreachable):
             return ask()
-        except ServiceUnreachable:
-            if time.monotonic() > until:
-                raise
         time.sleep(_AGAIN_S)
+    return ask()
 
 
 def find_service(run_dir: Path, url: str | None = None, timeout_s: float = 0.0) -> ServiceControl:
