@@ -8,7 +8,7 @@ One stays elsewhere: the attribute `router_replay` of TopKRouter, which is publi
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from io import IOBase
 from queue import Queue
 
@@ -17,11 +17,7 @@ from megatron.core import __version__ as _installed
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.models.common.embeddings import (
-    RotaryEmbedding,
-    YarnRotaryEmbedding,
-    rope_utils,
-)
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.optimizer import ChainedOptimizer, clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.safe_globals import safe_load_from_bytes
@@ -113,10 +109,7 @@ def _norm_of_tensors(
 
 def share_angles() -> None:
     """Replaces rotary embeddings: float32 angles, and packed rows without reading their lengths
-    back (rotary.py). Of the angles of 32 lengths, which Megatron keeps, those of the last stay: of
-    long samples they are gigabytes."""
-    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
-        embedding.forward = lru_cache(1)(embedding.forward.__wrapped__)
+    back (rotary.py)."""
     names = vars(rope_utils)
     names |= {
         "_apply_rotary_pos_emb_bshd": rotary.rotate,

@@ -181,7 +181,7 @@ def sent(call: str) -> str:
     from megagrpo.environments.mcp_tools import McpTools
 
     tools, got = object.__new__(McpTools), []
-    tools._tools, tools._max_chars = [{"name": "add"}], 100
+    tools._tools, tools._max_chars, tools._timeout_s = [{"name": "add"}], 100, 20.0
     tools._session = SimpleNamespace(call=lambda name, arguments: got.append(arguments) or "5")
     said, _, _ = tools.step(call)
     return f"{len(got)} sent, {'error' if 'error' in said else 'answered'}"

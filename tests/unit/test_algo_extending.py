@@ -29,7 +29,7 @@ class ToyLoss(Variant):
     weight: float = 1.0
 
 
-""", "    PpoClipLoss |", "    ToyLoss |\n"),
+""", "    PpoClipLoss\n    | GspoLoss", "    ToyLoss |\n"),
     "reward step": ("config/objective/reward_shaping.py", "class RewardShapingConfig(", """
 class RewardBonus(RewardStep):
     bonus: float | None = None

@@ -47,10 +47,14 @@ def run() -> dict[str, str]:
 
 
 def digested_on(mesh, current) -> int:
+    import torch
+
     from megagrpo.weights.expected_digests import ExpectedDigests
 
     where = []
-    weights = SimpleNamespace(mesh=mesh, copies=[], specs={}, parameters=lambda: where.append(current()) or {})
+    weights = SimpleNamespace(
+        mesh=mesh, copies=[], specs={}, parameters=lambda: where.append(current()) or {"w": torch.empty(1)}
+    )
     assert ExpectedDigests(weights).local().shape == (0,)
     return where[0]
 

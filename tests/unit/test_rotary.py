@@ -15,7 +15,6 @@ from megagrpo.tools.certify.tiny_model import hf_config
 prepare_host("cpu")
 
 from megatron.core import tensor_parallel  # noqa: E402  Megatron needs a prepared host
-from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding  # noqa: E402  likewise
 
 from megagrpo.actor.megatron_config import kernels_here, transformer_config  # noqa: E402  likewise
 from megagrpo.config.actor import ActorConfig  # noqa: E402
@@ -69,15 +68,6 @@ def test_angles_of_images_are_the_engines():
     assert torch.equal(angles[: DIM // 2], position * engine_frequencies(1e6))
 
 
-@pytest.mark.parametrize("embedding", [RotaryEmbedding, YarnRotaryEmbedding])
-def test_angles_of_one_length_stay(embedding: type):
-    """The longest sample of a micro-batch is another one each time: angles of 256k places are 128 MiB."""
-    rotary = embedding(DIM, rotary_percent=1.0, use_cpu_initialization=True)
-    for length in range(8, 48):
-        rotary(length, packed_seq=True)
-    assert embedding.forward.cache_info().currsize == 1
-
-
 class _Largest(TorchDispatchMode):
     """Notes the largest tensor that is made inside."""
 
@@ -94,7 +84,7 @@ def test_places_of_recurrent_layers_are_as_many_as_tokens():
     """Not as many as samples times the longest: one long sample is among many short ones."""
     lengths = [4] * 100 + [1024]
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    packed = PackedSequences.make(bounds, max(lengths), 2)
+    packed = PackedSequences.make(bounds, lengths, 2)
     packed.cp_group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
     with _Largest() as largest:
         places = _places(sum(lengths) // 2, packed)

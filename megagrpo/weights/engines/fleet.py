@@ -112,6 +112,16 @@ class EngineFleet:
         if writing:
             self._announce("update", "died before it could be updated")
 
+        if self._mailbox is not None and not all(engine.copies for engine in self.alive):
+            # once for all of them, because JSON of a trillion parameters' tensors takes 0.2 s, and
+            # again for later ones, because others may have overwritten it meanwhile
+            self._mailbox.delete(self._specs_key)
+            message = {
+                name: (shape, str(dtype).removeprefix("torch."))
+                for name, (shape, dtype) in self._specs.items()
+            }
+            self._specs_key = self._mailbox.put("specs", message)
+
         def open_one(engine: EngineConnection) -> None:
             engine.pause()
             if not engine.copies:
@@ -257,12 +267,6 @@ class EngineFleet:
             self._mailbox = Mailbox(
                 listening_store(address_towards(info.url), self._config.weights.timeout_s)
             )
-            # once, because JSON of a trillion parameters' tensors takes 0.2 s
-            message = {
-                name: (shape, str(dtype).removeprefix("torch."))
-                for name, (shape, dtype) in self._specs.items()
-            }
-            self._specs_key = self._mailbox.put("specs", message)
         tp = self._config.rollout.tp
         key = self._registry.api_key
         engine = EngineConnection(info, tp, self._mailbox, key, self._patience_s)

@@ -216,7 +216,7 @@ def _tokens_of_first_rank() -> AbstractContextManager[None]:
 
 def _windows_of_their_own() -> AbstractContextManager[None]:
     """A key sums both halves of its own four tokens' numbers, none of the four before."""
-    return patch.multiple(compressed_layer, _with_window_before=lambda t, none: torch.cat(t.chunk(2, -1), 2))
+    return patch.multiple(compressed_layer, _with_window_before=lambda t, none: torch.cat(t.chunk(2, -1), -2))
 
 
 def _decays_of_heads() -> AbstractContextManager[None]:
