@@ -1,14 +1,14 @@
 """A whole GRPO step of megagrpo beside one of AReaL 1.0.4, on a CPU, with the same engine.
 
-    PYTHONPATH=. python bench/peers_step.py FOLDER [--steps 3] [--rounds 2]
+    PYTHONPATH=. python bench/peers_step.py FOLDER [--steps 6]
 
 FOLDER: of AReaL's environment, which the first call makes: its packages over those of this Python,
 so both sides use one torch, one transformers and one SGLang. Both train the same tiny Qwen3-MoE in
 float32 on one rank with one thread, and sample from one SGLang engine that is started as our service
-starts it. Prompts, grader, objective and optimizer are the same. A round runs megagrpo, then AReaL,
-each from the same files for a warm-up step and `--steps` measured ones; the table has the least
-CPU seconds, of all processes of a side, the engine included. Wall seconds are in the JSON: the load
-of a shared machine differs between the sides.
+starts it. Prompts, grader, objective and optimizer are the same. The sides take turns, step by step:
+a warm-up step and `--steps` measured ones, of which the table has the least. CPU seconds are of all
+processes of a side, the engine included. Wall seconds are in the JSON: beside other programs they
+depend on how the machine shares its cores among sessions.
 
 AReaL's warm-up trains on the batch of megagrpo's first step: that compares their results.
 """
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -71,9 +71,11 @@ PHASES = {
 
 
 class Clock:
-    """Seconds of the phases of each step: wall, and CPU of this process and of all below it."""
+    """Seconds of the phases of each step: wall, and CPU of this process and of all below it. A step
+    begins when the other side has made its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.turn, self.side, self.count = args.round / "turn", args.side, args.steps + 1
         ctypes.CDLL(None).prctl(36, 1)  # processes whose parent ends (Ray's) come to this one
         self.steps: list[dict[str, list[float]]] = []
         self.phase, self.began = "", (0.0, 0.0)
@@ -87,7 +89,12 @@ class Clock:
                 a + b - c for a, b, c in zip(spent, now, self.began, strict=True)
             ]
         if phase == BEGINNING:
+            if self.steps:
+                (other,) = SIDES.keys() - {self.side}
+                self.turn.write_text(other)
             self.steps.append({})
+            while len(self.steps) <= self.count and self.turn.read_text() != self.side:
+                time.sleep(0.1)
             self.below = psutil.Process().children(recursive=True)
         self.phase, self.began = phase, (time.perf_counter(), self.cpu_seconds())
 
@@ -139,12 +146,14 @@ def experiment(folder: Path, args: argparse.Namespace) -> Path:
 
 
 @contextmanager
-def process(command: list[str], log: Path, env: dict[str, str]) -> Iterator[None]:
+def process(
+    command: list[str], log: Path, env: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen]:
     """Starts a program, and ends it with the block."""
     with log.open("wb") as output:
         child = subprocess.Popen(command, stdout=output, stderr=output, env=env)
     try:
-        yield
+        yield child
     finally:
         child.terminate()
         child.wait()
@@ -155,7 +164,7 @@ def run_megagrpo(path: Path, args: argparse.Namespace) -> dict:
     from megagrpo.config.load import load_config
     from megagrpo.loop.ranks import guarded, start_progress
 
-    config, clock = load_config(path), Clock()
+    config, clock = load_config(path), Clock(args)
 
     def body(device) -> None:
         from megagrpo.loop.run import start_run
@@ -248,7 +257,7 @@ def run_areal(path: Path, args: argparse.Namespace) -> dict:
     from areal.workflow.rlvr import RLVRWorkflow
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    folder, clock = path.parent, Clock()
+    folder, clock = path.parent, Clock(args)
     sys.path.insert(0, str(folder))
     from grader import reward
 
@@ -297,6 +306,7 @@ def run_areal(path: Path, args: argparse.Namespace) -> dict:
         for step in range(args.steps + 1):
             clock.enter(BEGINNING)
             clock.enter("rollout")
+            sampler.resume()
             batch = actor.prepare_batch(loader, workflow, group_size=GROUP)
             clock.enter("what follows rollout")
             if step == 0:
@@ -314,8 +324,7 @@ def run_areal(path: Path, args: argparse.Namespace) -> dict:
             sampler.pause()
             actor.update_weights(meta.with_version(step + 1))
             actor.set_version(step + 1)
-            sampler.set_version(step + 1)
-            sampler.resume()
+            sampler.set_version(step + 1)  # paused, else it would sample in the other's step
             clock.enter("what follows publish")
             if step == 0:  # AReaL's values are those of the next token
                 for name, mine in zip(
@@ -331,11 +340,10 @@ def run_areal(path: Path, args: argparse.Namespace) -> dict:
     return {"steps": clock.steps, "metrics": metrics, "compared": compared}
 
 
-def table(rounds: list[dict[str, dict]]) -> list[list[str]]:
+def table(found: dict[str, dict]) -> list[list[str]]:
     """Returns the rows of the phases, of the whole step, and of the batch that both trained on."""
-    sides = {  # of each measured step
-        side: [step for one in rounds for step in one[side]["steps"][1:-1]] for side in rounds[0]
-    }
+    # without the warm-up, and what follows the last
+    sides = {side: one["steps"][1:-1] for side, one in found.items()}
 
     def row(name: str, phases: frozenset[str]) -> list[str]:
         ours, theirs = (
@@ -348,7 +356,7 @@ def table(rounds: list[dict[str, dict]]) -> list[list[str]]:
     rows = [row(name, frozenset((phase,))) for phase, name in PHASES.items()]
     rows.append(row("the rest", everything - PHASES.keys()))
     rows.append(row("the step", everything))
-    ours, theirs = rounds[0]["megagrpo"]["metrics"], rounds[0]["AReaL"]["metrics"]
+    ours, theirs = found["megagrpo"]["metrics"], found["AReaL"]["metrics"]
     first = next(entry for entry in ours if "optim/grad_norm" in entry)
     for name, mine, its in (
         ("gradient norm, one batch", "optim/grad_norm", "grad_norm"),
@@ -356,42 +364,40 @@ def table(rounds: list[dict[str, dict]]) -> list[list[str]]:
     ):
         value = theirs[0][f"ppo_actor/update/{its}"]
         rows.append([name, f"{first[mine]:.6f}", f"{value:.6f}"])
-    for name, value in rounds[0]["AReaL"]["compared"].items():
+    for name, value in found["AReaL"]["compared"].items():
         rows.append([f"{name}, one batch", "", f"differ by {value:.1g}"])
     return rows
 
 
 def measure(args: argparse.Namespace) -> None:
     """Runs both sides in turns, and writes the table."""
-    rounds = []
-    for number in range(args.rounds):
-        folder = args.folder / f"round{number}"
-        shutil.rmtree(folder, ignore_errors=True)
-        experiment(folder, args)
-        rounds.append({})
+    folder = args.folder / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    experiment(folder, args)
+    (folder / "turn").write_text("megagrpo")
+    with ExitStack() as stack:
+        sides = []
         for side in SIDES:
-            command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--side", side]
-            with (folder / f"{side}.log").open("wb") as log:
-                subprocess.run(
-                    [*command, "--round", str(folder)], check=True, stdout=log, stderr=log
-                )
-            rounds[-1][side] = json.loads((folder / f"{side}.json").read_text())
+            words = [*sys.argv[1:], "--side", side, "--round", str(folder)]
+            command = [sys.executable, "-W", "ignore", __file__, *words]
+            sides.append(stack.enter_context(process(command, folder / f"{side}.log")))
+        while any(side.poll() is None for side in sides):
+            if any(side.poll() for side in sides):
+                raise RuntimeError(f"a side failed, see {folder}/*.log")
+            time.sleep(1)
+    found = {side: json.loads((folder / f"{side}.json").read_text()) for side in SIDES}
     header = ("phase", "megagrpo, CPU s", "AReaL, CPU s")
-    data = provenance() | {"tokens": args.tokens, "rounds": rounds}
-    write_results("peers_step_areal", data, header, table(rounds), args.results)
+    data = provenance() | {"options": {"tokens": args.tokens}, "sides": found}
+    write_results("peers_step_areal", data, header, table(found), args.results)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="of AReaL's environment, and of the runs")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=64, help="most of a response")
     parser.add_argument(
-        "--micro-batch",
-        type=int,
-        default=1024,
-        help="tokens, of AReaL; 512 takes as long, 256 longer",
+        "--micro-batch", type=int, default=1024, help="tokens, of AReaL: its best of 256, 512, 1024"
     )
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--side", choices=("environment", *SIDES), help=argparse.SUPPRESS)
