@@ -53,7 +53,7 @@ class McpTools:
         command: str = "",
         url: str = "",
         max_chars: int = 4000,
-        timeout_s: float = 20.0,
+        timeout_s: float = 14.0,  # twice that is below the environment's 30
     ):
         if bool(command) == bool(url):
             raise ValueError("args.command or args.url, one of them")

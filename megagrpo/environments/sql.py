@@ -2,7 +2,7 @@
 the answer.
 
 A query runs on a read-only copy in memory, for a bounded number of steps of SQLite's machine, some of
-which take seconds, and for some seconds of processor time.
+which take seconds, and for a bounded processor time.
 """
 
 import re
@@ -28,12 +28,14 @@ _FENCE = re.compile(r"\A```(?:(?!(?:select|with|values)\b)\w+\s*\n|sql(?:ite)?\b
 _INNERMOST = re.compile(r"\([^()]*\)")
 _ORDER = re.compile(r"\border\s+by\b", re.IGNORECASE)
 _TICK = 10  # steps of SQLite's machine between two looks at the budget
-_CPU_S = 5.0  # for a query, far below the environment's timeout_s
+_STEP_S = 5e-6  # of processor time for a step, on average
+_CPU_S = 5.0  # for a query of few steps
 _MAX_PATTERN = 1000  # bytes of LIKE's, whose steps are the product of pattern and text
 _MAX_BYTES = 1_000_000  # of one value, a query included
 _MAX_RESULT = 16_000_000  # bytes of a query's rows
+_MAX_HEAP = 500_000_000  # bytes that SQLite takes, also for rows that it orders first
 # a Warning: two statements; a ValueError: a null character
-_FAILURES = (sqlite3.Error, sqlite3.Warning, ValueError)
+_FAILURES = (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError)
 
 
 def _unfenced(text: str) -> str:
@@ -90,7 +92,7 @@ class Sql:
         try:
             rows, tables = self._rows(_unfenced(text))
         except _FAILURES as exc:
-            return f"error: {exc}\n"[-self._max_chars :], 0.0, False
+            return f"error: {str(exc) or 'too much memory'}\n"[-self._max_chars :], 0.0, False
         if tables <= _SCHEMA:
             lines = ["|".join(map(str, row)) for row in rows[: self._max_rows]]
             if len(rows) > self._max_rows:
@@ -105,7 +107,7 @@ class Sql:
         """Returns the rows of a query and the tables that it reads. Raises _FAILURES."""
         tables: set[str] = set()
         left = self._max_steps // _TICK
-        until = time.thread_time() + _CPU_S
+        until = time.thread_time() + max(_CPU_S, self._max_steps * _STEP_S)
 
         def authorize(action: int, name: str | None, *_: object) -> int:
             if action == sqlite3.SQLITE_READ:
@@ -122,6 +124,7 @@ class Sql:
         with closing(sqlite3.connect(":memory:")) as copy:
             copy.deserialize(self._image)
             copy.execute("pragma temp_store = memory")
+            copy.execute(f"pragma hard_heap_limit = {_MAX_HEAP}")  # of this process
             copy.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_BYTES)
             copy.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, _MAX_PATTERN)
             copy.set_authorizer(authorize)

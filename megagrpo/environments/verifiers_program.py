@@ -7,7 +7,6 @@ endpoint of its rollout.
 """
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 
 from megagrpo.rollout.agents.program_worker import foreign_environment
@@ -31,21 +30,18 @@ class _Player:
         """Returns the reward of an episode and a note. Raises RuntimeError."""
         self.left -= 1
         self._running += 1
-        with ExitStack() as stack:
-            stack.callback(self._leave)
-            try:
-                process = await self._slot.started()
-                result, error = await process.call({"base_url": base_url, "index": index})
-            except WorkerError as exc:
-                raise RuntimeError(f"{self._name}: its process died: {exc}") from exc
+        try:
+            process = await self._slot.started()
+            result, error = await process.call({"base_url": base_url, "index": index})
+        except WorkerError as exc:
+            raise RuntimeError(f"{self._name}: its process died: {exc}") from exc
+        finally:
+            self._running -= 1
+            if self.left <= 0 and not self._running:
+                self._slot.kill()
         if error is not None:
             raise RuntimeError(error)
         return dict(zip(("reward", "info"), result, strict=True))
-
-    def _leave(self) -> None:
-        self._running -= 1
-        if self.left <= 0 and not self._running:
-            self._slot.kill()
 
 
 _players: dict[tuple[str, str], _Player] = {}

@@ -76,8 +76,9 @@ def test_the_model_sees_ends_and_outputs_and_the_same_paths_everywhere(runtime: 
     assert outcomes[0].value == 0.0
 
 
-def test_a_command_that_no_command_line_holds_is_answered():
-    outcomes, requests = work(bash("#" * 100_001), says("Done."), tokens=230_000)
+@pytest.mark.parametrize("command", ["#" * 100_001, "#" + 18_000 * " /tmp"], ids=["long", "written longer"])
+def test_a_command_that_no_command_line_holds_is_answered(command: str):
+    outcomes, requests = work(bash(command), says("Done."), tokens=230_000)
     assert outcomes[0].ok and "exit code 126" in LETTERS.decode(requests[1]["input_ids"][-200:]), outcomes
 
 

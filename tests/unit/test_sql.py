@@ -1,5 +1,7 @@
 """The environment `sql`: what a query may do, what counts as an answer; and the laptop examples' rows."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -94,8 +96,25 @@ def test_few_steps_that_take_long_are_bounded(monkeypatch):
     text, part = (f"replace(hex(zeroblob({size})), '00', 'a')" for size in (200_000, 90_000))
     numbers = "with recursive r(n) as (select 1 union all select n + 1 from r limit 9999)"
     slow = f"{numbers} select max(instr({text}, {part} || n)) from r"
-    environment, began = Sql(ROW, 0), time.thread_time()
+    environment, began = Sql(ROW, 0, max_steps=40_000), time.thread_time()
     assert environment.step(slow) == ("error: interrupted\n", 0.0, False) and time.thread_time() - began < 10
+
+
+def test_many_steps_may_take_long(monkeypatch):
+    monkeypatch.setattr(sql, "_CPU_S", 0.0)
+    many = "with recursive r(n) as (select 1 union all select n + 1 from r limit 9999) select max(n) from r"
+    assert Sql(ROW, 0, max_steps=10_000_000).step(many) == ("9999\n", 0.0, False)
+
+
+def test_rows_that_are_ordered_take_bounded_memory():
+    """In a process of its own, whose heap cannot grow again."""
+    rows = "with recursive r(n) as (select 1 union all select n + 1 from r limit 9999)"
+    script = (
+        "from megagrpo.environments import sql\nsql._MAX_HEAP = 20_000_000\n"
+        f"print(sql.Sql({ROW!r}, 0).step('{rows} select n, zeroblob(900000) from r order by n desc'))"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.stdout == "('error: too much memory\\n', 0.0, False)\n", ended.stderr
 
 
 def test_what_is_shown_is_bounded():

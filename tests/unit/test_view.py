@@ -2,7 +2,9 @@
 
 import json
 import re
+import socket
 import threading
+import time
 from contextlib import closing
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -17,6 +19,7 @@ from megagrpo.config.schema import LogConfig
 from megagrpo.monitor.rollout_log import RolloutLog
 from megagrpo.monitor.step_log import StepLog
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.view import command
 from megagrpo.tools.view.command import view_server, write_view
 from megagrpo.tools.view.samples import read_samples, spread
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
@@ -135,6 +138,18 @@ def test_half_a_character_in_a_graders_detail_is_shown(tmp_path):
     assert run["groups"][0]["samples"][0]["outcome"]["detail"] == "cut \ud83d"
 
 
+def test_turns_and_prompts_of_samples_count(tmp_path):
+    (group,) = made_groups(1, num_groups=1)
+    ids = tuple(range(100)) * 5
+    walk = [Sample(i, ids, 500 * (-0.5,), "stop", 0, "", rollout=0, prompt_ids=ids) for i in range(4)]
+    walk = [replace(sample, loss_mask=tuple(i % 2 == 0 for i in range(500))) for sample in walk]
+    outcome = Outcome("score", 1.0, end="done")
+    with closing(RolloutLog(RunFolder(tmp_path), 0, decode=lambda ids: "x" * 400 * len(ids))) as log:
+        log.write(1, [replace(group, samples=tuple(walk), outcomes=(outcome,)) for _ in range(3)])
+    data, _ = read_samples(RunFolder(tmp_path), 300_000)
+    assert len(json.dumps(data)) < 600_000
+
+
 def test_one_huge_response_does_not_fill_the_page(tmp_path):
     (group,) = made_groups(1, num_groups=1)
     long = replace(group.samples[0], text="x" * 1_000_000)
@@ -214,7 +229,7 @@ def test_reasoning_is_folded(page):
     ]
 
 
-def test_a_served_page_is_made_anew_and_needs_its_address(tmp_path):
+def test_a_served_page_is_made_anew_and_needs_its_address(tmp_path, capsys):
     folder = RunFolder(tmp_path / "run")
     server, url = view_server([folder], 20.0, 0)
     thread = threading.Thread(target=server.serve_forever)
@@ -226,9 +241,34 @@ def test_a_served_page_is_made_anew_and_needs_its_address(tmp_path):
         answer = httpx.get(url)
         assert [run["name"] for run in runs_of(answer.text)] == ["run"] and '"renew_s":60' in answer.text
         assert httpx.get(url.rsplit("/", 1)[0] + "/").status_code == 404
+        with socket.create_connection(server.server_address):  # as browsers open one for later
+            assert httpx.get(url).status_code == 200
+        assert cli.main(["view", str(folder.path), "--serve", str(server.server_port)]) == 2
+        assert f"--serve {server.server_port}: [Errno" in capsys.readouterr().err
     finally:
         server.shutdown()
         thread.join()
+        server.server_close()
+
+
+def test_a_served_page_that_takes_long_comes_in_the_end(browser, tmp_path, monkeypatch):
+    folder, make_page = make_run(tmp_path / "run"), command._page
+
+    def slowly(*arguments):
+        time.sleep(3)  # longer than the page waits before it looks again
+        return make_page(*arguments)
+
+    monkeypatch.setattr(command, "_page", slowly)
+    monkeypatch.setattr(command, "_RENEW_S", 0.5)
+    server, url = view_server([folder], 20.0, 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        browser.open(url)
+        browser.value("window.before = true")
+        browser.wait("window.before === undefined && document.readyState === 'complete'")
+    finally:
+        browser.call("Page.navigate", url="about:blank")
+        server.shutdown()
         server.server_close()
 
 

@@ -49,7 +49,7 @@ class Local:
         self._variables = {
             "PATH": f"{os.path.dirname(interpreter())}:/usr/local/bin:/usr/bin:/bin",
             "LANG": "C.UTF-8",
-            "HOME": self._here("/tmp"),
+            "HOME": self.written("/tmp"),
             "MEGAGRPO_SANDBOX": str(self._scratch),  # which finds those in other sessions
             **environment.get("env", {}),
         }
@@ -83,7 +83,7 @@ class Local:
             words = [*self._bubblewrap(), *words]
         with tempfile.TemporaryFile() as file:
             process = await asyncio.create_subprocess_exec(
-                *(*words, self._limits + self._here(command)),
+                *(*words, self._limits + self.written(command)),
                 cwd=self._scratch / "app",
                 env=self._variables,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -110,7 +110,7 @@ class Local:
         self._shown += ["tests", "logs"]
         self._variables |= self._tests_variables
         for path in () if self._isolated else (*tests.rglob("*.sh"), *tests.rglob("*.py")):
-            path.write_bytes(os.fsencode(self._here(os.fsdecode(path.read_bytes()))))
+            path.write_bytes(os.fsencode(self.written(os.fsdecode(path.read_bytes()))))
         # by its own first line, which may be `#!/bin/bash -e`
         end, said = await self.run("chmod +x /tests/test.sh; /tests/test.sh", seconds)
         if end == "time limit":
@@ -137,7 +137,8 @@ class Local:
                 if other.environ().get("MEGAGRPO_SANDBOX") == str(self._scratch):
                     other.kill()
 
-    def _here(self, text: str) -> str:
+    def written(self, text: str) -> str:
+        """Returns a command as it stands in a command line."""
         return text if self._isolated else _PATH.sub(f"{self._scratch}/", text)
 
     def _bubblewrap(self) -> list[str]:

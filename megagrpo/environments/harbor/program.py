@@ -8,6 +8,7 @@ folders for `data.path`.
 import json
 import math
 import re
+import shlex
 import sys
 import time
 import tomllib
@@ -52,6 +53,10 @@ class Hosted:
     def __init__(self, folder: Path, runtime: str, python: str):
         command = [python or sys.executable, str(_HOSTED), str(folder), runtime]
         self._process = WorkerProcess(command, variables=foreign_environment({}))
+
+    def written(self, text: str) -> str:
+        """Returns a command as it stands in a command line."""
+        return shlex.quote(text)
 
     async def run(self, command: str, seconds: float) -> tuple[str, str]:
         """Returns how a command ended, and its output. Raises RuntimeError."""
@@ -121,11 +126,11 @@ async def play_harbor(
             if not found or used >= limits[0]:
                 break
             began = time.monotonic()
-            command = found[-1]
+            written = sandbox.written(found[-1])
             end = "exit code 126"
             output = f"it has a null character, or over {_LONGEST:,} bytes"
-            if _fits(command):
-                end, output = await sandbox.run(command, min(command_s, limits[0] - used))
+            if "\0" not in written and len(written.encode()) <= _LONGEST:
+                end, output = await sandbox.run(found[-1], min(command_s, limits[0] - used))
             used += time.monotonic() - began
             killed += end == "time limit"
             said = f"{end}\n```\n{output[-_MAX_CHARS:]}\n```\n"
@@ -145,10 +150,6 @@ def _refuse_unknown(task: Mapping, folder: Path) -> None:
     keys = {f"{name}.{key}" for name, part in parts.items() for key in part}
     if unknown := (keys | task.keys()) & _UNKNOWN:
         raise ValueError(f"{folder}/task.toml: no agent here knows {', '.join(sorted(unknown))}")
-
-
-def _fits(command: str) -> bool:
-    return "\0" not in command and len(command.encode()) <= _LONGEST
 
 
 async def _turn(client: aiohttp.ClientSession, base_url: str, messages: list) -> dict | None:

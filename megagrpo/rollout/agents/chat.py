@@ -117,15 +117,11 @@ def _openai_error(status: int, code: str, text: str) -> Body:
     return {"error": {"message": text, "type": kind, "code": code, "param": None}}
 
 
-def _blocks(content: str | list[dict] | None) -> list[dict]:
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    return content or []
-
-
 def _from_anthropic(message: Message) -> list[Message]:
     """Returns a message of blocks as messages; the output of each tool becomes one message."""
-    blocks, out = _blocks(message["content"]), list[Message]()
+    blocks, out = message["content"] or [], list[Message]()
+    if isinstance(message["content"], str):
+        blocks = [{"type": "text", "text": message["content"]}]
     texts = [
         block for block in blocks if block["type"] not in ("tool_use", "tool_result", "thinking")
     ]

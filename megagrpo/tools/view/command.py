@@ -8,10 +8,11 @@ import json
 import re
 import secrets
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
 
+from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import RunFolder, write_whole
 from megagrpo.tools.view.samples import read_curves, read_samples
 
@@ -30,10 +31,13 @@ def write_view(folders: list[RunFolder], sample_mb: float, output: Path | None) 
     return "\n".join([f"page: {output} ({output.stat().st_size / 1e6:.1f} MB)", *lines])
 
 
-def view_server(folders: list[RunFolder], sample_mb: float, port: int) -> tuple[HTTPServer, str]:
+def view_server(
+    folders: list[RunFolder], sample_mb: float, port: int
+) -> tuple[ThreadingHTTPServer, str]:
     """Returns a server on this machine that makes the page anew for each request, and its address.
 
-    port: 0 takes a free one. The address holds a key, because other users can reach the port.
+    port: 0 takes a free one. The address holds a key, because other users can reach the port. Raises
+    ValueError for a port that cannot be had.
     """
     path = f"/{secrets.token_urlsafe(16)}"
 
@@ -50,13 +54,16 @@ def view_server(folders: list[RunFolder], sample_mb: float, port: int) -> tuple[
             self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(page)))
-            self.end_headers()
-            self.wfile.write(page)
+            with suppress(ConnectionError):  # the browser has left meanwhile
+                self.end_headers()
+                self.wfile.write(page)
 
         def log_message(self, format: str, *args: object) -> None:
             """Logs nothing: the address holds the key."""
 
-    server = HTTPServer(("127.0.0.1", port), Handler)
+    with translated(f"--serve {port}", OSError, OverflowError):
+        # with threads: browsers open connections on which they ask for nothing
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     return server, f"http://127.0.0.1:{server.server_port}{path}"
 
 
@@ -68,12 +75,9 @@ def _page(
     runs = []
     lines = []
     for folder, name in zip(folders, _names(folders), strict=True):
-        if not folder.metrics.is_file():
-            raise ValueError(
-                f"{folder.metrics}: no such file; a run folder has one after its first step"
-            )
+        curves = read_curves(folder)
         samples, notes = read_samples(folder, sample_mb * 1e6)
-        runs.append({"name": name, **samples, "curves": read_curves(folder), "notes": notes})
+        runs.append({"name": name, **samples, "curves": curves, "notes": notes})
         lines += [f"{name}: {note}" for note in notes]
     title = " | ".join(run["name"] for run in runs)
     return _build_page({"runs": runs, "renew_s": renew_s}, title), lines
@@ -127,13 +131,14 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Adds the options of the command line."""
     option = command.add_argument
     option("run_dirs", metavar="RUN", nargs="+", help="run folder, or several for one page")
-    option(
+    target = command.add_mutually_exclusive_group()
+    target.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
         help="the page; default: view.html in the first run folder",
     )
-    option(
+    target.add_argument(
         "--serve",
         type=int,
         nargs="?",

@@ -7,7 +7,7 @@ from typing import TypeVar
 from megagrpo.monitor.rollout_log import read_rollouts
 from megagrpo.monitor.step_lines import read_step_lines
 from megagrpo.monitor.step_log import read_metrics
-from megagrpo.system.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder, json_bytes
 
 T = TypeVar("T")
 _MAX_STEPS = 200
@@ -21,7 +21,6 @@ CURVES = (
     "time/step_s",
 )
 _MAX_TEXT = 20_000  # characters of one prompt or response
-_TOKEN_BYTES = 12  # of a token in the page: its id and its difference
 
 
 def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
@@ -112,16 +111,16 @@ def _group(
     """
     group = record | {"step": step, "size": len(record["samples"]), "samples": []}
     group |= {"prompt": _cut(record["prompt"]), "answer": _cut(record["answer"])}
-    size = len(group["prompt"])
+    size = len(json_bytes(group))
     for index, sample in enumerate(record["samples"]):
         outcome = sample["outcome"] | {"detail": _cut(sample["outcome"]["detail"])}
         # as batching/batch.py numbers samples
         update = trained.get((step, record["group_id"] * most + index), {"advantage": None})
-        shown = sample | {"index": index, "text": _cut(sample["text"]), "outcome": outcome} | update
+        shown = sample | {"index": index, "outcome": outcome} | update
+        shown |= {key: _cut(sample[key]) for key in ("prompt", "text") if key in sample}
         if turns := sample.get("turns"):
             shown["turns"] = [turn | {"text": _cut(turn["text"])} for turn in turns]
-        own = (2 if turns else 1) * len(shown["text"]) + 150
-        own += _TOKEN_BYTES * len(update.get("tokens", {}).get("ids", ()))
+        own = len(json_bytes(shown))
         if size + own > allowance and (group["samples"] or not first):
             break
         group["samples"].append(shown)

@@ -331,7 +331,11 @@ function renew() {
   for (const kind of ["pointerdown", "keydown", "wheel", "scroll"]) {
     addEventListener(kind, () => { lastInput = Date.now(); }, { capture: true, passive: true });
   }
-  setInterval(() => { if (Date.now() - lastInput > DATA.renew_s * 1000) location.reload(); }, 1000);
+  const timer = setInterval(() => {
+    if (Date.now() - lastInput <= DATA.renew_s * 1000) return;
+    clearInterval(timer); // another reload would begin anew, and a large page takes seconds
+    location.reload();
+  }, 1000);
 }
 
 fillControls();
