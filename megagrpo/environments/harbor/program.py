@@ -108,11 +108,12 @@ async def play_harbor(
     messages[-1] = messages[-1] | {"content": introduction + messages[-1]["content"]}
     used = 0.0
     killed = 0
-    headers = {"Authorization": f"Bearer {key}"}
-    forever = aiohttp.ClientTimeout(total=None)  # turns wait for engines
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(
-            aiohttp.ClientSession(headers=headers, timeout=forever)
+            aiohttp.ClientSession(
+                headers={"Authorization": f"Bearer {key}"},
+                timeout=aiohttp.ClientTimeout(total=None),  # turns wait for engines
+            )
         )
         sandbox: Local | Hosted
         if runtime in ("bubblewrap", "subprocess"):
@@ -126,11 +127,11 @@ async def play_harbor(
             if not found or used >= limits[0]:
                 break
             began = time.monotonic()
-            written = sandbox.written(found[-1])
+            command = found[-1]
             end = "exit code 126"
             output = f"it has a null character, or over {_LONGEST:,} bytes"
-            if "\0" not in written and len(written.encode()) <= _LONGEST:
-                end, output = await sandbox.run(found[-1], min(command_s, limits[0] - used))
+            if _fits(sandbox.written(command)):
+                end, output = await sandbox.run(command, min(command_s, limits[0] - used))
             used += time.monotonic() - began
             killed += end == "time limit"
             said = f"{end}\n```\n{output[-_MAX_CHARS:]}\n```\n"
@@ -150,6 +151,10 @@ def _refuse_unknown(task: Mapping, folder: Path) -> None:
     keys = {f"{name}.{key}" for name, part in parts.items() for key in part}
     if unknown := (keys | task.keys()) & _UNKNOWN:
         raise ValueError(f"{folder}/task.toml: no agent here knows {', '.join(sorted(unknown))}")
+
+
+def _fits(command: str) -> bool:
+    return "\0" not in command and len(command.encode()) <= _LONGEST
 
 
 async def _turn(client: aiohttp.ClientSession, base_url: str, messages: list) -> dict | None:

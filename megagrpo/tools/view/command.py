@@ -75,12 +75,11 @@ def _page(
     runs = []
     lines = []
     for folder, name in zip(folders, _names(folders), strict=True):
-        curves = read_curves(folder)
         samples, notes = read_samples(folder, sample_mb * 1e6)
-        runs.append({"name": name, **samples, "curves": curves, "notes": notes})
+        runs.append({"name": name, **samples, "curves": read_curves(folder), "notes": notes})
         lines += [f"{name}: {note}" for note in notes]
-    title = " | ".join(run["name"] for run in runs)
-    return _build_page({"runs": runs, "renew_s": renew_s}, title), lines
+    page = {"runs": runs, "renew_s": renew_s}
+    return _build_page(page, " | ".join(run["name"] for run in runs)), lines
 
 
 def _names(folders: list[RunFolder]) -> list[str]:
