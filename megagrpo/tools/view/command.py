@@ -78,8 +78,9 @@ def _page(
         samples, notes = read_samples(folder, sample_mb * 1e6)
         runs.append({"name": name, **samples, "curves": read_curves(folder), "notes": notes})
         lines += [f"{name}: {note}" for note in notes]
-    page = {"runs": runs, "renew_s": renew_s}
-    return _build_page(page, " | ".join(run["name"] for run in runs)), lines
+    return _build_page(
+        {"runs": runs, "renew_s": renew_s}, " | ".join(run["name"] for run in runs)
+    ), lines
 
 
 def _names(folders: list[RunFolder]) -> list[str]:
