@@ -1,7 +1,5 @@
 """The environment `sql`: what a query may do, what counts as an answer; and the laptop examples' rows."""
 
-import subprocess
-import sys
 import time
 
 import pytest
@@ -104,17 +102,6 @@ def test_many_steps_may_take_long(monkeypatch):
     monkeypatch.setattr(sql, "_CPU_S", 0.0)
     many = "with recursive r(n) as (select 1 union all select n + 1 from r limit 9999) select max(n) from r"
     assert Sql(ROW, 0, max_steps=10_000_000).step(many) == ("9999\n", 0.0, False)
-
-
-def test_rows_that_are_ordered_take_bounded_memory():
-    """In a process of its own, whose heap cannot grow again."""
-    rows = "with recursive r(n) as (select 1 union all select n + 1 from r limit 9999)"
-    script = (
-        "from megagrpo.environments import sql\nsql._MAX_HEAP = 20_000_000\n"
-        f"print(sql.Sql({ROW!r}, 0).step('{rows} select n, zeroblob(900000) from r order by n desc'))"
-    )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert ended.stdout == "('error: too much memory\\n', 0.0, False)\n", ended.stderr
 
 
 def test_what_is_shown_is_bounded():
