@@ -136,11 +136,11 @@ class CompressedMixer(CutModule):
         for prefix in self._made:
             keys += [self._projected(hidden, prefix + name) for name in ("wkv", "wgate")]
         grids = packed.grids(len(hidden))
-        sequence, place = grids.key_at
         whole = gathered(torch.cat(keys, -1), packed)
-        whole = whole.new_empty(whole.shape).index_copy(
-            0, packed.cu_seqlens_q[sequence] + place, whole
-        )
+        if packed.group.size() > 1:  # rank after rank
+            sequence, place = grids.key_at
+            places = packed.cu_seqlens_q[sequence] + place
+            whole = whole.new_empty(whole.shape).index_copy(0, places, whole)
         own = [length // packed.group.size() for length in packed.lengths]
         rows = [t.split(own) for t in (self._normed(queries), asked.detach(), grids.position)]
         every = zip(*rows, whole.split([*packed.lengths]), strict=True)
