@@ -42,7 +42,7 @@ class Scheduler:
         return name, folder
 
     def problems(self, paths: set[Path], dry_run: bool) -> list[str]:
-        """Returns what a request for these nodes lacks. paths: of what outlives a pod."""
+        """Returns what a request for these nodes lacks. paths: of files that must outlive a pod."""
         problems = []
         if not dry_run:
             problems.append(

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from megagrpo.models.architecture import Architecture
     from megagrpo.models.fields import Fields, Kernels
 
+FLA_CHUNK = 64  # tokens that flash-linear-attention's kernels compute at once
+
 
 class Recurrence(ABC):
     """Mixes the tokens of a sequence through a state, at a cost that grows with the length."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from megagrpo.models.config_json import HfConfig
 from megagrpo.models.costs import FP32, LayerCost, Share
-from megagrpo.models.kinds.recurrence import Recurrence, recurrent_cost
+from megagrpo.models.kinds.recurrence import FLA_CHUNK, Recurrence, recurrent_cost
 from megagrpo.models.tensors import Shard, TensorSpec, load_groups
 
 if TYPE_CHECKING:
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from megagrpo.models.architecture import Architecture
     from megagrpo.models.kinds.gated_delta.layer import GatedDeltaNet
-
-_CHUNK = 64  # tokens that flash-linear-attention's kernel computes at once
 
 
 @dataclass(frozen=True)
@@ -114,8 +112,8 @@ class GatedDelta(Recurrence):
         rows = self.rows / p.tp
         # input of the convolution; queries, keys and values, each in one piece; the system of a chunk;
         # the rule's output, gates and their product; decay and beta, and sums of them
-        kept = (self.channels / p.tp + 2 * keys + 4 * values + heads * _CHUNK) * at.width
+        kept = (self.channels / p.tp + 2 * keys + 4 * values + heads * FLA_CHUNK) * at.width
         kept += 4 * heads * FP32
         # of a token: products in its chunk; the state is read twice and written
-        rule = 2 * _CHUNK * (3 * keys + 2 * values) + 6 * keys * self.value_dim
+        rule = 2 * FLA_CHUNK * (3 * keys + 2 * values) + 6 * keys * self.value_dim
         return recurrent_cost(at, rows, values, kept, rule, copies=5)

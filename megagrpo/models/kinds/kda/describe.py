@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from megagrpo.models.config_json import HfConfig
 from megagrpo.models.costs import FP32, LayerCost, Share
-from megagrpo.models.kinds.recurrence import Recurrence, recurrent_cost
+from megagrpo.models.kinds.recurrence import FLA_CHUNK, Recurrence, recurrent_cost
 from megagrpo.models.tensors import Shard, TensorSpec, load_groups
 
 if TYPE_CHECKING:
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from megagrpo.models.architecture import Architecture
     from megagrpo.models.kinds.kda.layer import KimiDeltaAttention
-
-_CHUNK = 64  # tokens that flash-linear-attention's kernel computes at once
 
 
 @dataclass(frozen=True)
@@ -111,10 +109,10 @@ class Kda(Recurrence):
         rows = 5 * values + heads
         # the rows; convolved queries, keys and values; products of a chunk's queries and keys; the
         # rule's output, normed and gated; narrow decays and gates; decays and beta, and sums of them
-        kept = (rows + 6 * values + 2 * heads * _CHUNK + 2 * self.dim / p.tp) * at.width
+        kept = (rows + 6 * values + 2 * heads * FLA_CHUNK + 2 * self.dim / p.tp) * at.width
         kept += 2 * (values + heads) * FP32
         # of a token: products in its chunk; the state is read twice and written; decays and gates come
         # through a narrow projection, not from the hidden state as the other rows
-        rule = 10 * _CHUNK * values + 6 * values * self.dim
+        rule = 10 * FLA_CHUNK * values + 6 * values * self.dim
         narrow = 4 * self.dim * (at.hidden_size / p.tp + values) - 4 * at.hidden_size * values
         return recurrent_cost(at, rows, values, kept, rule + narrow, copies=5)
