@@ -13,6 +13,7 @@ from megagrpo.checkpoint.folder import latest, require_finished
 from megagrpo.cluster.machine import train_ranks
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.loop.ranks import guarded
+from megagrpo.models.folder import ADAPTERS
 from megagrpo.system.environment import under_torchrun
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def refuse_export(
 ) -> None:
     """Raises ValueError for what an export lacks, and for a folder that it would remove. source: the
     checkpoint, if one is named."""
-    described = any((target / name).exists() for name in ("config.json", "adapter_config.json"))
+    described = any((target / name).exists() for name in ("config.json", ADAPTERS))
     others = target.is_file() or (not described and any(target.glob("*")))
     if others or target.resolve() == Path(config.model.path).resolve():
         raise ValueError(

@@ -15,6 +15,7 @@ from torch import Tensor
 from megagrpo.config.actor import LoraConfig
 from megagrpo.mesh import Mesh
 from megagrpo.models.config_json import end_tokens, text_part
+from megagrpo.models.folder import ADAPTERS
 from megagrpo.models.table import begin_of_kept, read_description
 from megagrpo.system.run_folder import whole_folder
 from megagrpo.weights.actor_weights import ActorWeights
@@ -137,6 +138,6 @@ def export_peft(
             }
         with whole_folder(target) as draft:
             save_file(tensors, draft / "adapter_model.safetensors", metadata={"format": "pt"})
-            (draft / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+            (draft / ADAPTERS).write_text(json.dumps(config, indent=2) + "\n")
 
     gather_to_main(plan, adapters.parameters(), mesh, write, f"export to {target}")
