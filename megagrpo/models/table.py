@@ -18,6 +18,7 @@ from megagrpo.models.architecture import Architecture
 from megagrpo.models.config_json import HfConfig, text_part
 from megagrpo.models.families.deepseek_v3 import DeepseekV3, Glm4MoeLite, KimiK25
 from megagrpo.models.families.deepseek_v4 import DeepseekV4
+from megagrpo.models.families.glm5_next import Glm5Next
 from megagrpo.models.families.gpt_oss import GptOss
 from megagrpo.models.families.kimi_linear import KimiLinear
 from megagrpo.models.families.minimax_m2 import MiniMaxM2
@@ -29,7 +30,6 @@ from megagrpo.models.families.sparse_attention import DeepseekV32, GlmMoeDsa
 from megagrpo.models.families.vision_language import Qwen3VL, Qwen3VLMoe, Qwen25VL
 from megagrpo.models.family import Family
 from megagrpo.models.kinds.draft.describe import draft_norms
-from megagrpo.models.kinds.hyper_connections.describe import HEAD
 from megagrpo.models.stored.quantization import (
     dequantized_config,
     quantization_problems,
@@ -65,14 +65,13 @@ FAMILIES: dict[str, Family] = {
     "nemotron_h": NemotronH(),
     "deepseek_v4": DeepseekV4(),
     "kimi_linear": KimiLinear(),
+    "glm5_next": Glm5Next("language_model."),
 }
 # model_type -> what its layers have that no kind here has
 _UNBUILT = {
     "kimi_k3": "its layers take sums of earlier blocks in place of a residual stream "
     "(attn_res_block_size), which pipeline stages here do not hand on; its gates of latent "
     "attention, bounded decays, norm behind latent experts and activation (situ) are not built either",
-    "glm5_next": "its indexer chooses among pooled keys (index_kpool), its Kimi Delta Attention has "
-    "bounded decays (linear_lower_bound), and both stand between residual streams (hc_mult)",
     "qwen4_exp": "its residual streams are mixed by gates of low rank (hc_lowrank), and its layers "
     "take embeddings of n-grams beside those of tokens (ngram_size)",
 }
@@ -152,7 +151,7 @@ def text_tensors(arch: Architecture) -> Iterator[TensorSpec]:
         yield from FAMILIES[arch.family].layer_tensors(arch, index)
     yield TensorSpec("model.norm.weight", (arch.hidden_size,), arch.norm)
     if arch.streams is not None:
-        yield from arch.streams.mixing(arch.hidden_size, HEAD, arch.streams.streams, 1)
+        yield from arch.streams.head_tensors(arch.hidden_size)
     if not arch.tied:
         yield TensorSpec("lm_head.weight", vocabulary, "matrix")
     if arch.draft:
@@ -221,7 +220,7 @@ def attention_length(arch: Architecture) -> int:
     heads = attention.heads * (attention.head_dim + attention.v_dim) // 2
     layers = arch.attention_layers
     if arch.indexer:  # the keys that a query then sees are as many in long sequences
-        heads = arch.indexer.heads * arch.indexer.head_dim // 2
+        heads = arch.indexer.heads * arch.indexer.head_dim // 2 // arch.indexer.pool
     elif attention.most_keys < math.inf:
         layers -= round(layers * attention.limited_share)
     return max(_products(arch) // max(layers, 1) // heads, 1)
@@ -295,7 +294,7 @@ def is_left_out(arch: Architecture, tensor: str) -> bool:
         return True
     if tensor == "lm_head.weight" and arch.tied:
         return True
-    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", tensor)
+    layer = re.fullmatch(r"model\.(?:language_model\.)?layers\.(\d+)\.(.+)", tensor)
     if layer is None or int(layer[1]) < arch.num_layers:
         return False
     return not arch.draft or layer[2] in ("embed_tokens.weight", "shared_head.head.weight")

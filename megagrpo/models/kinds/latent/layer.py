@@ -7,7 +7,7 @@ from megatron.core.transformer.multi_latent_attention import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megagrpo.models.kinds.indexed.layer import sparse_attention
+from megagrpo.models.kinds.indexed.layer import PooledAttention, sparse_attention
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.layers.parts import Parts
 
@@ -24,7 +24,9 @@ def latent_spec(sizes: LatentAttention, parts: Parts) -> ModuleSpec:
     """Returns the specification of latent attention, sparse if it has an indexer."""
     module: type = MLASelfAttention if sizes.rotary.fraction else WithoutPositions
     core: type | ModuleSpec = parts.core_attention
-    if sizes.indexer is not None:
+    if sizes.indexer is not None and sizes.indexer.pool > 1:
+        core = ModuleSpec(module=PooledAttention, params={"pool": sizes.indexer.pool})
+    elif sizes.indexer is not None:
         module, core = sparse_attention(parts.transformer_engine)
     return ModuleSpec(
         module=module,
