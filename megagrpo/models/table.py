@@ -259,7 +259,8 @@ def left_out(hf: HfConfig, draft: bool = False) -> list[str]:
     if not layers or draft or "mtp." in kept:
         return found
     first = hf["num_hidden_layers"]
-    names = f"model.layers.{first}" + (f" to {first + layers - 1}" if layers > 1 else "")
+    begin = family.stored_name("model.layers.") if family else ""
+    names = f"{begin}{first}" + (f" to {first + layers - 1}" if layers > 1 else "")
     return [
         *found,
         f"{layers} multi-token-prediction layer{'s' if layers > 1 else ''} ({names}), which only "
@@ -306,8 +307,12 @@ def exported_config(hf: HfConfig, draft: bool = False) -> dict[str, object]:
     plain = dequantized_config(family.exported_config(hf) if family else hf)
     # the files of an export still have them under names of their own
     apart = family is not None and "mtp." in family.LEFT_OUT
-    speculating = plain.get(_PREDICTION_LAYERS) and not draft and not apart
-    return {**plain, **({_PREDICTION_LAYERS: 0} if speculating else {})}
+    return plain if draft or apart else _without_speculation(plain)
+
+
+def _without_speculation(hf: HfConfig) -> dict[str, object]:
+    text = {key: _without_speculation(hf[key]) for key in ("text_config",) if hf.get(key)}
+    return {**hf, **text, **({_PREDICTION_LAYERS: 0} if hf.get(_PREDICTION_LAYERS) else {})}
 
 
 def stored_otherwise(hf: HfConfig) -> str | None:
