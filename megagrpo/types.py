@@ -522,11 +522,6 @@ class MicroBatch:
     rope_positions: "Tensor | None" = None
     images: MicroImages | None = None  # None for a text-only model
 
-    @property
-    def max_seqlen(self) -> int:
-        """Returns the tokens of the longest sequence, padding included."""
-        return max(self.sizes)
-
     def to(self, device: "torch.device") -> "MicroBatch":
         """Returns the micro-batch on `device`, without waiting for the copies."""
 

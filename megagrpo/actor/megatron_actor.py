@@ -136,7 +136,6 @@ class MegatronActor:
         *,
         arch: Architecture,
         config: ActorConfig,
-        optimizer: OptimizerConfig,
         num_updates: int,
         seed: int,
         device: torch.device,
@@ -148,7 +147,7 @@ class MegatronActor:
         """
         self.arch = arch
         kernels = checked_kernels(arch, config)
-        self.config = config = config.model_copy(update={"optimizer": optimizer})
+        self.config = config
         self.transformer, ddp_settings, optimizer_settings = megatron_configs(
             self.arch, config, kernels
         )

@@ -222,7 +222,7 @@ def check_micro_batch(micro: MicroBatch, batch: Batch, budget: int, packed: bool
     if packed:
         bounds = micro.cu_seqlens.tolist()
         assert bounds[0] == 0 and bounds[-1] == width * cp and not any((b - a) % unit for a, b in pairwise(bounds))
-        assert micro.max_seqlen == max(b - a for a, b in pairwise(bounds))
+        assert max(micro.sizes) == max(b - a for a, b in pairwise(bounds))
     else:
         assert micro.cu_seqlens is None
 
@@ -236,7 +236,7 @@ def test_pipeline_stages_compute_few_tokens_that_are_none():
     micros = plan_micro_batches(batch, range(128), MicroBatchSize(4096, True), ParallelConfig(pp=2), ALONE)
     real = sum(lengths)
     assert sum(height * width for height, width in micros.shapes) < 1.1 * real
-    assert all(micro.max_seqlen <= 20480 for micro in micros)
+    assert all(max(micro.sizes) <= 20480 for micro in micros)
     [dummy] = plan_micro_batches(
         batch, [0], MicroBatchSize(10 * 20480, True, 4 * lengths[0]), ParallelConfig(pp=2), ALONE
     )

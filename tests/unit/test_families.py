@@ -109,8 +109,8 @@ path = str(folder / "tiny")
 shutil.rmtree(path)
 size = make_tiny_model(TinyModelConfig(path=path, family="toy"), seed=0)
 small = make_models(folder / "certify", config, ParallelConfig(), 0)
-settings = {"optimizer": OptimizerConfig(distributed=False), "num_updates": 1, "seed": 0, "device": device}
-actor = MegatronActor(arch=Model.read(path).arch, config=ActorConfig(), **settings)
+settings = ActorConfig(optimizer=OptimizerConfig(distributed=False))
+actor = MegatronActor(arch=Model.read(path).arch, config=settings, num_updates=1, seed=0, device=device)
 weights = load_initial_weights(actor, path)
 tokens = torch.arange(12)[None]
 with torch.no_grad():
