@@ -170,6 +170,7 @@ class MegatronActor:
         self.updates_done = 0
         # set by keep_reference
         self.as_reference: Callable[[], AbstractContextManager[None]] | None = None
+        self._reference: HostReference | None = None
         found = routers(self.chunks)
         arch = self.arch
         self.router_scope = scope = RouterScope(found)
@@ -236,8 +237,11 @@ class MegatronActor:
         without them."""
         if self.config.lora is not None:
             self.as_reference = partial(lora.adapters_off, self.chunks)
+        elif self._reference is None:
+            self._reference = HostReference(self.parameters())
+            self.as_reference = self._reference.swapped_in
         else:
-            self.as_reference = HostReference(self.parameters()).swapped_in
+            self._reference.take()
 
     def parameters(self) -> dict[str, Tensor]:
         """Returns this rank's live parameters of the HF model by a name that is unique on this

@@ -122,6 +122,11 @@ class AlgorithmConfig(Section):
                 "remove mismatch.weight, or write against: old",
             ),
             Rule(
+                self.kl.reference_every and not self.uses_reference,
+                "kl.reference_every moves a reference, but no KL is charged",
+                "set kl.loss_coef or kl.reward_coef, or remove reference_every",
+            ),
+            Rule(
                 reward.normalizes_by_group and advantage.normalizes_by_group,
                 f"reward.mean/std: group with advantage {advantage.name} normalizes by the "
                 "group twice",
@@ -252,6 +257,12 @@ class AlgorithmConfig(Section):
     def uses_reference(self) -> bool:
         """Returns whether a reference model is kept."""
         return self.kl.coef > 0 or "reference_kl" in self.components
+
+    def moved_reference(self, step: int) -> int:
+        """Returns the step whose weights are the reference after `step` steps; 0: those of the
+        start, or no reference is kept."""
+        every = self.kl.reference_every
+        return step // every * every if every and self.uses_reference else 0
 
     @property
     def measures_kl_before_update(self) -> bool:

@@ -96,11 +96,11 @@ class ServiceControl:
 
         limit_s: timeout in seconds. Engines that die from now on restart after `let_start`.
         """
-        self._call("POST", "/sleep", limit_s=limit_s)
+        _patiently(lambda: self._call("POST", "/sleep", limit_s=limit_s))
 
     def let_start(self) -> None:
         """Allows engines that died during sleep to restart."""
-        self._call("POST", "/may_start")
+        _patiently(lambda: self._call("POST", "/may_start"))
 
     def add_engine(self) -> str:
         """Starts one more engine, which samples once the trainers have published weights to it.

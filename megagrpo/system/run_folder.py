@@ -76,6 +76,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
     So `target` is always complete or absent. If an exception leaves the block, the draft is removed
     and the old folder stays. The new files are on disk before they replace `target`.
     """
+    target = target.resolve()  # what a link names, on its own disk
     draft, older = (target.with_name(f".{target.name}.{word}") for word in ("partial", "older"))
     _take_back(older, target)  # of a process that was killed between the two renames
     for folder in (draft, older):

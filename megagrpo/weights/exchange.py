@@ -119,7 +119,7 @@ class Exchange:
         self._next(lambda: self._fleet.choose(deadline), "find engines")
         self._open(deadline, writing=False)
         with self._weights.merged():
-            expected = self._digests.compute()
+            expected = self._digests.total(self._digests.local())
 
         def check_all() -> None:
             self._fleet.for_each(lambda engine: self._check(engine, expected, flush=False))

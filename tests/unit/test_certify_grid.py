@@ -9,9 +9,12 @@ import pytest
 
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig, ParallelConfig
-from megagrpo.tools.certify import command
+from megagrpo.models.family import TinySizes
+from megagrpo.models.table import FAMILIES, architecture_of
+from megagrpo.tools.certify import command, synthetic
 from megagrpo.tools.certify.cases import LAYOUTS, NEIGHBOR, REFERENCE, grid, layouts_of
 from megagrpo.tools.certify.certificate import FACTOR, LARGEST, LEAST, bounds_of, failures, write_certificate
+from megagrpo.tools.certify.tiny_model import hf_config
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
@@ -57,6 +60,20 @@ def test_the_experiments_own_layout_is_in_the_grid():
     assert dynamic["the experiment's"] == (2, {"cp": 2, "dynamic_context": True})
     cases, _ = grid(dynamic, 2, is_moe=True, only=["the experiment's"])
     assert all(case.packing for case in cases if case.layout == "the experiment's")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_the_tiny_model_can_be_cut_in_every_layout(family, heads):
+    """Ranks that share a sequence divide the heads of recurrent layers, too."""
+    real = hf_config(TinySizes(family=family, num_heads=heads[0], num_kv_heads=heads[1]))
+    own = {"cp": 8}, {"tp": 2, "cp": 4}, {"tp": 3, "pp": 3}
+    for parallel in (*(sizes for _, sizes in LAYOUTS.values()), *own):
+        layout = ParallelConfig.model_validate(parallel)
+        sizes = synthetic._tiny_sizes(architecture_of(real), layout if parallel in own else ParallelConfig())
+        tiny = architecture_of(synthetic._description(real, sizes))
+        whole = tiny.experts is not None and tiny.experts.WHOLE and "etp" in parallel
+        assert whole or not any(cut.number % cut.ranks for cut in tiny.cuts(layout)), (parallel, tiny)
 
 
 def test_a_bound_is_what_rounding_moves_within_limits():

@@ -97,7 +97,7 @@ def digests_of(everyone, hf):
             SimpleNamespace(mesh=mesh, copies=copies, specs=specs_of(hf), parameters=lambda live=live: live)
         )
         digests.add([slices])
-        total = total + digests.compute()
+        total = total + digests.local()
     return total.tolist()
 
 

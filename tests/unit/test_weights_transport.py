@@ -227,10 +227,11 @@ def test_what_adapters_add_is_published_and_verified(engine, tmp_path, transport
 
 def test_disk_gives_the_same_parameters_and_keeps_the_last_version_only(engine, tmp_path):
     trainer = Trainer(tmp_path, engine, "disk")
+    (tmp_path / "weights" / "v1_best").mkdir(parents=True)  # a user's copy
     for version in (1, 2):
         trainer.publish_and_compare()
         trainer.exchange.verify()
-        assert [path.name for path in (tmp_path / "weights").iterdir()] == [f"v{version}"]
+        assert {path.name for path in (tmp_path / "weights").iterdir()} == {f"v{version}", "v1_best"}
 
 
 def test_a_version_that_cannot_be_removed_ends_no_run(engine, tmp_path, monkeypatch):
