@@ -47,6 +47,7 @@ class ToyTransport:
         self.connected: set[str] = set()
 
     def transfer(self, version, engines, timer) -> Traffic:
+        self.engines = engines
         self.weights.mesh.from_main(lambda: engines.for_each(self._send), "toy weights to engines")
         return Traffic()
 
@@ -57,7 +58,7 @@ class ToyTransport:
             self.dies = False
             raise EngineDown("it died half-way")
         engine.begin()
-        for index, part in enumerate(engine.slices[0]):
+        for index, part in enumerate(self.engines.kinds[engine.kind][0]):
             for copy in self.weights.copies[0]:
                 common = copy.box.intersect(part.box) if copy.hf == part.hf else None
                 if common is not None:
