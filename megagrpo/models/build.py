@@ -27,6 +27,7 @@ from megagrpo.models.family import Family
 from megagrpo.models.fields import Kernels
 from megagrpo.models.kinds.draft.describe import draft_norms
 from megagrpo.models.kinds.draft.layer import DraftLayer, mark_parameters
+from megagrpo.models.kinds.hyper_connections.describe import HEAD, load_mixing
 from megagrpo.models.kinds.vision.layer import Tower
 from megagrpo.models.layers.context import follow_context
 from megagrpo.models.layers.lora import add_adapters, is_adapter
@@ -180,8 +181,8 @@ def load_hf(chunks: list[Body], arch: Architecture, hf: Mapping[str, Tensor]) ->
                 arch.load_layer(layer, hf, place)
             if chunk.post_process:
                 chunk.decoder.final_layernorm.weight.copy_(hf["model.norm.weight"])
-                if arch.streams is not None:
-                    arch.streams.load_head(chunk.decoder.final_layernorm, hf)
+                if arch.streams is not None and arch.streams.has_head:
+                    load_mixing(chunk.decoder.final_layernorm, hf, HEAD)
                 if not arch.tied:
                     load_vocabulary(chunk.output_layer.weight, hf["lm_head.weight"], place.tensor)
                 elif not chunk.pre_process:  # tied over two pipeline stages: each holds a copy

@@ -30,6 +30,7 @@ from megagrpo.models.families.sparse_attention import DeepseekV32, GlmMoeDsa
 from megagrpo.models.families.vision_language import Qwen3VL, Qwen3VLMoe, Qwen25VL
 from megagrpo.models.family import Family
 from megagrpo.models.kinds.draft.describe import draft_norms
+from megagrpo.models.kinds.hyper_connections.describe import HEAD
 from megagrpo.models.stored.quantization import (
     dequantized_config,
     quantization_problems,
@@ -150,8 +151,8 @@ def text_tensors(arch: Architecture) -> Iterator[TensorSpec]:
     for index in range(arch.num_layers):
         yield from FAMILIES[arch.family].layer_tensors(arch, index)
     yield TensorSpec("model.norm.weight", (arch.hidden_size,), arch.norm)
-    if arch.streams is not None:
-        yield from arch.streams.head_tensors(arch.hidden_size)
+    if arch.streams is not None and arch.streams.has_head:
+        yield from arch.streams.mixing(arch.hidden_size, HEAD, arch.streams.streams, 1)
     if not arch.tied:
         yield TensorSpec("lm_head.weight", vocabulary, "matrix")
     if arch.draft:

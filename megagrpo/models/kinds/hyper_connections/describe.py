@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 _PLACES = ("hc_attn", "hc_ffn")  # around what mixes tokens, and around what feeds them
-_HEAD = "model.hc_head."  # what contracts the streams before the model's last norm
+HEAD = "model.hc_head."  # what contracts the streams before the model's last norm
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,9 @@ class HyperConnections:
     def tensors(self, hidden: int, prefix: str) -> Iterator[TensorSpec]:
         """Yields the tensors of a layer; prefix: of the layer. Engines compute with float32."""
         for place in _PLACES:
-            yield from self._mixing(hidden, f"{prefix}{place}.", self.outputs, 3)
+            yield from self.mixing(hidden, f"{prefix}{place}.", self.outputs, 3)
 
-    def head_tensors(self, hidden: int) -> Iterator[TensorSpec]:
-        """Yields the tensors of what contracts the streams."""
-        if self.has_head:
-            yield from self._mixing(hidden, _HEAD, self.streams, 1)
-
-    def _mixing(self, hidden: int, prefix: str, rows: int, scales: int) -> Iterator[TensorSpec]:
+    def mixing(self, hidden: int, prefix: str, rows: int, scales: int) -> Iterator[TensorSpec]:
         """Yields the tensors of one mixing."""
         columns = self.streams * hidden
         yield TensorSpec(prefix + "fn", (rows, columns), "matrix", dtype="float32")
@@ -59,12 +54,7 @@ class HyperConnections:
     def load(self, layer: TransformerLayer, hf: Mapping[str, Tensor], prefix: str) -> None:
         """Copies the HF tensors of a layer, which every rank has whole; prefix: of the layer."""
         for place in _PLACES:
-            _load_mixing(layer.get_submodule(place), hf, f"{prefix}{place}.")
-
-    def load_head(self, head: Module, hf: Mapping[str, Tensor]) -> None:
-        """Copies the HF tensors of what contracts the streams."""
-        if self.has_head:
-            _load_mixing(head, hf, _HEAD)
+            load_mixing(layer.get_submodule(place), hf, f"{prefix}{place}.")
 
     def cost(self, at: Share) -> LayerCost:
         """Returns the cost of both places of a layer for a micro-batch."""
@@ -78,7 +68,7 @@ class HyperConnections:
         )
 
 
-def _load_mixing(module: Module, hf: Mapping[str, Tensor], prefix: str) -> None:
+def load_mixing(module: Module, hf: Mapping[str, Tensor], prefix: str) -> None:
     """Copies the HF tensors of one mixing."""
     for name in ("fn", "base", "scale"):
         module.get_parameter(name).copy_(hf[prefix + name])
