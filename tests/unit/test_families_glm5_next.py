@@ -214,4 +214,4 @@ def test_what_is_computed_and_kept():
 def test_tiny_models_have_every_kind_of_layer():
     arch = architecture_of(hf_config(TinyModelConfig(path="x", family="glm5_next")))
     assert arch.recurrent.layers == (True, True, True, False) and arch.indexer.pool == 2
-    assert arch.recurrent.bound == -5.0 and arch.routed.limit == 2.0 and not arch.streams.has_head
+    assert arch.recurrent.bound == -1.0 and arch.routed.limit == 2.0 and not arch.streams.has_head

@@ -93,5 +93,7 @@ class Glm5Next(GlmMoeDsa):
             "hc_sinkhorn_iters": 20,
             "hc_eps": 1e-6,
             "swiglu_limit": 2.0,
-            "linear_attn_config": {**tiny_linear_config(sizes, 0), "gate_lower_bound": -5.0},
+            "rms_norm_eps": 1e-5,
+            # the norm behind states that do not last is steep
+            "linear_attn_config": {**tiny_linear_config(sizes, 0), "gate_lower_bound": -1.0},
         }
