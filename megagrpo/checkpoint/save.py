@@ -81,16 +81,6 @@ class RunIdentity:
     inputs: Mapping[str, object] = field(default_factory=dict)  # see changes.py
 
 
-@dataclass(frozen=True)
-class SaveSchedule:
-    """When a run saves. background: training continues during a save, so plan_save must copy."""
-
-    num_steps: int  # of the run
-    start_step: int  # of the checkpoint that it starts from
-    background: bool = False
-    reference_step: Callable[[int], int] = _initial  # AlgorithmConfig.moved_reference
-
-
 @dataclass
 class Checkpointer:
     """Saves one run on schedule, one save at a time, perhaps in the background.
@@ -100,6 +90,7 @@ class Checkpointer:
     plan_save: collective; its arguments are an existing empty folder and whether another layout
     must be able to load the checkpoint.
     with_groups: returns the state with the groups of this rank, if it is a leader.
+    background: training continues during a save, so plan_save must copy.
     """
 
     options: CheckpointConfig
@@ -108,23 +99,23 @@ class Checkpointer:
     plan_save: "Callable[[Path, bool], ActorSave]"
     with_groups: Callable[[TrainState], TrainState]
     mesh: Mesh
-    schedule: SaveSchedule
+    num_steps: int  # of the run
+    saved_step: int  # the last of which a save began; at first that of the start
+    background: bool
+    reference_step: Callable[[int], int] = _initial  # AlgorithmConfig.moved_reference
     _pending: "PendingSave | None" = None  # being written while training continues
-
-    def __post_init__(self) -> None:
-        self._saved_step = self.schedule.start_step
 
     def on_schedule(self, state: TrainState) -> None:
         """Collective. Saves after every options.every steps and after the last; completes a save
         whose files are written."""
         if self._pending is not None and self._pending.ready():
             self.complete()
-        last = state.step == self.schedule.num_steps
+        last = state.step == self.num_steps
         every = self.options.every
-        moves = 0 < state.step == self.schedule.reference_step(state.step)
+        moves = 0 < state.step == self.reference_step(state.step)
         if (every and state.step % every == 0) or moves or last:
             self._save(state, last)
-        if last or not self.schedule.background:
+        if last or not self.background:
             self.complete()
 
     def save_now(self, state: TrainState) -> None:
@@ -136,13 +127,13 @@ class Checkpointer:
     def _save(self, state: TrainState, last: bool) -> None:
         choice = self.options.reshardable
         reshardable = choice == "always" or (choice == "last" and last)
-        if self._saved_step == state.step and not (
+        if self.saved_step == state.step and not (
             reshardable and self._saved_for_one_layout(state.step)
         ):
             return
         self.complete()  # one at a time, because a pending save holds a copy of all state
         state = self.with_groups(state)
-        self._saved_step = state.step  # even if it fails, so that the error does not come twice
+        self.saved_step = state.step  # even if it fails, so that the error does not come twice
         self._pending = PendingSave(
             self.root,
             state,
@@ -150,7 +141,7 @@ class Checkpointer:
             self.options,
             lambda folder: self.plan_save(folder, reshardable),
             self.mesh,
-            self.schedule.reference_step,
+            self.reference_step,
         )
 
     def _saved_for_one_layout(self, step: int) -> bool:

@@ -93,9 +93,9 @@ class AlgorithmConfig(Section):
     """Leave responses that reached the length limit out of the rl loss. They still count in the
     statistics."""
     off_policy_limit: PositiveFloat | None = None
-    """Leave a response with a negative advantage out of the policy loss where the mean of log(old /
-    new) over its tokens is above this. Off-policy sequence masking, arXiv 2512.02556, slime's
-    `--use-opsm`."""
+    """Leave a response with a negative advantage out of the policy loss where the mean of
+    log(rollout / new) over its tokens is above this. Off-policy sequence masking, arXiv 2512.02556,
+    which compares with the engine's probabilities; slime's `--use-opsm` with the actor's."""
     mismatch: MismatchConfig = MismatchConfig()
     old_logprobs: Literal["trainer", "engine"] = "trainer"
     """Whose log-probabilities the ratio divides by. engine: saves a forward per step if it has

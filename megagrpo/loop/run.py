@@ -22,7 +22,7 @@ from megagrpo.checkpoint.resume import (
     run_identity,
     run_inputs,
 )
-from megagrpo.checkpoint.save import Checkpointer, SaveSchedule
+from megagrpo.checkpoint.save import Checkpointer
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import LeaderError, Mesh, RunStopped
@@ -378,7 +378,10 @@ def _checkpointer(
         lambda part, reshardable: save_actor(actor, part, reshardable, snapshot=background),
         with_groups,
         actor.mesh,
-        SaveSchedule(num_steps, recording.start_step, background, config.algorithm.moved_reference),
+        num_steps,
+        recording.start_step,
+        background,
+        config.algorithm.moved_reference,
     )
 
 

@@ -12,6 +12,7 @@ import httpx
 import msgspec
 
 from megagrpo.system import environment
+from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import EngineEvent, EngineInfo
 
@@ -63,7 +64,10 @@ class ServiceControl:
     def status(self) -> ServiceStatus:
         """Returns the present state of every engine."""
         answer = self._call("GET", "/status", limit_s=_STATUS_TIMEOUT_S)
-        return msgspec.json.decode(answer.content, type=ServiceStatus)
+        # another program may have the port of a service that was killed
+        problem = f"{self.url} is no rollout service"
+        with translated(problem, msgspec.DecodeError, raised=ServiceUnreachable):
+            return msgspec.json.decode(answer.content, type=ServiceStatus)
 
     def healthy_status(self) -> ServiceStatus:
         """Returns `status`. Raises ServiceFailed if the service has failed."""

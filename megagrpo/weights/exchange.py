@@ -194,7 +194,7 @@ class Exchange:
         actor's weights."""
         digests, problems = engine.digests(flush)
         for rank, (copies, numbers) in enumerate(
-            zip(engine.slices, self._numbers[engine.kind], strict=True)
+            zip(self._fleet.kinds[engine.kind], self._numbers[engine.kind], strict=True)
         ):
             problems += [
                 f"{engine} rank {rank}: parameter {copies[k].parameter} does not hold HF "

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megagrpo.mesh import LeaderError, Mesh
-from megagrpo.weights.copies.recorder import Copy, record_copies
+from megagrpo.weights.copies.recorder import Copy, record_whole
 from megagrpo.weights.copies.views import Box
 from megagrpo.weights.digests.digest import slice_digest
 from megagrpo.weights.expected_digests import ExpectedDigests
@@ -100,7 +100,7 @@ def expected_by_name(expected: ExpectedDigests) -> dict[str, tuple[int, int]]:
 
 def of_rank(mesh: Mesh, tp: int, pp: int, folder: Path) -> tuple[dict, set, int, list[int], dict, Traffic]:
     actor, world = ToyActor.of(mesh, tp, pp), mesh.world_size
-    copies = record_copies(actor.load, SPECS, actor.live)
+    copies = record_whole(actor.load, SPECS, actor.live).copies
     actor.load(hf_tensors())
     everyone = mesh.gather_world(copies)
     plan = make_gather_plan(everyone, SPECS, bucket_bytes=700)

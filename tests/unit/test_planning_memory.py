@@ -211,9 +211,10 @@ def test_a_search_of_many_nodes_tries_no_more_ways_to_share_them(monkeypatch):
     tried: list[int] = []
     monkeypatch.setattr(search, "_best_engines", lambda config, target, nodes: tried.append(nodes) or [])
     config = load_config(QUICKSTART)
+    target = SimpleNamespace(gpus_per_node=8)
     for nodes in (12, 48, 49, 256, 1000, 4096):
         tried.clear()
-        assert not list(search._apart(config, None, nodes))
+        assert not list(search._apart(config, target, nodes))
         assert 11 <= len(tried) < 25, nodes
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from aiohttp import web
 from fake_service import FakeService, running
 from sampling import MESH, Grader, digits, evaluated, experiment, prompt_set, sampled, source_of
 
@@ -220,6 +221,15 @@ def test_unreachable_service_is_a_clear_error(tmp_path, monkeypatch):
         source = make_source(service)
     with pytest.raises(LeaderError, match="no rollout service answers"):
         sampled(source, 0, PROMPTS, 0)
+
+
+def test_another_program_at_the_port_of_a_service_that_was_killed_is_none():
+    class Page(FakeService):
+        async def status(self, request: web.Request) -> web.Response:
+            return web.Response(text="<html>")
+
+    with running(Page()) as page, pytest.raises(ServiceUnreachable, match="is no rollout service: JSON is malformed"):
+        page.control.status()
 
 
 def test_a_step_outlives_a_connection_that_is_lost(monkeypatch):

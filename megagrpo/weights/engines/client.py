@@ -5,6 +5,7 @@ import pickle
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -15,13 +16,13 @@ import torch
 from megagrpo.config.schema import RolloutConfig
 from megagrpo.system.environment import WEIGHT_LOADER
 from megagrpo.types import EngineInfo
-from megagrpo.weights.copies.recorder import Copy
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.mailbox import Mailbox, encode
 from megagrpo.weights.wire.shared_buffer import Place
 
 _CONNECT_S = 10.0
-_ANSWER_S = 30.0  # the answer is in the mailbox before the HTTP call returns
+_ANSWER_S = 30.0  # the answer is sent to the mailbox before the HTTP call returns
+_POLL_S = 0.05
 # For all engines: a context takes 0.8 ms, one with certificates 50.
 _NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
@@ -55,9 +56,7 @@ class EngineConnection:
         self.deadline = Deadline(0)
         # by rank, set by `record`: the mailbox's key of the rank's copy list
         self.copies: tuple[str, ...] = ()
-        # by rank, set by the exchange: which slice of which HF tensor the parameters hold
-        self.slices: list[list[Copy]] = []
-        self.kind = -1  # index of `slices` in EngineFleet.kinds
+        self.kind = -1  # index in EngineFleet.kinds of what the ranks' parameters hold
         self.emptied = False  # whether the exchange has emptied the engine's caches
         self.places: list[Place] = []  # by rank, set by `record`: where the rank runs
         # set by `record`: names of HF tensors that must be in one load_weights
@@ -199,7 +198,7 @@ class EngineConnection:
             )
 
     def digests(self, flush: bool) -> tuple[list[np.ndarray], list[str]]:
-        """Returns live digests, by rank like `slices`, and problems. flush: the engine also empties
+        """Returns live digests, by rank, and problems. flush: the engine also empties
         its KV cache."""
         answers = self.ask("digest", [{}] * self.tp, flush)
         return [
@@ -259,12 +258,15 @@ class EngineConnection:
         )
         answers = []
         for rank, key in enumerate(keys):
-            try:
-                answers.append(self.mailbox.take(key, min(_ANSWER_S, self.deadline.left)))
-            except torch.distributed.DistStoreError as exc:
-                raise EngineDown(
-                    f"rank 0 waits for the {operation} of {self} rank {rank}: none after {_ANSWER_S:.0f} s"
-                ) from exc
+            limit = self.deadline.part(_ANSWER_S)
+            # not Mailbox.wait, which holds up the threads of all other engines
+            while not self.mailbox.has(key):
+                if limit.over:
+                    raise EngineDown(
+                        f"rank 0 waits for the {operation} of {self} rank {rank}: none after {limit.seconds:.0f} s"
+                    )
+                time.sleep(_POLL_S)
+            answers.append(self.mailbox.take(key))
         self.end()
         for rank, answer in enumerate(answers):
             if "error" in answer:

@@ -299,7 +299,8 @@ def attend_with_sinks(
     """Returns [b, heads, queries, e] of scaled queries; a softmax's denominator has one more score,
     of no key, which each head of sinks [heads] gives.
 
-    mask: [b, 1, queries, keys]; None: a plain causal one. Scores are in float32 or wider.
+    mask: [b, 1, queries, keys]; None: a plain causal one. Scores are of the queries' type, their
+    softmax in float32 or wider.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = (query @ key.mT).to(wide)

@@ -58,6 +58,8 @@ class Indexer(torch.nn.Module):
         self.weights_proj = WholeLinear(config.hidden_size, heads, config=config)
         device = torch.cuda.current_device()
         self.k_norm = torch.nn.LayerNorm(dim, _NORM_EPSILON, device=device, dtype=torch.float32)
+        for parameter in self.k_norm.parameters():  # as engines compute it
+            parameter.stays_float32 = True  # type: ignore[attr-defined]  # read by build.py
         self.requires_grad_(False)
         rotary = RotaryEmbedding if config.rope_type == "rope" else YarnRotaryEmbedding
         scaling = {} if config.rope_type == "rope" else {key: getattr(config, key) for key in _YARN}
@@ -70,10 +72,6 @@ class Indexer(torch.nn.Module):
             cp_group=mpu.get_context_parallel_group(),
             **scaling,
         )
-
-    def keep_float32(self) -> None:
-        """Restores float32 of the keys' norm after a cast, as engines compute it."""
-        self.k_norm.float()
 
     @torch.no_grad()
     def forward_before_topk(
