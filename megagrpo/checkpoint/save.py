@@ -325,8 +325,8 @@ def load(
     algo_state = TypeAdapter(AlgoState).validate_python(state.pop("algo_state"))
     for name in _GROUPS:
         state[name] = []
-        # `ahead` has gigabytes, and only leaders sample
-        if name != "ahead" or mesh.is_leader:
+        # `ahead` has gigabytes, and only leaders sample; none with the weights alone
+        if identity.layout and (name != "ahead" or mesh.is_leader):
             # older checkpoints have one file, without a number
             groups = chain.from_iterable(map(read_groups, folder.glob(f"{name}*.npz")))
             state[name] = sorted(groups, key=lambda group: group.group_id)
