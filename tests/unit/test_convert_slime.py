@@ -145,6 +145,7 @@ EVAL = "--eval-interval 5 --n-samples-per-eval-prompt 16"
             "sampling.stop_token_ids": [7], "sampling.stop": ["a", "b"]}),
         ("--apply-chat-template-kwargs '{\"enable_thinking\": false}'", {
             "data.chat_template_args.enable_thinking": False}),
+        ("--save-hf /x/{rollout_id}", {"checkpoint.hf_every": 1}),
         ("--hf-checkpoint /m/Qwen3-30B-A3B-FP8", {"rollout.quantization": "fp8"}),
         ("--rollout-max-context-len 6000", {"data.max_prompt_tokens": 1904}),
         ("--mtp-num-layers 1 --enable-mtp-training --sglang-speculative-algorithm EAGLE "
@@ -212,7 +213,6 @@ def test_engines_on_gpus_of_their_own(words, train, more, becomes):
         ("--num-rollout ten", "--num-rollout", "should be a number"),
         ("--sglang-ep-size 4", "--sglang-ep-size", "does not divide an engine's 2 GPUs"),
         ("--partial-rollout", "--partial-rollout", "only with rollout.max_staleness above 0"),
-        ("--save-hf /x/{rollout_id}", "--save-hf", "`megagrpo export`"),
         ("--apply-chat-template-kwargs {a: 1, b: 2}", "--apply-chat-template-kwargs", "one JSON object"),
         ("--of-a-plugin 1", "--of-a-plugin", "no such key in docs/reference/names.md"),
     ],
