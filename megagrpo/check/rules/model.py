@@ -48,7 +48,7 @@ def before_start(subject: Subject) -> Iterator[Rule]:
     mismatch = config.algorithm.mismatch
     yield Rule(
         isinstance(arch.attention, CompressedAttention)
-        and not (mismatch.weight or mismatch.reject),
+        and not (mismatch.weight or mismatch.reject or config.algorithm.old_logprobs == "engine"),
         f"model.path: SGLang's cache of a {arch.family} model is in FP8, which rounds and needs a correction",
         "set algorithm.mismatch.weight, such as {name: tis}, or algorithm.mismatch.reject",
     )

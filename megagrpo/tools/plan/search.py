@@ -93,7 +93,12 @@ def _colocated(config: ExperimentConfig, target: Target, nodes: int) -> Iterator
     """Yields plans with the largest fraction of the memory for engines that trainers leave."""
     for actor in _best_trainers(config, target, nodes):
         for fraction in _FRACTIONS:
-            shared = {"colocate": True, "mem_fraction": fraction, "max_staleness": 0}
+            shared = {
+                "colocate": True,
+                "mem_fraction": fraction,
+                "max_staleness": 0,
+                "prefix_cache": "flush",  # the other is for rollouts ahead
+            }
             beside = _changed(config, actor, config.rollout.model_copy(update=shared))
             engines = _best_engines(beside, target, nodes)
             if found := list(_fitting(beside, target, nodes, [actor], engines)):
