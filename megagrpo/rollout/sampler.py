@@ -197,12 +197,12 @@ class Sampler:
             samples = [await self._sample_of(rollout, part) for part in parts]
             scoring = asyncio.create_task(self._scored(rollout, samples, parts))
             try:
-                if outcome is None:
+                if not outcome.status:
                     (sample,) = samples
                     self._pending[rollout] = "the grader"
                     tokens = ResponseTokens(sample.token_ids, sample.loss_mask, self._decode)
                     grading = self._grader.submit(prompt, sample.text, tokens)
-                    outcome = await asyncio.wrap_future(grading)
+                    outcome = replace(await asyncio.wrap_future(grading), end=outcome.end)
                 self._pending[rollout] = "its teachers"
                 return await scoring, outcome
             finally:
