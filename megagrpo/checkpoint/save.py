@@ -108,9 +108,10 @@ class Checkpointer:
     reference_step: Callable[[int], int] = _initial  # AlgorithmConfig.moved_reference
     _pending: "PendingSave | None" = None  # being written while training continues
 
-    def on_schedule(self, state: TrainState) -> None:
+    def on_schedule(self, state: TrainState) -> bool:
         """Collective. Saves after every options.every steps and after the last, some of them also as
-        a Hugging Face folder; completes a save whose files are written."""
+        a Hugging Face folder; completes a save whose files are written. Returns whether the weights
+        of now become the reference."""
         if self._pending is not None and self._pending.ready():
             self.complete()
         last = state.step == self.num_steps
@@ -119,11 +120,13 @@ class Checkpointer:
         moves = 0 < state.step == self.reference_step(state.step)
         if (every and state.step % every == 0) or moves or last:
             self._save(state, last)
-        if last or not self.background:
-            self.complete()
         between = every * self.options.hf_every
-        if last or (between and state.step % between == 0):
+        exports = last or (between and state.step % between == 0)
+        if exports or not self.background:
+            self.complete()
+        if exports:
             self._export(state.step, was_saved)
+        return moves
 
     def _export(self, step: int, was_saved: bool) -> None:
         """Collective. Writes the step's Hugging Face folder, unless an earlier start has, and
@@ -133,12 +136,15 @@ class Checkpointer:
         folder = self.root / f"hf_{step:06}"
 
         def is_written() -> bool:
-            # an older one is of a start that continued from a checkpoint that is gone
+            # an older one is of a start that continued from a checkpoint that is gone: the step's own
+            # comes after its checkpoint is complete
             saved = checkpoint_folder(self.root, step).stat().st_mtime
             return folder.is_dir() and folder.stat().st_mtime >= saved
 
         def remove_oldest() -> None:
             exports = sorted(path for path in self.root.glob("hf_*") if path <= folder)
+            # other names are copies of a user
+            exports = [path for path in exports if path.name[3:].isdigit()]
             for path in exports[: -self.options.keep]:
                 shutil.rmtree(path, ignore_errors=True)
 

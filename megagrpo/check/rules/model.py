@@ -45,10 +45,8 @@ def before_start(subject: Subject) -> Iterator[Rule]:
         "kernels only (its kernels/ops/layernorm/mhc.py)",
         "set actor.dtype: bfloat16, which means GPUs; megagrpo certify compares trainers without them",
     )
-    mismatch = config.algorithm.mismatch
     yield Rule(
-        isinstance(arch.attention, CompressedAttention)
-        and not (mismatch.weight or mismatch.reject or config.algorithm.old_logprobs == "engine"),
+        isinstance(arch.attention, CompressedAttention) and not config.algorithm.corrects_staleness,
         f"model.path: SGLang's cache of a {arch.family} model is in FP8, which rounds and needs a correction",
         "set algorithm.mismatch.weight, such as {name: tis}, or algorithm.mismatch.reject",
     )
