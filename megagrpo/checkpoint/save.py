@@ -142,9 +142,12 @@ class Checkpointer:
             return folder.is_dir() and folder.stat().st_mtime >= saved
 
         def remove_oldest() -> None:
-            exports = sorted(path for path in self.root.glob("hf_*") if path <= folder)
-            # other names are copies of a user
-            exports = [path for path in exports if path.name[3:].isdigit()]
+            exports = sorted(
+                path
+                for path in self.root.glob("hf_*")
+                # other names are copies of a user
+                if path <= folder and path.name[3:].isdigit()
+            )
             for path in exports[: -self.options.keep]:
                 shutil.rmtree(path, ignore_errors=True)
 

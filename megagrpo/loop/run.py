@@ -89,6 +89,12 @@ class Run:
             _PHASES.get(phase, phase), lambda: source.progress() or exchange.waiting()
         )
 
+    def save_on_schedule(self) -> None:
+        """Collective. Saves the state if the schedule says so, and then makes its weights the
+        reference if the KL asks for it."""
+        if self.checkpointer.on_schedule(self.state):
+            self.actor.keep_reference()
+
     def publish(self) -> dict[str, float]:
         """Collective. Publishes weights of version `state.step` to every engine; returns seconds by
         phase."""

@@ -22,8 +22,7 @@ def train(run: Run) -> None:
     for step in range(state.step, run.num_steps + 1):
         timer, metrics = StepTimer(on_phase=run.enter), Metrics()
         with timer.phase("checkpoint"):
-            if run.checkpointer.on_schedule(state):  # the last step's record is on disk
-                actor.keep_reference()
+            run.save_on_schedule()  # the last step's record is on disk
         if run.stopping() or step == run.num_steps:  # asked to stop: saved, the next start goes on
             break
         with timer.phase("rollout"):
