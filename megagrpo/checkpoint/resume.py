@@ -172,12 +172,11 @@ def resume(
     moved = config.algorithm.moved_reference(step_of(source))
     if moved and moved < step_of(source):
         folder = checkpoint_folder(source.parent, moved)
-        there = actor.mesh.from_main(folder.is_dir, f"look for {folder}")
-        missing = (
-            f"{folder}, whose weights are the reference, is not there: bring it back, or set "
-            "algorithm.kl.reference_every to null, or to steps of which a checkpoint is there"
-        )
-        actor.mesh.raise_any("" if there else missing)
+        if not actor.mesh.from_main(folder.is_dir, f"look for {folder}"):
+            raise ValueError(
+                f"{folder}, whose weights are the reference, is not there: bring it back, or set "
+                "algorithm.kl.reference_every to null, or to steps of which a checkpoint is there"
+            )
         load_checkpoint(config, folder, actor, with_optimizer=False)
         actor.keep_reference()
     state = load_checkpoint(config, source, actor, compared, inputs)
