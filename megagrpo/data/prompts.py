@@ -268,7 +268,8 @@ def render_rows(
                 raise ValueError(f"{row.location}: the prompt {text!r} has no tokens")
             if has_unknown(tokenizer, text, own):
                 raise ValueError(
-                    f"{row.location}: the tokenizer does not know every character of {text!r:.80}"
+                    f"{row.location}: the tokenizer does not know every character of {text[:60]!r}"
+                    "...: take a model whose tokenizer does, or name one as model.tokenizer"
                 )
             shown = row.demonstration
             prompt = Prompt(

@@ -133,7 +133,6 @@ def _row(data: DataPart, part: int, row_id: int, location: str, values: Values) 
     answer = _answer(values, data.answer_key, location)
     source = data.source or ""
     grader = data.grader
-    extra: Values = {}
     if data.source_key is not None:
         source = _text_field(values, data.source_key, location)
     if data.grader_key is not None:
@@ -146,12 +145,7 @@ def _row(data: DataPart, part: int, row_id: int, location: str, values: Values) 
                 f"{location}: source {source!r} has no grader in "
                 f"data.grader_by_source; it has {known}"
             )
-    if data.extra_key is not None:
-        value = _opened(_field(values, data.extra_key, location))
-        if value and isinstance(value, list) and all(isinstance(pair, tuple) for pair in value):
-            value = dict(value)  # a map of Arrow's
-        extra = without_nulls(value) if isinstance(value, dict) else {data.extra_key: value}
-        extra = json.loads(json.dumps(extra, default=str))  # a parquet file has dates, and bytes
+    extra = _extra(values, data.extra_key, location)
     images = data.images_key and values.get(data.images_key)  # a text row may lack the column
     if images is None:
         images = []
@@ -199,6 +193,28 @@ def unknown_teachers(row: Row | Prompt, known: Collection[str]) -> list[str]:
         for name, _ in row.teachers
         if name not in known
     ]
+
+
+def _plain(extra: Values) -> Values:
+    """Returns what JSON holds of it: a parquet file has dates, and bytes."""
+    plain: Values = json.loads(json.dumps(extra, default=str))
+    return plain
+
+
+def _extra(values: Values, key: str | list[str] | None, location: str) -> Values:
+    """Returns the object in a column, or an object with the values of each."""
+    if key is None:
+        return {}
+    extra: Values = {}
+    for name in [key] if isinstance(key, str) else key:
+        value = _opened(_field(values, name, location))
+        if value and isinstance(value, list) and all(isinstance(pair, tuple) for pair in value):
+            value = dict(value)  # a map of Arrow's
+        extra[name] = value
+    whole = extra.get(str(key))
+    if isinstance(whole, dict):
+        extra = without_nulls(whole)
+    return _plain(extra)
 
 
 def _weights(values: Values, data: DataConfig, location: str) -> dict[str, float]:
