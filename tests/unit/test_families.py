@@ -62,6 +62,7 @@ UNSCALED = (
     *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_text", "qwen3_next", "nemotron_h"),
     "deepseek_v4",
     "kimi_linear",
+    "qwen4_exp",
 )
 TOY = '''
 """A family whose experts have Mixtral's names."""

@@ -32,7 +32,6 @@ _ATTENTION = ("linear_attention", "full_attention")
 _EXPERT_NAMES = ExpertNames(shared="shared_expert", shared_size="shared_expert_intermediate_size")
 _ONLY: dict[str, object] = {  # the values of keys that may be absent
     "attn_output_gate": True,
-    "output_gate_type": ("swish", "silu", None),
     "mlp_only_layers": ([], None),
     "decoder_sparse_step": 1,
     "norm_topk_prob": True,
@@ -53,9 +52,10 @@ class Qwen35(Family):
     DRAFT_REFUSAL = "its multi-token-prediction layers (mtp.*) are not loaded"
     LEFT_OUT: ClassVar[tuple[str, ...]] = ("model.visual.", "mtp.")
     GROUPED: ClassVar[bool] = False  # of GatedDelta
+    GATES: ClassVar[tuple[str | None, ...]] = ("swish", "silu", None)  # of its output
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
-        problems = other_values(hf, _ONLY)
+        problems = other_values(hf, _ONLY | {"output_gate_type": self.GATES})
         kinds = [_ATTENTION[not linear] for linear in _are_linear(hf)]
         if hf.get("layer_types") not in (None, kinds):
             problems.append(

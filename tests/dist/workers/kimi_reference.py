@@ -143,9 +143,30 @@ class Layer(nn.Module):
         return x + (self.mlp if self.dense else self.block_sparse_moe)(self.post_attention_layernorm(x))
 
 
-class KimiLinear(nn.Module):
+class Reference(nn.Module):
     """Has parameters by the names of files, in float32, and computes in float64."""
 
+    config: SimpleNamespace
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Returns [s, vocabulary] of tokens [s]."""
+        raise NotImplementedError
+
+    def forward(self, tokens: Tensor, exact: bool = False) -> SimpleNamespace:
+        """tokens [1, s]; logits [1, s, vocabulary]."""
+        if not exact:
+            weights = chain(self.named_parameters(), self.named_buffers())
+            exactly = {name: t.double() if t.is_floating_point() else t for name, t in weights}
+            return functional_call(self, exactly, (tokens, True))
+        return SimpleNamespace(logits=self.logits(tokens[0])[None])
+
+    def save_pretrained(self, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(vars(self.config)))
+        save_file(self.state_dict(), folder / "model.safetensors", {"format": "pt"})
+
+
+class KimiLinear(Reference):
     def __init__(self, config: SimpleNamespace):
         super().__init__()
         self.config, hidden = config, config.hidden_size
@@ -155,17 +176,8 @@ class KimiLinear(nn.Module):
         self.model.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
         self.lm_head = linear(hidden, config.vocab_size)
 
-    def forward(self, tokens: Tensor, exact: bool = False) -> SimpleNamespace:
-        """tokens [1, s]; logits [1, s, vocabulary]."""
-        if not exact:
-            weights = chain(self.named_parameters(), self.named_buffers())
-            return functional_call(self, {name: t.double() for name, t in weights}, (tokens, True))
-        x = self.model.embed_tokens(tokens[0])
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.model.embed_tokens(tokens)
         for layer in self.model.layers:
             x = layer(x)
-        return SimpleNamespace(logits=self.lm_head(self.model.norm(x))[None])
-
-    def save_pretrained(self, folder: Path) -> None:
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(vars(self.config)))
-        save_file(self.state_dict(), folder / "model.safetensors", {"format": "pt"})
+        return self.lm_head(self.model.norm(x))

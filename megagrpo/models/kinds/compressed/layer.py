@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from megagrpo.models.config_json import Rotary
 from megagrpo.models.kinds.compressed.describe import BLOCK, CUT, INDEXED, CompressedAttention
-from megagrpo.models.kinds.grouped_query.layer import PackedSequences, attend_with_sinks, gathered
+from megagrpo.models.kinds.grouped_query.layer import PackedSequences, attend_with_sinks
 from megagrpo.models.kinds.recurrent import CutModule, again
 from megagrpo.models.layers.whole_linear import whole_parameter
 
@@ -106,7 +106,7 @@ class CompressedMixer(CutModule):
             # every rank's heads give a gradient of the whole sequence, which the backward sums
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
         count, batch = hidden_states.shape[:2]
-        packed = packed_seq_params or _padded(batch, count, hidden_states.device)
+        packed = packed_seq_params or padded(batch, count, hidden_states.device)
         hidden = hidden_states.transpose(0, 1).flatten(0, 1)
         out = self._attend(hidden, packed).unflatten(-2, (-1, self._sizes.heads_of_group))
         grouped = self.weight("wo_a.weight").unflatten(0, (out.shape[1], -1))
@@ -135,14 +135,10 @@ class CompressedMixer(CutModule):
         keys = [self._normed(self._projected(hidden, "wkv"), "kv_norm")]
         for prefix in self._made:
             keys += [self._projected(hidden, prefix + name) for name in ("wkv", "wgate")]
-        grids = packed.grids(len(hidden))
-        whole = gathered(torch.cat(keys, -1), packed)
-        if packed.group.size() > 1:  # rank after rank
-            sequence, place = grids.key_at
-            places = packed.cu_seqlens_q[sequence] + place
-            whole = whole.new_empty(whole.shape).index_copy(0, places, whole)
+        whole = packed.whole(torch.cat(keys, -1))
         own = [length // packed.group.size() for length in packed.lengths]
-        rows = [t.split(own) for t in (self._normed(queries), asked.detach(), grids.position)]
+        position = packed.grids(len(hidden)).position
+        rows = [t.split(own) for t in (self._normed(queries), asked.detach(), position)]
         every = zip(*rows, whole.split([*packed.lengths]), strict=True)
         return torch.cat([self._sequence(*each) for each in every])
 
@@ -210,7 +206,7 @@ def _with_window_before(t: Tensor, none: float) -> Tensor:
     return torch.cat((before, second), 1)
 
 
-def _padded(batch: int, count: int, device: torch.device) -> PackedSequences:
+def padded(batch: int, count: int, device: torch.device) -> PackedSequences:
     """Describes sequences of one length, of which this context rank has `count` tokens each."""
     cp = mpu.get_context_parallel_world_size()
     borders = torch.arange(batch + 1, dtype=torch.int32, device=device) * count * cp

@@ -96,6 +96,16 @@ class PackedSequences(PackedSeqParams):
             )
         return self._grids
 
+    def whole(self, t: Tensor) -> Tensor:
+        """Returns what all ranks have of the sequences [T, ...], in their order, of t [T / cp,
+        ...]."""
+        if self.group.size() == 1:
+            return t
+        by_rank = gathered(t, self)
+        sequence, place = self.grids(len(t)).key_at
+        places = self.cu_seqlens_q[sequence] + place
+        return by_rank.new_empty(by_rank.shape).index_copy(0, places, by_rank)
+
 
 def local_places(cu_seqlens: Tensor, count: int, cp_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns a context rank's part of k sequences: their tokens [k], and of each token [count]
