@@ -82,8 +82,6 @@ def layer_cost(
         parts.append(mlp_cost(at, arch.ffn_size, arch.gated))
     if arch.streams is not None:
         parts.append(arch.streams.cost(at))
-    if arch.ngrams is not None and arch.has_ngrams(layer):
-        parts.append(arch.ngrams.cost(at, arch.num_streams))
     # input and output of the norm before each
     kept = 2 * len(parts) * arch.hidden_size * at.part * at.width
     between = LayerCost(kept=kept, transient=0.0, flops=0.0, sent={})

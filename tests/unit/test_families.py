@@ -51,6 +51,7 @@ DIGESTS = {
     ("nemotron_h", False): "2120a0a6ceed6f28",
     ("deepseek_v4", False): "51e646bb71b32a74",
     ("kimi_linear", False): "b1b84402ea5ce5b3",
+    ("qwen4_exp", False): "056c6666f50517a0",
 }
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -170,7 +171,7 @@ def test_what_would_be_silently_wrong_is_refused_by_name(family, tmp_path):
         family not in ("qwen2", "glm4_moe", "qwen2_5_vl", "gpt_oss")
     )
     assert bool(model_problems(hf | {"partial_rotary_factor": 0.25})) == (
-        family != "glm4_moe" and not family.startswith(("qwen3_5", "qwen3_next"))
+        family != "glm4_moe" and not family.startswith(("qwen3_5", "qwen3_next", "qwen4_exp"))
     )
     assert bool(model_problems(hf | {"rope_scaling": LLAMA3})) == (family in UNSCALED)
     epsilon = "layer_norm_epsilon" if family == "nemotron_h" else "rms_norm_eps"

@@ -125,8 +125,7 @@ def test_what_is_computed_and_kept():
     assert arch.attention.most_keys == 2048 + 3
     assert model_work(arch).cache_bytes(1) == 12 * (2 * 2 * 256 + 128 // 4) * 2
     actor = ActorConfig.model_validate({"world_size": 2, "dtype": "bfloat16", "parallel": {"tp": 2}})
-    plain, rows, sparse = (layer_cost(arch, actor, 8192, layer, 1.0) for layer in (0, 1, 3))
-    assert rows.kept > plain.kept and rows.flops > plain.flops
+    sparse = layer_cost(arch, actor, 8192, 3, 1.0)
     assert sparse.pair_flops == 2 * 4 * 128 / 4 < sparse.chosen_flops == 4 * 12 * 256
 
 

@@ -19,16 +19,16 @@ from megagrpo.models.kinds.pooled.describe import PooledAttention
 _SIZES = (
     *("hc_lowrank", "indexer_n_heads", "indexer_head_dim", "indexer_budget", "ple_layer_ids"),
     *("ngram_vocab_size_base", "make_ngram_vocab_size_divisible_by", "split_ngram_parts"),
+    *("hc_count", "indexer_kv_heads", "indexer_compress_ratio"),
+    *("ngram_size", "heads_per_ngram", "ple_conv_kernel_size"),
 )
-_REQUIRED = ("hc_count", "indexer_kv_heads", "indexer_compress_ratio")
-_NGRAMS = ("ngram_size", "heads_per_ngram", "ple_conv_kernel_size")
 
 
 class Qwen4Exp(Qwen35Moe):
     """The published model, a vision-language model whose text part is trained."""
 
     HF_CLASS = "Qwen4ExpForConditionalGeneration"
-    REQUIRED_KEYS = (*_SIZES, *_REQUIRED, *_NGRAMS, *Qwen35Moe.REQUIRED_KEYS)
+    REQUIRED_KEYS = (*_SIZES, *Qwen35Moe.REQUIRED_KEYS)
     SIZE_KEYS = Qwen35Moe.SIZE_KEYS | {*_SIZES, "ple_embed_dim"}
     GATES: ClassVar[tuple[str | None, ...]] = ("sigmoid", "swish", "silu", None)
     FP8_REFUSAL = "no test compares Qwen3.8-Flash-Next in FP8 with SGLang's"

@@ -13,7 +13,6 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from megagrpo.models.config_json import HfConfig, end_tokens
-from megagrpo.models.costs import LayerCost, Share
 from megagrpo.models.tensors import TensorSpec, layer_prefix
 
 if TYPE_CHECKING:
@@ -118,17 +117,6 @@ class NGrams:
         """Copies the HF tensors of a layer, which every rank has whole; prefix: of the layer."""
         for name, parameter in rows.named_parameters():
             parameter.copy_(hf[prefix + _MODULE + name.replace("/", ".")])
-
-    def cost(self, at: Share, streams: int) -> LayerCost:
-        """Returns the cost for a micro-batch; each rank has the values of all tokens."""
-        p, wide = at.parallel, streams * at.hidden_size
-        whole = at.whole * p.cp
-        return LayerCost(
-            kept=(wide * at.part + (self.width + at.hidden_size) * whole) * at.width,
-            transient=6 * wide * at.part * 4,
-            flops=2 * self.width * (wide * at.part + at.hidden_size * whole),
-            sent={},
-        )
 
 
 def _mixed(number: int) -> int:

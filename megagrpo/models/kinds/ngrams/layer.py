@@ -64,10 +64,7 @@ class NGramRows(torch.nn.Module):
         own = self._own_places(packed, batch, count)
         key = F.linear(rows[own], self._weight("key_proj"))
         gates = again(self._gates, key, streams)
-        if self._config.sequence_parallel:
-            gates = gather_from_sequence_parallel_region(
-                gates, group=mpu.get_tensor_model_parallel_group()
-            )
+        gates = gather_from_sequence_parallel_region(gates)
         gates = packed.whole(gates.transpose(0, 1).flatten(0, 1))
         values = F.linear(rows, self._weight("value_proj"))
         return again(self._added, gates, values, own, start[own])
@@ -79,12 +76,8 @@ class NGramRows(torch.nn.Module):
         """Returns where this rank's tokens [s / tp, b] lie in the whole sequences."""
         grids = packed.grids(batch * count)
         places = packed.cu_seqlens_q[grids.query_at[0]] + grids.position
-        places = places.view(batch, count).T
-        if not self._config.sequence_parallel:
-            return places
-        return places.chunk(mpu.get_tensor_model_parallel_world_size())[
-            mpu.get_tensor_model_parallel_rank()
-        ]
+        parts = places.view(batch, count).T.chunk(self._config.tensor_model_parallel_size)
+        return parts[mpu.get_tensor_model_parallel_rank()]
 
     def _numbers(self, tokens: Tensor, start: Tensor) -> Tensor:
         """Returns the rows [T, hashes] of the table for tokens [T] of whole sequences."""
