@@ -199,7 +199,7 @@ class Architecture:
         if self.ngrams is not None and self.has_ngrams(index):
             yield from self.ngrams.tensors(self.hidden_size, self.num_streams, prefix)
         indexer = self.indexer
-        if indexer is not None and indexer.source(index) == index:
+        if indexer is not None and mixer is self.attention and indexer.source(index) == index:
             yield from indexer.tensors(self, prefix + "self_attn.indexer.")
 
     def load_layer(

@@ -52,6 +52,7 @@ DIGESTS = {
     ("deepseek_v4", False): "51e646bb71b32a74",
     ("kimi_linear", False): "b1b84402ea5ce5b3",
     ("qwen4_exp", False): "056c6666f50517a0",
+    ("glm5_next", False): "8541ce5a28f59a7c",
 }
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -64,6 +65,7 @@ UNSCALED = (
     "deepseek_v4",
     "kimi_linear",
     "qwen4_exp",
+    "glm5_next",
 )
 TOY = '''
 """A family whose experts have Mixtral's names."""

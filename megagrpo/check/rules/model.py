@@ -11,6 +11,7 @@ from megagrpo.models.architecture import Architecture
 from megagrpo.models.fields import expected_kernels
 from megagrpo.models.kinds.compressed.describe import CompressedAttention
 from megagrpo.models.kinds.hyper_connections.describe import HyperConnections
+from megagrpo.models.kinds.indexed.describe import LightningIndexer
 from megagrpo.models.kinds.mamba2.describe import Mamba2
 from megagrpo.models.table import model_problems, stored_otherwise
 
@@ -109,13 +110,15 @@ def _lengths(config: ExperimentConfig, arch: Architecture) -> Iterator[Rule]:
                 f"{samples} an engine's {what} {limit} (rollout.sglang.{key})",
             )
     if arch.indexer is not None:
-        yield from _sparse(config, arch.indexer.topk)
+        yield from _sparse(config, arch.indexer)
 
 
-def _sparse(config: ExperimentConfig, topk: int) -> Iterator[Rule]:
+def _sparse(config: ExperimentConfig, indexer: LightningIndexer) -> Iterator[Rule]:
     """Yields why sparse attention cannot be computed there: of samples longer than topk some keys
     are left out."""
     kernels = expected_kernels(config.actor)
+    topk = indexer.topk
+    own = indexer.pool == 1  # Megatron's core; pools are masked block by block
     longest = max(longest_samples(config).values())
     sparse = f"samples of up to {longest} tokens are sparse (the model's index_topk is {topk})"
     yield Rule(
@@ -135,13 +138,14 @@ def _sparse(config: ExperimentConfig, topk: int) -> Iterator[Rule]:
         f"max_response_tokens be at most {topk} together, or run on GPUs (actor.dtype: bfloat16)",
     )
     yield Rule(
-        longest > topk and kernels.cuda and not kernels.transformer_engine,
+        longest > topk and own and kernels.cuda and not kernels.transformer_engine,
         f"actor.transformer_engine: {sparse}, and torch's layers "
         "would hold masks as large as the square of that",
         "remove it, or set it to true",
     )
     yield Rule(
         longest > topk
+        and own
         and kernels.transformer_engine
         and config.actor.megatron.get("dsa_kernel_backend") == "none",
         f"actor.megatron.dsa_kernel_backend none: {sparse}, and Megatron would hold float32 "

@@ -14,7 +14,7 @@ from megagrpo.models.families.qwen3_5 import _ROTARY_FRACTION, Qwen35Moe
 from megagrpo.models.family import TinySizes
 from megagrpo.models.kinds.gated_residual.describe import GatedResidual
 from megagrpo.models.kinds.ngrams.describe import NGrams
-from megagrpo.models.kinds.pooled.describe import PooledAttention
+from megagrpo.models.kinds.pooled.describe import PooledQuery
 
 _SIZES = (
     *("hc_lowrank", "indexer_n_heads", "indexer_head_dim", "indexer_budget", "ple_layer_ids"),
@@ -61,8 +61,8 @@ class Qwen4Exp(Qwen35Moe):
         }
         return problems + [text for text, holds in rules.items() if not holds]
 
-    def attention(self, hf: HfConfig) -> PooledAttention:
-        return PooledAttention.read(hf, _ROTARY_FRACTION, qk_norm=True, output_gate=True)
+    def attention(self, hf: HfConfig) -> PooledQuery:
+        return PooledQuery.read(hf, _ROTARY_FRACTION, qk_norm=True, output_gate=True)
 
     def streams(self, hf: HfConfig) -> GatedResidual:
         return GatedResidual(hf["hc_count"], hf["hc_lowrank"])

@@ -36,6 +36,7 @@ from megagrpo.models.kinds.hyper_connections.layer import (
     HyperConnection,
     StreamHead,
     StreamLayer,
+    norm_of_mean,
     without_residual,
 )
 from megagrpo.models.kinds.kda.describe import Kda
@@ -45,7 +46,7 @@ from megagrpo.models.kinds.latent.layer import latent_spec
 from megagrpo.models.kinds.mamba2.describe import Mamba2
 from megagrpo.models.kinds.mamba2.layer import Mamba2Mixer
 from megagrpo.models.kinds.ngrams.layer import NGramLayer
-from megagrpo.models.kinds.pooled.describe import PooledAttention
+from megagrpo.models.kinds.pooled.describe import PooledQuery
 from megagrpo.models.kinds.pooled.layer import pooled_spec
 from megagrpo.models.kinds.vision.layer import SeeingLayer
 from megagrpo.models.layers.parts import Parts
@@ -54,7 +55,7 @@ from megagrpo.models.layers.parts import Parts
 _MIXERS: dict[type, Callable[..., ModuleSpec]] = {
     GroupedQuery: grouped_query_spec,
     LatentAttention: latent_spec,
-    PooledAttention: pooled_spec,
+    PooledQuery: pooled_spec,
 }
 _MODULES: dict[type, type] = {
     CompressedAttention: CompressedMixer,
@@ -79,6 +80,7 @@ def block_spec(
     last: Callable[..., object] = parts.norm
     if arch.streams is not None:
         _, head = _STREAMS[type(arch.streams)]
+        head = head if arch.streams.has_head else norm_of_mean
         last = partial(head, own=arch.streams, norm=parts.norm)
     return TransformerBlockSubmodules(layers, layer_norm=last)
 

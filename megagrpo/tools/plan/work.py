@@ -85,7 +85,7 @@ class ModelWork:
     @property
     def index_bytes(self) -> int:
         """Returns the bytes of one token in one rank's cache that an indexer reads."""
-        return self.arch.attention.index_bytes(self.arch.num_layers)
+        return self.arch.attention.index_bytes(self.arch.attention_layers)
 
     def cache_bytes(self, attention_tp: int, width: int = ITEM) -> int:
         """Returns the bytes of one token in one rank's cache. attention_tp: ranks that share the

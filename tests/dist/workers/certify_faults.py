@@ -34,7 +34,7 @@ from megagrpo.models.kinds.latent import layer as latent_layer
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.kinds.mamba2.layer import Mamba2Mixer
 from megagrpo.models.kinds.ngrams.layer import NGramRows
-from megagrpo.models.kinds.pooled.layer import PooledIndexer
+from megagrpo.models.kinds.pooled.layer import MeanIndexer
 from megagrpo.models.kinds.recurrent import RecurrentMixer
 from megagrpo.models.layers import parts as layer_parts
 from megagrpo.models.tensors import Shard
@@ -231,14 +231,14 @@ def _ngrams_over_borders() -> AbstractContextManager[None]:
 
 def _blocks_by_first_token() -> AbstractContextManager[None]:
     """An indexer's key of a block is its first token's."""
-    pooled = PooledIndexer.pooled
+    pooled = MeanIndexer.pooled
 
-    def of_first(indexer: PooledIndexer, keys: Tensor) -> Tensor:
+    def of_first(indexer: MeanIndexer, keys: Tensor) -> Tensor:
         ratio = indexer._sizes.ratio
         first = keys[: len(keys) // ratio * ratio : ratio]
         return pooled(indexer, first.repeat_interleave(ratio, 0))
 
-    return patch.multiple(PooledIndexer, pooled=of_first)
+    return patch.multiple(MeanIndexer, pooled=of_first)
 
 
 def _decays_of_heads() -> AbstractContextManager[None]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.dist.workers.kimi_reference import Mlp, Reference, linear
+from tests.dist.workers.kimi_reference import KimiLinear, Mlp, linear
 
 QWEN4_EXP = {
     "architectures": ["Qwen4ExpForConditionalGeneration"], "model_type": "qwen4_exp", "vocab_size": 131,
@@ -287,11 +287,11 @@ class Layer(nn.Module):
         return streams
 
 
-class Qwen4Exp(Reference):
+class Qwen4Exp(KimiLinear):
     """models/qwen4_exp.py Qwen4ExpModel.forward."""
 
     def __init__(self, config: SimpleNamespace):
-        super().__init__()
+        nn.Module.__init__(self)
         self.config, self.model = config, nn.Module()
         text = self.model.language_model = nn.Module()
         text.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -299,9 +299,9 @@ class Qwen4Exp(Reference):
         text.hyper_connection_mixer = GatedResidual(config, injects=False)
         self.lm_head = linear(config.hidden_size, config.vocab_size)
 
-    def logits(self, tokens: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor) -> Tensor:
         text = self.model.language_model
         streams = text.embed_tokens(tokens).repeat(1, self.config.hc_count)
         for layer in text.layers:
             streams = layer(streams, tokens.tolist())
-        return self.lm_head(text.hyper_connection_mixer.mix(streams))
+        return text.hyper_connection_mixer.mix(streams)

@@ -23,6 +23,7 @@ _HEAD = "model.hyper_connection_mixer."  # the model's last norm and contraction
 class GatedResidual:
     """Holds the number of residual streams, and the rank of the gates between them."""
 
+    has_head: ClassVar[bool] = True  # a learned sum of the streams
     NORMS: ClassVar[bool] = False  # the gates have the norms of a layer's parts
     ON_GPUS: ClassVar[str] = (
         "SGLang's sparse attention has a forward for CUDA and XPU only (QSAIndexer of its "

@@ -7,7 +7,7 @@ sequence (zigzag) and gathers the keys and values of all ranks.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING
@@ -139,6 +139,25 @@ def gathered(keys: Tensor, packed: PackedSequences | None) -> Tensor:
     if group.size() == 1:
         return keys
     return gather_from_sequence_parallel_region(keys, group=group)
+
+
+def whole_sequences(
+    packed: PackedSequences, own: Sequence[Tensor], keys: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, ...]]:
+    """Yields of each sequence this rank's rows of `own` [T, ...], their positions, and the keys of
+    all ranks, in order, from this rank's `keys` [T, ...]."""
+    grids = packed.grids(len(keys[0]))
+    whole = [packed.whole(t) for t in keys]
+    lengths = [length // packed.group.size() for length in packed.lengths]
+    rows = [t.split(lengths) for t in (*own, grids.position)]
+    yield from zip(*rows, *(t.split([*packed.lengths]) for t in whole), strict=True)
+
+
+def padded_sequences(batch: int, count: int, device: torch.device) -> PackedSequences:
+    """Describes sequences of one length, of which this context rank has `count` tokens each."""
+    cp = mpu.get_context_parallel_world_size()
+    borders = torch.arange(batch + 1, dtype=torch.int32, device=device) * count * cp
+    return PackedSequences.make(borders, [count * cp] * batch, cp)
 
 
 @cache

@@ -31,11 +31,12 @@ class HyperConnections:
     streams: int
     iterations: int  # of Sinkhorn and Knopp, over rows and columns
     eps: float
+    has_head: bool = True  # the last norm reads a learned sum of the streams; else their mean
 
     @classmethod
-    def read(cls, hf: HfConfig) -> HyperConnections:
+    def read(cls, hf: HfConfig, has_head: bool = True) -> HyperConnections:
         """Reads a config.json that has its keys."""
-        return cls(hf["hc_mult"], hf["hc_sinkhorn_iters"], float(hf["hc_eps"]))
+        return cls(hf["hc_mult"], hf["hc_sinkhorn_iters"], float(hf["hc_eps"]), has_head)
 
     @property
     def outputs(self) -> int:
@@ -46,13 +47,14 @@ class HyperConnections:
     def tensors(self, hidden: int, prefix: str) -> Iterator[TensorSpec]:
         """Yields the tensors of a layer; prefix: of the layer. Engines compute with float32."""
         for place in _PLACES:
-            yield from self.mixing(hidden, f"{prefix}{place}.", self.outputs, 3)
+            yield from self._mixing(hidden, f"{prefix}{place}.", self.outputs, 3)
 
     def head_tensors(self, hidden: int) -> Iterator[TensorSpec]:
-        """Yields the tensors of what contracts the streams before the model's last norm."""
-        yield from self.mixing(hidden, _HEAD, self.streams, 1)
+        """Yields the tensors of what contracts the streams."""
+        if self.has_head:
+            yield from self._mixing(hidden, _HEAD, self.streams, 1)
 
-    def mixing(self, hidden: int, prefix: str, rows: int, scales: int) -> Iterator[TensorSpec]:
+    def _mixing(self, hidden: int, prefix: str, rows: int, scales: int) -> Iterator[TensorSpec]:
         """Yields the tensors of one mixing."""
         columns = self.streams * hidden
         yield TensorSpec(prefix + "fn", (rows, columns), "matrix", dtype="float32")
@@ -66,7 +68,8 @@ class HyperConnections:
 
     def load_head(self, head: Module, hf: Mapping[str, Tensor]) -> None:
         """Copies the HF tensors of what contracts the streams."""
-        _load_mixing(head, hf, _HEAD)
+        if self.has_head:
+            _load_mixing(head, hf, _HEAD)
 
     def cost(self, at: Share) -> LayerCost:
         """Returns the cost of both places of a layer for a micro-batch."""
@@ -81,5 +84,6 @@ class HyperConnections:
 
 
 def _load_mixing(module: Module, hf: Mapping[str, Tensor], prefix: str) -> None:
+    """Copies the HF tensors of one mixing."""
     for name in ("fn", "base", "scale"):
         module.get_parameter(name).copy_(hf[prefix + name])

@@ -28,10 +28,19 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
+from torch.nn import functional as F
 
 from megagrpo.models.config_json import YARN_KEYS
-from megagrpo.models.kinds.grouped_query.layer import CausalAttention, PackedSequences, gathered
-from megagrpo.models.layers.whole_linear import WholeLinear
+from megagrpo.models.kinds.grouped_query.layer import (
+    CausalAttention,
+    PackedSequences,
+    gathered,
+    padded_sequences,
+    whole_sequences,
+)
+from megagrpo.models.kinds.indexed.describe import BLOCK
+from megagrpo.models.kinds.recurrent import again
+from megagrpo.models.layers.whole_linear import WholeLinear, whole_parameter
 
 _YARN = YARN_KEYS[1:]  # which Megatron names alike; the factor has another name
 _NORM_EPSILON = 1e-6  # of the published code and of engines, whatever the model's norms have
@@ -46,18 +55,27 @@ class Indexer(torch.nn.Module):
     """
 
     def __init__(
-        self, config: MLATransformerConfig, pg_collection: ProcessGroupCollection | None = None
+        self,
+        config: MLATransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        pool: int = 1,
     ):
+        """pool: keys that are chosen together."""
         super().__init__()
         heads, dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
         assert heads and dim and config.dsa_indexer_topk and config.q_lora_rank
         self._heads = heads
+        self._pool = pool
         self._config = config
         self.wq_b = WholeLinear(config.q_lora_rank, heads * dim, config=config)
         self.wk = WholeLinear(config.hidden_size, dim, config=config)
         self.weights_proj = WholeLinear(config.hidden_size, heads, config=config)
         device = torch.cuda.current_device()
         self.k_norm = torch.nn.LayerNorm(dim, _NORM_EPSILON, device=device, dtype=torch.float32)
+        if pool > 1:
+            gate = whole_parameter(config, (dim, config.hidden_size), config.params_dtype)
+            self.index_kpool_compress_gate = gate
+            self.index_kpool_compress_ape = whole_parameter(config, (pool, dim))
         self.requires_grad_(False)
         rotary = RotaryEmbedding if config.rope_type == "rope" else YarnRotaryEmbedding
         scaling = {} if config.rope_type == "rope" else {key: getattr(config, key) for key in _YARN}
@@ -79,18 +97,19 @@ class Indexer(torch.nn.Module):
     def forward_before_topk(
         self, x: Tensor, qr: Tensor, packed_seq_params: PackedSeqParams | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries [s, b, heads, d], keys [s, b, d] and scaled weights of heads [s, b,
-        heads], float32; s is this context rank's.
+        """Returns queries [s, b, heads, d], keys [s, b, d], with gates behind them if they are chosen
+        in pools [s, b, 2 d], and scaled weights of heads [s, b, heads], float32; s is this context
+        rank's.
 
         x: normed hidden states [s / tp, b, h]; qr: queries' normed latent [s / tp, b, rank]. Packed
         sequences have b 1, which qr may lack. Megatron's core calls it by this name, too.
         """
         config = self._config
-        parts = (
-            self.wq_b(qr.view(*x.shape[:2], -1))[0],
-            self.k_norm(self.wk(x)[0].float()).to(x.dtype),
-            self.weights_proj(x)[0],
-        )
+        keys = self.k_norm(self.wk(x)[0].float()).to(x.dtype)
+        dim = keys.shape[-1]
+        if self._pool > 1:
+            keys = torch.cat((keys, F.linear(x, self.index_kpool_compress_gate)), -1)
+        parts = self.wq_b(qr.view(*x.shape[:2], -1))[0], keys, self.weights_proj(x)[0]
         mixed = torch.cat(parts, -1)
         if config.sequence_parallel:
             mixed = gather_from_sequence_parallel_region(
@@ -99,6 +118,10 @@ class Indexer(torch.nn.Module):
                 group=mpu.get_tensor_model_parallel_group(),
             )
         queries, keys, weights = mixed.split([part.shape[-1] for part in parts], -1)
+        queries = queries.unflatten(-1, (self._heads, dim))
+        weights = weights.float() * (self._heads * dim) ** -0.5
+        if not config.qk_pos_emb_head_dim:
+            return queries, keys, weights
         length = self._rotary.get_rotary_seq_len(None, None, x, config, packed_seq_params)
         angles = self._rotary(length, packed_seq=packed_seq_params is not None)
         angles, mscale = angles if isinstance(angles, tuple) else (angles, 1.0)
@@ -118,12 +141,16 @@ class Indexer(torch.nn.Module):
             )
             return out.unsqueeze(1) if packed else out
 
-        dim = keys.shape[-1]
-        return (
-            turned(queries.unflatten(-1, (self._heads, dim))),
-            turned(keys.unsqueeze(2)).squeeze(2),
-            weights.float() * (self._heads * dim) ** -0.5,
-        )
+        return turned(queries), turned(keys.unsqueeze(2)).squeeze(2), weights
+
+    @torch.no_grad()
+    def pooled(self, keys: Tensor) -> Tensor:
+        """Returns the keys of whole pools [s / pool, d], float32, of keys with gates [s, 2 d]: sums by
+        a softmax of gates and places, for each number of a key."""
+        count = len(keys) // self._pool
+        pools = keys[: count * self._pool].float().unflatten(0, (count, self._pool))
+        values, gates = pools.chunk(2, -1)
+        return (values * (gates + self.index_kpool_compress_ape).softmax(1)).sum(1)
 
 
 class SparseAttention(CausalAttention):
@@ -131,7 +158,10 @@ class SparseAttention(CausalAttention):
 
     requires_dsa_inputs = True  # latent attention then passes x and qr
 
-    def __init__(self, config: MLATransformerConfig, layer_number: int, *args, **kwargs):
+    def __init__(
+        self, config: MLATransformerConfig, layer_number: int, *args, pool: int = 1, **kwargs
+    ):
+        """pool: keys that are chosen together."""
         super().__init__(config, layer_number, *args, **kwargs)
         assert config.dsa_indexer_topk
         self._topk = config.dsa_indexer_topk
@@ -140,7 +170,8 @@ class SparseAttention(CausalAttention):
         self._source = source_dsa_compute_layer(layer_number, *shares)
         self._shared = config.dsa_indexer_topk_freq > 1
         self._choices: dict[int, Tensor] = {}  # of the forward under way
-        self.indexer = Indexer(config) if self._source == layer_number else None
+        self._pool = pool
+        self.indexer = Indexer(config, pool=pool) if self._source == layer_number else None
 
     def forward(
         self, query, key, value, attention_mask, /, *, packed_seq_params=None, x=None, qr=None, **_
@@ -192,10 +223,89 @@ class SparseAttention(CausalAttention):
             square = queries.shape[2], keys.shape[2]
             mask = torch.ones(square, dtype=torch.bool, device=keys.device).tril()[None, None]
         queries, weights = queries[..., :-1], queries[..., -1:]
-        products = torch.relu(queries @ keys.transpose(-1, -2))
-        scores = (products * weights).sum(1, keepdim=True).masked_fill(~mask, -torch.inf)
-        best = scores.topk(self._topk, -1).indices
-        return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & mask
+        return best_keys(queries @ keys.mT, weights, mask[:, 0], self._topk, 1)[:, None]
+
+
+def best_keys(products: Tensor, weights: Tensor, seen: Tensor, topk: int, heads: int) -> Tensor:
+    """Returns which of the keys that each query sees [..., m] have the best sums of their products
+    with it, by weights over the dimension `heads`."""
+    scores = (torch.relu(products) * weights).sum(heads).masked_fill(~seen, -torch.inf)
+    best = scores.topk(topk, -1).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & seen
+
+
+class PooledAttention(SparseAttention):
+    """Attends to the pools of keys that are chosen, and to the keys behind the last whole pool
+    (GLM-5.3-Flash): sequence by sequence, under masks of a block of queries, which the backward
+    makes again."""
+
+    def forward(
+        self, query, key, value, attention_mask, /, *, packed_seq_params=None, x=None, qr=None, **_
+    ):
+        """As CausalAttention's; x, qr: what the indexer reads."""
+        batch = 1 if packed_seq_params is not None else query.shape[1]
+        packed = packed_seq_params or padded_sequences(batch, len(query), query.device)
+        if packed.max_seqlen_q <= self._topk and packed.group.size() == 1:
+            return CausalAttention.forward(
+                self, query, key, value, attention_mask, packed_seq_params=packed_seq_params
+            )
+
+        def rows(t: Tensor) -> Tensor:
+            """Lays [s, b, ...] out as [b s, ...]."""
+            return t.transpose(0, 1).flatten(0, 1)
+
+        assert self.indexer is not None, "no choice is shared"
+        asked, index, weights = map(
+            rows, self.indexer.forward_before_topk(x, qr, packed_seq_params)
+        )
+        if packed_seq_params is None:
+            query, key, value = rows(query), rows(key), rows(value)
+        every = whole_sequences(packed, (query, asked, weights), (key, value, index))
+        out = torch.cat([self._sequence(*each) for each in every])
+        if packed_seq_params is None:
+            out = out.unflatten(0, (batch, -1)).transpose(0, 1)
+        return out
+
+    def _sequence(
+        self,
+        query: Tensor,
+        asked: Tensor,
+        weights: Tensor,
+        position: Tensor,
+        key: Tensor,
+        value: Tensor,
+        index: Tensor,
+    ) -> Tensor:
+        """Returns [places, heads e] of one sequence."""
+        assert self.indexer is not None
+        blocks = zip(*(t.split(BLOCK) for t in (query, asked, weights, position)), strict=True)
+        keys = key.transpose(0, 1), value.transpose(0, 1), self.indexer.pooled(index)
+        return torch.cat([again(self._block, *block, *keys) for block in blocks])
+
+    def _block(
+        self,
+        query: Tensor,
+        asked: Tensor,
+        weights: Tensor,
+        position: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pools: Tensor,
+    ) -> Tensor:
+        """Returns [t, heads e] of some queries."""
+        places = torch.arange(key.shape[1], device=key.device)
+        seen = places <= position[:, None]
+        if len(places) > self._topk:
+            whole = (position[:, None] + 1) // self._pool
+            numbers = torch.arange(len(pools), device=key.device)
+            products = asked.float() @ pools.mT  # [t, index heads, pools]
+            topk = self._topk // self._pool
+            chosen = best_keys(products, weights[..., None], numbers < whole, topk, 1)
+            chosen = chosen.repeat_interleave(self._pool, -1)
+            chosen = F.pad(chosen, (0, len(places) - chosen.shape[1]))
+            seen &= chosen | (places >= whole * self._pool)
+        own = query.transpose(0, 1)[None], key[None], value[None], seen[None, None]
+        return CausalAttention._attend(self, *own)[0].transpose(0, 1).flatten(1)
 
 
 def sparse_attention(transformer_engine: bool) -> tuple[type, type | ModuleSpec]:

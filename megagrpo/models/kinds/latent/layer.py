@@ -1,30 +1,39 @@
 """Megatron's latent attention, of our parts."""
 
+import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import (
     MLASelfAttention,
     MLASelfAttentionSubmodules,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
 
-from megagrpo.models.kinds.indexed.layer import sparse_attention
+from megagrpo.models.kinds.indexed.layer import PooledAttention, sparse_attention
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.layers.parts import Parts
 
 
 class WithoutPositions(MLASelfAttention):
-    """Turns queries and keys by angles of 0."""
+    """Turns queries and keys by angles of 0; Megatron's own do not know that nothing may turn."""
 
     def __init__(self, *args: object, **options: object):
         super().__init__(*args, **options)
-        self.rotary_pos_emb.inv_freq.zero_()
+        self.rotary_pos_emb.forward = self._angles
+
+    def _angles(self, length: int, **_: object) -> Tensor:
+        """Returns angles [length, 1, 1, turning]; equal ones need no order of ranks."""
+        width = self.config.qk_pos_emb_head_dim
+        return torch.zeros(length, 1, 1, width, device=torch.cuda.current_device())
 
 
 def latent_spec(sizes: LatentAttention, parts: Parts) -> ModuleSpec:
     """Returns the specification of latent attention, sparse if it has an indexer."""
     module: type = MLASelfAttention if sizes.rotary.fraction else WithoutPositions
     core: type | ModuleSpec = parts.core_attention
-    if sizes.indexer is not None:
+    if sizes.indexer is not None and sizes.indexer.pool > 1:
+        core = ModuleSpec(module=PooledAttention, params={"pool": sizes.indexer.pool})
+    elif sizes.indexer is not None:
         module, core = sparse_attention(parts.transformer_engine)
     return ModuleSpec(
         module=module,

@@ -19,9 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from megagrpo.models.kinds.compressed.layer import padded
 from megagrpo.models.kinds.gated_residual.layer import normed
-from megagrpo.models.kinds.grouped_query.layer import PackedSequences
+from megagrpo.models.kinds.grouped_query.layer import PackedSequences, padded_sequences
 from megagrpo.models.kinds.hyper_connections.layer import StreamLayer
 from megagrpo.models.kinds.ngrams.describe import NGrams
 from megagrpo.models.kinds.recurrent import again
@@ -56,7 +55,7 @@ class NGramRows(torch.nn.Module):
         """Maps streams [s / tp, b, n, h], and tokens [b, s] of this context rank, to what is added to
         the streams."""
         batch, count = tokens.shape
-        packed = packed or padded(batch, count, tokens.device)
+        packed = packed or padded_sequences(batch, count, tokens.device)
         borders = packed.cu_seqlens_q.long()
         # of each token in the whole sequences, their first one
         start = borders[:-1].repeat_interleave(borders.diff(), output_size=sum(packed.lengths))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megagrpo.models.config_json import HfConfig
 from megagrpo.models.costs import FP32, LayerCost, Share
 from megagrpo.models.kinds.grouped_query.describe import Flags, GroupedQuery
+from megagrpo.models.kinds.indexed.describe import BLOCK
 from megagrpo.models.tensors import Shard, TensorSpec
 
 if TYPE_CHECKING:
@@ -20,11 +21,9 @@ if TYPE_CHECKING:
 
     from megagrpo.models.architecture import Architecture
 
-BLOCK = 1024  # queries whose scores are in memory at once
-
 
 @dataclass(frozen=True, kw_only=True)
-class PooledAttention(GroupedQuery):
+class PooledQuery(GroupedQuery):
     """Adds the indexer's sizes."""
 
     index_heads: int
@@ -33,7 +32,7 @@ class PooledAttention(GroupedQuery):
     topk: int  # blocks that a query sees
 
     @classmethod
-    def read(cls, hf: HfConfig, fraction: float = 1.0, **flags: Unpack[Flags]) -> PooledAttention:
+    def read(cls, hf: HfConfig, fraction: float = 1.0, **flags: Unpack[Flags]) -> PooledQuery:
         """As GroupedQuery's, of a config.json with the indexer's keys."""
         ratio = hf["indexer_compress_ratio"]
         return cls(
