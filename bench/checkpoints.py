@@ -195,7 +195,6 @@ def as_rank(name: str, phase: str, layers: int, folder: Path) -> None:
     actor = MegatronActor(
         arch=Model.read(path).arch,
         config=config,
-        optimizer=config.optimizer,
         num_updates=10,
         seed=0,
         device=device,

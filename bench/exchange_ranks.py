@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
-from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
+from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
 from megagrpo.types import EngineEvent
 
 HOST, EVERY = "127.0.0.1", 100
@@ -108,8 +108,8 @@ def train(job: dict) -> None:
     limit_s = job["limit_s"] + 60.0
     world, parallel = int(os.environ["WORLD_SIZE"]), ParallelConfig(**job["parallel"])
     settings = ActorConfig(world_size=world, parallel=parallel, deadline_s=limit_s)
-    named = {"config": settings, "optimizer": OptimizerConfig(), "device": device}
-    actor = MegatronActor(arch=Model.read(job["model"]).arch, num_updates=10, seed=0, **named)
+    arch = Model.read(job["model"]).arch
+    actor = MegatronActor(arch=arch, config=settings, num_updates=10, seed=0, device=device)
     weights = load_initial_weights(actor, job["model"])
     exchange = Exchange(experiment(job), actor.mesh, weights, Registry(job), Path(job["folder"]))
     publishes = []

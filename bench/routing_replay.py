@@ -128,8 +128,7 @@ def _changed(source: Path, target: Path, change) -> Path:
 def _trainer(model: Path) -> MegatronActor:
     actor = MegatronActor(
         arch=Model.read(model).arch,
-        config=ActorConfig(routing_replay="rollout"),
-        optimizer=OptimizerConfig(distributed=False),
+        config=ActorConfig(routing_replay="rollout", optimizer=OptimizerConfig(distributed=False)),
         num_updates=1,
         seed=0,
         device=DEVICE,

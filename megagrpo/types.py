@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # this file loads without torch
     from torch import Tensor
 
 IMAGE_TEXT = "<image>"  # the place of an image in a prompt's text
+_LARGEST_SCORE = 1e280  # statistics hold its product with a weight and a scale
 # The optimizer updates of one pass over a step's groups: for each update the groups that it trains
 # on, ascending, as in Batch.group_ids.
 Pass = tuple[tuple[int, ...], ...]
@@ -238,6 +239,12 @@ class Outcome:
     # what ended a rollout with an environment, one of agents/environments.py ENDS; "" without one
     end: str = ""
     turn_rewards: tuple[float, ...] = ()  # one per turn that an environment answered
+
+    def __post_init__(self) -> None:
+        # a model may write such a number, and sums of finite ones may be infinite or none
+        if self.ok and not abs(self.value) <= _LARGEST_SCORE:
+            detail = f"the score {self.value} is beyond {_LARGEST_SCORE}"
+            vars(self).update(status="error", detail=detail)
 
     @property
     def ok(self) -> bool:
@@ -514,11 +521,6 @@ class MicroBatch:
     # [3, b, s] int64, in time, height, width; only for vision-language models
     rope_positions: "Tensor | None" = None
     images: MicroImages | None = None  # None for a text-only model
-
-    @property
-    def max_seqlen(self) -> int:
-        """Returns the tokens of the longest sequence, padding included."""
-        return max(self.sizes)
 
     def to(self, device: "torch.device") -> "MicroBatch":
         """Returns the micro-batch on `device`, without waiting for the copies."""

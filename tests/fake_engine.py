@@ -24,7 +24,7 @@ from megagrpo.mesh import make_mesh
 from megagrpo.system.environment import WEIGHT_LOADER
 from megagrpo.types import EngineInfo
 from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.copies.recorder import record_copies
+from megagrpo.weights.copies.recorder import record_whole
 from megagrpo.weights.engines import loader as engine_loader
 from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
@@ -244,7 +244,7 @@ class OneTrainer:
         self.engine, self.live, self.shapes, self.version = engine, live, shapes, 0
         self.draw = torch.Generator().manual_seed(0)
         specs = {name: (tuple(shape), torch.float32) for name, shape in shapes.items()}
-        copies = record_copies(self.load, specs, live)
+        copies = record_whole(self.load, specs, live).copies
         weights = ActorWeights(copies, specs, lambda: live, self.merged, settings.pop("kept", {}))
         sections = {"weights": {}} | settings
         sections["weights"] = {"timeout_s": 20, "bucket_mb": 1e-4} | sections["weights"]

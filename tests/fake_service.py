@@ -71,6 +71,10 @@ class FakeService:
         self.state, self.version = "ready", body["weight_version"]
         return web.json_response({"ended": []})
 
+    async def rest(self, request: web.Request) -> web.Response:
+        self.marked.append((request.path,))
+        return web.json_response({})
+
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.keys.add(request.headers["Authorization"].removeprefix("Bearer").strip())
@@ -87,7 +91,7 @@ class FakeService:
         if isinstance(step, bytes):
             return web.Response(body=step, content_type="text/html")
         if isinstance(step, int):
-            return web.Response(status=step, text="on purpose")
+            return web.Response(status=step, body=b"on purpose, says a proxy: nicht verf\xfcgbar")
         if scores:
             return web.json_response({"text": "", "meta_info": scores_of(body) | step})
         # The response is a function of the request alone: the seed's last digits, as tokens.
@@ -127,6 +131,7 @@ def running(service: FakeService) -> Iterator[FakeService]:
     loop = asyncio.new_event_loop()
     app = web.Application()
     routes = [web.get("/status", service.status), web.post("/engines/ready", service.ready)]
+    routes += [web.post(path, service.rest) for path in ("/sleep", "/may_start")]
     routes += [web.post("/generate", service.generate), web.post(f"{RESTARTED}/generate", service.generate)]
     app.add_routes(routes)
     runner = web.AppRunner(app, shutdown_timeout=0.1)

@@ -41,11 +41,12 @@ class Settings:
     num_steps: int = 4
     seed: int = 0
     staleness: int = 0
+    reference: int = 0  # steps after which the KL's reference moves; 0: no KL
 
     @property
     def decides(self) -> tuple:
         """What decides the weights after a step."""
-        return (self.world, self.lr, self.updates, self.num_steps, self.seed, self.staleness)
+        return (self.world, self.lr, self.updates, self.num_steps, self.seed, self.staleness, self.reference)
 
 
 class Lives:
@@ -83,7 +84,8 @@ class Lives:
             "reward": {"grader": f"{self.folder}/gr.py:grade", "workers": 1},
             "train": {"num_steps": settings.num_steps, "num_prompts_per_step": 4, "group_size": 2,
                       "num_updates_per_step": settings.updates, "max_bad_fraction": 0.0},
-            "algorithm": {"loss": {"name": "ppo_clip"}, "mismatch": {"alarm": None, "weight": {"name": "tis"}}},
+            "algorithm": {"loss": {"name": "ppo_clip"}, "mismatch": {"alarm": None, "weight": {"name": "tis"}}}
+            | ({"kl": {"loss_coef": 0.1, "reference_every": settings.reference}} if settings.reference else {}),
             "actor": {"world_size": settings.world, "threads": 1, "max_restarts": 1, "deadline_s": 60,
                       "optimizer": {"lr": settings.lr, "lr_schedule": "linear"}},
             "rollout": {"step_timeout_s": 60, "start_timeout_s": 60, "max_staleness": settings.staleness},

@@ -17,7 +17,7 @@ from megagrpo.config.actor import ActorConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.build import build_chunks, chunk_parameters, load_hf
 from megagrpo.models.table import model_tensors
-from megagrpo.weights.copies.recorder import Copy, record_copies
+from megagrpo.weights.copies.recorder import Copy, record_whole
 from tests.pretended_groups import only_fake_groups
 
 META = torch.device("meta")
@@ -34,10 +34,10 @@ def record_trainer_rank(arch: Architecture, config: ActorConfig, rank: int) -> t
         tensor_parallel.model_parallel_cuda_manual_seed(0)  # Megatron reads the state in any case
         kernels = kernels_here(config)
         chunks = build_chunks(arch, config, transformer_config(arch, config, kernels), kernels, META)
-        read = _Noting(tensors)  # record_copies makes every tensor it is given
+        read = _Noting(tensors)  # record_whole makes every tensor it is given
         load_hf(chunks, arch, read)
         specs = {name: (tuple(tensors[name].shape), tensors[name].dtype) for name in read.names}
-        copies = record_copies(lambda hf: load_hf(chunks, arch, hf), specs, chunk_parameters(chunks))
+        copies = record_whole(lambda hf: load_hf(chunks, arch, hf), specs, chunk_parameters(chunks)).copies
         indices = {
             "tp": mpu.get_tensor_model_parallel_rank(),
             "pp": mpu.get_pipeline_model_parallel_rank(),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bench.gpu_kit.figures import Figures, Setting
 from bench.gpu_kit.timing import peak_bytes, seconds_of
-from megagrpo.algo.logprob import chunked_logprobs
+from megagrpo.algo.logprob import VocabularyShard, chunked_logprobs
 
 TOKENS, HIDDEN, VOCAB, CHUNK = 4096, 2048, 151_936, 2048
 SMALL = (64, 32, 9000, 32)  # two tiles of columns
@@ -28,10 +28,14 @@ def head(figures: Figures, setting: Setting) -> None:
     """
     tokens, hidden, vocab, chunk = setting.of((TOKENS, HIDDEN, VOCAB, CHUNK), SMALL)
     device = setting.torch_device()
+
+    def ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return chunked_logprobs(hidden, weight, targets, 1.0, chunk, VocabularyShard(vocab))
+
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         inputs = _inputs(tokens, hidden, vocab, dtype, device)
-        chunked = partial(_both, lambda h, w, t: chunked_logprobs(h, w, t, 1.0, chunk), *inputs)
+        chunked = partial(_both, ours, *inputs)
         plain = partial(_both, plain_logprobs, *inputs)
         found, expected = chunked(), plain()
         gap = max(_largest(a, b) for a, b in zip(found, expected, strict=True))
@@ -42,11 +46,7 @@ def head(figures: Figures, setting: Setting) -> None:
         kept = sum(t.nbytes for t in found)
         del found, expected
         work = {"chunked": chunked, "plain autograd": plain}
-        work |= {
-            "chunked, no entropy": partial(
-                _alone, lambda h, w, t: chunked_logprobs(h, w, t, 1.0, chunk)[0], *inputs
-            )
-        }
+        work |= {"chunked, no entropy": partial(_alone, lambda h, w, t: ours(h, w, t)[0], *inputs)}
         work |= {
             title: partial(_alone, one, *inputs)
             for title, one in others(figures, name, device).items()

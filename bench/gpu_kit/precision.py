@@ -22,7 +22,7 @@ from megagrpo.actor.host import uses_transformer_engine
 from megagrpo.config.schema import ActorConfig
 from megagrpo.tools.certify.measure import whole
 from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.copies.recorder import record_copies
+from megagrpo.weights.copies.recorder import record_whole
 
 CPU = torch.device("cpu")  # models on a GPU and on the CPU are compared: drawn on one of them
 VOCAB = 160
@@ -170,7 +170,7 @@ def weights_of(built: Any) -> ActorWeights:
     dtype = getattr(torch, built.config.dtype)
     specs = {spec.name: (spec.shape, dtype) for spec in model_tensors(built.arch)}
     return ActorWeights(
-        record_copies(built.load_hf, specs, built.parameters()), specs, built.parameters
+        record_whole(built.load_hf, specs, built.parameters()).copies, specs, built.parameters
     )
 
 

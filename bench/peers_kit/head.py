@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megagrpo.algo.logprob import chunked_logprobs
+from megagrpo.algo.logprob import VocabularyShard, chunked_logprobs
 from peers_kit.measure import OURS, Call, Case, Cases
 from peers_kit.work import scaled
 
@@ -38,7 +38,8 @@ def _ours(with_gradient: bool) -> Callable[[], Call]:
         hidden, weight, targets = _inputs()
 
         def call():
-            logprobs, entropy = chunked_logprobs(hidden, weight, targets, 1.0, 1024)
+            shard = VocabularyShard(VOCABULARY)
+            logprobs, entropy = chunked_logprobs(hidden, weight, targets, 1.0, 1024, shard)
             entropy = entropy if with_gradient else entropy.detach()
             return _means(hidden, weight, logprobs, entropy), {"tokens": NUM_TOKENS}
 

@@ -43,9 +43,15 @@ class HostReference:
         self._parameters = list(parameters.values())
         self._buffer = HostBuffer((p.nbytes for p in self._parameters), self._parameters[0].device)
         self._weights = [
-            part.view(p.dtype).view(p.shape).copy_(p.detach())
+            part.view(p.dtype).view(p.shape)
             for p, part in zip(self._parameters, self._buffer.parts, strict=True)
         ]
+        self.take()
+
+    def take(self) -> None:
+        """Makes the parameters of now the reference."""
+        for weights, parameter in zip(self._weights, self._parameters, strict=True):
+            weights.copy_(parameter.detach())
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:

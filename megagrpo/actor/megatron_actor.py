@@ -34,7 +34,7 @@ from megagrpo.models.table import model_tensors
 from megagrpo.models.tensors import adapter_tensors, layer_prefix
 from megagrpo.system import environment
 from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.copies.recorder import Specs, record_copies
+from megagrpo.weights.copies.recorder import Specs, record_whole
 
 
 class NonFiniteUpdate(RunStopped):
@@ -136,7 +136,6 @@ class MegatronActor:
         *,
         arch: Architecture,
         config: ActorConfig,
-        optimizer: OptimizerConfig,
         num_updates: int,
         seed: int,
         device: torch.device,
@@ -148,7 +147,7 @@ class MegatronActor:
         """
         self.arch = arch
         kernels = checked_kernels(arch, config)
-        self.config = config = config.model_copy(update={"optimizer": optimizer})
+        self.config = config
         self.transformer, ddp_settings, optimizer_settings = megatron_configs(
             self.arch, config, kernels
         )
@@ -171,6 +170,7 @@ class MegatronActor:
         self.updates_done = 0
         # set by keep_reference
         self.as_reference: Callable[[], AbstractContextManager[None]] | None = None
+        self._reference: HostReference | None = None
         found = routers(self.chunks)
         arch = self.arch
         self.router_scope = scope = RouterScope(found)
@@ -241,8 +241,11 @@ class MegatronActor:
         without them."""
         if self.config.lora is not None:
             self.as_reference = partial(lora.adapters_off, self.chunks)
+        elif self._reference is None:
+            self._reference = HostReference(self.parameters())
+            self.as_reference = self._reference.swapped_in
         else:
-            self.as_reference = HostReference(self.parameters()).swapped_in
+            self._reference.take()
 
     def parameters(self) -> dict[str, Tensor]:
         """Returns this rank's live parameters of the HF model by a name that is unique on this
@@ -295,7 +298,7 @@ class MegatronActor:
             return ActorWeights(copies, kept, self.trained)
         specs = self.adapter_specs()
         return ActorWeights(
-            record_copies(self.load_adapters, specs, self.trained()), specs, self.trained
+            record_whole(self.load_adapters, specs, self.trained()).copies, specs, self.trained
         )
 
     def zero_grad(self) -> None:

@@ -18,7 +18,6 @@ def make_actor(config: ExperimentConfig, arch: Architecture, device: torch.devic
     return MegatronActor(
         arch=arch,
         config=config.actor,
-        optimizer=config.actor.optimizer,
         num_updates=0,
         seed=config.seed,
         device=device,

@@ -30,13 +30,14 @@ def kl_penalty(
     beyond). "full" needs more than the sampled tokens: see chunked_full_kl.
     """
     x = logprobs - ref_logprobs
+    square = x.square() / 2
     match estimator.removesuffix("+"):
         case "k1":
             value = x
         case "abs":
             value = x.abs()
         case "k2":
-            value = _k2(x)
+            value = square
         case "k3":
             limited = x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
             # not exp(-x) - 1 + x, which rounds to 0 for |x| < 1e-4
@@ -47,7 +48,6 @@ def kl_penalty(
         value = value.clamp(-value_clamp, value_clamp)
     if not estimator.endswith("+"):
         return value
-    square = _k2(x)
     return value.detach() + square - square.detach()
 
 
@@ -58,9 +58,7 @@ def token_kl(old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, options: 
     gradients.
     """
     old, ref = (x.double().masked_fill(~mask, 0.0) for x in (old_logprobs, ref_logprobs))
-    return kl_penalty(old, ref, options.value_estimator, options.value_clamp).masked_fill(
-        ~mask, 0.0
-    )
+    return kl_penalty(old, ref, options.value_estimator, options.value_clamp)
 
 
 def with_current_kl_coef(algorithm: AlgorithmConfig, state: AlgoState) -> AlgorithmConfig:
@@ -79,7 +77,3 @@ def adapted_kl_coef(coef: float, mean_kl: float, num_responses: int, options: Ad
     """
     error = min(max(mean_kl / options.target - 1, -KL_ERROR_LIMIT), KL_ERROR_LIMIT)
     return coef * (1 + error * num_responses / options.horizon)
-
-
-def _k2(x: Tensor) -> Tensor:
-    return x.square() / 2

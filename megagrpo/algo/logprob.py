@@ -22,20 +22,14 @@ class VocabularyShard(NamedTuple):
     """The rows of the output weight that a tensor-parallel rank has: the vocabulary from `start`
     on."""
 
+    size: int  # of the real vocabulary; columns beyond it are padding
     start: int = 0
-    # of the real vocabulary, columns beyond it are padding; None: no padding
-    size: int | None = None
     # over tensor-parallel ranks, which must all see the same hidden and targets
     reduce: Reduce | None = None
 
     def columns(self, weight: Tensor) -> int:
         """Counts the rows of weight [V_local, H] that are not padding."""
-        if self.size is None:
-            return len(weight)
         return max(0, min(len(weight), self.size - self.start))
-
-
-WHOLE_VOCABULARY = VocabularyShard()
 
 
 def chunked_logprobs(
@@ -44,22 +38,20 @@ def chunked_logprobs(
     targets: Tensor,
     temperature: float,
     chunk_tokens: int,
-    shard: VocabularyShard = WHOLE_VOCABULARY,
+    shard: VocabularyShard,
 ) -> tuple[Tensor, Tensor]:
     """Collective over tensor-parallel ranks. Returns log-probabilities of the targets, float32 in
     their shape, and entropies [T].
 
     The distribution is softmax(hidden weight^T / temperature), values are in nats. hidden [T, H];
     weight [V_local, H]; targets [T], or [T, k] for several per position, int64 ids in the whole
-    vocabulary. At target -1 the log-probability is 0, and the entropy is 0 if the first target is
-    -1. chunk_tokens: rows of a tile. The gradient of hidden is this rank's PARTIAL sum over its
-    columns, which the caller must all-reduce or reduce-scatter; the gradient of weight is complete.
+    vocabulary. chunk_tokens: rows of a tile. The gradient of hidden is this rank's PARTIAL sum over
+    its columns, which the caller must all-reduce or reduce-scatter; the gradient of weight is
+    complete.
     """
     options = (temperature, chunk_tokens, shard.columns(weight), shard.reduce)
     several = targets if targets.dim() > 1 else targets[:, None]
-    logprobs, entropy = _LogProbs.apply(
-        hidden, weight, several - shard.start, several < 0, *options
-    )
+    logprobs, entropy = _LogProbs.apply(hidden, weight, several - shard.start, *options)
     return logprobs.view(targets.shape), entropy
 
 
@@ -82,7 +74,7 @@ class _Gradients:
             _accumulate(self._weight[cols], grad.t(), hidden[rows])
 
     def outputs(self) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of all inputs of _LogProbs, or of _FullKl."""
+        """Returns the gradients of all inputs of _FullKl; autograd takes more than _LogProbs has."""
         hidden, weight = self._inputs
         grad_weight = self._weight
         if grad_weight is not None:
@@ -92,9 +84,7 @@ class _Gradients:
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, hidden, weight, local_targets, ignored, temperature, chunk_tokens, columns, reduce
-    ):
+    def forward(ctx, hidden, weight, local_targets, temperature, chunk_tokens, columns, reduce):
         top = hidden.new_full(hidden.shape[:1], torch.finfo(torch.float32).min, dtype=torch.float32)
         mass, moment = (torch.zeros_like(top) for _ in range(2))
         chosen = torch.zeros_like(local_targets, dtype=torch.float32)  # [T, k]
@@ -123,23 +113,22 @@ class _LogProbs(torch.autograd.Function):
             chosen = summed[2:].T
         log_mass = mass.log()
         log_z = top + log_mass
-        entropy = (log_mass - moment / mass).masked_fill(ignored[:, 0], 0.0)
-        ctx.save_for_backward(hidden, weight, local_targets, ignored, log_z, entropy)
+        entropy = log_mass - moment / mass
+        ctx.save_for_backward(hidden, weight, local_targets, log_z, entropy)
         ctx.options = (temperature, chunk_tokens, columns)
         # what the loss does not use has no gradient, and costs nothing in backward
         ctx.set_materialize_grads(False)
-        return (chosen - log_z[:, None]).masked_fill(ignored, 0.0), entropy
+        return chosen - log_z[:, None], entropy
 
     @staticmethod
     def backward(ctx, grad_logprob, grad_entropy):
-        hidden, weight, local_targets, ignored, log_z, entropy = ctx.saved_tensors
+        hidden, weight, local_targets, log_z, entropy = ctx.saved_tensors
         temperature, chunk_tokens, columns = ctx.options
         scale_targets, scale_entropy = (
-            None if grad is None else (grad / temperature).masked_fill(where, 0.0)
-            for grad, where in ((grad_logprob, ignored), (grad_entropy, ignored[:, 0]))
+            None if grad is None else grad / temperature for grad in (grad_logprob, grad_entropy)
         )
         if scale_targets is None:
-            scale_targets = torch.zeros_like(ignored, dtype=torch.float32)
+            scale_targets = torch.zeros_like(local_targets, dtype=torch.float32)
         scale_logprob = scale_targets.sum(1)
         gradients = _Gradients(ctx, hidden, weight)
         for rows, cols, logits in _tiles(hidden, weight, temperature, chunk_tokens, columns):
@@ -167,7 +156,7 @@ def chunked_full_kl(
     ref_weight: Tensor,
     temperature: float,
     chunk_tokens: int,
-    shard: VocabularyShard = WHOLE_VOCABULARY,
+    shard: VocabularyShard,
 ) -> Tensor:
     """Collective over tensor-parallel ranks. Returns the exact KL(policy || reference) of every
     position, float32 [T].
@@ -249,7 +238,7 @@ def chunked_draft_kl(
     weight: Tensor,
     temperature: float,
     chunk_tokens: int,
-    shard: VocabularyShard = WHOLE_VOCABULARY,
+    shard: VocabularyShard,
 ) -> Tensor:
     """Collective over tensor-parallel ranks. Returns KL(policy || draft) of every position, float32
     [T], in nats.

@@ -77,7 +77,7 @@ class PolicyInputs:
     # bool, the tokens that are trained on; delimits the sequences of sequence-level losses
     mask: Tensor
     rows: Rows  # the sequences
-    rollout_logprobs: Tensor | None = None  # float, of the engine
+    rollout_logprobs: Tensor  # float, of the engine
 
     @property
     def ratio(self) -> Tensor:
@@ -157,7 +157,6 @@ def dppo(inputs: PolicyInputs, options: DppoLoss) -> TokenLoss:
     reference = inputs.rollout_logprobs
     if options.against == "old":
         reference = inputs.old_logprobs
-    assert reference is not None, "against: rollout needs PolicyInputs.rollout_logprobs"
     logprobs = inputs.logprobs.detach()
     p, q = logprobs.exp(), reference.exp()
     if options.divergence == "tv":
@@ -243,11 +242,13 @@ def token_loss(inputs: PolicyInputs, options: Variant) -> TokenLoss:
 
 
 def without_off_policy(loss: TokenLoss, inputs: PolicyInputs, limit: float) -> TokenLoss:
-    """Returns the loss, 0 where A < 0 in a sequence whose mean of log(old / new) is above the limit.
+    """Returns the loss, 0 where A < 0 in a sequence whose mean of log(rollout / new) is above the
+    limit.
 
-    Off-policy sequence masking: arXiv 2512.02556.
+    Off-policy sequence masking: arXiv 2512.02556, whose old probabilities are the engine's, so that
+    it sees stale weights and the mismatch too, also in the first update of a step.
     """
-    distance = inputs.sequence_mean((inputs.old_logprobs - inputs.logprobs).detach())
+    distance = inputs.sequence_mean((inputs.rollout_logprobs - inputs.logprobs).detach())
     left_out = (inputs.advantages < 0) & (distance > limit)
     value = loss.value.masked_fill(left_out, 0.0)
     return TokenLoss(value, loss.clipped | {"off_policy": left_out})

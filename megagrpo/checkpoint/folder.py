@@ -132,9 +132,9 @@ def is_reshardable(folder: Path) -> bool:
 
 def layout_problem(folder: Path, layout: Layout) -> str:
     """Returns why a run with this layout cannot load a finished checkpoint, and what to do; "" if it
-    can."""
+    can. {}: the weights alone are loaded."""
     saved = description(folder).get("layout", layout)
-    if is_reshardable(folder) or saved == layout:
+    if not layout or is_reshardable(folder) or saved == layout:
         return ""
     return (
         f"checkpoint {folder} can be loaded by its own layout alone ({_in_words(saved)}), this "

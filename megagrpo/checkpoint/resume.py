@@ -3,13 +3,21 @@
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor
 from megagrpo.checkpoint.changes import REFERENCE, prompt_order
-from megagrpo.checkpoint.folder import OTHER_DATA, data_problem, latest, put_in_place
+from megagrpo.checkpoint.folder import (
+    OTHER_DATA,
+    checkpoint_folder,
+    data_problem,
+    latest,
+    put_in_place,
+    step_of,
+)
 from megagrpo.checkpoint.groups import deal_surplus
 from megagrpo.checkpoint.identity import adapter_numbers, architecture_numbers
 from megagrpo.checkpoint.save import RunIdentity, load
@@ -72,10 +80,11 @@ def load_checkpoint(
     with_optimizer: bool = True,
 ) -> TrainState:
     """Collective. Loads a checkpoint of this experiment's model into the actor. Raises LeaderError
-    if the model or the data differs."""
+    if the model or the data differs. with_optimizer: else the weights only, in any layout."""
+    identity = run_identity(config, actor, rows, inputs)
     return load(
         source,
-        run_identity(config, actor, rows, inputs),
+        identity if with_optimizer else replace(identity, layout={}),
         lambda part: load_actor(actor, part, with_optimizer),
         actor.mesh,
     )
@@ -121,6 +130,19 @@ def find_checkpoint(config: ExperimentConfig, mesh: Mesh) -> Path | None:
     return newest
 
 
+def _load_reference(config: ExperimentConfig, folder: Path, actor: MegatronActor) -> None:
+    """Collective. Keeps a checkpoint's weights as the reference. Raises LeaderError without it."""
+    mesh = actor.mesh
+    missing = (
+        f"{folder}, whose weights are the reference, is not there: bring it back, or set "
+        "algorithm.kl.reference_every to null, or to steps of which a checkpoint is there"
+    )
+    there = mesh.from_main(folder.is_dir, f"look for {folder}")
+    mesh.raise_any("" if there else missing)
+    load_checkpoint(config, folder, actor, with_optimizer=False)
+    actor.keep_reference()
+
+
 def _refuse_other_disks(root: Path, directory: str, mesh: Mesh) -> None:
     """Collective. Raises ValueError on every rank unless all see what the main rank makes in the
     folder of checkpoints: else the first save would fail, and the steps before it be lost."""
@@ -160,7 +182,12 @@ def resume(
     if config.checkpoint.resume == OTHER_DATA:
         compared = ()
         inputs = {key: value for key, value in inputs.items() if key == REFERENCE}
+    moved = config.algorithm.moved_reference(step_of(source))
+    if moved and moved < step_of(source):
+        _load_reference(config, checkpoint_folder(source.parent, moved), actor)
     state = load_checkpoint(config, source, actor, compared, inputs)
+    if moved == state.step > 0:
+        actor.keep_reference()
     if state.curriculum is not None and data_problem(source, rows):  # and resume is other_data
         state.curriculum = None
         if actor.mesh.is_main:

@@ -44,6 +44,7 @@ from megagrpo.checkpoint.folder import (
     layout_problem,
     older_instead,
     restore_replaced,
+    step_of,
 )
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.checkpoint.identity import differences
@@ -65,23 +66,19 @@ T = TypeVar("T")
 SizeAndCrc = tuple[int, int]  # bytes, CRC-32
 
 
+def _initial(step: int) -> int:
+    return 0
+
+
 @dataclass(frozen=True)
 class RunIdentity:
     """The model and layout that a checkpoint belongs to."""
 
     model: dict  # must agree with the run that loads it
-    layout: Layout  # must agree too if the checkpoint is not reshardable
+    # must agree too if the checkpoint is not reshardable; {}: any will do, for the weights alone
+    layout: Layout
     rows: Sequence[Sequence[str | int]] = ()  # of the data; must agree unless it is empty
     inputs: Mapping[str, object] = field(default_factory=dict)  # see changes.py
-
-
-@dataclass(frozen=True)
-class SaveSchedule:
-    """When a run saves. background: training continues during a save, so plan_save must copy."""
-
-    num_steps: int  # of the run
-    start_step: int  # of the checkpoint that it starts from
-    background: bool = False
 
 
 @dataclass
@@ -93,6 +90,7 @@ class Checkpointer:
     plan_save: collective; its arguments are an existing empty folder and whether another layout
     must be able to load the checkpoint.
     with_groups: returns the state with the groups of this rank, if it is a leader.
+    background: training continues during a save, so plan_save must copy.
     """
 
     options: CheckpointConfig
@@ -101,21 +99,23 @@ class Checkpointer:
     plan_save: "Callable[[Path, bool], ActorSave]"
     with_groups: Callable[[TrainState], TrainState]
     mesh: Mesh
-    schedule: SaveSchedule
+    num_steps: int  # of the run
+    saved_step: int  # the last of which a save began; at first that of the start
+    background: bool
+    reference_step: Callable[[int], int] = _initial  # AlgorithmConfig.moved_reference
     _pending: "PendingSave | None" = None  # being written while training continues
-
-    def __post_init__(self) -> None:
-        self._saved_step = self.schedule.start_step
 
     def on_schedule(self, state: TrainState) -> None:
         """Collective. Saves after every options.every steps and after the last; completes a save
         whose files are written."""
         if self._pending is not None and self._pending.ready():
             self.complete()
-        last = state.step == self.schedule.num_steps
-        if (self.options.every and state.step % self.options.every == 0) or last:
+        last = state.step == self.num_steps
+        every = self.options.every
+        moves = 0 < state.step == self.reference_step(state.step)
+        if (every and state.step % every == 0) or moves or last:
             self._save(state, last)
-        if last or not self.schedule.background:
+        if last or not self.background:
             self.complete()
 
     def save_now(self, state: TrainState) -> None:
@@ -127,13 +127,13 @@ class Checkpointer:
     def _save(self, state: TrainState, last: bool) -> None:
         choice = self.options.reshardable
         reshardable = choice == "always" or (choice == "last" and last)
-        if self._saved_step == state.step and not (
+        if self.saved_step == state.step and not (
             reshardable and self._saved_for_one_layout(state.step)
         ):
             return
         self.complete()  # one at a time, because a pending save holds a copy of all state
         state = self.with_groups(state)
-        self._saved_step = state.step  # even if it fails, so that the error does not come twice
+        self.saved_step = state.step  # even if it fails, so that the error does not come twice
         self._pending = PendingSave(
             self.root,
             state,
@@ -141,6 +141,7 @@ class Checkpointer:
             self.options,
             lambda folder: self.plan_save(folder, reshardable),
             self.mesh,
+            self.reference_step,
         )
 
     def _saved_for_one_layout(self, step: int) -> bool:
@@ -162,7 +163,7 @@ class PendingSave:
     """Writes `state` in a thread of every rank. `finish` makes it a checkpoint, or nothing is left.
 
     Collective: construction and all methods. plan_save: collective; its argument is an existing
-    empty folder. options: which older checkpoints stay. Training may continue before `finish` if
+    empty folder. options, reference_step: which older checkpoints stay. Training may continue before `finish` if
     plan_save took a copy. A failure on any rank, such as a full disk, here or in `finish` raises
     LeaderError on every rank and leaves older checkpoints as they were.
     """
@@ -175,6 +176,7 @@ class PendingSave:
         options: CheckpointConfig,
         plan_save: "Callable[[Path], ActorSave]",
         mesh: Mesh,
+        reference_step: Callable[[int], int] = _initial,
     ):
         self.target = checkpoint_folder(root, state.step)
         self.partial = self.target.with_name(self.target.name + PARTIAL)
@@ -190,6 +192,7 @@ class PendingSave:
             "version": __version__,
         }
         self._options = options
+        self._reference_step = reference_step
         self._mesh = mesh
         # this rank's files, for the manifest
         self._written: Future[dict[str, SizeAndCrc]] = Future()
@@ -256,8 +259,16 @@ class PendingSave:
         # before older ones are removed, so that a start always finds the recorded checkpoint
         write_whole(RunFolder(self.target.parent.parent).last_checkpoint, self.target.name)
         interrupted = self.target.parent.glob(f"step_*{PARTIAL}")
-        for folder in [*_superfluous(self.target, self._options), *interrupted]:
+        for folder in [*self._superfluous(), *interrupted]:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _superfluous(self) -> list[Path]:
+        """Returns the older checkpoints to remove, but for references of those that stay."""
+        finished = finished_checkpoints(self.target.parent)
+        older = finished[: finished.index(self.target)]
+        count = max(len(finished) - self._options.keep, 0)
+        needed = {self._reference_step(step_of(folder)) for folder in finished[count:]}
+        return [folder for folder in older[:count] if step_of(folder) not in needed]
 
     def _everywhere(self, action: Callable[[], T]) -> T:
         """Collective. Runs `action` on every rank. A failure on one raises LeaderError on all."""
@@ -296,13 +307,6 @@ def _attempt(action: Callable[[], T], done: "Future[T]") -> "Future[T]":
     except Exception as exc:
         done.set_exception(exc)
     return done
-
-
-def _superfluous(newest: Path, options: CheckpointConfig) -> list[Path]:
-    """Returns the older checkpoints to remove after `newest` is written."""
-    finished = finished_checkpoints(newest.parent)
-    older = finished[: finished.index(newest)]
-    return older[: max(len(finished) - options.keep, 0)]
 
 
 def load(

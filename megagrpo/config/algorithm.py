@@ -88,9 +88,9 @@ class AlgorithmConfig(Section):
     """Leave responses that reached the length limit out of the rl loss. They still count in the
     statistics."""
     off_policy_limit: PositiveFloat | None = None
-    """Leave a response with a negative advantage out of the policy loss where the mean of log(old /
-    new) over its tokens is above this. Off-policy sequence masking, arXiv 2512.02556, slime's
-    `--use-opsm`."""
+    """Leave a response with a negative advantage out of the policy loss where the mean of
+    log(rollout / new) over its tokens is above this. Off-policy sequence masking, arXiv 2512.02556,
+    which compares with the engine's probabilities; slime's `--use-opsm` with the actor's."""
     mismatch: MismatchConfig = MismatchConfig()
     dynamic_sampling: DynamicSampling | None = None
     distillation: DistillationConfig | None = None
@@ -120,6 +120,11 @@ class AlgorithmConfig(Section):
                 "loss dppo against rollout weighs tokens by actor / "
                 "engine, and so does mismatch.weight",
                 "remove mismatch.weight, or write against: old",
+            ),
+            Rule(
+                self.kl.reference_every and not self.uses_reference,
+                "kl.reference_every moves a reference, but no KL is charged",
+                "set kl.loss_coef or kl.reward_coef, or remove reference_every",
             ),
             Rule(
                 reward.normalizes_by_group and advantage.normalizes_by_group,
@@ -252,6 +257,12 @@ class AlgorithmConfig(Section):
     def uses_reference(self) -> bool:
         """Returns whether a reference model is kept."""
         return self.kl.coef > 0 or "reference_kl" in self.components
+
+    def moved_reference(self, step: int) -> int:
+        """Returns the step whose weights are the reference after `step` steps; 0: those of the
+        start, or no reference is kept."""
+        every = self.kl.reference_every
+        return step // every * every if every and self.uses_reference else 0
 
     @property
     def measures_kl_before_update(self) -> bool:

@@ -73,7 +73,16 @@ class EnvironmentConfig(Section):
 
     def problems(self) -> list[Rule]:
         whole = self.episode_timeout_s
+        run_s = self.args.get("run_s", 5.0)
         return [
+            Rule(
+                self.function == "python"
+                and not isinstance(run_s, str)
+                and run_s >= self.timeout_s,
+                f"args.run_s {run_s} must be some seconds below timeout_s {self.timeout_s:g}; else "
+                "a slow program ends its process, with the episodes of others",
+                "lower it, or raise timeout_s",
+            ),
             Rule(
                 whole is not None and whole <= self.timeout_s,
                 f"episode_timeout_s {whole} must be above timeout_s {self.timeout_s:g}, the "

@@ -145,7 +145,7 @@ class _Session:
         except mcp.MCPError as exc:
             return f"error: {exc.message}"
         except (ValueError, RuntimeError) as exc:
-            return f"error: the tool's answer is not the protocol's: {str(exc).splitlines()[0]}"
+            return f"error: the tool's answer is not the protocol's: {(str(exc) or repr(exc)).splitlines()[0]}"
         text = "\n".join(map(_words, result.content))
         if not text and result.structured_content is not None:
             text = json.dumps(result.structured_content, ensure_ascii=False)

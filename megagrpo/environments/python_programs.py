@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from megagrpo.config.reward import CodeOptions
 from megagrpo.environments.answers import answer_grader
-from megagrpo.sandbox.grader import marked_programs
-from megagrpo.sandbox.sandbox import Limits, isolates, run_program
+from megagrpo.sandbox.grader import marked_programs, program_limits
+from megagrpo.sandbox.sandbox import isolates, run_program
 
 _ABOUT = """You may write Python programs: a program between ```python and ``` runs, and what it prints follows.
 Nothing is kept between two programs. Without a program your text is the answer.
@@ -33,9 +33,7 @@ class PythonPrograms:
         **limits: int | str,
     ):
         options = CodeOptions.model_validate(limits)
-        self._limits = Limits(
-            wall_s=run_s, **options.model_dump(include=set(Limits.__annotations__))
-        )
+        self._limits = program_limits(options, run_s)
         self._isolate = isolates(options.isolation)
         self._prompt = row["prompt"]
         self._answer = answer_grader(grader, row)

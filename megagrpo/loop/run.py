@@ -22,7 +22,7 @@ from megagrpo.checkpoint.resume import (
     run_identity,
     run_inputs,
 )
-from megagrpo.checkpoint.save import Checkpointer, SaveSchedule
+from megagrpo.checkpoint.save import Checkpointer
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import LeaderError, Mesh, RunStopped
@@ -87,6 +87,13 @@ class Run:
         self.progress.enter(
             _PHASES.get(phase, phase), lambda: source.progress() or exchange.waiting()
         )
+
+    def save_on_schedule(self) -> None:
+        """Collective. Saves the state if the schedule says so, and then makes its weights the
+        reference if the KL asks for it."""
+        self.checkpointer.on_schedule(self.state)
+        if 0 < self.state.step == self.config.algorithm.moved_reference(self.state.step):
+            self.actor.keep_reference()
 
     def publish(self) -> dict[str, float]:
         """Collective. Publishes weights of version `state.step` to every engine; returns seconds by
@@ -371,7 +378,10 @@ def _checkpointer(
         lambda part, reshardable: save_actor(actor, part, reshardable, snapshot=background),
         with_groups,
         actor.mesh,
-        SaveSchedule(num_steps, recording.start_step, background),
+        num_steps,
+        recording.start_step,
+        background,
+        config.algorithm.moved_reference,
     )
 
 

@@ -22,7 +22,7 @@ def train(run: Run) -> None:
     for step in range(state.step, run.num_steps + 1):
         timer, metrics = StepTimer(on_phase=run.enter), Metrics()
         with timer.phase("checkpoint"):
-            run.checkpointer.on_schedule(state)  # the last step's record is on disk
+            run.save_on_schedule()  # the last step's record is on disk
         if run.stopping() or step == run.num_steps:  # asked to stop: saved, the next start goes on
             break
         with timer.phase("rollout"):

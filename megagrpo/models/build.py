@@ -27,7 +27,6 @@ from megagrpo.models.family import Family
 from megagrpo.models.fields import Kernels
 from megagrpo.models.kinds.draft.describe import draft_norms
 from megagrpo.models.kinds.draft.layer import DraftLayer, mark_parameters
-from megagrpo.models.kinds.indexed.layer import Indexer
 from megagrpo.models.kinds.ngrams.describe import TABLE
 from megagrpo.models.kinds.ngrams.layer import NGramRows
 from megagrpo.models.kinds.vision.layer import Tower
@@ -129,7 +128,7 @@ def _in_bfloat16(chunk: Body) -> Body:
     for parameter in kept:
         parameter.data = parameter.data.float()
     for module in chunk.modules():
-        if isinstance(module, Indexer | Tower):
+        if isinstance(module, Tower):
             module.keep_float32()
         elif isinstance(module, TopKRouter):
             internals_0_19.keep_float32_bias(module)

@@ -121,7 +121,9 @@ def llama3_refusals(scaling: HfConfig) -> list[str]:
     ]
 
 
-def yarn_refusals(scaling: HfConfig, needed: tuple[str, ...] = YARN_KEYS, *more: str) -> list[str]:
+def yarn_refusals(
+    scaling: HfConfig, needed: tuple[str, ...] = YARN_KEYS, more: tuple[str, ...] = ()
+) -> list[str]:
     """Returns why a rotary scaling is not YaRN with every number given, which Megatron and
     transformers share.
 
@@ -141,11 +143,6 @@ def yarn_refusals(scaling: HfConfig, needed: tuple[str, ...] = YARN_KEYS, *more:
     return problems + (
         [f"rope scaling 'yarn' with {', '.join(others)} is not supported"] if others else []
     )
-
-
-def plain_yarn_refusals(scaling: HfConfig) -> list[str]:
-    """Returns why a rotary scaling is not YaRN as gpt-oss has it, without factors of its own."""
-    return yarn_refusals(scaling, YARN_KEYS[:4], "truncate")
 
 
 def every_scaling_refused(scaling: HfConfig) -> list[str]:

@@ -13,6 +13,7 @@ from megagrpo.models.config_json import (
     HfConfig,
     llama3_refusals,
     missing_keys,
+    other_values,
     rope_scaling,
     rotary_fraction,
 )
@@ -104,21 +105,10 @@ class Family:
             problems.append(
                 f"partial_rotary_factor {fraction} is not supported by this family; it must be 1"
             )
-        if hf.get("mlp_bias"):
-            problems.append(
-                "mlp_bias puts biases on projections that are not loaded; it must be false"
-            )
-        if hf.get("hidden_act", "silu") != "silu":
-            problems.append(f"hidden_act {hf['hidden_act']!r} is not supported; supported: silu")
-        if hf.get("use_sliding_window"):
-            problems.append(
-                "use_sliding_window is not supported: attention here sees every earlier token"
-            )
-        if hf.get("attention_bias") and not self.LOADS_ATTENTION_BIAS:
-            problems.append(
-                "attention_bias puts biases on projections that are not loaded; it must be false"
-            )
-        return problems
+        absent = ["mlp_bias", "use_sliding_window"]
+        absent += [] if self.LOADS_ATTENTION_BIAS else ["attention_bias"]
+        only = {"hidden_act": "silu", **dict.fromkeys(absent, (False, None))}
+        return problems + other_values(hf, only)
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
         """Returns the problems with a config.json without missing keys that only this family

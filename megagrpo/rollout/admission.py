@@ -39,7 +39,8 @@ class AdmissionQueue:
 
     def share(self, engines: Sequence[EngineInfo], at_once: int, num_leaders: int) -> None:
         """Sets both limits to one leader's share of these engines; at_once: requests per engine."""
-        number = len(engines)
+        # one that has used up its restarts is listed for ever
+        number = sum(engine.state != "dead" for engine in engines) or len(engines)
         self.limit = max(1, number * at_once // num_leaders)
         sizes = [engine.cache_tokens for engine in engines if engine.cache_tokens]
         if sizes:

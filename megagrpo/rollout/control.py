@@ -12,6 +12,7 @@ import httpx
 import msgspec
 
 from megagrpo.system import environment
+from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import EngineEvent, EngineInfo
 
@@ -63,7 +64,10 @@ class ServiceControl:
     def status(self) -> ServiceStatus:
         """Returns the present state of every engine."""
         answer = self._call("GET", "/status", limit_s=_STATUS_TIMEOUT_S)
-        return msgspec.json.decode(answer.content, type=ServiceStatus)
+        # another program may have the port of a service that was killed
+        problem = f"{self.url} is no rollout service"
+        with translated(problem, msgspec.DecodeError, raised=ServiceUnreachable):
+            return msgspec.json.decode(answer.content, type=ServiceStatus)
 
     def healthy_status(self) -> ServiceStatus:
         """Returns `status`. Raises ServiceFailed if the service has failed."""
@@ -96,11 +100,11 @@ class ServiceControl:
 
         limit_s: timeout in seconds. Engines that die from now on restart after `let_start`.
         """
-        self._call("POST", "/sleep", limit_s=limit_s)
+        _patiently(lambda: self._call("POST", "/sleep", limit_s=limit_s))
 
     def let_start(self) -> None:
         """Allows engines that died during sleep to restart."""
-        self._call("POST", "/may_start")
+        _patiently(lambda: self._call("POST", "/may_start"))
 
     def add_engine(self) -> str:
         """Starts one more engine, which samples once the trainers have published weights to it.

@@ -185,8 +185,26 @@ class SampleRequest(EngineRequest[Response]):
         return body
 
     def read(self, text: bytes, arch: Architecture | None) -> Response:
-        """Returns the response of an answer's text. Raises as EngineRequest says."""
-        return _read(text, self, np.asarray(self.prompt), arch)
+        """Returns the response of an answer's text. Raises as EngineRequest says: UnusableAnswer
+        also for a proxy's page and a truncated answer."""
+        ids = np.asarray(self.prompt)
+        with unreadable(text):
+            answer, arrays = read_answer(text)
+            response = _checked(answer, arrays, self)
+        _check_images(answer, self.images, ids)
+        if self.experts_from is None:
+            return response
+        assert arch is not None, "requested only for models whose experts are described"
+        routed = answer["meta_info"].get("routed_experts", b"")
+        experts = read_experts(arch, routed, len(ids) + len(response.token_ids) - 1, arrays)
+        # a view, also of the ids, would keep the answer's experts, for a later turn those of all
+        # before
+        return replace(
+            response,
+            token_ids=response.token_ids.copy(),
+            logprobs=response.logprobs.copy(),
+            routed_experts=experts[self.experts_from :].copy(),
+        )
 
     def accepts(self, version: int) -> bool:
         """Returns whether weights of this version may sample the response."""
@@ -330,7 +348,7 @@ class GenerationClient:
         url += "/generate"
         async with self.http.post(url, data=data, headers=_HEADERS) as answer:
             if answer.status != 200:
-                why = await answer.text()
+                why = await answer.text(errors="replace")
                 # the request itself is wrong: another attempt would fail alike
                 if answer.status == 400:
                     raise GenerationFailed(f"{url} refused a request: {why[:1000]}")
@@ -340,29 +358,6 @@ class GenerationClient:
         if len(text) < _LONG or (is_packed(text) and self.experts is None):
             return read()
         return await asyncio.get_running_loop().run_in_executor(self.readers, read)
-
-
-def _read(
-    text: bytes, request: SampleRequest, ids: np.ndarray, arch: Architecture | None
-) -> Response:
-    """Returns the response in an answer's text; ids: the prompt's. Raises GenerationFailed,
-    WrongExperts, and UnusableAnswer, also for a proxy's page and a truncated answer."""
-    with unreadable(text):
-        answer, arrays = read_answer(text)
-        response = _checked(answer, arrays, request)
-    _check_images(answer, request.images, ids)
-    if request.experts_from is None:
-        return response
-    assert arch is not None, "requested only for models whose experts are described"
-    routed = answer["meta_info"].get("routed_experts", b"")
-    experts = read_experts(arch, routed, len(ids) + len(response.token_ids) - 1, arrays)
-    # a view, also of the ids, would keep the answer's experts, for a later turn those of all before
-    return replace(
-        response,
-        token_ids=response.token_ids.copy(),
-        logprobs=response.logprobs.copy(),
-        routed_experts=experts[request.experts_from :].copy(),
-    )
 
 
 def unreadable(text: bytes) -> AbstractContextManager[None]:

@@ -156,7 +156,7 @@ def _encode(value: Value, objects: list[Value] | None) -> Value:
 
 
 def _decode(value: Value, stand_in: Callable[[int], Value]) -> Value:
-    """Inverts _encode. found: index -> the local stand-in of that object."""
+    """Inverts _encode. stand_in: index -> the local stand-in of that object."""
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()

@@ -88,13 +88,14 @@ def _run_scripts(
         if left_s <= 0:
             yield f"time limit of all tests ({settings.total_s:g} s)"
             continue
-        limits = _limits(settings, min(settings.test_s, left_s))
+        limits = program_limits(settings, min(settings.test_s, left_s))
         ended = run_program(source, stdin.encode(errors="replace"), limits, isolate)
         right = _same_text(ended.stdout.decode(errors="replace"), expected, settings.tolerance)
         yield ended.problem or ("" if right else "wrong output")
 
 
-def _limits(settings: CodeOptions, wall_s: float) -> Limits:
+def program_limits(settings: CodeOptions, wall_s: float) -> Limits:
+    """Returns the limits of a program that runs for at most `wall_s` seconds."""
     return Limits(wall_s=wall_s, **settings.model_dump(include=set(Limits.__annotations__)))
 
 
@@ -121,7 +122,7 @@ def _run_calls(
 ) -> Iterator[str]:
     """Yields "" for each test that passes, else the reason. Program and tests run in two
     sandboxes."""
-    limits = _limits(settings, settings.total_s)
+    limits = program_limits(settings, settings.total_s)
     with ExitStack() as running, ExitStack() as ends:
         asked, answered, judged = (_pipe(ends) for _ in range(3))
         verdicts = running.enter_context(open(os.dup(judged[0]), "rb"))

@@ -23,6 +23,7 @@ certify/             written by `megagrpo certify`
 bisect/              a run folder of `megagrpo bisect`: also report.md, report.json
 try/                 a run folder of `megagrpo try`
 logs/                of every process: trainer.log, service.log, engine-0.node-0.log ...
+  trainer-0.yaml, service.yaml, export.yaml ...    the experiment with which these restart
   trainer.stop_request, .stop_final, .stop_granted, .stop_listens    the stop request of one node
   error_trainer_rank3.txt, .final.txt    why a rank failed; "final": a restart would fail again
   deadline_TIME.txt, ranks/    which rank waits for which, see monitor/watchdog.py; progress, stacks
@@ -76,6 +77,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
     So `target` is always complete or absent. If an exception leaves the block, the draft is removed
     and the old folder stays. The new files are on disk before they replace `target`.
     """
+    target = target.resolve()  # what a link names, on its own disk
     draft, older = (target.with_name(f".{target.name}.{word}") for word in ("partial", "older"))
     _take_back(older, target)  # of a process that was killed between the two renames
     for folder in (draft, older):

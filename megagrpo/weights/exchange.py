@@ -119,7 +119,7 @@ class Exchange:
         self._next(lambda: self._fleet.choose(deadline), "find engines")
         self._open(deadline, writing=False)
         with self._weights.merged():
-            expected = self._digests.compute()
+            expected = self._digests.total(self._digests.local())
 
         def check_all() -> None:
             self._fleet.for_each(lambda engine: self._check(engine, expected, flush=False))
@@ -194,7 +194,7 @@ class Exchange:
         actor's weights."""
         digests, problems = engine.digests(flush)
         for rank, (copies, numbers) in enumerate(
-            zip(engine.slices, self._numbers[engine.kind], strict=True)
+            zip(self._fleet.kinds[engine.kind], self._numbers[engine.kind], strict=True)
         ):
             problems += [
                 f"{engine} rank {rank}: parameter {copies[k].parameter} does not hold HF "

@@ -59,11 +59,6 @@ class ExpectedDigests:
         self._batches = CopyBatches(self._copies, self._weights.specs)
         return numbers
 
-    def compute(self) -> np.ndarray:
-        """Collective. Returns the digests of all slices of the current weights in the published
-        dtypes: int64 [slices]."""
-        return self.total(self.local())
-
     def local(self) -> Tensor:
         """Returns this rank's share in the digest of every slice, int64 [slices] on the mesh's
         device.

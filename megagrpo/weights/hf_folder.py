@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import _TYPES, save_file
 from torch import Tensor
 
 from megagrpo.models.folder import write_description
@@ -25,22 +25,8 @@ from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import whole_folder
 from megagrpo.weights.copies.views import Box
 
-# by safetensors' names
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+# by safetensors' names; its own table lacks the type of MXFP4's scales
+_DTYPES = _TYPES | {"F8_E8M0": torch.float8_e8m0fnu}
 _SECONDS_BETWEEN_LINES, _BAR_WIDTH = 5.0, 24
 
 
@@ -171,8 +157,8 @@ def write_hf_folder(
     dtype: torch.dtype,
     fp8: bool = False,
     finish: Callable[[Path], None] = lambda draft: None,
-) -> int:
-    """Writes an HF checkpoint, one shard per dict of `tensors`. Returns the bytes of all tensors.
+) -> None:
+    """Writes an HF checkpoint, one shard per dict of `tensors`.
 
     like: the folder that config.json and the tokenizer files come from. dtype, fp8: only for
     config.json; tensors are written as they are. finish: changes the files before they are
@@ -183,15 +169,13 @@ def write_hf_folder(
     problem = f"cannot write the checkpoint {target}, whose unfinished copy was removed"
     errors = (OSError, SafetensorError)
     with translated(problem, *errors, raised=OSError), whole_folder(target) as draft:
-        size, names = _write_shards(draft, tensors)
+        names = _write_shards(draft, tensors)
         write_description(like, draft, dtype, fp8, has_draft(names))
         finish(draft)
-    return size
 
 
-def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]]) -> tuple[int, list[str]]:
-    """Writes the shards, and an index if there are several. Returns the bytes of all tensors, and
-    their names."""
+def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]]) -> list[str]:
+    """Writes the shards, and an index if there are several. Returns the names of all tensors."""
     files: list[tuple[Path, list[str]]] = []
     size = 0
     for shard in filter(None, tensors):
@@ -205,7 +189,7 @@ def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]]) -> tuple[i
         raise ValueError(f"no tensors to write to {folder}")
     if len(files) == 1:
         files[0][0].rename(folder / SINGLE)
-        return size, files[0][1]
+        return files[0][1]
     file_of: dict[str, str] = {}
     for number, (file, names) in enumerate(files, 1):
         final = file.rename(folder / f"model-{number:05d}-of-{len(files):05d}.safetensors")
@@ -213,4 +197,4 @@ def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]]) -> tuple[i
     (folder / INDEX).write_text(
         json.dumps({"metadata": {"total_size": size}, "weight_map": file_of}, indent=1)
     )
-    return size, list(file_of)
+    return list(file_of)

@@ -88,7 +88,7 @@ def saved(hf_models: Path, tmp_path_factory) -> Callable[[str], Path]:
                 own_parts = str(place / "own" / "step_000001")
                 straight["save_own_parts"] = str(place / "own")
                 launches[2].append({**base, "load": own_parts, "then": f"{place}.own.pt"})
-                refused.append({**alone, "do": "refusal", "load": own_parts})
+                refused.append({**alone, "do": "refusal", "load": own_parts, "twin": from_two})
             launches[0].append(straight)
             launches[0].append({**base, "load": from_two, "then": f"{place}.same.pt"})
             launches[1].append({**alone, "load": from_two, "save": str(place / "one"), "then": f"{place}.other.pt"})
@@ -116,6 +116,7 @@ def test_own_parts_are_bit_identical_for_the_same_layout(saved: Callable[[str], 
 
 @pytest.mark.parametrize("part", ["first", "adapters"])
 def test_own_parts_are_refused_by_another_layout(saved: Callable[[str], Path], part: str):
+    """But for the weights alone, which every layout can load."""
     refusals = json.loads((saved(part) / "refusals.json").read_text())
     of_part = [run for run in OWN_PARTS if run[0] == part]
     for (_, name, warm), refusal in zip(of_part, refusals, strict=True):
@@ -125,6 +126,7 @@ def test_own_parts_are_refused_by_another_layout(saved: Callable[[str], Path], p
         assert f"checkpoint {folder} can be loaded by its own layout alone ({sizes})" in message
         assert "this run has another (ranks 1)" in message and "checkpoint.reshardable" in message
         assert "\n" not in message and refusal["untouched"]
+        assert refusal["alone"]
 
 
 def assert_identical(place: Path, kind: str) -> None:

@@ -14,7 +14,7 @@ from fake_engine import FakeEngine, FakeFleet, exchange_config, running, write_c
 from megagrpo.mesh import Mesh
 from megagrpo.weights import exchange as module
 from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.copies.recorder import record_copies
+from megagrpo.weights.copies.recorder import record_whole
 from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.wire.moving import Traffic
 from tests.dist.workers.counted import counted_calls
@@ -44,7 +44,7 @@ def counted(mesh: Mesh, folder: Path) -> dict[str, int]:
     # The zeros that the fake engine's model begins with: its digests are right without a transfer.
     live = {name: torch.zeros(4, 4) for name in ("gate", "up", "down")}
     specs = dict.fromkeys(live, ((4, 4), torch.float32))
-    copies = record_copies(lambda hf: [live[name].copy_(hf[name]) for name in live], specs, live)
+    copies = record_whole(lambda hf: [live[name].copy_(hf[name]) for name in live], specs, live).copies
     weights = ActorWeights(copies, specs, lambda: live)
     engine = FakeEngine()
     with ExitStack() as stack:

@@ -14,7 +14,7 @@ from fake_engine import FakeEngine, FakeFleet, exchange_config, running, write_c
 
 from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.copies.recorder import record_copies
+from megagrpo.weights.copies.recorder import record_whole
 from megagrpo.weights.exchange import Exchange
 from tests.dist.workers.launch import run_meshes
 from tests.fp8_checkpoint import quantized
@@ -133,7 +133,7 @@ def differing(engine: FakeEngine, hf: dict[str, Tensor]) -> list[str]:
 
 def run_rank(mesh: Mesh, transport: str, delta: bool, folder: Path) -> dict:
     actor, engine, report = ToyActor(mesh.world_size, mesh.rank), engine_of(), {}
-    copies = record_copies(actor.load, SPECS, actor.live)
+    copies = record_whole(actor.load, SPECS, actor.live).copies
     weights = ActorWeights(copies, SPECS, lambda: actor.live, fp8=IN_FP8)
     sections = {
         "rollout": {"tp": 2, "dtype": "bfloat16", "quantization": "fp8"},
@@ -203,7 +203,7 @@ def test_engines_hold_what_their_loader_makes_of_a_quantized_checkpoint(tmp_path
 
 def refused(mesh: Mesh, engines: list[dict], folder: Path) -> str:
     actor = ToyActor(1, 0)
-    weights = ActorWeights(record_copies(actor.load, SPECS, actor.live), SPECS, lambda: actor.live, fp8=IN_FP8)
+    weights = ActorWeights(record_whole(actor.load, SPECS, actor.live).copies, SPECS, lambda: actor.live, fp8=IN_FP8)
     fakes = [engine_of(**settings) for settings in engines]
     rollout = {"tp": 2, "dtype": "bfloat16", "quantization": "fp8", "num_engines": len(fakes)}
     rollout["min_healthy_engines"] = len(fakes)

@@ -2,11 +2,13 @@
 fault that was found."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import hypothesis
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
+from megagrpo.monitor.step_log import read_metrics
 from tests.lifecycles import LifeMachine, Lives, Settings
 from tests.played_run import Event
 
@@ -50,6 +52,25 @@ def test_a_start_that_is_stopped_or_fails_costs_no_step(lives, kind):
     )
     assert said["happened"]
     life.start(Settings(num_steps=6, updates=1))
+
+
+def test_a_reference_that_moves_is_found_again(lives):
+    """It is the actor of at most two steps ago; a checkpoint of it stays as long as a start needs it."""
+    settings = Settings(every=1, num_steps=6, updates=1, reference=2)
+    undisturbed = lives.begin()
+    undisturbed.start(settings)
+    apart = [
+        entry["policy/kl_reference"] for entry in read_metrics(undisturbed.folder) if "policy/kl_reference" in entry
+    ]
+    assert [value > 0 for value in apart] == [False, True] * 3
+    assert undisturbed.saved() == [4, 5, 6]  # the reference of step 5 is that of 4
+    for at in (3, 4):
+        life = lives.begin()
+        life.start(settings, Event("publish", at=at))
+        life.start(settings)
+    life = lives.begin()
+    life.start(replace(settings, every=25), Event("publish", at=5))
+    assert life.saved() == [4, 5]
 
 
 def test_a_record_whose_checkpoints_are_gone_stays(lives):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megagrpo.mesh import LeaderError, Mesh
-from megagrpo.weights.copies.recorder import Copy, record_copies
+from megagrpo.weights.copies.recorder import Copy, record_whole
 from megagrpo.weights.copies.views import Box
 from megagrpo.weights.digests.digest import slice_digest
 from megagrpo.weights.expected_digests import ExpectedDigests
@@ -93,14 +93,14 @@ def expected_by_name(expected: ExpectedDigests) -> dict[str, tuple[int, int]]:
     assert (numbers[0] == numbers[1]).all() and numbers[2].min() == len(SHAPES), "each slice has one number"
     with ThreadPoolExecutor(1) as pool:
         digests = expected.total(pool.submit(expected.local).result())
-    assert (digests == expected.compute()).all()
+    assert (digests == expected.total(expected.local())).all()
     both = (digests[of_slices].tolist() for of_slices in numbers[1:])
     return dict(zip(SHAPES, zip(*both, strict=True), strict=True))
 
 
 def of_rank(mesh: Mesh, tp: int, pp: int, folder: Path) -> tuple[dict, set, int, list[int], dict, Traffic]:
     actor, world = ToyActor.of(mesh, tp, pp), mesh.world_size
-    copies = record_copies(actor.load, SPECS, actor.live)
+    copies = record_whole(actor.load, SPECS, actor.live).copies
     actor.load(hf_tensors())
     everyone = mesh.gather_world(copies)
     plan = make_gather_plan(everyone, SPECS, bucket_bytes=700)

@@ -22,7 +22,7 @@ from fake_engine import FakeEngine, FakeFleet, exchange_config, running, write_c
 
 from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.copies.recorder import record_copies
+from megagrpo.weights.copies.recorder import record_whole
 from megagrpo.weights.engines import loader
 from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.transports.reshard import _TrainerEnd
@@ -130,7 +130,7 @@ def publishing(
         read()
         return actor.live
 
-    weights = ActorWeights(record_copies(actor.load, SPECS, actor.live), SPECS, live)
+    weights = ActorWeights(record_whole(actor.load, SPECS, actor.live).copies, SPECS, live)
     colocated = chosen["transport"] == "ipc"
     devices = [engine_device(mesh, n, colocated) for n in range(number * ENGINE_TP)]
     models = [ToyEngine(n % ENGINE_TP).to(device) for n, device in enumerate(devices)]

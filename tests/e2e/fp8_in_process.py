@@ -43,7 +43,7 @@ from megagrpo.system.environment import temporarily
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
 from megagrpo.weights.actor_weights import ActorWeights, fixed_dtypes
-from megagrpo.weights.copies.recorder import record_copies
+from megagrpo.weights.copies.recorder import record_whole
 from megagrpo.weights.exchange import Exchange
 from tests.fp8_checkpoint import quantize_folder
 from tests.pretended_groups import only_fake_groups
@@ -61,7 +61,7 @@ class PlainActor:
         self.live = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         described = list(model_tensors(architecture_of(hf)))
         fp8 = frozenset(spec.name for spec in described if spec.in_fp8)
-        copies, fixed = record_copies(self.load, specs, self.live), fixed_dtypes(described)
+        copies, fixed = record_whole(self.load, specs, self.live).copies, fixed_dtypes(described)
         self.weights = ActorWeights(copies, specs, lambda: self.live, fixed_dtypes=fixed, fp8=fp8)
 
     def load(self, hf) -> None:

@@ -21,7 +21,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.rollout.control import bearer
 from megagrpo.system.environment import WEIGHT_LOADER
-from megagrpo.weights.copies.recorder import record_copies
+from megagrpo.weights.copies.recorder import record_whole
 from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.hf_folder import HfFolder
 from megagrpo.weights.transports import broadcast
@@ -38,7 +38,7 @@ class PlainSource:
     def __init__(self, folder: Path):
         self.hf_specs, self.fixed_dtypes, self.merged = HfFolder(folder).specs, {}, nullcontext
         self.live = {name: torch.zeros(shape) for name, (shape, _) in self.hf_specs.items()}
-        self.copies = record_copies(self._load, self.hf_specs, self.live)
+        self.copies = record_whole(self._load, self.hf_specs, self.live).copies
 
     def _load(self, hf) -> None:
         for name, tensor in self.live.items():

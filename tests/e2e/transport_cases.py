@@ -284,7 +284,7 @@ def checksums(info: EngineInfo) -> dict[str, str]:
 
 def lower_bound(exchange: Exchange) -> int:
     """Bytes of all elements that the engine ranks' parameters take from HF tensors, each once."""
-    engines = exchange._fleet.alive  # what the engines themselves recorded
+    fleet = exchange._fleet  # what the engines themselves recorded
     specs = exchange._digests._weights.specs
-    parts = (part for engine in engines for rank in engine.slices for part in rank)
+    parts = (part for engine in fleet.alive for rank in fleet.kinds[engine.kind] for part in rank)
     return sum(part.box.numel * specs[part.hf][1].itemsize for part in parts)

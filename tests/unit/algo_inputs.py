@@ -21,9 +21,10 @@ def rows_of(values: Tensor) -> Rows:
 
 
 def policy_inputs(logprobs: Tensor, *tensors: Tensor) -> PolicyInputs:
-    """The inputs of a policy loss, given as [n, S]: log-probabilities, old ones, advantages, mask, the engine's."""
+    """The inputs of a policy loss, given as [n, S]: log-probabilities, old ones, advantages, mask, the engine's (if not
+    the old ones)."""
     old, advantages, mask, *rollout = (each.flatten() for each in tensors)
-    return PolicyInputs(logprobs.flatten(), old, advantages, mask, rows_of(logprobs), *rollout)
+    return PolicyInputs(logprobs.flatten(), old, advantages, mask, rows_of(logprobs), *(rollout or [old]))
 
 
 def loss_inputs(logprobs: Tensor, *tensors: Tensor, **more) -> LossInputs:

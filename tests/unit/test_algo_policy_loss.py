@@ -105,12 +105,13 @@ def test_gmpo_has_the_gradient_of_the_paper():
 
 
 def test_an_off_policy_sequence_is_left_out():
-    """Of four sequences with means of log(old / new) of 0.3, 0.3, 0.1 and 0.3, only the second has A < 0 beyond 0.2."""
+    """Of four sequences with means of log(rollout / new) of 0.3, 0.3, 0.1 and 0.3, only the second has A < 0 beyond
+    0.2: in the first update, whose old probabilities are the new ones."""
     log_ratio = torch.tensor([[-0.5, -0.1], [-0.5, -0.1], [-0.3, 0.1], [-0.5, -9.0]], dtype=torch.float64)
     adv = torch.tensor([[1.0], [-1.0], [-1.0], [1.0]], dtype=torch.float64).expand(4, 2)
     mask = torch.tensor([[True, True]] * 3 + [[True, False]])
     logp, zeros = log_ratio.clone().requires_grad_(), torch.zeros(4, 2, dtype=torch.float64)
-    inputs = loss_inputs(logp, zeros, mask, adv, zeros, zeros)
+    inputs = loss_inputs(logp, zeros, mask, adv, logp.detach(), zeros)
     value, sums = objective(
         inputs, AlgorithmConfig(loss={"name": "gpg"}, off_policy_limit=0.2), Denominators(7, 4, 1.0)
     )

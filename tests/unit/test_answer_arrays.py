@@ -19,7 +19,6 @@ from megagrpo.rollout.generation import (
     SampleRequest,
     SamplingParams,
     UnusableAnswer,
-    _read,
 )
 from megagrpo.types import EngineInfo
 
@@ -124,7 +123,7 @@ def test_an_answer_with_all_that_sglang_may_add():
     said = '"output_token_logprobs":[[-9.0,9,null]] \n é'
     text = orjson.dumps({"text": said, "output_ids": [7, 8], "meta_info": meta})
     request = SampleRequest((5, 6), SamplingParams(1.0, 4), 0, version=2, or_newer=True)
-    response = _read(text, request, np.array([5, 6]), None)
+    response = request.read(text, None)
     assert response.token_ids.tolist() == [7, 8]
     assert response.logprobs.tobytes() == np.array([p[0] for p in pairs], np.float32).tobytes()
     assert (response.weight_version, response.newer) == (2, ((1, 3),))
@@ -136,7 +135,7 @@ def test_a_sampled_token_without_a_finite_log_probability_is_sampled_again():
     meta = {"finish_reason": {"type": "stop"}, "weight_version": "2", "output_token_logprobs": [[None, 7, None]]}
     request = SampleRequest((5, 6), SamplingParams(1.0, 4), 0, version=2)
     with pytest.raises(UnusableAnswer, match="not finite"):
-        _read(orjson.dumps({"meta_info": meta}), request, np.array([5, 6]), None)
+        request.read(orjson.dumps({"meta_info": meta}), None)
 
 
 def test_a_response_for_which_an_engine_has_no_room_ends_the_run():
@@ -146,9 +145,9 @@ def test_a_response_for_which_an_engine_has_no_room_ends_the_run():
     body = orjson.dumps({"meta_info": meta})
     for most in (20, 27):  # before the model's last position it ends a little earlier
         request = SampleRequest((5, 6), SamplingParams(1.0, most), 0, version=2)
-        assert len(_read(body, request, np.array([5, 6]), None).token_ids) == 20
+        assert len(request.read(body, None).token_ids) == 20
     with pytest.raises(GenerationFailed, match="cut a response after 20 of 28 tokens: its caches"):
-        _read(body, SampleRequest((5, 6), SamplingParams(1.0, 28), 0, version=2), np.array([5, 6]), None)
+        SampleRequest((5, 6), SamplingParams(1.0, 28), 0, version=2).read(body, None)
 
 
 def through(answer: dict, packed: bool) -> tuple[dict, memoryview]:
@@ -203,11 +202,11 @@ def test_a_packed_answer_that_is_cut_off_is_tried_again():
     rows = [(-0.5, 5, None)] * 100
     meta = {"finish_reason": {"type": "stop"}, "weight_version": "2", "output_token_logprobs": rows}
     body, request = pack_answer({"meta_info": meta}), SampleRequest((5, 6), SamplingParams(1.0, 4), 0, version=2)
-    whole = _read(body, request, np.array([5, 6]), None)
+    whole = request.read(body, None)
     assert len(whole.token_ids) == 100 and np.shares_memory(whole.token_ids, np.frombuffer(body, np.uint8))
     for length in (7, 12, 40, len(body) - 8):
         with pytest.raises(UnusableAnswer):
-            _read(body[:length], request, np.array([5, 6]), None)
+            request.read(body[:length], None)
 
 
 def test_a_client_asks_for_packed_answers_and_takes_any():

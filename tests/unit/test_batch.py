@@ -1,5 +1,6 @@
 """Samples to a Batch, a Batch to micro-batches, positions to targets, on one rank (see dist/test_actor_batches.py)."""
 
+import math
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -10,13 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megagrpo.algo.advantage import with_advantages
+from megagrpo.algo.statistics import alone
 from megagrpo.batching.batch import build_batch, shuffle_rewards
 from megagrpo.batching.microbatch import MicroBatchSize, _context_part, plan_micro_batches
 from megagrpo.batching.sample_rows import LossNeeds
 from megagrpo.batching.updates import one_pass, plan_updates
+from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ParallelConfig, TrainConfig
 from megagrpo.mesh import Mesh
-from megagrpo.types import Batch, ImageRef, MicroBatch, Outcome, Prompt, RolloutGroup, Sample
+from megagrpo.types import AlgoState, Batch, ImageRef, MicroBatch, Outcome, Prompt, RolloutGroup, Sample
 
 ALONE = Mesh(0, 1, 0, 1, None, None, 0, torch.device("cpu"))
 SHAPES = st.lists(
@@ -107,6 +111,19 @@ def test_every_pass_takes_every_group_once_and_the_first_takes_them_in_order():
     others = [plan_updates(train, seed, step)[1:] for seed, step in ((0, 7), (1, 7), (0, 8))]
     drawn = {parts for passes in others for parts in passes}
     assert len(drawn) == 9 and plan_updates(train, 0, 7) == updates, "each of its own, and always the same"
+
+
+@pytest.mark.parametrize("score", [-1e308, math.inf, math.nan])
+def test_a_score_beyond_statistics_is_an_error_of_its_rollout(score):
+    """A judge's "score: 1e308", or a sum of two such rewards: it ended a run at every start again."""
+    groups = groups_of([(2, [3, 3, 3])])
+    given = (Outcome("score", score, "by the judge"), Outcome("score", 1.0), Outcome("score", 3.0))
+    groups[0] = replace(groups[0], outcomes=given)
+    assert given[0].status == "error" and str(score) in given[0].detail
+    batch = build_batch(groups, one_pass(1), ALONE)
+    advantages = with_advantages(batch, AlgorithmConfig(), alone, AlgoState(), 3)[0].advantages
+    by_sample = [part[2:].tolist() for part in advantages.split(5)]
+    assert by_sample[0] == [0.0] * 3 and by_sample[1] == pytest.approx([-(0.5**0.5)] * 3)
 
 
 def test_greedy_rewards_are_kept_where_there_are_any():
@@ -205,7 +222,7 @@ def check_micro_batch(micro: MicroBatch, batch: Batch, budget: int, packed: bool
     if packed:
         bounds = micro.cu_seqlens.tolist()
         assert bounds[0] == 0 and bounds[-1] == width * cp and not any((b - a) % unit for a, b in pairwise(bounds))
-        assert micro.max_seqlen == max(b - a for a, b in pairwise(bounds))
+        assert max(micro.sizes) == max(b - a for a, b in pairwise(bounds))
     else:
         assert micro.cu_seqlens is None
 
@@ -219,7 +236,7 @@ def test_pipeline_stages_compute_few_tokens_that_are_none():
     micros = plan_micro_batches(batch, range(128), MicroBatchSize(4096, True), ParallelConfig(pp=2), ALONE)
     real = sum(lengths)
     assert sum(height * width for height, width in micros.shapes) < 1.1 * real
-    assert all(micro.max_seqlen <= 20480 for micro in micros)
+    assert all(max(micro.sizes) <= 20480 for micro in micros)
     [dummy] = plan_micro_batches(
         batch, [0], MicroBatchSize(10 * 20480, True, 4 * lengths[0]), ParallelConfig(pp=2), ALONE
     )

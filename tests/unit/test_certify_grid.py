@@ -3,33 +3,54 @@
 import json
 import math
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from megagrpo.check.problems import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig, ParallelConfig
-from megagrpo.tools.certify import command
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.family import TinySizes
+from megagrpo.models.table import FAMILIES, architecture_of
+from megagrpo.tools.certify import command, synthetic
 from megagrpo.tools.certify.cases import LAYOUTS, NEIGHBOR, REFERENCE, grid, layouts_of
 from megagrpo.tools.certify.certificate import FACTOR, LARGEST, LEAST, bounds_of, failures, write_certificate
+from megagrpo.tools.certify.tiny_model import hf_config
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
 def test_the_grid_names_what_is_left_out():
-    cases, left_out = grid(LAYOUTS, 2, is_moe=False, only=None)
+    dense, moe = (partial(layout_problems, tiny_model(family)) for family in ("qwen3", "qwen3_moe"))
+    cases, left_out = grid(LAYOUTS, 2, dense, only=None)
     assert cases[0] == REFERENCE and all(c not in cases[:i] for i, c in enumerate(cases))
-    dense, small = (("EP2", "TP2xEP2", "EP2xPP2", "TP2xETP2"), ("TP2xPP2", "TP2xDP2", "TP2xCP2", "CP2xPP2"))
-    without = dict.fromkeys(dense, "the model has no experts") | dict.fromkeys(small, "needs 4 ranks, 2 were given")
-    assert left_out == without
+    for name in ("EP2", "TP2xEP2", "EP2xPP2", "TP2xETP2"):
+        assert "a qwen3 model has no experts" in left_out.pop(name)
+    small = ("TP2xPP2", "TP2xDP2", "TP2xCP2", "CP2xPP2")
+    assert left_out == dict.fromkeys(small, "needs 4 ranks, 2 were given")
+    _, left_out = grid(LAYOUTS, 2, dense, only=None)
     assert {c.layout for c in cases} - {NEIGHBOR.layout} | left_out.keys() == LAYOUTS.keys()
     with pytest.raises(ValueError, match="no layout is called 'TP3'"):
-        grid(LAYOUTS, 2, True, ["TP3"])
-    _, whole = grid(LAYOUTS, 2, True, None, whole_experts=True)
-    assert whole["TP2xETP2"] == "the model's experts are not cut"
+        grid(LAYOUTS, 2, moe, ["TP3"])
+    _, whole = grid(LAYOUTS, 2, partial(layout_problems, tiny_model("gpt_oss")), None)
+    assert "etp = 2 does not divide the model's parts of an expert" in whole["TP2xETP2"]
     for asked, reason in ("TP2xPP2", "needs 4 ranks, 2 were given"), ("EP2", "has no experts"):
         with pytest.raises(ValueError, match=f"nothing ran, because {asked} cannot: .*{reason}"):
-            grid(LAYOUTS, 2, False, ["DP2", asked])
+            grid(LAYOUTS, 2, dense, ["DP2", asked])
+
+
+def tiny_model(family: str) -> Architecture:
+    return architecture_of(hf_config(TinySizes(family=family)))
+
+
+def test_gpus_leave_out_what_they_cannot_share_in_float32(monkeypatch):
+    config, tiny = load_config(CONFIG), tiny_model("qwen3_moe")
+    for gpus, left in ([], set()), (["0", "1"], {"CP2", "TP2xCP2", "CP2xPP2"}):
+        monkeypatch.setattr(command, "trainer_gpus", lambda config, gpus=gpus: gpus)
+        _, left_out = grid(LAYOUTS, 4, partial(command.refusals, tiny, config), None)
+        assert left_out.keys() == left and all("on a GPU" in why for why in left_out.values())
 
 
 @pytest.mark.parametrize(
@@ -55,8 +76,22 @@ def test_the_experiments_own_layout_is_in_the_grid():
     assert layouts_of(ActorConfig(world_size=2, parallel=ParallelConfig(ep=2))) == LAYOUTS
     dynamic = layouts_of(ActorConfig(world_size=2, parallel=ParallelConfig(cp=2, dynamic_context=True)))
     assert dynamic["the experiment's"] == (2, {"cp": 2, "dynamic_context": True})
-    cases, _ = grid(dynamic, 2, is_moe=True, only=["the experiment's"])
+    cases, _ = grid(dynamic, 2, lambda actor: [], only=["the experiment's"])
     assert all(case.packing for case in cases if case.layout == "the experiment's")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_the_tiny_model_can_be_cut_in_every_layout(family, heads):
+    """Ranks that share a sequence divide the heads of recurrent layers, too."""
+    real = hf_config(TinySizes(family=family, num_heads=heads[0], num_kv_heads=heads[1]))
+    own = {"cp": 8}, {"tp": 2, "cp": 4}, {"tp": 3, "pp": 3}
+    for parallel in (*(sizes for _, sizes in LAYOUTS.values()), *own):
+        layout = ParallelConfig.model_validate(parallel)
+        sizes = synthetic._tiny_sizes(architecture_of(real), layout if parallel in own else ParallelConfig())
+        tiny = architecture_of(synthetic._description(real, sizes))
+        whole = family == "gpt_oss" and "etp" in parallel
+        assert whole or not any(cut.number % cut.ranks for cut in tiny.cuts(layout)), (parallel, tiny)
 
 
 def test_a_bound_is_what_rounding_moves_within_limits():

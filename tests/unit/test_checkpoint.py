@@ -19,7 +19,7 @@ from megagrpo.actor.start import plan_schedule, steps_in_all
 from megagrpo.checkpoint import resume as beginning
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.folder import data_problem, is_reshardable, latest, restore_replaced
-from megagrpo.checkpoint.save import Checkpointer, PendingSave, RunIdentity, SaveSchedule, load
+from megagrpo.checkpoint.save import Checkpointer, PendingSave, RunIdentity, load
 from megagrpo.config.schema import CheckpointConfig, OptimizerConfig
 from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.types import AlgoState, Outcome, Prompt, RolloutGroup, Sample, TrainState
@@ -133,8 +133,8 @@ def test_a_failure_at_any_moment_leaves_nothing(tmp_path: Path, fault: str):
 
 
 def checkpointer(root: Path, plan=Plan, saved_step: int = 0, background: bool = False, **options) -> Checkpointer:
-    schedule = SaveSchedule(5, saved_step, background)
-    return Checkpointer(CheckpointConfig(keep=9, **options), root, ANY, plan, lambda state: state, MESH, schedule)
+    config = CheckpointConfig(keep=9, **options)
+    return Checkpointer(config, root, ANY, plan, lambda state: state, MESH, 5, saved_step, background)
 
 
 def saved(root: Path) -> list[int]:

@@ -5,6 +5,7 @@ import re
 import shlex
 import tomllib
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 import yaml
@@ -59,7 +60,7 @@ def commands(page: Path) -> list[list[str]]:
 @every_page
 def test_links_resolve_and_named_files_exist(page):
     for text, target in re.findall(r"\[([^\]]+)\]\(([^)\s]+)\)", page.read_text()):
-        if "://" in target:
+        if "://" in target or target.startswith("../../actions/"):  # GitHub's picture of a workflow
             continue
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
@@ -117,6 +118,19 @@ def test_pages_are_short_and_reachable():
     assert {page.resolve() for page in pages_of_docs} - linked == {index.resolve()}
 
 
+def test_badges_say_what_the_repository_holds():
+    badges = re.findall(r"\[!\[(.*?)\]\((.*?)\)\]\((.*?)\)", (ROOT / "README.md").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    prefix = "Programming Language :: Python :: "
+    versions = [name.removeprefix(prefix) for name in project["classifiers"] if name.startswith(f"{prefix}3.")]
+    shown = {target: unquote(image) for _, image, target in badges}
+    workflow = ".github/workflows/cpu.yml"
+    assert shown.pop(workflow) == "../../actions/workflows/cpu.yml/badge.svg" and (ROOT / workflow).is_file()
+    assert f"/Python-{'_|_'.join(versions)}-" in shown.pop("pyproject.toml")
+    assert f"/License-{project['license'].replace('-', '--')}-" in shown.pop("LICENSE") and not shown
+    assert (ROOT / "LICENSE").is_file()
+
+
 def test_pages_have_one_width():
     """Prose ends at 120 columns; tables, blocks of code and formulas, and copied parts are as wide as they are."""
     for page in pages():
@@ -125,7 +139,7 @@ def test_pages_have_one_width():
         prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         prose = re.sub(r"^<!-- \S+ -->$.*?^<!-- end -->$", "", prose, flags=re.DOTALL | re.MULTILINE)
         for line in prose.splitlines():
-            if not line.startswith(("|", "    ", "<!--", "![")):
+            if not line.startswith(("|", "    ", "<!--", "![", "[![")):
                 assert len(line) <= 120, f"{page.name}: {line}"
 
 

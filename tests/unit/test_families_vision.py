@@ -76,7 +76,7 @@ def test_the_cost_of_a_patch():
         ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 20]}}, r"mrope_section .* the sum 64, half"),
         ({"rope_scaling": None}, "lacks mrope_section"),
         ({"hidden_size": 1792}, "out_hidden_size 3584 is not hidden_size 1792"),
-        ({"use_sliding_window": True}, "use_sliding_window is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window True is not supported"),
     ],
 )
 def test_refusals(change: dict, message: str):

@@ -19,7 +19,7 @@ from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.blocks import block_maxima, block_scales, dequantize, quantize
-from megagrpo.weights.copies.recorder import Copy, Recording, coverage_problems, record_copies
+from megagrpo.weights.copies.recorder import Copy, Recording, coverage_problems, record_whole
 from megagrpo.weights.copies.storages import Computed
 from megagrpo.weights.engines.derived_tensors import absorbed_matrices, cache_scales, random_cache_scales
 from megagrpo.weights.engines.formats import format_problems
@@ -72,7 +72,7 @@ def test_a_stack_of_matrices_is_each_matrix():
 
     specs = {"x": (tuple(stack.shape), torch.float32)}
     mesh = make_mesh(0, 1, torch.device("cpu"), 10.0)
-    weights = ActorWeights(record_copies(load, specs, live), specs, lambda: live, fp8={"x"})
+    weights = ActorWeights(record_whole(load, specs, live).copies, specs, lambda: live, fp8={"x"})
     weights = quantized(weights, mesh)
     assert weights.hf_specs["x_scale_inv"] == ((3, 2, 3), torch.float32)
     with weights.merged():
@@ -89,7 +89,7 @@ def test_a_stack_of_matrices_is_each_matrix():
 def test_a_large_slice_is_quantized_in_parts(monkeypatch):
     monkeypatch.setattr("megagrpo.weights.quantized._AT_ONCE", 128 * 300)
     live, specs = {"p": torch.randn(500, 300)}, {"x": ((500, 300), torch.float32)}
-    copies = record_copies(lambda hf: live["p"].copy_(hf["x"]), specs, live)
+    copies = record_whole(lambda hf: live["p"].copy_(hf["x"]), specs, live).copies
     mesh = make_mesh(0, 1, torch.device("cpu"), 10.0)
     weights = quantized(ActorWeights(copies, specs, lambda: live, fp8=frozenset("x")), mesh)
     with weights.merged():

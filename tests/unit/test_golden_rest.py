@@ -8,7 +8,7 @@ import torch
 from megagrpo.algo.correction import accepted_tokens, policy_weights
 from megagrpo.algo.dynamic_sampling import select_groups
 from megagrpo.algo.estimators import whiten
-from megagrpo.algo.logprob import chunked_logprobs
+from megagrpo.algo.logprob import VocabularyShard, chunked_logprobs
 from megagrpo.algo.loss import count_denominators
 from megagrpo.algo.policy_loss import token_loss
 from megagrpo.algo.reward_shaping import overlong_penalty
@@ -167,7 +167,8 @@ def test_logprobs_and_entropy(case):
     """An identity weight makes hidden states the logits. N7: bfloat16 is off by 1e-2; the float64 case is right."""
     logits = tensor(case["inputs"]["logits"], torch.float32).requires_grad_()
     labels = torch.tensor(case["inputs"]["labels"], dtype=torch.int64)
-    mine, entropy = chunked_logprobs(logits, torch.eye(logits.shape[1]), labels, 1.0, chunk_tokens=2)
+    vocab = logits.shape[1]
+    mine, entropy = chunked_logprobs(logits, torch.eye(vocab), labels, 1.0, 2, VocabularyShard(vocab))
     outputs = case["outputs"]
     # float32 elsewhere: p * 1000 costs 2e-4 of the entropy
     if case["status"] == "convention" or "offset_1e3" in case["case"]:

@@ -100,6 +100,35 @@ def test_a_laptops_experiment_passes_check(model, capsys):
     assert Path("laptop.yaml").read_text() == before
 
 
+def test_a_named_file_is_evaluated_with_the_named_grader(model, capsys):
+    data = write_rows("train.jsonl", sums(30))
+    write_rows("test.jsonl", sums(3))  # which would be taken
+    other = write_rows("other.jsonl", sums(5))
+    arguments = ["init", str(model), data, "--gpus", "0", "--eval", other]
+    assert cli.main([*arguments, "--grader", "exact"]) == 0
+    assert "no problems found" in capsys.readouterr().out
+    config = load_config("mine.yaml")
+    assert config.eval_data.paths == ["other.jsonl"] and config.data.limit is None
+    assert (config.reward.grader, config.reward.args) == ("exact", {})
+    assert cli.main([*arguments, "--grader", "gsm8k", "-o", "same.yaml"]) == 0
+    assert load_config("same.yaml").reward.args == {"format": "last"}, "those that answers propose for it"
+
+
+@pytest.mark.parametrize("rows, said", [(None, "other.jsonl: no such file"), ([{"q": "1"}], "other.jsonl:1: ")])
+def test_a_file_that_cannot_be_evaluated_ends_init_before_it_writes(rows, said, model, capsys):
+    data = write_rows("train.jsonl", sums(30))
+    if rows is not None:
+        write_rows("other.jsonl", rows)
+    assert cli.main(["init", str(model), data, "--gpus", "0", "--eval", "other.jsonl"]) == 2
+    assert said in capsys.readouterr().err and not Path("mine.yaml").exists()
+
+
+def test_an_unknown_grader_is_said(model, capsys):
+    data = write_rows("train.jsonl", sums(30))
+    assert cli.main(["init", str(model), data, "--gpus", "0", "--grader", "gsm9k"]) != 0
+    assert "gsm9k" in "".join(capsys.readouterr())
+
+
 def test_a_nodes_experiment_has_the_layout_of_the_search(model, capsys):
     rows = [{"prompt": f"{n}?", "answer": f"word {n} of many"} for n in range(40)]
     data = write_rows("rows.jsonl", rows)

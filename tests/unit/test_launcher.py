@@ -523,15 +523,19 @@ def test_a_command_beside_a_run_has_an_experiment_of_its_own(words, tmp_path, mo
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["sft"], "sft.model: none/config.json does not exist"),
+        (["sft", "--set", "sft.model=other"], "sft.model: other/config.json does not exist"),
+        (["sft"], "model.path: none would be replaced, and what is in it removed: name a new"),  # it starts there
+        (["sft", "--set", "model.path=saved"], "model.path: saved would be replaced"),
+        (["sft", "--set", "sft.model=older/base", "--set", "model.path=older"], "model.path: older would be replaced"),
         (["export", "out"], "run/checkpoints holds no finished checkpoint; name one with --checkpoint"),
         (
             ["export", "out", "--checkpoint", "cut"],
             "--checkpoint cut is no finished checkpoint: it has no manifest.json",
         ),
         (["export", "out", "--checkpoint", "saved"], "none/config.json does not exist"),
-        (["export", "saved", "--checkpoint", "saved"], "export would remove what is in saved: name a new folder"),
-        (["export", "none", "--checkpoint", "saved"], "export would remove what is in none"),  # the model
+        (["export", "saved", "--checkpoint", "saved"], "saved would be replaced, and what is in it removed"),
+        (["export", "none", "--checkpoint", "saved"], "none would be replaced"),  # the model
+        (["export", "disk", "--checkpoint", "saved"], "disk would be replaced"),  # a mount point, which has no files
         (["export", "out", "--lora"], "export --lora writes adapters, but the experiment has no actor.lora"),
         (["replay", "cut"], "cut is not a finished dump of a step"),
         (["replay", "dumped"], "dumped is of 3 data-parallel ranks, this layout has 2"),
@@ -540,14 +544,17 @@ def test_a_command_beside_a_run_has_an_experiment_of_its_own(words, tmp_path, mo
 def test_what_is_not_there_is_said_before_any_rank_starts(words, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(machine, "torchrun", lambda ranks: pytest.fail("ranks start"))
-    for folder in ("cut", "saved", "dumped"):
+    for folder in ("cut", "saved", "dumped", "older", "disk"):
         Path(folder).mkdir()
     Path("saved/manifest.json").touch()
+    Path("older/config.json").touch()
+    is_mount = Path.is_mount
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "disk" or is_mount(path))
     dump = {"weight_version": 0, "dp": 3, "algorithm": {}, "values": {}}
     Path("dumped/step.json").write_text(json.dumps(dump))
     changes = ["output_dir=run", "model.path=none", "sft.model=none", "actor.parallel={}", "actor.world_size=2"]
     options = [word for change in changes for word in ("--set", change)]
-    assert cli.main([words[0], str(QUICKSTART), *words[1:], *options]) == 2
+    assert cli.main([words[0], str(QUICKSTART), *options, *words[1:]]) == 2
     assert said in capsys.readouterr().err
 
 

@@ -211,6 +211,21 @@ def test_a_folder_that_replaces_another_leaves_that_if_it_fails_or_is_killed(tmp
     assert [path.name for path in tmp_path.iterdir()] == ["weights"] and (target / "old").exists()
 
 
+def test_a_folder_behind_a_link_is_replaced_where_it_is(tmp_path, monkeypatch):
+    """On the disk that the link leads to, again and again; and the current folder, which has no name."""
+    target = tmp_path / "large_disk" / "out"
+    target.mkdir(parents=True)
+    (tmp_path / "out").symlink_to(target)
+    monkeypatch.chdir(target)
+    for place in (tmp_path / "out", tmp_path / "out", Path(".")):
+        with whole_folder(place) as draft:
+            (draft / "new").touch()
+        assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
+        monkeypatch.chdir(target)
+    names = {path.name for path in tmp_path.rglob("*")}
+    assert names == {"out", "large_disk", "new"} and (tmp_path / "out").is_symlink()
+
+
 @pytest.mark.parametrize(
     ("sources", "refused"),
     [

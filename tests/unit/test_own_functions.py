@@ -63,7 +63,7 @@ def test_sums_and_means_of_sequences_have_gradients():
     """As a loss of one's own may need them: d (sum_i c_i mean_i) / dx = c_i / T_i on the mask."""
     x = torch.zeros(5, dtype=torch.float64, requires_grad=True)
     rows, mask = Rows(torch.tensor([3, 2])), torch.tensor([True, False, True, True, True])
-    mean = PolicyInputs(x, x, x, mask, rows).sequence_mean(x)
+    mean = PolicyInputs(x, x, x, mask, rows, x).sequence_mean(x)
     (gradient,) = torch.autograd.grad((mean * torch.tensor([1.0, 0, 0, 5.0, 0])).sum(), x)
     assert gradient.tolist() == [0.5, 0.0, 0.5, 2.5, 2.5]
 

@@ -83,6 +83,10 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     ([*PLAYED, "algorithm.advantage={name: remax}"], "it needs a greedy response"),
     ([*PLAYED, "rollout.step_timeout_s=99"], "episode_timeout_s must be below rollout.step_timeout_s"),
     (
+        ["reward={}", "sampling.environment={function: python, args: {run_s: 30}}"],
+        "args.run_s 30 must be some seconds below timeout_s 30;",
+    ),
+    (
         ["sampling.environment={function: 'a:b', episode_timeout_s: 30}"],
         "episode_timeout_s 30.0 must be above timeout_s",
     ),

@@ -202,6 +202,7 @@ def test_math_takes_each_gold_for_itself(gold):
         # a condition in words
         (r"\boxed{2x \text{ for all real } x}", "2x", 1),
         (r"\boxed{f(x)=cx}", r"f(x)=cx \text{ for any } c", 1),
+        (r"\boxed{3}", r"3 \text{ hours if they work alone}", 1),
         (r"\boxed{2^k, \text{where } k \ge 1}", "2^k", 1),
         (r"\boxed{2^k where k \ge 2}", r"2^k \text{ where } k \ge 1", 0),
         (r"\boxed{5 \text{ where } x = 7}", "7", 0),

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from aiohttp import web
 from fake_service import FakeService, running
 from sampling import MESH, Grader, digits, evaluated, experiment, prompt_set, sampled, source_of
 
@@ -222,10 +223,19 @@ def test_unreachable_service_is_a_clear_error(tmp_path, monkeypatch):
         sampled(source, 0, PROMPTS, 0)
 
 
-def test_a_publish_outlives_a_connection_that_is_lost(monkeypatch):
+def test_another_program_at_the_port_of_a_service_that_was_killed_is_none():
+    class Page(FakeService):
+        async def status(self, request: web.Request) -> web.Response:
+            return web.Response(text="<html>")
+
+    with running(Page()) as page, pytest.raises(ServiceUnreachable, match="is no rollout service: JSON is malformed"):
+        page.control.status()
+
+
+def test_a_step_outlives_a_connection_that_is_lost(monkeypatch):
     monkeypatch.setattr(control_module, "_AGAIN_S", 0.01)
     with running(FakeService()) as service:
-        control, lost = service.control, ["/status", "/engines/ready"]
+        control, lost = service.control, ["/status", "/engines/ready", "/sleep", "/may_start"]
         request = control._http.request
 
         def requested(method: str, path: str, **options) -> httpx.Response:
@@ -238,7 +248,9 @@ def test_a_publish_outlives_a_connection_that_is_lost(monkeypatch):
         monkeypatch.setattr(control._http, "request", requested)
         assert [engine.id for engine in control.engines()] == ["engine-0"]
         assert control.report("ready", {"engine-0": 1}, 3) == set()
-        assert service.marked == [(1, 3)] * 2 and not lost
+        control.sleep(9.0)
+        control.let_start()
+        assert service.marked == [(1, 3)] * 2 + [("/sleep",)] * 2 + [("/may_start",)] * 2 and not lost
 
 
 @pytest.mark.parametrize("limit_s", [0.5, 60.0])

@@ -343,3 +343,8 @@ def test_limits_of_requests_are_a_share_of_the_engines_that_answer():
     assert queue.limit == 9 and queue.tokens == pytest.approx(1.1 * 2000)
     queue.share([replace(engine, cache_tokens=None)], at_once=1, num_leaders=2)
     assert queue.limit == 1
+    gone = replace(engine, state="dead")  # has used up its restarts
+    queue.share([engine, gone, gone], at_once=8, num_leaders=1)
+    assert queue.limit == 8 and queue.tokens == pytest.approx(1.1 * 1000)
+    queue.share([gone], at_once=8, num_leaders=1)  # which is about to restart
+    assert queue.limit == 8

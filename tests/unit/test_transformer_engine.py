@@ -53,7 +53,7 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.models.table import architecture_of
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
 from megagrpo.weights.expected_digests import ExpectedDigests
-from megagrpo.weights.copies.recorder import Copy, record_copies
+from megagrpo.weights.copies.recorder import Copy, record_whole
 from megagrpo.weights.transports.reshard_plan import trainer_atoms
 
 assert optimizer.Adam.__module__.startswith("transformer_engine") and distrib_optimizer.USING_TE_OPTIMIZER
@@ -77,7 +77,7 @@ def rank_of(arch, config, hf, rank):
         kernels = kernels_here(config)
         chunks = build_chunks(arch, config, transformer_config(arch, config, kernels), kernels, torch.device("cpu"))
         live = chunk_parameters(chunks)
-        copies = record_copies(lambda hf: load_hf(chunks, arch, hf), specs_of(hf), live)
+        copies = record_whole(lambda hf: load_hf(chunks, arch, hf), specs_of(hf), live).copies
         load_hf(chunks, arch, hf)
     return copies, {name: values.detach() for name, values in live.items()}
 
@@ -97,7 +97,7 @@ def digests_of(everyone, hf):
             SimpleNamespace(mesh=mesh, copies=copies, specs=specs_of(hf), parameters=lambda live=live: live)
         )
         digests.add([slices])
-        total = total + digests.compute()
+        total = total + digests.local()
     return total.tolist()
 
 

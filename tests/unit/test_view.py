@@ -136,6 +136,10 @@ def test_half_a_character_in_a_graders_detail_is_shown(tmp_path):
     write_view([RunFolder(tmp_path)], 1.0, None)
     (run,) = runs_of((tmp_path / "view.html").read_text())
     assert run["groups"][0]["samples"][0]["outcome"]["detail"] == "cut \ud83d"
+    server, url = view_server([RunFolder(tmp_path)], 1.0, 0)
+    with server:
+        threading.Thread(target=server.handle_request).start()
+        assert runs_of(httpx.get(url).text) == [run]
 
 
 def test_turns_and_prompts_of_samples_count(tmp_path):

@@ -27,7 +27,7 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.mesh import LeaderError
 from megagrpo.models.table import architecture_of, read_description
 from megagrpo.weights.actor_weights import load_initial_weights
-from megagrpo.weights.copies.recorder import record_copies
+from megagrpo.weights.copies.recorder import record_whole
 from megagrpo.weights.engines.derived_tensors import kept_copies
 from megagrpo.weights.exchange import TRANSPORTS
 from megagrpo.weights.hf_folder import HfFolder
@@ -237,7 +237,7 @@ def test_down_projections_in_different_calls_are_found(tmp_path):
 def test_the_plan_keeps_a_concatenation_in_one_bucket_and_each_bucket_in_one_dtype():
     hf_specs = {name: (shape, torch.float32) for name, shape in LATENT.items()}
     live = {name: torch.zeros(shape) for name, shape in LATENT.items()}
-    copies = [record_copies(lambda hf: [live[name].copy_(hf[name]) for name in live], hf_specs, live)]
+    copies = [record_whole(lambda hf: [live[name].copy_(hf[name]) for name in live], hf_specs, live).copies]
     specs = published_specs(hf_specs, torch.bfloat16, KEPT)
 
     def buckets(*together: tuple[str, ...]):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.weights.copies.recorder import Copy, Specs, record_copies
+from megagrpo.weights.copies.recorder import Copy, Specs, record_whole
 from megagrpo.weights.copies.views import Box
 from megagrpo.weights.digests import batches as digest_batches
 from megagrpo.weights.digests.batches import CopyBatches, constant_steps
@@ -43,7 +43,7 @@ def recorded(hf: dict[str, torch.Tensor], live: dict[str, torch.Tensor]) -> list
             target(live, name).copy_(tensor)
 
     load(hf)
-    return record_copies(load, specs(hf, torch.float32), live)
+    return record_whole(load, specs(hf, torch.float32), live).copies
 
 
 def target(live: dict[str, torch.Tensor], name: str) -> torch.Tensor:
@@ -121,7 +121,7 @@ def test_experts_in_one_tensor_are_one_batch_in_whatever_order_they_lie():
                 part.copy_(half)
 
     load(hf)
-    copies = record_copies(load, specs(hf, torch.float32), live)
+    copies = record_whole(load, specs(hf, torch.float32), live).copies
     assert len(copies) == 2 * EXPERTS and {copy.size for copy in copies} == {(1, INNER, HIDDEN)}
     for dtype in (torch.float32, torch.bfloat16):
         expected = [int(slice_digest(hf["experts"][copy.box.slices].to(dtype), copy.box)) for copy in copies]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megagrpo.weights.copies.recorder import coverage_problems, record, record_copies
+from megagrpo.weights.copies.recorder import coverage_problems, record, record_whole
 from megagrpo.weights.copies.views import Box
 
 HF = {"a": (8, 6), "b": (8, 6), "c": (12,), "e": (3, 4, 5)}
@@ -99,7 +99,7 @@ def test_replayed_copies_equal_a_real_load(load, shapes):
     loaded = {name: torch.zeros(shape) for name, shape in shapes.items()}
     load(values(), loaded)
     parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    copies = record_copies(lambda hf: load(hf, parameters), SPECS, parameters)
+    copies = record_whole(lambda hf: load(hf, parameters), SPECS, parameters).copies
     assert all(not p.any() for p in parameters.values()), "recording must not touch the parameters"
     replay(copies, values(), parameters)
     for name in shapes:
@@ -114,7 +114,7 @@ def test_parameters_that_share_one_buffer_are_told_apart():
         parameters["x"].copy_(hf["a"])
         parameters["y"].copy_(hf["b"])
 
-    copies = record_copies(load, SPECS, parameters)
+    copies = record_whole(load, SPECS, parameters).copies
     assert [(c.hf, c.parameter, c.offset) for c in copies] == [("a", "x", 0), ("b", "y", 0)]
     replay(copies, values(), parameters)
     assert torch.equal(parameters["y"], values()["b"]) and not buffer[:5].any() and not buffer[101:].any()
@@ -135,14 +135,14 @@ def test_what_a_loader_concatenates_is_noted_as_belonging_together():
 def test_meta_parameters_and_tied_names():
     model = nn.Linear(6, 8, bias=False, device="meta")
     parameters = {"embedding": model.weight, "head": model.weight}
-    copies = record_copies(lambda hf: model.weight.data.copy_(hf["a"]), SPECS, parameters)
+    copies = record_whole(lambda hf: model.weight.data.copy_(hf["a"]), SPECS, parameters).copies
     assert [(c.hf, c.parameter) for c in copies] == [("a", "embedding")]
 
     def twice(hf):  # as SGLang's vision-language models load a tied output layer
         for tensor in parameters.values():
             tensor.data.copy_(hf["a"])
 
-    assert record_copies(twice, SPECS, parameters) == copies
+    assert record_whole(twice, SPECS, parameters).copies == copies
 
 
 def test_constants_are_recorded_with_their_value():
@@ -190,7 +190,7 @@ def joined(hf) -> Tensor:
 def test_what_cannot_be_traced_is_named(load, shape, message):
     x = torch.zeros(shape)
     with pytest.raises(ValueError, match=message):
-        record_copies(lambda hf: load(hf, x), SPECS, {"x": x})
+        record_whole(lambda hf: load(hf, x), SPECS, {"x": x})
 
 
 def test_interleaved_writes_are_checked_element_by_element():
@@ -200,7 +200,7 @@ def test_interleaved_writes_are_checked_element_by_element():
         x[::2].copy_(hf["a"])
         x[1::2].copy_(hf["b"])
 
-    assert len(record_copies(load, SPECS, {"x": x})) == 2
+    assert len(record_whole(load, SPECS, {"x": x}).copies) == 2
 
 
 def test_boxes_subtract_into_disjoint_rests():
@@ -225,4 +225,4 @@ def test_a_parameter_computed_of_itself_after_copies_is_computed_from_their_tens
     assert recording.computed["x"].hf == {"a"} and recording.copies == []
     assert coverage_problems(recording, {"x": x}) == []
     with pytest.raises(ValueError, match="parameter x is filled from its own copies"):
-        record_copies(load, SPECS, {"x": x})
+        record_whole(load, SPECS, {"x": x})

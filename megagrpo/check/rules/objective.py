@@ -26,6 +26,11 @@ def as_read(subject: Subject) -> Iterator[Rule]:
         "positions on different ranks",
         "pack all ranks' parts, or use another estimator",
     )
+    yield Rule(
+        algorithm.kl.reference_every and experiment.actor.lora is not None,
+        "algorithm.kl.reference_every: with actor.lora the reference is the model without adapters",
+        "remove one of them",
+    )
     alone = train.group_size == 1
     yield Rule(
         alone and algorithm.reward.normalizes_by_group,

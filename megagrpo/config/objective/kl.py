@@ -2,7 +2,7 @@
 
 from typing import Literal, Self, cast
 
-from megagrpo.config.fields import NonNegativeFloat, PositiveFloat, Rule, Section
+from megagrpo.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Rule, Section
 
 # How far from its target the adaptive coefficient sees the divergence; arXiv 1909.08593, section
 # 2.2.
@@ -22,8 +22,8 @@ class AdaptiveKl(Section):
 
 
 class KlConfig(Section):
-    """KL to the reference, the initial weights. If both coefficients are 0, no reference is
-    kept."""
+    """KL to the reference, the initial weights unless `reference_every` moves it. If both
+    coefficients are 0, no reference is kept."""
 
     loss_coef: NonNegativeFloat = 0.0
     """Coefficient of the KL in the loss."""
@@ -38,6 +38,9 @@ class KlConfig(Section):
     """Multiply the "+" estimators by the detached probability ratio, which makes them right
     off-policy too."""
     adaptive: AdaptiveKl | None = None
+    reference_every: PositiveInt | None = None
+    """Steps after which the reference becomes the actor, again and again. That step is saved, and
+    its checkpoint stays while a resumed run needs it. Default: the initial weights."""
 
     @property
     def value_estimator(self) -> KlEstimator:

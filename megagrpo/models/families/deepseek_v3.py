@@ -5,7 +5,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from megagrpo.models.config_json import HfConfig, latent_refusals, text_part, yarn_refusals
+from megagrpo.models.config_json import (
+    HfConfig,
+    latent_refusals,
+    other_values,
+    text_part,
+    yarn_refusals,
+)
 from megagrpo.models.families.sigmoid_moe import SigmoidMoe, tiny_moe_options
 from megagrpo.models.family import TinySizes
 from megagrpo.models.kinds.latent.describe import LatentAttention
@@ -32,12 +38,8 @@ class DeepseekV3(SigmoidMoe):
     ROPE_SCALING_REFUSALS = staticmethod(yarn_refusals)
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
-        problems = super().own_refusals(hf)
-        if not hf.get("rope_interleave", True):
-            problems.append(
-                "rope_interleave false is not supported: rows of the projections "
-                "would have to be permuted"
-            )
+        # else rows of the projections would have to be permuted
+        problems = super().own_refusals(hf) + other_values(hf, {"rope_interleave": True})
         if "moe_layer_freq" not in hf:
             problems.append(
                 'config.json lacks "moe_layer_freq": 1, which engines read; transformers 5 does '

@@ -2,11 +2,14 @@
 biases and a clamped activation."""
 
 from dataclasses import replace
+from functools import partial
 
 from megagrpo.models.config_json import (
     COMMON_SIZE_KEYS,
+    YARN_KEYS,
     HfConfig,
-    plain_yarn_refusals,
+    other_values,
+    yarn_refusals,
 )
 from megagrpo.models.family import Family, TinySizes
 from megagrpo.models.kinds.clamped.describe import CLAMPED_NAMES, ClampedExperts
@@ -29,7 +32,10 @@ class GptOss(Family):
         "layer_types",
     )
     SIZE_KEYS = COMMON_SIZE_KEYS | {*REQUIRED_KEYS[:3], "experts_per_token"}
-    ROPE_SCALING_REFUSALS = staticmethod(plain_yarn_refusals)
+    # without factors of its own
+    ROPE_SCALING_REFUSALS = staticmethod(
+        partial(yarn_refusals, needed=YARN_KEYS[:4], more=("truncate",))
+    )
     LOADS_ATTENTION_BIAS = True
     FP8_REFUSAL = "no test compares gpt-oss in FP8 with SGLang's"
 
@@ -43,11 +49,7 @@ class GptOss(Family):
             )
         if not (isinstance(hf["sliding_window"], int) and hf["sliding_window"] > 0):
             problems.append(f"sliding_window {hf['sliding_window']!r} must be a number of tokens")
-        if not hf.get("attention_bias", True):
-            problems.append("attention_bias false is not supported: projections have biases")
-        if hf.get("hidden_act_alpha", 1.702) != 1.702:
-            problems.append(f"hidden_act_alpha {hf['hidden_act_alpha']} is not supported: 1.702 is")
-        return problems
+        return problems + other_values(hf, {"attention_bias": True, "hidden_act_alpha": 1.702})
 
     def attention(self, hf: HfConfig) -> GroupedQuery:
         windows = tuple(kind == _WINDOWED for kind in hf["layer_types"])

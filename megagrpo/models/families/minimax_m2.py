@@ -33,7 +33,7 @@ class MiniMaxM2(Family):
     PARTIAL_ROTARY = True
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
-        problems = other_values(hf, _EXPECTED)
+        problems = other_values(hf, {**_EXPECTED, "shared_intermediate_size": (0, None)})
         turning = hf["rotary_dim"]
         head_dim = GroupedQuery.read(hf).head_dim
         if turning % 2 or not 0 < turning <= head_dim:
@@ -48,8 +48,6 @@ class MiniMaxM2(Family):
                 )
         if any(kind != 1 for kind in hf.get("attn_type_list") or ()):
             problems.append("attn_type_list: linear attention is not supported; supported: 1")
-        if hf.get("shared_intermediate_size"):
-            problems.append("shared_intermediate_size: shared experts are not loaded; it must be 0")
         return problems
 
     def attention(self, hf: HfConfig) -> GroupedQuery:

@@ -1,7 +1,7 @@
 """Dense families, Llama 2 and 3, Qwen2 and Qwen2.5, Qwen3; and with a softmax router over experts in
 every layer, Qwen3-MoE and Mixtral."""
 
-from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, missing_keys
+from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, missing_keys, other_values
 from megagrpo.models.family import Family, TinySizes
 from megagrpo.models.kinds.experts.describe import MIXTRAL_NAMES, Experts
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
@@ -48,18 +48,12 @@ class Qwen3Moe(Qwen3):
         return super().refusals(hf)
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
-        problems = []
+        problems = other_values(hf, {"mlp_only_layers": ([], None), "decoder_sparse_step": 1})
         if "norm_topk_prob" not in hf:
             problems.append(
                 "config.json lacks norm_topk_prob, which transformers reads as false and SGLang "
                 "as true; write the one with which the model was trained (Qwen3: true)"
             )
-        if hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1:
-            wrong = (
-                "mlp_only_layers and decoder_sparse_step put layers without "
-                "experts between MoE layers"
-            )
-            problems.append(f"{wrong}, which is not supported")
         return problems
 
     def experts(self, hf: HfConfig) -> Experts:
@@ -92,12 +86,7 @@ class Mixtral(Family):
     SIZE_KEYS = COMMON_SIZE_KEYS | {*REQUIRED_KEYS}
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
-        if hf.get("sliding_window") is None:
-            return []
-        return [
-            f"sliding_window {hf['sliding_window']} is not supported: attention here "
-            "sees every earlier token"
-        ]
+        return other_values(hf, {"sliding_window": None})
 
     def experts(self, hf: HfConfig) -> Experts:
         why = "SGLang's Mixtral does not say which layer chose experts"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from megagrpo.models.config_json import HfConfig
+from megagrpo.models.config_json import HfConfig, other_values
 from megagrpo.models.families.deepseek_v3 import DeepseekV3
 from megagrpo.models.family import TinySizes
 from megagrpo.models.kinds.indexed.describe import LightningIndexer
@@ -19,10 +19,10 @@ _INDEXER_KEYS = ("index_n_heads", "index_head_dim", "index_topk")
 # keys of config.json that change how keys are chosen, with the values that mean: as here
 _PLAIN_CHOICE = {
     "index_topk_pattern": None,
-    "index_kpool": 1,
-    "index_k_norm_type": "layer",
-    "index_init_tokens": 0,
-    "index_local_tokens": 0,
+    "index_kpool": (1, None),
+    "index_k_norm_type": ("layer", None),
+    "index_init_tokens": (0, None),
+    "index_local_tokens": (0, None),
 }
 
 
@@ -38,13 +38,7 @@ class DeepseekV32(DeepseekV3):
     }
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
-        problems = super().own_refusals(hf)
-        problems += [
-            f"{key} {hf[key]!r} is not supported: it chooses keys in another "
-            f"way; supported: {value!r}"
-            for key, value in _PLAIN_CHOICE.items()
-            if hf.get(key) not in (None, value)
-        ]
+        problems = super().own_refusals(hf) + other_values(hf, _PLAIN_CHOICE)
         indexer = LightningIndexer.read(hf)
         kinds = [
             "full" if indexer.source(index) == index else "shared"

@@ -30,7 +30,7 @@ from megagrpo.models.kinds.gated_residual.layer import GatedHead, GatedPlace
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.grouped_query.layer import grouped_query_spec
 from megagrpo.models.kinds.hashed.describe import HashedExperts
-from megagrpo.models.kinds.hashed.layer import hashed_spec
+from megagrpo.models.kinds.hashed.layer import HashedRouter
 from megagrpo.models.kinds.hyper_connections.describe import HyperConnections
 from megagrpo.models.kinds.hyper_connections.layer import (
     HyperConnection,
@@ -103,15 +103,15 @@ def layer_spec(
             ModuleSpec(module=module, params=given) if module else _MIXERS[type(mixer)](**given)
         )
         layer.self_attn_bda = get_bias_dropout_add
-    if arch.has_experts(index) and isinstance(arch.routed, ClampedExperts):
-        layer.mlp = clamped_spec(parts.backend, config.moe_grouped_gemm)
-    elif arch.has_experts(index) and isinstance(arch.routed, HashedExperts):
-        grouped = config.moe_grouped_gemm
-        layer.mlp = hashed_spec(arch.routed, index, arch.vocab_size, parts.backend, grouped)
-    elif arch.has_experts(index):
+    if arch.has_experts(index):
+        own, grouped = arch.routed, config.moe_grouped_gemm
         layer.mlp = get_moe_module_spec_for_backend(
-            parts.backend, arch.routed.count, moe_grouped_gemm=config.moe_grouped_gemm
+            parts.backend, own.count, moe_grouped_gemm=grouped
         )
+        if isinstance(own, ClampedExperts):
+            layer.mlp = clamped_spec(parts.backend, grouped)
+        elif isinstance(own, HashedExperts) and index < own.hashed:
+            layer.mlp.keywords["submodules"].router = partial(HashedRouter, arch.vocab_size)
     elif arch.has_mlp(index):
         # Megatron's own gated MLP, of Transformer Engine, has the norm before it inside its first
         # layer

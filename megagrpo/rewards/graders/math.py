@@ -149,9 +149,11 @@ def _unqualified(content: str, other: str) -> str:
     """Returns an answer without the condition behind it, if the other has none. Several with
     conditions stay as they are, and a name, such as x where x = 4."""
     head, *conditions = _QUALIFIER.split(content)
-    if len(conditions) != 1 or "&" in content or _QUALIFIER.search(other):
+    is_name = re.fullmatch(r"[\sa-zA-Z]*", head)
+    if len(conditions) != 1 or "&" in content or is_name or _QUALIFIER.search(other):
         return content
-    return head.rstrip(" ,;(~\\") if re.search(r"[^\sa-zA-Z]", head) else content
+    # 3 \text{ hours if they work alone}
+    return head.rstrip(" ,;(~\\") + "}" * (head.count("{") - head.count("}"))
 
 
 def _parse(text: str) -> list:

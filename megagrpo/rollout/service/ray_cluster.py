@@ -48,26 +48,23 @@ def in_ray_cluster(config: ExperimentConfig, address: str | None) -> Iterator[No
                 prefix="mgr-", dir="/tmp", ignore_cleanup_errors=True
             )
             folder = stack.enter_context(short)
-            options |= _private_cluster(config.num_servers, folder)
+            options |= {
+                # "local": a Ray of our own, whatever else runs on this machine. It ends with this
+                # process, even by SIGKILL.
+                "address": "local",
+                "num_cpus": config.num_servers + _SPARE_NODES,
+                "object_store_memory": _OBJECT_STORE_BYTES,
+                "include_dashboard": False,
+                "_system_config": {"worker_niceness": 0},  # else engines have a low priority
+                # Ray makes it readable and writable for all, so it lies in one that only this user
+                # enters.
+                "_temp_dir": f"{folder}/r",
+            }
         else:
             options["address"] = address
         stack.callback(ray.shutdown)
         _connect(options, config.rollout.start_timeout_s)
         yield
-
-
-def _private_cluster(num_nodes: int, folder: str) -> Options:
-    return {
-        # "local": a Ray of our own, whatever else runs on this machine. It ends with this process,
-        # even by SIGKILL.
-        "address": "local",
-        "num_cpus": num_nodes + _SPARE_NODES,
-        "object_store_memory": _OBJECT_STORE_BYTES,
-        "include_dashboard": False,
-        "_system_config": {"worker_niceness": 0},  # else Ray starts engines at low priority
-        # Ray makes it readable and writable for all, so it lies in one that only this user enters.
-        "_temp_dir": f"{folder}/r",
-    }
 
 
 def _connect(options: Options, timeout_s: float) -> None:

@@ -244,7 +244,7 @@ class _Service:
         return f"fewer than rollout.min_healthy_engines {self._least(teacher)}"
 
     def _application(self) -> web.Application:
-        app = web.Application(middlewares=[self._demand_key, _answer_refusals])
+        app = web.Application(middlewares=[self._demand_key])
         app.add_routes(
             [
                 web.get("/status", self._on_status),
@@ -285,7 +285,9 @@ class _Service:
         return web.json_response({"id": self._add_engine(self._num_added).id})
 
     async def _on_drain(self, request: web.Request) -> web.Response:
-        engine = self._engine(request.match_info["id"])
+        engine = self._engines.get(request.match_info["id"])
+        if engine is None:
+            raise web.HTTPConflict(text=f"there are only {sorted(self._engines)}")
         teacher = engine.teacher
         if engine.state == "draining":
             return web.json_response({})
@@ -305,8 +307,10 @@ class _Service:
         ended = []
 
         async def report(engine_id: str, incarnation: int) -> None:
+            engine = self._engines.get(engine_id)
             try:
-                engine = self._engine(engine_id)
+                if engine is None:
+                    raise StaleReport("it is drained: the trainer's list of engines is older")
                 match request.match_info["event"]:
                     case "update":
                         await engine.begin_update(self._http, incarnation)
@@ -333,18 +337,3 @@ class _Service:
     async def _on_may_start(self, request: web.Request) -> web.Response:
         self._may_start.set()
         return web.json_response({})
-
-    def _engine(self, engine_id: str) -> SupervisedEngine:
-        engine = self._engines.get(engine_id)
-        if engine is None:  # drained: the trainer's list of engines may be older
-            raise StaleReport(f"no engine {engine_id}; there are {sorted(self._engines)}")
-        return engine
-
-
-@web.middleware
-async def _answer_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers 409 for an engine that is gone."""
-    try:
-        return await handler(request)
-    except StaleReport as exc:
-        raise web.HTTPConflict(text=str(exc)) from exc

@@ -198,7 +198,10 @@ class SupervisedEngine:
         if was_up:
             await asyncio.sleep(_LAST_REQUEST_S)
             deadline = began + self._config.rollout.request_timeout_s
-            while time.monotonic() < deadline and await self._is_busy(http):
+            while time.monotonic() < deadline:
+                load = await self._read_load(http)
+                if load["running"] + load["waiting"] == 0:  # or it does not answer: it has died
+                    break
                 await asyncio.sleep(_DRAIN_POLL_S)
         await self.stop()
 
@@ -305,7 +308,9 @@ class SupervisedEngine:
         self._group = placement_group([bundle] * rollout.nodes_per_engine, strategy=strategy)
         deadline = time.monotonic() + rollout.start_timeout_s
         # In a thread: Ray's head may take long, and this loop answers the trainers' /status.
-        while not await asyncio.to_thread(_is_placed, self._group):
+        while (await asyncio.to_thread(placement_group_table, self._group)).get(
+            "state"
+        ) != "CREATED":
             if time.monotonic() > deadline:
                 resources = await asyncio.to_thread(ray.cluster_resources)
                 have = {name: resources[name] for name in ("CPU", "GPU") if name in resources}
@@ -407,12 +412,6 @@ class SupervisedEngine:
                     return await answer.read()
         return None
 
-    async def _is_busy(self, http: aiohttp.ClientSession) -> bool:
-        """Returns whether it has requests in flight; False if it does not answer, because then it
-        has died."""
-        load = await self._read_load(http)
-        return load["running"] + load["waiting"] > 0
-
     async def _read_load(self, http: aiohttp.ClientSession) -> dict[str, float]:
         """Returns the load over all data-parallel ranks, whose maximum `load` keeps; zeros without
         an answer."""
@@ -427,10 +426,6 @@ class SupervisedEngine:
         self.load = {name: max(value, self.load.get(name, 0.0)) for name, value in load.items()}
         self.load_now = load if ranks else {}
         return load
-
-
-def _is_placed(group: PlacementGroup) -> bool:
-    return placement_group_table(group).get("state") == "CREATED"
 
 
 def _tokens_of_caches(server_info: dict) -> int | None:

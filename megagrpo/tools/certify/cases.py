@@ -1,7 +1,7 @@
 """The cases of a certificate: layouts x {padded, packed} x {small, large token budget} x {no
 recompute, full}."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Literal, get_args
@@ -80,12 +80,11 @@ def layouts_of(config: ActorConfig) -> Layouts:
 def grid(
     layouts: Layouts,
     ranks: int,
-    is_moe: bool,
+    refused: Callable[[ActorConfig], Sequence[str]],
     only: Sequence[str] | None,
-    whole_experts: bool = False,
 ) -> tuple[list[Case], dict[str, str]]:
     """Returns the cases to run, the reference first, and the reason for each layout that is left
-    out.
+    out. refused: why the model cannot have a layout.
 
     Raises ValueError for a name in `only` that is not a layout, or whose layout cannot run.
     """
@@ -95,10 +94,9 @@ def grid(
     cases = []
     left_out = {}
     for name, (needed, parallel) in layouts.items():
-        if parallel.keys() & {"ep", "etp"} and not is_moe:
-            left_out[name] = "the model has no experts"
-        elif "etp" in parallel and whole_experts:
-            left_out[name] = "the model's experts are not cut"
+        sizes = ParallelConfig.model_validate(parallel)
+        if problems := refused(ActorConfig(world_size=needed, parallel=sizes)):
+            left_out[name] = "; ".join(problems)
         elif needed > ranks:
             left_out[name] = f"needs {needed} ranks, {ranks} were given"
         elif only is not None and name not in (*only, REFERENCE.layout):
@@ -108,7 +106,6 @@ def grid(
         if name in left_out:
             continue
         plain = Case(layout=name, ranks=needed, parallel=parallel)
-        sizes = ParallelConfig.model_validate(parallel)
         packed = (True,) if sizes.dynamic_context else (False, True)
         for recompute, packing, budget in product(
             get_args(Recompute), packed, (LARGE_BUDGET, SMALL_BUDGET)

@@ -9,12 +9,17 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megagrpo.cluster.machine import train_ranks
+from megagrpo.check.problems import layout_problems
+from megagrpo.check.rules.subject import broken
+from megagrpo.cluster.machine import train_ranks, trainer_gpus
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig
 from megagrpo.loop.ranks import guarded
+from megagrpo.models.architecture import Architecture
+from megagrpo.models.fields import Kernels, context_rule
 from megagrpo.system.arguments import positive
 from megagrpo.system.environment import under_torchrun
 from megagrpo.tools.certify.cases import KEPT, grid, layouts_of
@@ -38,8 +43,7 @@ def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = N
     shutil.rmtree(folder, ignore_errors=True)
     layouts = layouts_of(config.actor)
     tiny = make_models(folder, config, config.actor.parallel, config.seed)
-    whole = tiny.experts is not None and tiny.experts.WHOLE
-    cases, left_out = grid(layouts, ranks, tiny.is_moe, only, whole)
+    cases, left_out = grid(layouts, ranks, partial(refusals, tiny, config), only)
     if config.actor.transformer_engine == "auto" and config.actor.expects_transformer_engine:
         left_out["Transformer Engine's layers"] = (
             "they are off in float32 unless actor.transformer_engine is true"
@@ -67,6 +71,12 @@ def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = N
             file=sys.stderr,
         )
     return 0 if passed else 1
+
+
+def refusals(tiny: Architecture, config: ExperimentConfig, actor: ActorConfig) -> list[str]:
+    """Returns why ranks on this machine cannot have the layout of `actor`, in float32."""
+    kernels = Kernels(bool(trainer_gpus(config)), False, False)
+    return [*layout_problems(tiny, actor), *broken([context_rule(actor, kernels)])]
 
 
 def tiny_experiment(

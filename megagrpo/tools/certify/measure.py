@@ -81,8 +81,7 @@ def joined(
         refuse_layout(arch, config)
         built = MegatronActor(
             arch=arch,
-            config=config,
-            optimizer=optimizer,
+            config=config.model_copy(update={"optimizer": optimizer}),
             num_updates=num_updates,
             seed=0,
             device=device,

@@ -74,7 +74,9 @@ def _tiny_sizes(arch: Architecture, parallel: ParallelConfig) -> TinySizes:
     """Returns sizes that the standing layouts, which cut by 2, and the experiment's can cut."""
     attention = arch.attention
     experts = arch.experts
-    shards = math.lcm(2, parallel.tp)
+    # context-parallel ranks divide the heads of recurrent layers, too
+    least, ranks = (4, parallel.tp * parallel.cp) if arch.recurrent else (2, parallel.tp)
+    shards = math.lcm(least, ranks)
     # twice the key/value heads if groups share one
     heads = shards * (1 + (attention.heads != attention.kv_heads))
     kv_heads = shards

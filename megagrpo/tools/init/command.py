@@ -40,6 +40,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
     option("--hardware", default="H100", help="H100 (default), H200, H20, B200")
     option("--prompt-key", metavar="COLUMN", help="default: guessed from column names")
     option("--answer-key", metavar="COLUMN", help="default: guessed from column names")
+    option("--eval", metavar="FILE", help="held-out rows; default: a file beside, or the last rows")
+    option("--grader", metavar="NAME", help="of both files; default: the one that answers propose")
     option(
         "-o",
         "--output",
@@ -63,7 +65,9 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as undo, Progress(f"init {output}", stream=sys.stderr) as progress:
         undo.callback(draft.remove)
         progress.enter("reads model and data")
-        draft_experiment(draft, not gpus, (args.prompt_key, args.answer_key))
+        draft_experiment(
+            draft, not gpus, (args.prompt_key, args.answer_key), args.grader, args.eval
+        )
         if gpus:
             progress.enter(f"searches layouts of {args.nodes} node(s) of {gpus} {args.hardware}")
             _lay_out(draft, args.nodes, gpus, args.hardware)

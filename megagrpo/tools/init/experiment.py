@@ -116,9 +116,16 @@ class Draft:
             path.unlink(missing_ok=True)
 
 
-def draft_experiment(draft: Draft, on_cpu: bool, named: Sequence[str | None]) -> None:
+def draft_experiment(
+    draft: Draft,
+    on_cpu: bool,
+    named: Sequence[str | None],
+    grader: str | None,
+    held_out: str | None,
+) -> None:
     """Adds all sections but those of the layout to a draft that names model and data. named: columns
-    of prompt and answer, None for one to look for. Raises ValueError."""
+    of prompt and answer; held_out: file of the evaluation. None for what to look for. Raises
+    ValueError."""
     config = draft.config()
     arch = architecture_of(describe_model(config))
     tokenizer = load_tokenizer(Model.of(config))
@@ -137,6 +144,8 @@ def draft_experiment(draft: Draft, on_cpu: bool, named: Sequence[str | None]) ->
         draft.add("data", {"images_key": columns.images})
     answers = [row.answer for row in read_rows(draft.first_rows(LOOKED_AT))]
     proposal = proposed_grader(answers)
+    if grader not in (None, proposal.name):
+        proposal = ProposedGrader(grader, "named by --grader")
     if proposal.template != "{prompt}":
         draft.add("data", {"prompt_template": proposal.template})
     response = _add_lengths(draft, arch, tokenizer, proposal, on_cpu)
@@ -144,7 +153,7 @@ def draft_experiment(draft: Draft, on_cpu: bool, named: Sequence[str | None]) ->
     samples = {"num_prompts_per_step": 8 if on_cpu else 64, "group_size": 8}
     draft.add("train", {"num_steps": 100, **samples}, "a step: prompts x responses to each")
     _add_algorithm(draft, arch)
-    _add_evaluation(draft, rows)
+    _add_evaluation(draft, rows, held_out)
     draft.add("checkpoint", {"every": 20, "keep": 2}, "Ctrl-C, or `megagrpo stop`, saves too")
     draft.add("actor", _actor(draft, response, on_cpu))
 
@@ -208,11 +217,14 @@ def _add_algorithm(draft: Draft, arch: Architecture) -> None:
     draft.add("algorithm", {"loss": loss}, "GRPO with DAPO's wider upper clip")
 
 
-def _add_evaluation(draft: Draft, rows: Sequence[Values]) -> None:
-    """Adds held-out prompts: the data set's own, those of the file beside, or the last rows."""
+def _add_evaluation(draft: Draft, rows: Sequence[Values], named: str | None) -> None:
+    """Adds held-out prompts: those of the named file, the data set's own, those of the file beside,
+    or the last rows."""
     files = draft.config().data.paths
-    path: str | None = cast(str, draft.keys("data")["path"])
-    if files == [path]:
+    path: str | None = named or cast(str, draft.keys("data")["path"])
+    if named:
+        _evaluated(draft, named)
+    elif files == [path]:
         path = file_beside(Path(files[0]))
     elif complaints(_evaluated, draft, path):
         path = None
@@ -232,6 +244,9 @@ def _add_evaluation(draft: Draft, rows: Sequence[Values]) -> None:
 
 
 def _evaluated(draft: Draft, path: str) -> None:
-    """Raises ValueError if a data set on the Hub has no split for an evaluation."""
+    """Raises ValueError if a data set on the Hub has no split for an evaluation, or if first rows
+    cannot be read as those of the training are."""
     evaluation: dict[str, Plain] = {"eval": {"data": {"path": path}}}
-    Draft(draft.file, draft.sections | evaluation).config()
+    data = Draft(draft.file, draft.sections | evaluation).config().eval_data
+    assert data is not None, "it was added"
+    read_rows(data.model_copy(update={"limit": LOOKED_AT}))

@@ -43,12 +43,7 @@ def refuse_export(
 ) -> None:
     """Raises ValueError for what an export lacks, and for a folder that it would remove. source: the
     checkpoint, if one is named."""
-    described = any((target / name).exists() for name in ("config.json", ADAPTERS))
-    others = target.is_file() or (not described and any(target.glob("*")))
-    if others or target.resolve() == Path(config.model.path).resolve():
-        raise ValueError(
-            f"export would remove what is in {target}: name a new folder, or that of an older export"
-        )
+    refuse_target(target, config.model.path)
     if only_adapters and config.actor.lora is None:
         raise ValueError(
             "export --lora writes adapters, but the experiment has no actor.lora: "
@@ -60,6 +55,19 @@ def refuse_export(
     if source is not None:
         require_finished(Path(source))
     model_to_train(config)
+
+
+def refuse_target(target: Path, model: str) -> None:
+    """Raises ValueError for a folder that is not to be replaced by another, or cannot be, as the
+    mount point of a disk. model: the folder of the weights that training starts from."""
+    described = any((target / name).exists() for name in ("config.json", ADAPTERS))
+    others = target.is_file() or (not described and any(target.glob("*")))
+    real = target.resolve()
+    if others or real.is_mount() or Path(model).resolve().is_relative_to(real):
+        raise ValueError(
+            f"{target} would be replaced, and what is in it removed: name a new folder, or that of "
+            "an older export"
+        )
 
 
 def export(config: ExperimentConfig, args: argparse.Namespace, device: torch.device) -> None:

@@ -12,6 +12,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.loop.ranks import guarded, start_progress
 from megagrpo.system.environment import under_torchrun
 from megagrpo.system.errors import translated
+from megagrpo.tools.ranks.export import refuse_target
 
 if TYPE_CHECKING:
     import torch
@@ -38,9 +39,12 @@ def run(args: argparse.Namespace, config: ExperimentConfig) -> int:
 
 
 def refuse_sft(config: ExperimentConfig, file: str) -> None:
-    """Raises ValueError for what the warm-up lacks. file: of the experiment."""
+    """Raises ValueError for what the warm-up lacks, and for a folder that it would remove. file: of
+    the experiment."""
     if config.sft is None or config.sft_data is None:
         raise ValueError(f"{file} has no sft section, so there is no warm-up to run")
+    with translated("model.path", ValueError):
+        refuse_target(Path(config.model.path), config.sft.model)
     with translated("sft.model", ValueError):
         model_to_warm_up(config)
     for path in config.sft_data.paths:

@@ -36,13 +36,12 @@ def warm_up(config: ExperimentConfig, device: torch.device, progress: Progress) 
     data = config.sft_data
     assert options and data, "the command refuses a configuration without an sft section"
     # adapters are for the model that this writes
-    without_adapters = config.actor.model_copy(update={"lora": None})
+    settings = {"lora": None, "optimizer": options.optimizer.like(config.actor.optimizer)}
     model = model_to_warm_up(config)
     progress.enter(f"{config.actor.world_size} ranks meet and load the model")
     actor = MegatronActor(
         arch=model.arch,
-        config=without_adapters,
-        optimizer=options.optimizer.like(config.actor.optimizer),
+        config=config.actor.model_copy(update=settings),
         num_updates=options.num_steps,
         seed=config.seed,
         device=device,

@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from megagrpo.system.errors import translated
-from megagrpo.system.run_folder import RunFolder, write_whole
+from megagrpo.system.run_folder import HALF_CHARACTERS, RunFolder, write_whole
 from megagrpo.tools.view.samples import read_curves, read_samples
 
 _RENEW_S = 60.0
@@ -47,7 +47,7 @@ def view_server(
                 self.send_error(404)
                 return
             try:
-                page = _page(folders, sample_mb, _RENEW_S)[0].encode()
+                page = _page(folders, sample_mb, _RENEW_S)[0].encode(errors=HALF_CHARACTERS)
             except ValueError as exc:
                 self.send_error(503, explain=f"{exc}; load the page again later")
                 return

@@ -89,11 +89,6 @@ class Recording:
     together: set[tuple[str, ...]] = field(default_factory=set)
 
 
-def record_copies(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor]) -> list[Copy]:
-    """Returns the copies of record_whole."""
-    return record_whole(load, hf_specs, parameters).copies
-
-
 def record_whole(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor]) -> Recording:
     """Records the copies of `load` from HF tensors of these specs into `parameters`, which do not
     change.

@@ -51,7 +51,6 @@ from torch import Tensor
 from megagrpo.weights.copies.views import Box
 
 _CHUNK = 1 << 16  # elements: 512 KiB of int64 products stay in a core's cache
-_CUDA_CHUNK = 1 << 26  # and on a GPU a launch should be worth it
 # by bytes of an element
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -102,7 +101,7 @@ def index_seed(start: int, dimension: int) -> int:
 def _row_sums(bits: Tensor, columns: Tensor) -> Tensor:
     """Returns sum_j bits[..., j] * columns[j], int64 [...]. bits [..., n] of any integer width,
     columns [n] int64."""
-    chunk = max(_CUDA_CHUNK if bits.is_cuda else _CHUNK, len(columns))
+    chunk = max(_CHUNK, len(columns))
     if bits.numel() <= chunk:
         return bits.to(torch.int64).mul_(columns).sum(-1)
     if len(bits) == 1:

@@ -15,7 +15,6 @@ import torch
 from megagrpo.config.schema import RolloutConfig
 from megagrpo.system.environment import WEIGHT_LOADER
 from megagrpo.types import EngineInfo
-from megagrpo.weights.copies.recorder import Copy
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.mailbox import Mailbox, encode
 from megagrpo.weights.wire.shared_buffer import Place
@@ -55,9 +54,7 @@ class EngineConnection:
         self.deadline = Deadline(0)
         # by rank, set by `record`: the mailbox's key of the rank's copy list
         self.copies: tuple[str, ...] = ()
-        # by rank, set by the exchange: which slice of which HF tensor the parameters hold
-        self.slices: list[list[Copy]] = []
-        self.kind = -1  # index of `slices` in EngineFleet.kinds
+        self.kind = -1  # index in EngineFleet.kinds of what the ranks' parameters hold
         self.emptied = False  # whether the exchange has emptied the engine's caches
         self.places: list[Place] = []  # by rank, set by `record`: where the rank runs
         # set by `record`: names of HF tensors that must be in one load_weights
@@ -199,7 +196,7 @@ class EngineConnection:
             )
 
     def digests(self, flush: bool) -> tuple[list[np.ndarray], list[str]]:
-        """Returns live digests, by rank like `slices`, and problems. flush: the engine also empties
+        """Returns live digests, by rank, and problems. flush: the engine also empties
         its KV cache."""
         answers = self.ask("digest", [{}] * self.tp, flush)
         return [

@@ -146,7 +146,6 @@ class EngineFleet:
                     lists[key] = [Copy(*tuples(copy)) for copy in engine.mailbox.get(key)]
                 kinds.append([lists[key] for key in engine.copies])
             engine.kind = self._kind_of[engine.copies]
-            engine.slices = kinds[engine.kind]
         return kinds[len(self.kinds) :]
 
     def limit(self) -> None:

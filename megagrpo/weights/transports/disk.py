@@ -41,7 +41,8 @@ class DiskTransport(Transport):
             engines.limit()  # again, because gathering and writing took some of their time
             engines.for_each(lambda engine: engine.post("/update_weights_from_disk", body))
             for old in weights.folder.glob("v*"):
-                if old.name != target.name:
+                # other names are copies of a user
+                if old.name[1:].isdigit() and old.name != target.name:
                     # NFS keeps a file that an engine still maps: the next publish tries again
                     shutil.rmtree(old, ignore_errors=True)
 

@@ -28,7 +28,7 @@ class Bucket:
 
     names: tuple[str, ...]
     dtype: torch.dtype  # of all of them, as they are published
-    parts: dict[int, tuple[Copy, ...]]
+    parts: dict[int, list[Copy]]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class GatherPlan:
     """All buckets of a model, in the order in which they travel; the same on every rank."""
 
     specs: Specs  # of the HF tensors: name -> shape and published dtype
-    buckets: tuple[Bucket, ...]
+    buckets: list[Bucket]
 
 
 def published_specs(
@@ -87,10 +87,8 @@ def make_gather_plan(
             for name in names:
                 for rank, copy in shares[name]:
                     parts.setdefault(rank, []).append(copy)
-            buckets.append(
-                Bucket(names, dtype, {rank: tuple(copies) for rank, copies in parts.items()})
-            )
-    return GatherPlan(specs, tuple(buckets))
+            buckets.append(Bucket(names, dtype, parts))
+    return GatherPlan(specs, buckets)
 
 
 def _units(specs: Specs, together: Iterable[tuple[str, ...]]) -> dict[torch.dtype, list[list[str]]]:
@@ -172,7 +170,7 @@ def gather_buckets(
     for number, bucket in enumerate(plan.buckets, 1):
         arrived, works = coming
         coming = _receive(plan, number, mesh)
-        ours = bucket.parts.get(0, ())
+        ours = bucket.parts.get(0, [])
         full = {
             copy.hf: live
             for copy in ours

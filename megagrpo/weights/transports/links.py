@@ -215,13 +215,11 @@ class LinkTransport(ABC):
         """
         mesh = self._mesh
         errors = [
-            f"{type(error).__name__}: {error}"
+            f"rank {mesh.rank}, send weights to engines: {type(error).__name__}: {error}"
             for error in failed.values()
             if not isinstance(error, PeerLost)
         ]
-        mesh.raise_any(
-            "\n".join(f"rank {mesh.rank}, send weights to engines: {error}" for error in errors)
-        )
+        mesh.raise_any("\n".join(errors))
         lost = {name: str(error) for name, error in failed.items()}
         everyone = mesh.gather_world(lost) if mesh.any_true(bool(lost)) else []
         reasons = {name: why for part in everyone for name, why in part.items()}

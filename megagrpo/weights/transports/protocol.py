@@ -51,7 +51,7 @@ class Transport(Protocol):
     one, for the whole run.
 
     It knows the slices of every trainer rank (`TrainerWeights.copies`) and, on rank 0, the slices of
-    every engine rank (`EngineConnection.slices`), and decides which rank sends which elements to
+    every engine rank (`EngineFleet.kinds`), and decides which rank sends which elements to
     which. It holds the state of connections (a process group, a plan) by engine id. A transport
     without state leaves out `drop` and `leave`. In the order of a run:
 

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -24,14 +25,13 @@ from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.save import RunIdentity
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ActorConfig, CheckpointConfig, ParallelConfig
-from megagrpo.models.layers.lora import InitialAdapters
 from megagrpo.tools.certify.measure import ratios, whole
 from megagrpo.tools.certify.synthetic import near
 from megagrpo.tools.ranks.folders import export_hf, export_peft
 from megagrpo.types import Batch, TrainState
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from megagrpo.weights.hf_folder import HfFolder
-from tests.dist.workers.harness import over_ranks, with_actors
+from tests.dist.workers.harness import near_initial, over_ranks, weights_unreadable, with_actors
 from tests.dist.workers.held import gradient_buffers, offload, optimizer_state
 from tests.dist.workers.recorded import recorded_logits
 from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, samples
@@ -306,10 +306,21 @@ def refusal_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
         message = str(exc)
     messages: list = [None] * actor.mesh.world_size
     dist.all_gather_object(messages, message)
+    untouched = all(torch.equal(p, before[name]) for name, p in actor.parameters().items())
+    initial = [p.detach().clone() for p in actor.trained().values()]
+    own, twin = (weights_alone(actor, job, job[source]) for source in ("load", "twin")) if "twin" in job else ([], [])
     return {
         "messages": messages,
-        "untouched": all(torch.equal(p, before[name]) for name, p in actor.parameters().items()),
+        "untouched": untouched,
+        "alone": all(map(torch.equal, own, twin)) and not all(map(torch.equal, own, initial)),
     }
+
+
+def weights_alone(actor: MegatronActor, job: dict, folder: str) -> list[torch.Tensor]:
+    """What an export loads of a checkpoint, whatever its layout."""
+    any_layout = replace(identity(job), layout={})
+    checkpoint.load(Path(folder), any_layout, lambda f: load_actor(actor, f, with_optimizer=False), actor.mesh)
+    return [p.detach().clone() for p in actor.trained().values()]
 
 
 def disk_full(*args):
@@ -322,26 +333,6 @@ FULL = {
     ".metadata": lambda: patch.object(FileSystemWriter, "finish", disk_full),
     "metadata.json": lambda: patch.object(serialization, "save_config", disk_full),
 }
-
-
-@contextmanager
-def weights_unreadable() -> Iterator[None]:
-    """Inside, asking an HF folder for a tensor is an error; its headers can be read."""
-
-    def refuse(folder: HfFolder, target: torch.Tensor, name: str, start: tuple[int, ...]):
-        raise AssertionError(f"{name} of {folder.path} was read")
-
-    read, HfFolder.read_into = HfFolder.read_into, refuse
-    try:
-        yield
-    finally:
-        HfFolder.read_into = read
-
-
-def near_initial(actor: MegatronActor) -> dict[str, torch.Tensor]:
-    """The adapters of a fresh start with noise: B is no longer 0, so that A has a gradient."""
-    initial = InitialAdapters(actor.adapter_specs(), seed=0)
-    return {name: near(tensor, 0.05, number) for number, (name, tensor) in enumerate(initial.items())}
 
 
 def identity(job: dict) -> RunIdentity:

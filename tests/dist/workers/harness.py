@@ -2,14 +2,18 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
+from megagrpo.models.layers.lora import InitialAdapters
 from megagrpo.tools.certify.measure import joined
+from megagrpo.tools.certify.synthetic import near
+from megagrpo.weights.hf_folder import HfFolder
 from tests.dist.workers.host import DEVICE
 
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
@@ -65,3 +69,23 @@ def over_ranks(actor: MegatronActor, result: dict) -> dict:
     floats = {name: value for name, value in result.items() if isinstance(value, float)}
     everyone = actor.mesh.gather_world(floats)
     return result | {name: max(part[name] for part in everyone) for name in everyone[0]}
+
+
+@contextmanager
+def weights_unreadable() -> Iterator[None]:
+    """Inside, asking an HF folder for a tensor is an error; its headers can be read."""
+
+    def refuse(folder: HfFolder, target: torch.Tensor, name: str, start: tuple[int, ...]):
+        raise AssertionError(f"{name} of {folder.path} was read")
+
+    read, HfFolder.read_into = HfFolder.read_into, refuse
+    try:
+        yield
+    finally:
+        HfFolder.read_into = read
+
+
+def near_initial(actor: MegatronActor) -> dict[str, torch.Tensor]:
+    """The adapters of a fresh start with noise: B is no longer 0, so that A has a gradient."""
+    initial = InitialAdapters(actor.adapter_specs(), seed=0)
+    return {name: near(tensor, 0.05, number) for number, (name, tensor) in enumerate(initial.items())}

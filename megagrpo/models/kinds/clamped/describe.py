@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from megagrpo.models.kinds.experts.describe import ExpertNames, Experts
 from megagrpo.models.points import Row
@@ -29,7 +29,6 @@ CLAMPED_NAMES = ExpertNames(size="intermediate_size")
 class ClampedExperts(Experts):
     """Adds the bound of the gate and of the linear half: (up + 1) gate sigmoid(1.702 gate)."""
 
-    WHOLE: ClassVar[bool] = True
     limit: float = 7.0
 
     def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:

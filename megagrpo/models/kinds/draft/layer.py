@@ -86,7 +86,8 @@ def following(micro: MicroBatch) -> Following:
     """Collective over context-parallel ranks, which hold parts of every sample. Waits for no
     device."""
     rows, columns = micro.rows.flatten(), micro.columns.flatten()
-    stride = micro.max_seqlen + 1  # the position behind a sample's end is none of the next sample's
+    # the position behind a sample's end is none of the next sample's
+    stride = max(micro.sizes) + 1
     keys = torch.where(rows >= 0, rows * stride + columns, -2)
     sampled = torch.zeros_like(keys).index_fill(0, micro.targets.flat, 1)
     every = gather_context(torch.stack((keys, micro.tokens.flatten(), sampled), 1), micro.context)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from megagrpo.models.config_json import HfConfig
 from megagrpo.models.costs import FP32, LayerCost, Share, mlp_cost
@@ -53,8 +53,6 @@ MIXTRAL_NAMES = ExpertNames(
 @dataclass(frozen=True)
 class Experts:
     """Holds the numbers of a layer's router, its routed and its shared experts."""
-
-    WHOLE: ClassVar[bool] = False  # no ranks divide an expert
 
     count: int
     per_token: int

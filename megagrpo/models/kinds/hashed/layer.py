@@ -1,17 +1,10 @@
 """A router whose choice of experts is a table of the vocabulary (DeepSeek-V4, 2.1)."""
 
-from functools import partial
-
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.core.models.backends import BackendSpecProvider
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
-
-from megagrpo.models.kinds.hashed.describe import HashedExperts
 
 
 class HashedRouter(TopKRouter):
@@ -40,13 +33,3 @@ class HashedRouter(TopKRouter):
             score_function=self.score_function,
             precomputed_indices=self.get_buffer("table")[own.flatten()],
         )
-
-
-def hashed_spec(
-    own: HashedExperts, index: int, vocab_size: int, backend: BackendSpecProvider, grouped: bool
-) -> partial[MoELayer]:
-    """Returns Megatron's layer of experts, with this router in the first layers."""
-    layer = get_moe_module_spec_for_backend(backend, own.count, moe_grouped_gemm=grouped)
-    if index < own.hashed:
-        layer.keywords["submodules"].router = partial(HashedRouter, vocab_size)
-    return layer

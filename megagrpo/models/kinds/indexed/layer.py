@@ -76,6 +76,8 @@ class Indexer(torch.nn.Module):
             gate = whole_parameter(config, (dim, config.hidden_size), config.params_dtype)
             self.index_kpool_compress_gate = gate
             self.index_kpool_compress_ape = whole_parameter(config, (pool, dim))
+        for parameter in self.k_norm.parameters():  # as engines compute it
+            parameter.stays_float32 = True  # type: ignore[attr-defined]  # read by build.py
         self.requires_grad_(False)
         rotary = RotaryEmbedding if config.rope_type == "rope" else YarnRotaryEmbedding
         scaling = {} if config.rope_type == "rope" else {key: getattr(config, key) for key in _YARN}
@@ -88,10 +90,6 @@ class Indexer(torch.nn.Module):
             cp_group=mpu.get_context_parallel_group(),
             **scaling,
         )
-
-    def keep_float32(self) -> None:
-        """Restores float32 of the keys' norm after a cast, as engines compute it."""
-        self.k_norm.float()
 
     @torch.no_grad()
     def forward_before_topk(
