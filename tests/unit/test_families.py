@@ -51,7 +51,7 @@ DIGESTS = {
     ("nemotron_h", False): "2120a0a6ceed6f28",
     ("deepseek_v4", False): "51e646bb71b32a74",
     ("kimi_linear", False): "b1b84402ea5ce5b3",
-    ("qwen4_exp", False): "056c6666f50517a0",
+    ("qwen4_exp", False): "560f8ea460b12559",
     ("glm5_next", False): "8541ce5a28f59a7c",
 }
 LLAMA3 = {
