@@ -23,8 +23,7 @@ from megagrpo.models.families.gpt_oss import GptOss
 from megagrpo.models.families.kimi_linear import KimiLinear
 from megagrpo.models.families.minimax_m2 import MiniMaxM2
 from megagrpo.models.families.nemotron_h import NemotronH
-from megagrpo.models.families.qwen3_5 import Qwen3Next, Qwen35, Qwen35Moe
-from megagrpo.models.families.qwen4_exp import Qwen4Exp
+from megagrpo.models.families.qwen3_5 import Qwen3Next, Qwen4Exp, Qwen35, Qwen35Moe
 from megagrpo.models.families.sigmoid_moe import Glm4Moe
 from megagrpo.models.families.softmax_moe import Llama, Mixtral, Qwen2, Qwen3, Qwen3Moe
 from megagrpo.models.families.sparse_attention import DeepseekV32, GlmMoeDsa

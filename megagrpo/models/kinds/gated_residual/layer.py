@@ -28,7 +28,8 @@ class GatedPlace(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, own: GatedResidual, injects: bool = True):
         super().__init__()
-        self._streams, self._epsilon = own.streams, config.layernorm_epsilon
+        self._streams = own.streams
+        self._epsilon = config.layernorm_epsilon
         for name, shape in own.shapes(config.hidden_size, injects).items():
             self.register_parameter(name, whole_parameter(config, shape, config.params_dtype))
 

@@ -34,7 +34,10 @@ class NGramRows(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, own: NGrams, index: int, streams: int):
         super().__init__()
-        self._config, self._own, self._index, self._streams = config, own, index, streams
+        self._config = config
+        self._own = own
+        self._index = index
+        self._streams = streams
         self._table: Sequence[Tensor] = ()  # in files, see `map_table`
         for name, shape in own.shapes(config.hidden_size, streams).items():
             parameter = whole_parameter(config, shape, config.params_dtype)
@@ -85,7 +88,8 @@ class NGramRows(torch.nn.Module):
         sizes = torch.tensor(own.sizes(self._index), device=tokens.device)
         first = sizes.cumsum(0) - sizes
         multipliers = own.multipliers(self._index)
-        last, found = tokens.long(), []
+        last = tokens.long()
+        found = []
         mixed = last * multipliers[0]
         for back, multiplier in enumerate(multipliers[1:], 1):
             ended = places - back < start

@@ -77,8 +77,10 @@ class PooledCore(PooledAttention):
 
     def __init__(self, config, *args, sizes: PooledQuery, **options):
         CausalAttention.__init__(self, config, *args, **options)
-        self._pool, self._topk = sizes.ratio, sizes.ratio * sizes.topk
-        self._source, self._choices = 0, {}  # no layer shares a choice
+        self._pool = sizes.ratio
+        self._topk = sizes.ratio * sizes.topk
+        self._source = 0  # no layer shares a choice
+        self._choices = {}
         self.indexer = MeanIndexer(config, sizes)
 
     def forward(self, query, key, value, attention_mask, /, *, packed_seq_params=None, **_):
