@@ -13,7 +13,7 @@ from megagrpo.rollout.control import ServiceControl
 from megagrpo.types import Prompt, TrainState
 from tests.sampling import experiment, source_of, take
 
-ANY = RunIdentity({}, {})
+ANY = RunIdentity({}, {"ranks": 1})
 NUM_ROWS, RETURN_AFTER = 12, 2
 
 # of each step the groups: (row, whether all its responses passed)

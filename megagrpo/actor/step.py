@@ -106,7 +106,8 @@ def with_logprobs(
     Raises NonFiniteUpdate on every rank if one of them is NaN or infinite: the weights cause it,
     and the update would fail too.
     """
-    if batch.num_updates > 1 or algorithm.needs_old_logprobs:
+    several = batch.num_updates > 1 and algorithm.old_logprobs == "trainer"
+    if several or algorithm.needs_old_logprobs:
         batch = with_old_logprobs(actor, batch, temperature)
     if algorithm.uses_reference:
         batch = with_reference(actor, batch, algorithm.kl.estimator, temperature)
@@ -157,8 +158,8 @@ def update(
     max_response_tokens: int,
 ) -> Updated:
     """Collective. Makes the optimizer updates of `batch.updates`; returns metrics and, if the batch
-    has no old_logprobs, the log-probabilities of the update's own forward (complete where
-    `holds_token_values`).
+    has no old_logprobs, the log-probabilities of the first update's own forward (complete where
+    `holds_token_values`; NaN for what it did not see).
 
     With several passes every metric is also reported per pass, NAME_pass_1 and so on. An update
     whose loss or gradient is not finite changes no weight; optim/non_finite_updates counts it.
@@ -182,9 +183,10 @@ def update(
             if denominators.nothing:
                 skipped += 1
                 continue
+            first = batch.old_logprobs is None and not computed
             computed += rows
-            seen_now = seen if batch.old_logprobs is None else None
-            sums = backward(actor, batch, rows, algorithm, temperature, denominators, seen_now)
+            recorded = seen if first else None
+            sums = backward(actor, batch, rows, algorithm, temperature, denominators, recorded)
             try:
                 optim.append(actor.optimizer_step(sums["loss/total"], followed=True))
             except NonFiniteUpdate as exc:
@@ -290,7 +292,7 @@ def backward(
     def token_loss(micro: MicroBatch, values: TokenValues) -> Loss:
         if seen is not None:
             put_tokens(seen, micro, values.logprobs)
-        inputs = _loss_inputs(batch, micro, values, counted)
+        inputs = _loss_inputs(batch, micro, values, counted, by_engine)
         if (found := values.candidates) is not None:
             assert algorithm.distillation is not None
             gaps = candidate_gaps(found.logprobs, found.teacher, algorithm.distillation)
@@ -299,6 +301,7 @@ def backward(
         return loss, {"loss/total": loss.detach(), **sums}
 
     counted = to_samples(counted_tokens(batch), batch)
+    by_engine = algorithm.old_logprobs == "engine"
     actor.zero_grad()
     model_loss = over_tokens(actor, batch, temperature, token_loss, with_candidates=True)
     on_last_stage = with_draft(actor, model_loss, temperature, denominators.num_tokens)
@@ -311,12 +314,19 @@ def backward(
 
 
 def _loss_inputs(
-    batch: Batch, micro: MicroBatch, values: TokenValues, counted: Tensor
+    batch: Batch, micro: MicroBatch, values: TokenValues, counted: Tensor, by_engine: bool
 ) -> LossInputs:
     def mine(field: Tensor | None) -> Tensor | None:
         return None if field is None else micro.at_trained(field)
 
     assert batch.advantages is not None, "with_advantages() comes before the update"
+    rollout = micro.at_trained(batch.rollout_logprobs)
+    if batch.old_logprobs is not None:
+        old = micro.at_trained(batch.old_logprobs)
+    elif by_engine:
+        old = rollout
+    else:  # one update a step: the policy before it is the one being differentiated, bit for bit
+        old = values.logprobs.detach()
     weights: dict[str, Tensor] = {}
     teacher = None
     if batch.streams is not None:
@@ -326,12 +336,8 @@ def _loss_inputs(
         entropy=values.entropy,
         loss_mask=micro.at_trained(batch.loss_mask),
         advantages=micro.at_trained(batch.advantages),
-        # one update a step: the policy before the update is the one being differentiated, bit for
-        # bit
-        old_logprobs=values.logprobs.detach()
-        if batch.old_logprobs is None
-        else micro.at_trained(batch.old_logprobs),
-        rollout_logprobs=micro.at_trained(batch.rollout_logprobs),
+        old_logprobs=old,
+        rollout_logprobs=rollout,
         rows=Rows(micro.num_trained),
         ref_logprobs=mine(batch.ref_logprobs),
         full_kl=values.full_kl,

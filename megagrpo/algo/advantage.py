@@ -180,7 +180,10 @@ def _with_trained_mask(
     """
     options = algorithm.mismatch
     if options.reject is None and options.weight is None:
-        return replace(batch, loss_mask=trained), {}
+        metrics = {}
+        if batch.lags is not None:
+            metrics = staleness_metrics(batch.lags, None, trained, reduce)
+        return replace(batch, loss_mask=trained), metrics
     assert batch.old_logprobs is not None, "see AlgorithmConfig.needs_old_logprobs"
     log_ratio = (batch.old_logprobs - batch.rollout_logprobs).double().masked_fill_(~trained, 0.0)
     counted = trained

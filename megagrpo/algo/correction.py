@@ -85,22 +85,22 @@ def _row_means(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
 
 
 def staleness_metrics(
-    lags: Tensor, log_ratio: Tensor, mask: Tensor, reduce: Reduce
+    lags: Tensor, log_ratio: Tensor | None, mask: Tensor, reduce: Reduce
 ) -> dict[str, float]:
     """Collective. Returns lag/mean, lag/max and, for every lag present, lag/fraction_L and the
     mismatch.
 
-    lags: [T] integer, versions. log_ratio: [T] float64, old - rollout. mask: [T] bool, the tokens
+    lags: [T] integer, versions. log_ratio: [T] float64, old - rollout, if it is known. mask: [T] bool, the tokens
     counted. mismatch/logprob_abs_mean_lag_L is the mean of |log_ratio|; at lag 0 only numerics
     differ.
     """
     spread = moments(lags, reduce, mask)
-    differences = log_ratio.abs()
+    differences = lags if log_ratio is None else log_ratio.abs()
     largest = max(int(spread.max), 0)
     metrics = {"lag/mean": spread.mean, "lag/max": float(largest)}
     for lag in range(largest + 1):
         at_lag = moments(differences, reduce, mask & (lags == lag))
         metrics[f"lag/fraction_{lag}"] = at_lag.count / max(spread.count, 1)
-        if at_lag.count:
+        if at_lag.count and log_ratio is not None:
             metrics[f"mismatch/logprob_abs_mean_lag_{lag}"] = at_lag.mean
     return metrics

@@ -41,7 +41,7 @@ class LossInputs:
     entropy: Tensor  # nats
     loss_mask: Tensor  # positive where rl, or the metrics, have a token
     advantages: Tensor
-    old_logprobs: Tensor  # of the actor before the first update of the step
+    old_logprobs: Tensor  # of the actor before the first update of the step, or the engine's
     rollout_logprobs: Tensor  # of the engine
     rows: Rows  # the n sequences
     ref_logprobs: Tensor | None = None
@@ -151,7 +151,9 @@ def _rl_terms(
         counted = inputs.rows.sums(weights != 0)
     scale = token_scale(algorithm.aggregation, denominators, inputs.rows.spread(counted))
     terms = {name: Term(each, weights, scale) for name, each in values.items()}
-    return terms, _metric_sums(inputs, mask, policy, kl)
+    by_engine = algorithm.old_logprobs == "engine"
+    trainer = inputs.logprobs.detach() if by_engine else inputs.old_logprobs
+    return terms, _metric_sums(inputs, trainer, mask, policy, kl)
 
 
 def token_scale(
@@ -232,18 +234,21 @@ def _kl_to_reference(inputs: LossInputs, algorithm: AlgorithmConfig) -> Tensor |
 
 
 def _metric_sums(
-    inputs: LossInputs, mask: Tensor, policy: TokenLoss, kl: Tensor | None
+    inputs: LossInputs, trainer: Tensor, mask: Tensor, policy: TokenLoss, kl: Tensor | None
 ) -> dict[str, Tensor]:
-    """Returns sums over unmasked tokens, and their number; float64 scalars, detached."""
+    """Returns sums over unmasked tokens, and their number; float64 scalars, detached.
+
+    trainer: its log-probabilities [t] that are compared with the engine's.
+    """
     log_ratio = (inputs.logprobs - inputs.old_logprobs).detach()
-    mismatch = inputs.old_logprobs - inputs.rollout_logprobs
+    mismatch = trainer - inputs.rollout_logprobs
     per_token = {
         "policy/ratio": probability_ratio(log_ratio),
         "policy/kl_old": kl_penalty(inputs.old_logprobs, inputs.logprobs.detach(), "k3"),
         "policy/clamped_fraction": log_ratio.abs() > LOG_RATIO_LIMIT,
         "policy/entropy": inputs.entropy.detach(),
         "mismatch/logprob_abs_mean": mismatch.abs(),
-        "mismatch/kl": kl_penalty(inputs.rollout_logprobs, inputs.old_logprobs, "k3"),
+        "mismatch/kl": kl_penalty(inputs.rollout_logprobs, trainer, "k3"),
     }
     per_token |= {f"policy/clip_fraction_{name}": where for name, where in policy.clipped.items()}
     if kl is not None:

@@ -47,12 +47,10 @@ def preflight(config: ExperimentConfig, nodes: Nodes | None = None) -> list[str]
     return [text for rules in BEFORE_START for text in broken(rules(subject))]
 
 
-def check_against_model(
-    config: ExperimentConfig, hf: HfConfig, largest_token_id: int | None = None
-) -> list[str]:
+def check_against_model(config: ExperimentConfig, hf: HfConfig) -> list[str]:
     """Returns every clash between the experiment and the model's own config.json, each with its
     numbers."""
-    subject = Subject.of(config, hf, largest_token_id)
+    subject = Subject.of(config, hf)
     return [text for rules in OF_MODEL for text in broken(rules(subject))]
 
 

@@ -26,7 +26,12 @@ from megagrpo.config.objective.own import (
     own_function,
     with_names_of_functions,
 )
-from megagrpo.config.objective.policy_loss import DppoLoss, PolicyLossConfig, PpoClipLoss
+from megagrpo.config.objective.policy_loss import (
+    DppoLoss,
+    GpgLoss,
+    PolicyLossConfig,
+    PpoClipLoss,
+)
 from megagrpo.config.objective.reward_shaping import RewardShapingConfig
 from megagrpo.config.objective.streams import DistillationConfig, StreamConfig, Writer
 
@@ -92,6 +97,9 @@ class AlgorithmConfig(Section):
     log(rollout / new) over its tokens is above this. Off-policy sequence masking, arXiv 2512.02556,
     which compares with the engine's probabilities; slime's `--use-opsm` with the actor's."""
     mismatch: MismatchConfig = MismatchConfig()
+    old_logprobs: Literal["trainer", "engine"] = "trainer"
+    """Whose log-probabilities the ratio divides by. engine: saves a forward per step if it has
+    several updates. The clip range then bounds engine-trainer differences and staleness, too."""
     dynamic_sampling: DynamicSampling | None = None
     distillation: DistillationConfig | None = None
     streams: list[StreamConfig] = Field(default=[])
@@ -120,6 +128,17 @@ class AlgorithmConfig(Section):
                 "loss dppo against rollout weighs tokens by actor / "
                 "engine, and so does mismatch.weight",
                 "remove mismatch.weight, or write against: old",
+            ),
+            Rule(
+                self.old_logprobs == "engine" and self.needs_old_logprobs,
+                "old_logprobs engine: mismatch.weight, mismatch.reject, kl.reward_coef and kl.adaptive "
+                "need the trainer's, too",
+                "remove them, or take trainer",
+            ),
+            Rule(
+                self.old_logprobs == "engine" and isinstance(self.loss, GpgLoss),
+                "old_logprobs engine with loss gpg, which has no ratio",
+                "remove it, or use another loss",
             ),
             Rule(
                 self.kl.reference_every and not self.uses_reference,
@@ -299,6 +318,13 @@ class AlgorithmConfig(Section):
             for variant in (self.loss, self.advantage)
             if variant.aggregations is not None and self.aggregation not in variant.aggregations
         ]
+        loss = self.loss
+        plain = isinstance(loss, PpoClipLoss) and loss.dual_clip is None
+        if self.old_logprobs == "engine" and plain:
+            out.append(
+                "old_logprobs engine: ppo_clip without dual_clip bounds no ratio to the engine's where "
+                "the advantage is negative; set loss.dual_clip, such as 3.0"
+            )
         in_loss = self.kl.loss_coef or "reference_kl" in self.components
         if in_loss and self.kl.estimator == "k1":
             out.append("the gradient of k1 as a loss is 0 in expectation; use k2, k3 or k1+")

@@ -39,6 +39,12 @@ else:  # of SGLang 0.5.21's registries, whose import takes seconds; hunyuan need
     ReasoningParser = Literal[("", *names.split())]
 
 _BESIDE_TRAINERS = 0.6  # of a GPU's memory
+# of built-in environments: an argument, its default, and how often it may pass in a call
+_OWN_LIMITS = {
+    "python": ("run_s", 5.0, 1),
+    "mcp": ("timeout_s", 14.0, 2),
+    "openenv": ("timeout_s", 20.0, 1),
+}
 _KERNELS_COMPILED_S = 3600.0  # FP8's, on GPUs at the first start on a node
 
 
@@ -73,14 +79,13 @@ class EnvironmentConfig(Section):
 
     def problems(self) -> list[Rule]:
         whole = self.episode_timeout_s
-        run_s = self.args.get("run_s", 5.0)
+        name, default, times = _OWN_LIMITS.get(self.function, ("run_s", 5.0, 0))
+        own_s = self.args.get(name, default)
         return [
             Rule(
-                self.function == "python"
-                and not isinstance(run_s, str)
-                and run_s >= self.timeout_s,
-                f"args.run_s {run_s} must be some seconds below timeout_s {self.timeout_s:g}; else "
-                "a slow program ends its process, with the episodes of others",
+                not isinstance(own_s, str) and times * own_s >= self.timeout_s,
+                f"args.{name} {own_s} must be some seconds below timeout_s {self.timeout_s:g}, mcp's "
+                "below half of it; else what is slow ends its process, with the episodes of others",
                 "lower it, or raise timeout_s",
             ),
             Rule(

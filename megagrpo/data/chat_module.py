@@ -40,13 +40,13 @@ def _render(
     add_generation_prompt: bool,
     tools: Tools,
     thinking: bool = False,
-    reasoning_effort: str | None = None,
+    **options: str,
 ) -> str:
     """Returns a chat as SGLang's server writes it: tools are in the system message, which is empty if
     there is none.
 
-    thinking, reasoning_effort: of data.chat_template_args. Raises ValueError for images, and for a
-    turn of the model that would follow one of its own.
+    thinking, options (reasoning_effort, reasoning_effort_profile): of data.chat_template_args. Raises
+    ValueError for images, and for a turn of the model that would follow one of its own.
     """
     chat = [{**message, "content": text_of(message)} for message in messages]
     if chat[0]["role"] != "system":
@@ -56,8 +56,7 @@ def _render(
     answered = chat[-1]["role"] == "assistant"
     if answered and add_generation_prompt:
         raise ValueError("a turn of the model follows a message of the user or a tool")
-    mode = "thinking" if thinking else "chat"
-    text = _encode(file)(chat, mode, reasoning_effort=reasoning_effort)
+    text = _encode(file)(chat, "thinking" if thinking else "chat", **options)
     if answered or add_generation_prompt:
         return text
     return text[: text.rindex("<\uff5cAssistant\uff5c>")]

@@ -6,7 +6,6 @@ import gzip
 import hashlib
 import io
 import json
-import math
 import re
 import zlib
 from codecs import BOM_UTF8
@@ -22,7 +21,7 @@ import pyarrow
 import pyarrow.parquet
 
 from megagrpo.config.data import DataConfig, DataPart
-from megagrpo.config.fields import repeated
+from megagrpo.config.fields import LARGEST, repeated
 from megagrpo.config.objective.streams import Component
 from megagrpo.data.messages import checked_messages, without_nulls
 from megagrpo.system.errors import collected, explained, translated
@@ -183,11 +182,11 @@ def _teachers(values: Values, key: str | None, location: str) -> tuple[tuple[str
     if value and isinstance(value, str):
         weights = {value: 1.0}
     if not isinstance(weights, dict) or not all(
-        type(weight) in (int, float) and 0 < weight < math.inf for weight in weights.values()
+        type(weight) in (int, float) and 0 < weight <= LARGEST for weight in weights.values()
     ):
         raise ValueError(
-            f"{location}: {key!r} should be the name of a teacher, or names with positive "
-            f"weights, is {value!r:.80}"
+            f"{location}: {key!r} should be the name of a teacher, or names with weights "
+            f"above 0, up to {LARGEST:g}; is {value!r:.80}"
         )
     total = sum(weights.values())
     return tuple((name, weight / total) for name, weight in weights.items())
@@ -208,12 +207,12 @@ def _weights(values: Values, data: DataConfig, location: str) -> dict[str, float
     weights = _by_name(values, key, location) or {}
     names = get_args(Component)
     if not isinstance(weights, dict) or not all(
-        name in names and type(weight) in (int, float) and 0 <= weight < math.inf
+        name in names and type(weight) in (int, float) and 0 <= weight <= LARGEST
         for name, weight in weights.items()
     ):
         raise ValueError(
             f"{location}: {key!r} should be weights of components, {{rl: 0, cross_entropy: 1}}, "
-            f"numbers from 0 on for some of {', '.join(names)}; is {weights!r:.80}"
+            f"numbers from 0 to {LARGEST:g} for some of {', '.join(names)}; is {weights!r:.80}"
         )
     return {name: float(weight) for name, weight in weights.items()}
 

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -285,10 +286,8 @@ def start_run(
     num_steps = steps_in_all(config, len(inputs.prompts), state)
     plan_schedule(actor, config.train, num_steps - state.step)
     with ExitStack() as stack:
-        console = None
-        if mesh.is_main:
-            console = _console(config, state, num_steps, inputs)
-            progress.follow(console.note)
+        stack.callback(progress.enter, "")  # what else is printed begins a line
+        console = _console(config, state, num_steps, inputs, progress, mesh.is_main)
         progress.enter("waits for the engines", lambda: service_progress(folder))
         control = find_service(folder.path, service_url, start_timeout_s)
         recording = stack.enter_context(RunRecord(config, mesh, state.step, console))
@@ -312,7 +311,9 @@ def start_run(
             source=source,
             exchange=exchange,
             recording=recording,
-            checkpointer=_checkpointer(config, actor, inputs, source, recording, num_steps),
+            checkpointer=_checkpointer(
+                config, actor, weights, inputs, source, recording, num_steps
+            ),
             watchdog=watchdog,
             progress=progress,
             alarm=MismatchAlarm(config, actor.arch.is_moe),
@@ -359,6 +360,7 @@ def _refuse_other_rows(rows_by_rank: Sequence[list]) -> None:
 def _checkpointer(
     config: ExperimentConfig,
     actor: MegatronActor,
+    weights: ActorWeights,
     inputs: Inputs,
     source: RolloutSource,
     recording: RunRecord,
@@ -371,6 +373,13 @@ def _checkpointer(
         recording.flush()
         return replace(state, ahead=source.batches.finished())
 
+    def export(folder: Path) -> None:
+        folders = import_module("megagrpo.tools.ranks.folders")  # beside the core
+        model = config.model
+        folders.export_hf(
+            folder, weights, actor.mesh, model.path, config.actor.dtype, model.tokenizer
+        )
+
     return Checkpointer(
         config.checkpoint,
         recording.folder.checkpoints,
@@ -381,15 +390,24 @@ def _checkpointer(
         num_steps,
         recording.start_step,
         background,
+        export,
         config.algorithm.moved_reference,
     )
 
 
 def _console(
-    config: ExperimentConfig, state: TrainState, num_steps: int, inputs: Inputs
-) -> StepConsole:
-    """Makes the console and prints the run's summary before the first sample."""
+    config: ExperimentConfig,
+    state: TrainState,
+    num_steps: int,
+    inputs: Inputs,
+    progress: Progress,
+    is_main: bool,
+) -> StepConsole | None:
+    """Makes the main rank's console and prints the run's summary before the first sample."""
+    if not is_main:
+        return None
     console = StepConsole(config.name, num_steps, state.step)
+    progress.follow(console.note, console.bar)
     notes = inputs.dropped(config)
     if restarts := environment.get_int("TORCHELASTIC_RESTART_COUNT", 0):
         notes.append(

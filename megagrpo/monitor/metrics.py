@@ -39,13 +39,11 @@ class Metrics:
     ) -> None:
         """Adds a mean: sum of numerators / sum of denominators over calls and ranks; omitted if the
         latter is 0."""
-        self._add(
-            self._sums, name, "mean", ("/numerator", numerator), ("/denominator", denominator)
-        )
+        self._add(name, "mean", ("/numerator", numerator), ("/denominator", denominator))
 
     def add_sum(self, name: str, value: float | Tensor) -> None:
         """Adds a sum over calls and ranks."""
-        self._add(self._sums, name, "sum", ("", value))
+        self._add(name, "sum", ("", value))
 
     def add_max(self, name: str, value: float | Tensor) -> None:
         """Adds a maximum over calls and ranks. NaN counts as infinite: all-reduces would drop
@@ -62,7 +60,7 @@ class Metrics:
         """Adds a throughput, once per step: the amount of all ranks divided by the seconds of the
         slowest rank."""
         assert name not in self._kinds, f"metric {name}: a rate is added once a step"
-        self._add(self._sums, name, "rate", ("/amount", amount))
+        self._add(name, "rate", ("/amount", amount))
         self._largest[name] = torch.tensor(seconds, dtype=torch.float64)
 
     def _claim(self, name: str, kind: str) -> None:
@@ -70,10 +68,10 @@ class Metrics:
         old = self._kinds.setdefault(name, kind)
         assert old == kind, f"metric {name} was added as {old} and now as {kind}"
 
-    def _add(self, into: dict, name: str, kind: str, *parts: tuple[str, float | Tensor]) -> None:
+    def _add(self, name: str, kind: str, *parts: tuple[str, float | Tensor]) -> None:
         self._claim(name, kind)
         for suffix, value in parts:
-            into[name + suffix] = into.get(name + suffix, 0.0) + _detached(value)
+            self._sums[name + suffix] = self._sums.get(name + suffix, 0.0) + _detached(value)
 
     def reduced(self, reduce: Reduce) -> dict[str, float]:
         """Collective. Returns the step's reduced values, sorted by name. All ranks must have added

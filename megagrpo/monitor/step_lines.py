@@ -7,7 +7,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from megagrpo.system.errors import translated
-from megagrpo.system.run_folder import HALF_CHARACTERS
 
 _STEP = re.compile(rb'\{"step": ?(\d+)')  # the start of every line
 
@@ -33,23 +32,6 @@ class BackgroundWriter:
         """Waits until everything is written."""
         self._thread.shutdown(wait=True)
         self.flush()
-
-
-class StepLines(BackgroundWriter):
-    """Appends to `path`, which no other process writes."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path.stem)
-        self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-
-    def append(self, step: int, make: Callable[[], dict]) -> None:
-        """Appends the result of `make` as the line of `step`; the background thread calls it."""
-        self.submit(lambda: self._write({"step": step, **make()}))
-
-    def _write(self, entry: dict) -> None:
-        with self._path.open("a", encoding="utf-8", errors=HALF_CHARACTERS) as file:
-            file.write(json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def drop_later_steps(path: Path, start_step: int) -> None:

@@ -10,6 +10,7 @@ trained/replica_0.jsonl has one line per step for the samples of one data-parall
 - pieces: the text of token ids that are new in this line
 """
 
+import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -18,14 +19,14 @@ import torch
 from torch import Tensor
 
 from megagrpo.algo.statistics import in_runs, row_counts, row_sums
-from megagrpo.monitor.step_lines import StepLines, drop_later_steps
-from megagrpo.system.run_folder import RunFolder
+from megagrpo.monitor.step_lines import BackgroundWriter, drop_later_steps
+from megagrpo.system.run_folder import HALF_CHARACTERS, RunFolder
 from megagrpo.types import Batch
 
 _KEPT = 20  # lines: one may take megabytes
 
 
-class TrainedLog(StepLines):
+class TrainedLog(BackgroundWriter):
     """Writes the record of one data-parallel rank. Not collective: readers join samples by id.
 
     num_groups: number of groups of a step, over all ranks, whose tokens are recorded. pieces: token
@@ -40,7 +41,8 @@ class TrainedLog(StepLines):
         num_groups: int,
         pieces: Callable[[Sequence[int]], Iterable[str]],
     ) -> None:
-        super().__init__(folder.trained_file(replica))
+        super().__init__("trained")
+        self._path = folder.trained_file(replica)
         self._num_groups = num_groups
         self._pieces = pieces
         self._shown: set[int] = set()
@@ -53,11 +55,13 @@ class TrainedLog(StepLines):
     def _write_all(self, again: bool) -> None:
         """Writes what has not been written. again: the last attempt failed, perhaps within a line."""
         try:
-            self._path.parent.mkdir(exist_ok=True)  # a user may have removed it
+            self._path.parent.mkdir(parents=True, exist_ok=True)  # a user may have removed it
             if again:
                 drop_later_steps(self._path, self._unwritten[0]["step"] - 1)
             while self._unwritten:
-                super()._write(self._unwritten[0])
+                with self._path.open("a", encoding="utf-8", errors=HALF_CHARACTERS) as file:
+                    entry = self._unwritten[0]
+                    file.write(json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n")
                 self._unwritten.popleft()
         except OSError as exc:
             if not again:
@@ -108,13 +112,14 @@ class TrainedLog(StepLines):
             self._shown.update(new)
             pieces = {str(token): text for token, text in zip(new, self._pieces(new), strict=True)}
             return {
+                "step": step,
                 "sample_ids": ids,
                 "advantages": _rounded(advantages, 5),
                 "tokens": recorded,
                 "pieces": pieces,
             }
 
-        self.append(step, line)
+        self.submit(lambda: self._write(line()))
 
 
 def _rounded(values: list[float], digits: int) -> list[float | None]:

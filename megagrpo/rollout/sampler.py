@@ -156,8 +156,9 @@ class Sampler:
                     raise
             await asyncio.sleep(_LOOK_S)
         self._silent = ""
-        at_once = self._config.rollout.max_running_requests
-        self._admission.share(self._engines.listed, at_once, self._num_leaders)
+        self._admission.share(
+            self._engines.listed, self._config.rollout.max_running_requests, self._num_leaders
+        )
 
     async def _sample_group(
         self,

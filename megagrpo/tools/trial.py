@@ -93,12 +93,10 @@ def _service(launch: Launch, config: ExperimentConfig) -> ServiceControl:
             failed = status.failed
             for engine in status.engines:
                 if engine.alive:
-                    key = bearer(control.api_key)
-                    body = {"new_version": "0", "abort_all_requests": False}
                     httpx.post(
                         f"{engine.url}/update_weight_version",
-                        json=body,
-                        headers=key,
+                        json={"new_version": "0", "abort_all_requests": False},
+                        headers=bearer(control.api_key),
                         trust_env=False,
                     )
                     control.report("ready", {engine.id: engine.incarnation})

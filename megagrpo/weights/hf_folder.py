@@ -25,8 +25,9 @@ from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import whole_folder
 from megagrpo.weights.copies.views import Box
 
-# by safetensors' names; its own table lacks the type of MXFP4's scales
-_DTYPES = _TYPES | {"F8_E8M0": torch.float8_e8m0fnu}
+# by safetensors' names; its table lacks the type of MXFP4's scales and may have None for others
+_DTYPES = {name: dtype for name, dtype in _TYPES.items() if dtype is not None}
+_DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 _SECONDS_BETWEEN_LINES, _BAR_WIDTH = 5.0, 24
 
 

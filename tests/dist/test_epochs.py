@@ -7,7 +7,10 @@ from tests.dist.workers.host import DEVICE  # comes first: it prepares the host 
 
 # isort: split
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,14 +18,15 @@ import torch
 from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.actor import step
-from megagrpo.actor.step import token_logprobs, update
+from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.actor.step import token_logprobs, update, with_logprobs
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import plan_updates
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, TrainConfig
 from megagrpo.tools.certify.measure import joined, whole
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
-from megagrpo.weights.actor_weights import load_initial_weights
+from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from tests.dist.bounds import within
 from tests.dist.cases import SMALL
 from tests.dist.workers.launch import run_transformers
@@ -43,10 +47,7 @@ def made(tmp_path_factory):
     root = tmp_path_factory.mktemp("epochs")
     model = str(root / "model")
     make_tiny_model(TinyModelConfig(path=model, family="qwen3", **SMALL), 0)
-    config = ActorConfig(logprob_chunk_tokens=7, micro_batch_tokens=24)
-    optimizer = OptimizerConfig(lr=LR, clip_grad=0.0, distributed=False, megatron={"adam_eps": EPS})
-    with joined(root / "store", config=config, optimizer=optimizer, model_path=model, device=DEVICE) as actor:
-        weights = load_initial_weights(actor, model)
+    with actor_of(root / "store", model) as (actor, weights):
         batch = batch_of(actor)
         gradients, one = [], step.backward
 
@@ -60,6 +61,14 @@ def made(tmp_path_factory):
             values, _ = update(actor, batch, ALGORITHM, TEMPERATURE, MAX_RESPONSE)
         weights_after = whole(weights, actor.parameters(), actor.mesh)
     return model, batch, values, gradients, weights_after
+
+
+@contextmanager
+def actor_of(store: Path, model: str) -> Iterator[tuple[MegatronActor, ActorWeights]]:
+    config = ActorConfig(logprob_chunk_tokens=7, micro_batch_tokens=24)
+    optimizer = OptimizerConfig(lr=LR, clip_grad=0.0, distributed=False, megatron={"adam_eps": EPS})
+    with joined(store, config=config, optimizer=optimizer, model_path=model, device=DEVICE) as actor:
+        yield actor, load_initial_weights(actor, model)
 
 
 def batch_of(actor):
@@ -99,6 +108,27 @@ def test_two_passes_of_two_updates_equal_a_loop_written_by_hand(made, tmp_path):
         of_pass = losses[2 * number - 2 : 2 * number]
         assert values[f"loss/total_pass_{number}"] == pytest.approx(sum(of_pass) / 2, rel=1e-4)
     assert 0 < clip_fraction(values, 1) < clip_fraction(values, 2)
+
+
+def test_the_engine_s_log_probabilities_may_stand_for_the_old_ones(made, tmp_path):
+    """The update is the same if they are, and returns the trainer's of the first of its four parts for a comparison."""
+    model, batch, values, _, weights = made
+    engine = ALGORITHM.model_copy(update={"old_logprobs": "engine"})
+    with actor_of(tmp_path / "store", model) as (actor, own):
+        given = with_logprobs(
+            actor, replace(batch, old_logprobs=None, rollout_logprobs=batch.old_logprobs), engine, 1.0
+        )
+        assert given.old_logprobs is None
+        again, logprobs = update(actor, given, engine, TEMPERATURE, MAX_RESPONSE)
+        weights_after = whole(own, actor.parameters(), actor.mesh)
+    assert all(torch.equal(weights_after[name], parameter) for name, parameter in weights.items())
+    first = torch.isin(batch.group_ids, torch.tensor(batch.updates[0][0])).repeat_interleave(batch.lengths)
+    known = ~logprobs.isnan() & batch.loss_mask
+    assert torch.equal(known, first & batch.loss_mask)
+    torch.testing.assert_close(logprobs[known], batch.old_logprobs[known])
+    apart = {name for name, value in again.items() if value != values[name]}
+    assert {name.partition("/")[0] for name in apart} - {"schedule"} == {"mismatch"}
+    assert again["mismatch/logprob_abs_mean"] > 0  # by the updates alone
 
 
 def clip_fraction(values: dict[str, float], number: int) -> float:

@@ -94,6 +94,14 @@ def test_the_tiny_model_can_be_cut_in_every_layout(family, heads):
         assert whole or not any(cut.number % cut.ranks for cut in tiny.cuts(layout)), (parallel, tiny)
 
 
+def test_a_part_of_a_head_that_turns_is_a_size():
+    """A tiny DeepSeek-V4 has another one than the experiment's."""
+    hf = hf_config(TinySizes(family="deepseek_v4", head_dim=64))
+    real = hf | {"qk_rope_head_dim": 16, "partial_rotary_factor": 0.25}
+    sizes = synthetic._tiny_sizes(architecture_of(real), ParallelConfig())
+    assert architecture_of(synthetic._description(real, sizes)).attention.rope_dim == 8
+
+
 def test_a_bound_is_what_rounding_moves_within_limits():
     figures = {"loss_error": 0.0, "norm_error": 1.0, "weights": math.nan}
     found = bounds_of({**figures, "gradients": {"a": 5e-6, "b": 1e-7}})

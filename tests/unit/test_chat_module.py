@@ -51,6 +51,9 @@ def test_prompts_are_written_as_published(tokenizer):
     assert render_messages(data(), tokenizer, told) == f"{BEGIN}Be brief.{USER}2+3?{ASSISTANT}</think>"
     effort = render_messages(data(thinking=True, reasoning_effort="max"), tokenizer, ASK)
     assert effort.startswith(f"{BEGIN}Reasoning Effort: Absolute maximum") and effort.endswith("<think>")
+    assert render_messages(data(thinking=True, reasoning_effort="high"), tokenizer, ASK) == asked + "<think>"
+    official = data(thinking=True, reasoning_effort="high", reasoning_effort_profile="official")
+    assert render_messages(official, tokenizer, ASK) == effort
     parts = [{"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?"}]}]
     assert render_messages(data(), tokenizer, parts) == asked + "</think>"
 

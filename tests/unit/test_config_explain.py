@@ -12,6 +12,8 @@ from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.problems import check_against_model, layout_problems, preflight
 from megagrpo.check.rules.inputs import is_made
+from megagrpo.check.rules.model import before_start
+from megagrpo.check.rules.subject import Subject, broken
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig, ParallelConfig
@@ -93,8 +95,8 @@ def test_clashes_with_the_model_are_named_with_their_numbers(hf, overrides, said
 
 
 def test_a_tokenizer_clashes_by_its_largest_token_id():
-    assert check_against_model(load_config(QUICKSTART), MOE, 25) == [], "the unchanged layout"
-    assert "token id 32, but the model only 32 embeddings" in check_against_model(load_config(QUICKSTART), MOE, 32)[0]
+    clashes = [broken(before_start(Subject.of(load_config(QUICKSTART), MOE, largest))) for largest in (25, 32)]
+    assert clashes[0] == [] and "token id 32, but the model only 32 embeddings" in clashes[1][0]
 
 
 def test_preflight_finds_missing_files_a_wrong_grader_and_a_foreign_tokenizer(prepared):

@@ -168,6 +168,7 @@ def test_whose_a_long_text_is_is_found_in_one_pass(text):
         ("case v in (v) A=1;; (*) A=2;; esac", "$A", 1),
         ("A=$(echo -n 3 4)", '"$A"', "3 4"),
         ("A=$(basename -- /x/z)", "$A", "z"),
+        ("A[0]=a.c=1; A[1]=a.b=2", '1 "${A[@]}"', 2),
     ],
 )
 def test_words_are_as_bash_makes_them(tmp_path, before, word, value):
@@ -187,6 +188,9 @@ def test_words_are_as_bash_makes_them(tmp_path, before, word, value):
         ("i=1; ((i++))", "$i", None, "expanded to nothing: ((i++)) (line 1), in a.b"),
         ("A=x.y", "${A%.*}", None, "expanded to nothing: ${A%.*} (line 2), in a.b"),
         ("A=(x y)", "${A[1]}", None, "expanded to nothing: ${A[1]} (line 2), in a.b"),
+        ("A=Qwen", "${A:0:2}", None, "expanded to nothing: ${A:0:2} (line 2), in a.b"),
+        ("A=(a.b=1 a.b=2)", '1 "${A[@]:1}"', 1, "expanded to nothing: ${A[@]:1} (line 2), in a.b"),
+        ("set -- a.b=2", '1 "$@"', 1, "expanded to nothing: set -- a.b=2 (line 1), in a.b"),
         ("A=(x y)", "${#A[@]}", None, "expanded to nothing: ${#A[@]} (line 2), in a.b"),
         ("let N=1+1", "$N", None, "expanded to nothing: let N=1+1 (line 1), in a.b"),
         ("printf -v N %02d 3", "$N", None, "expanded to nothing: printf -v N %02d 3 (line 1), in a.b"),
@@ -232,6 +236,7 @@ def test_what_only_a_run_could_tell_is_said_with_its_line(tmp_path, before, word
         (f"while true; do {TRAINER} a.b=1; sleep 1; done &\nwait", False),
         (f"until nc -z host 6379; do sleep 5; done\n{TRAINER} a.b=1", False),
         (f"mkdir -p logs && {TRAINER} a.b=1 2>&1 | tee logs/x", False),
+        (f"C=\"{TRAINER} a.c='x y' a.b='1'\"; eval $C", False),
         (f"if command -v x; then {TRAINER} a.b=2; else {TRAINER} a.b=1; fi", True),
         (f"for b in 1 2; do {TRAINER} a.b=1; done", False),
         (f"bash -lc 'cd x; {TRAINER} a.b=1'", False),

@@ -1,6 +1,7 @@
 """`megagrpo init`: what it sees in data, and an experiment that check accepts."""
 
 import json
+import shutil
 from itertools import product
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from examples.laptop.model import character_tokenizer
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo import cli
 from megagrpo.config.load import load_config
+from megagrpo.models.family import TinySizes
 from megagrpo.rewards.graders.functions import load_grader
 from megagrpo.system.user_function import load_function
 from megagrpo.tools.certify.tiny_model import hf_config
@@ -141,6 +143,19 @@ def test_a_nodes_experiment_has_the_layout_of_the_search(model, capsys):
     assert config.data.limit == 36 and config.eval_data.paths == ["node_eval.jsonl"]
     held_out = [json.loads(line) for line in Path("node_eval.jsonl").read_text().splitlines()]
     assert held_out == rows[36:]
+
+
+@pytest.mark.parametrize("family", ["minimax_m2", "deepseek_v4"])
+def test_what_a_family_does_not_take_is_not_written(model, tmp_path, family):
+    folder = shutil.copytree(model, tmp_path / "model")
+    description = hf_config(TinySizes(family=family)) | {"vocab_size": 128}
+    if "compress_ratios" in description:  # transformers reads only published ones
+        description["compress_ratios"] = [0, 4, 128, 4][: description["num_hidden_layers"]]
+    (folder / "config.json").write_text(json.dumps(description))
+    assert cli.main(["init", str(folder), write_rows("rows.jsonl", sums(20)), "--gpus", "8"]) == 0
+    config = load_config("mine.yaml")
+    assert config.actor.routing_replay is None
+    assert (config.algorithm.mismatch.weight is not None) == (family == "deepseek_v4")
 
 
 def test_an_attempt_that_fails_leaves_nothing_in_the_way_of_the_next(model, capsys):

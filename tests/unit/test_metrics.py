@@ -21,7 +21,6 @@ from megagrpo.models.table import architecture_of, training_flops
 from megagrpo.monitor.metrics import Metrics, StepTimer
 from megagrpo.monitor.rollout_log import RolloutLog, read_rollouts
 from megagrpo.monitor.run_record import RunRecord, cut_record
-from megagrpo.monitor.step_lines import StepLines
 from megagrpo.monitor.step_log import StepLog, read_metrics
 from megagrpo.rollout.group_metrics import by_source
 from megagrpo.system.run_folder import RunFolder, whole_folder, write_whole
@@ -36,10 +35,6 @@ def test_half_a_character_is_written_as_json_escapes_it(tmp_path):
     said = {"detail": "cut \ud83d", "more": "\U0001f600"}
     write_whole(tmp_path / "whole.json", json.dumps(said, ensure_ascii=False))
     assert json.loads((tmp_path / "whole.json").read_text()) == said
-    lines = StepLines(tmp_path / "lines.jsonl")
-    lines.append(1, lambda: said)
-    lines.close()
-    assert json.loads((tmp_path / "lines.jsonl").read_text()) == {"step": 1, **said}
 
 
 def test_every_reduction_over_calls():

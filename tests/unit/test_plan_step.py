@@ -330,6 +330,13 @@ def test_a_search_proposes_what_fits():
     assert all(plan.config.rollout.colocate for plan in best_layouts(config, target, 1)), "one node has no others"
 
 
+def test_a_search_leaves_room_for_teachers():
+    teachers = "teachers={large: {path: configs/models/Qwen3-8B, tp: 8, num_engines: 2}}"
+    config = shipped("qwen3_8b_gsm8k", teachers, "algorithm.distillation={}")
+    found = best_layouts(config, target_of(config), 4)
+    assert {(plan.config.actor.world_size, plan.config.engine_ranks) for plan in found} == {(8, 8 + 16)}
+
+
 def test_words_of_a_proposal_make_it():
     config = shipped("deepseek_v3_671b", "rollout.sglang={schedule_policy: lpm}")
     apart = {**config.rollout.sglang, "enable_dp_attention": True, "dp_size": 8}

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from examples.laptop.recipe import TinyModelConfig
+from megagrpo.check.rules.table import broken_as_read
 from megagrpo.config.load import load_config
-from megagrpo.config.schema import ActorConfig, ParallelConfig
+from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
 from megagrpo.models.table import architecture_of, parameter_counts
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.explain import explain
@@ -211,10 +212,21 @@ def test_a_search_of_many_nodes_tries_no_more_ways_to_share_them(monkeypatch):
     tried: list[int] = []
     monkeypatch.setattr(search, "_best_engines", lambda config, target, nodes: tried.append(nodes) or [])
     config = load_config(QUICKSTART)
+    target = SimpleNamespace(gpus_per_node=8)
     for nodes in (12, 48, 49, 256, 1000, 4096):
         tried.clear()
-        assert not list(search._apart(config, None, nodes))
+        assert not list(search._apart(config, target, nodes))
         assert 11 <= len(tried) < 25, nodes
+
+
+def test_a_search_proposes_shared_gpus_as_a_run_takes_them(monkeypatch):
+    words = ["rollout.max_staleness=2", "rollout.prefix_cache=by_version", "algorithm.mismatch.weight={name: tis}"]
+    config = load_config(QUICKSTART, words, judge=broken_as_read)
+    tried: list[ExperimentConfig] = []
+    monkeypatch.setattr(search, "_best_trainers", lambda config, target, nodes: [config.actor])
+    monkeypatch.setattr(search, "_best_engines", lambda config, target, nodes: tried.append(config) or [])
+    assert not list(search._colocated(config, None, 1))
+    assert tried and not [text for each in tried for _, text in broken_as_read(each)]
 
 
 @pytest.mark.parametrize(("most", "holds"), [(8192, True), (32000, False)])

@@ -84,7 +84,11 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     ([*PLAYED, "rollout.step_timeout_s=99"], "episode_timeout_s must be below rollout.step_timeout_s"),
     (
         ["reward={}", "sampling.environment={function: python, args: {run_s: 30}}"],
-        "args.run_s 30 must be some seconds below timeout_s 30;",
+        "args.run_s 30 must be some seconds below timeout_s 30,",
+    ),
+    (
+        ["reward={}", "sampling.environment={function: mcp, timeout_s: 20}"],
+        "args.timeout_s 14.0 must be some seconds below timeout_s 20, mcp's below half of it;",
     ),
     (
         ["sampling.environment={function: 'a:b', episode_timeout_s: 30}"],

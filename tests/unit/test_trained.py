@@ -11,7 +11,7 @@ import torch
 from made_run import made_batch, made_groups, make_run
 
 from megagrpo.monitor.run_record import cut_record
-from megagrpo.monitor.step_lines import StepLines, read_step_lines
+from megagrpo.monitor.step_lines import BackgroundWriter, read_step_lines
 from megagrpo.monitor.trained import TrainedLog
 from megagrpo.system.run_folder import RunFolder
 
@@ -96,11 +96,10 @@ def test_a_move_that_is_killed_leaves_a_reason_to_go_on(tmp_path, monkeypatch):
 
 
 def test_broken_lines_and_failures_to_write_are_raised(tmp_path):
-    made = StepLines(tmp_path / "a" / "b.jsonl")
-    (tmp_path / "a").rmdir()
-    made.append(1, dict)
+    writer = BackgroundWriter("test")
+    writer.submit((tmp_path / "a" / "b").touch)
     with pytest.raises(FileNotFoundError):
-        made.close()
+        writer.close()
     path = tmp_path / "x.jsonl"
     path.write_text('{"step": 1}\n{"step": 2')
     assert list(read_step_lines(path)) == [{"step": 1}]
@@ -156,10 +155,18 @@ def test_a_folder_that_is_removed_is_made_again(tmp_path):
     assert [line["step"] for line in read_step_lines(folder.trained_file(0))] == [2]
 
 
+def test_half_a_character_is_written_as_json_escapes_it(tmp_path):
+    batch, folder = made_batch(made_groups(1)), RunFolder(tmp_path)
+    with closing(TrainedLog(folder, 0, 1, lambda ids: ["\ud83d" for _ in ids])) as log:
+        log.write(1, batch, batch.old_logprobs)
+    (line,) = read_step_lines(folder.trained_file(0))
+    assert set(line["pieces"].values()) == {"\ud83d"}
+
+
 def test_lines_that_can_never_be_written_take_no_more_and_more_memory(tmp_path):
     batch, file = made_batch(made_groups(1)), RunFolder(tmp_path).trained_file(0)
     with closing(TrainedLog(RunFolder(tmp_path), 0, 1, lambda ids: map(str, ids))) as log:
-        file.mkdir()
+        file.mkdir(parents=True)
         for step in range(1, 31):
             log.write(step, batch, batch.old_logprobs)
         log.flush()

@@ -23,7 +23,7 @@ from fake_engine import FakeEngine, FakeFleet, FusedModel, OneTrainer, Receiving
 
 from megagrpo.config.schema import WeightsConfig
 from megagrpo.mesh import LeaderError
-from megagrpo.weights.engines import derived_tensors, fleet
+from megagrpo.weights.engines import client, derived_tensors, fleet
 from megagrpo.weights.engines.client import EngineConnection, EngineDown
 from megagrpo.weights.engines.loader import engine_end
 from megagrpo.weights.exchange import TRANSPORTS
@@ -403,6 +403,23 @@ def test_an_engine_that_is_given_up_with_two_calls_open_ends_both(engine):
             with pytest.raises(EngineDown, match="does not answer /slow"):
                 call.result(10)
     assert connection.asked == ""
+
+
+def test_an_engine_that_answers_nothing_holds_up_no_other(engine, monkeypatch):
+    """Its ranks cannot reach the mailbox, in which all engines' answers lie."""
+    monkeypatch.setattr(client, "_ANSWER_S", 5.0)
+    mailbox = Mailbox(listening_store("127.0.0.1", 20.0))
+    with running(FakeEngine(run=lambda model, named_tensors: None)) as silent, ThreadPoolExecutor(1) as pool:
+        both = [EngineConnection(each.info, 1, mailbox, engine.api_key, patience_s=20.0) for each in (silent, engine)]
+        for connection in both:
+            connection.deadline = Deadline(20.0)
+        asked = pool.submit(both[0].ask, "leave", [{}])
+        while "/update_weights_from_tensor" not in silent.calls:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        assert both[1].ask("leave", [{}]) == [{}] and not asked.done()
+        with pytest.raises(EngineDown, match="waits for the leave of .* rank 0: none after 5 s"):
+            asked.result()
 
 
 def test_a_connection_to_an_engine_loads_no_certificates(engine, monkeypatch):

@@ -35,7 +35,8 @@ def as_read(subject: Subject) -> Iterator[Rule]:
         "add actor.draft: {}, or remove rollout.draft_tokens",
     )
     ahead = rollout.max_staleness
-    corrected = algorithm.mismatch.weight or algorithm.mismatch.reject
+    by_engine = algorithm.old_logprobs == "engine"
+    corrected = by_engine or algorithm.mismatch.weight or algorithm.mismatch.reject
     older = f"rollout.max_staleness {ahead} trains on tokens of older weights"
     what = older if ahead else "a cache in fp8_e4m3 rounds"
     yield Rule(

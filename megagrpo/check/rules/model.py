@@ -55,7 +55,7 @@ def before_start(subject: Subject) -> Iterator[Rule]:
     mismatch = config.algorithm.mismatch
     yield Rule(
         isinstance(arch.attention, CompressedAttention)
-        and not (mismatch.weight or mismatch.reject),
+        and not (mismatch.weight or mismatch.reject or config.algorithm.old_logprobs == "engine"),
         f"model.path: SGLang's cache of a {arch.family} model is in FP8, which rounds and needs a correction",
         "set algorithm.mismatch.weight, such as {name: tis}, or algorithm.mismatch.reject",
     )
@@ -118,7 +118,6 @@ def _sparse(config: ExperimentConfig, indexer: LightningIndexer) -> Iterator[Rul
     are left out."""
     kernels = expected_kernels(config.actor)
     topk = indexer.topk
-    own = indexer.pool == 1  # Megatron's core; pools are masked block by block
     longest = max(longest_samples(config).values())
     sparse = f"samples of up to {longest} tokens are sparse (the model's index_topk is {topk})"
     yield Rule(
@@ -138,14 +137,8 @@ def _sparse(config: ExperimentConfig, indexer: LightningIndexer) -> Iterator[Rul
         f"max_response_tokens be at most {topk} together, or run on GPUs (actor.dtype: bfloat16)",
     )
     yield Rule(
-        longest > topk and own and kernels.cuda and not kernels.transformer_engine,
-        f"actor.transformer_engine: {sparse}, and torch's layers "
-        "would hold masks as large as the square of that",
-        "remove it, or set it to true",
-    )
-    yield Rule(
         longest > topk
-        and own
+        and indexer.pool == 1
         and kernels.transformer_engine
         and config.actor.megatron.get("dsa_kernel_backend") == "none",
         f"actor.megatron.dsa_kernel_backend none: {sparse}, and Megatron would hold float32 "

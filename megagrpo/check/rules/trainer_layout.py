@@ -91,7 +91,7 @@ def _routers(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
             "remove it",
         )
     yield Rule(
-        arch.is_moe and actor.megatron.get("mlp_chunks_for_training", 1) > 1,
+        arch.is_moe and actor.megatron.get("mlp_chunks_for_training") not in (None, 1),
         "actor.megatron.mlp_chunks_for_training: routers would get parts of a micro-batch, and ranks that "
         "exchange tokens different numbers of parts",
         "remove it",

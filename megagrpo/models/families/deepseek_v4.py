@@ -80,7 +80,7 @@ class DeepseekV4(Family):
     )
     SIZE_KEYS = COMMON_SIZE_KEYS | {
         *(*_SIZES, "qk_rope_head_dim", "num_nextn_predict_layers"),
-        *("compress_ratios", "num_hash_layers"),
+        *("compress_ratios", "num_hash_layers", "partial_rotary_factor"),
     }
     PARTIAL_ROTARY = True
     LEFT_OUT = ("mtp.",)

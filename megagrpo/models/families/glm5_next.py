@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import ClassVar
 
 from megagrpo.models.config_json import HfConfig, every_scaling_refused, other_values
-from megagrpo.models.families.sparse_attention import DeepseekV32
+from megagrpo.models.families.kimi_linear import tiny_linear_config
+from megagrpo.models.families.sparse_attention import GlmMoeDsa
 from megagrpo.models.family import TinySizes
 from megagrpo.models.kinds.experts.describe import Experts
 from megagrpo.models.kinds.hyper_connections.describe import HyperConnections
@@ -26,19 +27,18 @@ _ONLY: dict[str, object] = {  # the values of keys that may be absent
     "index_topk_freq": 1,
     "mhc": True,
 }
-_LINEAR = "linear_attention"  # of layer_types
 
 
-class Glm5Next(DeepseekV32):
+class Glm5Next(GlmMoeDsa):
     """Reads layers by linear_attn_config, which counts them from 0."""
 
     HF_CLASS = "Glm5NextForConditionalGeneration"
     REQUIRED_KEYS: ClassVar[tuple[str, ...]] = (
-        *DeepseekV32.REQUIRED_KEYS,
+        *GlmMoeDsa.REQUIRED_KEYS,
         *("linear_attn_config", "index_kpool", "mhc", "hc_mult", "hc_sinkhorn_iters", "hc_eps"),
         "swiglu_limit",
     )
-    SIZE_KEYS = DeepseekV32.SIZE_KEYS | {"linear_attn_config"}
+    SIZE_KEYS = GlmMoeDsa.SIZE_KEYS | {"linear_attn_config"}
     ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
     LEFT_OUT = ("model.visual.",)
     DRAFT_REFUSAL = "its multi-token-prediction layer is not loaded"
@@ -46,17 +46,10 @@ class Glm5Next(DeepseekV32):
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
         problems = super().own_refusals({**hf, "moe_layer_freq": 1, "index_kpool": 1})
-        problems += other_values(hf, _ONLY)
-        if linear := linear_refusals(hf, 0):
-            return problems + linear
-        kinds = hf.get("layer_types") or []
-        layers = self.recurrent(hf).layers
+        problems += other_values(hf, _ONLY) + linear_refusals(hf, 0)
         rules = {
-            "layer_types is not what linear_attn_config says": (
-                not kinds or tuple(kind == _LINEAR for kind in kinds) == layers
-            ),
-            "linear_attn_config lacks gate_lower_bound, below 0": (
-                (hf["linear_attn_config"].get("gate_lower_bound") or 0) < 0
+            "linear_attn_config must have gate_lower_bound, below 0": (
+                ((hf["linear_attn_config"] or {}).get("gate_lower_bound") or 0) < 0
             ),
             "index_kpool must be at least 2, and divide index_topk": (
                 hf["index_kpool"] > 1 and hf["index_topk"] % hf["index_kpool"] == 0
@@ -80,18 +73,13 @@ class Glm5Next(DeepseekV32):
         return replace(super().experts(hf), limit=float(hf["swiglu_limit"]))
 
     def stored_name(self, name: str) -> str:
-        for place in ("attn", "ffn"):
-            name = name.replace(f".hc_{place}.", f".hc_{place}_")
+        name = name.replace(".hc_attn.", ".hc_attn_").replace(".hc_ffn.", ".hc_ffn_")
         return super().stored_name(name)
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         """Samples of a certificate are longer than the keys that are chosen."""
-        layers = range(sizes.num_layers)
-        full = [index for index in layers if index % 4 == 3 or index == sizes.num_layers - 1]
-        options = super().tiny_options(sizes)
-        del options["rope_scaling"], options["moe_layer_freq"]
         return {
-            **options,
+            **super().tiny_options(sizes),
             "qk_rope_head_dim": 0,
             "head_dim": 0,
             "mla_use_nope": True,
@@ -105,12 +93,7 @@ class Glm5Next(DeepseekV32):
             "hc_sinkhorn_iters": 20,
             "hc_eps": 1e-6,
             "swiglu_limit": 2.0,
-            "linear_attn_config": {
-                "kda_layers": [index for index in layers if index not in full],
-                "full_attn_layers": full,
-                "num_heads": sizes.num_heads,
-                "head_dim": sizes.head_dim // 2,
-                "short_conv_kernel_size": 4,
-                "gate_lower_bound": -5.0,
-            },
+            "rms_norm_eps": 1e-5,
+            # the norm behind states that do not last is steep
+            "linear_attn_config": {**tiny_linear_config(sizes, 0), "gate_lower_bound": -1.0},
         }

@@ -107,10 +107,7 @@ class KimiLinear(SigmoidMoe):
         )
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
-        layers = range(1, sizes.num_layers + 1)
-        full = [number for number in layers if number % 4 == 0 or number == sizes.num_layers]
         routed = tiny_moe_options(sizes, groups=False)
-        dim = sizes.head_dim // 2
         return {
             **{_NAMES.get(name, name): value for name, value in routed.items()},
             "moe_router_activation_func": "sigmoid",
@@ -121,13 +118,20 @@ class KimiLinear(SigmoidMoe):
             "q_lora_rank": None,
             "kv_lora_rank": sizes.hidden_size // 2,
             "qk_nope_head_dim": sizes.head_dim,
-            "qk_rope_head_dim": dim,
+            "qk_rope_head_dim": sizes.head_dim // 2,
             "v_head_dim": sizes.head_dim,
-            "linear_attn_config": {
-                "kda_layers": [number for number in layers if number not in full],
-                "full_attn_layers": full,
-                "num_heads": sizes.num_heads,
-                "head_dim": dim,
-                "short_conv_kernel_size": 4,
-            },
+            "linear_attn_config": tiny_linear_config(sizes, 1),
         }
+
+
+def tiny_linear_config(sizes: TinySizes, first: int) -> dict[str, object]:
+    """Returns the linear_attn_config of a tiny model, which counts layers from `first`."""
+    layers = range(first, first + sizes.num_layers)
+    full = sorted({*layers[3::4], layers[-1]})
+    return {
+        "kda_layers": [number for number in layers if number not in full],
+        "full_attn_layers": full,
+        "num_heads": sizes.num_heads,
+        "head_dim": sizes.head_dim // 2,
+        "short_conv_kernel_size": 4,
+    }

@@ -235,11 +235,11 @@ def _command(state: State, node: Node) -> Answer:
             state.variables["PWD"] = _path(state, words[-1].strip(QUOTED) if args else "~")
         case "source" | ".":
             _source(state, "".join(words[1:2]).strip(QUOTED))
-        case "shift":
-            _unknown(state, node, "@123456789")
+        case "shift" | "set" if not re.match("[-+]", "".join(args)):
+            _unknown(state, node, "@*123456789")
         case "eval" | "let":
             _unknown(state, node, _ASSIGNED.findall(" ".join(args)))
-            return _program(state, node, words)
+            return _program(state, node, [" ".join(words[1:])])
         case "read" | "mapfile" | "readarray" | "getopts" | "printf":
             _unknown(state, node, [each for each in args if each.isidentifier()])
             state.say(UNKNOWN)
@@ -322,13 +322,13 @@ def _assign(state: State, node: Node) -> Answer:
     given = node.children_by_field_name("value")
     before = state.variables.get(name, "") if index or node.children[1].type == "+=" else ""
     text = "".join(text_of(state, each) for each in given)
+    items = before if isinstance(before, list) else [before] * bool(before)
     if given and given[0].type == "array":
-        items = before if isinstance(before, list) else [before] * bool(before)
         state.variables[name] = [*items, *words_of(state, given[0].named_children)]
-    elif isinstance(before, str):
-        state.variables[name] = before + text
     elif re.fullmatch(r"\d{1,3}\]", index):
-        state.variables[name] = [*before[: int(index[:-1])], text, *before[int(index[:-1]) + 1 :]]
+        state.variables[name] = [*items[: int(index[:-1])], text, *items[int(index[:-1]) + 1 :]]
+    elif isinstance(before, str) and not index:
+        state.variables[name] = before + text
     else:
         _unknown(state, node, [name])
     return True

@@ -172,7 +172,8 @@ def _parameter(state: State, node: Node) -> Value:
         return whole.lower() if operator == ",," else whole[:1].lower() + whole[1:]
     kind = operator.strip(":")
     bare = operator and not parts[0].is_named  # as ${#NAME}
-    if kind not in ("", "-", "=", "+", "?") or bare or index not in ("", "0]", "@]", "*]"):
+    cut = operator == ":"  # ${NAME:1}
+    if kind not in ("", "-", "=", "+", "?") or cut or bare or index not in ("", "0]", "@]", "*]"):
         return state.mark(node) + _marks(whole)
     empty = value is None or (":" in operator and not plain(whole) and UNKNOWN not in whole)
     if kind == "+":

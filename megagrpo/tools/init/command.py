@@ -7,9 +7,10 @@ from pathlib import Path
 
 import yaml
 
-from megagrpo.check.problems import describe_model
+from megagrpo.check.problems import describe_model, layout_problems
 from megagrpo.check.rules.table import broken_as_read
 from megagrpo.cluster.machine import visible_gpus
+from megagrpo.config.actor import ActorConfig
 from megagrpo.config.load import Dumper, Plain, load_config, plain_yaml
 from megagrpo.data.hub import with_local_files
 from megagrpo.models.table import architecture_of, parameter_counts
@@ -87,9 +88,11 @@ def run(args: argparse.Namespace) -> int:
 def _lay_out(draft: Draft, nodes: int, gpus: int, hardware: str) -> None:
     """Adds the layout with the best bound of a step. Raises ValueError if none fits."""
     draft.add("cluster", {"gpus_per_node": gpus, "gpu": hardware})
-    moe = architecture_of(describe_model(draft.config())).is_moe
-    replay = {"routing_replay": "rollout"} if moe else {}
-    draft.add("actor", {"deadline_s": 4 * _START_S, **replay})
+    draft.add("actor", {"deadline_s": 4 * _START_S})
+    replay: dict[str, Plain] = {"routing_replay": "rollout"}
+    arch = architecture_of(describe_model(draft.config()))
+    if not layout_problems(arch, ActorConfig.model_validate(replay)):
+        draft.add("actor", replay)
     draft.add("rollout", {"start_timeout_s": _START_S})
     draft.add("weights", {"timeout_s": 2 * _START_S})
     config = with_model(draft.config())

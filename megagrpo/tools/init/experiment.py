@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from megagrpo.check.problems import describe_model
 from megagrpo.config.fields import complaints
 from megagrpo.config.load import Plain
 from megagrpo.config.schema import DataConfig, ExperimentConfig
@@ -16,7 +15,7 @@ from megagrpo.data.prompts import load_tokenizer, render_rows
 from megagrpo.data.rows import Values, raw_rows, read_rows
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.folder import Model
-from megagrpo.models.table import architecture_of
+from megagrpo.models.kinds.compressed.describe import CompressedAttention
 from megagrpo.system.run_folder import write_json_lines, write_whole
 from megagrpo.tools.init.looks import (
     LOOKED_AT,
@@ -127,8 +126,8 @@ def draft_experiment(
     of prompt and answer; held_out: file of the evaluation. None for what to look for. Raises
     ValueError."""
     config = draft.config()
-    arch = architecture_of(describe_model(config))
-    tokenizer = load_tokenizer(Model.of(config))
+    model = Model.of(config)
+    tokenizer = load_tokenizer(model)
     rows = first_rows(config.data.paths)
     columns = columns_of(rows, *named)
     chat = bool(tokenizer.chat_template)
@@ -140,7 +139,7 @@ def draft_experiment(
     draft.add("data", keys, f"columns: {', '.join(columns.names)}")
     says = "has a chat template" if chat else "has no chat template: prompts are plain text"
     draft.comments["data"].append(f"the tokenizer {says}")
-    if columns.images is not None and Model.of(config).sees_images:
+    if columns.images is not None and model.sees_images:
         draft.add("data", {"images_key": columns.images})
     answers = [row.answer for row in read_rows(draft.first_rows(LOOKED_AT))]
     proposal = proposed_grader(answers)
@@ -148,11 +147,11 @@ def draft_experiment(
         proposal = ProposedGrader(grader, "named by --grader")
     if proposal.template != "{prompt}":
         draft.add("data", {"prompt_template": proposal.template})
-    response = _add_lengths(draft, arch, tokenizer, proposal, on_cpu)
+    response = _add_lengths(draft, model.arch, tokenizer, proposal, on_cpu)
     _add_reward(draft, proposal, rows, columns)
     samples = {"num_prompts_per_step": 8 if on_cpu else 64, "group_size": 8}
     draft.add("train", {"num_steps": 100, **samples}, "a step: prompts x responses to each")
-    _add_algorithm(draft, arch)
+    _add_algorithm(draft, model.arch)
     _add_evaluation(draft, rows, held_out)
     draft.add("checkpoint", {"every": 20, "keep": 2}, "Ctrl-C, or `megagrpo stop`, saves too")
     draft.add("actor", _actor(draft, response, on_cpu))
@@ -210,6 +209,8 @@ def _add_reward(
 
 
 def _add_algorithm(draft: Draft, arch: Architecture) -> None:
+    if isinstance(arch.attention, CompressedAttention):
+        draft.add("algorithm", {"mismatch": {"weight": {"name": "tis"}}}, "its FP8 cache rounds")
     if arch.is_moe:
         draft.add("preset", "gspo", "made for mixture-of-experts models")
         return

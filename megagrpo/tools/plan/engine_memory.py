@@ -10,8 +10,10 @@ from statistics import NormalDist
 
 import numpy as np
 
+from megagrpo.check.libraries import ON_CPU
 from megagrpo.check.problems import described_architecture
 from megagrpo.check.rules.engine_layout import Server, server_of
+from megagrpo.check.rules.placement import needs_gpus
 from megagrpo.check.rules.subject import longest_samples, model_description
 from megagrpo.config.hardware import Hardware
 from megagrpo.config.rollout import RolloutConfig
@@ -19,7 +21,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.stored.quantization import FP8_BLOCK
 from megagrpo.monitor.rollout_log import read_rollouts
 from megagrpo.rollout.admission import tokens_in_cache
-from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
+from megagrpo.rollout.service.engine_command import engine_settings
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.plan.hardware import CONTEXT_BYTES, hardware_of, usable_bytes
 from megagrpo.tools.plan.libraries import resolve_all
@@ -348,17 +350,16 @@ def concurrency_report(
 def _cache_tokens(
     config: ExperimentConfig, lengths: Lengths, hardware: str | None
 ) -> tuple[int, str]:
-    rollout = config.rollout
-    on_gpus = hardware is not None or config.actor.device == "cuda" or rollout.dtype == "bfloat16"
-    if not on_gpus or (config.actor.device == "cpu" and hardware is None):
-        place = ServerPlace(0, "127.0.0.1", 30000, "127.0.0.1:30001", cuda=False, num_cores=1)
-        return engine_settings(config, place)["max_total_tokens"], "as its arguments on a CPU say"
+    if hardware is None and not needs_gpus(config):
+        return engine_settings(config, ON_CPU)["max_total_tokens"], "as its arguments on a CPU say"
     kind = hardware or config.cluster.gpu
     gpu = hardware_of(kind)
-    server = server_of(rollout)
+    server = server_of(config.rollout)
     how = f"on an {kind} by the closed forms; `--hardware {kind}` asks SGLang for its arguments"
     if hardware is not None:
-        server = server_of(rollout, resolve_all([config], (gpu, config.cluster.gpus_per_node))[0])
+        server = server_of(
+            config.rollout, resolve_all([config], (gpu, config.cluster.gpus_per_node))[0]
+        )
         how = f"on an {kind}, as SGLang resolves its arguments"
     work = model_work(described_architecture(config))
     return engine_side(

@@ -138,8 +138,10 @@ def plan_step(config: ExperimentConfig, target: Target) -> Plan:
     stages."""
     memory = step_memory(config, target.work, target.lengths, target.hardware, target.gpus_per_node)
     forward, update = train_seconds(config, target, memory.trainers.stages)
-    forwards = int(config.train.updates_of_step > 1 or config.algorithm.needs_old_logprobs)
-    forwards += config.algorithm.uses_reference
+    algorithm = config.algorithm
+    several = config.train.updates_of_step > 1 and algorithm.old_logprobs == "trainer"
+    forwards = int(several or algorithm.needs_old_logprobs)
+    forwards += algorithm.uses_reference
     parts = {
         "rollout": rollout_seconds(config, target, memory.engine),
         "logprobs": {"forward": forward * forwards},

@@ -79,10 +79,12 @@ def _parts(plan: Plan) -> int:
 
 def _apart(config: ExperimentConfig, target: Target, nodes: int) -> Iterator[Plan]:
     apart = _changed(config, config.actor, config.rollout.model_copy(update={"colocate": False}))
+    teachers = config.engine_ranks - config.rollout.num_engines * config.rollout.tp
+    free = nodes - -(-teachers // target.gpus_per_node)
     # at most 24 ways to share the nodes: each takes seconds
     stride = 1 if nodes <= 12 else 2 << (nodes // 49).bit_length()
-    for count in range(stride, nodes, stride):
-        engines = _best_engines(apart, target, nodes - count)
+    for count in range(stride, free, stride):
+        engines = _best_engines(apart, target, free - count)
         trainers = _best_trainers(apart, target, count) if engines else []
         yield from _fitting(apart, target, nodes, trainers, engines)
 
@@ -91,7 +93,12 @@ def _colocated(config: ExperimentConfig, target: Target, nodes: int) -> Iterator
     """Yields plans with the largest fraction of the memory for engines that trainers leave."""
     for actor in _best_trainers(config, target, nodes):
         for fraction in _FRACTIONS:
-            shared = {"colocate": True, "mem_fraction": fraction, "max_staleness": 0}
+            shared = {
+                "colocate": True,
+                "mem_fraction": fraction,
+                "max_staleness": 0,
+                "prefix_cache": "flush",  # the other is for rollouts ahead
+            }
             beside = _changed(config, actor, config.rollout.model_copy(update=shared))
             engines = _best_engines(beside, target, nodes)
             if found := list(_fitting(beside, target, nodes, [actor], engines)):

@@ -37,6 +37,8 @@ def optimizer_bytes(actor: ActorConfig) -> OptimizerBytes:
     master = 2 if aware and given.get("store_param_remainders", True) else 4
     if given.get("optimizer_cpu_offload"):
         share = given.get("optimizer_offload_fraction", 1.0)
+        if not isinstance(share, int | float):
+            share = 1.0  # a rule refuses it
         return OptimizerBytes(gradient, state=12 * (1 - share), host=HOST_ADAM_BYTES * share)
     return OptimizerBytes(gradient, state=master + 8, host=0)
 

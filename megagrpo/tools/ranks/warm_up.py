@@ -57,7 +57,7 @@ def warm_up(config: ExperimentConfig, device: torch.device, progress: Progress) 
     log = StepLog(config.run_folder.sft, config.log) if mesh.is_main else None
     running = 0.0  # mean of the loss
     console = StepConsole(f"{config.name} sft", options.num_steps, enabled=mesh.is_main)
-    progress.follow(console.note)
+    progress.follow(console.note, console.bar)
     progress.enter("")
     if dropped := describe_dropped(data, prompts):
         console.note(dropped)

@@ -5,6 +5,7 @@ import pickle
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -20,7 +21,8 @@ from megagrpo.weights.wire.mailbox import Mailbox, encode
 from megagrpo.weights.wire.shared_buffer import Place
 
 _CONNECT_S = 10.0
-_ANSWER_S = 30.0  # the answer is in the mailbox before the HTTP call returns
+_ANSWER_S = 30.0  # the answer is sent to the mailbox before the HTTP call returns
+_POLL_S = 0.05
 # For all engines: a context takes 0.8 ms, one with certificates 50.
 _NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
@@ -256,12 +258,15 @@ class EngineConnection:
         )
         answers = []
         for rank, key in enumerate(keys):
-            try:
-                answers.append(self.mailbox.take(key, min(_ANSWER_S, self.deadline.left)))
-            except torch.distributed.DistStoreError as exc:
-                raise EngineDown(
-                    f"rank 0 waits for the {operation} of {self} rank {rank}: none after {_ANSWER_S:.0f} s"
-                ) from exc
+            limit = self.deadline.part(_ANSWER_S)
+            # not Mailbox.wait, which holds up the threads of all other engines
+            while not self.mailbox.has(key):
+                if limit.over:
+                    raise EngineDown(
+                        f"rank 0 waits for the {operation} of {self} rank {rank}: none after {limit.seconds:.0f} s"
+                    )
+                time.sleep(_POLL_S)
+            answers.append(self.mailbox.take(key))
         self.end()
         for rank, answer in enumerate(answers):
             if "error" in answer:

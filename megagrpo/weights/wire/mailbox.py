@@ -49,9 +49,8 @@ class Mailbox:
         self.set(key, message)
         return key
 
-    def take(self, key: str, timeout_s: float) -> Any:
-        """Returns the message under `key` and forgets it. Raises as `wait` and `get` do."""
-        self.wait(key, timeout_s)
+    def take(self, key: str) -> Any:
+        """Returns the message under `key` and forgets it. Raises as `get` does."""
         message = self.get(key)
         self.delete(key)
         return message
@@ -76,7 +75,8 @@ class Mailbox:
         return decode(data)
 
     def wait(self, key: str, timeout_s: float) -> None:
-        """Waits until `key` has a message. Raises torch.distributed.DistStoreError if none comes."""
+        """Waits until `key` has a message. Raises torch.distributed.DistStoreError if none comes.
+        Meanwhile the connection serves no other thread."""
         self.plain.wait([self._mac(key)], timedelta(seconds=timeout_s))
 
     def has(self, *keys: str) -> bool:

@@ -53,8 +53,8 @@ class PackedSequences(PackedSeqParams):
 
     lengths: Sequence[int] = ()  # tokens of each sequence, known without asking the device
     _grids: _PaddedGrids | None = None
-    # masks of the keys that layers have chosen, by layer, for those that share a choice
-    chosen: dict[int, Tensor] = field(default_factory=dict)
+    # what layers have chosen keys by, by layer, for those that share a choice
+    chosen: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
     @staticmethod
     def make(cu_seqlens: Tensor, lengths: Sequence[int], cp_size: int) -> "PackedSequences":
@@ -204,14 +204,11 @@ class CausalAttention(torch.nn.Module):
             return self._varlen(query, key, value, packed_seq_params)
         return self._packed(query, key, value, packed_seq_params)
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: Tensor
-    ) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Attends from query [b, heads, places, d] to key [b, groups, places, d] and value [b,
         groups, places, e].
 
-        mask: [b, 1, queries, keys], True where a query sees a key; None: a plain causal one. A
-        subclass may have more tensors of queries and of keys, see `_padded`.
+        mask: [b, 1, queries, keys], True where a query sees a key; None: a plain causal one.
         """
         repeat = query.shape[1] // key.shape[1]
         if repeat > 1:  # written out: the grouped form has no fused kernel on every device
@@ -242,11 +239,8 @@ class CausalAttention(torch.nn.Module):
             dp_cp_group=metadata["dp_cp_group"],
         )
 
-    def _padded(
-        self, query: Tensor, key: Tensor, value: Tensor, *more: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """Lays out the arguments of `_attend`; `more` has its further tensors, in pairs of queries'
-        and keys'."""
+    def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Lays out the arguments of `_attend`."""
         mask = None
         cp_size = mpu.get_context_parallel_world_size()
         if cp_size > 1 or self.window is not None:
@@ -255,18 +249,10 @@ class CausalAttention(torch.nn.Module):
             own = by_rank[mpu.get_context_parallel_rank()]
             mask = self._visible(own, torch.cat(by_rank))[None, None]
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        rest = (t.permute(1, 2, 0, 3) for pair in more for t in pair)
-        out = self._attend(query, key, value, mask, *rest)
+        out = self._attend(query, key, value, mask)
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _packed(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        packed: PackedSequences,
-        *more: tuple[Tensor, Tensor],
-    ) -> Tensor:
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         sequences = len(packed.cu_seqlens_q) - 1
         longest = packed.max_seqlen_q
         grids = packed.grids(len(query))
@@ -287,17 +273,9 @@ class CausalAttention(torch.nn.Module):
             mask = self._visible(own, positions)[:, None]
         elif self.window is not None:
             mask = self._visible(positions, positions)[None, None]
-        rest = (
-            laid
-            for query_part, key_part in ((query, key), *more)
-            for laid in (
-                grid(query_part, places, grids.query_at),
-                grid(key_part, longest, grids.key_at),
-            )
-        )
-        queries, keys = next(rest), next(rest)
-        values = grid(value, longest, grids.key_at)
-        out = self._attend(queries, keys, values, mask, *rest).transpose(1, 2)
+        queries = grid(query, places, grids.query_at)
+        keys, values = (grid(t, longest, grids.key_at) for t in (key, value))
+        out = self._attend(queries, keys, values, mask).transpose(1, 2)
         return out[grids.query_at].flatten(1)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
@@ -328,7 +306,8 @@ def attend_with_sinks(
     """Returns [b, heads, queries, e] of scaled queries; a softmax's denominator has one more score,
     of no key, which each head of sinks [heads] gives.
 
-    mask: [b, 1, queries, keys]; None: a plain causal one. Scores are in float32 or wider.
+    mask: [b, 1, queries, keys]; None: a plain causal one. Scores are of the queries' type, their
+    softmax in float32 or wider.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = (query @ key.mT).to(wide)

@@ -127,21 +127,18 @@ class LightningIndexer:
         queries = attention.q_lora_rank or 0
         index = self.heads * self.head_dim
         projections = queries * index + at.hidden_size * (self.head_dim + self.heads)
-        if self.pool > 1:  # masks of a block of queries, and scores of pools
-            projections += at.hidden_size * self.head_dim
-            scores = min(at.whole, BLOCK) * at.whole * p.cp * (1 + self.heads / self.pool)
-            sent = {
-                "tp": index * at.part * (p.tp - 1) * at.width,
-                "cp": 2 * self.head_dim * at.whole * at.width * (p.cp - 1),
-            }
-            own = LayerCost(
-                kept=0.0,
-                transient=dense.transient + scores * FP32,
-                flops=2 * projections * at.part,
-                sent=sent,
-                pair_flops=2 * index / self.pool,
+        asked = index * at.part * (p.tp - 1) * at.width
+        if self.pool > 1:  # scores of pools for a block of queries
+            scores = min(at.whole, BLOCK) * at.whole * p.cp * self.heads / self.pool * FP32
+            return dense.then(
+                LayerCost(
+                    kept=0.0,
+                    transient=dense.transient + scores,
+                    flops=2 * (projections + at.hidden_size * self.head_dim) * at.part,
+                    sent={"tp": asked, "cp": 2 * self.head_dim * at.whole * at.width * (p.cp - 1)},
+                    pair_flops=2 * index / self.pool,
+                )
             )
-            return dense.then(own)
         # queries before and after their turn, latent output, values; without keys and values of heads
         expanded = (attention.nope_dim + attention.v_dim) + 4 * attention.head_dim
         absorbed = 2 * key + attention.kv_lora_rank + attention.v_dim - expanded
@@ -152,7 +149,7 @@ class LightningIndexer:
             flops=dense.flops + 2 * projections * at.part / self.freq,
             pair_flops=2 * index / self.freq,  # the mean of layers that share a choice
             sent={
-                "tp": dense.sent["tp"] + index * at.part * (p.tp - 1) * at.width,
+                "tp": dense.sent["tp"] + asked,
                 "cp": (key + self.head_dim) * at.whole * at.width * (p.cp - 1),
             },
             chosen_flops=2 * heads * (key + attention.kv_lora_rank),

@@ -1,9 +1,9 @@
 """DeepSeek sparse attention: a frozen indexer chooses the keys that each query sees (DeepSeek-V3.2,
 arXiv 2512.02556, 2.1).
 
-Torch's layers attend under a mask of the chosen keys, as large as the square of the longest
-sequence: for tests and small machines. Transformer Engine's get Megatron's own core, absorbed,
-whose kernels read the chosen keys only. Both have the same indexer and parameter names.
+Torch's layers attend under masks of the chosen keys, as Transformer Engine's do if these are in
+pools (GLM-5.3-Flash). Else those get Megatron's own core, absorbed, whose kernels read the chosen keys
+only. Both have the same indexer and parameter names.
 """
 
 import torch
@@ -33,8 +33,6 @@ from torch.nn import functional as F
 from megagrpo.models.config_json import YARN_KEYS
 from megagrpo.models.kinds.grouped_query.layer import (
     CausalAttention,
-    PackedSequences,
-    gathered,
     padded_sequences,
     whole_sequences,
 )
@@ -72,12 +70,12 @@ class Indexer(torch.nn.Module):
         self.weights_proj = WholeLinear(config.hidden_size, heads, config=config)
         device = torch.cuda.current_device()
         self.k_norm = torch.nn.LayerNorm(dim, _NORM_EPSILON, device=device, dtype=torch.float32)
+        for parameter in self.k_norm.parameters():  # as engines compute it
+            parameter.stays_float32 = True  # type: ignore[attr-defined]  # read by build.py
         if pool > 1:
             gate = whole_parameter(config, (dim, config.hidden_size), config.params_dtype)
             self.index_kpool_compress_gate = gate
             self.index_kpool_compress_ape = whole_parameter(config, (pool, dim))
-        for parameter in self.k_norm.parameters():  # as engines compute it
-            parameter.stays_float32 = True  # type: ignore[attr-defined]  # read by build.py
         self.requires_grad_(False)
         rotary = RotaryEmbedding if config.rope_type == "rope" else YarnRotaryEmbedding
         scaling = {} if config.rope_type == "rope" else {key: getattr(config, key) for key in _YARN}
@@ -152,7 +150,8 @@ class Indexer(torch.nn.Module):
 
 
 class SparseAttention(CausalAttention):
-    """Attends to the chosen keys: a causal mask inside each sequence, of which the best remain."""
+    """Attends to the chosen keys, sequence by sequence, under masks of a block of queries, which the
+    backward makes again. A query also sees the keys behind the last whole pool before it."""
 
     requires_dsa_inputs = True  # latent attention then passes x and qr
 
@@ -163,12 +162,11 @@ class SparseAttention(CausalAttention):
         super().__init__(config, layer_number, *args, **kwargs)
         assert config.dsa_indexer_topk
         self._topk = config.dsa_indexer_topk
+        self._pool = pool
         shares = config.dsa_indexer_skip_topk_offset, config.dsa_indexer_topk_freq
         self._number = layer_number
         self._source = source_dsa_compute_layer(layer_number, *shares)
         self._shared = config.dsa_indexer_topk_freq > 1
-        self._choices: dict[int, Tensor] = {}  # of the forward under way
-        self._pool = pool
         self.indexer = Indexer(config, pool=pool) if self._source == layer_number else None
 
     def forward(
@@ -176,109 +174,34 @@ class SparseAttention(CausalAttention):
     ):
         """As CausalAttention's; x, qr: what the indexer reads. Sequences of at most topk tokens are
         dense."""
-        packed = packed_seq_params
-        assert packed is not None or not self._shared, "check/rules/trainer_layout.py refuses it"
-        self._choices = {} if packed is None else packed.chosen
-        longest = len(query) * mpu.get_context_parallel_world_size()
-        if packed is not None:
-            longest = packed.max_seqlen_q
-        if longest <= self._topk:
-            return super().forward(query, key, value, attention_mask, packed_seq_params=packed)
-        index = () if self.indexer is None else (self._index(self.indexer, x, qr, packed),)
-        key, value = gathered(key, packed), gathered(value, packed)
-        if packed is None:
-            return self._padded(query, key, value, *index)
-        return self._packed(query, key, value, packed, *index)
-
-    def _index(
-        self, indexer: Indexer, x: Tensor, qr: Tensor, packed: PackedSequences | None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the indexer's queries [s, b, index heads, d + 1], with the weight of the head
-        behind each, and keys [s cp, b, 1, d], float32; packed: without b."""
-        queries, keys, weights = indexer.forward_before_topk(x, qr, packed)
-        weighted = torch.cat((queries.float(), weights[..., None]), -1)
-        keys = gathered(keys.float()[:, :, None], packed)
-        return (weighted, keys) if packed is None else (weighted.squeeze(1), keys.squeeze(1))
-
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *index: Tensor
-    ) -> Tensor:
-        """index: as of `_index`, [b, heads, places, d]; none in a layer that sees the choice of
-        another, and if attention is dense."""
-        if index:
-            mask = self._chosen(mask, *index)
-            if self._shared:
-                self._choices[self._number] = mask
+        given = packed_seq_params
+        assert given is not None or not self._shared, "check/rules/trainer_layout.py refuses it"
+        batch = query.shape[1] if given is None else 1
+        packed = given or padded_sequences(batch, len(query), query.device)
+        if packed.max_seqlen_q <= self._topk:
+            return super().forward(query, key, value, attention_mask, packed_seq_params=given)
+        if self.indexer is None:
+            asked, index, weights = packed.chosen[self._source]
         else:
-            mask = self._choices.get(self._source, mask)
-        return super()._attend(query, key, value, mask)
-
-    @torch.no_grad()
-    def _chosen(self, mask: Tensor | None, queries: Tensor, keys: Tensor) -> Tensor:
-        """Returns the mask [b, 1, queries, keys] with the best topk of the keys that each query may
-        see."""
-        if mask is None:
-            square = queries.shape[2], keys.shape[2]
-            mask = torch.ones(square, dtype=torch.bool, device=keys.device).tril()[None, None]
-        queries, weights = queries[..., :-1], queries[..., -1:]
-        return best_keys(queries @ keys.mT, weights, mask[:, 0], self._topk, 1)[:, None]
-
-
-def best_keys(products: Tensor, weights: Tensor, seen: Tensor, topk: int, heads: int) -> Tensor:
-    """Returns which of the keys that each query sees [..., m] have the best sums of their products
-    with it, by weights over the dimension `heads`."""
-    scores = (torch.relu(products) * weights).sum(heads).masked_fill(~seen, -torch.inf)
-    best = scores.topk(topk, -1).indices
-    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & seen
-
-
-class PooledAttention(SparseAttention):
-    """Attends to the pools of keys that are chosen, and to the keys behind the last whole pool
-    (GLM-5.3-Flash): sequence by sequence, under masks of a block of queries, which the backward
-    makes again."""
-
-    def forward(
-        self, query, key, value, attention_mask, /, *, packed_seq_params=None, x=None, qr=None, **_
-    ):
-        """As CausalAttention's; x, qr: what the indexer reads."""
-        batch = 1 if packed_seq_params is not None else query.shape[1]
-        packed = packed_seq_params or padded_sequences(batch, len(query), query.device)
-        if packed.max_seqlen_q <= self._topk and packed.group.size() == 1:
-            return CausalAttention.forward(
-                self, query, key, value, attention_mask, packed_seq_params=packed_seq_params
-            )
-
-        def rows(t: Tensor) -> Tensor:
-            """Lays [s, b, ...] out as [b s, ...]."""
-            return t.transpose(0, 1).flatten(0, 1)
-
-        assert self.indexer is not None, "no choice is shared"
-        asked, index, weights = map(
-            rows, self.indexer.forward_before_topk(x, qr, packed_seq_params)
+            asked, index, weights = self.indexer.forward_before_topk(x, qr, given)
+        if self._shared:
+            packed.chosen[self._number] = asked, index, weights
+        attended = (
+            (query, key, value) if given is None else (t[:, None] for t in (query, key, value))
         )
-        if packed_seq_params is None:
-            query, key, value = rows(query), rows(key), rows(value)
-        every = whole_sequences(packed, (query, asked, weights), (key, value, index))
-        out = torch.cat([self._sequence(*each) for each in every])
-        if packed_seq_params is None:
-            out = out.unflatten(0, (batch, -1)).transpose(0, 1)
-        return out
+        every = (*attended, asked, index, weights)
+        query, key, value, asked, index, weights = (t.transpose(0, 1).flatten(0, 1) for t in every)
+        rows = whole_sequences(packed, (query, asked, weights), (key, value, index))
+        out = torch.cat([self._sequence(*each) for each in rows]).unflatten(0, (batch, -1))
+        return out.transpose(0, 1) if given is None else out[0]
 
-    def _sequence(
-        self,
-        query: Tensor,
-        asked: Tensor,
-        weights: Tensor,
-        position: Tensor,
-        key: Tensor,
-        value: Tensor,
-        index: Tensor,
-    ) -> Tensor:
-        """Returns [places, heads e] of one sequence."""
-        assert self.indexer is not None
-        blocks = zip(*(t.split(BLOCK) for t in (query, asked, weights, position)), strict=True)
-        keys = key.transpose(0, 1), value.transpose(0, 1), self.indexer.pooled(index)
-        return torch.cat([again(self._block, *block, *keys) for block in blocks])
+    def _sequence(self, *rows: Tensor) -> Tensor:
+        """Returns [places, heads e] of one sequence, from rows as `_block` gets them, and the indexer's
+        keys [s, d], with gates if they are in pools."""
+        *own, key, value, index = rows
+        keys = index.float() if self._pool == 1 else self.indexer.pooled(index)
+        blocks = zip(*(t.split(BLOCK) for t in own), strict=True)
+        return torch.cat([again(self._block, *block, key, value, keys) for block in blocks])
 
     def _block(
         self,
@@ -288,22 +211,38 @@ class PooledAttention(SparseAttention):
         position: Tensor,
         key: Tensor,
         value: Tensor,
-        pools: Tensor,
+        index: Tensor,
     ) -> Tensor:
         """Returns [t, heads e] of some queries."""
-        places = torch.arange(key.shape[1], device=key.device)
-        seen = places <= position[:, None]
-        if len(places) > self._topk:
-            whole = (position[:, None] + 1) // self._pool
-            numbers = torch.arange(len(pools), device=key.device)
-            products = asked.float() @ pools.mT  # [t, index heads, pools]
-            topk = self._topk // self._pool
-            chosen = best_keys(products, weights[..., None], numbers < whole, topk, 1)
-            chosen = chosen.repeat_interleave(self._pool, -1)
-            chosen = F.pad(chosen, (0, len(places) - chosen.shape[1]))
-            seen &= chosen | (places >= whole * self._pool)
-        own = query.transpose(0, 1)[None], key[None], value[None], seen[None, None]
-        return CausalAttention._attend(self, *own)[0].transpose(0, 1).flatten(1)
+        seen = torch.arange(len(key), device=key.device) <= position[:, None]
+        if len(key) > self._topk:
+            seen = self._chosen(asked, weights[..., None], position[:, None], index, seen)
+        heads = (t.transpose(0, 1)[None] for t in (query, key, value))
+        return self._attend(*heads, seen)[0].transpose(0, 1).flatten(1)
+
+    @torch.no_grad()
+    def _chosen(
+        self, asked: Tensor, weights: Tensor, position: Tensor, index: Tensor, seen: Tensor
+    ) -> Tensor:
+        """Returns the keys of those before each query [t, s] that the best pools have, or that are
+        behind the last whole pool."""
+        whole = (position + 1) // self._pool
+        behind = torch.arange(len(index), device=index.device) < whole
+        products = asked.float() @ index.mT  # [t, index heads, pools]
+        best = best_keys(products, weights, behind, self._topk // self._pool, 1)
+        best = best.repeat_interleave(self._pool, -1)
+        best = F.pad(best, (0, seen.shape[1] - best.shape[1]))
+        return seen & (
+            best | (torch.arange(seen.shape[1], device=seen.device) >= whole * self._pool)
+        )
+
+
+def best_keys(products: Tensor, weights: Tensor, seen: Tensor, topk: int, heads: int) -> Tensor:
+    """Returns which of the keys that each query sees [..., m] have the best sums of their products
+    with it, by weights over the dimension `heads`."""
+    scores = (torch.relu(products) * weights).sum(heads).masked_fill(~seen, -torch.inf)
+    best = scores.topk(topk, -1).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & seen
 
 
 def sparse_attention(transformer_engine: bool) -> tuple[type, type | ModuleSpec]:

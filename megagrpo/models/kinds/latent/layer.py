@@ -7,9 +7,8 @@ from megatron.core.transformer.multi_latent_attention import (
     MLASelfAttentionSubmodules,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
-from torch import Tensor
 
-from megagrpo.models.kinds.indexed.layer import PooledAttention, sparse_attention
+from megagrpo.models.kinds.indexed.layer import SparseAttention, sparse_attention
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.layers.parts import Parts
 
@@ -19,12 +18,9 @@ class WithoutPositions(MLASelfAttention):
 
     def __init__(self, *args: object, **options: object):
         super().__init__(*args, **options)
-        self.rotary_pos_emb.forward = self._angles
-
-    def _angles(self, length: int, **_: object) -> Tensor:
-        """Returns angles [length, 1, 1, turning]; equal ones need no order of ranks."""
-        width = self.config.qk_pos_emb_head_dim
-        return torch.zeros(length, 1, 1, width, device=torch.cuda.current_device())
+        width, device = self.config.qk_pos_emb_head_dim, torch.cuda.current_device()
+        # equal ones need no order of ranks
+        self.rotary_pos_emb.forward = lambda n, **_: torch.zeros(n, 1, 1, width, device=device)
 
 
 def latent_spec(sizes: LatentAttention, parts: Parts) -> ModuleSpec:
@@ -32,7 +28,7 @@ def latent_spec(sizes: LatentAttention, parts: Parts) -> ModuleSpec:
     module: type = MLASelfAttention if sizes.rotary.fraction else WithoutPositions
     core: type | ModuleSpec = parts.core_attention
     if sizes.indexer is not None and sizes.indexer.pool > 1:
-        core = ModuleSpec(module=PooledAttention, params={"pool": sizes.indexer.pool})
+        core = ModuleSpec(module=SparseAttention, params={"pool": sizes.indexer.pool})
     elif sizes.indexer is not None:
         module, core = sparse_attention(parts.transformer_engine)
     return ModuleSpec(

@@ -20,7 +20,7 @@ from megagrpo.models.kinds.grouped_query.layer import (
     grouped_query_spec,
     padded_sequences,
 )
-from megagrpo.models.kinds.indexed.layer import PooledAttention
+from megagrpo.models.kinds.indexed.layer import SparseAttention
 from megagrpo.models.kinds.pooled.describe import PooledQuery
 from megagrpo.models.layers.parts import Parts, RmsNorm
 from megagrpo.models.layers.rotary import rotate
@@ -72,15 +72,14 @@ class MeanIndexer(torch.nn.Module):
         return self._turned(means, "k_layernorm", places).squeeze(1)
 
 
-class PooledCore(PooledAttention):
+class PooledCore(SparseAttention):
     """Attends to the chosen blocks; gets what the projections read in the place of a mask."""
 
     def __init__(self, config, *args, sizes: PooledQuery, **options):
         CausalAttention.__init__(self, config, *args, **options)
         self._pool = sizes.ratio
         self._topk = sizes.ratio * sizes.topk
-        self._source = 0  # no layer shares a choice
-        self._choices = {}
+        self._shared = False  # each layer has a choice of its own
         self.indexer = MeanIndexer(config, sizes)
 
     def forward(self, query, key, value, attention_mask, /, *, packed_seq_params=None, **_):
