@@ -251,8 +251,9 @@ def _tools(values: Values, data: DataConfig, location: str) -> tuple[Values, ...
             f'{location}: {data.tools_key!r} should be a list of {{"type": "function", '
             f'"function": {{"name", "parameters", ...}}}}, is {tools!r:.80}'
         )
-    _refuse_half(json.dumps(tools, ensure_ascii=False), f"{location}: {data.tools_key!r}")
-    return tuple(map(without_nulls, tools))
+    spelled = json.dumps([*map(without_nulls, tools)], ensure_ascii=False, default=str)
+    _refuse_half(spelled, f"{location}: {data.tools_key!r}")
+    return tuple(json.loads(spelled))
 
 
 def _grader_of(source: str, graders: dict[str, str]) -> str | None:

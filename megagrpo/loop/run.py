@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -43,6 +42,7 @@ from megagrpo.system.stop_request import STOP_FILE, StopRequest
 from megagrpo.types import AlgoState, Batch, RolloutGroup, TrainState, Updates
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.exchange import Exchange
+from megagrpo.weights.hf_export import export_hf
 
 _PHASES = {
     "publish": "publishes weights to the engines",
@@ -374,11 +374,8 @@ def _checkpointer(
         return replace(state, ahead=source.batches.finished())
 
     def export(folder: Path) -> None:
-        folders = import_module("megagrpo.tools.ranks.folders")  # beside the core
         model = config.model
-        folders.export_hf(
-            folder, weights, actor.mesh, model.path, config.actor.dtype, model.tokenizer
-        )
+        export_hf(folder, weights, actor.mesh, model.path, config.actor.dtype, model.tokenizer)
 
     return Checkpointer(
         config.checkpoint,

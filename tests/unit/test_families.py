@@ -106,7 +106,7 @@ from megagrpo.models.folder import Model
 from megagrpo.weights.hf_folder import HfFolder
 from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.tools.ranks.folders import export_hf
+from megagrpo.weights.hf_export import export_hf
 from megagrpo.weights.actor_weights import load_initial_weights
 
 path = str(folder / "tiny")

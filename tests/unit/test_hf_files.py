@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from examples.laptop.model import character_tokenizer
-from megagrpo.tools.ranks.folders import take_tokenizer
 from megagrpo.weights import hf_folder as hf_files
+from megagrpo.weights.hf_export import take_tokenizer
 from megagrpo.weights.hf_folder import INDEX, SINGLE, HfFolder, ReadingProgress, write_hf_folder
 
 TENSORS = {"x": torch.randn(4, 3), "y": torch.randn(5), "z": torch.tensor(1.5)}

@@ -22,9 +22,9 @@ from megagrpo.data.prompts import (
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.step_log import StepLog
 from megagrpo.system.progress import Progress
-from megagrpo.tools.ranks.folders import export_hf
 from megagrpo.types import Batch, MicroBatch, Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.weights.actor_weights import load_initial_weights
+from megagrpo.weights.hf_export import export_hf
 
 _DECAY = 0.95  # of the loss's running mean: about 20 steps
 

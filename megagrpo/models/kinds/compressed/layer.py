@@ -197,7 +197,7 @@ class CompressedMixer(CutModule):
         queries = self._turns(asked[:, :-heads].unflatten(-1, (heads, dim)), position[:, None])
         products = queries.float() @ index.float().mT  # [t, heads, m]
         weights = asked[:, -heads:, None].float() * (heads * dim) ** -0.5
-        return best_keys(products, weights, seen, self._sizes.topk, 1)
+        return best_keys(products, weights, seen, self._sizes.topk)
 
 
 def _with_window_before(t: Tensor, none: float) -> Tensor:

@@ -229,7 +229,7 @@ class SparseAttention(CausalAttention):
         whole = (position + 1) // self._pool
         behind = torch.arange(len(index), device=index.device) < whole
         products = asked.float() @ index.mT  # [t, index heads, pools]
-        best = best_keys(products, weights, behind, self._topk // self._pool, 1)
+        best = best_keys(products, weights, behind, self._topk // self._pool)
         best = best.repeat_interleave(self._pool, -1)
         best = F.pad(best, (0, seen.shape[1] - best.shape[1]))
         return seen & (
@@ -237,10 +237,10 @@ class SparseAttention(CausalAttention):
         )
 
 
-def best_keys(products: Tensor, weights: Tensor, seen: Tensor, topk: int, heads: int) -> Tensor:
-    """Returns which of the keys that each query sees [..., m] have the best sums of their products
-    with it, by weights over the dimension `heads`."""
-    scores = (torch.relu(products) * weights).sum(heads).masked_fill(~seen, -torch.inf)
+def best_keys(products: Tensor, weights: Tensor, seen: Tensor, topk: int) -> Tensor:
+    """Returns which of the keys that each query sees [t, m] have the best sums of their products
+    [t, heads, m] with it, by weights [t, heads, 1]."""
+    scores = (torch.relu(products) * weights).sum(1).masked_fill(~seen, -torch.inf)
     best = scores.topk(topk, -1).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & seen
 
