@@ -24,7 +24,7 @@ from megagrpo.models.table import (
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
 from megagrpo.tools.plan.trainer_memory import stage_parameters
 from megagrpo.tools.plan.work import model_work
-from megagrpo.tools.ranks.folders import untrained_tensors
+from megagrpo.weights.hf_export import untrained_tensors
 from tests.experiments import ROOT, experiment
 
 FLASH = json.loads((ROOT / "configs/models/Qwen3.8-Flash-Next/config.json").read_text())
