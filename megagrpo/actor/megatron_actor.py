@@ -27,7 +27,7 @@ from megagrpo.actor.update_state import UpdateState
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.mesh import Mesh, RunStopped, make_mesh
 from megagrpo.models.architecture import Architecture
-from megagrpo.models.build import build_chunks, chunk_parameters, load_hf, routers
+from megagrpo.models.build import build_chunks, chunk_parameters, load_hf, map_tables, routers
 from megagrpo.models.layers import lora
 from megagrpo.models.layers.context import make_context_groups
 from megagrpo.models.table import model_tensors
@@ -227,6 +227,10 @@ class MegatronActor:
         """Copies this rank's slices of an HF model into the parameters (recordable: nothing but
         slices and copies)."""
         load_hf(self.chunks, self.arch, hf)
+
+    def map_tables(self, hf: Mapping[str, Tensor]) -> None:
+        """Lets layers read what stays in the files of an HF model."""
+        map_tables(self.chunks, self.arch, hf)
 
     def weights_loaded(self) -> None:
         """Tells the optimizer that the parameters were written from outside."""

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from megagrpo.models.kinds.compressed.describe import CompressedAttention
 from megagrpo.models.kinds.experts.describe import Experts
 from megagrpo.models.kinds.gated_delta.describe import GatedDelta
+from megagrpo.models.kinds.gated_residual.describe import GatedResidual
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.hyper_connections.describe import HyperConnections
 from megagrpo.models.kinds.indexed.describe import LightningIndexer
 from megagrpo.models.kinds.kda.describe import Kda
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.kinds.mamba2.describe import Mamba2
+from megagrpo.models.kinds.ngrams.describe import NGrams
 from megagrpo.models.kinds.vision.describe import Vision
 from megagrpo.models.tensors import (
     GATED_NAMES,
@@ -60,7 +62,8 @@ class Architecture:
     parts: tuple[Part, ...] = ()  # what each layer is; (): what mixes tokens, and what feeds them
     gated: bool = True  # MLPs and experts are silu(gate) times up; else relu(up) squared
     experts: Experts | None = None  # None: dense
-    streams: HyperConnections | None = None  # None: one residual stream
+    streams: HyperConnections | GatedResidual | None = None  # None: one residual stream
+    ngrams: NGrams | None = None  # None: no layer has embeddings of n-grams
     vision: Vision | None = None  # None: a text-only model
     draft: bool = False  # with the multi-token-prediction layer, which proposes tokens to engines
 
@@ -149,6 +152,15 @@ class Architecture:
         return 1 if self.streams is None else self.streams.streams
 
     @property
+    def norms(self) -> bool:
+        """Tells whether each part of a layer, and the output layer, has a norm of its own."""
+        return self.streams is None or self.streams.NORMS
+
+    def has_ngrams(self, index: int) -> bool:
+        """Tells whether layer `index`, counted from 0, adds embeddings of n-grams."""
+        return self.ngrams is not None and index in self.ngrams.layers
+
+    @property
     def norm(self) -> Kind:
         """Returns the kind of a weight of the model's norms."""
         return "centered norm" if self.centered_norms else "norm"
@@ -174,7 +186,7 @@ class Architecture:
             norms.append("post_attention_layernorm")
         if mixer is self.attention:
             yield from mixing
-        for name in norms:
+        for name in norms if self.norms else ():
             yield TensorSpec(f"{prefix}{name}.weight", (self.hidden_size,), self.norm)
         if self.has_experts(index):
             yield from self.routed.tensors(self, prefix)
@@ -184,6 +196,8 @@ class Architecture:
         yield from mixing
         if self.streams is not None:
             yield from self.streams.tensors(self.hidden_size, prefix)
+        if self.ngrams is not None and self.has_ngrams(index):
+            yield from self.ngrams.tensors(self.hidden_size, self.num_streams, prefix)
         indexer = self.indexer
         if indexer is not None and mixer is self.attention and indexer.source(index) == index:
             yield from indexer.tensors(self, prefix + "self_attn.indexer.")
@@ -197,10 +211,11 @@ class Architecture:
         prefix = layer_prefix(index)
         mixer = self.mixer(index)
         if mixer is not None:
-            layer.input_layernorm.weight.copy_(hf[prefix + "input_layernorm.weight"])
+            if self.norms:
+                layer.input_layernorm.weight.copy_(hf[prefix + "input_layernorm.weight"])
             mixer.load(layer.self_attention, hf, f"{prefix}{mixer.MODULE}.", place.tensor)
         has_mlp = self.has_mlp(index)
-        if has_mlp or self.has_experts(index):
+        if self.norms and (has_mlp or self.has_experts(index)):
             layer.pre_mlp_layernorm.weight.copy_(hf[prefix + "post_attention_layernorm.weight"])
         if self.has_experts(index):
             self.routed.load(layer.mlp, hf, prefix, place)
@@ -209,6 +224,8 @@ class Architecture:
             load_mlp(*weights, hf, prefix + "mlp.", place.tensor, self.mlp_names)
         if self.streams is not None:
             self.streams.load(layer, hf, prefix)
+        if self.ngrams is not None and self.has_ngrams(index):
+            self.ngrams.load(layer.ple, hf, prefix)
 
     def cuts(self, p: ParallelConfig) -> Iterator[Cut]:
         """Yields which numbers of config.json ranks divide."""

@@ -27,7 +27,8 @@ from megagrpo.models.family import Family
 from megagrpo.models.fields import Kernels
 from megagrpo.models.kinds.draft.describe import draft_norms
 from megagrpo.models.kinds.draft.layer import DraftLayer, mark_parameters
-from megagrpo.models.kinds.hyper_connections.describe import HEAD, load_mixing
+from megagrpo.models.kinds.ngrams.describe import TABLE
+from megagrpo.models.kinds.ngrams.layer import NGramRows
 from megagrpo.models.kinds.vision.layer import Tower
 from megagrpo.models.layers.context import follow_context
 from megagrpo.models.layers.lora import add_adapters, is_adapter
@@ -180,9 +181,10 @@ def load_hf(chunks: list[Body], arch: Architecture, hf: Mapping[str, Tensor]) ->
             for layer in chunk.decoder.layers:
                 arch.load_layer(layer, hf, place)
             if chunk.post_process:
-                chunk.decoder.final_layernorm.weight.copy_(hf["model.norm.weight"])
-                if arch.streams is not None and arch.streams.has_head:
-                    load_mixing(chunk.decoder.final_layernorm, hf, HEAD)
+                if arch.norms:
+                    chunk.decoder.final_layernorm.weight.copy_(hf["model.norm.weight"])
+                if arch.streams is not None:
+                    arch.streams.load_head(chunk.decoder.final_layernorm, hf)
                 if not arch.tied:
                     load_vocabulary(chunk.output_layer.weight, hf["lm_head.weight"], place.tensor)
                 elif not chunk.pre_process:  # tied over two pipeline stages: each holds a copy
@@ -194,6 +196,17 @@ def load_hf(chunks: list[Body], arch: Architecture, hf: Mapping[str, Tensor]) ->
                     *_, module, _ = spec.name.split(".")
                     getattr(chunk.draft, module).weight.copy_(hf[spec.name])
                 arch.load_layer(chunk.draft.layer, hf, place)
+
+
+def map_tables(chunks: list[Body], arch: Architecture, hf: Mapping[str, Tensor]) -> None:
+    """Lets layers read rows of tables that stay in the files of an HF folder. Raises ValueError as
+    NGramRows.map_table does."""
+    part = FAMILIES[arch.family].stored_name("model.").removeprefix("model.")
+    tables = {name.replace(part, "", 1): hf[name] for name in hf if TABLE in name}
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, NGramRows):
+                module.map_table(tables)
 
 
 class _Named(dict[str, Tensor]):

@@ -18,8 +18,10 @@ from megagrpo.models.config_json import (
     rotary_fraction,
 )
 from megagrpo.models.kinds.experts.describe import Experts
+from megagrpo.models.kinds.gated_residual.describe import GatedResidual
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.hyper_connections.describe import HyperConnections
+from megagrpo.models.kinds.ngrams.describe import NGrams
 from megagrpo.models.kinds.vision.describe import Vision
 from megagrpo.models.tensors import TensorSpec
 
@@ -132,6 +134,7 @@ class Family:
             gated=self.GATED,
             experts=self.experts(hf),
             streams=self.streams(hf),
+            ngrams=self.ngrams(hf),
             vision=self.vision(hf),
         )
 
@@ -151,8 +154,12 @@ class Family:
         """Reads the experts, None if there are none."""
         return None
 
-    def streams(self, hf: HfConfig) -> HyperConnections | None:
+    def streams(self, hf: HfConfig) -> HyperConnections | GatedResidual | None:
         """Reads what mixes residual streams, None if there is one."""
+        return None
+
+    def ngrams(self, hf: HfConfig) -> NGrams | None:
+        """Reads which layers have embeddings of n-grams, None if none has."""
         return None
 
     def vision(self, hf: HfConfig) -> Vision | None:

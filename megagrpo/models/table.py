@@ -23,20 +23,20 @@ from megagrpo.models.families.gpt_oss import GptOss
 from megagrpo.models.families.kimi_linear import KimiLinear
 from megagrpo.models.families.minimax_m2 import MiniMaxM2
 from megagrpo.models.families.nemotron_h import NemotronH
-from megagrpo.models.families.qwen3_5 import Qwen3Next, Qwen35, Qwen35Moe
+from megagrpo.models.families.qwen3_5 import Qwen3Next, Qwen4Exp, Qwen35, Qwen35Moe
 from megagrpo.models.families.sigmoid_moe import Glm4Moe
 from megagrpo.models.families.softmax_moe import Llama, Mixtral, Qwen2, Qwen3, Qwen3Moe
 from megagrpo.models.families.sparse_attention import DeepseekV32, GlmMoeDsa
 from megagrpo.models.families.vision_language import Qwen3VL, Qwen3VLMoe, Qwen25VL
 from megagrpo.models.family import Family
 from megagrpo.models.kinds.draft.describe import draft_norms
-from megagrpo.models.kinds.hyper_connections.describe import HEAD
+from megagrpo.models.kinds.ngrams.describe import TABLE, NGrams
 from megagrpo.models.stored.quantization import (
     dequantized_config,
     quantization_problems,
     stored_form,
 )
-from megagrpo.models.tensors import TensorSpec, adapter_tensors
+from megagrpo.models.tensors import TensorSpec, adapter_tensors, layer_prefix
 from megagrpo.system.errors import git_lfs_hint, translated
 
 # model_type of config.json -> the family's module
@@ -66,6 +66,7 @@ FAMILIES: dict[str, Family] = {
     "nemotron_h": NemotronH(),
     "deepseek_v4": DeepseekV4(),
     "kimi_linear": KimiLinear(),
+    "qwen4_exp": Qwen4Exp("language_model."),
     "glm5_next": Glm5Next("language_model."),
 }
 # model_type -> what its layers have that no kind here has
@@ -73,8 +74,6 @@ _UNBUILT = {
     "kimi_k3": "its layers take sums of earlier blocks in place of a residual stream "
     "(attn_res_block_size), which pipeline stages here do not hand on; its gates of latent "
     "attention, bounded decays, norm behind latent experts and activation (situ) are not built either",
-    "qwen4_exp": "its residual streams are mixed by gates of low rank (hc_lowrank), and its layers "
-    "take embeddings of n-grams beside those of tokens (ngram_size)",
 }
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
 _LEFT_OUT = {"mtp.": "multi-token-prediction layers, which only speculate"}
@@ -84,7 +83,7 @@ _LEFT_OUT = {"mtp.": "multi-token-prediction layers, which only speculate"}
 class ParameterCounts:
     """Counts a model's parameters; embeddings and output layer are dense, tied ones count once."""
 
-    dense: int
+    dense: int  # with tables of n-grams, which are frozen
     expert: int  # of all routed experts
     active: int  # that one token is multiplied with; its row of an untied input embedding is not
 
@@ -142,6 +141,15 @@ def model_tensors(arch: Architecture) -> Iterator[TensorSpec]:
         yield spec if stored == spec.name else replace(spec, name=stored)
     if arch.vision is not None:
         yield from arch.vision.tensors()
+    yield from table_tensors(family, arch.ngrams)
+
+
+def table_tensors(family: Family, ngrams: NGrams | None) -> Iterator[TensorSpec]:
+    """Yields the tensors that stay in their files, of which layers read rows: frozen, no parameters,
+    not published, and exported as they are."""
+    for index in ngrams.layers if ngrams else ():
+        for spec in ngrams.table(index):
+            yield replace(spec, name=family.stored_name(spec.name))
 
 
 def text_tensors(arch: Architecture) -> Iterator[TensorSpec]:
@@ -150,9 +158,10 @@ def text_tensors(arch: Architecture) -> Iterator[TensorSpec]:
     yield TensorSpec("model.embed_tokens.weight", vocabulary, "matrix")
     for index in range(arch.num_layers):
         yield from FAMILIES[arch.family].layer_tensors(arch, index)
-    yield TensorSpec("model.norm.weight", (arch.hidden_size,), arch.norm)
-    if arch.streams is not None and arch.streams.has_head:
-        yield from arch.streams.mixing(arch.hidden_size, HEAD, arch.streams.streams, 1)
+    if arch.norms:
+        yield TensorSpec("model.norm.weight", (arch.hidden_size,), arch.norm)
+    if arch.streams is not None:
+        yield from arch.streams.head_tensors(arch.hidden_size)
     if not arch.tied:
         yield TensorSpec("lm_head.weight", vocabulary, "matrix")
     if arch.draft:
@@ -184,7 +193,8 @@ def parameter_counts(arch: Architecture) -> ParameterCounts:
     """Counts the parameters of a whole model."""
     counts = _counted(arch, tensor_groups(arch, None))
     looked_up = 0 if arch.tied else arch.vocab_size * arch.hidden_size
-    return replace(counts, active=counts.active - looked_up)
+    tables = sum(spec.size for spec in table_tensors(FAMILIES[arch.family], arch.ngrams))
+    return replace(counts, dense=counts.dense + tables, active=counts.active - looked_up)
 
 
 def _counted(arch: Architecture, groups: Mapping[TensorSpec, int]) -> ParameterCounts:
@@ -257,6 +267,12 @@ def left_out(hf: HfConfig, draft: bool = False) -> list[str]:
         + ", exports have the model's own" * (name in kept)
         for name in (family.LEFT_OUT if family else ())
     ]
+    if family and (ngrams := family.ngrams(hf)):
+        tables = sum(spec.size for spec in table_tensors(family, ngrams))
+        found.append(
+            f"{tables / 1e9:.1f} B numbers of n-grams (ple_embedding): frozen, trainers and engines read "
+            "them from the files, exports have the model's own"
+        )
     if not layers or draft or "mtp." in kept:
         return found
     first = hf["num_hidden_layers"]
@@ -275,7 +291,9 @@ def begin_of_kept(hf: HfConfig) -> tuple[str, ...]:
     family = FAMILIES.get(str(hf.get("model_type")))
     if family is None or exported_config(hf).get("model_type") != hf.get("model_type"):
         return ()
-    return family.LEFT_OUT
+    ngrams = family.ngrams(text_part(hf))
+    own = [layer_prefix(index) + TABLE for index in ngrams.layers] if ngrams else []
+    return (*family.LEFT_OUT, *map(family.stored_name, own))
 
 
 def has_draft(names: Iterable[str]) -> bool:
@@ -293,6 +311,8 @@ def is_left_out(arch: Architecture, tensor: str) -> bool:
     if tensor.endswith("rotary_emb.inv_freq"):
         return True
     if tensor.startswith(FAMILIES[arch.family].LEFT_OUT):
+        return True
+    if TABLE in tensor and ".shard_" not in tensor:  # numbers of hashes
         return True
     if tensor == "lm_head.weight" and arch.tied:
         return True

@@ -32,6 +32,8 @@ _WHOLE = (
     "indexer",
     *("wq_a", "wkv", "wgate", "compressor"),  # of compressed attention
     *("hc_attn", "hc_ffn", "hc_head"),  # mixings of residual streams
+    *("input_mix_weight_down", "input_mix_weight_up", "block_inject_weight"),  # likewise
+    *("index_qk_proj", "key_proj", "value_proj"),  # of pooled attention, of embeddings of n-grams
     "f_a_proj",
     "g_a_proj",
 )

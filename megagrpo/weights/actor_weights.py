@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.folder import refuse_tensors
-from megagrpo.models.table import is_left_out, model_tensors
+from megagrpo.models.table import FAMILIES, is_left_out, model_tensors, table_tensors
 from megagrpo.models.tensors import TensorSpec
 from megagrpo.weights.copies.recorder import Copy, Recording, Specs, record_whole
 from megagrpo.weights.hf_folder import HfFolder, ReadingProgress
@@ -25,6 +25,9 @@ class LoadableActor(Protocol):
 
     def load_hf(self, hf: Mapping[str, Tensor]) -> None:
         """Fills the parameters by slicing and copying only."""
+
+    def map_tables(self, hf: Mapping[str, Tensor]) -> None:
+        """Lets it read what stays in files."""
 
     def weights_loaded(self) -> None:
         """Brings everything derived from the parameters (the optimizer's copies) up to date."""
@@ -62,7 +65,13 @@ def load_initial_weights(
     hf = HfFolder(path)
     refuse_tensors(hf.path, actor.arch, hf.files)
     parameters = actor.parameters()
-    specs = {name: spec for name, spec in hf.specs.items() if not is_left_out(actor.arch, name)}
+    actor.map_tables(hf)
+    apart = {spec.name for spec in table_tensors(FAMILIES[actor.arch.family], actor.arch.ngrams)}
+    specs = {
+        name: spec
+        for name, spec in hf.specs.items()
+        if name not in apart and not is_left_out(actor.arch, name)
+    }
     tensors = list(model_tensors(actor.arch))
     recording = record_whole(actor.load_hf, specs, parameters)
     dtypes = fixed_dtypes(tensors)

@@ -60,7 +60,7 @@ def export_hf(
     plan = make_gather_plan(gather_copies(weights.copies, mesh), specs, _SHARD_BYTES)
 
     def write(buckets: Iterator[dict[str, Tensor]]) -> None:
-        shards = chain(buckets, [untrained_tensors(Path(like))])
+        shards = chain(buckets, untrained_tensors(Path(like)))
         finish = partial(take_tokenizer, source=Path(tokenizer or like))
         write_hf_folder(target, shards, like, published, finish=finish)
 
@@ -96,14 +96,16 @@ def _write_ends(folder: Path) -> None:
         generation.write_text(json.dumps(described, indent=2) + "\n")
 
 
-def untrained_tensors(folder: Path) -> dict[str, Tensor]:
-    """Returns the tensors that are left out of training, but that an export's config.json
-    describes."""
+def untrained_tensors(folder: Path) -> Iterator[dict[str, Tensor]]:
+    """Yields the tensors that are left out of training, but that an export's config.json describes,
+    those of one file at a time."""
     begin = begin_of_kept(read_description(folder / "config.json"))
     if not begin:
-        return {}
+        return
     hf = HfFolder(folder)
-    return {name: hf[name] for name in hf if name.startswith(begin)}
+    kept = [name for name in hf if name.startswith(begin)]
+    for file in sorted({hf.files.shown[name].file for name in kept}):
+        yield {name: hf[name] for name in kept if hf.files.shown[name].file == file}
 
 
 def export_peft(

@@ -139,6 +139,18 @@ def test_layers_of_one_part_travel(one_rank: Path):
     assert found["equal"] and found["live"] == found["exported"] == ["torch.float32"]
 
 
+def test_a_table_of_ngrams_stays_in_its_file(one_rank: Path):
+    """A checkpoint goes on in other layouts without it, and an export in bfloat16 has it as it was."""
+    source = one_rank / "qwen4_exp"
+    export = {"do": "decays", "model": str(source), "dtype": "bfloat16", "distributed": True}
+    found = resumed_elsewhere(one_rank / "ngrams", str(source), ("TP2xEP2", "PP2"), export)
+    assert found["equal"] and found["moved"]
+    before, after = HfFolder(source), HfFolder(one_rank / "ngrams" / "load" / "exported")
+    tables = [name for name in before if ".ple_embedding." in name]
+    assert len(tables) == 2 * (3 + 2) and after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in tables)
+
+
 def test_an_optimizer_of_two_dtypes_is_resumed(one_rank: Path):
     """bfloat16 weights and float32 decays in one sharded optimizer: the next updates are those of a
     run that went on, bit by bit."""

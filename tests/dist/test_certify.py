@@ -323,6 +323,24 @@ def test_streams_and_tables_are_certified_and_their_faults_found(subject, tmp_pa
 @pytest.mark.slow
 @pytest.mark.verifies(
     "actor",
+    "Qwen3.8-Flash-Next equals SGLang's equations in float64: gated residual streams, attention over chosen blocks of "
+    "keys, embeddings of n-grams; n-grams over a packed border, blocks chosen by their first token and gradients that "
+    "ranks do not add are found",
+    "dist/test_actor_families.py",
+)
+def test_gated_streams_and_ngrams_are_certified_and_their_faults_found(subject, tmp_path: Path):
+    faults = {"ngrams-over-borders": "DP2", "blocks-by-first-token": "CP2", "mixing-gradients-not-summed": "TP2xEP2"}
+    layouts = ("TP2+SP", "CP2", "PP2xVPP2", "TP2xEP2")
+    jobs = [*map(case, layouts), *(case(layout, fault) for fault, layout in faults.items())]
+    _, found = measured(tmp_path, [subject(family="qwen4_exp") | each for each in jobs])
+    assert found[:4] == [[]] * 4, dict(zip(layouts, found, strict=False))
+    for fault, problems in zip(faults, found[4:], strict=True):
+        assert any("gradient of" in problem for problem in problems), fault
+
+
+@pytest.mark.slow
+@pytest.mark.verifies(
+    "actor",
     "GLM-5.3-Flash equals SGLang's equations in float64; it is certified: bounded decays, pools of keys, the mean of "
     "residual streams; four planted mistakes",
     "dist/test_actor_families.py",

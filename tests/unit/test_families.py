@@ -51,6 +51,7 @@ DIGESTS = {
     ("nemotron_h", False): "2120a0a6ceed6f28",
     ("deepseek_v4", False): "51e646bb71b32a74",
     ("kimi_linear", False): "b1b84402ea5ce5b3",
+    ("qwen4_exp", False): "560f8ea460b12559",
     ("glm5_next", False): "8541ce5a28f59a7c",
 }
 LLAMA3 = {
@@ -63,6 +64,7 @@ UNSCALED = (
     *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_text", "qwen3_next", "nemotron_h"),
     "deepseek_v4",
     "kimi_linear",
+    "qwen4_exp",
     "glm5_next",
 )
 TOY = '''
@@ -171,7 +173,7 @@ def test_what_would_be_silently_wrong_is_refused_by_name(family, tmp_path):
         family not in ("qwen2", "glm4_moe", "qwen2_5_vl", "gpt_oss")
     )
     assert bool(model_problems(hf | {"partial_rotary_factor": 0.25})) == (
-        family != "glm4_moe" and not family.startswith(("qwen3_5", "qwen3_next"))
+        family != "glm4_moe" and not family.startswith(("qwen3_5", "qwen3_next", "qwen4_exp"))
     )
     assert bool(model_problems(hf | {"rope_scaling": LLAMA3})) == (family in UNSCALED)
     epsilon = "layer_norm_epsilon" if family == "nemotron_h" else "rms_norm_eps"

@@ -204,7 +204,7 @@ def test_an_export_has_every_tensor_that_its_config_promises(tmp_path, monkeypat
     assert all(name.startswith(("model.language_model.", "lm_head.")) for name in trained)
     read = []
     monkeypatch.setattr(HfFolder, "__getitem__", lambda folder, name: read.append(name) or stored(folder, name))
-    shards = [trained, untrained_tensors(model.folder)]
+    shards = [trained, *untrained_tensors(model.folder)]
     assert not trained.keys() & set(read), "in a folder in FP8 it would multiply every weight with its scale"
     write_hf_folder(tmp_path / "out", iter(shards), model.folder, torch.float32)
     exported = HfFolder(tmp_path / "out")

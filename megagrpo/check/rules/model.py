@@ -10,6 +10,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.fields import expected_kernels
 from megagrpo.models.kinds.compressed.describe import CompressedAttention
+from megagrpo.models.kinds.hyper_connections.describe import HyperConnections
 from megagrpo.models.kinds.indexed.describe import LightningIndexer
 from megagrpo.models.kinds.mamba2.describe import Mamba2
 from megagrpo.models.table import model_problems, stored_otherwise
@@ -41,9 +42,15 @@ def before_start(subject: Subject) -> Iterator[Rule]:
     )
     yield Rule(
         arch.streams is not None and not needs_gpus(config),
-        f"model.path: engines of a {arch.family} model need GPUs: SGLang mixes residual streams by TileLang's "
-        "kernels only (its kernels/ops/layernorm/mhc.py)",
+        f"model.path: engines of a {arch.family} model need GPUs: {(arch.streams or HyperConnections).ON_GPUS}",
         "set actor.dtype: bfloat16, which means GPUs; megagrpo certify compares trainers without them",
+    )
+    apart = rollout.load_format == "model" and rollout.sglang.get("ple_offload_embedding")
+    yield Rule(
+        arch.ngrams is not None and not apart,
+        f"rollout: engines of a {arch.family} model read its table of n-grams from its files, since no publish has "
+        "it, and keep it on the host, where it outlives their sleep",
+        "set rollout.load_format: model and rollout.sglang: {ple_offload_embedding: true}",
     )
     yield Rule(
         isinstance(arch.attention, CompressedAttention) and not config.algorithm.corrects_staleness,

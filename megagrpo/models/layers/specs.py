@@ -25,11 +25,15 @@ from megagrpo.models.kinds.compressed.describe import CompressedAttention
 from megagrpo.models.kinds.compressed.layer import CompressedMixer
 from megagrpo.models.kinds.gated_delta.describe import GatedDelta
 from megagrpo.models.kinds.gated_delta.layer import GatedDeltaNet
+from megagrpo.models.kinds.gated_residual.describe import GatedResidual
+from megagrpo.models.kinds.gated_residual.layer import GatedHead, GatedPlace
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.grouped_query.layer import grouped_query_spec
 from megagrpo.models.kinds.hashed.describe import HashedExperts
 from megagrpo.models.kinds.hashed.layer import HashedRouter
+from megagrpo.models.kinds.hyper_connections.describe import HyperConnections
 from megagrpo.models.kinds.hyper_connections.layer import (
+    HyperConnection,
     StreamHead,
     StreamLayer,
     norm_of_mean,
@@ -41,6 +45,9 @@ from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.kinds.latent.layer import latent_spec
 from megagrpo.models.kinds.mamba2.describe import Mamba2
 from megagrpo.models.kinds.mamba2.layer import Mamba2Mixer
+from megagrpo.models.kinds.ngrams.layer import NGramLayer
+from megagrpo.models.kinds.pooled.describe import PooledQuery
+from megagrpo.models.kinds.pooled.layer import pooled_spec
 from megagrpo.models.kinds.vision.layer import SeeingLayer
 from megagrpo.models.layers.parts import Parts
 
@@ -48,12 +55,18 @@ from megagrpo.models.layers.parts import Parts
 _MIXERS: dict[type, Callable[..., ModuleSpec]] = {
     GroupedQuery: grouped_query_spec,
     LatentAttention: latent_spec,
+    PooledQuery: pooled_spec,
 }
 _MODULES: dict[type, type] = {
     CompressedAttention: CompressedMixer,
     GatedDelta: GatedDeltaNet,
     Kda: KimiDeltaAttention,
     Mamba2: Mamba2Mixer,
+}
+# what mixes residual streams -> its module at a place of a layer, and the one before the output layer
+_STREAMS: dict[type, tuple[type, Callable[..., object]]] = {
+    HyperConnections: (HyperConnection, StreamHead),
+    GatedResidual: (GatedPlace, GatedHead),
 }
 
 
@@ -66,7 +79,8 @@ def block_spec(
     layers = [layer_spec(arch, config, index, parts) for index in own]
     last: Callable[..., object] = parts.norm
     if arch.streams is not None:
-        head = StreamHead if arch.streams.has_head else norm_of_mean
+        _, head = _STREAMS[type(arch.streams)]
+        head = head if arch.streams.has_head else norm_of_mean
         last = partial(head, own=arch.streams, norm=parts.norm)
     return TransformerBlockSubmodules(layers, layer_norm=last)
 
@@ -81,7 +95,8 @@ def layer_spec(
     mixer = arch.mixer(index)
     layer = TransformerLayerSubmodules()
     if mixer is not None:
-        layer.input_layernorm = parts.norm
+        if arch.norms:
+            layer.input_layernorm = parts.norm
         given = {"parts": parts, "sizes": mixer}
         module = _MODULES.get(type(mixer))
         layer.self_attention = (
@@ -103,11 +118,16 @@ def layer_spec(
         linears = MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row)
         layer.mlp = ModuleSpec(module=MLP, submodules=linears)
     if arch.has_experts(index) or arch.has_mlp(index):
-        layer.pre_mlp_layernorm = parts.norm
+        if arch.norms:
+            layer.pre_mlp_layernorm = parts.norm
         layer.mlp_bda = get_bias_dropout_add
     if arch.streams is not None:
         layer.self_attn_bda = layer.mlp_bda = without_residual
-        streams = {"streams": arch.streams}
+        place, _ = _STREAMS[type(arch.streams)]
+        streams = {"streams": arch.streams, "place": place}
+        if arch.has_ngrams(index):
+            own = streams | {"ngrams": arch.ngrams}
+            return ModuleSpec(module=NGramLayer, params=own, submodules=layer)
         return ModuleSpec(module=StreamLayer, params=streams, submodules=layer)
     sees = arch.vision is not None and index < arch.num_layers
     return ModuleSpec(module=SeeingLayer if sees else TransformerLayer, submodules=layer)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megagrpo.models.kinds.ngrams.describe import TABLE
 from megagrpo.system.processes import route_address
 from megagrpo.weights.copies.recorder import Copy, Recording, Specs, coverage_problems, record
 from megagrpo.weights.copies.views import Box, row_major
@@ -164,9 +165,11 @@ class EngineEnd:
             for name, (shape, dtype) in store.get(request["specs"]).items()
         }
         recording, inputs = record_engine_model(model, hf, request["allow_computed"])
+        # a table of n-grams stays as the start has read it
+        published = {name: p for name, p in model.named_parameters() if TABLE not in name}
         self.recorded = _Recorded(recording, hf, CopyBatches(recording.copies, hf), inputs)
         problems = [
-            *coverage_problems(recording, dict(model.named_parameters())),
+            *coverage_problems(recording, published),
             *copies_of_the_start(model),
             *format_problems(recording, live_tensors(model), hf),
             *random_cache_scales(model),

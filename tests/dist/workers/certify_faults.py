@@ -34,6 +34,8 @@ from megagrpo.models.kinds.kda import layer as kda_layer
 from megagrpo.models.kinds.latent import layer as latent_layer
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.kinds.mamba2.layer import Mamba2Mixer
+from megagrpo.models.kinds.ngrams.layer import NGramRows
+from megagrpo.models.kinds.pooled.layer import MeanIndexer
 from megagrpo.models.kinds.recurrent import RecurrentMixer
 from megagrpo.models.layers import parts as layer_parts
 from megagrpo.models.tensors import Shard
@@ -220,6 +222,26 @@ def _windows_of_their_own() -> AbstractContextManager[None]:
     return patch.multiple(compressed_layer, _with_window_before=lambda t, none: torch.cat(t.chunk(2, -1), -2))
 
 
+def _ngrams_over_borders() -> AbstractContextManager[None]:
+    """N-grams begin in the sequence before, as if a packed row were one."""
+    numbers = NGramRows._numbers
+    return patch.multiple(
+        NGramRows, _numbers=lambda rows, tokens, start: numbers(rows, tokens, torch.zeros_like(start))
+    )
+
+
+def _blocks_by_first_token() -> AbstractContextManager[None]:
+    """An indexer's key of a block is its first token's."""
+    pooled = MeanIndexer.pooled
+
+    def of_first(indexer: MeanIndexer, keys: Tensor) -> Tensor:
+        ratio = indexer._sizes.ratio
+        first = keys[: len(keys) // ratio * ratio : ratio]
+        return pooled(indexer, first.repeat_interleave(ratio, 0))
+
+    return patch.multiple(MeanIndexer, pooled=of_first)
+
+
 def _decays_of_heads() -> AbstractContextManager[None]:
     """All channels of a head decay alike, as in gated delta nets."""
     rule = kda_layer.delta_rule
@@ -344,6 +366,7 @@ FAULTS = {
     "sinks-of-another-rank": _sinks_of_another_rank, "window-one-wider": _window_one_wider, "no-sinks": _no_sinks,
     "gate-behind-norm": _gate_behind_norm,
     "mixing-gradients-not-summed": partial(_gradients_not_summed, ".hc_"),
+    "ngrams-over-borders": _ngrams_over_borders, "blocks-by-first-token": _blocks_by_first_token,
     "tokens-of-first-rank": _tokens_of_first_rank, "windows-of-their-own": _windows_of_their_own,
     "latent-gradients-not-summed": partial(_gradients_not_summed, "_latent_proj."),
     "narrow-gradients-not-summed": partial(_gradients_not_summed, "decay_down.", "gate_down."),

@@ -34,6 +34,7 @@ from transformers import (
 
 from tests.dist.workers.glm5_next_reference import GLM5_NEXT, Glm5Next
 from tests.dist.workers.kimi_reference import KIMI_LINEAR, KimiLinear
+from tests.dist.workers.qwen4_reference import QWEN4_EXP, Qwen4Exp
 from tests.dist.workers.samples import LENGTHS, NUM_SAMPLES, VOCAB, WIDTH, samples
 from tests.published import deepseek_v4_name
 
@@ -160,6 +161,7 @@ CONFIGS = {
     ),
     "deepseek_v4": lambda: DeepseekV4Config(**_V4),
     "kimi_linear": lambda: SimpleNamespace(**KIMI_LINEAR),
+    "qwen4_exp": lambda: SimpleNamespace(**QWEN4_EXP),
     "glm5_next": lambda: SimpleNamespace(**GLM5_NEXT),
 }  # fmt: skip
 
@@ -167,7 +169,8 @@ CONFIGS = {
 def random_model(config: PretrainedConfig | SimpleNamespace) -> PreTrainedModel | KimiLinear:
     torch.manual_seed(0)
     if isinstance(config, SimpleNamespace):
-        return {"kimi_linear": KimiLinear, "glm5_next": Glm5Next}[config.model_type](config)
+        own = {"kimi_linear": KimiLinear, "qwen4_exp": Qwen4Exp, "glm5_next": Glm5Next}
+        return own[config.model_type](config)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
 
 

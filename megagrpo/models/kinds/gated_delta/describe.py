@@ -33,6 +33,7 @@ class GatedDelta(Recurrence):
     kernel: int  # tokens of the convolution
     layers: tuple[bool, ...]
     grouped: bool = False  # rows of files stand key head by key head; else kind by kind
+    sigmoid_gate: bool = False  # of the output; else silu
 
     @classmethod
     def read(cls, hf: HfConfig, layers: tuple[bool, ...], grouped: bool) -> GatedDelta:
@@ -45,6 +46,7 @@ class GatedDelta(Recurrence):
             kernel=hf["linear_conv_kernel_dim"],
             layers=layers,
             grouped=grouped,
+            sigmoid_gate=hf.get("output_gate_type") == "sigmoid",
         )
 
     @property

@@ -40,6 +40,7 @@ class GatedDeltaNet(RecurrentMixer):
         super().__init__(config, layer_number, parts, heads, sizes.rows // heads, width)
         self.key_dim, self.value_dim = sizes.key_dim, sizes.value_dim
         self.values = values  # value heads of a key head
+        self._opening = torch.sigmoid if sizes.sigmoid_gate else F.silu
         self.channels = sizes.channels // heads
         self.conv1d = self.cut(self.channels, 1, sizes.kernel)
         self.A_log = self.cut(values, dtype=torch.float32)
@@ -66,7 +67,7 @@ class GatedDeltaNet(RecurrentMixer):
 
     def _gated_norm(self, out: Tensor, gate: Tensor) -> Tensor:
         normed = F.rms_norm(out.float(), (self.value_dim,), None, self.config.layernorm_epsilon)
-        return (normed * self.norm.float() * F.silu(gate.float())).to(gate.dtype)
+        return (normed * self.norm.float() * self._opening(gate.float())).to(gate.dtype)
 
 
 def convolve_fla(x: Tensor, weight: Tensor, _: None, borders: Tensor | None) -> Tensor:

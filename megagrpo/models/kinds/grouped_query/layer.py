@@ -96,6 +96,16 @@ class PackedSequences(PackedSeqParams):
             )
         return self._grids
 
+    def whole(self, t: Tensor) -> Tensor:
+        """Returns what all ranks have of the sequences [T, ...], in their order, of t [T / cp,
+        ...]."""
+        if self.group.size() == 1:
+            return t
+        by_rank = gathered(t, self)
+        sequence, place = self.grids(len(t)).key_at
+        places = self.cu_seqlens_q[sequence] + place
+        return by_rank.new_empty(by_rank.shape).index_copy(0, places, by_rank)
+
 
 def local_places(cu_seqlens: Tensor, count: int, cp_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns a context rank's part of k sequences: their tokens [k], and of each token [count]
@@ -137,13 +147,8 @@ def whole_sequences(
     """Yields of each sequence this rank's rows of `own` [T, ...], their positions, and the keys of
     all ranks, in order, from this rank's `keys` [T, ...]."""
     grids = packed.grids(len(keys[0]))
-    whole = [gathered(t, packed) for t in keys]
-    ranks = packed.group.size()
-    if ranks > 1:  # rank after rank
-        sequence, place = grids.key_at
-        places = packed.cu_seqlens_q[sequence] + place
-        whole = [t.new_empty(t.shape).index_copy(0, places, t) for t in whole]
-    lengths = [length // ranks for length in packed.lengths]
+    whole = [packed.whole(t) for t in keys]
+    lengths = [length // packed.group.size() for length in packed.lengths]
     rows = [t.split(lengths) for t in (*own, grids.position)]
     yield from zip(*rows, *(t.split([*packed.lengths]) for t in whole), strict=True)
 

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import functional as F
 
+from megagrpo.models.kinds.gated_residual.describe import GatedResidual
 from megagrpo.models.kinds.hashed.layer import HashedRouter
 from megagrpo.models.kinds.hyper_connections.describe import HyperConnections
 from megagrpo.models.kinds.recurrent import again
@@ -68,10 +69,11 @@ class HyperConnection(Mixing):
         return self.contracted(streams, pre), 2 * torch.sigmoid(post), comb
 
 
-def spread(streams: Tensor, output: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """Returns the streams behind a part that gave output [s, b, h]."""
-    post, comb = post.to(streams.dtype), comb.to(streams.dtype)
-    return post[..., None] * output[:, :, None] + comb.mT @ streams
+def spread(streams: Tensor, output: Tensor, post: Tensor, comb: Tensor | None) -> Tensor:
+    """Returns the streams behind a part that gave output [s, b, h]; without comb each keeps
+    itself."""
+    kept = streams if comb is None else comb.to(streams.dtype).mT @ streams
+    return post.to(streams.dtype)[..., None] * output[:, :, None] + kept
 
 
 def without_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
@@ -80,13 +82,19 @@ def without_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
 
 
 class StreamLayer(TransformerLayer):
-    """Takes and returns streams; its own sums are without residual."""
+    """Takes and returns streams, which `place` mixes; its own sums are without residual."""
 
-    def __init__(self, config: TransformerConfig, *args, streams: HyperConnections, **options):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args,
+        streams: HyperConnections | GatedResidual,
+        place: type[torch.nn.Module],
+        **options,
+    ):
         super().__init__(config, *args, **options)
         self.streams = streams.streams
-        self.hc_attn = HyperConnection(config, streams)
-        self.hc_ffn = HyperConnection(config, streams)
+        self.hc_attn, self.hc_ffn = place(config, streams), place(config, streams)
 
     def forward(self, hidden_states: Tensor, **given) -> tuple[Tensor, None]:
         """Maps [s / tp, b n, h] to the same. given: as Megatron's; attention_bias are the

@@ -1,0 +1,1 @@
+"""Gated residual: several residual streams, mixed by gates of low rank around each part of a layer."""

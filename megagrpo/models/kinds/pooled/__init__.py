@@ -1,0 +1,1 @@
+"""Pooled sparse attention: an indexer chooses blocks of keys by their means."""
