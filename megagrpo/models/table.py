@@ -147,7 +147,9 @@ def model_tensors(arch: Architecture) -> Iterator[TensorSpec]:
 def table_tensors(family: Family, ngrams: NGrams | None) -> Iterator[TensorSpec]:
     """Yields the tensors that stay in their files, of which layers read rows: frozen, no parameters,
     not published, and exported as they are."""
-    for index in ngrams.layers if ngrams else ():
+    if ngrams is None:
+        return
+    for index in ngrams.layers:
         for spec in ngrams.table(index):
             yield replace(spec, name=family.stored_name(spec.name))
 

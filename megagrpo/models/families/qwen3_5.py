@@ -100,7 +100,7 @@ class Qwen35Moe(FusedExperts, Qwen35):
     """With experts in every layer, and one that every token meets, times a sigmoid of the token."""
 
     HF_CLASS = "Qwen3_5MoeForCausalLM"
-    REQUIRED_KEYS = (
+    REQUIRED_KEYS: ClassVar[tuple[str, ...]] = (
         *_LINEAR_SIZES,
         "num_experts",
         "num_experts_per_tok",

@@ -124,10 +124,10 @@ def layer_spec(
     if arch.streams is not None:
         layer.self_attn_bda = layer.mlp_bda = without_residual
         place, _ = _STREAMS[type(arch.streams)]
-        streams = {"streams": arch.streams, "place": place}
+        streams: dict[str, object] = {"streams": arch.streams, "place": place}
         if arch.has_ngrams(index):
-            own = streams | {"ngrams": arch.ngrams}
-            return ModuleSpec(module=NGramLayer, params=own, submodules=layer)
+            streams["ngrams"] = arch.ngrams
+            return ModuleSpec(module=NGramLayer, params=streams, submodules=layer)
         return ModuleSpec(module=StreamLayer, params=streams, submodules=layer)
     sees = arch.vision is not None and index < arch.num_layers
     return ModuleSpec(module=SeeingLayer if sees else TransformerLayer, submodules=layer)

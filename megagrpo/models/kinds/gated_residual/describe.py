@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megagrpo.models.costs import FP32, LayerCost, Share
-from megagrpo.models.tensors import TensorSpec
+from megagrpo.models.tensors import Kind, TensorSpec
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -54,7 +54,7 @@ class GatedResidual:
 
     def _place(self, hidden: int, prefix: str, injects: bool) -> Iterator[TensorSpec]:
         for name, shape in self.shapes(hidden, injects).items():
-            kind = "matrix" if len(shape) > 1 else "centered norm"
+            kind: Kind = "matrix" if len(shape) > 1 else "centered norm"
             yield TensorSpec(f"{prefix}{name}.weight", shape, kind)
 
     def load(self, layer: TransformerLayer, hf: Mapping[str, Tensor], prefix: str) -> None:

@@ -23,8 +23,12 @@ def normed(streams: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return (rows * (1 + weight.float()).view(streams.shape[-2:])).to(streams.dtype)
 
 
-class GatedPlace(torch.nn.Module):
-    """Is one place of a layer, held whole by every rank; its parameters have the files' names."""
+class Gates(torch.nn.Module):
+    """Holds the gates of one place, whole on every rank, under the files' names."""
+
+    hc_norm: Tensor
+    input_mix_weight_down: Tensor
+    input_mix_weight_up: Tensor
 
     def __init__(self, config: TransformerConfig, own: GatedResidual, injects: bool = True):
         super().__init__()
@@ -32,11 +36,6 @@ class GatedPlace(torch.nn.Module):
         self._epsilon = config.layernorm_epsilon
         for name, shape in own.shapes(config.hidden_size, injects).items():
             self.register_parameter(name, whole_parameter(config, shape, config.params_dtype))
-
-    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        """Returns the part's input [s, b, h] and its shares in the streams [s, b, n], which keep
-        themselves, from streams [s, b, n, h]; the backward computes all of it again."""
-        return again(self._mixed, streams)
 
     def _mixed(self, streams: Tensor) -> tuple[Tensor, Tensor | None, None]:
         rows = normed(streams, self.hc_norm, self._epsilon)
@@ -50,7 +49,16 @@ class GatedPlace(torch.nn.Module):
         return hidden, 2 * torch.sigmoid(F.linear(flat, weight) / self._streams), None
 
 
-class GatedHead(GatedPlace):
+class GatedPlace(Gates):
+    """Is one place of a layer."""
+
+    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        """Returns the part's input [s, b, h] and its shares in the streams [s, b, n], which keep
+        themselves, from streams [s, b, n, h]; the backward computes all of it again."""
+        return again(self._mixed, streams)
+
+
+class GatedHead(Gates):
     """Contracts the streams: the model's last norm is in it."""
 
     def __init__(self, config: TransformerConfig, own: GatedResidual, **_: object):
@@ -58,4 +66,4 @@ class GatedHead(GatedPlace):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Maps [s / tp, b n, h] to [s / tp, b, h]."""
-        return super().forward(hidden_states.unflatten(1, (-1, self._streams)))[0]
+        return again(self._mixed, hidden_states.unflatten(1, (-1, self._streams)))[0]

@@ -133,7 +133,9 @@ class StreamHead(Mixing):
         return self.norm(self.contracted(streams, *self.numbers(streams, self.own.streams)))
 
 
-def norm_of_mean(own: HyperConnections, norm: type, **options: object) -> torch.nn.Module:
+def norm_of_mean(
+    own: HyperConnections | GatedResidual, norm: type, **options: object
+) -> torch.nn.Module:
     """Returns the model's last norm, which reads the mean of the streams. options: of the norm."""
     module = norm(**options)
     module.register_forward_pre_hook(

@@ -6,6 +6,8 @@ pools (GLM-5.3-Flash). Else those get Megatron's own core, absorbed, whose kerne
 only. Both have the same indexer and parameter names.
 """
 
+from typing import Protocol
+
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.models.common.embeddings import (
@@ -33,6 +35,7 @@ from torch.nn import functional as F
 from megagrpo.models.config_json import YARN_KEYS
 from megagrpo.models.kinds.grouped_query.layer import (
     CausalAttention,
+    PackedSequences,
     padded_sequences,
     whole_sequences,
 )
@@ -149,6 +152,18 @@ class Indexer(torch.nn.Module):
         return (values * (gates + self.index_kpool_compress_ape).softmax(1)).sum(1)
 
 
+class Chooser(Protocol):
+    """Is what chooses keys."""
+
+    def forward_before_topk(
+        self, x: Tensor, qr: Tensor, packed_seq_params: PackedSequences | None, /
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns queries, keys and weights of heads."""
+
+    def pooled(self, keys: Tensor, /) -> Tensor:
+        """Returns the keys of whole pools, from the tokens'."""
+
+
 class SparseAttention(CausalAttention):
     """Attends to the chosen keys, sequence by sequence, under masks of a block of queries, which the
     backward makes again. A query also sees the keys behind the last whole pool before it."""
@@ -167,7 +182,9 @@ class SparseAttention(CausalAttention):
         self._number = layer_number
         self._source = source_dsa_compute_layer(layer_number, *shares)
         self._shared = config.dsa_indexer_topk_freq > 1
-        self.indexer = Indexer(config, pool=pool) if self._source == layer_number else None
+        self.indexer: Chooser | None = None
+        if self._source == layer_number:
+            self.indexer = Indexer(config, pool=pool)
 
     def forward(
         self, query, key, value, attention_mask, /, *, packed_seq_params=None, x=None, qr=None, **_
@@ -199,7 +216,10 @@ class SparseAttention(CausalAttention):
         """Returns [places, heads e] of one sequence, from rows as `_block` gets them, and the indexer's
         keys [s, d], with gates if they are in pools."""
         *own, key, value, index = rows
-        keys = index.float() if self._pool == 1 else self.indexer.pooled(index)
+        keys = index.float()
+        if self._pool > 1:
+            assert self.indexer is not None, "layers that pool keys share no choice"
+            keys = self.indexer.pooled(index)
         blocks = zip(*(t.split(BLOCK) for t in own), strict=True)
         return torch.cat([again(self._block, *block, key, value, keys) for block in blocks])
 
@@ -217,8 +237,8 @@ class SparseAttention(CausalAttention):
         seen = torch.arange(len(key), device=key.device) <= position[:, None]
         if len(key) > self._topk:
             seen = self._chosen(asked, weights[..., None], position[:, None], index, seen)
-        heads = (t.transpose(0, 1)[None] for t in (query, key, value))
-        return self._attend(*heads, seen)[0].transpose(0, 1).flatten(1)
+        query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
+        return self._attend(query, key, value, seen)[0].transpose(0, 1).flatten(1)
 
     @torch.no_grad()
     def _chosen(

@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from megagrpo.models.config_json import HfConfig, end_tokens
-from megagrpo.models.tensors import TensorSpec, layer_prefix
+from megagrpo.models.tensors import Kind, TensorSpec, layer_prefix
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megagrpo.models.kinds.ngrams.layer import NGramRows
 
 _MODULE = "ple."  # of files, in a layer
+_KINDS: tuple[Kind, ...] = ("centered norm", "matrix", "convolution")  # by dimensions
 TABLE = "ple.ple_embedding."  # likewise: the table, and numbers that config.json determines
 _WORD = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15  # of SplitMix64 (Steele et al., 2014)
@@ -110,8 +111,7 @@ class NGrams:
     def tensors(self, hidden: int, streams: int, prefix: str) -> Iterator[TensorSpec]:
         """Yields these; prefix: of the layer."""
         for name, shape in self.shapes(hidden, streams).items():
-            kind = ("centered norm", "matrix", "convolution")[len(shape) - 1]
-            yield TensorSpec(f"{prefix}{_MODULE}{name}", shape, kind)
+            yield TensorSpec(f"{prefix}{_MODULE}{name}", shape, _KINDS[len(shape) - 1])
 
     def load(self, rows: NGramRows, hf: Mapping[str, Tensor], prefix: str) -> None:
         """Copies the HF tensors of a layer, which every rank has whole; prefix: of the layer."""

@@ -45,7 +45,7 @@ class MeanIndexer(torch.nn.Module):
 
     @torch.no_grad()
     def forward_before_topk(
-        self, x: Tensor, qr: None, packed_seq_params: PackedSequences | None
+        self, x: Tensor, qr: Tensor | None, packed_seq_params: PackedSequences | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As that of kinds/indexed: queries [s, b, heads, d], the tokens' keys [s, b, d], and weights
         of heads [s, b, heads], from x [s / tp, b, h]."""
