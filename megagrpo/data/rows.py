@@ -358,6 +358,8 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Values]]:
     ):
         texts = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
         reader = csv.DictReader(texts, strict=True)
+        if twice := repeated(filter(None, reader.fieldnames or ())):
+            raise ValueError(f"{path}:1: two columns are named {twice[0]!r}; rename one")
         for row in reader:
             if any(row.pop(None, ())):
                 raise ValueError(
@@ -458,7 +460,8 @@ def well_formed(text: str) -> str:
 
 def _text(value: object, key: str, location: str) -> str:
     numeric = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
-    if not (isinstance(value, str) or (numeric and value == value)):  # not NaN
+    # not NaN, nor 1e400
+    if not (isinstance(value, str) or (numeric and value == value and abs(value) != math.inf)):
         raise ValueError(f"{location}: {key!r} should be a text or a number, is {value!r:.60}")
     _refuse_half(str(value), f"{location}: {key!r}")
     return str(value)

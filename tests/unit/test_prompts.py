@@ -111,6 +111,7 @@ def test_several_files_are_read_as_one(tmp_path, tokenizer):
         (["", '{"prompt": "1", "answer": 1' + "0" * 5000 + "}"], r"bad.jsonl:2: unreadable JSON: Exceeds the limit"),
         (["", "[" * 100_000], r"bad.jsonl:2: unreadable JSON: maximum recursion depth"),
         (['{"prompt": "1", "answer": null}'], r"bad.jsonl:1: 'answer' should be a text or a number, is None"),
+        (['{"prompt": "1", "answer": 1e400}'], r"bad.jsonl:1: 'answer' should be a text or a number, is inf"),
         (['{"prompt": "", "answer": "1"}'], r"bad.jsonl:1: the prompt '' has no tokens"),
         (["", '{"prompt": "\\u00e9", "answer": "1"}'], r"bad.jsonl:2: the tokenizer does not know"),
         ([], r"bad.jsonl: no row$"),
@@ -128,6 +129,8 @@ def test_bad_files(tmp_path, tokenizer):
         load_prompts(DataConfig(path=write(tmp_path / "a.tsv", [])), tokenizer)
     with pytest.raises(ValueError, match="not a readable parquet file"):
         load_prompts(DataConfig(path=write(tmp_path / "a.parquet", ["x" * 100])), tokenizer)
+    with pytest.raises(ValueError, match=r"a.csv:1: two columns are named 'answer'; rename one"):
+        load_prompts(DataConfig(path=write(tmp_path / "a.csv", ["prompt,answer,,,answer", "1,2,,,3"])), tokenizer)
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9", "answer": "1"}\n')
     with pytest.raises(ValueError, match=r"latin.jsonl:1: not UTF-8"):
         load_prompts(DataConfig(path=str(tmp_path / "latin.jsonl")), tokenizer)
