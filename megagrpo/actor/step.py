@@ -158,8 +158,8 @@ def update(
     max_response_tokens: int,
 ) -> Updated:
     """Collective. Makes the optimizer updates of `batch.updates`; returns metrics and, if the batch
-    has no old_logprobs, the log-probabilities of the first update's own forward (complete where
-    `holds_token_values`; NaN for what it did not see).
+    has no old_logprobs, the log-probabilities of the forwards until weights change (complete where
+    `holds_token_values`; NaN for what they did not see).
 
     With several passes every metric is also reported per pass, NAME_pass_1 and so on. An update
     whose loss or gradient is not finite changes no weight; optim/non_finite_updates counts it.
@@ -183,7 +183,7 @@ def update(
             if denominators.nothing:
                 skipped += 1
                 continue
-            first = batch.old_logprobs is None and not computed
+            first = batch.old_logprobs is None and not optim
             computed += rows
             recorded = seen if first else None
             sums = backward(actor, batch, rows, algorithm, temperature, denominators, recorded)

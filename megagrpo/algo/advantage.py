@@ -179,18 +179,18 @@ def _with_trained_mask(
     A sequence of the correction is a sample: its tokens were sampled one after the other.
     """
     options = algorithm.mismatch
-    if options.reject is None and options.weight is None:
-        metrics = {}
-        if batch.lags is not None:
-            metrics = staleness_metrics(batch.lags, None, trained, reduce)
-        return replace(batch, loss_mask=trained), metrics
-    assert batch.old_logprobs is not None, "see AlgorithmConfig.needs_old_logprobs"
-    log_ratio = (batch.old_logprobs - batch.rollout_logprobs).double().masked_fill_(~trained, 0.0)
-    counted = trained
-    correction = Correction()
+    log_ratio = None
     metrics = {}
+    if options.corrects:
+        assert batch.old_logprobs is not None, "see AlgorithmConfig.needs_old_logprobs"
+        log_ratio = batch.old_logprobs - batch.rollout_logprobs
+        log_ratio = log_ratio.double().masked_fill_(~trained, 0.0)
     if batch.lags is not None:
         metrics = staleness_metrics(batch.lags, log_ratio, trained, reduce)
+    if log_ratio is None:
+        return replace(batch, loss_mask=trained), metrics
+    counted = trained
+    correction = Correction()
     if options.reject is not None:
         # what the update's own mismatch metrics no longer see
         metrics["mismatch/logprob_abs_mean_before_rejection"] = moments(

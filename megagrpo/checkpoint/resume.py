@@ -130,19 +130,6 @@ def find_checkpoint(config: ExperimentConfig, mesh: Mesh) -> Path | None:
     return newest
 
 
-def _load_reference(config: ExperimentConfig, folder: Path, actor: MegatronActor) -> None:
-    """Collective. Keeps a checkpoint's weights as the reference. Raises LeaderError without it."""
-    mesh = actor.mesh
-    missing = (
-        f"{folder}, whose weights are the reference, is not there: bring it back, or set "
-        "algorithm.kl.reference_every to null, or to steps of which a checkpoint is there"
-    )
-    there = mesh.from_main(folder.is_dir, f"look for {folder}")
-    mesh.raise_any("" if there else missing)
-    load_checkpoint(config, folder, actor, with_optimizer=False)
-    actor.keep_reference()
-
-
 def _refuse_other_disks(root: Path, directory: str, mesh: Mesh) -> None:
     """Collective. Raises ValueError on every rank unless all see what the main rank makes in the
     folder of checkpoints: else the first save would fail, and the steps before it be lost."""
@@ -184,7 +171,14 @@ def resume(
         inputs = {key: value for key, value in inputs.items() if key == REFERENCE}
     moved = config.algorithm.moved_reference(step_of(source))
     if moved and moved < step_of(source):
-        _load_reference(config, checkpoint_folder(source.parent, moved), actor)
+        folder = checkpoint_folder(source.parent, moved)
+        if not actor.mesh.from_main(folder.is_dir, f"look for {folder}"):
+            raise ValueError(
+                f"{folder}, whose weights are the reference, is not there: bring it back, or set "
+                "algorithm.kl.reference_every to null, or to steps of which a checkpoint is there"
+            )
+        load_checkpoint(config, folder, actor, with_optimizer=False)
+        actor.keep_reference()
     state = load_checkpoint(config, source, actor, compared, inputs)
     if moved == state.step > 0:
         actor.keep_reference()

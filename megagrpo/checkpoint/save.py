@@ -8,6 +8,7 @@
         state.json     the rest of TrainState, model identity, layout, whether another layout can
                        load the checkpoint, digests of the data's rows, other inputs, version
         manifest.json  size and CRC-32 of every file, written last
+    run/checkpoints/hf_000010/     a Hugging Face folder, if checkpoint.hf_every has the step
 
 Loading rejects a folder without a manifest, or with files that differ from it, and names the file.
 Another layout rejects a checkpoint for a single layout, and names the remedy.
@@ -90,6 +91,7 @@ class Checkpointer:
     plan_save: collective; its arguments are an existing empty folder and whether another layout
     must be able to load the checkpoint.
     with_groups: returns the state with the groups of this rank, if it is a leader.
+    export: collective; writes the live weights as a Hugging Face folder, complete or not at all.
     background: training continues during a save, so plan_save must copy.
     """
 
@@ -102,21 +104,56 @@ class Checkpointer:
     num_steps: int  # of the run
     saved_step: int  # the last of which a save began; at first that of the start
     background: bool
+    export: Callable[[Path], None]
     reference_step: Callable[[int], int] = _initial  # AlgorithmConfig.moved_reference
     _pending: "PendingSave | None" = None  # being written while training continues
 
-    def on_schedule(self, state: TrainState) -> None:
-        """Collective. Saves after every options.every steps and after the last; completes a save
-        whose files are written."""
+    def on_schedule(self, state: TrainState) -> bool:
+        """Collective. Saves after every options.every steps and after the last, some of them also as
+        a Hugging Face folder; completes a save whose files are written. Returns whether the weights
+        of now become the reference."""
         if self._pending is not None and self._pending.ready():
             self.complete()
         last = state.step == self.num_steps
         every = self.options.every
+        was_saved = self.saved_step == state.step
         moves = 0 < state.step == self.reference_step(state.step)
         if (every and state.step % every == 0) or moves or last:
             self._save(state, last)
-        if last or not self.background:
+        between = every * self.options.hf_every
+        exports = last or (between and state.step % between == 0)
+        if exports or not self.background:
             self.complete()
+        if exports:
+            self._export(state.step, was_saved)
+        return moves
+
+    def _export(self, step: int, was_saved: bool) -> None:
+        """Collective. Writes the step's Hugging Face folder, unless an earlier start has, and
+        removes the oldest ones. was_saved: by an earlier start."""
+        if not (self.options.hf_every and step):
+            return
+        folder = self.root / f"hf_{step:06}"
+
+        def is_written() -> bool:
+            # an older one is of a start that continued from a checkpoint that is gone: the step's own
+            # comes after its checkpoint is complete
+            saved = checkpoint_folder(self.root, step).stat().st_mtime
+            return folder.is_dir() and folder.stat().st_mtime >= saved
+
+        def remove_oldest() -> None:
+            exports = sorted(
+                path
+                for path in self.root.glob("hf_*")
+                # other names are copies of a user
+                if path <= folder and path.name[3:].isdigit()
+            )
+            for path in exports[: -self.options.keep]:
+                shutil.rmtree(path, ignore_errors=True)
+
+        if not (was_saved and self.mesh.from_main(is_written, f"look for {folder}")):
+            self.export(folder)
+            self.mesh.from_main(remove_oldest, f"remove folders older than {folder}")
 
     def save_now(self, state: TrainState) -> None:
         """Collective. Saves `state`, the last of this start, unless it is saved already. Returns

@@ -292,8 +292,12 @@ class AlgorithmConfig(Section):
     def needs_old_logprobs(self) -> bool:
         """Returns whether advantages need old log-probabilities; several updates a step need them
         in any case."""
-        corrects_mismatch = self.mismatch.weight is not None or self.mismatch.reject is not None
-        return self.measures_kl_before_update or corrects_mismatch
+        return self.measures_kl_before_update or self.mismatch.corrects
+
+    @property
+    def corrects_staleness(self) -> bool:
+        """Returns whether the loss takes into account which probabilities a token was sampled by."""
+        return self.mismatch.corrects or self.old_logprobs == "engine"
 
     @property
     def needs_greedy_response(self) -> bool:

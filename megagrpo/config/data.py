@@ -88,7 +88,7 @@ class SourceConfig(Section):
     """Grader for these rows, with the names that `grader_key` columns use."""
     grader_key: str | None = None
     """As in `data`."""
-    extra_key: str | None = None
+    extra_key: str | list[str] | None = None
     """As in `data`."""
     system_prompt: str | None = None
     """As in `data`."""
@@ -120,8 +120,9 @@ class DataConfig(Section):
     grader_by_source: dict[str, str] = Field(default={})
     """Grader for each value of `source_key`: `{openai/gsm8k: gsm8k, lighteval/MATH: math}`. `aime*`
     fits every other value that begins so."""
-    extra_key: str | None = None
-    """Column for graders with a parameter `extra_info`, such as verl's compute_score."""
+    extra_key: str | list[str] | None = None
+    """Column for graders with a parameter `extra_info`, such as verl's compute_score, or several,
+    for those that take columns by name, as TRL's."""
     images_key: str | None = None
     """Image column (paths, bytes or {bytes, path}) for prompts with images. The text has one
     `<image>` for each. Needs `chat_template`. See [vision](../vision.md)."""

@@ -122,6 +122,9 @@ class CheckpointConfig(Section):
     stopped), all, or none. The others are faster and need less memory."""
     keep: PositiveInt = 2
     """Number of newest checkpoints to keep."""
+    hf_every: NonNegativeInt = 0
+    """Write every n-th scheduled checkpoint, and the last, also as a [Hugging Face
+    folder](../checkpoints.md#exports). 0: none."""
     asynchronous: bool | Literal["auto"] = "auto"
     """Copy to host memory and write during training. auto: from two trainer nodes on."""
     resume: Literal["auto", "never", "other_data"] = "auto"

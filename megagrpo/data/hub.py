@@ -21,7 +21,7 @@ _NAME = r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?"
 _MODEL = re.compile(_NAME)
 _DATA = re.compile(_NAME + r"(?:\?(?P<query>[\w.=&-]*))?")
 _FILES = re.compile(r"hf://datasets/" + _NAME + r"/(?P<pattern>.+)")
-_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
+_ENDINGS = (".parquet", ".jsonl", ".json", ".csv", ".jsonl.gz", ".json.gz", ".csv.gz")
 _FOLDERS = {"models", "data", "runs", "configs", "checkpoints"}  # not names on the Hub
 _DESCRIPTION = ["*.json", "*.txt", "*.model", "*.jinja"]
 _WEIGHTS = ["*.safetensors"]
@@ -148,8 +148,10 @@ def _patterns(
         splits = (asked["split"],)
     configs = _configurations(folder / "README.md")
     if not configs:  # by the names of files, as the Hub itself finds them
-        config = f"{asked['config']}*" if "config" in asked else ""
-        return [f"*{config}{splits[0]}*{ending}" for ending in _ENDINGS]
+        # no letter beside the split: contest.csv is no test
+        begins = [f"*{asked['config']}*[!a-zA-Z]"] if "config" in asked else ["", "*[!a-zA-Z]"]
+        ends = ("json*", "csv*", "parquet")
+        return [f"{begin}{splits[0]}[!a-zA-Z]*{end}" for begin in begins for end in ends]
     candidates = [name for name, (_, is_default) in configs.items() if is_default] or [*configs]
     name = asked.get("config")
     if name is None and len(candidates) == 1:

@@ -112,7 +112,9 @@ def image_bytes(source: object, folder: Path) -> bytes:
         )
     if source.startswith("data:"):
         return base64.b64decode(source.partition("base64,")[2], validate=True)
-    return (folder / urllib.parse.unquote(source.removeprefix("file://"))).read_bytes()
+    if source.startswith("file://"):
+        source = urllib.parse.unquote(source.removeprefix("file://"))
+    return (folder / source).read_bytes()
 
 
 class ImageStore:

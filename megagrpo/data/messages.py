@@ -28,12 +28,16 @@ def checked_messages(messages: Sequence[Message]) -> list[Message]:
     """Returns messages without null members, which Arrow fills in: so rows of a parquet file equal
     those of JSON lines.
 
-    A message with tool calls may have no content. Raises ValueError for any other without one.
+    A message with tool calls may have no content. Raises ValueError for any other without one, and
+    for a content that is neither a text nor parts.
     """
     checked = [without_nulls(message) for message in messages]
     for number, message in enumerate(checked, start=1):
-        if "content" not in message and not message.get("tool_calls"):
-            raise ValueError(f"message {number} has no content, and no tool calls")
+        content = message.get("content", [] if message.get("tool_calls") else None)
+        if not isinstance(content, str | list):
+            raise ValueError(
+                f"message {number} has no content, a text or parts, and no tool calls: {content!r:.60}"
+            )
     return checked
 
 

@@ -4,6 +4,7 @@ The order depends only on the seed and the mixture, so the number of consumed pr
 state to save.
 """
 
+import json
 import math
 import random
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -267,7 +268,8 @@ def render_rows(
                 raise ValueError(f"{row.location}: the prompt {text!r} has no tokens")
             if has_unknown(tokenizer, text, own):
                 raise ValueError(
-                    f"{row.location}: the tokenizer does not know every character of {text!r:.80}"
+                    f"{row.location}: the tokenizer does not know every character of {text[:60]!r}"
+                    "...: take a model whose tokenizer does, or name one as model.tokenizer"
                 )
             shown = row.demonstration
             prompt = Prompt(
@@ -431,7 +433,8 @@ def _render(
         return str(chat[-1]["content"]), [], []
     require_template(data, tokenizer)
     apart, sources = images_apart(chat, row.images, data.images_key is not None, row.location)
-    messages = [dict(message) for message in apart]
+    # a parquet file has times and such, which neither graders nor checkpoints get through JSON
+    messages = json.loads(json.dumps(apart, default=str))
     with explained(f"{row.location}: the chat template refuses this prompt"):
         text = render_messages(data, tokenizer, messages, tools=row.tools)
         for message in messages:

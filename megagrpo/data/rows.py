@@ -6,7 +6,6 @@ import gzip
 import hashlib
 import io
 import json
-import math
 import re
 import zlib
 from codecs import BOM_UTF8
@@ -22,7 +21,7 @@ import pyarrow
 import pyarrow.parquet
 
 from megagrpo.config.data import DataConfig, DataPart
-from megagrpo.config.fields import repeated
+from megagrpo.config.fields import LARGEST, repeated
 from megagrpo.config.objective.streams import Component
 from megagrpo.data.messages import checked_messages, without_nulls
 from megagrpo.system.errors import collected, explained, translated
@@ -134,7 +133,6 @@ def _row(data: DataPart, part: int, row_id: int, location: str, values: Values) 
     answer = _answer(values, data.answer_key, location)
     source = data.source or ""
     grader = data.grader
-    extra: Values = {}
     if data.source_key is not None:
         source = _text_field(values, data.source_key, location)
     if data.grader_key is not None:
@@ -147,12 +145,7 @@ def _row(data: DataPart, part: int, row_id: int, location: str, values: Values) 
                 f"{location}: source {source!r} has no grader in "
                 f"data.grader_by_source; it has {known}"
             )
-    if data.extra_key is not None:
-        value = _opened(_field(values, data.extra_key, location))
-        if value and isinstance(value, list) and all(isinstance(pair, tuple) for pair in value):
-            value = dict(value)  # a map of Arrow's
-        extra = without_nulls(value) if isinstance(value, dict) else {data.extra_key: value}
-        extra = json.loads(json.dumps(extra, default=str))  # a parquet file has dates, and bytes
+    extra = _extra(values, data.extra_key, location)
     images = data.images_key and values.get(data.images_key)  # a text row may lack the column
     if images is None:
         images = []
@@ -183,11 +176,11 @@ def _teachers(values: Values, key: str | None, location: str) -> tuple[tuple[str
     if value and isinstance(value, str):
         weights = {value: 1.0}
     if not isinstance(weights, dict) or not all(
-        type(weight) in (int, float) and 0 < weight < math.inf for weight in weights.values()
+        type(weight) in (int, float) and 0 < weight <= LARGEST for weight in weights.values()
     ):
         raise ValueError(
-            f"{location}: {key!r} should be the name of a teacher, or names with positive "
-            f"weights, is {value!r:.80}"
+            f"{location}: {key!r} should be the name of a teacher, or names with weights "
+            f"above 0, up to {LARGEST:g}; is {value!r:.80}"
         )
     total = sum(weights.values())
     return tuple((name, weight / total) for name, weight in weights.items())
@@ -202,18 +195,40 @@ def unknown_teachers(row: Row | Prompt, known: Collection[str]) -> list[str]:
     ]
 
 
+def _plain(extra: Values) -> Values:
+    """Returns what JSON holds of it: a parquet file has dates, and bytes."""
+    plain: Values = json.loads(json.dumps(extra, default=str))
+    return plain
+
+
+def _extra(values: Values, key: str | list[str] | None, location: str) -> Values:
+    """Returns the object in a column, or an object with the values of each."""
+    if key is None:
+        return {}
+    extra: Values = {}
+    for name in [key] if isinstance(key, str) else key:
+        value = _opened(_field(values, name, location))
+        if value and isinstance(value, list) and all(isinstance(pair, tuple) for pair in value):
+            value = dict(value)  # a map of Arrow's
+        extra[name] = value
+    whole = extra.get(str(key))
+    if isinstance(whole, dict):
+        extra = without_nulls(whole)
+    return _plain(extra)
+
+
 def _weights(values: Values, data: DataConfig, location: str) -> dict[str, float]:
     """Returns a row's weights by component of the loss."""
     key = data.weight_key
     weights = _by_name(values, key, location) or {}
     names = get_args(Component)
     if not isinstance(weights, dict) or not all(
-        name in names and type(weight) in (int, float) and 0 <= weight < math.inf
+        name in names and type(weight) in (int, float) and 0 <= weight <= LARGEST
         for name, weight in weights.items()
     ):
         raise ValueError(
             f"{location}: {key!r} should be weights of components, {{rl: 0, cross_entropy: 1}}, "
-            f"numbers from 0 on for some of {', '.join(names)}; is {weights!r:.80}"
+            f"numbers from 0 to {LARGEST:g} for some of {', '.join(names)}; is {weights!r:.80}"
         )
     return {name: float(weight) for name, weight in weights.items()}
 
@@ -252,8 +267,9 @@ def _tools(values: Values, data: DataConfig, location: str) -> tuple[Values, ...
             f'{location}: {data.tools_key!r} should be a list of {{"type": "function", '
             f'"function": {{"name", "parameters", ...}}}}, is {tools!r:.80}'
         )
-    _refuse_half(json.dumps(tools, ensure_ascii=False), f"{location}: {data.tools_key!r}")
-    return tuple(map(without_nulls, tools))
+    spelled = json.dumps([*map(without_nulls, tools)], ensure_ascii=False, default=str)
+    _refuse_half(spelled, f"{location}: {data.tools_key!r}")
+    return tuple(json.loads(spelled))
 
 
 def _grader_of(source: str, graders: dict[str, str]) -> str | None:
@@ -461,7 +477,7 @@ def well_formed(text: str) -> str:
 def _text(value: object, key: str, location: str) -> str:
     numeric = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
     # not NaN, nor 1e400
-    if not (isinstance(value, str) or (numeric and value == value and abs(value) != math.inf)):
+    if not (isinstance(value, str) or (numeric and abs(value) < float("inf"))):
         raise ValueError(f"{location}: {key!r} should be a text or a number, is {value!r:.60}")
     _refuse_half(str(value), f"{location}: {key!r}")
     return str(value)

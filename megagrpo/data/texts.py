@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase
 
 _BLOCK = 4096  # tokens; what joins them fits into a cache
-_THOUGHT = "</think>"  # ends reasoning in the chat templates of all supported families
+THOUGHT_END = "</think>"  # ends reasoning in the chat templates of all supported families
 
 
 def decoder(
@@ -62,7 +62,7 @@ def reasoning_end(config: ExperimentConfig, tokenizer: "PreTrainedTokenizerBase"
     hidden = tokenizer.all_special_tokens if sampling.skip_special_tokens else ()
     if end == "auto":
         template = str(tokenizer.chat_template) if config.data.chat_template else ""
-        return _THOUGHT if _THOUGHT in template and _THOUGHT not in hidden else ""
+        return THOUGHT_END if THOUGHT_END in template and THOUGHT_END not in hidden else ""
     if end in hidden:
         raise ValueError(
             f"sampling.reasoning_end {end!r} is a special token, which "

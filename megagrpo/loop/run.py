@@ -42,6 +42,7 @@ from megagrpo.system.stop_request import STOP_FILE, StopRequest
 from megagrpo.types import AlgoState, Batch, RolloutGroup, TrainState, Updates
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.exchange import Exchange
+from megagrpo.weights.hf_export import export_hf
 
 _PHASES = {
     "publish": "publishes weights to the engines",
@@ -91,8 +92,7 @@ class Run:
     def save_on_schedule(self) -> None:
         """Collective. Saves the state if the schedule says so, and then makes its weights the
         reference if the KL asks for it."""
-        self.checkpointer.on_schedule(self.state)
-        if 0 < self.state.step == self.config.algorithm.moved_reference(self.state.step):
+        if self.checkpointer.on_schedule(self.state):
             self.actor.keep_reference()
 
     def publish(self) -> dict[str, float]:
@@ -285,10 +285,8 @@ def start_run(
     num_steps = steps_in_all(config, len(inputs.prompts), state)
     plan_schedule(actor, config.train, num_steps - state.step)
     with ExitStack() as stack:
-        console = None
-        if mesh.is_main:
-            console = _console(config, state, num_steps, inputs)
-            progress.follow(console.note)
+        stack.callback(progress.enter, "")  # what else is printed begins a line
+        console = _console(config, state, num_steps, inputs, progress, mesh.is_main)
         progress.enter("waits for the engines", lambda: service_progress(folder))
         control = find_service(folder.path, service_url, start_timeout_s)
         recording = stack.enter_context(RunRecord(config, mesh, state.step, console))
@@ -312,7 +310,9 @@ def start_run(
             source=source,
             exchange=exchange,
             recording=recording,
-            checkpointer=_checkpointer(config, actor, inputs, source, recording, num_steps),
+            checkpointer=_checkpointer(
+                config, actor, weights, inputs, source, recording, num_steps
+            ),
             watchdog=watchdog,
             progress=progress,
             alarm=MismatchAlarm(config, actor.arch.is_moe),
@@ -359,6 +359,7 @@ def _refuse_other_rows(rows_by_rank: Sequence[list]) -> None:
 def _checkpointer(
     config: ExperimentConfig,
     actor: MegatronActor,
+    weights: ActorWeights,
     inputs: Inputs,
     source: RolloutSource,
     recording: RunRecord,
@@ -371,6 +372,10 @@ def _checkpointer(
         recording.flush()
         return replace(state, ahead=source.batches.finished())
 
+    def export(folder: Path) -> None:
+        model = config.model
+        export_hf(folder, weights, actor.mesh, model.path, config.actor.dtype, model.tokenizer)
+
     return Checkpointer(
         config.checkpoint,
         recording.folder.checkpoints,
@@ -381,15 +386,24 @@ def _checkpointer(
         num_steps,
         recording.start_step,
         background,
+        export,
         config.algorithm.moved_reference,
     )
 
 
 def _console(
-    config: ExperimentConfig, state: TrainState, num_steps: int, inputs: Inputs
-) -> StepConsole:
-    """Makes the console and prints the run's summary before the first sample."""
+    config: ExperimentConfig,
+    state: TrainState,
+    num_steps: int,
+    inputs: Inputs,
+    progress: Progress,
+    is_main: bool,
+) -> StepConsole | None:
+    """Makes the main rank's console and prints the run's summary before the first sample."""
+    if not is_main:
+        return None
     console = StepConsole(config.name, num_steps, state.step)
+    progress.follow(console.note, console.bar)
     notes = inputs.dropped(config)
     if restarts := environment.get_int("TORCHELASTIC_RESTART_COUNT", 0):
         notes.append(

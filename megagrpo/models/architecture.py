@@ -185,7 +185,7 @@ class Architecture:
         if self.streams is not None:
             yield from self.streams.tensors(self.hidden_size, prefix)
         indexer = self.indexer
-        if indexer is not None and indexer.source(index) == index:
+        if indexer is not None and mixer is self.attention and indexer.source(index) == index:
             yield from indexer.tensors(self, prefix + "self_attn.indexer.")
 
     def load_layer(

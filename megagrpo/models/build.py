@@ -181,7 +181,7 @@ def load_hf(chunks: list[Body], arch: Architecture, hf: Mapping[str, Tensor]) ->
                 arch.load_layer(layer, hf, place)
             if chunk.post_process:
                 chunk.decoder.final_layernorm.weight.copy_(hf["model.norm.weight"])
-                if arch.streams is not None:
+                if arch.streams is not None and arch.streams.has_head:
                     load_mixing(chunk.decoder.final_layernorm, hf, HEAD)
                 if not arch.tied:
                     load_vocabulary(chunk.output_layer.weight, hf["lm_head.weight"], place.tensor)

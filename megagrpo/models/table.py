@@ -18,6 +18,7 @@ from megagrpo.models.architecture import Architecture
 from megagrpo.models.config_json import HfConfig, text_part
 from megagrpo.models.families.deepseek_v3 import DeepseekV3, Glm4MoeLite, KimiK25
 from megagrpo.models.families.deepseek_v4 import DeepseekV4
+from megagrpo.models.families.glm5_next import Glm5Next
 from megagrpo.models.families.gpt_oss import GptOss
 from megagrpo.models.families.kimi_linear import KimiLinear
 from megagrpo.models.families.minimax_m2 import MiniMaxM2
@@ -65,14 +66,13 @@ FAMILIES: dict[str, Family] = {
     "nemotron_h": NemotronH(),
     "deepseek_v4": DeepseekV4(),
     "kimi_linear": KimiLinear(),
+    "glm5_next": Glm5Next("language_model."),
 }
 # model_type -> what its layers have that no kind here has
 _UNBUILT = {
     "kimi_k3": "its layers take sums of earlier blocks in place of a residual stream "
     "(attn_res_block_size), which pipeline stages here do not hand on; its gates of latent "
     "attention, bounded decays, norm behind latent experts and activation (situ) are not built either",
-    "glm5_next": "its indexer chooses among pooled keys (index_kpool), its Kimi Delta Attention has "
-    "bounded decays (linear_lower_bound), and both stand between residual streams (hc_mult)",
     "qwen4_exp": "its residual streams are mixed by gates of low rank (hc_lowrank), and its layers "
     "take embeddings of n-grams beside those of tokens (ngram_size)",
 }
@@ -151,7 +151,7 @@ def text_tensors(arch: Architecture) -> Iterator[TensorSpec]:
     for index in range(arch.num_layers):
         yield from FAMILIES[arch.family].layer_tensors(arch, index)
     yield TensorSpec("model.norm.weight", (arch.hidden_size,), arch.norm)
-    if arch.streams is not None:
+    if arch.streams is not None and arch.streams.has_head:
         yield from arch.streams.mixing(arch.hidden_size, HEAD, arch.streams.streams, 1)
     if not arch.tied:
         yield TensorSpec("lm_head.weight", vocabulary, "matrix")
@@ -221,7 +221,7 @@ def attention_length(arch: Architecture) -> int:
     heads = attention.heads * (attention.head_dim + attention.v_dim) // 2
     layers = arch.attention_layers
     if arch.indexer:  # the keys that a query then sees are as many in long sequences
-        heads = arch.indexer.heads * arch.indexer.head_dim // 2
+        heads = arch.indexer.heads * arch.indexer.head_dim // 2 // arch.indexer.pool
     elif attention.most_keys < math.inf:
         layers -= round(layers * attention.limited_share)
     return max(_products(arch) // max(layers, 1) // heads, 1)
@@ -260,7 +260,8 @@ def left_out(hf: HfConfig, draft: bool = False) -> list[str]:
     if not layers or draft or "mtp." in kept:
         return found
     first = hf["num_hidden_layers"]
-    names = f"model.layers.{first}" + (f" to {first + layers - 1}" if layers > 1 else "")
+    begin = family.stored_name("model.layers.") if family else ""
+    names = f"{begin}{first}" + (f" to {first + layers - 1}" if layers > 1 else "")
     return [
         *found,
         f"{layers} multi-token-prediction layer{'s' if layers > 1 else ''} ({names}), which only "
@@ -295,7 +296,7 @@ def is_left_out(arch: Architecture, tensor: str) -> bool:
         return True
     if tensor == "lm_head.weight" and arch.tied:
         return True
-    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", tensor)
+    layer = re.fullmatch(r"model\.(?:language_model\.)?layers\.(\d+)\.(.+)", tensor)
     if layer is None or int(layer[1]) < arch.num_layers:
         return False
     return not arch.draft or layer[2] in ("embed_tokens.weight", "shared_head.head.weight")
@@ -307,8 +308,12 @@ def exported_config(hf: HfConfig, draft: bool = False) -> dict[str, object]:
     plain = dequantized_config(family.exported_config(hf) if family else hf)
     # the files of an export still have them under names of their own
     apart = family is not None and "mtp." in family.LEFT_OUT
-    speculating = plain.get(_PREDICTION_LAYERS) and not draft and not apart
-    return {**plain, **({_PREDICTION_LAYERS: 0} if speculating else {})}
+    return plain if draft or apart else _without_speculation(plain)
+
+
+def _without_speculation(hf: HfConfig) -> dict[str, object]:
+    text = {key: _without_speculation(hf[key]) for key in ("text_config",) if hf.get(key)}
+    return {**hf, **text, **({_PREDICTION_LAYERS: 0} if hf.get(_PREDICTION_LAYERS) else {})}
 
 
 def stored_otherwise(hf: HfConfig) -> str | None:

@@ -29,6 +29,7 @@ _WHOLE = (
     "k_norm",
     "fc1_latent_proj",
     "fc2_latent_proj",
+    "indexer",
     *("wq_a", "wkv", "wgate", "compressor"),  # of compressed attention
     *("hc_attn", "hc_ffn", "hc_head"),  # mixings of residual streams
     "f_a_proj",

@@ -1,9 +1,13 @@
 """Prints the progress of a run: a line per step, and notes."""
 
+import math
 import sys
 import time
 from typing import TextIO
 
+from megagrpo.system.progress import CLEAR
+
+_BAR = 24  # characters
 # Metric, label and format, in order. A value stays on the line until the next one: evaluations are
 # rare.
 _SHOWN = (
@@ -36,6 +40,11 @@ class StepConsole:
         self._first = start_step
         self._enabled = enabled
         self._stream = stream or sys.stdout
+        self._begin = ""
+        if self._stream.isatty():  # whose last line may be a bar
+            self._begin = CLEAR
+        self._step = start_step
+        self._end = math.inf  # by time.monotonic
         self._latest: dict[str, float] = {}
         self._started = time.monotonic()
 
@@ -51,13 +60,25 @@ class StepConsole:
             self._started = time.monotonic()
         done = step - self._first
         seconds = time.monotonic() - self._started
-        eta = minutes(seconds / done * (self._num_steps - step)) if done > 0 else "-"
+        eta = "-"
+        self._step = step
+        if done > 0:
+            left = seconds / done * (self._num_steps - step)
+            self._end = time.monotonic() + left
+            eta = minutes(left)
         self.note("  ".join([f"{step}/{self._num_steps}", *shown, f"eta {eta}"]))
+
+    def bar(self) -> str:
+        """Returns how far the loop is, and the time that is left once a step is finished."""
+        filled = "#" * (_BAR * self._step // max(self._num_steps, 1))
+        left = self._end - time.monotonic()
+        time_left = f", {minutes(max(left, 0.0))} left" if math.isfinite(left) else ""
+        return f"[{filled:.<{_BAR}}] {self._step}/{self._num_steps}{time_left}  "
 
     def note(self, text: str) -> None:
         """Prints a line."""
         if self._enabled:
-            print(f"{self._title} {text}", file=self._stream, flush=True)
+            print(f"{self._begin}{self._title} {text}", file=self._stream, flush=True)
 
 
 def minutes(seconds: float) -> str:

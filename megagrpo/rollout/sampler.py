@@ -46,7 +46,7 @@ class _Rollout:
     of: NumberedPrompt
     index: int  # within its group
     order: tuple[float, ...]  # see AdmissionQueue
-    affinity: Affinity | None
+    affinity: Affinity
     teachers: OpenTeachers
 
     @property
@@ -172,11 +172,12 @@ class Sampler:
             # requests of groups before it leave, before its own are prepared
             await asyncio.sleep(0)
         order = (float(not job.is_urgent), float(job_number))
-        affinities = self._affinities(job.num_samples)
+        group = self._config.rollout.engine_choice == "group"
+        shared = Affinity() if group else None
         client, teachers = clients
         rollouts = [
-            _Rollout(client, job, of, index, order, affinity, teachers)
-            for index, affinity in enumerate(affinities)
+            _Rollout(client, job, of, index, order, shared or Affinity(), teachers)
+            for index in range(job.num_samples)
         ]
         answers = await all_of([self._sample(rollout) for rollout in rollouts])
         of_rollouts, outcomes = zip(*answers, strict=True)
@@ -197,12 +198,12 @@ class Sampler:
             samples = [await self._sample_of(rollout, part) for part in parts]
             scoring = asyncio.create_task(self._scored(rollout, samples, parts))
             try:
-                if outcome is None:
+                if not outcome.status:
                     (sample,) = samples
                     self._pending[rollout] = "the grader"
                     tokens = ResponseTokens(sample.token_ids, sample.loss_mask, self._decode)
                     grading = self._grader.submit(prompt, sample.text, tokens)
-                    outcome = await asyncio.wrap_future(grading)
+                    outcome = replace(await asyncio.wrap_future(grading), end=outcome.end)
                 self._pending[rollout] = "its teachers"
                 return await scoring, outcome
             finally:
@@ -243,14 +244,6 @@ class Sampler:
             job.params.max_tokens,
             self._decode,
         )
-
-    def _affinities(self, num_samples: int) -> Sequence[Affinity | None]:
-        """Returns those of a group's rollouts; one of a single request may go to any engine."""
-        if self._config.rollout.engine_choice == "group":
-            return [Affinity()] * num_samples
-        if self._config.sampling.several_turns:
-            return [Affinity() for _ in range(num_samples)]
-        return [None] * num_samples
 
     def _turns(self, rollout: _Rollout) -> SampleTurn:
         """Returns a function that samples the turns of one rollout, each with a seed of its own."""

@@ -1,18 +1,20 @@
 """Lines about the current phase of a process while nothing else is printed."""
 
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import TextIO
 
-_START_S, _RUN_S, _TERMINAL_S = 10.0, 30.0, 1.0  # between two lines about one phase
+CLEAR = "\r\033[K"  # a terminal's line
+_START_S, _RUN_S, _TERMINAL_S = 10.0, 60.0, 1.0  # between two lines about one phase
 
 
 class Progress:
     """A context manager that prints a phase when it starts, and again every few seconds.
 
-    Before `follow`, a terminal shows one line that changes; a file gets line after line.
+    A terminal shows one line that changes, with a bar after `follow`; a file gets line after line.
     enabled=False prints nothing.
     """
 
@@ -23,12 +25,10 @@ class Progress:
         self._stream = stream or sys.stdout
         self._live = self._stream.isatty()
         self._say: Callable[[str], None] = self._print
-        self._every_s = _START_S
-        if self._live:
-            self._every_s = _TERMINAL_S
+        self._pause(_START_S)
         self._at_once = True
         self._phase = ""
-        self._detail = lambda: ""
+        self._detail = self._bar = lambda: ""
         self._since = self._printed = self._started
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -53,18 +53,25 @@ class Progress:
             self._since = self._printed = time.monotonic()
             if phase and self._at_once and self._enabled:
                 self._say(phase)
+            elif not phase:
+                self._end_line()
 
-    def follow(self, say: Callable[[str], None]) -> None:
-        """Passes all further lines to `say`."""
+    def follow(self, say: Callable[[str], None], bar: Callable[[], str]) -> None:
+        """Passes all further lines to `say`, which clears a terminal's line first; that line begins
+        with `bar` now."""
         with self._lock:
             self._end_line()
             self._say = say
-            self._every_s = _START_S
+            self._bar = bar
+            self._pause(_START_S)
 
     def calm(self) -> None:
-        """Ends the start: from now on only phases that last get a line, every half minute."""
+        """Ends the start: from now on only phases that last get a line, every minute."""
         self._at_once = False
-        self._every_s = _RUN_S
+        self._pause(_RUN_S)
+
+    def _pause(self, seconds: float) -> None:
+        self._every_s = _TERMINAL_S if self._live else seconds
 
     def _repeat(self) -> None:
         while not self._ended.wait(_TERMINAL_S):
@@ -75,15 +82,18 @@ class Progress:
                     line = f"{self._phase}, {now - self._since:.0f} s"
                     if detail := self._detail():
                         line += f": {detail}"
-                    self._say(line)
+                    (self._print if self._live else self._say)(line)
 
     def _print(self, text: str) -> None:
-        line = f"{self._title} {time.monotonic() - self._started:3.0f} s  {text}"
+        seconds = time.monotonic() - self._started
+        line = f"{self._title} {seconds:3.0f} s  {self._bar()}{text}"
         if self._live:
-            print(f"\r\033[K{line}", end="", file=self._stream, flush=True)
+            width = shutil.get_terminal_size().columns - 1
+            print(f"{CLEAR}{line[:width]}", end="", file=self._stream, flush=True)
         else:
             print(line, file=self._stream, flush=True)
 
     def _end_line(self) -> None:
-        if self._enabled and self._live and self._say == self._print:
-            print(file=self._stream, flush=True)
+        if self._enabled and self._live:
+            end = "\n" if self._say == self._print else CLEAR
+            print(end=end, file=self._stream, flush=True)

@@ -6,7 +6,6 @@ each; a failure there is raised on every rank. An engine that dies during an upd
 restarted and updated again, and delays no other.
 """
 
-import hashlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -27,7 +26,7 @@ from megagrpo.weights.expected_digests import ExpectedDigests
 from megagrpo.weights.quantized import format_table, quantized
 from megagrpo.weights.transports.broadcast import BroadcastTransport
 from megagrpo.weights.transports.disk import DiskTransport
-from megagrpo.weights.transports.gather_plan import published_specs
+from megagrpo.weights.transports.gather_plan import gather_copies, published_specs
 from megagrpo.weights.transports.ipc import IpcTransport
 from megagrpo.weights.transports.protocol import TrainerWeights, Transport
 from megagrpo.weights.transports.reshard import ReshardTransport
@@ -71,7 +70,7 @@ class Exchange:
         trainers = TrainerWeights(
             mesh=mesh,
             specs=specs,
-            copies=_gather_distinct(weights.copies, mesh),
+            copies=gather_copies(weights.copies, mesh),
             parameters=weights.parameters,
             dtype=dtype,
             bucket_bytes=int(config.weights.bucket_mb * 2**20),
@@ -204,18 +203,3 @@ class Exchange:
         if problems:
             shown = "\n".join(problems[:_MISMATCHES_SHOWN])
             raise RuntimeError(f"{WEIGHTS_DIFFER} in {len(problems)} places:\n{shown}")
-
-
-def _gather_distinct(copies: list[Copy], mesh: Mesh) -> list[list[Copy]]:
-    """Collective. Returns the copies of every rank, by rank; ranks with equal copies share one
-    list.
-
-    Of ranks with equal copies (replicas) only the first sends them, and no list is padded to the
-    longest one, as a gather does: from 512 ranks both would be gigabytes.
-    """
-    digests = mesh.gather_world(hashlib.sha256(repr(copies).encode()).digest())
-    lists = {
-        digest: mesh.from_rank(digests.index(digest), lambda: copies, "describe its parameters")
-        for digest in dict.fromkeys(digests)
-    }
-    return [lists[digest] for digest in digests]

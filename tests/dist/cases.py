@@ -99,9 +99,10 @@ MORE_FAMILIES = (  # by --full
     "nemotron_h_nano",
     "deepseek_v4",
     "kimi_linear",
+    "glm5_next",
 )
 ONE_RANK = (  # of these one rank in CI
-    *("qwen3_next", "glm4_moe_lite", "gpt_oss", "nemotron_h", "kimi_linear", "deepseek_v4"),
+    *("qwen3_next", "glm4_moe_lite", "gpt_oss", "nemotron_h", "kimi_linear", "deepseek_v4", "glm5_next"),
 )
 FAMILY_LAYOUTS = ("TP2+SP", "PP2xVPP2", "TP2xEP2", "CP2", "PP2", "TP2xETP2", "EP2")
 _OTHER_CHOICES = {"model": FAMILIES, "batch": tuple(BATCHES), "recompute": RECOMPUTE}

@@ -321,6 +321,24 @@ def test_streams_and_tables_are_certified_and_their_faults_found(subject, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.verifies(
+    "actor",
+    "GLM-5.3-Flash equals SGLang's equations in float64; it is certified: bounded decays, pools of keys, the mean of "
+    "residual streams; four planted mistakes",
+    "dist/test_actor_families.py",
+)
+def test_pools_and_bounded_decays_are_certified_and_their_faults_found(subject, tmp_path: Path):
+    faults = {"state-kept-over-borders": "DP2", "decays-without-bound": "DP2", "pools-of-last-keys": "CP2"}
+    faults |= {"mixing-gradients-not-summed": "TP2xEP2"}
+    layouts = ("TP2+SP", "CP2", "PP2xVPP2", "TP2xEP2")
+    jobs = [*map(case, layouts), *(case(layout, fault) for fault, layout in faults.items())]
+    _, found = measured(tmp_path, [subject(family="glm5_next") | each for each in jobs])
+    assert found[:4] == [[]] * 4, dict(zip(layouts, found, strict=False))
+    for fault, problems in zip(faults, found[4:], strict=True):
+        assert any("gradient of" in problem for problem in problems), fault
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["mixtral", "glm4_moe", "deepseek_v3", "kimi_k2", "minimax_m2", "qwen3_5_moe", "qwen3_next"]
 )

@@ -180,6 +180,19 @@ def test_an_evaluation_alone_of_the_model_itself(runs, undisturbed):
         evaluation_alone(config.model_copy(update={"eval": None}))
 
 
+def test_hugging_face_folders_are_the_weights_of_their_steps(runs, undisturbed):
+    name, checkpoints = "exports", runs.folder / "exports" / "checkpoints"
+    options = {"every": 1, "hf_every": 2, "keep": 2}
+    assert runs.start(name, fails=3, checkpoint=options)["error"]
+    assert sorted(path.name for path in checkpoints.glob("*hf_*")) == ["hf_000002"] and runs.saved(name)[-1] == 3
+    assert runs.start(name, checkpoint=options)["error"] == ""
+    assert sorted(path.name for path in checkpoints.glob("*hf_*")) == ["hf_000002", "hf_000004"]
+    for step in ("2", "4"):
+        model = {"path": str(checkpoints / f"hf_00000{step}")}
+        said = runs.start(f"of_{step}", alone=True, model=model)
+        assert said["published"] == {"0": undisturbed["published"][step]}
+
+
 def test_a_publish_that_fails_costs_no_step(runs, undisturbed):
     name = "publish"
     said = runs.start(name, fails=3)

@@ -4,7 +4,7 @@ import pytest
 
 from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.weights.exchange import _gather_distinct
+from megagrpo.weights.transports.gather_plan import gather_copies
 from tests.dist.workers.counted import counted_calls
 from tests.dist.workers.launch import run_meshes
 
@@ -42,7 +42,7 @@ CASES = {
     ),
     # only their digests are gathered
     "lists of two lengths, each sent by one rank and not padded": (
-        lambda mesh: _gather_distinct([mesh.rank % 2] * (1 + mesh.rank % 2), mesh),
+        lambda mesh: gather_copies([mesh.rank % 2] * (1 + mesh.rank % 2), mesh),
         {"all_gather_object": 1, "all_reduce": 2, "broadcast_object_list": 2},
         lambda r, w: [[0], [1, 1]] * (w // 2),
     ),

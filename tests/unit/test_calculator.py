@@ -64,7 +64,7 @@ def test_two_calls_and_an_answer():
     assert list(sample.loss_mask) == [m for part, m in parts for _ in part]
     assert list(sample.logprobs) == [-0.25 * m for m in sample.loss_mask]
     assert (sample.finish_reason, sample.text, graded) == ("stop", "<48/2>24<24+1>25=25", ["<48/2>24<24+1>25=25"])
-    assert outcome.ok and outcome.value == 2.0
+    assert (outcome.ok, outcome.value, outcome.end) == (True, 2.0, "done")
     # every turn continues the very ids of the turns before it, within what is left of the limit
     sent = [request["input_ids"][len(PROMPT.token_ids) :] for request in requests]
     assert sent == [[], ids("<48/2>24"), ids("<48/2>24<24+1>25")]
@@ -76,19 +76,21 @@ def test_two_calls_and_an_answer():
 
 
 @pytest.mark.parametrize(
-    ("turns", "options", "text", "reason"),
+    ("turns", "options", "text", "reason", "end"),
     [
-        ([says("=25", end=True)], {}, "=25", "stop"),  # no call at all
-        ([says("<48/2>"), says("24", reason="length")], {"max_tokens": 10}, "<48/2>2424", "length"),
-        ([says("<4(2>")], {}, "<4(2>", "stop"),  # nothing that can be answered
-        ([says("<1/3>")], {}, "<1/3>", "stop"),  # no finite decimal
-        ([says("<48/2>")], {"max_tokens": 8}, "<48/2>", "length"),  # 24 would fit, a word after it would not
+        ([says("=25", end=True)], {}, "=25", "stop", "done"),  # no call at all
+        ([says("<48/2>"), says("24", reason="length")], {"max_tokens": 10}, "<48/2>2424", "length", "tokens"),
+        ([says("<4(2>")], {}, "<4(2>", "stop", "done"),  # nothing that can be answered
+        ([says("<1/3>")], {}, "<1/3>", "stop", "done"),  # no finite decimal
+        # 24 would fit, a word after it would not
+        ([says("<48/2>")], {"max_tokens": 8}, "<48/2>", "length", "tokens"),
     ],
     ids=["no call", "cut in a later turn", "unreadable call", "no value", "no room for the result"],
 )
-def test_how_a_response_ends(turns, options, text, reason):
-    sample, _, _, _ = respond(*turns, **options)
-    assert (sample.text, sample.finish_reason) == (text, reason)
+def test_how_a_response_ends(turns, options, text, reason, end):
+    """The end has a metric and the record turns, although graders give the reward."""
+    sample, _, _, outcome = respond(*turns, **options)
+    assert (sample.text, sample.finish_reason, outcome.end) == (text, reason, end)
     assert len(sample.loss_mask) == len(sample.logprobs) == len(sample.token_ids)
 
 

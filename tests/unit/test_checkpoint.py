@@ -133,8 +133,13 @@ def test_a_failure_at_any_moment_leaves_nothing(tmp_path: Path, fault: str):
 
 
 def checkpointer(root: Path, plan=Plan, saved_step: int = 0, background: bool = False, **options) -> Checkpointer:
-    config = CheckpointConfig(keep=9, **options)
-    return Checkpointer(config, root, ANY, plan, lambda state: state, MESH, 5, saved_step, background)
+    options = CheckpointConfig(**{"keep": 9, **options})
+
+    def export(folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / f"from_{saved_step}").touch()
+
+    return Checkpointer(options, root, ANY, plan, lambda state: state, MESH, 5, saved_step, background, export)
 
 
 def saved(root: Path) -> list[int]:

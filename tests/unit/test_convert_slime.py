@@ -119,6 +119,11 @@ EVAL = "--eval-interval 5 --n-samples-per-eval-prompt 16"
             "algorithm.kl.loss_coef": 0.01, "algorithm.kl.estimator": "k3", "algorithm.kl.value_clamp": 10}),
         (f"{KL} --kl-loss-type k3 --use-unbiased-kl", {
             "algorithm.kl.estimator": "k3+", "algorithm.kl.importance": True, "algorithm.kl.value_clamp": None}),
+        (f"{KL} --kl-loss-type k2 --use-unbiased-kl --ref-update-interval 5", {
+            "algorithm.kl.estimator": "k3+", "algorithm.kl.reference_every": 5}),
+        ("--use-rollout-logprobs", {"algorithm.old_logprobs": "engine"}),
+        ("--ddp-bucket-size 1000 --use-precision-aware-optimizer --main-grads-dtype bf16", {
+            "actor.ddp": {"bucket_size": 1000}, "actor.optimizer.megatron.main_grads_dtype": "bfloat16"}),
         ("--use-tis --tis-clip 5 --tis-clip-low 0.1", {
             "algorithm.mismatch.weight": {"name": "tis", "cap": 5, "floor": 0.1}}),
         ("--use-tis --tis-clip-low 0.5 --custom-tis-function-path slime.backends.megatron_utils.loss.icepop_function", {
@@ -145,6 +150,7 @@ EVAL = "--eval-interval 5 --n-samples-per-eval-prompt 16"
             "sampling.stop_token_ids": [7], "sampling.stop": ["a", "b"]}),
         ("--apply-chat-template-kwargs '{\"enable_thinking\": false}'", {
             "data.chat_template_args.enable_thinking": False}),
+        ("--save-hf /x/{rollout_id}", {"checkpoint.hf_every": 1}),
         ("--hf-checkpoint /m/Qwen3-30B-A3B-FP8", {"rollout.quantization": "fp8"}),
         ("--rollout-max-context-len 6000", {"data.max_prompt_tokens": 1904}),
         ("--mtp-num-layers 1 --enable-mtp-training --sglang-speculative-algorithm EAGLE "
@@ -171,6 +177,8 @@ def test_what_slimes_options_become(words, more, becomes):
             "rollout.max_staleness": 1, "algorithm.mismatch.weight": {"name": "tis"}}),
         ("train_async.py", "--rollout-function-path fully_async_rollout.generate_rollout_fully_async", {
             "rollout.max_staleness": 1}),
+        ("train_async.py", "--use-rollout-logprobs", {
+            "rollout.max_staleness": 1, "algorithm.old_logprobs": "engine", "algorithm.mismatch.weight": None}),
         ("train_async.py", "--fully-async --max-weight-staleness 3", {"rollout.max_staleness": 3}),
         ("train_async.py", "--dynamic-sampling-filter-path f.dynamic_sampling_filters.check_reward_nonzero_std", {
             "rollout.max_staleness": 2}),
@@ -199,7 +207,6 @@ def test_engines_on_gpus_of_their_own(words, train, more, becomes):
         ("--use-tis --custom-tis-function-path a.b", "--custom-tis-function-path", "a.b: algorithm.mismatch"),
         ("--rollout-function-path slime.rollout.sft_rollout.f", "--rollout-function-path", "`megagrpo sft`"),
         ("--custom-advantage-function-path a.b", "--custom-advantage-function-path", "a function of one's own"),
-        ("--use-rollout-logprobs", "--use-rollout-logprobs", "always the trainer's"),
         ("--attention-dropout 0.1", "--attention-dropout", "there is no dropout"),
         ("--custom-generate-function-path fully_async.f", "--custom-generate-function-path", "sampling.environment"),
         ("--eval-function-path my.sft_rollout.f", "--eval-function-path", "`megagrpo sft`"),
@@ -212,7 +219,6 @@ def test_engines_on_gpus_of_their_own(words, train, more, becomes):
         ("--num-rollout ten", "--num-rollout", "should be a number"),
         ("--sglang-ep-size 4", "--sglang-ep-size", "does not divide an engine's 2 GPUs"),
         ("--partial-rollout", "--partial-rollout", "only with rollout.max_staleness above 0"),
-        ("--save-hf /x/{rollout_id}", "--save-hf", "`megagrpo export`"),
         ("--apply-chat-template-kwargs {a: 1, b: 2}", "--apply-chat-template-kwargs", "one JSON object"),
         ("--of-a-plugin 1", "--of-a-plugin", "no such key in docs/reference/names.md"),
     ],

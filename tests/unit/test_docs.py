@@ -189,7 +189,7 @@ def test_the_table_of_files_to_open_counts_them():
 
 
 def test_the_list_of_model_types_is_whole():
-    (listed,) = re.findall(r"supported `model_type`: (.*?)\n\n", (ROOT / "docs" / "extend.md").read_text(), re.DOTALL)
+    (listed,) = re.findall(r"supported `model_type`: (.*?)\n\n", (ROOT / "docs" / "models.md").read_text(), re.DOTALL)
     missing = {name for name in FAMILIES if f"`{name}`" not in listed and not name.endswith("_text")}
     assert not missing, "those ending in _text are text parts of others"
 

@@ -29,7 +29,7 @@ LARGE = {
     *("glm45_355b", "glm45_air_106b", "glm5_744b", "kimi_k2_1t", "deepseek_v3_671b"),
     *("qwen3_vl_30b_a3b", "qwen3_vl_235b_a22b", "qwen35_397b_a17b"),
     *("minimax_m2_230b", "kimi_k25_1t", "gpt_oss_120b", "nemotron3_super_120b"),
-    "deepseek_v4_flash_284b",
+    *("deepseek_v4_flash_284b", "glm53_flash_313b"),
 }
 # not published elsewhere; nor are those of examples/laptop
 ONE_NODE = {"qwen3_30b_a3b_one_node", "moonlight_16b_a3b_one_node", "glm47_flash_30b_one_node"}

@@ -51,6 +51,7 @@ DIGESTS = {
     ("nemotron_h", False): "2120a0a6ceed6f28",
     ("deepseek_v4", False): "51e646bb71b32a74",
     ("kimi_linear", False): "b1b84402ea5ce5b3",
+    ("glm5_next", False): "8541ce5a28f59a7c",
 }
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -62,6 +63,7 @@ UNSCALED = (
     *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_text", "qwen3_next", "nemotron_h"),
     "deepseek_v4",
     "kimi_linear",
+    "glm5_next",
 )
 TOY = '''
 """A family whose experts have Mixtral's names."""
@@ -102,7 +104,7 @@ from megagrpo.models.folder import Model
 from megagrpo.weights.hf_folder import HfFolder
 from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.tools.ranks.folders import export_hf
+from megagrpo.weights.hf_export import export_hf
 from megagrpo.weights.actor_weights import load_initial_weights
 
 path = str(folder / "tiny")

@@ -27,7 +27,7 @@ from megagrpo.models.table import (
 from megagrpo.system.torchvision import prepare_torchvision
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.plan.trainer_memory import stage_parameters
-from megagrpo.tools.ranks.folders import untrained_tensors
+from megagrpo.weights.hf_export import untrained_tensors
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
 from tests.experiments import QUICKSTART, ROOT
 

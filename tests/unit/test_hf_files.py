@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from examples.laptop.model import character_tokenizer
-from megagrpo.tools.ranks.folders import take_tokenizer
 from megagrpo.weights import hf_folder as hf_files
+from megagrpo.weights.hf_export import take_tokenizer
 from megagrpo.weights.hf_folder import INDEX, SINGLE, HfFolder, ReadingProgress, write_hf_folder
 
 TENSORS = {"x": torch.randn(4, 3), "y": torch.randn(5), "z": torch.tensor(1.5)}
@@ -56,6 +56,7 @@ def test_a_tokenizer_of_its_own_replaces_that_of_the_model(tmp_path, like):
     character_tokenizer("01").save_pretrained(other)
     for name in ("special_tokens_map.json", "config.json", "notes.txt"):
         (other / name).write_text("its own")
+    (other / "tokenizer_backup").mkdir()
     write_hf_folder(tmp_path / "out", shards(1), like, torch.float32, finish=lambda draft: take_tokenizer(draft, other))
     own = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
     assert all((tmp_path / "out" / name).read_bytes() == (other / name).read_bytes() for name in own)

@@ -34,6 +34,8 @@ GSM8K = {
     "socratic/train-0.jsonl": "d",
 }
 PLAIN = {"README.md": "# no front matter", "train.csv": "a", "test.csv": "b", "notes.txt": "c"}
+# of the second kind: packed, and files that only sound like a split's
+PLAIN |= {"train_2.jsonl.gz": "d", "contest.csv": "e", "constraints.json": "f", "y/latest.csv": "g"}
 # each file its own text: the cache keeps equal ones once
 MODEL = {"config.json": "{}", "tokenizer.json": "[]", "model.safetensors": "w", "model.bin": "b"}
 
@@ -61,7 +63,8 @@ def read(**sections) -> tuple[dict, list[str]]:
         ("openai/gsm8k?config=main&split=test", ["main/test-0.jsonl"]),
         ("openai/gsm8k?config=socratic", ["socratic/train-0.jsonl"]),
         ("hf://datasets/openai/gsm8k/main/te*", ["main/test-0.jsonl"]),
-        ("me/plain", ["train.csv"]),
+        ("me/plain", ["train.csv", "train_2.jsonl.gz"]),
+        ("hf://datasets/me/plain/train_2.jsonl.gz", ["train_2.jsonl.gz"]),
         ("me/plain@main?split=test", ["test.csv"]),
     ],
 )
@@ -120,7 +123,7 @@ def test_what_is_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine").mkdir()
     assert is_hub_name("Qwen/Qwen3-1.7B")
-    for path in ("models/Qwen3-1.7B", "mine/model", "a/b/c", "m", "x/d.jsonl", "../m", "/m/x"):
+    for path in ("models/Qwen3-1.7B", "mine/model", "a/b/c", "m", "x/d.jsonl", "x/d.json.gz", "../m", "/m/x"):
         assert not is_hub_name(path), path
 
 

@@ -82,11 +82,13 @@ def test_both_forms_of_the_ids_and_the_pixels_are_the_processors_own(model, tmp_
 
 def test_every_way_to_write_an_image_is_the_same_prompt(model, load, tmp_path):
     data = png(picture(1))
-    (tmp_path / "a b.png").write_bytes(data)
+    for name in ("a b.png", "a%20b.png"):
+        (tmp_path / name).write_bytes(data)
     text, image = {"type": "text", "text": "How many?"}, {"type": "image"}
     rows = [
         {"prompt": "<image>How many?", "images": ["a b.png"]},
         {"prompt": "<image>How many?", "images": "a b.png"},
+        {"prompt": "<image>How many?", "images": "a%20b.png"},
         {"prompt": "<image>How many?", "images": [{"bytes": None, "path": str(tmp_path / "a b.png")}]},
         {"prompt": [{"role": "user", "content": "<image>How many?"}], "images": [uri(data)]},
         {"prompt": [{"role": "user", "content": [image, text]}], "images": ["a b.png"]},

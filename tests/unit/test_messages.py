@@ -1,6 +1,7 @@
 """One rendering for the same messages, however they come: JSON lines, Parquet, environments, agents."""
 
 import json
+from datetime import UTC, datetime
 
 import numpy as np
 import pyarrow
@@ -99,10 +100,12 @@ def row_error(tmp_path, tokenizer, prompt, **keys) -> str:
 @pytest.mark.parametrize(
     "prompt, said",
     [
-        ([{"role": "user", "content": None}], "message 1 has no content, and no tool calls"),
+        ([{"role": "user", "content": None}], "message 1 has no content, a text or parts, and no tool calls"),
         ([*PLAIN, {"role": "user", "content": "\ud83d"}], "message 2 holds half of a character"),
         ([{"role": "user"}], "message 1 has no content"),
         ([{"content": "2+3"}], "should be a list of {role, content}"),
+        ([*PLAIN, {"role": "user", "content": 5}], "message 2 has no content, a text or parts, and no tool calls: 5"),
+        ([{"role": "user", "content": {"text": "2+3"}}], "no tool calls: {'text': '2+3'}"),
         ([{"role": None, "content": "2+3"}], "should be a list of {role, content}"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"detail": ""}}]}], "has 1 <image>"),
     ],
@@ -138,6 +141,17 @@ def test_an_argument_that_the_template_does_not_read_is_refused(tmp_path, plain)
 def texts(tmp_path, tokenizer, rows, **keys) -> list[str]:
     data = DataConfig(path=written(tmp_path / "t.jsonl", rows), chat_template=True, **keys)
     return [prompt.text for prompt in load_prompts(data, tokenizer).prompts]
+
+
+def test_a_time_in_a_parquet_file_ends_no_run(tmp_path, plain):
+    """As WildChat has one in each message: graders and environments get messages as JSON, and so do checkpoints."""
+    when = datetime(2024, 5, 6, tzinfo=UTC)
+    tool = {"type": "function", "function": {"name": "add", "since": when}}
+    row = {"prompt": [PLAIN[0] | {"timestamp": when}], "answer": "5", "tools": [tool]}
+    path = written(tmp_path / "t.parquet", [row])
+    [prompt] = load_prompts(DataConfig(path=path, chat_template=True, tools_key="tools"), plain).prompts
+    assert json.loads(json.dumps(prompt.messages)) == [PLAIN[0] | {"timestamp": str(when)}]
+    assert json.loads(json.dumps(prompt.tools))[0]["function"] == {"name": "add", "since": str(when)}
 
 
 def test_the_prompt_template_reaches_the_last_message_of_the_user(tmp_path, plain):

@@ -1,8 +1,16 @@
 """What is printed while a process starts, waits and trains, and the report that a run leaves."""
 
+import fcntl
 import io
+import os
+import pty
 import re
+import struct
+import subprocess
+import sys
+import termios
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -62,7 +70,7 @@ def test_a_console_takes_over_and_a_calm_one_says_only_what_lasts():
     console = StepConsole("grpo", num_steps=2, stream=stream)
     with Progress("grpo", stream=stream) as progress:
         progress.enter("meets")
-        progress.follow(console.note)
+        progress.follow(console.note, console.bar)
         progress.enter("evaluates")
         assert stream.getvalue().splitlines()[1] == "grpo evaluates"
         progress.calm()
@@ -70,6 +78,77 @@ def test_a_console_takes_over_and_a_calm_one_says_only_what_lasts():
         progress._every_s = 0.02
         until(stream, "grpo samples, 0 s: 3 of 8 groups\n")
     assert "grpo samples\n" not in stream.getvalue()
+
+
+RUN = """
+import sys, time
+from megagrpo.monitor.console import StepConsole
+from megagrpo.system import progress as module
+from megagrpo.system.progress import Progress
+
+module._TERMINAL_S = 0.05
+with Progress("demo") as progress:
+    progress.enter("loads weights")
+    console = StepConsole("demo", num_steps=4)
+    progress.follow(console.note, console.bar)
+    progress.calm()
+    for step in range(5):
+        console.update(step, {"reward/mean": step / 4})
+        progress.enter("samples", lambda: "3 of 8 groups, " + 90 * "x")
+        time.sleep(0.5)
+    console.note("stops after step 4, as asked")
+    progress.enter("")
+    print("# demo: 4 steps", flush=True)
+"""
+
+
+def shown_by(text: str) -> list[str]:
+    """The lines of a terminal that knows the end of a line, its begin, and how to clear it."""
+    lines = [""]
+    for part in re.split(r"(\r\n|\r|\n|\x1b\[K)", text):
+        match part:
+            case "\r\n" | "\n":
+                lines.append("")
+            case "\r" | "\x1b[K":
+                lines[-1] = ""
+            case _:
+                lines[-1] += part
+    return lines
+
+
+def on_a_terminal(width: int) -> str:
+    """What a program writes to a terminal."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    process = subprocess.Popen([sys.executable, "-c", RUN], stdout=theirs, stdin=subprocess.DEVNULL, env=environment)
+    os.close(theirs)
+    text = b""
+    with suppress(OSError):  # Linux says so that the other end is closed
+        while part := os.read(ours, 65536):
+            text += part
+    os.close(ours)
+    assert process.wait(60) == 0
+    return text.decode()
+
+
+def test_a_terminal_has_a_bar_below_the_lines_of_steps():
+    text = on_a_terminal(80)
+    drawn = [part for part in re.split(r"\r\x1b\[K|\r?\n", text) if "[" in part]
+    assert any(re.search(r"\[\.{24}\] 0/4  samples, \d s: 3 of 8 groups", part) for part in drawn)
+    assert any(re.search(r"\[#{12}\.{12}\] 2/4, 0:0\d left  samples", part) for part in drawn)
+    assert max(map(len, drawn)) == 79, "never a second line, which a terminal could not clear"
+    lines = [line for line in shown_by(text) if line]
+    assert [re.match(r"demo +\d+ s  loads|demo \d/4  reward", line) is not None for line in lines] == [True] * 6 + [
+        False
+    ] * 2
+    assert lines[-2:] == ["demo stops after step 4, as asked", "# demo: 4 steps"]
+
+
+def test_a_file_has_no_bar():
+    done = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, check=True)
+    assert "\r" not in done.stdout and "[" not in done.stdout
+    assert [line.split()[1] for line in done.stdout.splitlines()[1:6]] == ["0/4", "1/4", "2/4", "3/4", "4/4"]
 
 
 def test_without_a_console_nothing_is_printed():

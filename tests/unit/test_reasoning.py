@@ -103,7 +103,7 @@ PYTHON = ({"grader": "exact"}, {})
 TOKENIZER = character_tokenizer(string.printable)
 
 
-def played(environment: EnvironmentConfig, row: dict, *turns: str) -> tuple[Outcome | None, str]:
+def played(environment: EnvironmentConfig, row: dict, *turns: str) -> tuple[Outcome, str]:
     """(the outcome of a rollout whose model says these turns, its whole text)"""
     left = list(turns)
     decode = lambda ids: TOKENIZER.decode(ids, skip_special_tokens=True)  # noqa: E731
@@ -152,12 +152,12 @@ def test_every_environment_takes_calls_and_answers_behind_the_reasoning(function
     row = {"answer": "5"} | row
     if function == "calculator":  # its first turn is all reasoning: a call there is none
         outcome, text = played(config, row, turns[0])
-        assert outcome is None and text == turns[0]
+        assert outcome == Outcome("", end="done") and text == turns[0]
         turns = turns[1:]
     outcome, text = played(config, row, *turns)
     assert text.startswith(turns[0]), "records keep the reasoning"
     if reward is None:
-        assert outcome is None and text == "".join((turns[0], "3", turns[1]))
+        assert outcome == Outcome("", end="done") and text == "".join((turns[0], "3", turns[1]))
     else:
         assert (outcome.ok, outcome.value, outcome.end) == (True, reward, "done"), outcome
 

@@ -39,8 +39,19 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
         "need actor.packing: true without parallel.dynamic_context",
     ),
     (["actor.megatron={hybrid_context_parallel: true}"], "actor.parallel.dynamic_context"),
+    (
+        [
+            *("algorithm.old_logprobs=engine", "algorithm.kl={estimator: k3+, importance: true}"),
+            *("algorithm.streams=[{component: reference_kl, written_by: [data]}]", "data.demonstration_key=answer"),
+        ],
+        "algorithm.kl.importance with old_logprobs engine, which has none of tokens",
+    ),
     # the engine's experts
     (["actor.routing_replay=old", "train.num_updates_per_step=1"], "old changes nothing with one update a step"),
+    (
+        ["actor.routing_replay=old", "train.num_updates_per_step=2", "algorithm.old_logprobs=engine"],
+        "no forward before the updates that could record experts; set it to rollout",
+    ),
     ([REPLAY, "actor.megatron={moe_router_fusion: true}"], "the fused kernel chooses experts by itself"),
     ([REPLAY, "rollout.sglang={chunked_prefill_size: -1}"], "chunked_prefill_size -1: SGLang keeps the experts"),
     ([REPLAY, "rollout.sglang={enable_two_batch_overlap: true}"], "enable_two_batch_overlap, which overwrites the"),

@@ -1,9 +1,16 @@
 """TRL's reward functions, f(completions, **columns) -> list, as graders."""
 
+import json
+
 import pytest
 
-from megagrpo.rewards.graders.functions import call_grader, check_grader
+from megagrpo.check.rules.inputs import before_start
+from megagrpo.check.rules.subject import Subject
+from megagrpo.config.data import DataConfig
+from megagrpo.data.rows import read_rows
+from megagrpo.rewards.graders.functions import call_grader, check_grader, required_columns
 from megagrpo.rewards.worker import grade
+from tests.experiments import experiment
 
 FUNCTIONS = """
 def exact(completions, solution, **kwargs):
@@ -80,3 +87,24 @@ def test_a_list_of_another_grader_stays_rewards_of_its_tokens(file):
 
 def test_without_a_prompt_the_function_still_gets_a_list():
     assert call_grader(lambda completions, answer: [len(completions)], {}, ("a", "b", "", {})) == 1
+
+
+def test_a_column_that_no_key_names_is_refused_and_no_answer(file, tmp_path):
+    """Else it would silently be the answer."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "What is 1 + 1?", "final": "2", "level": 3, "topic": "sums"}))
+    grader = f"{file}:of_the_row"
+    more = {"reward": {"grader": grader}, "data": {"path": str(rows), "answer_key": "final"}}
+
+    def problems(**data) -> list[str]:
+        subject = Subject(experiment(**more | {"data": more["data"] | data}))
+        return [rule.text for rule in before_start(subject) if rule.when and "level" in rule.text]
+
+    (said,) = problems()
+    assert (
+        said == f"{rows}:1: grader {grader} needs a value for level: set data.extra_key to [level], columns of the row"
+    )
+    assert not problems(extra_key="level") and not problems(extra_key=["level", "topic"])
+    assert read_rows(DataConfig(**more["data"], extra_key=["level", "topic"]))[0].extra == {"level": 3, "topic": "sums"}
+    assert required_columns(f"{file}:exact", {}) == required_columns("math", {}) == set()
+    assert required_columns(grader, {"level": 1}) == set()

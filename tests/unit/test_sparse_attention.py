@@ -30,8 +30,8 @@ def lengths(prompt: int, response: int, **sections) -> ExperimentConfig:
     ("actor", "said"),
     [
         ({"device": "cpu"}, "2049 tokens are sparse (the model's index_topk is 2048), which engines"),
-        ({"dtype": "bfloat16", "transformer_engine": False}, "actor.transformer_engine: samples"),
         ({"dtype": "bfloat16", "megatron": {"dsa_kernel_backend": "none"}}, "actor.megatron.dsa_kernel_backend none"),
+        ({"dtype": "bfloat16", "transformer_engine": False}, None),
         ({"dtype": "bfloat16"}, None),
     ],
 )

@@ -247,6 +247,7 @@ def test_reverse_kl_has_the_tokens_that_are_corrected(loss: str):
         (None, {}),
         ({"reward": 1}, None),
         ({"rl": -1}, None),
+        ({"rl": 10**400}, None),
     ],
 )
 def test_weights_of_rows(tmp_path, value: object, weights: dict | None):

@@ -162,7 +162,8 @@ OF_FAMILY = {
     "minimax_m2": "MiniMax-M2", "kimi_k25": "Kimi-K2",
     "qwen3_5_moe": "Qwen3.5", "qwen3_5_moe_text": "Qwen3.5", "qwen3_5": "Qwen3.5", "qwen3_5_text": "Qwen3.5",
     "glm_moe_dsa": "GLM-5", "glm4_moe_lite": "GLM-5", "deepseek_v32": "DeepSeek-V3.2", "qwen3_next": "Qwen3",
-    "deepseek_v4": "DeepSeek-V4", "kimi_linear": "Kimi-K2", "nemotron_h": "Qwen3.5",  # calls in the same words
+    "deepseek_v4": "DeepSeek-V4", "glm5_next": "GLM-5",
+    "kimi_linear": "Kimi-K2", "nemotron_h": "Qwen3.5",  # calls in the same words
 }  # fmt: skip
 # a turn is asked for with <think>, which it is not written with; so turns are no continuation
 BEGIN_A_THOUGHT = ("Qwen3.5", "GLM-5", "DeepSeek-V3.2")

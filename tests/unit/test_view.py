@@ -21,6 +21,7 @@ from megagrpo.monitor.step_log import StepLog
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.view import command
 from megagrpo.tools.view.command import view_server, write_view
+from megagrpo.tools.view.rendered import rendered
 from megagrpo.tools.view.samples import read_samples, spread
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
@@ -74,6 +75,8 @@ def test_nothing_of_a_response_becomes_part_of_the_page(tmp_path):
     assert [kind for kind, _ in parser.found] == ["application/json", ""]
     assert not {"img", "b", "iframe", "a"} & parser.tags, "elements that only responses have"
     assert HOSTILE in [sample["text"] for sample in runs_of(page)[0]["groups"][0]["samples"]]
+    text = page.partition('id="data">')[2].partition("</script>")[0].lower()
+    assert not re.search("<(!--|/?script)", text) and "\\u003c/script" in text and "<!-" not in text
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
     assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
 
@@ -117,12 +120,13 @@ def test_a_rollout_with_an_environment_is_a_conversation(tmp_path):
     with closing(RolloutLog(RunFolder(tmp_path), 0, decode=lambda ids: "".join(map(str, ids)))) as log:
         log.write(1, [group])
     samples = read_samples(RunFolder(tmp_path), 50_000)[0]["groups"][0]["samples"]
-    first = {"by": "model", "text": "56", "reward": 0.25}, {"by": "environment", "text": "9"}
-    assert samples[0]["turns"] == [*first, {"by": "model", "text": "5", "reward": 1.0}]
+    plain = {"html": ["", ""]}
+    first = {"by": "model", "text": "56", "reward": 0.25} | plain, {"by": "environment", "text": "9"} | plain
+    assert samples[0]["turns"] == [*first, {"by": "model", "text": "5", "reward": 1.0} | plain]
     assert (samples[0]["outcome"]["end"], samples[0]["reward"], samples[2]["reward"]) == ("done", 1.25, None)
     assert [s["prompt"] for s in samples[1:]] == ["71", "72"], "its own"
-    assert samples[1]["turns"] == [{"by": "model", "text": "1", "reward": 0.5}]
-    assert samples[2]["turns"] == [{"by": "model", "text": "2"}], "its environment gave no answer"
+    assert samples[1]["turns"] == [{"by": "model", "text": "1", "reward": 0.5} | plain]
+    assert samples[2]["turns"] == [{"by": "model", "text": "2"} | plain], "its environment gave no answer"
 
 
 def test_half_a_character_in_a_graders_detail_is_shown(tmp_path):
@@ -162,6 +166,53 @@ def test_one_huge_response_does_not_fill_the_page(tmp_path):
     data, _ = read_samples(RunFolder(tmp_path), 50_000)
     text = data["groups"][0]["samples"][0]["text"]
     assert len(text) < 20_100 and text.endswith("[... 980000 more characters]")
+
+
+@pytest.mark.parametrize(
+    "text, html",
+    [
+        ("## A *b*", "<h2>A <em>b</em></h2>"),
+        ("one\ntwo", ""),  # no mark: shown as it is
+        ("one & <b>\ntwo 'x' \"y\"", ""),
+        ("**one**\ntwo", "<p><strong>one</strong><br />\ntwo</p>"),
+        ("costs $5 and $6", ""),
+        ("costs $5-$6", ""),
+        ("a$ b$ c", ""),
+        (r"so $x_1*y*z$.", '<p>so <code class="formula">$x_1*y*z$</code>.</p>'),
+        (r"so \(x < 1\).", r'<p>so <code class="formula">\(x &lt; 1\)</code>.</p>'),
+        (r"so $$y$$", '<p>so <code class="formula">$$y$$</code></p>'),
+        ("is\n\\[\nx\n- 2\n\\]\n", '<p>is<br />\n<code class="formula">\\[\nx\n- 2\n\\]</code></p>'),
+        ("- $$\n  a\n  $$", '<ul>\n<li><code class="formula">$$\n  a\n  $$</code></li>\n</ul>'),
+        (r"a \\(b\\) \$c$", r"<p>a \(b\) $c$</p>"),
+        ("\ue0005; *a*", "<p>5; <em>a</em></p>"),
+        ("|a|\n|-:|", '<table>\n<thead>\n<tr>\n<th align="right">a</th>\n</tr>\n</thead>\n</table>'),
+        ("`$x$`", '<p><code><code class="formula">$x$</code></code></p>'),  # shown as text
+        ("```\n$$\n```\n```\n$$\n```", "<pre><code>$$\n</code></pre>\n<pre><code>$$\n</code></pre>"),
+        ("![a](http://x/y.png)", '<p>!<a href="http://x/y.png">a</a></p>'),
+        ("[a](javascript:alert(1))", ""),
+        (
+            "<img src=x onerror=alert(1)>\n\n<script>",
+            "<p>&lt;img src=x onerror=alert(1)&gt;</p>\n<p>&lt;script&gt;</p>",
+        ),
+    ],
+)
+def test_markdown(text, html):
+    assert rendered(text, {}) == html
+
+
+def test_a_formula_is_mathml_or_stays_text():
+    texts = [r"\frac{1}{2}", r"\text{&lt;script&gt;}", r"5% of x", r"\frac{1", "{" * 900, r"\def\a{\a\a}\a", "x^"]
+    found: dict[str, str] = {}
+    for text in texts:
+        rendered(f"so ${text}$", found)
+    found = {formula.strip("$"): mathml for formula, mathml in found.items()}
+    assert [text for text in texts if found[text]] == texts[:4] and [*found] == texts
+    assert "<mfrac><mrow><mn>1</mn></mrow><mrow><mn>2</mn></mrow></mfrac>" in found[texts[0]]
+    assert "<mtext>&lt;script&gt;</mtext>" in found[texts[1]]
+    assert "<mi>x</mi>" in found[texts[2]], "a sign of per cent hides nothing"
+    sums: dict[str, str] = {}
+    rendered(r"\[\sum_1^2\] \(\sum_1^2\)", sums)
+    assert "<munderover>" in sums[r"\[\sum_1^2\]"] and "<msubsup>" in sums[r"\(\sum_1^2\)"]
 
 
 ROWS, COUNT = ("document.querySelectorAll('#table tbody tr').length", "document.getElementById('count').textContent")
@@ -320,6 +371,85 @@ def test_a_hostile_response_is_text(page):
     assert HOSTILE in page.value("[...document.querySelectorAll('#detail pre')].map(e => e.textContent)")
     assert page.value("document.title") == "first | second"
     assert page.value("document.querySelectorAll('img, iframe, #detail b, #detail script').length") == 0
+
+
+MARKED = r"""## Plan
+Let \(x = \frac{1}{2}\), **so** <b>no</b> [here](http://127.0.0.1:9/leads) [js](javascript:alert(1))
+![pixel](http://127.0.0.1:9/pixel.png) <script>document.title = "taken over"</script> <img src=x onerror=alert(1)>
+
+| a | b |
+|---|--:|
+| $\text{&lt;img src=x onerror=alert(2)&gt;}$ | $\href{javascript:alert(3)}{y} \style{position:fixed}{z} \class{a}{b}$ |
+
+\[
+x
+- constructor
+\]
+```
+$in code$
+```
+constructor $x^$
+"""
+
+
+@pytest.fixture
+def marked(tmp_path, browser):
+    """The page of a run whose responses have marks."""
+    (group,) = made_groups(1, num_groups=1)
+    samples = [replace(each, text=f"think **hard**</think>{MARKED}") for each in group.samples]
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text("")
+    with closing(RolloutLog(folder, 0)) as log:
+        log.write(1, [replace(group, prompt=replace(group.prompt, text="# Ask\n$1$"), samples=tuple(samples))])
+    write_view([folder], 1.0, None)
+    browser.errors.clear()
+    browser.requests.clear()
+    browser.open(folder.view.as_uri())
+    yield browser
+    assert browser.errors == [] and {*browser.requests} == {folder.view.as_uri()}
+
+
+def test_markdown_and_formulas_are_shown_where_they_are_wanted(marked):
+    raw = "[...document.querySelectorAll('#detail > pre')].map(e => e.textContent)"
+    assert MARKED in marked.value(raw), "what the model wrote comes first"
+    marked.click("#markdown")
+    marked.wait("document.querySelectorAll('#detail .markdown').length === 3")
+    shown = "(s => [...document.querySelectorAll('#detail ' + s)].map(e => e.textContent))"
+    assert marked.value(f"{shown}('h1')") == ["Ask"] and marked.value(f"{shown}('h2:not(#detail > h2)')") == ["Plan"]
+    assert marked.value(f"{shown}('details .markdown')") == ["think hard"]
+    assert marked.value(f"{shown}('strong')") == ["hard", "so"]
+    assert marked.value(f"{shown}('.markdown th')") == ["a", "b"]
+    assert marked.value("getComputedStyle(document.querySelector('#detail th:last-child')).textAlign").endswith("right")
+    boxes = "[...document.querySelectorAll('#detail mfrac')].map(e => e.getBoundingClientRect().height)"
+    assert len(marked.value(boxes)) >= 1 and min(marked.value(boxes)) > 10, "drawn as a fraction"
+    title = "document.querySelector('#detail math[display=block]').getAttribute('title')"
+    assert marked.value(title) == "\\[\nx\n- constructor\n\\]"
+    assert marked.value(f"{shown}('pre code')") == ["$in code$\n"]
+    marked.value("window.before = true; location.reload()")
+    marked.wait("window.before === undefined && document.readyState === 'complete'")
+    marked.wait("document.querySelectorAll('#detail .markdown').length === 3")
+    marked.click("#markdown")
+    assert MARKED in marked.value(raw)
+
+
+def test_nothing_of_a_rendered_response_runs_loads_or_leads_away(marked):
+    marked.click("#markdown")
+    marked.wait("document.querySelectorAll('#detail .markdown').length === 3")
+    text = marked.value("document.querySelector('#detail > .markdown.model').textContent")
+    for visible in ("<b>no</b>", "<script>document.title", "<img src=x onerror=alert(1)>", "[js](javascript:alert(1))"):
+        assert visible in text
+    assert "<img src=x onerror=alert(2)>" in text.replace("\xa0", " "), "also in a formula"
+    bad = "img, a, script:not(body > script), iframe, b, [href], [style], [onerror], [class]:is(math *)"
+    assert marked.value(f"[...document.querySelectorAll('#detail :is({bad})')].map(e => e.outerHTML)") == []
+    assert marked.value("[...document.querySelectorAll('#detail u')].map(e => e.title)") == [
+        "http://127.0.0.1:9/leads",
+        "http://127.0.0.1:9/pixel.png",
+    ]
+    assert marked.value("document.title") != "taken over"
+    # whatever came as HTML, the page copies only what it knows
+    hostile = "<img src=x onerror=alert(1)><svg><script>1</script></svg><p onclick=alert(1) id=data>t</p>"
+    made = f"(box => (box.append(...copiesOf(DATA.runs[0], {json.dumps(hostile)})), box.innerHTML))(make('div'))"
+    assert marked.value(made) == "1<p>t</p>"
 
 
 def test_tokens_are_colored(page):

@@ -35,8 +35,6 @@ def as_read(subject: Subject) -> Iterator[Rule]:
         "add actor.draft: {}, or remove rollout.draft_tokens",
     )
     ahead = rollout.max_staleness
-    by_engine = algorithm.old_logprobs == "engine"
-    corrected = by_engine or algorithm.mismatch.weight or algorithm.mismatch.reject
     older = f"rollout.max_staleness {ahead} trains on tokens of older weights"
     what = older if ahead else "a cache in fp8_e4m3 rounds"
     yield Rule(
@@ -57,7 +55,8 @@ def as_read(subject: Subject) -> Iterator[Rule]:
         "take 2 or more, or 0",
     )
     yield Rule(
-        not corrected and (ahead or rollout.sglang.get("kv_cache_dtype") == "fp8_e4m3"),
+        not algorithm.corrects_staleness
+        and (ahead or rollout.sglang.get("kv_cache_dtype") == "fp8_e4m3"),
         f"{what}, which needs a correction",
         "set algorithm.mismatch.weight, such as {name: tis}, or algorithm.mismatch.reject",
     )
@@ -94,6 +93,12 @@ def _replayed_experts(experiment: ExperimentConfig) -> Iterator[Rule]:
     chunk = rollout.sglang.get("chunked_prefill_size", _CHUNK)
     read = (rollout.draft_tokens or 0) + 1  # tokens of a request in one forward of the model
     held = rollout.max_running_requests * read
+    yield Rule(
+        actor.routing_replay == "old" and experiment.algorithm.old_logprobs == "engine",
+        "actor.routing_replay old with algorithm.old_logprobs engine: there is no forward before the "
+        "updates that could record experts",
+        "set it to rollout, or remove one of them",
+    )
     yield Rule(
         actor.routing_replay == "old" and experiment.train.updates_of_step == 1,
         "actor.routing_replay old changes nothing with one update a step: the same "

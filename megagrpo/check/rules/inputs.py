@@ -17,7 +17,12 @@ from megagrpo.data.hub import is_hub_name
 from megagrpo.data.rows import Row, read_rows, unknown_teachers
 from megagrpo.models.folder import ADAPTERS, MERGE, Model
 from megagrpo.models.table import model_problems
-from megagrpo.rewards.graders.functions import check_answer, check_grader, load_group_grader
+from megagrpo.rewards.graders.functions import (
+    check_answer,
+    check_grader,
+    load_group_grader,
+    required_columns,
+)
 from megagrpo.rollout.agents.environments import load_environment
 from megagrpo.rollout.agents.program_worker import load_program
 
@@ -164,11 +169,23 @@ def _read_lines(data: DataConfig, config: ExperimentConfig, problems: list[str])
     }
     for unknown in sorted({row.grader for row in rows if row.grader is not None} - known.keys()):
         check_grader(unknown, {})
+    keys = [data.answer_key, *(source.answer_key or "" for source in data.sources)]
+    answers = {key.rpartition(".")[2] for key in keys}
+    columns = {
+        entry.grader: required_columns(entry.grader, entry.args) - answers
+        for entry in reward.entries
+    }
     for row in rows:
         graders = every if row.grader is None else [known.get(row.grader, row.grader)]
         for grader in graders:
             said = complaints(check_answer, grader, row.answer)
             problems += [f"{row.location}: {problem}" for problem in said]
+            here = row.extra if isinstance(row.extra, dict) else {}
+            if missing := ", ".join(sorted(columns.get(grader, set()) - here.keys())):
+                problems.append(
+                    f"{row.location}: grader {grader} needs a value for {missing}: set "
+                    f"data.extra_key to [{missing}], columns of the row"
+                )
 
 
 def _teachers_of_rows(config: ExperimentConfig, rows: Sequence[Row]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.fields import expected_kernels
 from megagrpo.models.kinds.compressed.describe import CompressedAttention
+from megagrpo.models.kinds.indexed.describe import LightningIndexer
 from megagrpo.models.kinds.mamba2.describe import Mamba2
 from megagrpo.models.table import model_problems, stored_otherwise
 
@@ -44,10 +45,8 @@ def before_start(subject: Subject) -> Iterator[Rule]:
         "kernels only (its kernels/ops/layernorm/mhc.py)",
         "set actor.dtype: bfloat16, which means GPUs; megagrpo certify compares trainers without them",
     )
-    mismatch = config.algorithm.mismatch
     yield Rule(
-        isinstance(arch.attention, CompressedAttention)
-        and not (mismatch.weight or mismatch.reject or config.algorithm.old_logprobs == "engine"),
+        isinstance(arch.attention, CompressedAttention) and not config.algorithm.corrects_staleness,
         f"model.path: SGLang's cache of a {arch.family} model is in FP8, which rounds and needs a correction",
         "set algorithm.mismatch.weight, such as {name: tis}, or algorithm.mismatch.reject",
     )
@@ -102,13 +101,14 @@ def _lengths(config: ExperimentConfig, arch: Architecture) -> Iterator[Rule]:
                 f"{samples} an engine's {what} {limit} (rollout.sglang.{key})",
             )
     if arch.indexer is not None:
-        yield from _sparse(config, arch.indexer.topk)
+        yield from _sparse(config, arch.indexer)
 
 
-def _sparse(config: ExperimentConfig, topk: int) -> Iterator[Rule]:
+def _sparse(config: ExperimentConfig, indexer: LightningIndexer) -> Iterator[Rule]:
     """Yields why sparse attention cannot be computed there: of samples longer than topk some keys
     are left out."""
     kernels = expected_kernels(config.actor)
+    topk = indexer.topk
     longest = max(longest_samples(config).values())
     sparse = f"samples of up to {longest} tokens are sparse (the model's index_topk is {topk})"
     yield Rule(
@@ -128,13 +128,8 @@ def _sparse(config: ExperimentConfig, topk: int) -> Iterator[Rule]:
         f"max_response_tokens be at most {topk} together, or run on GPUs (actor.dtype: bfloat16)",
     )
     yield Rule(
-        longest > topk and kernels.cuda and not kernels.transformer_engine,
-        f"actor.transformer_engine: {sparse}, and torch's layers "
-        "would hold masks as large as the square of that",
-        "remove it, or set it to true",
-    )
-    yield Rule(
         longest > topk
+        and indexer.pool == 1
         and kernels.transformer_engine
         and config.actor.megatron.get("dsa_kernel_backend") == "none",
         f"actor.megatron.dsa_kernel_backend none: {sparse}, and Megatron would hold float32 "

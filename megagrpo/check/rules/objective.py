@@ -110,6 +110,12 @@ def _components(experiment: ExperimentConfig) -> Iterator[Rule]:
         "remove tool from written_by",
     )
     yield Rule(
+        algorithm.old_logprobs == "engine" and algorithm.kl.importance and writers - {"policy"},
+        "algorithm.kl.importance with old_logprobs engine, which has none of tokens that a stream "
+        "takes from a tool or from data",
+        "remove importance, or take trainer",
+    )
+    yield Rule(
         data.weight_key and not algorithm.components,
         "data.weight_key has weights of components, and rl is the only one",
         "name others in algorithm.streams, or remove weight_key",

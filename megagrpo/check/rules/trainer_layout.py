@@ -10,6 +10,7 @@ from megagrpo.config.actor import ActorConfig
 from megagrpo.config.fields import Rule, complaints
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.fields import context_rule, expected_kernels
+from megagrpo.models.kinds.experts.describe import Experts
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.hashed.describe import HashedExperts
 
@@ -81,6 +82,12 @@ def _routers(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
             f"actor.{section}{key} is not supported with a {arch.family} model: its first routers read the tokens of "
             "the micro-batch under way, other scores are no shares, other activations leave out swiglu_limit, and its "
             "attention has no products in FP8",
+            "remove it",
+        )
+    for key in ("moe_shared_expert_overlap", "bias_activation_fusion", "use_te_activation_func"):
+        yield Rule(
+            actor.megatron.get(key) and type(arch.experts) is Experts and arch.experts.limit,
+            f"actor.megatron.{key}: that activation leaves out the {arch.family} model's swiglu_limit",
             "remove it",
         )
     yield Rule(

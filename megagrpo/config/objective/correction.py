@@ -111,3 +111,8 @@ class MismatchConfig(Section):
     difference between trainer and engine, in nats over trained tokens. null: no alarm. Bounds: mean
     0.001 in float32, 0.05 in bfloat16 (0.1 if experts are not replayed); 99.9th percentile 0.1, 1,
     4."""
+
+    @property
+    def corrects(self) -> bool:
+        """Returns whether tokens are weighted or rejected, by the trainer's old log-probabilities."""
+        return self.weight is not None or self.reject is not None

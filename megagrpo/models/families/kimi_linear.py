@@ -20,13 +20,11 @@ from megagrpo.models.config_json import (
 from megagrpo.models.families.sigmoid_moe import SigmoidMoe, tiny_moe_options
 from megagrpo.models.family import TinySizes
 from megagrpo.models.kinds.experts.describe import ExpertNames, Experts
-from megagrpo.models.kinds.kda.describe import Kda
+from megagrpo.models.kinds.kda.describe import Kda, linear_refusals
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.tensors import GatedNames
 
 _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_LINEAR_SIZES = ("num_heads", "head_dim", "short_conv_kernel_size")
-_LAYERS = ("kda_layers", "full_attn_layers")
 _NAMES = {  # of keys: other families', and of this one's config.json
     "max_position_embeddings": "model_max_length",
     "n_routed_experts": "num_experts",
@@ -91,26 +89,14 @@ class KimiLinear(SigmoidMoe):
         linear = hf["linear_attn_config"] or {}
         known = {**hf, **{f"linear_attn_config.{key}": value for key, value in linear.items()}}
         problems = super().own_refusals(hf) + other_values(known, _ONLY) + latent_refusals(hf)
-        lacking = [key for key in (*_LINEAR_SIZES, *_LAYERS) if key not in linear]
-        if lacking:
-            return [*problems, f"linear_attn_config lacks {', '.join(lacking)}"]
-        kinds = [set(linear[key]) for key in _LAYERS]
-        whole = set(range(1, hf["num_hidden_layers"] + 1))
-        if not all(kinds) or kinds[0] & kinds[1] or kinds[0] | kinds[1] != whole:
-            problems.append(
-                f"kda_layers and full_attn_layers of linear_attn_config must have each of the layers "
-                f"1 to {hf['num_hidden_layers']} in one of them, and neither be empty"
-            )
-        return problems
+        return problems + linear_refusals(hf, 1)
 
     def attention(self, hf: HfConfig) -> LatentAttention:
         attention = LatentAttention.read({"q_lora_rank": None, **hf})
         return replace(attention, rotary=replace(attention.rotary, fraction=0.0))
 
     def recurrent(self, hf: HfConfig) -> Kda:
-        linear = hf["linear_attn_config"]
-        layers = range(1, hf["num_hidden_layers"] + 1)
-        return Kda.read(linear, tuple(number in linear["kda_layers"] for number in layers))
+        return Kda.read(hf, 1)
 
     def experts(self, hf: HfConfig) -> Experts:
         return replace(
@@ -121,10 +107,7 @@ class KimiLinear(SigmoidMoe):
         )
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
-        layers = range(1, sizes.num_layers + 1)
-        full = [number for number in layers if number % 4 == 0 or number == sizes.num_layers]
         routed = tiny_moe_options(sizes, groups=False)
-        dim = sizes.head_dim // 2
         return {
             **{_NAMES.get(name, name): value for name, value in routed.items()},
             "moe_router_activation_func": "sigmoid",
@@ -135,13 +118,20 @@ class KimiLinear(SigmoidMoe):
             "q_lora_rank": None,
             "kv_lora_rank": sizes.hidden_size // 2,
             "qk_nope_head_dim": sizes.head_dim,
-            "qk_rope_head_dim": dim,
+            "qk_rope_head_dim": sizes.head_dim // 2,
             "v_head_dim": sizes.head_dim,
-            "linear_attn_config": {
-                "kda_layers": [number for number in layers if number not in full],
-                "full_attn_layers": full,
-                "num_heads": sizes.num_heads,
-                "head_dim": dim,
-                "short_conv_kernel_size": 4,
-            },
+            "linear_attn_config": tiny_linear_config(sizes, 1),
         }
+
+
+def tiny_linear_config(sizes: TinySizes, first: int) -> dict[str, object]:
+    """Returns the linear_attn_config of a tiny model, which counts layers from `first`."""
+    layers = range(first, first + sizes.num_layers)
+    full = sorted({*layers[3::4], layers[-1]})
+    return {
+        "kda_layers": [number for number in layers if number not in full],
+        "full_attn_layers": full,
+        "num_heads": sizes.num_heads,
+        "head_dim": sizes.head_dim // 2,
+        "short_conv_kernel_size": 4,
+    }

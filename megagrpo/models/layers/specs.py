@@ -29,7 +29,12 @@ from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.grouped_query.layer import grouped_query_spec
 from megagrpo.models.kinds.hashed.describe import HashedExperts
 from megagrpo.models.kinds.hashed.layer import HashedRouter
-from megagrpo.models.kinds.hyper_connections.layer import StreamHead, StreamLayer, without_residual
+from megagrpo.models.kinds.hyper_connections.layer import (
+    StreamHead,
+    StreamLayer,
+    norm_of_mean,
+    without_residual,
+)
 from megagrpo.models.kinds.kda.describe import Kda
 from megagrpo.models.kinds.kda.layer import KimiDeltaAttention
 from megagrpo.models.kinds.latent.describe import LatentAttention
@@ -61,7 +66,8 @@ def block_spec(
     layers = [layer_spec(arch, config, index, parts) for index in own]
     last: Callable[..., object] = parts.norm
     if arch.streams is not None:
-        last = partial(StreamHead, own=arch.streams, norm=parts.norm)
+        head = StreamHead if arch.streams.has_head else norm_of_mean
+        last = partial(head, own=arch.streams, norm=parts.norm)
     return TransformerBlockSubmodules(layers, layer_norm=last)
 
 

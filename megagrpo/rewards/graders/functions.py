@@ -105,6 +105,23 @@ def _columns(
     }
 
 
+def required_columns(name: str, args: GraderArgs) -> set[str]:
+    """Returns the columns of `data.extra_key` that a TRL reward function cannot do without, the
+    answer's under another name among them; none for other graders."""
+    if name in BUILT_IN or name in SERVICES:
+        return set()
+    function = load_function(name, BUILT_IN, "reward.grader")
+    if not _is_trls(function):
+        return set()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = {
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind in named and parameter.default is parameter.empty
+    }
+    return needed - {"completions", "prompts", *args, *_ANSWER_COLUMNS}
+
+
 def _from_trl(value: object) -> object:
     """Returns the score of the one response, or None, which leaves it out of TRL's sum."""
     if not isinstance(value, list) or len(value) != 1:

@@ -88,10 +88,10 @@ class Answering(Protocol):
 
     waited_for: str  # by rollouts, in words
 
-    async def rollout(self, task: RolloutTask) -> tuple[Sequence[SamplePart], Outcome | None]:
+    async def rollout(self, task: RolloutTask) -> tuple[Sequence[SamplePart], Outcome]:
         """Returns the samples of a rollout, and its outcome: never a reward for one that failed.
 
-        None: graders score its one sample. Raises GenerationFailed.
+        Without a status graders score its one sample. Raises GenerationFailed.
         """
 
     def add_metrics(self, metrics: "Metrics") -> None:
@@ -106,10 +106,10 @@ class NoAnswer:
 
     waited_for = "the engines"
 
-    async def rollout(self, task: RolloutTask) -> tuple[Sequence[SamplePart], Outcome | None]:
+    async def rollout(self, task: RolloutTask) -> tuple[Sequence[SamplePart], Outcome]:
         """Returns the sample."""
         response = await task.turn(0, task.prompt.token_ids, task.max_tokens, 0)
-        return [SamplePart(None, response, masks=None)], None
+        return [SamplePart(None, response, masks=None)], Outcome("")
 
     def add_metrics(self, metrics: "Metrics") -> None:
         """Adds none."""

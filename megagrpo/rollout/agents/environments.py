@@ -136,12 +136,11 @@ class Environments:
         for slot in self._episodes:
             slot.close()
 
-    async def rollout(self, task: RolloutTask) -> tuple[Sequence[SamplePart], Outcome | None]:
+    async def rollout(self, task: RolloutTask) -> tuple[Sequence[SamplePart], Outcome]:
         """Plays a rollout to its end. If the environment lacked a service, it begins again in
         another process, 3 times in all.
 
-        A try that another rollout's call has ended does not count. The outcome is None if graders
-        score the rollout and it did not fail.
+        A try that another rollout's call has ended does not count.
         """
         row, seed = task.row, task.seed_of("environment")
         failed: EnvironmentFailed | None = None
@@ -167,7 +166,7 @@ class Environments:
             status = "timeout" if failed.end == "timeout" else "error"
             return parts, Outcome(status, detail=str(failed), end=failed.end)
         if not self.config.rewards:
-            return parts, None
+            return parts, Outcome("", end=result.end)
         return parts, result.outcome(self.config.credit == "turn")
 
     async def _play(self, result: EpisodeResult, episode: "Episode", task: RolloutTask) -> None:

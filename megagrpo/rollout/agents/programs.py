@@ -76,7 +76,7 @@ class Programs:
         self._parsers.close()
         self._gateway.close()
 
-    async def rollout(self, task: RolloutTask) -> tuple[Sequence[SamplePart], Outcome | None]:
+    async def rollout(self, task: RolloutTask) -> tuple[Sequence[SamplePart], Outcome]:
         """Returns the samples of a rollout and its outcome: never a reward for a program that
         failed.
 
@@ -84,7 +84,7 @@ class Programs:
         GenerationFailed.
         """
         self._gateway.start()
-        outcome, talk = None, None
+        outcome, talk = Outcome(""), None
         for place in (self._shared, self._separate):
             async with self._open, place() as slot:
                 talk = Conversation(self.config, self._renderer, task, self._parsers.message)

@@ -48,6 +48,7 @@ from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from megagrpo.weights.hf_folder import HfFolder
 from megagrpo.weights.transports.gather_plan import (
     gather_buckets,
+    gather_copies,
     make_gather_plan,
     published_specs,
 )
@@ -95,7 +96,7 @@ def whole(weights: ActorWeights, values: Mapping[str, Tensor], mesh: Mesh) -> di
     """Collective. Returns weights or gradients as whole HF tensors on the main rank, {}
     elsewhere."""
     specs = published_specs(weights.hf_specs, torch.float32)
-    plan = make_gather_plan(mesh.gather_world(weights.copies), specs, 1 << 30)
+    plan = make_gather_plan(gather_copies(weights.copies, mesh), specs, 1 << 30)
     buckets = gather_buckets(plan, values, mesh)
     return {name: t.clone() for bucket in buckets for name, t in bucket.items()}
 

@@ -99,6 +99,8 @@ def _judge(prompt: Prompt, outcomes: Sequence[Outcome]) -> tuple[str, str, list[
         )
     if max(empty.value, sentence.value) > best.value:
         advice.append("a text that is no answer gets more than the answer itself")
+    if not failed and best.value == empty.value == sentence.value:
+        advice.append(f"the answer, '' and {_SENTENCE!r} get the same: there is nothing to learn")
     return line, "", advice
 
 

@@ -35,7 +35,10 @@ def mismatch(d: Translation) -> None:
     """Puts weights and rejections for the mismatch of engine and trainer."""
     correction = "algorithm.rollout_correction."
     over = d.get(f"{correction}rollout_is")
-    if over is not None:
+    bypass = d.values.get("algorithm.old_logprobs") == "engine"  # then its ratio is the weight
+    if bypass and d.get(f"{correction}loss_type") == "reinforce":
+        d.lack(f"{correction}loss_type", "with bypass_mode there is only the clipped ratio")
+    if over is not None and not bypass:
         low, *band = _limits(d, f"{correction}rollout_is_threshold")
         normalized = d.get(f"{correction}rollout_is_batch_normalize") is True
         weight: dict[str, Plain] = {"name": "tis", "over": over, "cap": low}

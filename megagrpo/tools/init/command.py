@@ -81,8 +81,11 @@ def run(args: argparse.Namespace) -> int:
         problems = known_problems(config, try_loading(config))
     print(output.read_text(encoding="utf-8"))
     print("\n".join(problems) or f"no problems found; `megagrpo check {output}` explains it")
+    if problems:
+        print(f"next: mend what is named, then megagrpo check {output}")
+        return 1
     print(f"next: megagrpo try {output}; megagrpo run {output}")
-    return 1 if problems else 0
+    return 0
 
 
 def _lay_out(draft: Draft, nodes: int, gpus: int, hardware: str) -> None:

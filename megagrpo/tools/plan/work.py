@@ -37,6 +37,8 @@ def optimizer_bytes(actor: ActorConfig) -> OptimizerBytes:
     master = 2 if aware and given.get("store_param_remainders", True) else 4
     if given.get("optimizer_cpu_offload"):
         share = given.get("optimizer_offload_fraction", 1.0)
+        if not isinstance(share, int | float):
+            share = 1.0  # a rule refuses it
         return OptimizerBytes(gradient, state=12 * (1 - share), host=HOST_ADAM_BYTES * share)
     return OptimizerBytes(gradient, state=master + 8, host=0)
 
@@ -85,7 +87,7 @@ class ModelWork:
     @property
     def index_bytes(self) -> int:
         """Returns the bytes of one token in one rank's cache that an indexer reads."""
-        return self.arch.attention.index_bytes(self.arch.num_layers)
+        return self.arch.attention.index_bytes(self.arch.attention_layers)
 
     def cache_bytes(self, attention_tp: int, width: int = ITEM) -> int:
         """Returns the bytes of one token in one rank's cache. attention_tp: ranks that share the

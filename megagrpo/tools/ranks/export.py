@@ -78,8 +78,8 @@ def export(config: ExperimentConfig, args: argparse.Namespace, device: torch.dev
     # these import Megatron, which the host must be prepared for
     from megagrpo.actor.start import make_actor
     from megagrpo.checkpoint.resume import latest_checkpoint, load_checkpoint
-    from megagrpo.tools.ranks.folders import export_hf, export_peft
     from megagrpo.weights.actor_weights import load_initial_weights
+    from megagrpo.weights.hf_export import export_hf, export_peft
 
     lora = config.actor.lora
     actor = make_actor(config, model_to_train(config).arch, device)

@@ -22,9 +22,9 @@ from megagrpo.data.prompts import (
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.step_log import StepLog
 from megagrpo.system.progress import Progress
-from megagrpo.tools.ranks.folders import export_hf
 from megagrpo.types import Batch, MicroBatch, Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.weights.actor_weights import load_initial_weights
+from megagrpo.weights.hf_export import export_hf
 
 _DECAY = 0.95  # of the loss's running mean: about 20 steps
 
@@ -57,7 +57,7 @@ def warm_up(config: ExperimentConfig, device: torch.device, progress: Progress) 
     log = StepLog(config.run_folder.sft, config.log) if mesh.is_main else None
     running = 0.0  # mean of the loss
     console = StepConsole(f"{config.name} sft", options.num_steps, enabled=mesh.is_main)
-    progress.follow(console.note)
+    progress.follow(console.note, console.bar)
     progress.enter("")
     if dropped := describe_dropped(data, prompts):
         console.note(dropped)

@@ -17,6 +17,7 @@ from megagrpo.system.run_folder import HALF_CHARACTERS, RunFolder, write_whole
 from megagrpo.tools.view.samples import read_curves, read_samples
 
 _RENEW_S = 60.0
+_ENDS = re.compile("<(?=!--|/?script)", re.IGNORECASE)  # what ends a script, or hides its end
 
 
 def write_view(folders: list[RunFolder], sample_mb: float, output: Path | None) -> str:
@@ -109,9 +110,10 @@ def _build_page(data: dict, title: str) -> str:
         "POLICY": "; ".join(f"{name} {value}" for name, value in policy.items()),
         "TITLE": html.escape(title),
         "STYLE": style,
-        "DATA": json.dumps(
-            data, ensure_ascii=False, allow_nan=False, separators=(",", ":")
-        ).replace("<", "\\u003c"),
+        "DATA": _ENDS.sub(
+            "\\\\u003c",
+            json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")),
+        ),
         "SCRIPT": script,
     }
     # one pass over the template: the inserted texts may contain anything, {{ too

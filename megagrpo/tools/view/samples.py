@@ -4,10 +4,12 @@ import base64
 from collections.abc import Sequence
 from typing import TypeVar
 
+from megagrpo.data.texts import THOUGHT_END
 from megagrpo.monitor.rollout_log import read_rollouts
 from megagrpo.monitor.step_lines import read_step_lines
 from megagrpo.monitor.step_log import read_metrics
 from megagrpo.system.run_folder import RunFolder, json_bytes
+from megagrpo.tools.view.rendered import rendered
 
 T = TypeVar("T")
 _MAX_STEPS = 200
@@ -24,19 +26,20 @@ _MAX_TEXT = 20_000  # characters of one prompt or response
 
 
 def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
-    """Returns {"groups": [...], "pieces": {token id: text}, "images": {key: data URI}} and notes on
-    omissions.
+    """Returns {"groups": [...], "pieces": {token id: text}, "images": {key: data URI}, "formulas":
+    {LaTeX: MathML}} and notes on omissions.
 
     Samples take about `max_bytes`, and so do their images.
 
     A group is a line of rollouts/ with its step; a sample also has its advantage and, if they were
-    recorded, its tokens: {"ids", "difference"}. Selects the first groups of every step, or of
-    evenly spread steps.
+    recorded, its tokens: {"ids", "difference"}. "html" is a text as Markdown; a model's has that of
+    its reasoning first. Selects the first groups of every step, or of evenly spread steps.
     """
     files = folder.rollout_files()
     chosen = spread(list(files), _MAX_STEPS)
     trained, pieces = _trained(folder, set(chosen))
     groups: list[dict] = []
+    mathml: dict[str, str] = {}
     num_cut = 0
     left = max_bytes
     for index, step in enumerate(chosen):
@@ -46,7 +49,9 @@ def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
         records = list(read_rollouts(files[step].values()))
         most = max((len(record["samples"]) for record in records), default=0)
         for record in records:
-            group, size = _group(step, record, most, trained, allowance - used, first=used == 0)
+            group, size = _group(
+                step, record, most, trained, allowance - used, first=used == 0, mathml=mathml
+            )
             if group is None:
                 num_cut += 1
                 break
@@ -63,9 +68,11 @@ def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
         )
     samples = [sample for group in groups for sample in group["samples"]]
     used_ids = {token for sample in samples for token in sample.get("tokens", {}).get("ids", ())}
-    shown = {"groups": groups, "images": _images(folder, groups, max_bytes)}
-    return shown | {
-        "pieces": {str(token): pieces.get(str(token), f"[{token}]") for token in used_ids}
+    return {
+        "groups": groups,
+        "images": _images(folder, groups, max_bytes),
+        "formulas": mathml,
+        "pieces": {str(token): pieces.get(str(token), f"[{token}]") for token in used_ids},
     }, notes
 
 
@@ -102,7 +109,13 @@ def _images(folder: RunFolder, groups: list[dict], max_bytes: float) -> dict[str
 
 
 def _group(
-    step: int, record: dict, most: int, trained: dict, allowance: float, first: bool
+    step: int,
+    record: dict,
+    most: int,
+    trained: dict,
+    allowance: float,
+    first: bool,
+    mathml: dict[str, str],
 ) -> tuple[dict | None, int]:
     """Returns the group with the samples that fit into `allowance` bytes, None without any, and its
     size in bytes.
@@ -111,6 +124,7 @@ def _group(
     """
     group = record | {"step": step, "size": len(record["samples"]), "samples": []}
     group |= {"prompt": _cut(record["prompt"]), "answer": _cut(record["answer"])}
+    group["html"] = rendered(group["prompt"], mathml)
     size = len(json_bytes(group))
     for index, sample in enumerate(record["samples"]):
         outcome = sample["outcome"] | {"detail": _cut(sample["outcome"]["detail"])}
@@ -118,14 +132,26 @@ def _group(
         update = trained.get((step, record["group_id"] * most + index), {"advantage": None})
         shown = sample | {"index": index, "outcome": outcome} | update
         shown |= {key: _cut(sample[key]) for key in ("prompt", "text") if key in sample}
-        if turns := sample.get("turns"):
-            shown["turns"] = [turn | {"text": _cut(turn["text"])} for turn in turns]
+        if "prompt" in shown:
+            shown["prompt_html"] = rendered(shown["prompt"], mathml)
+        turns = [turn | {"text": _cut(turn["text"])} for turn in sample.get("turns", ())]
+        shown["turns"] = [turn | {"html": _html(turn, mathml)} for turn in turns]
+        if not turns:
+            shown["html"] = _html(shown, mathml)
         own = len(json_bytes(shown))
         if size + own > allowance and (group["samples"] or not first):
             break
         group["samples"].append(shown)
         size += own
     return (group, size) if group["samples"] else (None, 0)
+
+
+def _html(turn: dict, mathml: dict[str, str]) -> list[str]:
+    """Returns the HTML of a model's reasoning, "" without any, and of the rest."""
+    thought, rest = "", turn["text"]
+    if turn.get("by", "model") == "model":
+        thought, _, rest = rest.rpartition(THOUGHT_END)
+    return [rendered(thought, mathml), rendered(rest, mathml)]
 
 
 def _trained(

@@ -4,6 +4,7 @@ Exactly one trainer rank contributes each element of every HF tensor. The plan i
 copies.
 """
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -44,6 +45,21 @@ def published_specs(
 ) -> Specs:
     """Returns the specs with published dtypes: from `fixed`, else `dtype`."""
     return {name: (shape, fixed.get(name, dtype)) for name, (shape, _) in specs.items()}
+
+
+def gather_copies(copies: list[Copy], mesh: Mesh) -> list[list[Copy]]:
+    """Collective. Returns the copies of every rank, by rank; ranks with equal copies share one
+    list.
+
+    Of ranks with equal copies (replicas) only the first sends them, and no list is padded to the
+    longest one, as a gather does: from 512 ranks both would be gigabytes.
+    """
+    digests = mesh.gather_world(hashlib.sha256(repr(copies).encode()).digest())
+    lists = {
+        digest: mesh.from_rank(digests.index(digest), lambda: copies, "describe its parameters")
+        for digest in dict.fromkeys(digests)
+    }
+    return [lists[digest] for digest in digests]
 
 
 def share_out(

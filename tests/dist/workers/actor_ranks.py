@@ -27,9 +27,9 @@ from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ActorConfig, CheckpointConfig, ParallelConfig
 from megagrpo.tools.certify.measure import ratios, whole
 from megagrpo.tools.certify.synthetic import near
-from megagrpo.tools.ranks.folders import export_hf, export_peft
 from megagrpo.types import Batch, TrainState
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
+from megagrpo.weights.hf_export import export_hf, export_peft
 from megagrpo.weights.hf_folder import HfFolder
 from tests.dist.workers.harness import near_initial, over_ranks, weights_unreadable, with_actors
 from tests.dist.workers.held import gradient_buffers, offload, optimizer_state

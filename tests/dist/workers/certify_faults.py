@@ -29,6 +29,7 @@ from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.grouped_query.layer import CausalAttention
 from megagrpo.models.kinds.grouped_query.norm_over_heads import NormOverHeads
 from megagrpo.models.kinds.hashed.layer import HashedRouter
+from megagrpo.models.kinds.indexed import layer as indexed_layer
 from megagrpo.models.kinds.kda import layer as kda_layer
 from megagrpo.models.kinds.latent import layer as latent_layer
 from megagrpo.models.kinds.latent.describe import LatentAttention
@@ -229,6 +230,24 @@ def _decays_of_heads() -> AbstractContextManager[None]:
     return patch.multiple(kda_layer, delta_rule=by_head)
 
 
+def _decays_without_bound() -> AbstractContextManager[None]:
+    """Decays of Kimi Delta Attention are Kimi-Linear's."""
+
+    def decays(layer, decay: Tensor, rate: Tensor) -> Tensor:
+        return -rate * torch.nn.functional.softplus(decay)
+
+    return patch.multiple(kda_layer.KimiDeltaAttention, _decays=decays)
+
+
+def _pools_of_last_keys() -> AbstractContextManager[None]:
+    """An indexer chooses each pool by its last key."""
+
+    def last(indexer, keys: Tensor) -> Tensor:
+        return keys.float().chunk(2, -1)[0][indexer._pool - 1 :: indexer._pool]
+
+    return patch.multiple(indexed_layer.Indexer, pooled=last)
+
+
 def _latent_keys_turned() -> AbstractContextManager[None]:
     """Latent attention turns queries and keys by their positions, as other families' does."""
     return patch.multiple(latent_layer, WithoutPositions=latent_layer.MLASelfAttention)
@@ -328,6 +347,7 @@ FAULTS = {
     "tokens-of-first-rank": _tokens_of_first_rank, "windows-of-their-own": _windows_of_their_own,
     "latent-gradients-not-summed": partial(_gradients_not_summed, "_latent_proj."),
     "narrow-gradients-not-summed": partial(_gradients_not_summed, "decay_down.", "gate_down."),
-    "decays-of-heads": _decays_of_heads, "latent-keys-turned": _latent_keys_turned,
+    "decays-of-heads": _decays_of_heads, "decays-without-bound": _decays_without_bound,
+    "pools-of-last-keys": _pools_of_last_keys, "latent-keys-turned": _latent_keys_turned,
     "components-counted-on-each-rank": _components_counted_on_each_rank,
 }  # fmt: skip

@@ -32,6 +32,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from tests.dist.workers.glm5_next_reference import GLM5_NEXT, Glm5Next
 from tests.dist.workers.kimi_reference import KIMI_LINEAR, KimiLinear
 from tests.dist.workers.samples import LENGTHS, NUM_SAMPLES, VOCAB, WIDTH, samples
 from tests.published import deepseek_v4_name
@@ -159,13 +160,14 @@ CONFIGS = {
     ),
     "deepseek_v4": lambda: DeepseekV4Config(**_V4),
     "kimi_linear": lambda: SimpleNamespace(**KIMI_LINEAR),
+    "glm5_next": lambda: SimpleNamespace(**GLM5_NEXT),
 }  # fmt: skip
 
 
 def random_model(config: PretrainedConfig | SimpleNamespace) -> PreTrainedModel | KimiLinear:
     torch.manual_seed(0)
     if isinstance(config, SimpleNamespace):
-        return KimiLinear(config)
+        return {"kimi_linear": KimiLinear, "glm5_next": Glm5Next}[config.model_type](config)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
 
 

@@ -58,8 +58,8 @@ class DeltaAttention(nn.Module):
 
         q, k, v = (mixed(name) for name in "qkv")
         q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
-        decay = F.softplus(self.f_b_proj(self.f_a_proj(x)) + self.dt_bias).unflatten(1, (self.heads, -1))
-        decay = (-self.A_log.exp()[0] * decay).exp()  # [s, heads, d]
+        decay = (self.f_b_proj(self.f_a_proj(x)) + self.dt_bias).unflatten(1, (self.heads, -1))
+        decay = self.decays(decay, self.A_log.exp().view(-1, 1)).exp()  # [s, heads, d]
         beta = self.b_proj(x).sigmoid()[..., None]
         state = torch.zeros(self.heads, self.dim, self.dim, dtype=x.dtype)  # keys, values
         rows = []
@@ -70,6 +70,9 @@ class DeltaAttention(nn.Module):
             rows.append((q[t, :, None] @ state)[:, 0] * self.dim**-0.5)
         gate = self.g_b_proj(self.g_a_proj(x)).unflatten(1, (self.heads, -1))
         return self.o_proj((self.o_norm(torch.stack(rows)) * gate.sigmoid()).flatten(1))
+
+    def decays(self, numbers: Tensor, rates: Tensor) -> Tensor:
+        return -rates * F.softplus(numbers)
 
 
 class LatentAttention(nn.Module):
@@ -160,10 +163,13 @@ class KimiLinear(nn.Module):
         if not exact:
             weights = chain(self.named_parameters(), self.named_buffers())
             return functional_call(self, {name: t.double() for name, t in weights}, (tokens, True))
-        x = self.model.embed_tokens(tokens[0])
+        return SimpleNamespace(logits=self.lm_head(self.hidden(tokens[0]))[None])
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        x = self.model.embed_tokens(tokens)
         for layer in self.model.layers:
             x = layer(x)
-        return SimpleNamespace(logits=self.lm_head(self.model.norm(x))[None])
+        return self.model.norm(x)
 
     def save_pretrained(self, folder: Path) -> None:
         folder.mkdir()

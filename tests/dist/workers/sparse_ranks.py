@@ -10,7 +10,6 @@ import torch
 
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.optimizer import optimizer_tensors
-from megagrpo.models.kinds.grouped_query.layer import CausalAttention
 from megagrpo.models.kinds.indexed import layer as sparse_attention
 from megagrpo.models.kinds.indexed.layer import Indexer, SparseAttention
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
@@ -31,17 +30,16 @@ def _other_rotary_form() -> AbstractContextManager:
 def _next_key() -> AbstractContextManager:
     right = SparseAttention._chosen
 
-    def chosen(self, mask, queries, keys):
-        every = torch.ones(queries.shape[2], keys.shape[2], dtype=torch.bool).tril()
-        found = right(self, mask, queries, keys).roll(1, -1)
+    def chosen(self, *given):
+        found = right(self, *given).roll(1, -1)
         found[..., 0] = True  # a row without keys would be NaN, which anyone sees
-        return found & (every if mask is None else mask)
+        return found & given[-1]
 
     return patch.object(SparseAttention, "_chosen", chosen)
 
 
 def _no_choice() -> AbstractContextManager:
-    return patch.object(SparseAttention, "_attend", CausalAttention._attend)
+    return patch.object(SparseAttention, "_chosen", lambda self, *given: given[-1])
 
 
 def _norm_without_bias() -> AbstractContextManager:

@@ -66,8 +66,6 @@ class ClampedExperts(Experts):
         return super().fields(arch, actor, kernels) | {
             "add_bias_linear": True,
             "use_te_activation_func": True,
-            "activation_func_clamp_value": self.limit,
-            "bias_activation_fusion": False,
             "bias_dropout_fusion": False,
         }
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megagrpo.models.config_json import Rotary
 from megagrpo.models.costs import FP32, LayerCost, Share
 from megagrpo.models.kinds.attention import Attention
+from megagrpo.models.kinds.indexed.describe import BLOCK
 from megagrpo.models.points import Row
 from megagrpo.models.tensors import Cut, Kind, Shard, TensorSpec, layer_index
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from megagrpo.models.kinds.compressed.layer import CompressedMixer
 
 INDEXED = 4  # tokens of a key in layers whose windows overlap, and whose keys an indexer chooses
-BLOCK = 1024  # queries whose scores are in memory at once
 # parameters of which ranks have parts, and along which dimension
 CUT = {"q_b_proj.weight": 0, "attn_sink": 0, "wo_a.weight": 0, "wo_b.weight": 1}
 _SCALED = 128  # numbers of an engine's key with one scale

@@ -28,8 +28,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megagrpo.models.config_json import Rotary
-from megagrpo.models.kinds.compressed.describe import BLOCK, CUT, INDEXED, CompressedAttention
-from megagrpo.models.kinds.grouped_query.layer import PackedSequences, attend_with_sinks, gathered
+from megagrpo.models.kinds.compressed.describe import CUT, INDEXED, CompressedAttention
+from megagrpo.models.kinds.grouped_query.layer import (
+    PackedSequences,
+    attend_with_sinks,
+    padded_sequences,
+    whole_sequences,
+)
+from megagrpo.models.kinds.indexed.describe import BLOCK
+from megagrpo.models.kinds.indexed.layer import best_keys
 from megagrpo.models.kinds.recurrent import CutModule, again
 from megagrpo.models.layers.whole_linear import whole_parameter
 
@@ -106,7 +113,7 @@ class CompressedMixer(CutModule):
             # every rank's heads give a gradient of the whole sequence, which the backward sums
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
         count, batch = hidden_states.shape[:2]
-        packed = packed_seq_params or _padded(batch, count, hidden_states.device)
+        packed = packed_seq_params or padded_sequences(batch, count, hidden_states.device)
         hidden = hidden_states.transpose(0, 1).flatten(0, 1)
         out = self._attend(hidden, packed).unflatten(-2, (-1, self._sizes.heads_of_group))
         grouped = self.weight("wo_a.weight").unflatten(0, (out.shape[1], -1))
@@ -135,15 +142,8 @@ class CompressedMixer(CutModule):
         keys = [self._normed(self._projected(hidden, "wkv"), "kv_norm")]
         for prefix in self._made:
             keys += [self._projected(hidden, prefix + name) for name in ("wkv", "wgate")]
-        grids = packed.grids(len(hidden))
-        whole = gathered(torch.cat(keys, -1), packed)
-        if packed.group.size() > 1:  # rank after rank
-            sequence, place = grids.key_at
-            places = packed.cu_seqlens_q[sequence] + place
-            whole = whole.new_empty(whole.shape).index_copy(0, places, whole)
-        own = [length // packed.group.size() for length in packed.lengths]
-        rows = [t.split(own) for t in (self._normed(queries), asked.detach(), grids.position)]
-        every = zip(*rows, whole.split([*packed.lengths]), strict=True)
+        own = self._normed(queries), asked.detach()
+        every = whole_sequences(packed, own, [torch.cat(keys, -1)])
         return torch.cat([self._sequence(*each) for each in every])
 
     def _sequence(self, queries: Tensor, asked: Tensor, position: Tensor, keys: Tensor) -> Tensor:
@@ -195,11 +195,9 @@ class CompressedMixer(CutModule):
         DeepSeek-V3.2 does, in float32."""
         heads, dim = self._sizes.index_heads, self._sizes.index_dim
         queries = self._turns(asked[:, :-heads].unflatten(-1, (heads, dim)), position[:, None])
-        products = torch.relu(queries.float() @ index.float().mT)  # [t, heads, m]
+        products = queries.float() @ index.float().mT  # [t, heads, m]
         weights = asked[:, -heads:, None].float() * (heads * dim) ** -0.5
-        scores = (products * weights).sum(1).masked_fill(~seen, -torch.inf)
-        best = scores.topk(self._sizes.topk, -1).indices
-        return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & seen
+        return best_keys(products, weights, seen, self._sizes.topk)
 
 
 def _with_window_before(t: Tensor, none: float) -> Tensor:
@@ -208,10 +206,3 @@ def _with_window_before(t: Tensor, none: float) -> Tensor:
     first, second = t.chunk(2, -1)
     before = F.pad(first, (0, 0, 0, 0, 1, 0), value=none)[:-1]
     return torch.cat((before, second), 1)
-
-
-def _padded(batch: int, count: int, device: torch.device) -> PackedSequences:
-    """Describes sequences of one length, of which this context rank has `count` tokens each."""
-    cp = mpu.get_context_parallel_world_size()
-    borders = torch.arange(batch + 1, dtype=torch.int32, device=device) * count * cp
-    return PackedSequences.make(borders, [count * cp] * batch, cp)

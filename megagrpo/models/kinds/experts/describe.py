@@ -67,6 +67,7 @@ class Experts:
     shared_ffn_size: int = 0  # of the experts that every token meets, together; 0: none
     shared_gate: bool = False  # times a sigmoid of the token
     latent_size: int = 0  # width in which routed experts work, between two projections; 0: hidden
+    limit: float = 0.0  # bound of gates and of linear halves, of MLPs' too; 0: none
     # no numbers: two models do not differ by these
     bias_dtype: str | None = field(default="float32", compare=False)  # engines'; None: the model's
     names: ExpertNames = field(default=NAMES, compare=False)
@@ -173,6 +174,8 @@ class Experts:
                 # Megatron would move it after every step, though no optimizer holds it
                 "moe_router_bias_update_rate": 0.0,
             }
+        if self.limit:  # fused kernels do not know it
+            fields |= {"activation_func_clamp_value": self.limit, "bias_activation_fusion": False}
         if self.groups > 1:
             fields["moe_router_num_groups"] = self.groups
             fields["moe_router_group_topk"] = self.top_groups

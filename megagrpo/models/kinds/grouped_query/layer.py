@@ -7,7 +7,7 @@ sequence (zigzag) and gathers the keys and values of all ranks.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING
@@ -53,8 +53,8 @@ class PackedSequences(PackedSeqParams):
 
     lengths: Sequence[int] = ()  # tokens of each sequence, known without asking the device
     _grids: _PaddedGrids | None = None
-    # masks of the keys that layers have chosen, by layer, for those that share a choice
-    chosen: dict[int, Tensor] = field(default_factory=dict)
+    # what layers have chosen keys by, by layer, for those that share a choice
+    chosen: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
     @staticmethod
     def make(cu_seqlens: Tensor, lengths: Sequence[int], cp_size: int) -> "PackedSequences":
@@ -131,6 +131,30 @@ def gathered(keys: Tensor, packed: PackedSequences | None) -> Tensor:
     return gather_from_sequence_parallel_region(keys, group=group)
 
 
+def whole_sequences(
+    packed: PackedSequences, own: Sequence[Tensor], keys: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, ...]]:
+    """Yields of each sequence this rank's rows of `own` [T, ...], their positions, and the keys of
+    all ranks, in order, from this rank's `keys` [T, ...]."""
+    grids = packed.grids(len(keys[0]))
+    whole = [gathered(t, packed) for t in keys]
+    ranks = packed.group.size()
+    if ranks > 1:  # rank after rank
+        sequence, place = grids.key_at
+        places = packed.cu_seqlens_q[sequence] + place
+        whole = [t.new_empty(t.shape).index_copy(0, places, t) for t in whole]
+    lengths = [length // ranks for length in packed.lengths]
+    rows = [t.split(lengths) for t in (*own, grids.position)]
+    yield from zip(*rows, *(t.split([*packed.lengths]) for t in whole), strict=True)
+
+
+def padded_sequences(batch: int, count: int, device: torch.device) -> PackedSequences:
+    """Describes sequences of one length, of which this context rank has `count` tokens each."""
+    cp = mpu.get_context_parallel_world_size()
+    borders = torch.arange(batch + 1, dtype=torch.int32, device=device) * count * cp
+    return PackedSequences.make(borders, [count * cp] * batch, cp)
+
+
 @cache
 def _takes_grouped_heads(varlen_attn: Callable) -> bool:
     """Tells whether torch's kernel promises to take fewer key and value heads than queries; that of
@@ -175,14 +199,11 @@ class CausalAttention(torch.nn.Module):
             return self._varlen(query, key, value, packed_seq_params)
         return self._packed(query, key, value, packed_seq_params)
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: Tensor
-    ) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Attends from query [b, heads, places, d] to key [b, groups, places, d] and value [b,
         groups, places, e].
 
-        mask: [b, 1, queries, keys], True where a query sees a key; None: a plain causal one. A
-        subclass may have more tensors of queries and of keys, see `_padded`.
+        mask: [b, 1, queries, keys], True where a query sees a key; None: a plain causal one.
         """
         repeat = query.shape[1] // key.shape[1]
         if repeat > 1:  # written out: the grouped form has no fused kernel on every device
@@ -213,11 +234,8 @@ class CausalAttention(torch.nn.Module):
             dp_cp_group=metadata["dp_cp_group"],
         )
 
-    def _padded(
-        self, query: Tensor, key: Tensor, value: Tensor, *more: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """Lays out the arguments of `_attend`; `more` has its further tensors, in pairs of queries'
-        and keys'."""
+    def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Lays out the arguments of `_attend`."""
         mask = None
         cp_size = mpu.get_context_parallel_world_size()
         if cp_size > 1 or self.window is not None:
@@ -226,18 +244,10 @@ class CausalAttention(torch.nn.Module):
             own = by_rank[mpu.get_context_parallel_rank()]
             mask = self._visible(own, torch.cat(by_rank))[None, None]
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        rest = (t.permute(1, 2, 0, 3) for pair in more for t in pair)
-        out = self._attend(query, key, value, mask, *rest)
+        out = self._attend(query, key, value, mask)
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _packed(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        packed: PackedSequences,
-        *more: tuple[Tensor, Tensor],
-    ) -> Tensor:
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         sequences = len(packed.cu_seqlens_q) - 1
         longest = packed.max_seqlen_q
         grids = packed.grids(len(query))
@@ -258,17 +268,9 @@ class CausalAttention(torch.nn.Module):
             mask = self._visible(own, positions)[:, None]
         elif self.window is not None:
             mask = self._visible(positions, positions)[None, None]
-        rest = (
-            laid
-            for query_part, key_part in ((query, key), *more)
-            for laid in (
-                grid(query_part, places, grids.query_at),
-                grid(key_part, longest, grids.key_at),
-            )
-        )
-        queries, keys = next(rest), next(rest)
-        values = grid(value, longest, grids.key_at)
-        out = self._attend(queries, keys, values, mask, *rest).transpose(1, 2)
+        queries = grid(query, places, grids.query_at)
+        keys, values = (grid(t, longest, grids.key_at) for t in (key, value))
+        out = self._attend(queries, keys, values, mask).transpose(1, 2)
         return out[grids.query_at].flatten(1)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:

@@ -23,7 +23,7 @@ _TABLE = "gate.tid2eid"  # of files: the experts of each token of the vocabulary
 
 @dataclass(frozen=True)
 class HashedExperts(Experts):
-    """Adds the number of layers with a table, and the bound of gates and of linear halves."""
+    """Adds the number of layers with a table."""
 
     hashed: int = 0
     limit: float = 10.0
@@ -50,13 +50,10 @@ class HashedExperts(Experts):
         super(HashedExperts, own).load(mlp, hf, prefix, place)
 
     def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
-        """A sigmoid router's but for the function; fused kernels know neither the bounds nor a
-        table."""
+        """A sigmoid router's but for the function; the fused kernel does not know a table."""
         return super().fields(arch, actor, kernels) | {
             "moe_router_score_function": "sqrtsoftplus",
             "moe_router_fusion": False,
-            "activation_func_clamp_value": self.limit,
-            "bias_activation_fusion": False,
         }
 
     def recomputed(self, engine: bool, scaled: bool) -> list[str]:

@@ -26,11 +26,12 @@ class HyperConnections:
     streams: int
     iterations: int  # of Sinkhorn and Knopp, over rows and columns
     eps: float
+    has_head: bool = True  # the last norm reads a learned sum of the streams; else their mean
 
     @classmethod
-    def read(cls, hf: HfConfig) -> HyperConnections:
+    def read(cls, hf: HfConfig, has_head: bool = True) -> HyperConnections:
         """Reads a config.json that has its keys."""
-        return cls(hf["hc_mult"], hf["hc_sinkhorn_iters"], float(hf["hc_eps"]))
+        return cls(hf["hc_mult"], hf["hc_sinkhorn_iters"], float(hf["hc_eps"]), has_head)
 
     @property
     def outputs(self) -> int:

@@ -123,3 +123,12 @@ class StreamHead(Mixing):
         """Maps [s / tp, b n, h] to [s / tp, b, h]."""
         streams = hidden_states.unflatten(1, (-1, self.own.streams))
         return self.norm(self.contracted(streams, *self.numbers(streams, self.own.streams)))
+
+
+def norm_of_mean(own: HyperConnections, norm: type, **options: object) -> torch.nn.Module:
+    """Returns the model's last norm, which reads the mean of the streams. options: of the norm."""
+    module = norm(**options)
+    module.register_forward_pre_hook(
+        lambda _, given: (given[0].unflatten(1, (-1, own.streams)).mean(2),)
+    )
+    return module

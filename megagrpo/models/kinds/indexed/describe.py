@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megagrpo.models.fields import Fields, Kernels
     from megagrpo.models.kinds.latent.describe import LatentAttention
 
+BLOCK = 1024  # queries whose scores torch has in memory at once
 _SCALED = 128  # numbers of an engine's key with one scale
 _SCORED_ROWS = 8192  # queries that Megatron's sparse attention scores at a time
 
@@ -35,6 +36,7 @@ class LightningIndexer:
     # (IndexShare, arXiv 2603.12201); both count from 1.
     freq: int = 1
     offset: int = 1
+    pool: int = 1  # keys that are chosen together, by a weighted sum of them
 
     @classmethod
     def read(cls, hf: HfConfig) -> LightningIndexer:
@@ -48,6 +50,7 @@ class LightningIndexer:
             freq=freq,
             # transformers' and SGLang's default; without sharing nothing depends on it
             offset=(hf.get("index_skip_topk_offset") or 2) if freq > 1 else 1,
+            pool=hf.get("index_kpool") or 1,
         )
 
     def source(self, index: int) -> int:
@@ -68,6 +71,11 @@ class LightningIndexer:
         size = (self.head_dim,)
         yield TensorSpec(norm + "weight", size, "norm", dtype="float32", trained=False)
         yield TensorSpec(norm + "bias", size, "bias", dtype="float32", trained=False)
+        if self.pool > 1:
+            gate, places = (prefix + "index_kpool_compress_" + name for name in ("gate", "ape"))
+            yield TensorSpec(gate, (self.head_dim, hidden), "matrix", trained=False)
+            shape = (self.pool, self.head_dim)
+            yield TensorSpec(places, shape, "matrix", dtype="float32", trained=False)
 
     def load(self, attention: MLASelfAttention, hf: Mapping[str, Tensor], prefix: str) -> None:
         """Loads the indexer whole, if the layer has one."""
@@ -93,7 +101,7 @@ class LightningIndexer:
         }
         if self.freq > 1:  # some layers have no indexer; checkpoints would take all for alike
             fields["hetereogenous_dist_checkpoint"] = True
-        if kernels.cuda and kernels.transformer_engine:
+        if kernels.cuda and kernels.transformer_engine and self.pool == 1:
             fields["dsa_kernel_backend"] = "tilelang"
         if actor.parallel.cp > 1:  # the only exchange of its keys that Megatron has
             fields["cp_comm_type"] = "allgather"
@@ -108,7 +116,8 @@ class LightningIndexer:
 
     def cost(self, attention: LatentAttention, at: Share, dense: LayerCost) -> LayerCost:
         """Returns the cost with an indexer, which every tensor-parallel rank has whole, and of absorbed
-        attention: with one key for all heads, the latent, whose first part is the value.
+        attention: with one key for all heads, the latent, whose first part is the value. Keys in
+        pools are masked, block by block.
 
         dense: the cost without.
         """
@@ -116,11 +125,23 @@ class LightningIndexer:
         heads = attention.heads / p.tp
         key = attention.kv_lora_rank + attention.rope_dim
         queries = attention.q_lora_rank or 0
+        index = self.heads * self.head_dim
+        projections = queries * index + at.hidden_size * (self.head_dim + self.heads)
+        asked = index * at.part * (p.tp - 1) * at.width
+        if self.pool > 1:  # scores of pools for a block of queries
+            scores = min(at.whole, BLOCK) * at.whole * p.cp * self.heads / self.pool * FP32
+            return dense.then(
+                LayerCost(
+                    kept=0.0,
+                    transient=dense.transient + scores,
+                    flops=2 * (projections + at.hidden_size * self.head_dim) * at.part,
+                    sent={"tp": asked, "cp": 2 * self.head_dim * at.whole * at.width * (p.cp - 1)},
+                    pair_flops=2 * index / self.pool,
+                )
+            )
         # queries before and after their turn, latent output, values; without keys and values of heads
         expanded = (attention.nope_dim + attention.v_dim) + 4 * attention.head_dim
         absorbed = 2 * key + attention.kv_lora_rank + attention.v_dim - expanded
-        index = self.heads * self.head_dim
-        projections = queries * index + at.hidden_size * (self.head_dim + self.heads)
         return LayerCost(
             # numbers of keys: int32
             kept=dense.kept + (heads * absorbed * at.width + self.topk * FP32) * at.whole,
@@ -128,7 +149,7 @@ class LightningIndexer:
             flops=dense.flops + 2 * projections * at.part / self.freq,
             pair_flops=2 * index / self.freq,  # the mean of layers that share a choice
             sent={
-                "tp": dense.sent["tp"] + index * at.part * (p.tp - 1) * at.width,
+                "tp": dense.sent["tp"] + asked,
                 "cp": (key + self.head_dim) * at.whole * at.width * (p.cp - 1),
             },
             chosen_flops=2 * heads * (key + attention.kv_lora_rank),

@@ -17,6 +17,24 @@ if TYPE_CHECKING:
     from megagrpo.models.architecture import Architecture
     from megagrpo.models.kinds.kda.layer import KimiDeltaAttention
 
+_SIZES = ("num_heads", "head_dim", "short_conv_kernel_size")
+_LAYERS = ("kda_layers", "full_attn_layers")
+
+
+def linear_refusals(hf: HfConfig, first: int) -> list[str]:
+    """Returns what linear_attn_config lacks, and why its lists are not of layers from `first` on."""
+    linear = hf["linear_attn_config"] or {}
+    if lacking := [key for key in (*_SIZES, *_LAYERS) if key not in linear]:
+        return [f"linear_attn_config lacks {', '.join(lacking)}"]
+    kinds = [set(linear[key]) for key in _LAYERS]
+    last = first + hf["num_hidden_layers"] - 1
+    if all(kinds) and not kinds[0] & kinds[1] and kinds[0] | kinds[1] == {*range(first, last + 1)}:
+        return []
+    return [
+        f"kda_layers and full_attn_layers of linear_attn_config must have each of the layers "
+        f"{first} to {last} in one of them, and neither be empty"
+    ]
+
 
 @dataclass(frozen=True)
 class Kda(Recurrence):
@@ -32,12 +50,20 @@ class Kda(Recurrence):
     dim: int  # of a head: queries, keys, values, decays and gates
     kernel: int  # tokens of the convolutions
     layers: tuple[bool, ...]
+    bound: float | None = None  # below decays' logarithms; None: they have none
 
     @classmethod
-    def read(cls, linear: HfConfig, layers: tuple[bool, ...]) -> Kda:
-        """Reads the linear_attn_config of a config.json."""
-        kernel = linear["short_conv_kernel_size"]
-        return cls(linear["num_heads"], linear["head_dim"], kernel, layers)
+    def read(cls, hf: HfConfig, first: int) -> Kda:
+        """Reads the linear_attn_config of a config.json, which counts layers from `first`."""
+        linear = hf["linear_attn_config"]
+        numbers = range(first, first + hf["num_hidden_layers"])
+        return cls(
+            heads=linear["num_heads"],
+            dim=linear["head_dim"],
+            kernel=linear["short_conv_kernel_size"],
+            layers=tuple(number in linear["kda_layers"] for number in numbers),
+            bound=linear.get("gate_lower_bound"),
+        )
 
     @property
     def values(self) -> int:
@@ -71,8 +97,9 @@ class Kda(Recurrence):
         for name in "qkv":
             kernel = (values, 1, self.kernel)
             yield TensorSpec(f"{prefix}{name}_conv1d.weight", kernel, "convolution")
-        # as in engines
-        yield TensorSpec(prefix + "A_log", (1, 1, self.heads, 1), "bias", dtype="float32")
+        # as in Kimi-Linear's engines, and in files of bounded decays
+        shape = (1, 1, self.heads, 1) if self.bound is None else (self.heads,)
+        yield TensorSpec(prefix + "A_log", shape, "bias", dtype="float32")
         yield TensorSpec(prefix + "dt_bias", (values,), "bias", dtype="float32")
         for name in "fg":
             yield TensorSpec(f"{prefix}{name}_a_proj.weight", (self.dim, hidden), "matrix")
@@ -96,7 +123,7 @@ class Kda(Recurrence):
         ):
             down.weight.copy_(hf[f"{prefix}{name}_a_proj.weight"])
             up.weight.copy_(shard.rows(hf[f"{prefix}{name}_b_proj.weight"]))
-        layer.A_log.copy_(shard.part(hf[prefix + "A_log"], 2).flatten())
+        layer.A_log.copy_(shard.rows(hf[prefix + "A_log"].flatten()))
         layer.dt_bias.copy_(shard.rows(hf[prefix + "dt_bias"]))
         layer.norm.copy_(hf[prefix + "o_norm.weight"])
         layer.out_proj.weight.copy_(shard.columns(hf[prefix + "o_proj.weight"]))

@@ -3,9 +3,9 @@ keys, in place of a layer's attention (arXiv 2510.26692).
 
     S(t) = S(t-1) diag(exp(g(t))) (1 - beta(t) k(t) k(t)^T) + beta(t) v(t) k(t)^T,    out(t) = S(t) q(t)
 
-g = -exp(A_log) softplus(f + dt_bias), A_log one a head. Decays f and the gates of the output come
-through a narrow projection that the heads share. On a GPU convolution and rule are the kernels of
-flash-linear-attention; on a CPU torch.
+g = -exp(A_log) softplus(f + dt_bias), or with a lower bound bound sigmoid(exp(A_log) (f + dt_bias)),
+A_log one a head. Decays f and the gates of the output come through a narrow projection that the
+heads share. On a GPU convolution and rule are the kernels of flash-linear-attention; on a CPU torch.
 """
 
 import torch
@@ -35,6 +35,7 @@ class KimiDeltaAttention(RecurrentMixer):
         dim = sizes.dim
         super().__init__(config, layer_number, parts, sizes.heads, 3 * dim + 1, dim)
         self.dim = dim
+        self._bound = sizes.bound
         linear = {"config": config, "init_method": config.init_method, "bias": False}
         linear |= {"is_expert": False, "skip_bias_add": False}
         whole = {"skip_weight_param_allocation": False, "parallel_mode": "duplicated"}
@@ -68,12 +69,17 @@ class KimiDeltaAttention(RecurrentMixer):
         conv1d, a_log, dt_bias = self.own_heads(self.conv1d, self.A_log, self.dt_bias)
         mixing, rule = (convolve_fla, rule_fla) if mixed.is_cuda else (convolve, delta_rule)
         qkv = mixing(qkv.flatten(2), conv1d, None, borders).unflatten(2, (heads, -1))
-        decay = F.softplus(decay.float() + dt_bias.float().view(heads, dim))
-        decay = -a_log.exp()[:, None] * decay
+        decay = decay.float() + dt_bias.float().view(heads, dim)
+        decay = self._decays(decay, a_log.exp()[:, None])
         beta = beta[..., 0].float().sigmoid()
         queries, keys, values = qkv.split(dim, -1)
         out = rule(queries, keys, values, decay, beta, borders)
         return again(self._gated_norm, out, gate)
+
+    def _decays(self, decay: Tensor, rate: Tensor) -> Tensor:
+        if self._bound is None:
+            return -rate * F.softplus(decay)
+        return self._bound * torch.sigmoid(rate * decay)
 
     def _gated_norm(self, out: Tensor, gate: Tensor) -> Tensor:
         normed = F.rms_norm(out.float(), (self.dim,), None, self.config.layernorm_epsilon)

@@ -140,7 +140,9 @@ class LatentAttention(Attention):
     def index_flops(self) -> float:
         # the mean of layers that share a choice
         indexer = self.indexer
-        return 2.0 * indexer.heads * indexer.head_dim / indexer.freq if indexer else 0.0
+        if indexer is None:
+            return 0.0
+        return 2.0 * indexer.heads * indexer.head_dim / indexer.freq / indexer.pool
 
     @property
     def absorbed_weights(self) -> int:

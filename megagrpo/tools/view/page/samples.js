@@ -1,4 +1,5 @@
-// The run's curves, the table of samples, its filters, and one sample at a time with its tokens. Text reaches the page by textContent only.
+// The run's curves, the table of samples, its filters, and one sample at a time with its tokens. Text reaches the page by textContent only;
+// Markdown and formulas come as HTML, of which only known elements are copied.
 
 const DATA = JSON.parse(byId("data").textContent);
 const ROWS_AT_ONCE = 100;
@@ -21,6 +22,12 @@ const WIDTH = 205, HEIGHT = 56, LEFT = 2; // of a curve, in pixels
 const COLORS = ["#2f6fb3", "#c2571a", "#1d7a55", "#8a4fa3", "#b3372f", "#6b7280"]; // of runs
 const THOUGHT_END = "</think>"; // in the chat templates of all supported families
 const KEPT = ["run", "step", "finish", "search", "reward-min", "reward-max"]; // choices that a reload keeps
+const ELEMENTS = new Set(("p h1 h2 h3 h4 h5 h6 ul ol li pre code strong em blockquote hr br table thead tbody tr th td " +
+  "math mrow mi mn mo mtext mspace ms mfrac msqrt mroot mstyle merror mpadded mphantom msub msup msubsup munder mover " +
+  "munderover mmultiscripts mprescripts none mtable mtr mtd menclose").split(" ")); // of Markdown and MathML
+const ATTRIBUTES = new Set(("align start display mathvariant stretchy fence form displaystyle scriptlevel columnalign columnspacing " +
+  "columnlines rowspacing rowlines linethickness accent accentunder movablelimits largeop notation minsize maxsize lspace " +
+  "rspace width height depth").split(" "));
 const BINS = [1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1]; // nats: the limits of |difference| between the shades
 const SHADES = ["#ffffff", "#fffbe6", "#fff1c2", "#ffe08a", "#ffc267", "#f98e52", "#e2574c", "#b3202c"];
 
@@ -101,7 +108,7 @@ function nameOf({ run, group, sample }) {
 /** Writes the choices into the address, from which a reload takes them. */
 function remember() {
   const kept = new URLSearchParams(KEPT.map((id) => [id, byId(id).value]).filter(([, value]) => value !== ""));
-  if (byId("with-tokens").checked) kept.set("with-tokens", "on");
+  for (const id of ["with-tokens", "markdown"]) if (byId(id).checked) kept.set(id, "on");
   kept.set("order", sortedBy.map(Number).join(" "));
   if (chosenRow !== null) kept.set("sample", nameOf(chosenRow));
   history.replaceState(null, "", `#${kept}`);
@@ -114,7 +121,7 @@ function recall() {
     byId(id).value = kept.get(id) ?? "";
     if (byId(id).value === "") byId(id).value = ""; // what is no choice any more
   }
-  byId("with-tokens").checked = kept.has("with-tokens");
+  for (const id of ["with-tokens", "markdown"]) byId(id).checked = kept.has(id);
   const [column, descending] = (kept.get("order") ?? "").split(" ").map(Number);
   if (COLUMNS[column] && descending !== undefined) sortedBy = [column, descending === 1];
   return kept.get("sample") ?? "";
@@ -157,14 +164,16 @@ function showSample({ run, group, sample }) {
     `weights ${sample.weight_version}`,
     ...(sample.teacher_logprob === undefined ? [] : [`teacher's log-probability ${number(sample.teacher_logprob, 5)}`])];
   const pane = byId("detail");
-  pane.replaceChildren(make("h2", facts.join("  \u00b7  ")), make("h2", "prompt"), make("pre", sample.prompt ?? group.prompt),
+  pane.replaceChildren(make("h2", facts.join("  \u00b7  ")), make("h2", "prompt"),
+    textOf(run, sample.prompt ?? group.prompt, sample.prompt === undefined ? group.html : sample.prompt_html),
     make("h2", "answer"), make("pre", group.answer), make("h2", "response"));
   pane.children[2].after(...(group.images || []).filter((key) => run.images[key]).map((key) => {
     const image = make("img", "");
     image.src = run.images[key];
     return image;
   }));
-  for (const turn of sample.turns ?? [{ by: "model", text: sample.text }]) pane.append(...turnOf(turn));
+  const turns = sample.turns.length ? sample.turns : [{ by: "model", text: sample.text, html: sample.html }];
+  for (const turn of turns) pane.append(...turnOf(run, turn));
   if (sample.tokens) pane.append(make("h2", "tokens, colored by |trainer \u2212 rollout| log-probability"), legend(),
     tokensOf(run, sample.tokens));
   else pane.append(make("h2", "its tokens were not recorded (log.tokens: groups of a step)"));
@@ -177,20 +186,54 @@ function showSample({ run, group, sample }) {
   }
 }
 
+/** Returns the element of a text: as it is, or its HTML if that is chosen and it has marks. */
+function textOf(run, text, html) {
+  if (!html || !byId("markdown").checked) return make("pre", text);
+  const box = make("div");
+  box.className = "markdown";
+  box.append(...copiesOf(run, html));
+  return box;
+}
+
+/** Returns the nodes of HTML, of known elements and attributes only: nothing of a response loads, runs or leads away. */
+function copiesOf(run, html) {
+  const copies = (parent) => [...parent.childNodes].flatMap((node) => {
+    if (node.nodeType === Node.TEXT_NODE) return [node.data];
+    if (node.className === "formula") return [parent.localName === "code" ? node.textContent : formulaOf(run, node.textContent)];
+    const isLink = node.localName === "a";
+    if (!isLink && !ELEMENTS.has(node.localName)) return copies(node);
+    const copy = isLink ? make("u") : document.createElementNS(node.namespaceURI, node.localName);
+    if (isLink) copy.title = node.getAttribute("href");
+    for (const { name, value } of node.attributes) if (ATTRIBUTES.has(name)) copy.setAttribute(name, value);
+    copy.append(...copies(node));
+    return [copy];
+  });
+  return copies(new DOMParser().parseFromString(html, "text/html").body); // where nothing loads or runs
+}
+
+/** Returns a formula, or its LaTeX if the converter could not read that. */
+function formulaOf(run, latex) {
+  const mathml = Object.hasOwn(run.formulas, latex) && run.formulas[latex];
+  const element = mathml ? copiesOf(run, mathml)[0] : make("code", latex);
+  element.setAttribute("title", latex);
+  return element;
+}
+
 /** Returns a turn's elements: a model's reasoning, folded, and what follows. */
-function turnOf({ by, text, reward }) {
-  const start = by === "model" ? text.lastIndexOf(THOUGHT_END) + 1 : 0;
+function turnOf(run, { by, text, reward, html: [thought, rest] }) {
+  const start = by === "model" ? text.lastIndexOf(THOUGHT_END) + 1 : 0, elements = [];
   if (start) {
-    const fold = make("details"), answer = text.slice(start - 1 + THOUGHT_END.length).trimStart();
-    fold.append(make("summary", `reasoning, ${start - 1} characters`), make("pre", text.slice(0, start - 1)));
-    return [fold, ...turnOf({ by, text: answer, reward })];
+    const fold = make("details");
+    fold.append(make("summary", `reasoning, ${start - 1} characters`), textOf(run, text.slice(0, start - 1), thought));
+    elements.push(fold);
+    text = text.slice(start - 1 + THOUGHT_END.length).trimStart();
   }
-  const box = make("pre", text);
-  box.className = by;
+  const box = textOf(run, text, rest);
+  box.classList.add(by);
   if (by !== "model") box.title = "the environment's: not trained on";
   else if (reward !== undefined) box.title = `reward ${number(reward, 5)}`;
   if (reward) box.append(make("b", `  reward ${number(reward, 5)}`));
-  return [box];
+  return [...elements, box];
 }
 
 function shadeOf(difference) {
@@ -320,6 +363,7 @@ function listen() {
   for (const id of ["run", "step", "finish", "with-tokens"]) {
     byId(id).addEventListener("change", filterSamples);
   }
+  byId("markdown").addEventListener("change", () => { if (chosenRow !== null) showSample(chosenRow); remember(); });
   const scroll = byId("scroll");
   scroll.addEventListener("scroll", () => {
     if (scroll.scrollTop + scroll.clientHeight > scroll.scrollHeight - 400 && numShown < rows.length) showMoreRows();

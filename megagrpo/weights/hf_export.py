@@ -21,6 +21,7 @@ from megagrpo.system.run_folder import whole_folder
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
 from megagrpo.weights.transports.gather_plan import (
+    gather_copies,
     gather_to_main,
     make_gather_plan,
     published_specs,
@@ -56,7 +57,7 @@ def export_hf(
     """
     published: torch.dtype = getattr(torch, dtype)
     specs = published_specs(weights.hf_specs, published, weights.fixed_dtypes)
-    plan = make_gather_plan(mesh.gather_world(weights.copies), specs, _SHARD_BYTES)
+    plan = make_gather_plan(gather_copies(weights.copies, mesh), specs, _SHARD_BYTES)
 
     def write(buckets: Iterator[dict[str, Tensor]]) -> None:
         shards = chain(buckets, [untrained_tensors(Path(like))])
@@ -73,7 +74,7 @@ def take_tokenizer(folder: Path, source: Path) -> None:
     for pattern in _TOKENIZER_FILES:
         for file in folder.glob(pattern):
             file.unlink()
-        for file in source.glob(pattern):
+        for file in filter(Path.is_file, source.glob(pattern)):
             shutil.copyfile(file, folder / file.name)
     _write_ends(folder)
 
@@ -115,7 +116,7 @@ def export_peft(
     """
     stored: torch.dtype = getattr(torch, dtype)
     specs = published_specs(adapters.hf_specs, stored)
-    plan = make_gather_plan(mesh.gather_world(adapters.copies), specs, _ADAPTER_BYTES)
+    plan = make_gather_plan(gather_copies(adapters.copies, mesh), specs, _ADAPTER_BYTES)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
