@@ -129,8 +129,6 @@ def test_bad_files(tmp_path, tokenizer):
         load_prompts(DataConfig(path=write(tmp_path / "a.tsv", [])), tokenizer)
     with pytest.raises(ValueError, match="not a readable parquet file"):
         load_prompts(DataConfig(path=write(tmp_path / "a.parquet", ["x" * 100])), tokenizer)
-    with pytest.raises(ValueError, match=r"a.csv:1: two columns are named 'answer'; rename one"):
-        load_prompts(DataConfig(path=write(tmp_path / "a.csv", ["prompt,answer,,,answer", "1,2,,,3"])), tokenizer)
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9", "answer": "1"}\n')
     with pytest.raises(ValueError, match=r"latin.jsonl:1: not UTF-8"):
         load_prompts(DataConfig(path=str(tmp_path / "latin.jsonl")), tokenizer)
