@@ -19,7 +19,7 @@ from megagrpo.rollout.service.engine_command import (
 )
 from megagrpo.system.errors import translated
 
-ON_CPU = ServerPlace(0, "127.0.0.1", 30000, "127.0.0.1:30001", cuda=False, num_cores=1)
+ON_CPU = ServerPlace(0, "127.0.0.1", 30000, "127.0.0.1:30001")
 _LIMIT_S = 600.0
 _SHOWN = 2000  # characters of a library's output, from its end
 Given = Sequence[tuple[Sequence[str], Mapping[str, object]]]  # paths of sections, and settings

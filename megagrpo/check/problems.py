@@ -17,7 +17,7 @@ from megagrpo.check.rules.subject import (
     model_description,
     tokenizer_folder,
 )
-from megagrpo.checkpoint.folder import latest, step_of
+from megagrpo.checkpoint.folder import checkpoint_folder, latest, step_of
 from megagrpo.config.fields import refuse
 from megagrpo.config.schema import ActorConfig, ExperimentConfig
 from megagrpo.data.vocabulary import token_ids
@@ -98,7 +98,8 @@ def finished(config: ExperimentConfig) -> str:
     if config.train.num_epochs or last is None or config.checkpoint.resume == "never":
         return ""
     done = step_of(last)
-    if done < steps:
+    export = checkpoint_folder(last.parent, done, "hf")
+    if done < steps or (done == steps and config.checkpoint.hf_every and not export.is_dir()):
         return ""
     if done == steps and config.eval is not None:
         with suppress(ValueError, IndexError):  # of a record that is not there, or damaged

@@ -3,6 +3,7 @@
 step_000010/   finished: state.json describes it, manifest.json lists the files
 step_000020.partial/   being written, or interrupted
 step_000010.replaced.partial/   an earlier save of the same step, during a rename
+hf_000010/      a Hugging Face folder of checkpoint.hf_every
 anything else   the user's; it is never touched
 """
 
@@ -18,13 +19,13 @@ from megagrpo.system.run_folder import RunFolder, write_whole
 PARTIAL = ".partial"
 REPLACED = f".replaced{PARTIAL}"
 OTHER_DATA = "other_data"  # a value of checkpoint.resume
-_NAME = re.compile(r"step_(\d+)")
+_NAME = re.compile(r"(step|hf)_(\d+)")
 Layout = Mapping[str, int | None]  # ActorConfig.layout
 
 
-def checkpoint_folder(root: Path, step: int) -> Path:
-    """The checkpoint of the state after `step` steps."""
-    return root / f"step_{step:06d}"
+def checkpoint_folder(root: Path, step: int, kind: str = "step") -> Path:
+    """The checkpoint of the state after `step` steps; of kind "hf" the Hugging Face folder."""
+    return root / f"{kind}_{step:06d}"
 
 
 def latest(root: Path, at_most: int | None = None) -> Path | None:
@@ -47,15 +48,16 @@ def require_finished(folder: Path) -> None:
         )
 
 
-def finished_checkpoints(root: Path) -> list[Path]:
-    """Returns the finished checkpoints, the lowest step first."""
-    folders = (p for p in root.glob("step_*") if _NAME.fullmatch(p.name) and p.is_dir())
+def finished_checkpoints(root: Path, kind: str = "step") -> list[Path]:
+    """Returns the finished checkpoints, or of kind "hf" the Hugging Face folders, the lowest step
+    first."""
+    folders = (p for p in root.glob(f"{kind}_*") if _NAME.fullmatch(p.name) and p.is_dir())
     return sorted(folders, key=step_of)
 
 
 def step_of(folder: Path) -> int:
-    """Returns the step after which a finished checkpoint was saved."""
-    return int(folder.name.removeprefix("step_"))
+    """Returns the step after which such a folder was saved."""
+    return int(folder.name.rpartition("_")[2])
 
 
 def restore_replaced(root: Path) -> None:

@@ -108,10 +108,10 @@ class Checkpointer:
     reference_step: Callable[[int], int] = _initial  # AlgorithmConfig.moved_reference
     _pending: "PendingSave | None" = None  # being written while training continues
 
-    def on_schedule(self, state: TrainState) -> bool:
+    def on_schedule(self, state: TrainState, stops: bool = False) -> bool:
         """Collective. Saves after every options.every steps and after the last, some of them also as
-        a Hugging Face folder; completes a save whose files are written. Returns whether the weights
-        of now become the reference."""
+        a Hugging Face folder, unless the run stops; completes a save whose files are written. Returns
+        whether the weights of now become the reference."""
         if self._pending is not None and self._pending.ready():
             self.complete()
         last = state.step == self.num_steps
@@ -121,7 +121,7 @@ class Checkpointer:
         if (every and state.step % every == 0) or moves or last:
             self._save(state, last)
         between = every * self.options.hf_every
-        exports = last or (between and state.step % between == 0)
+        exports = last or (between and state.step % between == 0 and not stops)
         if exports or not self.background:
             self.complete()
         if exports:
@@ -133,7 +133,7 @@ class Checkpointer:
         removes the oldest ones. was_saved: by an earlier start."""
         if not (self.options.hf_every and step):
             return
-        folder = self.root / f"hf_{step:06}"
+        folder = checkpoint_folder(self.root, step, "hf")
 
         def is_written() -> bool:
             # an older one is of a start that continued from a checkpoint that is gone: the step's own
@@ -142,12 +142,7 @@ class Checkpointer:
             return folder.is_dir() and folder.stat().st_mtime >= saved
 
         def remove_oldest() -> None:
-            exports = sorted(
-                path
-                for path in self.root.glob("hf_*")
-                # other names are copies of a user
-                if path <= folder and path.name[3:].isdigit()
-            )
+            exports = [p for p in finished_checkpoints(self.root, "hf") if step_of(p) <= step]
             for path in exports[: -self.options.keep]:
                 shutil.rmtree(path, ignore_errors=True)
 

@@ -53,7 +53,7 @@ class Launcher:
     @property
     def is_here(self) -> bool:
         """Tells whether the launcher started on this boot and in this PID namespace."""
-        return self.space == _space()
+        return self.space == namespaces("pid")
 
     @property
     def runs_here(self) -> bool:
@@ -96,7 +96,7 @@ def alone_in(folder: RunFolder) -> Iterator[None]:
         pid = os.getpid()
         job = environment.get("SLURM_JOB_ID", "")
         inode = os.fstat(file.fileno()).st_ino
-        launcher = Launcher(socket.gethostname(), pid, job, _space(), _started(pid), inode)
+        launcher = Launcher(socket.gethostname(), pid, job, namespaces("pid"), _started(pid), inode)
         with translated(unwritten, OSError):  # a full disk
             file.truncate(0)
             file.write(json.dumps(asdict(launcher)).encode())
@@ -173,10 +173,6 @@ def _last_beat(path: Path) -> float:
 def _erase(file: IO) -> None:
     with suppress(OSError):
         file.truncate(0)
-
-
-def _space() -> str:
-    return namespaces("pid")
 
 
 def _started(pid: int) -> str:

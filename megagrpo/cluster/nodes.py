@@ -234,7 +234,7 @@ def _start_service(
     start."""
     # short, since Unix socket paths end at 107 characters, and the same on every node
     private = _private_folder(Path(f"/tmp/mgr-{os.getuid()}-{node.first_port}"))
-    launch.remove_at_end(private)
+    launch.scratch.append(private)
     env = env | _ray_environment(node)
     ray = _start_ray(launch, config, node, private / "ray", env)
     if node.rank > 0:

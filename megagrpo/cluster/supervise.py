@@ -51,7 +51,7 @@ class Launch:
       second one leaves the block.
 
     The clean-up ends the children in reverse order with their descendants, by force after `grace_s`
-    seconds, and removes the folders of `remove_at_end`. Meanwhile all signals are ignored. After a
+    seconds, and removes the folders in `scratch`. Meanwhile all signals are ignored. After a
     launch with `ask` they stay ignored, because Slurm's job repeats USR1 until the process exits.
 
     command: the megagrpo command of this launcher. ranks: the name of the log, the stop request and
@@ -78,7 +78,7 @@ class Launch:
         self._unheard = unheard
         self._grace_s = grace_s
         self._request = StopRequest(folder.stop_request(ranks))
-        self._scratch = list[Path]()
+        self.scratch = list[Path]()  # folders to remove after all children have ended
         self._children = list[Child]()
         self._unread = list[str]()  # problems of a shared file system
         self._needed_ended = False  # a process without which the ranks cannot go on
@@ -103,7 +103,7 @@ class Launch:
             print(f"megagrpo {self._command}: {exc.args[0].name}; stopping", file=sys.stderr)
         while self._children:
             self.end(self._children[-1])
-        for folder in self._scratch:
+        for folder in self.scratch:
             shutil.rmtree(folder, ignore_errors=True)
         granted = None
         if self._ask:  # the ranks may grant until they have ended
@@ -120,10 +120,6 @@ class Launch:
             for number, handler in self._old_handlers.items():
                 signal.signal(number, handler)
         return isinstance(exc, _Ended) or (bool(granted) and isinstance(exc, Exception))
-
-    def remove_at_end(self, folder: Path) -> None:
-        """Removes `folder` after all children have ended."""
-        self._scratch.append(folder)
 
     def start(self, command: list[str], name: str, env: dict[str, str]) -> Child:
         """Starts a subcommand of megagrpo as one process with the log `name`."""

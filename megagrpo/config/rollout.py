@@ -39,11 +39,12 @@ else:  # of SGLang 0.5.21's registries, whose import takes seconds; hunyuan need
     ReasoningParser = Literal[("", *names.split())]
 
 _BESIDE_TRAINERS = 0.6  # of a GPU's memory
-# of built-in environments: an argument, its default, and how often it may pass in a call
+# of built-in environments: an argument, its default, and the seconds of a call for each of it
 _OWN_LIMITS = {
     "python": ("run_s", 5.0, 1),
     "mcp": ("timeout_s", 14.0, 2),
     "openenv": ("timeout_s", 20.0, 1),
+    "sql": ("max_steps", 1_000_000, 5e-6),
 }
 _KERNELS_COMPILED_S = 3600.0  # FP8's, on GPUs at the first start on a node
 
@@ -85,7 +86,8 @@ class EnvironmentConfig(Section):
             Rule(
                 not isinstance(own_s, str) and times * own_s >= self.timeout_s,
                 f"args.{name} {own_s} must be some seconds below timeout_s {self.timeout_s:g}, mcp's "
-                "below half of it; else what is slow ends its process, with the episodes of others",
+                "below half of it, sql's 200,000 for a second; else what is slow ends its process, with "
+                "the episodes of others",
                 "lower it, or raise timeout_s",
             ),
             Rule(

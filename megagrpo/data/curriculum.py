@@ -65,8 +65,9 @@ def load_curriculum(options: CurriculumConfig) -> Callable[[CurriculumRows], obj
     """Returns the function with its arguments. Raises ValueError if it cannot be loaded or does not
     take them."""
     function = load_function(options.name, _BUILT_IN, "data.curriculum.name")
-    misfit = "data.curriculum.args do not fit"
-    check_arguments(misfit, options.name, function, ["rows"], options.args)
+    check_arguments(
+        "data.curriculum.args do not fit", options.name, function, ["rows"], options.args
+    )
     return partial(function, **options.args)
 
 

@@ -346,9 +346,10 @@ def describe_dropped(data: DataConfig, prompts: PromptSet) -> str:
     """Returns a sentence about dropped prompts, or "" if none was dropped."""
     if not prompts.num_too_long:
         return ""
-    total = prompts.num_too_long + len(prompts)
-    limit = f"{data.max_prompt_tokens} tokens (max_prompt_tokens)"
-    return f"{data.name}: {prompts.num_too_long} of {total} prompts dropped, longer than {limit}"
+    return (
+        f"{data.name}: {prompts.num_too_long} of {prompts.num_too_long + len(prompts)} prompts "
+        f"dropped, longer than {data.max_prompt_tokens} tokens (max_prompt_tokens)"
+    )
 
 
 def _with_images(

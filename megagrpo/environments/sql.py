@@ -37,12 +37,6 @@ _MAX_RESULT = 16_000_000  # bytes of a query's rows
 _FAILURES = (sqlite3.Error, sqlite3.Warning, ValueError)
 
 
-def _unfenced(text: str) -> str:
-    """Returns a query without the fences of a code block around it."""
-    query = text.strip().removesuffix("```")
-    return _FENCE.sub("", query).strip()
-
-
 def _is_ordered(query: str) -> bool:
     """Returns whether a query itself orders its rows, not one inside it."""
     rest = _QUOTED.sub("", query)
@@ -89,7 +83,8 @@ class Sql:
     def step(self, text: str) -> tuple[str | None, float, bool]:
         """Returns rows or an error, and the reward of an answer, which ends the rollout."""
         try:
-            rows, tables = self._rows(_unfenced(text))
+            # without the fences of a code block around it
+            rows, tables = self._rows(_FENCE.sub("", text.strip().removesuffix("```")).strip())
         except _FAILURES as exc:
             return f"error: {exc}\n"[-self._max_chars :], 0.0, False
         if tables <= _SCHEMA:

@@ -92,7 +92,7 @@ class Run:
     def save_on_schedule(self) -> None:
         """Collective. Saves the state if the schedule says so, and then makes its weights the
         reference if the KL asks for it."""
-        if self.checkpointer.on_schedule(self.state):
+        if self.checkpointer.on_schedule(self.state, self.mesh.any_true(self.asked())):
             self.actor.keep_reference()
 
     def publish(self) -> dict[str, float]:

@@ -61,14 +61,15 @@ _OF_A_START = ("port", "node_rank", "dist_init_addr")  # chosen at each start of
 def later_problems(config: ExperimentConfig) -> list[str]:
     """Returns what the checks after reading find in the rest of an experiment with problems."""
     problems: list[str] = []
-    for check in (preflight, fit_problems, _loading_problems, _library_problems):
+    for check in (
+        preflight,
+        fit_problems,
+        lambda config: try_loading(config).problems,
+        _library_problems,
+    ):
         with suppress(Exception):  # it may rely on what is broken
             problems += check(config)
     return problems
-
-
-def _loading_problems(config: ExperimentConfig) -> list[str]:
-    return try_loading(config).problems
 
 
 def _library_problems(config: ExperimentConfig) -> list[str]:
@@ -478,9 +479,8 @@ def settings_report(
         return [f"libraries  {', '.join(shown)}"] if shown else []
     actor = config.actor
     kernels = expected_kernels(config.actor)
-    device = config.actor.device
-    cuda = device == "cuda" or (device == "auto" and config.rollout.dtype == "bfloat16")
-    place = ServerPlace(0, config.rollout.host, 0, "", cuda=cuda, num_cores=1)
+    cuda = needs_gpus(config)
+    place = ServerPlace(0, config.rollout.host, cuda=cuda)
     engine = engine_settings(config, place).items()
     handed = (
         {} if arch is None else transformer_fields(arch, actor, kernels),

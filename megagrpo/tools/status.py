@@ -12,7 +12,7 @@ from megagrpo.checkpoint.folder import latest, step_of
 from megagrpo.cluster.lock import launcher_of
 from megagrpo.config.load import load_config
 from megagrpo.monitor.step_log import read_metrics
-from megagrpo.rollout.control import ServiceControl, ServiceUnreachable, find_service
+from megagrpo.rollout.control import ServiceUnreachable, find_service
 from megagrpo.system.arguments import positive
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import EngineInfo
@@ -55,18 +55,12 @@ def print_status(run_dir: Path, as_json: bool) -> int:
     if folder.config.is_file() and not as_json:
         print("\n".join(_lines(folder)))
     try:
-        return print_engines(find_service(run_dir), as_json)
+        status = find_service(run_dir).status()
     except ServiceUnreachable as exc:
         if as_json:
             raise ValueError(f"{run_dir}: {exc}") from exc
         print("engines: no service answers")
         return 0
-
-
-def print_engines(control: ServiceControl, as_json: bool = False) -> int:
-    """Prints the state of a service, for people or as JSON. Returns the exit code: 1 when it has
-    failed."""
-    status = control.status()
     if as_json:
         print(json.dumps(asdict(status), indent=2))
         return int(bool(status.failed))

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from megagrpo.check.problems import finished
+from megagrpo.system.stop_request import StopRequest
 from megagrpo.types import TrainState
+from tests.experiments import experiment
 from tests.unit.test_checkpoint import checkpointer, saved
+from tests.unit.test_checkpoint_places import ending_run
 
 
 def exports(root: Path) -> dict[int, list[str]]:
@@ -51,6 +55,24 @@ def test_copies_of_a_user_stay(tmp_path: Path):
     for name in ("hf_000001_best", "hf_000002.old"):
         (tmp_path / name).mkdir()
     saver = checkpointer(tmp_path, every=1, hf_every=1, keep=1)
-    for step in range(6):
+    for step in (*range(6), 999_999, 1_000_000):
         saver.on_schedule(TrainState(step=step))
-    assert sorted(path.name for path in tmp_path.glob("hf_*")) == ["hf_000001_best", "hf_000002.old", "hf_000005"]
+    assert sorted(path.name for path in tmp_path.glob("hf_*")) == ["hf_000001_best", "hf_000002.old", "hf_1000000"]
+
+
+def test_a_run_that_stops_leaves_the_folder_to_the_next_start(tmp_path: Path):
+    options = {"every": 2, "hf_every": 1}
+    (request := StopRequest(tmp_path / "trainer.stop_request")).make()
+    saver = checkpointer(tmp_path, **options)
+    ending_run(TrainState(step=2), saver, stop_request=request, config=experiment()).save_on_schedule()
+    assert saved(tmp_path) == [2] and exports(tmp_path) == {}
+    assert run_to(tmp_path, 2, start=2, **options) == {2: ["from_2"]}
+
+
+def test_a_run_is_finished_once_its_last_folder_is_there(tmp_path: Path):
+    config = experiment(output_dir=str(tmp_path), train={"num_steps": 5}, checkpoint={"hf_every": 2})
+    root = config.run_folder.checkpoints
+    checkpointer(root).save_now(TrainState(step=5))
+    assert finished(config) == "", "it was killed while it wrote, or the disk was full"
+    (root / "hf_000005").mkdir()
+    assert "5 of 5 steps are done" in finished(config)

@@ -58,7 +58,7 @@ def test_a_lock_that_tells_nothing_hides_no_run(elsewhere, flock, holder, tmp_pa
     monkeypatch.setattr(fcntl, "flock", flock)
     monkeypatch.setattr(lock, "_SILENT_S", 2.0)
     if elsewhere:
-        monkeypatch.setattr(lock, "_space", lambda: "another machine")
+        monkeypatch.setattr(lock, "namespaces", lambda *_: "another machine")
     place = f"process {holder.pid} on {socket.gethostname()}"
     assert str(launcher_of(folder)) == place
     assert stop(tmp_path, now=False).startswith(f"{place} saves after its step")
@@ -111,7 +111,7 @@ def held(path: Path, **changes: object) -> subprocess.Popen:
     code = "import fcntl, sys, time; file = open(sys.argv[1], 'a'); fcntl.flock(file, 2); time.sleep(600)"
     process = subprocess.Popen([sys.executable, "-c", code, str(path)])
     until(lambda: not lock._locked(path.open("a"), fcntl.LOCK_EX), 60)
-    recorded = {"host": socket.gethostname(), "pid": process.pid, "job": "", "space": lock._space()}
+    recorded = {"host": socket.gethostname(), "pid": process.pid, "job": "", "space": lock.namespaces("pid")}
     recorded["started"] = lock._started(process.pid)
     path.write_text(json.dumps(recorded | changes))
     return process
@@ -186,8 +186,8 @@ def test_a_process_that_has_ended_has_no_start():
     process = subprocess.Popen(["true"])
     until(lambda: lock._started(process.pid) == "", 60)  # while its parent has not waited for it
     process.wait()
-    launcher = Launcher("host", os.getpid(), "", lock._space(), lock._started(os.getpid()))
-    assert launcher.runs_here and not Launcher("host", process.pid, "", lock._space(), "").runs_here
+    launcher = Launcher("host", os.getpid(), "", lock.namespaces("pid"), lock._started(os.getpid()))
+    assert launcher.runs_here and not Launcher("host", process.pid, "", lock.namespaces("pid"), "").runs_here
 
 
 def test_a_failure_leaves_the_block_and_no_launcher(tmp_path):

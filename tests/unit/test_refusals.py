@@ -99,7 +99,11 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     ),
     (
         ["reward={}", "sampling.environment={function: mcp, timeout_s: 20}"],
-        "args.timeout_s 14.0 must be some seconds below timeout_s 20, mcp's below half of it;",
+        "args.timeout_s 14.0 must be some seconds below timeout_s 20, mcp's below half of it,",
+    ),
+    (
+        ["reward={}", "sampling.environment={function: sql, args: {max_steps: 6000000}}"],
+        "args.max_steps 6000000 must be some seconds below timeout_s 30,",
     ),
     (
         ["sampling.environment={function: 'a:b', episode_timeout_s: 30}"],

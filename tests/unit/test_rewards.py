@@ -433,7 +433,7 @@ def test_numbers_of_numpy_are_scores(tmp_path, returned, value):
     [
         (lambda text: form.grade(f"<think>{text}", ""), "</think><answer>", 0.0),
         (lambda text: form.grade(f"{text}</answer>", ""), "</think><answer>", 1.0),
-        (lambda text: sql._unfenced(f"```sql\nselect{text}1\n```"), " ", None),
+        (lambda text: sql._FENCE.sub("", f"```sql\nselect{text}1\n```"), " ", None),
         (sql._is_ordered, "[", False),
         (sql._is_ordered, "(", False),
     ],

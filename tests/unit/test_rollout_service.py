@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -126,6 +127,25 @@ def test_a_second_service_of_a_running_run_is_refused(tmp_path):
         with pytest.raises(ValueError, match=f"output_dir {tmp_path}: .* at {service.url}; wait"):
             server.serve(experiment(tmp_path, start_timeout_s=1.0), tmp_path)
     assert (tmp_path / "service.json").read_text() == address
+
+
+def test_a_service_that_ends_late_leaves_the_key_of_the_next_start(tmp_path, monkeypatch):
+    """Its launcher was killed, and the same command was given again while its engines ended."""
+    monkeypatch.delenv(environment.API_KEY, raising=False)
+    folder = RunFolder(tmp_path)
+
+    @contextmanager
+    def ends(config: ExperimentConfig, address: str | None):
+        if starts_again:
+            folder.service.write_text(json.dumps({"url": "http://127.0.0.1:1"}))
+            make_key(folder.service_key)
+        raise ray_cluster.RayNotStarted("it was ended")
+        yield
+
+    monkeypatch.setattr(server, "in_ray_cluster", ends)
+    for starts_again in (True, False):
+        assert server.serve(experiment(tmp_path), tmp_path) == 1
+        assert {file.exists() for file in (folder.service, folder.service_key)} == {starts_again}
 
 
 def test_the_service_gives_up_with_one_line(tmp_path, monkeypatch, capfd):

@@ -141,8 +141,9 @@ def _inputs(function: GraderFunction) -> tuple[list[str], list[str]]:
 def load_group_grader(name: str, args: GraderArgs) -> GroupFunction:
     """Returns the group grader `name`; see load_grader."""
     function = load_function(name, GROUP_BUILT_IN, "reward.group_grader")
-    inputs = ["texts", "answer", "scores"]
-    check_arguments("reward.group_args do not fit grader", name, function, inputs, args)
+    check_arguments(
+        "reward.group_args do not fit grader", name, function, ["texts", "answer", "scores"], args
+    )
     return function
 
 

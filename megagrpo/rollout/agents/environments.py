@@ -278,12 +278,14 @@ class Episode:
             try:
                 answer, died = await self.process.only_call(message, timeout_s)
             except TimeoutError as exc:
-                limit = f"{method} gave no answer in {timeout_s:g} s"
-                raise EnvironmentFailed("timeout", limit) from exc
+                raise EnvironmentFailed(
+                    "timeout", f"{method} gave no answer in {timeout_s:g} s"
+                ) from exc
             except WorkerError as exc:
                 end = "infrastructure" if self.process.was_killed else "error"
-                problem = f"{method}: the environment's process died: {exc}"
-                raise EnvironmentFailed(end, problem, self.slot) from exc
+                raise EnvironmentFailed(
+                    end, f"{method}: the environment's process died: {exc}", self.slot
+                ) from exc
             finally:
                 took = time.monotonic() - began
                 self.seconds += took

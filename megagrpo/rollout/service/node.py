@@ -23,6 +23,7 @@ from megagrpo.rollout.service.engine_command import (
 from megagrpo.system.environment import API_KEY, child_environment, get, nccl_variables
 from megagrpo.system.processes import namespaces, spawn, stop_tree
 
+LOOPBACK = "net"  # the namespace: processes that share it reach each other through 127.0.0.1
 _PORTS = range(20_000, 30_000)  # below the kernel's ephemeral ports, above Ray's workers
 # Of one server: 8 for HTTP, then where its engine's nodes meet, and the 7 that SGLang counts from it
 # for attention by data.
@@ -37,12 +38,6 @@ def reachable_host(address: str) -> str:
     if address in EVERYWHERE:
         return ray.util.get_node_ip_address()
     return address
-
-
-def loopback() -> str:
-    """Returns a name of this process's loopback interface, equal for processes that reach each
-    other through it."""
-    return namespaces("net")
 
 
 def server_ports(slot: int, incarnation: int) -> tuple[list[int], list[int]]:
@@ -99,7 +94,7 @@ class EngineNode:
         Raises ValueError if the service cannot reach this node.
         """
         host = self.place.bind_host
-        if host == "127.0.0.1" and loopback() != service_loopback:
+        if host == "127.0.0.1" and namespaces(LOOPBACK) != service_loopback:
             raise ValueError(
                 f"rollout.host {self.config.rollout.host} is not reachable from other machines, "
                 "such as that of the service; give the name of the private interface, such as "

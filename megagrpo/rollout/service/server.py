@@ -80,8 +80,11 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
         print(f"rollout service failed: {exc}", flush=True)
         return 1
     finally:
-        for left in (folder.service, folder.service_key, folder.service_progress):
-            left.unlink(missing_ok=True)
+        # with another key they are of a start since this run's launcher was killed
+        with suppress(FileNotFoundError):
+            if api_key == (environment.get(environment.API_KEY) or folder.service_key.read_text()):
+                for left in (folder.service, folder.service_key, folder.service_progress):
+                    left.unlink(missing_ok=True)
 
 
 def _refuse_beside_another(folder: RunFolder) -> None:

@@ -39,9 +39,9 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.control import bearer
 from megagrpo.rollout.engine_choice import LOOK_S
 from megagrpo.rollout.service.engine_command import ServerPlace
-from megagrpo.rollout.service.node import EngineNodeActor, loopback
+from megagrpo.rollout.service.node import LOOPBACK, EngineNodeActor
 from megagrpo.rollout.service.sleep import WEIGHTS, EngineMemory, SleepFailed
-from megagrpo.system.processes import end_of
+from megagrpo.system.processes import end_of, namespaces
 from megagrpo.types import LOADS, EngineInfo
 
 _WATCH_S = 1.0  # between two checks of the processes
@@ -270,7 +270,7 @@ class SupervisedEngine:
         deadline = time.monotonic() + rollout.start_timeout_s
         self._nodes = [self._make_node(rank) for rank in range(rollout.nodes_per_engine)]
         addresses = await self._ask(
-            node.address.remote(loopback(), self._slot + rank, self.incarnation)
+            node.address.remote(namespaces(LOOPBACK), self._slot + rank, self.incarnation)
             for rank, node in enumerate(self._nodes)
         )
         rendezvous = f"{addresses[0][0]}:{addresses[0][2]}"
