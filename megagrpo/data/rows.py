@@ -378,8 +378,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Values]]:
         for row in reader:
             if any(row.pop(None, ())) or repeated(filter(None, reader.fieldnames or ())):
                 raise ValueError(
-                    f"{path}:{reader.line_num}: more fields than columns, or two columns of one name; "
-                    "quote a text with commas"
+                    f"{path}:{reader.line_num}: more fields than columns, or two columns of one name"
                 )
             yield reader.line_num - 1, row
 
