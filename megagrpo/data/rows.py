@@ -347,10 +347,11 @@ def _jsonl_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def _open(path: Path) -> Iterator[IO[bytes]]:
     """Opens a file, packed or not. Raises ValueError while it is read if it is no gzip file."""
     problems = (gzip.BadGzipFile, EOFError, zlib.error)
-    with translated(f"{path}: not a readable .gz file", *problems):
-        packed = path.suffix == ".gz"
-        with cast(IO[bytes], gzip.open(path)) if packed else path.open("rb") as file:
-            yield file
+    with (
+        translated(f"{path}: not a readable .gz file", *problems),
+        cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb") as file,
+    ):
+        yield file
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, object]]:
@@ -375,9 +376,9 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Values]]:
         texts = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
         reader = csv.DictReader(texts, strict=True)
         for row in reader:
-            if any(row.pop(None, ())):
+            if any(row.pop(None, ())) or repeated(filter(None, reader.fieldnames or ())):
                 raise ValueError(
-                    f"{path}:{reader.line_num}: more fields than columns; quote a text with commas"
+                    f"{path}:{reader.line_num}: more fields than columns, or two columns of one name"
                 )
             yield reader.line_num - 1, row
 
@@ -473,8 +474,10 @@ def well_formed(text: str) -> str:
 
 
 def _text(value: object, key: str, location: str) -> str:
-    numeric = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
-    if not (isinstance(value, str) or (numeric and value == value)):  # not NaN
+    # not NaN, nor 1e400
+    if isinstance(value, bool) or not (
+        isinstance(value, str) or (isinstance(value, int | float | Decimal) and value * 0 == 0)
+    ):
         raise ValueError(f"{location}: {key!r} should be a text or a number, is {value!r:.60}")
     _refuse_half(str(value), f"{location}: {key!r}")
     return str(value)

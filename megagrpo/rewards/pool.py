@@ -72,7 +72,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self, prompt: Prompt, text: str, tokens: ResponseTokens | None = None
     ) -> Future[Outcome]:
         """Returns a future of one response's outcome: the weighted sum of the graders' scores, or
-        the first error among them.
+        the first error among them. A grader that returns None adds nothing; if all do, that is one.
 
         tokens: the response's tokens, for graders that reward parts of it; None: only the sum of
         such rewards is known. `prompt.grader`, if set, is the only grader: one of `reward.graders`,
@@ -133,8 +133,11 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         outcomes: list[Outcome] = []
         token_rewards: list[tuple[int, float]] = []
         graded_by = await _all([self._graded(entry, prompt, text) for entry in entries])
+        without = "score" if any(graded.status == "score" for graded in graded_by) else "error"
         for entry, graded in zip(entries, graded_by, strict=True):
             outcome = _outcome(graded)
+            if outcome.status == "none":
+                outcome = replace(outcome, status=without)
             if tokens is not None and outcome.ok:
                 try:
                     token_rewards += tokens.rewards(graded.spans, graded.tokens, entry.weight)

@@ -46,6 +46,8 @@ def grade(kind: str, function: str, args: GraderArgs, inputs: Sequence[object]) 
     spans: tuple[Span, ...] = ()
     tokens: tuple[float, ...] = ()
     if kind == "grade":
+        if value is None:
+            return Graded("none", detail=f"{function} returned None, no score")
         if isinstance(value, tuple) and len(value) == 2:
             value, detail = value[0], str(value[1])
         read, raised = attempted(lambda: read_parts(value, str(inputs[0])))

@@ -19,7 +19,7 @@ Call = tuple[str, str, GraderArgs]
 class Graded:
     """The result of a grader: a score for each response, or the reason why there is none."""
 
-    status: str  # "score" | "error" | "timeout"
+    status: str  # "score" | "error" | "timeout"; "none": it leaves the score to other graders
     scores: tuple[float, ...] = ()
     detail: str = ""  # why there is no score, or the grader's remark
     spans: tuple[Span, ...] = ()  # rewards of parts of the text, besides the score

@@ -42,6 +42,7 @@ def test_a_broken_packed_file_is_named(tmp_path, data):
 @pytest.mark.parametrize(
     "name, text, said",
     [
+        ("a.csv", "prompt,answer,,,answer\na,1,,,2\n", "a.csv:2: more fields than columns, or two columns of one name"),
         ("a.csv", "prompt,answer\na,1\n1,000 + 2 =,1002\n", "a.csv:3: more fields than columns"),
         ("a.jsonl", '{"prompt": "a", "answer": 1, "answer": 2}', "a.jsonl:1: .*the key 'answer' has two values"),
         ("a.json", '[{"prompt": "a", "answer": 1, "answer": 2}]', "a.json: .*the key 'answer' has two values"),

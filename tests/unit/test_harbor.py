@@ -211,6 +211,8 @@ class Sandbox:
     async def start(self, force_build): self.note("start")
     async def stop(self, delete): self.note("stop")
     async def exec(self, command):
+        if "/logs/verifier" in command:
+            return self.note(command)
         done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
         self.note(len(done.stdout))
         return types.SimpleNamespace(return_code=done.returncode, stdout=done.stdout, stderr=done.stderr)
@@ -254,7 +256,7 @@ def test_a_hosted_sandbox_runs_commands_gives_the_end_of_their_output_and_is_del
     said = [LETTERS.decode(request["input_ids"]) for request in requests]
     assert outcomes[0].value == 0.5, outcomes
     assert "exit code 3\n" in said[1] and "\ny\ny\nend\n" in said[1] and "time limit" in said[2]
-    until(lambda: (task / "log").read_text() == "start 65536 0 stop ")
+    until(lambda: (task / "log").read_text() == "start 65536 0 find /logs/verifier -mindepth 1 -delete stop ")
 
 
 def test_a_hosted_sandbox_is_deleted_after_its_worker_was_killed_before_it_read_an_answer(tmp_path: Path):

@@ -111,6 +111,7 @@ def test_several_files_are_read_as_one(tmp_path, tokenizer):
         (["", '{"prompt": "1", "answer": 1' + "0" * 5000 + "}"], r"bad.jsonl:2: unreadable JSON: Exceeds the limit"),
         (["", "[" * 100_000], r"bad.jsonl:2: unreadable JSON: maximum recursion depth"),
         (['{"prompt": "1", "answer": null}'], r"bad.jsonl:1: 'answer' should be a text or a number, is None"),
+        (['{"prompt": "1", "answer": 1e400}'], r"bad.jsonl:1: 'answer' should be a text or a number, is inf"),
         (['{"prompt": "", "answer": "1"}'], r"bad.jsonl:1: the prompt '' has no tokens"),
         (["", '{"prompt": "\\u00e9", "answer": "1"}'], r"bad.jsonl:2: the tokenizer does not know"),
         ([], r"bad.jsonl: no row$"),

@@ -2,6 +2,8 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -208,6 +210,23 @@ def test_math_takes_each_gold_for_itself(gold):
         (r"\boxed{5 \text{ where } x = 7}", "7", 0),
         (r"\boxed{3 \text{ if } n = 1, 5 \text{ if } n = 2}", "3", 0),
         (r"\boxed{n \text{ such that } n = 4}", "4", 1),
+        # a factor is no unit (Math-Verify 36), and a unit still is
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2} b h", 0),
+        (r"\boxed{\frac{bh}{2}}", r"\frac{1}{2} b h", 1),
+        (r"\boxed{\pi r^2}", r"\pi r^2h", 0),
+        (r"\boxed{0}", "5 - 5c", 0),
+        (r"\boxed{v_0}", "x = v_0 t", 0),
+        (r"\boxed{A\cos\omega}", r"A\cos \omega t", 0),
+        (r"\boxed{4}", "4ab", 0),
+        (r"\boxed{4ba}", "4ab", 1),
+        (r"\boxed{x = 5 m}", "5", 1),
+        (r"\boxed{1.6\times10^{-19} s}", r"1.6\times 10^{-19}", 1),
+        # as calculators and sympy write (sieval 68)
+        (r"\boxed{7\sin(\frac{\pi}{5}x)+1}", "7*sin(pi*x/5)+1", 1),
+        (r"\boxed{7\sin(\frac{\pi}{5}x)+2}", "7*sin(pi*x/5)+1", 0),
+        (r"\boxed{\frac{\ln 3}{2}}", "ln(3)/2", 1),
+        (r"\boxed{e^{2x}}", "exp(2*x)", 1),
+        (r"\boxed{1024}", "2**10", 1),
         # times of day and bases
         (r"\boxed{1:3}", "10:30", 0),
         (r"\boxed{10:30}", "10:30", 1),
@@ -292,6 +311,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
 
 def plain(text, answer, extra_info):
     return float(extra_info["level"])
+
+def silent(completions, **columns):
+    return [None]
 '''
 
 
@@ -355,6 +377,12 @@ def test_weights_and_group_graders(file):
     entries = [{"grader": f"{file}:steps", "weight": 2.0}, {"grader": "exact", "weight": 1.0}]
     outcome = graded(file, "", graders=entries)
     assert outcome.value == pytest.approx(2.4) and outcome.token_rewards == ((2, 0.2), (5, 0.2))
+    none = {"grader": f"{file}:silent", "weight": 5.0}
+    assert graded(file, "", graders=[none, entries[0]]) == replace(
+        graded(file, "", graders=entries[:1]), detail=(said := f"{file}:silent returned None, no score"), parts=ANY
+    )
+    alone = graded(file, "", graders=[none, {**none, "name": "other"}])
+    assert (alone.status, alone.detail) == ("error", said)
     with RewardPool(RewardConfig(grader=f"{file}:steps", group_grader="rank", workers=1)) as pool:
         first = [pool.submit(PROMPT, text, response()).result(timeout=60) for text in (TEXT, TEXT[:-1] + "8")]
         ranked = pool.submit_group(PROMPT, [TEXT, ""], first).result(timeout=60)

@@ -108,7 +108,7 @@ def grade(name: str, text: str = "abc", answer: str = "", **options) -> Outcome:
         ("raises", "abc", "", None, "KeyError: 'no such thing'"),
         ("nan", "abc", "", None, "nan"),
         ("inf", "abc", "", None, "-inf"),
-        ("none", "abc", "", None, "None (NoneType), not a finite number"),
+        ("none", "abc", "", None, "returned None, no score"),
         ("words", "abc", "", None, "'1.0' (str)"),
         ("dies", "abc", "", None, "died: exit code -9"),
         ("leaves", "abc", "", None, "died: exit code 3"),

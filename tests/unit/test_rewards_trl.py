@@ -55,13 +55,16 @@ def file(tmp_path_factory):
         ("of_the_row", {}, False, 4.5),
         ("of_the_row", {"bonus": 2}, False, 6.0),
         ("all_columns", {}, False, 3.0),
-        ("none", {}, False, 0.0),
     ],
 )
 def test_the_score_of_one_completion(file, name, args, chat, score):
     check_grader(f"{file}:{name}", args)
     inputs = ("2", "2", "source", {"level": 3}, "What is 1 + 1?", chat)
     assert grade("grade", f"{file}:{name}", args, inputs).scores == (score,)
+
+
+def test_none_is_no_score(file):
+    assert grade("grade", f"{file}:none", {}, ("2", "2", "", {})).status == "none"
 
 
 def test_arguments_that_it_does_not_take_are_named(file):

@@ -61,6 +61,8 @@ class Trial:
         if seconds is None:
             return await self.environment.start(force_build=False)
         if command is None:
+            # Harbor reads a verdict that a command has left there if the tests write none
+            await self.environment.exec("find /logs/verifier -mindepth 1 -delete")
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     return (await self.verifier.verify()).rewards

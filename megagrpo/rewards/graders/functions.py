@@ -123,11 +123,9 @@ def required_columns(name: str, args: GraderArgs) -> set[str]:
 
 
 def _from_trl(value: object) -> object:
-    """Returns the score of the one response; None, which leaves a row out of TRL's sum, is 0."""
+    """Returns the score of the one response, or None, which leaves it out of TRL's sum."""
     if not isinstance(value, list) or len(value) != 1:
         raise ValueError(f"returned {value!r:.80}, not a list of one score for one completion")
-    if value[0] is None:
-        return 0.0
     return value[0]
 
 

@@ -38,6 +38,10 @@ _QUALIFIER = re.compile(  # 2x \text{ for all real } x; math-verify multiplies b
     r"(?:\\(?:text|mathrm|mbox)\s*\{[\s,;]*|\s)"
     r"(?:for (?:all|any|every|each|some)|where|when|such that|if)\b"
 )
+# what stands before a last letter that is a factor: math-verify takes c, d, g, h, l, m, o, s, t for units
+_EXPRESSION = re.compile(
+    r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])|[\w)}]\s*[-+]|\\(?:sin|cos|tan|ln|log|exp|[bt]h?eta|omega|alpha|lambda)"
+)
 _BASE = re.compile(r"\d_\{?(\d+)")
 _CLOCK = re.compile(r"(?<![\d:.])(\d{1,2}):([0-5]\d)(?![\d:])")
 
@@ -57,6 +61,10 @@ _SPELLINGS = (
     (re.compile(r"√\s*(\d+|[a-zA-Z])"), r"\\sqrt{\1}"),
     (re.compile(r"√\s*[({]([^(){}]*)[)}]"), r"\\sqrt{\1}"),
     (re.compile("°"), r"^{\\circ}"),
+    # as calculators and sympy write: exp(2*x)
+    (re.compile(r"(?<![\\a-zA-Z{])(sin|cos|tan|ln|log|exp|pi)(?![a-zA-Z])"), r"\\\1 "),
+    (re.compile(r"\*\*\s*(\d+|[a-zA-Z]|\([^()]*\))"), r"^{\1}"),
+    (re.compile(r"(?<=[\d}])(ab|bc)$"), r"{\1}"),  # no units
     (
         re.compile(r"(?<![\d.])(\d{0,30})\.(\d{0,30})\\(?:overline|bar|dot)\{(\d{1,30})\}"),
         _repeated,
@@ -89,7 +97,7 @@ def grade(text: str, answer: str, require_boxed: bool = True) -> float:
     equals its interval, and a time of day or a numeral with a base only itself. So does a list with
     an ellipsis, or a box that math-verify cannot read: a number in it is no answer.
     `answer` is LaTeX, a number, or a text with a box or with ####, and is read like a box. As in
-    math-verify, units are ignored and the right side of an equation counts, unless it is false. A
+    math-verify, units behind a number are ignored and the right side of an equation counts, unless it is false. A
     condition in words behind only one of the two (2x for all x) is ignored.
     Raises ValueError if the answer cannot be parsed.
 
@@ -195,7 +203,11 @@ def _is_false(parsed: list) -> bool:
 
 
 def _boxed(content: str) -> str:
-    return f"\\boxed{{{_spelled(content)}}}"
+    text = _spelled(content)
+    head = re.split("[=,]", text)[-1][:-1]
+    if re.search(r"(?<![a-zA-Z\\])[a-zA-Z]$", text) and _EXPRESSION.search(head):
+        text = f"{text[:-1]}{{{text[-1]}}}"
+    return f"\\boxed{{{text}}}"
 
 
 def _spelled(text: str) -> str:
