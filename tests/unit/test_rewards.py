@@ -227,6 +227,13 @@ def test_math_takes_each_gold_for_itself(gold):
         (r"\boxed{\frac{\ln 3}{2}}", "ln(3)/2", 1),
         (r"\boxed{e^{2x}}", "exp(2*x)", 1),
         (r"\boxed{1024}", "2**10", 1),
+        (r"\boxed{9**0.5}", "0.5", 0),  # not 9^0 times .5
+        (r"\boxed{9**0.5}", "3", 1),
+        (r"\boxed{2**-1}", "0.5", 1),
+        # i is no unit, and stays the imaginary one
+        (r"\boxed{4i + 3}", "3 + 4i", 1),
+        (r"\boxed{\frac{6 + 8i}{2}}", "3 + 4i", 1),
+        (r"\boxed{\{1 + 2i, 1 - 2i\}}", "1 - 2i, 1 + 2i", 1),
         # times of day and bases
         (r"\boxed{1:3}", "10:30", 0),
         (r"\boxed{10:30}", "10:30", 1),

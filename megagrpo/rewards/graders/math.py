@@ -63,7 +63,7 @@ _SPELLINGS = (
     (re.compile("°"), r"^{\\circ}"),
     # as calculators and sympy write: exp(2*x)
     (re.compile(r"(?<![\\a-zA-Z{])(sin|cos|tan|ln|log|exp|pi)(?![a-zA-Z])"), r"\\\1 "),
-    (re.compile(r"\*\*\s*(\d+|[a-zA-Z]|\([^()]*\))"), r"^{\1}"),
+    (re.compile(r"\*\*\s*(-?(?:\d*\.)?\d+|[a-zA-Z]|\([^()]*\))"), r"^{\1}"),
     (re.compile(r"(?<=[\d}])(ab|bc)$"), r"{\1}"),  # no units
     (
         re.compile(r"(?<![\d.])(\d{0,30})\.(\d{0,30})\\(?:overline|bar|dot)\{(\d{1,30})\}"),
@@ -205,7 +205,8 @@ def _is_false(parsed: list) -> bool:
 def _boxed(content: str) -> str:
     text = _spelled(content)
     head = re.split("[=,]", text)[-1][:-1]
-    if re.search(r"(?<![a-zA-Z\\])[a-zA-Z]$", text) and _EXPRESSION.search(head):
+    # not i, which in braces is a name
+    if re.search(r"(?<![a-zA-Z\\])[cdghlmost]$", text) and _EXPRESSION.search(head):
         text = f"{text[:-1]}{{{text[-1]}}}"
     return f"\\boxed{{{text}}}"
 
