@@ -92,12 +92,12 @@ def test_without_a_prompt_the_function_still_gets_a_list():
 def test_a_column_that_no_key_names_is_refused_and_no_answer(file, tmp_path):
     """Else it would silently be the answer."""
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "What is 1 + 1?", "final": "2", "level": 3, "topic": "sums"}))
+    rows.write_text(json.dumps({"prompt": "What is 1 + 1?", "final": "2", "level": 3, "topic": "sums", "by": "one"}))
     grader = f"{file}:of_the_row"
     more = {"reward": {"grader": grader}, "data": {"path": str(rows), "answer_key": "final"}}
 
-    def problems(**data) -> list[str]:
-        subject = Subject(experiment(**more | {"data": more["data"] | data}))
+    def problems(sections=None, **data) -> list[str]:
+        subject = Subject(experiment(**more | (sections or {}) | {"data": more["data"] | data}))
         return [rule.text for rule in before_start(subject) if rule.when and "level" in rule.text]
 
     (said,) = problems()
@@ -106,5 +106,11 @@ def test_a_column_that_no_key_names_is_refused_and_no_answer(file, tmp_path):
     )
     assert not problems(extra_key="level") and not problems(extra_key=["level", "topic"])
     assert read_rows(DataConfig(**more["data"], extra_key=["level", "topic"]))[0].extra == {"level": 3, "topic": "sums"}
+    warm_up = {"sft": {"path": str(rows), "model": str(tmp_path)}}
+    assert not problems(warm_up, extra_key="level")  # its rows have no grader
+    twice = [{"grader": grader, "args": {"level": 1}, "name": "one"}, {"grader": grader, "name": "two"}]
+    assert not problems({"reward": {"graders": twice}}, grader_key="by")
+    rows.write_text(rows.read_text().replace('"one"', json.dumps(grader)))
+    assert problems({"reward": {"grader": "exact"}}, grader_key="by") == [said]
     assert required_columns(f"{file}:exact", {}) == required_columns("math", {}) == set()
     assert required_columns(grader, {"level": 1}) == set()

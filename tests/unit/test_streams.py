@@ -317,3 +317,16 @@ def test_streams_without_tokens_are_found_by_check(tmp_path):
     found = "\n".join(preflight(config))
     assert "no row is of source 'maths'; there are: code, math" in found
     assert "rows.jsonl:2: weights of reference_kl, which no stream gives a token" in found
+
+
+def test_an_evaluation_and_a_warm_up_need_no_rows_of_a_streams_source(tmp_path):
+    for source in ("math", "code"):
+        (tmp_path / source).with_suffix(".jsonl").write_text(json.dumps({"prompt": "a", "answer": "1", "s": source}))
+    other = {"path": str(tmp_path / "code.jsonl")}
+    config = experiment(
+        data={"path": str(tmp_path / "math.jsonl"), "source_key": "s"},
+        eval={"data": other},
+        sft=other | {"model": str(tmp_path)},
+        algorithm={"streams": [CE | {"sources": ["math"]}]},
+    )
+    assert "no row is of source" not in "\n".join(preflight(config))

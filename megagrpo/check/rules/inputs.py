@@ -141,10 +141,10 @@ def _checkpoints(config: ExperimentConfig) -> Iterator[Rule]:
 
 def _rows(config: ExperimentConfig) -> Iterator[Rule]:
     """Yields what is wrong with rows, by their locations."""
-    for data in config.data_sections.values():
+    for key, data in config.data_sections.items():
         if all(Path(path).exists() for path in data.paths):
             problems: list[str] = []
-            for text in complaints(_read_lines, data, config, problems):
+            for text in complaints(_read_lines, key, data, config, problems):
                 where = "" if any(path in text for path in data.paths) else f"{data.name}: "
                 yield Rule(True, where + text)
             yield from (Rule(True, text) for text in named_first(problems))
@@ -157,31 +157,33 @@ def named_first(problems: Sequence[str]) -> Iterator[str]:
         yield f"and {len(problems) - _NAMED:,} more rows like these"
 
 
-def _read_lines(data: DataConfig, config: ExperimentConfig, problems: list[str]) -> None:
+def _read_lines(
+    section: str, data: DataConfig, config: ExperimentConfig, problems: list[str]
+) -> None:
     """Adds the problems of rows. Raises ValueError for those of the whole."""
     reward = config.reward
     rows = read_rows(data, problems)
     problems += _teachers_of_rows(config, rows)
-    problems += _unused_streams(config, rows)
-    every = [entry.grader for entry in reward.entries]
+    if section == "data":
+        problems += _unused_streams(config, rows)
+    if section == "sft":  # which no grader reads
+        return
+    keys = [data.answer_key, *(source.answer_key or "" for source in data.sources)]
+    answers = {key.rpartition(".")[2] for key in keys}
+    every = [(each.grader, required_columns(each.grader, each.args)) for each in reward.entries]
     known = {
-        name: entry.grader for entry in reward.entries for name in (entry.short_name, entry.grader)
+        name: grader
+        for entry, grader in zip(reward.entries, every, strict=True)
+        for name in (entry.short_name, entry.grader)
     }
     for unknown in sorted({row.grader for row in rows if row.grader is not None} - known.keys()):
         check_grader(unknown, {})
-    keys = [data.answer_key, *(source.answer_key or "" for source in data.sources)]
-    answers = {key.rpartition(".")[2] for key in keys}
-    columns = {
-        entry.grader: required_columns(entry.grader, entry.args) - answers
-        for entry in reward.entries
-    }
+        known[unknown] = unknown, required_columns(unknown, {})
     for row in rows:
-        graders = every if row.grader is None else [known.get(row.grader, row.grader)]
-        for grader in graders:
+        for grader, columns in every if row.grader is None else [known[row.grader]]:
             said = complaints(check_answer, grader, row.answer)
             problems += [f"{row.location}: {problem}" for problem in said]
-            here = row.extra if isinstance(row.extra, dict) else {}
-            if missing := ", ".join(sorted(columns.get(grader, set()) - here.keys())):
+            if missing := ", ".join(sorted(columns - answers - row.extra.keys())):
                 problems.append(
                     f"{row.location}: grader {grader} needs a value for {missing}: set "
                     f"data.extra_key to [{missing}], columns of the row"
