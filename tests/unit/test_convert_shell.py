@@ -191,6 +191,7 @@ def test_words_are_as_bash_makes_them(tmp_path, before, word, value):
         ("A=Qwen", "${A:0:2}", None, "expanded to nothing: ${A:0:2} (line 2), in a.b"),
         ("A=(a.b=1 a.b=2)", '1 "${A[@]:1}"', 1, "expanded to nothing: ${A[@]:1} (line 2), in a.b"),
         ("set -- a.b=2", '1 "$@"', 1, "expanded to nothing: set -- a.b=2 (line 1), in a.b"),
+        ("set -- --c a.b=2", '1 "$@"', 1, "expanded to nothing: set -- --c a.b=2 (line 1), in a.b"),
         ("A=(x y)", "${#A[@]}", None, "expanded to nothing: ${#A[@]} (line 2), in a.b"),
         ("let N=1+1", "$N", None, "expanded to nothing: let N=1+1 (line 1), in a.b"),
         ("printf -v N %02d 3", "$N", None, "expanded to nothing: printf -v N %02d 3 (line 1), in a.b"),

@@ -256,7 +256,7 @@ def test_a_hosted_sandbox_runs_commands_gives_the_end_of_their_output_and_is_del
     said = [LETTERS.decode(request["input_ids"]) for request in requests]
     assert outcomes[0].value == 0.5, outcomes
     assert "exit code 3\n" in said[1] and "\ny\ny\nend\n" in said[1] and "time limit" in said[2]
-    until(lambda: (task / "log").read_text() == "start 65536 0 find /logs/verifier -mindepth 1 -delete stop ")
+    until(lambda: (task / "log").read_text() == "start 65536 0 find /logs/verifier/ -mindepth 1 -delete stop ")
 
 
 def test_a_hosted_sandbox_is_deleted_after_its_worker_was_killed_before_it_read_an_answer(tmp_path: Path):

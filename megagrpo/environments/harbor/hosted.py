@@ -61,10 +61,11 @@ class Trial:
         if seconds is None:
             return await self.environment.start(force_build=False)
         if command is None:
-            # Harbor reads a verdict that a command has left there if the tests write none
-            await self.environment.exec("find /logs/verifier -mindepth 1 -delete")
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
+                    # Harbor reads a verdict that a command has left there, perhaps behind a link, if the
+                    # tests write none
+                    await self.environment.exec("find /logs/verifier/ -mindepth 1 -delete")
                     return (await self.verifier.verify()).rewards
             return None
         limited = f"timeout -k 5 {math.ceil(seconds)} bash -c {shlex.quote(command)}"

@@ -235,7 +235,7 @@ def _command(state: State, node: Node) -> Answer:
             state.variables["PWD"] = _path(state, words[-1].strip(QUOTED) if args else "~")
         case "source" | ".":
             _source(state, "".join(words[1:2]).strip(QUOTED))
-        case "shift" | "set" if not re.match("[-+]", "".join(args)):
+        case "shift" | "set" if not re.match("[-+](?!-)", "".join(args)):  # not set -- --lr 1
             _unknown(state, node, "@*123456789")
         case "eval" | "let":
             _unknown(state, node, _ASSIGNED.findall(" ".join(args)))
