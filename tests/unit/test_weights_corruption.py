@@ -258,6 +258,7 @@ def plain_actor(arch, specs, kept: set[str]) -> SimpleNamespace:
     dtypes = {name: torch.float32 if name in kept else torch.bfloat16 for name in specs}
     live = {name: torch.zeros(shape, dtype=dtypes[name]) for name, (shape, _) in specs.items()}
     return SimpleNamespace(
+        map_tables=lambda hf: None,
         arch=arch,
         load_hf=lambda hf: [tensor.copy_(hf[name]) for name, tensor in live.items()],
         parameters=lambda: live,

@@ -171,10 +171,10 @@ def _read_lines(data: DataConfig, config: ExperimentConfig, problems: list[str])
         check_grader(unknown, {})
     keys = [data.answer_key, *(source.answer_key or "" for source in data.sources)]
     answers = {key.rpartition(".")[2] for key in keys}
-    columns = {
-        entry.grader: required_columns(entry.grader, entry.args) - answers
-        for entry in reward.entries
-    }
+    columns: dict[str, set[str]] = {}
+    for entry in reward.entries:
+        with suppress(ValueError):  # another rule names a grader that cannot be loaded
+            columns[entry.grader] = required_columns(entry.grader, entry.args) - answers
     for row in rows:
         graders = every if row.grader is None else [known.get(row.grader, row.grader)]
         for grader in graders:
