@@ -19,7 +19,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.config_json import Rotary
 from megagrpo.models.folder import Model
 from megagrpo.models.kinds.latent.describe import LatentAttention
-from megagrpo.models.table import model_tensors, parameter_counts, tensor_groups, text_tensors
+from megagrpo.models.table import parameter_counts, tensor_groups
 from megagrpo.system.run_folder import RunFolder, write_json_lines
 from megagrpo.tools.plan import search
 from megagrpo.tools.plan.command import PUBLISHED, placed_plan, report
@@ -104,22 +104,6 @@ def test_lengths_of_an_earlier_run(tmp_path):
     assert lengths_of_run(RunFolder(tmp_path), shipped()).responses.tolist() == [3] * 20
     with pytest.raises(ValueError, match=r"elsewhere/rollouts: no positive numbers"):
         lengths_of_run(RunFolder(tmp_path / "elsewhere"), shipped())
-
-
-@pytest.mark.parametrize("folder", sorted(MODELS.iterdir()), ids=lambda folder: folder.name)
-def test_the_work_is_of_every_parameter(folder):
-    arch = Model.read(folder).arch
-    counts, work = parameter_counts(arch), model_work(arch)
-    tower = 0 if arch.vision is None else sum(spec.size for spec in arch.vision.tensors())
-    vocabulary = work.vocabulary * (1 if arch.tied else 2)
-    # behind the layers: the last norm, and what makes streams one
-    outside = ((spec.name, spec.size) for spec in text_tensors(arch) if arch.vocab_size not in spec.shape)
-    behind = sum(size for name, size in outside if "layers." not in name)
-    tables = sum(spec.size for spec in model_tensors(arch) if "ple_embedding" in spec.name)  # frozen
-    assert work.dense + work.expert + vocabulary + behind + tower + tables == counts.total
-    active = work.token_flops / 2 + behind
-    # without the embedding, which only looks up, and the tower, which tokens of text do not meet
-    assert active == pytest.approx(counts.active - tower, rel=1e-9)
 
 
 def test_a_cache_repeats_heads_and_latents():
