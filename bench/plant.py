@@ -99,8 +99,8 @@ FAULTS = (
     Fault(
         "correction from trainer to rollout reversed",
         "algo/advantage.py",
-        "(batch.old_logprobs - batch.rollout_logprobs)",
-        "(batch.rollout_logprobs - batch.old_logprobs)",
+        "log_ratio = batch.old_logprobs - batch.rollout_logprobs",
+        "log_ratio = batch.rollout_logprobs - batch.old_logprobs",
         ("unit/test_staleness.py", *ADVANTAGE),
     ),
     Fault(

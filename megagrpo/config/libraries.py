@@ -208,7 +208,7 @@ _SERVER_REFUSED = {
     "diffusion models are not trained": "dllm_*",
     "an indexer's choice is not replayed (docs/experts.md)": "enable_return_indexer_topk",
     "a publish writes into a rank's parameters, which offloading replaces": (
-        "cpu_offload_gb offload_* ple_offload_*"
+        "cpu_offload_gb offload_* ple_offload_backend ple_offload_dir"
     ),
 }  # fmt: skip
 

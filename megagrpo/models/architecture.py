@@ -156,10 +156,6 @@ class Architecture:
         """Tells whether each part of a layer, and the output layer, has a norm of its own."""
         return self.streams is None or self.streams.NORMS
 
-    def has_ngrams(self, index: int) -> bool:
-        """Tells whether layer `index`, counted from 0, adds embeddings of n-grams."""
-        return self.ngrams is not None and index in self.ngrams.layers
-
     @property
     def norm(self) -> Kind:
         """Returns the kind of a weight of the model's norms."""
@@ -196,7 +192,7 @@ class Architecture:
         yield from mixing
         if self.streams is not None:
             yield from self.streams.tensors(self.hidden_size, prefix)
-        if self.ngrams is not None and self.has_ngrams(index):
+        if self.ngrams and index in self.ngrams.layers:
             yield from self.ngrams.tensors(self.hidden_size, self.num_streams, prefix)
         indexer = self.indexer
         if indexer is not None and mixer is self.attention and indexer.source(index) == index:
@@ -224,7 +220,7 @@ class Architecture:
             load_mlp(*weights, hf, prefix + "mlp.", place.tensor, self.mlp_names)
         if self.streams is not None:
             self.streams.load(layer, hf, prefix)
-        if self.ngrams is not None and self.has_ngrams(index):
+        if self.ngrams and index in self.ngrams.layers:
             self.ngrams.load(layer.ple, hf, prefix)
 
     def cuts(self, p: ParallelConfig) -> Iterator[Cut]:

@@ -198,11 +198,10 @@ def load_hf(chunks: list[Body], arch: Architecture, hf: Mapping[str, Tensor]) ->
                 arch.load_layer(chunk.draft.layer, hf, place)
 
 
-def map_tables(chunks: list[Body], arch: Architecture, hf: Mapping[str, Tensor]) -> None:
+def map_tables(chunks: list[Body], hf: Mapping[str, Tensor]) -> None:
     """Lets layers read rows of tables that stay in the files of an HF folder. Raises ValueError as
     NGramRows.map_table does."""
-    part = FAMILIES[arch.family].stored_name("model.").removeprefix("model.")
-    tables = {name.replace(part, "", 1): hf[name] for name in hf if TABLE in name}
+    tables = {name.replace("language_model.", ""): hf[name] for name in hf if TABLE in name}
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, NGramRows):

@@ -9,10 +9,9 @@ from engine_logprobs import logprobs_by
 from tiny_model import EOS
 
 from megagrpo.rollout.admission import AdmissionQueue
-from megagrpo.rollout.control import find_service
 from megagrpo.rollout.engine_choice import Engines
 from megagrpo.rollout.generation import GenerationClient, GenerationFailed, RetryPolicy, SampleRequest, SamplingParams
-from megagrpo.tools.status import print_engines
+from megagrpo.tools.status import print_status
 from tests.experiments import until
 
 PROMPTS = [(1, 40, 41, 42), (1, *range(50, 80)), (1, 7), (1, *range(100, 190))]
@@ -64,7 +63,7 @@ def test_the_load_of_an_engine_is_the_most_since_its_weights_were_verified(ready
     until(lambda: generate(ready, sampled) and load().get("running", 0) >= 1, 120)  # the service looks once a second
     seen = load()
     assert seen["running"] <= 4 and 0 < seen["kv_use"] <= 1 and seen["retracted"] == 0
-    assert print_engines(find_service(ready.run_dir)) == 0 and " of its cache in use since" in capsys.readouterr().out
+    assert print_status(ready.run_dir, False) == 0 and " of its cache in use since" in capsys.readouterr().out
     ready.set_version(0)
     assert load().get("running", 0) == 0
 

@@ -88,7 +88,7 @@ def test_slimes_script_whole(script):
     assert (actor.optimizer.lr, actor.optimizer.weight_decay) == (2e-6, 0.1)
     rollout = config.rollout
     assert (rollout.num_engines, rollout.tp, rollout.colocate, rollout.host) == (8, 2, True, "eth0")
-    assert rollout.sglang == {"cuda_graph_bs": [1, 2, 4, 8, 12]} and rollout.mem_fraction == 0.7
+    assert rollout.sglang == {"cuda_graph_bs_decode": [1, 2, 4, 8, 12]} and rollout.mem_fraction == 0.7
     algorithm = config.algorithm
     assert (algorithm.loss.clip_ratio_low, algorithm.loss.clip_ratio_high) == (0.2, 0.28)
     assert (algorithm.aggregation, algorithm.kl.loss_coef) == ("seq-mean-token-mean", 0)

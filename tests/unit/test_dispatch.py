@@ -20,6 +20,7 @@ from megagrpo.mesh import LeaderError, RunStopped
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout import source as source_module
 from megagrpo.rollout.agents.answering import NoAnswer
+from megagrpo.rollout.control import ServiceControl, ServiceUnreachable
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.source import Inputs, start_source
 from megagrpo.tools.plan.engine_memory import concurrency_report
@@ -252,7 +253,11 @@ def test_each_evaluation_has_its_own_number_of_samples_and_temperature():
             assert service.requests[-1]["sampling_params"]["temperature"] == temperature
 
 
-def test_a_step_whose_gpus_do_not_come_back_is_saved_as_not_begun():
+def test_a_step_whose_gpus_do_not_come_back_is_saved_as_not_begun(monkeypatch):
+    def unreachable(control: ServiceControl, limit_s: float) -> None:
+        raise ServiceUnreachable("no rollout service answers")
+
+    monkeypatch.setattr(ServiceControl, "sleep", unreachable)
     config = experiment(rollout={"colocate": True}, weights={"transport": "ipc"}, reward=EXACT)
     saved = []
     state = TrainState(step=3, data_cursor=6)
@@ -261,7 +266,6 @@ def test_a_step_whose_gpus_do_not_come_back_is_saved_as_not_begun():
         running(FakeService(version=3)) as service,
         run_of(config, service, state=state, checkpointer=saver(saved), recording=recording) as run,
     ):
-        # /sleep is no path of the fake service
         with pytest.raises(RunStopped, match="put engines to sleep"), run.saving():
             run.next_groups(Metrics())
         assert saved == [(3, 6), "written"]

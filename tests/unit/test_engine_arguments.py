@@ -63,7 +63,7 @@ def test_sglang_takes_the_arguments_of_every_experiment(tmp_path):
         described = model_description(experiments[names[0]]) or {}
         if described.get("model_type") == "deepseek_v4":  # SGLang has no other cache for it
             wanted |= {"attention_backend": "dsv4", "kv_cache_dtype": "fp8_e4m3"}
-        elif "index_topk" in described:
+        elif "index_topk" in described or "index_topk" in described.get("text_config", {}):
             wanted |= {"attention_backend": "dsa", "kv_cache_dtype": "bfloat16"}
         if rollout.sglang.get("moe_a2a_backend") == "deepep":  # its experts have one kernel
             wanted |= {"moe_runner_backend": "auto"}

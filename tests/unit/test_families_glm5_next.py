@@ -129,6 +129,7 @@ def test_layers_have_what_their_place_gives_them():
         (text(q_lora_rank=None), "q_lora_rank null"),
         (text(swiglu_limit=None), "swiglu_limit must be above 0"),
         (text(scoring_func="softmax"), "scoring_func 'softmax'"),
+        (text(moe_layer_freq=2), "moe_layer_freq 2"),
         (text(n_group=8, topk_group=8), "topk_group 8 with num_experts_per_tok 8"),
         (text(mlp_layer_types=["sparse"] * 45), "mlp_layer_types must begin with"),
         (text(rope_scaling={"type": "yarn", "factor": 4.0}), "rope scaling"),

@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from examples.laptop.recipe import TinyModelConfig
+from megagrpo.actor.host import prepare_host
 from megagrpo.check.problems import check_against_model, layout_problems
 from megagrpo.config.schema import ActorConfig
 from megagrpo.models.costs import layer_cost
@@ -26,6 +28,10 @@ from megagrpo.tools.plan.trainer_memory import stage_parameters
 from megagrpo.tools.plan.work import model_work
 from megagrpo.weights.hf_export import untrained_tensors
 from tests.experiments import ROOT, experiment
+
+prepare_host("cpu")
+
+from megagrpo.models.kinds.ngrams.layer import NGramRows  # noqa: E402  Megatron needs a prepared host
 
 FLASH = json.loads((ROOT / "configs/models/Qwen3.8-Flash-Next/config.json").read_text())
 ON_GPUS = {"dtype": "bfloat16", "load_format": "model", "sglang": {"ple_offload_embedding": True}}
@@ -148,9 +154,9 @@ def test_an_export_has_the_table_and_its_hashes_as_they_are(folder: Path):
     model.refuse_weights()
     [kept] = untrained_tensors(folder)
     stored = load_file(folder / "model.safetensors")
-    assert len(kept) == 5 and all(torch.equal(stored[name], tensor) for name, tensor in kept.items())
+    assert len(kept) == 6 and all(torch.equal(stored[name], tensor) for name, tensor in kept.items())
     hashes = [name for name in kept if ".shard_" not in name]
-    assert len(hashes) == 2 and all(is_left_out(model.arch, name) for name in hashes)
+    assert len(hashes) == 3 and all(is_left_out(model.arch, name) for name in hashes)
 
 
 def test_a_table_of_another_size_is_refused(folder: Path):
@@ -159,3 +165,19 @@ def test_a_table_of_another_size_is_refused(folder: Path):
     save_file(stored | {name: stored[name][1:].clone()}, folder / "model.safetensors")
     with pytest.raises(ValueError, match="shard_2.weight has the shape"):
         Model.read(folder).refuse_weights()
+
+
+@pytest.mark.parametrize(
+    ("part", "numbers"),
+    [("layer_multipliers", [1, 3, 5]), ("ngram_heads_vocab_sizes", [7] * 16), ("ngram_embedding.weight_scale", [0.5])],
+)
+def test_numbers_that_trainers_do_not_compute_with_are_refused(part: str, numbers: list):
+    """Engines would take these from the files."""
+    ngrams = architecture_of(FLASH).ngrams
+    rows = SimpleNamespace(_own=ngrams, _index=1)
+    files = {spec.name: torch.empty(0) for spec in ngrams.table(1)}
+    files |= {name: torch.tensor(right) for name, right in ngrams.hashing(1).items()}
+    NGramRows.map_table(rows, files)
+    name = f"model.layers.1.ple.ple_embedding.{part}"
+    with pytest.raises(ValueError, match=f"{name}: .* in the files, but trainers compute with"):
+        NGramRows.map_table(rows, files | {name: torch.tensor(numbers)})

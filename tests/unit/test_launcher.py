@@ -380,7 +380,7 @@ def test_unheard_signals_still_reach_the_children_and_a_failure_leaves_none_and_
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     launch = Launch(RunFolder(tmp_path), "serve", end=(), unheard=(signal.SIGTERM,))
-    launch.remove_at_end(scratch)
+    launch.scratch.append(scratch)
     with pytest.raises(ValueError, match="no Ray"), launch:
         signal.raise_signal(signal.SIGTERM)
         child, other = (launch.spawn(["sleep", "60"], tmp_path / name, {}) for name in ("child", "other"))

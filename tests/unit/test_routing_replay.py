@@ -36,7 +36,7 @@ from megagrpo.rollout.agents.answering import SamplePart
 from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.answer_arrays import WrongExperts, pack_answer, read_experts
 from megagrpo.rollout.engine_choice import Engines
-from megagrpo.rollout.generation import GenerationClient, GenerationFailed, SampleRequest, SamplingParams, _read
+from megagrpo.rollout.generation import GenerationClient, GenerationFailed, SampleRequest, SamplingParams
 from megagrpo.rollout.response import Response
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.rollout.source import RolloutSource, for_other_ranks
@@ -94,7 +94,7 @@ def test_a_later_turn_keeps_no_experts_of_earlier_ones(packed):
     answer = {"meta_info": meta | {"output_token_logprobs": [[-0.5, 7, None], [-0.5, 8, None]]}}
     body = pack_answer(answer) if packed else json.dumps(answer).encode()
     request = SampleRequest((1, 2, 3, 4), SamplingParams(1.0, 4), 0, experts_from=3)
-    response = _read(body, request, np.arange(4), MIXED)
+    response = request.read(body, MIXED)
     found = response.routed_experts
     assert not any(np.shares_memory(array, np.frombuffer(body, np.uint8)) for array in (response.token_ids, found))
     assert np.array_equal(found, experts[3:, 1:])

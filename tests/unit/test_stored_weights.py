@@ -37,7 +37,8 @@ def tiny_model(folder: Path, change: Callable[[Tensors], Tensors] = dict, **size
 
 
 def refused_at_load(folder: Path) -> str:
-    actor = SimpleNamespace(arch=architecture_of(json.loads((folder / "config.json").read_text())), parameters=dict)
+    arch = architecture_of(json.loads((folder / "config.json").read_text()))
+    actor = SimpleNamespace(arch=arch, parameters=dict, map_tables=lambda hf: None)
     with pytest.raises(ValueError) as refused:
         load_initial_weights(actor, folder)
     return str(refused.value)
@@ -100,7 +101,7 @@ def test_adapters_beside_a_model_are_refused_whose_users_expect_them_in_it(prepa
 
 
 def test_a_model_whose_experts_are_fused_gets_no_remedy_for_that(tmp_path):
-    more = {"model.language_model.layers.9.mlp.experts.gate_up_proj": torch.ones(2, 2)}
+    more = {"model.language_model.layers.1.mlp.other.experts.gate_up_proj": torch.ones(2, 2)}
     problem = refused_at_load(tiny_model(tmp_path, lambda tensors: tensors | more, family="qwen3_vl_moe"))
     assert problem.endswith(f"has 1 that a qwen3_vl_moe model has not: {min(more)}")
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from runpy import run_path
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +29,7 @@ from megagrpo.mesh import LeaderError
 from megagrpo.models.table import architecture_of, read_description
 from megagrpo.weights.actor_weights import load_initial_weights
 from megagrpo.weights.copies.recorder import record_whole
-from megagrpo.weights.engines.derived_tensors import kept_copies
+from megagrpo.weights.engines.derived_tensors import derived_tensors, kept_copies
 from megagrpo.weights.exchange import TRANSPORTS
 from megagrpo.weights.hf_folder import HfFolder
 from megagrpo.weights.transports.gather_plan import make_gather_plan, published_specs
@@ -257,6 +258,7 @@ def plain_actor(arch, specs, kept: set[str]) -> SimpleNamespace:
     dtypes = {name: torch.float32 if name in kept else torch.bfloat16 for name in specs}
     live = {name: torch.zeros(shape, dtype=dtypes[name]) for name, (shape, _) in specs.items()}
     return SimpleNamespace(
+        map_tables=lambda hf: None,
         arch=arch,
         load_hf=lambda hf: [tensor.copy_(hf[name]) for name, tensor in live.items()],
         parameters=lambda: live,
@@ -288,3 +290,24 @@ def test_a_ranks_own_sinks_follow_the_weights():
     assert name == "attention._attn_sink_local"
     live.copy_(expected)
     assert model.attention._attn_sink_local.tolist() == [4.0, 5.0, 6.0, 7.0, 0.0, 0.0]
+
+
+def test_gates_in_the_order_of_a_kernel_follow_the_live_ones():
+    """Qwen3.8-Flash-Next's, which SGLang's first forward on sm_100 copies: an engine would sample with those of the
+    start."""
+    kernel = Path(torch.__file__).parents[1] / "sglang/kernels/ops/elementwise/hc_mix.py"
+    padded = run_path(str(kernel))["permute_pad_up_weight"]
+    place = nn.Module()
+    place.hc_count, place.input_mix_weight_up = 4, nn.Linear(8, 4 * 16, bias=False)
+    place._mix_up_weight_padded = None
+    assert not list(kept_copies(place))
+    place._mix_up_weight_padded = padded(place.input_mix_weight_up.weight, 4)
+    place._eager_prefetch_buffer = torch.empty(3, 16)
+    assert not derived_tensors(place), "exchanges refuse matrices that nothing brings up to date"
+    before = place._mix_up_weight_padded.data_ptr()
+    place.input_mix_weight_up.weight.data.normal_()
+    [(name, live, expected)] = kept_copies(place)
+    assert name.endswith("_mix_up_weight_padded") and (live != expected).any()
+    live.copy_(expected)
+    wanted = padded(place.input_mix_weight_up.weight, 4)
+    assert torch.equal(place._mix_up_weight_padded, wanted) and wanted.data_ptr() != before

@@ -170,12 +170,13 @@ def _read_lines(
         return
     keys = [data.answer_key, *(source.answer_key or "" for source in data.sources)]
     answers = {key.rpartition(".")[2] for key in keys}
-    every = [(each.grader, required_columns(each.grader, each.args)) for each in reward.entries]
-    known = {
-        name: grader
-        for entry, grader in zip(reward.entries, every, strict=True)
-        for name in (entry.short_name, entry.grader)
-    }
+    known: dict[str, tuple[str, set[str]]] = {}
+    for entry in reward.entries:
+        needed: set[str] = set()
+        with suppress(ValueError):  # another rule names a grader that cannot be loaded
+            needed = required_columns(entry.grader, entry.args)
+        known |= dict.fromkeys((entry.grader, entry.short_name), (entry.grader, needed))
+    every = [known[entry.short_name] for entry in reward.entries]
     for unknown in sorted({row.grader for row in rows if row.grader is not None} - known.keys()):
         check_grader(unknown, {})
         known[unknown] = unknown, required_columns(unknown, {})

@@ -45,7 +45,7 @@ class Glm5Next(GlmMoeDsa):
     FP8_REFUSAL = "no test compares GLM-5.3-Flash in FP8 with SGLang's"
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
-        problems = super().own_refusals({**hf, "moe_layer_freq": 1, "index_kpool": 1})
+        problems = super().own_refusals({"moe_layer_freq": 1, **hf, "index_kpool": 1})
         problems += other_values(hf, _ONLY) + linear_refusals(hf, 0)
         rules = {
             "linear_attn_config must have gate_lower_bound, below 0": (

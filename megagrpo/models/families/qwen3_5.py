@@ -45,7 +45,7 @@ _FLASH_SIZES = (  # of Qwen3.8-Flash-Next
     *("hc_lowrank", "indexer_n_heads", "indexer_head_dim", "indexer_budget", "ple_layer_ids"),
     *("ngram_vocab_size_base", "make_ngram_vocab_size_divisible_by", "split_ngram_parts"),
     *("hc_count", "indexer_kv_heads", "indexer_compress_ratio"),
-    *("ngram_size", "heads_per_ngram", "ple_conv_kernel_size"),
+    *("ngram_size", "heads_per_ngram", "ple_conv_kernel_size", "head_dim"),
 )
 _INTERVAL = 4  # of transformers' and SGLang's classes, if config.json has none
 _ROTARY_FRACTION = 0.25  # likewise

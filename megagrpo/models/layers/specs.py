@@ -125,7 +125,7 @@ def layer_spec(
         layer.self_attn_bda = layer.mlp_bda = without_residual
         place, _ = _STREAMS[type(arch.streams)]
         streams: dict[str, object] = {"streams": arch.streams, "place": place}
-        if arch.has_ngrams(index):
+        if arch.ngrams and index in arch.ngrams.layers:
             streams["ngrams"] = arch.ngrams
             return ModuleSpec(module=NGramLayer, params=streams, submodules=layer)
         return ModuleSpec(module=StreamLayer, params=streams, submodules=layer)

@@ -277,7 +277,7 @@ def overlap(
             )
         ]
     except Untraceable:  # interleaved slices are no boxes, so elements are counted
-        count = torch.zeros(prod(shape), dtype=torch.uint8)
+        count = torch.zeros(prod(shape), dtype=torch.uint8, device="cpu")
         for part in parts:
             count.as_strided(part.size, part.strides, part.offset).add_(1)
         return bool((count != 1).any())

@@ -8,6 +8,9 @@ from torch import Tensor
 from megagrpo.weights.blocks import FP8, dequantize
 from megagrpo.weights.copies.recorder import Fill, Recording
 
+# what a forward of Qwen3.8-Flash-Next leaves in its modules: a copy of `kept_copies`, and a buffer
+_LEFT = "_mix_up_weight_padded", "_eager_prefetch_buffer"
+
 
 def live_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """Returns the live parameters and buffers by name."""
@@ -70,7 +73,7 @@ def _derived(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str
     storages = {t.untyped_storage()._cdata for t in live_tensors(model).values()}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            numbers = isinstance(value, Tensor) and value.is_floating_point()
+            numbers = isinstance(value, Tensor) and value.is_floating_point() and name not in _LEFT
             if numbers and value.untyped_storage()._cdata not in storages:
                 yield path, module, name, value
 
@@ -139,11 +142,13 @@ def absorbed_matrices(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Ten
 
 def kept_copies(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yields name, live values and expected values of the buffers that hold a norm's weight plus 1,
-    for norms whose weights are distances from 1, and of a rank's own sinks.
+    for norms whose weights are distances from 1, of a rank's own sinks, and of gates between residual
+    streams.
 
     SGLang's fused kernels read them (GemmaRMSNorm in layers/layernorm.py). SGLang's loader computes
     them, so they are stale after a transport that writes past the loader. Sinks it copies in the
-    first forward only (DeepSeek-V4's _local_attn_sink).
+    first forward only (DeepSeek-V4's _local_attn_sink), and, for kernels of sm_100, gates, stream
+    by stream in place of row by row (permute_pad_up_weight of kernels/ops/elementwise/hc_mix.py).
     """
     for path, module in model.named_modules():
         shifted = getattr(module, "gemma_weight", None)
@@ -154,3 +159,8 @@ def kept_copies(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
             heads = module.n_local_heads
             own = module.attn_sink.detach()[heads * module.attn_tp_rank :][:heads]
             yield f"{path}._attn_sink_local", sinks[:heads], own
+        padded = getattr(module, "_mix_up_weight_padded", None)
+        if padded is not None:
+            up = module.input_mix_weight_up.weight.detach().unflatten(0, (module.hc_count, -1))
+            up = up.transpose(0, 1).flatten(0, 1)
+            yield f"{path}._mix_up_weight_padded", padded[:, : up.shape[1]], up

@@ -91,11 +91,13 @@ class NGrams:
             yield TensorSpec(f"{prefix}{number}.weight", shape, "matrix", trained=False)
 
     def hashing(self, index: int) -> dict[str, list[int]]:
-        """Returns the numbers of a layer's hashes, by the tensors that files may have of them."""
+        """Returns the numbers of a layer's hashes, by the tensors that files may have of them, and the
+        table's scale, which only a table in FP8 has."""
         prefix = layer_prefix(index) + TABLE
         return {
             prefix + "layer_multipliers": self.multipliers(index),
             prefix + "ngram_heads_vocab_sizes": self.sizes(index),
+            prefix + "ngram_embedding.weight_scale": [1],
         }
 
     def shapes(self, hidden: int, streams: int) -> dict[str, tuple[int, ...]]:

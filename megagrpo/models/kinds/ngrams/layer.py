@@ -45,13 +45,13 @@ class NGramRows(torch.nn.Module):
 
     def map_table(self, hf: Mapping[str, Tensor]) -> None:
         """Lets rows be read from a folder's files, of which the mapping's tensors are memory maps.
-        Raises ValueError, naming the tensor, if files have other hashes than config.json."""
+        Raises ValueError, naming the tensor, if files have other hashes than config.json, or a scale."""
         self._table = [hf[spec.name] for spec in self._own.table(self._index)]
         for name, numbers in self._own.hashing(self._index).items():
             if name in hf and hf[name].tolist() != numbers:
                 raise ValueError(
-                    f"{name}: {hf[name].tolist()} in the files, but {numbers} by config.json's "
-                    "seed, vocab_size and ngram_vocab_size_base"
+                    f"{name}: {hf[name].tolist()} in the files, but trainers compute with "
+                    f"{numbers}, by config.json's seed, vocab_size and ngram_vocab_size_base"
                 )
 
     def forward(self, streams: Tensor, tokens: Tensor, packed: PackedSequences | None) -> Tensor:
@@ -105,11 +105,12 @@ class NGramRows(torch.nn.Module):
     def _rows(self, numbers: Tensor) -> Tensor:
         """Returns the rows [T, width] of these numbers [T, hashes]."""
         flat = numbers.flatten().cpu()
-        part = flat // len(self._table[0])
-        rows = torch.empty(len(flat), self._table[0].shape[1], dtype=self._table[0].dtype)
+        first = self._table[0]
+        part = flat // len(first)
+        rows = first.new_empty(len(flat), first.shape[1])
         for number in part.unique().tolist():
-            chosen = (part == number).nonzero()[:, 0]
-            rows[chosen] = self._table[number][flat[chosen] % len(self._table[0])]
+            chosen = part == number
+            rows[chosen] = self._table[number][flat[chosen] % len(first)]
         return rows.view(len(numbers), -1).to(numbers.device, self._config.params_dtype)
 
     def _normed(self, streams: Tensor, name: str) -> Tensor:

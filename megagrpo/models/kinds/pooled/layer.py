@@ -82,10 +82,9 @@ class PooledCore(SparseAttention):
         self._shared = False  # each layer has a choice of its own
         self.indexer = MeanIndexer(config, sizes)
 
-    def forward(self, query, key, value, attention_mask, /, *, packed_seq_params=None, **_):
+    def forward(self, query, key, value, attention_mask, /, **given):
         """As CausalAttention's. attention_mask: hidden states [s / tp, b, h]."""
-        packing = {"packed_seq_params": packed_seq_params}
-        return super().forward(query, key, value, None, x=attention_mask, **packing)
+        return super().forward(query, key, value, None, x=attention_mask, **given)
 
 
 class PooledSelfAttention(SelfAttention):
