@@ -161,34 +161,36 @@ def _read_lines(
     section: str, data: DataConfig, config: ExperimentConfig, problems: list[str]
 ) -> None:
     """Adds the problems of rows. Raises ValueError for those of the whole."""
-    reward = config.reward
+    entries = config.reward.entries
     rows = read_rows(data, problems)
     problems += _teachers_of_rows(config, rows)
     if section == "data":
         problems += _unused_streams(config, rows)
     if section == "sft":  # which no grader reads
         return
-    keys = [data.answer_key, *(source.answer_key or "" for source in data.sources)]
+    keys = data.answer_key, *(source.answer_key or "" for source in data.sources)
     answers = {key.rpartition(".")[2] for key in keys}
-    known: dict[str, tuple[str, set[str]]] = {}
-    for entry in reward.entries:
-        needed: set[str] = set()
+    known = dict[str, tuple[str, set[str]]]()
+    for entry in entries:
+        needed = set[str]()
         with suppress(ValueError):  # another rule names a grader that cannot be loaded
             needed = required_columns(entry.grader, entry.args)
         known |= dict.fromkeys((entry.grader, entry.short_name), (entry.grader, needed))
-    every = [known[entry.short_name] for entry in reward.entries]
+    every = [known[entry.short_name] for entry in entries]
     for unknown in sorted({row.grader for row in rows if row.grader is not None} - known.keys()):
         check_grader(unknown, {})
         known[unknown] = unknown, required_columns(unknown, {})
     for row in rows:
         for grader, columns in every if row.grader is None else [known[row.grader]]:
-            said = complaints(check_answer, grader, row.answer)
-            problems += [f"{row.location}: {problem}" for problem in said]
-            if missing := ", ".join(sorted(columns - answers - row.extra.keys())):
-                problems.append(
+            problems += [
+                f"{row.location}: {problem}"
+                for problem in complaints(check_answer, grader, row.answer)
+            ]
+            if missing := ", ".join(sorted(columns.difference(answers, row.extra))):
+                problems += [
                     f"{row.location}: grader {grader} needs a value for {missing}: set "
                     f"data.extra_key to [{missing}], columns of the row"
-                )
+                ]
 
 
 def _teachers_of_rows(config: ExperimentConfig, rows: Sequence[Row]) -> Iterator[str]:
