@@ -9,10 +9,12 @@ import re
 import select
 import symtable
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from decimal import Decimal
+from functools import lru_cache
 
 from megagrpo.config.reward import CodeOptions, Scalar
 from megagrpo.sandbox.calls import RIGHT
@@ -21,6 +23,7 @@ from megagrpo.sandbox.test_cases import TestCases, read_tests
 
 _FENCE = "```"
 _PYTHON = ("python", "python3", "py")
+_DEFINED = r"(?m)(?:\b(?:def|class) +|^(?=\w+ *=[^=]))(\w+)"
 # groups: what makes it no integer. 0011 is digits, and Decimal overflows beyond these lengths
 _NUMBER = re.compile(
     r"[-+]?(?=\.?\d)(?:0|[1-9]\d{0,999})?(\.\d{0,999})?([eE][-+]?\d{1,4})?", re.ASCII
@@ -38,7 +41,8 @@ def grade(text: str, answer: str, **options: Scalar | dict[str, Scalar]) -> tupl
     run = _run_scripts if tests.scripts else _run_calls
     num_passed = 0
     failure = ""
-    problems = run(program_of(text), tests, settings, isolates(settings.isolation))
+    program = program_of(text, _instructions(tests)["names"])
+    problems = run(program, tests, settings, isolates(settings.isolation))
     for number, problem in enumerate(problems, start=1):
         num_passed += not problem
         if problem and not failure:
@@ -50,9 +54,17 @@ def grade(text: str, answer: str, **options: Scalar | dict[str, Scalar]) -> tupl
     return num_passed / len(tests), failure
 
 
-def program_of(text: str) -> str:
-    """Returns the last block marked as Python, else the last block, else the whole text."""
-    return (marked_programs(text) or [body for _, body in _blocks(text)] or [text])[-1]
+def program_of(text: str, names: list[str]) -> str:
+    """Returns the last block marked as Python, else the last block, else the text up to a fence that
+    closes nothing.
+
+    Of several, it is the last that defines all names, if there is one: an example of use follows
+    many a solution.
+    """
+    others = [body for _, body in _blocks(text)]
+    blocks = marked_programs(text) or others or [text.partition(_FENCE)[0]]
+    able = (body for body in reversed(blocks) if {*names} <= {*re.findall(_DEFINED, body)})
+    return next(able, blocks[-1])
 
 
 def marked_programs(text: str) -> list[str]:
@@ -71,10 +83,12 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
         closed = text.find(_FENCE, start)
         end = closed if closed >= 0 else len(text)
         line_end = text.find("\n", start, end)
-        if line_end >= 0:  # else it is code within a line
-            word = text[start:line_end].strip()
-            language = "".join(re.findall(r"^\w*", word))
-            yield language, text[line_end + 1 : end]
+        # else it is code within a line, or the end of a block that the prompt began
+        if line_end >= 0 and (body := text[line_end + 1 : end]).strip():
+            language = re.findall(r"\w*", text[start:line_end].strip())[0]
+            if body[0] == " ":  # in a list
+                body = textwrap.dedent(body)
+            yield language, body
         start = text.find(_FENCE, end + len(_FENCE))
 
 
@@ -161,6 +175,7 @@ def _pipe(ends: ExitStack) -> tuple[int, int]:
     return read, write
 
 
+@lru_cache(1)  # the responses of a group have the same
 def _instructions(tests: TestCases) -> dict[str, list[str]]:
     """Returns the input of calls.run_tests: statements, names to request from the program, modules
     to import."""

@@ -65,7 +65,8 @@ class Band(Section):
 
 
 class Rejection(Section):
-    """Take responses on which trainer and engine disagree too much out of the loss mask."""
+    """Take responses on which trainer and engine disagree too much out of the loss mask. Their
+    rewards still count in the statistics of their groups."""
 
     measure: Literal["ratio", "k2", "k3"] = "ratio"
     """Quantity to limit: old / rollout, or a KL estimate of it, in nats."""
