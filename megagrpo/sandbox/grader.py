@@ -9,12 +9,10 @@ import re
 import select
 import symtable
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from decimal import Decimal
-from functools import lru_cache
 
 from megagrpo.config.reward import CodeOptions, Scalar
 from megagrpo.sandbox.calls import RIGHT
@@ -23,7 +21,6 @@ from megagrpo.sandbox.test_cases import TestCases, read_tests
 
 _FENCE = "```"
 _PYTHON = ("python", "python3", "py")
-_DEFINED = r"(?m)(?:\b(?:def|class) +|^(?=\w+ *=[^=]))(\w+)"
 # groups: what makes it no integer. 0011 is digits, and Decimal overflows beyond these lengths
 _NUMBER = re.compile(
     r"[-+]?(?=\.?\d)(?:0|[1-9]\d{0,999})?(\.\d{0,999})?([eE][-+]?\d{1,4})?", re.ASCII
@@ -41,7 +38,7 @@ def grade(text: str, answer: str, **options: Scalar | dict[str, Scalar]) -> tupl
     run = _run_scripts if tests.scripts else _run_calls
     num_passed = 0
     failure = ""
-    program = program_of(text, _instructions(tests)["names"])
+    program = program_of(text, "" if tests.scripts else f"def {tests.function or ''}")
     problems = run(program, tests, settings, isolates(settings.isolation))
     for number, problem in enumerate(problems, start=1):
         num_passed += not problem
@@ -54,17 +51,11 @@ def grade(text: str, answer: str, **options: Scalar | dict[str, Scalar]) -> tupl
     return num_passed / len(tests), failure
 
 
-def program_of(text: str, names: list[str]) -> str:
-    """Returns the last block marked as Python, else the last block, else the text up to a fence that
-    closes nothing.
-
-    Of several, it is the last that defines all names, if there is one: an example of use follows
-    many a solution.
-    """
-    others = [body for _, body in _blocks(text)]
-    blocks = marked_programs(text) or others or [text.partition(_FENCE)[0]]
-    able = (body for body in reversed(blocks) if {*names} <= {*re.findall(_DEFINED, body)})
-    return next(able, blocks[-1])
+def program_of(text: str, part: str) -> str:
+    """Returns the last block marked as Python, else the last block, else the whole text; of several
+    blocks the last with this part, if there is one, because an example of use may follow."""
+    blocks = marked_programs(text) or [body for _, body in _blocks(text)] or [text]
+    return sorted(blocks, key=lambda block: part in block)[-1]
 
 
 def marked_programs(text: str) -> list[str]:
@@ -83,12 +74,9 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
         closed = text.find(_FENCE, start)
         end = closed if closed >= 0 else len(text)
         line_end = text.find("\n", start, end)
-        # else it is code within a line, or the end of a block that the prompt began
-        if line_end >= 0 and (body := text[line_end + 1 : end]).strip():
+        if line_end >= 0:  # else it is code within a line
             language = re.findall(r"\w*", text[start:line_end].strip())[0]
-            if body[0] == " ":  # in a list
-                body = textwrap.dedent(body)
-            yield language, body
+            yield language, text[line_end + 1 : end]
         start = text.find(_FENCE, end + len(_FENCE))
 
 
@@ -118,7 +106,7 @@ def _same_text(got: str, expected: str, tolerance: float) -> bool:
     that are numbers are compared by value, as in LiveCodeBench."""
     words, expected_words = got.split(), expected.split()
     pairs = zip(words, expected_words, strict=False)
-    return len(words) == len(expected_words) and all(_same_word(a, b, tolerance) for a, b in pairs)
+    return len(words) == len(expected_words) and all(_same_word(*pair, tolerance) for pair in pairs)
 
 
 def _same_word(got: str, expected: str, tolerance: float) -> bool:
@@ -175,7 +163,6 @@ def _pipe(ends: ExitStack) -> tuple[int, int]:
     return read, write
 
 
-@lru_cache(1)  # the responses of a group have the same
 def _instructions(tests: TestCases) -> dict[str, list[str]]:
     """Returns the input of calls.run_tests: statements, names to request from the program, modules
     to import."""
@@ -210,6 +197,6 @@ def _instructions(tests: TestCases) -> dict[str, list[str]]:
 
 
 def _global_symbols(table: symtable.SymbolTable) -> Iterator[symtable.Symbol]:
-    yield from (symbol for symbol in table.get_symbols() if symbol.is_global())
+    yield from filter(symtable.Symbol.is_global, table.get_symbols())
     for child in table.get_children():
         yield from _global_symbols(child)
