@@ -38,14 +38,14 @@ def grade(text: str, answer: str, **options: Scalar | dict[str, Scalar]) -> tupl
     run = _run_scripts if tests.scripts else _run_calls
     num_passed = 0
     failure = ""
-    program = program_of(text, "" if tests.scripts else f"def {tests.function or ''}")
-    problems = run(program, tests, settings, isolates(settings.isolation))
+    part = "" if tests.scripts else f"def {tests.function or ''}"
+    problems = run(program_of(text, part), tests, settings, isolates(settings.isolation))
     for number, problem in enumerate(problems, start=1):
         num_passed += not problem
-        if problem and not failure:
-            failure = f"test {number} of {len(tests)}: {problem}"
-        if problem and settings.score == "all":
-            break
+        if problem:
+            failure = failure or f"test {number} of {len(tests)}: {problem}"
+            if settings.score == "all":
+                break
     if settings.score == "all":
         return float(num_passed == len(tests)), failure
     return num_passed / len(tests), failure
@@ -54,8 +54,10 @@ def grade(text: str, answer: str, **options: Scalar | dict[str, Scalar]) -> tupl
 def program_of(text: str, part: str) -> str:
     """Returns the last block marked as Python, else the last block, else the whole text; of several
     blocks the last with this part, if there is one, because an example of use may follow."""
-    blocks = marked_programs(text) or [body for _, body in _blocks(text)] or [text]
-    return sorted(blocks, key=lambda block: part in block)[-1]
+    return sorted(
+        marked_programs(text) or [body for _, body in _blocks(text)] or [text],
+        key=lambda block: part in block,
+    )[-1]
 
 
 def marked_programs(text: str) -> list[str]:
@@ -105,8 +107,9 @@ def _same_text(got: str, expected: str, tolerance: float) -> bool:
     """Returns whether two outputs have the same words, whatever the white space between them; words
     that are numbers are compared by value, as in LiveCodeBench."""
     words, expected_words = got.split(), expected.split()
-    pairs = zip(words, expected_words, strict=False)
-    return len(words) == len(expected_words) and all(_same_word(*pair, tolerance) for pair in pairs)
+    return len(words) == len(expected_words) and all(
+        _same_word(*pair, tolerance) for pair in zip(words, expected_words, strict=True)
+    )
 
 
 def _same_word(got: str, expected: str, tolerance: float) -> bool:
