@@ -7,6 +7,7 @@ https://docs.skypilot.co/en/latest/reference/yaml-spec.html.
 import re
 import shlex
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 
 import yaml
@@ -24,6 +25,7 @@ _STOPPED = 85  # saved, to go on
 # engines that are lost end trainers with it. Engines end with 143 together with their pod.
 _DECIDED = [2, _STOPPED, 86, 130, 143]
 _DECIDED_ENGINES = [2]
+_LONGEST_NAME = 40
 _SECRET = "megagrpo"  # with RAY_AUTH_TOKEN and MEGAGRPO_API_KEY
 
 
@@ -77,7 +79,10 @@ def manifest(job: Job, scheduler: Scheduler) -> str:
     """Returns the file as YAML."""
     # a DNS label that leaves room for a pod's role and number, and that SkyPilot accepts
     name = "megagrpo-" + re.sub("[^a-z0-9]+", "-", job.name.lower()).strip("-")
-    job = replace(job, name=name[:40].strip("-"))
+    if len(name) > _LONGEST_NAME:  # names that differ behind it are other jobs
+        digest = sha256(str(job.run_folder).encode()).hexdigest()[:6]
+        name = f"{name[: _LONGEST_NAME - 7].strip('-')}-{digest}"
+    job = replace(job, name=name.strip("-"))
     tree = _task(job, scheduler)
     if scheduler.to == "kubernetes":
         tree = _jobset(job, scheduler)

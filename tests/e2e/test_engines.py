@@ -241,7 +241,7 @@ def test_an_engine_is_added_and_another_drained(trainer, capsys):
     assert main(["engines", "drain", folder, "engine-1"]) == 0
     with pytest.raises(ValueError, match=r"cannot be drained: .*min_healthy_engines 1 would be left"):
         control.drain_engine(added)
-    with pytest.raises(ValueError, match="no engine engine-7"):
+    with pytest.raises(ValueError, match="engine-7 cannot be drained: there are only"):
         control.drain_engine("engine-7")
     trainer.publish(1)
     assert states(service)[added] == ("ready", trainer.version, 1)

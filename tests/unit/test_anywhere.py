@@ -281,6 +281,14 @@ def test_one_node_is_one_pod_without_gpus_for_an_experiment_on_a_cpu(tmp_path, c
     assert "resources" not in container
 
 
+def test_long_names_of_two_runs_stay_apart(tmp_path, capsys):
+    names = set()
+    for seed in range(2):
+        changes = {"name": f"{'long_' * 9}seed{seed}", "output_dir": str(tmp_path / f"run{seed}")}
+        names.add(printed(capsys, tmp_path, "kubernetes", "--image", "r/m:1", changes=changes)["metadata"]["name"])
+    assert len(names) == 2 and all(re.fullmatch("megagrpo-long-[a-z0-9-]{0,26}[a-z0-9]", name) for name in names), names
+
+
 REFUSED: list[tuple[list[str], str]] = [
     (
         ["--to", "kubernetes", "--volume", "c:/"],
