@@ -60,6 +60,8 @@ class Family:
     FP8_REFUSAL: ClassVar[str] = ""  # why engines cannot have weights of such a model in FP8
     SHARES_ATTENTION: ClassVar[bool] = True  # with SGLang's enable_dp_attention
     LEFT_OUT: ClassVar[tuple[str, ...]] = ()  # begin the names of tensors that are not loaded
+    # begins those of layers, where files have layers behind the last that only speculate
+    LAYERS: ClassVar[str] = "model.layers."
     CHAT_MODULE: ClassVar[str] = ""  # of SGLang, which writes chats of a model without a template
     DRAFT_REFUSAL: ClassVar[str] = ""  # why actor.draft is not supported
     CENTERED_NORMS: ClassVar[bool] = False  # RMSNorms multiply by 1 + weight

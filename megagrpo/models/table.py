@@ -278,8 +278,9 @@ def left_out(hf: HfConfig, draft: bool = False) -> list[str]:
     if not layers or draft or "mtp." in kept:
         return found
     first = hf["num_hidden_layers"]
-    begin = family.stored_name("model.layers.") if family else ""
-    names = f"{begin}{first}" + (f" to {first + layers - 1}" if layers > 1 else "")
+    names = f"{(family or Family).LAYERS}{first}" + (
+        f" to {first + layers - 1}" if layers > 1 else ""
+    )
     return [
         *found,
         f"{layers} multi-token-prediction layer{'s' if layers > 1 else ''} ({names}), which only "
@@ -312,13 +313,14 @@ def is_left_out(arch: Architecture, tensor: str) -> bool:
     """
     if tensor.endswith("rotary_emb.inv_freq"):
         return True
-    if tensor.startswith(FAMILIES[arch.family].LEFT_OUT):
+    family = FAMILIES[arch.family]
+    if tensor.startswith(family.LEFT_OUT):
         return True
     if TABLE in tensor and ".shard_" not in tensor:  # numbers of hashes
         return True
     if tensor == "lm_head.weight" and arch.tied:
         return True
-    layer = re.fullmatch(r"model\.(?:language_model\.)?layers\.(\d+)\.(.+)", tensor)
+    layer = re.fullmatch(rf"{re.escape(family.LAYERS)}(\d+)\.(.+)", tensor)
     if layer is None or int(layer[1]) < arch.num_layers:
         return False
     return not arch.draft or layer[2] in ("embed_tokens.weight", "shared_head.head.weight")

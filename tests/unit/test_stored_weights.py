@@ -101,7 +101,7 @@ def test_adapters_beside_a_model_are_refused_whose_users_expect_them_in_it(prepa
 
 
 def test_a_model_whose_experts_are_fused_gets_no_remedy_for_that(tmp_path):
-    more = {"model.language_model.layers.1.mlp.other.experts.gate_up_proj": torch.ones(2, 2)}
+    more = {"model.language_model.layers.9.mlp.experts.gate_up_proj": torch.ones(2, 2)}
     problem = refused_at_load(tiny_model(tmp_path, lambda tensors: tensors | more, family="qwen3_vl_moe"))
     assert problem.endswith(f"has 1 that a qwen3_vl_moe model has not: {min(more)}")
 

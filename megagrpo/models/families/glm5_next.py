@@ -41,6 +41,7 @@ class Glm5Next(GlmMoeDsa):
     SIZE_KEYS = GlmMoeDsa.SIZE_KEYS | {"linear_attn_config"}
     ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
     LEFT_OUT = ("model.visual.",)
+    LAYERS = "model.language_model.layers."
     DRAFT_REFUSAL = "its multi-token-prediction layer is not loaded"
     FP8_REFUSAL = "no test compares GLM-5.3-Flash in FP8 with SGLang's"
 
