@@ -30,14 +30,13 @@ def kl_penalty(
     beyond). "full" needs more than the sampled tokens: see chunked_full_kl.
     """
     x = logprobs - ref_logprobs
-    square = x.square() / 2
     match estimator.removesuffix("+"):
         case "k1":
             value = x
         case "abs":
             value = x.abs()
         case "k2":
-            value = square
+            value = x.square() / 2
         case "k3":
             limited = x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
             # not exp(-x) - 1 + x, which rounds to 0 for |x| < 1e-4
@@ -48,6 +47,7 @@ def kl_penalty(
         value = value.clamp(-value_clamp, value_clamp)
     if not estimator.endswith("+"):
         return value
+    square = kl_penalty(logprobs, ref_logprobs, "k2")
     return value.detach() + square - square.detach()
 
 
