@@ -106,8 +106,7 @@ def with_logprobs(
     Raises NonFiniteUpdate on every rank if one of them is NaN or infinite: the weights cause it,
     and the update would fail too.
     """
-    several = batch.num_updates > 1 and algorithm.old_logprobs == "trainer"
-    if several or algorithm.needs_old_logprobs:
+    if algorithm.computes_old_logprobs(batch.num_updates):
         batch = with_old_logprobs(actor, batch, temperature)
     if algorithm.uses_reference:
         batch = with_reference(actor, batch, algorithm.kl.estimator, temperature)

@@ -290,9 +290,14 @@ class AlgorithmConfig(Section):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Returns whether advantages need old log-probabilities; several updates a step need them
-        in any case."""
+        """Returns whether advantages need old log-probabilities."""
         return self.measures_kl_before_update or self.mismatch.corrects
+
+    def computes_old_logprobs(self, updates: int) -> bool:
+        """Returns whether a step of `updates` updates begins with the actor's forward, which gives
+        old log-probabilities."""
+        several = updates > 1 and self.old_logprobs == "trainer"
+        return several or self.needs_old_logprobs
 
     @property
     def corrects_staleness(self) -> bool:

@@ -139,8 +139,7 @@ def plan_step(config: ExperimentConfig, target: Target) -> Plan:
     memory = step_memory(config, target.work, target.lengths, target.hardware, target.gpus_per_node)
     forward, update = train_seconds(config, target, memory.trainers.stages)
     algorithm = config.algorithm
-    several = config.train.updates_of_step > 1 and algorithm.old_logprobs == "trainer"
-    forwards = int(several or algorithm.needs_old_logprobs)
+    forwards = int(algorithm.computes_old_logprobs(config.train.updates_of_step))
     forwards += algorithm.uses_reference
     parts = {
         "rollout": rollout_seconds(config, target, memory.engine),
