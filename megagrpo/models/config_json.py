@@ -122,7 +122,7 @@ def llama3_refusals(scaling: HfConfig) -> list[str]:
 
 
 def yarn_refusals(
-    scaling: HfConfig, needed: tuple[str, ...] = YARN_KEYS, more: tuple[str, ...] = ()
+    scaling: HfConfig, needed: tuple[str, ...], more: tuple[str, ...] = ()
 ) -> list[str]:
     """Returns why a rotary scaling is not YaRN with every number given, which Megatron and
     transformers share.

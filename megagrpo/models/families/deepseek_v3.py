@@ -3,9 +3,11 @@ experts as in sigmoid_moe.py."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 from megagrpo.models.config_json import (
+    YARN_KEYS,
     HfConfig,
     latent_refusals,
     other_values,
@@ -28,10 +30,6 @@ _YARN = {
 _MLA_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
-def _whole_yarn(scaling: HfConfig) -> list[str]:
-    return yarn_refusals(scaling)
-
-
 class DeepseekV3(SigmoidMoe):
     """Latent attention."""
 
@@ -39,7 +37,7 @@ class DeepseekV3(SigmoidMoe):
     REQUIRED_KEYS = (*_MLA_KEYS, *SigmoidMoe.REQUIRED_KEYS)
     SIZE_KEYS = SigmoidMoe.SIZE_KEYS | {*_MLA_KEYS, "mlp_layer_types"}
     TINY_ROPE: ClassVar[dict[str, object]] = {"rope_scaling": _YARN}  # of a tiny model
-    ROPE_SCALING_REFUSALS = staticmethod(_whole_yarn)
+    ROPE_SCALING_REFUSALS = staticmethod(partial(yarn_refusals, needed=YARN_KEYS))
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
         # else rows of the projections would have to be permuted
