@@ -230,7 +230,7 @@ class MegatronActor:
 
     def map_tables(self, hf: Mapping[str, Tensor]) -> None:
         """Lets layers read what stays in the files of an HF model."""
-        map_tables(self.chunks, hf)
+        map_tables(self.chunks, self.arch, hf)
 
     def weights_loaded(self) -> None:
         """Tells the optimizer that the parameters were written from outside."""

@@ -27,7 +27,6 @@ from megagrpo.models.family import Family
 from megagrpo.models.fields import Kernels
 from megagrpo.models.kinds.draft.describe import draft_norms
 from megagrpo.models.kinds.draft.layer import DraftLayer, mark_parameters
-from megagrpo.models.kinds.ngrams.describe import TABLE
 from megagrpo.models.kinds.ngrams.layer import NGramRows
 from megagrpo.models.kinds.vision.layer import Tower
 from megagrpo.models.layers.context import follow_context
@@ -198,10 +197,10 @@ def load_hf(chunks: list[Body], arch: Architecture, hf: Mapping[str, Tensor]) ->
                 arch.load_layer(chunk.draft.layer, hf, place)
 
 
-def map_tables(chunks: list[Body], hf: Mapping[str, Tensor]) -> None:
+def map_tables(chunks: list[Body], arch: Architecture, hf: Mapping[str, Tensor]) -> None:
     """Lets layers read rows of tables that stay in the files of an HF folder. Raises ValueError as
     NGramRows.map_table does."""
-    tables = {name.replace("language_model.", ""): hf[name] for name in hf if TABLE in name}
+    tables = _Named(FAMILIES[arch.family], hf)
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, NGramRows):
@@ -219,6 +218,9 @@ class _Named(dict[str, Tensor]):
 
     def __missing__(self, name: str) -> Tensor:
         return self._family.stored(self._stored, name)
+
+    def __contains__(self, name: object) -> bool:
+        return self._family.stored_name(str(name)) in self._stored
 
 
 def _place() -> RankPlace:
