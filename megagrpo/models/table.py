@@ -336,8 +336,10 @@ def exported_config(hf: HfConfig, draft: bool = False) -> dict[str, object]:
 
 
 def _without_speculation(hf: HfConfig) -> dict[str, object]:
-    text = {key: _without_speculation(hf[key]) for key in ("text_config",) if hf.get(key)}
-    return {**hf, **text, **({_PREDICTION_LAYERS: 0} if hf.get(_PREDICTION_LAYERS) else {})}
+    own: dict[str, object] = {_PREDICTION_LAYERS: 0} if hf.get(_PREDICTION_LAYERS) else {}
+    if text := hf.get("text_config"):
+        own["text_config"] = _without_speculation(text)
+    return {**hf, **own}
 
 
 def stored_otherwise(hf: HfConfig) -> str | None:
