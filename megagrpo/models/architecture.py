@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from megagrpo.models.kinds.compressed.describe import CompressedAttention
 from megagrpo.models.kinds.experts.describe import Experts
 from megagrpo.models.kinds.gated_delta.describe import GatedDelta
-from megagrpo.models.kinds.gated_residual.describe import GatedResidual
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
-from megagrpo.models.kinds.hyper_connections.describe import HyperConnections
 from megagrpo.models.kinds.indexed.describe import LightningIndexer
 from megagrpo.models.kinds.kda.describe import Kda
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.kinds.mamba2.describe import Mamba2
 from megagrpo.models.kinds.ngrams.describe import NGrams
+from megagrpo.models.kinds.streams import ResidualStreams
 from megagrpo.models.kinds.vision.describe import Vision
 from megagrpo.models.tensors import (
     GATED_NAMES,
@@ -62,7 +61,7 @@ class Architecture:
     parts: tuple[Part, ...] = ()  # what each layer is; (): what mixes tokens, and what feeds them
     gated: bool = True  # MLPs and experts are silu(gate) times up; else relu(up) squared
     experts: Experts | None = None  # None: dense
-    streams: HyperConnections | GatedResidual | None = None  # None: one residual stream
+    streams: ResidualStreams | None = None  # None: one residual stream
     ngrams: NGrams | None = None  # None: no layer has embeddings of n-grams
     vision: Vision | None = None  # None: a text-only model
     draft: bool = False  # with the multi-token-prediction layer, which proposes tokens to engines

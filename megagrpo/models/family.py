@@ -18,10 +18,9 @@ from megagrpo.models.config_json import (
     rotary_fraction,
 )
 from megagrpo.models.kinds.experts.describe import Experts
-from megagrpo.models.kinds.gated_residual.describe import GatedResidual
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
-from megagrpo.models.kinds.hyper_connections.describe import HyperConnections
 from megagrpo.models.kinds.ngrams.describe import NGrams
+from megagrpo.models.kinds.streams import ResidualStreams
 from megagrpo.models.kinds.vision.describe import Vision
 from megagrpo.models.tensors import TensorSpec
 
@@ -156,7 +155,7 @@ class Family:
         """Reads the experts, None if there are none."""
         return None
 
-    def streams(self, hf: HfConfig) -> HyperConnections | GatedResidual | None:
+    def streams(self, hf: HfConfig) -> ResidualStreams | None:
         """Reads what mixes residual streams, None if there is one."""
         return None
 

@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from megagrpo.models.config_json import HfConfig
 from megagrpo.models.costs import FP32, LayerCost, Share
+from megagrpo.models.kinds.streams import ResidualStreams
 from megagrpo.models.tensors import TensorSpec
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-    from torch import Tensor
-    from torch.nn import Module
-
-_PLACES = ("hc_attn", "hc_ffn")  # around what mixes tokens, and around what feeds them
-_HEAD = "model.hc_head."  # what contracts the streams before the model's last norm
 
 
 @dataclass(frozen=True)
-class HyperConnections:
+class HyperConnections(ResidualStreams):
     """Holds the number of residual streams, and how their mixing is made doubly stochastic."""
 
-    NORMS: ClassVar[bool] = True  # each part of a layer has its own before it
-    ON_GPUS: ClassVar[str] = (  # why engines need GPUs
-        "SGLang mixes residual streams by TileLang's kernels only (its kernels/ops/layernorm/mhc.py)"
+    NORMS = True
+    ON_GPUS = (
+        "SGLang mixes residual streams by TileLang's kernels only (its "
+        "kernels/ops/layernorm/mhc.py)"
     )
+    PLACES: ClassVar = {"hc_attn": "hc_attn.", "hc_ffn": "hc_ffn."}
+    HEAD = "model.hc_head."
 
-    streams: int
     iterations: int  # of Sinkhorn and Knopp, over rows and columns
     eps: float
-    has_head: bool = True  # the last norm reads a learned sum of the streams; else their mean
 
     @classmethod
     def read(cls, hf: HfConfig, has_head: bool = True) -> HyperConnections:
         """Reads a config.json that has its keys."""
-        return cls(hf["hc_mult"], hf["hc_sinkhorn_iters"], float(hf["hc_eps"]), has_head)
+        return cls(hf["hc_mult"], hf["hc_sinkhorn_iters"], float(hf["hc_eps"]), has_head=has_head)
 
     @property
     def outputs(self) -> int:
@@ -44,32 +38,13 @@ class HyperConnections:
         square that mixes the streams."""
         return (2 + self.streams) * self.streams
 
-    def tensors(self, hidden: int, prefix: str) -> Iterator[TensorSpec]:
-        """Yields the tensors of a layer; prefix: of the layer. Engines compute with float32."""
-        for place in _PLACES:
-            yield from self._mixing(hidden, f"{prefix}{place}.", self.outputs, 3)
-
-    def head_tensors(self, hidden: int) -> Iterator[TensorSpec]:
-        """Yields the tensors of what contracts the streams."""
-        if self.has_head:
-            yield from self._mixing(hidden, _HEAD, self.streams, 1)
-
-    def _mixing(self, hidden: int, prefix: str, rows: int, scales: int) -> Iterator[TensorSpec]:
-        """Yields the tensors of one mixing."""
+    def place(self, hidden: int, prefix: str, in_layer: bool) -> Iterator[TensorSpec]:
+        """Yields the tensors of one mixing, with which engines compute in float32."""
+        rows, scales = (self.outputs, 3) if in_layer else (self.streams, 1)
         columns = self.streams * hidden
         yield TensorSpec(prefix + "fn", (rows, columns), "matrix", dtype="float32")
         yield TensorSpec(prefix + "base", (rows,), "bias", dtype="float32")
         yield TensorSpec(prefix + "scale", (scales,), "norm", dtype="float32")
-
-    def load(self, layer: TransformerLayer, hf: Mapping[str, Tensor], prefix: str) -> None:
-        """Copies the HF tensors of a layer, which every rank has whole; prefix: of the layer."""
-        for place in _PLACES:
-            _load_mixing(layer.get_submodule(place), hf, f"{prefix}{place}.")
-
-    def load_head(self, head: Module, hf: Mapping[str, Tensor]) -> None:
-        """Copies the HF tensors of what contracts the streams."""
-        if self.has_head:
-            _load_mixing(head, hf, _HEAD)
 
     def cost(self, at: Share) -> LayerCost:
         """Returns the cost of both places of a layer for a micro-batch."""
@@ -81,9 +56,3 @@ class HyperConnections:
             flops=4 * wide * (self.outputs + self.streams),
             sent={},
         )
-
-
-def _load_mixing(module: Module, hf: Mapping[str, Tensor], prefix: str) -> None:
-    """Copies the HF tensors of one mixing."""
-    for name in ("fn", "base", "scale"):
-        module.get_parameter(name).copy_(hf[prefix + name])

@@ -16,10 +16,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import functional as F
 
-from megagrpo.models.kinds.gated_residual.describe import GatedResidual
 from megagrpo.models.kinds.hashed.layer import HashedRouter
 from megagrpo.models.kinds.hyper_connections.describe import HyperConnections
 from megagrpo.models.kinds.recurrent import again
+from megagrpo.models.kinds.streams import ResidualStreams
 from megagrpo.models.layers.whole_linear import whole_parameter
 
 
@@ -88,7 +88,7 @@ class StreamLayer(TransformerLayer):
         self,
         config: TransformerConfig,
         *args,
-        streams: HyperConnections | GatedResidual,
+        streams: ResidualStreams,
         place: type[torch.nn.Module],
         **options,
     ):
@@ -133,9 +133,7 @@ class StreamHead(Mixing):
         return self.norm(self.contracted(streams, *self.numbers(streams, self.own.streams)))
 
 
-def norm_of_mean(
-    own: HyperConnections | GatedResidual, norm: type, **options: object
-) -> torch.nn.Module:
+def norm_of_mean(own: ResidualStreams, norm: type, **options: object) -> torch.nn.Module:
     """Returns the model's last norm, which reads the mean of the streams. options: of the norm."""
     module = norm(**options)
     module.register_forward_pre_hook(
