@@ -28,7 +28,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
 )
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -171,20 +171,24 @@ class SparseAttention(CausalAttention):
     requires_dsa_inputs = True  # latent attention then passes x and qr
 
     def __init__(
-        self, config: MLATransformerConfig, layer_number: int, *args, pool: int = 1, **kwargs
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *args,
+        indexer: Chooser | None,
+        topk: int,
+        pool: int,
+        source: int = 0,
+        **kwargs,
     ):
-        """pool: keys that are chosen together."""
+        """topk: the most keys that a query sees; pool: those that are chosen together; source: the
+        layer whose indexer chooses for this one, from 1, or 0 if no layers share a choice."""
         super().__init__(config, layer_number, *args, **kwargs)
-        assert config.dsa_indexer_topk
-        self._topk = config.dsa_indexer_topk
+        self._topk = topk
         self._pool = pool
-        shares = config.dsa_indexer_skip_topk_offset, config.dsa_indexer_topk_freq
         self._number = layer_number
-        self._source = source_dsa_compute_layer(layer_number, *shares)
-        self._shared = config.dsa_indexer_topk_freq > 1
-        self.indexer: Chooser | None = None
-        if self._source == layer_number:
-            self.indexer = Indexer(config, pool=pool)
+        self._source = source
+        self.indexer = indexer
 
     def forward(
         self, query, key, value, attention_mask, /, *, packed_seq_params=None, x=None, qr=None, **_
@@ -192,7 +196,7 @@ class SparseAttention(CausalAttention):
         """As CausalAttention's; x, qr: what the indexer reads. Sequences of at most topk tokens are
         dense."""
         given = packed_seq_params
-        assert given is not None or not self._shared, "check/rules/trainer_layout.py refuses it"
+        assert given is not None or not self._source, "check/rules/trainer_layout.py refuses it"
         batch = query.shape[1] if given is None else 1
         packed = given or padded_sequences(batch, len(query), query.device)
         if packed.max_seqlen_q <= self._topk:
@@ -201,7 +205,7 @@ class SparseAttention(CausalAttention):
             asked, index, weights = packed.chosen[self._source]
         else:
             asked, index, weights = self.indexer.forward_before_topk(x, qr, given)
-        if self._shared:
+        if self._source:
             packed.chosen[self._number] = asked, index, weights
         attended = (
             (query, key, value) if given is None else (t[:, None] for t in (query, key, value))
@@ -257,6 +261,28 @@ class SparseAttention(CausalAttention):
         )
 
 
+class IndexedCore(SparseAttention):
+    """Attends to the keys that the indexer of this layer chooses, or of one before."""
+
+    def __init__(
+        self, config: MLATransformerConfig, layer_number: int, *args, pool: int = 1, **kwargs
+    ):
+        """pool: keys that are chosen together."""
+        assert config.dsa_indexer_topk
+        shares = config.dsa_indexer_skip_topk_offset, config.dsa_indexer_topk_freq
+        source = source_dsa_compute_layer(layer_number, *shares)
+        super().__init__(
+            config,
+            layer_number,
+            *args,
+            indexer=Indexer(config, pool=pool) if source == layer_number else None,
+            topk=config.dsa_indexer_topk,
+            pool=pool,
+            source=source if config.dsa_indexer_topk_freq > 1 else 0,
+            **kwargs,
+        )
+
+
 def best_keys(products: Tensor, weights: Tensor, seen: Tensor, topk: int) -> Tensor:
     """Returns which of the keys that each query sees [t, m] have the best sums of their products
     [t, heads, m] with it, by weights [t, heads, 1]. Overwrites the products: gigabytes, of which
@@ -269,7 +295,7 @@ def best_keys(products: Tensor, weights: Tensor, seen: Tensor, topk: int) -> Ten
 def sparse_attention(transformer_engine: bool) -> tuple[type, type | ModuleSpec]:
     """Returns the class of latent attention and its core, by whose layers the model is built of."""
     if not transformer_engine:
-        return MLASelfAttention, SparseAttention
+        return MLASelfAttention, IndexedCore
     return AbsorbedMLASelfAttention, ModuleSpec(
         module=DSAttention, submodules=DSAttentionSubmodules(indexer=Indexer)
     )

@@ -8,7 +8,7 @@ from megatron.core.transformer.multi_latent_attention import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megagrpo.models.kinds.indexed.layer import SparseAttention, sparse_attention
+from megagrpo.models.kinds.indexed.layer import IndexedCore, sparse_attention
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.layers.parts import Parts
 
@@ -28,7 +28,7 @@ def latent_spec(sizes: LatentAttention, parts: Parts) -> ModuleSpec:
     module: type = MLASelfAttention if sizes.rotary.fraction else WithoutPositions
     core: type | ModuleSpec = parts.core_attention
     if sizes.indexer is not None and sizes.indexer.pool > 1:
-        core = ModuleSpec(module=SparseAttention, params={"pool": sizes.indexer.pool})
+        core = ModuleSpec(module=IndexedCore, params={"pool": sizes.indexer.pool})
     elif sizes.indexer is not None:
         module, core = sparse_attention(parts.transformer_engine)
     return ModuleSpec(

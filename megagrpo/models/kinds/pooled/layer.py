@@ -15,7 +15,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megagrpo.models.kinds.grouped_query.layer import (
-    CausalAttention,
     PackedSequences,
     grouped_query_spec,
     padded_sequences,
@@ -76,14 +75,17 @@ class PooledCore(SparseAttention):
     """Attends to the chosen blocks; gets what the projections read in the place of a mask."""
 
     def __init__(self, config, *args, sizes: PooledQuery, **options):
-        CausalAttention.__init__(self, config, *args, **options)
-        self._pool = sizes.ratio
-        self._topk = sizes.ratio * sizes.topk
-        self._shared = False  # each layer has a choice of its own
-        self.indexer = MeanIndexer(config, sizes)
+        super().__init__(
+            config,
+            *args,
+            indexer=MeanIndexer(config, sizes),
+            topk=sizes.ratio * sizes.topk,
+            pool=sizes.ratio,
+            **options,
+        )
 
     def forward(self, query, key, value, attention_mask, /, **given):
-        """As CausalAttention's. attention_mask: hidden states [s / tp, b, h]."""
+        """As SparseAttention's. attention_mask: hidden states [s / tp, b, h]."""
         return super().forward(query, key, value, None, x=attention_mask, **given)
 
 
