@@ -375,8 +375,9 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Values]]:
     ):
         texts = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
         reader = csv.DictReader(texts, strict=True)
+        doubled = repeated(filter(None, reader.fieldnames or ()))
         for row in reader:
-            if any(row.pop(None, ())) or repeated(filter(None, reader.fieldnames or ())):
+            if any(row.pop(None, ())) or doubled:
                 raise ValueError(
                     f"{path}:{reader.line_num}: more fields than columns, or two columns of one name"
                 )
