@@ -29,8 +29,8 @@ LARGE = {
     *("glm45_355b", "glm45_air_106b", "glm5_744b", "kimi_k2_1t", "deepseek_v3_671b"),
     *("qwen3_vl_30b_a3b", "qwen3_vl_235b_a22b", "qwen35_397b_a17b"),
     *("minimax_m2_230b", "kimi_k25_1t", "gpt_oss_120b", "nemotron3_super_120b"),
-    *("deepseek_v4_flash_284b", "glm53_flash_313b"),
-    "qwen38_flash_next_176b",
+    *("deepseek_v4_flash_284b", "deepseek_v4_pro_1600b", "nemotron3_ultra_550b"),
+    *("glm53_flash_313b", "qwen38_flash_next_176b"),
 }
 # not published elsewhere; nor are those of examples/laptop
 ONE_NODE = {"qwen3_30b_a3b_one_node", "moonlight_16b_a3b_one_node", "glm47_flash_30b_one_node"}
@@ -110,7 +110,10 @@ def submitted(name: str) -> tuple[ExperimentConfig, Request]:
 def test_a_large_experiment_stays_inside_nodes_and_is_submitted_as_its_head_says(name):
     config, request = submitted(name)
     parallel = config.actor.parallel
-    assert GPUS % parallel.tp == 0 and GPUS % (parallel.ep * parallel.etp) == 0, "no all-to-all between nodes"
+    assert GPUS % parallel.tp == 0
+    if GPUS % (parallel.ep * parallel.etp):  # all-to-all between nodes, because one has no room for a stage's experts
+        inside = load_config(ROOT / "configs" / f"{name}.yaml", [f"actor.parallel.ep={GPUS}"])
+        assert any("trainers do not fit" in problem for problem in placed_plan(with_model(inside)).problems)
     assert config.rollout.tp // config.rollout.nodes_per_engine <= GPUS == request.gpus_per_node
     assert config.actor.micro_batch_tokens >= longest_samples(config)["data"]
     assert (config.rollout.quantization == "fp8") == name.endswith("_fp8")
