@@ -34,8 +34,9 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.convert.command import translate
 from megagrpo.tools.convert.foreign import FRAMEWORKS
 from megagrpo.tools.convert.translation import Translation
+from megagrpo.tools.job_request import Request
 from megagrpo.tools.plan.fitting import fit_problems
-from megagrpo.tools.submit import Request, submit
+from megagrpo.tools.submit import submit
 
 STATUSES = ("translated", "as here", "not translated", "unknown")
 USER = [{"role": "user", "content": "What is 1 + 1?"}]

@@ -11,7 +11,7 @@ done
 # MEGAGRPO_NODE_PREFIX: words before the command, quoted as in a shell: `apptainer exec --nv image.sif`, or your own program that
 # loads modules and ends with `exec "$@"`. Signals must reach the command.
 eval "prefix=(${MEGAGRPO_NODE_PREFIX:-})"
-megagrpo=("${prefix[@]}" "${MEGAGRPO_VENV:-$root/.venv}/bin/python" -W ignore -m megagrpo.cli)
+megagrpo=("${prefix[@]}" "${MEGAGRPO_VENV:-$root/.venv}/bin/python" -P -W ignore -m megagrpo.cli)
 
 # Call this before a command that starts trainers. torchrun numbers the ranks, and USR1 is ignored until a handler is set.
 for_trainers() {

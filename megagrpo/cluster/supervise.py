@@ -136,7 +136,8 @@ class Launch:
             stale.unlink(missing_ok=True)  # another node may have removed it
         if self._ask:
             env = {STOP_FILE: str(self._folder.stop_request(self._ranks))} | env
-        arguments = [*torchrun, "-m", "megagrpo.cli", *command]
+        rank = ["--no-python", sys.executable, "-P", "-u", "-m", "megagrpo.cli"]
+        arguments = [*torchrun, *rank, *command]
         return self._start(arguments, self._folder.log(self._ranks), reports, env)
 
     def spawn(self, command: list[str], log: Path, env: dict[str, str], reports: str = "") -> Child:
@@ -206,7 +207,9 @@ class Launch:
             # the same names.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
-        return self.spawn([sys.executable, "-W", "ignore", *arguments], log, quiet | env, reports)
+        # -P: another checkout in the working folder is not this program
+        words = [sys.executable, "-P", "-W", "ignore", *arguments]
+        return self.spawn(words, log, quiet | env, reports)
 
     def _failed(self, child: Child) -> int:
         reason = ""

@@ -195,12 +195,6 @@ def unknown_teachers(row: Row | Prompt, known: Collection[str]) -> list[str]:
     ]
 
 
-def _plain(extra: Values) -> Values:
-    """Returns what JSON holds of it: a parquet file has dates, and bytes."""
-    plain: Values = json.loads(json.dumps(extra, default=str))
-    return plain
-
-
 def _extra(values: Values, key: str | list[str] | None, location: str) -> Values:
     """Returns the object in a column, or an object with the values of each."""
     if key is None:
@@ -214,7 +208,8 @@ def _extra(values: Values, key: str | list[str] | None, location: str) -> Values
     whole = extra.get(str(key))
     if isinstance(whole, dict):
         extra = without_nulls(whole)
-    return _plain(extra)
+    # what JSON holds of it: a parquet file has dates, and bytes
+    return cast(Values, json.loads(json.dumps(extra, default=str)))
 
 
 def _weights(values: Values, data: DataConfig, location: str) -> dict[str, float]:
@@ -240,9 +235,7 @@ def _by_name(values: Values, key: str | None, location: str) -> object:
     if isinstance(column, str) and column.startswith("{"):
         with translated(f"{location}: {key!r} is not JSON", ValueError, RecursionError):
             column = json.loads(column)
-    if isinstance(column, dict):
-        return {name: value for name, value in column.items() if value is not None}
-    return column
+    return without_nulls(column) if isinstance(column, dict) else column
 
 
 def _demonstration(values: Values, key: str | None, location: str) -> str:

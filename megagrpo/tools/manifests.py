@@ -57,8 +57,12 @@ class Scheduler:
         return problems + [
             f"{path} is not in {folder} (--volume), which all nodes see under the same path"
             for path in sorted(paths)
-            if not path.is_relative_to(folder)
+            if not self.sees(path)
         ]
+
+    def sees(self, path: Path) -> bool:
+        """Returns whether all nodes see a file under this path."""
+        return path.is_relative_to(self.mount[1])
 
 
 @dataclass(frozen=True)

@@ -7,48 +7,26 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
 import megagrpo
 from megagrpo.check.problems import preflight
-from megagrpo.check.rules.inputs import absent_files, installed
-from megagrpo.check.rules.placement import needs_gpus, place
-from megagrpo.check.rules.subject import Nodes, broken
+from megagrpo.check.rules.inputs import absent_files, installed, read_files
+from megagrpo.check.rules.placement import needs_gpus
+from megagrpo.check.rules.subject import broken, model_description
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system import environment
 from megagrpo.system.arguments import natural, positive
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.job_request import SCRIPTS, Request, completed, misfits, nodes_of
 from megagrpo.tools.manifests import APPLIED_BY, Job, Scheduler, manifest
-from megagrpo.tools.plan.fitting import fit_problems
+from megagrpo.tools.plan.fitting import fit_problems, with_model
+from megagrpo.tools.plan.roofline import plan_step, target_of
 
-SCRIPTS = {  # by kind
-    "one-job": "one_job.sbatch",
-    "het": "het_job.sbatch",
-    "one-node": "one_node.sbatch",
-    "colocated": "colocated.sbatch",
-}
 _VENV_OF_IMAGE = "/megagrpo/.venv"  # of launch/container
 _SLURM = Scheduler()
-_NO_LIMIT = ("0", "UNLIMITED", "INFINITE")
-
-
-@dataclass(frozen=True)
-class Request:
-    """A request to Slurm. None: Slurm's default."""
-
-    kind: str | None = None  # a key of SCRIPTS; None: as the experiment needs, also for the nodes
-    trainer_nodes: int | None = None
-    rollout_nodes: int | None = None
-    # None: cluster.gpus_per_node, if the experiment needs GPUs; 0: none requested
-    gpus_per_node: int | None = None
-    time: str | None = None
-    partition: str | None = None
-    # seconds before the time limit or pre-emption, for the rest of a step and a checkpoint
-    grace_s: int = 300
-    options: tuple[str, ...] = ()  # further options of sbatch, for every node
-    srun_options: tuple[str, ...] = ()  # further options of srun, such as --container-image=...
 
 
 _REQUESTED = {field.name for field in fields(Request)}
@@ -77,13 +55,19 @@ def submit(
         problems += _machine_problems(config, request, dry_run)
     else:
         saved = Path(config.checkpoint.dir or folder).absolute()
-        problems += scheduler.problems({Path(experiment[0]), folder, saved}, dry_run)
+        must = {Path(experiment[0]), folder, saved, Path.cwd()}
+        problems += scheduler.problems(must, dry_run)
+        elsewhere += [
+            f"{key}: {path} is not in the folder of --volume, so the image must have it"
+            for key, path in read_files(config)
+            if not scheduler.sees(Path(path).absolute())
+        ]
         if request.time or request.partition or request.options or request.srun_options:
             problems.append("--time, --partition, --sbatch and --srun are for Slurm: omit them")
     if problems:
         raise ValueError("this job cannot run:\n  " + "\n  ".join(problems))
-    for text in elsewhere:
-        print(f"megagrpo submit: not refused on this machine: {text}", file=sys.stderr)
+    for text in elsewhere + _short_grace(config, request):
+        print(f"megagrpo submit: not refused: {text}", file=sys.stderr)
     request = completed(config, request)
     if scheduler.to != "slurm":
         print(manifest(_job(config, experiment, request), scheduler), end="")
@@ -117,6 +101,18 @@ def _machine_problems(config: ExperimentConfig, request: Request, dry_run: bool)
             f"{sys.prefix} is an installation for CPUs: MEGAGRPO_KIND=gpu bash launch/install.sh"
         )
     return problems
+
+
+def _short_grace(config: ExperimentConfig, request: Request) -> list[str]:
+    """Returns that no step ends within the grace period, if the plan of a step says so."""
+    config = with_model(config)
+    if not needs_gpus(config) or model_description(config) is None:
+        return []
+    bound = plan_step(config, target_of(config, gpus_per_node=request.gpus_per_node)).step
+    return [
+        f"a step takes at least {bound:.0f} s (`megagrpo plan`): with --grace-s {request.grace_s} a "
+        "time limit ends most steps before they are saved"
+    ] * (bound > request.grace_s)
 
 
 def _print_scripts(script: Path, command: list[str], variables: dict[str, str]) -> None:
@@ -176,74 +172,6 @@ def _root() -> Path:
 
 def _output(folder: RunFolder, job: str) -> Path:
     return folder.log(f"slurm-{job}").with_suffix(".out")
-
-
-def nodes_of(request: Request) -> Nodes:
-    """Returns the nodes that a request names."""
-    if request.kind == "one-node":
-        return Nodes(request.gpus_per_node, request.trainer_nodes or 1, request.rollout_nodes or 0)
-    return Nodes(request.gpus_per_node, request.trainer_nodes, request.rollout_nodes)
-
-
-def completed(config: ExperimentConfig, request: Request) -> Request:
-    """Returns the request with its kind and numbers of nodes. Raises ValueError if the ranks do not
-    fit."""
-    placement = place(config, nodes_of(request))
-    trainers, rollout = placement.trainer_nodes, placement.rollout_nodes
-    kind = request.kind
-    if kind is None:
-        kind = "one-node"
-        if config.rollout.colocate and trainers > 1:
-            kind = "colocated"
-        elif rollout:
-            kind = "one-job"
-    if (kind in ("one-job", "het") and not rollout) or (kind == "one-node" and trainers > 1):
-        raise ValueError(
-            f"--kind {kind} does not go with {trainers} nodes of trainers and {rollout} of engines: "
-            "omit it, or name other --trainer-nodes and --rollout-nodes"
-        )
-    return replace(request, kind=kind, trainer_nodes=trainers, rollout_nodes=rollout)
-
-
-def misfits(config: ExperimentConfig, request: Request) -> list[str]:
-    """Returns the contradictions in a request, and a time limit at which the job stops as soon as it
-    starts."""
-    together = {
-        "one-node": "trainers and engines share one node",
-        "colocated": "engines share the trainers' nodes",
-    }
-    problems = []
-    if request.kind in together and request.rollout_nodes:
-        problems.append(f"--kind {request.kind}: {together[request.kind]}; omit --rollout-nodes")
-    if config.rollout.colocate and request.kind in ("one-job", "het"):
-        problems.append(
-            f"--kind {request.kind} is for engines on nodes of their own; "
-            "rollout.colocate wants colocated"
-        )
-    if request.kind == "colocated" and not config.rollout.colocate:
-        problems.append("--kind colocated wants rollout.colocate: true")
-    time = request.time
-    if time is not None and time.upper() not in _NO_LIMIT and seconds(time) <= request.grace_s:
-        problems.append(
-            f"--time {time} is {seconds(time)} s, not more than "
-            f"--grace-s {request.grace_s}, at which the job stops"
-        )
-    return problems
-
-
-def seconds(limit: str) -> int:
-    """Returns the seconds of an sbatch time limit: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. Raises
-    ValueError otherwise."""
-    days, dash, clock = limit.rpartition("-")
-    parts = clock.split(":")
-    if (dash and not days.isdecimal()) or not all(map(str.isdecimal, parts)) or len(parts) > 3:
-        raise ValueError(f"--time {limit}: should be like 30 (minutes), 4:00:00 or 1-12:00:00")
-    units = [3600, 60, 1]
-    if not dash and len(parts) < 3:
-        units.remove(3600)
-    return 86_400 * int(days or 0) + sum(
-        int(part) * unit for part, unit in zip(parts, units, strict=False)
-    )
 
 
 def job_variables(request: Request, script: Path) -> dict[str, str]:

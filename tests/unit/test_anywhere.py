@@ -14,7 +14,9 @@ import pytest
 import yaml
 
 from megagrpo import cli
+from megagrpo.cluster.supervise import Launch
 from megagrpo.system import environment
+from megagrpo.system.run_folder import RunFolder
 from tests.experiments import QUICKSTART, ROOT, until
 
 # In the place of the program on a node. It records its words and environment. An engine waits for a signal, a trainer
@@ -28,13 +30,20 @@ for number, status in ((signal.SIGUSR1, 85), (signal.SIGUSR2, 0), (signal.SIGTER
     signal.signal(number, lambda *_, status=status: sys.exit(status))
 record = pathlib.Path(os.environ["RECORD"])
 part = record.with_suffix(".part")
-part.write_text(json.dumps([sys.argv[5:], dict(os.environ)]))
+words = sys.argv[sys.argv.index("megagrpo.cli") + 1 :]
+part.write_text(json.dumps([words, dict(os.environ)]))
 part.rename(record)
-while sys.argv[5] == "serve" or not pathlib.Path(os.environ["GO"]).exists():
+while words[0] == "serve" or not pathlib.Path(os.environ["GO"]).exists():
     time.sleep(0.05)
 sys.exit(int(os.environ.get("STATUS", 0)))
 """
 _POD_NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
+
+
+@pytest.fixture(autouse=True)
+def _inside(tmp_path, monkeypatch):
+    """Jobs are submitted from a folder of the volume."""
+    monkeypatch.chdir(tmp_path)
 
 
 class Nodes:
@@ -310,8 +319,9 @@ def test_what_these_clusters_need_is_said(tmp_path, capsys, options: list[str], 
     assert said in capsys.readouterr().err
 
 
-def test_checkpoints_outlive_a_pod(tmp_path, capsys):
-    """In a folder of the container they would end with it."""
+def test_files_outlive_a_pod_or_are_said_to_be_in_its_image(tmp_path, capsys, monkeypatch):
+    """In a folder of the container checkpoints would end with it."""
+    monkeypatch.chdir("/")
     file = tmp_path / "x.yaml"
     file.write_text(QUICKSTART.read_text())
     words = ["--set", f"output_dir={tmp_path}/run", "--set", "checkpoint.dir=/scratch/mine"]
@@ -319,3 +329,28 @@ def test_checkpoints_outlive_a_pod(tmp_path, capsys):
     assert cli.main(["submit", str(file), *words, *volume]) == 2
     said = capsys.readouterr().err
     assert f"/scratch/mine is not in {tmp_path} (--volume)" in said and "x.yaml" not in said.partition("cannot run")[2]
+    assert f"  / is not in {tmp_path} (--volume)" in said, "relative paths start in the folder of `submit`"
+    monkeypatch.chdir(tmp_path)
+    words[-1:] = ["model.path=/in/the/image", "--set", "data.path=here.jsonl"]
+    assert cli.main(["submit", str(file), *words, *volume]) == 0
+    said = capsys.readouterr().err
+    assert (
+        "model.path: /in/the/image is not in the folder of --volume" in said and "data.path: here.jsonl is" not in said
+    )
+
+
+def test_another_checkout_in_the_working_folder_is_not_the_program(tmp_path, monkeypatch):
+    """`submit` hands its folder to the nodes, and an image has a program of its own."""
+    (tmp_path / "megagrpo").mkdir()
+    (tmp_path / "megagrpo/__init__.py").write_text("raise SystemExit('the program of another checkout')")
+    (tmp_path / "torchrun.py").write_text(
+        "import os, sys; assert sys.argv[1] == '--no-python'; os.execv(sys.argv[2], sys.argv[2:])"
+    )
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder(tmp_path / "run")
+    with Launch(folder, "run", end=()) as launch:
+        assert launch.start(["--help"], "service", {}).process.wait(60) == 0
+        assert launch.start_ranks(["--help"], ["torchrun.py"], {}).process.wait(60) == 0
+    on_node = 'source "$0/launch/node.sh"; exec "${megagrpo[@]}" --help'
+    env = environment.child_environment({"MEGAGRPO_VENV": sys.prefix, "MEGAGRPO_FOLDER": str(tmp_path)})
+    subprocess.run(["bash", "-euc", on_node, str(ROOT)], env=env, check=True, stdout=subprocess.DEVNULL)

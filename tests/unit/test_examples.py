@@ -13,9 +13,10 @@ from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.table import architecture_of
 from megagrpo.tools.explain import explain
+from megagrpo.tools.job_request import Request, misfits, nodes_of
 from megagrpo.tools.plan.command import placed_plan, report
 from megagrpo.tools.plan.fitting import with_model
-from megagrpo.tools.submit import Request, misfits, nodes_of, submit
+from megagrpo.tools.submit import submit
 from tests.experiments import ROOT, placement_problems, python
 
 pytestmark = pytest.mark.verifies(

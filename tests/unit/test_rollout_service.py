@@ -63,9 +63,9 @@ def test_a_key_is_made_for_its_owner_alone_unless_it_is_given(tmp_path, monkeypa
     first, second = make_key(file), make_key(file)
     assert first != second == file.read_text() and len(second) == 64
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    file.unlink()
     monkeypatch.setenv(environment.API_KEY, "given by its user")
-    assert make_key(file) == "given by its user" and not file.exists()
+    assert make_key(file) == "given by its user" == file.read_text(), "`status` and Prometheus read it there"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_no_connection_outlives_its_call():

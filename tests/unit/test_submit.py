@@ -12,17 +12,8 @@ from megagrpo import cli
 from megagrpo.check.rules.inputs import installed
 from megagrpo.check.rules.subject import broken
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.tools.submit import (
-    SCRIPTS,
-    Request,
-    completed,
-    job_variables,
-    misfits,
-    nodes_of,
-    sbatch_command,
-    seconds,
-    submit,
-)
+from megagrpo.tools.job_request import SCRIPTS, Request, completed, misfits, nodes_of, seconds
+from megagrpo.tools.submit import job_variables, sbatch_command, submit
 from tests import experiments
 from tests.experiments import QUICKSTART, ROOT, placement_problems
 
@@ -217,8 +208,8 @@ def test_options_of_srun_and_a_command_before_each_nodes(tmp_path: Path, script:
     assert str(tmp_path) in said, "relative paths start where the job was submitted"
     assert [word for word in said if word.startswith("--container")] == list(options)
     of_node = said[said.index("in image.sif") :]
-    assert of_node[1:5] == ["-W", "ignore", "-m", "megagrpo.cli"] and "x.yaml" in of_node
-    assert of_node[5] == ("train" if script == "job.sh" else "run")
+    assert of_node[1:6] == ["-P", "-W", "ignore", "-m", "megagrpo.cli"] and "x.yaml" in of_node
+    assert of_node[6] == ("train" if script == "job.sh" else "run")
 
 
 IN_IMAGE = Request("one-node", gpus_per_node=8, srun_options=("--container-image=a.sqsh",))
@@ -238,6 +229,7 @@ def login_node(tmp_path, monkeypatch) -> Path:
     for name in ("MEGAGRPO_VENV", "MEGAGRPO_ROOT", "MEGAGRPO_NODE_PREFIX"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("megagrpo.tools.submit.preflight", lambda config, nodes: broken(installed(config)))
+    monkeypatch.setattr("megagrpo.tools.submit.model_description", lambda config: None)
     return tmp_path
 
 
@@ -287,6 +279,15 @@ def test_a_dry_run_needs_neither_model_nor_data_and_shows_every_script(tmp_path,
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert cli.main(["submit", "x.yaml"]) == 2
     assert "nobody/nowhere does not exist here" in capsys.readouterr().err
+
+
+def test_a_grace_period_in_which_no_step_ends_is_said(tmp_path, monkeypatch, capsys):
+    words = ["submit", str(ROOT / "configs/qwen3_235b_a22b.yaml"), "--dry-run", "--set", f"output_dir={tmp_path}"]
+    said = {}
+    for grace in ("300", "30000"):
+        assert cli.main([*words, "--grace-s", grace]) == 0
+        said[grace] = "a step takes at least" in capsys.readouterr().err
+    assert said == {"300": True, "30000": False}
 
 
 @pytest.mark.parametrize("signals", [["TERM"], ["USR1", "TERM"], ["USR1"]])

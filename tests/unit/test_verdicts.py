@@ -13,9 +13,10 @@ from megagrpo.check.rules.subject import model_description
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.explain import known_problems
+from megagrpo.tools.job_request import Request
 from megagrpo.tools.plan.command import placed_plan
 from megagrpo.tools.plan.fitting import with_model
-from megagrpo.tools.submit import Request, submit
+from megagrpo.tools.submit import submit
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 SIZES = ("Qwen2.5-3B-Instruct", "Qwen2.5-7B", "Qwen3-8B", "Qwen3-30B-A3B", "GLM-4.5-Air", "Moonlight-16B-A3B")

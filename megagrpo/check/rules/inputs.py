@@ -49,19 +49,27 @@ def before_start(subject: Subject) -> Iterator[Rule]:
 def absent_files(config: ExperimentConfig) -> Iterator[Rule]:
     """Yields the rules that files are there; names on the Hub were judged as the experiment was
     read."""
-    wanted = [("model.path", config.model.path), ("model.tokenizer", config.model.tokenizer)]
-    if config.sft is not None:
-        wanted.append(("sft.model", config.sft.model))
-    for key, data in config.data_sections.items():
-        wanted += [(f"{key}.path", path) for path in data.paths]
-    if config.checkpoint.load is not None and not any(config.run_folder.checkpoints.glob("step_*")):
-        wanted.append(("checkpoint.load", config.checkpoint.load))
-    for key, path in ((key, path) for key, path in wanted if path):
+    for key, path in read_files(config):
         yield Rule(
-            not (Path(path).exists() or is_made(config, path) or is_hub_name(path)),
+            not (Path(path).exists() or is_made(config, path)),
             f"{key}: {path} does not exist",
             hub_hint(path) if "model" in key else "",
         )
+
+
+def read_files(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
+    """Yields key and path of what a run reads, without names on the Hub."""
+    wanted = [("model.path", config.model.path), ("model.tokenizer", config.model.tokenizer)]
+    if config.sft is not None:
+        wanted.append(("sft.model", config.sft.model))
+    wanted += [
+        (f"{key}.path", path) for key, data in config.data_sections.items() for path in data.paths
+    ]
+    if config.checkpoint.load is not None and not any(config.run_folder.checkpoints.glob("step_*")):
+        wanted.append(("checkpoint.load", config.checkpoint.load))
+    for key, path in wanted:
+        if path and not is_hub_name(path):
+            yield key, path
 
 
 def _model_folder(config: ExperimentConfig) -> Iterator[Rule]:

@@ -78,7 +78,7 @@ def engine_command(config: ExperimentConfig, place: ServerPlace) -> list[str]:
         if name not in config.rollout.sglang
         for word in _words(name, value)
     ]
-    program = [sys.executable, "-m", "megagrpo.rollout.service.engine_process"]
+    program = [sys.executable, "-P", "-m", "megagrpo.rollout.service.engine_process"]
     return [*program, json.dumps(config.rollout.sglang), *words]  # see engine_words.py
 
 

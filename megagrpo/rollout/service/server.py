@@ -82,7 +82,7 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
     finally:
         # with another key they are of a start since this run's launcher was killed
         with suppress(FileNotFoundError):
-            if api_key == (environment.get(environment.API_KEY) or folder.service_key.read_text()):
+            if api_key == folder.service_key.read_text():
                 for left in (folder.service, folder.service_key, folder.service_progress):
                     left.unlink(missing_ok=True)
 
@@ -108,19 +108,16 @@ def _refuse_other_tokens(config: ExperimentConfig) -> None:
 
 
 def make_key(file: Path) -> str:
-    """Returns the API key of this run: that of the environment, else a new one, written to `file`
-    for the run's trainers.
+    """Returns the API key of this run: that of the environment, else a new one. It is written to
+    `file` for the run's trainers, `status`, `engines` and Prometheus.
 
     Only this user can read the file.
     """
-    key = environment.get(environment.API_KEY)
-    if key:
-        return key
-    key = secrets.token_hex(32)
+    key = environment.get(environment.API_KEY) or secrets.token_hex(32)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as output:
-        output.write(key)
+    file.touch(0o600, exist_ok=False)
+    file.write_text(key)
     return key
 
 
