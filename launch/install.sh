@@ -4,7 +4,7 @@
 # pyproject.toml, the locked versions and this file have not changed since the last complete installation, it does nothing
 # without --repair.
 # usage: [MEGAGRPO_KIND=gpu|cpu] launch/install.sh [--repair] [--unlocked] [--with smollm2] [--without te]
-# --unlocked: the newest versions that pyproject.toml admits, in a new folder, instead of those in launch/locked_cpu.txt.
+# --unlocked: the newest versions that pyproject.toml admits, in a new folder, instead of those in launch/locked_KIND.txt.
 # The kind defaults to gpu if this machine has a GPU or the last installation was for one. smollm2: also the pretrained model for
 # configs/smollm2.yaml, 98 MB. te: Transformer Engine, which takes many minutes to compile. A run on GPUs works without it, but
 # more slowly.

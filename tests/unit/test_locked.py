@@ -1,4 +1,4 @@
-"""launch/locked_cpu.txt: the same packages next month, of every requirement and of theirs; and how they are left."""
+"""launch/locked_*.txt: the same packages next month, of every requirement and of theirs; and how they are left."""
 
 import importlib.metadata
 import re
@@ -11,17 +11,20 @@ from packaging.version import Version
 from tests.unit.package_source import ROOT
 from tests.unit.test_containers import Image
 
-LOCK = ROOT / "launch" / "locked_cpu.txt"
-WHOLE = ("cpu", "test", "lint", "wandb")  # extras; of the other ones requirements are left out
-ALONE = ("cpu-engine", "smollm2")
+# extras; of the other ones requirements are left out
+WHOLE = {"cpu": ("cpu", "test", "lint", "wandb"), "gpu": ("gpu", "test", "lint")}
+ALONE = {"cpu": ("cpu-engine", "smollm2"), "gpu": ()}
+# torch pins the CUDA packages that it needs, and a build for CPUs has none; and it may be what a lock is not asked for
+UNASKED = {"cpu": "megagrpo|triton|nvidia|cuda", "gpu": "megagrpo"}
 
 
 def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def locked() -> dict[str, str]:
-    lines = [line for line in LOCK.read_text().splitlines() if not line.startswith("#")]
+def locked(kind: str) -> dict[str, str]:
+    text = (ROOT / "launch" / f"locked_{kind}.txt").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
     versions = {normal(name): version for name, version in (line.split("==") for line in lines)}
     assert len(versions) == len(lines), "one line a package"
     return versions
@@ -38,25 +41,26 @@ def installed_requirements(name: str, extras: set[str]) -> list[Requirement]:
     return [one for one in found if not one.marker or any(map(one.marker.evaluate, asked))]
 
 
-def test_every_version_is_locked_and_admitted():
-    versions = locked()
+@pytest.mark.parametrize("kind", WHOLE)
+def test_every_version_is_locked_and_admitted(kind):
+    versions = locked(kind)
     for version in versions.values():
         assert not Version(version).local, "which is the machine's"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    todo = [(Requirement(text), name in WHOLE) for name in WHOLE + ALONE for text in extras[name]]
+    todo = [(Requirement(text), True) for name in WHOLE[kind] for text in extras[name]]
+    todo += [(Requirement(text), False) for name in ALONE[kind] for text in extras[name]]
     todo += [(Requirement(text), True) for text in project["dependencies"]]
     seen = set()
     while todo:
         one, whole = todo.pop()
-        # torch pins the CUDA packages that it needs, and a build for CPUs has none
         key = (one.name, frozenset(one.extras))
-        if key in seen or re.match("megagrpo|triton|nvidia|cuda", one.name):
+        if key in seen or re.match(UNASKED[kind], one.name):
             continue
         seen.add(key)
         version = versions.get(normal(one.name))
-        assert version, f"{one} is in no line of {LOCK.name}"
-        assert one.specifier.contains(version, prereleases=True), f"{LOCK.name} has {version} of {one}"
+        assert version, f"{one} is in no line of locked_{kind}.txt"
+        assert one.specifier.contains(version, prereleases=True), f"locked_{kind}.txt has {version} of {one}"
         todo += [(other, True) for other in installed_requirements(one.name, one.extras) if whole]
     assert len(seen) > 100
 
