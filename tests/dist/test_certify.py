@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -234,15 +234,24 @@ def test_latent_attention_is_certified_and_its_fault_found(subject, tmp_path: Pa
     assert len(results[0]["gradients"]) > 100 and "router" not in str(results[0]["gradients"].keys())
 
 
+TWO_RANKS = ("TP2+SP", "CP2", "PP2xVPP2", "TP2xEP2")
+
+
+def certified(folder: Path, subject: dict, faults: Mapping[str, str], layouts: Sequence[str] = TWO_RANKS) -> list[dict]:
+    """Asserts that each layout is right and that each mistake, planted in its layout, is found in gradients; returns
+    what was measured."""
+    jobs = [*map(case, layouts), *(case(layout, fault) for fault, layout in faults.items())]
+    results, found = measured(folder, [subject | each for each in jobs])
+    assert found[: len(layouts)] == [[]] * len(layouts), dict(zip(layouts, found, strict=False))
+    for fault, problems in zip(faults, found[len(layouts) :], strict=True):
+        assert any("gradient of" in problem for problem in problems), fault
+    return results
+
+
 @pytest.mark.slow
 def test_gated_delta_nets_are_certified_and_their_faults_found(subject, tmp_path: Path):
-    faults = ("state-kept-over-borders", "inner-norm-centered", "norms-not-centered")
-    jobs = [case("TP2+SP"), *(case("DP2", fault) for fault in faults)]
-    common = subject(family="qwen3_5_moe_text")
-    _, found = measured(tmp_path, [common | each for each in jobs])
-    assert found[0] == []
-    for fault, problems in zip(faults, found[1:], strict=True):
-        assert any("gradient of" in problem for problem in problems), fault
+    faults = dict.fromkeys(("state-kept-over-borders", "inner-norm-centered", "norms-not-centered"), "DP2")
+    certified(tmp_path, subject(family="qwen3_5_moe_text"), faults, ("TP2+SP",))
 
 
 @pytest.mark.slow
@@ -254,12 +263,7 @@ def test_gated_delta_nets_are_certified_and_their_faults_found(subject, tmp_path
 )
 def test_mamba_layers_and_latent_experts_are_certified_and_their_faults_found(subject, tmp_path: Path):
     faults = {"state-kept-over-borders": "DP2", "gate-behind-norm": "DP2", "latent-gradients-not-summed": "TP2xEP2"}
-    layouts = ("TP2+SP", "CP2", "PP2", "TP2xEP2")
-    jobs = [*map(case, layouts), *(case(layout, fault) for fault, layout in faults.items())]
-    _, found = measured(tmp_path, [subject(family="nemotron_h") | each for each in jobs])
-    assert found[: len(layouts)] == [[]] * len(layouts)
-    for fault, problems in zip(faults, found[len(layouts) :], strict=True):
-        assert any("gradient of" in problem for problem in problems), fault
+    certified(tmp_path, subject(family="nemotron_h"), faults, ("TP2+SP", "CP2", "PP2", "TP2xEP2"))
 
 
 @pytest.mark.slow
@@ -273,12 +277,7 @@ def test_mamba_layers_and_latent_experts_are_certified_and_their_faults_found(su
 def test_kimi_delta_attention_is_certified_and_its_faults_found(subject, tmp_path: Path):
     faults = {"state-kept-over-borders": "DP2", "decays-of-heads": "DP2", "latent-keys-turned": "CP2"}
     faults |= {"narrow-gradients-not-summed": "TP2+SP"}
-    layouts = ("TP2+SP", "CP2", "PP2xVPP2", "TP2xEP2")
-    jobs = [*map(case, layouts), *(case(layout, fault) for fault, layout in faults.items())]
-    results, found = measured(tmp_path, [subject(family="kimi_linear") | each for each in jobs])
-    assert found[: len(layouts)] == [[]] * len(layouts)
-    for fault, problems in zip(faults, found[len(layouts) :], strict=True):
-        assert any("gradient of" in problem for problem in problems), fault
+    results = certified(tmp_path, subject(family="kimi_linear"), faults)
     unsummed = {name for name, ratio in results[-1]["gradients"].items() if ratio > ABOVE}
     assert unsummed and all(name.endswith(("f_a_proj.weight", "g_a_proj.weight")) for name in unsummed)
 
@@ -293,17 +292,15 @@ def test_norms_over_all_heads_are_certified_and_their_fault_found(subject, tmp_p
     assert min(results[1]["gradients"][name] for name in spoiled) > 0.1, "not a rounding"
 
 
+@pytest.mark.slow
 @pytest.mark.verifies(
-    "actor", "gpt-oss is certified: sinks, windows, experts with biases; three planted mistakes are found"
+    "actor",
+    "gpt-oss is certified: sinks, windows, experts with biases; three planted mistakes are found",
+    "dist/test_actor_families.py",
 )
 def test_sinks_and_windows_are_certified_and_their_faults_found(subject, tmp_path: Path):
     faults = {"sinks-of-another-rank": "TP2+SP", "window-one-wider": "CP2", "no-sinks": "DP2"}
-    layouts = ("TP2+SP", "CP2", "PP2xVPP2", "TP2xEP2")
-    jobs = [*map(case, layouts), *(case(layout, fault) for fault, layout in faults.items())]
-    _, found = measured(tmp_path, [subject(family="gpt_oss") | each for each in jobs])
-    assert found[:4] == [[]] * 4, dict(zip(layouts, found, strict=False))
-    for fault, problems in zip(faults, found[4:], strict=True):
-        assert any("gradient of" in problem for problem in problems), fault
+    certified(tmp_path, subject(family="gpt_oss"), faults)
 
 
 @pytest.mark.verifies(
@@ -312,12 +309,7 @@ def test_sinks_and_windows_are_certified_and_their_faults_found(subject, tmp_pat
 )
 def test_streams_and_tables_are_certified_and_their_faults_found(subject, tmp_path: Path):
     faults = {"tokens-of-first-rank": "TP2+SP", "mixing-gradients-not-summed": "TP2xEP2", "windows-of-their-own": "CP2"}
-    layouts = ("TP2+SP", "CP2", "PP2xVPP2", "TP2xEP2")
-    jobs = [*map(case, layouts), *(case(layout, fault) for fault, layout in faults.items())]
-    _, found = measured(tmp_path, [subject(family="deepseek_v4") | each for each in jobs])
-    assert found[:4] == [[]] * 4, dict(zip(layouts, found, strict=False))
-    for fault, problems in zip(faults, found[4:], strict=True):
-        assert any("gradient of" in problem for problem in problems), fault
+    certified(tmp_path, subject(family="deepseek_v4"), faults)
 
 
 @pytest.mark.slow
@@ -330,12 +322,7 @@ def test_streams_and_tables_are_certified_and_their_faults_found(subject, tmp_pa
 )
 def test_gated_streams_and_ngrams_are_certified_and_their_faults_found(subject, tmp_path: Path):
     faults = {"ngrams-over-borders": "DP2", "blocks-by-first-token": "CP2", "mixing-gradients-not-summed": "TP2xEP2"}
-    layouts = ("TP2+SP", "CP2", "PP2xVPP2", "TP2xEP2")
-    jobs = [*map(case, layouts), *(case(layout, fault) for fault, layout in faults.items())]
-    _, found = measured(tmp_path, [subject(family="qwen4_exp") | each for each in jobs])
-    assert found[:4] == [[]] * 4, dict(zip(layouts, found, strict=False))
-    for fault, problems in zip(faults, found[4:], strict=True):
-        assert any("gradient of" in problem for problem in problems), fault
+    certified(tmp_path, subject(family="qwen4_exp"), faults)
 
 
 @pytest.mark.slow
@@ -348,12 +335,7 @@ def test_gated_streams_and_ngrams_are_certified_and_their_faults_found(subject, 
 def test_pools_and_bounded_decays_are_certified_and_their_faults_found(subject, tmp_path: Path):
     faults = {"state-kept-over-borders": "DP2", "decays-without-bound": "DP2", "pools-of-last-keys": "CP2"}
     faults |= {"mixing-gradients-not-summed": "TP2xEP2"}
-    layouts = ("TP2+SP", "CP2", "PP2xVPP2", "TP2xEP2")
-    jobs = [*map(case, layouts), *(case(layout, fault) for fault, layout in faults.items())]
-    _, found = measured(tmp_path, [subject(family="glm5_next") | each for each in jobs])
-    assert found[:4] == [[]] * 4, dict(zip(layouts, found, strict=False))
-    for fault, problems in zip(faults, found[4:], strict=True):
-        assert any("gradient of" in problem for problem in problems), fault
+    certified(tmp_path, subject(family="glm5_next"), faults)
 
 
 @pytest.mark.slow
