@@ -51,6 +51,20 @@ def test_files_and_keys_of_hydra_that_are_taken_or_taken_away_are_named():
     assert set(lost(draft)) == {"actor@actor_rollout_ref.actor", "~algorithm.gamma"}
 
 
+def test_values_inside_sections_keep_their_place():
+    given = "custom_reward_function.reward_kwargs={weights: {length: 0.2}, penalty: {length: 7}, cap: 1}"
+    draft = verl("custom_reward_function.path=f.py", given, "+data.apply_chat_template_kwargs.thinking-mode=off")
+    assert lost(draft) == {} and draft.nested()["data"]["chat_template_args"] == {"thinking-mode": "off"}
+    assert draft.nested()["reward"]["args"] == {"weights": {"length": 0.2}, "penalty": {"length": 7}, "cap": 1}
+
+
+def test_files_that_hydra_reads_besides_and_words_that_are_no_overrides_are_named():
+    draft = verl("--config-path=/mine", "-cd", "other", "--config-name", "ppo_trainer", "-m", "+a b=1")
+    assert lost(draft).keys() == {"--config-path", "--config-dir", "-m", "+a b=1"}
+    assert "its file says more" in lost(draft)["--config-dir"]
+    assert (draft.given["--config-path"], draft.given["--config-dir"]) == ("/mine", "other")
+
+
 def test_secrets_are_not_written(tmp_path, capsys):
     words = "ray_kwargs.ray_init.runtime_env.env_vars.HF_TOKEN=SECRET-1 +not_known_password=SECRET-2"
     path = source(tmp_path, COMMAND.replace("ESTIMATOR", "grpo").replace("MORE", words), "run.sh")

@@ -275,6 +275,7 @@ def test_the_callers_variables_are_used_and_what_expands_to_nothing_is_noted(tmp
         "a.files": "/b",
         "a.first": None,
         "a.nested": None,
+        ".key=1": "no override",
     }
     assert sorted(read.notes) == [
         "expanded to nothing: $(date +%m%d) (line 2), in m.name",

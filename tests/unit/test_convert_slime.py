@@ -217,7 +217,6 @@ def test_engines_on_gpus_of_their_own(words, train, more, becomes):
         ("--moe-expert-capacity-factor 1.0", "--moe-expert-capacity-factor", "engines drop no token"),
         ("--sglang-schedule-policy lpm --sglang-config x", "--sglang-config", "every engine is like the others"),
         ("--num-rollout ten", "--num-rollout", "should be a number"),
-        ("--sglang-ep-size 4", "--sglang-ep-size", "does not divide an engine's 2 GPUs"),
         ("--partial-rollout", "--partial-rollout", "only with rollout.max_staleness above 0"),
         ("--apply-chat-template-kwargs {a: 1, b: 2}", "--apply-chat-template-kwargs", "one JSON object"),
         ("--of-a-plugin 1", "--of-a-plugin", "no such key in docs/reference/names.md"),
@@ -226,6 +225,23 @@ def test_engines_on_gpus_of_their_own(words, train, more, becomes):
 def test_what_cannot_be_said_is_named(words, more, key, reason):
     found = lost(slime(words, f"--colocate {more}"))
     assert found.keys() == {key} and reason in found[key]
+
+
+def test_experts_that_do_not_divide_an_engine_are_refused_as_in_an_experiment(words):
+    assert "tp 2 is not a multiple of ep 4" in slime(words, "--colocate --sglang-ep-size 4").problems[0]
+
+
+def test_words_stay_texts_unless_they_are_numbers_switches_or_objects():
+    words = [*shlex.split("train.py --lr 1e-6 --colocate --n 8 --use-x true --kwargs '{\"a\": 1}' --flag"), "--stop=~"]
+    read = {"train.py": True, "--lr": 1e-6, "--colocate": True, "--n": 8, "--use-x": True, "--kwargs": {"a": 1}}
+    assert options(words) == read | {"--flag": True, "--stop": "~"}
+    words = shlex.split("train.py --rollout-stop '[/INST]' '###' 7 --save '/ckpt/run #3' --wandb-group 007 --x '- a' ~")
+    stops = ["[/INST]", "###", "7"]
+    named = {"--save": "/ckpt/run #3", "--wandb-group": "007", "--x": ["- a", "~"]}
+    assert options(words) == {"train.py": True, "--rollout-stop": stops} | named
+    stop = ["--rollout-stop", "[/INST]", "###", "--colocate"]
+    draft = draft_of("slime", Source(options(["train.py", *stop])))
+    assert draft.nested()["sampling"]["stop"] == ["[/INST]", "###"]
 
 
 def test_miles_has_adapters(words):

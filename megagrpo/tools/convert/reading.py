@@ -12,11 +12,11 @@ from megagrpo.tools.convert.foreign import FRAMEWORKS, leaves_of, where_to_look,
 from megagrpo.tools.convert.shell import trainer_command
 
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,\s*([^{}]*))?\}")
-# key=value, +key=value, group@package=file; ~key takes a key away
-_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.@/]*)=(.*)|(~\S+)", re.DOTALL)
-_CONFIG_NAME = re.compile(r"(?:--config-name|-cn)(?:=(.*))?")
-
-
+# key=value, +key=value, group@package=file
+_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
+_SHORT = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
+# options whose words stay texts, also if they look like numbers
+_TEXTS = re.compile(r"--(.*-)?(data|key|path|dir|checkpoint|load|save|group|project|stop)")
 # framework -> the pattern of its trainer, and an example of its command
 _SLIME = (r"\S*train(_async)?\.py", "python train.py --option value ...")
 _COMMANDS = {
@@ -46,7 +46,7 @@ def read_source(framework: str, path: Path) -> Source:
     if path.suffix in (".yaml", ".yml") and framework == "verl":
         return Source(_read_yaml(path))
     words, notes = trainer_command(path, *_COMMANDS[framework])
-    return Source(overrides(words) if framework == "verl" else options(words), notes)
+    return Source(overrides(words[1:]) if framework == "verl" else options(words), notes)
 
 
 def _read_yaml(path: Path) -> dict[str, Plain]:
@@ -58,41 +58,45 @@ def _read_yaml(path: Path) -> dict[str, Plain]:
 
 
 def overrides(words: Sequence[str]) -> dict[str, Plain]:
-    """Returns the values of Hydra's overrides."""
-    found = [match for word in words if (match := _OVERRIDE.fullmatch(word))]
-    read = [(match[1], plain_yaml(match[2], match[1])) for match in found if match[1]]
-    read += [(match[3], "taken away") for match in found if match[3]]
-    given = {leaf: cast(Plain, one) for key, value in read for leaf, one in leaves_of(value, key)}
-    for word, after in zip(words, [*words[1:], ""], strict=True):
-        if match := _CONFIG_NAME.fullmatch(word):
-            given["--config-name"] = after if match[1] is None else match[1]
+    """Returns the values of Hydra's overrides and of its options; ~key, which takes a key away, and
+    another word are keys, too."""
+    given: dict[str, Plain] = {}
+    rest = iter(words)
+    for word in rest:
+        option, has_value, value = word.partition("=")
+        option = _SHORT.get(option, option)
+        if option in _SHORT.values():
+            given[option] = value if has_value else next(rest, "")
+        elif match := _OVERRIDE.fullmatch(word):
+            leaves = leaves_of(plain_yaml(match[2], match[1]), match[1])
+            given |= cast(dict[str, Plain], dict(leaves))
+        else:
+            given[word] = "taken away" if word.startswith("~") else "no override"
     return _interpolated(given)
 
 
 def options(words: Sequence[str]) -> dict[str, Plain]:
     """Returns the values of argparse's options after a program's name, the first word: --key value,
     --key=value, true without a value, a list of several. The program's name is a key, too."""
-    given: dict[str, Plain] = {words[0].rpartition("/")[2]: True}
-    values: list[Plain] = []
+    key = words[0].rpartition("/")[2]
+    given: dict[str, list[Plain]] = {key: []}
     for word in words[1:]:
-        if not re.match(r"--[A-Za-z]", word):
-            values.append(_value(word))
-            continue
-        key, has_value, value = word.partition("=")
-        values = [_value(value)] if has_value else []
-        given[key] = values
-    return {key: _single(value) for key, value in given.items()}
+        has_value = "="
+        value = word
+        if re.match(r"--[A-Za-z]", word):
+            key, has_value, value = word.partition("=")
+            given[key] = []
+        if has_value:
+            given[key].append(_value(key, value))
+    return {key: values[0] if len(values) == 1 else values or True for key, values in given.items()}
 
 
-def _single(value: Plain) -> Plain:
-    if not isinstance(value, list) or len(value) > 1:
-        return value
-    return value[0] if value else True
-
-
-def _value(text: str) -> Plain:
-    with suppress(ConfigError):  # such as %h or @x, which are text in a command
-        return plain_yaml(text, text)
+def _value(key: str, text: str) -> Plain:
+    """Returns a number, a bool or the object of a JSON text; else the text, as argparse has it."""
+    with suppress(ConfigError):  # such as %h or @x
+        value = plain_yaml(text, text)
+        if not _TEXTS.fullmatch(key) and isinstance(value, int | float | dict):
+            return value
     return text
 
 
@@ -100,17 +104,15 @@ def _interpolated(values: dict[str, Plain]) -> dict[str, Plain]:
     """Returns the values with `${key}` and `${oc.select:key,default}` replaced by that key's value,
     as Hydra does; others stay as they are."""
 
-    def found(match: re.Match[str], depth: int) -> Plain:
-        if match[1] in values:
-            return resolved(values[match[1]], depth + 1)
-        return match[0] if match[2] is None else plain_yaml(match[2], match[0])
-
     def resolved(value: Plain, depth: int = 0) -> Plain:
-        if not isinstance(value, str) or "${" not in value or depth > 5:
+        def found(match: re.Match[str]) -> Plain:
+            if match[1] in values:
+                return resolved(values[match[1]], depth + 1)
+            return match[0] if match[2] is None else plain_yaml(match[2], match[0])
+
+        if not isinstance(value, str) or depth > 5:
             return value
         whole = _REFERENCE.fullmatch(value)
-        if whole is not None:
-            return found(whole, depth)
-        return _REFERENCE.sub(lambda match: str(found(match, depth)), value)
+        return found(whole) if whole else _REFERENCE.sub(lambda match: str(found(match)), value)
 
     return {key: resolved(value) for key, value in values.items()}

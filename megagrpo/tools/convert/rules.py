@@ -20,8 +20,6 @@ def estimator(d: Translation) -> None:
     known = [str(variant.model_fields["name"].default) for variant in ESTIMATOR_CONFIGS]
     if name in known:
         d.put(ours, name, key)
-    elif name in ("gae", "ppo"):
-        d.lack(key, "gae needs a critic, which is not here; the nearest is grpo")
     else:
         d.lack(key, f"no estimator {name}; there are {', '.join(known)}")
 
@@ -79,6 +77,5 @@ def place(d: Translation, world: int, engines: int, gpus: int, tp: int, *keys: s
         d.put("weights.transport", "ipc", *keys)
     if world + engines > gpus:
         d.put("rollout.host", "eth0", *keys)
-        d.remarks.append("rollout.host eth0 is a guess: name your nodes' interface.")
         if not engines:
             d.remarks.append(f"Start with `megagrpo submit FILE --gpus-per-node {gpus}`.")

@@ -16,8 +16,6 @@ def run(d: Translation) -> None:
     name = d.text("--wandb-group") or saved.rpartition("/")[2] or f"{model}-{d.framework}"
     d.put("name", name, *([] if d.get("--wandb-group") else ["--save"]))
     d.put("output_dir", saved or f"runs/{name}")
-    if d.get("--use-wandb"):
-        d.put("log.wandb.project", d.text("--wandb-project"))
 
 
 def data(d: Translation) -> None:
@@ -45,10 +43,6 @@ def data(d: Translation) -> None:
     context = d.number("--rollout-max-context-len", default=0) - _longest_response(d)
     if limit := d.number("--rollout-max-prompt-len", default=0) or max(context, 0):
         d.put("data.max_prompt_tokens", limit)
-    else:
-        d.remarks.append(
-            "slime drops no prompt; longer than data.max_prompt_tokens is dropped here"
-        )
 
 
 def _longest_response(d: Translation) -> int:
@@ -76,8 +70,6 @@ def batch(d: Translation) -> None:
     size = "--global-batch-size"
     steps = "--num-steps-per-rollout"
     updates = d.number(steps, default=0)
-    if not updates and d.get(size) is None:
-        d.lack(size, "Megatron's default depends on the ranks; say train.num_updates_per_step")
     each = min(d.number(size, default=samples), samples)
     if updates:
         each = max(samples // updates, 1)
@@ -102,10 +94,6 @@ def layout(d: Translation) -> None:
     dynamic = d.get("--use-dynamic-batch-size")
     tokens = d.number("--max-tokens-per-gpu", default=0) if dynamic else 0
     rules.micro_batch(d, longest, tokens, d.number("--micro-batch-size"))
-    experts = d.number(*d.named("rollout.ep"))
-    d.put("rollout.ep", experts)
-    if tp % experts:
-        d.drop("rollout.ep", f"does not divide an engine's {tp} GPUs")
     engines = d.number("--rollout-num-gpus", default=world)
     if d.get("--colocate"):
         keys = ("--colocate", each, "--rollout-num-gpus", "--num-gpus-per-node")
@@ -122,7 +110,5 @@ def _virtual_stages(d: Translation) -> None:
     stages = d.number("--num-virtual-stages-per-pipeline-rank", default=0)
     if d.get(each) is not None and layers:
         stages = layers // (d.translated("actor.parallel.pp") * d.number(each))
-    elif d.get(each) is not None:
-        d.lack(each, "the number of layers is not known here: write actor.parallel.vpp")
     if stages:
         d.put("actor.parallel.vpp", stages)

@@ -25,6 +25,7 @@ from megagrpo.tools.convert.foreign import (
     rows,
     spelled,
 )
+from megagrpo.tools.view.texts import printable
 
 _SECRET = re.compile(r"(?i)(?:^|[._-])(?:\w*key|\w*token|\w*secret|\w*password)$")
 _COLUMN = re.compile(  # whose keys are names of columns
@@ -117,7 +118,7 @@ class Translation:
     def put(self, ours: str, value: Plain, *keys: str) -> None:
         """Sets our key because of `keys`, and of the table's that the rule has read; left out if
         none of these is given and the value is our default."""
-        read = [key for key in self.theirs(ours) if key in self._read]
+        read = [key for key in self._theirs.get(ours, []) if key in self._read]
         before = self.because.get(ours, [])
         because = [*dict.fromkeys([*before, *read, *(key for key in keys if key in self._set)])]
         # their defaults depend on the variant's name
@@ -129,15 +130,12 @@ class Translation:
 
     def spelled(self, key: str) -> str:
         """Returns `text` in our words."""
-        return str(spelled(self.text(key), self._words(key)))
+        return str(spelled(self.text(key), self._words([key])))
 
-    def _words(self, *keys: str) -> Words:
-        entries = filter(None, (find(self.framework, key) for key in keys))
-        return next((entry.values for entry in entries), ())
-
-    def theirs(self, ours: str) -> list[str]:
-        """Returns the given keys that the table has for ours."""
-        return self._theirs.get(ours, [])
+    def _words(self, keys: Sequence[str]) -> Words:
+        """Returns how values of the first of these are spelled here."""
+        entry = find(self.framework, keys[0]) if keys else None
+        return entry.values if entry else ()
 
     def named(self, ours: str) -> tuple[str, ...]:
         """Returns the keys that the table has for ours."""
@@ -172,9 +170,12 @@ class Translation:
             if entry.to and "*" in entry.to and is_secret(key):
                 self.lack(key, "a secret; what needs it should read a variable")
             elif entry.to:
-                name = re.sub("^--(sglang-)?", "", key.rpartition(".")[2])
-                ours = entry.to.replace("*", name.replace("-", "_") if name in key[2:] else name)
-                self.put(ours, spelled(value, entry.values), key)
+                # `*` stands for all below a section, or for an option's name
+                sections = (name[:-1] for name in entry.keys[self.framework] if name[-2:] == ".*")
+                section = next(filter(key.startswith, sections), "")
+                option = re.sub("^--(sglang-)?", "", key).replace("-", "_")
+                name = key.removeprefix(section) if section else option
+                self.put(entry.to.replace("*", name), spelled(value, entry.values), key)
             elif entry.lacks and _unknown(value, entry.same):
                 self.lack(key, entry.lacks)
         for row in rows(self.framework):
@@ -197,7 +198,7 @@ class Translation:
             return
         value = self.get(*source)
         value = str(value) if "text" in row and value is not None else value
-        words = tuple(row.get("values", {}).items()) or self._words(*source[:1])
+        words = tuple(row.get("values", {}).items()) or self._words(source)
         reason = row.get("lacks")
         told = {"value": value, "values": ", ".join(str(theirs) for theirs, _ in words)}
         known = [None, "", *(theirs for theirs, _ in words)]
@@ -307,7 +308,7 @@ class Translation:
 
 def _comment(text: str) -> str:
     """Returns a comment in YAML, which a line break of a value in it would end."""
-    return f"# {' '.join(text.splitlines())}"
+    return f"# {printable(text)}"
 
 
 def _listed(value: Plain) -> list[Plain]:

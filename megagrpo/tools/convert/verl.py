@@ -36,8 +36,6 @@ def mismatch(d: Translation) -> None:
     correction = "algorithm.rollout_correction."
     over = d.get(f"{correction}rollout_is")
     bypass = d.values.get("algorithm.old_logprobs") == "engine"  # then its ratio is the weight
-    if bypass and d.get(f"{correction}loss_type") == "reinforce":
-        d.lack(f"{correction}loss_type", "with bypass_mode there is only the clipped ratio")
     if over is not None and not bypass:
         low, *band = _limits(d, f"{correction}rollout_is_threshold")
         normalized = d.get(f"{correction}rollout_is_batch_normalize") is True
@@ -84,9 +82,6 @@ def batch(d: Translation) -> None:
         warmup = d.real(ratio) * d.number(total)
     if warmup > 0:
         d.put("actor.optimizer.warmup_steps", round(warmup * updates))
-    elif d.get(ratio):
-        reason = "how many steps there are depends on the data"
-        d.lack(ratio, f"{reason}; say actor.optimizer.warmup_steps, in updates")
 
 
 def optimizer(d: Translation) -> None:
@@ -131,8 +126,3 @@ def layout(d: Translation) -> None:
         samples = d.number(f"{_A}ppo_micro_batch_size_per_gpu", default=shared)
     rules.micro_batch(d, longest, tokens, samples)
     rules.place(d, world, 0, gpus, tp, "actor_rollout_ref.hybrid_engine", *nodes)
-    experts = f"{_R}expert_parallel_size"
-    if tp % d.number(experts):
-        d.lack(experts, f"divides rollout.tp, {tp}; see rollout.sglang's enable_dp_attention")
-    else:
-        d.put("rollout.ep", d.number(experts))
