@@ -5,8 +5,10 @@ import shutil
 from itertools import product
 from pathlib import Path
 
+import pyarrow
 import pytest
 from huggingface_hub import constants
+from pyarrow import parquet
 
 from examples.laptop.model import character_tokenizer
 from examples.laptop.recipe import TinyModelConfig
@@ -16,6 +18,7 @@ from megagrpo.models.family import TinySizes
 from megagrpo.rewards.graders.functions import load_grader
 from megagrpo.system.user_function import load_function
 from megagrpo.tools.certify.tiny_model import hf_config
+from megagrpo.tools.init import command
 from megagrpo.tools.init.looks import columns_of, proposed_grader
 from tests.hub import cached
 
@@ -164,6 +167,31 @@ def test_an_attempt_that_fails_leaves_nothing_in_the_way_of_the_next(model, caps
     for _ in range(2):
         assert cli.main(["init", str(model), data, "--gpus", "8", "--hardware", "ABACUS"]) == 2
         assert "ABACUS" in capsys.readouterr().err and [str(path) for path in Path().iterdir()] == ["rows.jsonl"]
+
+
+def test_names_and_answers_with_line_breaks_stay_inside_comments(model):
+    rows = [{"question": f"{n}?", "answer": ("yes\nno", "b")[n % 2], "odd\ncol\x1bumn": 1} for n in range(20)]
+    assert cli.main(["init", str(model), write_rows("rows.jsonl", rows), "--gpus", "0", "--grader", "exact"]) != 2
+    assert "# columns: question, answer, odd col umn" in Path("mine.yaml").read_text()
+    assert load_config("mine.yaml").reward.grader == "exact"
+
+
+def test_a_file_that_is_refused_does_not_stay(model, monkeypatch, capsys):
+    def refuse(path, **_):
+        raise ValueError(f"{path} is refused")
+
+    monkeypatch.setattr(command, "load_config", refuse)
+    data = write_rows("rows.jsonl", sums(20))
+    assert cli.main(["init", str(model), data, "--gpus", "0"]) == 2
+    assert "mine.yaml is refused" in capsys.readouterr().err
+    assert [str(path) for path in Path().iterdir()] == ["rows.jsonl"]
+
+
+def test_rows_that_json_does_not_hold_are_not_held_out(model):
+    rows = [row | {"blob": b"x" if n > 250 else None} for n, row in enumerate(sums(300))]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), "rows.parquet")
+    assert cli.main(["init", str(model), "rows.parquet", "--gpus", "0"]) == 0
+    assert load_config("mine.yaml").eval is None and not Path("mine_eval.jsonl").exists()
 
 
 def test_no_grader_of_the_package_means_a_stub_with_a_test(model, monkeypatch):

@@ -25,6 +25,7 @@ from megagrpo.tools.plan.fitting import with_model
 from megagrpo.tools.plan.hardware import usable_bytes
 from megagrpo.tools.plan.roofline import target_of
 from megagrpo.tools.plan.search import best_layouts, changes
+from megagrpo.tools.view.texts import printable
 
 _START_S = 1800.0  # for engines that load a large model and capture graphs
 _WIDTH = 90
@@ -75,10 +76,10 @@ def run(args: argparse.Namespace) -> int:
         else:
             draft.add("rollout", {"num_engines": 1}, "for GPUs: megagrpo init ... --gpus 8")
         write_whole(output, _text(draft))
-        undo.pop_all()
         progress.enter("checks it")
         config, _ = with_local_files(load_config(output, judge=broken_as_read), weights="")
         problems = known_problems(config, try_loading(config))
+        undo.pop_all()
     print(output.read_text(encoding="utf-8"))
     print("\n".join(problems) or f"no problems found; `megagrpo check {output}` explains it")
     if problems:
@@ -122,14 +123,14 @@ def _text(draft: Draft) -> str:
     hf = describe_model(draft.config())
     size = parameter_counts(architecture_of(hf)).total
     blocks = [
-        f"# {draft.keys('model')['path']}: {hf['model_type']}, {size / 1e9:.3g} B parameters. "
+        f"# {printable(str(draft.keys('model')['path']))}: {hf['model_type']}, {size / 1e9:.3g} B parameters. "
         "Written by `megagrpo init`;\n# every key is in docs/reference/configuration.md."
     ]
     names = [name for name in _ORDER if name in draft.sections]
     names += [name for name in draft.sections if name not in _ORDER]
     for name in names:
         block = _section(name, draft.sections[name])
-        comments = "".join(f"# {comment}\n" for comment in draft.comments.get(name, ()))
+        comments = "".join(f"# {printable(text)}\n" for text in draft.comments.get(name, ()))
         short = name in _ORDER[:4] and not comments
         blocks.append((comments + block).rstrip() + ("" if short else "\n"))
     return "\n".join(blocks)

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -152,7 +153,7 @@ def draft_experiment(
     samples = {"num_prompts_per_step": 8 if on_cpu else 64, "group_size": 8}
     draft.add("train", {"num_steps": 100, **samples}, "a step: prompts x responses to each")
     _add_algorithm(draft, model.arch)
-    _add_evaluation(draft, rows, held_out)
+    _add_evaluation(draft, held_out)
     draft.add("checkpoint", {"every": 20, "keep": 2}, "Ctrl-C, or `megagrpo stop`, saves too")
     draft.add("actor", _actor(draft, response, on_cpu))
 
@@ -218,7 +219,7 @@ def _add_algorithm(draft: Draft, arch: Architecture) -> None:
     draft.add("algorithm", {"loss": loss}, "GRPO with DAPO's wider upper clip")
 
 
-def _add_evaluation(draft: Draft, rows: Sequence[Values], named: str | None) -> None:
+def _add_evaluation(draft: Draft, named: str | None) -> None:
     """Adds held-out prompts: those of the named file, the data set's own, those of the file beside,
     or the last rows."""
     files = draft.config().data.paths
@@ -234,12 +235,13 @@ def _add_evaluation(draft: Draft, rows: Sequence[Values], named: str | None) -> 
         return
     total = sum(1 for file in files for _ in raw_rows(Path(file)))
     number = min(_HELD_OUT, total // 10)
-    if not number or not all(map(is_plain, rows)):
+    every = (row for file in files for row in raw_rows(Path(file)))
+    rows = list(islice(every, total - number, None))
+    if not rows or not all(map(is_plain, rows)):
         draft.comments["data"].append("no evaluation: no file with held-out prompts was found")
         return
     held_out = draft.beside("{}_eval.jsonl")
-    every = (row for file in files for row in raw_rows(Path(file)))
-    write_json_lines(held_out, (row for i, row in enumerate(every) if i >= total - number))
+    write_json_lines(held_out, rows)
     draft.add("data", {"limit": total - number}, f"the other {number} rows are the evaluation's")
     draft.add("eval", {"data": {"path": str(held_out)}, "every": 20}, "the last rows of the data")
 
