@@ -83,7 +83,8 @@ def manifest(job: Job, scheduler: Scheduler) -> str:
     """Returns the file as YAML."""
     # a DNS label that leaves room for a pod's role and number, and that SkyPilot accepts
     name = "megagrpo-" + re.sub("[^a-z0-9]+", "-", job.name.lower()).strip("-")
-    if len(name) > _LONGEST_NAME:  # names that differ behind it are other jobs
+    # other jobs' names may differ behind it, or in what is no letter here
+    if len(name) > _LONGEST_NAME or name != f"megagrpo-{job.name}":
         digest = sha256(str(job.run_folder).encode()).hexdigest()[:6]
         name = f"{name[: _LONGEST_NAME - 7].strip('-')}-{digest}"
     job = replace(job, name=name.strip("-"))

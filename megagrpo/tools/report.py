@@ -122,7 +122,7 @@ def _draw(entries: list[dict], path: Path, title: str) -> None:
     import matplotlib.pyplot as plt
 
     figure, grid = plt.subplots(2, 2, figsize=(9, 6.4), dpi=140, layout="constrained")
-    figure.suptitle(title, fontweight="bold")
+    figure.suptitle(title, fontweight="bold", parse_math=False)
     for axes, (heading, lines) in zip(grid.flat, _PANELS.items(), strict=True):
         axes.set_title(heading, loc="left", fontsize=10)
         axes.set_xlabel("finished steps")

@@ -206,7 +206,7 @@ def sbatch_command(
         f"--job-name={name}",
         "--dependency=singleton",
         f"--signal=B:USR1@{request.grace_s}",
-        f"--output={_output(folder, '%j')}",
+        f"--output={_output(RunFolder(Path(str(folder.path).replace('%', '%%'))), '%j')}",
         "--export=ALL",
     ]
     # steps get what the job names, although its nodes are exclusive

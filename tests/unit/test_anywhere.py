@@ -298,6 +298,15 @@ def test_long_names_of_two_runs_stay_apart(tmp_path, capsys):
     assert len(names) == 2 and all(re.fullmatch("megagrpo-long-[a-z0-9-]{0,26}[a-z0-9]", name) for name in names), names
 
 
+@pytest.mark.parametrize("pair", [("\u8bad\u7ec3", "\u8bc4\u4f30"), ("a.b", "a_b"), ("Run", "run")])
+def test_names_that_differ_in_what_a_label_lacks_stay_apart(tmp_path, capsys, pair):
+    labels = set()
+    for name in pair:
+        changes = {"name": name, "output_dir": str(tmp_path / name)}
+        labels.add(printed(capsys, tmp_path, "kubernetes", "--image", "r/m:1", changes=changes)["metadata"]["name"])
+    assert len(labels) == 2 and all(map(_POD_NAME.fullmatch, labels)), labels
+
+
 REFUSED: list[tuple[list[str], str]] = [
     (
         ["--to", "kubernetes", "--volume", "c:/"],

@@ -203,6 +203,13 @@ def test_values_that_were_not_finite_are_left_out():
     assert series([{"step": 1, "a/b": None}, {"step": 2, "a/b": 3.0}, {"step": 3}], "a/b") == ([2], [3.0])
 
 
+def test_a_runs_name_is_no_formula(tmp_path):
+    folder = tmp_path / "price $a_{$b"
+    folder.mkdir()
+    write_json_lines(folder / "metrics.jsonl", [{"step": 1, "reward/mean": 0.5}])
+    assert "price $a_{$b: 1 steps" in write_report(folder) and (folder / "curve.png").is_file()
+
+
 @pytest.mark.parametrize(
     "entries", [run(30), run(1), [{"step": 0, "eval/accuracy": 0.5}], [{"step": 1, "reward/mean": -2.0}]]
 )

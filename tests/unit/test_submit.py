@@ -129,6 +129,12 @@ def test_the_command_line():
     assert not any(word.startswith("--nodes") for word in command(Request("one-node")))
 
 
+def test_the_folder_of_a_log_is_no_pattern():
+    config = experiment(output_dir="/runs/50%j %%")
+    (output,) = [word for word in sbatch_command(config, [], Request("one-node"), Path("x")) if "--output" in word]
+    assert output == "--output=/runs/50%%j %%%%/logs/slurm-%j.out"
+
+
 def test_gpus_are_requested_for_an_experiment_that_needs_them():
     def gpus(given: int | None, **sections) -> list[str]:
         request = Request("one-node", gpus_per_node=given)
