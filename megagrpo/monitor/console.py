@@ -40,9 +40,7 @@ class StepConsole:
         self._first = start_step
         self._enabled = enabled
         self._stream = stream or sys.stdout
-        self._begin = ""
-        if self._stream.isatty():  # whose last line may be a bar
-            self._begin = CLEAR
+        self._begin = CLEAR * self._stream.isatty()  # whose last line may be a bar
         self._step = start_step
         self._end = math.inf  # by time.monotonic
         self._latest: dict[str, float] = {}
@@ -83,8 +81,7 @@ class StepConsole:
 
 def minutes(seconds: float) -> str:
     """Formats seconds as 1:02 or 3:04:05."""
-    total = round(seconds)
-    hours, rest = divmod(total, 3600)
+    hours, rest = divmod(round(seconds), 3600)
     if hours:
         return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
     return f"{rest // 60}:{rest % 60:02d}"

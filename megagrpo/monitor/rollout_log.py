@@ -82,7 +82,7 @@ def turns_of(sample: Sample, rewards: Iterator[float], decode: Decode) -> list[d
 def _record(group: RolloutGroup, decode: Decode) -> dict:
     prompt = group.prompt
     rewards = [iter(outcome.turn_rewards) for outcome in group.outcomes]
-    record: dict[str, object] = {
+    record = {
         "group_id": group.group_id,
         "prompt_id": prompt.id,
         "prompt": prompt.text,
@@ -94,17 +94,18 @@ def _record(group: RolloutGroup, decode: Decode) -> dict:
             for sample in group.samples
         ],
     }
-    if prompt.source:
-        record["source"] = prompt.source
-    if prompt.images:
-        record["images"] = [image.key for image in prompt.images]
-    return record
+    return record | _kept(source=prompt.source, images=[image.key for image in prompt.images])
+
+
+def _kept(**optional: object) -> dict[str, object]:
+    """Returns the values that are not empty; a number never is."""
+    return {key: value for key, value in optional.items() if value or value == 0}
 
 
 def _sample_record(
     sample: Sample, outcome: Outcome, rewards: Iterator[float], decode: Decode
 ) -> dict:
-    record: dict[str, object] = {
+    record = {
         "text": sample.text,
         "reward": outcome.value if outcome.ok else None,
         "outcome": _outcome_record(outcome),
@@ -112,25 +113,20 @@ def _sample_record(
         "num_tokens": len(sample.token_ids),
         "weight_version": sample.weight_version,
     }
-    if sample.rollout is not None:
-        record["rollout"] = sample.rollout
-    if sample.newer:
-        record["newer_weights"] = sample.newer
-    if sample.prompt_ids is not None:
-        record["prompt"] = decode(sample.prompt_ids)
-    if sample.teacher is not None:
-        record["teacher_logprob"] = float(sample.teacher.logprobs.sum())
-    if outcome.end:
-        record["turns"] = turns_of(sample, rewards, decode)
-    return record
+    return record | _kept(
+        rollout=sample.rollout,
+        newer_weights=sample.newer,
+        prompt=None if sample.prompt_ids is None else decode(sample.prompt_ids),
+        teacher_logprob=sample.teacher and float(sample.teacher.logprobs.sum()),
+        turns=turns_of(sample, rewards, decode) if outcome.end else None,
+    )
 
 
 def _outcome_record(outcome: Outcome) -> dict:
-    optional = {
-        "parts": {name: _outcome_record(part) for name, part in outcome.parts.items()},
-        "token_rewards": outcome.token_rewards,
-        "end": outcome.end,
-        "turn_rewards": outcome.turn_rewards,
-    }
     always = {"status": outcome.status, "value": outcome.value, "detail": outcome.detail}
-    return always | {key: value for key, value in optional.items() if value}
+    return always | _kept(
+        parts={name: _outcome_record(part) for name, part in outcome.parts.items()},
+        token_rewards=outcome.token_rewards,
+        end=outcome.end,
+        turn_rewards=outcome.turn_rewards,
+    )

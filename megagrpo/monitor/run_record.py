@@ -76,11 +76,13 @@ class RunRecord:
         start = self.start_step
         mesh.from_main(lambda: cut_record(self.folder, start), "cut the record")
 
-        def pieces(token_ids: Sequence[int]) -> list[str]:
-            return [str(tokenizer.decode([token])) for token in token_ids]
-
         if has_token_values:
-            trained = TrainedLog(self.folder, mesh.dp_rank, config.log.tokens, pieces)
+            trained = TrainedLog(
+                self.folder,
+                mesh.dp_rank,
+                config.log.tokens,
+                lambda ids: [str(tokenizer.decode([token])) for token in ids],
+            )
             self._trained = self._stack.enter_context(closing(trained))
         if mesh.is_leader:
             rollouts = RolloutLog(self.folder, mesh.dp_rank, decode)

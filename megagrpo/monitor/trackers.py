@@ -4,10 +4,12 @@ Each reads addresses and keys from environment variables of its own. The id of a
 stored in the run folder, so a resumed run continues it.
 """
 
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +28,7 @@ _WANDB = "wandb"
 _LAST = "the end"  # the name of a tracker's last call
 
 
+@dataclass
 class TrackerLog:
     """Sends the resolved experiment and every entry of metrics.jsonl to one tracker.
 
@@ -35,21 +38,16 @@ class TrackerLog:
     context that began it.
     """
 
-    def __init__(
-        self,
-        key: str,
-        make: Callable[[], Tracker],
-        run: TrackedRun,
-        id_file: Path,
-        note: Callable[[str], None],
-    ) -> None:
-        """key: under `log`, for messages. id_file: keeps the id for the next start."""
-        self._key = key
-        self._id_file = id_file
-        self._note = note
+    key: str  # under `log`, for messages
+    make: Callable[[], Tracker]
+    run: TrackedRun
+    id_file: Path  # keeps the id for the next start
+    note: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._failed = False
         self._calls: SimpleQueue[tuple[str, Callable[[Tracker], None]]] = SimpleQueue()
-        self._thread = Thread(target=self._send, args=(make, run), daemon=True)
+        self._thread = Thread(target=self._send, daemon=True)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Sends one entry soon, non-finite values included."""
@@ -65,13 +63,14 @@ class TrackerLog:
         self._calls.put((_LAST, lambda tracker: tracker.finish(kind is not None)))
         self._thread.join(_END_S)
         if self._thread.is_alive():
-            problem = "it does not answer; the run ends, and metrics.jsonl has all metrics"
-            self._note(f"log.{self._key}: {problem}")
+            self.note(
+                f"log.{self.key}: it does not answer; the run ends, and metrics.jsonl has all metrics"
+            )
 
-    def _send(self, make: Callable[[], Tracker], run: TrackedRun) -> None:
+    def _send(self) -> None:
         with self._never_fatal("the start"):
-            tracker = make()
-            write_whole(self._id_file, tracker.start(run))
+            tracker = self.make()
+            write_whole(self.id_file, tracker.start(self.run))
         action = ""
         while action != _LAST:
             action, call = self._calls.get()
@@ -86,7 +85,7 @@ class TrackerLog:
         except Exception as exc:  # a remote service must not end the training
             self._failed = True
             problem = f"{action} failed; no more metrics are sent; metrics.jsonl has all of them"
-            self._note(f"log.{self._key}: {problem}: {type(exc).__name__}: {exc}")
+            self.note(f"log.{self.key}: {problem}: {type(exc).__name__}: {exc}")
 
 
 def tracker_logs(
@@ -97,18 +96,15 @@ def tracker_logs(
     if config.log.wandb is not None:
         makers[_WANDB] = partial(WandbTracker, config.log.wandb.project)
     for key, make in makers.items():
-        file = _id_file(folder.path, key)
+        # of Weights & Biases as earlier versions have it
+        word = re.sub(r"[\W_]", "_", key.removeprefix("trackers "))
+        file = folder.path / f"{word}_id"
         continued = start_step > 0 and file.is_file()
         run_id = file.read_text(encoding="utf-8") if continued else secrets.token_hex(4)
-        described = config.model_dump(mode="json")
-        run = TrackedRun(config.name, folder.path, run_id, continued, described)
+        run = TrackedRun(
+            config.name, folder.path, run_id, continued, config.model_dump(mode="json")
+        )
         yield TrackerLog(key, make, run, file, note)
-
-
-def _id_file(folder: Path, key: str) -> Path:
-    """Returns where a tracker's id stands; of Weights & Biases as earlier versions have it."""
-    word = "".join(letter if letter.isalnum() else "_" for letter in key.removeprefix("trackers "))
-    return folder / f"{word}_id"
 
 
 class _ModuleTracker:
@@ -136,7 +132,6 @@ class WandbTracker(_ModuleTracker):
 
     def start(self, run: TrackedRun) -> str:
         """Begins or continues it."""
-        timeouts = {f"{name}_timeout": _TIMEOUT_S for name in ("init", "login", "finish")}
         self._module.init(
             project=self._project,
             name=run.name,
@@ -147,7 +142,13 @@ class WandbTracker(_ModuleTracker):
             config=run.config,
             # no output of ranks, which is in logs/, and only the metrics of metrics.jsonl
             settings=self._module.Settings(
-                silent=True, console="off", x_disable_stats=True, disable_git=True, **timeouts
+                silent=True,
+                console="off",
+                x_disable_stats=True,
+                disable_git=True,
+                init_timeout=_TIMEOUT_S,
+                login_timeout=_TIMEOUT_S,
+                finish_timeout=_TIMEOUT_S,
             ),
         ).define_metric("*", step_metric="step")
         return run.id
@@ -226,10 +227,13 @@ class TrackioTracker(_ModuleTracker):
 
     def start(self, run: TrackedRun) -> str:
         """Begins or continues it; Trackio finds a run by its name."""
-        quiet = {"auto_log_gpu": False, "auto_log_cpu": False}
-        name = f"{run.name}-{run.id}"
         self._module.init(
-            project=self._project, name=name, resume="allow", config=run.config, **quiet
+            project=self._project,
+            name=f"{run.name}-{run.id}",
+            resume="allow",
+            config=run.config,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
         )
         return run.id
 

@@ -67,12 +67,14 @@ class Watchdog:
         if config.algorithm.needs_greedy_response:
             passes *= 2
         request_s = config.rollout.step_timeout_s
-        self._limits = {"rollout": passes * request_s, "evaluate": request_s, "drain": request_s}
-        self._limits["publish"] = config.weights.timeout_s
-        self._name = "start"
-        self._since = time.time()
-        self._moved = time.time()
-        self._entered = 0
+        self._limits = {
+            "rollout": passes * request_s,
+            "evaluate": request_s,
+            "drain": request_s,
+            "publish": config.weights.timeout_s,
+        }
+        self._entered = -1
+        self.enter("start")
         self._written = 0.0  # time of the last heartbeat
         self._reported = -1  # number of the phase that a page shows
         self._ended = threading.Event()
@@ -95,8 +97,7 @@ class Watchdog:
     def enter(self, phase: str) -> None:
         """Records that the main thread starts phase `phase` of the step."""
         self._name = phase
-        self._since = time.time()
-        self._moved = self._since
+        self._since = self._moved = time.time()
         self._entered += 1
 
     def alive(self) -> None:
