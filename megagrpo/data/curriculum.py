@@ -132,8 +132,10 @@ class Curriculum:
         start = 0
         for source, size in enumerate(sizes):
             places = np.flatnonzero(sources == source)
-            source_weights = weights[start : start + size]
-            positive = np.count_nonzero(source_weights)
+            chances = weights[start : start + size]
+            chances = chances / (chances.sum() or 1.0)
+            # a weight that is tiny beside the others becomes 0
+            positive = np.count_nonzero(chances)
             if positive < len(places):
                 rows = f"rows of source {self.rows[start].source}" if self.mixture else "rows"
                 raise ValueError(
@@ -144,7 +146,7 @@ class Curriculum:
                 )
             if len(places):
                 drawn[places] = start + generator.choice(
-                    size, len(places), replace=False, p=source_weights / source_weights.sum()
+                    size, len(places), replace=False, p=chances
                 )
             start += size
         return drawn.tolist()

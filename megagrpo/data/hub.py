@@ -15,7 +15,7 @@ from megagrpo.config.fields import RULES_LATER, KeyPath
 from megagrpo.config.load import Plain
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.config.wording import value_at
-from megagrpo.system.errors import collected
+from megagrpo.system.errors import collected, explained
 
 _NAME = r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?"
 _MODEL = re.compile(_NAME)
@@ -26,6 +26,8 @@ _FOLDERS = {"models", "data", "runs", "configs", "checkpoints"}  # not names on 
 _DESCRIPTION = ["*.json", "*.txt", "*.model", "*.jinja"]
 _WEIGHTS = ["*.safetensors"]
 _IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
+# by name: the file patterns by split, and whether it is the default
+_Configurations = dict[str, tuple[dict[str, list[str]], bool]]
 # the splits that a section reads: the first that exists
 _SPLITS = {"data": ("train",), "sft": ("train",), "eval": ("test", "validation")}
 
@@ -146,14 +148,12 @@ def _patterns(
         raise ValueError(f"{path}: {unknown[0]} is unknown; a name may end in ?config=C&split=S")
     if "split" in asked:
         splits = (asked["split"],)
-    configs = _configurations(folder / "README.md")
-    if not configs:  # by the names of files, as the Hub itself finds them
-        # no letter beside the split: contest.csv is no test
-        begins = [f"*{asked['config']}*[!a-zA-Z]"] if "config" in asked else ["", "*[!a-zA-Z]"]
-        ends = ("json*", "csv*", "parquet")
-        return [f"{begin}{splits[0]}[!a-zA-Z]*{end}" for begin in begins for end in ends]
-    candidates = [name for name, (_, is_default) in configs.items() if is_default] or [*configs]
+    with explained(f"{path}: the front matter of README.md is not as the Hub expects it"):
+        configs = _configurations(folder / "README.md", splits[0])
     name = asked.get("config")
+    if not configs:
+        return _named_by(splits[0], f"*{name}" if name else "")
+    candidates = [name for name, (_, is_default) in configs.items() if is_default] or [*configs]
     if name is None and len(candidates) == 1:
         name = candidates[0]
     base = path.partition("?")[0]
@@ -170,22 +170,35 @@ def _patterns(
     return files[split]
 
 
-def _configurations(readme: Path) -> dict[str, tuple[dict[str, list[str]], bool]]:
-    """Returns the configurations in the front matter of a data set's README: for each the file
-    patterns by split, and whether it is the default. {}: it lists none."""
+def _named_by(split: str, start: str = "") -> list[str]:
+    """Returns the patterns of files by their names, as the Hub itself finds them."""
+    gaps = ("", "*[!a-zA-Z]")  # no letter beside the split: contest.csv is no test
+    ends = ("json*", "csv*", "parquet")
+    return [f"{start}{gap}{split}[!a-zA-Z]*{end}" for gap in gaps for end in ends]
+
+
+def _configurations(readme: Path, split: str) -> _Configurations:
+    """Returns the configurations in the front matter of a data set's README. {}: it lists none.
+
+    split: the only one of a configuration that is a folder.
+    """
     from huggingface_hub import repocard
 
     text = readme.read_text("utf-8", errors="replace") if readme.is_file() else ""
     front = repocard.REGEX_YAML_BLOCK.match(text)
-    configurations: dict[str, tuple[dict[str, list[str]], bool]] = {}
+    configurations: _Configurations = {}
     for config in (yaml.safe_load(front[2] if front else "") or {}).get("configs") or []:
         files = config.get("data_files") or []
         if isinstance(files, str) or (files and isinstance(files[0], str)):
             files = [{"split": "train", "path": files}]
         name = config["config_name"]
-        if files:
-            patterns = {file["split"]: _as_list(file["path"]) for file in files}
-            configurations[name] = patterns, bool(config.get("default")) or name == "default"
+        folder = config.get("data_dir") or ""
+        if files or folder:
+            patterns = {
+                file["split"]: [str(Path(folder, path)) for path in _as_list(file["path"])]
+                for file in files
+            } or {split: _named_by(split, f"{Path(folder)}/")}
+            configurations[name] = patterns, config.get("default") or name == "default"
     return configurations
 
 

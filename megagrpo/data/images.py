@@ -169,12 +169,12 @@ class ImageStore:
 
         with Image.open(io.BytesIO(data)) as opened:
             upright = ImageOps.exif_transpose(opened)
+            if upright.mode.startswith("I;16"):  # `convert` would cut at 255
+                upright = Image.fromarray((np.asarray(upright) // 257).astype(np.uint8))
             if upright.has_transparency_data:  # black would hide a drawing's black lines
                 white = Image.new("RGBA", upright.size, "white")
                 upright = Image.alpha_composite(white, upright.convert("RGBA"))
-            if upright.mode.startswith("I;16"):  # `convert` would cut at 255
-                upright = Image.fromarray((np.asarray(upright) // 257).astype(np.uint8))
-            elif upright.mode in ("I", "F"):
+            if upright.mode in ("I", "F"):
                 raise ValueError(
                     f"its pixels have no known range (mode {upright.mode}): write 8 bits"
                 )
@@ -185,10 +185,11 @@ class ImageStore:
             raise ValueError(f"the processor resizes {image.size} to {size}, and this again")
         buffer = io.BytesIO()
         image.resize(size, Image.Resampling(int(self._processor.resample))).save(buffer, "PNG")
-        key = hashlib.sha256(buffer.getvalue()).hexdigest()
-        self._held[key] = len(buffer.getvalue())
+        png = buffer.getvalue()
+        key = hashlib.sha256(png).hexdigest()
+        self._held[key] = len(png)
         with whole_file(self.path(key)) as draft:  # other ranks write the same bytes
-            draft.write_bytes(buffer.getvalue())
+            draft.write_bytes(png)
         write_whole(known, json.dumps([key, grid]))
         return key, grid
 

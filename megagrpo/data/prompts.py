@@ -46,6 +46,8 @@ _BLOCK = 512  # texts that are tokenized at once
 # ratio and number of the prompts of each source; (): all are one
 Mixture = tuple[tuple[float, int], ...]
 
+_WithSources = tuple[Prompt, list[object]]  # those of its images
+
 
 @dataclass(frozen=True)
 class PromptSet:
@@ -68,15 +70,11 @@ class PromptSet:
     def batch(self, cursor: int, count: int, seed: int) -> list[Prompt]:
         """Returns prompts cursor .. cursor + count - 1 of an endless sequence of epochs, each in a
         different order."""
-        if not self.mixture:
-            return [
-                self._prompt(i, 0, len(self.prompts), seed, "")
-                for i in range(cursor, cursor + count)
-            ]
-        ratios, sizes = zip(*self.mixture, strict=True)
+        ratios, sizes = zip(*(self.mixture or [(1.0, len(self.prompts))]), strict=True)
         starts = [sum(sizes[:k]) for k in range(len(sizes))]
+        names = [f" source {k}" * bool(self.mixture) for k in range(len(sizes))]
         places = interleaved(ratios, cursor, count)
-        return [self._prompt(i, starts[k], sizes[k], seed, f" source {k}") for k, i in places]
+        return [self._prompt(i, starts[k], sizes[k], seed, names[k]) for k, i in places]
 
     def _prompt(self, i: int, start: int, size: int, seed: int, name: str) -> Prompt:
         """Returns prompt i of the endless sequence of the `size` prompts from `start` on."""
@@ -260,7 +258,7 @@ def render_rows(
     # special tokens come from the chat template or data.add_bos, never from the tokenizer itself
     begin = [tokenizer.bos_token_id] * data.add_bos
     tokens = tokenize(tokenizer, [text for _, text, _, _ in rendered], begin)
-    prompts: list[tuple[Prompt, list[object]]] = []
+    prompts: list[_WithSources] = []
     for (row, text, messages, images), ids in zip(rendered, tokens, strict=True):
         with collected(problems):
             own = ids[data.add_bos :]
@@ -354,7 +352,7 @@ def describe_dropped(data: DataConfig, prompts: PromptSet) -> str:
 
 def _with_images(
     store: ImageStore | None,
-    prompts: Sequence[tuple[Prompt, list[object]]],
+    prompts: Sequence[_WithSources],
     problems: list[str] | None,
 ) -> list[Prompt]:
     """Returns the prompts with their images, which the store keeps.
@@ -362,7 +360,7 @@ def _with_images(
     Each rank begins at another prompt, so that ranks that start together share the work.
     """
 
-    def expanded(prompt_and_sources: tuple[Prompt, list[object]]) -> Prompt | None:
+    def expanded(prompt_and_sources: _WithSources) -> Prompt | None:
         with collected(problems):
             return _expanded(store, *prompt_and_sources)
         return None

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 from typing import IO, cast, get_args
 
@@ -28,6 +29,7 @@ from megagrpo.system.errors import collected, explained, translated
 from megagrpo.types import Prompt
 
 Values = dict[str, object]
+Numbered = Iterator[tuple[int, object]]  # rows with the number of rows or lines before each
 _ROWS_AT_ONCE = 256  # of a parquet file, whose rows may hold images
 _BYTES_AT_ONCE = 2**16  # of each column
 _MOST_SOURCES = 64  # each has metrics of its own
@@ -203,7 +205,7 @@ def _extra(values: Values, key: str | list[str] | None, location: str) -> Values
     for name in [key] if isinstance(key, str) else key:
         value = _opened(_field(values, name, location))
         if value and isinstance(value, list) and all(isinstance(pair, tuple) for pair in value):
-            value = dict(value)  # a map of Arrow's
+            value = {str(name): item for name, item in value}  # a map of Arrow's
         extra[name] = value
     whole = extra.get(str(key))
     if isinstance(whole, dict):
@@ -231,10 +233,7 @@ def _weights(values: Values, data: DataConfig, location: str) -> dict[str, float
 def _by_name(values: Values, key: str | None, location: str) -> object:
     """Returns the value of a column: an object, also if it is JSON in a text, without nulls (a
     parquet file has every name in every row); or any other value as it is."""
-    column = None if key is None else _field(values, key, location)
-    if isinstance(column, str) and column.startswith("{"):
-        with translated(f"{location}: {key!r} is not JSON", ValueError, RecursionError):
-            column = json.loads(column)
+    column = None if key is None else _opened(_field(values, key, location))
     return without_nulls(column) if isinstance(column, dict) else column
 
 
@@ -247,12 +246,9 @@ def _demonstration(values: Values, key: str | None, location: str) -> str:
 
 def _tools(values: Values, data: DataConfig, location: str) -> tuple[Values, ...]:
     """Returns the tools that a row offers the model; the column has a list of them, or its JSON."""
-    tools = data.tools_key and values.get(data.tools_key)
-    if tools is None:
+    tools = data.tools_key and _opened(values.get(data.tools_key))
+    if tools is None or tools == "":
         return ()
-    if isinstance(tools, str):
-        with translated(f"{location}: {data.tools_key!r} is not JSON", ValueError, RecursionError):
-            tools = json.loads(tools or "[]")
     if not isinstance(tools, list) or not all(
         isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools
     ):
@@ -274,7 +270,7 @@ def _grader_of(source: str, graders: dict[str, str]) -> str | None:
 def _messages(prompt: object, data: DataConfig, location: str) -> str | list[Values]:
     """Returns a text, or the messages for a chat template; ROLL writes these as JSON in a text."""
     key = data.prompt_key
-    if isinstance(prompt, str) and prompt.lstrip().startswith("["):
+    if isinstance(prompt, str):
         prompt = _parsed(prompt)
     if not isinstance(prompt, list):
         return _text(prompt, key, location)
@@ -303,16 +299,17 @@ def _messages(prompt: object, data: DataConfig, location: str) -> str | list[Val
 
 def _parsed(text: str) -> object:
     """Returns the messages if `text` is JSON for some, else the text itself."""
-    try:
-        items = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    if items and all(isinstance(item, dict) and "role" in item for item in items):
+    items = _opened(text.lstrip())
+    if (
+        items
+        and isinstance(items, list)
+        and all(isinstance(item, dict) and "role" in item for item in items)
+    ):
         return items
     return text
 
 
-def _rows(path: Path) -> Iterator[tuple[int, object]]:
+def _rows(path: Path) -> Numbered:
     match path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix:
         case ".jsonl":
             return _jsonl_lines(path)
@@ -328,7 +325,7 @@ def _rows(path: Path) -> Iterator[tuple[int, object]]:
     )
 
 
-def _jsonl_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def _jsonl_lines(path: Path) -> Numbered:
     with _open(path) as file:
         for i, line in enumerate(file):
             line = line.removeprefix(BOM_UTF8 if i == 0 else b"")
@@ -347,7 +344,7 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _json_rows(path: Path) -> Iterator[tuple[int, object]]:
+def _json_rows(path: Path) -> Numbered:
     """Yields the objects of a list; or lines, because many .json files are .jsonl files."""
     with _open(path) as file:
         is_list = file.read(256).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
@@ -359,7 +356,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, object]]:
     yield from enumerate(rows)
 
 
-def _csv_rows(path: Path) -> Iterator[tuple[int, Values]]:
+def _csv_rows(path: Path) -> Numbered:
     """Yields the records after the header; all values are texts."""
     csv.field_size_limit(2**31 - 1)  # a prompt is longer than the default
     with (
@@ -390,31 +387,38 @@ def _values(line: object, location: str) -> Values:
     try:
         if isinstance(line, bytes):
             row = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
-    except UnicodeDecodeError as exc:
-        raise ValueError(f"{location}: not UTF-8: {exc}") from exc
     except json.JSONDecodeError as exc:
         raise ValueError(
             f"{location}: broken JSON, column {exc.colno}: {exc.msg}: {line!r:.60}"
         ) from exc
-    except (ValueError, RecursionError) as exc:  # a number of too many digits, or too deep
+    except (
+        ValueError,
+        RecursionError,
+    ) as exc:  # not UTF-8, a number of too many digits, or too deep
         raise ValueError(f"{location}: unreadable JSON: {exc}: {line!r:.60}") from exc
     if not isinstance(row, dict):
         raise ValueError(f'{location}: should be an object like {{"prompt": ...}}, is {line!r:.60}')
     return row
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, Values]]:
+def _parquet_rows(path: Path) -> Numbered:
     # Without a buffer it would read whole row groups: a file may consist of a single one.
     # also a page that is damaged, behind a readable footer
     with (
         explained(f"{path}: not a readable parquet file"),
         pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=_BYTES_AT_ONCE) as file,
     ):
-        i = 0
-        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
-            for row in batch.to_pylist():
-                yield i, row
-                i += 1
+        fields = file.schema_arrow
+        if doubled := repeated(fields.names):
+            raise ValueError(f"two columns are called {doubled[0]!r}")
+        # as text: Python has no nanoseconds, and no year 10000
+        schema = pyarrow.schema(
+            field.with_type(pyarrow.string()) if pyarrow.types.is_temporal(field.type) else field
+            for field in fields
+        )
+        batches = file.iter_batches(batch_size=_ROWS_AT_ONCE)
+        rows = (batch.cast(schema).to_pylist() for batch in batches)
+        yield from enumerate(chain.from_iterable(rows))
 
 
 def _answer(values: Values, key: str, location: str) -> str:
@@ -450,7 +454,7 @@ def _field(row: object, key: str, location: str) -> object:
             value = value[part]
         elif (
             isinstance(value, list)
-            and part.lstrip("-").isdecimal()
+            and part.removeprefix("-").isdecimal()
             and -len(value) <= int(part) < len(value)
         ):
             value = value[int(part)]

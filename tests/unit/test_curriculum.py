@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 from fake_service import FakeService, running
 from sampling import MESH, experiment, source_of, take
@@ -74,6 +75,14 @@ def test_rows_are_drawn_in_proportion_and_never_twice_in_a_batch():
     batches = [made.draw(of, 5, place, 3) for place in range(100)]
     assert all(sorted(batch) == [0, 1, 3] for batch in batches)
     assert len({tuple(batch) for batch in batches}) > 1
+
+
+@pytest.mark.parametrize("weights", [[1, 1, 5e-324, 5e-324, 0, 0], [0] * 6])
+def test_weights_too_far_apart_are_refused_by_name(weights, monkeypatch):
+    made = curriculum(6, name="pools")
+    monkeypatch.setattr(Curriculum, "_weights", lambda *_: numpy.array(weights, float))
+    with pytest.raises(ValueError, match=r"data.curriculum pools: \d of 6 rows have a weight above 0"):
+        made.draw(made.unseen(), 1, 0, 4)
 
 
 def test_a_draw_depends_on_seed_place_and_results_only():

@@ -96,6 +96,36 @@ def test_a_map_of_arrow_is_an_object(tmp_path):
     assert row.extra == {"a": 1, "b": 2}
 
 
+def test_times_that_python_cannot_hold_are_texts(tmp_path):
+    times = {
+        "at": pyarrow.array([1], pyarrow.timestamp("ns")),
+        "took": pyarrow.array([1], pyarrow.duration("ns")),
+        "daily": pyarrow.array([1], pyarrow.time64("ns")),
+        "end": pyarrow.array([2**48], pyarrow.timestamp("ms")),
+    }
+    dated = pyarrow.array([[(19000, 1)]], pyarrow.map_(pyarrow.date32(), pyarrow.int64()))
+    table = pyarrow.table({"prompt": ["1"], "answer": ["2"], "extra": dated, **times})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    data = DataConfig(path=str(tmp_path / "a.parquet"), extra_key=["extra", *times])
+    (row,) = read_rows(data)
+    assert row.extra["at"] == "1970-01-01 00:00:00.000000001" and row.extra["end"].startswith("10889-")
+    assert row.extra["took"] == "1" and row.extra["daily"] == "00:00:00.000000001"
+    assert row.extra["extra"] == {"2022-01-08": 1}
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    table = pyarrow.Table.from_arrays([pyarrow.array(["1"])] * 3, ["prompt", "answer", "answer"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="a.parquet: .*two columns are called 'answer'"):
+        read_rows(DataConfig(path=str(tmp_path / "a.parquet")))
+
+
+def test_a_key_with_two_signs_is_no_number():
+    path = rows_file([{"prompt": "1", "answer": ["a"]}])
+    with pytest.raises(ValueError, match="no key 'answer.--1'"):
+        read_rows(DataConfig(path=path, answer_key="answer.--1"))
+
+
 @pytest.mark.parametrize("text", ["[" * 100_000, "[" + "1" * 5000 + "]"])
 def test_a_prompt_that_only_begins_as_json_is_a_text(text):
     (row,) = read_rows(DataConfig(path=rows_file([{"prompt": text, "answer": "1"}])))

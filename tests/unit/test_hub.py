@@ -36,6 +36,15 @@ GSM8K = {
 PLAIN = {"README.md": "# no front matter", "train.csv": "a", "test.csv": "b", "notes.txt": "c"}
 # of the second kind: packed, and files that only sound like a split's
 PLAIN |= {"train_2.jsonl.gz": "d", "contest.csv": "e", "constraints.json": "f", "y/latest.csv": "g"}
+# patterns are relative to the folder of a configuration, and a folder alone is one
+FOLDERS = """---
+configs:
+- {config_name: main, data_dir: ./main, default: true}
+- config_name: socratic
+  data_dir: socratic/
+  data_files: [{split: train, path: tr*}]
+---
+"""
 # each file its own text: the cache keeps equal ones once
 MODEL = {"config.json": "{}", "tokenizer.json": "[]", "model.safetensors": "w", "model.bin": "b"}
 
@@ -46,6 +55,7 @@ def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     cached(tmp_path, "dataset", "openai/gsm8k", GSM8K)
     cached(tmp_path, "dataset", "me/plain", PLAIN)
+    cached(tmp_path, "dataset", "me/folders", GSM8K | {"README.md": FOLDERS})
     cached(tmp_path, "model", "Qwen/Qwen3-1.7B", MODEL)
     cached(tmp_path, "model", "me/described", {"config.json": "{}"})
     return tmp_path
@@ -63,6 +73,9 @@ def read(**sections) -> tuple[dict, list[str]]:
         ("openai/gsm8k?config=main&split=test", ["main/test-0.jsonl"]),
         ("openai/gsm8k?config=socratic", ["socratic/train-0.jsonl"]),
         ("hf://datasets/openai/gsm8k/main/te*", ["main/test-0.jsonl"]),
+        ("me/folders", ["main/train-0.jsonl", "main/train-1.jsonl"]),
+        ("me/folders?split=test", ["main/test-0.jsonl"]),
+        ("me/folders?config=socratic", ["socratic/train-0.jsonl"]),
         ("me/plain", ["train.csv", "train_2.jsonl.gz"]),
         ("hf://datasets/me/plain/train_2.jsonl.gz", ["train_2.jsonl.gz"]),
         ("me/plain@main?split=test", ["test.csv"]),
@@ -81,6 +94,16 @@ def test_a_card_in_another_encoding_lists_its_files(cache):
         card.write_bytes(card.read_bytes() + "café".encode("latin-1"))
     data, problems = read(data={"path": "hf://datasets/openai/gsm8k?config=main"})
     assert not problems and len(data["data"]["path"]) == 2
+
+
+@pytest.mark.parametrize(
+    "front",
+    ["[a, b]", "configs: [", "configs: [{data_files: x}]", "configs: [{config_name: a, data_files: [{path: x}]}]"],
+)
+def test_a_card_that_is_not_as_the_hub_expects_is_a_problem(cache, front):
+    cached(cache, "dataset", "me/odd", {"README.md": f"---\n{front}\n---\n", "train.csv": "a"})
+    _, problems = read(data={"path": "me/odd"})
+    assert len(problems) == 1 and "me/odd: the front matter of README.md" in problems[0]
 
 
 def test_an_evaluation_reads_the_test_split_and_a_list_may_mix(cache):

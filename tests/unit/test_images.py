@@ -130,6 +130,9 @@ def test_gray_of_sixteen_bits_keeps_its_shades(load, tmp_path):
     (prompt,), store = load({"prompt": "<image>", "images": ["scan.png"]})
     seen = np.asarray(Image.open(io.BytesIO(store.png(prompt.images[0].key))))
     assert np.abs(seen - shades[..., None] / 257).max() <= 1
+    Image.fromarray(shades.astype(np.uint16)).save(tmp_path / "clear.png", transparency=7)
+    (prompt,), store = load({"prompt": "<image>", "images": ["clear.png"]})
+    assert (seen == np.asarray(Image.open(io.BytesIO(store.png(prompt.images[0].key))))).all()
     Image.fromarray(shades.astype(np.float32)).save(tmp_path / "scan.tiff")
     with pytest.raises(ValueError, match="no known range"):
         load({"prompt": "<image>", "images": ["scan.tiff"]})

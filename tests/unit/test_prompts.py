@@ -130,7 +130,7 @@ def test_bad_files(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="not a readable parquet file"):
         load_prompts(DataConfig(path=write(tmp_path / "a.parquet", ["x" * 100])), tokenizer)
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9", "answer": "1"}\n')
-    with pytest.raises(ValueError, match=r"latin.jsonl:1: not UTF-8"):
+    with pytest.raises(ValueError, match=r"latin.jsonl:1: unreadable JSON: .utf-8. codec"):
         load_prompts(DataConfig(path=str(tmp_path / "latin.jsonl")), tokenizer)
 
 
