@@ -56,6 +56,7 @@ def run_script(source: str) -> None:
 
 def _provide(space: dict[str, Value]) -> None:
     """Defines the names that programs use without an import. `site` would define exit and quit."""
+    space["__file__"] = "program.py"
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
     for line in (*_PRELUDE, *_STARTERS):
         with suppress(ImportError):  # a program that needs it fails by itself

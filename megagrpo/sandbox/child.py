@@ -52,6 +52,7 @@ class ProgramOptions(TypedDict, total=False):
 
     mode: str
     scratch: str
+    root: str
     readable: list[str]
     links: dict[str, str]
     isolate: bool
@@ -80,11 +81,14 @@ def main(options: ProgramOptions) -> None:
         os.path.join(options["scratch"], "program.py"), encoding="utf-8", errors="surrogatepass"
     ) as file:
         source = file.read()
+    # before others can enter the folder: of a test it has the expected results
+    os.unlink(file.name)
     calls = _load("calls")
     filters = _load("system_calls")
     ready, theirs = os.pipe()
     try:
         options["user"], claim = _claim_user()
+        _make_root(options)
         if options["isolate"]:
             _enter_namespaces(options["user"])
         pid = os.fork()
@@ -117,6 +121,16 @@ def _report(options: ProgramOptions, report: dict[str, object]) -> None:
 
 
 # ---- the supervisor ----------------------------------------------------------------------------
+
+
+def _make_root(options: ProgramOptions) -> None:
+    """Creates the folder of the program's private root, without namespaces its only folder. Root
+    does it for the program's user, which root without capabilities becomes."""
+    options["root"] = root = os.path.join(options["scratch"], "root")
+    os.mkdir(root, 0o700)
+    if os.getuid() == 0:
+        os.chmod(options["scratch"], 0o711)
+        os.chown(root, options["user"], -1)
 
 
 def _claim_user() -> tuple[int, _socket.socket]:
@@ -183,10 +197,10 @@ def _resident_bytes(pid: int) -> int:
 def _enter_namespaces(user: int) -> None:
     """Gives future children their own network, process ids and shared memory."""
     apart = _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC
-    if os.getuid() == 0 and _libc.unshare(apart) == 0:
-        return
-    if os.getuid() == 0:  # for example root in a container without the capability
-        _become(user)
+    if os.getuid() == 0:
+        if _libc.unshare(apart) == 0:
+            return
+        _become(user)  # for example root in a container without the capability
     uid = os.getuid()
     gid = os.getgid()
     _call("unshare", apart | _CLONE_NEWUSER)
@@ -234,7 +248,7 @@ def _confine(options: ProgramOptions, ready: int, filters: types.ModuleType) -> 
         _build_root(options)
         tasks = 1  # the supervisor, if it is in the same new user namespace
     else:
-        _enter_folder(os.path.join(options["scratch"], "work"), options["user"])
+        os.chdir(options["root"])
         tasks = 0 if os.getuid() == 0 else _tasks_of(os.getuid())
     if os.getuid() == 0:
         _become(options["user"])
@@ -257,15 +271,6 @@ def _run(source: str, options: ProgramOptions, calls: types.ModuleType) -> None:
         calls.answer_requests(source, options)
 
 
-def _enter_folder(folder: str, user: int) -> None:
-    """Creates the program's folder, the substitute for a private root."""
-    os.mkdir(folder, 0o700)
-    if os.getuid() == 0:
-        os.chmod(os.path.dirname(folder), 0o711)
-        os.chown(folder, user, -1)
-    os.chdir(folder)
-
-
 def _tasks_of(uid: int) -> int:
     """Returns the number of processes and threads of a user, which the kernel limits together."""
     number = 0
@@ -281,8 +286,7 @@ def _build_root(options: ProgramOptions) -> None:
     /tmp."""
     _call("unshare", _CLONE_NEWNS)
     _call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
-    root = os.path.join(options["scratch"], "root")
-    os.mkdir(root)
+    root = options["root"]
     size = f"size={options['disk_mb']}m,nr_inodes=10000,mode=0755".encode()
     _call("mount", b"tmpfs", root.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, size)
     for path in options["readable"]:
@@ -292,14 +296,13 @@ def _build_root(options: ProgramOptions) -> None:
             _make_read_only(root + path)
     for path, target in options["links"].items():
         os.symlink(target, root + path)
-    os.mkdir(f"{root}/dev")
+    for name in ("dev", "tmp", "proc"):  # the interpreter may be in one
+        os.makedirs(f"{root}/{name}", exist_ok=True)
+    os.chmod(f"{root}/tmp", 0o777)
     for path in _DEVICES:
         os.close(os.open(root + path, os.O_CREAT | os.O_WRONLY))
         _call("mount", path.encode(), (root + path).encode(), None, _MS_BIND | _MS_REC, None)
     os.symlink("/proc/self/fd/0", f"{root}/dev/stdin")
-    os.mkdir(f"{root}/tmp")
-    os.chmod(f"{root}/tmp", 0o777)
-    os.mkdir(f"{root}/proc")
     # some containers forbid it
     _libc.mount(b"proc", f"{root}/proc".encode(), b"proc", _MS_NOSUID, None)
     os.chdir(root)
@@ -312,8 +315,7 @@ def _make_read_only(path: str) -> None:
     attributes = (ctypes.c_uint64 * 4)(_READ_ONLY, 0, 0, 0)
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
     arguments = (_AT_FDCWD, path.encode(), _AT_RECURSIVE, attributes, size)
-    if _libc.syscall(_SYS_MOUNT_SETATTR, *arguments) < 0:
-        raise OSError(ctypes.get_errno(), f"mount_setattr: {os.strerror(ctypes.get_errno())}")
+    _call("syscall", _SYS_MOUNT_SETATTR, *arguments)
 
 
 def _drop_capabilities() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, TypedDict
 
@@ -168,8 +169,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             fds = {"control": control, "status": status, **pipes}
             options = {"mode": mode, "scratch": scratch, "isolate": isolate, **fds}
             self._process = _start_supervisor(options, limits, list(fds.values()))
-            for stream in filter(None, (self._process.stdout, self._process.stderr)):
-                stack.enter_context(stream)
+            stack.enter_context(self._process)
             stack.callback(self.stop)
             self._stack = stack.pop_all()
 
@@ -186,12 +186,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         limit = ""
         with selectors.DefaultSelector() as selector:
             selector.register(self._status, selectors.EVENT_READ)
-            for name, stream in (
-                ("stdout", self._process.stdout),
-                ("stderr", self._process.stderr),
-            ):
-                assert stream is not None, "only for scripts"
-                selector.register(stream, selectors.EVENT_READ, output[name])
+            for name, chunks in output.items():
+                selector.register(getattr(self._process, name), selectors.EVENT_READ, chunks)
             # until both streams are closed and the supervisor has reported
             while selector.get_map() and not limit:
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
@@ -206,12 +202,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
                 elif sum(map(len, output.values())) > 1024 * self._limits.output_kb:
                     limit = "output limit"
         ended = self.stop()
-        return Ended(
-            limit or ended["reason"],
-            ended["code"],
-            bytes(output["stdout"]),
-            bytes(output["stderr"]),
-        )
+        return Ended(limit or ended["reason"], ended["code"], *map(bytes, output.values()))
 
     def stop(self) -> "Report":
         """Ends the program and its children, if they still run; returns the supervisor's report.
@@ -226,9 +217,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         return self._ended
 
     def _read_report(self) -> "Report":
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._status, selectors.EVENT_READ)
-            text = self._status.read() if selector.select(_END_S) else b""
+        text = self._status.read() if wait([self._status.fileno()], _END_S) else b""
         if not text:
             self._process.kill()
         code = self._process.wait()

@@ -2,8 +2,9 @@
 
 import ast
 import json
+import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from megagrpo.sandbox.calls import RIGHT
@@ -35,7 +36,10 @@ def read_tests(answer: str, tolerance: float = 0.0) -> TestCases:
     (input, output); any of these under "input_output", "test_cases", "tests" or "asserts", as JSON
     or as its text. Raises ValueError with the reason.
     """
-    return _tests(_parsed(answer), tolerance)
+    with ExitStack() as end:  # integers of any length, as for the tested programs
+        end.callback(sys.set_int_max_str_digits, sys.get_int_max_str_digits())
+        sys.set_int_max_str_digits(0)
+        return _tests(_parsed(answer), tolerance)
 
 
 def _parsed(answer: str) -> object:
@@ -87,11 +91,12 @@ def _from_objects(tests: Sequence[Mapping[str, object]], tolerance: float) -> Te
         raise ValueError(
             f"the tests call several functions, or mix calls and standard input: {names}"
         )
-    columns: dict[str, object] = {
+    columns = {
         "inputs": [test["input"] for test in tests],
         "outputs": [test["output"] for test in tests],
+        "fn_name": names.pop(),
     }
-    return _from_columns({**columns, "fn_name": names.pop()}, tolerance)
+    return _from_columns(columns, tolerance)
 
 
 def _function(test: Mapping[str, object]) -> str | None:
@@ -148,7 +153,7 @@ def _call(name: str, arguments: object, expected: object, tolerance: float) -> s
     alternatives = [expected]
     if isinstance(arguments, str) and isinstance(expected, str):
         with explained(f"a call's input {arguments!r:.60} or output is not JSON"):
-            arguments = [json.loads(line) for line in arguments.splitlines()]
+            arguments = [json.loads(line) for line in arguments.strip("\n").split("\n")]
             alternatives = [json.loads(expected)]
     elif isinstance(expected, list) and len(expected) == 1:
         alternatives += expected  # APPS puts a result into a list

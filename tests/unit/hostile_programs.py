@@ -69,6 +69,11 @@ _OF_SCRIPTS = {
         _errno(1),
     ),
     "opens an io_uring": (_CALL + "call('syscall', 425, 8, (ctypes.c_uint8 * 120)())", _errno(1)),
+    "keeps memory in a socket's queue": (
+        "import socket\nsocket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**22)",
+        _errno(1),
+    ),
+    "reaches the host of a virtual machine": ("import socket\nsocket.socket(40)", _errno(1)),
     "traces its parent": (_CALL + "call('ptrace', 16, os.getppid(), 0, 0)", _errno(1)),
     "prints forever": ("while True: print('x' * 1000)", "output limit"),
     "prints forever to standard error": ("import sys\nwhile True: print('x' * 1000, file=sys.stderr)", "output limit"),

@@ -119,6 +119,50 @@ def test_without_namespaces_nothing_starts_unless_isolation_is_off(tmp_path):
     assert within_limits.stdout == "started\n", within_limits.stderr
 
 
+# Python runs it first: root without CAP_SYS_ADMIN, as in most containers.
+NO_ADMIN = """import ctypes, os
+real = ctypes.CDLL(None, use_errno=True)
+
+class Refusing:
+    def __getattr__(self, name):
+        call = getattr(real, name)
+        return (lambda flags: -1 if os.getuid() == 0 else call(flags)) if name == "unshare" else call
+
+ctypes.CDLL = lambda *args, **kwargs: Refusing()
+"""
+
+
+@isolated
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
+def test_root_without_the_capability_is_isolated_as_another_user(monkeypatch):
+    """The folder is the system's own, which another user can enter; he may not read the interpreter's."""
+    ours = Path(sandbox.__file__).parent
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("calls.py", "system_calls.py"):
+            shutil.copy(ours / name, folder)
+        (Path(folder) / "child.py").write_text(NO_ADMIN + (ours / "child.py").read_text())
+        folders, links = sandbox.system_paths()
+        monkeypatch.setattr(sandbox, "_CHILD", Path(folder) / "child.py")
+        monkeypatch.setattr(sandbox, "system_paths", lambda: ([f for f in folders if f in sandbox._SYSTEM], links))
+        limits = sandbox.Limits(20.0, 192, 64, 4, 16, 6)
+        ended = sandbox.run_program("import os\nprint(os.getuid() // 4000, os.listdir('/tmp'))", b"", limits, True)
+    assert (ended.problem, ended.stdout) == ("", b"15 []\n")
+
+
+@isolated
+def test_an_interpreter_in_the_folder_of_temporary_files(scratch, monkeypatch):
+    folders, links = sandbox.system_paths()
+    monkeypatch.setattr(sandbox, "system_paths", lambda: ([*folders, str(scratch)], links))
+    limits = sandbox.Limits(20.0, 192, 64, 4, 16, 6)
+    assert sandbox.run_program("import re", b"", limits, isolate=True).problem == ""
+
+
+def test_the_expected_results_are_in_no_file_while_programs_run(scratch):
+    with sandbox.Sandbox("script", "import time\ntime.sleep(1000)", sandbox.Limits(20.0, 192, 64, 4, 16, 6), False):
+        until(lambda: list(scratch.glob("*/root")), 20)
+        assert not list(scratch.glob("*/program.py"))
+
+
 @isolated
 def test_a_program_sees_no_environment_and_no_other_process(scratch, monkeypatch):
     monkeypatch.setenv("SECRET_OF_TEST", "hunter2")
@@ -165,6 +209,9 @@ def s(): return Stack()
         ("print(sum(map(int, input().split())))", {"inputs": ["1 2", "3 4\n"], "outputs": ["3  \n\n", "8"]}, 0.5, {}),
         ("print(input() + input())", {"inputs": [["a", "b"]], "outputs": [["ab"]]}, 1.0, {}),
         ("def add(a, b): return (a, b)", {"fn_name": "add", "inputs": [[1, [2]]], "outputs": [[1, [2]]]}, 1.0, {}),
+        ("def f(a): return a", {"fn_name": "f", "inputs": ['"\u2028\x85"'], "outputs": ['"\u2028\x85"']}, 1.0, {}),
+        ("def f(a): return a + 1", {"fn_name": "f", "inputs": ["9" * 5000], "outputs": ["1" + "0" * 5000]}, 1.0, {}),
+        ("print(__file__)", {"inputs": [""], "outputs": ["program.py"]}, 1.0, {}),
         ("class Solution:\n def g(_, a): return a + 1", {"fn_name": "g", "inputs": ["1"], "outputs": ["2"]}, 1.0, {}),
         (STACK, ["x = s()\nx.push((1, {2}))\nassert x.pop() == (1, {2})"], 1.0, {}),
         ("def f(x): return iter([x])", {"asserts": ["assert list(f(1)) == [1]", "assert next(f(1)) == 1"]}, 0.5, {}),
