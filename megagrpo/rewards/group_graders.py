@@ -11,9 +11,8 @@ def rank(texts: list[str], answer: str, scores: list[float]) -> list[float]:
     """
     if len(scores) == 1:
         return [0.5]
-    below = [sum(other < score for other in scores) for score in scores]
-    equal = [sum(other == score for other in scores) for score in scores]
-    return [(b + (e - 1) / 2) / (len(scores) - 1) for b, e in zip(below, equal, strict=True)]
+    ranks = [sum((other < score) + (other == score) / 2 for other in scores) for score in scores]
+    return [(rank - 0.5) / (len(scores) - 1) for rank in ranks]
 
 
 def distinct(texts: list[str], answer: str, scores: list[float]) -> list[float]:

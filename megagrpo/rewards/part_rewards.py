@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from numbers import Real
+from numbers import Integral, Real
 
 import numpy as np
 
@@ -35,14 +35,14 @@ def read_parts(value: object, text: str) -> tuple[object, tuple[Span, ...], tupl
             "not score, spans or tokens"
         )
     spans, tokens = value.get("spans", []), value.get("tokens", [])
-    for start, end, reward in spans:
-        if not 0 <= start < end <= len(text):
+    for start, end, _ in spans:
+        if not isinstance(start + end, Integral) or not 0 <= start < end <= len(text):
             raise ValueError(
                 f"returned the span [{start}, {end}] of a text of {len(text)} characters"
             )
-        _check_number(reward)
-    for reward in tokens:
-        _check_number(reward)
+    for reward in [*tokens, *(reward for *_, reward in spans)]:
+        if not isinstance(reward, Real) or not math.isfinite(reward):
+            raise ValueError(f"returned the reward {reward!r} of a part, not a finite number")
     rewards = sorted((int(end), float(reward)) for _, end, reward in spans)
     return plain(value.get("score", 0.0)), tuple(rewards), tuple(map(float, tokens))
 
@@ -51,11 +51,6 @@ def plain(score: object) -> object:
     """Returns a score of numpy or torch, such as np.isclose's, as a Python number."""
     item = getattr(score, "item", lambda: score)
     return item()
-
-
-def _check_number(reward: object) -> None:
-    if not isinstance(reward, Real) or not math.isfinite(reward):
-        raise ValueError(f"returned the reward {reward!r} of a part, not a finite number")
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,7 @@ class ResponseTokens:
         if not ends:
             return []
         starts = range(0, len(self.token_ids), _BLOCK)
-        before = [0, *accumulate(self._length(start, _BLOCK) for start in starts)]
+        before = [0, *accumulate(self._length(start, _BLOCK) for start in starts[:-1])]
         lasts = []
         for end in ends:
             block = max(bisect_left(before, end) - 1, 0)
@@ -107,10 +102,13 @@ class ResponseTokens:
         return lasts
 
     def _length(self, start: int, number: int) -> int:
-        """Returns how many characters `number` tokens from `start` on add to the text.
+        """Returns how many characters `number` tokens from `start` on complete.
 
-        Whether the first begins a word or is a part of a character depends on those before it.
+        Whether the first begins a word or is a part of a character depends on those before it. Not
+        exact if a tokenizer has a token per byte and decodes a run of them as a whole (Llama 2).
         """
         context = max(start - _CONTEXT, 0)
-        known = len(self.decode(self.token_ids[context:start]))
-        return len(self.decode(self.token_ids[context : start + number])) - known
+        known = self.decode(self.token_ids[context:start])
+        both = self.decode(self.token_ids[context : start + number])
+        # the sign for an incomplete character
+        return len(both.rstrip("\ufffd")) - len(known.rstrip("\ufffd"))

@@ -46,8 +46,13 @@ class ServiceGrader(ABC):
         limits = httpx.Limits(
             max_connections=options.concurrency, max_keepalive_connections=options.concurrency
         )
+        # no proxies of the environment, but its certificates
         self._http = httpx.AsyncClient(
-            timeout=None, limits=limits, trust_env=False, headers=headers
+            verify=httpx.create_ssl_context(),
+            timeout=None,
+            limits=limits,
+            trust_env=False,
+            headers=headers,
         )
         self._slots = asyncio.Semaphore(options.concurrency)
 
@@ -82,7 +87,7 @@ class ServiceGrader(ABC):
                     wait_s = min(_CAP_S, _BASE_S * 2**attempt) * random.uniform(0.5, 1.0)
                     try:
                         return await self._attempt(body)
-                    except httpx.HTTPError as exc:
+                    except (httpx.HTTPError, httpx.InvalidURL) as exc:
                         problem = f"{type(exc).__name__}: {exc}"
                     except Refusal as exc:
                         problem, wait_s = exc.args[0], max(wait_s, exc.args[1])

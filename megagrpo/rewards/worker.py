@@ -10,12 +10,17 @@ from numbers import Real
 from typing import cast
 
 from megagrpo.config.reward import GraderArgs
-from megagrpo.rewards.graders.functions import call_grader, load_grader, load_group_grader
+from megagrpo.rewards.graders.functions import (
+    GraderFunction,
+    call_grader,
+    load_grader,
+    load_group_grader,
+)
 from megagrpo.rewards.part_rewards import Span, read_parts
 from megagrpo.rewards.workers import Call, Graded
 from megagrpo.system.worker_process import answer_calls, attempted
 
-LOADERS: dict[str, Callable[[str, GraderArgs], Callable[..., object]]] = {
+LOADERS: dict[str, Callable[[str, GraderArgs], GraderFunction]] = {
     # inputs: text, answer, and the row's source and extra values; see call_grader
     "grade": load_grader,
     "group": load_group_grader,  # inputs: texts, answer, scores; returns a score for each text
@@ -23,7 +28,7 @@ LOADERS: dict[str, Callable[[str, GraderArgs], Callable[..., object]]] = {
 
 
 @cache
-def loaded_grader(kind: str, function: str, args: str) -> Callable[..., object]:
+def loaded_grader(kind: str, function: str, args: str) -> GraderFunction:
     """Loads a grader once: its module may be large, and keeps its state. args: as JSON."""
     return LOADERS[kind](function, json.loads(args))
 

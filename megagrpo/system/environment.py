@@ -38,13 +38,18 @@ def cache_folder() -> Path:
 
 
 def secret(name: str | None, owner: str) -> str:
-    """Returns the key in the variable that `api_key_env` names; "" if it names none. Raises
-    ValueError if the variable is not set."""
+    """Returns the key in the variable that `api_key_env` names, without white space around it; ""
+    if it names none. Raises ValueError, without the key, if the variable is not set or if no HTTP
+    header can have its value."""
     if name is None:
         return ""
-    key = get(name, "")
+    key = get(name, "").strip()
     if not key:
         raise ValueError(f"{owner}: environment variable {name} (api_key_env) is not set here")
+    if not key.isascii() or not key.isprintable():
+        raise ValueError(
+            f"{owner}: environment variable {name} (api_key_env) has a character that no key has"
+        )
     return key
 
 

@@ -366,10 +366,22 @@ def test_parts_end_where_the_text_up_to_their_last_token_does(text: str):
     ends = range(1, len(text) + 1, max(len(text) // 7, 1))
     spans = [(end, 1.0) for end in ends]
     found = ResponseTokens(ids, None, decode).rewards(spans, (), 1.0)
-    lengths = [len(decode(ids[:number])) for number in range(1, len(ids))]
+    lengths = [len(decode(ids[:number]).rstrip("\ufffd")) for number in range(1, len(ids))]
     assert [index for index, _ in found] == [
         next((i for i, length in enumerate(lengths) if length >= end), len(ids) - 1) for end in ends
     ]
+
+
+def test_parts_end_in_tokens_that_complete_a_character():
+    """The sign for an incomplete character is no character, also at the end of a response that was cut."""
+    ids = np.frombuffer("ab\U0001f600cd".encode() + b"\xf0\x9f", np.uint8)
+    response = ResponseTokens(ids, None, lambda part: part.tobytes().decode(errors="replace"))
+    assert response.rewards([(3, 1.0), (5, 2.0), (6, 3.0)], (), 1.0) == [(5, 1.0), (7, 2.0), (9, 3.0)]
+
+
+def test_a_part_ends_at_a_whole_character():
+    with pytest.raises(ValueError, match=r"the span \[0, 1.5\]"):
+        read_parts({"spans": [[0, 1.5, 1.0]]}, "abc")
 
 
 def test_a_reward_for_every_token_takes_time_by_the_token():

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import ssl
 import time
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from megagrpo.config.load import ConfigError, dump_config
 from megagrpo.config.schema import RewardConfig
 from megagrpo.rewards.graders.judge import render
 from megagrpo.rewards.pool import RewardPool
+from megagrpo.system import environment
 from megagrpo.types import Prompt
 from tests.experiments import experiment, read_experiment
 
@@ -179,6 +181,34 @@ def test_the_key_must_be_there(monkeypatch):
     monkeypatch.delenv("KEY_OF_JUDGE", raising=False)
     with pytest.raises(ValueError, match=r"environment variable KEY_OF_JUDGE \(api_key_env\) is not set here"):
         RewardPool(RewardConfig(grader="http", args={"url": "http://127.0.0.1:1/", "api_key_env": "KEY_OF_JUDGE"}))
+
+
+@pytest.mark.parametrize("key", ["sk-se\ncret", "\u201csk-secret\u201d", "sk-\0secret"])
+def test_a_key_that_no_header_can_have_is_named_and_not_shown(key):
+    with environment.temporarily("KEY_OF_JUDGE", "  \n"), pytest.raises(ValueError, match="is not set here"):
+        environment.secret("KEY_OF_JUDGE", "me")
+    environ = {"KEY_OF_JUDGE": key}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(environment, "get", lambda name, default: environ.get(name, default))
+        with pytest.raises(ValueError, match="variable KEY_OF_JUDGE .*a character that no key has") as caught:
+            environment.secret("KEY_OF_JUDGE", "me")
+        assert "secret" not in str(caught.value)
+        environ["KEY_OF_JUDGE"] = " sk-secret\r\n"
+        assert environment.secret("KEY_OF_JUDGE", "me") == "sk-secret"
+
+
+def test_a_host_that_cannot_be_is_an_error_of_the_response():
+    args = {"url": "http://münchen..de/", "retries": 0}
+    with RewardPool(RewardConfig(grader="http", args=args, workers=1)) as rewards:
+        outcome = rewards.submit(PROMPT, "x").result(timeout=60)
+    assert outcome.status == "error" and "InvalidURL" in outcome.detail
+
+
+def test_the_certificates_of_the_environment_count(tmp_path, monkeypatch):
+    (tmp_path / "own.pem").write_text("none")
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "own.pem"))
+    with pytest.raises(ssl.SSLError):  # it is read
+        RewardPool(RewardConfig(grader="http", args={"url": "https://127.0.0.1:1/"}), preload=False)
 
 
 def test_a_response_cannot_ask_for_the_answer():

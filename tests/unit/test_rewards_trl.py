@@ -13,6 +13,8 @@ from megagrpo.rewards.worker import grade
 from tests.experiments import experiment
 
 FUNCTIONS = """
+import asyncio
+
 def exact(completions, solution, **kwargs):
     return [float(c == s) for c, s in zip(completions, solution)]
 
@@ -28,6 +30,10 @@ def all_columns(completions, **columns):
 
 def none(completions, **kwargs):
     return [None]
+
+async def later(completions, solution, **kwargs):
+    await asyncio.sleep(0)
+    return exact(completions, solution)
 
 def short(completions, **kwargs):
     return [1.0, 2.0]
@@ -51,6 +57,7 @@ def file(tmp_path_factory):
     ("name", "args", "chat", "score"),
     [
         ("exact", {}, False, 1.0),
+        ("later", {}, False, 1.0),
         ("spoken", {}, True, 1.0),
         ("of_the_row", {}, False, 4.5),
         ("of_the_row", {"bonus": 2}, False, 6.0),

@@ -8,6 +8,7 @@ returns lists of length one. A group grader is a function `f(texts, answer, scor
 returns a list of scores.
 """
 
+import asyncio
 import inspect
 from collections.abc import Callable, Sequence
 
@@ -65,7 +66,12 @@ def call_grader(function: GraderFunction, args: GraderArgs, inputs: Sequence[obj
     them; then, for TRL's, the prompt (its messages if it is a chat) and whether it is a chat.
     """
     if _is_trls(function):
-        return _from_trl(function(**_columns(function, args, inputs), **args))
+        value = function(**_columns(function, args, inputs), **args)
+        if inspect.iscoroutine(value):
+            value = asyncio.run(value)
+        if not isinstance(value, list) or len(value) != 1:
+            raise ValueError(f"returned {value!r:.80}, not a list of one score for one completion")
+        return value[0]  # None leaves the response out of TRL's sum
     names = ("text", "answer", "data_source", "extra_info", "solution_str", "ground_truth")
     values = dict(zip(names, (*inputs[:4], *inputs[:2]), strict=True))
     positional, named = _inputs(function)
@@ -74,12 +80,12 @@ def call_grader(function: GraderFunction, args: GraderArgs, inputs: Sequence[obj
     )
 
 
-def _is_trls(function: Callable[..., object]) -> bool:
+def _is_trls(function: GraderFunction) -> bool:
     return "completions" in inspect.signature(function).parameters
 
 
 def _columns(
-    function: Callable[..., object], args: GraderArgs, inputs: Sequence[object]
+    function: GraderFunction, args: GraderArgs, inputs: Sequence[object]
 ) -> dict[str, list[object]]:
     """Returns the arguments of a TRL reward function for one response: the text (after a chat, the
     message), and columns by name: those of the `data.extra_key` object, else the answer."""
@@ -120,13 +126,6 @@ def required_columns(name: str, args: GraderArgs) -> set[str]:
         if parameter.kind in named and parameter.default is parameter.empty
     }
     return needed - {"completions", "prompts", *args, *_ANSWER_COLUMNS}
-
-
-def _from_trl(value: object) -> object:
-    """Returns the score of the one response, or None, which leaves it out of TRL's sum."""
-    if not isinstance(value, list) or len(value) != 1:
-        raise ValueError(f"returned {value!r:.80}, not a list of one score for one completion")
-    return value[0]
 
 
 def _inputs(function: GraderFunction) -> tuple[list[str], list[str]]:
