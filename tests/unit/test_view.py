@@ -215,6 +215,17 @@ def test_a_formula_is_mathml_or_stays_text():
     assert "<munderover>" in sums[r"\[\sum_1^2\]"] and "<msubsup>" in sums[r"\(\sum_1^2\)"]
 
 
+def test_a_text_that_becomes_too_long_stays_plain():
+    table = f"|{'a|' * 180}\n|{'-|' * 180}\n" + "a\n" * 362
+    for text in (table * 14, table[:-1].replace("\n", "\r> ") * 14):
+        started = time.monotonic()
+        assert rendered(text, {}) == "" and time.monotonic() - started < 5
+    small = "|a|b|\n|-|-|\n" + "|1|2|\n" * 1_000
+    assert rendered(small, {}).count("<td>") == 2_000
+    found: dict[str, str] = {}
+    assert rendered("".join(f"${number}{'x' * 90}$ " for number in range(500)), found) == "" and not found
+
+
 ROWS, COUNT = ("document.querySelectorAll('#table tbody tr').length", "document.getElementById('count').textContent")
 
 

@@ -91,8 +91,8 @@ def _computed(passes: list[Pass]) -> tuple[str | None, str]:
     # finest first
     layers = sorted((one for one in passes if one.title != OUTPUT), key=lambda one: not one.inside)
     for one in layers:
-        if any(difference.beyond for difference in one.differences):
-            return _first_beyond(one.differences)
+        if found := _first_beyond(one.differences):
+            return found
     for flips in (flips for one in layers for flips in one.flips if flips.beyond):
         taken = (
             f"layer {flips.layer} takes other experts for {flips.flipped} of {flips.tokens} tokens"
@@ -100,23 +100,21 @@ def _computed(passes: list[Pass]) -> tuple[str | None, str]:
         look = "look at the router's bias, its groups and the number of experts"
         says = f"{taken}, though its output with the same experts is equal: {look}"
         return f"layers.{flips.layer}.experts", says
-    for one in passes:
-        if any(difference.beyond for difference in one.differences):
-            return _first_beyond(one.differences)
-    return None, "nothing differs beyond the bounds"
+    found = filter(None, (_first_beyond(one.differences) for one in passes))
+    return next(found, (None, "nothing differs beyond the bounds"))
 
 
-def _first_beyond(differences: list[Difference]) -> tuple[str, str]:
-    at = next(at for at, difference in enumerate(differences) if difference.beyond)
-    difference = differences[at]
-    upto = f"equal up to {differences[at - 1].says}; " if at else ""
-    cause = _EXPLAINED.get(difference.name.rpartition(".")[2])
-    look = f": look at {cause}" if cause else ""
-    return (
-        difference.name,
-        f"{upto}the first difference is {difference.says} ({difference.error:.2g}, bound "
-        f"{difference.bound:.2g}){look}",
-    )
+def _first_beyond(differences: list[Difference]) -> tuple[str, str] | None:
+    upto = ""
+    for difference in differences:
+        if difference.beyond:
+            cause = _EXPLAINED.get(difference.name.rpartition(".")[2])
+            look = f": look at {cause}" if cause else ""
+            size = f"{difference.error:.2g}, bound {difference.bound:.2g}"
+            says = f"{upto}the first difference is {difference.says} ({size}){look}"
+            return difference.name, says
+        upto = f"equal up to {difference.says}; "
+    return None
 
 
 def table(findings: Findings) -> str:

@@ -60,7 +60,9 @@ def _best(found: Iterable[tuple[float, int, T]], count: int) -> list[T]:
 
 
 def _rated(plan: Plan) -> tuple[float, int, Plan]:
-    return plan.step, _parts(plan), plan
+    config = plan.config
+    parts = _parts_of_trainers(config.actor) + _parts_of_engines(config.rollout)
+    return plan.step, parts, plan
 
 
 def _parts_of_trainers(actor: ActorConfig) -> int:
@@ -71,10 +73,6 @@ def _parts_of_trainers(actor: ActorConfig) -> int:
 
 def _parts_of_engines(rollout: RolloutConfig) -> int:
     return (rollout.nodes_per_engine > 1) + bool(rollout.sglang.get("enable_dp_attention"))
-
-
-def _parts(plan: Plan) -> int:
-    return _parts_of_trainers(plan.config.actor) + _parts_of_engines(plan.config.rollout)
 
 
 def _apart(config: ExperimentConfig, target: Target, nodes: int) -> Iterator[Plan]:

@@ -10,7 +10,8 @@ from xml.etree.ElementTree import tostring
 from latex2mathml.converter import convert_to_element
 from markdown_it import MarkdownIt
 
-_MOST = 20_000  # formulas of a page
+_MOST = 500_000  # characters of a text's HTML and formulas
+_MOST_CELLS = 10_000  # of a text's tables, whose short rows are filled up
 # Dollars are no prices: $5 and $6. Bounded, because an end is searched for from every begin.
 _FORMULA = re.compile(
     r"(?<!\\)(?:\\\(.{1,1000}?\\\)|\\\[(?:(?!```).){1,1000}?\\\]|\$\$(?:(?!```).){1,1000}?\$\$"
@@ -25,20 +26,28 @@ _MARKDOWN.disable("image")
 
 
 def rendered(text: str, mathml: dict[str, str]) -> str:
-    """Returns the HTML of a text, "" if it has no mark, and adds the MathML of its formulas; "" for
-    what is no LaTeX. Formulas keep their delimiters, also in code, where they are none."""
+    """Returns the HTML of a text, "" if it has no mark or becomes too long, and adds the MathML of
+    its formulas; "" for what is no LaTeX. Formulas keep their delimiters, also in code, where they
+    are none."""
     found: list[str] = []
 
     def place(formula: re.Match[str]) -> str:  # which is no Markdown
         found.append(formula[0])
         return f"\ue000{len(found) - 1};"
 
-    page = str(_MARKDOWN.render(_FORMULA.sub(place, text.replace("\ue000", "")))).strip()
+    marked = _FORMULA.sub(place, text.replace("\ue000", ""))
+    lines = marked.splitlines()
+    columns = (line.count("|") for line in lines if not line.strip("|:->\t "))
+    if len(lines) * max(columns, default=0) > _MOST_CELLS:
+        return ""
+    page = str(_MARKDOWN.render(marked)).strip()
     plain = html.unescape(page.replace("<br />\n", "\n"))
     if not found and plain in ("", f"<p>{text.strip()}</p>"):
         return ""
-    if len(mathml) < _MOST:
-        mathml.update(zip(found, map(_mathml, found), strict=True))
+    formulas = dict(zip(found, map(_mathml, found), strict=True))
+    if len(page) + sum(map(len, formulas.values())) > _MOST:
+        return ""
+    mathml |= formulas
     # cells of tables; the page's policy allows no style
     page = re.sub('style="text-align:(.*?)"', r'align="\1"', page)
     return re.sub(
@@ -48,7 +57,7 @@ def rendered(text: str, mathml: dict[str, str]) -> str:
     )
 
 
-@lru_cache(_MOST)
+@lru_cache(20_000)
 def _mathml(formula: str) -> str:
     display = "block" if formula.startswith(("\\[", "$$")) else "inline"
     latex = formula[2:-2] if formula.startswith("\\") else formula.strip("$")
