@@ -12,6 +12,7 @@ pp 8, ep 8); engines have tp 8 and ep 8. Parts:
 - reports: a publish's reports to the real control endpoint, in another process
 - copy lists: rank 0 reads what the ranks of every engine have recorded
 - plans of rank 0, and of another rank: made at the first publish, with the messages to engines
+- turns: one rank with a link to every second engine starts three batches on each of them, in their order
 - first request, a request to each: from a step's begin until an engine has got one, and until all have;
   the engines answer none. The JSON has the seconds of wall, too.
 """
@@ -33,8 +34,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 KEY, TP, STAGES, EXPERTS, HIDDEN, WIDTH = "of a bench", 8, 8, 128, 4096, 1536
-FIRST, EACH = "first request", "a request to each"
-PARTS = ("connections", "reports", "copy lists", "plans of rank 0", "plans of rank 77", FIRST, EACH)
+FIRST, EACH, TURNS = "first request", "a request to each", "turns"
+PARTS = (
+    "connections",
+    "reports",
+    "copy lists",
+    "plans of rank 0",
+    "plans of rank 77",
+    TURNS,
+    FIRST,
+    EACH,
+)
 HEADER = ("part", "engines", "before, CPU s", "after, CPU s", "ratio", "before, MB", "after, MB")
 
 
@@ -116,6 +126,8 @@ def prepared(part: str, engines: int, layers: int) -> Callable[[], object]:
             return reports(engines)
         case "copy lists":
             return copy_lists(engines, layers)
+        case "turns":
+            return turns(engines // 2)
         case "first request" | "a request to each":
             return first_requests(engines, part)
         case _:
@@ -332,6 +344,25 @@ def copy_lists(engines: int, layers: int) -> Callable[[], object]:
         return kinds
 
     return read
+
+
+def turns(links: int) -> Callable[[], object]:
+    from megagrpo.weights.transports.reshard import SendOrder
+    from megagrpo.weights.wire.clock import Deadline
+
+    order = SendOrder([range(3)] * links)
+
+    def send(link: int) -> None:
+        for _ in range(3):
+            with order.turn(link, Deadline(600.0)):
+                pass
+        order.leave(link)
+
+    def run() -> None:
+        with ThreadPoolExecutor(links) as pool:
+            list(pool.map(send, range(links)))
+
+    return run
 
 
 def plans(engines: int, layers: int, rank: int) -> Callable[[], object]:

@@ -6,12 +6,13 @@ dies does not affect the transfer to another. A link is planned once. In each pu
 one "receive" request to the engine while trainer ranks send slices.
 """
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from threading import Condition
+from heapq import merge
+from itertools import repeat
+from threading import RLock, Semaphore
 
 import torch
 
@@ -128,31 +129,39 @@ class SendOrder:
     def __init__(self, numbers: Sequence[Sequence[int]]):
         """numbers: the turns of this rank, ascending, by link: JOIN, batches. All ranks have the
         same order of links."""
-        self._left = [deque(turns) for turns in numbers]
-        self._changed = Condition()
+        self._turns = merge(*(zip(turns, repeat(link)) for link, turns in enumerate(numbers)))
+        # by link: a turn wakes only its thread, because there are as many threads as links
+        self._has_turn = [Semaphore(0) for _ in numbers]
+        self._ended: set[int] = set()
+        self._lock = RLock()
+        self._first = -1  # the link that has the turn
+        self._go_on()
 
     @contextmanager
     def turn(self, link: int, deadline: Deadline) -> Iterator[None]:
         """The link's next batch starts inside the block. Raises PeerLost if other links have the turn
         until the deadline."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._first() == link, deadline.left):
-                raise PeerLost(
-                    f"the link before this one did not start its batch in {deadline.seconds:.0f} s"
-                )
+        if not self._has_turn[link].acquire(timeout=deadline.left):
+            raise PeerLost(
+                f"the link before this one did not start its batch in {deadline.seconds:.0f} s"
+            )
         yield
-        with self._changed:
-            self._left[link].popleft()
-            self._changed.notify_all()
+        self._go_on()
 
     def leave(self, link: int) -> None:
         """The link starts no more batches, because it has sent all or is lost."""
-        with self._changed:
-            self._left[link].clear()
-            self._changed.notify_all()
+        with self._lock:
+            self._ended.add(link)
+            if self._first == link:
+                self._go_on()
 
-    def _first(self) -> int:
-        return min((numbers[0], link) for link, numbers in enumerate(self._left) if numbers)[1]
+    def _go_on(self) -> None:
+        with self._lock:
+            for _, link in self._turns:
+                if link not in self._ended:
+                    self._first = link
+                    self._has_turn[link].release()
+                    break
 
 
 class _TrainerEnd:
