@@ -26,7 +26,7 @@ def load_function(name: str, built_in: Mapping[str, str], key: str) -> Callable[
     name, for messages. Raises ValueError for an unknown short name, a module that cannot be
     imported, and a function that the module lacks.
     """
-    module_name, colon, function_name = built_in.get(name, name).partition(":")
+    module_name, colon, function_name = built_in.get(name, name).rpartition(":")
     if not colon:
         hint = did_you_mean(name, built_in) or f"; known: {', '.join(built_in)}"
         raise ValueError(

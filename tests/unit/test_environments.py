@@ -1,6 +1,7 @@
 """What every process of a run is given beside the user's own environment, against the table in docs/evidence/gpu.md."""
 
 import os
+import pwd
 import re
 import signal
 import subprocess
@@ -170,3 +171,18 @@ def test_a_run_that_is_to_repeat(monkeypatch):
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
+
+
+def test_a_user_without_a_home_has_no_token_of_ray(monkeypatch, tmp_path):
+    """As in a container that runs with any uid, for which there is no line in /etc/passwd."""
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    alone = nodes.Node(0, 1, "127.0.0.1", "127.0.0.1", 29500)
+    assert len(nodes._ray_environment(alone)["RAY_AUTH_TOKEN"]) == 64
+    with pytest.raises(ValueError, match="set RAY_AUTH_TOKEN to one long random text on all rollout nodes"):
+        nodes._ray_environment(replace(alone, number=2))
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("of the user")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert "RAY_AUTH_TOKEN" not in nodes._ray_environment(alone)

@@ -1,5 +1,6 @@
 """The one loader of functions that an experiment names; test_rewards_pool.py and test_calculator.py use own ones."""
 
+import hashlib
 import json
 import pickle
 import re
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 
+from megagrpo.config.objective.own import own_digest
 from megagrpo.rewards.graders import functions as graders
 from megagrpo.rollout.agents import program_worker
 from megagrpo.system.user_function import load_function
@@ -38,6 +40,19 @@ def test_built_in_and_own_functions_are_found(own):
     assert load_function(f"{own}:length", BUILT_IN, "a.key")("ab", "", longest=4) == 0.5
     for table in (graders.BUILT_IN, program_worker.BUILT_IN):
         assert all(callable(load_function(name, table, "a.key")) for name in table)
+
+
+def test_a_folder_may_have_a_colon(tmp_path):
+    """As one that is named after a time."""
+    folder = tmp_path / "2026-11-29T10:00"
+    folder.mkdir()
+    (folder / "grader.py").write_text(OWN)
+    name = f"{folder}/grader.py:length"
+    assert load_function(name, BUILT_IN, "a.key")("ab", "", longest=4) == 0.5
+    sha256 = hashlib.sha256(OWN.encode()).hexdigest()
+    assert own_digest("a.key", name) == f"a.key: {name}, sha256 {sha256}"
+    (folder / "grader.py").write_text("import functools\nlength = functools.partial(max, 1)\n")
+    assert own_digest("a.key", name) != f"a.key: {name}, sha256 {sha256}"
 
 
 @pytest.mark.parametrize(

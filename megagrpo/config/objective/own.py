@@ -56,7 +56,7 @@ def own_digest(key: str, name: str) -> str:
     """Returns a line about a user's function for the record: its name, and the SHA-256 of its
     file, that of its module if it is another callable."""
     function = inspect.unwrap(load_function(name, {}, key))  # not the file of what decorates it
-    file: str | None = name.partition(":")[0]
+    file: str | None = name.rpartition(":")[0]
     if inspect.isfunction(function):
         file = inspect.getsourcefile(function)
     elif file in sys.modules:  # else it is a file's name
