@@ -171,7 +171,7 @@ def _take(setting: Setting, store: TCPStore, rank: int) -> int:
     live = {"w": torch.zeros_like(expected).to(device)}
     batches = list(_plan(setting).values())
     mailbox = Mailbox(store, "kit")
-    take_batches(mailbox, "kit", batches, live, device, Deadline(_LIMIT_S), _LIMIT_S)
+    take_batches(mailbox, "kit", batches, live, device, Deadline(_LIMIT_S))
     return int((live["w"].cpu() != expected).sum())
 
 

@@ -1,6 +1,7 @@
 """Speed of what a publish does on the device: digests, and packing and unpacking of the exchange's
 buckets."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -90,10 +91,11 @@ def buckets(figures: Figures, setting: Setting) -> None:
             for k, place in enumerate(places)
         ]
         moved = 2 * count * rows * width
-        for end, move in (("packing", send_batches), ("unpacking", receive_batches)):
+        send = functools.partial(send_batches, patience_s=60.0)
+        for end, move in (("packing", send), ("unpacking", receive_batches)):
             group = cast(EngineGroup, _NoWire())
             seconds = seconds_of(
-                lambda m=move, g=group, b=batches, p=parameters: m(g, b, p, Deadline(60.0), 60.0),
+                lambda m=move, g=group, b=batches, p=parameters: m(g, b, p, Deadline(60.0)),
                 device,
             )
             figures.add(

@@ -362,6 +362,11 @@ class WeightsConfig(Section):
     """Time limit per publish, restarted engines included. It must be below `actor.deadline_s`."""
 
     @property
+    def bucket_bytes(self) -> int:
+        """Returns `bucket_mb` in bytes."""
+        return int(self.bucket_mb * 2**20)
+
+    @property
     def connect_timeout_s(self) -> float:
         """Seconds for an engine's ranks and trainers to form a process group, at most a quarter of
         the time left of a publish."""

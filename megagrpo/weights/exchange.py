@@ -3,7 +3,8 @@
 For every engine, always in this order: pause -> begin -> transfer -> end -> verify digests of the
 live parameters -> set version -> continue -> mark ready. Only rank 0 calls engines, in one thread
 each; a failure there is raised on every rank. An engine that dies during an update is reported,
-restarted and updated again, and delays no other.
+restarted and updated again. One that hangs delays the others by at most a
+quarter of the remaining time (EngineConnection.patience).
 """
 
 from collections.abc import Callable
@@ -73,7 +74,7 @@ class Exchange:
             copies=gather_copies(weights.copies, mesh),
             parameters=weights.parameters,
             dtype=dtype,
-            bucket_bytes=int(config.weights.bucket_mb * 2**20),
+            bucket_bytes=config.weights.bucket_bytes,
             num_engines=config.rollout.num_engines,
             folder=RunFolder(run_dir).weights,
             checkpoint=Path(config.model.path),
@@ -152,6 +153,7 @@ class Exchange:
         still needed."""
         with timer("connect"):
             self._open(deadline, writing=True)  # pause
+        self._fleet.limit()
         with timer("transfer"), ThreadPoolExecutor(1) as pool:
             digesting = pool.submit(self._digests.local)  # concurrently with the transfer
             # begin -> transfer -> end

@@ -101,7 +101,7 @@ def test_an_engine_opens_no_memory_that_a_stranger_names(stranger, mailbox):
     handle = json.loads(json.dumps(hand._buffer.handle))
     stranger.overwrites(mailbox.access[1], handle)
     with pytest.raises(PeerLost, match="has overwritten k/handle"):
-        take_batches(open_mailbox(mailbox.access, 10), "k", [], {}, CPU, Deadline(60), 60.0)
+        take_batches(open_mailbox(mailbox.access, 10), "k", [], {}, CPU, Deadline(60))
     hand.lost = "the engine has refused the handle"
     hand.close()
 

@@ -1,7 +1,9 @@
 """Deadlines, phases of a publish, changed elements of a message, and what a group does over a stand-in for NCCL."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -10,17 +12,20 @@ import torch.distributed as dist
 
 from megagrpo.system.environment import get, nccl_variables
 from megagrpo.weights.copies.views import ParameterSlice
-from megagrpo.weights.engines.client import EngineDown
+from megagrpo.weights.engines.client import EngineConnection, EngineDown
 from megagrpo.weights.transports.broadcast import _Line
-from megagrpo.weights.transports.links import Link
+from megagrpo.weights.transports.links import Link, LinkTransport
 from megagrpo.weights.transports.reshard import JOIN, SendOrder, _TrainerEnd
 from megagrpo.weights.wire import clock
 from megagrpo.weights.wire.changes import ALL, LastSent, changes_bytes, count_tags, write_changes
 from megagrpo.weights.wire.clock import Deadline, PhaseTimer
 from megagrpo.weights.wire.engine_group import EngineGroup, GroupLimits, PeerLost, Receive, Send, join_group
+from megagrpo.weights.wire.moving import Traffic, receive_batches
 from megagrpo.weights.wire.transfer_messages import Message
+from tests.fake_engine import FakeEngine, FakeFleet, OneTrainer, running
 
 CUDA = torch.device("cuda")
+MAILBOX = SimpleNamespace(access=("127.0.0.1", 1, "a secret"))
 
 
 class Absent:
@@ -120,6 +125,86 @@ def test_groups_that_are_made_together_are_made_in_one_order(joined_in_turns):
     assert any(failed) != joined_in_turns, failed
 
 
+def test_a_turn_costs_little_more_with_many_links():
+    """With 1,000 engines a rank has hundreds of links, and each has hundreds of batches."""
+    looked = 0
+
+    class Number(int):
+        def __eq__(self, other: object) -> bool:
+            nonlocal looked
+            looked += 1
+            return int(self) == other
+
+        __hash__ = int.__hash__
+
+    links, turns = 48, 20
+    order, taken = SendOrder([[Number(turn) for turn in range(link % 3, turns)] for link in range(links)]), []
+
+    def send(link: int) -> None:
+        for number in range(link % 3, turns):
+            if (link, number) == (7, 5):
+                break  # its engine is lost
+            with order.turn(link, Deadline(20.0)):
+                taken.append((number, link))
+        order.leave(link)
+
+    with ThreadPoolExecutor(links) as pool:
+        list(pool.map(send, range(links)))
+    every = [(number, link) for number in range(turns) for link in range(links) if number >= link % 3]
+    assert taken == [(number, link) for number, link in every if link != 7 or number < 5]
+    assert looked < 50 * len(every), "not a look at every link by every thread"
+
+
+def test_the_link_of_an_engine_that_hangs_ends_before_the_others_have_no_time():
+    """Both deadlines would end together if a batch had as much time as the whole transfer."""
+
+    class Group:
+        def __init__(self, wait_s: float):
+            self.wait_s = wait_s
+
+        def start(self, messages: list) -> list:
+            return messages
+
+        def wait(self, works: list, deadline: Deadline) -> None:
+            threading.Event().wait(min(self.wait_s, deadline.left))
+            if deadline.over:
+                raise PeerLost("late")
+
+    engine = EngineConnection(
+        SimpleNamespace(id="engine-0", url="http://127.0.0.1:1", incarnation=1), 1, MAILBOX, "key", patience_s=300.0
+    )
+    engine.deadline = Deadline(2.0)
+    transport = SimpleNamespace(
+        _weights=SimpleNamespace(limits=GroupLimits(60.0)), _names={}, _carriers=lambda engine, slot: ()
+    )
+    link = LinkTransport._link(transport, engine)
+    assert link.limits.join_s + link.patience_s < 0.8 * link.left_s, "an engine may hang, and another not come"
+    batches = {n: [Message(1, n, torch.float32, (ParameterSlice("p", n, (1,), (1,)),))] for n in range(4)}
+    ends = [_TrainerEnd(link, 0, 2, batches, False) for _ in range(2)]
+    for end, wait_s in zip(ends, (9.0, 0.0), strict=True):
+        end._group = Group(wait_s)
+    weights = SimpleNamespace(mesh=SimpleNamespace(device=torch.device("cpu")), parameters=lambda: {"p": torch.ones(4)})
+    order = SendOrder([end.turns(False) for end in ends])
+    with ThreadPoolExecutor(2) as pool:
+        sent = [pool.submit(end.send, weights, order, index) for index, end in enumerate(ends)]
+    assert isinstance(sent[0].exception(), PeerLost) and sent[1].result().messages == 4
+    engine.close()
+
+
+def test_an_engine_waits_for_a_batch_as_long_as_the_trainers_may_be_held_up():
+    """Trainers wait for an engine that hangs before they send the next batch to the others."""
+
+    class Late:
+        def start(self, messages: list) -> list:
+            return messages
+
+        def wait(self, works: list, deadline: Deadline) -> None:
+            assert deadline.left > 15, "the rest of the transfer"
+
+    batches = [[Message(0, 0, torch.float32, (ParameterSlice("p", 0, (2,), (1,)),))]]
+    receive_batches(Late(), batches, {"p": torch.ones(2)}, Deadline(20.0))
+
+
 def test_a_link_over_nccl_takes_a_turn_for_its_group_once(monkeypatch):
     end = _TrainerEnd(SimpleNamespace(), 1, 3, {2: [], 5: []}, False)
     assert end.turns(True) == [JOIN, 2, 5] and end.turns(False) == [2, 5]
@@ -192,19 +277,20 @@ def test_what_arrives_is_what_was_sent(dtype, numel, share):
     generator = torch.Generator().manual_seed(numel)
     one, last = message(numel, dtype), LastSent()
     values = torch.randn(numel, generator=generator).to(dtype)
-    assert last.update(one, values) == (ALL, values)
+    assert last.update(one, values, Traffic()) == (ALL, values)
     received = values.clone()
     for _ in range(3):  # what was sent last changes, too
         where = torch.rand(numel, generator=generator) < share
         values = torch.where(where, (-values.float()).to(dtype), values)
-        count, content = last.update(one, values)
+        sent = Traffic()
+        count, content = last.update(one, values, sent)
         if count == ALL:
             received = content.clone()
         elif count:
             assert content.nbytes == changes_bytes(count, numel, dtype) < one.num_bytes
             write_changes(one, count, content, received)
         assert torch.equal(received.view(torch.uint8), values.view(torch.uint8))
-        assert last.counted() == (numel, int(where.sum()))
+        assert (sent.compared, sent.changed) == (numel, int(where.sum()))
 
 
 def test_few_changes_travel_as_positions_and_many_as_a_mask():
@@ -214,13 +300,39 @@ def test_few_changes_travel_as_positions_and_many_as_a_mask():
 
 def test_bits_are_compared_and_not_values():
     last, values = LastSent(), torch.tensor([0.0, float("nan"), 1.0] * 100)
-    last.update(message(300, torch.float32), values)
-    assert last.update(message(300, torch.float32), values.clone())[0] == 0, "NaN is what it was"
+    last.update(message(300, torch.float32), values, Traffic())
+    assert last.update(message(300, torch.float32), values.clone(), Traffic())[0] == 0, "NaN is what it was"
     values[0] = -0.0
-    assert last.update(message(300, torch.float32), values)[0] == 1
+    assert last.update(message(300, torch.float32), values, Traffic())[0] == 1
 
 
 def test_counts_have_tags_of_their_own():
     batch = [message(1, torch.float32, peer, tag) for peer, tag in ((1, 4), (2, 0), (1, 5))]
     tags = count_tags(batch)
     assert tags.keys() == {1, 2} and not set(tags.values()) & {0, 4, 5}
+
+
+@pytest.mark.parametrize("hangs_in", ["/pause_generation", "receive", "flush"])
+def test_an_engine_that_hangs_leaves_the_others_time(tmp_path, hangs_in):
+    """By default an engine on a GPU may be silent for half of a publish. Each engine has half of it, too."""
+    engines, ended = [FakeEngine(), FakeEngine()], threading.Event()
+    shapes = dict.fromkeys(("gate", "up", "down"), (4, 4))
+    live = {name: torch.zeros(4, 4) for name in shapes}
+    registry = FakeFleet(engines)
+    rollout = {"num_engines": 2, "health_timeout_s": 4.0}
+    with ExitStack() as stack:
+        for engine in engines:
+            stack.enter_context(running(engine))
+        trainer = OneTrainer(tmp_path, registry, "reshard", live, shapes, rollout=rollout, weights={"timeout_s": 8})
+        stack.callback(trainer.exchange.close)
+        stack.callback(ended.set)
+        trainer.publish()
+        if hangs_in == "receive":  # its ranks take no batch, so both ends of its link wait
+            engines[0].run = lambda *_: ended.wait(20)
+        else:
+            engines[0].more[hangs_in] = lambda body: ended.wait(20)
+        start = time.monotonic()
+        trainer.publish()
+        assert registry.lost == ["engine-0"] and time.monotonic() - start < 7
+        assert torch.equal(engines[1].model.down, live["down"])
+        assert engines[1].info.weight_version == 2 and engines[1].info.incarnation == 1

@@ -90,8 +90,9 @@ class EngineConnection:
 
     @property
     def patience(self) -> float:
-        """Returns `patience_s`, or the rest of the deadline if that is less, in seconds."""
-        return min(self._patience_s, self.deadline.left)
+        """Returns `patience_s` in seconds, at most half of the rest of the deadline: a quarter of the
+        publish, so that an engine that hangs leaves time to the others."""
+        return min(self._patience_s, self.deadline.left / 2)
 
     def post(
         self, path: str, body: dict | None = None, timeout_s: float | None = None

@@ -118,19 +118,16 @@ def absorbed_matrices(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Ten
     (block_quant_dequant). Matrices that it computes in another way are left out.
     """
     for path, module in model.named_modules():
-        keys = getattr(module, "w_kc", None)
-        values = getattr(module, "w_vc", None)
-        projection = getattr(module, "kv_b_proj", None)
+        keys, values, projection = (
+            getattr(module, name, None) for name in ("w_kc", "w_vc", "kv_b_proj")
+        )
         weight = getattr(projection, "weight", None)
-        if keys is not None and weight is not None and weight.dtype == FP8:
+        if keys is None or values is None or weight is None:
+            continue
+        if weight.dtype == FP8:
             scales = projection.weight_scale_inv  # type: ignore[union-attr]  # beside every FP8 weight
             weight = dequantize(weight, (0, 0), scales).bfloat16().to(keys.dtype)
-        if (
-            keys is None
-            or values is None
-            or weight is None
-            or not keys.dtype == values.dtype == weight.dtype
-        ):
+        if not keys.dtype == values.dtype == weight.dtype:
             continue
         heads = weight.detach().unflatten(0, (len(keys), -1))  # [heads, nope + v, rank]
         nope = keys.shape[1]

@@ -107,8 +107,6 @@ class EngineFleet:
             if id not in self._connections:
                 self._connections[id] = self._connect(infos[id])
         self._deadline = deadline
-        self.limit()
-
         if writing:
             self._announce("update", "died before it could be updated")
 
@@ -150,7 +148,8 @@ class EngineFleet:
 
     def limit(self) -> None:
         """Gives the engines half of the remaining time, so that an engine that hangs can be
-        restarted."""
+        restarted. Before every call, so that one that hangs in an earlier call costs the others only
+        its patience."""
         for engine in self.alive:
             engine.deadline = Deadline(self._deadline.left / 2)
 
@@ -159,6 +158,7 @@ class EngineFleet:
         raises other errors."""
         if not self.alive:
             return
+        self.limit()
         errors = []
         lost: dict[str, EngineDown] = {}
         with ThreadPoolExecutor(len(self.alive)) as pool:

@@ -267,7 +267,6 @@ class EngineEnd:
         """Receives all slices once, after joining the trainers if the link is new. Returns the peak
         of staged bytes."""
         deadline = Deadline(request["left_s"])
-        patience_s = request["patience_s"]
         if self.link is None or self.link.name != request["group"]:
             self.link = self._join(request, store)
         model = self._model
@@ -282,13 +281,9 @@ class EngineEnd:
         staging_bytes = 0
         targets = live | inputs
         if self.link.group is None:
-            take_batches(
-                store, request["memory"], self.link.batches, targets, device, deadline, patience_s
-            )
+            take_batches(store, request["memory"], self.link.batches, targets, device, deadline)
         else:
-            traffic = receive_batches(
-                self.link.group, self.link.batches, targets, deadline, patience_s, delta
-            )
+            traffic = receive_batches(self.link.group, self.link.batches, targets, deadline, delta)
             staging_bytes = traffic.staging_bytes
         if inputs:  # these go through the model's own loader
             recorded.arrived = [

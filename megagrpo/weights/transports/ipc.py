@@ -36,15 +36,8 @@ class _Destination(NamedTuple):
     rank: int
 
 
-class _Post(NamedTuple):
-    """A message between two trainer ranks. Both post a batch's messages in the order of
-    `destination` and `tag`."""
-
-    destination: _Destination
-    tag: int
-    operation: dist.P2POp
-
-
+# a message between two trainer ranks, which both post in the order of destination and tag
+_Post = tuple[_Destination, int, dist.P2POp]
 # values to be filled, by engine rank, peer and tag
 _Inbox = dict[tuple[_Destination, int, int], Tensor]
 
@@ -130,7 +123,7 @@ class IpcTransport(LinkTransport):
             for message, values in handover.start(number)
         }
         posts = [
-            _Post(destination, tag, dist.P2POp(dist.irecv, values, peer))
+            (destination, tag, dist.P2POp(dist.irecv, values, peer))
             for (destination, peer, tag), values in inbox.items()
             if peer != rank
         ]
@@ -140,9 +133,9 @@ class IpcTransport(LinkTransport):
                 staged += self._send(
                     _Destination(index, message.peer), link, message, inbox, posts, traffic
                 )
-        posts.sort(key=lambda post: (post.destination, post.tag))
+        posts.sort(key=lambda post: post[:2])
         if posts:
-            for work in dist.batch_isend_irecv([post.operation for post in posts]):
+            for work in dist.batch_isend_irecv([operation for *_, operation in posts]):
                 work.wait()
         traffic.staging_bytes = max(traffic.staging_bytes, staged)
 
@@ -164,7 +157,7 @@ class IpcTransport(LinkTransport):
             pack(message, inbox[to, rank, message.tag], parameters)
             return 0
         values, copied = read_message(message, parameters)
-        posts.append(_Post(to, message.tag, dist.P2POp(dist.isend, values, carrier)))
+        posts.append((to, message.tag, dist.P2POp(dist.isend, values, carrier)))
         traffic.wire_bytes += values.nbytes
         if self._places[rank].node != self._places[carrier].node:
             traffic.between_bytes += values.nbytes

@@ -41,7 +41,7 @@ class Link:
     # by engine rank, the trainer rank that shares memory with it; () if the transport needs none
     carriers: tuple[int, ...]
     store: Access  # on rank 0
-    patience_s: float  # for one batch
+    patience_s: float  # of trainers, for one batch
     limits: GroupLimits
     left_s: float  # for the transfer
     transfer: str  # unique, for keys in the store
@@ -139,7 +139,7 @@ class LinkTransport(ABC):
             carriers=self._carriers(engine, slot),
             store=engine.mailbox.access,
             # earlier links may have to join
-            patience_s=min(engine.patience + limits.join_s, engine.deadline.left),
+            patience_s=min(engine.patience + limits.join_s, engine.deadline.left / 2),
             limits=limits,
             left_s=engine.deadline.left,
             transfer=uuid.uuid4().hex,
@@ -200,7 +200,7 @@ class LinkTransport(ABC):
                     for rank in range(link.num_ranks)
                 ]
                 self._batch_keys[plan] = keys
-        common = {"group": link.name, "patience_s": link.patience_s, "left_s": link.left_s}
+        common = {"group": link.name, "left_s": link.left_s}
         return [
             {**common, "plan": key, **self._request(link, rank)} for rank, key in enumerate(keys)
         ]

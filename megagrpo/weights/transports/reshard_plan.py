@@ -309,7 +309,7 @@ def _batches(cover: Cover, sources: np.ndarray, limit: int) -> np.ndarray:
     ends = list(
         zip(sources.tolist(), cover.targets.tolist(), cover.num_bytes.tolist(), strict=True)
     )
-    for piece in np.lexsort((np.arange(len(ends)), progress)).tolist():
+    for piece in np.argsort(progress, kind="stable").tolist():
         source, target, size = ends[piece]
         keys = ("trainer", source), ("engine", target)
         states = [last.get(key, (0, 0)) for key in keys]

@@ -7,12 +7,16 @@ two. With count 0 it does not travel. With ALL it travels as all values.
 """
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megagrpo.weights.digests.digest import INTEGERS
 from megagrpo.weights.wire.transfer_messages import Message
+
+if TYPE_CHECKING:
+    from megagrpo.weights.wire.moving import Traffic
 
 ALL = -1
 _FIRST_COUNT_TAG = 1 << 24  # no link has so many messages
@@ -27,11 +31,10 @@ class LastSent:
 
     def __init__(self) -> None:
         self._bits: dict[tuple[int, int], Tensor] = {}  # [n], by peer and tag of a message
-        self.compared = self.changed = 0  # elements, since the last `counted`
 
-    def update(self, message: Message, values: Tensor) -> tuple[int, Tensor]:
+    def update(self, message: Message, values: Tensor, sent: "Traffic") -> tuple[int, Tensor]:
         """Returns the count and content of a message with values [n] that are sent now: the values,
-        or changes as uint8 [bytes]."""
+        or changes as uint8 [bytes]. Counts compared elements."""
         bits = _bits(values)
         key = (message.peer, message.tag)
         last = self._bits.get(key)
@@ -41,8 +44,8 @@ class LastSent:
         differs = bits != last.to(bits.device)
         positions = differs.nonzero()[:, 0]
         count = len(positions)
-        self.compared += message.numel
-        self.changed += count
+        sent.compared += message.numel
+        sent.changed += count
         if changes_bytes(count, message.numel, message.dtype) >= message.num_bytes:
             last.copy_(bits)
             return ALL, values
@@ -52,12 +55,6 @@ class LastSent:
         if not _is_listed(count, message.numel):
             places = _packed(differs)
         return count, torch.cat([changed.view(torch.uint8), places])
-
-    def counted(self) -> tuple[int, int]:
-        """Returns how many elements were compared since the last call, and how many had changed."""
-        counts = self.compared, self.changed
-        self.compared = self.changed = 0
-        return counts
 
 
 def changes_bytes(count: int, numel: int, dtype: torch.dtype) -> int:

@@ -10,7 +10,6 @@ of trainer rank 0 give the order:
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -51,8 +50,8 @@ class Handover:
         self._key = key
         self._batches = batches
         self._device = device
-        self._wait_for = partial(
-            _wait_for, store, deadline=deadline, patience_s=patience_s, cut=cut
+        self._wait_for = lambda word: _wait_for(
+            store, f"{key}/{word}", deadline.part(patience_s), cut
         )
         self._index = {number: index for index, number in enumerate(batches)}
         self._half = _half_bytes(list(batches.values()))
@@ -94,7 +93,7 @@ class Handover:
     def _expect(self, word: str) -> None:
         if not self.lost:
             with self._noting_loss():
-                self._wait_for(f"{self._key}/{word}")
+                self._wait_for(word)
 
     @contextmanager
     def _noting_loss(self) -> Iterator[None]:
@@ -111,15 +110,14 @@ def take_batches(
     parameters: Mapping[str, Tensor],
     device: torch.device,
     deadline: Deadline,
-    patience_s: float,
 ) -> None:
-    """The engine's end: fills the parameters. Raises PeerLost, or ValueError if the two processes
+    """The engine's end: fills the parameters. Raises PeerLost at the deadline, or ValueError if the two processes
     cannot share memory."""
-    _wait_for(store, f"{key}/handle", deadline, patience_s)
+    _wait_for(store, f"{key}/handle", deadline)
     half = _half_bytes(batches)
     with open_shared(store.get(f"{key}/handle"), device) as memory:
         for index, batch in enumerate(batches):
-            _wait_for(store, f"{key}/offered/{index}", deadline, patience_s)
+            _wait_for(store, f"{key}/offered/{index}", deadline)
             for message, values in _parts(batch, memory, index % _HALVES * half):
                 unpack(message, values, parameters)
             _finish(device)
@@ -130,14 +128,9 @@ def take_batches(
 
 
 def _wait_for(
-    store: Mailbox,
-    key: str,
-    deadline: Deadline,
-    patience_s: float,
-    cut: Callable[[], str] = lambda: "",
+    store: Mailbox, key: str, limit: Deadline, cut: Callable[[], str] = lambda: ""
 ) -> None:
     """Waits until the store has the key. Raises PeerLost."""
-    limit = deadline.part(patience_s)
     while True:
         with lost_if_cut(_STORE_GONE), suppress(DistStoreError):
             store.wait(key, min(_LOOK_S, limit.left))

@@ -71,7 +71,7 @@ def send_batches(
         values, copied = read_message(message, parameters)
         if last is None:
             return _Staged(message, values, copied)
-        count, content = last.update(message, values)
+        count, content = last.update(message, values, sent)
         return _Staged(message, content, copied or count != ALL, count)
 
     def begin(batch: list[_Staged]) -> list[dist.Work]:
@@ -97,8 +97,6 @@ def send_batches(
         deadline,
         patience_s,
     )
-    if last is not None:
-        sent.compared, sent.changed = last.counted()
     return sent
 
 
@@ -107,17 +105,16 @@ def receive_batches(
     batches: Batches,
     parameters: Mapping[str, Tensor],
     deadline: Deadline,
-    patience_s: float,
     delta: bool = False,
 ) -> Traffic:
-    """Writes this rank's batches into the parameters. delta: the senders have `last`. Raises as
-    send_batches does."""
+    """Writes this rank's batches into the parameters. delta: the senders have `last`. Raises PeerLost
+    at the deadline, and not before: another link may hold up the senders as long as their patience."""
     device = next(iter(parameters.values())).device
 
     def stage(batch: list[Message]) -> list[_Staged]:
         counts = [ALL] * len(batch)
         if delta:
-            counts = _received_counts(group, batch, device, deadline.part(patience_s))
+            counts = _received_counts(group, batch, device, deadline)
         return list(map(staged, batch, counts))
 
     def staged(message: Message, count: int) -> _Staged:
@@ -150,6 +147,7 @@ def receive_batches(
             ]
         )
 
+    patience_s = deadline.seconds
     return Traffic(staging_bytes=_move(group, batches, stage, begin, finish, deadline, patience_s))
 
 

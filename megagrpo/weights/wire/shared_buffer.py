@@ -24,8 +24,8 @@ _PROBLEM = (
 )
 
 
-# The bytes, the machine, and how to open the memory: a CUDA handle, or a process and a file number.
-# JSON can express it.
+# The bytes, the machine (boot id and PID namespace), and how to open the memory: a CUDA handle, or a
+# process and a file number. JSON can express it.
 Handle = tuple[int, str, list]
 
 
@@ -65,7 +65,7 @@ class SharedBuffer:
             os.ftruncate(self._file, num_bytes)
             self.values = torch.frombuffer(mmap.mmap(self._file, num_bytes), dtype=torch.uint8)
             how = [os.getpid(), self._file]
-        self.handle: Handle = num_bytes, _machine(), how
+        self.handle: Handle = num_bytes, namespaces("pid"), how
 
     def close(self, closed_there: bool) -> None:
         """Frees the memory. closed_there: whether the other process has closed its end; if not, it
@@ -89,7 +89,7 @@ def open_shared(handle: Handle, device: torch.device) -> Iterator[Tensor]:
     """Yields the bytes of a SharedBuffer, uint8 [num_bytes]. No view of them may outlive the block.
     Raises ValueError."""
     num_bytes, machine, how = handle
-    if machine != _machine():
+    if machine != namespaces("pid"):
         raise ValueError(f"{_PROBLEM}: this process does not see that one's memory")
     if device.type == "cuda":
         *texts, size, offset, counter_slot, event_needed = how
@@ -120,8 +120,3 @@ def _plain_segments() -> Iterator[None]:
             restore.callback(torch.cuda.memory._set_allocator_settings, environment.get(name, ""))
             torch.cuda.memory._set_allocator_settings(plain)
         yield
-
-
-def _machine() -> str:
-    """Returns the boot id and the PID namespace. Processes with equal ones can share memory."""
-    return namespaces("pid")

@@ -36,7 +36,6 @@ class ReceiveRequest(TypedDict):
 
     group: str  # name of the link
     plan: str  # mailbox key of the encoded batches, which a new link reads
-    patience_s: float  # for one batch
     left_s: float  # for the whole transfer
     delta: NotRequired[bool]  # counts come before each batch; see changes.py
     memory: NotRequired[str]  # key of the handover in the store
