@@ -373,8 +373,7 @@ def _checkpointer(
         return replace(state, ahead=source.batches.finished())
 
     def export(folder: Path) -> None:
-        model = config.model
-        export_hf(folder, weights, actor.mesh, model.path, config.actor.dtype, model.tokenizer)
+        export_hf(folder, weights, actor.mesh, config, config.model.path)
 
     return Checkpointer(
         config.checkpoint,

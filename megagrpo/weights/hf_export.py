@@ -12,14 +12,14 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from megagrpo.config.actor import LoraConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
 from megagrpo.models.config_json import end_tokens, text_part
 from megagrpo.models.folder import ADAPTERS
 from megagrpo.models.table import begin_of_kept, read_description
 from megagrpo.system.run_folder import whole_folder
 from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
+from megagrpo.weights.hf_folder import HfFolder, host_shards, write_hf_folder
 from megagrpo.weights.transports.gather_plan import (
     gather_copies,
     gather_to_main,
@@ -27,8 +27,6 @@ from megagrpo.weights.transports.gather_plan import (
     published_specs,
 )
 
-_SHARD_BYTES = 2 << 30
-_ADAPTER_BYTES = 1 << 30
 _TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -42,26 +40,22 @@ _PEFT_PREFIX = "base_model.model."  # of the model inside PEFT's two wrappers
 
 
 def export_hf(
-    target: str | Path,
-    weights: ActorWeights,
-    mesh: Mesh,
-    like: str,
-    dtype: str,
-    tokenizer: str | None = None,
+    target: str | Path, weights: ActorWeights, mesh: Mesh, config: ExperimentConfig, like: str
 ) -> None:
     """Collective. Writes the live weights, adapters merged, as an HF folder, complete or not at all.
 
-    like: the folder that all other files come from, and the tensors that are not trained;
-    tokenizer: another folder for the tokenizer's files. dtype: of all trained tensors without a
-    fixed dtype (ActorWeights.fixed_dtypes). Raises LeaderError on every rank.
+    like: the folder that all files come from, also the tensors that are not trained, but for
+    config.model.tokenizer. Trained tensors have config.actor.dtype or a fixed one
+    (ActorWeights.fixed_dtypes). Raises LeaderError on every rank.
     """
-    published: torch.dtype = getattr(torch, dtype)
+    published: torch.dtype = getattr(torch, config.actor.dtype)
     specs = published_specs(weights.hf_specs, published, weights.fixed_dtypes)
-    plan = make_gather_plan(gather_copies(weights.copies, mesh), specs, _SHARD_BYTES)
+    copies = gather_copies(weights.copies, mesh)
+    plan = make_gather_plan(copies, specs, config.weights.bucket_bytes)
 
     def write(buckets: Iterator[dict[str, Tensor]]) -> None:
         shards = chain(buckets, untrained_tensors(Path(like)))
-        finish = partial(take_tokenizer, source=Path(tokenizer or like))
+        finish = partial(take_tokenizer, source=Path(config.model.tokenizer or like))
         write_hf_folder(target, shards, like, published, finish=finish)
 
     with weights.merged():
@@ -108,21 +102,21 @@ def untrained_tensors(folder: Path) -> Iterator[dict[str, Tensor]]:
         yield {name: hf[name] for name in kept if hf.files.shown[name].file == file}
 
 
-def export_peft(
-    target: Path, adapters: ActorWeights, mesh: Mesh, lora: LoraConfig, base: str, dtype: str
-) -> None:
+def export_peft(target: Path, adapters: ActorWeights, mesh: Mesh, config: ExperimentConfig) -> None:
     """Collective. Writes the live adapters (MegatronActor.trained_weights) as PEFT's folder,
     complete or not at all.
 
-    Replaces an older folder. base: the model's folder. Raises LeaderError on every rank.
+    Replaces an older folder. Raises LeaderError on every rank.
     """
-    stored: torch.dtype = getattr(torch, dtype)
-    specs = published_specs(adapters.hf_specs, stored)
-    plan = make_gather_plan(gather_copies(adapters.copies, mesh), specs, _ADAPTER_BYTES)
-    config = {
+    lora = config.actor.lora
+    assert lora is not None, "refuse_export refuses to begin"
+    specs = published_specs(adapters.hf_specs, getattr(torch, config.actor.dtype))
+    copies = gather_copies(adapters.copies, mesh)
+    plan = make_gather_plan(copies, specs, config.weights.bucket_bytes)
+    description = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": config.model.path,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
@@ -133,14 +127,13 @@ def export_peft(
     }
 
     def write(buckets: Iterator[dict[str, Tensor]]) -> None:
-        tensors: dict[str, Tensor] = {}
-        for bucket in buckets:
-            tensors |= {
-                f"{_PEFT_PREFIX}{name}": t.detach().to("cpu", copy=True)
-                for name, t in bucket.items()
-            }
+        tensors = {
+            f"{_PEFT_PREFIX}{name}": t
+            for shard in host_shards(buckets)
+            for name, t in shard.items()
+        }
         with whole_folder(target) as draft:
             save_file(tensors, draft / "adapter_model.safetensors", metadata={"format": "pt"})
-            (draft / ADAPTERS).write_text(json.dumps(config, indent=2) + "\n")
+            (draft / ADAPTERS).write_text(json.dumps(description, indent=2) + "\n")
 
     gather_to_main(plan, adapters.parameters(), mesh, write, f"export to {target}")

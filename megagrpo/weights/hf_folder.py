@@ -28,6 +28,7 @@ from megagrpo.weights.copies.views import Box
 # by safetensors' names; its table lacks the type of MXFP4's scales and may have None for others
 _DTYPES = {name: dtype for name, dtype in _TYPES.items() if dtype is not None}
 _DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
+_FILE_BYTES = 2 << 30
 _SECONDS_BETWEEN_LINES, _BAR_WIDTH = 5.0, 24
 
 
@@ -159,7 +160,7 @@ def write_hf_folder(
     fp8: bool = False,
     finish: Callable[[Path], None] = lambda draft: None,
 ) -> None:
-    """Writes an HF checkpoint, one shard per dict of `tensors`.
+    """Writes an HF checkpoint. Dicts of `tensors` share a file until it has _FILE_BYTES.
 
     like: the folder that config.json and the tokenizer files come from. dtype, fp8: only for
     config.json; tensors are written as they are. finish: changes the files before they are
@@ -175,13 +176,24 @@ def write_hf_folder(
         finish(draft)
 
 
+def host_shards(tensors: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yields copies in host memory, those of a file together."""
+    shard: dict[str, Tensor] = {}
+    for bucket in tensors:
+        # Separate and contiguous, because safetensors refuses tensors that share memory.
+        shard |= {name: t.detach().to("cpu", copy=True).contiguous() for name, t in bucket.items()}
+        if sum(t.nbytes for t in shard.values()) >= _FILE_BYTES:
+            yield shard
+            shard = {}
+    if shard:
+        yield shard
+
+
 def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]]) -> list[str]:
     """Writes the shards, and an index if there are several. Returns the names of all tensors."""
     files: list[tuple[Path, list[str]]] = []
     size = 0
-    for shard in filter(None, tensors):
-        # A separate contiguous CPU copy, because safetensors refuses tensors that share memory.
-        shard = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in shard.items()}
+    for shard in host_shards(tensors):
         file = folder / f"shard-{len(files) + 1:05d}.safetensors"
         save_file(shard, file, metadata={"format": "pt"})
         files.append((file, list(shard)))

@@ -103,14 +103,14 @@ def of_rank(mesh: Mesh, tp: int, pp: int, folder: Path) -> tuple[dict, set, int,
     copies = record_whole(actor.load, SPECS, actor.live).copies
     actor.load(hf_tensors())
     everyone = mesh.gather_world(copies)
-    plan = make_gather_plan(everyone, SPECS, bucket_bytes=700)
+    plan = make_gather_plan(everyone, SPECS, staging_bytes=2800)
     full: dict = {}
     traffic = Traffic()
     for bucket in gather_buckets(plan, actor.live, mesh, traffic):
         full |= bucket
     spans = [range(live.data_ptr(), live.data_ptr() + live.nbytes) for live in actor.live.values()]
     uncopied = {name for name, tensor in full.items() if any(tensor.data_ptr() in span for span in spans)}
-    half = make_gather_plan(everyone, published_specs(SPECS, torch.bfloat16, KEPT), bucket_bytes=700)
+    half = make_gather_plan(everyone, published_specs(SPECS, torch.bfloat16, KEPT), staging_bytes=2800)
     write = lambda buckets: write_hf_folder(  # noqa: E731
         folder / "out", buckets, folder / "like", torch.bfloat16
     )

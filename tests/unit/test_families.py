@@ -120,7 +120,7 @@ tokens = torch.arange(12)[None]
 with torch.no_grad():
     hidden = actor.chunks[0](tokens, tokens, None)
     logits = hidden @ actor.chunks[0].output_weight().T
-export_hf(folder / "exported", weights, actor.mesh, like=path, dtype="float32")
+export_hf(folder / "exported", weights, actor.mesh, config, path)
 written, source = HfFolder(folder / "exported"), HfFolder(path)
 same = written.keys() == source.keys() and all(torch.equal(written[name], source[name]) for name in source)
 print(json.dumps({

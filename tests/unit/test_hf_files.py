@@ -4,14 +4,19 @@ import json
 import os
 import shutil
 import subprocess
+from collections import Counter
 
 import pytest
 import torch
 
 from examples.laptop.model import character_tokenizer
-from megagrpo.weights import hf_folder as hf_files
-from megagrpo.weights.hf_export import take_tokenizer
+from megagrpo.mesh import make_mesh
+from megagrpo.weights import hf_export, hf_folder
+from megagrpo.weights.actor_weights import ActorWeights
+from megagrpo.weights.copies.recorder import record_whole
+from megagrpo.weights.hf_export import export_hf, take_tokenizer
 from megagrpo.weights.hf_folder import INDEX, SINGLE, HfFolder, ReadingProgress, write_hf_folder
+from tests.experiments import experiment
 
 TENSORS = {"x": torch.randn(4, 3), "y": torch.randn(5), "z": torch.tensor(1.5)}
 
@@ -27,12 +32,58 @@ def like(tmp_path):
     return folder
 
 
+@pytest.fixture
+def small_files(monkeypatch):
+    """A file for each dict of tensors."""
+    monkeypatch.setattr(hf_folder, "_FILE_BYTES", 1)
+
+
 def shards(number):
     names = list(TENSORS)
     return iter([{n: TENSORS[n] for n in names[i::number]} for i in range(number)])
 
 
+def test_small_buckets_share_files(tmp_path, like, monkeypatch):
+    """Rank 0 gathers in small buckets, but a folder of a large model has no thousands of files."""
+    monkeypatch.setattr(hf_folder, "_FILE_BYTES", 100)
+    buckets = [{f"w{number}": torch.full((10,), float(number))} for number in range(7)]  # of 40 bytes
+    write_hf_folder(tmp_path / "out", iter(buckets), like, torch.float32)
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    assert sorted(Counter(index["weight_map"].values()).values()) == [1, 3, 3]
+    assert index["metadata"]["total_size"] == 280
+    folder = HfFolder(tmp_path / "out")
+    assert all(torch.equal(folder[name], values) for bucket in buckets for name, values in bucket.items())
+
+
+def test_an_export_stages_as_much_as_a_publish(tmp_path, like, monkeypatch):
+    """Rank 0 holds four buckets."""
+    live = {"flat": torch.arange(64.0)}
+    specs = {f"w{number}": ((8,), torch.float32) for number in range(8)}
+
+    def load(hf) -> None:
+        for number, name in enumerate(specs):
+            live["flat"][8 * number : 8 * number + 8].copy_(hf[name])
+
+    weights = ActorWeights(record_whole(load, specs, live).copies, specs, lambda: live)
+    config = experiment(actor={"dtype": "bfloat16"}, weights={"bucket_mb": 4 * 32 / 2**20})
+    sizes = []
+
+    def write(target, tensors, *args, **options) -> None:
+        sizes.extend(sum(t.nbytes for t in bucket.values()) for bucket in tensors)
+
+    monkeypatch.setattr(hf_export, "write_hf_folder", write)
+    mesh = make_mesh(0, 1, torch.device("cpu"), deadline_s=30)
+    export_hf(tmp_path / "out", weights, mesh, config, str(like))
+    assert sizes == [32] * 4
+    monkeypatch.undo()
+    export_hf(tmp_path / "out", weights, mesh, config, str(like))
+    folder = HfFolder(tmp_path / "out")
+    assert torch.equal(torch.cat([folder[name] for name in specs]), live["flat"].bfloat16())
+    assert (tmp_path / "out" / SINGLE).exists()
+
+
 @pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.usefixtures("small_files")
 def test_round_trip(tmp_path, like, number):
     write_hf_folder(tmp_path / "out", shards(number), like, torch.float32)
     folder = HfFolder(tmp_path / "out")
@@ -142,6 +193,7 @@ FIRST, SECOND = (f"model-0000{k}-of-00002.safetensors" for k in (1, 2))
         (lambda out: (out / INDEX).unlink(), "out: has neither model.safetensors nor"),
     ],
 )
+@pytest.mark.usefixtures("small_files")
 def test_damage_is_named(tmp_path, like, damage, named):
     write_hf_folder(tmp_path / "out", shards(2), like, torch.float32)
     damage(tmp_path / "out")
@@ -151,7 +203,7 @@ def test_damage_is_named(tmp_path, like, damage, named):
 
 def test_reading_a_large_model_says_how_far_it_is(monkeypatch, capsys):
     now = iter([0.0, 1.0, 7.0, 8.0, 20.0])
-    monkeypatch.setattr(hf_files.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(hf_folder.time, "monotonic", lambda: next(now))
     progress = ReadingProgress(2_000_000_000)
     for read in range(4):
         progress.show(read * 500_000_000)

@@ -17,11 +17,11 @@ from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.explain import explain
 from megagrpo.tools.plan import search
 from megagrpo.tools.plan.checkpoint_cost import checkpoint_cost, disk_advice
-from megagrpo.tools.plan.fitting import with_model
+from megagrpo.tools.plan.fitting import load_of, with_model
 from megagrpo.tools.plan.roofline import target_of
 from megagrpo.tools.plan.trainer_memory import Load, in_flight, trainer_stages
 from megagrpo.tools.plan.work import optimizer_bytes
-from tests.experiments import QUICKSTART
+from tests.experiments import QUICKSTART, experiment
 
 pytestmark = pytest.mark.verifies(
     "runs", "`plan`: memory against real ranks and recorded bytes; no seconds", "dist/test_memory.py"
@@ -93,6 +93,21 @@ def test_linear_weights_in_fp8_are_held_twice_beside_those_in_bfloat16():
     linear = arch.num_layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner)
     held = {phase: stage.memory(phase, 0.0).parts.get("weights in FP8") for phase in ("load", "rollout", "update")}
     assert held == {"load": None, "rollout": 2 * linear, "update": 2 * linear}
+
+
+def test_an_export_after_a_checkpoint_stages_as_much_as_a_publish():
+    arch = architecture_of(json.loads((MODELS / "Qwen2.5-7B" / "config.json").read_text()))
+    for lora in (None, {"rank": 8}):
+        actor = ActorConfig(dtype="bfloat16", lora=lora)
+        without, exporting = (
+            trainer_stages(arch, actor, Load(1024, exports=exports))[0].memory("checkpoint", 2.0**29)
+            for exports in (False, True)
+        )
+        added = {name: size for name, size in exporting.parts.items() if name not in without.parts}
+        merged = {} if lora is None else {"weights before merging": exporting.parts["parameters"]}
+        assert added == {"staging": 2.0**30} | merged
+    assert not load_of(experiment(), arch).exports
+    assert load_of(experiment(checkpoint={"hf_every": 2}), arch).exports
 
 
 def test_a_stage_keeps_what_the_schedule_has_in_flight():

@@ -242,7 +242,7 @@ def test_the_plan_keeps_a_concatenation_in_one_bucket_and_each_bucket_in_one_dty
     specs = published_specs(hf_specs, torch.bfloat16, KEPT)
 
     def buckets(*together: tuple[str, ...]):
-        return make_gather_plan(copies, specs, bucket_bytes=1, together=together).buckets
+        return make_gather_plan(copies, specs, staging_bytes=1, together=together).buckets
 
     assert [bucket.names for bucket in buckets()] == [(Q_A,), ("q_b_proj",), (KV_B,), (KV_A,), (BIAS,)]
     assert [bucket.names for bucket in buckets((KV_A, Q_A))] == [(Q_A, KV_A), ("q_b_proj",), (KV_B,), (BIAS,)]

@@ -84,6 +84,7 @@ def load_of(config: ExperimentConfig, arch: Architecture) -> Load:
         links(config),
         colocate=config.rollout.colocate,
         quantized=config.rollout.quantization is not None,
+        exports=config.checkpoint.hf_every > 0,
     )
 
 

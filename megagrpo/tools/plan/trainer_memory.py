@@ -38,6 +38,7 @@ class Load:
     # of a step, whose hidden states the last stage keeps on the host for the exact KL
     reference_positions: float = 0.0
     quantized: bool = False  # a publish is in FP8
+    exports: bool = False  # after a checkpoint an HF folder is written
 
 
 def links(config: ExperimentConfig) -> int:
@@ -252,13 +253,12 @@ class Stage:
             parts["live weights"] = self.weights
         if phase == "update":
             parts |= self._update()
-        if phase == "publish":
+        if phase == "publish" and self.load.quantized:
+            # maxima and scales are those of the whole model
+            blocks = sum(n * s.size for s, n in tensor_groups(self.arch, None).items() if s.in_fp8)
+            parts["copy in FP8"] = elements.linear + 2 * _FP32 * blocks / math.prod(FP8_BLOCK)
+        if phase == "publish" or (phase == "checkpoint" and self.load.exports):
             parts["staging"] = min(2 * bucket_bytes, self.weights)
-            if self.load.quantized:  # maxima and scales are those of the whole model
-                blocks = sum(
-                    n * s.size for s, n in tensor_groups(self.arch, None).items() if s.in_fp8
-                )
-                parts["copy in FP8"] = elements.linear + 2 * _FP32 * blocks / math.prod(FP8_BLOCK)
             if self.actor.lora is not None:
                 parts["weights before merging"] = self.weights
         first_rank = self.number * (self.actor.world_size // self.actor.parallel.pp)

@@ -81,18 +81,15 @@ def export(config: ExperimentConfig, args: argparse.Namespace, device: torch.dev
     from megagrpo.weights.actor_weights import load_initial_weights
     from megagrpo.weights.hf_export import export_hf, export_peft
 
-    lora = config.actor.lora
     actor = make_actor(config, model_to_train(config).arch, device)
     checkpoint = latest_checkpoint(config, actor.mesh)
     if args.checkpoint is not None:
         checkpoint = Path(args.checkpoint)
     assert checkpoint is not None, "refuse_export refuses to begin"
-    weights = load_initial_weights(actor, config.model.path, overwritten=lora is None)
+    weights = load_initial_weights(actor, config.model.path, overwritten=config.actor.lora is None)
     load_checkpoint(config, checkpoint, actor, with_optimizer=False)
-    base = config.model.path
-    dtype = config.actor.dtype
-    if args.lora and lora is not None:
+    if args.lora:
         adapters = actor.trained_weights(weights)
-        export_peft(Path(args.output), adapters, actor.mesh, lora, base, dtype)
+        export_peft(Path(args.output), adapters, actor.mesh, config)
     else:
-        export_hf(args.output, weights, actor.mesh, base, dtype, config.model.tokenizer)
+        export_hf(args.output, weights, actor.mesh, config, config.model.path)

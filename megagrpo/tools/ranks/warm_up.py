@@ -76,9 +76,7 @@ def warm_up(config: ExperimentConfig, device: torch.device, progress: Progress) 
             break
     if log is not None:
         log.close()
-    export_hf(
-        config.model.path, weights, mesh, options.model, config.actor.dtype, config.model.tokenizer
-    )
+    export_hf(config.model.path, weights, mesh, config, options.model)
 
 
 def likelihood_step(actor: MegatronActor, batch: Batch) -> dict[str, float]:

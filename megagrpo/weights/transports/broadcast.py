@@ -30,7 +30,6 @@ from megagrpo.weights.wire.engine_group import (
 from megagrpo.weights.wire.mailbox import listening_store
 from megagrpo.weights.wire.moving import Traffic
 
-_HELD = 4  # buckets that rank 0 holds at most, see gather_buckets
 _IN_FLIGHT = 2  # unanswered calls of an engine
 _ALONE_BYTES = 1 << 20  # smaller tensors are packed for the transfer
 
@@ -97,10 +96,10 @@ class BroadcastTransport:
             self._plan = self._make_plan()
 
     def _make_plan(self) -> GatherPlan:
-        """Returns the buckets. Rank 0 holds _HELD of them, together `bucket_bytes`."""
         weights = self._weights
-        bucket_bytes = weights.bucket_bytes // _HELD
-        return make_gather_plan(weights.copies, weights.specs, bucket_bytes, sorted(self._together))
+        return make_gather_plan(
+            weights.copies, weights.specs, weights.bucket_bytes, sorted(self._together)
+        )
 
     def _join(self, engine: EngineConnection) -> None:
         """Makes the groups of rank 0 and the engine's ranks, unless they exist. All ranks meet."""

@@ -38,7 +38,6 @@ class DiskTransport(Transport):
             # load_format is set, because the default is the format of the engine's start, which may
             # be "dummy".
             body = {"model_path": str(target), "load_format": "auto", "flush_cache": False}
-            engines.limit()  # again, because gathering and writing took some of their time
             engines.for_each(lambda engine: engine.post("/update_weights_from_disk", body))
             for old in weights.folder.glob("v*"):
                 # other names are copies of a user

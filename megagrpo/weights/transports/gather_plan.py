@@ -21,6 +21,8 @@ from megagrpo.weights.transports.reshard_plan import trainer_atoms
 from megagrpo.weights.wire.engine_group import lost_if_cut
 from megagrpo.weights.wire.moving import Traffic
 
+_HELD = 4  # buckets that rank 0 holds at most, see gather_buckets
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -86,19 +88,19 @@ def share_out(
 def make_gather_plan(
     everyone: list[list[Copy]],
     specs: Specs,
-    bucket_bytes: int,
+    staging_bytes: int,
     together: Iterable[tuple[str, ...]] = (),
 ) -> GatherPlan:
-    """Fills buckets of at most `bucket_bytes` with HF tensors in checkpoint order. A larger tensor
-    has a bucket for itself.
+    """Fills buckets with HF tensors in checkpoint order.
 
+    staging_bytes: the most that rank 0 stages, unless a tensor is larger than a bucket.
     specs: with published dtypes; a bucket has one. together: names of tensors that must share a
     bucket. Raises ValueError if these have several dtypes.
     """
     shares = share_out(everyone, specs, on_main=True)
     buckets = []
     for dtype, units in _units(specs, together).items():
-        for names in _filled(units, specs, bucket_bytes):
+        for names in _filled(units, specs, staging_bytes // _HELD):
             parts: dict[int, list[Copy]] = {}
             for name in names:
                 for rank, copy in shares[name]:

@@ -35,6 +35,7 @@ from tests.dist.workers.harness import near_initial, over_ranks, weights_unreada
 from tests.dist.workers.held import gradient_buffers, offload, optimizer_state
 from tests.dist.workers.recorded import recorded_logits
 from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, samples
+from tests.experiments import experiment
 from tests.padding import batch_of_rows, flat
 
 # what hf_reference.py computes
@@ -126,9 +127,15 @@ def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
     return result | exported(actor, weights, job, folder)
 
 
+def config_of(actor: MegatronActor, job: dict, dtype: str = "float32"):
+    """An experiment that exports this actor in a dtype."""
+    config = experiment(model={"path": job["model"]})
+    return config.model_copy(update={"actor": actor.config.model_copy(update={"dtype": dtype})})
+
+
 def exported(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
     """Whether the export of untrained weights is the folder that was loaded, bit by bit."""
-    export_hf(folder / "exported", weights, actor.mesh, like=job["model"], dtype="float32")
+    export_hf(folder / "exported", weights, actor.mesh, config_of(actor, job), job["model"])
     if not actor.mesh.is_main:
         return {}
     written, source = HfFolder(folder / "exported"), HfFolder(job["model"])
@@ -219,9 +226,8 @@ def adapters_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder:
     loss = gradient(actor, batch, PLAIN)
     rounding = max(ratios(adapters, actor.gradients(), neighbors, actor.mesh).values())
     gradients = whole(adapters, actor.gradients(), actor.mesh)
-    export_hf(out / "merged", weights, actor.mesh, like=job["model"], dtype="float32")
-    lora = actor.config.lora
-    export_peft(out / "peft", adapters, actor.mesh, lora, job["model"], "float32")
+    export_hf(out / "merged", weights, actor.mesh, config_of(actor, job), job["model"])
+    export_peft(out / "peft", adapters, actor.mesh, config_of(actor, job))
     state = {"logits": list(seen), "loss": loss, "gradients": gradients}
     torch.save(state | {"adapters": whole(adapters, actor.trained(), actor.mesh)}, out / "actor.pt")
     pairs = zip(seen, of_neighbor, strict=True)
@@ -378,7 +384,7 @@ def decays_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
     gradient(actor, batch_of(actor.mesh), RICH)
     actor.optimizer_step()
     moved = [not torch.equal(copy.view(live), read[copy.hf]) for copy in weights.copies if copy.hf in read]
-    export_hf(folder / "exported", weights, actor.mesh, like=job["model"], dtype=job["dtype"])
+    export_hf(folder / "exported", weights, actor.mesh, config_of(actor, job, job["dtype"]), job["model"])
     exported = HfFolder(folder / "exported").specs if actor.mesh.is_main else {}
     return {
         "names": sorted(read),
