@@ -100,8 +100,10 @@ def _computed(passes: list[Pass]) -> tuple[str | None, str]:
         look = "look at the router's bias, its groups and the number of experts"
         says = f"{taken}, though its output with the same experts is equal: {look}"
         return f"layers.{flips.layer}.experts", says
-    found = filter(None, (_first_beyond(one.differences) for one in passes))
-    return next(found, (None, "nothing differs beyond the bounds"))
+    for one in passes:
+        if found := _first_beyond(one.differences):
+            return found
+    return None, "nothing differs beyond the bounds"
 
 
 def _first_beyond(differences: list[Difference]) -> tuple[str, str] | None:
