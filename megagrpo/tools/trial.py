@@ -21,14 +21,22 @@ from megagrpo.models.folder import Model
 from megagrpo.monitor.rollout_log import Decode, turns_of
 from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.batches import BatchPlan, SampledBatch, SamplingJob
-from megagrpo.rollout.control import ServiceControl, ServiceUnreachable, bearer, find_service
+from megagrpo.rollout.control import (
+    ServiceControl,
+    ServiceFailed,
+    ServiceUnreachable,
+    bearer,
+    find_service,
+)
 from megagrpo.rollout.generation import GenerationFailed, SamplingParams
 from megagrpo.rollout.sampler import Sampler
 from megagrpo.rollout.source import open_graders
 from megagrpo.system.arguments import positive
+from megagrpo.system.errors import translated
 from megagrpo.system.processes import last_lines
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.one_engine import with_one_engine
+from megagrpo.tools.view.texts import printable
 from megagrpo.types import Outcome, RolloutGroup
 
 _POLL_S = 0.5
@@ -63,19 +71,31 @@ def try_out(config: ExperimentConfig, num_prompts: int) -> int:
         sampler.images = images
         job = SamplingJob("try", 0, 0, SamplingParams.of(config.sampling), num_samples=1)
         batch = SampledBatch(job, BatchPlan(job, prompts).numbered())
-        asyncio.run(_sample(sampler, batch, config.rollout.step_timeout_s))
-        for group in batch.groups():
-            print("\n".join(_lines(group, decode)))
+        stack.callback(_show, batch, decode)  # also those that came before a failure
+        missing = "rollouts are missing"
+        with translated(missing, GenerationFailed, ServiceUnreachable, ServiceFailed):
+            asyncio.run(_sample(sampler, batch, control, config.rollout.step_timeout_s))
         launch.status = 0
     return launch.status
 
 
-async def _sample(sampler: Sampler, batch: SampledBatch, limit_s: float) -> None:
+async def _sample(
+    sampler: Sampler, batch: SampledBatch, control: ServiceControl, limit_s: float
+) -> None:
     work = asyncio.create_task(sampler.sample_share(batch))
-    await asyncio.wait([work], timeout=limit_s)
-    if not work.done():
-        raise GenerationFailed(sampler.missing(batch))
+    until = time.monotonic() + limit_s
+    while not (await asyncio.wait([work], timeout=_POLL_S))[0]:
+        (engine,) = await asyncio.to_thread(control.engines)
+        if not engine.serves:  # nothing publishes to another one
+            raise GenerationFailed(f"the engine ended: {engine.reason}")
+        if time.monotonic() > until:
+            raise GenerationFailed(sampler.missing(batch))
     await work
+
+
+def _show(batch: SampledBatch, decode: Decode) -> None:
+    for line in (line for group in batch.groups() for line in _lines(group, decode)):
+        print(*map(printable, line.split("\n")), sep="\n")
 
 
 def _service(launch: Launch, config: ExperimentConfig) -> ServiceControl:
