@@ -28,8 +28,8 @@ from megagrpo.config.fields import (
 )
 from megagrpo.config.libraries import REFUSED
 from megagrpo.config.objective.correction import Band, Rejection, TruncatedImportance
-from megagrpo.config.objective.teachers import TeacherConfig
-from megagrpo.config.reward import OPTIONS
+from megagrpo.config.objective.served_models import TeacherConfig
+from megagrpo.config.reward import OPTIONS, JudgeOptions
 from megagrpo.config.rollout import AgentConfig, EnvironmentConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.table import FAMILIES, read_description
@@ -106,6 +106,7 @@ _OPTIONAL: dict[str, Section] = {
     "algorithm.mismatch.weight, name: icepop or mis_mask": Band(name="icepop"),
     "algorithm.mismatch.reject": Rejection(high=2.0),
     "teachers.NAME": TeacherConfig(path="m"),
+    "reward.args of grader judge": JudgeOptions(path="m", prompt_file="p"),
 }
 
 

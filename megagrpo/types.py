@@ -331,7 +331,7 @@ class EngineInfo:
     # whether it gets requests: from the first weights that were verified in this incarnation, also
     # while newer ones are written, until it sleeps, is drained or ends
     serves: bool = False
-    teacher: str = ""  # the teacher for which it scores; "": it samples
+    model: str = ""  # "teacher-NAME" or "judge-NAME", which is not trained; "": it samples
 
     @property
     def alive(self) -> bool:

@@ -35,6 +35,9 @@ class FakeService:
     load_now: dict[str, float] = field(default_factory=dict)
     hang: Callable[[dict], bool] = lambda body: False
     teachers: tuple[str, ...] = ()  # whose engines are at the same URL
+    judges: tuple[str, ...] = ()  # likewise, by the beginning of their ids; each reply is `Score: 0.5`
+    judge_script: list = field(default_factory=list)  # as `script`, of requests for replies
+    judged: list[dict] = field(default_factory=list)
     score_script: list = field(default_factory=list)  # as `script`, of requests for scores
     scored: list[dict] = field(default_factory=list)
     requests: list[dict] = field(default_factory=list)
@@ -61,7 +64,8 @@ class FakeService:
         }
         engine |= {"restarts": 0, "pid": 1, "reason": "", "load_now": self.load_now}
         engine["cache_tokens"] = self.cache_tokens
-        scoring = [engine | {"id": f"teacher-{name}-0", "teacher": name, "serves": True} for name in self.teachers]
+        models = [*(f"teacher-{name}" for name in self.teachers), *self.judges]
+        scoring = [engine | {"id": f"{name}-0", "model": name, "serves": True} for name in models]
         found = {"failed": self.failed, "engines": [engine, *scoring]}
         return web.json_response(found)
 
@@ -74,6 +78,15 @@ class FakeService:
     async def rest(self, request: web.Request) -> web.Response:
         self.marked.append((request.path,))
         return web.json_response({})
+
+    async def judge(self, request: web.Request) -> web.Response:
+        self.keys.add(request.headers["Authorization"].removeprefix("Bearer").strip())
+        self.judged.append(await request.json())
+        step = self.judge_script.pop(0) if self.judge_script else "stop"
+        if isinstance(step, int):
+            return web.Response(status=step, body=b"on purpose")
+        choice = {"message": {"role": "assistant", "content": "Score: 0.5"}, "finish_reason": step}
+        return web.json_response({"choices": [choice]})
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -133,6 +146,7 @@ def running(service: FakeService) -> Iterator[FakeService]:
     routes = [web.get("/status", service.status), web.post("/engines/ready", service.ready)]
     routes += [web.post(path, service.rest) for path in ("/sleep", "/may_start")]
     routes += [web.post("/generate", service.generate), web.post(f"{RESTARTED}/generate", service.generate)]
+    routes.append(web.post("/v1/chat/completions", service.judge))
     app.add_routes(routes)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
 

@@ -7,7 +7,7 @@ from megagrpo.check.rules import (
     inputs,
     model,
     placement,
-    teachers,
+    served_models,
     trainer_layout,
 )
 from megagrpo.check.rules.subject import (
@@ -32,7 +32,7 @@ BEFORE_START = (
     inputs.before_start,
     placement.before_start,
     *OF_MODEL,
-    teachers.before_start,
+    served_models.before_start,
 )
 
 

@@ -20,12 +20,9 @@ from megagrpo.config.fields import (
     named,
     repeated,
 )
+from megagrpo.config.objective.served_models import ServedModel, Url
 from megagrpo.system.errors import translated
 
-# what httpx reads: name or address, port, rest
-_URL = re.compile(
-    r"(?i)https?://(\[[\da-f:.]+\]|[^][\x00-\x20/?#:]+)(:\d{1,5})?([/?][^\x00-\x20\x7f]*)?"
-)
 Scalar = str | int | float | bool
 GraderArgs = dict[str, Scalar | dict[str, Scalar]]
 
@@ -62,8 +59,6 @@ class CodeOptions(Section):
 class ServiceOptions(Section):
     """Fields that all HTTP graders share."""
 
-    url: str
-    """URL for the POST requests, without user name or password."""
     timeout_s: Seconds = 60.0
     """Time limit per request with its retries. Beyond it the outcome is a timeout."""
     retries: NonNegativeInt = 4
@@ -73,33 +68,24 @@ class ServiceOptions(Section):
     api_key_env: str | None = None
     """Environment variable on the trainers that holds the key, a bearer token."""
 
-    @field_validator("url")
-    @classmethod
-    def _is_url(cls, url: str) -> str:
-        if "@" in url.partition("?")[0]:  # not shown: it may be a secret
-            raise ValueError(
-                "url holds a user name or password; name a variable in api_key_env instead"
-            )
-        if not _URL.fullmatch(url):
-            raise ValueError(f"url {url!r} should look like http://host:port/path")
-        return url
-
 
 class HttpOptions(ServiceOptions):
     """Ask a reward service to score responses in batches. See [rewards](../data-and-rewards.md)."""
 
+    url: Url
+    """URL for the POST requests, without user name or password."""
     batch_size: PositiveInt = 32
     """Most responses per request."""
     batch_wait_s: NonNegativeFloat = 0.05
     """Longest time that a response waits for others to share its request."""
 
 
-class JudgeOptions(ServiceOptions):
-    """Ask a model behind an OpenAI endpoint, .../v1/chat/completions. See
-    [rewards](../data-and-rewards.md)."""
+class JudgeOptions(ServedModel, ServiceOptions):
+    """Ask a model: engines that this run starts for `path`, or an OpenAI endpoint at `url`,
+    .../v1/chat/completions. See [rewards](../data-and-rewards.md)."""
 
-    model: str
-    """Model name at the endpoint."""
+    model: str | None = None
+    """Model name at the endpoint of `url`."""
     prompt_file: str
     """File with the judge's prompt. {prompt} (the conversation), {response} and {answer} are filled
     in."""
@@ -129,6 +115,22 @@ class JudgeOptions(ServiceOptions):
                 f"pattern {pattern!r} has no group; write the score's part in parentheses"
             )
         return pattern
+
+    def problems(self) -> list[Rule]:
+        of_url = self.model_fields_set & {"model", *ServiceOptions.model_fields} - {"api_key_env"}
+        return [
+            *super().problems(),
+            Rule(
+                self.path and of_url,
+                f"{named(sorted(of_url))} with path: requests to the run's engines have the limits of `rollout`",
+                "remove it, or write a url",
+            ),
+            Rule(
+                self.url and self.model is None,
+                "url without model",
+                "write the name that the model has there",
+            ),
+        ]
 
 
 OPTIONS: dict[str, type[Section]] = {
@@ -189,6 +191,21 @@ class RewardConfig(Section):
         return self.graders or [GraderConfig(grader=self.grader, args=self.args)]
 
     @property
+    def judges(self) -> dict[str, JudgeOptions]:
+        """The judges by name, without those whose options are refused."""
+        found = {}
+        with suppress(ValidationError):  # which the grader says itself
+            for entry in self.entries:
+                if entry.grader == "judge":
+                    found[entry.short_name] = JudgeOptions.model_validate(entry.args)
+        return found
+
+    def first_judge(self, name: str) -> str:
+        """Returns the first judge with the path of this one, whose engines both ask."""
+        judges = self.judges
+        return next(other for other in judges if judges[other].path == judges[name].path)
+
+    @property
     def has_parts(self) -> bool:
         """Returns whether a reward is made of scores that are worth a record of their own."""
         return bool(self.graders) or self.group_grader is not None
@@ -196,6 +213,13 @@ class RewardConfig(Section):
     def problems(self) -> list[Rule]:
         check_options(self.grader, self.args)
         twice = repeated(entry.short_name for entry in self.entries)
+        other = [
+            name
+            for name, judge in self.judges.items()
+            if judge.path
+            and judge.model_fields_set & set(judge.sizes)
+            and self.first_judge(name) != name
+        ]
         total_s = 0.0
         for entry in self.entries:
             if entry.grader == "code":
@@ -212,6 +236,11 @@ class RewardConfig(Section):
                 twice,
                 f"graders: two are named {named(twice)}",
                 "give each a name of its own",
+            ),
+            Rule(
+                other,
+                f"graders: {named(other)} asks the engines of the first judge with its path",
+                "remove its num_engines, tp, ep and nodes_per_engine",
             ),
             Rule(
                 self.group_args and self.group_grader is None,
@@ -236,7 +265,7 @@ def check_options(grader: str, args: GraderArgs) -> None:
     except ValidationError as exc:
         known = ", ".join(OPTIONS[grader].model_fields)
         problems = [
-            f"{'.'.join(map(str, error['loc']))}: {error['msg']}"
+            ": ".join([*map(str, error["loc"]), error["msg"].removeprefix("Value error, ")])
             for error in exc.errors(include_url=False)
         ]
         raise ValueError(

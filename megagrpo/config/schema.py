@@ -16,6 +16,7 @@ from megagrpo.config.data import CurriculumConfig, DataConfig, EvalConfig, Model
 from megagrpo.config.fields import (
     Dtype,
     Fraction,
+    KeyPath,
     LocalPath,
     NonNegativeInt,
     PositiveFloat,
@@ -25,7 +26,7 @@ from megagrpo.config.fields import (
     Text,
     repeated,
 )
-from megagrpo.config.objective.teachers import TeacherConfig
+from megagrpo.config.objective.served_models import ServedModel, TeacherConfig
 from megagrpo.config.reward import GraderConfig, RewardConfig
 from megagrpo.config.rollout import RolloutConfig, SamplingConfig, WeightsConfig
 from megagrpo.config.trackers import TrackerConfig, WandbConfig
@@ -256,12 +257,27 @@ class ExperimentConfig(Section):
         """The files of the run."""
         return RunFolder(Path(self.output_dir))
 
-    def for_teacher(self, name: str) -> "ExperimentConfig":
-        """Returns the experiment whose engines are those of a teacher with a path: with weights of
-        its files, no publish, on GPUs of their own."""
-        teacher = self.teachers[name]
-        assert teacher.path is not None, "the engines of a url are started elsewhere"
-        sizes = teacher.model_dump(include={"num_engines", "tp", "ep", "nodes_per_engine"})
+    @property
+    def served_models(self) -> dict[str, ServedModel]:
+        """Teachers and judges, by the beginning of their engines' ids."""
+        return {
+            **{f"teacher-{name}": teacher for name, teacher in self.teachers.items()},
+            **{f"judge-{name}": judge for name, judge in self.reward.judges.items()},
+        }
+
+    def keys_of(self, model: str) -> KeyPath:
+        """Returns the path of the section that describes a served model."""
+        kind, _, name = model.partition("-")
+        if kind == "teacher":
+            return "teachers", name
+        names = [grader.short_name for grader in self.reward.graders]
+        return ("reward", "graders", names.index(name), "args") if names else ("reward", "args")
+
+    def for_model(self, name: str) -> "ExperimentConfig":
+        """Returns the experiment whose engines are those of a served model with a path: with
+        weights of its files, no publish, on GPUs of their own."""
+        model = self.served_models[name]
+        assert model.path is not None, "the engines of a url are started elsewhere"
         rollout: dict[str, object] = {
             "min_healthy_engines": 1,
             "load_format": "model",
@@ -271,18 +287,25 @@ class ExperimentConfig(Section):
         actor = self.actor.model_copy(update={"draft": None, "routing_replay": None})
         return self.model_copy(
             update={
-                "model": ModelConfig(path=teacher.path),
-                "rollout": self.rollout.model_copy(update=sizes | rollout),
+                "model": ModelConfig(path=model.path),
+                "rollout": self.rollout.model_copy(update=model.sizes | rollout),
                 "actor": actor,
                 "teachers": {},
+                "reward": RewardConfig(),
             }
         )
 
     @property
-    def engine_sizes(self) -> "dict[str, RolloutConfig | TeacherConfig]":
-        """Numbers and ranks of the engines that the run starts: its own under "", those of
-        teachers under their names."""
-        theirs = {name: teacher for name, teacher in self.teachers.items() if teacher.path}
+    def engine_sizes(self) -> "dict[str, RolloutConfig | ServedModel]":
+        """Numbers and ranks of the engines that the run starts: its own under "", those of served
+        models under their names; judges with the same path share those of the first."""
+        reward = self.reward
+        shared = [f"judge-{name}" for name in reward.judges if reward.first_judge(name) != name]
+        theirs = {
+            name: model
+            for name, model in self.served_models.items()
+            if model.path and name not in shared
+        }
         return {"": self.rollout, **theirs}
 
     @property

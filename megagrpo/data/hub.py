@@ -44,11 +44,12 @@ def with_local_files(
     """
     values = config.model_dump()
     problems: list[tuple[KeyPath, str]] = []
-    for keys in _places(values):
+    for keys in _places(config, values):
         *around, key = map(str, keys)
         section = cast(dict[str, Plain], value_at(values, keys[:-1]))
         names = _as_list(section[key])
-        in_full = around[0].replace("teachers", "model") == weights and key != "tokenizer"
+        of_model = around[0] in ("teachers", "reward")
+        in_full = weights == ("model" if of_model else around[0]) and key != "tokenizer"
         resolve = partial(_local_folder, weights=in_full)
         if key == "path" and around[0] in _SPLITS:
             resolve = partial(_local_files, splits=_SPLITS[around[0]])
@@ -68,7 +69,7 @@ def _as_list(names: object) -> list[str]:
     return [names] if isinstance(names, str) else cast(list[str], names)
 
 
-def _places(values: dict[str, Plain]) -> Iterator[KeyPath]:
+def _places(config: ExperimentConfig, values: dict[str, Plain]) -> Iterator[KeyPath]:
     """Yields the keys that may hold a name, except for a model that the warm-up makes."""
     keys: list[KeyPath] = [("model", "tokenizer"), ("sft", "model"), ("sft", "path")]
     if values["sft"] is None:
@@ -77,7 +78,7 @@ def _places(values: dict[str, Plain]) -> Iterator[KeyPath]:
         keys.append((*section, "path"))
         sources = cast(list, value_at(values, (*section, "sources")) or [])
         keys += [(*section, "sources", number, "path") for number in range(len(sources))]
-    keys += [("teachers", name, "path") for name in cast(dict, values["teachers"])]
+    keys += [(*config.keys_of(name), "path") for name in config.served_models]
     yield from (key for key in keys if value_at(values, key))
 
 

@@ -24,10 +24,10 @@ def exposition(run: str, metrics: Path, engines: Sequence[EngineInfo]) -> bytes:
     entry = gauge("metric", "The last entry of metrics.jsonl.", "name")
     for name, value in last_entry(metrics).items():
         entry.labels(run, name).set(value)
-    states = Counter((engine.teacher, engine.state) for engine in engines)
-    count = gauge("engines", "Engines by teacher and state.", "teacher", "state")
-    for (teacher, state), number in states.items():
-        count.labels(run, teacher, state).set(number)
+    states = Counter((engine.model, engine.state) for engine in engines)
+    count = gauge("engines", "Engines by model and state.", "model", "state")
+    for (model, state), number in states.items():
+        count.labels(run, model, state).set(number)
     restarts = gauge("engine_restarts", "Restarts of an engine.", "engine")
     version = gauge(
         "engine_weight_version", "Version of an engine's last verified weights.", "engine"

@@ -91,6 +91,10 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         """
         return self._loop.submit(self._regraded(prompt, texts, outcomes))
 
+    def connect(self, name: str, judge: ServiceGrader) -> None:
+        """Takes a judge with a path, which asks its engines; before the first response."""
+        self._services[name] = judge
+
     def close(self) -> None:
         """Ends every worker process and request; responses in flight get an error outcome."""
         self._workers.close()

@@ -37,9 +37,10 @@ class ServiceGrader(ABC):
     message or log.
     """
 
-    def __init__(self, name: str, options: ServiceOptions):
+    def __init__(self, name: str, url: str, options: ServiceOptions):
         self._service = options
-        self.location = f"grader {name} at {options.url.partition('?')[0]}"
+        self._url = url
+        self.location = f"grader {name} at {url.partition('?')[0]}"
         headers = {"Content-Type": "application/json"}
         if key := environment.secret(options.api_key_env, f"grader {name}"):
             headers["Authorization"] = f"Bearer {key}"
@@ -106,7 +107,7 @@ class ServiceGrader(ABC):
 
     async def _attempt(self, body: dict[str, object]) -> object:
         async with self._http.stream(
-            "POST", self._service.url, content=json.dumps(body).encode()
+            "POST", self._url, content=json.dumps(body).encode()
         ) as answer:
             data = bytearray()
             async for chunk in answer.aiter_bytes():

@@ -41,9 +41,9 @@ class ServiceStatus:
     failed: str | None  # why the service failed; None while it runs
     engines: tuple[EngineInfo, ...]
 
-    def engines_of(self, teacher: str) -> list[EngineInfo]:
-        """Returns the engines of a teacher; of "" those that sample."""
-        return [engine for engine in self.engines if engine.teacher == teacher]
+    def engines_of(self, model: str) -> list[EngineInfo]:
+        """Returns the engines of a served model; of "" those that sample."""
+        return [engine for engine in self.engines if engine.model == model]
 
 
 class ServiceControl:

@@ -49,9 +49,9 @@ class Engines:
         self._random = random.Random()
 
     @classmethod
-    def from_service(cls, control: ServiceControl, teacher: str = "") -> "Engines":
-        """Returns the engines of a service that sample, or a teacher's engines."""
-        return cls(lambda: control.status().engines_of(teacher), control.api_key)
+    def from_service(cls, control: ServiceControl, model: str = "") -> "Engines":
+        """Returns the engines of a service that sample, or those of a served model."""
+        return cls(lambda: control.status().engines_of(model), control.api_key)
 
     async def look(self, older_than_s: float = 0.0) -> None:
         """Reads the service's status, unless the last look is younger; concurrent calls share one.

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import aiohttp
 import msgspec
@@ -128,7 +128,9 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class EngineRequest(ABC, Generic[T_co]):
-    """A request to /generate of any engine that may answer it."""
+    """A request to any engine that may answer it."""
+
+    path: ClassVar[str] = "/generate"
 
     tokens: Callable[[], float]  # see AdmissionQueue
     order: tuple[float, ...] = ()  # likewise
@@ -249,8 +251,8 @@ class GenerationClient:
     manager.
 
     admission: requests wait there and not in an engine's queue, which would use up their time
-    limit. experts: the model's architecture, if engines return routed experts. teacher: whose
-    engines they are; "": those that sample.
+    limit. experts: the model's architecture, if engines return routed experts. model: the served
+    model of the engines; "": they sample.
     """
 
     def __init__(
@@ -259,18 +261,24 @@ class GenerationClient:
         retry: RetryPolicy,
         admission: AdmissionQueue,
         experts: Architecture | None = None,
-        teacher: str = "",
+        model: str = "",
     ):
         self.engines = engines
         self.retry = retry
         self.experts = experts
         self._admission = admission
+        self._model = model
         self._result, self._no_engine = "sample", "no engine has verified weights"
-        if teacher:
-            self._result = f"scores of teacher {teacher}"
-            self._no_engine = f"no engine of teacher {teacher} is up"
+        if model:
+            self._result, self._no_engine = f"answer of {model}", f"no engine of {model} is up"
         self.num_retries = 0
         self.last_problem = ""
+
+    @property
+    def problem(self) -> str:
+        """The last problem of requests to a served model, for a list; "" if there was none."""
+        because = f"{self.num_retries} retries, the last because of: {self.last_problem}"
+        return f"; {self._model}: {because}" if self.last_problem else ""
 
     async def __aenter__(self) -> "GenerationClient":
         self.http = aiohttp.ClientSession(
@@ -345,7 +353,7 @@ class GenerationClient:
 
     async def _response(self, url: str, request: EngineRequest[T_co]) -> T_co:
         data = orjson.dumps(request.body(), option=orjson.OPT_SERIALIZE_NUMPY)
-        url += "/generate"
+        url += request.path
         async with self.http.post(url, data=data, headers=_HEADERS) as answer:
             if answer.status != 200:
                 why = await answer.text(errors="replace")

@@ -28,7 +28,7 @@ from megagrpo.rollout.generation import (
     sample_seed,
 )
 from megagrpo.rollout.response import CacheKey, CacheUse, Response, SampleTurn
-from megagrpo.rollout.teacher_scores import OpenTeachers, Teachers
+from megagrpo.rollout.served_models import EngineJudge, OpenTeachers, Teachers
 from megagrpo.system.background import end_tasks
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
@@ -96,6 +96,13 @@ class Sampler:
         self.images: ImageStore | None = None
         self.arch: Architecture | None = None  # set if the experts of each token are recorded
         self.teachers = Teachers(config, num_leaders, control)
+        self._judges = {
+            name: EngineJudge(config, name, num_leaders, control)
+            for name, judge in config.reward.judges.items()
+            if judge.path
+        }
+        for name, judge in self._judges.items():
+            grader.connect(name, judge)
 
     def waiting(self) -> str:
         """Returns what this rank's samples wait for, or "". May be called from any thread."""
@@ -124,6 +131,7 @@ class Sampler:
             batch.retries = lambda: (
                 f"{client.num_retries} retries, the last because of: "
                 f"{client.last_problem or 'nothing'}{teachers.problems()}"
+                f"{''.join(judge.client.problem for judge in self._judges.values())}"
             )
             clients = (client, teachers)
             await all_of(

@@ -40,7 +40,7 @@ from megagrpo.rollout.control import (
 )
 from megagrpo.rollout.response import CacheUse
 from megagrpo.rollout.sampler import Sampler
-from megagrpo.rollout.teacher_scores import ScoringUse
+from megagrpo.rollout.served_models import ScoringUse
 from megagrpo.system.background import BackgroundLoop
 from megagrpo.types import LOADS, RolloutGroup, TrainState
 
@@ -250,7 +250,9 @@ class RolloutSource:
             return str(exc), False
         self._last_answer = time.monotonic()
         engines = status.engines_of("")
-        self._restarts = sum(engine.restarts for engine in status.engines if engine.teacher)
+        self._restarts = sum(
+            engine.restarts for engine in status.engines if engine.model.startswith("teacher-")
+        )
         self._loads = [engine.load for engine in engines]
         if version is None:
             return "", all(engine.state != "ready" for engine in engines)

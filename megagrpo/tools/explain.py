@@ -44,7 +44,7 @@ from megagrpo.tools.plan.fitting import (
     StepMemory,
     experiment_memory,
     fit_problems,
-    teachers_memory,
+    served_memory,
     with_model,
 )
 from megagrpo.tools.plan.hardware import gigabytes
@@ -364,11 +364,9 @@ def _rollout(config: ExperimentConfig) -> list[str]:
         f"{math.ceil(samples / at_once)} waves at best",
         f"  reward     {_reward(config)}",
     ]
-    for name, teacher in config.teachers.items():
-        where = (
-            teacher.url or f"{teacher.num_engines} engine(s) of tp {teacher.tp}, ep {teacher.ep}"
-        )
-        lines.append(f"  teacher    {name}: {teacher.path or 'elsewhere'}, {where}")
+    for name, model in config.served_models.items():
+        where = model.url or f"{model.num_engines} engine(s) of tp {model.tp}, ep {model.ep}"
+        lines.append(f"  {name}: {model.path or 'elsewhere'}, {where}")
     if sampling.environment:
         lines.append(f"  environment  {sampling.environment.function}")
     if sampling.agent:
@@ -411,8 +409,7 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, everything: boo
         "before its cache",
     ]
     lines += [
-        f"  one of teacher {name} about {gigabytes(side.resident)}"
-        for name, side in teachers_memory(config)
+        f"  one of {name} about {gigabytes(side.resident)}" for name, side in served_memory(config)
     ]
     if everything:
         lines += [

@@ -8,7 +8,7 @@ def with_one_engine(
     config: ExperimentConfig, folder: RunFolder, changes: dict[str, object]
 ) -> ExperimentConfig:
     """Returns the experiment with one separate engine and another run folder. changes: of section
-    `rollout`."""
+    `rollout`. Judges keep their engines."""
     one = {"num_engines": 1, "min_healthy_engines": 1, "colocate": False}
     return config.model_copy(
         update={

@@ -75,8 +75,8 @@ def print_status(run_dir: Path, as_json: bool) -> int:
 
 
 def _weights(engine: EngineInfo) -> str:
-    if engine.teacher:
-        return "its teacher's"
+    if engine.model:
+        return "of its files"
     if engine.weight_version is None:
         return "not verified"
     return f"version {engine.weight_version}"

@@ -111,7 +111,7 @@ def _service(launch: Launch, config: ExperimentConfig) -> ServiceControl:
             control = find_service(config.run_folder.path)
             status = control.status()
             failed = status.failed
-            for engine in status.engines:
+            for engine in status.engines_of(""):
                 if engine.alive:
                     httpx.post(
                         f"{engine.url}/update_weight_version",

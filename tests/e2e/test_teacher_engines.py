@@ -1,8 +1,9 @@
-"""Teachers: their scores beside those of transformers, and engines of theirs that die."""
+"""Teachers and judges: their scores and replies beside those of transformers, and engines of theirs that die."""
 
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,12 +12,14 @@ from engine_logprobs import logits_by
 from run_megagrpo import Job, assert_same_run, metrics, rollouts, run_experiment, succeed, write_experiment
 from running_service import START_S, running_service
 from tiny_model import make_tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.control import find_service
+from megagrpo.rollout.served_models import EngineJudge, Teachers
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_environment, engine_python_path
-from megagrpo.rollout.teacher_scores import Teachers
 from megagrpo.system.environment import child_environment
-from megagrpo.types import Prompt, TeacherScores
+from megagrpo.types import Outcome, Prompt, TeacherScores
 from tests.experiments import experiment, python, until
 
 CONTEXT = np.array([1, *range(40, 60)], np.int32)
@@ -75,17 +78,41 @@ def test_a_server_that_runs_elsewhere_scores_as_transformers(service, monkeypatc
     assert teachers.use.samples == 3 and teachers.use.tokens == sum(map(len, RESPONSES))
 
 
+def judged(folder: Path) -> tuple[dict[str, object], str]:
+    """The section of a judge, and its reply to a response `5`: greedy, up to a character that is new in it."""
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    file = folder / "judge.txt"
+    file.write_text("How good is {response}?")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    asked = torch.tensor([tokenizer("How good is 5?").input_ids])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    written = model.generate(asked, max_new_tokens=40, do_sample=False, eos_token_id=None)[0, asked.shape[1] :]
+    text = tokenizer.decode(written)
+    end = next(i for i, letter in enumerate(text) if i > 1 and letter.isascii() and letter not in text[:i])
+    args = {"path": str(folder), "prompt_file": str(file), "pattern": "()", "scores": {"": 0.5}}
+    return {"grader": "judge", "args": args | {"max_tokens": 40, "body": {"stop": text[end]}}}, text[:end]
+
+
+def verdict(service) -> Outcome:
+    """Of the response `5`, by the judge of a service."""
+    with RewardPool(service.config.reward) as pool:
+        pool.connect("judge", EngineJudge(service.config, "judge", 1, service.control))
+        return pool.submit(Prompt(0, "", CONTEXT, ""), "5").result(START_S)
+
+
 @pytest.mark.slow
 @pytest.mark.verifies(
     "runs",
     "teachers' engines score as transformers does within 1e-5, at temperature 0.7, for each loss of "
-    "distillation and as a mixture; a killed one comes back and its scores are waited for",
+    "distillation and as a mixture; a judge's engine writes as transformers does; a killed one comes "
+    "back and is waited for",
 )
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_engines_of_teachers(tiny_model, tmp_path, deterministic):
+def test_engines_of_teachers_and_of_a_judge(tiny_model, tmp_path, deterministic):
     """At the temperature of samples, for every loss, alone and as a mixture; a killed one comes
-    back, and scores are waited for."""
+    back, and scores are waited for. So is the judge's reply, which is its own model's."""
     other = make_tiny_model(tmp_path / "other", 1)
+    reward, reply = judged(other)
     temperature = 0.7
     rollout = {"start_timeout_s": START_S, "load_format": "model", "deterministic": deterministic}
     # so that the longest response comes in parts
@@ -97,13 +124,16 @@ def test_engines_of_teachers(tiny_model, tmp_path, deterministic):
         "sampling": {"max_response_tokens": 24, "temperature": temperature},
         "teachers": {"math": {"path": str(other)}, "code": {"path": str(tiny_model)}},
         "algorithm": {"distillation": {}},
+        "reward": reward,
     }
     config = experiment(output_dir=str(tmp_path), **sections)
     with running_service(config, tmp_path / "run") as service:
         status = service.control.status()
-        assert [e.id for e in status.engines] == ["engine-0", "teacher-math-0", "teacher-code-0"]
-        assert [e.serves for e in status.engines] == [False, True, True]
-        assert [e.id for e in service.control.engines()] == ["engine-0"]
+        ids = ["engine-0", "teacher-math-0", "teacher-code-0", "judge-judge-0"]
+        assert [e.id for e in status.engines] == ids
+        assert [e.serves for e in status.engines] == [False, True, True, True]
+        assert [e.id for e in service.control.engines()] == ["engine-0"], "to which trainers publish"
+        assert verdict(service) == Outcome("score", 0.5, reply)
         of_math = [expected(other, ids, temperature) for ids in RESPONSES]
         of_code = [expected(tiny_model, ids, temperature) for ids in RESPONSES]
         mixed = [torch.logaddexp(a + np.log(0.3), b + np.log(0.7)) for a, b in zip(of_math, of_code, strict=True)]
@@ -123,11 +153,13 @@ def test_engines_of_teachers(tiny_model, tmp_path, deterministic):
                     assert_equal(scores, rows, ids, loss != "reverse_kl")
 
         prompt = Prompt(0, "", CONTEXT, "", teachers=(("math", 1.0),))
-        os.kill(service.control.status().engines[1].pid, signal.SIGKILL)
+        for number in (1, 3):
+            os.kill(service.control.status().engines[number].pid, signal.SIGKILL)
+        assert verdict(service) == Outcome("score", 0.5, reply)
         again = scores_of(Teachers(distilled(service, "reverse_kl"), 1, service.control), [None] * 3, prompt)
         for scores, rows, ids in zip(again, of_math, RESPONSES, strict=True):
             assert_equal(scores, rows, ids, False)
-        until(lambda: service.control.status().engines[1].restarts == 1, 60)
+        until(lambda: [e.restarts for e in service.control.status().engines] == [0, 1, 0, 1], 60)
 
 
 SPAWNED = """

@@ -9,6 +9,7 @@ from huggingface_hub import constants
 
 from megagrpo import cli
 from megagrpo.config.load import ConfigError
+from megagrpo.config.wording import value_at
 from megagrpo.data.hub import is_hub_name, with_local_files
 from megagrpo.system.environment import child_environment
 from tests.experiments import experiment, python, read_experiment
@@ -121,6 +122,11 @@ def test_a_model_is_its_snapshot_and_needs_weights_only_where_they_are_read(cach
     assert not with_local_files(config, "", cached_only=True)[1]
     ((keys, text),) = with_local_files(config, "model", cached_only=True)[1]
     assert keys == ("model", "path") and "no safetensors" in text
+    judge = {"grader": "judge", "args": {"path": "Qwen/Qwen3-1.7B", "prompt_file": "p"}}
+    for reward, keys in ((judge, ("args",)), ({"graders": [judge]}, ("graders", 0, "args"))):
+        values, problems = read(reward=reward)
+        folder = value_at(values, ("reward", *keys, "path"))
+        assert not problems and (Path(folder) / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ LINES = '{"step": 1, "reward/mean": 0.25}\n{"step": 2, "reward/mean": 0.5, "opti
 MANY = {"step": 3, **{f"source/name_{number}_reward_mean": 0.25 for number in range(3000)}}
 
 
-def engine(number: int, state: str, version: int | None = None, teacher: str = "") -> EngineInfo:
-    return EngineInfo(f"engine-{number}", "", state, version, 1, number, 0, "", teacher=teacher)
+def engine(number: int, state: str, version: int | None = None, model: str = "") -> EngineInfo:
+    return EngineInfo(f"engine-{number}", "", state, version, 1, number, 0, "", model=model)
 
 
 ENGINES = [engine(0, "ready", 7), engine(1, "ready", 7), engine(2, "starting"), engine(3, "ready", 1, "big")]

@@ -23,8 +23,8 @@ from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.control import ServiceStatus
 from megagrpo.rollout.generation import SamplingParams
+from megagrpo.rollout.served_models import Teachers, mixture
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_environment
-from megagrpo.rollout.teacher_scores import Teachers, mixture
 from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.one_engine import with_one_engine
@@ -40,9 +40,9 @@ MINIMAL = "name: t\noutput_dir: o\nmodel: {path: m}\ndata: {path: d.jsonl}\n"
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("teachers: {math: {}}\n" + DISTILLED, "teachers.math: a teacher has a path or a url"),
+        ("teachers: {math: {}}\n" + DISTILLED, "teachers.math: a teacher or a judge has a path or a url"),
         ("teachers: {math: {path: a, url: http://b}}\n" + DISTILLED, "a path or a url, one of them"),
-        ("teachers: {math: {url: b}}\n" + DISTILLED, "url b is none of a server"),
+        ("teachers: {math: {url: b}}\n" + DISTILLED, "url 'b' should look like"),
         ("teachers: {math: {path: a, api_key_env: KEY}}\n" + DISTILLED, "api_key_env without url"),
         ("teachers: {math: {path: a, tp: 4, ep: 3}}\n" + DISTILLED, "tp 4 is not a multiple of ep 3"),
         ("teachers: {math: {path: a, gpus: 3}}\n" + DISTILLED, "teachers.math.gpus = 3: unknown key"),
@@ -52,7 +52,7 @@ MINIMAL = "name: t\noutput_dir: o\nmodel: {path: m}\ndata: {path: d.jsonl}\n"
         ("teachers: {math: {path: a}, code: {path: b}}\n" + DISTILLED, "no data.teacher_key says"),
         (
             "teachers: {math: {path: a}}\nrollout: {colocate: true}\nweights: {transport: ipc}\n" + DISTILLED,
-            "teachers math under rollout.colocate",
+            "teachers.math.path under rollout.colocate",
         ),
         (
             f"teachers: {{math: {{url: '{URL}'}}}}\nsampling: {{temperature: 0.7}}\n" + DISTILLED,
@@ -105,11 +105,11 @@ def test_engines_of_teachers_have_settings_of_their_own():
         actor={"draft": {"train": False}, "routing_replay": "rollout"},
         sampling={"temperature": 1.0},
     )
-    theirs = config.for_teacher("math")
+    theirs = config.for_model("teacher-math")
     assert (theirs.model.path, theirs.rollout.tp, theirs.rollout.num_engines) == ("m1", 2, 1)
     assert theirs.rollout.load_format == "model" and theirs.rollout.max_running_requests == 7
     assert theirs.actor.draft is None and theirs.actor.routing_replay is None
-    assert list(config.engine_sizes) == ["", "math"] and config.num_servers == 3
+    assert list(config.engine_sizes) == ["", "teacher-math"] and config.num_servers == 3
     place = ServerPlace(0, "127.0.0.1", 1, "", cuda=True, num_cores=1, scores=True)
     assert engine_environment(theirs, place)["MEGAGRPO_SCORES_AT"] == "1.0"
     assert "MEGAGRPO_SCORES_AT" not in engine_environment(config, replace(place, scores=False))
@@ -120,7 +120,7 @@ def test_teachers_fill_the_rest_of_the_engines_nodes():
     rollout = {"tp": 4, "num_engines": 3, "host": "eth0"}
     config = distilled(teachers, actor={"world_size": 8}, rollout=rollout)
     found = place(config, Nodes(8))
-    assert found.names == ("0", "1", "2", "math 0", "code 0")
+    assert found.names == ("0", "1", "2", "teacher-math 0", "teacher-code 0")
     nodes = [sorted({gpu.node for gpu in engine}) for engine in found.engines]
     assert nodes == [[1], [1], [2], [2], [3, 4]] and found.rollout_nodes == 4
     gpus = [gpu for engine in found.engines for gpu in engine]
@@ -130,7 +130,7 @@ def test_teachers_fill_the_rest_of_the_engines_nodes():
     small = distilled({"math": {"path": "m1"}}, actor={"world_size": 1})
     assert [gpu.number for (gpu,) in place(small, Nodes(3)).engines] == [1, 2]
     (problem,) = placement_problems(small, Nodes(2, 1, 0))
-    assert "2 engine ranks (rollout.num_engines x tp, with teachers')" in problem
+    assert "2 engine ranks (rollout.num_engines x tp, with those of teachers and judges)" in problem
 
 
 ROWS = [
@@ -202,12 +202,12 @@ def test_the_tokenizer_of_a_teacher_is_the_models(tmp_path):
 
 def test_a_status_of_an_older_service_has_no_teachers():
     engine = EngineInfo("engine-0", "", "ready", 1, 1, 0, 1, "")
-    status = ServiceStatus(None, (engine, replace(engine, id="teacher-m-0", teacher="m")))
+    status = ServiceStatus(None, (engine, replace(engine, id="teacher-m-0", model="teacher-m")))
     text = msgspec.json.encode(status)
     found = msgspec.json.decode(text, type=ServiceStatus)
     assert [e.id for e in found.engines_of("")] == ["engine-0"]
-    assert [e.id for e in found.engines_of("m")] == ["teacher-m-0"]
-    plain = msgspec.json.decode(text.replace(b'"teacher":"m"', b'"x":1'), type=ServiceStatus)
+    assert [e.id for e in found.engines_of("teacher-m")] == ["teacher-m-0"]
+    plain = msgspec.json.decode(text.replace(b'"model":"teacher-m"', b'"x":1'), type=ServiceStatus)
     assert len(plain.engines_of("")) == 2
 
 
@@ -285,7 +285,7 @@ def test_a_bad_score_is_asked_for_again(problem):
 def test_a_step_without_scores_fails_and_names_the_teacher():
     service = FakeService(score_script=[500] * 99)
     config = distilled({"math": {"path": "m1"}}, rollout={"step_timeout_s": 1.0})
-    said = r"wait for .*its teachers.*; teacher math: \d+ retries, the last because of: .*status 500"
+    said = r"wait for .*its teachers.*; teacher-math: \d+ retries, the last because of: .*status 500"
     with pytest.raises(LeaderError, match=said):
         groups_of(service, config)
 
@@ -338,7 +338,7 @@ def test_a_row_of_an_unknown_teacher_is_refused_at_the_start():
 
 def test_limits_of_requests_are_a_share_of_the_engines_that_answer():
     queue = AdmissionQueue()
-    engine = EngineInfo("t", "", "ready", None, 0, 0, 0, "", cache_tokens=1000, teacher="t")
+    engine = EngineInfo("t", "", "ready", None, 0, 0, 0, "", cache_tokens=1000, model="teacher-t")
     queue.share([engine, replace(engine, cache_tokens=3000)], at_once=9, num_leaders=2)
     assert queue.limit == 9 and queue.tokens == pytest.approx(1.1 * 2000)
     queue.share([replace(engine, cache_tokens=None)], at_once=1, num_leaders=2)

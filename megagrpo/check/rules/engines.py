@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from megagrpo.check.rules.subject import Subject
 from megagrpo.config.fields import Rule
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.wording import dotted
 
 _CHUNK = 2048  # SGLang's smallest default of chunked_prefill_size, tokens
 
@@ -37,6 +38,13 @@ def as_read(subject: Subject) -> Iterator[Rule]:
     ahead = rollout.max_staleness
     older = f"rollout.max_staleness {ahead} trains on tokens of older weights"
     what = older if ahead else "a cache in fp8_e4m3 rounds"
+    for name in filter(None, experiment.engine_sizes):
+        yield Rule(
+            rollout.colocate,
+            f"{dotted(experiment.keys_of(name))}.path under rollout.colocate: the trainers' GPUs have "
+            "no room for engines that never sleep",
+            "write the url of a server that runs elsewhere",
+        )
     yield Rule(
         rollout.colocate and weights.uses_groups,
         f"rollout.colocate with weights.transport {weights.transport}: NCCL takes "

@@ -28,8 +28,8 @@ class Placement:
     trainer_nodes: int
     rollout_nodes: int
     trainers: tuple[Gpu, ...]  # by rank
-    engines: tuple[tuple[Gpu, ...], ...]  # by engine and rank, teachers' after the run's own
-    names: tuple[str, ...] = ()  # of these: "0", or a teacher's, "math 0"
+    engines: tuple[tuple[Gpu, ...], ...]  # by engine and rank, served models' after the run's own
+    names: tuple[str, ...] = ()  # of these: "0", or a served model's, "teacher-math 0"
 
 
 def place(config: ExperimentConfig, nodes: Nodes | None = None) -> Placement:
@@ -90,7 +90,7 @@ class _Fit:
         """Yields the name of each engine and the GPUs of its ranks, on the engines' nodes from 0:
         on the first ones that have room."""
         taken: list[int] = []  # GPUs, of each node
-        for teacher, size in self.sizes.items():
+        for model, size in self.sizes.items():
             part = size.tp // size.nodes_per_engine
             for number in range(size.num_engines):
                 free = (node for node, used in enumerate(taken) if used + part <= self.room)
@@ -99,7 +99,7 @@ class _Fit:
                 taken += [0] * len(new)
                 nodes += new
                 gpus = [Gpu(node, taken[node] + i) for node in nodes for i in range(part)]
-                yield f"{teacher} {number}".strip(), gpus
+                yield f"{model} {number}".strip(), gpus
                 for node in nodes:
                     taken[node] += part
 
@@ -125,8 +125,8 @@ class _Fit:
         )
 
     def _counts(self) -> Iterator[Rule]:
-        and_teachers = ", with teachers'" if len(self.sizes) > 1 else ""
-        ranks = f"{self.engine_ranks} engine ranks (rollout.num_engines x tp{and_teachers})"
+        others = ", with those of teachers and judges" if len(self.sizes) > 1 else ""
+        ranks = f"{self.engine_ranks} engine ranks (rollout.num_engines x tp{others})"
         both = f"{self.world} trainer ranks (actor.world_size) and {ranks}"
         yield Rule(
             self.rollout.colocate and self.engine_ranks > self.world,

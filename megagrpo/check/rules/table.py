@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megagrpo.check.rules import engines, objective, rewards, settings, teachers
+from megagrpo.check.rules import engines, objective, rewards, served_models, settings
 from megagrpo.check.rules.subject import Subject
 from megagrpo.config.fields import KeyPath
 from megagrpo.config.schema import ExperimentConfig
@@ -11,7 +11,7 @@ AS_READ = (
     rewards.as_read,
     engines.as_read,
     objective.as_read,
-    teachers.as_read,
+    served_models.as_read,
     settings.as_read,
 )
 

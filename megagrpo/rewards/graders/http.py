@@ -20,7 +20,7 @@ class HttpGrader(ServiceGrader):
 
     def __init__(self, args: GraderArgs):
         self._options = HttpOptions.model_validate(args)
-        super().__init__("http", self._options)
+        super().__init__("http", self._options.url, self._options)
         self._samples: list[dict[str, str]] = []  # of the batch that waits for more responses
 
     async def grade(self, prompt: Prompt, text: str) -> Graded:

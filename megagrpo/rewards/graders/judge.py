@@ -1,4 +1,5 @@
-"""Grader `judge`: a model behind any OpenAI-compatible /v1/chat/completions endpoint.
+"""Grader `judge`: a model behind any OpenAI-compatible /v1/chat/completions endpoint, or engines of
+the run.
 
 The judge reads the policy's response, which can try to talk it into a good score. Nothing here
 prevents that.
@@ -38,14 +39,14 @@ def render(template: str, prompt: str, response: str, answer: str) -> str:
 
 
 class JudgeGrader(ServiceGrader):
-    """Sends each response to the judge; see ServiceGrader. Raises ValueError for an unusable
-    template."""
+    """Sends each response to the judge; see ServiceGrader. One with a path asks its engines, see
+    EngineJudge. Raises ValueError for an unusable template."""
 
-    def __init__(self, args: GraderArgs):
+    def __init__(self, args: GraderArgs | JudgeOptions):
         self._options = JudgeOptions.model_validate(args)
         self._template = read_template(self._options.prompt_file)
         self._pattern = re.compile(self._options.pattern)
-        super().__init__("judge", self._options)
+        super().__init__("judge", self._options.url or f"{self._options.path}", self._options)
 
     async def grade(self, prompt: Prompt, text: str) -> Graded:
         """Returns the score in the judge's reply and the end of that reply. Raises ServiceError or
@@ -56,7 +57,7 @@ class JudgeGrader(ServiceGrader):
         if options.system is not None:
             messages.insert(0, {"role": "system", "content": options.system})
         body: dict[str, object] = {
-            "model": options.model,
+            "model": options.model or "default",  # engines have one model
             "messages": messages,
             "temperature": options.temperature,
             "max_tokens": options.max_tokens,

@@ -213,9 +213,9 @@ def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str
         env["SGLANG_VLM_CACHE_SIZE_MB"] = get("SGLANG_VLM_CACHE_SIZE_MB", "100")
         if rollout.dtype == "float32" and not rollout.deterministic:
             env["SGLANG_FORCE_FUSED_OP_BACKEND"] = "torch"  # its kernels of norms have no float32
-        # else DeepGEMM compiles 16,384 sizes of each product at the first start; a teacher's files
-        # may be FP8
-        if rollout.quantization is not None or place.scores:
+        # else DeepGEMM compiles 16,384 sizes of each product at the first start; files of teachers
+        # and judges may be FP8
+        if rollout.quantization is not None or rollout.load_format == "model":
             env["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] = get("SGLANG_JIT_DEEPGEMM_FAST_WARMUP", "1")
         # Beside trainers, whose stages differ, SGLang would refuse GPUs with less free memory than
         # others.

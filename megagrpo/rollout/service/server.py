@@ -150,9 +150,9 @@ class _Service:
             self._http = await stack.enter_async_context(session)
             runner = web.AppRunner(self._application())
             stack.push_async_callback(self._end, runner)
-            for teacher, size in self._config.engine_sizes.items():
+            for model, size in self._config.engine_sizes.items():
                 for index in range(size.num_engines):
-                    self._add_engine(index, teacher)
+                    self._add_engine(index, model)
             self._tasks["watch"] = asyncio.create_task(self._watch())
             await self._open(runner)
             await self._stop.wait()
@@ -165,7 +165,7 @@ class _Service:
         await asyncio.gather(*(engine.stop() for engine in self._engines.values()))
         await runner.cleanup()
 
-    def _add_engine(self, index: int, teacher: str = "") -> SupervisedEngine:
+    def _add_engine(self, index: int, model: str = "") -> SupervisedEngine:
         engine = SupervisedEngine(
             index,
             self._config,
@@ -173,12 +173,12 @@ class _Service:
             api_key=self._api_key,
             log_dir=self._folder.logs,
             may_start=self._may_start,
-            teacher=teacher,
+            model=model,
         )
-        self._num_added += not teacher
+        self._num_added += not model
         self._engines[engine.id] = engine
         self._tasks[engine.id] = engine.begin(self._http, self._next_slot)
-        self._next_slot += self._config.engine_sizes[teacher].nodes_per_engine
+        self._next_slot += self._config.engine_sizes[model].nodes_per_engine
         return engine
 
     async def _open(self, runner: web.AppRunner) -> None:
@@ -214,34 +214,34 @@ class _Service:
             errors = list(filter(None, (task.exception() for task in ended)))
             if errors:
                 self._failed = "; ".join(f"{type(exc).__name__}: {exc}" for exc in errors)
-            for teacher in self._config.engine_sizes:
-                if self._num_left(teacher) >= self._least(teacher):
+            for model in self._config.engine_sizes:
+                if self._num_left(model) >= self._least(model):
                     continue
                 reasons = "\n".join(
                     f"{engine.id} after {engine.restarts} restart(s): {engine.reason}"
                     for engine in self._engines.values()
-                    if engine.gave_up and engine.teacher == teacher
+                    if engine.gave_up and engine.model == model
                 )
-                self._failed = f"{self._too_few(teacher)} are left. {reasons}"
+                self._failed = f"{self._too_few(model)} are left. {reasons}"
                 break
         if self._folder.service.exists():
             await asyncio.sleep(_FAILED_LINGER_S)
         self._stop.set()
 
-    def _num_left(self, teacher: str) -> int:
+    def _num_left(self, model: str) -> int:
         return sum(
             not engine.gave_up and engine.state != "draining"
             for engine in self._engines.values()
-            if engine.teacher == teacher
+            if engine.model == model
         )
 
-    def _least(self, teacher: str) -> int:
-        return 1 if teacher else self._config.rollout.min_healthy_engines
+    def _least(self, model: str) -> int:
+        return 1 if model else self._config.rollout.min_healthy_engines
 
-    def _too_few(self, teacher: str) -> str:
-        if teacher:
-            return f"fewer than 1 engine of teacher {teacher}"
-        return f"fewer than rollout.min_healthy_engines {self._least(teacher)}"
+    def _too_few(self, model: str) -> str:
+        if model:
+            return f"fewer than 1 engine of {model}"
+        return f"fewer than rollout.min_healthy_engines {self._least(model)}"
 
     def _application(self) -> web.Application:
         app = web.Application(middlewares=[self._demand_key])
@@ -288,11 +288,11 @@ class _Service:
         engine = self._engines.get(request.match_info["id"])
         if engine is None:
             raise web.HTTPConflict(text=f"there are only {sorted(self._engines)}")
-        teacher = engine.teacher
+        model = engine.model
         if engine.state == "draining":
             return web.json_response({})
-        if not engine.gave_up and self._num_left(teacher) - 1 < self._least(teacher):
-            raise web.HTTPConflict(text=f"{self._too_few(teacher)} would be left")
+        if not engine.gave_up and self._num_left(model) - 1 < self._least(model):
+            raise web.HTTPConflict(text=f"{self._too_few(model)} would be left")
         self._tasks[engine.id] = asyncio.create_task(self._drain(engine))
         await asyncio.sleep(0)  # so that it is marked as draining before the answer is sent
         return web.json_response({})

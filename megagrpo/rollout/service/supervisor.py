@@ -6,8 +6,8 @@
 
 `stale`: the engine answers, but its weights are not verified, because it has just started or a
 trainer is writing into it. It serves requests from the first report of verified weights
-(`mark_ready`) on. A teacher's engine has the weights of its files and is ready as soon as it
-answers. Every start is a new incarnation, so a late report about the previous one is ignored.
+(`mark_ready`) on. An engine of a teacher or judge has the weights of its files and is ready as soon
+as it answers. Every start is a new incarnation, so a late report about the previous one is ignored.
 
 Two probes detect a hang, each with a timeout of `rollout.health_timeout_s`. The HTTP process
 answers /health at once, whatever the engine does. /server_info passes through the scheduler,
@@ -66,8 +66,8 @@ class SupervisedEngine:
     """Keeps one engine running. `begin` starts it; the other methods serve trainers and the command
     line.
 
-    config: the experiment, also for a teacher's engine. teacher: its name, "" for an engine that
-    samples. `state`, `url`, `incarnation` etc.: see EngineInfo. `gave_up`: the restart budget is
+    config: the experiment, also for other models' engines. model: the served model, "" for an engine
+    that samples. `state`, `url`, `incarnation` etc.: see EngineInfo. `gave_up`: the restart budget is
     spent; `reason` is the last failure. may_start: cleared while engines on the trainers' GPUs
     sleep, because a starting one allocates memory there.
     """
@@ -81,14 +81,13 @@ class SupervisedEngine:
         api_key: str,
         log_dir: Path,
         may_start: asyncio.Event,
-        teacher: str = "",
+        model: str = "",
     ):
-        self.id = f"engine-{index}"
-        self.teacher, self._may_start = teacher, may_start
+        self.id = f"{model or 'engine'}-{index}"
+        self.model, self._may_start = model, may_start
         self._num_servers, self._slot = config.num_servers, 0
-        if teacher:
-            self.id = f"teacher-{teacher}-{index}"
-            config = config.for_teacher(teacher)
+        if model:
+            config = config.for_model(model)
         self.state, self.url, self.pid, self.reason = "starting", "", 0, ""
         self.incarnation = self.restarts = 0
         self.serves = False
@@ -289,8 +288,8 @@ class SupervisedEngine:
         info = await self._fetch(http, url + "/server_info")
         self.cache_tokens = _tokens_of_caches(json.loads(info or "{}"))
         self._memory = EngineMemory(url, self._api_key, self._patience_s)
-        self.url, self.state, self._was_up = url, "ready" if self.teacher else "stale", True
-        self.serves = bool(self.teacher)
+        self.url, self.state, self._was_up = url, "ready" if self.model else "stale", True
+        self.serves = bool(self.model)
         print(
             f"{self.id} is up at {url} (incarnation {self.incarnation}, pid {self.pid})", flush=True
         )
@@ -388,7 +387,7 @@ class SupervisedEngine:
         )
         return options.remote(
             self._config,
-            ServerPlace(rank, cuda=self._cuda, scores=bool(self.teacher)),
+            ServerPlace(rank, cuda=self._cuda, scores=self.model.startswith("teacher-")),
             # On a CPU all engines of the experiment may share one machine; its cores are divided
             # among them.
             cores_share=self._num_servers,

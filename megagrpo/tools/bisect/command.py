@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megagrpo.checkpoint.folder import require_finished
 from megagrpo.cluster.machine import ranks_beside_service
-from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig, RewardConfig
 from megagrpo.loop.ranks import guarded
 from megagrpo.system.arguments import positive
 from megagrpo.system.environment import under_torchrun
@@ -66,7 +66,8 @@ def experiment_of(
     actor = config.actor.model_copy(
         update={"megatron": config.actor.megatron | {"moe_router_fusion": False}}
     )
-    return with_one_engine(config, folder, eager).model_copy(update={"actor": actor})
+    changes = {"actor": actor, "reward": RewardConfig()}
+    return with_one_engine(config, folder, eager).model_copy(update=changes)
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

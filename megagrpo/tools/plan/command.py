@@ -13,7 +13,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.table import parameter_counts
 from megagrpo.system.arguments import positive
 from megagrpo.system.progress import Progress
-from megagrpo.tools.plan.fitting import teachers_memory, teachers_misfits, with_model
+from megagrpo.tools.plan.fitting import served_memory, served_misfits, with_model
 from megagrpo.tools.plan.hardware import usable_bytes
 from megagrpo.tools.plan.roofline import Plan, plan_step, target_of
 from megagrpo.tools.plan.search import best_layouts, changes
@@ -61,7 +61,7 @@ def placed_plan(
     target = target_of(config, hardware, gpus_per_node, lengths)
     plan = plan_step(config, target)
     placed = broken(placement.before_start(Subject(config, Nodes(target.gpus_per_node))))
-    misfits = teachers_misfits(config, target.lengths, target.hardware)
+    misfits = served_misfits(config, target.lengths, target.hardware)
     return replace(plan, problems=(*placed, *plan.problems, *misfits))
 
 
@@ -99,7 +99,7 @@ def report(plan: Plan) -> list[str]:
         f"{_parts(engine.parts)}",
         f"  cache    {engine.cache_tokens:,} tokens an engine; {engine.concurrent} samples of "
         f"these lengths run concurrently in a full engine, of {samples:,.0f} that it gets a step",
-        *_teacher_lines(plan),
+        *_served_lines(plan),
         "",
         *_step_lines(plan),
     ]
@@ -110,12 +110,12 @@ def report(plan: Plan) -> list[str]:
     return lines
 
 
-def _teacher_lines(plan: Plan) -> list[str]:
-    teachers = plan.config.teachers
+def _served_lines(plan: Plan) -> list[str]:
+    models = plan.config.served_models
     return [
-        f"teacher    {name}: {teachers[name].num_engines} of tp {teachers[name].tp}, a rank "
+        f"{name}: {models[name].num_engines} of tp {models[name].tp}, a rank "
         f"{side.total / 1e9:.1f} of {side.capacity / 1e9:.1f} GB: {_parts(side.parts)}"
-        for name, side in teachers_memory(plan.config, plan.target.lengths, plan.target.hardware)
+        for name, side in served_memory(plan.config, plan.target.lengths, plan.target.hardware)
     ]
 
 

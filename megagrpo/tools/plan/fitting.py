@@ -12,6 +12,7 @@ from megagrpo.check.rules.placement import needs_gpus
 from megagrpo.check.rules.subject import longest_samples, model_description
 from megagrpo.config.hardware import Hardware
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
+from megagrpo.config.wording import dotted
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.table import (
     architecture_of,
@@ -106,16 +107,16 @@ def experiment_memory(
     return step_memory(config, model_work(arch), assumed_lengths(config), gpu, gpus)
 
 
-def teachers_memory(
+def served_memory(
     config: ExperimentConfig, lengths: Lengths | None = None, gpu: Hardware | None = None
 ) -> Iterator[tuple[str, EngineSide]]:
-    """Yields the name of each teacher whose engines the run starts, and the memory of a rank of
-    them; none of models that nothing describes."""
+    """Yields the name of each served model whose engines the run starts, and the memory of a rank
+    of them; none of models that nothing describes."""
     longest = longest_samples(config)["data"]
     lengths = lengths or assumed_lengths(config)
     gpu = gpu or hardware_of(config.cluster.gpu)
-    for name in (name for name, teacher in config.teachers.items() if teacher.path):
-        theirs = with_model(config.for_teacher(name))
+    for name in filter(None, config.engine_sizes):
+        theirs = with_model(config.for_model(name))
         hf = model_description(theirs)
         if hf is None or model_problems(hf) or stored_otherwise(hf):
             continue
@@ -123,14 +124,16 @@ def teachers_memory(
         yield name, engine_side(work, server_of(theirs.rollout), lengths, longest, gpu)
 
 
-def teachers_misfits(
+def served_misfits(
     config: ExperimentConfig, lengths: Lengths | None = None, gpu: Hardware | None = None
 ) -> list[str]:
-    """Returns why engines of teachers do not fit into the memory of GPUs."""
+    """Returns why engines of served models do not fit into the memory of GPUs."""
     if not needs_gpus(config):
         return []
-    found = teachers_memory(config, lengths, gpu)
-    return [f"teachers.{name}: {text}" for name, side in found for text in side.problems]
+    found = served_memory(config, lengths, gpu)
+    return [
+        f"{dotted(config.keys_of(name))}: {text}" for name, side in found for text in side.problems
+    ]
 
 
 def fit_problems(config: ExperimentConfig, gpus_per_node: int | None = None) -> list[str]:
@@ -151,5 +154,5 @@ def fit_problems(config: ExperimentConfig, gpus_per_node: int | None = None) -> 
         ]
     if layout_problems(arch, config.actor):
         return problems
-    problems += teachers_misfits(config)
+    problems += served_misfits(config)
     return problems + list(experiment_memory(config, arch, gpus_per_node).problems)

@@ -77,8 +77,8 @@ def _parts_of_engines(rollout: RolloutConfig) -> int:
 
 def _apart(config: ExperimentConfig, target: Target, nodes: int) -> Iterator[Plan]:
     apart = _changed(config, config.actor, config.rollout.model_copy(update={"colocate": False}))
-    teachers = config.engine_ranks - config.rollout.num_engines * config.rollout.tp
-    free = nodes - -(-teachers // target.gpus_per_node)
+    others = config.engine_ranks - config.rollout.num_engines * config.rollout.tp
+    free = nodes - -(-others // target.gpus_per_node)
     # at most 24 ways to share the nodes: each takes seconds
     stride = 1 if nodes <= 12 else 2 << (nodes // 49).bit_length()
     for count in range(stride, free, stride):

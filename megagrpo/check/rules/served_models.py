@@ -1,4 +1,4 @@
-"""Teachers: with the other sections, and the models in their folders."""
+"""Teachers and judges: with the other sections, and the models in their folders."""
 
 import math
 import re
@@ -9,6 +9,7 @@ from pathlib import Path
 from megagrpo.check.rules import engine_layout, settings
 from megagrpo.check.rules.subject import SPARED, Subject, longest_samples, tokenizer_folder
 from megagrpo.config.fields import Rule, named
+from megagrpo.config.wording import dotted
 from megagrpo.data.hub import is_hub_name
 from megagrpo.data.vocabulary import different_tokens
 from megagrpo.models.config_json import HfConfig, text_part
@@ -22,7 +23,6 @@ def as_read(subject: Subject) -> Iterator[Rule]:
     distillation = experiment.algorithm.distillation
     temperature = experiment.sampling.temperature
     keys = experiment.data.teacher_key
-    paths = [name for name, teacher in teachers.items() if teacher.path]
     urls = [name for name, teacher in teachers.items() if teacher.url]
     odd = [name for name in teachers if not re.fullmatch("[a-z][a-z0-9_]*", name)]
     ids_given = experiment.scoring[1] == "student_topk"
@@ -57,12 +57,6 @@ def as_read(subject: Subject) -> Iterator[Rule]:
         "remove one of both",
     )
     yield Rule(
-        paths and experiment.rollout.colocate,
-        f"teachers {named(paths)} under rollout.colocate: the trainers' GPUs have no room for "
-        "engines that never sleep",
-        "give a teacher the url of a server that runs elsewhere",
-    )
-    yield Rule(
         urls and temperature != 1,
         f"teachers {named(urls)} with sampling.temperature {temperature:g}: SGLang scores at "
         "temperature 1, unless this run starts its engines",
@@ -77,53 +71,33 @@ def as_read(subject: Subject) -> Iterator[Rule]:
 
 
 def before_start(subject: Subject) -> Iterator[Rule]:
-    """Yields the rules about the files of teachers and the cut of their engines; none without the
-    trained model's, whose tokenizer teachers share."""
+    """Yields the rules about the files of served models and the cut of their engines."""
     config = subject.experiment
-    for name, teacher in config.teachers.items():
+    for name, model in config.served_models.items():
         # names on the Hub were judged as the experiment was read
-        if teacher.path is None or is_hub_name(teacher.path) or subject.description is None:
+        if model.path is None or is_hub_name(model.path):
             continue
-        folder = Path(teacher.path)
-        key = f"teachers.{name}.path: {folder}"
+        folder = Path(model.path)
+        section = dotted(config.keys_of(name))
+        key = f"{section}.path: {folder}"
         if not (folder / "config.json").is_file():
             yield Rule(True, f"{key} holds no config.json, so it is no Hugging Face model folder")
             continue
         hf = read_description(folder / "config.json")
-        theirs = Subject.of(config.for_teacher(name), hf)
+        theirs = Subject.of(config.for_model(name), hf)
         for rule in engine_layout.before_start(theirs):
-            yield replace(rule, because=rule.because.replace("rollout.", f"teachers.{name}.", 1))
+            yield replace(rule, because=rule.because.replace("rollout.", f"{section}.", 1))
         for rule in (rule for rule in settings.as_read(theirs) if rule.when):
             setting = ".".join(map(str, rule.key))
-            yield replace(rule, because=f"teachers.{name}: {setting}: {rule.because}", key=())
-        yield from _lengths(theirs, key, longest_samples(config)["data"])
-        tokenizer = tokenizer_folder(config)
-        vocabulary, policy = _embeddings(hf), _embeddings(subject.description)
-        largest = subject.largest_token_id or 0
-        yield Rule(
-            vocabulary and largest >= vocabulary,
-            f"{key} has {vocabulary} embeddings (vocab_size), but {tokenizer} token id {largest}",
-        )
-        # a policy may sample every id that it has an embedding for, also one of no token
-        yield Rule(
-            policy > vocabulary > largest,
-            f"{key} has {vocabulary} embeddings (vocab_size), and the policy {policy}: an id "
-            "beyond them would end the teacher's engine",
-            "take a teacher with at least as many",
-        )
-        if tokenizer.is_dir() and (problem := different_tokens(folder, tokenizer)):
-            yield Rule(
-                True, f"{key} {problem}", "distillation needs the same ids for the same tokens"
-            )
-
-
-def _embeddings(description: HfConfig) -> int:
-    """Returns vocab_size of a config.json; 0 if it is not there."""
-    return text_part(description).get("vocab_size") or 0
+            yield replace(rule, because=f"{section}: {setting}: {rule.because}", key=())
+        is_teacher = name.startswith("teacher-")
+        yield from _lengths(theirs, key, is_teacher * longest_samples(config)["data"])
+        if is_teacher and subject.description is not None:
+            yield from _same_tokens(subject, key, hf)
 
 
 def _lengths(theirs: Subject, key: str, longest: int) -> Iterator[Rule]:
-    """Yields the rules about tokens that a teacher scores. key: of the teacher."""
+    """Yields the rules about the tokens that a model reads. longest: of a sample that a teacher scores."""
     if theirs.arch is None:  # one of SGLang's models that no trainer has
         return
     positions = theirs.arch.max_positions
@@ -140,3 +114,31 @@ def _lengths(theirs: Subject, key: str, longest: int) -> Iterator[Rule]:
         f"{key} scores up to {limit} tokens ({SPARED} below its "
         f"positions), and samples have up to {longest}",
     )
+
+
+def _same_tokens(subject: Subject, key: str, hf: HfConfig) -> Iterator[Rule]:
+    """Yields the rules that a teacher knows the tokens of the trained model, whose tokenizer it
+    shares. key: of the teacher's folder."""
+    assert subject.description is not None, "of the trained model"
+    tokenizer = tokenizer_folder(subject.experiment)
+    vocabulary, policy = _embeddings(hf), _embeddings(subject.description)
+    largest = subject.largest_token_id or 0
+    yield Rule(
+        vocabulary and largest >= vocabulary,
+        f"{key} has {vocabulary} embeddings (vocab_size), but {tokenizer} token id {largest}",
+    )
+    # a policy may sample every id that it has an embedding for, also one of no token
+    yield Rule(
+        policy > vocabulary > largest,
+        f"{key} has {vocabulary} embeddings (vocab_size), and the policy {policy}: an id "
+        "beyond them would end the teacher's engine",
+        "take a teacher with at least as many",
+    )
+    folder = Path(key.partition(": ")[2])
+    if tokenizer.is_dir() and (problem := different_tokens(folder, tokenizer)):
+        yield Rule(True, f"{key} {problem}", "distillation needs the same ids for the same tokens")
+
+
+def _embeddings(description: HfConfig) -> int:
+    """Returns vocab_size of a config.json; 0 if it is not there."""
+    return text_part(description).get("vocab_size") or 0

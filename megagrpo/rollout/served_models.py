@@ -1,25 +1,29 @@
-"""Scores of responses from the teachers of their rows: requests send prompt and response, answers
-bring log-probabilities of the response."""
+"""Requests to models that are not trained: for scores of responses to the teachers of their rows, which
+answer with log-probabilities, and for replies of judges whose engines the run starts."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+import orjson
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture
+from megagrpo.rewards.graders.judge import JudgeGrader
+from megagrpo.rewards.services import ServiceError
 from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.answer_arrays import read_answer, read_lists, read_pairs
-from megagrpo.rollout.control import ServiceControl
-from megagrpo.rollout.engine_choice import Engines
+from megagrpo.rollout.control import ServiceControl, ServiceUnreachable
+from megagrpo.rollout.engine_choice import LOOK_S, Engines
 from megagrpo.rollout.generation import (
     EngineRequest,
     GenerationClient,
+    GenerationFailed,
     RetryPolicy,
     UnusableAnswer,
     end_of_request,
@@ -86,6 +90,31 @@ class ScoreRequest(EngineRequest[TeacherScores]):
         return TeacherScores(logprobs, ids, top)
 
 
+class ServedEngines:
+    """The engines of one served model. Coroutines run in one loop.
+
+    num_leaders: leaders that share the engines.
+    """
+
+    def __init__(self, config: ExperimentConfig, name: str, engines: Engines, num_leaders: int):
+        self._config, self._name = config, name
+        self._engines = engines
+        self._num_leaders = num_leaders
+        self._admission = AdmissionQueue()
+
+    async def count(self, older_than_s: float = 0.0) -> None:
+        """Sets the limits of requests in flight to this leader's share of the engines, after a look
+        unless the last is younger. Raises ServiceUnreachable."""
+        await self._engines.look(older_than_s)
+        at_once = self._config.rollout.max_running_requests
+        self._admission.share(self._engines.listed, at_once, self._num_leaders)
+
+    def client(self) -> GenerationClient:
+        """Returns a client of the engines, to be entered."""
+        retry = RetryPolicy.of(self._config)
+        return GenerationClient(self._engines, retry, self._admission, model=self._name)
+
+
 class Teachers:
     """The teachers of an experiment, for one leader. Coroutines run in one loop.
 
@@ -94,21 +123,19 @@ class Teachers:
 
     def __init__(self, config: ExperimentConfig, num_leaders: int, control: ServiceControl):
         self._config = config
-        self._num_leaders = num_leaders
-        self._retry = RetryPolicy.of(config)
         _, self.loss, top_k, _ = config.scoring
         # tokens of each position, the policy's or the teacher's most probable, that are also scored
         self.num_candidates, self.top_k = 0, top_k
         if self.loss == "student_topk":
             self.num_candidates, self.top_k = top_k, 0
-        self._engines: dict[str, Engines] = {}
-        self._admission: dict[str, AdmissionQueue] = {}
+        self._engines: dict[str, ServedEngines] = {}
         for name, teacher in config.teachers.items():
-            self._engines[name] = Engines.from_service(control, name)
+            model = f"teacher-{name}"
+            engines = Engines.from_service(control, model)
             if teacher.url is not None:
                 key = environment.secret(teacher.api_key_env, f"teachers.{name}")
-                self._engines[name] = Engines(partial(_elsewhere, name, teacher.url), key)
-            self._admission[name] = AdmissionQueue()
+                engines = Engines(partial(_elsewhere, model, teacher.url), key)
+            self._engines[name] = ServedEngines(config, model, engines, num_leaders)
         self.use = ScoringUse()  # since the last step
 
     def of(self, prompt: Prompt) -> Sequence[tuple[str, float]]:
@@ -120,20 +147,13 @@ class Teachers:
     async def count_engines(self) -> None:
         """Sets the limits of requests in flight to this leader's share of the teachers' engines.
         Raises ServiceUnreachable."""
-        for name, engines in self._engines.items():
-            await engines.look()
-            queue = self._admission[name]
-            queue.share(
-                engines.listed, self._config.rollout.max_running_requests, self._num_leaders
-            )
+        for engines in self._engines.values():
+            await engines.count()
 
     @asynccontextmanager
     async def opened(self) -> "AsyncIterator[OpenTeachers]":
         """Yields the teachers with connections."""
-        clients = {
-            name: GenerationClient(engines, self._retry, self._admission[name], teacher=name)
-            for name, engines in self._engines.items()
-        }
+        clients = {name: engines.client() for name, engines in self._engines.items()}
         async with AsyncExitStack() as stack:
             stack.callback(self._count_retries, clients.values())
             for client in clients.values():
@@ -153,12 +173,7 @@ class OpenTeachers:
 
     def problems(self) -> str:
         """Returns the last problem of each teacher that had one."""
-        return "".join(
-            f"; teacher {name}: {client.num_retries} retries, the "
-            f"last because of: {client.last_problem}"
-            for name, client in self._clients.items()
-            if client.last_problem
-        )
+        return "".join(client.problem for client in self._clients.values())
 
     async def score(
         self, prompt: Prompt, context: np.ndarray, ids: np.ndarray, top_ids: np.ndarray | None
@@ -224,10 +239,63 @@ class ScoringUse:
         self.seconds, self.samples, self.tokens, self.retries = 0.0, 0, 0, 0
 
 
-def _elsewhere(teacher: str, url: str) -> list[EngineInfo]:
+@dataclass(frozen=True)
+class ChatRequest(EngineRequest[object]):
+    """A request for a chat completion."""
+
+    chat: dict[str, object]
+    path = "/v1/chat/completions"
+
+    def tokens(self) -> float:
+        """See AdmissionQueue, which only counts such requests."""
+        return 0.0
+
+    def body(self) -> dict[str, object]:
+        """Returns the request as SGLang takes it."""
+        return self.chat
+
+    def read(self, text: bytes, arch: Architecture | None) -> object:
+        """Returns the answer's JSON. Raises UnusableAnswer if it is none."""
+        with unreadable(text):
+            return orjson.loads(text)
+
+
+class EngineJudge(JudgeGrader):
+    """A judge whose engines the run starts."""
+
+    def __init__(
+        self, config: ExperimentConfig, name: str, num_leaders: int, control: ServiceControl
+    ):
+        super().__init__(config.reward.judges[name])
+        model = f"judge-{config.reward.first_judge(name)}"
+        engines = Engines.from_service(control, model)
+        self._engines = ServedEngines(config, model, engines, num_leaders)
+        self.client = self._engines.client()
+        self._is_open = False
+
+    async def post(self, body: dict[str, object]) -> object:
+        """Returns the JSON of an engine's answer; waits while none is up. Raises ServiceError."""
+        with suppress(ServiceUnreachable):  # the wait for samples reports it
+            await self._engines.count(LOOK_S)
+        if not self._is_open:
+            self._is_open = True
+            await self.client.__aenter__()  # which does not wait
+        try:
+            return await self.client.generate(ChatRequest(body))
+        except GenerationFailed as exc:
+            raise ServiceError(str(exc)) from exc
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await super().close()
+        if self._is_open:
+            await self.client.__aexit__()
+
+
+def _elsewhere(model: str, url: str) -> list[EngineInfo]:
     """Returns the one server of a teacher that the service did not start."""
     server = EngineInfo(
-        id=f"teacher-{teacher}",
+        id=model,
         url=url.rstrip("/"),
         state="ready",
         weight_version=None,
@@ -236,6 +304,6 @@ def _elsewhere(teacher: str, url: str) -> list[EngineInfo]:
         pid=0,
         reason="",
         serves=True,
-        teacher=teacher,
+        model=model,
     )
     return [server]
