@@ -131,7 +131,9 @@ async def serve(name, connection):
     async with environment.serving():
         async for line in reader:
             number, task = json.loads(line)
-            if task is not None:
+            if task is True:  # whether the loop reacts
+                writer.write(json.dumps([number, None, None]).encode() + b"\n")
+            elif task is not None:
                 running[number] = asyncio.create_task(environment.play(**task))
                 running[number].add_done_callback(partial(report, number))
             elif number in running:

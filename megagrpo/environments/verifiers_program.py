@@ -7,44 +7,21 @@ endpoint of its rollout.
 """
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 from megagrpo.rollout.agents.program_worker import foreign_environment
+from megagrpo.system.errors import translated
 from megagrpo.system.worker_process import WorkerError, WorkerProcess, WorkerSlot
 
 _EPISODES = 500  # of a process: verifiers keeps a client for each endpoint that it has seen
 _SCRIPT = Path(__file__).with_name("verifiers_episodes.py")
 
 
-class _Player:
-    """A process of the user's interpreter, for a number of episodes. Coroutines are of one loop."""
-
-    def __init__(self, python: str, environment: str):
-        command = (python, str(_SCRIPT), environment, "--serve")
-        self._slot = WorkerSlot(lambda: WorkerProcess(command, variables=foreign_environment({})))
-        self._name = " ".join(command[:3])
-        self._running = 0
-        self.left = _EPISODES
-
-    async def play(self, base_url: str, index: int) -> dict[str, object]:
-        """Returns the reward of an episode and a note. Raises RuntimeError."""
-        self.left -= 1
-        self._running += 1
-        try:
-            process = await self._slot.started()
-            result, error = await process.call({"base_url": base_url, "index": index})
-        except WorkerError as exc:
-            raise RuntimeError(f"{self._name}: its process died: {exc}") from exc
-        finally:
-            self._running -= 1
-            if self.left <= 0 and not self._running:
-                self._slot.kill()
-        if error is not None:
-            raise RuntimeError(error)
-        return dict(zip(("reward", "info"), result, strict=True))
-
-
-_players: dict[tuple[str, str], _Player] = {}
+@cache
+def _slot(python: str, environment: str) -> WorkerSlot:
+    command = (python, str(_SCRIPT), environment, "--serve")
+    return WorkerSlot(lambda: WorkerProcess(command, variables=foreign_environment({})))
 
 
 async def play_verifiers(
@@ -63,7 +40,11 @@ async def play_verifiers(
             f"the row has no extra.index (data.extra_key); {_SCRIPT} "
             f"prints the rows of {environment}"
         )
-    player = _players.get((python, environment))
-    if player is None or player.left <= 0:
-        player = _players[python, environment] = _Player(python, environment)
-    return await player.play(base_url, index)
+    died = f"{python} {_SCRIPT} {environment}: its process died"
+    with translated(died, WorkerError, raised=RuntimeError):
+        process = await _slot(python, environment).started()
+        process.is_retired |= process.num_calls >= _EPISODES
+        result, error = await process.call({"base_url": base_url, "index": index})
+    if error is not None:
+        raise RuntimeError(error)
+    return dict(zip(("reward", "info"), result, strict=True))

@@ -8,7 +8,6 @@ started it.
 """
 
 import asyncio
-import itertools
 import json
 import os
 import signal
@@ -77,7 +76,7 @@ class WorkerProcess:
                     start_new_session=True,
                 )
             self._resources = stack.pop_all()
-        self._numbers = itertools.count()
+        self.num_calls = 0
         self._results: dict[int, asyncio.Future[Answer]] = {}
         self._unanswered: set[int] = set()
         self._reading: asyncio.Task[None] | None = None
@@ -85,6 +84,8 @@ class WorkerProcess:
         self._ended = ""  # why it no longer answers
         self._killing = threading.Lock()
         self._reaper: threading.Thread | None = None
+        self._retiring: asyncio.Task[None] | None = None  # the last such task
+        self.is_retired = False  # it takes no new calls from its slot, and ends with the last one
         self.was_killed = False  # by a SIGKILL that is not ours, such as the kernel's out of memory
 
     @property
@@ -125,12 +126,14 @@ class WorkerProcess:
     async def call(self, message: Value) -> Answer:
         """Returns the answer to a message; many calls may be open.
 
-        If it is cancelled, it asks the child to cancel the call, and ends the process if the child
-        does not within GRACE_S. Raises WorkerError if the process is gone.
+        If it is cancelled, it asks the child to cancel the call. If the child does not within
+        GRACE_S, the process is retired: it ends with its other calls, or at once if it does not
+        react. Raises WorkerError if the process is gone.
         """
         if not self.is_open:
             raise WorkerError(self._ended or "it was ended")
-        number, result = next(self._numbers), asyncio.get_running_loop().create_future()
+        number, result = self.num_calls, asyncio.get_running_loop().create_future()
+        self.num_calls += 1
         self._results[number] = result
         self._unanswered.add(number)
         with ExitStack() as stack:
@@ -159,6 +162,7 @@ class WorkerProcess:
             async with asyncio.timeout(GRACE_S):
                 await self.call(True)
                 return True
+        self.kill()
         return False
 
     def kill(self) -> None:
@@ -194,11 +198,16 @@ class WorkerProcess:
         del self._results[number]
         if number in self._unanswered and self.is_open:
             self._write([number, None])
-            asyncio.get_running_loop().call_later(GRACE_S, self._kill_unless_answered, number)
-
-    def _kill_unless_answered(self, number: int) -> None:
-        if number in self._unanswered:
+            self._retiring = asyncio.create_task(self._retire_unless_answered(number))
+        if self.is_retired and not self._results:
             self.kill()
+
+    async def _retire_unless_answered(self, number: int) -> None:
+        await asyncio.sleep(GRACE_S)
+        if number in self._unanswered:
+            self.is_retired = True
+            with suppress(WorkerError):
+                await self.reacts()
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Passes each answer to its call, until the process ends or writes anything else."""
@@ -253,13 +262,9 @@ class WorkerSlot:
 
     @property
     def process(self) -> WorkerProcess | None:
-        """Returns the process that takes calls, if there is one."""
-        return next((process for process in self._processes if process.is_open), None)
-
-    @property
-    def is_gone(self) -> bool:
-        """Returns whether it has started processes and all have ended."""
-        return bool(self._processes) and all(process.is_gone for process in self._processes)
+        """Returns the process that takes new calls, if there is one."""
+        fit = (each for each in self._processes if each.is_open and not each.is_retired)
+        return next(fit, None)
 
     async def started(self) -> WorkerProcess:
         """Returns a process that takes calls. Raises WorkerError if none can start; the next call
@@ -269,7 +274,6 @@ class WorkerSlot:
                 raise WorkerError("it was closed")
             process = self.process
             if process is None:
-                self.kill()
                 try:
                     process = self._make()
                 except OSError as exc:
@@ -278,17 +282,12 @@ class WorkerSlot:
                 await process.ready()
             return process
 
-    def kill(self) -> None:
-        """Ends the process, without waiting for it."""
-        for process in self._processes:
-            process.kill()
-
     def close(self) -> None:
         """Ends the process and waits for its end. No other one starts. Idempotent."""
         self._closed = True
-        self.kill()
-        for process in self._processes:
-            process.close()
+        for end in (WorkerProcess.kill, WorkerProcess.close):
+            for process in self._processes:
+                end(process)
 
 
 def python_module(name: str) -> list[str]:
@@ -314,7 +313,7 @@ async def answer_calls_concurrently(
 ) -> None:
     """Answers the calls on socket `fd`, any number at a time. When the socket is closed, cancels
     those that are open. cancels: whether a call's task can be cancelled; else a cancelled call goes
-    on without an answer."""
+    on."""
     _die_with_parent()
     running = dict[int, asyncio.Future]()
     reader, writer = await asyncio.open_connection(
@@ -323,9 +322,8 @@ async def answer_calls_concurrently(
     writer.write(b"null\n")
 
     def report(number: int, task: asyncio.Future) -> None:
-        answer = _answered(number, task.result)
-        if running.pop(number, None) is not None:
-            writer.write(answer)
+        del running[number]
+        writer.write(_answered(number, task.result))
 
     async for line in reader:
         number, message = json.loads(line)
@@ -336,8 +334,6 @@ async def answer_calls_concurrently(
             running[number].add_done_callback(partial(report, number))
         elif number in running and cancels:
             running[number].cancel()
-        elif running.pop(number, None) is not None:
-            writer.write(_answered(number, lambda: None))
     await end_tasks(running.values())
 
 

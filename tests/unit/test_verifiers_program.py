@@ -1,10 +1,12 @@
 """Environments of verifiers in an interpreter of their own, each rollout against its endpoint of the real gateway."""
 
+import asyncio
 import json
 import os
 import shutil
 import subprocess
 import sys
+import time
 import venv
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from test_agents import says
 from test_programs import masked, run_all
 
-from megagrpo.environments import verifiers_episodes
+from megagrpo.environments import verifiers_episodes, verifiers_program
 from megagrpo.types import RolloutGroup
 from tests.experiments import ROOT
 
@@ -44,6 +46,37 @@ def test_episodes_are_played_against_the_endpoints_of_their_rollouts():
     assert len(requests) == 3 and groups[0].outcomes[0].detail == "over"
     groups, _ = play(["1"], *[says("2")] * 4)
     assert (groups[0].outcomes[0].value, groups[0].outcomes[0].detail) == (0.0, "max_turns")
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_an_episode_that_does_not_end_in_time_takes_no_other_with_it():
+    """One that cleans up for long after its limit, and one that waits for the model meanwhile."""
+    begun = time.monotonic()
+
+    def hang(body: dict) -> bool:
+        return len(body["input_ids"]) > 1 and time.monotonic() < begun + 16
+
+    groups, _ = play(["8", "9"], says("m"), says("m"), hang=hang, timeout_s=3.0)
+    assert [group.outcomes[0].status for group in groups] == ["timeout", "score"], [g.outcomes for g in groups]
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_process_is_replaced_after_a_number_of_episodes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(verifiers_program, "_EPISODES", 1)
+    monkeypatch.setattr(verifiers_program, "foreign_environment", lambda _: dict(os.environ))
+
+    async def pids() -> list[int]:
+        verifiers_program._slot.cache_clear()
+        made = []
+        for _ in range(4):
+            with pytest.raises(RuntimeError, match="urlopen|refused"):
+                arguments = {"key": "", "row": {"extra": {"index": 0}}, "python": sys.executable, "environment": "x"}
+                await verifiers_program.play_verifiers("http://127.0.0.1:9", **arguments)
+            made += [process._process.pid for process in verifiers_program._slot(sys.executable, "x")._processes]
+        verifiers_program._slot(sys.executable, "x").close()
+        return made
+
+    assert len(set(asyncio.run(pids()))) == 2
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -38,6 +38,13 @@ def answer(message):
 async def start(message):
     if message == "stubborn":
         time.sleep(3600)
+    if message == "slow to end":
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(3600)
+    if message == "others":
+        await asyncio.sleep(2.5)
     await asyncio.sleep(3600 if message == "hang" else 0)
     return message
 
@@ -121,6 +128,28 @@ def test_a_cancelled_call_ends_or_its_process_does(slot, monkeypatch):
         return first, process.is_open
 
     assert asyncio.run(run()) == (True, False)
+
+
+def test_a_call_that_goes_on_after_its_cancellation_takes_no_other_with_it(slot, monkeypatch):
+    """Its process gets no new calls, and ends with the others that it has."""
+    monkeypatch.setattr(worker_process, "GRACE_S", 0.3)
+
+    async def run() -> None:
+        place = slot("many")
+        process = await place.started()
+        other = asyncio.create_task(process.call("others"))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await process.call("slow to end")
+        await asyncio.sleep(1.0)
+        assert process.is_open and place.process is None
+        following = await place.started()
+        assert following is not process and await following.call("a") == ("a", None)
+        assert await other == ("others", None)
+        await asyncio.sleep(0)
+        assert not process.is_open and following.is_open
+
+    asyncio.run(run())
 
 
 def test_a_process_is_killed_once_and_leaves_nothing(slot):

@@ -30,6 +30,11 @@ class _Environment:
                     os._exit(3)
                 case "t":
                     await asyncio.sleep(3600)
+                case "m" if row["answer"] == "8":
+                    try:
+                        await asyncio.sleep(3600)
+                    finally:
+                        await asyncio.sleep(3600)
                 case "u":
                     return {"reward": None, "error": "ValueError: no number"}
             hint = "H" if messages[-1]["content"] < row["answer"] else "L"

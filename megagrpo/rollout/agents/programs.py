@@ -2,7 +2,6 @@
 an outcome."""
 
 import asyncio
-import inspect
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -14,7 +13,7 @@ from megagrpo.rollout.agents.answering import RolloutTask, SamplePart
 from megagrpo.rollout.agents.conversation import Conversation
 from megagrpo.rollout.agents.gateway import Gateway
 from megagrpo.rollout.agents.parsers import TurnParsers
-from megagrpo.rollout.agents.program_worker import COMMAND, MEASURED, load_program
+from megagrpo.rollout.agents.program_worker import COMMAND, MEASURED
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.system.worker_process import WorkerError, WorkerProcess, WorkerSlot, python_module
 from megagrpo.types import Outcome
@@ -23,7 +22,6 @@ if TYPE_CHECKING:  # it pulls in torch
     from megagrpo.monitor.metrics import Metrics
 
 _MODULE = "megagrpo.rollout.agents.program_worker"
-_OPEN = 512  # programs at once: the time limits of the others have not begun
 _ALONE = 8  # programs that begin again, each in a separate process, at once
 
 
@@ -42,15 +40,8 @@ class Programs:
         self._args = dict(config.args) if config.function else {"command": config.command}
         arguments = [config.function or COMMAND, host]
         self._make = partial(WorkerProcess, python_module(_MODULE), arguments)
-        # a function that is not async goes on in its thread after its time
-        self._has_threads = config.function is not None and not inspect.iscoroutinefunction(
-            load_program(config.function)
-        )
         # how many programs run in each
         self._running = {WorkerSlot(self._make): 0 for _ in range(config.workers)}
-        self._retired = set[WorkerSlot]()  # in which such a thread went on
-        self._ending: list[WorkerSlot] = []  # killed
-        self._open = asyncio.Semaphore(_OPEN)
         self._alone = asyncio.Semaphore(_ALONE)
         self._parsers = TurnParsers(config.tool_parser, config.reasoning_parser)
         self._ended, self._seconds, self._waited_s = 0, 0.0, 0.0  # since the last `add_metrics`
@@ -71,7 +62,7 @@ class Programs:
 
     def close(self) -> None:
         """Ends all processes, after the loop has ended."""
-        for slot in [*self._running, *self._ending]:
+        for slot in self._running:
             slot.close()
         self._parsers.close()
         self._gateway.close()
@@ -86,7 +77,7 @@ class Programs:
         self._gateway.start()
         outcome, talk = Outcome(""), None
         for place in (self._shared, self._separate):
-            async with self._open, place() as slot:
+            async with place() as slot:
                 talk = Conversation(self.config, self._renderer, task, self._parsers.message)
                 try:
                     outcome = await self._run(slot, task, talk)
@@ -98,33 +89,12 @@ class Programs:
 
     @asynccontextmanager
     async def _shared(self) -> AsyncIterator[WorkerSlot]:
-        fit = [slot for slot in self._running if slot not in self._retired]
-        slot = min(fit, key=self._running.__getitem__)
+        slot = min(self._running, key=self._running.__getitem__)
         self._running[slot] += 1
         try:
             yield slot
         finally:
-            self._leave(slot)
-
-    def _leave(self, slot: WorkerSlot) -> None:
-        self._running[slot] -= 1
-        if slot in self._retired and not self._running[slot]:
-            self._retired.remove(slot)
-            del self._running[slot]
-            self._end(slot)
-
-    def _end(self, slot: WorkerSlot) -> None:
-        slot.kill()
-        self._ending = [*(old for old in self._ending if not old.is_gone), slot]
-
-    def _abandon(self, slot: WorkerSlot, call: asyncio.Future) -> None:
-        """Ends a program. If its thread goes on, its process gets no others, and ends with the last
-        one that it has."""
-        left_behind = self._has_threads and not call.done()
-        if left_behind and slot in self._running and slot not in self._retired:
-            self._retired.add(slot)
-            self._running[WorkerSlot(self._make)] = 0
-        call.cancel()
+            self._running[slot] -= 1
 
     @asynccontextmanager
     async def _separate(self) -> AsyncIterator[WorkerSlot]:
@@ -133,7 +103,7 @@ class Programs:
             try:
                 yield slot
             finally:
-                self._end(slot)
+                await asyncio.to_thread(slot.close)
 
     async def _run(self, slot: WorkerSlot, task: RolloutTask, talk: Conversation) -> Outcome:
         """Returns the outcome of one program. Raises WorkerError if its process is gone, or is held
@@ -163,7 +133,8 @@ class Programs:
                 self._seconds += time.monotonic() - began - talk.waited_s
                 return self._outcome(talk, result, error)
             finally:
-                self._abandon(slot, call)
+                # its process ends with the others that it has if the program goes on
+                call.cancel()
 
     def _outcome(self, talk: Conversation, result: list | None, error: str | None) -> Outcome:
         if result is not None:
