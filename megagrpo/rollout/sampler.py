@@ -35,6 +35,7 @@ from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 T = TypeVar("T")
 _LOOK_S = 2.0  # between questions to a service that does not answer
 _LONG = 8192  # tokens of a response that is decoded in a thread
+_OPEN = 512  # rollouts at once, or as many as the engines take requests: an agent's is a process
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +86,7 @@ class Sampler:
         self._pending: dict[_Rollout, str] = {}  # what each waits for
         self._retry = RetryPolicy.of(config)
         self._admission = AdmissionQueue()
+        self._open = AdmissionQueue()  # of rollouts, in the same order
         self.lengths = ResponseLengths(config.sampling.max_response_tokens)
         self._admitting = asyncio.Lock()
         self._beginning = asyncio.Lock()
@@ -167,6 +169,7 @@ class Sampler:
         self._admission.share(
             self._engines.listed, self._config.rollout.max_running_requests, self._num_leaders
         )
+        self._open.limit = max(_OPEN, self._admission.limit)
 
     async def _sample_group(
         self,
@@ -202,7 +205,8 @@ class Sampler:
         prompt = rollout.of.prompt
         self._pending[rollout] = self._answering.waited_for
         try:
-            parts, outcome = await self._answering.rollout(self._task(rollout))
+            async with self._open.admitted(rollout.order):
+                parts, outcome = await self._answering.rollout(self._task(rollout))
             samples = [await self._sample_of(rollout, part) for part in parts]
             scoring = asyncio.create_task(self._scored(rollout, samples, parts))
             try:

@@ -9,6 +9,7 @@ from pathlib import Path
 import megagrpo
 
 API_KEY = "MEGAGRPO_API_KEY"  # of service and engines; `serve` generates one if it is not set
+USER_PATH = "MEGAGRPO_USER_PATH"  # PYTHONPATH as the user set it
 SCORES_AT = "MEGAGRPO_SCORES_AT"  # the temperature of the scores of a teacher's engine
 WEIGHT_LOADER = "megagrpo.weights.engines.loader.run"  # every engine's custom weight loader
 
@@ -170,5 +171,9 @@ def child_environment(
     the parent was started.
     """
     package = str(Path(megagrpo.__file__).parent.parent)
-    folders = filter(None, [*python_path, package, get("PYTHONPATH")])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), **(extra or {})}
+    own = get("PYTHONPATH", "")
+    paths = {
+        USER_PATH: get(USER_PATH, own),
+        "PYTHONPATH": os.pathsep.join(filter(None, [*python_path, package, own])),
+    }
+    return {**os.environ, **paths, **(extra or {})}

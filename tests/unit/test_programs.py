@@ -7,11 +7,13 @@ import time
 
 import pytest
 from fake_service import FakeService
-from sampling import experiment, playing, sampled
+from sampling import experiment, plan, playing, sampled
 from test_agents import TOKENIZER, ids, masked, says
 
 from examples.laptop.model import character_tokenizer
-from megagrpo.rollout.agents import programs
+from megagrpo.rollout import sampler
+from megagrpo.rollout.batches import BatchPlan, SamplingJob
+from megagrpo.rollout.generation import SamplingParams
 from megagrpo.system import worker_process
 from megagrpo.types import Prompt, RolloutGroup
 from tests.experiments import ROOT, live_children, until
@@ -24,12 +26,13 @@ def run_all(answers: list[str], *turns, program: str, **more) -> tuple[list[Roll
     """(the groups, the requests that were sent); turns: what the engines answer first."""
     function = {} if more.keys() & {"command", "function"} else {"function": f"tests.programs:{program}"}
     tokenizer, environment = more.pop("tokenizer", TOKENIZER), more.pop("environment", None)
+    at_once = {"max_running_requests": more.pop("at_once")} if "at_once" in more else {}
     tokens, hang = more.pop("tokens", 32), more.pop("hang", lambda body: False)
     extra = more.pop("extra", lambda number: {})
     player = {"environment": environment} if environment else {"agent": function | {"workers": 1} | more}
     config = experiment(
         train={"group_size": 1},
-        rollout={"request_timeout_s": 200.0, "step_timeout_s": 200.0},
+        rollout={"request_timeout_s": 200.0, "step_timeout_s": 200.0} | at_once,
         algorithm={"advantage": {"name": "reinforce_plus_plus"}},
         sampling={"max_response_tokens": tokens, "stop_token_ids": [EOS], **player},
     )
@@ -103,15 +106,62 @@ def test_a_proxy_of_the_machine_is_not_between_a_program_and_its_endpoint(monkey
 
 def test_programs_beyond_a_number_wait_before_their_time_begins(tmp_path, monkeypatch):
     """Else a step of thousands of rollouts would be as many processes at once."""
-    monkeypatch.setattr(programs, "_OPEN", 2)
+    monkeypatch.setattr(sampler, "_OPEN", 2)
     counts = tmp_path / "counts"
     open_ones = tmp_path / "open"
     open_ones.mkdir()
     code = f"touch {open_ones}/$$; ls {open_ones} | wc -l >> {counts}; sleep 1; rm {open_ones}/$$"
     command = ["sh", "-c", f"{code}; echo 1"]
-    groups, _ = run_all(["7"] * 6, program="", command=command, timeout_s=2.9)
+    groups, _ = run_all(["7"] * 6, program="", command=command, timeout_s=2.9, at_once=1)
     assert [group.outcomes[0].value for group in groups] == [1.0] * 6
     assert max(map(int, counts.read_text().split())) == 2
+
+
+def test_an_evaluation_passes_programs_that_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(sampler, "_OPEN", 1)
+    order = tmp_path / "order"
+    code = f"read row; echo $row | grep -o 'a[0-9]' >> {order}; sleep 0.7; echo 1"
+    config = experiment(
+        train={"group_size": 1},
+        rollout={"max_running_requests": 1},
+        algorithm={"advantage": {"name": "reinforce_plus_plus"}},
+        sampling={"agent": {"command": ["sh", "-c", code], "workers": 1}},
+    )
+    prompts = [Prompt(n, "?", tuple(ids("?")), f"a{n}") for n in range(4)]
+    with playing(config, TOKENIZER, FakeService(version=3)) as source:
+        ahead = source.begin(plan(source, 7, prompts[:3], 3))
+        until(order.exists)
+        evaluation = SamplingJob("evaluate", 0, 3, SamplingParams.of(config.sampling), 1)
+        source.wait([source.begin(BatchPlan(evaluation, prompts[3:])), ahead], 3)
+    assert order.read_text().split() == ["a0", "a3", "a1", "a2"]
+
+
+def test_more_programs_than_usual_run_if_the_engines_take_more_requests(tmp_path, monkeypatch):
+    monkeypatch.setattr(sampler, "_OPEN", 1)
+    waits = f"touch {tmp_path}/$$; while [ $(ls {tmp_path} | wc -l) -lt 3 ]; do sleep 0.1; done; echo 1"
+    groups, _ = run_all(["7"] * 3, program="", command=["sh", "-c", waits], at_once=3, timeout_s=10.0)
+    assert [group.outcomes[0].value for group in groups] == [1.0] * 3
+
+
+@pytest.mark.parametrize("holds", ["sleep 1000 &", "setsid sleep 5 &"], ids=["child", "in another session"])
+def test_a_command_has_ended_though_a_child_that_it_left_holds_its_output(holds: str):
+    group, _ = run(command=["sh", "-c", f"{holds} echo 0.5"], timeout_s=4.0)
+    assert (group.outcomes[0].status, group.outcomes[0].value) == ("score", 0.5), group.outcomes[0]
+
+
+@pytest.mark.parametrize("info", ["a\u2028b\x85c", "d" * 70_000], ids=["line ends of Unicode", "long"])
+def test_the_last_line_of_a_command_is_read_whole(info: str):
+    result = json.dumps({"reward": 0.5, "info": info}, ensure_ascii=False)
+    group, _ = run(command=[sys.executable, "-c", f"print('x'); print({result!r} + chr(13)); print()"])
+    assert (group.outcomes[0].value, group.outcomes[0].detail) == (0.5, info[:1000]), group.outcomes[0]
+
+
+def test_a_command_has_the_users_pythonpath_and_not_that_of_its_worker(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code = "import mine, os; print(repr([os.environ['PYTHONPATH'], 'MEGAGRPO_USER_PATH' in os.environ]))"
+    group, _ = run(command=[sys.executable, "-c", code])
+    assert f"{[str(tmp_path), False]}" in group.outcomes[0].detail, group.outcomes[0]
 
 
 def test_a_command_need_not_read_its_row():

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from numbers import Real
 
-from megagrpo.system.environment import API_KEY, bypass_proxies, child_environment
+from megagrpo.system.environment import API_KEY, USER_PATH, bypass_proxies, child_environment
 from megagrpo.system.errors import explained
 from megagrpo.system.processes import dies_with_parent, stop_tree
 from megagrpo.system.user_function import load_function
@@ -34,8 +34,9 @@ BUILT_IN = {
     "verifiers": "megagrpo.environments.verifiers_program:play_verifiers",
 }
 MEASURED = ("sandbox_s", "sandbox_killed")  # numbers that a program may return, for metrics
-_TAIL = 2**16  # bytes at the end of a command's output, which are read
-_PIECE = 2**14
+_TAIL = 2**20  # bytes at the end of a command's output, which are read
+_PIECE = 2**16
+_POLL_S = 0.2
 
 
 def load_program(name: str) -> Program:
@@ -73,12 +74,13 @@ def _is_number(value: object) -> bool:
 
 
 def foreign_environment(variables: dict[str, str]) -> dict[str, str]:
-    """Returns this process's environment with these variables, for a program that may have another
-    interpreter and must not reach the engines.
+    """Returns this process's environment with these variables and the user's PYTHONPATH, for a
+    program that may have another interpreter and must not reach the engines.
     """
-    private = ("PYTHONPATH", API_KEY, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-    inherited = child_environment(variables).items()
-    return {name: value for name, value in inherited if name not in private}
+    private = (USER_PATH, API_KEY, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    inherited = child_environment(variables)
+    inherited["PYTHONPATH"] = inherited[USER_PATH]
+    return {name: value for name, value in inherited.items() if name not in private}
 
 
 async def run_command(
@@ -105,21 +107,30 @@ async def run_command(
         preexec_fn=dies_with_parent(os.getpid(), signal.SIGKILL),
     )
     assert process.stdin is not None and process.stdout is not None, "pipes"
+    output = bytearray()
+    reading = asyncio.create_task(_read_end(process.stdout, output))
     async with AsyncExitStack() as stack:
+        stack.callback(reading.cancel)
+        stack.push_async_callback(asyncio.wait, [reading], timeout=_POLL_S)
         # with everything that it left behind
         stack.push_async_callback(asyncio.to_thread, stop_tree, process.pid, 0.0)
         # Not awaited: it may print before it reads, or never read.
         process.stdin.write(json.dumps(row).encode() + b"\n")
         process.stdin.close()
-        output = b""
-        while piece := await process.stdout.read(_PIECE):
-            output = (output + piece)[-_TAIL:]
-        code = await process.wait()
-    if code:
-        raise RuntimeError(f"{command[0]} ended with exit code {code}")
-    last = (output.decode(errors="replace").strip().splitlines() or [""])[-1]
+        # `wait` may wait for the pipe too, which a child that was left behind holds
+        while process.returncode is None:
+            await asyncio.sleep(_POLL_S)
+    if process.returncode:
+        raise RuntimeError(f"{command[0]} ended with exit code {process.returncode}")
+    last = output.rstrip().rpartition(b"\n")[2].decode(errors="replace")
     with explained(f"the last line that {command[0]} printed is no reward in JSON: {last!r:.200}"):
         return json.loads(last)
+
+
+async def _read_end(stream: asyncio.StreamReader, output: bytearray) -> None:
+    while piece := await stream.read(_PIECE):
+        output += piece
+        del output[:-_TAIL]
 
 
 async def serve_programs(fd: int, function: str, host: str) -> None:
