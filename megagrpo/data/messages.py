@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # seconds to import, and it pulls in torch
 _SPACE = "\u2581"  # as SentencePiece writes it
 Message = dict  # {"role", "content", ...}, as in OpenAI's chat completions
 Tools = Sequence[Message] | None  # {"type": "function", "function": {"name", "parameters", ...}}
+_PROBE = "another text"
 
 
 def as_messages(prompt: str | Sequence[Message]) -> Sequence[Message]:
@@ -75,6 +76,29 @@ def render_messages(
             return str(render(objects, **settings))
     texts = [_with_arguments(message, as_text=True) for message in messages]
     return str(render(texts, **settings))
+
+
+def render_whole(
+    data: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Message],
+    ready: bool = True,
+    tools: Tools = None,
+) -> str:
+    """Returns render_messages. Raises ValueError if the chat template leaves out the tools or a
+    message that is not the model's."""
+    text = render_messages(data, tokenizer, messages, ready, tools)
+    if tools and "tools" not in str(tokenizer.chat_template):
+        raise ValueError("it leaves out the tools")
+    for message in messages:
+        role, said = message["role"], str(message.get("content", ""))
+        if role == "assistant" or said.strip() in text:
+            continue
+        # it may write a content in another way
+        other = [m | {"content": _PROBE} if m is message else m for m in messages]
+        if _PROBE not in render_messages(data, tokenizer, other, ready, tools):
+            raise ValueError(f"it leaves out the message of the role {role!r}")
+    return text
 
 
 def has_unknown(

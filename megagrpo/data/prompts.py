@@ -24,7 +24,7 @@ from megagrpo.data.messages import (
     Message,
     as_messages,
     has_unknown,
-    render_messages,
+    render_whole,
     tokens_behind,
     with_system,
 )
@@ -41,7 +41,6 @@ from megagrpo.types import Prompt
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-_PROBE = "a probe"
 _BLOCK = 512  # texts that are tokenized at once
 # ratio and number of the prompts of each source; (): all are one
 Mixture = tuple[tuple[float, int], ...]
@@ -435,16 +434,7 @@ def _render(
     # a parquet file has times and such, which neither graders nor checkpoints get through JSON
     messages = json.loads(json.dumps(apart, default=str))
     with explained(f"{row.location}: the chat template refuses this prompt"):
-        text = render_messages(data, tokenizer, messages, tools=row.tools)
-        for message in messages:
-            role, said = message["role"], str(message.get("content", ""))
-            if role == "assistant" or said.strip() in text:
-                continue
-            # it may write a content in another way
-            other = [m | {"content": _PROBE} if m is message else m for m in messages]
-            if _PROBE not in render_messages(data, tokenizer, other, tools=row.tools):
-                raise ValueError(f"it leaves out the message of the role {role!r}")
-        return text, messages, sources
+        return render_whole(data, tokenizer, messages, tools=row.tools), messages, sources
 
 
 def tokenize(

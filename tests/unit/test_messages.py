@@ -131,6 +131,13 @@ def test_a_message_that_the_template_leaves_out_is_refused(tmp_path, plain, role
     assert read == ["<user>2+3"]  # written in another way
 
 
+def test_tools_that_the_template_leaves_out_are_refused(tmp_path, plain):
+    plain.chat_template = KNOWN
+    tool = {"type": "function", "function": {"name": "add"}}
+    with pytest.raises(ValueError, match=r"t.jsonl:1: .*it leaves out the tools"):
+        texts(tmp_path, plain, [{"prompt": PLAIN, "answer": "", "tools": [tool]}], tools_key="tools")
+
+
 def test_an_argument_that_the_template_does_not_read_is_refused(tmp_path, plain):
     plain.chat_template = KNOWN
     assert texts(tmp_path, plain, [{"prompt": PLAIN, "answer": ""}], chat_template_args={"mode": "4"}) == ["<user>2+34"]

@@ -63,14 +63,20 @@ def test_a_prompt_is_what_transformers_makes_of_it(name):
     for template, file in TEMPLATES.items():
         tokenizer = tokenizer_of(template)
         renderer = Renderer(tokenizer, DataConfig(path="a", chat_template=True, max_prompt_tokens=10**5), False)
+        tools = [TOOL] if "tools" in template else None
         try:
-            options = {"add_generation_prompt": True, "tools": [TOOL], "return_dict": False}
+            options = {"add_generation_prompt": True, "tools": tools, "return_dict": False}
             ids = tokenizer.apply_chat_template(TALKS[name], **options)
         except Exception:  # the template refuses it
             with pytest.raises(ValueError):
-                renderer.begin(TALKS[name], [TOOL])
+                renderer.begin(TALKS[name], tools)
             continue
-        np.testing.assert_array_equal(renderer.begin(TALKS[name], [TOOL]), ids, err_msg=file)
+        try:
+            rendered = renderer.begin(TALKS[name], tools)
+        except ValueError as exc:
+            assert "it leaves out the message" in str(exc), file
+            continue
+        np.testing.assert_array_equal(rendered, ids, err_msg=file)
         read += 1
     assert read > 4
 

@@ -214,7 +214,7 @@ def tokenizer_of(name: str):
     template, _, end, marks = MODELS[name]
     made = character_tokenizer(ALPHABET)
     made.add_special_tokens({"additional_special_tokens": [*marks, end], "eos_token": end})
-    made.chat_template = template
+    made.chat_template = "{# tools: the excerpts leave out how they are written #}" + template
     if name == "DeepSeek-V4":
         take_chat_module(made, FAMILIES["deepseek_v4"].CHAT_MODULE)
     return made

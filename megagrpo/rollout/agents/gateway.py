@@ -6,6 +6,7 @@ only.
 """
 
 import asyncio
+import json
 import secrets
 import socket
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,6 @@ from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
-import orjson
 from aiohttp import web
 
 from megagrpo.rollout.agents import chat
@@ -99,11 +99,12 @@ class Gateway:
         if conversation is None:
             return _json(401, dialect.error(401, "invalid_api_key", _UNKNOWN))
         try:
-            body = orjson.loads(await request.read())
+            # not orjson, which refuses half a character: the renderer replaces it
+            body = json.loads(await request.read())
             if not isinstance(body, dict):
                 raise Refused("invalid_request", f"the body is a JSON object, not {body!r:.80}")
             turn = await conversation.say(*dialect.read(body))
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             code = exc.code if isinstance(exc, Refused) else "invalid_request"
             return _json(400, dialect.error(400, code, str(exc)))
         except (GenerationFailed, asyncio.CancelledError) as exc:  # the run, or its rollout, ends

@@ -14,7 +14,7 @@ from megagrpo.data.messages import (
     as_messages,
     checked_messages,
     has_unknown,
-    render_messages,
+    render_whole,
     text_of,
     tokens_behind,
     with_system,
@@ -144,9 +144,10 @@ class Renderer:
     def _render(self, messages: Sequence[Message], ready: bool = False, tools: Tools = None) -> str:
         refused = "data.chat_template: it refuses the messages of an environment or agent"
         with explained(refused):
-            checked = checked_messages(messages)
-            chat = [{**message, "content": text_of(message)} for message in checked]
-            return render_messages(self._data, self._tokenizer, chat, ready, tools)
+            chat = [
+                {**message, "content": text_of(message)} for message in checked_messages(messages)
+            ]
+            return render_whole(self._data, self._tokenizer, chat, ready, tools)
 
     def _encode(
         self, text: str, most: int, begin: Sequence[int] = (), known: str = ""
