@@ -84,7 +84,7 @@ def continued(mesh: Mesh, url: str, folder: Path, config: ExperimentConfig, end:
     if found := latest(folder):
         state = checkpoint.load(found, ANY, lambda _: None, mesh)
     source = source_of(control, config, decode=lambda ids: f"{ids[-1] % 2}", mesh=mesh)
-    source.batches.restore(state.ahead)
+    source.batches.restore(state)
     while state.step < end:
         # a run that is to end at `end` samples nothing for the steps after it
         taken = take(source, state, end - state.step, of=prompts)

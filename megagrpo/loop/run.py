@@ -293,12 +293,13 @@ def start_run(
         watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step))
         exchange = Exchange(config, mesh, weights, control, folder.path)
         source = stack.enter_context(start_source(config, mesh, inputs, control, watchdog.alive))
-        source.batches.restore(state.ahead)
         stack.callback(exchange.close)  # else engines wait in the group for a trainer that ended
         watchdog.waits += [source.waiting, exchange.waiting]
         recording.open(inputs.tokenizer, inputs.decode, holds_token_values())
-        for line in mesh.from_main(lambda: record_start(config, state.step), "write the settings"):
+        changes = mesh.from_main(lambda: record_start(config, state.step), "write the settings")
+        for line in changes:
             recording.note(line)
+        source.batches.restore(state, changes)
         run = Run(
             config=config,
             actor=actor,

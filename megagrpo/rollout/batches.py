@@ -166,15 +166,19 @@ class Batches:
     in_flight: dict[int, SampledBatch] = field(default_factory=dict)
     restored: dict[int, RolloutGroup] = field(default_factory=dict)  # by id
 
-    def restore(self, ahead: list[RolloutGroup]) -> None:
-        """Moves the groups that `finished` returned in an earlier start out of the list; none is
-        sampled again.
+    def restore(self, state: TrainState, changes: Sequence[str] = ()) -> None:
+        """Moves the groups that `finished` returned in an earlier start out of the state; none is
+        sampled again. Every leader has all of them.
 
-        Every leader has all of them.
+        changes: settings that differ from that start. If one of them samples or grades, drops these
+        groups and the surplus.
         """
+        if any(line.startswith(("reward.", "sampling.")) for line in changes):
+            state.ahead.clear()
+            state.surplus.clear()
         if self.mesh.is_leader and self.config.rollout.max_staleness:
-            self.restored = {group.group_id: group for group in ahead}
-        ahead.clear()
+            self.restored = {group.group_id: group for group in state.ahead}
+        state.ahead.clear()
 
     def finished(self) -> list[RolloutGroup]:
         """Returns this leader's finished groups that no step has consumed; [] on other ranks."""

@@ -193,7 +193,7 @@ def test_what_an_earlier_start_finished_goes_to_the_leader_whose_share_it_is():
     earlier = groups_of(plan)
     for rank, mine in ((0, [0]), (1, [3])):
         batches = batches_of(config, leader(rank))
-        batches.restore([earlier[0], earlier[3]])
+        batches.restore(TrainState(ahead=[earlier[0], earlier[3]]))
         expected = [0, 3] if rank == 0 else []
         assert [group.group_id for group in batches.finished()] == expected, "saved once"
         batch = batches.open(plan)
@@ -205,8 +205,26 @@ def test_what_an_earlier_start_finished_goes_to_the_leader_whose_share_it_is():
 def test_nothing_is_restored_without_staleness():
     ahead = groups_of(BatchPlan(SamplingJob.training(experiment(), 0, 0), prompt_set().prompts[:1]))
     batches = batches_of(experiment())
-    batches.restore(ahead)
-    assert ahead == [] and batches.finished() == []
+    state = TrainState(ahead=ahead)
+    batches.restore(state)
+    assert state.ahead == [] and batches.finished() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        ("actor.optimizer.lr: 0.1 -> 0.2 from step 3", True),
+        ("reward.grader: math -> exact from step 3", False),
+        ("sampling.temperature: 1.0 -> 0.7 from step 3", False),
+    ],
+)
+def test_groups_of_another_grader_or_another_sampling_are_dropped(change: str, kept: bool):
+    """Else steps after a resume would train on rewards of the grader that was replaced."""
+    config = experiment(rollout={"max_staleness": 1}, algorithm=TIS)
+    groups = groups_of(BatchPlan(SamplingJob.training(config, 0, 0, ahead=True), prompt_set().prompts[:2]))
+    batches, state = batches_of(config), TrainState(ahead=groups[:1], surplus=groups[1:])
+    batches.restore(state, ["train.num_steps: 2 -> 4 from step 3", change])
+    assert [len(batches.finished()), len(state.surplus), len(state.ahead)] == [kept, kept, 0]
 
 
 def test_rows_that_a_curriculum_draws_are_part_of_the_state_at_once():

@@ -134,7 +134,7 @@ def test_what_an_earlier_start_finished_is_kept_until_it_is_taken():
     config = experiment(rollout={"max_staleness": 2}, algorithm=TIS)
     ahead = [group(2), group(5)]
     with sampling(config, TrainState(step=1, data_cursor=2), version=1) as (service, source, state):
-        source.batches.restore(list(ahead))
+        source.batches.restore(TrainState(ahead=list(ahead)))
         assert source.batches.finished() == ahead, "saved again before anything was begun"
         taken = take(source, state, 3)
         assert trained(taken.groups) == [2, 3] and taken.groups[0].samples == ahead[0].samples
@@ -163,7 +163,7 @@ TOO_LONG = replace(FITS.samples[0], token_ids=(7,) * 1025, logprobs=(-1.0,) * 10
 def test_what_an_earlier_start_finished_is_sampled_again_where_it_does_not_fit(stale):
     config = experiment(rollout={"max_staleness": 1}, algorithm=TIS)
     with sampling(config, TrainState(step=1, data_cursor=2), version=1) as (service, source, state):
-        source.batches.restore([stale[1]])
+        source.batches.restore(TrainState(ahead=[stale[1]]))
         take(source, state, 3)
         source.drain()
         assert len(service.requests) == 4 * GROUP_SIZE
