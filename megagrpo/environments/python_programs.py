@@ -51,4 +51,5 @@ class PythonPrograms:
         ended = run_program(programs[-1], b"", self._limits, self._isolate)
         printed = ended.stdout.decode(errors="replace")
         output = "\n".join(filter(None, (printed.rstrip("\n"), ended.problem)))
-        return f"```output\n{output[-self._max_chars :]}\n```\n", 0.0, False
+        begin = len(output) - self._max_chars
+        return f"```output\n{output[max(0, begin) :]}\n```\n", 0.0, False

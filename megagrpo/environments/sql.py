@@ -86,7 +86,7 @@ class Sql:
             # without the fences of a code block around it
             rows, tables = self._rows(_FENCE.sub("", text.strip().removesuffix("```")).strip())
         except _FAILURES as exc:
-            return f"error: {exc}\n"[-self._max_chars :], 0.0, False
+            return f"error: {exc}"[: self._max_chars] + "\n", 0.0, False
         if tables <= _SCHEMA:
             lines = ["|".join(map(str, row)) for row in rows[: self._max_rows]]
             if len(rows) > self._max_rows:

@@ -306,6 +306,11 @@ def test_what_fails_is_shown_and_the_model_has_another_turn(program, shown):
     assert (reward, done) == (0.0, False)
 
 
+@pytest.mark.parametrize(("max_chars", "shown"), [(0, ""), (2, "23"), (9, "123")])
+def test_the_model_sees_the_end_of_an_output(max_chars: int, shown: str):
+    assert environment(max_chars=max_chars).step(block("print(123)")) == (f"```output\n{shown}\n```\n", 0.0, False)
+
+
 @pytest.mark.skipif(bool(isolation()), reason=f"no namespaces here: {isolation()}")
 @pytest.mark.parametrize(
     "program",

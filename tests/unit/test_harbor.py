@@ -1,5 +1,6 @@
 """Tasks of Harbor: real commands and tests in real sandboxes, the model's turns by the fake service."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -7,7 +8,9 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +19,7 @@ from test_programs import run_all
 
 from examples.laptop.model import character_tokenizer
 from megagrpo.environments.harbor import program
+from megagrpo.environments.harbor.local import Local
 from megagrpo.rollout.agents.program_worker import read_result
 from tests.experiments import ROOT
 
@@ -167,6 +171,52 @@ def test_what_a_model_prepares_for_the_tests_is_not_there_and_nothing_of_tmp_sta
         outcomes, _ = work(bash(f"{command}; touch /tmp/{left} $HOME/{left}"), says("."), tasks=[task], runtime=runtime)
         assert (outcomes[0].status, outcomes[0].value) == ("score", 1.0), outcomes
     assert not Path(f"/tmp/{left}").exists()
+
+
+@pytest.fixture
+def user_rights() -> Iterator[Path]:
+    """A folder of a user without the rights of root, which this process then is."""
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder:
+        is_root = os.geteuid() == 0
+        if is_root:
+            os.chown(folder, 65534, 65534)
+            os.setresuid(65534, 65534, 0)
+        try:
+            yield Path(folder)
+        finally:
+            if is_root:
+                os.setresuid(0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "rm -rf /app",
+        "chmod 0 /app",
+        "mkdir d; touch d/x; chmod 555 d",
+        "mkdir d d/e; chmod 0 d",
+        "mkdir -p /tests/d; touch /tests/d/x; chmod 555 /tests/d",
+        "mkdir -p /tests/d/e; chmod 0 /tests/d /tests",
+    ],
+)
+def test_folders_without_rights_end_no_rollout_and_stay_nowhere(command: str, user_rights: Path):
+    async def run() -> tuple[str, object]:
+        sandbox = Local(a_task(user_rights / "task", f"cd /app && {ONE}"), {}, isolated=False)
+        scratch = sandbox._scratch
+        assert scratch.parent == user_rights
+        await sandbox.start()
+        await sandbox.run(command, 10.0)
+        end, _ = await sandbox.run("exit 3", 10.0)
+        verdict = await sandbox.verify(10.0)
+        await sandbox.close()
+        assert not scratch.exists()
+        return end, verdict
+
+    tempfile.tempdir, before = str(user_rights), tempfile.tempdir
+    try:
+        assert asyncio.run(run()) == ("exit code 3", 1.0)
+    finally:
+        tempfile.tempdir = before
 
 
 def test_a_limit_of_turns_of_tokens_or_of_seconds_leaves_the_verdict_to_the_tests(tmp_path: Path):

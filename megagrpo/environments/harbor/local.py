@@ -83,8 +83,8 @@ class Local:
             words = [*self._bubblewrap(), *words]
         with tempfile.TemporaryFile() as file:
             process = await asyncio.create_subprocess_exec(
-                *(*words, self._limits + self.written(command)),
-                cwd=self._scratch / "app",
+                *(*words, self._limits + self.written(f"cd /app 2> /dev/null\n{command}")),
+                cwd=self._scratch,
                 env=self._variables,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=file,
@@ -104,7 +104,11 @@ class Local:
         """Returns the rewards of the tests, the output of tests that wrote none, or None if they
         reach the limit."""
         tests = self._scratch / "tests"
-        await self.run("rm -rf /tests /logs", _READ_S)  # if a command has made them
+        # What a command has made, or closed to itself: root in an image would still have access.
+        # `find` does not follow links.
+        rights = "find /tests /logs -type d -exec chmod u+rwx {} ';'; rm -rf /tests /logs"
+        rights += "; mkdir -p /app; chmod u+rwx /app"
+        await self.run(rights, _READ_S)
         await asyncio.to_thread(shutil.copytree, self._task / "tests", tests)
         (self._scratch / "logs" / "verifier").mkdir(parents=True)
         self._shown += ["tests", "logs"]
@@ -124,8 +128,9 @@ class Local:
         return f"{text}{end}: {said[-500:]}"
 
     async def close(self) -> None:
-        """Removes the files."""
-        await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
+        """Removes the files, also from folders without rights."""
+        removal = f"chmod -R u+rwx '{self._scratch}' 2> /dev/null; rm -rf '{self._scratch}'"
+        await (await asyncio.create_subprocess_shell(removal)).wait()
 
     def _end(self, process: asyncio.subprocess.Process) -> None:
         """Ends what a command left behind."""
@@ -150,7 +155,7 @@ class Local:
             *(("--ro-bind-try", f"/etc/{name}", f"/etc/{name}") for name in _ETC),
             *(("--symlink", target, path) for path, target in links.items()),
             *(("--bind", str(self._scratch / name), f"/{name}") for name in self._shown),
-            ("--dev", "/dev", "--proc", "/proc", "--chdir", "/app"),
+            ("--dev", "/dev", "--proc", "/proc", "--chdir", "/"),
         ]
         return ["bwrap", *(word for mount in mounts for word in mount)]
 
