@@ -26,7 +26,7 @@ from megagrpo.algo.loss import (
     objective,
 )
 from megagrpo.algo.policy_loss import Rows
-from megagrpo.algo.rollouts import counted_tokens, rollouts_of, to_samples
+from megagrpo.algo.rollouts import TokenCounts, rollouts_of, to_samples, token_counts
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.models.body import Body
 from megagrpo.models.table import training_flops
@@ -78,23 +78,27 @@ def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
     R are the trained positions of this rank, on the last pipeline stage; 0 before it. The live
     weights are the reference's when it is swapped in.
     """
-    parts: list[Tensor] = []
+    # On the host: the states of a whole step would fill a GPU. In one piece, which takes memory only
+    # where states are written: parts would be there twice when they are joined.
+    size = int(batch.trained_mask.sum()), actor.arch.hidden_size
+    states = torch.empty(size, dtype=actor.transformer.params_dtype)
     index = torch.full((len(batch.tokens),), -1)
+    end = 0
 
     def keep(micro: MicroBatch, chunk: Body, hidden: Tensor) -> Loss:
-        first = sum(map(len, parts))
-        index[micro.target_places] = first + torch.arange(len(micro.target_places))
-        # on the host: the states of a whole step would fill a GPU
-        parts.append(gathered(actor, hidden)[micro.targets.flat].cpu())
+        nonlocal end
+        first = end
+        end += len(micro.target_places)
+        index[micro.target_places] = torch.arange(first, end)
+        states[first:end] = gathered(actor, hidden)[micro.targets.flat]
         return hidden.sum() * 0.0, {}
 
+    weight = None
     with torch.no_grad():
         run_schedule(actor, batch, range(len(batch.lengths)), keep, forward_only=True)
-        if not parts:  # an earlier pipeline stage
-            nothing = torch.empty(0, actor.arch.hidden_size)
-            return ReferenceStates(hidden=nothing, index=index, output_weight=None)
-        weight = actor.chunks[-1].output_weight().detach().clone()
-        return ReferenceStates(hidden=torch.cat(parts), index=index, output_weight=weight)
+        if actor.on_last_stage:
+            weight = actor.chunks[-1].output_weight().detach().clone()
+    return ReferenceStates(states[:end], index, weight)
 
 
 def with_logprobs(
@@ -174,11 +178,15 @@ def update(
     actor.expert_load.begin()
     actor.clock.clear()
     computed: list[int] = []  # rows of every update that is not skipped
+    counts = token_counts(batch)
     for updates in batch.updates:
         passes.append([])
         for groups in updates:
-            rows = _rows(batch, groups)
-            denominators = denominators_of(actor, batch, rows, algorithm, max_response_tokens)
+            own = torch.isin(batch.group_ids, torch.tensor(groups))
+            rows = own.nonzero()[:, 0].tolist()
+            denominators = denominators_of(
+                actor, batch, rows, algorithm, max_response_tokens, counts
+            )
             if denominators.nothing:
                 skipped += 1
                 continue
@@ -218,12 +226,6 @@ def update(
     return Updated(metrics, seen.cpu() if batch.old_logprobs is None else batch.old_logprobs)
 
 
-def _rows(batch: Batch, groups: Sequence[int]) -> list[int]:
-    """Returns this replica's samples of an update."""
-    wanted = frozenset(groups)
-    return [row for row, group in enumerate(batch.group_ids.tolist()) if group in wanted]
-
-
 def _optimizer_metrics(optim: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Returns the last learning rate, and of every gradient norm the mean and the largest of the
     updates."""
@@ -261,16 +263,18 @@ def denominators_of(
     rows: Sequence[int],
     algorithm: AlgorithmConfig,
     max_response_tokens: int,
+    counts: TokenCounts,
 ) -> Denominators:
     """Collective over data-parallel ranks. Counts what the loss of these rows' update is divided
-    by."""
+    by. counts: of the batch, which no update changes."""
     samples = torch.tensor(rows, dtype=torch.int64)
-    counts = counted_tokens(batch)[rollouts_of(samples, batch)]
-    reduce = actor.mesh.reduce
-    rl_denominators = count_denominators(
-        counts, reduce, algorithm.loss_scale_factor or max_response_tokens
+    scale = algorithm.loss_scale_factor or max_response_tokens
+    of_rows = counts.rollouts[rollouts_of(samples, batch)]
+    return replace(
+        count_denominators(of_rows, actor.mesh.reduce, scale),
+        stream_tokens=count_streams(counts.streams, samples, actor.mesh.reduce),
+        counted=counts.rollouts,
     )
-    return replace(rl_denominators, stream_tokens=count_streams(batch, samples, reduce))
 
 
 def backward(
@@ -299,7 +303,8 @@ def backward(
         loss, sums = objective(inputs, algorithm, denominators)
         return loss, {"loss/total": loss.detach(), **sums}
 
-    counted = to_samples(counted_tokens(batch), batch)
+    assert denominators.counted is not None
+    counted = to_samples(denominators.counted, batch)
     by_engine = algorithm.old_logprobs == "engine"
     actor.zero_grad()
     model_loss = over_tokens(actor, batch, temperature, token_loss, with_candidates=True)

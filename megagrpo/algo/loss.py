@@ -26,7 +26,6 @@ from megagrpo.algo.statistics import Reduce
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.fields import Aggregation
 from megagrpo.config.objective.streams import DistillationConfig
-from megagrpo.types import Batch
 
 
 @dataclass(frozen=True)
@@ -83,6 +82,7 @@ class Denominators:
     scale: float  # C of seq-mean-token-sum-norm, in tokens
     # tokens of each other component of the loss, see `count_streams`
     stream_tokens: dict[str, int] = field(default_factory=dict)
+    counted: Tensor | None = None  # TokenCounts.rollouts
 
     @property
     def nothing(self) -> bool:
@@ -272,23 +272,13 @@ def _masked(inputs: LossInputs, mask: Tensor) -> LossInputs:
     return LossInputs(**values)
 
 
-def count_streams(batch: Batch, rows: Tensor, reduce: Reduce) -> dict[str, int]:
-    """Collective over data-parallel ranks. Returns the tokens of each component but rl in the
-    samples `rows` [n]; one all-reduce."""
-    if batch.streams is None:
+def count_streams(tokens: dict[str, Tensor], rows: Tensor, reduce: Reduce) -> dict[str, int]:
+    """Collective over data-parallel ranks. Returns the sums of a component's tokens over the samples
+    `rows` [n]; one all-reduce. tokens: TokenCounts.streams."""
+    if not tokens:
         return {}
-    chosen = torch.zeros(len(batch.lengths), dtype=torch.bool)
-    chosen[rows] = True
-    inside = chosen.repeat_interleave(batch.lengths)
-    counts = {
-        name: ((weights != 0) & inside).sum()
-        for name, weights in batch.streams.weights.items()
-        if name != "rl"
-    }
-    if not counts:
-        return {}
-    totals = reduce(torch.stack(list(counts.values())), "sum").tolist()
-    return dict(zip(counts, totals, strict=True))
+    sums = torch.stack([each[rows].sum() for each in tokens.values()])
+    return dict(zip(tokens, reduce(sums, "sum").tolist(), strict=True))
 
 
 def _limited(values: Tensor, limit: float | None) -> Tensor:

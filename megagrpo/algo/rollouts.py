@@ -7,6 +7,7 @@ and are context in the others.
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,16 +64,26 @@ def to_samples(values: Tensor, batch: Batch) -> Tensor:
     return values.repeat_interleave(batch.rollout_sizes, 0)
 
 
-def counted_tokens(batch: Batch) -> Tensor:
-    """Returns how many tokens of each rollout the denominators of rl count, [M] int64: the trained
-    tokens, and rejected ones if they stay in the denominators.
-    """
+class TokenCounts(NamedTuple):
+    """How many tokens the denominators of an update's losses count."""
+
+    # [M] int64, of each rollout for rl: trained tokens, and rejected ones that stay in them
+    rollouts: Tensor
+    streams: dict[str, Tensor]  # of each sample, by component but rl: [N] int64
+
+
+def token_counts(batch: Batch) -> TokenCounts:
+    """Returns the counts of a batch. It reads every token, so call it once a step, not once an
+    update."""
     counted = batch.correction.counted
     if counted is None:
         counted = batch.loss_mask
+    of_samples = {}
     if batch.streams is not None:
-        counted = counted & (batch.streams.weights["rl"] != 0)
-    return row_counts(counted, by_rollout(batch).lengths)
+        trained = {name: weights != 0 for name, weights in batch.streams.weights.items()}
+        counted = counted & trained.pop("rl")
+        of_samples = {name: row_counts(each, batch.lengths) for name, each in trained.items()}
+    return TokenCounts(row_counts(counted, by_rollout(batch).lengths), of_samples)
 
 
 def rollouts_of(rows: Tensor, batch: Batch) -> Tensor:

@@ -7,12 +7,17 @@ from tests.dist.workers.host import DEVICE  # comes first: it prepares the host 
 
 # isort: split
 
+from unittest.mock import patch
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.actor.step import backward, denominators_of, hidden_states, update, with_old_logprobs, with_reference
+from megagrpo.algo.rollouts import token_counts
+from megagrpo.algo.statistics import row_counts
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.algorithm import AlgorithmConfig
@@ -78,11 +83,35 @@ def batch_of(actor):
 
 def exact_loss(actor, batch) -> float:
     rows = range(len(batch.lengths))
-    return backward(actor, batch, rows, FULL, TEMPERATURE, denominators_of(actor, batch, rows, FULL, 9))["loss/total"]
+    denominators = denominators_of(actor, batch, rows, FULL, 9, token_counts(batch))
+    return backward(actor, batch, rows, FULL, TEMPERATURE, denominators)["loss/total"]
 
 
 def referred(actor, batch):
     return with_reference(actor, batch, "full", TEMPERATURE)
+
+
+class Results(TorchDispatchMode):
+    """Collects the operators that return a tensor of one shape."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.operators = shape, set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.shape == self.shape:
+            self.operators.add(function.overloadpacket)
+        return result
+
+
+def test_hidden_states_of_all_positions_are_in_memory_once(actor):
+    """plan counts them once: parts that are joined would be there twice."""
+    batch = batch_of(actor)
+    with Results((int(batch.loss_mask.sum()), actor.arch.hidden_size)) as results:
+        states = hidden_states(actor, batch)
+    assert results.operators <= {torch.ops.aten.empty, torch.ops.aten.slice}
+    assert states.hidden.dtype == states.output_weight.dtype
 
 
 def test_value_and_gradient_of_the_output_weight(actor):
@@ -130,3 +159,12 @@ def test_updates_pull_the_model_back_to_the_reference(actor):
         batch = referred(actor, with_old_logprobs(actor, batch_of(actor), TEMPERATURE))
         found.append(update(actor, batch, FULL, TEMPERATURE, 9).metrics["policy/kl_reference"])
     assert found[-1] < 0.7 * found[0]
+
+
+def test_a_step_reads_the_masks_of_all_tokens_once(actor):
+    """Not once an update: a step may have hundreds of updates, and a batch 100,000 samples."""
+    batch = referred(actor, with_old_logprobs(actor, batch_of(actor), TEMPERATURE))
+    assert batch.num_updates == 3
+    with patch("megagrpo.algo.rollouts.row_counts", wraps=row_counts) as reads:
+        metrics = update(actor, batch, FULL, TEMPERATURE, 9).metrics
+    assert reads.call_count == 1 and metrics["optim/skipped_updates"] == 0

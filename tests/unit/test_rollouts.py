@@ -10,7 +10,7 @@ import torch
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.algo.loss import LossInputs, count_denominators, objective
 from megagrpo.algo.policy_loss import Rows
-from megagrpo.algo.rollouts import by_rollout, counted_tokens, rollouts_of, to_samples
+from megagrpo.algo.rollouts import by_rollout, rollouts_of, to_samples, token_counts
 from megagrpo.algo.statistics import alone
 from megagrpo.batching.batch import build_batch, shuffle_rewards
 from megagrpo.batching.sample_rows import LossNeeds
@@ -127,17 +127,17 @@ def test_a_rollout_that_splits_has_no_extra_weight(aggregation):
         logprobs = noise(3)(len(batch.tokens)).double().requires_grad_()
         rows = {"logprobs": logprobs, "old_logprobs": logprobs.detach(), "rollout_logprobs": logprobs.detach()}
         rows |= {"advantages": batch.advantages, "loss_mask": batch.loss_mask, "entropy": torch.zeros_like(logprobs)}
-        counted = to_samples(counted_tokens(batch), batch)
+        counted = to_samples(token_counts(batch).rollouts, batch)
         inputs = LossInputs(**rows, rows=Rows(batch.lengths), counted_tokens=counted)
         every = torch.arange(len(batch.lengths))
-        denominators = count_denominators(counted_tokens(batch)[rollouts_of(every, batch)], alone, 50.0)
+        denominators = count_denominators(token_counts(batch).rollouts[rollouts_of(every, batch)], alone, 50.0)
         loss, _ = objective(inputs, algorithm, denominators)
         (gradient,) = torch.autograd.grad(loss, logprobs)
         found.append((loss.item(), gradient, batch))
     (split_loss, split_gradient, split), (whole_loss, whole_gradient, _) = found
     assert split_loss == pytest.approx(whole_loss, rel=1e-12)
     torch.testing.assert_close(split_gradient, whole_gradient, rtol=1e-12, atol=0)
-    tokens = counted_tokens(split)
+    tokens = token_counts(split).rollouts
     sequences = int((tokens > 0).sum())
     a_token = {
         "token-mean": torch.full((len(tokens),), 1 / int(tokens.sum())),

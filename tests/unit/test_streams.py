@@ -11,7 +11,7 @@ import torch
 
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.algo.loss import Denominators, LossInputs, count_streams, objective
-from megagrpo.algo.rollouts import counted_tokens
+from megagrpo.algo.rollouts import token_counts
 from megagrpo.algo.statistics import alone
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.sample_rows import LossNeeds
@@ -173,9 +173,13 @@ def test_tokens_of_each_component():
     assert batch.lags.sum() == 0
     teacher = batch.streams.teacher_logprobs
     assert teacher[7:11].tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4])
-    counts = count_streams(batch, torch.tensor([0, 1]), alone)
-    assert counts == {"distillation": 2, "cross_entropy": 5, "reference_kl": 2}
-    assert counted_tokens(batch).tolist() == [0, 2, 2, 1]
+    counts = token_counts(batch)
+    assert count_streams(counts.streams, torch.tensor([0, 1]), alone) == {
+        "distillation": 2,
+        "cross_entropy": 5,
+        "reference_kl": 2,
+    }
+    assert counts.rollouts.tolist() == [0, 2, 2, 1]
 
 
 def test_a_dumped_step_has_its_streams(tmp_path):
@@ -264,7 +268,7 @@ def test_weights_of_rows(tmp_path, value: object, weights: dict | None):
 def test_distillation_alone_leaves_rl_no_token():
     batch, weights = streams_of(algorithm_of(distillation={}, streams=DISTILLED))
     assert not any(weights["rl"]) and sum(weights["distillation"]) == 5
-    assert not batch.rl_mask.any() and not counted_tokens(batch).any()
+    assert not batch.rl_mask.any() and not token_counts(batch).rollouts.any()
     assert not Denominators(0, 0, 1.0, {"distillation": 5}).nothing
     assert Denominators(0, 0, 1.0, {"distillation": 0}).nothing
 

@@ -349,8 +349,8 @@ def _experts_of_token_before() -> AbstractContextManager[None]:
 def _components_counted_on_each_rank() -> AbstractContextManager[None]:
     """A component of the loss is divided by this rank's tokens of it."""
 
-    def of_rank(batch, rows, reduce):
-        return count_streams(batch, rows, lambda tensor, op: tensor)
+    def of_rank(tokens, rows, reduce):
+        return count_streams(tokens, rows, lambda tensor, op: tensor)
 
     return patch.multiple(step, count_streams=of_rank)
 
