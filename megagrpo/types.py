@@ -18,7 +18,9 @@ if TYPE_CHECKING:  # this file loads without torch
     from torch import Tensor
 
 IMAGE_TEXT = "<image>"  # the place of an image in a prompt's text
-_LARGEST_SCORE = 1e280  # statistics hold its product with a weight and a scale
+# of a score and of a token's reward, either way, as of other numbers (config/fields.py): advantages
+# in float32 hold its products with weights and scales
+_LARGEST_SCORE = 1e9
 # The optimizer updates of one pass over a step's groups: for each update the groups that it trains
 # on, ascending, as in Batch.group_ids.
 Pass = tuple[tuple[int, ...], ...]
@@ -242,9 +244,11 @@ class Outcome:
 
     def __post_init__(self) -> None:
         # a model may write such a number, and sums of finite ones may be infinite or none
-        if self.ok and not abs(self.value) <= _LARGEST_SCORE:
-            detail = f"the score {self.value} is beyond {_LARGEST_SCORE}"
-            vars(self).update(status="error", detail=detail)
+        shares = (reward for _, reward in self.token_rewards)
+        for score in (self.value, *shares, *self.turn_rewards):
+            if self.ok and not abs(score) <= _LARGEST_SCORE:
+                detail = f"the score {score} is beyond {_LARGEST_SCORE:g}"
+                vars(self).update(status="error", detail=detail)
 
     @property
     def ok(self) -> bool:

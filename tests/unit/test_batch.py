@@ -113,7 +113,7 @@ def test_every_pass_takes_every_group_once_and_the_first_takes_them_in_order():
     assert len(drawn) == 9 and plan_updates(train, 0, 7) == updates, "each of its own, and always the same"
 
 
-@pytest.mark.parametrize("score", [-1e308, math.inf, math.nan])
+@pytest.mark.parametrize("score", [-1e308, 1e50, math.inf, math.nan])
 def test_a_score_beyond_statistics_is_an_error_of_its_rollout(score):
     """A judge's "score: 1e308", or a sum of two such rewards: it ended a run at every start again."""
     groups = groups_of([(2, [3, 3, 3])])
@@ -124,6 +124,24 @@ def test_a_score_beyond_statistics_is_an_error_of_its_rollout(score):
     advantages = with_advantages(batch, AlgorithmConfig(), alone, AlgoState(), 3)[0].advantages
     by_sample = [part[2:].tolist() for part in advantages.split(5)]
     assert by_sample[0] == [0.0] * 3 and by_sample[1] == pytest.approx([-(0.5**0.5)] * 3)
+
+
+@pytest.mark.parametrize("large", [1e50, -2e9, math.nan])
+@pytest.mark.parametrize("field", ["value", "token_rewards", "turn_rewards"])
+def test_a_number_that_float32_may_not_hold_is_no_reward(field, large):
+    """A grader of distances and a model that writes 10^50: the advantages were infinite, and the run ended."""
+
+    def outcome(number: float) -> Outcome:
+        value = {"token_rewards": ((0, 1.0), (2, number)), "turn_rewards": (1.0, number), "value": number}[field]
+        return Outcome("score", **{field: value})
+
+    assert not outcome(large).ok and str(large) in outcome(large).detail
+    assert outcome(-1e9).ok
+    algorithm = AlgorithmConfig.model_validate({"advantage": {"name": "dr_grpo"}})
+    (group,) = groups_of([(2, [3, 3, 3])])
+    group = replace(group, outcomes=(outcome(large), outcome(1e9), outcome(-1e9)))
+    batch = with_advantages(build_batch([group], one_pass(1), ALONE), algorithm, alone, AlgoState(), 3)[0]
+    assert batch.advantages.isfinite().all() and batch.advantages[:5].tolist() == [0.0] * 5
 
 
 def test_greedy_rewards_are_kept_where_there_are_any():
