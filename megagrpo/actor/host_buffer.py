@@ -50,8 +50,7 @@ class HostReference:
 
     def take(self) -> None:
         """Makes the parameters of now the reference."""
-        for weights, parameter in zip(self._weights, self._parameters, strict=True):
-            weights.copy_(parameter.detach())
+        _copy(self._weights, self._parameters)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -63,12 +62,13 @@ class HostReference:
         """
         live = [p.detach().clone() for p in self._parameters]
         try:
-            self._write(self._weights)
+            _copy(self._parameters, self._weights)
             yield
         finally:
-            self._write(live)
+            _copy(self._parameters, live)
 
-    def _write(self, weights: Iterable[Tensor]) -> None:
-        with torch.no_grad():
-            for parameter, values in zip(self._parameters, weights, strict=True):
-                parameter.copy_(values)
+
+@torch.no_grad()
+def _copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)

@@ -148,13 +148,11 @@ class MegatronActor:
         self.arch = arch
         kernels = checked_kernels(arch, config)
         self.config = config
-        self.transformer, ddp_settings, optimizer_settings = megatron_configs(
-            self.arch, config, kernels
-        )
+        self.transformer, ddp_settings, optimizer_settings = megatron_configs(arch, config, kernels)
         self.mesh = start_distributed(config, device)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self.num_updates = num_updates
-        self.chunks = build_chunks(self.arch, config, self.transformer, kernels, device)
+        self.chunks = build_chunks(arch, config, self.transformer, kernels, device)
         if config.lora is not None:
             self.load_adapters(lora.InitialAdapters(self.adapter_specs(), seed))
         # after the model is built: Megatron's experts copy the configuration deeply, and process
@@ -172,7 +170,6 @@ class MegatronActor:
         self.as_reference: Callable[[], AbstractContextManager[None]] | None = None
         self._reference: HostReference | None = None
         found = routers(self.chunks)
-        arch = self.arch
         self.router_scope = scope = RouterScope(found)
         self.expert_load = ExpertLoad(found, scope, arch, device)
         rate = config.router_bias_update

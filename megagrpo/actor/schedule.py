@@ -53,9 +53,8 @@ def run_schedule(
     on last pipeline stages.
     """
     micros = micro_batches(actor, batch, rows)
-    lengths = batch.lengths.tolist()
     padded = sum(height * width for height, width in micros.shapes)
-    real = sum(lengths[row] for row in rows)
+    real = int(batch.lengths[list(rows)].sum())
     _begin(actor, len(rows), real, forward_only)
     iterators = [iter(micros) for _ in actor.model]
     collected = get_forward_backward_func()(

@@ -362,8 +362,7 @@ def holds_token_values() -> bool:
 def _utilization(actor: MegatronActor, batch: Batch, rows: Sequence[int]) -> dict[str, float]:
     """Collective. Returns perf/mfu of the updates that the clock took last, of these rows."""
     config = actor.config
-    all_lengths = batch.lengths.tolist()
-    lengths = [all_lengths[row] for row in rows]
+    lengths = batch.lengths[list(rows)].tolist()
     own = training_flops(actor.arch, lengths, config.lora is not None)
     flops = actor.mesh.reduce(torch.tensor(own, dtype=torch.float64), "sum")
     width = 2 if config.dtype == "bfloat16" else 4

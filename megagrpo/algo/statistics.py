@@ -25,6 +25,7 @@ NUM_LIMBS = 3
 MAX_TERMS = 2**32  # |limb| <= 2^30, so an int64 sum of this many cannot overflow
 _BLOCK = 2**16  # values; a sum of 2^16 limbs is below 2^53, and they fit into a cache
 LARGEST = 2.0**1022  # a reward beyond it is no number
+_LOWEST = torch.finfo(torch.float64).min  # the largest value of no values
 DEGENERATE_RANGE = 1e-12  # of the group's largest magnitude
 
 
@@ -105,10 +106,8 @@ def moments(values: Tensor, reduce: Reduce, mask: Tensor | None = None) -> Momen
                     times = torch.from_numpy(counted[counted > 0])
             yield torch.from_numpy(part).double(), None, times
 
-    ends = torch.full(
-        (2, 1), torch.finfo(torch.float64).min, dtype=torch.float64, device=values.device
-    )
-    count = torch.zeros(1, dtype=torch.int64, device=values.device)
+    ends = torch.full((2, 1), _LOWEST, dtype=torch.float64)
+    count = torch.zeros(1, dtype=torch.int64)
     for block, _, times in blocks():
         if block.numel():
             count += block.numel() if times is None else times.sum()
@@ -173,8 +172,7 @@ def group_range(
 
     values [n] float64; group_ids [n] int64 in 0..num_groups-1.
     """
-    lowest = torch.finfo(torch.float64).min
-    ends = values.new_full((2, num_groups), lowest)
+    ends = values.new_full((2, num_groups), _LOWEST)
     ends[0].scatter_reduce_(0, group_ids, -values, "amax")
     ends[1].scatter_reduce_(0, group_ids, values, "amax")
     return _range_of_ends(ends, reduce)
@@ -183,11 +181,10 @@ def group_range(
 def _range_of_ends(ends: Tensor, reduce: Reduce) -> tuple[Tensor, Tensor]:
     """Collective. Returns smallest and largest values [G] from this rank's (-smallest, largest) [2,
     G]."""
-    lowest = torch.finfo(torch.float64).min
     ends = reduce(ends, "max")
     # NaN fails the comparison too
     assert bool((ends < LARGEST).all()), "a valid value is not finite"
-    ends = ends.masked_fill(ends == lowest, 0.0)
+    ends = ends.masked_fill(ends == _LOWEST, 0.0)
     return 0.0 - ends[0], ends[1] + 0.0  # never -0.0, whose place among zeros depends on the order
 
 

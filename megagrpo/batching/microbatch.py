@@ -55,8 +55,7 @@ def plan_micro_batches(
     Megatron's schedule requires both.
     """
     packed = size.packed
-    all_lengths = batch.lengths.tolist()
-    lengths = [all_lengths[r] for r in rows]
+    lengths = batch.lengths[list(rows)].tolist()
     unit = sequence_unit(layout.cp)
     longest = 0
     if layout.pp > 1:

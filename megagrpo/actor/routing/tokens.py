@@ -155,10 +155,8 @@ def own_places(micro: MicroBatch) -> tuple[Tensor, Tensor]:
 
     -1 is padding.
     """
-    tp_rank, tp_size = (
-        mpu.get_tensor_model_parallel_rank(),
-        mpu.get_tensor_model_parallel_world_size(),
-    )
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    tp_size = mpu.get_tensor_model_parallel_world_size()
     # [s, b] is a router's order; sequence parallelism cuts the sequence
     rows, columns = (
         places.t().chunk(tp_size)[tp_rank].flatten() for places in (micro.rows, micro.columns)
