@@ -78,7 +78,7 @@ def changed_settings(before: Mapping[str, object], now: Mapping[str, object]) ->
 
 
 def _read(path: Path) -> dict[str, object]:
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+    return yaml.safe_load(path.read_bytes())
 
 
 def leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
