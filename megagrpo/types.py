@@ -8,7 +8,7 @@ Log-probabilities are natural logarithms.
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
@@ -296,6 +296,15 @@ class RolloutGroup:
             and (sample.teacher is None or sample.teacher.loss == loss)
             for sample in self.samples
         ) and all(graders <= outcome.parts.keys() for outcome in self.outcomes if outcome.ok)
+
+    def for_other_ranks(self) -> "RolloutGroup":
+        """Returns the group without experts and texts, for ranks that do not sample.
+
+        They get the experts of their own layers with the batch; the leader grades and records the
+        texts.
+        """
+        bare = (replace(sample, routed_experts=None, text="") for sample in self.samples)
+        return replace(self, samples=tuple(bare))
 
     def is_of(self, oldest: int) -> bool:
         """Returns whether weights of this version or newer ones sampled all tokens; a rollout that

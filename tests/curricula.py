@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.folder import latest
+from megagrpo.checkpoint.groups import saved_groups
 from megagrpo.checkpoint.save import PendingSave, RunIdentity
 from megagrpo.config.schema import CheckpointConfig, ExperimentConfig
 from megagrpo.data.prompts import PromptSet
@@ -83,6 +84,7 @@ def continued(mesh: Mesh, url: str, folder: Path, config: ExperimentConfig, end:
     state, steps = TrainState(), []
     if found := latest(folder):
         state = checkpoint.load(found, ANY, lambda _: None, mesh)
+        state.ahead = saved_groups(found, "ahead", mesh)
     source = source_of(control, config, decode=lambda ids: f"{ids[-1] % 2}", mesh=mesh)
     source.batches.restore(state)
     while state.step < end:

@@ -6,6 +6,7 @@ Token values are arrays, everything else is JSON.
 import json
 import os
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -72,7 +73,8 @@ def read_groups(path: Path) -> list[RolloutGroup]:
         if _ARRAY not in record:
             return record
         kind, start, end = record[_ARRAY]
-        values = arrays[kind][start:end].reshape(record.get("shape", -1))
+        # a view would keep the whole file in memory
+        values = arrays[kind][start:end].reshape(record.get("shape", -1)).copy()
         return values if values.ndim else values.item()
 
     records = json.loads(arrays[_RECORDS].tobytes(), object_hook=fetch)
@@ -84,7 +86,20 @@ def read_groups(path: Path) -> list[RolloutGroup]:
     return msgspec.convert(records, list[RolloutGroup], dec_hook=lambda kind, value: value)
 
 
+def saved_groups(folder: Path, name: str, mesh: Mesh) -> list[RolloutGroup]:
+    """Returns the groups of all leaders' files NAME-*.npz in a checkpoint, by id; [] on other ranks
+    than leaders, which hold no texts."""
+    if not mesh.is_leader:
+        return []
+    # older checkpoints have one file, without a number
+    groups = chain.from_iterable(map(read_groups, folder.glob(f"{name}*.npz")))
+    return sorted(groups, key=lambda group: group.group_id)
+
+
 def deal_surplus(surplus: Sequence[RolloutGroup], mesh: Mesh) -> list[RolloutGroup]:
-    """Returns this rank's share of all ranks' surplus, for any number of ranks."""
+    """Collective. Returns this rank's share of all ranks' surplus, which leaders have, for any
+    number of ranks."""
     first, last = (len(surplus) * rank // mesh.dp_size for rank in (mesh.dp_rank, mesh.dp_rank + 1))
-    return list(surplus[first:last])
+    own = list(surplus[first:last])
+    others = mesh.from_leader(lambda: [group.for_other_ranks() for group in own], "deal groups")
+    return own if mesh.is_leader else others

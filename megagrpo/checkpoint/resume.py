@@ -18,7 +18,7 @@ from megagrpo.checkpoint.folder import (
     put_in_place,
     step_of,
 )
-from megagrpo.checkpoint.groups import deal_surplus
+from megagrpo.checkpoint.groups import deal_surplus, saved_groups
 from megagrpo.checkpoint.identity import adapter_numbers, architecture_numbers
 from megagrpo.checkpoint.save import RunIdentity, load
 from megagrpo.config.schema import ExperimentConfig
@@ -180,6 +180,8 @@ def resume(
         load_checkpoint(config, folder, actor, with_optimizer=False)
         actor.keep_reference()
     state = load_checkpoint(config, source, actor, compared, inputs)
+    state.ahead = saved_groups(source, "ahead", actor.mesh)
+    saved = saved_groups(source, "surplus", actor.mesh)
     if moved == state.step > 0:
         actor.keep_reference()
     if state.curriculum is not None and data_problem(source, rows):  # and resume is other_data
@@ -191,23 +193,25 @@ def resume(
     needs_greedy = config.algorithm.needs_greedy_response
     young = [
         group
-        for group in state.surplus
-        if group.is_scored(*config.scoring)
+        for group in saved
+        if config.algorithm.dynamic_sampling is not None
+        and group.is_scored(*config.scoring)
         and group.is_of(oldest)
         and (group.greedy_outcome is not None or not needs_greedy)
     ]
     # A step takes at least one batch, or the surplus would get too old.
     num_prompts = config.train.num_prompts_per_step
-    if config.algorithm.dynamic_sampling is not None and len(young) >= num_prompts:
+    (number,) = actor.mesh.largest(len(young))  # only leaders have them
+    if number >= num_prompts:
         raise ValueError(
-            f"checkpoint {source} has {len(young)} groups for the next step, "
-            f"train.num_prompts_per_step is {num_prompts}: take {len(young) + 1} or more"
+            f"checkpoint {source} has {number} groups for the next step, "
+            f"train.num_prompts_per_step is {num_prompts}: take {number + 1} or more"
         )
-    if len(young) < len(state.surplus) and actor.mesh.is_main:
+    if number < len(saved) and actor.mesh.is_main:
         print(
-            f"{len(state.surplus) - len(young)} groups that were sampled for a later step are left "
-            "out: their weights are older than "
-            "rollout.max_staleness allows now, or teachers, graders or the advantage have changed",
+            f"{len(saved) - number} groups that were sampled for a later step are left "
+            "out: their weights are older than rollout.max_staleness allows now, or teachers, "
+            "graders, the advantage or dynamic sampling have changed",
             flush=True,
         )
     state.surplus = deal_surplus(young, actor.mesh)

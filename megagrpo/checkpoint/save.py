@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import chain
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
@@ -47,7 +46,7 @@ from megagrpo.checkpoint.folder import (
     restore_replaced,
     step_of,
 )
-from megagrpo.checkpoint.groups import read_groups, write_groups
+from megagrpo.checkpoint.groups import write_groups
 from megagrpo.checkpoint.identity import differences
 from megagrpo.config.fields import complaints
 from megagrpo.config.schema import CheckpointConfig
@@ -65,10 +64,6 @@ _CURRICULUM = "curriculum.npz"
 _FIELDS = {field.name for field in fields(TrainState)}
 T = TypeVar("T")
 SizeAndCrc = tuple[int, int]  # bytes, CRC-32
-
-
-def _initial(step: int) -> int:
-    return 0
 
 
 @dataclass(frozen=True)
@@ -105,7 +100,7 @@ class Checkpointer:
     saved_step: int  # the last of which a save began; at first that of the start
     background: bool
     export: Callable[[Path], None]
-    reference_step: Callable[[int], int] = _initial  # AlgorithmConfig.moved_reference
+    reference_step: Callable[[int], int] = lambda step: 0  # AlgorithmConfig.moved_reference
     _pending: "PendingSave | None" = None  # being written while training continues
 
     def on_schedule(self, state: TrainState, stops: bool = False) -> bool:
@@ -208,7 +203,7 @@ class PendingSave:
         options: CheckpointConfig,
         plan_save: "Callable[[Path], ActorSave]",
         mesh: Mesh,
-        reference_step: Callable[[int], int] = _initial,
+        reference_step: Callable[[int], int] = lambda step: 0,
     ):
         self.target = checkpoint_folder(root, state.step)
         self.partial = self.target.with_name(self.target.name + PARTIAL)
@@ -345,7 +340,7 @@ def load(
     folder: Path, identity: RunIdentity, load_actor: Callable[[Path], None], mesh: Mesh
 ) -> TrainState:
     """Collective. Checks the folder against its manifest and this run's model and layout, then
-    loads it.
+    loads it, but for its groups: see saved_groups.
 
     Raises LeaderError, naming the file, for a missing, half-written, corrupt or foreign checkpoint,
     and for one that only another layout can load.
@@ -355,13 +350,6 @@ def load(
     saved = description(folder)["train"]
     state = {name: value for name, value in saved.items() if name in _FIELDS}
     algo_state = TypeAdapter(AlgoState).validate_python(state.pop("algo_state"))
-    for name in _GROUPS:
-        state[name] = []
-        # `ahead` has gigabytes, and only leaders sample; none with the weights alone
-        if identity.layout and (name != "ahead" or mesh.is_leader):
-            # older checkpoints have one file, without a number
-            groups = chain.from_iterable(map(read_groups, folder.glob(f"{name}*.npz")))
-            state[name] = sorted(groups, key=lambda group: group.group_id)
     if (file := folder / _CURRICULUM).exists():
         with np.load(file) as arrays:
             state["curriculum"] = RowResults(**arrays)

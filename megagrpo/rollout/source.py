@@ -9,7 +9,7 @@ weights, or the run is to stop. One collective hands the groups out at the end.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megagrpo.config.schema import ExperimentConfig
@@ -173,7 +173,7 @@ class RolloutSource:
             assert batch.work is not None, "called on leaders only"
             batch.work.result()
             own.extend(batch.groups())
-            return list(map(for_other_ranks, own))
+            return [group.for_other_ranks() for group in own]
 
         groups = self._mesh.from_leader(for_others, f"rollout of {batch.job}")
         batch.consumed = True
@@ -345,15 +345,3 @@ def start_source(
         source = RolloutSource(control, sampler, batches, alive)
         stack.callback(source.close)
         yield source
-
-
-def for_other_ranks(group: RolloutGroup) -> RolloutGroup:
-    """Returns the group without experts and texts, for ranks that do not sample.
-
-    They get the experts of their own layers with the batch; the leader grades and records the
-    texts.
-    """
-    return replace(
-        group,
-        samples=tuple(replace(sample, routed_experts=None, text="") for sample in group.samples),
-    )

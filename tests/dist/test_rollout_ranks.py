@@ -10,7 +10,6 @@ from sampling import experiment, sampled, source_of
 
 from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.rollout.control import ServiceControl
-from megagrpo.rollout.source import for_other_ranks
 from megagrpo.types import Prompt, RolloutGroup
 from tests.dist.workers.launch import run_meshes
 
@@ -41,7 +40,7 @@ def one_step(mesh: Mesh, url: str) -> dict:
 
 def as_others(groups: list[RolloutGroup]) -> list[RolloutGroup]:
     """As ranks have them that do not sample."""
-    return list(map(for_other_ranks, groups))
+    return [group.for_other_ranks() for group in groups]
 
 
 @pytest.mark.parametrize("world, dp", [(2, 2), (4, 2), (2, 1)])

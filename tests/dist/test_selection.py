@@ -7,7 +7,7 @@ import torch
 
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.folder import latest
-from megagrpo.checkpoint.groups import deal_surplus, read_groups
+from megagrpo.checkpoint.groups import deal_surplus, read_groups, saved_groups, write_groups
 from megagrpo.config.schema import CheckpointConfig, ExperimentConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, make_mesh
@@ -62,7 +62,7 @@ def run_steps(mesh: Mesh, folder: Path, num_steps: int) -> list[dict]:
     state = TrainState()
     if found := latest(folder):
         state = checkpoint.load(found, ANY, lambda _: None, mesh)
-        state.surplus = deal_surplus(state.surplus, mesh)
+        state.surplus = deal_surplus(saved_groups(found, "surplus", mesh), mesh)
     source, steps = Source(mesh, experiment()), []
     while state.step < num_steps:
         metrics = Metrics()
@@ -118,6 +118,22 @@ def test_selection_does_not_depend_on_the_layout(tmp_path, world):
         assert many["cursor"] == one["cursor"]
         # sums of floats, which Python 3.12 rounds once for all that a rank adds
         assert many["metrics"] == pytest.approx(one["metrics"], rel=1e-12)
+
+
+def dealt(mesh: Mesh, folder: Path) -> list[RolloutGroup]:
+    return deal_surplus(saved_groups(folder, "surplus", mesh), mesh)
+
+
+def test_ranks_of_a_replica_share_its_leaders_groups(tmp_path):
+    """Only leaders read the files; the others have no experts and texts, as in a step."""
+    prompts = PROMPTS.batch(0, 5, 0)
+    groups = [Source(alone(), experiment()).group(number, prompt, 1) for number, prompt in enumerate(prompts)]
+    write_groups(tmp_path / "surplus-00000.npz", groups[:3])
+    write_groups(tmp_path / "surplus-00001.npz", groups[3:])
+    first, second = groups[:2], groups[2:]
+    bare = [[group.for_other_ranks() for group in part] for part in (first, second)]
+    assert run_meshes(4, tmp_path, dealt, tmp_path, replicas=2) == [first, bare[0], second, bare[1]]
+    assert bare[0] != first
 
 
 def test_too_few_groups_is_an_error_that_says_what_to_do():

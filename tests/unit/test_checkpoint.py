@@ -19,6 +19,7 @@ from megagrpo.actor.start import plan_schedule, steps_in_all
 from megagrpo.checkpoint import resume as beginning
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.folder import data_problem, is_reshardable, latest, restore_replaced
+from megagrpo.checkpoint.groups import write_groups
 from megagrpo.checkpoint.save import Checkpointer, PendingSave, RunIdentity, load
 from megagrpo.config.schema import CheckpointConfig, OptimizerConfig
 from megagrpo.mesh import LeaderError, make_mesh
@@ -358,23 +359,28 @@ def group(version: int) -> RolloutGroup:
     return RolloutGroup(version, Prompt(0, "", (1,), ""), (Sample(0, (7,), (-1.0,), "stop", version, "7"),), ())
 
 
+def keep_surplus(run: Path, groups: list[RolloutGroup]) -> None:
+    """Writes what the next step is to take first into the run's checkpoint."""
+    folder = run / "checkpoints" / "step_000005"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_groups(folder / "surplus-00000.npz", groups)
+
+
 DYNAMIC = {"dynamic_sampling": {}, "mismatch": {"weight": {"name": "tis"}}}
 
 
 @pytest.mark.parametrize("staleness, young", [(4, [2, 3, 4]), (2, [3, 4]), (0, [4])])
-def test_groups_too_old_for_a_smaller_bound_are_left_out(start, tmp_path, monkeypatch, capsys, staleness, young):
-    (tmp_path / "checkpoints" / "step_000005").mkdir(parents=True)
-    monkeypatch.setattr(SAVED, "surplus", [group(version) for version in (2, 3, 4)])
+def test_groups_too_old_for_a_smaller_bound_are_left_out(start, tmp_path, capsys, staleness, young):
+    keep_surplus(tmp_path, [group(version) for version in (2, 3, 4)])
     state, *_ = start(sections={"rollout": {"max_staleness": staleness}, "algorithm": DYNAMIC})
     assert [group.samples[0].weight_version for group in state.surplus] == young
     assert [group.group_id for group in state.surplus] == young, "the ids that they were sampled with"
     assert ("are left out" in capsys.readouterr().out) == (len(young) < 3)
 
 
-def test_a_rollout_without_tokens_makes_no_group_too_old(start, tmp_path, monkeypatch):
-    (tmp_path / "checkpoints" / "step_000005").mkdir(parents=True)
+def test_a_rollout_without_tokens_makes_no_group_too_old(start, tmp_path):
     failed = replace(group(4), samples=(*group(4).samples, Sample(1, (), (), "stop", 0, "")))
-    monkeypatch.setattr(SAVED, "surplus", [failed])
+    keep_surplus(tmp_path, [failed])
     assert start(sections={"algorithm": DYNAMIC})[0].surplus == [failed]
 
 
@@ -386,11 +392,10 @@ GRADERS = {"graders": [{"grader": "gsm8k"}, {"grader": "exact"}]}
     ("advantage", "whole"),
     [("remax", {"greedy": group(4).samples[0], "greedy_outcome": SCORE}), ("gdpo", {"outcomes": (SCORE,)})],
 )
-def test_groups_without_what_another_advantage_needs_are_left_out(start, tmp_path, monkeypatch, advantage, whole):
+def test_groups_without_what_another_advantage_needs_are_left_out(start, tmp_path, advantage, whole):
     """A step would end with numbers that are not finite, or without a grader's score, at every start again."""
-    (tmp_path / "checkpoints" / "step_000005").mkdir(parents=True)
     bare = replace(group(4), outcomes=(Outcome("score", 1.0),))
-    monkeypatch.setattr(SAVED, "surplus", [bare, replace(bare, **whole)])
+    keep_surplus(tmp_path, [bare, replace(bare, **whole)])
     algorithm = DYNAMIC | {"advantage": {"name": advantage}}
     assert start(sections={"algorithm": algorithm, "reward": GRADERS})[0].surplus == [replace(bare, **whole)]
 
@@ -430,14 +435,28 @@ def test_a_save_that_failed_is_not_tried_again_by_the_error_that_it_raised(tmp_p
     assert len(planned) == 1 and saved(tmp_path) == []
 
 
-def test_more_groups_than_a_step_takes_would_get_too_old(start, tmp_path, monkeypatch):
-    (tmp_path / "checkpoints" / "step_000005").mkdir(parents=True)
-    monkeypatch.setattr(SAVED, "surplus", [group(4)] * 3)
+def test_more_groups_than_a_step_takes_would_get_too_old(start, tmp_path):
+    keep_surplus(tmp_path, [group(4)] * 3)
     few = {"train": {"num_prompts_per_step": 3}, "algorithm": DYNAMIC}
     for staleness in (0, 2):
         with pytest.raises(ValueError, match=r"has 3 groups for the next step, .* is 3: take 4 or more"):
             start(sections=few | {"rollout": {"max_staleness": staleness}})
-    assert len(start(sections=few | {"algorithm": {}})[0].surplus) == 3, "which no step takes"
+
+
+def test_groups_that_no_step_takes_are_left_out(start, tmp_path, capsys):
+    """Without dynamic sampling they were kept for ever, by each rank and in each checkpoint."""
+    keep_surplus(tmp_path, [group(4)] * 3)
+    assert start(sections={"train": {"num_prompts_per_step": 3}})[0].surplus == []
+    assert "3 groups that were sampled for a later step are left out" in capsys.readouterr().out
+
+
+def test_another_runs_groups_are_not_read(start, tmp_path):
+    """They may be gigabytes, of which the run takes nothing."""
+    folder = tmp_path / "other" / "step_000005"
+    folder.mkdir(parents=True)
+    for name in ("surplus", "ahead"):
+        (folder / f"{name}-00000.npz").write_bytes(b"not read")
+    assert start(load=str(folder), sections={"algorithm": DYNAMIC})[0] == TrainState()
 
 
 def test_a_run_begins_where_checkpoint_dir_says(start, tmp_path):

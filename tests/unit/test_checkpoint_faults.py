@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from test_checkpoint import ANY, MESH, Plan, group
 
+from megagrpo.checkpoint.groups import saved_groups
 from megagrpo.checkpoint.save import PendingSave, load
 from megagrpo.config.schema import CheckpointConfig
 from megagrpo.mesh import LeaderError
@@ -34,8 +35,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
         load(folder, ANY, lambda part: None, MESH)
 
 
-def test_no_group_is_read_with_the_weights_alone(tmp_path):
-    """As an export and a reference that moved load them: those sampled ahead may be gigabytes for each leader."""
+def test_no_group_is_read_with_the_state(tmp_path):
+    """An export, a reference that moved and another run need none, and they may be gigabytes."""
     folder = PendingSave(tmp_path, TrainState(step=5, surplus=[group(4)]), ANY, CheckpointConfig(), Plan, MESH).finish()
-    for identity, number in ((ANY, 1), (replace(ANY, layout={}), 0)):
-        assert len(load(folder, identity, lambda part: None, MESH).surplus) == number
+    assert load(folder, ANY, lambda part: None, MESH).surplus == []
+    assert saved_groups(folder, "surplus", MESH) == [group(4)]
+    assert saved_groups(folder, "surplus", replace(MESH, rank=1)) == [], "of a rank that does not sample"

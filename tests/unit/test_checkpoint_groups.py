@@ -53,6 +53,16 @@ def test_groups_come_back_as_they_were(tmp_path):
     assert [array.dtype for array in arrays] == [np.int32, np.float32, np.int32]
 
 
+def test_a_group_does_not_keep_its_file_in_memory(tmp_path):
+    """Of 113 MiB that a rank read, 14 were its own; the others stayed as long as these."""
+    sample = Sample(0, [5, 6], [-0.5, -0.25], "stop", 3, "text")
+    group = RolloutGroup(7, Prompt(0, "text", [1, 2], "4"), (sample,), (Outcome("score", 1.0),))
+    write_groups(tmp_path / "groups.npz", [group] * 9)
+    kept = read_groups(tmp_path / "groups.npz")[4]
+    for array in (kept.prompt.token_ids, kept.samples[0].token_ids, kept.samples[0].logprobs):
+        assert array.base is None or array.base.nbytes == array.nbytes
+
+
 def test_a_group_whose_rewards_overflow_comes_back(tmp_path):
     """An environment's rewards are finite, their sum need not be."""
     rewards = (1e308, 1e308)

@@ -39,7 +39,7 @@ from megagrpo.rollout.engine_choice import Engines
 from megagrpo.rollout.generation import GenerationClient, GenerationFailed, SampleRequest, SamplingParams
 from megagrpo.rollout.response import Response
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
-from megagrpo.rollout.source import RolloutSource, for_other_ranks
+from megagrpo.rollout.source import RolloutSource
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.explain import explain
@@ -235,7 +235,7 @@ def test_the_batch_has_experts_of_its_own_layers():
 
 def test_ranks_that_do_not_sample_get_tokens_without_experts_and_texts():
     groups = [replace(g, samples=tuple(replace(s, text="said") for s in g.samples)) for g in groups_with_experts()]
-    [group] = map(for_other_ranks, groups)
+    group = groups[0].for_other_ranks()
     assert all(s.routed_experts is None and s.text == "" for s in group.samples)
     restored = zip(group.samples, groups[0].samples, strict=True)
     assert (
