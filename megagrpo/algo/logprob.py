@@ -16,6 +16,7 @@ from torch import Tensor
 from megagrpo.algo.statistics import Reduce
 
 TILE_COLUMNS = 8192
+_LOWEST = torch.finfo(torch.float32).min
 
 
 class VocabularyShard(NamedTuple):
@@ -85,7 +86,7 @@ class _Gradients:
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, local_targets, temperature, chunk_tokens, columns, reduce):
-        top = hidden.new_full(hidden.shape[:1], torch.finfo(torch.float32).min, dtype=torch.float32)
+        top = hidden.new_full(hidden.shape[:1], _LOWEST, dtype=torch.float32)
         mass, moment = (torch.zeros_like(top) for _ in range(2))
         chosen = torch.zeros_like(local_targets, dtype=torch.float32)  # [T, k]
         for rows, cols, logits in _tiles(hidden, weight, temperature, chunk_tokens, columns):
@@ -174,18 +175,12 @@ class _FullKl(torch.autograd.Function):
     def forward(
         ctx, hidden, weight, ref_hidden, ref_weight, temperature, chunk_tokens, columns, reduce
     ):
-        top, ref_top = hidden.new_full(
-            (2, len(hidden)), torch.finfo(torch.float32).min, dtype=torch.float32
-        )
+        top, ref_top = hidden.new_full((2, len(hidden)), _LOWEST, dtype=torch.float32)
         mass, ref_mass, moment = torch.zeros(
             3, len(hidden), dtype=torch.float32, device=hidden.device
         )
         ctx.options = (temperature, chunk_tokens, columns)
-        pairs = zip(
-            _tiles(hidden, weight, *ctx.options),
-            _tiles(ref_hidden, ref_weight, *ctx.options),
-            strict=True,
-        )
+        pairs = _pairs(ctx.options, (hidden, weight), (ref_hidden, ref_weight))
         for (rows, _, logits), (_, _, ref_logits) in pairs:
             gap = logits - ref_logits
             new_top = torch.maximum(top[rows], logits.amax(1))
@@ -217,11 +212,7 @@ class _FullKl(torch.autograd.Function):
         hidden, weight, ref_hidden, ref_weight, log_z, ref_log_z, kl = ctx.saved_tensors
         gradients = _Gradients(ctx, hidden, weight)
         scale = grad_kl / ctx.options[0]
-        pairs = zip(
-            _tiles(hidden, weight, *ctx.options),
-            _tiles(ref_hidden, ref_weight, *ctx.options),
-            strict=True,
-        )
+        pairs = _pairs(ctx.options, (hidden, weight), (ref_hidden, ref_weight))
         for (rows, cols, logits), (_, _, ref_logits) in pairs:
             logits -= log_z[rows, None]
             ref_logits -= ref_log_z[rows, None]
@@ -259,11 +250,7 @@ class _DraftKl(torch.autograd.Function):
         hidden, weight, draft_hidden, _, log_z, draft_log_z, _ = ctx.saved_tensors
         grad_draft = torch.zeros_like(draft_hidden, dtype=torch.float32)
         scale = grad_kl / ctx.options[0]
-        pairs = zip(
-            _tiles(hidden, weight, *ctx.options),
-            _tiles(draft_hidden, weight, *ctx.options),
-            strict=True,
-        )
+        pairs = _pairs(ctx.options, (hidden, weight), (draft_hidden, weight))
         for (rows, cols, logits), (_, _, draft_logits) in pairs:
             draft_logits.sub_(draft_log_z[rows, None]).exp_()
             draft_logits -= logits.sub_(log_z[rows, None]).exp_()  # d KL = q - p
@@ -290,6 +277,11 @@ def _tiles(
                 # divided, not multiplied by 1/temperature, as the engine does it
                 logits.div_(temperature)
             yield rows, cols, logits
+
+
+def _pairs(options: tuple, *models: tuple[Tensor, Tensor]) -> Iterator[tuple]:
+    """Yields the same tile of each model, as _tiles; models: hidden states and output weights."""
+    return zip(*(_tiles(*model, *options) for model in models), strict=True)
 
 
 def _matmul(left: Tensor, right: Tensor, out: Tensor) -> None:

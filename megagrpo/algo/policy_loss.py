@@ -105,9 +105,7 @@ PolicyLossFunction = Callable[[PolicyInputs, Any], TokenLoss]
 def ppo_clip(inputs: PolicyInputs, options: PpoClipLoss) -> TokenLoss:
     """Returns -min(rho A, clip(rho) A). arXiv 1707.06347; dual clip: arXiv 1912.09729."""
     advantages = inputs.advantages
-    loss = _clipped_surrogate(
-        inputs.ratio, advantages, options.clip_ratio_low, options.clip_ratio_high
-    )
+    loss = _clipped_surrogate(inputs.ratio, advantages, options)
     if options.dual_clip is None:
         return loss
     limit = -options.dual_clip * advantages
@@ -126,9 +124,7 @@ def gspo(inputs: PolicyInputs, options: GspoLoss) -> TokenLoss:
     mean = inputs.sequence_mean(log_ratio.detach())
     zero = inputs.logprobs - inputs.logprobs.detach()  # with the token's gradient
     ratio = (mean + zero).clamp(*GSPO_CLAMPS[options.clamp]).exp()
-    return _clipped_surrogate(
-        ratio, inputs.advantages, options.clip_ratio_low, options.clip_ratio_high
-    )
+    return _clipped_surrogate(ratio, inputs.advantages, options)
 
 
 def gmpo(inputs: PolicyInputs, options: GmpoLoss) -> TokenLoss:
@@ -254,11 +250,13 @@ def without_off_policy(loss: TokenLoss, inputs: PolicyInputs, limit: float) -> T
     return TokenLoss(value, loss.clipped | {"off_policy": left_out})
 
 
-def _clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:
-    plain = -ratio * advantages
-    loss = torch.maximum(plain, -ratio.clamp(1 - low, 1 + high) * advantages)
+def _clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, options: PpoClipLoss | GspoLoss
+) -> TokenLoss:
+    low, high = 1 - options.clip_ratio_low, 1 + options.clip_ratio_high
+    loss = torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)
     clipped = {
-        "low": (advantages < 0) & (ratio < 1 - low),
-        "high": (advantages > 0) & (ratio > 1 + high),
+        "low": (advantages < 0) & (ratio < low),
+        "high": (advantages > 0) & (ratio > high),
     }
     return TokenLoss(loss, clipped)

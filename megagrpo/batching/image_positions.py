@@ -5,6 +5,7 @@ Both follow from where a prompt has its images, never from token ids: a placehol
 sampled is text.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -70,7 +71,7 @@ def _features(
     count = 0
     for length, member_images in zip(lengths.tolist(), images, strict=True):
         for image in member_images:
-            tokens = image.grid[0] * image.grid[1] * image.grid[2] // merge**2
+            tokens = math.prod(image.grid) // merge**2
             if image.key not in first:
                 first[image.key] = (count, image)
                 count += tokens

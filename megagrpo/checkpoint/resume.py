@@ -164,15 +164,16 @@ def resume(
         load_checkpoint(config, source, actor)
         actor.updates_done = 0  # the learning-rate schedule starts with this run
         return TrainState()
+    mesh = actor.mesh
     compared = rows
-    inputs = run_inputs(config, actor.mesh)
+    inputs = run_inputs(config, mesh)
     if config.checkpoint.resume == OTHER_DATA:
         compared = ()
         inputs = {key: value for key, value in inputs.items() if key == REFERENCE}
     moved = config.algorithm.moved_reference(step_of(source))
     if moved and moved < step_of(source):
         folder = checkpoint_folder(source.parent, moved)
-        if not actor.mesh.from_main(folder.is_dir, f"look for {folder}"):
+        if not mesh.from_main(folder.is_dir, f"look for {folder}"):
             raise ValueError(
                 f"{folder}, whose weights are the reference, is not there: bring it back, or set "
                 "algorithm.kl.reference_every to null, or to steps of which a checkpoint is there"
@@ -180,13 +181,13 @@ def resume(
         load_checkpoint(config, folder, actor, with_optimizer=False)
         actor.keep_reference()
     state = load_checkpoint(config, source, actor, compared, inputs)
-    state.ahead = saved_groups(source, "ahead", actor.mesh)
-    saved = saved_groups(source, "surplus", actor.mesh)
+    state.ahead = saved_groups(source, "ahead", mesh)
+    saved = saved_groups(source, "surplus", mesh)
     if moved == state.step > 0:
         actor.keep_reference()
     if state.curriculum is not None and data_problem(source, rows):  # and resume is other_data
         state.curriculum = None
-        if actor.mesh.is_main:
+        if mesh.is_main:
             print("data.curriculum begins anew: what it knows is of other rows", flush=True)
     # A surplus is one version old even without max_staleness.
     oldest = state.step - max(config.rollout.max_staleness, 1)
@@ -201,18 +202,18 @@ def resume(
     ]
     # A step takes at least one batch, or the surplus would get too old.
     num_prompts = config.train.num_prompts_per_step
-    (number,) = actor.mesh.largest(len(young))  # only leaders have them
+    (number,) = mesh.largest(len(young))  # only leaders have them
     if number >= num_prompts:
         raise ValueError(
             f"checkpoint {source} has {number} groups for the next step, "
             f"train.num_prompts_per_step is {num_prompts}: take {number + 1} or more"
         )
-    if number < len(saved) and actor.mesh.is_main:
+    if number < len(saved) and mesh.is_main:
         print(
             f"{len(saved) - number} groups that were sampled for a later step are left "
             "out: their weights are older than rollout.max_staleness allows now, or teachers, "
             "graders, the advantage or dynamic sampling have changed",
             flush=True,
         )
-    state.surplus = deal_surplus(young, actor.mesh)
+    state.surplus = deal_surplus(young, mesh)
     return state

@@ -25,7 +25,8 @@ def evaluate(run: Run) -> dict[str, float]:
     """
     config = run.config.eval
     step = run.state.step
-    if config is None:
+    prompts = run.inputs.eval_prompts
+    if config is None or prompts is None:
         return {}
     due = step % config.every == 0 and (step > 0 or config.before_first_step)
     if not due and step != run.num_steps:
@@ -34,7 +35,7 @@ def evaluate(run: Run) -> dict[str, float]:
     with suppress(EvaluationStopped):
         groups = run.evaluation_groups()
         evaluation_metrics(metrics, "eval", groups, config.num_samples)
-        for name, part in by_source(groups, run.eval_sources):
+        for name, part in by_source(groups, prompts.sources):
             evaluation_metrics(metrics, f"eval_{name}", part, config.num_samples)
         if config.num_as_trained:
             groups = run.evaluation_groups(as_trained=True)

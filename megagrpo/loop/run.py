@@ -195,11 +195,6 @@ class Run:
         plan = BatchPlan.evaluation(self.config, prompts.prompts, self.state.step, as_trained)
         return self._groups(self.source.begin(plan), self.asked)
 
-    @property
-    def eval_sources(self) -> list[str]:
-        """The names of the sources of the evaluation's prompts."""
-        return prompts.sources if (prompts := self.inputs.eval_prompts) else []
-
     def inspect_update(
         self, batch: Batch, algorithm: AlgorithmConfig, values: dict[str, float], logprobs: Tensor
     ) -> None:
