@@ -149,9 +149,7 @@ def measure(family: str, dtype: str, folder: Path, variant: dict[str, Any]) -> d
         batch = random_batch(VOCAB, LENGTHS, PROMPT)
         rows = range(len(LENGTHS))
         logprobs = step.token_logprobs(built, batch, 1.0)
-        denominators = step.denominators_of(
-            built, batch, rows, RICH, max(LENGTHS), step.token_counts(batch)
-        )
+        denominators = step.denominators_of(built, batch, rows, RICH, max(LENGTHS))
         loss = step.backward(built, batch, rows, RICH, 1.0, denominators)["loss/total"]
         gradients = whole(built.trained_weights(weights), built.gradients(), built.mesh)
         norm = built.optimizer_step(loss)["optim/grad_norm"]

@@ -51,9 +51,7 @@ def without_logits(figures: Figures, setting: Setting) -> None:
         setting.folder / "without_logits", description("qwen3", sizes), **options
     ) as actor:
         batch, rows = random_batch(sizes["vocab_size"], lengths, 1), range(len(lengths))
-        denominators = step.denominators_of(
-            actor, batch, rows, RICH, max(lengths), step.token_counts(batch)
-        )
+        denominators = step.denominators_of(actor, batch, rows, RICH, max(lengths))
 
         def both_ways() -> None:
             step.backward(actor, batch, rows, RICH, 1.0, denominators)

@@ -182,8 +182,7 @@ def update(
     for updates in batch.updates:
         passes.append([])
         for groups in updates:
-            own = torch.isin(batch.group_ids, torch.tensor(groups))
-            rows = own.nonzero()[:, 0].tolist()
+            rows = _rows(batch, groups)
             denominators = denominators_of(
                 actor, batch, rows, algorithm, max_response_tokens, counts
             )
@@ -210,6 +209,8 @@ def update(
         **_means(whole),
         "batch/padding_waste": 1 - real / padded,
         **_optimizer_metrics(optim),
+        "optim/skipped_updates": float(skipped),
+        "optim/non_finite_updates": float(non_finite),
     }
     if len(passes) > 1:
         means = map(_means, pass_sums)
@@ -218,12 +219,13 @@ def update(
             for n, values in enumerate(means, 1)
             for name, value in values.items()
         }
-    metrics |= {
-        "optim/skipped_updates": float(skipped),
-        "optim/non_finite_updates": float(non_finite),
-    }
     metrics |= actor.clock.take() | _expert_metrics(actor) | _utilization(actor, batch, computed)
     return Updated(metrics, seen.cpu() if batch.old_logprobs is None else batch.old_logprobs)
+
+
+def _rows(batch: Batch, groups: Sequence[int]) -> list[int]:
+    """Returns this replica's samples of an update."""
+    return torch.isin(batch.group_ids, torch.tensor(groups)).nonzero()[:, 0].tolist()
 
 
 def _optimizer_metrics(optim: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -263,10 +265,11 @@ def denominators_of(
     rows: Sequence[int],
     algorithm: AlgorithmConfig,
     max_response_tokens: int,
-    counts: TokenCounts,
+    counts: TokenCounts | None = None,
 ) -> Denominators:
     """Collective over data-parallel ranks. Counts what the loss of these rows' update is divided
-    by. counts: of the batch, which no update changes."""
+    by. counts: of the batch, if they are made already; no update changes them."""
+    counts = counts or token_counts(batch)
     samples = torch.tensor(rows, dtype=torch.int64)
     scale = algorithm.loss_scale_factor or max_response_tokens
     of_rows = counts.rollouts[rollouts_of(samples, batch)]

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.actor.step import backward, denominators_of, hidden_states, update, with_old_logprobs, with_reference
-from megagrpo.algo.rollouts import token_counts
 from megagrpo.algo.statistics import row_counts
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
@@ -83,8 +82,7 @@ def batch_of(actor):
 
 def exact_loss(actor, batch) -> float:
     rows = range(len(batch.lengths))
-    denominators = denominators_of(actor, batch, rows, FULL, 9, token_counts(batch))
-    return backward(actor, batch, rows, FULL, TEMPERATURE, denominators)["loss/total"]
+    return backward(actor, batch, rows, FULL, TEMPERATURE, denominators_of(actor, batch, rows, FULL, 9))["loss/total"]
 
 
 def referred(actor, batch):

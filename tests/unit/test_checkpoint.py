@@ -421,20 +421,6 @@ def test_the_schedule_ends_with_the_last_step_whatever_was_made_before():
     assert rates[0] > rates[1] > rates[2] == options.min_lr
 
 
-def test_a_save_that_failed_is_not_tried_again_by_the_error_that_it_raised(tmp_path: Path):
-    planned = []
-
-    def plan(folder: Path, reshardable: bool) -> Plan:
-        planned.append(folder)
-        return Plan(folder, fault="write")
-
-    saver = checkpointer(tmp_path, plan, every=2)
-    with pytest.raises(LeaderError, match="disk full"):
-        saver.on_schedule(TrainState(step=2))
-    saver.save_now(TrainState(step=2))
-    assert len(planned) == 1 and saved(tmp_path) == []
-
-
 def test_more_groups_than_a_step_takes_would_get_too_old(start, tmp_path):
     keep_surplus(tmp_path, [group(4)] * 3)
     few = {"train": {"num_prompts_per_step": 3}, "algorithm": DYNAMIC}

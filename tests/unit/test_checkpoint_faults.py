@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_checkpoint import ANY, MESH, Plan, group
+from test_checkpoint import ANY, MESH, Plan, checkpointer, group, saved
 
 from megagrpo.checkpoint.groups import saved_groups
 from megagrpo.checkpoint.save import PendingSave, load
@@ -41,3 +41,17 @@ def test_no_group_is_read_with_the_state(tmp_path):
     assert load(folder, ANY, lambda part: None, MESH).surplus == []
     assert saved_groups(folder, "surplus", MESH) == [group(4)]
     assert saved_groups(folder, "surplus", replace(MESH, rank=1)) == [], "of a rank that does not sample"
+
+
+def test_a_save_that_failed_is_not_tried_again_by_the_error_that_it_raised(tmp_path: Path):
+    planned = []
+
+    def plan(folder: Path, reshardable: bool) -> Plan:
+        planned.append(folder)
+        return Plan(folder, fault="write")
+
+    saver = checkpointer(tmp_path, plan, every=2)
+    with pytest.raises(LeaderError, match="disk full"):
+        saver.on_schedule(TrainState(step=2))
+    saver.save_now(TrainState(step=2))
+    assert len(planned) == 1 and saved(tmp_path) == []

@@ -22,7 +22,6 @@ from megagrpo.actor.step import (
     with_reference,
 )
 from megagrpo.algo.advantage import with_advantages
-from megagrpo.algo.rollouts import token_counts
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.sample_rows import LossNeeds
 from megagrpo.batching.updates import plan_updates
@@ -244,9 +243,7 @@ def _figures(
         return ratios(weights, values, reference[name], mesh)
 
     rows = range(len(batch.lengths))
-    denominators = denominators_of(
-        actor, batch, rows, algorithm, longest(config), token_counts(batch)
-    )
+    denominators = denominators_of(actor, batch, rows, algorithm, longest(config))
     loss = backward(actor, batch, rows, algorithm, temperature, denominators)["loss/total"]
     gradients = {} if actor.config.optimizer.distributed else errors(actor.gradients(), "gradients")
     norm = actor.optimizer_step()["optim/grad_norm"]

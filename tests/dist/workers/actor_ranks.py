@@ -72,7 +72,7 @@ def batch_of(mesh, shift: int = 0, keep: int = NUM_SAMPLES) -> Batch:
 
 def gradient(actor: MegatronActor, batch: Batch, algorithm: AlgorithmConfig, seen: torch.Tensor | None = None) -> float:
     rows = range(len(batch.lengths))
-    denominators = step.denominators_of(actor, batch, rows, algorithm, 32, step.token_counts(batch))
+    denominators = step.denominators_of(actor, batch, rows, algorithm, 32)
     return step.backward(actor, batch, rows, algorithm, 1.0, denominators, seen)["loss/total"]
 
 

@@ -26,7 +26,7 @@ def measure(actor: MegatronActor, job: dict, folder: Path) -> dict:
     weights = load_initial_weights(actor, job["model"])
     trained = actor.trained_weights(weights)
     batch = batch_of(actor.mesh)
-    denominators = step.denominators_of(actor, batch, range(len(batch.lengths)), RICH, 32, step.token_counts(batch))
+    denominators = step.denominators_of(actor, batch, range(len(batch.lengths)), RICH, 32)
     sums = step.backward(actor, batch, range(len(batch.lengths)), RICH, 1.0, denominators)
     found = on_cpu(whole(trained, actor.gradients(), actor.mesh))
     mine = actor.optimizer_step()

@@ -67,8 +67,9 @@ def measure(actor: MegatronActor, job: dict) -> dict:
         batch = replace(step.with_old_logprobs(actor, batch, 1.0), old_logprobs=batch.old_logprobs)
     logprobs = step.token_logprobs(actor, batch, 1.0)
     seen = torch.full_like(logprobs, torch.nan)
-    denominators = step.denominators_of(actor, batch, rows, RICH, 32, step.token_counts(batch))
-    sums = step.backward(actor, batch, rows, RICH, 1.0, denominators, seen.to(actor.mesh.device))
+    sums = step.backward(
+        actor, batch, rows, RICH, 1.0, step.denominators_of(actor, batch, rows, RICH, 32), seen.to(actor.mesh.device)
+    )
     values = actor.gradients()
     every = list(batch.tokens.split(batch.lengths.tolist())), list(logprobs.split(batch.lengths.tolist()))
     by_sample = dict(zip(batch.sample_ids.tolist(), every[1], strict=True))

@@ -104,7 +104,7 @@ def losses_job(actor: MegatronActor, job: dict) -> dict:
     rows = range(len(batch.lengths))
     step.token_logprobs(actor, batch, 1.0)  # no update: it adds nothing
     for _ in range(2):  # what was added up before is not added again
-        denominators = step.denominators_of(actor, batch, rows, PLAIN, 32, step.token_counts(batch))
+        denominators = step.denominators_of(actor, batch, rows, PLAIN, 32)
         sums = step.backward(actor, batch, rows, PLAIN, 1.0, denominators)
     gradients = ratios(weights, actor.gradients(), reference["gradients"], actor.mesh)
     return {

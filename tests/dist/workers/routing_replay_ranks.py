@@ -38,7 +38,7 @@ def with_planted(actor: MegatronActor, batch: Batch) -> Batch:
 
 def backward(actor: MegatronActor, batch: Batch) -> tuple[dict[str, float], dict[str, Tensor]]:
     rows = range(len(batch.lengths))
-    denominators = step.denominators_of(actor, batch, rows, PLAIN, 32, step.token_counts(batch))
+    denominators = step.denominators_of(actor, batch, rows, PLAIN, 32)
     sums = step.backward(actor, batch, rows, PLAIN, 1.0, denominators)
     return sums, {name: values.clone() for name, values in actor.gradients().items()}
 
