@@ -483,10 +483,10 @@ FAULTS = (
         ("unit/test_checkpoint_identity.py",),
     ),
     Fault(
-        "an engine's key/value heads may be cut anyhow",
+        "an engine's ranks may cut a model anyhow",
         "check/rules/engine_layout.py",
-        "kv_heads % tp and tp % kv_heads",
-        "kv_heads % tp and False",
+        "yield Rule(cut.number % cut.ranks, because, remedy)",
+        "yield Rule(False, because, remedy)",
         ("unit/test_config_explain.py",),
     ),
     Fault(

@@ -1,6 +1,8 @@
 """Layouts of engines that SGLang 0.5.21 refuses, by the sizes that its own checks name, and what
 one rank holds beside plain tensor parallelism."""
 
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,11 +63,47 @@ def test_heads_are_divided_over_the_ranks_of_attention():
     arch = arch_of("DeepSeek-V3-0324")
     changed = {"attention": replace(arch.attention, heads=64), "experts": replace(arch.experts, count=384)}
     arch = replace(arch, **changed)
-    assert not engine_layout_problems(engines(96, 96, dp=96), arch)
-    (problem,) = engine_layout_problems(engines(96, 96), arch)
+    whole = {"moe_a2a_backend": "deepep"}  # shared experts, which 96 ranks cannot divide
+    assert not engine_layout_problems(engines(96, 96, dp=96, **whole), arch)
+    (problem,) = engine_layout_problems(engines(96, 96, **whole), arch)
     assert problem.startswith("rollout.tp = 96 does not divide the model's num_attention_heads")
     (problem,) = engine_layout_problems(engines(8, 8, dp=3), arch)
     assert problem == "rollout.sglang.dp_size = 3 does not divide rollout.tp = 8; it may be 2 or 4"
+
+
+@pytest.mark.parametrize(
+    "name, layout, problem, may",
+    [
+        ("Qwen2.5-Math-1.5B", {"tp": 8}, "tp = 8 .* num_attention_heads = 12", "tp may be 1 or 2 or 4"),
+        ("Qwen2.5-Math-1.5B", {"tp": 3}, "tp = 3 .* intermediate_size = 8960", "tp may be 1 or 2 or 4"),
+        ("GLM-4.7-Flash", {"tp": 8}, "tp = 8 .* num_attention_heads = 20", "tp may be 1 or 2 or 4"),
+        ("GLM-4.7-Flash", {"tp": 5}, r"tp = 5 / ep 1 = 5 .* moe_intermediate_size = 1536", "tp may be 1 or 2 or 4"),
+        ("GLM-4.7-Flash", {"tp": 5}, "tp = 5 .* n_shared_experts x moe_inter", "tp may be 1 or 2 or 4"),
+        (
+            "GLM-4.7-Flash",
+            {"tp": 6, "dp": 2},
+            "tp = 6 / sglang.dp_size 2 = 3 .* num_attention_",
+            "tp may be 2 or 4 or 8$",
+        ),
+        ("GLM-4.7-Flash", {"tp": 6, "dp": 2}, "^rollout.tp = 6 does not .* intermediate_size = 10240", "2 or 4 or 8$"),
+        ("GLM-4.7-Flash", {"tp": 10, "ep": 10, "dp": 2}, "ep = 10 .* num_experts = 64", "with ep gcd.10, tp.$"),
+        ("Qwen2.5-VL-7B-Instruct", {"tp": 8}, "tp = 8 .* vision_config.intermediate_size = 3420", "1 or 2 or 4$"),
+        ("Qwen3-VL-235B-A22B-Instruct", {"tp": 32}, "tp = 32 .* vision_config.num_heads = 16", "or 8 or 16$"),
+        ("Qwen3-235B-A22B", {"tp": 6, "ep": 3}, "tp = 6 does not .* num_key_value_heads = 4", "1 or 2 or 4 or"),
+        ("Qwen3-235B-A22B", {"tp": 24, "dp": 4}, "tp = 24 / sglang.dp_size 4 = 6 .* num_key_value", None),
+        ("gpt-oss-120b", {"tp": 2, "ep": 2}, "ep = 2, but a gpt_oss model has experts that", "ep must be 1"),
+    ],
+)
+def test_a_remedy_names_sizes_that_pass_every_rule(name, layout, problem, may):
+    arch = arch_of(name)
+    found = engine_layout_problems(engines(**layout), arch)
+    said = [text for text in found if re.search(problem, text)]
+    assert len(said) == 1, found
+    if may:
+        assert re.search(may, said[0]), said
+    for size in map(int, re.findall(r"\d+", said[0].partition("tp may be ")[2].partition(",")[0])):
+        smaller = layout | {"tp": size, "ep": math.gcd(size, layout.get("ep", 1))}
+        assert not engine_layout_problems(engines(**smaller), arch)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

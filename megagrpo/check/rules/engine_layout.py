@@ -2,23 +2,26 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import gcd
 
 from megagrpo.check.rules.subject import Subject, broken
-from megagrpo.check.rules.trainer_layout import divides, divisors
+from megagrpo.check.rules.trainer_layout import divisors
+from megagrpo.config.actor import ParallelConfig
 from megagrpo.config.fields import LibrarySettings, Rule
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.kinds.clamped.describe import ClampedExperts
-from megagrpo.models.kinds.compressed.describe import CompressedAttention
+from megagrpo.models.kinds.experts.describe import Experts
 from megagrpo.models.kinds.gated_delta.describe import GatedDelta
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.stored.quantization import FP8_BLOCK
 from megagrpo.models.table import FAMILIES
+from megagrpo.models.tensors import Cut
 from megagrpo.rollout.service.engine_command import num_states
 
 _CACHE_WIDTHS = {"bfloat16": 2, "bf16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}  # bytes of a value
-_TRIED = (1, 2, 4, 8, 16, 32, 64)  # tp that a refusal may name
+_TRIED = (1, 2, 4, 8, 16, 32, 64)  # tp and ep that a refusal may name
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ def server_of(rollout: RolloutConfig, resolved: LibrarySettings | None = None) -
         **rollout.sglang,
     }
     tp = found["tp_size"]
-    replicas = found.get("dp_size") or 1 if found.get("enable_dp_attention") else 1
+    replicas = _replicas(found)
     attention_tp = max(tp // replicas, 1)
     width = 2 if rollout.dtype == "bfloat16" else 4
     return Server(
@@ -70,13 +73,19 @@ def server_of(rollout: RolloutConfig, resolved: LibrarySettings | None = None) -
     )
 
 
+def _replicas(sglang: LibrarySettings) -> int:
+    """Returns the replicas of the attention in an engine."""
+    return sglang.get("dp_size") or 1 if sglang.get("enable_dp_attention") else 1
+
+
 def before_start(subject: Subject) -> Iterator[Rule]:
     """Yields the rules between the model and the ranks of an engine."""
     rollout = subject.experiment.rollout
     arch = subject.arch
     if arch is None:
         return
-    cuts = list(_cuts(rollout, arch))
+    may_be = _may_be(rollout, arch)
+    cuts = list(_cuts(rollout, arch, may_be))
     yield from cuts
     yield Rule(
         arch.recurrent is not None and rollout.sglang.get("enable_hierarchical_cache"),
@@ -94,74 +103,70 @@ def before_start(subject: Subject) -> Iterator[Rule]:
     if refusal := FAMILIES[arch.family].FP8_REFUSAL:
         yield Rule(fp8, f"rollout.quantization {fp8}: {refusal}", "remove it")
     elif fp8 and not broken(cuts) and (odd := _odd_parts(arch, server_of(rollout))):
-        yield _fp8_cuts(rollout, arch, odd)
+        yield _fp8_cuts(server_of(rollout), odd, may_be)
 
 
-def _cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[Rule]:
-    tp = server_of(rollout).attention_tp
-    ep = rollout.ep
-    replicas = rollout.sglang.get("dp_size") or 1
-    shared = rollout.sglang.get("enable_dp_attention")
-    if shared and rollout.tp % replicas:
-        yield Rule(
-            True,
-            f"rollout.sglang.dp_size = {replicas} does not divide rollout.tp = {rollout.tp}",
-            f"it may be {divisors(rollout.tp, replicas)}",
-        )
-        return
-    cut = f"tp = {rollout.tp} / sglang.dp_size {replicas} = {tp}" if shared else f"tp = {tp}"
-    kv_heads = arch.attention.kv_heads
-    num_experts = arch.experts.count if arch.experts is not None else 0
-    recurrent = arch.recurrent
-    attention = arch.attention
-    groups = attention.groups if isinstance(attention, CompressedAttention) else 0
-    for key, by, what, number in (
-        (cut, tp, "num_attention_heads", attention.heads),
-        (cut, tp, "o_groups", groups),
-        (f"ep = {ep}", ep, "num_experts", num_experts),
-        (cut, tp, recurrent.CUT_KEY if recurrent else "", recurrent.cut if recurrent else 0),
-    ):
-        if number:
-            yield divides(f"rollout.{key}", by, what, number)
-    yield Rule(
-        arch.latent is None and kv_heads % tp and tp % kv_heads,
-        f"rollout.tp = {tp} is neither a divisor nor a multiple of the model's "
-        f"num_key_value_heads = {kv_heads}",
-    )
-    yield Rule(
-        ep > 1 and isinstance(arch.experts, ClampedExperts),
-        f"rollout.ep = {ep}: SGLang gives every rank all of a {arch.family} model's experts",
-        "ep must be 1",
-    )
-    yield Rule(
-        ep > 1 and not num_experts,
-        f"rollout.ep = {ep}, but a {arch.family} model has no experts",
-        "ep must be 1",
-    )
-
-
-def _fp8_cuts(rollout: RolloutConfig, arch: Architecture, odd: dict[str, float]) -> Rule:
-    """Returns the rule that every part of a matrix is a whole number of blocks, which some are not."""
+def _cuts(rollout: RolloutConfig, arch: Architecture, remedy: str = "") -> Iterator[Rule]:
     server = server_of(rollout)
+    tp = server.attention_tp
+    ep = rollout.ep
+    whole = f"rollout.tp = {rollout.tp}"
+    replicas = _replicas(rollout.sglang)
+    if rollout.tp % replicas:
+        because = f"rollout.sglang.dp_size = {replicas} does not divide {whole}"
+        yield Rule(True, because, f"it may be {divisors(rollout.tp, replicas)}")
+        return
+    experts = arch.experts
+    ranks = ParallelConfig(tp=tp, ep=ep, etp=max(rollout.tp // ep, 1))
+    cuts = [cut for kind in arch.kinds if kind is not experts for cut in kind.cuts(ranks)]
+    if experts is not None:  # also clamped ones, which trainers do not cut
+        cuts += Experts.cuts(experts, ranks.model_copy(update={"tp": server.shared_tp}))
+    if arch.has_dense_layers:
+        cuts.append(Cut("intermediate_size", arch.ffn_size, "tp", server.dense_tp))
+    if (tower := arch.vision) is not None:
+        heads = Cut("vision_config.num_heads", tower.config["num_heads"], "tp", tp)
+        cuts += [heads, Cut("vision_config.intermediate_size", tower.ffn_size, "tp", tp)]
+    part = f"{whole} / sglang.dp_size {replicas} = {tp}"
+    names = {"ep": f"rollout.ep = {ep}", "etp": f"{whole} / ep {ep} = {ranks.etp}"}
+    for cut in cuts:
+        by = names.get(cut.by, whole if cut.ranks == rollout.tp else part)
+        because = f"{by} does not divide the model's {cut.key} = {cut.number}"
+        yield Rule(cut.number % cut.ranks, because, remedy)
+    why = "has experts that SGLang gives to every rank" if experts else "has no experts"
+    yield Rule(
+        ep > 1 and (not experts or isinstance(experts, ClampedExperts)),
+        f"rollout.ep = {ep}, but a {arch.family} model {why}",
+        "ep must be 1",
+    )
+
+
+def _may_be(rollout: RolloutConfig, arch: Architecture) -> str:
+    """Returns the tp, each with an ep, that SGLang does not refuse, as words."""
+    ep = rollout.ep
 
     def fits(tp: int) -> bool:
-        ep = server.ep if tp % server.ep == 0 else tp
-        changed = rollout.model_copy(update={"tp": tp, "ep": ep})
-        return not broken(_cuts(changed, arch)) and not _odd_parts(arch, server_of(changed))
+        changed = rollout.model_copy(update={"tp": tp, "ep": gcd(ep, tp)})
+        odd = rollout.quantization and _odd_parts(arch, server_of(changed))
+        return not odd and not broken(_cuts(changed, arch))
 
-    may = [str(tp) for tp in _TRIED if fits(tp)]
+    may = " or ".join(str(tp) for tp in _TRIED if fits(tp))
+    return f"tp may be {may}{f', with ep gcd({ep}, tp)' * (ep > 1)}" if may else ""
+
+
+def _fp8_cuts(server: Server, odd: dict[str, float], may: str) -> Rule:
+    """Returns the rule that every part of a matrix is a whole number of blocks, which some are not."""
     wholes = {"shared expert": "moe_a2a_backend: deepep"}
     if server.attention_tp < server.tp:
         wholes["MLP"] = "moe_dense_tp_size: 1"
     if wholes.keys() >= odd.keys():
         settings = ", ".join(wholes[name] for name in odd)
-        may.append(f"the same with rollout.sglang: {{{settings}}}")
+        may += f"{' or ' * bool(may)}the same with rollout.sglang: {{{settings}}}"
     return Rule(
         True,
         "rollout.quantization fp8: SGLang cuts matrices into blocks of "
         f"{' x '.join(map(str, FP8_BLOCK))}, and with rollout.tp = {server.tp}, ep = {server.ep} "
         f"parts are left over: {', '.join(f'{name} {size:g}' for name, size in odd.items())}",
-        f"tp may be {' or '.join(may)}" if may else "no tp gives whole ones: remove quantization",
+        may or "no tp gives whole ones: remove quantization",
     )
 
 
