@@ -6,16 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import UnionType
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    Self,
-    Union,
-    get_args,
-    get_origin,
-)
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -36,7 +27,8 @@ def _expanded(path: object) -> object:
         if re.search(r"\$(\w|\{\w+\})", path):
             raise ValueError(f"{path!r} names a variable that is not set")
         # else each look at the file would end in a traceback
-        if len(path) > 4000 or max(map(len, os.fsencode(path).split(b"/"))) > 255:
+        encoded = os.fsencode(path)
+        if len(encoded) > 4000 or max(map(len, encoded.split(b"/"))) > 255:
             raise ValueError("no file has so long a name: 255 bytes, or 4,000 with its folders")
     return path
 

@@ -18,11 +18,7 @@ from typing import TypeAlias, cast
 import yaml
 from pydantic import ValidationError
 
-from megagrpo.config.fields import (
-    RULES_LATER,
-    KeyPath,
-    broken_rules,
-)
+from megagrpo.config.fields import RULES_LATER, KeyPath, annotations_at, broken_rules, sections
 from megagrpo.config.objective.own import own_digest
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.config.wording import by_path, dotted, in_words, nearest, show, shown, value_at
@@ -332,16 +328,20 @@ def _lay_over_preset(source: _Source) -> None:
 
 
 def _merge(below: Plain, above: Plain, path: KeyPath) -> Plain:
-    """Lays `above` over `below`, key by key; a section with another `name` is another variant and
-    replaces it."""
+    """Lays `above` over `below`, key by key; another variant of a section replaces it."""
     if not (isinstance(below, dict) and isinstance(above, dict)):
         return above
-    if path and "name" in above and above["name"] != below.get("name"):
+    if "name" in above and _is_other(path, below.get("name"), above["name"]):
         return above
     merged = {
         key: _merge(below[key], value, (*path, key)) for key, value in above.items() if key in below
     }
     return below | above | merged
+
+
+def _is_other(path: KeyPath, old: Plain, new: Plain) -> bool:
+    """Returns whether a section gets the name of another variant; others have names beside keys."""
+    return old != new and len(sections(annotations_at(ExperimentConfig, path))) > 1
 
 
 def _sets(override: str, key: str) -> bool:
@@ -351,8 +351,7 @@ def _sets(override: str, key: str) -> bool:
 def _override(source: _Source, text: str) -> None:
     """Sets one key.
 
-    A section that gets another `name` is another variant and loses what was written for the old
-    one, as in _merge.
+    Another variant of a section loses what was written for the old one, as in _merge.
     """
     key_path, equals, value = text.partition("=")
     keys = tuple(key_path.strip().split("."))
@@ -375,7 +374,7 @@ def _override(source: _Source, text: str) -> None:
             return
         section = inner
     forgotten: KeyPath = keys
-    if keys[-1] == "name" and len(keys) > 1 and section.get("name") != parsed.data:
+    if keys[-1] == "name" and _is_other(keys[:-1], section.get("name"), parsed.data):
         section.clear()
         forgotten = keys[:-1]
     section[keys[-1]] = parsed.data

@@ -199,6 +199,7 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
         ),
         (f"checkpoint: {{dir: {'é' * 128}}}\n", "e.yaml:5: checkpoint.dir: no file has so long a name"),
         (f"checkpoint: {{dir: {'a/' * 2001}}}\n", "e.yaml:5: checkpoint.dir: no file has so long a name"),
+        (f"checkpoint: {{dir: {'é/' * 1400}}}\n", "e.yaml:5: checkpoint.dir: no file has so long a name"),
         ("name2: !!python/object:os.system {}\n", "e.yaml:5: name2 = {}: unknown key; did you mean 'name'?"),
         ("actor: {world_size: 3, parallel: {tp: 2}}\n", "3 is not a multiple of tp x pp x cp = 2; 4 would be"),
         ("actor: {world_size: 4, parallel: {ep: 3}}\n", "world_size 4 is not a multiple of etp x ep x pp = 3; 6"),
@@ -256,8 +257,23 @@ def test_an_override_of_the_variant_drops_what_belonged_to_the_old_one(tmp_path)
     found = problems(tmp_path, text, "algorithm.loss.name=gsqo")
     said = "--set algorithm.loss.name=gsqo: algorithm.loss.name = 'gsqo': unknown; did you mean 'gspo'"
     assert len(found) == 1 and found[0].startswith(said)
+    weight = MINIMAL + "algorithm: {mismatch: {weight: {name: tis, cap: 3}}}\n"
+    assert load(tmp_path, weight, "algorithm.mismatch.weight.name=icepop").algorithm.mismatch.weight.high == 5.0
     config = load(tmp_path, MINIMAL, "algorithm.aggregation=token-mean", "preset=dr_grpo")
     assert (config.algorithm.advantage.name, config.algorithm.aggregation) == ("dr_grpo", "token-mean")
+
+
+def test_a_name_that_selects_no_variant_leaves_the_keys_beside_it(tmp_path, monkeypatch):
+    args = "sampling: {environment: {function: frozen_lake, args: {name: easy, size: 4}}}\n"
+    pools = "data: {path: d.jsonl, curriculum: {name: pools, pass_reward: 0.5}}\n"
+    settings = ("sampling.environment.args.name=hard", "data.curriculum.name=drop_solved")
+    config = load(tmp_path, MINIMAL.replace("data: {path: d.jsonl}\n", pools) + args, *settings)
+    assert config.sampling.environment.args == {"name": "hard", "size": 4}
+    assert (config.data.curriculum.name, config.data.curriculum.pass_reward) == ("drop_solved", 0.5)
+    (tmp_path / "mine.yaml").write_text(args)
+    monkeypatch.setattr("megagrpo.config.load.PRESETS", tmp_path)
+    own = "preset: mine\nsampling: {environment: {args: {name: hard}}}\n"
+    assert load(tmp_path, MINIMAL + own).sampling.environment.args == {"name": "hard", "size": 4}
 
 
 def test_presets_lie_under_the_files_own_values(tmp_path, monkeypatch):
