@@ -44,7 +44,7 @@ _TRANSFORMER_OURS = {
     "actor.router_bias_update": "moe_router_bias_update_rate",
     "actor.routing_replay": "moe_enable_routing_replay",
     "actor.logprob_chunk_tokens": "cross_entropy_*",
-    "actor.megatron.moe_flex_dispatcher_backend": "moe_enable_deepep",
+    "actor.megatron.moe_flex_dispatcher_backend": "moe_enable_deepep moe_hybridep_pad_*",
 }
 _ACTOR = "the actor sets it, as Megatron's training loop would"
 _FP8 = "digests compare parameters in actor.dtype; fp8 is for products only"
@@ -61,9 +61,9 @@ _TRANSFORMER_REFUSED = {
     "engines drop no token: the models would differ": """
         moe_token_drop* moe_expert_capacity_factor moe_expert_rank_capacity_factor moe_paged_stash*
         moe_pad_expert_input_to_capacity""",
-    "expert loads and router biases would count the padding": ("moe_router_padding_for_*"),
+    "expert loads and router biases would count the padding": "moe_router_padding_for_*",
     _FP8: "fp8_param fp4*",
-    "a graph replays one shape; those of micro-batches change": ("*cuda_graph* use_te_rng_tracker"),
+    "a graph replays one shape; those of micro-batches change": "*cuda_graph* use_te_rng_tracker",
     "its buffers have one shape; those of micro-batches change": "tp_comm_*",
     _SPLIT: """overlap_moe_expert_parallel_comm overlap_dispatch_backward_with_experts_wgrad delay_wgrad_compute
         ep_overlap_early_attn_memory_release
@@ -96,12 +96,12 @@ _OPTIMIZER_OURS = {
 _OPTIMIZER_REFUSED = {
     "the optimizer is Adam with decoupled weight decay, whose state checkpoints know": """
         optimizer decoupled_weight_decay sgd_* *muon_* lion_* soap_* use_layer_wise_distributed_optimizer""",
-    "gradients are not scaled: bfloat16 has float32's range": ("*loss_scale* hysteresis"),
+    "gradients are not scaled: bfloat16 has float32's range": "*loss_scale* hysteresis",
     _FP8: "fp8_recipe reuse_grad_buf_for_mxfp8_param_ag",
     "Transformer Engine copies them in float32 to step, save and resume: 14 bytes of an "
     "element at the peak, 10 for float32 moments with use_precision_aware_optimizer": "exp_avg_dtype exp_avg_sq_dtype "
     "main_params_dtype",
-    "finiteness is checked before any of an update": ("overlap_param_gather_with_optimizer_step"),
+    "finiteness is checked before any of an update": "overlap_param_gather_with_optimizer_step",
     "an update that is left out would count as one": "grad_norm_skip_threshold",
     "a graph repeats one learning rate": "optimizer_cuda_graph",
     _ACTOR: "barrier_with_L1_time timers",
@@ -112,19 +112,14 @@ _DDP_OURS = {
     "actor.optimizer.megatron.main_grads_dtype": "grad_reduce_in_fp32",
 }
 _DDP_REFUSED = {
-    "gradients are sums: losses have global denominators": (
-        "average_in_collective gradient_reduce_div_fusion"
-    ),
+    "gradients are sums: losses have global denominators": "average_in_collective gradient_reduce_div_fusion",
     "its process groups are not created here": "num_distributed_optimizer_instances",
-    "a rank that fails leaves the others waiting; the actor checks all ranks together": (
-        "check_for_*"
-    ),
+    "a rank that fails leaves the others waiting; the actor checks all ranks together": "check_for_*",
     _FP8: "fp*_param_gather reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache",
     "publishing and checkpoints read whole parameters, which FSDP shards": """*fsdp*
         data_parallel_sharding_strategy suggested_communication_unit_size outer_dp_sharding_strategy""",
-    "Megatron refuses it with expandable_segments, with which trainers are started": (
-        "nccl_ub disable_symmetric_registration"
-    ),
+    "Megatron refuses it with expandable_segments, with which trainers are started": """nccl_ub
+        disable_symmetric_registration""",
     _SPLIT: "delay_wgrad_compute",
 }
 # our key, or who decides it -> the fields that say the same
@@ -143,9 +138,8 @@ _SERVER_OURS = {
     "rollout.tp": "tp_size",
     "rollout.ep": "ep_size",
     "rollout.nodes_per_engine": "nnodes",
-    "rollout.nodes_per_engine, and the service, which places engines": (
-        "node_rank dist_init_addr use_ray base_gpu_id gpu_id_step"
-    ),
+    "rollout.nodes_per_engine, and the service, which places engines": """node_rank dist_init_addr use_ray
+        base_gpu_id gpu_id_step""",
     "actor.device and the GPUs that the service sees": "device",
     "seed": "random_seed",
     "rollout.host": "host",
@@ -173,8 +167,7 @@ _SERVER_REFUSED = {
         enable_waterfill ep_join_* max_ep_size kt_*""",
     RANKS: """dcp_* pp_* attn_cp_size moe_dp_size dwdp_size enable_prefill_cp cp_strategy enable_cp_decode_attn_tp
         enable_dsa_cache_layer_split""",
-    "keys and values of older weights would outlive a publish, which empties the caches on GPU and "
-    "host only": """
+    "keys and values of older weights would outlive a publish, which empties the caches on GPU and host only": """
         hicache_storage_* hicache_host_memory_mode enable_session_radix_cache radix_cache_backend
         *unified_cache_external* *hisparse* enable_linker_mla_dedup *lmcache* *flexkv*""",
     "weights come from model.path or from the first publish (rollout.load_format)": """revision model_impl
@@ -193,9 +186,7 @@ _SERVER_REFUSED = {
     "rejected requests are sent again at once, without end; set rollout.max_running_requests "
     "instead": "max_queued_requests",
     "its value is a Python function": "custom_sigquit_handler stat_loggers",
-    "it changes NCCL in engines only, and trainers share their communicators": (
-        "enable_nccl_nvls enable_symm_mem"
-    ),
+    "it changes NCCL in engines only, and trainers share their communicators": "enable_nccl_nvls enable_symm_mem",
     "rollout.draft_tokens speculates with the model's own layer; a publish reaches no other "
     "draft": "speculative_* _speculative_* uno_lora_path enable_multi_layer_eagle spec_trace_dir",
     "engines receive whole weights, with the actor's adapters added (actor.lora)": "*lora*",
@@ -207,9 +198,8 @@ _SERVER_REFUSED = {
         image_processor_backend disable_fast_image_processor""",
     "diffusion models are not trained": "dllm_*",
     "an indexer's choice is not replayed (docs/experts.md)": "enable_return_indexer_topk",
-    "a publish writes into a rank's parameters, which offloading replaces": (
-        "cpu_offload_gb offload_* ple_offload_backend ple_offload_dir"
-    ),
+    "a publish writes into a rank's parameters, which offloading replaces": """cpu_offload_gb offload_*
+        ple_offload_backend ple_offload_dir""",
 }  # fmt: skip
 
 

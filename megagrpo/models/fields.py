@@ -124,6 +124,8 @@ def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels)
         "expert_model_parallel_size": p.ep,
         "expert_tensor_parallel_size": p.etp,
         "moe_token_dispatcher_type": "alltoall",
+        # ranks have different numbers of tokens; only HybridEP reads it
+        "moe_hybridep_pad_uneven_dispatch_inputs": True,
         "params_dtype": actor.dtype,
         "pipeline_dtype": actor.dtype,
         "bf16": actor.dtype == "bfloat16",

@@ -57,9 +57,9 @@ def test_coordinates_of_ranks_are_megatrons(tp, cp, pp, ep, etp, world):
         (MOE, ["actor.world_size=3", "actor.parallel.ep=3"], "ep = 3 .* num_experts = 8; it may be 2 or 4"),
         (DENSE, ["actor.world_size=2", "actor.parallel={tp: 2, etp: 2}"], "etp = 2, but a qwen3 model has no experts"),
         (DENSE, ["actor.parallel.ep=2"], "actor.parallel.ep = 2, but a qwen3 model has no experts"),
-        (MOE, ["rollout.tp=3"], "rollout.tp = 3 .* num_attention_heads = 4; it may be 2 or 4"),
-        (BIG, ["rollout={tp: 6, ep: 3}"], "rollout.tp = 6 is neither a divisor nor a multiple"),
-        (BIG, ["rollout={tp: 6, ep: 3}"], "rollout.ep = 3 .* num_experts = 128; it may be 2 or 4"),
+        (MOE, ["rollout.tp=3"], "rollout.tp = 3 .* num_attention_heads = 4; tp may be 1 or 2 or 4"),
+        (BIG, ["rollout={tp: 6, ep: 3}"], "rollout.tp = 6 does not divide .* num_key_value_heads = 4"),
+        (BIG, ["rollout={tp: 6, ep: 3}"], "rollout.ep = 3 .* num_experts = 128; tp may be 1 or"),
         (DENSE, ["rollout={tp: 2, ep: 2}"], "rollout.ep = 2, but a qwen3 model has no experts"),
         (MOE, ["sampling.max_response_tokens=2048"], "^data: up to 2056 tokens, but the model has 2048 positions"),
         (
@@ -80,6 +80,11 @@ def test_coordinates_of_ranks_are_megatrons(tp, cp, pp, ep, etp, world):
             "^data: up to 16 tokens, but an engine's context is 8 .rollout.sglang.context_length",
         ),
         (MOE, ["sampling.stop_token_ids=[1, 1000000]"], "stop_token_ids: 1000000 is no token"),
+        (
+            MOE,
+            ["algorithm.distillation={loss: student_topk, top_k: 33}", "teachers.t.path=t"],
+            "top_k 33 is more than the 32 tokens",
+        ),
         (MOE, ["rollout={tp: 2, ep: 2}", "actor.device=cuda"], "float32 on GPUs: torch's experts"),
         (
             MOE,
@@ -111,6 +116,9 @@ def test_preflight_finds_missing_files_a_wrong_grader_and_a_foreign_tokenizer(pr
     found = preflight(load_config(QUICKSTART, by_row))
     assert found[0] == "checkpoint.load: nowhere does not exist" and len(found) == 2
     assert "'exakt' is unknown; did you mean 'exact'" in found[1]
+    Path("lines.jsonl").write_text(json.dumps(rows[0] | {"answer": '{"tests": []}', "by": "code"}))
+    found = preflight(load_config(QUICKSTART, [*by_row[:2], "eval=null", "reward.timeout_s=8"]))
+    assert any("reward.timeout_s 8 must be some seconds above grader code's total_s 8" in text for text in found)
     alphabet = "".join(map(chr, range(33, 93)))
     make_tiny_model(TinyModelConfig(path="other", alphabet=alphabet), seed=0)
     found = preflight(load_config(QUICKSTART, ["model.tokenizer=other"]))

@@ -194,6 +194,13 @@ def test_every_shipped_experiment_builds_megatrons_objects(prepared):
     assert built["qwen3_30b_a3b"][:3] == [True, True, True] and built["quickstart"][:3] == [False, False, False]
 
 
+def test_ranks_may_have_other_numbers_of_tokens():
+    """HybridEP pads them; an allgather is only for the ranks of a sequence, which are padded alike."""
+    assert transformer_fields(EXPERTS, actor(), ENGINE)["moe_hybridep_pad_uneven_dispatch_inputs"]
+    layout = ["actor.world_size=4", "actor.parallel={tp: 4, ep: 2, etp: 2}", ALLGATHER]
+    assert read_experiment(QUICKSTART, layout).actor.megatron["moe_token_dispatcher_type"] == "allgather"
+
+
 def test_bfloat16_is_for_cuda():
     assert expected_kernels(actor()) == ENGINE
     assert expected_kernels(actor(device="cpu")) == CPU
@@ -205,6 +212,7 @@ VIRTUAL = ["actor.world_size=4", "actor.parallel.pp=2", "actor.parallel.vpp=2"]
 ON_CPU = ["actor.dtype=bfloat16", "actor.device=cpu"]
 LORA_ON_GPU = ["actor.dtype=bfloat16", "actor.device=cuda", "actor.lora.rank=4"]
 OWN_LAYERS = ["actor.transformer_engine=false", "actor.recompute=selective"]
+ALLGATHER = "actor.megatron.moe_token_dispatcher_type=allgather"
 MESSAGES = [*VIRTUAL, "actor.megatron.overlap_p2p_comm=true"]
 
 
@@ -304,6 +312,9 @@ def test_a_library_is_asked_only_if_it_is_there(missing, said, monkeypatch, caps
             for lead in (ON_CPU, [*OWN_LAYERS, "actor.dtype=bfloat16"], LORA_ON_GPU)
         ),
         (["actor.optimizer.distributed=false", "actor.ddp.overlap_param_gather=true"], "sharded"),
+        (["actor.world_size=2", "actor.parallel.ep=2", ALLGATHER], "equal numbers of tokens .* take alltoall"),
+        (["actor.world_size=2", "actor.parallel.etp=2", ALLGATHER], "equal numbers of tokens"),
+        (["actor.megatron.moe_hybridep_pad_uneven_dispatch_inputs=false"], "set by .*moe_flex_dispatcher_backend"),
         (["actor.megatron.overlap_p2p_comm=true"], "messages overlap only in the schedule of virtual stages"),
         (["actor.ddp.align_param_gather=true"], "in others each would be waited for"),
         ([*MESSAGES, "actor.megatron.deallocate_pipeline_outputs=true"], "waited for before its output is freed"),

@@ -10,6 +10,7 @@ import pytest
 from fake_service import FakeService, running
 from sampling import evaluated, experiment, prompt_set, sampled, source_of
 
+from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.problems import preflight
 from megagrpo.check.rules.placement import place
 from megagrpo.check.rules.subject import Nodes
@@ -27,6 +28,7 @@ from megagrpo.rollout.served_models import Teachers, mixture
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_environment
 from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.one_engine import with_one_engine
 from megagrpo.types import EngineInfo, Prompt, TeacherScores
 from tests.experiments import placement_problems, read_experiment
@@ -198,6 +200,18 @@ def test_the_tokenizer_of_a_teacher_is_the_models(tmp_path):
     assert "2 embeddings (vocab_size)" in found["small"][0] and "token id 2" in found["small"][0]
     assert "has 7 embeddings (vocab_size), and the policy 8" in found["unpadded"][0]
     assert "holds no config.json" in found["missing"][0]
+
+
+@pytest.mark.parametrize("sglang, limit", [({}, None), ({"max_total_tokens": 999}, 992), ({"context_length": 64}, 57)])
+def test_a_teacher_reads_no_more_than_its_engine_holds(tmp_path, sglang, limit):
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(TinyModelConfig(path="x"))))
+    config = distilled({"math": {"path": str(tmp_path)}})
+    model = config.model.model_copy(update={"path": str(tmp_path)})
+    sampling = config.sampling.model_copy(update={"max_response_tokens": 1000})
+    rollout = config.rollout.model_copy(update={"sglang": sglang})
+    said = preflight(config.model_copy(update={"model": model, "sampling": sampling, "rollout": rollout}))
+    found = [text for text in said if "scores up to" in text]
+    assert len(found) == (limit is not None) and all(f"scores up to {limit} tokens" in text for text in found)
 
 
 def test_a_status_of_an_older_service_has_no_teachers():

@@ -5,11 +5,9 @@ import random
 import shutil
 from pathlib import Path
 
-import pytest
-
 from megagrpo.check.problems import check_against_model
-from megagrpo.check.rules.inputs import hub_hint
-from megagrpo.check.rules.subject import model_description
+from megagrpo.check.rules.inputs import absent_files
+from megagrpo.check.rules.subject import broken, model_description
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.explain import known_problems
@@ -17,6 +15,7 @@ from megagrpo.tools.job_request import Request
 from megagrpo.tools.plan.command import placed_plan
 from megagrpo.tools.plan.fitting import with_model
 from megagrpo.tools.submit import submit
+from tests.experiments import experiment
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 SIZES = ("Qwen2.5-3B-Instruct", "Qwen2.5-7B", "Qwen3-8B", "Qwen3-30B-A3B", "GLM-4.5-Air", "Moonlight-16B-A3B")
@@ -99,15 +98,7 @@ def test_three_commands_agree(tmp_path, capsys):
     assert accepted >= 4 and refused >= 20, (accepted, refused)
 
 
-@pytest.mark.parametrize(
-    "path, command",
-    [
-        ("models/Qwen3-1.7B", "`hf download Qwen/Qwen3-1.7B --local-dir models/Qwen3-1.7B`"),
-        ("/a b/DeepSeek-V3-0324", "`hf download deepseek-ai/DeepSeek-V3-0324 --local-dir"),
-        ("models/Qwen2.5-7B", "write Qwen/Qwen2.5-7B"),
-        ("/shared/mine", None),
-        ("mine", None),
-    ],
-)
-def test_how_a_missing_model_is_fetched(path, command):
-    assert command in hub_hint(path) if command else not hub_hint(path)
+def test_how_a_missing_model_is_fetched():
+    config = experiment(model={"path": "models/Qwen3-1.7B"})
+    (found,) = (text for text in broken(absent_files(config)) if text.startswith("model.path"))
+    assert found.endswith("`hf download OWNER/NAME --local-dir models/Qwen3-1.7B`")

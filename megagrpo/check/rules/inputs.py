@@ -6,7 +6,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from megagrpo.check.rules.subject import Subject
+from megagrpo.check.rules.subject import Subject, broken
 from megagrpo.checkpoint.changes import input_problem, prompt_order
 from megagrpo.checkpoint.folder import OTHER_DATA, latest, layout_problem, place_problem
 from megagrpo.config.fields import Rule, complaints
@@ -28,16 +28,6 @@ from megagrpo.rollout.agents.program_worker import load_program
 
 Call = tuple[Callable[..., object], *tuple[object, ...]]  # a function and its arguments
 _NAMED = 10  # rows
-# on the Hugging Face Hub, by what the names of their models begin with
-_OWNERS = {
-    "Qwen": "Qwen",
-    "GLM": "zai-org",
-    "DeepSeek": "deepseek-ai",
-    "Kimi": "moonshotai",
-    "Moonlight": "moonshotai",
-    "Llama": "meta-llama",
-    "Mixtral": "mistralai",
-}
 
 
 def before_start(subject: Subject) -> Iterator[Rule]:
@@ -53,7 +43,8 @@ def absent_files(config: ExperimentConfig) -> Iterator[Rule]:
         yield Rule(
             not (Path(path).exists() or is_made(config, path)),
             f"{key}: {path} does not exist",
-            hub_hint(path) if "model" in key else "",
+            "write OWNER/NAME as the Hub does, or fetch it: `hf download OWNER/NAME --local-dir "
+            f"{path}`" * ("model" in key),
         )
 
 
@@ -76,8 +67,7 @@ def _model_folder(config: ExperimentConfig) -> Iterator[Rule]:
     model = Path(config.model.path)
     yield Rule(
         model.is_dir() and not (model / "config.json").is_file(),
-        f"model.path: {config.model.path} holds no "
-        "config.json, so it is no Hugging Face model folder",
+        f"model.path: {config.model.path} holds no config.json, so it is no Hugging Face model folder",
         MERGE * (model / ADAPTERS).is_file(),
     )
     yield from _weights(config)
@@ -118,16 +108,6 @@ def _weights(config: ExperimentConfig) -> Iterator[Rule]:
                 yield from (
                     Rule(True, f"{key}: {text}") for text in complaints(model.refuse_weights)
                 )
-
-
-def hub_hint(path: str) -> str:
-    """Returns how to get a model whose folder is called like one on the Hugging Face Hub."""
-    name = path.rpartition("/")[2]
-    owner = next((owner for start, owner in _OWNERS.items() if name.startswith(start)), "")
-    if not owner:
-        return ""
-    hub_name = f"{owner}/{name}"
-    return f"write {hub_name}, or fetch it: `hf download {hub_name} --local-dir {path}`"
 
 
 def _checkpoints(config: ExperimentConfig) -> Iterator[Rule]:
@@ -187,6 +167,8 @@ def _read_lines(
     every = [known[entry.short_name] for entry in entries]
     for unknown in sorted({row.grader for row in rows if row.grader is not None} - known.keys()):
         check_grader(unknown, {})
+        alone = config.reward.model_copy(update={"grader": unknown, "args": {}, "graders": []})
+        problems += [f"reward.{text}" for text in broken(alone.problems())]
         known[unknown] = unknown, required_columns(unknown, {})
     for row in rows:
         for grader, columns in every if row.grader is None else [known[row.grader]]:

@@ -83,9 +83,13 @@ def before_start(subject: Subject) -> Iterator[Rule]:
         f"sampling.stop_token_ids: {stop} is no token of the model, which has {size} (vocab_size)",
     )
     yield Rule(
+        config.scoring[2] > size,
+        f"algorithm.distillation.top_k {config.scoring[2]} is more than the {size} tokens of the model (vocab_size)",
+        "lower it",
+    )
+    yield Rule(
         largest is not None and largest >= size,
-        f"model.tokenizer has token id {largest}, but the model only {size} embeddings "
-        "(vocab_size)",
+        f"model.tokenizer has token id {largest}, but the model only {size} embeddings (vocab_size)",
     )
 
 
@@ -98,8 +102,7 @@ def _lengths(config: ExperimentConfig, arch: Architecture) -> Iterator[Rule]:
         length += spared
         samples = f"{section}: up to {length} tokens{kept}, but"
         yield Rule(
-            length > arch.max_positions,
-            f"{samples} the model has {arch.max_positions} positions",
+            length > arch.max_positions, f"{samples} the model has {arch.max_positions} positions"
         )
         for key, what in (("max_total_tokens", "cache holds"), ("context_length", "context is")):
             limit = config.rollout.sglang.get(key)

@@ -101,18 +101,19 @@ def _lengths(theirs: Subject, key: str, longest: int) -> Iterator[Rule]:
     if theirs.arch is None:  # one of SGLang's models that no trainer has
         return
     positions = theirs.arch.max_positions
-    context = theirs.experiment.rollout.sglang.get("context_length")
+    given = theirs.experiment.rollout.sglang
+    context = given.get("context_length")
     yield Rule(
         context is not None and context > positions,
         f"rollout.sglang.context_length {context} is more than the {positions} positions of "
         f"{key}: SGLang would not start it",
         "lower it",
     )
-    limit = min(positions, context or math.inf) - SPARED
+    limit = min(positions, context or math.inf, given.get("max_total_tokens") or math.inf) - SPARED
     yield Rule(
         longest > limit,
-        f"{key} scores up to {limit} tokens ({SPARED} below its "
-        f"positions), and samples have up to {longest}",
+        f"{key} scores up to {limit} tokens ({SPARED} below its positions, or below "
+        f"rollout.sglang.max_total_tokens), and samples have up to {longest}",
     )
 
 

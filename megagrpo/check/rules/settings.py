@@ -24,8 +24,7 @@ VALUES: dict[str, tuple[tuple[str, ...], str]] = {
     "moe_runner_backend": (
         ("triton", "deep_gemm", "flashinfer_cutlass"),
         "others reorder the experts' weights after loading, as flashinfer_trtllm does, "
-        "which SGLang also takes for auto on Blackwell, or need quantized ones: "
-        "digests would stop the run",
+        "which SGLang also takes for auto on Blackwell, or need quantized ones: digests would stop the run",
     ),
     "fp8_gemm_runner_backend": (
         ("auto", "deep_gemm", "triton"),
@@ -129,13 +128,18 @@ def _trainer_settings(actor: ActorConfig) -> _Together:
                 "fp8",
                 model.get("fp8_recipe", "delayed") == "delayed",
                 "fp8_recipe delayed, the default, is refused: it takes scales from earlier "
-                "passes, also from those without a backward, and recomputes with others; take "
-                "tensorwise or blockwise",
+                "passes, also from those without a backward, and recomputes with others; take tensorwise or blockwise",
             ),
             (
                 "moe_shared_expert_overlap",
                 model.get("moe_token_dispatcher_type") == "flex",
                 "works with the alltoall dispatcher only",
+            ),
+            (
+                "moe_token_dispatcher_type",
+                model.get("moe_token_dispatcher_type") == "allgather" and p.tp % (p.ep * p.etp),
+                "allgather needs equal numbers of tokens on all ranks that share experts, and only "
+                "those of actor.parallel.tp have them; take alltoall",
             ),
             ("overlap_p2p_comm", p.vpp == 1, f"messages overlap only in {virtual}"),
             (
@@ -147,8 +151,7 @@ def _trainer_settings(actor: ActorConfig) -> _Together:
             (
                 "batch_p2p_comm",
                 p.vpp > 1 and p.pp == 2,
-                "of two stages, each is before and after the other, "
-                "and a batch mixes up what is for which",
+                "of two stages, each is before and after the other, and a batch mixes up what is for which",
             ),
         ],
         DDP: [
@@ -201,21 +204,15 @@ def _engine_settings(rollout: RolloutConfig) -> _Together:
                 and not rollout.quantization
                 and given.get("moe_runner_backend") != "deep_gemm",
                 "deepep with experts in bfloat16 ends in SGLang's first prefill, unless "
-                "moe_runner_backend is deep_gemm, which no GPU has "
-                "run here: say that, or quantization fp8",
+                "moe_runner_backend is deep_gemm, which no GPU has run here: say that, or quantization fp8",
             ),
             (
                 cache,
                 not (given.get("hicache_size") or given.get("hicache_ratio")),
                 "needs hicache_size, GB of host memory for each engine rank, or hicache_ratio: "
-                "SGLang would take 80 % of the node's free memory, "
-                "and trainers and checkpoints need some",
+                "SGLang would take 80 % of the node's free memory, and trainers and checkpoints need some",
             ),
-            (
-                cache,
-                rollout.draft_tokens,
-                f"is refused with rollout.draft_tokens: {UNEXAMINED}",
-            ),
+            (cache, rollout.draft_tokens, f"is refused with rollout.draft_tokens: {UNEXAMINED}"),
             (
                 cache,
                 rollout.max_staleness,

@@ -72,8 +72,8 @@ class StreamConfig(Section):
 
     component: Component
     """rl: the loss in `loss`, `advantage`, `kl` and `entropy_coef`. distillation: the loss in
-    `distillation`. cross_entropy: -log p. reference_kl: `kl.estimator` against the initial
-    weights."""
+    `distillation`. cross_entropy: -log p. reference_kl: `kl.estimator` against the
+    reference (see `kl`)."""
     weight: NonNegativeFloat = 1.0
     """Weight of these tokens. 0 leaves them out. Row weights in `data.weight_key` multiply it."""
     written_by: list[Writer] = Field(default=["policy"], min_length=1)
