@@ -10,13 +10,7 @@ from megagrpo.check.rules import (
     served_models,
     trainer_layout,
 )
-from megagrpo.check.rules.subject import (
-    Nodes,
-    Subject,
-    broken,
-    model_description,
-    tokenizer_folder,
-)
+from megagrpo.check.rules.subject import Nodes, Subject, broken, model_description, tokenizer_folder
 from megagrpo.checkpoint.folder import checkpoint_folder, latest, step_of
 from megagrpo.config.fields import refuse
 from megagrpo.config.schema import ActorConfig, ExperimentConfig
@@ -28,12 +22,7 @@ from megagrpo.models.table import architecture_of
 from megagrpo.monitor.step_log import read_metrics
 
 OF_MODEL = (model.before_start, trainer_layout.before_start, engine_layout.before_start)
-BEFORE_START = (
-    inputs.before_start,
-    placement.before_start,
-    *OF_MODEL,
-    served_models.before_start,
-)
+BEFORE_START = (inputs.before_start, placement.before_start, *OF_MODEL, served_models.before_start)
 
 
 def preflight(config: ExperimentConfig, nodes: Nodes | None = None) -> list[str]:

@@ -33,9 +33,7 @@ def read_for(
     ConfigError.
     """
     fetch: Fetch = partial(
-        with_local_files,
-        weights=_WEIGHTS.get(command, "model"),
-        cached_only=in_rank,
+        with_local_files, weights=_WEIGHTS.get(command, "model"), cached_only=in_rank
     )
     if dry_run:
         fetch = _described
@@ -49,9 +47,7 @@ def read_for(
     return load(judge=lambda config: [*broken_as_read(config), *library_problems(config)])
 
 
-def _described(
-    config: ExperimentConfig,
-) -> tuple[ExperimentConfig, list[tuple[KeyPath, str]]]:
+def _described(config: ExperimentConfig) -> tuple[ExperimentConfig, list[tuple[KeyPath, str]]]:
     """Fetches what describes models and data, and prints what is out of reach."""
     config, absent = with_local_files(config, weights="")
     for keys, text in absent:

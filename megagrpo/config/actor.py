@@ -94,8 +94,7 @@ class ParallelConfig(Section):
         uneven = [n for n in stages if n % self.vpp]
         if uneven:
             raise ValueError(
-                f"a stage of {uneven[0]} layers does not divide into vpp = "
-                f"{self.vpp} virtual stages"
+                f"a stage of {uneven[0]} layers does not divide into vpp = {self.vpp} virtual stages"
             )
         return stages
 
@@ -125,10 +124,8 @@ class OptimizerConfig(Section):
     def problems(self) -> list[Rule]:
         return [
             Rule(
-                self.min_lr > self.lr,
-                f"min_lr {self.min_lr:g} is above lr {self.lr:g}",
-                "lower it",
-            ),
+                self.min_lr > self.lr, f"min_lr {self.min_lr:g} is above lr {self.lr:g}", "lower it"
+            )
         ]
 
 
@@ -188,10 +185,10 @@ class RouterLossConfig(Section):
     def problems(self) -> list[Rule]:
         return [
             Rule(
-                not self.balance and (not self.z),
+                not self.balance and not self.z,
                 "balance and z are both 0",
                 "set one, or remove router_losses",
-            ),
+            )
         ]
 
 
@@ -323,8 +320,7 @@ class ActorConfig(Section):
             ),
             Rule(
                 self.routing_replay and self.megatron.get("moe_router_fusion"),
-                "routing_replay with megatron.moe_router_fusion: the "
-                "fused kernel chooses experts by itself",
+                "routing_replay with megatron.moe_router_fusion: the fused kernel chooses experts by itself",
                 "remove one of them",
             ),
         ]

@@ -26,12 +26,7 @@ from megagrpo.config.objective.own import (
     own_function,
     with_names_of_functions,
 )
-from megagrpo.config.objective.policy_loss import (
-    DppoLoss,
-    GpgLoss,
-    PolicyLossConfig,
-    PpoClipLoss,
-)
+from megagrpo.config.objective.policy_loss import DppoLoss, GpgLoss, PolicyLossConfig, PpoClipLoss
 from megagrpo.config.objective.reward_shaping import RewardShapingConfig
 from megagrpo.config.objective.streams import DistillationConfig, StreamConfig, Writer
 
@@ -125,8 +120,7 @@ class AlgorithmConfig(Section):
                 isinstance(self.loss, DppoLoss)
                 and self.loss.against == "rollout"
                 and self.mismatch.weight is not None,
-                "loss dppo against rollout weighs tokens by actor / "
-                "engine, and so does mismatch.weight",
+                "loss dppo against rollout weighs tokens by actor / engine, and so does mismatch.weight",
                 "remove mismatch.weight, or write against: old",
             ),
             Rule(
@@ -147,8 +141,7 @@ class AlgorithmConfig(Section):
             ),
             Rule(
                 reward.normalizes_by_group and advantage.normalizes_by_group,
-                f"reward.mean/std: group with advantage {advantage.name} normalizes by the "
-                "group twice",
+                f"reward.mean/std: group with advantage {advantage.name} normalizes by the group twice",
                 "use batch, running or none",
             ),
             Rule(
@@ -344,8 +337,7 @@ class AlgorithmConfig(Section):
             )
         if self.dynamic_sampling is not None and self.components:
             out.append(
-                "dynamic_sampling drops groups by their rewards, and with them "
-                "demonstrations and teachers' scores"
+                "dynamic_sampling drops groups by their rewards, and with them demonstrations and teachers' scores"
             )
         if self.dynamic_sampling and self.advantage.reads_parts:
             out.append(

@@ -205,11 +205,7 @@ class DataConfig(Section):
                 "path and sources both name files",
                 "write the file into a source of its own",
             ),
-            Rule(
-                twice,
-                f"path names {named(map(repr, twice))} twice",
-                "name each file once",
-            ),
+            Rule(twice, f"path names {named(map(repr, twice))} twice", "name each file once"),
             Rule(
                 same,
                 f"sources: {named(map(repr, same))} is there twice",
@@ -240,8 +236,7 @@ class DataConfig(Section):
             ),
             Rule(
                 self.grader_by_source and self.source_key is None,
-                "grader_by_source needs source_key, the column that "
-                "names a row's source (verl: data_source)",
+                "grader_by_source needs source_key, the column that names a row's source (verl: data_source)",
                 "set it, or remove grader_by_source",
             ),
             Rule(

@@ -232,11 +232,7 @@ class RewardConfig(Section):
                 "grader and graders are both set",
                 "write one of them, and each grader's args with it",
             ),
-            Rule(
-                twice,
-                f"graders: two are named {named(twice)}",
-                "give each a name of its own",
-            ),
+            Rule(twice, f"graders: two are named {named(twice)}", "give each a name of its own"),
             Rule(
                 other,
                 f"graders: {named(other)} asks the engines of the first judge with its path",

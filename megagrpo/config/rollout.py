@@ -3,7 +3,7 @@
 import re
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from megagrpo.config.fields import (
     Dtype,
@@ -92,8 +92,7 @@ class EnvironmentConfig(Section):
             ),
             Rule(
                 whole is not None and whole <= self.timeout_s,
-                f"episode_timeout_s {whole} must be above timeout_s {self.timeout_s:g}, the "
-                "limit of one call",
+                f"episode_timeout_s {whole} must be above timeout_s {self.timeout_s:g}, the limit of one call",
                 "raise it, or lower timeout_s",
             ),
             Rule(
@@ -156,7 +155,7 @@ class AgentConfig(Section):
                 "set one of them",
             ),
             Rule(
-                bool(self.args and self.command),
+                self.args and self.command,
                 "args are a function's; a command has its words",
                 "write them into command",
             ),
@@ -199,8 +198,7 @@ class SamplingConfig(Section):
         return [
             Rule(
                 (self.top_p < 1 or self.top_k > 0) and not self.allow_truncated_distribution,
-                "top_p < 1 or top_k > 0 samples from another "
-                "distribution than that of the log-probabilities",
+                "top_p < 1 or top_k > 0 samples from another distribution than that of the log-probabilities",
                 "set allow_truncated_distribution: true to accept that",
             ),
             Rule(
@@ -314,14 +312,9 @@ class RolloutConfig(Section):
         nodes, healthy = self.nodes_per_engine, self.min_healthy_engines
         return [
             Rule(
-                self.tp % nodes,
-                f"tp {self.tp} does not divide over nodes_per_engine {nodes}",
-                "take a multiple of it",
-            ),
-            Rule(
-                self.tp % self.ep,
-                f"tp {self.tp} is not a multiple of ep {self.ep}",
-                "take a multiple of it",
+                self.tp % self.ep or self.tp % nodes,
+                f"tp {self.tp} is not a multiple of ep {self.ep} and of nodes_per_engine {nodes}",
+                "take a multiple of both",
             ),
             Rule(
                 self.quantization and self.load_format == "model",
@@ -400,23 +393,11 @@ class WeightsConfig(Section):
         other = {"transport": "ipc" if colocate else "reshard", "delta": False}
         return self if usable else self.model_copy(update=other)
 
-    @field_validator("in_flight", mode="before")
-    @classmethod
-    def _not_in_place(cls, given: object) -> object:
-        if given == "in_place":
-            raise ValueError(
-                "in_place is refused: responses would go on over keys and values of older "
-                "weights, which no weights describe, these stay in the prefix cache for every "
-                "later prompt that begins alike, and the token on its way is called newer than "
-                "it is; retract keeps all tokens too"
-            )
-        return given
-
     def problems(self) -> list[Rule]:
         return [
             Rule(
                 self.delta and self.transport != "reshard",
                 f"delta goes with transport: reshard, not {self.transport}",
                 "remove delta, or set transport: reshard",
-            ),
+            )
         ]

@@ -27,32 +27,22 @@ from megagrpo.config.fields import (
     repeated,
 )
 from megagrpo.config.objective.served_models import ServedModel, TeacherConfig
-from megagrpo.config.reward import GraderConfig, RewardConfig
+from megagrpo.config.reward import RewardConfig
 from megagrpo.config.rollout import RolloutConfig, SamplingConfig, WeightsConfig
 from megagrpo.config.trackers import TrackerConfig, WandbConfig
 from megagrpo.system.run_folder import RunFolder
 
-__all__ = [
+__all__ = [  # of other files
     "ActorConfig",
-    "AlgorithmConfig",
-    "CheckpointConfig",
-    "ClusterConfig",
     "CurriculumConfig",
     "DataConfig",
     "EvalConfig",
-    "ExperimentConfig",
-    "GraderConfig",
-    "LogConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "RewardConfig",
     "RolloutConfig",
     "SamplingConfig",
-    "SftConfig",
-    "TrainConfig",
-    "WandbConfig",
-    "WeightsConfig",
 ]
 
 DEFAULT_STEPS = 100

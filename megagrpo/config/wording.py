@@ -115,10 +115,7 @@ def _foreign_hint(kind: str, key: str, value: object) -> str:
 
 def _type_remedy(kind: str, path: KeyPath, value: "Plain") -> str:
     if isinstance(value, bool) and path[-2:] in (("reward", "scale"), ("reward", "shift")):
-        return (
-            "; ROLL's reward_scale: true is algorithm.reward.std here, its reward_shift: "
-            "true algorithm.reward.mean"
-        )
+        return "; ROLL's reward_scale: true is algorithm.reward.std here, its reward_shift: true algorithm.reward.mean"
     if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
         return "; write it without quotes" if re.fullmatch(r"[-+\d.eE_]+|true|false", value) else ""
     if (

@@ -57,7 +57,7 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     ([REPLAY, "rollout.sglang={enable_two_batch_overlap: true}"], "enable_two_batch_overlap, which overwrites the"),
     (
         [REPLAY, "rollout.sglang={enable_hierarchical_cache: true, hicache_size: 8}"],
-        "it returns another token's experts",
+        "which returns another token's experts",
     ),
     (["rollout.sglang={enable_return_routed_experts: true}"], "is set by actor.routing_replay: rollout"),
     (["actor.megatron={moe_enable_routing_replay: true}"], "actor.routing_replay"),
@@ -74,7 +74,7 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     # older weights
     (["rollout.max_staleness=2"], "max_staleness 2 trains on tokens of older weights"),
     (["rollout.max_staleness=1", TIS, "algorithm.dynamic_sampling={}"], "take 2 or more, or 0"),
-    (["weights.in_flight=in_place"], "retract keeps all tokens"),
+    (["weights.in_flight=in_place"], "'in_place' is 'retract' here"),
     (["rollout.prefix_cache=by_version"], "by_version without max_staleness"),
     (BY_VERSION, "needs a correction"),
     ([*BY_VERSION, "rollout.deterministic=true", TIS], "what caches still hold"),

@@ -119,11 +119,11 @@ def _cuts(rollout: RolloutConfig, arch: Architecture, remedy: str = "") -> Itera
     experts = arch.experts
     ranks = ParallelConfig(tp=tp, ep=ep, etp=max(rollout.tp // ep, 1))
     cuts = [cut for kind in arch.kinds if kind is not experts for cut in kind.cuts(ranks)]
-    if experts is not None:  # also clamped ones, which trainers do not cut
+    if experts:  # also clamped ones, which trainers do not cut
         cuts += Experts.cuts(experts, ranks.model_copy(update={"tp": server.shared_tp}))
     if arch.has_dense_layers:
         cuts.append(Cut("intermediate_size", arch.ffn_size, "tp", server.dense_tp))
-    if (tower := arch.vision) is not None:
+    if tower := arch.vision:
         heads = Cut("vision_config.num_heads", tower.config["num_heads"], "tp", tp)
         cuts += [heads, Cut("vision_config.intermediate_size", tower.ffn_size, "tp", tp)]
     part = f"{whole} / sglang.dp_size {replicas} = {tp}"

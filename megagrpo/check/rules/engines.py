@@ -16,9 +16,8 @@ def as_read(subject: Subject) -> Iterator[Rule]:
     rollout, actor = experiment.rollout, experiment.actor
     algorithm, weights = experiment.algorithm, experiment.weights
     yield Rule(
-        rollout.quantization and rollout.dtype == "float32" and (actor.device != "cpu"),
-        "rollout.quantization fp8 with rollout.dtype float32: "
-        "FP8 layers on GPUs compute in bfloat16",
+        rollout.quantization and rollout.dtype == "float32" and actor.device != "cpu",
+        "rollout.quantization fp8 with rollout.dtype float32: FP8 layers on GPUs compute in bfloat16",
         "set rollout.dtype: bfloat16, or actor.device: cpu",
     )
     yield Rule(
@@ -31,7 +30,7 @@ def as_read(subject: Subject) -> Iterator[Rule]:
         "set rollout.sglang: {fp8_gemm_runner_backend: triton}",
     )
     yield Rule(
-        rollout.draft_tokens and (not actor.has_draft),
+        rollout.draft_tokens and not actor.has_draft,
         "rollout.draft_tokens without actor.draft: engines would have no draft",
         "add actor.draft: {}, or remove rollout.draft_tokens",
     )
@@ -47,8 +46,7 @@ def as_read(subject: Subject) -> Iterator[Rule]:
         )
     yield Rule(
         rollout.colocate and weights.uses_groups,
-        f"rollout.colocate with weights.transport {weights.transport}: NCCL takes "
-        "no two ranks on one GPU",
+        f"rollout.colocate with weights.transport {weights.transport}: NCCL takes no two ranks on one GPU",
         "set weights.transport: ipc, or disk",
     )
     yield Rule(
@@ -69,14 +67,13 @@ def as_read(subject: Subject) -> Iterator[Rule]:
         "set algorithm.mismatch.weight, such as {name: tis}, or algorithm.mismatch.reject",
     )
     yield Rule(
-        rollout.prefix_cache == "by_version" and (not ahead),
+        rollout.prefix_cache == "by_version" and not ahead,
         "rollout.prefix_cache by_version without max_staleness: no rollout outlives a publish",
         "take flush",
     )
     yield Rule(
         rollout.prefix_cache == "by_version" and rollout.deterministic,
-        "rollout.prefix_cache by_version with rollout.deterministic: bits would "
-        "depend on what caches still hold",
+        "rollout.prefix_cache by_version with rollout.deterministic: bits would depend on what caches still hold",
         "take flush",
     )
     # rank 0's waits in Mesh.from_main, in which the other ranks wait for it
@@ -109,8 +106,7 @@ def _replayed_experts(experiment: ExperimentConfig) -> Iterator[Rule]:
     )
     yield Rule(
         actor.routing_replay == "old" and experiment.train.updates_of_step == 1,
-        "actor.routing_replay old changes nothing with one update a step: the same "
-        "weights choose the experts",
+        "actor.routing_replay old changes nothing with one update a step: the same weights choose the experts",
         "remove it, raise train.num_updates_per_step or num_epochs_per_step, or set it to rollout",
     )
     yield Rule(
@@ -122,19 +118,16 @@ def _replayed_experts(experiment: ExperimentConfig) -> Iterator[Rule]:
     yield Rule(
         by_engine and read > 1 and isinstance(chunk, int) and held > chunk,
         "actor.routing_replay rollout with rollout.draft_tokens: a forward may read "
-        f"{held} tokens (max_running_requests x {read}), and "
-        "SGLang keeps the experts of one chunk",
+        f"{held} tokens (max_running_requests x {read}), and SGLang keeps the experts of one chunk",
         f"lower the former, or set rollout.sglang: {{chunked_prefill_size: {held}}}",
     )
-    yield Rule(
-        by_engine and rollout.sglang.get("enable_two_batch_overlap"),
-        "actor.routing_replay rollout with SGLang's enable_two_batch_overlap, "
-        "which overwrites the experts of a batch's first half",
-        "remove one of them",
-    )
-    yield Rule(
-        by_engine and rollout.sglang.get("enable_hierarchical_cache"),
-        "actor.routing_replay rollout with SGLang's enable_hierarchical_cache: from the "
-        "host it returns another token's experts",
-        "remove one of them",
-    )
+    wrong = {
+        "enable_two_batch_overlap": "overwrites the experts of a batch's first half",
+        "enable_hierarchical_cache": "returns another token's experts from the host",
+    }
+    for key, does in wrong.items():
+        yield Rule(
+            by_engine and rollout.sglang.get(key),
+            f"actor.routing_replay rollout with SGLang's {key}, which {does}",
+            "remove one of them",
+        )

@@ -43,8 +43,8 @@ def absent_files(config: ExperimentConfig) -> Iterator[Rule]:
         yield Rule(
             not (Path(path).exists() or is_made(config, path)),
             f"{key}: {path} does not exist",
-            "write OWNER/NAME as the Hub does, or fetch it: `hf download OWNER/NAME --local-dir "
-            f"{path}`" * ("model" in key),
+            f"write OWNER/NAME as on the Hub, or `hf download OWNER/NAME --local-dir {path}`"
+            * ("model" in key),
         )
 
 

@@ -51,14 +51,12 @@ def as_read(subject: Subject) -> Iterator[Rule]:
     yield Rule(
         horizon <= KL_ERROR_LIMIT * responses,
         f"algorithm.kl.adaptive.horizon {horizon:g} is too short for {responses} "
-        f"responses a step: the coefficient is multiplied by 1 - {KL_ERROR_LIMIT} x "
-        f"{responses} / horizon at worst",
+        f"responses a step: the coefficient is multiplied by 1 - {KL_ERROR_LIMIT} x {responses} / horizon at worst",
         f"use more than {KL_ERROR_LIMIT * responses:g}",
     )
     yield Rule(
         overlong is not None and overlong.buffer(longest) > longest,
-        "algorithm.reward.overlong.buffer_tokens "
-        f"{overlong and overlong.buffer_tokens} is more than "
+        f"algorithm.reward.overlong.buffer_tokens {overlong and overlong.buffer_tokens} is more than "
         f"sampling.max_response_tokens {longest}: every response would be punished",
         "DAPO's buffer is a fifth of the longest response",
     )
@@ -68,29 +66,21 @@ def _steps(experiment: ExperimentConfig) -> Iterator[Rule]:
     """Yields the rules of runs by what says how long they are."""
     data = experiment.data
     passes = experiment.train.num_epochs
-    mixed = any(source.ratio is not None for source in data.sources)
     yield Rule(
         experiment.train.num_steps == 0 and experiment.eval is None,
         "train.num_steps 0 is an evaluation alone, and there is no section eval",
         "write eval: {data: {path: FILE}}, or raise train.num_steps",
     )
-    remedy = "give train.num_steps"
-    yield Rule(
-        passes and mixed,
-        "train.num_epochs with ratios in data.sources: sources are not passed equally often",
-        remedy,
-    )
-    yield Rule(
-        passes and data.curriculum,
-        "train.num_epochs with data.curriculum: rows are not passed equally often",
-        remedy,
-    )
-    yield Rule(
-        passes and experiment.algorithm.dynamic_sampling,
-        "train.num_epochs with algorithm.dynamic_sampling: a step takes as many prompts "
-        "as it must, and passes do not say how many steps there are",
-        remedy,
-    )
+    uneven = {
+        "ratios in data.sources: sources are not passed equally often": any(
+            source.ratio for source in data.sources
+        ),
+        "data.curriculum: rows are not passed equally often": data.curriculum,
+        "algorithm.dynamic_sampling: a step takes as many prompts as it must, and passes do not say how "
+        "many steps there are": experiment.algorithm.dynamic_sampling,
+    }
+    for what, given in uneven.items():
+        yield Rule(passes and given, f"train.num_epochs with {what}", "give train.num_steps")
 
 
 def _components(experiment: ExperimentConfig) -> Iterator[Rule]:

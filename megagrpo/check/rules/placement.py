@@ -162,8 +162,7 @@ class _Fit:
         )
         yield Rule(
             self.nodes.rollout,
-            f"{self.nodes.rollout} rollout nodes: under "
-            "rollout.colocate engines have none of their own",
+            f"{self.nodes.rollout} rollout nodes: under rollout.colocate engines have none of their own",
             "leave them out",
         )
 

@@ -35,8 +35,7 @@ def as_read(subject: Subject) -> Iterator[Rule]:
     )
     yield Rule(
         whole_s >= experiment.rollout.step_timeout_s,
-        "sampling.environment.episode_timeout_s must be below "
-        "rollout.step_timeout_s, that of all rollouts of a step",
+        "sampling.environment.episode_timeout_s must be below rollout.step_timeout_s, that of all rollouts of a step",
         "lower it, or raise rollout.step_timeout_s",
     )
     yield Rule(

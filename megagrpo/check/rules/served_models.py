@@ -112,8 +112,7 @@ def _lengths(theirs: Subject, key: str, longest: int) -> Iterator[Rule]:
     limit = min(positions, context or math.inf, given.get("max_total_tokens") or math.inf) - SPARED
     yield Rule(
         longest > limit,
-        f"{key} scores up to {limit} tokens ({SPARED} below its positions, or below "
-        f"rollout.sglang.max_total_tokens), and samples have up to {longest}",
+        f"{key} scores up to {limit} tokens ({SPARED} below its positions or cache), and samples have up to {longest}",
     )
 
 

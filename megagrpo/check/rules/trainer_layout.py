@@ -138,8 +138,7 @@ def _sinks(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
     )
     yield Rule(
         sinks and actor.parallel.cp > 1,
-        f"actor.parallel.cp = {actor.parallel.cp}: sinks and windows are not compared on GPUs "
-        "that share a sequence",
+        f"actor.parallel.cp = {actor.parallel.cp}: sinks and windows are not compared on GPUs that share a sequence",
         "cp must be 1",
     )
 
@@ -169,14 +168,12 @@ def _adapters(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
     yield Rule(
         lora is not None and actor.ddp.get("overlap_param_gather"),
         "actor.ddp.overlap_param_gather: Megatron gathers in the forward of the module that holds a "
-        "parameter, and those of actor.lora have none: the next update of a step would see old "
-        "adapters",
+        "parameter, and those of actor.lora have none: the next update of a step would see old adapters",
         "remove it",
     )
     yield Rule(
         lora is not None and not arch.takes_adapters,
-        f"actor.lora is not supported with a {arch.family} "
-        "model: train all weights, or another family",
+        f"actor.lora is not supported with a {arch.family} model: train all weights, or another family",
     )
 
 
@@ -221,8 +218,7 @@ def _shared_choices(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
     )
     yield Rule(
         indexer is not None and actor.has_draft,
-        f"actor.draft is not supported with a {arch.family} model: engines let its draft see "
-        "keys that the model chose",
+        f"actor.draft is not supported with a {arch.family} model: engines let its draft see keys that the model chose",
         "remove it",
     )
     if indexer is None:
@@ -244,8 +240,7 @@ def _shared_choices(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
         wrong,
         f"actor.parallel: a stage begins at layer {wrong}, which sees the keys that layer "
         f"{indexer.source(wrong)} of the stage before has chosen",
-        f"let stages begin at layers that choose: every {indexer.freq}-th from "
-        f"{indexer.offset - 1} on",
+        f"let stages begin at layers that choose: every {indexer.freq}-th from {indexer.offset - 1} on",
     )
 
 

@@ -33,7 +33,7 @@ class TruncatedImportance(Section):
                 self.floor >= self.cap,
                 f"floor {self.floor} is not below cap {self.cap}",
                 "lower floor, or raise cap",
-            ),
+            )
         ]
 
 
@@ -57,10 +57,9 @@ class Band(Section):
         return [
             Rule(
                 not self.low <= 1 <= self.high,
-                f"[low, high] = [{self.low:g}, {self.high:g}] has no weight for perfect agreement, "
-                "old / rollout = 1",
+                f"[low, high] = [{self.low:g}, {self.high:g}] has no weight for perfect agreement, old / rollout = 1",
                 "widen them",
-            ),
+            )
         ]
 
 
@@ -97,7 +96,7 @@ class Rejection(Section):
                 outside,
                 f"{limits} rejects perfect agreement, {self.measure} = {agreement:g}",
                 "widen them",
-            ),
+            )
         ]
 
 

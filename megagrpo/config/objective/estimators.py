@@ -73,13 +73,10 @@ class DrGrpoAdvantage(_ComparesResponses):
     """r - mean. arXiv 2503.20783."""
 
     formula = "r - mean"
-    aggregations = (
-        "seq-mean-token-sum",
-        "seq-mean-token-sum-norm",
-    )
+    aggregations = ("seq-mean-token-sum", "seq-mean-token-sum-norm")
     aggregation_advice = (
-        "Dr. GRPO divides by a constant (seq-mean-token-sum-norm); {aggregation} "
-        "divides by response lengths"
+        "Dr. GRPO divides by a constant (seq-mean-token-sum-norm); {aggregation} divides by response "
+        "lengths"
     )
 
     name: Literal["dr_grpo"] = "dr_grpo"

@@ -87,7 +87,7 @@ class KlConfig(Section):
                 "use k1, abs, k2 or k3",
             ),
             Rule(
-                self.adaptive and (not self.coef),
+                self.adaptive and not self.coef,
                 "adaptive needs a starting coefficient",
                 "set loss_coef or reward_coef",
             ),
