@@ -3,6 +3,7 @@
 Buckets cut gradients at other places, so that their norm is summed in another order: those of one cut are compared.
 """
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from megagrpo.config.actor import ActorConfig
 from megagrpo.models.fields import Kernels, ddp_fields, transformer_defaults
 from megagrpo.models.folder import Model
-from tests.dist.workers.launch import run_ranks
+from tests.dist.workers.launch import run_ranks, run_transformers
 
 pytestmark = pytest.mark.verifies("actor", "overlapped reduction and gathering change no bit")
 
@@ -44,6 +45,7 @@ VIRTUAL_STAGES = {
 }
 LAYOUTS = {"PP2": ({"pp": 2}, STAGES), "PP2xVPP2": ({"pp": 2, "vpp": 2}, VIRTUAL_STAGES)}
 MODELS = {"qwen3": {}, "qwen3_tied": {}, "qwen3_moe": {"ep": 2}}
+STREAMS = ("deepseek_v4", "qwen4_exp")  # stages send several residual streams
 
 
 def check_same_bits(hf_models: Path, folder: Path, world: int, parallel: dict, cases: list[tuple[str, str]]) -> None:
@@ -58,7 +60,7 @@ def check_same_bits(hf_models: Path, folder: Path, world: int, parallel: dict, c
             "ddp": NO_DDP | overlaps[overlap][0],
             "megatron": NO_MESSAGES | overlaps[overlap][1],
             "budget": 40,
-            "parallel": {**parallel, **MODELS[model]},
+            "parallel": {**parallel, **MODELS.get(model, {})},
         }
         for model, overlap in cases
     }
@@ -66,7 +68,7 @@ def check_same_bits(hf_models: Path, folder: Path, world: int, parallel: dict, c
     for (model, overlap), result in results.items():
         settings, _, same = overlaps[overlap]
         assert result["overlaps"] == [bool(settings.get(name)) for name in BOTH]
-        assert result["same_on_replicas"] or "ep" in MODELS[model], (model, overlap)  # its ranks share the experts
+        assert result["same_on_replicas"] or "ep" in MODELS.get(model, {}), (model, overlap)  # its ranks share the experts
         assert (result["buckets"] > 3) == (settings.get("bucket_size") == MANY["bucket_size"])
         found, expected = (torch.load(folder / f"{model}.{kind}.pt0", map_location="cpu") for kind in (overlap, same))
         assert found["norms"] == expected["norms"], (model, overlap)
@@ -86,6 +88,12 @@ def test_overlap_changes_no_bit_with_virtual_stages(hf_models, tmp_path):
     check_same_bits(
         hf_models, tmp_path, 4, LAYOUTS["PP2xVPP2"][0], [("qwen3_tied", name) for name in ("gradients", "everything")]
     )
+
+
+@pytest.mark.timeout(300)
+def test_sent_streams_are_freed_and_change_no_bit(tmp_path):
+    run_transformers(tmp_path, "hf_reference.py", *STREAMS)
+    check_same_bits(tmp_path, tmp_path, 2, LAYOUTS["PP2"][0], [*product(STREAMS, ("none", "freed"))])
 
 
 @pytest.mark.slow

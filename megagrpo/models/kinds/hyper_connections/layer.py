@@ -70,10 +70,12 @@ class HyperConnection(Mixing):
 
 
 def spread(streams: Tensor, output: Tensor, post: Tensor, comb: Tensor | None) -> Tensor:
-    """Returns the streams behind a part that gave output [s, b, h]; without comb each keeps
-    itself."""
+    """Returns the streams behind a part that gave output [s, b, h], beside each other [s, b n, h];
+    without comb each keeps itself."""
     kept = streams if comb is None else comb.to(streams.dtype).mT @ streams
-    return post.to(streams.dtype)[..., None] * output[:, :, None] + kept
+    added = post.to(streams.dtype)[..., None] * output[:, :, None]
+    # a sum of views, no view: Megatron frees what a stage has sent
+    return added.flatten(1, 2) + kept.flatten(1, 2)
 
 
 def without_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
@@ -103,13 +105,12 @@ class StreamLayer(TransformerLayer):
         streams = hidden_states.unflatten(1, (-1, self.streams))
         hidden, post, comb = self.hc_attn(streams)
         output, _ = self._forward_attention(hidden, **given)
-        streams = spread(streams, output, post, comb)
+        streams = spread(streams, output, post, comb).unflatten(1, (-1, self.streams))
         hidden, post, comb = self.hc_ffn(streams)
         router = getattr(self.mlp, "router", None)
         if isinstance(router, HashedRouter):
             router.tokens = tokens
-        streams = spread(streams, self._forward_mlp(hidden), post, comb)
-        return streams.flatten(1, 2), None
+        return spread(streams, self._forward_mlp(hidden), post, comb), None
 
 
 class StreamHead(Mixing):
