@@ -23,10 +23,9 @@ from megagrpo.models.config_json import (
 from megagrpo.models.families.sigmoid_moe import tiny_moe_options
 from megagrpo.models.family import Family, TinySizes
 from megagrpo.models.kinds.compressed.describe import INDEXED, CompressedAttention
-from megagrpo.models.kinds.experts.describe import ExpertNames
+from megagrpo.models.kinds.experts.describe import MIXTRAL_NAMES, ExpertNames
 from megagrpo.models.kinds.hashed.describe import HashedExperts
 from megagrpo.models.kinds.hyper_connections.describe import HyperConnections
-from megagrpo.models.tensors import GatedNames
 
 _SIZES = (
     *("head_dim", "q_lora_rank", "o_groups", "o_lora_rank", "sliding_window"),
@@ -63,9 +62,10 @@ _YARN = {  # of a tiny model
     "beta_fast": 32.0,
     "beta_slow": 1.0,
 }
-_PROJECTIONS = GatedNames(gate="w1", up="w3", down="w2")
 _EXPERT_NAMES = ExpertNames(
-    bias="gate.bias", projections=_PROJECTIONS, shared_projections=_PROJECTIONS
+    bias="gate.bias",
+    projections=MIXTRAL_NAMES.projections,
+    shared_projections=MIXTRAL_NAMES.projections,
 )
 
 
@@ -162,9 +162,8 @@ class DeepseekV4(Family):
         width = sizes.hidden_size // 4
         return {
             **tiny_moe_options(sizes, groups=False),
-            "num_key_value_heads": 1,
+            **_ONLY,
             "num_experts_per_tok": max(sizes.experts_per_token, 2),
-            "first_k_dense_replace": 0,
             "qk_rope_head_dim": sizes.head_dim // 2,
             "q_lora_rank": width,
             "o_groups": max(sizes.num_heads // 2, 1),
@@ -180,7 +179,5 @@ class DeepseekV4(Family):
             "hc_sinkhorn_iters": 20,
             "hc_eps": 1e-6,
             "num_hash_layers": 1,
-            "scoring_func": "sqrtsoftplus",
-            "topk_method": "noaux_tc",
             "swiglu_limit": 2.0,
         }

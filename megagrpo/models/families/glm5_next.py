@@ -81,15 +81,11 @@ class Glm5Next(GlmMoeDsa):
         """Samples of a certificate are longer than the keys that are chosen."""
         return {
             **super().tiny_options(sizes),
-            "qk_rope_head_dim": 0,
+            **_ONLY,
             "head_dim": 0,
-            "mla_use_nope": True,
             "index_n_heads": 16,  # so many that no two pools tie at 0
             "index_topk": 8,
             "index_kpool": 2,
-            "index_kpool_compress": True,
-            "index_kpool_always_select_tail": True,
-            "mhc": True,
             "hc_mult": 4,
             "hc_sinkhorn_iters": 20,
             "hc_eps": 1e-6,

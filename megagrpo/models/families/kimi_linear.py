@@ -19,10 +19,9 @@ from megagrpo.models.config_json import (
 )
 from megagrpo.models.families.sigmoid_moe import SigmoidMoe, tiny_moe_options
 from megagrpo.models.family import TinySizes
-from megagrpo.models.kinds.experts.describe import ExpertNames, Experts
+from megagrpo.models.kinds.experts.describe import MIXTRAL_NAMES, ExpertNames, Experts
 from megagrpo.models.kinds.kda.describe import Kda, linear_refusals
 from megagrpo.models.kinds.latent.describe import LatentAttention
-from megagrpo.models.tensors import GatedNames
 
 _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _NAMES = {  # of keys: other families', and of this one's config.json
@@ -36,7 +35,7 @@ _NAMES = {  # of keys: other families', and of this one's config.json
 }
 _EXPERT_NAMES = ExpertNames(
     module="block_sparse_moe",
-    projections=GatedNames(gate="w1", up="w3", down="w2"),
+    projections=MIXTRAL_NAMES.projections,
     shared_size="num_shared_experts x moe_intermediate_size",
 )
 _EPSILON = 1e-5  # of SGLang's norm in Kimi Delta Attention, whatever rms_norm_eps says

@@ -6,6 +6,7 @@ tensor- and of context-parallel ranks. State and convolution start anew with eve
 context parallelism ranks exchange tokens for groups, so that each has whole sequences of some.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -28,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megagrpo.models.kinds.grouped_query.layer import PackedSequences, zigzag_position
 from megagrpo.models.layers.parts import Parts
+from megagrpo.models.layers.whole_linear import linear_options
 
 CHUNK = 32  # tokens that torch computes at once; more are wasted on short sequences
 # computes a function, and for the backward once more: nothing of its float32 is kept
@@ -64,7 +66,9 @@ class RecurrentMixer(CutModule):
     """Takes the place of Megatron's SelfAttention; a subclass mixes the tokens of whole
     sequences."""
 
+    norm: Tensor
     _context: ProcessGroup  # of the forward under way
+    _opening: Callable[[Tensor], Tensor] = torch.sigmoid  # of gates
 
     def __init__(
         self,
@@ -80,8 +84,7 @@ class RecurrentMixer(CutModule):
         self.layer_number = layer_number
         self.rows = rows
         self._groups = groups // config.tensor_model_parallel_size
-        linear = {"config": config, "init_method": config.init_method, "bias": False}
-        linear |= {"is_expert": False, "skip_bias_add": False}
+        linear = linear_options(config)
         self.in_proj = build_module(
             parts.column, config.hidden_size, groups * rows, gather_output=False, **linear
         )
@@ -149,6 +152,10 @@ class RecurrentMixer(CutModule):
         """Maps whole sequences [b, s, groups, rows] to [b, s, groups, width]. borders: of packed
         ones, on a GPU."""
         raise NotImplementedError
+
+    def _gated_norm(self, out: Tensor, gate: Tensor) -> Tensor:
+        normed = F.rms_norm(out.float(), out.shape[-1:], None, self.config.layernorm_epsilon)
+        return (normed * self.norm.float() * self._opening(gate.float())).to(gate.dtype)
 
     def _mix(self, mixed: Tensor, borders: Tensor | None) -> Tensor:
         if borders is None or mixed.is_cuda:

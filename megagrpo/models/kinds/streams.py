@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from megagrpo.models.costs import LayerCost, Share
+from megagrpo.models.costs import FP32, LayerCost, Share
 from megagrpo.models.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class ResidualStreams(ABC):
     PLACES: ClassVar[Mapping[str, str]]
     HEAD: ClassVar[str]  # begins the names of what contracts the streams
     SUFFIX: ClassVar[str] = ""  # ends the names of tensors
+    COPIES: ClassVar[int]  # of the streams, in float32 at once
 
     streams: int
     # the last norm reads a learned sum of the streams; else their mean
@@ -40,9 +41,21 @@ class ResidualStreams(ABC):
         """Yields the tensors of a place of a layer, or of what contracts the streams; prefix: of
         their names."""
 
+    @property
     @abstractmethod
+    def products(self) -> int:
+        """Counts the multiply-adds of a place for each number of a token's streams."""
+
     def cost(self, at: Share) -> LayerCost:
         """Returns the cost of both places of a layer for a micro-batch."""
+        wide = self.streams * at.hidden_size * at.part
+        return LayerCost(
+            # the streams before each place, and what its part gives
+            kept=2 * (wide + at.hidden_size * at.part) * at.width,
+            transient=self.COPIES * wide * FP32,
+            flops=4 * wide * self.products,
+            sent={},
+        )
 
     def tensors(self, hidden: int, prefix: str) -> Iterator[TensorSpec]:
         """Yields the tensors of a layer; prefix: of the layer."""

@@ -164,11 +164,10 @@ def _sites(chunk: Body, arch: Architecture) -> Iterator[_Site]:
         # as models/tensors.py fills it
         heads = _rows(attention.linear_qkv).view(-1, queries + 2, dim)
         qkv = {
-            "q_proj": heads[:, :queries],
-            "k_proj": heads[:, queries],
-            "v_proj": heads[:, queries + 1],
+            "q_proj": heads[:, :queries].flatten(),
+            "k_proj": heads[:, queries].flatten(),
+            "v_proj": heads[:, queries + 1].flatten(),
         }
-        qkv = {name: rows.flatten() for name, rows in qkv.items()}
         yield attention.linear_qkv, prefix + "self_attn.", qkv
         yield attention.linear_proj, prefix + "self_attn.", {"o_proj": _rows(attention.linear_proj)}
         mlps = {"mlp.": layer.mlp}

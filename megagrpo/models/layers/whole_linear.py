@@ -7,13 +7,16 @@ Imports no Megatron.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+# besides, what a layer is built with that every rank holds whole
+WHOLE = {"skip_weight_param_allocation": False, "parallel_mode": "duplicated"}
 
 
 def whole_parameter(
@@ -27,6 +30,12 @@ def whole_parameter(
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by Megatron
     parameter.stays_float32 = dtype == torch.float32  # type: ignore[attr-defined]  # read by build.py
     return parameter
+
+
+def linear_options(config: TransformerConfig) -> dict[str, Any]:
+    """Returns what Megatron's linear layers are built with."""
+    given = {"config": config, "init_method": config.init_method, "bias": False}
+    return {**given, "is_expert": False, "skip_bias_add": False}
 
 
 class WholeLinear(torch.nn.Module):

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megagrpo.models.layers.context import context_group
 from megagrpo.models.layers.parts import Parts
+from megagrpo.models.layers.whole_linear import WHOLE, linear_options
 from megagrpo.types import MicroBatch
 
 OF_DRAFT = "of_draft"  # attribute of its parameters, by which the optimizer groups them
@@ -41,17 +42,8 @@ class DraftLayer(MegatronModule):
             return parts.norm(config=config, hidden_size=hidden, eps=config.layernorm_epsilon)
 
         self.enorm, self.hnorm, self.norm = norm(), norm(), norm()
-        self.eh_proj = build_module(
-            parts.whole_linear,
-            2 * hidden,
-            hidden,
-            config=config,
-            init_method=config.init_method,
-            bias=False,
-            skip_bias_add=False,
-            parallel_mode="duplicated",
-            skip_weight_param_allocation=False,
-        )
+        linear = linear_options(config) | WHOLE
+        self.eh_proj = build_module(parts.whole_linear, 2 * hidden, hidden, **linear)
         # it follows the last layer
         number = config.num_layers + 1 - get_transformer_layer_offset(config, vp_stage)
         self.layer = build_module(layer, config=config, vp_stage=vp_stage, layer_number=number)

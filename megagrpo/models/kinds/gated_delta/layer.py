@@ -40,7 +40,8 @@ class GatedDeltaNet(RecurrentMixer):
         super().__init__(config, layer_number, parts, heads, sizes.rows // heads, width)
         self.key_dim, self.value_dim = sizes.key_dim, sizes.value_dim
         self.values = values  # value heads of a key head
-        self._opening = torch.sigmoid if sizes.sigmoid_gate else F.silu
+        if not sizes.sigmoid_gate:
+            self._opening = F.silu
         self.channels = sizes.channels // heads
         self.conv1d = self.cut(self.channels, 1, sizes.kernel)
         self.A_log = self.cut(values, dtype=torch.float32)
@@ -64,10 +65,6 @@ class GatedDeltaNet(RecurrentMixer):
         out = rule(query, key, value, decay, beta.flatten(2).float().sigmoid(), borders)
         out = again(self._gated_norm, out, gate)
         return out.flatten(2).unflatten(2, (heads, -1))
-
-    def _gated_norm(self, out: Tensor, gate: Tensor) -> Tensor:
-        normed = F.rms_norm(out.float(), (self.value_dim,), None, self.config.layernorm_epsilon)
-        return (normed * self.norm.float() * self._opening(gate.float())).to(gate.dtype)
 
 
 def convolve_fla(x: Tensor, weight: Tensor, _: None, borders: Tensor | None) -> Tensor:

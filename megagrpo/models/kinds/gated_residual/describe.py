@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megagrpo.models.costs import FP32, LayerCost, Share
 from megagrpo.models.kinds.streams import ResidualStreams
 from megagrpo.models.tensors import Kind, TensorSpec
 
@@ -23,6 +22,7 @@ class GatedResidual(ResidualStreams):
     PLACES: ClassVar = {"hc_attn": "attn_hyper_connection.", "hc_ffn": "mlp_hyper_connection."}
     HEAD = "model.hyper_connection_mixer."  # the model's last norm is in it
     SUFFIX = ".weight"
+    COPIES = 4
 
     rank: int
 
@@ -42,13 +42,6 @@ class GatedResidual(ResidualStreams):
             kind: Kind = "matrix" if len(shape) > 1 else "centered norm"
             yield TensorSpec(f"{prefix}{name}{self.SUFFIX}", shape, kind)
 
-    def cost(self, at: Share) -> LayerCost:
-        """Returns the cost of both places of a layer for a micro-batch."""
-        wide = self.streams * at.hidden_size * at.part
-        return LayerCost(
-            # the streams before each place, and what its part gives
-            kept=2 * (wide + at.hidden_size * at.part) * at.width,
-            transient=4 * wide * FP32,
-            flops=4 * wide * (2 * self.rank + self.streams),
-            sent={},
-        )
+    @property
+    def products(self) -> int:
+        return 2 * self.rank + self.streams

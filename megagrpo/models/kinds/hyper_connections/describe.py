@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megagrpo.models.config_json import HfConfig
-from megagrpo.models.costs import FP32, LayerCost, Share
 from megagrpo.models.kinds.streams import ResidualStreams
 from megagrpo.models.tensors import TensorSpec
 
@@ -23,6 +22,7 @@ class HyperConnections(ResidualStreams):
     )
     PLACES: ClassVar = {"hc_attn": "hc_attn.", "hc_ffn": "hc_ffn."}
     HEAD = "model.hc_head."
+    COPIES = 3
 
     iterations: int  # of Sinkhorn and Knopp, over rows and columns
     eps: float
@@ -46,13 +46,6 @@ class HyperConnections(ResidualStreams):
         yield TensorSpec(prefix + "base", (rows,), "bias", dtype="float32")
         yield TensorSpec(prefix + "scale", (scales,), "norm", dtype="float32")
 
-    def cost(self, at: Share) -> LayerCost:
-        """Returns the cost of both places of a layer for a micro-batch."""
-        wide = self.streams * at.hidden_size * at.part
-        return LayerCost(
-            # the streams before each place, and what its part gives
-            kept=2 * (wide + at.hidden_size * at.part) * at.width,
-            transient=3 * wide * FP32,
-            flops=4 * wide * (self.outputs + self.streams),
-            sent={},
-        )
+    @property
+    def products(self) -> int:
+        return self.outputs + self.streams

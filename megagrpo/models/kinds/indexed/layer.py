@@ -80,9 +80,10 @@ class Indexer(torch.nn.Module):
             self.index_kpool_compress_gate = gate
             self.index_kpool_compress_ape = whole_parameter(config, (pool, dim))
         self.requires_grad_(False)
-        rotary = RotaryEmbedding if config.rope_type == "rope" else YarnRotaryEmbedding
-        scaling = {} if config.rope_type == "rope" else {key: getattr(config, key) for key in _YARN}
-        if scaling:
+        rotary, scaling = RotaryEmbedding, {}
+        if config.rope_type != "rope":
+            rotary = YarnRotaryEmbedding
+            scaling = {key: getattr(config, key) for key in _YARN}
             scaling["scaling_factor"] = config.rotary_scaling_factor
         self._rotary = rotary(
             config.qk_pos_emb_head_dim,

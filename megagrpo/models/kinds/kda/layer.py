@@ -19,7 +19,7 @@ from megagrpo.models.kinds.gated_delta.layer import convolve_fla, delta_rule, ru
 from megagrpo.models.kinds.kda.describe import Kda
 from megagrpo.models.kinds.recurrent import RecurrentMixer, again, convolve
 from megagrpo.models.layers.parts import Parts
-from megagrpo.models.layers.whole_linear import whole_parameter
+from megagrpo.models.layers.whole_linear import WHOLE, linear_options, whole_parameter
 
 
 class KimiDeltaAttention(RecurrentMixer):
@@ -36,11 +36,9 @@ class KimiDeltaAttention(RecurrentMixer):
         super().__init__(config, layer_number, parts, sizes.heads, 3 * dim + 1, dim)
         self.dim = dim
         self._bound = sizes.bound
-        linear = {"config": config, "init_method": config.init_method, "bias": False}
-        linear |= {"is_expert": False, "skip_bias_add": False}
-        whole = {"skip_weight_param_allocation": False, "parallel_mode": "duplicated"}
+        linear = linear_options(config)
         for name in ("decay", "gate"):
-            down = build_module(parts.whole_linear, config.hidden_size, dim, **linear, **whole)
+            down = build_module(parts.whole_linear, config.hidden_size, dim, **linear, **WHOLE)
             up = build_module(parts.column, dim, sizes.values, gather_output=False, **linear)
             self.add_module(f"{name}_down", down)
             self.add_module(f"{name}_up", up)
@@ -80,7 +78,3 @@ class KimiDeltaAttention(RecurrentMixer):
         if self._bound is None:
             return -rate * F.softplus(decay)
         return self._bound * torch.sigmoid(rate * decay)
-
-    def _gated_norm(self, out: Tensor, gate: Tensor) -> Tensor:
-        normed = F.rms_norm(out.float(), (self.dim,), None, self.config.layernorm_epsilon)
-        return (normed * self.norm.float() * gate.float().sigmoid()).to(gate.dtype)

@@ -59,9 +59,9 @@ class Mamba2Mixer(RecurrentMixer):
         steps = F.softplus(steps.flatten(2).float() + dt_bias.float())
         y = scan(x, steps, -a_log.exp(), into, out_of, skip, borders)
         y = y.flatten(2).unflatten(2, (groups, -1))
-        return again(self._gated_norm, y, gate, weight)
+        return again(self._normed, y, gate, weight)
 
-    def _gated_norm(self, y: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    def _normed(self, y: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
         gated = y.float() * F.silu(gate.float())
         normed = F.rms_norm(gated, (self.width,), None, self.config.layernorm_epsilon)
         return (normed * weight.float().view(-1, self.width)).to(gate.dtype)

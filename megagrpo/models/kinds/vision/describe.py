@@ -16,28 +16,28 @@ Trained = Literal["none", "projector", "all"]
 # What vision_config may leave out, as fine-tunes do that hold only what differs: the defaults of
 # transformers' Qwen2_5_VLVisionConfig and Qwen3VLVisionConfig (Qwen3VLMoeVisionConfig has the
 # same).
+_BOTH: dict[str, object] = {
+    "num_heads": 16,
+    "out_hidden_size": 3584,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
 _DEFAULTS: dict[str, dict[str, object]] = {
     "qwen2_5_vl": {
+        **_BOTH,
         "depth": 32,
         "hidden_size": 3584,
         "intermediate_size": 3420,
-        "num_heads": 16,
-        "out_hidden_size": 3584,
         "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
         "window_size": 112,
         "fullatt_block_indexes": [7, 15, 23, 31],
     },
     "qwen3_vl": {
+        **_BOTH,
         "depth": 27,
         "hidden_size": 1152,
         "intermediate_size": 4304,
-        "num_heads": 16,
-        "out_hidden_size": 3584,
         "patch_size": 16,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
         "num_position_embeddings": 2304,
         "deepstack_visual_indexes": [8, 16, 24],
     },
@@ -167,13 +167,12 @@ class Vision:
                 yield TensorSpec(f"{prefix}{name}.bias", (width,), "bias")
         yield from _linear(prefix + "attn.qkv", 3 * width, width)
         yield from _linear(prefix + "attn.proj", width, width)
+        names: tuple[str, ...] = ("linear_fc1", "linear_fc2")
         if self.kind == "qwen2_5_vl":
-            yield from _linear(prefix + "mlp.gate_proj", ffn, width)
-            yield from _linear(prefix + "mlp.up_proj", ffn, width)
-            yield from _linear(prefix + "mlp.down_proj", width, ffn)
-        else:
-            yield from _linear(prefix + "mlp.linear_fc1", ffn, width)
-            yield from _linear(prefix + "mlp.linear_fc2", width, ffn)
+            names = ("gate_proj", "up_proj", "down_proj")
+        for name in names[:-1]:
+            yield from _linear(f"{prefix}mlp.{name}", ffn, width)
+        yield from _linear(f"{prefix}mlp.{names[-1]}", width, ffn)
 
     def owns(self, name: str) -> bool:
         """Tells whether an HF tensor is one of the tower's."""
