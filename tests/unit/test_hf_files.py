@@ -189,7 +189,10 @@ FIRST, SECOND = (f"model-0000{k}-of-00002.safetensors" for k in (1, 2))
         (lambda out: (out / FIRST).unlink(), f"{FIRST}: missing, but {INDEX} names it"),
         (lambda out: (out / FIRST).write_bytes((out / SECOND).read_bytes()), f"{FIRST}: lacks .* that {INDEX} names"),
         (lambda out: (out / INDEX).write_text("{"), f"{INDEX}: not a safetensors index"),
-        (lambda out: (out / INDEX).write_text("{}"), f"{INDEX}: not a safetensors index"),
+        *(
+            (lambda out, text=text: (out / INDEX).write_text(text), f"{INDEX}: not a safetensors index")
+            for text in ("{}", "[]", "3", '{"weight_map": []}')
+        ),
         (lambda out: (out / INDEX).unlink(), "out: has neither model.safetensors nor"),
     ],
 )

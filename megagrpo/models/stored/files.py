@@ -124,7 +124,7 @@ def _names_by_file(folder: Path) -> dict[str, list[str]]:
     index = folder / INDEX
     if index.exists():
         names: dict[str, list[str]] = {}
-        errors = (json.JSONDecodeError, KeyError, UnicodeDecodeError)
+        errors = (ValueError, KeyError, TypeError, AttributeError)  # JSON of another kind, too
         with translated(f"{index}: not a safetensors index{git_lfs_hint(index)}", *errors):
             for name, file in json.loads(index.read_text())["weight_map"].items():
                 names.setdefault(file, []).append(name)

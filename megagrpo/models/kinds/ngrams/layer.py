@@ -105,12 +105,11 @@ class NGramRows(torch.nn.Module):
     def _rows(self, numbers: Tensor) -> Tensor:
         """Returns the rows [T, width] of these numbers [T, hashes]."""
         flat = numbers.flatten().cpu()
-        first = self._table[0]
-        part = flat // len(first)
-        rows = first.new_empty(len(flat), first.shape[1])
-        for number in part.unique().tolist():
-            chosen = part == number
-            rows[chosen] = self._table[number][flat[chosen] % len(first)]
+        size, width = self._table[0].shape
+        rows = self._table[0].new_empty(len(flat), width)
+        counts = (flat // size).bincount(minlength=len(self._table))
+        for part, chosen in zip(self._table, flat.argsort().split(counts.tolist()), strict=True):
+            rows[chosen] = part[flat[chosen] % size]
         return rows.view(len(numbers), -1).to(numbers.device, self._config.params_dtype)
 
     def _normed(self, streams: Tensor, name: str) -> Tensor:
