@@ -5,7 +5,6 @@ check` and the certificate then support it.
 """
 
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,8 +13,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from megagrpo.config.actor import ParallelConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.config_json import HfConfig, text_part
+from megagrpo.models.costs import FP32, Share
 from megagrpo.models.families.deepseek_v3 import DeepseekV3, Glm4MoeLite, KimiK25
 from megagrpo.models.families.deepseek_v4 import DeepseekV4
 from megagrpo.models.families.glm5_next import Glm5Next
@@ -220,23 +221,19 @@ def _products(arch: Architecture) -> int:
     return _counted(arch, layer_groups).active + arch.vocab_size * arch.hidden_size
 
 
+@lru_cache(maxsize=16)
 def attention_length(arch: Architecture) -> int:
     """Returns the sequence length, in tokens, at which attention costs as much as all other matrix
     products.
 
-    Attention's own products are queries with keys and weights with values, under a causal mask; in
-    layers with a window they do not grow with the sequence and count as none.
+    Those of attention are products with all keys of a sequence, as trainers compute them, under masks
+    too; what sees no more than a window counts as none.
     """
-    # of a token at the end of a sequence of n: heads * n multiply-adds, twice, and half of that on
-    # average
     attention = arch.attention
-    heads = attention.heads * (attention.head_dim + attention.v_dim) // 2
-    layers = arch.attention_layers
-    if arch.indexer:  # the keys that a query then sees are as many in long sequences
-        heads = arch.indexer.heads * arch.indexer.head_dim // 2 // arch.indexer.pool
-    elif attention.most_keys < math.inf:
-        layers -= round(layers * attention.limited_share)
-    return max(_products(arch) // max(layers, 1) // heads, 1)
+    cost = attention.cost(Share(arch.hidden_size, ParallelConfig(), 1, 1, FP32))
+    pair = cost.pair_flops + cost.chosen_flops * (1 - attention.limited_share)
+    # an element is two FLOPs, and a token meets half of the keys
+    return max(int(4 * _products(arch) / max(pair * arch.attention_layers, 1)), 1)
 
 
 def training_flops(arch: Architecture, lengths: Sequence[int], adapters: bool) -> float:
@@ -256,20 +253,23 @@ def patch_cost(arch: Architecture) -> float:
 
 
 def left_out(hf: HfConfig, draft: bool = False) -> list[str]:
-    """Returns in words the parts of a model that are not loaded, trained or published.
+    """Returns in words the parts of a model that are not loaded, trained or published; [] of one
+    with `model_problems`.
 
     draft: whether actor.draft asks for the multi-token-prediction layer.
     """
+    if model_problems(hf):
+        return []
     kept = begin_of_kept(hf)
     hf = text_part(hf)
     layers = hf.get(_PREDICTION_LAYERS) or 0
-    family = FAMILIES.get(str(hf.get("model_type")))
+    family = FAMILIES[hf["model_type"]]
     found = [
         f"{name}*: {_LEFT_OUT.get(name, 'only texts are trained')}"
         + ", exports have the model's own" * (name in kept)
-        for name in (family.LEFT_OUT if family else ())
+        for name in family.LEFT_OUT
     ]
-    if family and (ngrams := family.ngrams(hf)):
+    if ngrams := family.ngrams(hf):
         tables = sum(spec.size for spec in table_tensors(family, ngrams))
         found.append(
             f"{tables / 1e9:.1f} B numbers of n-grams (ple_embedding): frozen, trainers and engines read "
@@ -278,12 +278,10 @@ def left_out(hf: HfConfig, draft: bool = False) -> list[str]:
     if not layers or draft or "mtp." in kept:
         return found
     first = hf["num_hidden_layers"]
-    names = f"{(family or Family).LAYERS}{first}" + (
-        f" to {first + layers - 1}" if layers > 1 else ""
-    )
+    names = f"{family.LAYERS}{first}" + f" to {first + layers - 1}" * (layers > 1)
     return [
         *found,
-        f"{layers} multi-token-prediction layer{'s' if layers > 1 else ''} ({names}), which only "
+        f"{layers} multi-token-prediction layer{'s' * (layers > 1)} ({names}), which only "
         "speculate",
     ]
 

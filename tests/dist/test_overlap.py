@@ -68,7 +68,10 @@ def check_same_bits(hf_models: Path, folder: Path, world: int, parallel: dict, c
     for (model, overlap), result in results.items():
         settings, _, same = overlaps[overlap]
         assert result["overlaps"] == [bool(settings.get(name)) for name in BOTH]
-        assert result["same_on_replicas"] or "ep" in MODELS.get(model, {}), (model, overlap)  # its ranks share the experts
+        assert result["same_on_replicas"] or "ep" in MODELS.get(model, {}), (
+            model,
+            overlap,
+        )  # its ranks share the experts
         assert (result["buckets"] > 3) == (settings.get("bucket_size") == MANY["bucket_size"])
         found, expected = (torch.load(folder / f"{model}.{kind}.pt0", map_location="cpu") for kind in (overlap, same))
         assert found["norms"] == expected["norms"], (model, overlap)

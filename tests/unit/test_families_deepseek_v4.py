@@ -16,6 +16,7 @@ from megagrpo.models.folder import Model
 from megagrpo.models.table import (
     FAMILIES,
     architecture_of,
+    attention_length,
     exported_config,
     left_out,
     model_problems,
@@ -185,7 +186,12 @@ def test_what_is_computed_and_kept():
     assert work.cache_bytes(1) == 43 * round(far) * 2 + 21 * (128 + 4) // 4
     p = {"world_size": 8, "dtype": "bfloat16", "parallel": {"tp": 2, "cp": 2, "ep": 4}}
     cost = layer_cost(arch, ActorConfig.model_validate(p), 8192, 5, 1.0)
-    assert cost.pair_flops == arch.attention.index_flops < cost.chosen_flops == 4 * 32 * 512
+    # torch computes with all keys behind the window, and with 1024 + 128 near a query, of 128 + 512 that it sees
+    behind = [4 * heads * 512 * (21 / 4 + 20 / 128) + 21 * 2 * 64 * 128 / 4 for heads in (32, 64)]
+    assert cost.pair_flops == pytest.approx(behind[0] / 43)
+    assert cost.chosen_flops == 4 * 32 * 512 * 1152 / 640
+    # half of the keys are before a query
+    assert attention_length(arch) == pytest.approx(2 * parameter_counts(arch).active / (behind[1] / 2), rel=0.1)
     # four streams in place of one
     alone = layer_cost(architecture_of(FLASH | {"hc_mult": 2}), ActorConfig.model_validate(p), 8192, 5, 1.0)
     assert cost.kept - alone.kept == 2 * 2 * 4096 * 8192 / 4 * 2

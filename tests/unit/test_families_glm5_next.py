@@ -9,6 +9,7 @@ from megagrpo.models.costs import layer_cost
 from megagrpo.models.table import (
     FAMILIES,
     architecture_of,
+    attention_length,
     exported_config,
     is_left_out,
     left_out,
@@ -210,6 +211,8 @@ def test_what_is_computed_and_kept():
     assert delta.pair_flops == 0 and sparse.chosen_flops == 0
     assert sparse.pair_flops == 4 * 32 * 256 + arch.attention.index_flops  # every key, and pools of 4
     assert arch.attention.index_flops == 2 * 32 * 128 / 4
+    pair = 11 * (4 * 64 * 256 + arch.attention.index_flops) / 2  # half of the keys are before a query
+    assert attention_length(arch) == pytest.approx(2 * parameter_counts(arch).active / pair, rel=0.1)
 
 
 def test_tiny_models_have_every_kind_of_layer():

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.actor.host import prepare_host
@@ -17,6 +19,7 @@ from megagrpo.models.folder import Model
 from megagrpo.models.table import (
     FAMILIES,
     architecture_of,
+    attention_length,
     is_left_out,
     left_out,
     model_problems,
@@ -39,6 +42,13 @@ ON_GPUS = {"dtype": "bfloat16", "load_format": "model", "sglang": {"ple_offload_
 
 def changed(**text: object) -> dict:
     return FLASH | {"text_config": FLASH["text_config"] | text}
+
+
+def test_a_description_without_its_keys_is_refused_and_has_no_parts_left_out():
+    for key in ("ple_layer_ids", "num_hidden_layers"):
+        text = {name: value for name, value in FLASH["text_config"].items() if name != key}
+        lacking = FLASH | {"text_config": text | {"num_nextn_predict_layers": 1}}
+        assert f"config.json lacks {key}" in model_problems(lacking) and left_out(lacking) == []
 
 
 def test_published_sizes():
@@ -132,7 +142,11 @@ def test_what_is_computed_and_kept():
     assert model_work(arch).cache_bytes(1) == 12 * (2 * 2 * 256 + 128 // 4) * 2
     actor = ActorConfig.model_validate({"world_size": 2, "dtype": "bfloat16", "parallel": {"tp": 2}})
     sparse = layer_cost(arch, actor, 8192, 3, 1.0)
-    assert sparse.pair_flops == 2 * 4 * 128 / 4 < sparse.chosen_flops == 4 * 12 * 256
+    # torch computes with every key, under a mask
+    assert sparse.pair_flops == 4 * 12 * 256 + 2 * 4 * 128 / 4 and sparse.chosen_flops == 0
+    # of both ranks; half of the keys are before a query
+    pair = 12 * (4 * 24 * 256 + 2 * 4 * 128 / 4) / 2
+    assert attention_length(arch) == pytest.approx(2 * parameter_counts(arch).active / pair, rel=0.1)
 
 
 @pytest.fixture
@@ -181,3 +195,21 @@ def test_numbers_that_trainers_do_not_compute_with_are_refused(part: str, number
     name = f"model.layers.1.ple.ple_embedding.{part}"
     with pytest.raises(ValueError, match=f"{name}: .* in the files, but trainers compute with"):
         NGramRows.map_table(rows, files | {name: torch.tensor(numbers)})
+
+
+def test_rows_are_read_part_by_part():
+    """Of a table in many parts, without a mask of all tokens for each."""
+    table = torch.randn(1000, 3, generator=torch.Generator().manual_seed(0))
+    numbers = torch.randint(1000, (40, 2), generator=torch.Generator().manual_seed(1))
+    rows = SimpleNamespace(_table=table.split(2), _config=SimpleNamespace(params_dtype=torch.float32))
+    made = []
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made.append(func(*args, **(kwargs or {})))
+            return made[-1]
+
+    with Made():
+        found = NGramRows._rows(rows, numbers)
+    assert torch.equal(found, table[numbers].flatten(1))
+    assert not any(t.dtype == torch.bool for t in tree_leaves(made) if isinstance(t, torch.Tensor))

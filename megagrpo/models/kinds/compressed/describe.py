@@ -138,7 +138,7 @@ class CompressedAttention(Attention):
 
     def cost(self, at: Share) -> LayerCost:
         """Returns the cost of a layer's attention for a micro-batch, the mean over layers, as torch
-        computes it, block by block."""
+        computes it, block by block: with all keys behind the window, chosen or not."""
         p = at.parallel
         heads = self.heads / p.tp
         dim, rank = self.head_dim, self.q_lora_rank
@@ -151,13 +151,18 @@ class CompressedAttention(Attention):
         kept = 2 * (rank + dim + far) + 4 * heads * dim + groups + at.hidden_size
         products = at.hidden_size * (rank + dim + far + groups)
         products += heads * dim * (rank + self.group_rank)
-        scores = heads * min(at.whole, BLOCK) * at.whole * p.cp
+        pair = 4 * heads * dim
+        index = 2 * self.index_heads * self.index_dim
+        near = BLOCK + self.window
+        far_keys = at.whole * p.cp / INDEXED
+        # scores, shares and their gradients; or an indexer's products, which each rank has
+        scores = max(3.1 * heads * (near + far_keys), self.index_heads * far_keys)
         return LayerCost(
             kept=kept * at.whole * at.width,
-            transient=2 * scores * FP32 + at.gathered,
+            transient=min(at.whole, BLOCK) * scores * FP32 + at.gathered,
             flops=2 * products * at.whole,
-            pair_flops=self.index_flops,
-            chosen_flops=4 * heads * dim,
+            pair_flops=self.mean(lambda ratio: (pair + index * (ratio == INDEXED)) / ratio),
+            chosen_flops=pair * near / self.most_keys,
             sent={"tp": at.gathers(2), "cp": (dim + far) * at.whole * at.width * (p.cp - 1)},
         )
 

@@ -153,8 +153,14 @@ class CompressedMixer(CutModule):
         near = self._turns(near, torch.arange(len(near), device=near.device))
         made[1:] = [each.detach() for each in made[1:]]  # nothing trains an indexer
         far = [self._compressed(*each) for each in zip(made, self._made, strict=True)]
-        blocks = zip(*(t.split(BLOCK) for t in (queries, asked, position)), strict=True)
-        return torch.cat([again(self._block, *block, near, *far) for block in blocks])
+        # blocks of neighbors: ranks that share a sequence have two parts of it
+        parts = 1 + (len(keys) > len(queries))
+        blocks = (
+            [block for part in t.chunk(parts) for block in part.split(BLOCK)]
+            for t in (queries, asked, position)
+        )
+        every = zip(*blocks, strict=True)
+        return torch.cat([again(self._block, *block, near, *far) for block in every])
 
     def _compressed(self, made: Tensor, prefix: str) -> Tensor:
         """Returns keys [s / ratio, d] of whole windows, from values and gates [s, 2 d or 4 d]."""
@@ -172,11 +178,13 @@ class CompressedMixer(CutModule):
     def _block(
         self, queries: Tensor, asked: Tensor, position: Tensor, near: Tensor, *far: Tensor
     ) -> Tensor:
-        """Returns [t, heads, d] of some queries, whose scores of all keys are in memory. far: keys
-        behind the window, and the indexer's."""
+        """Returns [t, heads, d] of neighbors, whose scores of keys that some of them see, and of all
+        behind the window, are in memory. far: keys behind the window, and the indexer's."""
         sizes = self._sizes
-        ahead = position[:, None] - torch.arange(len(near), device=near.device)
-        seen = (ahead >= 0) & (ahead < sizes.window)
+        places = torch.arange(1 - sizes.window, len(queries), device=near.device) + position[0]
+        near = near[places.clamp(min=0)]
+        ahead = position[:, None] - places
+        seen = (ahead >= 0) & (ahead < sizes.window) & (places >= 0)
         if far:
             behind = torch.arange(len(far[0]), device=near.device)
             behind = behind < (position[:, None] + 1) // self._ratio

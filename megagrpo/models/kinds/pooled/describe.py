@@ -76,7 +76,7 @@ class PooledQuery(GroupedQuery):
 
     def cost(self, at: Share) -> LayerCost:
         """Returns the cost of a layer's attention for a micro-batch, as torch computes it, block of
-        queries by block."""
+        queries by block: with all keys, under masks of the chosen ones."""
         dense = super().cost(at)
         p = at.parallel
         index = (self.index_heads + 1) * self.index_dim
@@ -86,6 +86,5 @@ class PooledQuery(GroupedQuery):
             kept=dense.kept + index * at.whole * at.width,
             transient=dense.transient + 2 * scores * FP32,
             flops=dense.flops + 2 * at.hidden_size * index * at.part,
-            pair_flops=self.index_flops,
-            chosen_flops=dense.pair_flops,
+            pair_flops=dense.pair_flops + self.index_flops,
         )
