@@ -158,6 +158,20 @@ def test_turns_and_prompts_of_samples_count(tmp_path):
     assert len(json.dumps(data)) < 600_000
 
 
+def test_recorded_tokens_and_turns_of_long_responses_are_bounded(tmp_path):
+    folder = make_run(tmp_path, num_steps=3)
+    for path in folder.trained_files().values():
+        lines = list(map(json.loads, path.read_text().splitlines()))
+        for tokens in (tokens for line in lines for tokens in line["tokens"]):
+            tokens |= {"ids": [5] * 50_000, "difference": [0.25] * 50_000}
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data, notes = read_samples(folder, 150_000)
+    samples = [sample for group in data["groups"] for sample in group["samples"]]
+    shown = [len(sample["tokens"]["ids"]) for sample in samples if "tokens" in sample]
+    assert 0 < sum(shown) <= 150_000 / 16 and "or tokens, within --sample-mb 0.15" in notes[-1]
+    assert data["pieces"] == {"5": " one"}
+
+
 def test_one_huge_response_does_not_fill_the_page(tmp_path):
     (group,) = made_groups(1, num_groups=1)
     long = replace(group.samples[0], text="x" * 1_000_000)

@@ -1,6 +1,7 @@
 """Selects the samples shown on the page: a whole run has too many for a browser."""
 
 import base64
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -23,13 +24,14 @@ CURVES = (
     "time/step_s",
 )
 _MAX_TEXT = 20_000  # characters of one prompt or response
+_TOKEN = 16  # bytes of a token: its number and difference
 
 
 def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
     """Returns {"groups": [...], "pieces": {token id: text}, "images": {key: data URI}, "formulas":
     {LaTeX: MathML}} and notes on omissions.
 
-    Samples take about `max_bytes`, and so do their images.
+    Samples take about `max_bytes`, and so do their tokens, and their images.
 
     A group is a line of rollouts/ with its step; a sample also has its advantage and, if they were
     recorded, its tokens: {"ids", "difference"}. "html" is a text as Markdown; a model's has that of
@@ -37,10 +39,10 @@ def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
     """
     files = folder.rollout_files()
     chosen = spread(list(files), _MAX_STEPS)
-    trained, pieces = _trained(folder, set(chosen))
+    updated: dict[tuple[int, int], dict] = {}  # samples by step and id
     groups: list[dict] = []
     mathml: dict[str, str] = {}
-    num_cut = 0
+    cut: set[int] = set()  # steps
     left = max_bytes
     for index, step in enumerate(chosen):
         # later steps may use the bytes that a step leaves over
@@ -49,30 +51,30 @@ def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
         records = list(read_rollouts(files[step].values()))
         most = max((len(record["samples"]) for record in records), default=0)
         for record in records:
-            group, size = _group(
-                step, record, most, trained, allowance - used, first=used == 0, mathml=mathml
-            )
+            group, size = _group(step, record, allowance - used, first=used == 0, mathml=mathml)
             if group is None:
-                num_cut += 1
+                cut.add(step)
                 break
             groups.append(group)
+            # as batching/batch.py numbers samples
+            first_id = record["group_id"] * most
+            updated |= {(step, first_id + sample["index"]): sample for sample in group["samples"]}
             used += size
         left -= used
     notes = []
     if len(files) > len(chosen):
         notes.append(f"samples: of {len(chosen)} of {len(files)} steps, evenly spread")
-    if num_cut:
+    pieces = _add_updates(folder, updated, max_bytes / max(len(chosen), 1), cut)
+    if cut:
         notes.append(
-            f"samples: in {num_cut} step(s) only the first groups, within "
+            f"samples: in {len(cut)} step(s) only the first groups, or tokens, within "
             f"--sample-mb {max_bytes / 1e6:g}"
         )
-    samples = [sample for group in groups for sample in group["samples"]]
-    used_ids = {token for sample in samples for token in sample.get("tokens", {}).get("ids", ())}
     return {
         "groups": groups,
         "images": _images(folder, groups, max_bytes),
         "formulas": mathml,
-        "pieces": {str(token): pieces.get(str(token), f"[{token}]") for token in used_ids},
+        "pieces": pieces,
     }, notes
 
 
@@ -109,18 +111,12 @@ def _images(folder: RunFolder, groups: list[dict], max_bytes: float) -> dict[str
 
 
 def _group(
-    step: int,
-    record: dict,
-    most: int,
-    trained: dict,
-    allowance: float,
-    first: bool,
-    mathml: dict[str, str],
+    step: int, record: dict, allowance: float, first: bool, mathml: dict[str, str]
 ) -> tuple[dict | None, int]:
     """Returns the group with the samples that fit into `allowance` bytes, None without any, and its
     size in bytes.
 
-    The first group of a step has at least one sample. most: samples of the step's largest group.
+    The first group of a step has at least one sample.
     """
     group = record | {"step": step, "size": len(record["samples"]), "samples": []}
     group |= {"prompt": _cut(record["prompt"]), "answer": _cut(record["answer"])}
@@ -128,20 +124,24 @@ def _group(
     size = len(json_bytes(group))
     for index, sample in enumerate(record["samples"]):
         outcome = sample["outcome"] | {"detail": _cut(sample["outcome"]["detail"])}
-        # as batching/batch.py numbers samples
-        update = trained.get((step, record["group_id"] * most + index), {"advantage": None})
-        shown = sample | {"index": index, "outcome": outcome} | update
+        formulas: dict[str, str] = {}
+        shown = sample | {"index": index, "outcome": outcome, "advantage": None}
         shown |= {key: _cut(sample[key]) for key in ("prompt", "text") if key in sample}
         if "prompt" in shown:
-            shown["prompt_html"] = rendered(shown["prompt"], mathml)
-        turns = [turn | {"text": _cut(turn["text"])} for turn in sample.get("turns", ())]
-        shown["turns"] = [turn | {"html": _html(turn, mathml)} for turn in turns]
+            shown["prompt_html"] = rendered(shown["prompt"], formulas)
+        shown["turns"] = turns = []
+        left = _MAX_TEXT  # of all turns together
+        for turn in sample.get("turns", ()):
+            cut = turn | {"text": _cut(turn["text"], max(left, 0))}
+            turns.append(cut | {"html": _html(cut, formulas)})
+            left -= len(turn["text"])
         if not turns:
-            shown["html"] = _html(shown, mathml)
-        own = len(json_bytes(shown))
+            shown["html"] = _html(shown, formulas)
+        own = len(json_bytes([shown, {k: v for k, v in formulas.items() if k not in mathml}]))
         if size + own > allowance and (group["samples"] or not first):
             break
         group["samples"].append(shown)
+        mathml |= formulas
         size += own
     return (group, size) if group["samples"] else (None, 0)
 
@@ -154,26 +154,31 @@ def _html(turn: dict, mathml: dict[str, str]) -> list[str]:
     return [rendered(thought, mathml), rendered(rest, mathml)]
 
 
-def _trained(
-    folder: RunFolder, steps: set[int]
-) -> tuple[dict[tuple[int, int], dict], dict[str, str]]:
-    """Returns advantage and tokens by (step, sample id), as recorded by the update, and the text of
-    each token id."""
-    updates: dict[tuple[int, int], dict] = {}
+def _add_updates(
+    folder: RunFolder, samples: dict[tuple[int, int], dict], step_bytes: float, cut: set[int]
+) -> dict[str, str]:
+    """Adds advantage and tokens, as recorded by the update, to samples by (step, sample id), and
+    the steps of which not all tokens fit to `cut`; returns the text of each token id."""
     pieces: dict[str, str] = {}
+    used: set[int] = set()
+    left: defaultdict[int, int] = defaultdict(lambda: int(step_bytes / _TOKEN))
     for path in folder.trained_files().values():
         for line in read_step_lines(path):
             pieces |= line["pieces"]  # a token's text is recorded only in its first step
-            if line["step"] not in steps:
-                continue
+            step = line["step"]
             for sample_id, advantage in zip(line["sample_ids"], line["advantages"], strict=True):
-                updates[line["step"], sample_id] = {"advantage": advantage}
-            for sample in line["tokens"]:
-                tokens = {"ids": sample["ids"], "difference": sample["difference"]}
-                updates[line["step"], sample["sample_id"]]["tokens"] = tokens
-    return updates, pieces
+                samples.get((step, sample_id), {})["advantage"] = advantage
+            for tokens in line["tokens"]:
+                if (sample := samples.get((step, tokens["sample_id"]))) is not None:
+                    most = max(left[step], 0)
+                    shown = {key: tokens[key][:most] for key in ("ids", "difference")}
+                    sample["tokens"] = shown
+                    used.update(shown["ids"])
+                    left[step] -= len(tokens["ids"])
+    cut.update(step for step, tokens in left.items() if tokens < 0)
+    return {str(token): pieces.get(str(token), f"[{token}]") for token in used}
 
 
-def _cut(text: str) -> str:
-    more = len(text) - _MAX_TEXT
-    return f"{text[:_MAX_TEXT]} [... {more} more characters]" if more > 0 else text
+def _cut(text: str, most: int = _MAX_TEXT) -> str:
+    more = len(text) - most
+    return f"{text[:most]} [... {more} more characters]" if more > 0 else text
