@@ -122,7 +122,8 @@ class JudgeOptions(ServedModel, ServiceOptions):
             *super().problems(),
             Rule(
                 self.path and of_url,
-                f"{named(sorted(of_url))} with path: requests to the run's engines have the limits of `rollout`",
+                f"{named(sorted(of_url))} with path: requests to the run's engines have the limits "
+                "of `rollout`",
                 "remove it, or write a url",
             ),
             Rule(

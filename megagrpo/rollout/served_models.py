@@ -1,5 +1,5 @@
-"""Requests to models that are not trained: for scores of responses to the teachers of their rows, which
-answer with log-probabilities, and for replies of judges whose engines the run starts."""
+"""Requests to models that are not trained: to the teachers of rows for log-probabilities of
+responses, and to judges whose engines the run starts for replies."""
 
 import asyncio
 import time

@@ -199,9 +199,11 @@ def _advice(
     }
     graders = [] if config.sampling.rewarding else config.reward.entries
     services = [
-        f"grader {entry.short_name} asks {entry.args['url']}, which was not tried"
+        f"grader {entry.short_name} asks {entry.args[key]}, which was not tried"
         for entry in graders
         if entry.grader in SERVICES
+        for key in ("url", "path")
+        if key in entry.args
     ]
     not_here = [
         f"grader {entry.short_name} does not run here: {problem}"

@@ -16,6 +16,7 @@ from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_environment
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.bisect.command import experiment_of
+from megagrpo.tools.explain import explain
 from megagrpo.tools.one_engine import with_one_engine
 from megagrpo.tools.plan.fitting import served_memory, served_misfits
 from megagrpo.types import RolloutGroup
@@ -112,6 +113,12 @@ def test_a_plan_counts_the_memory_of_a_judge(tmp_path):
     huge = {"path": str(MODELS / "Qwen3-235B-A22B"), "tp": 2}
     assert served_misfits(with_judges(tmp_path, large, **bf16)) == []
     assert served_misfits(with_judges(tmp_path, huge, **bf16))[0].startswith("reward.args: ")
+
+
+def test_a_check_names_the_engines_of_a_judge(tmp_path):
+    text = explain(with_judges(tmp_path, {"path": "j", "num_engines": 2}, {"url": "http://h/", "model": "m"}))
+    assert "judge-0: j, 2 engine(s) of tp 1, ep 1" in text and "judge-1: elsewhere, http://h/" in text
+    assert "grader 0 asks j, which was not tried" in text and "grader 1 asks http://h/, which was" in text
 
 
 def test_one_engine_is_tried_with_the_judge_and_bisected_without(tmp_path):

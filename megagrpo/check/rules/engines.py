@@ -40,8 +40,8 @@ def as_read(subject: Subject) -> Iterator[Rule]:
     for name in filter(None, experiment.engine_sizes):
         yield Rule(
             rollout.colocate,
-            f"{dotted(experiment.keys_of(name))}.path under rollout.colocate: the trainers' GPUs have "
-            "no room for engines that never sleep",
+            f"{dotted(experiment.keys_of(name))}.path under rollout.colocate: the trainers' GPUs "
+            "have no room for engines that never sleep",
             "write the url of a server that runs elsewhere",
         )
     yield Rule(

@@ -97,7 +97,7 @@ def before_start(subject: Subject) -> Iterator[Rule]:
 
 
 def _lengths(theirs: Subject, key: str, longest: int) -> Iterator[Rule]:
-    """Yields the rules about the tokens that a model reads. longest: of a sample that a teacher scores."""
+    """Yields the rules about the tokens that a model reads. longest: most that a teacher scores."""
     if theirs.arch is None:  # one of SGLang's models that no trainer has
         return
     positions = theirs.arch.max_positions
