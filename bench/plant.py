@@ -50,15 +50,15 @@ FAULTS = (
     Fault(
         "sign of the surrogate",
         "algo/policy_loss.py",
-        "plain = -ratio * adv",
-        "plain = ratio * adv",
+        "torch.maximum(-ratio * adv",
+        "torch.maximum(ratio * adv",
         LOSS,
     ),
     Fault(
         "clip bounds swapped",
         "algo/policy_loss.py",
-        "-ratio.clamp(1 - low, 1 + high)",
-        "-ratio.clamp(1 - high, 1 + low)",
+        "= 1 - options.clip_ratio_low, 1 + options.clip_ratio_high",
+        "= 1 - options.clip_ratio_high, 1 + options.clip_ratio_low",
         LOSS,
     ),
     Fault(
