@@ -57,8 +57,8 @@ FAULTS = (
     Fault(
         "clip bounds swapped",
         "algo/policy_loss.py",
-        "= 1 - options.clip_ratio_low, 1 + options.clip_ratio_high",
-        "= 1 - options.clip_ratio_high, 1 + options.clip_ratio_low",
+        "-ratio.clamp(low, high) * advantages)",
+        "-ratio.clamp(2 - high, 2 - low) * advantages)",
         LOSS,
     ),
     Fault(
