@@ -234,6 +234,8 @@ def _by_name(values: Values, key: str | None, location: str) -> object:
     """Returns the value of a column: an object, also if it is JSON in a text, without nulls (a
     parquet file has every name in every row); or any other value as it is."""
     column = None if key is None else _opened(_field(values, key, location))
+    if isinstance(column, str) and column.startswith("{"):
+        raise ValueError(f"{location}: {key!r} is not JSON")
     return without_nulls(column) if isinstance(column, dict) else column
 
 
