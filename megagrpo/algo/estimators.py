@@ -241,10 +241,8 @@ def estimate(inputs: EstimatorInputs, options: Estimator) -> Tensor:
     """Returns the advantages before whitening, 0 for invalid responses: [N] float64 if all tokens of
     a response share one, else [T]."""
     advantages = ESTIMATORS[type(options)](inputs, options)
-    valid = inputs.valid
-    if len(advantages) != len(valid):
-        valid = to_tokens(valid, inputs.lengths)
-    return advantages.masked_fill(~valid, 0.0)
+    by_response = len(advantages) == len(inputs.valid)
+    return advantages.masked_fill(~(inputs.valid if by_response else inputs.sampled), 0.0)
 
 
 def discounted_returns(inputs: EstimatorInputs, gamma: float) -> Tensor:

@@ -183,17 +183,9 @@ class _FullKl(torch.autograd.Function):
         pairs = _pairs(ctx.options, (hidden, weight), (ref_hidden, ref_weight))
         for (rows, _, logits), (_, _, ref_logits) in pairs:
             gap = logits - ref_logits
-            new_top = torch.maximum(top[rows], logits.amax(1))
-            old = (top[rows] - new_top).exp()
-            logits.sub_(new_top[:, None]).exp_()
-            mass[rows] = mass[rows] * old + logits.sum(1)
-            moment[rows] = moment[rows] * old + torch.linalg.vecdot(logits, gap)
-            top[rows] = new_top
-            new_top = torch.maximum(ref_top[rows], ref_logits.amax(1))
-            old = (ref_top[rows] - new_top).exp()
-            ref_logits.sub_(new_top[:, None]).exp_()
-            ref_mass[rows] = ref_mass[rows] * old + ref_logits.sum(1)
-            ref_top[rows] = new_top
+            earlier = _add_tile(top[rows], mass[rows], logits)
+            moment[rows] = moment[rows] * earlier + torch.linalg.vecdot(logits, gap)
+            _add_tile(ref_top[rows], ref_mass[rows], ref_logits)
         if reduce is not None:
             tops = torch.stack((top, ref_top))
             highest = reduce(tops.clone(), "max")
@@ -277,6 +269,17 @@ def _tiles(
                 # divided, not multiplied by 1/temperature, as the engine does it
                 logits.div_(temperature)
             yield rows, cols, logits
+
+
+def _add_tile(top: Tensor, mass: Tensor, logits: Tensor) -> Tensor:
+    """Adds a tile to the softmax sums [t] of those before, in place, and makes its logits
+    e^(l - top). Returns the factor of other sums relative to the maximum before."""
+    new_top = torch.maximum(top, logits.amax(1))
+    earlier = (top - new_top).exp()
+    logits.sub_(new_top[:, None]).exp_()
+    mass.mul_(earlier).add_(logits.sum(1))
+    top.copy_(new_top)
+    return earlier
 
 
 def _pairs(options: tuple, *models: tuple[Tensor, Tensor]) -> Iterator[tuple]:

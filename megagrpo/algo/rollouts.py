@@ -28,14 +28,9 @@ def by_rollout(batch: Batch) -> Batch:
     if sizes is None:
         return batch
     first = sizes.cumsum(0) - sizes
-    greedy, parts = batch.rewards.greedy, batch.rewards.parts
-    rewards = replace(
-        batch.rewards,
-        values=batch.rewards.values[first],
-        valid=batch.rewards.valid[first],
-        greedy=None if greedy is None else greedy[first],
-        parts=None if parts is None else parts[first],
-    )
+    names = ("values", "valid", "greedy", "parts")  # of what each sample has
+    values = {name: getattr(batch.rewards, name) for name in names}
+    of_first = {name: each[first] for name, each in values.items() if each is not None}
     return replace(
         batch,
         sample_ids=batch.sample_ids[first],
@@ -43,7 +38,7 @@ def by_rollout(batch: Batch) -> Batch:
         lengths=row_sums(batch.lengths, sizes),
         prompt_lengths=row_sums(batch.prompt_lengths, sizes),
         truncated=row_sums(batch.truncated.long(), sizes) > 0,
-        rewards=rewards,
+        rewards=replace(batch.rewards, **of_first),
         rollout_sizes=None,
     )
 

@@ -3,7 +3,7 @@
 import pytest
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.check.problems import layout_problems
+from megagrpo.check.problems import check_against_model, layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig
 from megagrpo.models.costs import layer_cost
@@ -185,3 +185,15 @@ def test_points_of_bisect_have_the_engines_names():
     ]
     moe = "block_sparse_moe"
     assert inside[1][-4:] == [f"{moe}.gate", f"{moe}.topk", f"{moe}.topk", moe]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "refused"), [("optimizer_cpu_offload", True), ("use_precision_aware_optimizer", False)]
+)
+def test_float32_parameters_are_not_trained_on_the_host(optimizer: str, refused: bool):
+    """A_log: Megatron's optimizer on the host ended with "can't optimize a non-leaf Tensor"."""
+    config = experiment(actor={"dtype": "bfloat16", "optimizer": {"megatron": {optimizer: True}}})
+    said = [text for text in check_against_model(config, PUBLISHED) if "trains some parameters in float32" in text]
+    assert [text.endswith("take use_precision_aware_optimizer: true instead") for text in said] == [True] * refused
+    dense = hf_config(TinyModelConfig(path="x", family="qwen3"))
+    assert not any("trains some parameters in float32" in text for text in check_against_model(config, dense))

@@ -13,7 +13,7 @@ from megagrpo.models.kinds.compressed.describe import CompressedAttention
 from megagrpo.models.kinds.hyper_connections.describe import HyperConnections
 from megagrpo.models.kinds.indexed.describe import LightningIndexer
 from megagrpo.models.kinds.mamba2.describe import Mamba2
-from megagrpo.models.table import model_problems, stored_otherwise
+from megagrpo.models.table import model_problems, model_tensors, stored_otherwise
 
 
 def before_start(subject: Subject) -> Iterator[Rule]:
@@ -66,6 +66,13 @@ def before_start(subject: Subject) -> Iterator[Rule]:
         f"{arch.family} model's attention keeps its sinks (attn_sink) as of its first request, and this transport "
         "does not reach these copies",
         "take reshard or ipc, or set tp: 1, or rollout.sglang.enable_dp_attention with dp_size = tp",
+    )
+    yield Rule(
+        config.actor.optimizer.megatron.get("optimizer_cpu_offload")
+        and any(spec.trained and spec.dtype for spec in model_tensors(arch)),
+        f"actor.optimizer.megatron.optimizer_cpu_offload: a {arch.family} model trains some parameters in float32, "
+        "with which Megatron's optimizer on the host does not start",
+        "take use_precision_aware_optimizer: true instead",
     )
     if stored := stored_otherwise(description):
         yield Rule(
