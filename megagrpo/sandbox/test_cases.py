@@ -153,7 +153,8 @@ def _call(name: str, arguments: object, expected: object, tolerance: float) -> s
     alternatives = [expected]
     if isinstance(arguments, str) and isinstance(expected, str):
         with explained(f"a call's input {arguments!r:.60} or output is not JSON"):
-            arguments = [json.loads(line) for line in arguments.strip("\n").split("\n")]
+            lines = arguments.strip("\n")  # none: a call without arguments
+            arguments = [json.loads(line) for line in lines.split("\n") if lines]
             alternatives = [json.loads(expected)]
     elif isinstance(expected, list) and len(expected) == 1:
         alternatives += expected  # APPS puts a result into a list

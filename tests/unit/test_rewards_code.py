@@ -210,6 +210,7 @@ def s(): return Stack()
         ("print(input() + input())", {"inputs": [["a", "b"]], "outputs": [["ab"]]}, 1.0, {}),
         ("def add(a, b): return (a, b)", {"fn_name": "add", "inputs": [[1, [2]]], "outputs": [[1, [2]]]}, 1.0, {}),
         ("def f(a): return a", {"fn_name": "f", "inputs": ['"\u2028\x85"'], "outputs": ['"\u2028\x85"']}, 1.0, {}),
+        ("def f(): return 7", {"fn_name": "f", "inputs": ["", "\n"], "outputs": ["7", "7"]}, 1.0, {}),
         ("def f(a): return a + 1", {"fn_name": "f", "inputs": ["9" * 5000], "outputs": ["1" + "0" * 5000]}, 1.0, {}),
         ("print(__file__)", {"inputs": [""], "outputs": ["program.py"]}, 1.0, {}),
         ("class Solution:\n def g(_, a): return a + 1", {"fn_name": "g", "inputs": ["1"], "outputs": ["2"]}, 1.0, {}),
