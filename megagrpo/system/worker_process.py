@@ -198,16 +198,19 @@ class WorkerProcess:
         del self._results[number]
         if number in self._unanswered and self.is_open:
             self._write([number, None])
-            self._retiring = asyncio.create_task(self._retire_unless_answered(number))
+            # no task yet: a loop that ends has cancelled its tasks by now, and would leave it behind
+            asyncio.get_running_loop().call_later(GRACE_S, self._retire_unless_answered, number)
         if self.is_retired and not self._results:
             self.kill()
 
-    async def _retire_unless_answered(self, number: int) -> None:
-        await asyncio.sleep(GRACE_S)
+    def _retire_unless_answered(self, number: int) -> None:
         if number in self._unanswered:
             self.is_retired = True
-            with suppress(WorkerError):
-                await self.reacts()
+            self._retiring = asyncio.create_task(self._kill_unless_it_reacts())
+
+    async def _kill_unless_it_reacts(self) -> None:
+        with suppress(WorkerError):
+            await self.reacts()
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Passes each answer to its call, until the process ends or writes anything else."""

@@ -1,6 +1,7 @@
 """Worker processes: real ones that hang, die, write nonsense, or cannot start."""
 
 import asyncio
+import gc
 import math
 import os
 import subprocess
@@ -150,6 +151,21 @@ def test_a_call_that_goes_on_after_its_cancellation_takes_no_other_with_it(slot,
         assert not process.is_open and following.is_open
 
     asyncio.run(run())
+
+
+def test_a_loop_that_ends_leaves_no_task_of_its_calls_behind(slot, caplog):
+    """asyncio would print two lines for each call that a run has open at its end."""
+
+    async def call(place: WorkerSlot) -> None:
+        await (await place.started()).call("hang")
+
+    loop, place = BackgroundLoop("loop"), slot("many")
+    calls = [loop.submit(call(place)) for _ in range(2)]
+    until(lambda: place.process is not None and len(place.process._results) == 2)
+    loop.close()
+    assert all(call.cancelled() for call in calls)
+    gc.collect()
+    assert caplog.text == ""
 
 
 def test_a_process_is_killed_once_and_leaves_nothing(slot):
