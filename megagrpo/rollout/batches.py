@@ -5,6 +5,7 @@ Nothing here asks an engine or waits: `source.py` does. With a curriculum the ma
 and with dynamic sampling ranks choose groups together, so these methods are collective.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -24,6 +25,9 @@ from megagrpo.rollout.group_metrics import curriculum_metrics, selection_metrics
 from megagrpo.rollout.selection import refuse_another_batch, select
 from megagrpo.system.processes import return_freed_memory
 from megagrpo.types import Prompt, RolloutGroup, RowResults, Sample, TrainState
+
+# the settings that sample or score a group, whatever its prompt is
+_SCORES = re.compile(r"(reward|sampling|teachers)\.|data\.(sources\.\d+\.)?(grader|extra_key)")
 
 
 @dataclass(frozen=True)
@@ -170,10 +174,10 @@ class Batches:
         """Moves the groups that `finished` returned in an earlier start out of the state; none is
         sampled again. Every leader has all of them.
 
-        changes: settings that differ from that start. If one of them samples or grades, drops these
+        changes: settings that differ from that start. If one of them samples or scores, drops these
         groups and the surplus.
         """
-        if any(line.startswith(("reward.", "sampling.")) for line in changes):
+        if any(map(_SCORES.match, changes)):
             state.ahead.clear()
             state.surplus.clear()
         if self.mesh.is_leader and self.config.rollout.max_staleness:

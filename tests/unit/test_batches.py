@@ -216,6 +216,13 @@ def test_nothing_is_restored_without_staleness():
         ("actor.optimizer.lr: 0.1 -> 0.2 from step 3", True),
         ("reward.grader: math -> exact from step 3", False),
         ("sampling.temperature: 1.0 -> 0.7 from step 3", False),
+        ("teachers.math.path: old -> new from step 3", False),
+        ("data.grader_by_source.math: math -> exact from step 3", False),
+        ("data.grader_key: not set -> grader from step 3", False),
+        ("data.sources.1.grader: math -> exact from step 3", False),
+        ("data.extra_key: not set -> extra from step 3", False),
+        ("data.path: old -> new from step 3", True),
+        ("eval.data.grader_key: not set -> grader from step 3", True),
     ],
 )
 def test_groups_of_another_grader_or_another_sampling_are_dropped(change: str, kept: bool):
