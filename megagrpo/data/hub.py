@@ -92,6 +92,15 @@ def is_hub_name(path: str) -> bool:
     return first.strip(".") != "" and first not in _FOLDERS and not Path(first).is_dir()
 
 
+def is_from_hub(path: str) -> bool:
+    """Returns whether a path is a name on the Hub, or where the cache has the files of one."""
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE).absolute()
+    is_name = path.startswith("hf://") or is_hub_name(path)
+    return is_name or Path(path).absolute().is_relative_to(cache)
+
+
 # ---- models ------------------------------------------------------------------------------------
 
 

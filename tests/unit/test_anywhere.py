@@ -346,6 +346,14 @@ def test_files_outlive_a_pod_or_are_said_to_be_in_its_image(tmp_path, capsys, mo
     assert (
         "model.path: /in/the/image is not in the folder of --volume" in said and "data.path: here.jsonl is" not in said
     )
+    # names on the Hub are read as their files in this machine's cache; nodes have caches of their own
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/in/the")
+    (tmp_path / "judge.txt").write_text("{response}")
+    judge = ROOT / "configs/models/Qwen3-30B-A3B"
+    words += ["--set", f"reward={{grader: judge, args: {{path: {judge}, prompt_file: judge.txt}}}}"]
+    assert cli.main(["submit", str(file), *words, *volume]) == 0
+    said = capsys.readouterr().err
+    assert f"reward.args.path: {judge} is not in the folder of --volume" in said and "image is not in" not in said
 
 
 def test_another_checkout_in_the_working_folder_is_not_the_program(tmp_path, monkeypatch):
