@@ -207,7 +207,7 @@ def _configurations(readme: Path, split: str) -> _Configurations:
             patterns = {
                 file["split"]: [str(Path(folder, path)) for path in _as_list(file["path"])]
                 for file in files
-            } or {split: _named_by(split, f"{Path(folder)}/")}
+            } or {split: _named_by(split, str(Path(folder, "_"))[:-1])}
             configurations[name] = patterns, config.get("default") or name == "default"
     return configurations
 

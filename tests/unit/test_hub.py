@@ -57,6 +57,7 @@ def cache(tmp_path, monkeypatch) -> Path:
     cached(tmp_path, "dataset", "openai/gsm8k", GSM8K)
     cached(tmp_path, "dataset", "me/plain", PLAIN)
     cached(tmp_path, "dataset", "me/folders", GSM8K | {"README.md": FOLDERS})
+    cached(tmp_path, "dataset", "me/here", PLAIN | {"README.md": FOLDERS.replace("./main", ".")})
     cached(tmp_path, "model", "Qwen/Qwen3-1.7B", MODEL)
     cached(tmp_path, "model", "me/described", {"config.json": "{}"})
     return tmp_path
@@ -78,6 +79,7 @@ def read(**sections) -> tuple[dict, list[str]]:
         ("me/folders?split=test", ["main/test-0.jsonl"]),
         ("me/folders?config=socratic", ["socratic/train-0.jsonl"]),
         ("me/plain", ["train.csv", "train_2.jsonl.gz"]),
+        ("me/here", ["train.csv", "train_2.jsonl.gz"]),
         ("hf://datasets/me/plain/train_2.jsonl.gz", ["train_2.jsonl.gz"]),
         ("me/plain@main?split=test", ["test.csv"]),
     ],

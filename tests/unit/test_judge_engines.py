@@ -44,6 +44,7 @@ def judged(args: str) -> str:
         (judged("path: j, timeout_s: 9.0, model: m"), "model, timeout_s with path: requests to the run's engines have"),
         (judged("path: j, gpus: 3"), "gpus: Extra inputs are not permitted"),
         (judged(URL), "url without model; write the name"),
+        (judged(f"{URL}, model: m, tp: 2"), "tp with url: the run starts no engines for it; remove it"),
         (
             judged("path: j") + "\nrollout: {colocate: true}\nweights: {transport: ipc}",
             "reward.args.path under rollout.colocate: the trainers' GPUs have no room",

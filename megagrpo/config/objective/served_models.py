@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from megagrpo.config.fields import LocalPath, PositiveInt, Rule, Section
+from megagrpo.config.fields import LocalPath, PositiveInt, Rule, Section, named
 
 # what httpx reads: name or address, port, rest
 _URL = re.compile(
@@ -51,6 +51,7 @@ class ServedModel(Section):
 
     def problems(self) -> list[Rule]:
         tp, ep, nodes = self.tp, self.ep, self.nodes_per_engine
+        unused = [key for key, size in self.sizes.items() if size != 1]
         return [
             Rule(
                 (self.path is None) == (self.url is None),
@@ -61,6 +62,11 @@ class ServedModel(Section):
                 self.api_key_env and self.url is None,
                 "api_key_env without url: engines that this run starts have the run's key",
                 "remove it",
+            ),
+            Rule(
+                self.url and unused,
+                f"{named(unused)} with url: the run starts no engines for it",
+                "remove it, or write a path",
             ),
             Rule(
                 tp % ep or tp % nodes,
