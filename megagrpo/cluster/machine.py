@@ -228,8 +228,8 @@ def trainer_variables(
     if sharing:  # statistics and advantages are computed on the host
         threads = len(os.sched_getaffinity(0)) // sharing or 1
         variables |= environment.unless_set(OMP_NUM_THREADS=str(threads))
-    if chosen := environment.get("NCCL_SOCKET_IFNAME") or interface:
-        variables["NCCL_SOCKET_IFNAME"] = chosen
+    if interface:
+        variables |= environment.unless_set(NCCL_SOCKET_IFNAME=f"={interface}")  # not eth10 for eth1
     return variables
 
 

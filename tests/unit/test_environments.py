@@ -40,7 +40,7 @@ USERS = ("PATH",)
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 VARYING = {
     environment.API_KEY: "<key>", "MEGAGRPO_STOP_FILE": "<file>", "TMPDIR": "<folder>", "RAY_AUTH_TOKEN": "<token>",
-    "CUDA_VISIBLE_DEVICES": "<GPUs>", "GLOO_SOCKET_IFNAME": "<interface>", "NCCL_SOCKET_IFNAME": "<interface>",
+    "CUDA_VISIBLE_DEVICES": "<GPUs>", "GLOO_SOCKET_IFNAME": "<interface>", "NCCL_SOCKET_IFNAME": "=<interface>",
     "SGLANG_HOST_IP": "<address>",
 }  # fmt: skip
 

@@ -112,8 +112,8 @@ class EngineNode:
         # everything else.
         network = {}
         if interface:
-            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                network[name] = get(name) or interface
+            network["GLOO_SOCKET_IFNAME"] = get("GLOO_SOCKET_IFNAME") or interface
+            network["NCCL_SOCKET_IFNAME"] = get("NCCL_SOCKET_IFNAME") or f"={interface}"
         # SGLang itself would take the route to the internet, then the host's own name, which many
         # hosts files give to loopback: other nodes of an engine would wait for its messages for
         # ever.
