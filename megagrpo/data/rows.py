@@ -301,7 +301,7 @@ def _messages(prompt: object, data: DataConfig, location: str) -> str | list[Val
 
 def _parsed(text: str) -> object:
     """Returns the messages if `text` is JSON for some, else the text itself."""
-    items = _opened(text.lstrip())
+    items = _opened(text)
     if (
         items
         and isinstance(items, list)
@@ -435,7 +435,7 @@ def _answer(values: Values, key: str, location: str) -> str:
 
 def _opened(value: object) -> object:
     """Returns the object or list of a text that is JSON for one, any other value as it is."""
-    if isinstance(value, str) and value.startswith(("{", "[")):
+    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
         with suppress(ValueError, RecursionError):
             return json.loads(value)
     return value

@@ -335,7 +335,7 @@ def _loaded_actor(
     progress.enter(f"{config.actor.world_size} trainer ranks meet and build the model")
     actor = make_actor(config, inputs.model.arch, device)
     actor.images = inputs.images.pixels if inputs.images else None
-    _refuse_other_rows(actor.mesh.gather_world(list(inputs.prompts.rows)))
+    _refuse_other_rows(actor.mesh.gather_world(inputs.rows))
     progress.enter("loads weights")
     checkpoint = find_checkpoint(config, actor.mesh)
     weights = initial_weights(config, config.algorithm, checkpoint, actor)

@@ -170,6 +170,7 @@ class Sampler:
             self._engines.listed, self._config.rollout.max_running_requests, self._num_leaders
         )
         self._open.limit = max(_OPEN, self._admission.limit)
+        self._open.admit()
 
     async def _sample_group(
         self,

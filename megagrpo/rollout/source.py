@@ -277,6 +277,16 @@ class Inputs:
     images: ImageStore | None  # of a vision-language model
     curriculum: Curriculum | None
 
+    @property
+    def rows(self) -> list[list[str | int]]:
+        """The fingerprints of the rows of training and evaluation."""
+        return [
+            row
+            for read in (self.prompts, self.eval_prompts)
+            if read is not None
+            for row in read.rows
+        ]
+
     @classmethod
     def load(cls, config: ExperimentConfig) -> "Inputs":
         """Loads the inputs of an experiment. Raises ValueError."""

@@ -178,7 +178,7 @@ def test_a_rows_tools_reach_its_template(tmp_path, plain):
     tool = {"type": "function", "function": {"name": "add", "strict": None}}
     rows = [
         {"prompt": "2+3", "answer": "", "tools": [tool]},
-        {"prompt": "2+3", "answer": "", "tools": json.dumps([tool])},
+        {"prompt": "2+3", "answer": "", "tools": "\n" + json.dumps([tool], indent=1)},
         {"prompt": "2+3", "answer": ""},
     ]
     with_tool = '[{"type": "function", "function": {"name": "add"}}]<user>2+3<assistant>'

@@ -3,6 +3,7 @@
 import json
 import math
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from megagrpo.actor.timing import mfu
 from megagrpo.algo.statistics import alone
 from megagrpo.checkpoint.resume import latest_checkpoint
 from megagrpo.config.schema import DataConfig, LogConfig
+from megagrpo.data.prompts import PromptSet
 from megagrpo.data.rows import read_rows
 from megagrpo.loop.evaluation import evaluation_metrics
 from megagrpo.loop.run import _refuse_other_rows
@@ -23,6 +25,7 @@ from megagrpo.monitor.rollout_log import RolloutLog, read_rollouts
 from megagrpo.monitor.run_record import RunRecord, cut_record
 from megagrpo.monitor.step_log import StepLog, read_metrics
 from megagrpo.rollout.group_metrics import by_source
+from megagrpo.rollout.source import Inputs
 from megagrpo.system.run_folder import RunFolder, whole_folder, write_whole
 from megagrpo.tools.plan.work import model_work
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
@@ -243,6 +246,10 @@ def test_sources_have_metrics_of_their_own(tmp_path, sources, refused):
 
 def test_ranks_that_read_other_rows_are_refused():
     rows = [["a.jsonl", 3, "f00d"]]
+    read, held_out = (PromptSet([], 0, False, rows=some) for some in (rows, [["b.jsonl", 1, "beef"]]))
+    inputs = Inputs(*[None] * 3, prompts=read, eval_prompts=held_out, answering=None, images=None, curriculum=None)
+    assert inputs.rows == [*rows, ["b.jsonl", 1, "beef"]], "rows of an evaluation that differ would go unheard"
+    assert replace(inputs, eval_prompts=None).rows == rows
     _refuse_other_rows([rows, rows])
     with pytest.raises(ValueError, match="rank 2 has read other rows than rank 0: .*beef"):
         _refuse_other_rows([rows, rows, [["a.jsonl", 3, "beef"]]])
