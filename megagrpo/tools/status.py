@@ -59,7 +59,7 @@ def print_status(run_dir: Path, as_json: bool) -> int:
     except ServiceUnreachable as exc:
         if as_json:
             raise ValueError(f"{run_dir}: {exc}") from exc
-        print("engines: no service answers")
+        print(f"engines: {exc if folder.service.is_file() else 'no service answers'}")
         return 0
     if as_json:
         print(json.dumps(asdict(status), indent=2))

@@ -28,6 +28,7 @@ from megagrpo.rollout.service.sleep import SleepFailed
 from megagrpo.rollout.service.supervisor import SupervisedEngine
 from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.status import print_status
 from tests import experiments
 from tests.experiments import until
 
@@ -127,6 +128,18 @@ def test_a_second_service_of_a_running_run_is_refused(tmp_path):
         with pytest.raises(ValueError, match=f"output_dir {tmp_path}: .* at {service.url}; wait"):
             server.serve(experiment(tmp_path, start_timeout_s=1.0), tmp_path)
     assert (tmp_path / "service.json").read_text() == address
+
+
+def test_status_says_that_the_service_refuses_its_key(tmp_path, capsys):
+    class Refuses(FakeService):
+        async def status(self, request: web.Request) -> web.Response:
+            return web.Response(status=401)
+
+    with running(Refuses()) as service:
+        (tmp_path / "service.json").write_text(json.dumps({"url": service.url}))
+        (tmp_path / "service.key").write_text("of an earlier start")
+        assert print_status(tmp_path, as_json=False) == 0
+    assert f"engines: {service.url} refuses the API key" in capsys.readouterr().out
 
 
 def test_a_service_that_ends_late_leaves_the_key_of_the_next_start(tmp_path, monkeypatch):
