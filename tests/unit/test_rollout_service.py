@@ -139,7 +139,7 @@ def test_status_says_that_the_service_refuses_its_key(tmp_path, capsys):
         (tmp_path / "service.json").write_text(json.dumps({"url": service.url}))
         (tmp_path / "service.key").write_text("of an earlier start")
         assert print_status(tmp_path, as_json=False) == 0
-    assert f"engines: {service.url} refuses the API key" in capsys.readouterr().out
+    assert f"({service.url} refuses the API key" in capsys.readouterr().out
 
 
 def test_a_service_that_ends_late_leaves_the_key_of_the_next_start(tmp_path, monkeypatch):
