@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,6 @@ from megagrpo.check.rules.inputs import absent_files, installed, read_files
 from megagrpo.check.rules.placement import needs_gpus
 from megagrpo.check.rules.subject import broken, model_description
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.config.wording import dotted
 from megagrpo.data.hub import is_from_hub
 from megagrpo.system import environment
 from megagrpo.system.arguments import natural, positive
@@ -62,7 +60,7 @@ def submit(
         problems += scheduler.problems(must, dry_run)
         elsewhere += [
             f"{key}: {path} is not in the folder of --volume, so the image must have it"
-            for key, path in [*read_files(config), *_served(config)]
+            for key, path in read_files(config)
             if not (is_from_hub(path) or scheduler.sees(Path(path).absolute()))
         ]
         if request.time or request.partition or request.options or request.srun_options:
@@ -83,13 +81,6 @@ def submit(
         _print_scripts(script, command, variables)
         return 0
     return _call_sbatch(RunFolder(folder), command, variables)
-
-
-def _served(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
-    """Yields key and path of the models that engines of the run serve besides."""
-    for name, model in config.served_models.items():
-        if model.path is not None:
-            yield f"{dotted(config.keys_of(name))}.path", model.path
 
 
 def _machine_problems(config: ExperimentConfig, request: Request, dry_run: bool) -> list[str]:

@@ -95,7 +95,7 @@ def test_a_stop_after_everything_is_done_asks_for_no_other_start(tmp_path: Path,
 
     run = ending_run(
         TrainState(step=5), checkpointer(tmp_path), stop_request=request, evaluation_groups=groups,
-        config=experiment(eval=held_out), inputs=SimpleNamespace(eval_prompts=None),
+        config=experiment(eval=held_out), inputs=SimpleNamespace(eval_prompts=SimpleNamespace(sources=[])),
     )  # fmt: skip
     evaluate(run)
     run.checkpointer.on_schedule(run.state)

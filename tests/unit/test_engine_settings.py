@@ -133,7 +133,7 @@ def test_right_ones_arrive_and_take_the_place_of_our_defaults():
     assert "--log-level-http" not in command and "--sampling-backend" not in command
     variables, path = engine_environment(config(), place(False)), engine_python_path(place(False))
     environment = child_environment(variables, path)
-    words = json.loads(python("-c", WORDS, *command[3:], env=environment).splitlines()[-1])
+    words = json.loads(python("-c", WORDS, *command, env=environment).splitlines()[-1])
     text = " ".join(words)
     assert words[0] == "--model-path" and "--overlap" not in text
     assert '--radix-eviction-policy-config {"a": 1}' in text
@@ -226,7 +226,7 @@ def test_check_says_what_is_handed_over():
 
 def options(command: list[str]) -> dict[str, str | None]:
     """Flag -> its value, None for a switch."""
-    pairs = pairwise([*command[4:], "--"])
+    pairs = pairwise([*command[1:], "--"])
     return {word: None if after.startswith("--") else after for word, after in pairs if word.startswith("--")}
 
 

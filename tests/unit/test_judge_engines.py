@@ -98,7 +98,7 @@ def test_the_folder_of_a_judge_is_judged_before_a_start(tmp_path):
     moe = str(MODELS / "Qwen3-30B-A3B")
     config = with_judges(tmp_path, {"path": "nowhere"}, {"path": moe, "tp": 3}, {"path": moe})
     said = [text for text in preflight(config) if "reward.graders" in text]
-    assert said[0].startswith("reward.graders.0.args.path: nowhere holds no config.json")
+    assert said[0].startswith("reward.graders.0.args.path: nowhere does not exist")
     assert said[1].startswith("reward.graders.1.args.tp = 3 does not divide")
     long = {"sglang": {"context_length": 2**20}}
     said = preflight(with_judges(tmp_path, {"path": moe}, rollout=long))

@@ -304,7 +304,7 @@ def test_a_search_proposes_what_fits():
     tied = [plan for plan in found if plan.step <= 1.05 * fastest]
     rest = [plan.step for plan in found if plan not in tied]
     assert found[: len(tied)] == tied and rest == sorted(rest)
-    cuts = [search._parts(plan) for plan in tied]
+    cuts = [search._rated(plan)[1] for plan in tied]
     assert cuts == sorted(cuts)
     best = found[0].config
     assert {plan.config.rollout.colocate for plan in found} == {True, False}, "side by side"

@@ -199,7 +199,7 @@ def test_the_tokenizer_of_a_teacher_is_the_models(tmp_path):
     assert "differs in 'c'" in found["more"][0]
     assert "2 embeddings (vocab_size)" in found["small"][0] and "token id 2" in found["small"][0]
     assert "has 7 embeddings (vocab_size), and the policy 8" in found["unpadded"][0]
-    assert "holds no config.json" in found["missing"][0]
+    assert "does not exist" in found["missing"][0]
 
 
 @pytest.mark.parametrize("sglang, limit", [({}, None), ({"max_total_tokens": 999}, 992), ({"context_length": 64}, 57)])

@@ -12,6 +12,7 @@ from megagrpo.checkpoint.folder import OTHER_DATA, latest, layout_problem, place
 from megagrpo.config.fields import Rule, complaints
 from megagrpo.config.schema import DataConfig, ExperimentConfig
 from megagrpo.config.trackers import TRACKERS
+from megagrpo.config.wording import dotted
 from megagrpo.data.curriculum import load_curriculum
 from megagrpo.data.hub import is_hub_name
 from megagrpo.data.rows import Row, read_rows, unknown_teachers
@@ -55,6 +56,10 @@ def read_files(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
         wanted.append(("sft.model", config.sft.model))
     wanted += [
         (f"{key}.path", path) for key, data in config.data_sections.items() for path in data.paths
+    ]
+    wanted += [
+        (f"{dotted(config.keys_of(name))}.path", model.path)
+        for name, model in config.served_models.items()
     ]
     if config.checkpoint.load is not None and not any(config.run_folder.checkpoints.glob("step_*")):
         wanted.append(("checkpoint.load", config.checkpoint.load))

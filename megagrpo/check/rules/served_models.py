@@ -10,7 +10,6 @@ from megagrpo.check.rules import engine_layout, settings
 from megagrpo.check.rules.subject import SPARED, Subject, longest_samples, tokenizer_folder
 from megagrpo.config.fields import Rule, named
 from megagrpo.config.wording import dotted
-from megagrpo.data.hub import is_hub_name
 from megagrpo.data.vocabulary import different_tokens
 from megagrpo.models.config_json import HfConfig, text_part
 from megagrpo.models.table import read_description
@@ -74,10 +73,8 @@ def before_start(subject: Subject) -> Iterator[Rule]:
     """Yields the rules about the files of served models and the cut of their engines."""
     config = subject.experiment
     for name, model in config.served_models.items():
-        # names on the Hub were judged as the experiment was read
-        if model.path is None or is_hub_name(model.path):
+        if model.path is None or not (folder := Path(model.path)).is_dir():
             continue
-        folder = Path(model.path)
         section = dotted(config.keys_of(name))
         key = f"{section}.path: {folder}"
         if not (folder / "config.json").is_file():

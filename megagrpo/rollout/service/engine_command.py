@@ -28,6 +28,8 @@ from megagrpo.system.environment import (
     without_expandable_segments,
 )
 
+# -P: another checkout in the working folder is not this program
+PROGRAM = (sys.executable, "-P", "-m", "megagrpo.rollout.service.engine_process")
 _INTERLEAVES = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
 
 _STATES = 3  # of a running request
@@ -71,15 +73,14 @@ def on_gpus(config: ExperimentConfig, num_gpus: float) -> bool:
 
 
 def engine_command(config: ExperimentConfig, place: ServerPlace) -> list[str]:
-    """Returns the command of one server process."""
+    """Returns what follows PROGRAM in the command of one server process."""
     words = [
         word
         for name, value in engine_settings(config, place).items()
         if name not in config.rollout.sglang
         for word in _words(name, value)
     ]
-    program = [sys.executable, "-P", "-m", "megagrpo.rollout.service.engine_process"]
-    return [*program, json.dumps(config.rollout.sglang), *words]  # see engine_words.py
+    return [json.dumps(config.rollout.sglang), *words]  # see engine_words.py
 
 
 def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:

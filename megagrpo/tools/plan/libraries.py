@@ -64,7 +64,7 @@ def _gpu_problems(config: ExperimentConfig | None) -> Problems:
         return []
     gpu = hardware_of(config.cluster.gpu), config.cluster.gpus_per_node
     seen = exported_config(describe_model(config), config.actor.has_draft)
-    accepted = Accepted([engine_command(config, _ON_GPU)[3:], seen, str(gpu)])
+    accepted = Accepted([engine_command(config, _ON_GPU), seen, str(gpu)])
     if accepted:
         return []
     announce("sglang", f"what it makes of an engine on {config.cluster.gpu}")
@@ -75,12 +75,12 @@ def _gpu_problems(config: ExperimentConfig | None) -> Problems:
 
 
 def _command_here(config: ExperimentConfig) -> list[str] | None:
-    """Returns the command line of an engine on this machine's CPU; None if it would be on a GPU."""
+    """Returns the words of an engine on this machine's CPU; None if it would be on a GPU."""
     if needs_gpus(config) or (config.actor.device == "auto" and Path("/dev/nvidiactl").exists()):
         return None
     folder = model_folder(config)
     here = config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
-    return engine_command(here, ON_CPU)[3:]  # without the program
+    return engine_command(here, ON_CPU)
 
 
 def resolve_all(
@@ -100,7 +100,7 @@ def resolve_all(
             seen = exported_config(describe_model(config), config.actor.has_draft)
             (model / "config.json").write_text(json.dumps(seen))
             here = config.model_copy(update={"model": ModelConfig(path=str(model))})
-            servers.append(engine_command(here, _ON_GPU)[3:])  # without the program
+            servers.append(engine_command(here, _ON_GPU))
         resolved = Path(name) / "resolved.json"
         device = {"device": hardware.device_name, "gpus": gpus_per_node}
         job = {"servers": servers, **device, "output": str(resolved)}
