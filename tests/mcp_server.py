@@ -1,5 +1,5 @@
 """A server of the Model Context Protocol with two tools, over stdio: `python tests/mcp_server.py
-[die | hang]`."""
+[die | hang | repeat]`."""
 
 import json
 import sys
@@ -27,6 +27,8 @@ def answer(message: dict, calls: list[str]) -> dict:
         case "tools/list":
             page = int(message.get("params", {}).get("cursor", 0))
             more = {"nextCursor": str(page + 1)} if page + 1 < len(TOOLS) else {}
+            if sys.argv[1:] == ["repeat"]:
+                more = {"nextCursor": "0"}
             return {"result": {"tools": TOOLS[page : page + 1], **more}}
         case "tools/call":
             calls.append(message["params"]["name"])

@@ -190,6 +190,8 @@ def test_a_server_that_is_gone_is_no_fault_of_the_model(mcp_tools, listening):
     with pytest.raises(Unavailable, match="tools/call: the server is gone"):
         environment.step(call("add", a=1, b=1))
     environment.close()
+    with pytest.raises(Unavailable, match="tools/list: page '0' comes again and again"):
+        mcp_tools(ROW, 0, "exact", command=f"{COMMAND} repeat")
     environment = mcp_tools(ROW, 0, "exact", command=f"{COMMAND} hang", timeout_s=1.0)
     with pytest.raises(Unavailable, match="tools/call: the server is gone"):
         environment.step(call("add", a=1, b=1))

@@ -45,6 +45,8 @@ BOX = {"box": True}
         (GSM8K, {}, "####", "72", 0),
         (GSM8K, {}, "", "72", 0),
         (GSM8K, {"format": "last"}, "first 3, then 72.", "72", 1),
+        (GSM8K, {"format": "last"}, "It is \u22123.", "-3", 1),
+        (GSM8K, {}, "#### -3", "so #### \u22123", 1),
         (GSM8K, {"format": "last"}, "no number", "72", 0),
         (GSM8K, {"format": "plain"}, " 72 ", "72", 1),
         (GSM8K, {"format": "plain"}, "it is 72", "72", 0),

@@ -10,13 +10,14 @@ _NUMBER = re.compile(r"[-+]?\$?\d[\d,]*(?:\.\d+)?|[-+]?\$?\.\d+")
 
 def grade(text: str, answer: str, format: Literal["hash", "last", "plain"] = "hash") -> float:
     """Returns 1.0 if the response's final number equals the answer's, else 0.0. Commas, $ and a
-    final dot are ignored.
+    final dot are ignored, and U+2212 is a minus.
 
     `format`: "hash" takes the number after the last `####`, "last" the last number anywhere,
     "plain" requires that the response is nothing but the number. `answer` is a number or a whole
     solution that ends in `#### number`. Raises ValueError if the answer contains no number: then
     the data is wrong, not the response.
     """
+    text, answer = (words.replace("\u2212", "-") for words in (text, answer))
     expected = _number(answer.rsplit("####", 1)[-1].strip())
     if expected is None:
         raise ValueError(f"the answer {answer[-80:]!r} is not a number")
