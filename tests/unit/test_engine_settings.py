@@ -13,11 +13,11 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.cpu.engine_settings import FOLDER
 from megagrpo.rollout.service.engine_command import (
     ServerPlace,
-    engine_command,
     engine_environment,
     engine_python_path,
     engine_settings,
     on_gpus,
+    server_words,
 )
 from megagrpo.system.environment import child_environment
 from megagrpo.tools.explain import settings_report
@@ -129,7 +129,7 @@ def test_keys_and_values_in_fp8_want_a_correction():
 
 
 def test_right_ones_arrive_and_take_the_place_of_our_defaults():
-    command = engine_command(config(sglang=RIGHT), place(False))
+    command = server_words(config(sglang=RIGHT), place(False))
     assert "--log-level-http" not in command and "--sampling-backend" not in command
     variables, path = engine_environment(config(), place(False)), engine_python_path(place(False))
     environment = child_environment(variables, path)
@@ -231,7 +231,7 @@ def options(command: list[str]) -> dict[str, str | None]:
 
 
 def test_cpu_engine():
-    found = options(engine_command(config(deterministic=True), place(False)))
+    found = options(server_words(config(deterministic=True), place(False)))
     expected = {"--device": "cpu", "--attention-backend": "torch_native", "--sampling-backend": "pytorch"}
     expected |= {"--max-total-tokens": "20000", "--dtype": "float32", "--tokenizer-path": "m"}
     expected |= {"--custom-weight-loader": "megagrpo.weights.engines.loader.run"}
@@ -245,7 +245,7 @@ def test_cpu_engine():
 
 
 def test_gpu_engine_is_plain():
-    command = engine_command(config(tp=8, ep=4, dtype="bfloat16"), place(True))
+    command = server_words(config(tp=8, ep=4, dtype="bfloat16"), place(True))
     found = options(command)
     assert (found["--tp-size"], found["--ep-size"], found["--mem-fraction-static"]) == ("8", "4", "0.85")
     of_cpus = {"--device", "--max-total-tokens", "--attention-backend", "--sleep-on-idle"}
@@ -256,7 +256,7 @@ def test_gpu_engine_is_plain():
 
 def test_engine_over_two_nodes():
     two = config(tp=2, nodes_per_engine=2)
-    second = options(engine_command(two, place(False, 1)))
+    second = options(server_words(two, place(False, 1)))
     assert (second["--nnodes"], second["--node-rank"], second["--dist-init-addr"]) == ("2", "1", "10.0.0.1:20002")
     # a core for every rank of the engine, not only of the node
     assert engine_environment(two, place(False, 1))["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"

@@ -28,8 +28,6 @@ from megagrpo.system.environment import (
     without_expandable_segments,
 )
 
-# -P: another checkout in the working folder is not this program
-PROGRAM = (sys.executable, "-P", "-m", "megagrpo.rollout.service.engine_process")
 _INTERLEAVES = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
 
 _STATES = 3  # of a running request
@@ -73,7 +71,14 @@ def on_gpus(config: ExperimentConfig, num_gpus: float) -> bool:
 
 
 def engine_command(config: ExperimentConfig, place: ServerPlace) -> list[str]:
-    """Returns what follows PROGRAM in the command of one server process."""
+    """Returns the command of one server process."""
+    # -P: another checkout in the working folder is not this program
+    program = [sys.executable, "-P", "-m", "megagrpo.rollout.service.engine_process"]
+    return [*program, *server_words(config, place)]
+
+
+def server_words(config: ExperimentConfig, place: ServerPlace) -> list[str]:
+    """Returns what the program of a server process is given."""
     words = [
         word
         for name, value in engine_settings(config, place).items()

@@ -15,7 +15,6 @@ import ray
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import EVERYWHERE, interface_of, own_address
 from megagrpo.rollout.service.engine_command import (
-    PROGRAM,
     ServerPlace,
     engine_command,
     engine_environment,
@@ -126,9 +125,7 @@ class EngineNode:
             | {API_KEY: self.api_key}
         )
         environment = child_environment(variables, engine_python_path(place))
-        self.process = spawn(
-            [*PROGRAM, *engine_command(self.config, place)], environment, Path(log)
-        )
+        self.process = spawn(engine_command(self.config, place), environment, Path(log))
         return self.process.pid
 
     def exit_code(self) -> int | None:

@@ -33,7 +33,7 @@ from megagrpo.config.libraries import SERVER
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.models.fields import expected_kernels
 from megagrpo.models.table import architecture_of, exported_config
-from megagrpo.rollout.service.engine_command import engine_command
+from megagrpo.rollout.service.engine_command import server_words
 from megagrpo.tools.plan.hardware import hardware_of
 
 _ON_GPU = replace(ON_CPU, cuda=True)
@@ -64,7 +64,7 @@ def _gpu_problems(config: ExperimentConfig | None) -> Problems:
         return []
     gpu = hardware_of(config.cluster.gpu), config.cluster.gpus_per_node
     seen = exported_config(describe_model(config), config.actor.has_draft)
-    accepted = Accepted([engine_command(config, _ON_GPU), seen, str(gpu)])
+    accepted = Accepted([server_words(config, _ON_GPU), seen, str(gpu)])
     if accepted:
         return []
     announce("sglang", f"what it makes of an engine on {config.cluster.gpu}")
@@ -80,7 +80,7 @@ def _command_here(config: ExperimentConfig) -> list[str] | None:
         return None
     folder = model_folder(config)
     here = config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
-    return engine_command(here, ON_CPU)
+    return server_words(here, ON_CPU)
 
 
 def resolve_all(
@@ -100,7 +100,7 @@ def resolve_all(
             seen = exported_config(describe_model(config), config.actor.has_draft)
             (model / "config.json").write_text(json.dumps(seen))
             here = config.model_copy(update={"model": ModelConfig(path=str(model))})
-            servers.append(engine_command(here, _ON_GPU))
+            servers.append(server_words(here, _ON_GPU))
         resolved = Path(name) / "resolved.json"
         device = {"device": hardware.device_name, "gpus": gpus_per_node}
         job = {"servers": servers, **device, "output": str(resolved)}
