@@ -104,7 +104,7 @@ def parts_together(full: bool) -> dict[str, list[str]]:
     if full:
         files = [str(TESTS / "dist" / f"test_{name}.py") for name in DIST_ON_DEVICE]
         folders["hostcuda-dist"] = ["--hostcuda", "-m", "not slow", *files]
-    order = ["e2e-engines", "e2e-runs", "dist", "e2e-faults", "e2e-weights", "hostcuda"]
+    order = ["dist", "e2e-runs", "e2e-engines", "e2e-weights", "e2e-faults", "hostcuda"]
     order += ["cluster", "gpu", *folders.keys() & {"hostcuda-dist"}]
     return {name: (e2e | folders)[name] for name in order}
 
