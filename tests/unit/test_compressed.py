@@ -16,6 +16,7 @@ from megagrpo.config.actor import ParallelConfig
 from megagrpo.models.costs import Share
 from megagrpo.models.table import architecture_of
 from megagrpo.tools.certify.tiny_model import hf_config
+from tests.made_tensors import Made
 
 prepare_host("cpu")
 
@@ -175,18 +176,11 @@ def test_keys_are_chosen_without_another_copy_of_the_products():
     draw = torch.Generator().manual_seed(0)
     products, weights = torch.randn(32, 8, 32, generator=draw), torch.randn(32, 8, 1, generator=draw)
     scores = (products.clamp(min=0) * weights).sum(1).masked_fill(keys > queries, -torch.inf)
-    made = []
-
-    class Made(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            made.append(func(*args, **(kwargs or {})))
-            return made[-1]
-
-    with Made():
+    with Made() as made:
         chosen = best_keys(products, weights, keys <= queries, 4)
     for query in range(32):
         assert set(chosen[query].nonzero()[:, 0].tolist()) == set(
             scores[query].topk(min(4, query + 1)).indices.tolist()
         )
-    large = [t for t in tree_leaves(made) if t.numel() >= products.numel()]
+    large = [t for t in tree_leaves(made.results) if t.numel() >= products.numel()]
     assert large and all(t.data_ptr() == products.data_ptr() for t in large)

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from examples.laptop.recipe import TinyModelConfig
@@ -31,6 +30,7 @@ from megagrpo.tools.plan.trainer_memory import stage_parameters
 from megagrpo.tools.plan.work import model_work
 from megagrpo.weights.hf_export import untrained_tensors
 from tests.experiments import ROOT, experiment
+from tests.made_tensors import Made
 
 prepare_host("cpu")
 
@@ -202,14 +202,7 @@ def test_rows_are_read_part_by_part():
     table = torch.randn(1000, 3, generator=torch.Generator().manual_seed(0))
     numbers = torch.randint(1000, (40, 2), generator=torch.Generator().manual_seed(1))
     rows = SimpleNamespace(_table=table.split(2), _config=SimpleNamespace(params_dtype=torch.float32))
-    made = []
-
-    class Made(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            made.append(func(*args, **(kwargs or {})))
-            return made[-1]
-
-    with Made():
+    with Made() as made:
         found = NGramRows._rows(rows, numbers)
     assert torch.equal(found, table[numbers].flatten(1))
-    assert not any(t.dtype == torch.bool for t in tree_leaves(made) if isinstance(t, torch.Tensor))
+    assert not any(t.dtype == torch.bool for t in tree_leaves(made.results) if isinstance(t, torch.Tensor))
