@@ -3,8 +3,8 @@
 For every engine, always in this order: pause -> begin -> transfer -> end -> verify digests of the
 live parameters -> set version -> continue -> mark ready. Only rank 0 calls engines, in one thread
 each; a failure there is raised on every rank. An engine that dies during an update is reported,
-restarted and updated again. One that hangs delays the others by at most a
-quarter of the remaining time (EngineConnection.patience).
+restarted and updated again. One that hangs delays the others by at most a quarter of the remaining
+time (EngineConnection.patience).
 """
 
 from collections.abc import Callable

@@ -178,13 +178,16 @@ def write_hf_folder(
 
 def host_shards(tensors: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
     """Yields copies in host memory, those of a file together."""
-    shard: dict[str, Tensor] = {}
+    shard = dict[str, Tensor]()
+    size = 0
     for bucket in tensors:
         # Separate and contiguous, because safetensors refuses tensors that share memory.
         shard |= {name: t.detach().to("cpu", copy=True).contiguous() for name, t in bucket.items()}
-        if sum(t.nbytes for t in shard.values()) >= _FILE_BYTES:
+        size += sum(t.nbytes for t in bucket.values())
+        if size >= _FILE_BYTES:
             yield shard
             shard = {}
+            size = 0
     if shard:
         yield shard
 

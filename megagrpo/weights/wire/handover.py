@@ -111,8 +111,8 @@ def take_batches(
     device: torch.device,
     deadline: Deadline,
 ) -> None:
-    """The engine's end: fills the parameters. Raises PeerLost at the deadline, or ValueError if the two processes
-    cannot share memory."""
+    """The engine's end: fills the parameters. Raises PeerLost at the deadline, or ValueError if the
+    two processes cannot share memory."""
     _wait_for(store, f"{key}/handle", deadline)
     half = _half_bytes(batches)
     with open_shared(store.get(f"{key}/handle"), device) as memory:
