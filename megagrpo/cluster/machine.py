@@ -229,9 +229,7 @@ def trainer_variables(
         threads = len(os.sched_getaffinity(0)) // sharing or 1
         variables |= environment.unless_set(OMP_NUM_THREADS=str(threads))
     if interface:
-        variables |= environment.unless_set(
-            NCCL_SOCKET_IFNAME=f"={interface}"
-        )  # not eth10 for eth1
+        variables |= environment.nccl_interface(interface)
     return variables
 
 

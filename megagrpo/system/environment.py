@@ -26,6 +26,12 @@ def get_int(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
 
 
+def nccl_interface(name: str) -> dict[str, str]:
+    """Returns NCCL's variable for an interface by its whole name, because eth1 would take eth10, too;
+    or the user's value."""
+    return {"NCCL_SOCKET_IFNAME": get("NCCL_SOCKET_IFNAME") or f"={name}"}
+
+
 def with_prefixes(prefixes: tuple[str, ...]) -> dict[str, str]:
     """Returns the variables of this process whose names begin so."""
     return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}

@@ -20,7 +20,13 @@ from megagrpo.rollout.service.engine_command import (
     engine_environment,
     engine_python_path,
 )
-from megagrpo.system.environment import API_KEY, child_environment, get, nccl_variables
+from megagrpo.system.environment import (
+    API_KEY,
+    child_environment,
+    get,
+    nccl_interface,
+    nccl_variables,
+)
 from megagrpo.system.processes import namespaces, spawn, stop_tree
 
 LOOPBACK = "net"  # the namespace: processes that share it reach each other through 127.0.0.1
@@ -112,8 +118,8 @@ class EngineNode:
         # everything else.
         network = {}
         if interface:
+            network = nccl_interface(interface)
             network["GLOO_SOCKET_IFNAME"] = get("GLOO_SOCKET_IFNAME") or interface
-            network["NCCL_SOCKET_IFNAME"] = get("NCCL_SOCKET_IFNAME") or f"={interface}"
         # SGLang itself would take the route to the internet, then the host's own name, which many
         # hosts files give to loopback: other nodes of an engine would wait for its messages for
         # ever.
