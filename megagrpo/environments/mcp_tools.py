@@ -125,19 +125,20 @@ class _Session:
     def tools(self) -> list[dict[str, object]]:
         """Returns name, description and input schema of all tools. Raises Unavailable."""
         tools: list[dict[str, object]] = []
-        cursors: list[str | None] = [None]
-        while True:
-            if (cursor := cursors[-1]) in cursors[:-1]:
-                raise Unavailable(f"tools/list: page {cursor!r} comes again and again")
+        cursor: str | None = None
+        seen = set[str | None]()
+        while cursor not in seen:
+            seen.add(cursor)
             with _unavailable("tools/list"):
                 page = self._portal.call(partial(self._client.list_tools, cursor=cursor))
             tools += (
                 {"name": t.name, "description": t.description, "inputSchema": t.input_schema}
                 for t in page.tools
             )
-            if page.next_cursor is None:
+            cursor = page.next_cursor
+            if cursor is None:
                 return tools
-            cursors.append(page.next_cursor)
+        raise Unavailable(f"tools/list: page {cursor!r} comes again and again")
 
     def call(self, name: str, arguments: dict[str, object]) -> str:
         """Returns the text of a tool's result, which may be an error. Raises Unavailable."""

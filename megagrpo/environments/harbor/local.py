@@ -129,8 +129,8 @@ class Local:
 
     async def close(self) -> None:
         """Removes the files, also from folders without rights."""
-        removal = f"chmod -R u+rwx '{self._scratch}' 2> /dev/null; rm -rf '{self._scratch}'"
-        await (await asyncio.create_subprocess_shell(removal)).wait()
+        removal = 'chmod -R u+rwx "$0" 2> /dev/null; rm -rf "$0"'
+        await (await asyncio.create_subprocess_exec("sh", "-c", removal, self._scratch)).wait()
 
     def _end(self, process: asyncio.subprocess.Process) -> None:
         """Ends what a command left behind."""
