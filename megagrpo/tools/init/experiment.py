@@ -2,9 +2,9 @@
 
 import math
 import re
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -233,10 +233,14 @@ def _add_evaluation(draft: Draft, named: str | None) -> None:
     if path is not None:
         draft.add("eval", {"data": {"path": path}, "every": 20})
         return
-    total = sum(1 for file in files for _ in raw_rows(Path(file)))
+    total = 0
+    last = deque[Values](maxlen=_HELD_OUT)
+    for file in files:
+        for row in raw_rows(Path(file)):
+            total += 1
+            last.append(row)
     number = min(_HELD_OUT, total // 10)
-    every = (row for file in files for row in raw_rows(Path(file)))
-    rows = list(islice(every, total - number, None))
+    rows = list(last)[len(last) - number :]
     if not rows or not all(map(is_plain, rows)):
         draft.comments["data"].append("no evaluation: no file with held-out prompts was found")
         return
