@@ -90,7 +90,7 @@ def before_start(subject: Subject) -> Iterator[Rule]:
         is_teacher = name.startswith("teacher-")
         yield from _lengths(theirs, key, is_teacher * longest_samples(config)["data"])
         if is_teacher and subject.description is not None:
-            yield from _same_tokens(subject, key, hf)
+            yield from _same_tokens(subject, key, folder, hf)
 
 
 def _lengths(theirs: Subject, key: str, longest: int) -> Iterator[Rule]:
@@ -113,9 +113,9 @@ def _lengths(theirs: Subject, key: str, longest: int) -> Iterator[Rule]:
     )
 
 
-def _same_tokens(subject: Subject, key: str, hf: HfConfig) -> Iterator[Rule]:
+def _same_tokens(subject: Subject, key: str, folder: Path, hf: HfConfig) -> Iterator[Rule]:
     """Yields the rules that a teacher knows the tokens of the trained model, whose tokenizer it
-    shares. key: of the teacher's folder."""
+    shares. key: of the teacher, with its folder."""
     assert subject.description is not None, "of the trained model"
     tokenizer = tokenizer_folder(subject.experiment)
     vocabulary, policy = _embeddings(hf), _embeddings(subject.description)
@@ -131,7 +131,6 @@ def _same_tokens(subject: Subject, key: str, hf: HfConfig) -> Iterator[Rule]:
         "beyond them would end the teacher's engine",
         "take a teacher with at least as many",
     )
-    folder = Path(key.partition(": ")[2])
     if tokenizer.is_dir() and (problem := different_tokens(folder, tokenizer)):
         yield Rule(True, f"{key} {problem}", "distillation needs the same ids for the same tokens")
 
