@@ -393,10 +393,8 @@ def _values(line: object, location: str) -> Values:
         raise ValueError(
             f"{location}: broken JSON, column {exc.colno}: {exc.msg}: {line!r:.60}"
         ) from exc
-    except (
-        ValueError,
-        RecursionError,
-    ) as exc:  # not UTF-8, a number of too many digits, or too deep
+    # not UTF-8, a number of too many digits, or too deep
+    except (ValueError, RecursionError) as exc:
         raise ValueError(f"{location}: unreadable JSON: {exc}: {line!r:.60}") from exc
     if not isinstance(row, dict):
         raise ValueError(f'{location}: should be an object like {{"prompt": ...}}, is {line!r:.60}')

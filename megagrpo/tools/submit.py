@@ -56,8 +56,7 @@ def submit(
         problems += _machine_problems(config, request, dry_run)
     else:
         saved = Path(config.checkpoint.dir or folder).absolute()
-        must = {Path(experiment[0]), folder, saved, Path.cwd()}
-        problems += scheduler.problems(must, dry_run)
+        problems += scheduler.problems({Path(experiment[0]), folder, saved, Path.cwd()}, dry_run)
         elsewhere += [
             f"{key}: {path} is not in the folder of --volume, so the image must have it"
             for key, path in read_files(config)

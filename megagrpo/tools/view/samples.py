@@ -169,11 +169,10 @@ def _add_updates(
             for sample_id, advantage in zip(line["sample_ids"], line["advantages"], strict=True):
                 samples.get((step, sample_id), {})["advantage"] = advantage
             for tokens in line["tokens"]:
-                if (sample := samples.get((step, tokens["sample_id"]))) is not None:
+                if sample := samples.get((step, tokens["sample_id"])):
                     most = max(left[step], 0)
-                    shown = {key: tokens[key][:most] for key in ("ids", "difference")}
-                    sample["tokens"] = shown
-                    used.update(shown["ids"])
+                    sample["tokens"] = {key: tokens[key][:most] for key in ("ids", "difference")}
+                    used.update(tokens["ids"][:most])
                     left[step] -= len(tokens["ids"])
     cut.update(step for step, tokens in left.items() if tokens < 0)
     return {str(token): pieces.get(str(token), f"[{token}]") for token in used}
