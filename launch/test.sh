@@ -38,14 +38,20 @@ runs() {
     return 1
 }
 
-# The cluster tests need Debian's Slurm and network namespaces. Without root or apt-get they are skipped with the reason. The
-# package manager works while pip does and the linters do.
-if runs cluster && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null &&
-    ! { command -v slurmctld && command -v munged && command -v ip; } >/dev/null; then
-    echo "[test] installing slurm-wlm, munge and iproute2 for the cluster tests"
-    packages="apt-get install -y --no-install-recommends slurm-wlm munge iproute2"
-    (RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive sh -c "$packages || { apt-get update && $packages; }" >/dev/null 2>&1 ||
-        echo "[test] they could not be installed: the cluster tests will be skipped") &
+# Installs Debian packages; without starting their services, nor asking.
+debian() {
+    local command="apt-get install -y --no-install-recommends $*"
+    RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive sh -c "$command || { apt-get update && $command; }" >/dev/null 2>&1 ||
+        echo "[test] $* could not be installed: tests that need them will be skipped"
+}
+
+# The cluster tests need Debian's Slurm and network namespaces, one of the unit tests its Prometheus. Without root or apt-get
+# they are skipped with the reason. The package manager works while pip does and the linters do.
+if runs cluster && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    {
+        { command -v slurmctld && command -v munged && command -v ip; } >/dev/null || debian slurm-wlm munge iproute2
+        command -v prometheus >/dev/null || debian prometheus
+    } &
 fi
 if runs e2e; then
     bash launch/install.sh --with smollm2 || bash launch/install.sh # if this fails, the test with a pretrained model is skipped

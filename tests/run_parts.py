@@ -98,13 +98,15 @@ def parts_together(full: bool) -> dict[str, list[str]]:
     named = {path for paths in e2e.values() for path in paths}
     e2e["e2e-runs"] = [path for path in map(str, sorted((TESTS / "e2e").glob("test_*.py"))) if path not in named]
     folders = {name: [str(TESTS / name)] for name in ("dist", "cluster", "gpu", "hostcuda")}
+    actor = sorted(map(str, (TESTS / "dist").glob("test_actor*.py")))  # a third of the seconds of ranks
+    folders |= {"dist": folders["dist"] + [f"--ignore={path}" for path in actor], "dist-actor": actor}
     if not full:  # those repeat it, and nothing else of its file
         again = [f"{TESTS}/dist/test_{name}.py{test}" for name, test in SHORT.items()]
         folders["dist"] += [word for path in again for word in ("--deselect", path)]
     if full:
         files = [str(TESTS / "dist" / f"test_{name}.py") for name in DIST_ON_DEVICE]
         folders["hostcuda-dist"] = ["--hostcuda", "-m", "not slow", *files]
-    order = ["dist", "e2e-runs", "e2e-engines", "e2e-weights", "e2e-faults", "hostcuda"]
+    order = ["dist", "dist-actor", "e2e-runs", "e2e-engines", "e2e-weights", "e2e-faults", "hostcuda"]
     order += ["cluster", "gpu", *folders.keys() & {"hostcuda-dist"}]
     return {name: (e2e | folders)[name] for name in order}
 

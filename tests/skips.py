@@ -14,6 +14,7 @@ ALLOWED = {
     "a kernel that allows mounts": r"mounting is not allowed here",
     "a kernel that allows namespaces": r"no namespaces here: .*",
     "Debian's Slurm": r".* not found; install slurm-wlm and munge",
+    "Debian's Prometheus": r"prometheus not found; install prometheus",
     "Chromium": r"no Chromium here: .*",
     "bubblewrap": r"no bubblewrap here",
     "a package index": r"no package index is reachable: .*",

@@ -90,7 +90,7 @@ def served(text: bytes) -> Iterator[int]:
     server.server_close()
 
 
-@pytest.mark.skipif(not shutil.which("prometheus"), reason="prometheus is not installed (apt-get install prometheus)")
+@pytest.mark.skipif(not shutil.which("prometheus"), reason="prometheus not found; install prometheus")
 def test_the_real_prometheus_scrapes_what_the_dashboard_asks_for(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(LINES)
     text = exposition("mine", tmp_path / "metrics.jsonl", ENGINES)
