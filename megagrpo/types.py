@@ -437,6 +437,7 @@ class Batch:
     # [T] float32, by the actor before the first update of the step
     old_logprobs: "Tensor | None" = None
     ref_logprobs: "Tensor | None" = None  # [T] float32, by the reference model
+    chosen: "Tensor | None" = None  # [T] bool, the tokens that a CovarianceLoss treats apart
     reference: ReferenceStates | None = None  # KL estimator "full", instead of ref_logprobs
     correction: Correction = Correction()
     routing: Routing | None = None

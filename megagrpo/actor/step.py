@@ -347,6 +347,7 @@ def _loss_inputs(
         rollout_logprobs=rollout,
         rows=Rows(micro.num_trained),
         ref_logprobs=mine(batch.ref_logprobs),
+        chosen=mine(batch.chosen),
         full_kl=values.full_kl,
         policy_weights=mine(batch.correction.weights),
         counted_tokens=on_device(counted[micro.members], values.logprobs.device),

@@ -13,6 +13,7 @@ from torch import Tensor
 from megagrpo.algo.correction import accepted_tokens, policy_weights, staleness_metrics
 from megagrpo.algo.estimators import EstimatorInputs, estimate, whiten
 from megagrpo.algo.kl import adapted_kl_coef, token_kl
+from megagrpo.algo.policy_loss import chosen_tokens
 from megagrpo.algo.reward_shaping import RewardInputs, shape_rewards
 from megagrpo.algo.rollouts import by_rollout, longest_responses
 from megagrpo.algo.statistics import (
@@ -25,6 +26,7 @@ from megagrpo.algo.statistics import (
     to_tokens,
 )
 from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.objective.policy_loss import CovarianceLoss
 from megagrpo.types import AlgoState, Batch, Correction
 
 
@@ -78,7 +80,10 @@ def with_advantages(
     advantages = advantages.float()
     if shared:
         advantages = to_tokens(advantages, rollouts.lengths)
-    return replace(batch, advantages=advantages.masked_fill_(~trained, 0.0)), state, metrics
+    batch = replace(batch, advantages=advantages.masked_fill_(~trained, 0.0))
+    if isinstance(algorithm.loss, CovarianceLoss):
+        batch = replace(batch, chosen=chosen_tokens(batch, algorithm.loss, reduce))
+    return batch, state, metrics
 
 
 def _only(kept: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ class LossInputs:
     rollout_logprobs: Tensor  # of the engine
     rows: Rows  # the n sequences
     ref_logprobs: Tensor | None = None
+    chosen: Tensor | None = None  # bool, the tokens that a CovarianceLoss treats apart
     full_kl: Tensor | None = None  # nats, estimator "full": exact KL over the vocabulary
     # correction of the trainer/rollout mismatch, see correction.py
     policy_weights: Tensor | None = None
@@ -206,7 +207,9 @@ def _policy(
 ) -> TokenLoss:
     """Returns the policy loss of every token [t]."""
     old, rollout = inputs.old_logprobs, inputs.rollout_logprobs
-    policy = PolicyInputs(inputs.logprobs, old, advantages, mask, inputs.rows, rollout)
+    policy = PolicyInputs(
+        inputs.logprobs, old, advantages, mask, inputs.rows, rollout, inputs.chosen
+    )
     loss = token_loss(policy, algorithm.loss)
     if algorithm.off_policy_limit is None:
         return loss

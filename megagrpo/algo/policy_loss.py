@@ -13,19 +13,23 @@ import torch
 from torch import Tensor
 
 from megagrpo.algo.kl import LOG_RATIO_LIMIT, probability_ratio
+from megagrpo.algo.statistics import Reduce, largest_of_all, moments, ordered_bits
 from megagrpo.config.fields import Variant
 from megagrpo.config.objective.policy_loss import (
     CispoLoss,
+    ClipCovLoss,
+    CovarianceLoss,
     DppoLoss,
     DroLoss,
     GmpoLoss,
     GpgLoss,
     GspoLoss,
+    KlCovLoss,
     OwnLoss,
     PpoClipLoss,
     SapoLoss,
 )
-from megagrpo.types import on_device
+from megagrpo.types import Batch, on_device
 
 GSPO_CLAMPS = {
     "both": (-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT),
@@ -78,6 +82,7 @@ class PolicyInputs:
     mask: Tensor
     rows: Rows  # the sequences
     rollout_logprobs: Tensor  # float, of the engine
+    chosen: Tensor | None = None  # bool, see chosen_tokens; None: the loss chooses none
 
     @property
     def ratio(self) -> Tensor:
@@ -201,6 +206,62 @@ def dro(inputs: PolicyInputs, options: DroLoss) -> TokenLoss:
     return TokenLoss(value, {})
 
 
+def clip_cov(inputs: PolicyInputs, options: ClipCovLoss) -> TokenLoss:
+    """Returns the loss of ppo_clip, 0 for the chosen tokens. arXiv 2505.22617."""
+    assert inputs.chosen is not None, "see chosen_tokens"
+    loss = _clipped_surrogate(inputs.ratio, inputs.advantages, options)
+    value = loss.value.masked_fill(inputs.chosen, 0.0)
+    return TokenLoss(value, loss.clipped | {"covariance": inputs.chosen})
+
+
+def kl_cov(inputs: PolicyInputs, options: KlCovLoss) -> TokenLoss:
+    """Returns -rho A, plus kl_coef |log rho| for the chosen tokens. arXiv 2505.22617, whose KL is
+    |log rho| in verl."""
+    assert inputs.chosen is not None, "see chosen_tokens"
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    penalty = options.kl_coef * log_ratio.abs().masked_fill(~inputs.chosen, 0.0)
+    value = penalty - inputs.ratio * inputs.advantages
+    return TokenLoss(value, {"covariance": inputs.chosen})
+
+
+def chosen_tokens(batch: Batch, options: CovarianceLoss, reduce: Reduce) -> Tensor:
+    """Collective over data-parallel ranks. Returns the tokens of the step [T] (bool) that the loss
+    treats apart, by their covariance (log p - mean)(A - mean) before the first update.
+
+    kl_cov: those with the largest ones. clip_cov: drawn from those between low and high. Means and
+    number are of all tokens of rl in the step. A token's draw, which also decides between equal
+    covariances, depends only on its sample's id and its place in the sample.
+    """
+    assert batch.advantages is not None
+    logprobs = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
+    mask = batch.rl_mask
+    covariances = torch.ones(int(mask.sum()), dtype=torch.float64)
+    for values in (logprobs[mask], batch.advantages[mask]):
+        spread = moments(values, reduce)
+        covariances *= values.double() - spread.mean
+    keys = ordered_bits(covariances)
+    candidates = torch.ones_like(keys, dtype=torch.bool)
+    if isinstance(options, ClipCovLoss):
+        candidates = (covariances > options.low) & (covariances < options.high)
+        keys = candidates.long()
+    count = max(int(options.fraction * spread.count), 1)
+    keys = torch.stack((keys, _draws(batch)[mask]))
+    chosen = torch.zeros_like(mask)
+    chosen[mask] = largest_of_all(keys, count, reduce) & candidates
+    return chosen
+
+
+def _draws(batch: Batch) -> Tensor:
+    """Returns a different number [T] int64 for every token of the run, in no order: splitmix64 of
+    its sample and place. Steele, Lea, Flood 2014."""
+    first = (batch.sample_ids << 32) - batch.starts
+    x = first.repeat_interleave(batch.lengths) + torch.arange(len(batch.tokens))
+    # the factors as signed numbers; >> repeats the sign
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
+        x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * factor
+    return x
+
+
 def own_loss(inputs: PolicyInputs, options: OwnLoss) -> TokenLoss:
     """Returns the loss from a user's function, which returns a TokenLoss or only its values. Raises
     ValueError unless there is a value for every token."""
@@ -228,6 +289,8 @@ POLICY_LOSSES: dict[type[Variant], PolicyLossFunction] = {
     GpgLoss: gpg,
     SapoLoss: sapo,
     DroLoss: dro,
+    ClipCovLoss: clip_cov,
+    KlCovLoss: kl_cov,
     OwnLoss: own_loss,
 }
 
@@ -251,7 +314,7 @@ def without_off_policy(loss: TokenLoss, inputs: PolicyInputs, limit: float) -> T
 
 
 def _clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, options: PpoClipLoss | GspoLoss
+    ratio: Tensor, advantages: Tensor, options: PpoClipLoss | GspoLoss | ClipCovLoss
 ) -> TokenLoss:
     low, high = 1 - options.clip_ratio_low, 1 + options.clip_ratio_high
     loss = torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)

@@ -217,6 +217,32 @@ def exact_row_sums(values: Tensor, lengths: Tensor) -> Tensor:
     return in_runs(sums, lengths)
 
 
+def largest_of_all(keys: Tensor, count: int, reduce: Reduce) -> Tensor:
+    """Collective. Returns which values [n] (bool) are among the `count` largest of all ranks.
+
+    keys: [k, n] int64, read as unsigned numbers; the next row decides between values that are equal
+    so far. Values that are equal in all rows are chosen together.
+    """
+    tied = torch.ones_like(keys[0], dtype=torch.bool)
+    chosen = ~tied
+    for key in keys:
+        for shift in range(56, -1, -8):
+            digits = (key >> shift) & 255
+            counts = reduce(torch.bincount(digits[tied], minlength=256), "sum")
+            at_least = counts.flip(0).cumsum(0).flip(0)
+            digit = int((at_least >= count).sum()) - 1  # of the last one chosen; -1: all are
+            count -= int(at_least[digit] - counts[digit])
+            chosen |= tied & (digits > digit)
+            tied &= digits == digit
+    return chosen | tied
+
+
+def ordered_bits(values: Tensor) -> Tensor:
+    """Returns int64 that are in the order of the float64 values if they are read as unsigned."""
+    bits = (values + 0.0).view(torch.int64)  # -0.0 is 0.0
+    return torch.where(bits < 0, ~bits, bits ^ torch.iinfo(torch.int64).min)
+
+
 def row_sums(values: Tensor, lengths: Tensor) -> Tensor:
     """Returns the sums [N] of values [T], one by one in their own type, over samples of `lengths`
     [N] tokens each."""

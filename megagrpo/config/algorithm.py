@@ -26,7 +26,13 @@ from megagrpo.config.objective.own import (
     own_function,
     with_names_of_functions,
 )
-from megagrpo.config.objective.policy_loss import DppoLoss, GpgLoss, PolicyLossConfig, PpoClipLoss
+from megagrpo.config.objective.policy_loss import (
+    CovarianceLoss,
+    DppoLoss,
+    GpgLoss,
+    PolicyLossConfig,
+    PpoClipLoss,
+)
 from megagrpo.config.objective.reward_shaping import RewardShapingConfig
 from megagrpo.config.objective.streams import DistillationConfig, StreamConfig, Writer
 
@@ -122,6 +128,14 @@ class AlgorithmConfig(Section):
                 and self.mismatch.weight is not None,
                 "loss dppo against rollout weighs tokens by actor / engine, and so does mismatch.weight",
                 "remove mismatch.weight, or write against: old",
+            ),
+            Rule(
+                isinstance(self.loss, CovarianceLoss)
+                and self.distillation is not None
+                and self.distillation.loss == "reverse_kl",
+                f"loss {self.loss.name} chooses tokens by their advantages, and distillation.loss reverse_kl has "
+                "advantages of its own",
+                "use another loss in one of them",
             ),
             Rule(
                 self.old_logprobs == "engine" and self.needs_old_logprobs,
@@ -289,8 +303,8 @@ class AlgorithmConfig(Section):
     def computes_old_logprobs(self, updates: int) -> bool:
         """Returns whether a step of `updates` updates begins with the actor's forward, which gives
         old log-probabilities."""
-        several = updates > 1 and self.old_logprobs == "trainer"
-        return several or self.needs_old_logprobs
+        compares = updates > 1 or isinstance(self.loss, CovarianceLoss)
+        return (compares and self.old_logprobs == "trainer") or self.needs_old_logprobs
 
     @property
     def corrects_staleness(self) -> bool:

@@ -65,6 +65,8 @@ ALGORITHMS["gmpo"] = {
     "loss": {"name": "gmpo", "clip_ratio_low": 0.02, "clip_ratio_high": 0.02},
     "aggregation": "seq-mean-token-mean",
 }
+ALGORITHMS["clip_cov"] = {"loss": {"name": "clip_cov", "fraction": 0.2, "low": 0.05, "high": 1.0}}
+ALGORITHMS["kl_cov"] = {"loss": {"name": "kl_cov", "fraction": 0.2}, "advantage": {"name": "opo"}}
 ALGORITHMS["streams, student's top-k"] = {
     "distillation": {"loss": "student_topk", "top_k": 5, "logprob_min": -6.0},
     "streams": [
@@ -177,6 +179,12 @@ def test_other_algorithms_are_certified_too(subject, tmp_path: Path, layouts: in
     assert found == [[]] * len(jobs)
     for result in results:
         assert result["grad_norm"] > 1e-3 and len(result["gradients"]) > 20, "there was something to compare"
+
+
+def test_losses_that_choose_tokens_are_certified(subject, tmp_path: Path):
+    jobs = [subject(algorithm=name) | case(layout) for name, layout in {"clip_cov": "DP2", "kl_cov": "CP2"}.items()]
+    _, found = measured(tmp_path, jobs)
+    assert found == [[]] * len(jobs)
 
 
 def test_components_of_the_loss_are_certified(subject, tmp_path: Path):

@@ -62,6 +62,10 @@ ALGORITHMS = {
 }
 
 
+for LOSS in ("clip_cov", "kl_cov"):
+    ALGORITHMS[LOSS] = {"loss": {"name": LOSS, "fraction": 0.1} | ({"low": 0.1} if LOSS == "clip_cov" else {})}
+
+
 def whole_batch(kind: str) -> Batch:
     generator = torch.Generator().manual_seed(KINDS.index(kind))
     n = NUM_GROUPS * GROUP_SIZE
@@ -88,7 +92,7 @@ def whole_batch(kind: str) -> Batch:
         weights=torch.tensor([1.0, -0.3], dtype=torch.float64),
         greedy_rewards=torch.rand(n, generator=generator, dtype=torch.float64),
         token_scores=torch.randn(n, WIDTH, generator=generator, dtype=torch.float64),
-        old_logprobs=logprobs(),
+        old_logprobs=logprobs().mul(4).round() / 4,  # some tokens have equal covariances
         ref_logprobs=logprobs(),
     )
 
@@ -120,11 +124,12 @@ def measure(batch: Batch, reduce) -> dict:
         result, state, metrics = with_advantages(batch, AlgorithmConfig(**options), reduce, AlgoState(), WIDTH - 1)
         out[name] = metrics, state
         weights = result.loss_mask if result.correction.weights is None else result.correction.weights
+        chosen = result.loss_mask if result.chosen is None else result.chosen
         for row, sample in enumerate(batch.sample_ids.tolist()):
             start, length = int(batch.starts[row]), int(batch.lengths[row])
             out[name, sample] = [
                 t[start : start + length].float().view(torch.int32).tolist()
-                for t in (result.advantages, result.loss_mask, weights)
+                for t in (result.advantages, result.loss_mask, weights, chosen)
             ]
     return out
 

@@ -197,6 +197,10 @@ def test_what_must_be_computed_before_the_advantages():
     ):
         assert AlgorithmConfig(**options).needs_old_logprobs
     assert AlgorithmConfig(advantage={"name": "remax"}).needs_greedy_response
+    for loss in ("clip_cov", "kl_cov"):  # they choose tokens before the first update
+        assert AlgorithmConfig(loss={"name": loss}).computes_old_logprobs(1)
+        assert not AlgorithmConfig(loss={"name": loss}, old_logprobs="engine").computes_old_logprobs(2)
+    assert not AlgorithmConfig().computes_old_logprobs(1)
 
 
 def test_advice_and_formula():

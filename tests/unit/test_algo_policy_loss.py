@@ -1,25 +1,28 @@
 """Policy losses in closed form: value and gradient of a token, and of a sequence."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megagrpo.algo.loss import Denominators, count_denominators, objective
-from megagrpo.algo.policy_loss import token_loss
+from megagrpo.algo.policy_loss import chosen_tokens, token_loss
 from megagrpo.algo.statistics import alone
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.objective.policy_loss import (
     CispoLoss,
+    ClipCovLoss,
     DppoLoss,
     DroLoss,
     GmpoLoss,
     GpgLoss,
     GspoLoss,
+    KlCovLoss,
     PpoClipLoss,
     SapoLoss,
 )
-from tests.unit.algo_inputs import aggregate, loss_inputs, policy_inputs
+from tests.unit.algo_inputs import aggregate, batch_of, loss_inputs, policy_inputs
 
 OLD = -1.0
 
@@ -119,6 +122,72 @@ def test_an_off_policy_sequence_is_left_out():
     value.backward()
     left = [[1.0, 1.0], [0.0, 0.0], [-1.0, -1.0], [1.0, 0.0]]
     assert torch.allclose(-7 * logp.grad, torch.tensor(left).double())
+
+
+@pytest.mark.parametrize(
+    ("options", "ratio", "advantage", "value", "gradient"),
+    [
+        (ClipCovLoss(), 1.1, 2.0, 0.0, 0.0),
+        (KlCovLoss(kl_coef=0.5), 1.5, 2.0, -3.0 + 0.5 * math.log(1.5), -3.0 + 0.5),  # never clipped
+        (KlCovLoss(kl_coef=0.5), 0.5, -2.0, 1.0 + 0.5 * math.log(2), 1.0 - 0.5),
+        (KlCovLoss(kl_coef=0.5), 1.0, -2.0, 2.0, 2.0),  # the first update of a step
+    ],
+)
+def test_losses_by_covariance(options, ratio, advantage, value, gradient):
+    """A chosen token, and one that is not: it has ppo_clip's loss, or the policy gradient's without a clip."""
+    logp = torch.full((1, 2), logp_of(ratio), dtype=torch.float64).requires_grad_()
+    tensors = torch.full_like(logp, OLD), torch.full_like(logp, advantage), torch.ones_like(logp, dtype=torch.bool)
+    chosen = torch.tensor([True, False])
+    found = token_loss(replace(policy_inputs(logp, *tensors), chosen=chosen), options)
+    found.value.sum().backward()
+    plain = value_and_gradient(PpoClipLoss(), ratio, advantage)
+    if isinstance(options, KlCovLoss):
+        plain = -ratio * advantage, -ratio * advantage
+    assert found.value.tolist() == pytest.approx([value, plain[0]])
+    assert logp.grad[0].tolist() == pytest.approx([gradient, plain[1]])
+    assert found.clipped["covariance"].tolist() == [True, False]
+
+
+def chosen_by(options, old: list[list[float]], advantages: list[float], ids=None, **more) -> torch.Tensor:
+    """The chosen tokens [n, S] of responses with these log-probabilities and one advantage each."""
+    logprobs, rewards = torch.tensor(old), torch.tensor(advantages, dtype=torch.float64)
+    given = {"advantages": rewards.float()[:, None].expand_as(logprobs), "old_logprobs": logprobs} | more
+    if ids is not None:
+        given["sample_ids"] = torch.tensor(ids)
+    mask = torch.ones_like(logprobs)
+    return chosen_tokens(batch_of(rewards, [0] * len(mask), mask, **given), options, alone).view(mask.shape)
+
+
+TWO = [[-1.0, -3.0, -0.5], [-2.0, -0.5, -1.0]], [1.0, -1.0]  # covariances 0.33, -1.67, 0.83; 0.67, -0.83, -0.33
+
+
+def test_covariances_choose_tokens():
+    largest = {1: [[0, 0, 1], [0, 0, 0]], 2: [[0, 0, 1], [1, 0, 0]], 3: [[1, 0, 1], [1, 0, 0]]}
+    for count, chosen in largest.items():
+        assert chosen_by(KlCovLoss(fraction=(count + 0.1) / 6), *TWO).tolist() == torch.tensor(chosen).bool().tolist()
+    assert chosen_by(KlCovLoss(), *TWO).sum() == 1, "at least one"
+    between = ClipCovLoss(low=0.4, high=0.7, fraction=1.0)
+    assert chosen_by(between, *TWO).nonzero().tolist() == [[1, 0]], "all candidates, and nothing else"
+    of_three = chosen_by(ClipCovLoss(low=0.3, high=1.0, fraction=0.34), *TWO)
+    assert of_three.sum() == 2 and not (of_three & ~torch.tensor(largest[3]).bool()).any()
+    assert not chosen_by(ClipCovLoss(low=2.0), *TWO).any()
+    # without the trainer's, by the log-probabilities of the engine, which the ratio divides by, too
+    engine = {"old_logprobs": None, "rollout_logprobs": torch.tensor(TWO[0])}
+    assert torch.equal(chosen_by(between, *TWO, **engine), chosen_by(between, *TWO))
+
+
+def test_draws_depend_on_ids_and_places_only():
+    old, advantages = [[-1.0] * 500] * 8, [1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0]
+    for options in (KlCovLoss(fraction=0.1), ClipCovLoss(low=-1.0, fraction=0.1)):  # all covariances are 0
+        chosen = chosen_by(options, old, advantages)
+        assert chosen.sum() == 400, "equal ones do not come together"
+        assert all(20 < number < 80 for number in chosen.sum(1).tolist()), "no row comes first"
+        assert 10 < int(chosen[:, :50].sum()) < 80, "and no place"
+        order = [5, 2, 7, 0, 1, 6, 3, 4]
+        moved = chosen_by(options, old, [advantages[i] for i in order], order)
+        assert torch.equal(moved, chosen[order])
+        later = chosen_by(options, old, advantages, [number + 8 for number in range(8)])
+        assert (later & chosen).sum() < 100, "another step draws others"
 
 
 def test_gspo_uses_one_ratio_per_sequence():

@@ -7,12 +7,12 @@ import torch
 
 from megagrpo.algo.kl import kl_penalty
 from megagrpo.algo.loss import Denominators, count_denominators, objective
-from megagrpo.algo.policy_loss import token_loss
+from megagrpo.algo.policy_loss import chosen_tokens, token_loss
 from megagrpo.algo.statistics import alone
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.objective.kl import KlConfig
-from megagrpo.config.objective.policy_loss import CispoLoss, GpgLoss
-from tests.unit.algo_inputs import aggregate, loss_inputs, policy_inputs
+from megagrpo.config.objective.policy_loss import CispoLoss, CovarianceLoss, GpgLoss
+from tests.unit.algo_inputs import aggregate, batch_of, loss_inputs, policy_inputs
 from tests.unit.golden_cases import cases, close, load, tensor
 
 pytestmark = pytest.mark.verifies(
@@ -49,14 +49,20 @@ class Problem:
     def objective(self, loss: dict, aggregation: str | None = None) -> tuple[torch.Tensor, dict]:
         zero = torch.zeros_like(self.old)
         given = (self.logp, zero, self.mask, self.advantages, self.old, zero)
-        inputs = loss_inputs(*given, policy_weights=self.weights)
         algorithm = AlgorithmConfig(loss=loss, aggregation=aggregation or self.aggregation)
+        chosen = None
+        if isinstance(algorithm.loss, CovarianceLoss):  # by the log-probabilities that verl chooses by
+            by = {"old_logprobs": self.logp.detach(), "advantages": self.advantages}
+            rewards, groups = zero[:, 0], [0] * len(zero)
+            chosen = chosen_tokens(batch_of(rewards, groups, self.mask, **by), algorithm.loss, alone)
+        inputs = loss_inputs(*given, policy_weights=self.weights, chosen=chosen)
         value, sums = objective(inputs, algorithm, self.denominators)
         return value * self.factor, sums
 
-    def check(self, value: torch.Tensor, loss: float, gradient) -> None:
+    def check(self, value: torch.Tensor, loss: float | None, gradient) -> None:
         (mine,) = torch.autograd.grad(value, self.logp)
-        close(value, loss)
+        if loss is not None:
+            close(value, loss)
         close(mine, gradient)
 
 
@@ -71,6 +77,11 @@ def verl_loss(case: dict) -> dict:
         return {"name": "sapo", "tau_positive": float(params["tau_pos"]), "tau_negative": params["tau_neg"]}
     if kind == "dro":
         return {"name": "dro", "beta": params["dro_beta"]}
+    if kind == "kl_cov":
+        return {"name": kind, "fraction": params["kl_cov_ratio"], "kl_coef": params["ppo_kl_coef"]}
+    if kind == "clip_cov":
+        own = {"low": params["clip_cov_lb"], "high": params["clip_cov_ub"], "fraction": params["clip_cov_ratio"]}
+        return clip(params, kind) | own
     if kind == "vanilla":
         return {**clip(params, "ppo_clip"), "dual_clip": float(params["clip_ratio_c"])}
     if kind.startswith("dppo"):
@@ -92,7 +103,7 @@ BY_SEQUENCE = ("gspo", "geo_mean")  # whatever verl's aggregation
 
 
 def is_verl(case):
-    offered = ("vanilla", "gspo", "cispo", "gpg", "sapo", "dppo_tv", "dppo_kl", "dro")
+    offered = ("vanilla", "gspo", "cispo", "gpg", "sapo", "dppo_tv", "dppo_kl", "dro", "clip_cov", "kl_cov")
     if case["source"].endswith("geo_mean"):
         # its weights are geometric means too, an empty row counts, ratios have no limit, and
         # advantages that differ by token are replaced by their mean
@@ -107,7 +118,10 @@ def test_verl(case):
     ignores_aggregation = case["source"].endswith(BY_SEQUENCE)
     value, sums = problem.objective(verl_loss(case), "seq-mean-token-mean" if ignores_aggregation else None)
     outputs = case["outputs"]
-    problem.check(value, outputs.get("loss_f64", outputs["loss"]), outputs["grad_log_prob"])
+    loss = outputs.get("loss_f64", outputs["loss"])
+    if case["source"].endswith("clip_cov") and case["status"] == "convention":
+        loss = None  # a clipped token that is drawn counts 0 here
+    problem.check(value, loss, outputs["grad_log_prob"])
     if case["source"].endswith("vanilla"):
         num_tokens = int(problem.mask.sum())
         clipped = (sums["policy/clip_fraction_low"] + sums["policy/clip_fraction_high"]) / num_tokens

@@ -46,6 +46,10 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
         ],
         "algorithm.kl.importance with old_logprobs engine, which has none of tokens",
     ),
+    # tokens that a loss chooses
+    (["algorithm.loss={name: clip_cov, low: 5}"], "low 5.0 and high 5.0 have no covariance between them"),
+    (["algorithm.loss={name: kl_cov}", "train.num_updates_per_step=1"], "it is the policy gradient alone"),
+    (["algorithm.loss={name: kl_cov}", "algorithm.distillation={}"], "reverse_kl has advantages of its own"),
     # the engine's experts
     (["actor.routing_replay=old", "train.num_updates_per_step=1"], "old changes nothing with one update a step"),
     (

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from megagrpo.check.rules.subject import Subject
 from megagrpo.config.fields import Rule
 from megagrpo.config.objective.kl import KL_ERROR_LIMIT
+from megagrpo.config.objective.policy_loss import KlCovLoss
 from megagrpo.config.schema import ExperimentConfig
 
 
@@ -30,6 +31,14 @@ def as_read(subject: Subject) -> Iterator[Rule]:
         algorithm.kl.reference_every and experiment.actor.lora is not None,
         "algorithm.kl.reference_every: with actor.lora the reference is the model without adapters",
         "remove one of them",
+    )
+    yield Rule(
+        isinstance(algorithm.loss, KlCovLoss)
+        and algorithm.old_logprobs == "trainer"
+        and updates == 1,
+        "algorithm.loss kl_cov charges the change since the step began, and its first update has none: with one "
+        "update a step it is the policy gradient alone",
+        "raise train.num_updates_per_step, or use clip_cov",
     )
     alone = train.group_size == 1
     yield Rule(

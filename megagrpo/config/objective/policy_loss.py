@@ -9,7 +9,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from megagrpo.config.fields import LARGEST, NonNegativeFloat, PositiveFloat, Variant
+from megagrpo.config.fields import LARGEST, NonNegativeFloat, Number, PositiveFloat, Rule, Variant
 from megagrpo.config.objective.own import OwnFunction
 
 _LOW = "The ratio is clipped below at 1 - clip_ratio_low."
@@ -118,6 +118,45 @@ class DroLoss(Variant):
     """Strength of the penalty."""
 
 
+class CovarianceLoss(Variant):
+    """Treats tokens apart that lower the entropy most: those whose log-probability and advantage
+    are both far from the step's means, on the same side. arXiv 2505.22617."""
+
+    fraction: float = Field(default=2e-4, gt=0, le=1)
+    """Fraction of the step's tokens to choose by (log p - mean)(A - mean), before its first update.
+    At least one token."""
+
+
+class ClipCovLoss(CovarianceLoss):
+    """ppo_clip without gradients for tokens that are drawn from those with a covariance between low
+    and high. arXiv 2505.22617."""
+
+    formula = "-min(rho A, clip(rho) A), 0 for drawn tokens of high covariance"
+
+    name: Literal["clip_cov"] = "clip_cov"
+    clip_ratio_low: float = Field(default=0.2, gt=0, le=1, description=_LOW)
+    clip_ratio_high: PositiveFloat = Field(default=0.2, description=_HIGH)
+    low: Number = 1.0
+    """Covariance above which a token can be drawn."""
+    high: Number = 5.0
+    """Covariance below which a token can be drawn."""
+
+    def problems(self) -> list[Rule]:
+        between = f"low {self.low} and high {self.high} have no covariance between them"
+        return [Rule(self.low >= self.high, between, "lower low, or raise high")]
+
+
+class KlCovLoss(CovarianceLoss):
+    """The policy gradient without a clip, with a penalty on the log-ratio of the tokens with the
+    largest covariances. arXiv 2505.22617."""
+
+    formula = "-rho A, + kl_coef |log rho| for the tokens of largest covariance"
+
+    name: Literal["kl_cov"] = "kl_cov"
+    kl_coef: PositiveFloat = 1.0
+    """Strength of the penalty."""
+
+
 class OwnLoss(OwnFunction, Variant):
     """Your function, `name: "mine.py:gmpo"`. It gets PolicyInputs (algo/policy_loss.py) and returns
     the loss per token, [t]. See [extend](../extend.md)."""
@@ -137,6 +176,8 @@ PolicyLossConfig = Annotated[
     | GpgLoss
     | SapoLoss
     | DroLoss
+    | ClipCovLoss
+    | KlCovLoss
     | OwnLoss,
     Field(discriminator="name"),
 ]
