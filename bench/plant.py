@@ -399,8 +399,8 @@ FAULTS = (
     Fault(
         "an export writes the run's experiment",
         "cluster/machine.py",
-        "own_copy(config, name), *words]",
-        "write_experiment(config) or own_copy(config, name), *words]",
+        "own_copy(config, files), *words]",
+        "write_experiment(config) or own_copy(config, files), *words]",
         (BESIDE,),
     ),
     Fault(

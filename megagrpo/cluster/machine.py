@@ -3,6 +3,7 @@
 import ctypes
 import os
 import re
+import secrets
 import signal
 from contextlib import suppress
 from itertools import takewhile
@@ -198,8 +199,9 @@ def train_ranks(config: ExperimentConfig, name: str, words: list[str]) -> int:
             "(actor.world_size). Over several nodes start "
             f"`torchrun --nnodes N --nproc-per-node {gpus} ... -m megagrpo.cli {name} ...` on each"
         )
-    with Launch(config.run_folder, name, end=ENDING, ranks=name) as launch:
-        command, options = [name, own_copy(config, name), *words], [*torchrun(ranks), *ALONE]
+    files = f"{name}_{secrets.token_hex(4)}"  # another one may run in this folder
+    with Launch(config.run_folder, name, end=ENDING, ranks=files) as launch:
+        command, options = [name, own_copy(config, files), *words], [*torchrun(ranks), *ALONE]
         env = trainer_variables(config, min(gpus, ranks))
         launch.status = launch.watch(launch.start_ranks(command, options, env))
     return launch.status

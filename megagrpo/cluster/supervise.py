@@ -134,8 +134,8 @@ class Launch:
         reports = self._ranks.partition("-")[0]
         for stale in self._folder.error_reports(reports):
             stale.unlink(missing_ok=True)  # another node may have removed it
-        if self._ask:
-            env = {STOP_FILE: str(self._folder.stop_request(self._ranks))} | env
+        stop_file = str(self._folder.stop_request(self._ranks))
+        env = {environment.REPORTS: reports, STOP_FILE: stop_file} | env
         rank = ["--no-python", sys.executable, "-P", "-u", "-m", "megagrpo.cli"]
         arguments = [*torchrun, *rank, *command]
         return self._start(arguments, self._folder.log(self._ranks), reports, env)

@@ -67,7 +67,8 @@ def guarded(
 ) -> int:
     """Runs `body` on this rank's device; returns 0, or 1 if it failed. `trains`: it may need a GPU.
 
-    The reason is written to logs/error_<name>_rank<N>.txt, the traceback to standard error. The
+    The reason is written to logs/error_<name>_rank<N>.txt (under the launcher's name, if it has one),
+    the traceback to standard error. The
     report is final if a restart would fail again: torchrun restarts ranks whatever their status, so
     the launcher, which sees the file, must end it.
     """
@@ -80,6 +81,7 @@ def guarded(
         from megagrpo.mesh import RunStopped
 
     folder = config.run_folder
+    name = environment.get(environment.REPORTS, name)
     rank = environment.get_int("RANK", 0)
     status = 0
     for final in (False, True):

@@ -10,6 +10,7 @@ import megagrpo
 
 API_KEY = "MEGAGRPO_API_KEY"  # of service and engines; `serve` generates one if it is not set
 USER_PATH = "MEGAGRPO_USER_PATH"  # PYTHONPATH as the user set it
+REPORTS = "MEGAGRPO_REPORTS"  # the name of the ranks' error reports, which a launcher reads
 SCORES_AT = "MEGAGRPO_SCORES_AT"  # the temperature of the scores of a teacher's engine
 WEIGHT_LOADER = "megagrpo.weights.engines.loader.run"  # every engine's custom weight loader
 

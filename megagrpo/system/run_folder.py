@@ -23,7 +23,7 @@ certify/             written by `megagrpo certify`
 bisect/              a run folder of `megagrpo bisect`: also report.md, report.json
 try/                 a run folder of `megagrpo try`
 logs/                of every process: trainer.log, service.log, engine-0.node-0.log ...
-  trainer-0.yaml, service.yaml, export.yaml ...    the experiment with which these restart
+  trainer-0.yaml, service.yaml, export_1f2e3d4c.yaml ...    the experiment with which these restart
   trainer.stop_request, .stop_final, .stop_granted, .stop_listens    the stop request of one node
   error_trainer_rank3.txt, .final.txt    why a rank failed; "final": a restart would fail again
   deadline_TIME.txt, ranks/    which rank waits for which, see monitor/watchdog.py; progress, stacks

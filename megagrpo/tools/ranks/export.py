@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megagrpo.check.problems import model_to_train
+from megagrpo.check.rules.inputs import read_files
 from megagrpo.checkpoint.folder import latest, require_finished
 from megagrpo.cluster.machine import train_ranks
 from megagrpo.config.schema import ExperimentConfig
@@ -43,7 +44,7 @@ def refuse_export(
 ) -> None:
     """Raises ValueError for what an export lacks, and for a folder that it would remove. source: the
     checkpoint, if one is named."""
-    refuse_target(target, config.model.path)
+    refuse_target(config, target)
     if only_adapters and config.actor.lora is None:
         raise ValueError(
             "export --lora writes adapters, but the experiment has no actor.lora: "
@@ -54,16 +55,19 @@ def refuse_export(
         raise ValueError(f"{root} holds no finished checkpoint; name one with --checkpoint")
     if source is not None:
         require_finished(Path(source))
-    model_to_train(config)
+    tokenizer = model_to_train(config).tokenizer_folder
+    if not tokenizer.is_dir():
+        raise ValueError(f"model.tokenizer: {tokenizer} does not exist; the export would have none")
 
 
-def refuse_target(target: Path, model: str) -> None:
+def refuse_target(config: ExperimentConfig, target: Path, key: str = "") -> None:
     """Raises ValueError for a folder that is not to be replaced by another, or cannot be, as the
-    mount point of a disk. model: the folder of the weights that training starts from."""
+    mount point of a disk. key: of the only input of the experiment that may lie there."""
     described = any((target / name).exists() for name in ("config.json", ADAPTERS))
     others = target.is_file() or (not described and any(target.glob("*")))
     real = target.resolve()
-    if others or real.is_mount() or Path(model).resolve().is_relative_to(real):
+    inputs = [Path(path).resolve() for name, path in read_files(config) if name != key]
+    if others or real.is_mount() or any(path.is_relative_to(real) for path in inputs):
         raise ValueError(
             f"{target} would be replaced, and what is in it removed: name a new folder, or that of "
             "an older export"

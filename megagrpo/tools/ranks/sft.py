@@ -44,7 +44,7 @@ def refuse_sft(config: ExperimentConfig, file: str) -> None:
     if config.sft is None or config.sft_data is None:
         raise ValueError(f"{file} has no sft section, so there is no warm-up to run")
     with translated("model.path", ValueError):
-        refuse_target(Path(config.model.path), config.sft.model)
+        refuse_target(config, Path(config.model.path), "model.path")
     with translated("sft.model", ValueError):
         model_to_warm_up(config)
     for path in config.sft_data.paths:
