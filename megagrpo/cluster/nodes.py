@@ -233,10 +233,11 @@ def _start_service(
     """Starts Ray on this node, and on node 0 the service. Raises ValueError if Ray does not
     start."""
     # short, since Unix socket paths end at 107 characters, and the same on every node
-    private = _private_folder(Path(f"/tmp/mgr-{os.getuid()}-{node.first_port}"))
-    launch.scratch.append(private)
+    private = Path(f"/tmp/mgr-{os.getuid()}-{node.first_port}")
+    launch.scratch += _private_folder(private)
     env = env | _ray_environment(node)
     ray = _start_ray(launch, config, node, private / "ray", env)
+    launch.scratch.append(private)
     if node.rank > 0:
         return [ray]
     address = ["--ray-address", f"{node.first_address}:{node.first_port}"]
@@ -244,18 +245,21 @@ def _start_service(
     return [ray, launch.start(serve, "service", env)]
 
 
-def _private_folder(folder: Path) -> Path:
+def _private_folder(folder: Path) -> list[Path]:
     """Makes a folder that only this user can enter, because Ray opens its folders for all users.
-    Raises ValueError if it is another user's."""
-    with suppress(FileExistsError):  # of a start that was killed
+    Returns it if it is new: else it is of a start that was killed, or of a service that has the
+    ports. Raises ValueError if it is another user's."""
+    made: list[Path] = []
+    with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
+        made = [folder]
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ValueError(
             f"{folder} must be this user's own folder, closed to others (mode 700), but belongs to "
             f"user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}: remove it"
         )
-    return folder
+    return made
 
 
 def _ray_environment(node: Node) -> dict[str, str]:

@@ -60,15 +60,32 @@ def test_gpus_are_visible_as_cuda_reads_the_variable(variable, gpus, monkeypatch
 
 
 def test_rays_folder_is_this_users_alone(tmp_path):
-    folder = nodes._private_folder(tmp_path / "mgr")
-    # of a start that was killed
-    assert nodes._private_folder(folder).stat().st_mode & 0o777 == 0o700
+    (folder,) = nodes._private_folder(tmp_path / "mgr")
+    assert nodes._private_folder(folder) == []  # of a start that was killed
+    assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
     with pytest.raises(ValueError, match="must be this user's own folder, closed to others"):
         nodes._private_folder(folder)
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(ValueError, match="must be this user's own folder"):
         nodes._private_folder(tmp_path / "link")
+
+
+def test_a_start_without_ports_leaves_rays_folder_to_the_service_that_has_them(tmp_path, monkeypatch):
+    """A second service of this user on the node, with the default port."""
+    folder = tmp_path / "mgr"
+    monkeypatch.setattr(nodes, "Path", lambda name: folder if name.startswith("/tmp/mgr-") else Path(name))
+    config = experiments.experiment(output_dir=str(tmp_path / "run"), rollout={"start_timeout_s": 0.5})
+    monkeypatch.setattr(nodes, "_ray_command", lambda *_: ["false"])
+    node = nodes.Node(0, 1, "127.0.0.1", "127.0.0.1", 30000)
+    for others in (True, False):
+        if others:
+            folder.mkdir(mode=0o700)
+        with Launch(config.run_folder, "serve", end=()) as launch, pytest.raises(ValueError, match="Ray did not start"):
+            nodes._start_service(launch, config, node, {})
+        assert folder.exists() == others
+        if others:
+            folder.rmdir()
 
 
 def test_only_one_run_trains_into_a_folder(tmp_path):
@@ -341,8 +358,8 @@ def test_what_a_run_folder_says_and_how_it_is_stopped(tmp_path, capsys):
         (saved / "state.json").write_text("{}")
         print_status(folder.path, as_json=False)
         said = capsys.readouterr().out.splitlines()
-        assert said[0] == f"{config.name}: step 5 of 20, 30 s a step, 8 min to go, reward 0.5"
-        assert said[2] == "checkpoint after step 4, 0 s ago"
+        assert said[0] == f"{config.name}: step 5 of 20, 30 s a step, 0:07:30 to go, reward 0.5"
+        assert said[2] == "checkpoint after step 4, 0:00:00 ago"
         with pytest.raises(ValueError, match="no service answers|did not appear"):
             print_status(folder.path, as_json=True)
         with Launch(folder, "run", end=(signal.SIGTERM,), ask=(signal.SIGINT,)) as launch:
@@ -518,44 +535,6 @@ def test_a_command_beside_a_run_has_an_experiment_of_its_own(words, tmp_path, mo
     args = cli._parser(of_rank).parse_args(of_rank)
     assert of_rank[:1] + of_rank[2:] == words
     assert load_config(args.config, args.overrides) == load_config(QUICKSTART, [*where, *own])
-
-
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (["sft", "--set", "sft.model=other"], "sft.model: other/config.json does not exist"),
-        (["sft"], "model.path: none would be replaced, and what is in it removed: name a new"),  # it starts there
-        (["sft", "--set", "model.path=saved"], "model.path: saved would be replaced"),
-        (["sft", "--set", "sft.model=older/base", "--set", "model.path=older"], "model.path: older would be replaced"),
-        (["export", "out"], "run/checkpoints holds no finished checkpoint; name one with --checkpoint"),
-        (
-            ["export", "out", "--checkpoint", "cut"],
-            "--checkpoint cut is no finished checkpoint: it has no manifest.json",
-        ),
-        (["export", "out", "--checkpoint", "saved"], "none/config.json does not exist"),
-        (["export", "saved", "--checkpoint", "saved"], "saved would be replaced, and what is in it removed"),
-        (["export", "none", "--checkpoint", "saved"], "none would be replaced"),  # the model
-        (["export", "disk", "--checkpoint", "saved"], "disk would be replaced"),  # a mount point, which has no files
-        (["export", "out", "--lora"], "export --lora writes adapters, but the experiment has no actor.lora"),
-        (["replay", "cut"], "cut is not a finished dump of a step"),
-        (["replay", "dumped"], "dumped is of 3 data-parallel ranks, this layout has 2"),
-    ],
-)
-def test_what_is_not_there_is_said_before_any_rank_starts(words, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine, "torchrun", lambda ranks: pytest.fail("ranks start"))
-    for folder in ("cut", "saved", "dumped", "older", "disk"):
-        Path(folder).mkdir()
-    Path("saved/manifest.json").touch()
-    Path("older/config.json").touch()
-    is_mount = Path.is_mount
-    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "disk" or is_mount(path))
-    dump = {"weight_version": 0, "dp": 3, "algorithm": {}, "values": {}}
-    Path("dumped/step.json").write_text(json.dumps(dump))
-    changes = ["output_dir=run", "model.path=none", "sft.model=none", "actor.parallel={}", "actor.world_size=2"]
-    options = [word for change in changes for word in ("--set", change)]
-    assert cli.main([words[0], str(QUICKSTART), *options, *words[1:]]) == 2
-    assert said in capsys.readouterr().err
 
 
 # Runs that have nothing left to do, on one rank.
