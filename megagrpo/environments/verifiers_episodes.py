@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import tomllib
+import traceback
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
@@ -123,7 +124,8 @@ async def serve(name, connection):
     def report(number, task):
         del running[number]
         exc = asyncio.CancelledError() if task.cancelled() else task.exception()
-        answer = [number, None, f"{type(exc).__name__}: {exc}"]
+        # traceback, because an exception may fail to make its own text
+        answer = [number, None, traceback.format_exception_only(exc)[0].strip()]
         if exc is None:
             answer = [number, task.result(), None]
         writer.write(json.dumps(answer).encode() + b"\n")

@@ -363,7 +363,9 @@ def _answered(number: int, attempt: Callable[[], Value]) -> bytes:
     """Returns the line that answers a call."""
     line, raised = attempted(lambda: json.dumps([number, attempt(), None]))
     if line is None:
-        line = json.dumps([number, None, f"{type(raised).__name__}: {raised}"])
+        # an exception of a user's may fail to make its text
+        text, _ = attempted(lambda: f"{type(raised).__name__}: {raised}")
+        line = json.dumps([number, None, text or type(raised).__name__])
     return line.encode() + b"\n"
 
 

@@ -36,7 +36,13 @@ def answer(message):
         case "nonsense": os.write(int(sys.argv[1]), b"nonsense\\n")
     return [message, os.getpid()]
 
+class Mute(Exception):
+    def __str__(self):
+        raise TypeError("no text")
+
 async def start(message):
+    if message == "mute":
+        raise Mute
     if message == "stubborn":
         time.sleep(3600)
     if message == "slow to end":
@@ -123,6 +129,7 @@ def test_a_cancelled_call_ends_or_its_process_does(slot, monkeypatch):
     async def run() -> tuple[bool, bool]:
         process = await slot("many").started()
         assert await asyncio.gather(*map(process.call, "ab")) == [("a", None), ("b", None)]
+        assert await asyncio.wait_for(process.call("mute"), 60) == (None, "Mute"), "its text cannot be made"
         await cancelled(process, "hang")
         first = process.is_open
         await cancelled(process, "stubborn")
