@@ -8,6 +8,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -81,10 +82,9 @@ def check_arguments(
 
 @cache
 def _from_file(path: Path) -> ModuleType:
-    """Loads a file once per process, and registers the module for dataclasses and pickle."""
-    name = path.stem
-    if name in sys.modules:
-        name += f" of {path.parent}"
+    """Loads a file once per process, and registers the module for dataclasses and pickle, under a
+    name that no library has: a user may call the file sympy.py."""
+    name = re.sub(r"\W", "_", str(path))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "the name ends in .py"
     module = importlib.util.module_from_spec(spec)

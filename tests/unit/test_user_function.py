@@ -99,9 +99,11 @@ def test_a_file_is_loaded_once_and_its_module_is_registered(tmp_path):
     count = load_function(f"{file}:count", {}, "a.key")
     assert count("", "") == 1 and load_function(f"{file}:count", {}, "a.key")("", "") == 2
     assert pickle.loads(pickle.dumps(count)) is count
-    other = tmp_path / "json.py"  # a name that is taken
-    other.write_text("def f(): return 7\n")
-    assert load_function(f"{other}:f", {}, "a.key")() == 7 and json.dumps(1) == "1"
+    for taken in ("json", "this"):  # of libraries that are imported by now, and not yet
+        other = tmp_path / f"{taken}.py"
+        other.write_text(f"import {taken}\ndef f(): return {taken}.__file__\n")
+        assert load_function(f"{other}:f", {}, "a.key")() != str(other)
+    assert json.dumps(1) == "1"
     file.with_name("broken.py").write_text("import json\n1 / 0\n")
     for _ in range(2):
         with pytest.raises(ValueError, match="division by zero"):
