@@ -71,6 +71,10 @@ def test_what_pip_says_of_packages_among_each_other(environment):
     assert len(doctor.judge_pip(text, gpu=True)) == 2
     (found,) = doctor.judge_pip("other 1 requires filelock, which is not installed.\n", gpu=False)
     assert found.status == "warning"  # nothing that a run needs
+    (found,) = doctor.judge_pip("torch 2.13.0 is not supported on this platform\n", gpu=False)
+    assert found.status == "error", "wheels of another machine"
+    (found,) = doctor.judge_pip("/venv/bin/python gave no answer in 300 s", gpu=False)
+    assert found.status == "warning" and "no answer" in found.found
     (found,) = doctor.judge_pip("No broken requirements found.\n", gpu=False)
     assert found.status == "ok"
 
