@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from datetime import timedelta
 from typing import TextIO
 
 from megagrpo.system.progress import CLEAR
@@ -70,7 +71,7 @@ class StepConsole:
         """Returns how far the loop is, and the time that is left once a step is finished."""
         filled = "#" * (_BAR * self._step // max(self._num_steps, 1))
         left = self._end - time.monotonic()
-        time_left = f", {minutes(max(left, 0.0))} left" if math.isfinite(left) else ""
+        time_left = f", {minutes(left)} left" if math.isfinite(left) else ""
         return f"[{filled:.<{_BAR}}] {self._step}/{self._num_steps}{time_left}  "
 
     def note(self, text: str) -> None:
@@ -80,8 +81,5 @@ class StepConsole:
 
 
 def minutes(seconds: float) -> str:
-    """Formats seconds as 1:02 or 3:04:05."""
-    hours, rest = divmod(round(seconds), 3600)
-    if hours:
-        return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
-    return f"{rest // 60}:{rest % 60:02d}"
+    """Formats seconds as 0:01:02; a negative number, which clocks of two machines make, as 0."""
+    return str(timedelta(seconds=max(round(seconds), 0)))

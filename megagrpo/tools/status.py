@@ -11,6 +11,7 @@ from pathlib import Path
 from megagrpo.checkpoint.folder import latest, step_of
 from megagrpo.cluster.lock import launcher_of
 from megagrpo.config.load import load_config
+from megagrpo.monitor.console import minutes
 from megagrpo.monitor.step_log import read_metrics
 from megagrpo.rollout.control import ServiceUnreachable, find_service
 from megagrpo.system.arguments import positive
@@ -94,7 +95,7 @@ def _lines(folder: RunFolder) -> Iterator[str]:
         seconds = sum(entry["time/step_s"] for entry in recent) / len(recent)
         progress += f", {seconds:.3g} s a step"
         if steps and launcher:
-            progress += f", {_duration(seconds * (steps - done))} to go"
+            progress += f", {minutes(seconds * (steps - done))} to go"
         reward = recent[-1].get("reward/mean")
         progress += "" if reward is None else f", reward {reward:.3g}"
     yield f"{config.name}: {progress}"
@@ -102,7 +103,7 @@ def _lines(folder: RunFolder) -> Iterator[str]:
     last = latest(folder.checkpoints)
     if last is not None:
         age = time.time() - (last / "state.json").stat().st_mtime
-        yield f"checkpoint after step {step_of(last)}, {_duration(age)} ago"
+        yield f"checkpoint after step {step_of(last)}, {minutes(age)} ago"
 
 
 def _entries(folder: RunFolder) -> list[dict]:
@@ -112,10 +113,3 @@ def _entries(folder: RunFolder) -> list[dict]:
         if folder.metrics.is_file():
             print(exc, file=sys.stderr)
         return []
-
-
-def _duration(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    if minutes < 2:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"

@@ -29,7 +29,7 @@ from megagrpo.weights.copies.views import Box
 _DTYPES = {name: dtype for name, dtype in _TYPES.items() if dtype is not None}
 _DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 _FILE_BYTES = 2 << 30
-_SECONDS_BETWEEN_LINES, _BAR_WIDTH = 5.0, 24
+_SECONDS_BETWEEN_LINES = 5.0
 
 
 class HfFolder(Mapping[str, Tensor]):
@@ -114,7 +114,7 @@ class HfFolder(Mapping[str, Tensor]):
         for name, (shape, dtype) in sorted(self.specs.items()):
             own = PACKED * (name in self.files.int4) + BLOCKS * (name in self.files.mxfp4)
             stored = self._stored(name + own)
-            part = stored[: 1 if len(shape) > 1 else None]  # a matrix's first row
+            part = stored[:1] if len(shape) > 1 else stored.flatten()  # a matrix's first row
             digest.update(
                 f"{name} {shape} {dtype}".encode()
                 + part.contiguous().view(torch.uint8).numpy().tobytes()
@@ -144,10 +144,9 @@ class ReadingProgress:
         self._printed = now
         seconds = now - self._started
         left = seconds * (self._total - bytes_read) / bytes_read
-        bar = "#" * int(bytes_read / self._total * _BAR_WIDTH)
         print(
-            f"reading the model [{bar:-<{_BAR_WIDTH}}] {bytes_read / 1e9:.1f} of "
-            f"{self._total / 1e9:.1f} GB a rank, {seconds:.0f} s, {left:.0f} s left",
+            f"reading the model: {bytes_read / 1e9:.1f} of {self._total / 1e9:.1f} GB a rank, "
+            f"{seconds:.0f} s, {left:.0f} s left",
             flush=True,
         )
 

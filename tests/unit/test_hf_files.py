@@ -211,8 +211,8 @@ def test_reading_a_large_model_says_how_far_it_is(monkeypatch, capsys):
     for read in range(4):
         progress.show(read * 500_000_000)
     assert capsys.readouterr().out.splitlines() == [
-        "reading the model [######------------------] 0.5 of 2.0 GB a rank, 7 s, 21 s left",
-        "reading the model [##################------] 1.5 of 2.0 GB a rank, 20 s, 7 s left",
+        "reading the model: 0.5 of 2.0 GB a rank, 7 s, 21 s left",
+        "reading the model: 1.5 of 2.0 GB a rank, 20 s, 7 s left",
     ]
 
 

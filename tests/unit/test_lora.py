@@ -75,7 +75,7 @@ def test_check_says_what_is_saved_and_a_checkpoint_holds_adapters_alone(prepared
 
 def test_weights_of_the_same_shapes_are_told_apart(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
-    weights = {"a.weight": torch.randn(5, 3), "norm.weight": torch.ones(7)}
+    weights = {"a.weight": torch.randn(5, 3), "norm.weight": torch.ones(7), "tower.input_max": torch.tensor(3.0)}
     other = weights | {"norm.weight": torch.ones(7) + torch.eye(7)[6]}
     for name, values in {"one": weights, "same": weights, "other": other}.items():
         write_hf_folder(tmp_path / name, iter([values]), like=tmp_path, dtype=torch.bfloat16)

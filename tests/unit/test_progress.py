@@ -136,7 +136,7 @@ def test_a_terminal_has_a_bar_below_the_lines_of_steps():
     text = on_a_terminal(80)
     drawn = [part for part in re.split(r"\r\x1b\[K|\r?\n", text) if "[" in part]
     assert any(re.search(r"\[\.{24}\] 0/4  samples, \d s: 3 of 8 groups", part) for part in drawn)
-    assert any(re.search(r"\[#{12}\.{12}\] 2/4, 0:0\d left  samples", part) for part in drawn)
+    assert any(re.search(r"\[#{12}\.{12}\] 2/4, 0:00:0\d left  samples", part) for part in drawn)
     assert max(map(len, drawn)) == 79, "never a second line, which a terminal could not clear"
     lines = [line for line in shown_by(text) if line]
     assert [re.match(r"demo +\d+ s  loads|demo \d/4  reward", line) is not None for line in lines] == [True] * 6 + [
@@ -166,7 +166,7 @@ def test_the_start_does_not_count_in_what_is_left(monkeypatch):
     for seconds, step in ((500.0, 0), (510.0, 1)):
         now[0] = seconds
         console.update(step, {"loss/total": 0.5})
-    assert stream.getvalue().splitlines()[-1].endswith("eta 0:30")
+    assert stream.getvalue().splitlines()[-1].endswith("eta 0:00:30")
 
 
 def run(num_steps: int) -> list[dict]:
@@ -244,4 +244,5 @@ def test_a_line_a_step():
 
 
 def test_minutes():
-    assert [minutes(s) for s in (0, 61.4, 3599.6, 11045)] == ["0:00", "1:01", "1:00:00", "3:04:05"]
+    said = [minutes(s) for s in (-2, 0, 61.4, 3599.6, 11045)]
+    assert said == ["0:00:00", "0:00:00", "0:01:01", "1:00:00", "3:04:05"]
