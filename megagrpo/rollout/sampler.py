@@ -22,13 +22,12 @@ from megagrpo.rollout.engine_choice import Affinity, Engines
 from megagrpo.rollout.generation import (
     GenerationClient,
     GenerationFailed,
-    RetryPolicy,
     SampleRequest,
     SentImages,
     sample_seed,
 )
 from megagrpo.rollout.response import CacheKey, CacheUse, Response, SampleTurn
-from megagrpo.rollout.served_models import EngineJudge, OpenTeachers, Teachers
+from megagrpo.rollout.served_models import EngineJudge, OpenTeachers, ServedEngines, Teachers
 from megagrpo.system.background import end_tasks
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
@@ -79,19 +78,16 @@ class Sampler:
         answering: Answering | None = None,
     ):
         self._config = config
-        self._num_leaders = num_leaders
         self._grader = grader
         self._decode = decode
         self._answering: Answering = answering or NoAnswer()
         self._pending: dict[_Rollout, str] = {}  # what each waits for
-        self._retry = RetryPolicy.of(config)
-        self._admission = AdmissionQueue()
         self._open = AdmissionQueue()  # of rollouts, in the same order
         self.lengths = ResponseLengths(config.sampling.max_response_tokens)
         self._admitting = asyncio.Lock()
         self._beginning = asyncio.Lock()
         self._silent = ""  # why the service gives no answer to this leader
-        self._engines = Engines.from_service(control)
+        self._engines = ServedEngines(config, "", Engines.from_service(control), num_leaders)
         self._job_numbers = itertools.count()
         self.cache_use = CacheUse()
         # of a vision-language model; set before the first request
@@ -127,7 +123,7 @@ class Sampler:
         async with self._admitting:
             await self._count_engines()
         async with (
-            GenerationClient(self._engines, self._retry, self._admission, self.arch) as client,
+            self._engines.client(self.arch) as client,
             self.teachers.opened() as teachers,
         ):
             batch.retries = lambda: (
@@ -157,7 +153,7 @@ class Sampler:
         until = time.monotonic() + UNREACHABLE_S
         while True:
             try:
-                await self._engines.look()
+                await self._engines.count()
                 await self.teachers.count_engines()
                 break
             except ServiceUnreachable as exc:
@@ -166,10 +162,7 @@ class Sampler:
                     raise
             await asyncio.sleep(_LOOK_S)
         self._silent = ""
-        self._admission.share(
-            self._engines.listed, self._config.rollout.max_running_requests, self._num_leaders
-        )
-        self._open.limit = max(_OPEN, self._admission.limit)
+        self._open.limit = max(_OPEN, self._engines.admission.limit)
         self._open.admit()
 
     async def _sample_group(

@@ -91,7 +91,8 @@ class ScoreRequest(EngineRequest[TeacherScores]):
 
 
 class ServedEngines:
-    """The engines of one served model. Coroutines run in one loop.
+    """The engines of one served model, or with the name "" those that sample. Coroutines run in one
+    loop.
 
     num_leaders: leaders that share the engines.
     """
@@ -100,19 +101,19 @@ class ServedEngines:
         self._config, self._name = config, name
         self._engines = engines
         self._num_leaders = num_leaders
-        self._admission = AdmissionQueue()
+        self.admission = AdmissionQueue()
 
     async def count(self, older_than_s: float = 0.0) -> None:
         """Sets the limits of requests in flight to this leader's share of the engines, after a look
         unless the last is younger. Raises ServiceUnreachable."""
         await self._engines.look(older_than_s)
         at_once = self._config.rollout.max_running_requests
-        self._admission.share(self._engines.listed, at_once, self._num_leaders)
+        self.admission.share(self._engines.listed, at_once, self._num_leaders)
 
-    def client(self) -> GenerationClient:
-        """Returns a client of the engines, to be entered."""
+    def client(self, experts: Architecture | None = None) -> GenerationClient:
+        """Returns a client of the engines, to be entered. experts: see GenerationClient."""
         retry = RetryPolicy.of(self._config)
-        return GenerationClient(self._engines, retry, self._admission, model=self._name)
+        return GenerationClient(self._engines, retry, self.admission, experts, self._name)
 
 
 class Teachers:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 
+from megagrpo.config.rollout import engine_number
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_command, engine_environment, engine_python_path
 from megagrpo.rollout.service.node import free_port
@@ -65,7 +66,9 @@ class OneEngine:
         self.logs = [self.folder / f"{self.info.id}-{self.info.incarnation}.node-{rank}.log" for rank in range(nodes)]
         self.processes = []
         for rank, (port, log) in enumerate(zip(self.ports, self.logs, strict=True)):
-            place = ServerPlace(rank, "127.0.0.1", port, f"127.0.0.1:{meeting}", cuda=False, num_cores=os.cpu_count())
+            where = "127.0.0.1", port, f"127.0.0.1:{meeting}"
+            number = engine_number(self.info.id)
+            place = ServerPlace(rank, *where, cuda=False, num_cores=os.cpu_count(), engine=number)
             variables = engine_environment(self.config, place) | {API_KEY: self.api_key}
             env = child_environment(variables, engine_python_path(place) + list(self.python_path))
             with log.open("wb") as output:

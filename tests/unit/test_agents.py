@@ -122,7 +122,7 @@ def test_later_turns_of_a_batch_ahead_let_an_evaluation_pass():
         until(lambda: service.requests)
         evaluation = SamplingJob("evaluate", 0, 3, SamplingParams.of(config.sampling), 1)
         urgent = source.begin(BatchPlan(evaluation, prompts[1:]))
-        until(lambda: source._sampler._admission._waiting, said=source.waiting)
+        until(lambda: source._sampler._engines.admission._waiting, said=source.waiting)
         begun.set()
         source.wait([urgent, ahead], 3)
     lengths = [len(request["input_ids"]) for request in service.requests]

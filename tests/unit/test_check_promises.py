@@ -175,8 +175,8 @@ def test_a_library_is_given_the_whole_experiment_only_if_it_is_sound(prepared, m
     asked = []
     monkeypatch.setattr(libraries, "_judged", lambda config, *job: asked.append(job) or [])
     all_library_problems(read_experiment(QUICKSTART))
-    [(*_, whole), (*_, words)] = sorted(asked, key=lambda job: job[1])
-    assert whole[1]["model_type"] == "qwen3_moe" and "--model-path" in words
+    [(*_, whole), (*_, settings)] = sorted(asked, key=lambda job: job[1])
+    assert whole[1]["model_type"] == "qwen3_moe" and "model_path" in settings[0]
     asked.clear()
     broken = experiment(model={"path": "runs/quickstart/random"}, rollout={"sglang": {"tp_size": 2}})
     all_library_problems(broken)

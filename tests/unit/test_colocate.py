@@ -28,7 +28,7 @@ from megagrpo.cluster.nodes import Node, run_node
 from megagrpo.config.load import load_config
 from megagrpo.rollout.control import CONTROL_TIMEOUT_S
 from megagrpo.rollout.service import sleep
-from megagrpo.rollout.service.engine_command import ServerPlace, engine_command
+from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.rollout.service.sleep import CACHE, WEIGHTS, EngineMemory, SleepFailed
 from megagrpo.tools.explain import explain
 from megagrpo.weights.copies.views import ParameterSlice
@@ -51,8 +51,8 @@ def test_engines_beside_trainers_get_less_memory_and_can_release_it():
     assert config.rollout.mem_fraction == 0.6 and load_config(QUICKSTART, []).rollout.mem_fraction == 0.85
     assert load_config(QUICKSTART, [*SETTINGS, "rollout.mem_fraction=0.4"]).rollout.mem_fraction == 0.4
     place = ServerPlace(0, "127.0.0.1", 1, "", cuda=False, num_cores=1)
-    assert "--enable-memory-saver" in engine_command(config, place)
-    assert "--enable-memory-saver" not in engine_command(load_config(QUICKSTART, []), place)
+    assert engine_settings(config, place)["enable_memory_saver"] is True
+    assert "enable_memory_saver" not in engine_settings(load_config(QUICKSTART, []), place)
 
 
 def test_an_engine_rank_without_a_trainer_beside_it_is_refused():

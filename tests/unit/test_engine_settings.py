@@ -1,8 +1,8 @@
 """Engines' command lines, settings and environments: every field of ServerArgs is decided; a CPU's shims."""
 
 import json
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from itertools import pairwise
 
 import pytest
 import torch
@@ -13,11 +13,11 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.cpu.engine_settings import FOLDER
 from megagrpo.rollout.service.engine_command import (
     ServerPlace,
+    engine_command,
     engine_environment,
     engine_python_path,
     engine_settings,
     on_gpus,
-    server_words,
 )
 from megagrpo.system.environment import child_environment
 from megagrpo.tools.explain import settings_report
@@ -59,7 +59,7 @@ RIGHT = {
 WORDS = """
 import json, sys
 from megagrpo.rollout.service.engine_words import engine_words
-print(json.dumps(engine_words(sys.argv[1:])))
+print(json.dumps(engine_words(json.loads(sys.argv[1]))))
 """
 
 
@@ -129,16 +129,15 @@ def test_keys_and_values_in_fp8_want_a_correction():
 
 
 def test_right_ones_arrive_and_take_the_place_of_our_defaults():
-    command = server_words(config(sglang=RIGHT), place(False))
-    assert "--log-level-http" not in command and "--sampling-backend" not in command
+    command = engine_command(config(sglang=RIGHT), place(False))
     variables, path = engine_environment(config(), place(False)), engine_python_path(place(False))
     environment = child_environment(variables, path)
-    words = json.loads(python("-c", WORDS, *command, env=environment).splitlines()[-1])
+    words = json.loads(python("-c", WORDS, command[-1], env=environment).splitlines()[-1])
     text = " ".join(words)
     assert words[0] == "--model-path" and "--overlap" not in text
     assert '--radix-eviction-policy-config {"a": 1}' in text
     assert "--chunked-prefill-size 4096 --disable-radix-cache --cuda-graph-bs-decode 1 2" in text
-    assert "--bf16-gemm-backend torch" in text
+    assert "--bf16-gemm-backend torch" in text and "--skip-server-warmup" in words
     assert words.count("--sampling-backend") == words.count("--log-level-http") == 1
     assert words[words.index("--sampling-backend") + 1] == "flashinfer"
 
@@ -224,19 +223,13 @@ def test_check_says_what_is_handed_over():
     assert settings_report(None, config(), False) == []
 
 
-def options(command: list[str]) -> dict[str, str | None]:
-    """Flag -> its value, None for a switch."""
-    pairs = pairwise([*command[1:], "--"])
-    return {word: None if after.startswith("--") else after for word, after in pairs if word.startswith("--")}
-
-
 def test_cpu_engine():
-    found = options(server_words(config(deterministic=True), place(False)))
-    expected = {"--device": "cpu", "--attention-backend": "torch_native", "--sampling-backend": "pytorch"}
-    expected |= {"--max-total-tokens": "20000", "--dtype": "float32", "--tokenizer-path": "m"}
-    expected |= {"--custom-weight-loader": "megagrpo.weights.engines.loader.run"}
-    expected |= dict.fromkeys(("--sleep-on-idle", "--skip-server-warmup", "--enable-deterministic-inference"))
-    assert expected.items() <= found.items() and "--nnodes" not in found
+    found = engine_settings(config(deterministic=True), place(False))
+    expected = {"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch"}
+    expected |= {"max_total_tokens": 20000, "dtype": "float32", "tokenizer_path": "m"}
+    expected |= {"custom_weight_loader": "megagrpo.weights.engines.loader.run"}
+    expected |= dict.fromkeys(("sleep_on_idle", "skip_server_warmup", "enable_deterministic_inference"), True)
+    assert expected.items() <= found.items() and "nnodes" not in found
     environment = engine_environment(config(), place(False))
     expected = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "PASSIVE"}
     assert expected.items() <= environment.items() and "SGLANG_CPU_OMP_THREADS_BIND" not in environment
@@ -245,21 +238,41 @@ def test_cpu_engine():
 
 
 def test_gpu_engine_is_plain():
-    command = server_words(config(tp=8, ep=4, dtype="bfloat16"), place(True))
-    found = options(command)
-    assert (found["--tp-size"], found["--ep-size"], found["--mem-fraction-static"]) == ("8", "4", "0.85")
-    of_cpus = {"--device", "--max-total-tokens", "--attention-backend", "--sleep-on-idle"}
-    assert not {*of_cpus, "--enable-deterministic-inference"} & set(found)
+    found = engine_settings(config(tp=8, ep=4, dtype="bfloat16"), place(True))
+    assert (found["tp_size"], found["ep_size"], found["mem_fraction_static"]) == (8, 4, 0.85)
+    of_cpus = {"device", "max_total_tokens", "attention_backend", "sleep_on_idle"}
+    assert not {*of_cpus, "enable_deterministic_inference"} & set(found)
     assert engine_python_path(place(True)) == []
     assert "SGLANG_USE_CPU_ENGINE" not in engine_environment(config(), place(True))
 
 
 def test_engine_over_two_nodes():
     two = config(tp=2, nodes_per_engine=2)
-    second = options(server_words(two, place(False, 1)))
-    assert (second["--nnodes"], second["--node-rank"], second["--dist-init-addr"]) == ("2", "1", "10.0.0.1:20002")
+    first, second = (engine_settings(two, place(False, rank)) for rank in (0, 1))
+    assert (second["nnodes"], second["node_rank"], second["dist_init_addr"]) == (2, 1, "10.0.0.1:20002")
+    assert first["random_seed"] == second["random_seed"]  # its ranks draw the same numbers
     # a core for every rank of the engine, not only of the node
     assert engine_environment(two, place(False, 1))["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
+
+
+def test_no_two_engines_and_no_two_replicas_of_one_draw_the_same_numbers():
+    """Else they would give the same responses to a group's prompt."""
+    places = [replace(place(False), engine=number) for number in range(1000)]
+    seeds = [engine_settings(config(), each)["random_seed"] for each in places]
+    assert len({seed + rank for seed in seeds for rank in range(64)}) == 64_000
+    code = """
+import runpy, torch
+runpy.run_module("megagrpo.rollout.service.engine_process", run_name="__mp_main__")
+from sglang.srt.managers import scheduler
+from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import get_parallel
+load_plugins()
+for rank in 0, 1:
+    with get_parallel().override(tp_size=2, dp_size=2, enable_dp_attention=True, attn_dp_rank=rank):
+        scheduler.set_random_seed(7)
+    print(torch.initial_seed())
+"""
+    assert in_engine_python(code).split()[-2:] == ["7", "8"]
 
 
 def in_engine_python(code: str) -> str:

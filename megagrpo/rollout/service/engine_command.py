@@ -47,6 +47,7 @@ class ServerPlace:
     cuda: bool = False
     num_cores: int = 1  # CPU cores for this server process
     scores: bool = False  # whether it is a teacher's
+    engine: int = 0  # the engine's number among those of its model
 
 
 def on_gpus(config: ExperimentConfig, num_gpus: float) -> bool:
@@ -74,18 +75,7 @@ def engine_command(config: ExperimentConfig, place: ServerPlace) -> list[str]:
     """Returns the command of one server process."""
     # -P: another checkout in the working folder is not this program
     program = [sys.executable, "-P", "-m", "megagrpo.rollout.service.engine_process"]
-    return [*program, *server_words(config, place)]
-
-
-def server_words(config: ExperimentConfig, place: ServerPlace) -> list[str]:
-    """Returns what the program of a server process is given."""
-    words = [
-        word
-        for name, value in engine_settings(config, place).items()
-        if name not in config.rollout.sglang
-        for word in _words(name, value)
-    ]
-    return [json.dumps(config.rollout.sglang), *words]  # see engine_words.py
+    return [*program, json.dumps(engine_settings(config, place))]
 
 
 def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
@@ -106,7 +96,9 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
         "max_running_requests": rollout.max_running_requests,
         "custom_weight_loader": WEIGHT_LOADER,
         "log_level_http": "warning",  # the supervisor's probes come every second
-        "random_seed": config.seed % 2**31,
+        # Engines with one seed would draw the same responses to a prompt; _draw_apart of
+        # engine_process.py adds the numbers of replicas.
+        "random_seed": (config.seed + 1024 * place.engine) % 2**31,
         "skip_server_warmup": True,  # a request before the weights are verified proves nothing
     }
     if rollout.nodes_per_engine > 1:
@@ -183,13 +175,6 @@ def _on_cuda(rollout: RolloutConfig) -> Settings:
         # weights after loading.
         settings["moe_runner_backend"] = "triton"
     return settings
-
-
-def _words(name: str, value: object) -> list[str]:
-    option = "--" + name.replace("_", "-")
-    if value is True:
-        return [option]
-    return [option, str(value)]
 
 
 def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str, str]:

@@ -5,6 +5,7 @@ processes that SGLang starts import this file again, so their logs do not show t
 """
 
 import ctypes
+import json
 import logging
 import os
 import signal
@@ -116,6 +117,22 @@ def _candidates(request, num_cached, start) -> _Candidates | None:
     return _Candidates(ids, len(ids) // positions, num_cached + start - request.logprob_start_len)
 
 
+def _draw_apart() -> None:
+    """Makes the replicas of attention by data draw different random numbers. Called as
+    `_prepare_scores`, before load_plugins.
+
+    SGLang 0.5.21 seeds all ranks alike, and replicas step together: each would give the same
+    response to a prompt. The ranks of one replica must draw the same.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.runtime_context import get_parallel
+
+    def shifted(seed: int) -> tuple[tuple[int], dict]:
+        return (seed + get_parallel().attn_dp_rank,), {}
+
+    HookRegistry.register("sglang.srt.managers.scheduler.set_random_seed", shifted, HookType.BEFORE)
+
+
 def _answer_packed() -> None:
     """Makes /generate answer a client that accepts it in the packed form of answer_arrays.py.
 
@@ -160,6 +177,7 @@ if __name__ == "__mp_main__":
     if os.getppid() == 1:
         os._exit(1)
     _hide_unused()
+    _draw_apart()
     _prepare_scores()
 
 
@@ -173,9 +191,10 @@ if __name__ == "__main__":
 
         from megagrpo.rollout.service.engine_words import engine_words
 
+        _draw_apart()
         load_plugins()
-        words = [*engine_words(sys.argv[1:]), *([f"--api-key={_KEY}"] if _KEY else [])]
-        arguments = prepare_server_args(words)
+        words = [*engine_words(json.loads(sys.argv[1])), *sys.argv[2:]]
+        arguments = prepare_server_args(words + [f"--api-key={_KEY}"] * bool(_KEY))
         _prepare_scores()
         _answer_packed()
     try:

@@ -17,12 +17,10 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def engine_words(words: list[str]) -> list[str]:
-    """Returns a command line in which SGLang's words replace the first, `rollout.sglang` as
-    JSON."""
+def engine_words(settings: Mapping[str, object]) -> list[str]:
+    """Returns the command line that sets these fields."""
     options = _options(_parser())
-    settings = json.loads(words[0]).items()
-    return words[1:] + [word for name, value in settings for word in _words(options[name], value)]
+    return [word for name, value in settings.items() for word in _words(options[name], value)]
 
 
 def server_problems(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
@@ -37,16 +35,16 @@ def server_problems(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]
             yield name, f"SGLang's ServerArgs refuses it: {text}"
 
 
-def resolve_here(words: list[str]) -> None:
-    """Lets SGLang resolve an engine's command line, without the program, on this machine's CPU.
-    Raises ValueError if SGLang refuses it."""
+def resolve_here(settings: Mapping[str, object]) -> None:
+    """Lets SGLang resolve an engine's settings on this machine's CPU. Raises ValueError if SGLang
+    refuses them."""
     import sglang.srt.model_loader.loader  # noqa: F401  # imported by the resolution
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
     with explained("SGLang does not resolve these arguments"):
         load_plugins()
-        prepare_server_args(engine_words(words)).resolve_once()
+        prepare_server_args(engine_words(settings)).resolve_once()
 
 
 def _parse(parser: _Parser, action: argparse.Action, value: object) -> None:

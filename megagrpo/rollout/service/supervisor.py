@@ -84,7 +84,7 @@ class SupervisedEngine:
         model: str = "",
     ):
         self.id = f"{model or 'engine'}-{index}"
-        self.model, self._may_start = model, may_start
+        self.model, self._index, self._may_start = model, index, may_start
         self._num_servers, self._slot = config.num_servers, 0
         if model:
             config = config.for_model(model)
@@ -387,7 +387,12 @@ class SupervisedEngine:
         )
         return options.remote(
             self._config,
-            ServerPlace(rank, cuda=self._cuda, scores=self.model.startswith("teacher-")),
+            ServerPlace(
+                rank,
+                cuda=self._cuda,
+                scores=self.model.startswith("teacher-"),
+                engine=self._index,
+            ),
             # On a CPU all engines of the experiment may share one machine; its cores are divided
             # among them.
             cores_share=self._num_servers,

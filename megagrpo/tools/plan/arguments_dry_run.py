@@ -20,6 +20,7 @@ from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils import common
 
 from megagrpo.config.hardware import Hardware, hardware_called
+from megagrpo.rollout.service.engine_command import Settings
 from megagrpo.rollout.service.engine_words import engine_words
 from megagrpo.system.environment import temporarily
 
@@ -31,24 +32,22 @@ _ON_CPU = (
 
 
 def resolve_servers(
-    servers: Sequence[list[str]], device: Hardware, gpus: int
+    servers: Sequence[Settings], device: Hardware, gpus: int
 ) -> Iterator[dict[str, object]]:
-    """Yields the settings that SGLang resolves from each command line on nodes of `gpus` such GPUs.
+    """Yields the settings that SGLang resolves from those of each server on nodes of `gpus` such GPUs.
 
     Raises ValueError if SGLang rejects the arguments.
     """
     load_plugins()
     # queried on a CPU as well, for models with sparse attention
     _replace_answers({"get_device_capability": device.capability})
-    for words in servers[:1]:
-        model = words[words.index("--model-path") + 1]
-        prepare_server_args(
-            ["--model-path", model, "--load-format", "dummy", *_ON_CPU.split()]
-        ).resolve_once()
+    for settings in servers[:1]:
+        words = ["--model-path", settings["model_path"], "--load-format", "dummy"]
+        prepare_server_args([*words, *_ON_CPU.split()]).resolve_once()
     _replace_device(device, gpus)
     with temporarily("SGLANG_USE_CPU_ENGINE", "0"):
-        for words in servers:
-            server = prepare_server_args(engine_words(words))
+        for settings in servers:
+            server = prepare_server_args(engine_words(settings))
             server.resolve_once()
             yield server.resolved_dict()
 

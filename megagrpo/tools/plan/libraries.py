@@ -33,7 +33,7 @@ from megagrpo.config.libraries import SERVER
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.models.fields import expected_kernels
 from megagrpo.models.table import architecture_of, exported_config
-from megagrpo.rollout.service.engine_command import server_words
+from megagrpo.rollout.service.engine_command import Settings, engine_settings
 from megagrpo.tools.plan.hardware import hardware_of
 
 _ON_GPU = replace(ON_CPU, cuda=True)
@@ -52,7 +52,7 @@ def all_library_problems(config: ExperimentConfig) -> Problems:
     wholes: dict[str, object] = {}
     if description is not None:
         wholes["megatron"] = [config.actor.model_dump(mode="json"), description]
-        wholes["sglang"] = _command_here(config)
+        wholes["sglang"] = _settings_here(config)
     with ThreadPoolExecutor() as pool:
         on_gpu = pool.submit(_gpu_problems, config if description is not None else None)
         return ask_libraries(config, "megagrpo.tools.plan.libraries", wholes) or on_gpu.result()
@@ -64,7 +64,7 @@ def _gpu_problems(config: ExperimentConfig | None) -> Problems:
         return []
     gpu = hardware_of(config.cluster.gpu), config.cluster.gpus_per_node
     seen = exported_config(describe_model(config), config.actor.has_draft)
-    accepted = Accepted([server_words(config, _ON_GPU), seen, str(gpu)])
+    accepted = Accepted([engine_settings(config, _ON_GPU), seen, str(gpu)])
     if accepted:
         return []
     announce("sglang", f"what it makes of an engine on {config.cluster.gpu}")
@@ -74,13 +74,13 @@ def _gpu_problems(config: ExperimentConfig | None) -> Problems:
     return []
 
 
-def _command_here(config: ExperimentConfig) -> list[str] | None:
-    """Returns the words of an engine on this machine's CPU; None if it would be on a GPU."""
+def _settings_here(config: ExperimentConfig) -> list[Settings] | None:
+    """Returns the settings of an engine on this machine's CPU; None if it would be on a GPU."""
     if needs_gpus(config) or (config.actor.device == "auto" and Path("/dev/nvidiactl").exists()):
         return None
     folder = model_folder(config)
     here = config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
-    return server_words(here, ON_CPU)
+    return [engine_settings(here, ON_CPU)]
 
 
 def resolve_all(
@@ -100,7 +100,7 @@ def resolve_all(
             seen = exported_config(describe_model(config), config.actor.has_draft)
             (model / "config.json").write_text(json.dumps(seen))
             here = config.model_copy(update={"model": ModelConfig(path=str(model))})
-            servers.append(server_words(here, _ON_GPU))
+            servers.append(engine_settings(here, _ON_GPU))
         resolved = Path(name) / "resolved.json"
         device = {"device": hardware.device_name, "gpus": gpus_per_node}
         job = {"servers": servers, **device, "output": str(resolved)}
@@ -120,11 +120,11 @@ def _build_problems(whole: list[Any]) -> Iterator[tuple[list[str], str]]:
         yield from ((["actor"], text) for text in build_problems(arch, actor))
 
 
-def _resolve_problems(whole: list[str]) -> Iterator[tuple[list[str], str]]:
-    """whole: the command line of an engine, without the program."""
+def _resolve_problems(whole: list[Settings]) -> Iterator[tuple[list[str], str]]:
+    """whole: the settings of an engine."""
     from megagrpo.rollout.service.engine_words import resolve_here
 
-    yield from (([*SERVER], text) for text in complaints(resolve_here, whole))
+    yield from (([*SERVER], text) for text in complaints(resolve_here, *whole))
 
 
 def main() -> None:
