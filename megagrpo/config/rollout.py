@@ -180,8 +180,10 @@ class SamplingConfig(Section):
     """Longest response."""
     stop_token_ids: list[NonNegativeInt] = Field(default=[])
     """Token ids that end a response, besides the model's end-of-sequence token."""
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
-    """Texts that end a response."""
+    stop: list[Annotated[str, Field(min_length=1, max_length=60)]] = Field(
+        default=[], max_length=32
+    )
+    """Texts that end a response, with the token in which the first of them ends."""
     skip_special_tokens: bool = False
     """Hide all special tokens from graders, environments and tool parsers. false: hide only
     padding, begin and end of text, and the token that ended the response."""

@@ -14,24 +14,19 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
-from itertools import chain
 from pathlib import Path
 from typing import IO, cast, get_args
-
-import pyarrow
-import pyarrow.parquet
 
 from megagrpo.config.data import DataConfig, DataPart
 from megagrpo.config.fields import LARGEST, repeated
 from megagrpo.config.objective.streams import Component
 from megagrpo.data.messages import checked_messages, without_nulls
-from megagrpo.system.errors import collected, explained, translated
+from megagrpo.data.parquet import parquet_rows
+from megagrpo.system.errors import collected, translated
 from megagrpo.types import Prompt
 
 Values = dict[str, object]
 Numbered = Iterator[tuple[int, object]]  # rows with the number of rows or lines before each
-_ROWS_AT_ONCE = 256  # of a parquet file, whose rows may hold images
-_BYTES_AT_ONCE = 2**16  # of each column
 _MOST_SOURCES = 64  # each has metrics of its own
 
 
@@ -320,7 +315,7 @@ def _rows(path: Path) -> Numbered:
         case ".csv":
             return _csv_rows(path)
         case ".parquet" if path.suffix != ".gz":
-            return _parquet_rows(path)
+            return parquet_rows(path)
     raise ValueError(
         f"{path}: prompts are read from .jsonl, .json, .csv (also .gz) or .parquet, not "
         f"{path.suffix or 'a file without ending'}"
@@ -386,39 +381,13 @@ def _object(pairs: list[tuple[str, object]]) -> Values:
 
 def _values(line: object, location: str) -> Values:
     row = line
-    try:
-        if isinstance(line, bytes):
+    if isinstance(line, bytes):
+        # also not UTF-8, a number of too many digits, or too deep
+        with translated(f"{location}: broken JSON {line!r:.60}", ValueError, RecursionError):
             row = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
-    except json.JSONDecodeError as exc:
-        raise ValueError(
-            f"{location}: broken JSON, column {exc.colno}: {exc.msg}: {line!r:.60}"
-        ) from exc
-    # not UTF-8, a number of too many digits, or too deep
-    except (ValueError, RecursionError) as exc:
-        raise ValueError(f"{location}: unreadable JSON: {exc}: {line!r:.60}") from exc
     if not isinstance(row, dict):
         raise ValueError(f'{location}: should be an object like {{"prompt": ...}}, is {line!r:.60}')
     return row
-
-
-def _parquet_rows(path: Path) -> Numbered:
-    # Without a buffer it would read whole row groups: a file may consist of a single one.
-    # also a page that is damaged, behind a readable footer
-    with (
-        explained(f"{path}: not a readable parquet file"),
-        pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=_BYTES_AT_ONCE) as file,
-    ):
-        fields = file.schema_arrow
-        if doubled := repeated(fields.names):
-            raise ValueError(f"two columns are called {doubled[0]!r}")
-        # as text: Python has no nanoseconds, and no year 10000
-        schema = pyarrow.schema(
-            field.with_type(pyarrow.string()) if pyarrow.types.is_temporal(field.type) else field
-            for field in fields
-        )
-        batches = file.iter_batches(batch_size=_ROWS_AT_ONCE)
-        rows = (batch.cast(schema).to_pylist() for batch in batches)
-        yield from enumerate(chain.from_iterable(rows))
 
 
 def _answer(values: Values, key: str, location: str) -> str:

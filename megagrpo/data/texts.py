@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig, SamplingConfig
 from megagrpo.models.config_json import end_tokens
 from megagrpo.models.folder import Model
 from megagrpo.models.table import read_description
@@ -20,17 +20,21 @@ THOUGHT_END = "</think>"  # ends reasoning in the chat templates of all supporte
 
 
 def decoder(
-    tokenizer: "PreTrainedTokenizerBase", model: Model, skip_special_tokens: bool = False
+    tokenizer: "PreTrainedTokenizerBase", model: Model, sampling: SamplingConfig | None = None
 ) -> Callable[[np.ndarray], str]:
     """Returns the function from a response's token ids to the text that graders, environments and
     tool parsers see.
 
     The text keeps special tokens, because `<think>` or `<tool_call>` may be some, but not those for
-    padding and the begin and end of texts, nor the one that ended the response.
-    skip_special_tokens: keep none.
+    padding and the begin and end of texts, nor the one that ended the response, also by
+    sampling.stop or stop_token_ids.
     """
-    special = frozenset(tokenizer.all_special_ids)
-    ends = special & end_ids(tokenizer, model)
+    sampling = sampling or SamplingConfig()
+    skip_special_tokens = sampling.skip_special_tokens
+    added = tokenizer.added_tokens_decoder.items()
+    special = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
+    stops = {number for number, token in added if token.content in sampling.stop}
+    ends = special & (end_ids(tokenizer, model) | stops | set(sampling.stop_token_ids))
     left_out = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id} & special
 
     # an engine may sample any id that the model has embeddings for, also one of no token

@@ -1,9 +1,17 @@
-"""The reward for an answer that ends a rollout, from one of the graders."""
+"""The reward for an answer that ends a rollout, from one of the graders, and outputs cut to a limit."""
 
 from collections.abc import Callable, Mapping
 
 from megagrpo.rewards.graders.functions import load_grader
 from megagrpo.rewards.worker import grade
+
+
+def shortened(output: str, most: int, end: bool = False) -> str:
+    """Returns the first `most` characters of an output, or its end, and says so if it has more."""
+    cut = len(output) - most
+    if cut <= 0:
+        return output
+    return f"[output cut]\n{output[cut:]}" if end else f"{output[:most]}\n[output cut]"
 
 
 def answer_grader(grader: str, row: Mapping[str, object]) -> Callable[[str], float]:

@@ -5,12 +5,14 @@ import re
 from collections.abc import Mapping
 from decimal import Context, Decimal, Inexact, localcontext
 from fractions import Fraction
+from operator import add, mul, sub, truediv
 
+_OPERATORS = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv}
 _MAX_DIGITS = 5000  # more than an expression's value can have
 _MAX_PLACES = 12  # after the decimal point
 _MAX_CHARS = 200  # of an expression: a model may write any
 _MAX_EXPONENT = 20  # of a number
-_LAST_CALL = re.compile(r"<([^<>]*)>$")
+_LAST_CALL = re.compile(r"<([^<>]*)>[^\w>]*$")  # the last token may hold more than the stop
 
 
 class Calculator:
@@ -53,18 +55,8 @@ def exact_value(expression: str) -> str | None:
 
 def _evaluate(node: ast.expr, source: str) -> Fraction:
     match node:
-        case ast.BinOp(left, op, right):
-            a = _evaluate(left, source)
-            b = _evaluate(right, source)
-            match op:
-                case ast.Add():
-                    return a + b
-                case ast.Sub():
-                    return a - b
-                case ast.Mult():
-                    return a * b
-                case ast.Div():
-                    return a / b
+        case ast.BinOp(left, op, right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_evaluate(left, source), _evaluate(right, source))
         case ast.UnaryOp(ast.USub(), operand):
             return -_evaluate(operand, source)
         case ast.Constant(int() | float()):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
-from megagrpo.environments.answers import answer_grader
+from megagrpo.environments.answers import answer_grader, shortened
 from megagrpo.rollout.agents import Unavailable
 from megagrpo.rollout.agents.program_worker import foreign_environment
 
@@ -102,7 +102,7 @@ class McpTools:
             return f"error: no tool {name!r}; there are {', '.join(known)}"
         if not isinstance(arguments, dict):
             return f"error: arguments should be an object, not {arguments!r:.80}"
-        return self._session.call(name, arguments)[: self._max_chars]
+        return shortened(self._session.call(name, arguments), self._max_chars)
 
 
 class _Session:
@@ -149,9 +149,11 @@ class _Session:
             return f"error: {exc.message}"
         except (ValueError, RuntimeError) as exc:
             return f"error: the tool's answer is not the protocol's: {(str(exc) or repr(exc)).splitlines()[0]}"
-        text = "\n".join(map(_words, result.content))
-        if not text and result.structured_content is not None:
-            text = json.dumps(result.structured_content, ensure_ascii=False)
+        texts = [*map(_words, result.content)]
+        found = result.structured_content
+        if found is not None and not _says(texts, found):
+            texts.append(json.dumps(found, ensure_ascii=False))
+        text = "\n".join(texts)
         if result.is_error:
             return f"error: {text or 'the tool failed without a word'}"
         return text
@@ -176,6 +178,17 @@ def _unavailable(action: str) -> Iterator[None]:
         while isinstance(cause, ExceptionGroup):
             cause = cause.exceptions[0]
         raise Unavailable(f"{action}: {type(cause).__name__}: {cause}") from exc
+
+
+def _says(texts: list[str], found: object) -> bool:
+    """Returns whether the texts of a result have its structured content, as a server should write
+    it; `result` is the name of a value that is no object."""
+    read: list[object] = []
+    for text in texts:
+        read.append(text)
+        with suppress(ValueError, RecursionError):
+            read[-1] = json.loads(text)
+    return any(found in (each, {"result": each}) for each in (read, *read))
 
 
 def _words(part: mcp.types.ContentBlock) -> str:

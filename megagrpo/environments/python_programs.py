@@ -4,7 +4,7 @@ until it answers."""
 from collections.abc import Mapping
 
 from megagrpo.config.reward import CodeOptions
-from megagrpo.environments.answers import answer_grader
+from megagrpo.environments.answers import answer_grader, shortened
 from megagrpo.sandbox.grader import marked_programs, program_limits
 from megagrpo.sandbox.sandbox import isolates, run_program
 
@@ -51,5 +51,4 @@ class PythonPrograms:
         ended = run_program(programs[-1], b"", self._limits, self._isolate)
         printed = ended.stdout.decode(errors="replace")
         output = "\n".join(filter(None, (printed.rstrip("\n"), ended.problem)))
-        begin = len(output) - self._max_chars
-        return f"```output\n{output[max(0, begin) :]}\n```\n", 0.0, False
+        return f"```output\n{shortened(output, self._max_chars, end=True)}\n```\n", 0.0, False

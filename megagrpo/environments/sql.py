@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
+from megagrpo.environments.answers import shortened
 from megagrpo.rollout.agents import UnusableRow
 
 _ALLOWED = {
@@ -86,12 +87,12 @@ class Sql:
             # without the fences of a code block around it
             rows, tables = self._rows(_FENCE.sub("", text.strip().removesuffix("```")).strip())
         except _FAILURES as exc:
-            return f"error: {exc}"[: self._max_chars] + "\n", 0.0, False
+            return shortened(f"error: {exc}", self._max_chars) + "\n", 0.0, False
         if tables <= _SCHEMA:
             lines = ["|".join(map(str, row)) for row in rows[: self._max_rows]]
             if len(rows) > self._max_rows:
                 lines.append("...")
-            return "\n".join(lines)[: self._max_chars] + "\n", 0.0, False
+            return shortened("\n".join(lines), self._max_chars) + "\n", 0.0, False
         same = rows == self._expected
         if not self._ordered:
             same = Counter(rows) == Counter(self._expected)

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import random
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -102,6 +103,10 @@ class SamplingParams:
             body["stop_token_ids"] = list(self.stop_token_ids)
         if self.stop:
             body["stop"] = list(self.stop)
+            # SGLang looks for stops in as many tokens as its tokenizer would write them with, or as
+            # the longest match of a pattern has characters; a model may write one with a token a byte
+            text = max(self.stop, key=lambda text: len(text.encode()))
+            body["stop_regex"] = f"{re.escape(text)}.{{0,{len(text.encode())}}}"
         return body
 
 

@@ -298,7 +298,7 @@ class Inputs:
         refuse_long_demonstration(prompts.prompts, config.sampling.max_response_tokens)
         held_out = config.eval_data
         eval_prompts = load_prompts(held_out, tokenizer, images) if held_out else None
-        decode = decoder(tokenizer, model, config.sampling.skip_special_tokens)
+        decode = decoder(tokenizer, model, config.sampling)
         return cls(
             model=model,
             tokenizer=tokenizer,

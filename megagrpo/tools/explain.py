@@ -39,7 +39,7 @@ from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.tools.check.loading import LoadingTest, try_loading
 from megagrpo.tools.plan.checkpoint_cost import checkpoint_lines, disk_advice, rank_coordinates
 from megagrpo.tools.plan.command import table_lines
-from megagrpo.tools.plan.engine_memory import concurrency_report, host_cache_bytes
+from megagrpo.tools.plan.engine_memory import concurrency_report, host_peak
 from megagrpo.tools.plan.fitting import (
     StepMemory,
     experiment_memory,
@@ -419,13 +419,8 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, everything: boo
             for name, rank in phases.items()
             if name != phase
         ]
-    on_host = memory.trainers.host_bytes["optimizer"]
-    in_cache = host_cache_bytes(config.rollout, memory.engine)
-    if on_host or in_cache:
-        lines.append(
-            f"  on a node's host: {gigabytes(on_host)} of optimizer state, "
-            f"{gigabytes(in_cache)} of each engine rank's cache"
-        )
+    host = host_peak(config, memory.trainers, memory.engine, config.cluster.gpus_per_node)
+    lines.append(f"  on the fullest node's host {gigabytes(host)}")
     if config.actor.lora is not None:
         unadapted = config.actor.model_copy(update={"lora": None})
         trained, total = (trained_elements(arch, actor) for actor in (config.actor, unadapted))

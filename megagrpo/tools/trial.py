@@ -62,7 +62,7 @@ def try_out(config: ExperimentConfig, num_prompts: int) -> int:
     tokenizer = load_tokenizer(model)
     images = ImageStore.of(model, folder.images)
     prompts = load_prompts(config.data, tokenizer, images).prompts[:num_prompts]
-    decode = decoder(tokenizer, model, config.sampling.skip_special_tokens)
+    decode = decoder(tokenizer, model, config.sampling)
     with alone_in(folder), Launch(folder, "try", end=ENDING) as launch, ExitStack() as stack:
         answering = stack.enter_context(closing(make_answering(config, tokenizer)))
         grader = stack.enter_context(open_graders(config, tokenizer))

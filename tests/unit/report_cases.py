@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 
@@ -16,11 +17,14 @@ from examples.laptop.model import character_tokenizer
 from megagrpo.checkpoint.folder import data_problem
 from megagrpo.config.data import DataConfig
 from megagrpo.config.reward import JudgeOptions
+from megagrpo.config.rollout import SamplingConfig
 from megagrpo.data.prompts import load_prompts, render_rows
 from megagrpo.data.rows import fingerprint, read_rows
+from megagrpo.data.texts import decoder
 from megagrpo.environments.python_programs import PythonPrograms
+from megagrpo.models.folder import Model
 from megagrpo.rewards.graders import format as form
-from megagrpo.rewards.graders import math
+from megagrpo.rewards.graders import gsm8k, math
 from megagrpo.rewards.graders.judge import render
 from megagrpo.rollout.agents.answering import RolloutTask
 from megagrpo.rollout.agents.renderer import Renderer
@@ -191,6 +195,20 @@ def tool_call(arguments: str) -> str:
     return f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
 
 
+def stopped(sampled: str, **sampling: list) -> str:
+    """What graders get of a response by a tokenizer of characters, with <|im_end|> as token 7."""
+    made = character_tokenizer("5<>")
+    made.add_tokens(["<|im_end|>"], special_tokens=True)
+    decode = decoder(made, Model(Path(), Path(), {}, False), SamplingConfig(**sampling))
+    return decode(np.array(made(sampled)["input_ids"]))
+
+
+def from_parquet(answer: object, kind: object, key: str = "answer") -> str:
+    path = str(Path(tempfile.mkdtemp()) / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1"], "answer": pyarrow.array([answer], kind)}), path)
+    return read_rows(DataConfig(path=path, answer_key=key))[0].answer
+
+
 HALF = "\ud83d"
 SYSTEM = {"role": "system", "content": "be brief"}
 NO_SECOND_SYSTEM = (
@@ -340,5 +358,38 @@ REPORTS: dict[str, tuple[str, list[Case]]] = {
         ("APPS' [[3]]", 1, p(called, ADD, "add", [1, 2], [3])),
         ("integer keys", 1, p(called, "def f(a): return {a: 1}", "f", [2], {"2": 1})),
         ("a function named sum", 1, p(called, "def sum(a): return 7", "sum", [[1]], 7)),
+    ]),
+    "17 words of the same letters": ("1 for another order", [
+        ("BADC for ABCD", 0, p(pair, "BADC", "ABCD")),
+        ("THH for HHT", 0, p(pair, "THH", "HHT")),
+        ("listen for silent", 0, p(pair, "listen", "silent")),
+        ("angle ACB for ABC", 0, p(pair, r"\angle ACB", r"\angle ABC")),
+        ("zyx for xyz", 1, p(pair, "zyx", "xyz")),
+        ("segment BA for AB", 1, p(pair, "BA", "AB")),
+    ]),
+    "18 bold answers": ("0 for right ones", [
+        ("math without a box", 1, p(math.grade, "2*234 = 468. Final Answer: **73**", "73", require_boxed=False)),
+        ("in a box", 1, p(pair, "**73**", "73")),
+        ("another number", 0, p(pair, "**72**", "73")),
+        ("a power", 1, p(pair, "2**3", "8")),
+        ("gsm8k", 1, p(gsm8k.grade, "#### **73**", "73")),
+        ("gsm8k, text behind it", 1, p(gsm8k.grade, "#### **73**, as " + "said " * 99, "73")),
+    ]),
+    "19 a stop of one's own": ("format, exact: always 0", [
+        ("stop", "5", p(stopped, "5<|im_end|>", stop=["<|im_end|>"])),
+        ("stop_token_ids", "5", p(stopped, "5<|im_end|>", stop_token_ids=[7])),
+        ("among others", "5", p(stopped, "5<|im_end|>", stop=[">", "<|im_end|>"])),
+        ("inside a response", "5<|im_end|>5", p(stopped, "5<|im_end|>5", stop=[">"])),
+        ("a text", "<5>", p(stopped, "<5>", stop=[">"])),
+        ("the model's own end", "5", p(stopped, "5<eos>")),
+    ]),
+    "20 short floats of Parquet": ("0.10000000149011612", [
+        ("answer", "0.1", p(from_parquet, 0.1, "float32")),
+        ("in a struct", "3.3", p(from_parquet, {"a": 3.3}, pyarrow.struct({"a": "float32"}), "answer.a")),
+        ("in a list", "[0.7]", p(from_parquet, [0.7], pyarrow.list_(pyarrow.float32()))),
+        ("whole", "2.0", p(from_parquet, 2.0, "float32")),
+        ("long floats", "0.30000000000000004", p(from_parquet, 0.1 + 0.2, "float64")),
+        ("a time in a struct", "1970-01-01 00:00:01.000", p(from_parquet, {"a": 1}, pyarrow.struct({
+            "a": pyarrow.timestamp("s")}), "answer.a")),
     ]),
 }  # fmt: skip

@@ -147,6 +147,7 @@ def test_an_answer_that_is_not_the_protocols_is_said(mcp_tools, listening, conte
 
 
 TEXT = {"type": "text", "text": "the file follows"}
+SPELLED = {"type": "text", "text": '{ "code": 7 }'}
 FILE = {"uri": "file:///a.py", "mimeType": "text/x-python"}
 
 
@@ -163,7 +164,16 @@ FILE = {"uri": "file:///a.py", "mimeType": "text/x-python"}
         ),
         ({"content": [{"type": "resource_link", "name": "a.py", **FILE}]}, "[resource file:///a.py: a.py]"),
         ({"content": [], "structuredContent": {"temperature": 22.5}}, '{"temperature": 22.5}'),
-        ({"content": [TEXT], "structuredContent": {"temperature": 22.5}}, TEXT["text"]),
+        (
+            {"content": [TEXT], "structuredContent": {"code": 7}, "isError": True},
+            f'error: {TEXT["text"]}\n{{"code": 7}}',
+        ),
+        ({"content": [TEXT], "structuredContent": {"result": TEXT["text"]}}, TEXT["text"]),
+        ({"content": [SPELLED], "structuredContent": {"code": 7}}, SPELLED["text"]),
+        (
+            {"content": [SPELLED] * 2, "structuredContent": {"result": [{"code": 7}] * 2}},
+            f"{SPELLED['text']}\n{SPELLED['text']}",
+        ),
         ({"content": [], "structuredContent": {"code": 7}, "isError": True}, 'error: {"code": 7}'),
         ({"content": [], "isError": True}, "error: the tool failed without a word"),
         ({"content": []}, ""),
@@ -173,6 +183,14 @@ def test_every_form_of_a_result_reaches_the_model_as_text(mcp_tools, listening, 
     environment = mcp_tools(ROW, 0, "exact", url=f"http://127.0.0.1:{listening.server_port}/mcp")
     listening.found = {"result": result}
     assert environment.step(call("add", a=2, b=3))[0] == f"<tool_response>\n{said}\n</tool_response>"
+    environment.close()
+
+
+def test_a_result_that_is_cut_says_so(mcp_tools, listening):
+    environment = mcp_tools(ROW, 0, "exact", url=f"http://127.0.0.1:{listening.server_port}/mcp", max_chars=3)
+    for text, said in ("abc", "abc"), ("abcd", "abc\n[output cut]"):
+        listening.found = {"result": {"content": [{"type": "text", "text": text}]}}
+        assert environment.step(call("add", a=2, b=3))[0] == f"<tool_response>\n{said}\n</tool_response>"
     environment.close()
 
 
@@ -304,11 +322,11 @@ def test_what_fails_is_shown_and_the_model_has_another_turn(program, shown):
     played.step(block("kept = 1"))
     said, reward, done = played.step(block(program))
     assert said.startswith("```output\n") and said.rstrip("`\n").endswith(shown)
-    assert len(said) <= 100 + len("```output\n\n```\n")
+    assert len(said) <= 100 + len("```output\n[output cut]\n\n```\n")
     assert (reward, done) == (0.0, False)
 
 
-@pytest.mark.parametrize(("max_chars", "shown"), [(0, ""), (2, "23"), (9, "123")])
+@pytest.mark.parametrize(("max_chars", "shown"), [(0, "[output cut]\n"), (2, "[output cut]\n23"), (3, "123")])
 def test_the_model_sees_the_end_of_an_output(max_chars: int, shown: str):
     assert environment(max_chars=max_chars).step(block("print(123)")) == (f"```output\n{shown}\n```\n", 0.0, False)
 

@@ -16,7 +16,7 @@ from megagrpo.types import Outcome, Prompt, Sample
 TOKENIZER = character_tokenizer("0123456789+-*/=.()<># ")
 EOS = TOKENIZER.eos_token_id
 PROMPT = Prompt(30, "48/2+1=", tuple(TOKENIZER("48/2+1=")["input_ids"]), "25")
-UNREADABLE = ("48/2>", "<48/2> ", "<<1>>", "<9**9>", "<>", "< >")
+UNREADABLE = ("48/2>", "<48/2> a", "<<1>>", "<9**9>", "<>", "< >")
 # what would take long, or has more digits than Python writes, or needs a deep stack
 UNREADABLE += ("<1e5000>", "<1e-4000000>", "<1e20000000>", f"<{'1+' * 1200}1>", f"<{'-' * 200_000}1>")
 CALCULATOR = {"function": "calculator", "rewards": False, "workers": 1}
@@ -115,6 +115,8 @@ def test_graders_score_whole_rollouts_of_one_sample(more, said):
         ("<1+1>2<(3-5)*.5>", "-1"),
         ("<2.5e3>", "2500"),
         ("< 3+4 >", "7"),
+        ("<1+1>.", "2"),  # the stop ends inside a token
+        ("<1+1></", "2"),
         *((text, None) for text in UNREADABLE),
     ],
 )

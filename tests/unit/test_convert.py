@@ -80,6 +80,12 @@ def test_the_file_that_verls_command_builds_on(tmp_path, words, lost_ones):
     assert list(lost(verl(tmp_path, more=words))) == lost_ones
 
 
+def test_what_verl_adds_to_a_rows_extra_info_is_said(tmp_path):
+    for more, said in ("", False), (" custom_reward_function.path=r.py", True):
+        draft = translate("verl", source(tmp_path, f"{TRAINER} algorithm.adv_estimator=grpo{more}"))
+        assert any("num_turns" in remark for remark in draft.remarks) is said
+
+
 def test_verls_own_default_said_aloud_is_translated():
     given = {"algorithm.adv_estimator": "grpo", "algorithm.norm_adv_by_std_in_grpo": True}
     draft = draft_of("verl", Source(given))

@@ -131,6 +131,10 @@ EVAL = "--eval-interval 5 --n-samples-per-eval-prompt 16"
         ("--sglang-enable-dp-attention --sglang-dp-size 2", {
             "rollout.sglang.enable_dp_attention": True, "rollout.sglang.dp_size": 2}),
         ("--metadata-key extra", {"data.extra_key": "extra"}),
+        ("--rm-type ''", {
+            "data.source_key": "metadata.rm_type", "data.grader_by_source": {
+                "math": "math", "boxed_math": "math", "deepscaler": "math", "boxed_deepscaler": "math",
+                "dapo": "math_dapo"}}),
         ("--use-routing-replay", {"actor.routing_replay": "old"}),
         ("--use-rollout-routing-replay", {"actor.routing_replay": "rollout"}),
         ("--dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std", {
@@ -201,6 +205,7 @@ def test_engines_on_gpus_of_their_own(words, train, more, becomes):
         ("--advantage-estimator ppo", "--advantage-estimator", "gae needs a critic"),
         ("--custom-rm-path mine.rm", "--custom-rm-path", "mine.rm(args, sample): write it as grade(text, answer)"),
         ("--rm-type ifbench", "--rm-type", "no grader ifbench; there are math,"),
+        ("--rm-type '' --metadata-key extra", "--metadata-key", "data.source_key: extra.rm_type, with data.grader_by"),
         ("--rm-type remote_rm --rm-url http://a", "--rm-type", "reward.grader: http"),
         ("--custom-generate-function-path a.b", "--custom-generate-function-path", "a.b: write it as a sampling.env"),
         ("--dynamic-sampling-filter-path a.b", "--dynamic-sampling-filter-path", "a.b: algorithm.dynamic_sampling"),

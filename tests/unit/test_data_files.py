@@ -113,6 +113,27 @@ def test_times_that_python_cannot_hold_are_texts(tmp_path):
     assert row.extra["extra"] == {"2022-01-08": 1}
 
 
+def test_short_floats_have_the_digits_that_were_written_and_times_inside_are_texts(tmp_path):
+    short = pyarrow.float32()
+    kind = pyarrow.struct(
+        {
+            "truth": short,
+            "more": pyarrow.list_(short),
+            "at": pyarrow.timestamp("ns"),
+            "of": pyarrow.map_("string", short),
+        }
+    )
+    whole = {"truth": 3.3, "more": [0.1], "at": 1, "of": [("a", 0.7)]}
+    table = pyarrow.table(
+        {"prompt": ["1"], "answer": pyarrow.array([0.1], short), "extra": pyarrow.array([whole], kind)}
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    read = lambda **keys: read_rows(DataConfig(path=str(tmp_path / "a.parquet"), extra_key="extra", **keys))[0]  # noqa: E731
+    assert read().answer == "0.1" and read(answer_key="extra.truth").answer == "3.3"
+    assert read(answer_key="extra.more").answer == "[0.1]"
+    assert read().extra == whole | {"at": "1970-01-01 00:00:00.000000001", "of": [["a", 0.7]]}
+
+
 def test_two_columns_of_one_name_are_refused(tmp_path):
     table = pyarrow.Table.from_arrays([pyarrow.array(["1"])] * 3, ["prompt", "answer", "answer"])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")

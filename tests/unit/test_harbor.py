@@ -141,7 +141,7 @@ def test_tests_that_hang_are_worth_nothing_and_tests_without_a_verdict_are_an_er
     assert [(outcome.status, outcome.value) for outcome in outcomes] == [
         *(("score", 0.0), ("error", 0.0), ("error", 0.0), ("score", 0.5))
     ]
-    assert "not today" in outcomes[1].detail and "no entry `reward`" in outcomes[2].detail
+    assert "not today" in outcomes[1].detail and """none as `reward` to reward.json: '{"a": 1""" in outcomes[2].detail
 
 
 ONE = "echo 1 > /logs/verifier/reward.txt\n"
@@ -161,6 +161,24 @@ def test_a_script_runs_by_its_first_line_and_its_verdict_is_read_as_harbor_does(
     assert [(outcome.status, outcome.value) for outcome in outcomes] == [
         *(("score", 0.0), ("score", 1.0), ("score", 0.5), ("score", 1.0))
     ]
+
+
+@pytest.mark.parametrize(
+    "report", ["null", '{"reward": null}', "{}", '{"passed": 3}', '{"reward": true}', "", "NaN", "{"]
+)
+def test_a_report_without_a_reward_leaves_it_to_the_text_beside_it(report: str, tmp_path: Path):
+    """As Harbor reads them; alone it is an error, no 0."""
+    written = f"echo '{report}' > /logs/verifier/reward.json\n"
+    both = a_task(tmp_path / "both", written + ONE)
+    alone = a_task(tmp_path / "alone", written)
+    outcomes, _ = work(*[says(".")] * 2, tasks=[both, alone])
+    assert [(outcome.status, outcome.value) for outcome in outcomes] == [("score", 1.0), ("error", 0.0)]
+
+
+def test_a_cut_output_says_so():
+    outcomes, requests = work(bash("seq 2000"), says("."), tasks=[TASKS / NAMES[0]])
+    said = LETTERS.decode(requests[1]["input_ids"])
+    assert "exit code 0\n```\n[output cut]\n" in said and "\n2000\n" in said and "\n17\n" not in said, outcomes
 
 
 @RUNTIMES

@@ -10,6 +10,7 @@ import pytest
 
 from examples.laptop.model import character_tokenizer
 from megagrpo.config.data import DataConfig
+from megagrpo.config.rollout import SamplingConfig
 from megagrpo.data.messages import checked_messages
 from megagrpo.data.prompts import load_prompts
 from megagrpo.data.texts import decoder
@@ -157,8 +158,9 @@ def test_a_time_in_a_parquet_file_ends_no_run(tmp_path, plain):
     row = {"prompt": [PLAIN[0] | {"timestamp": when}], "answer": "5", "tools": [tool]}
     path = written(tmp_path / "t.parquet", [row])
     [prompt] = load_prompts(DataConfig(path=path, chat_template=True, tools_key="tools"), plain).prompts
-    assert json.loads(json.dumps(prompt.messages)) == [PLAIN[0] | {"timestamp": str(when)}]
-    assert json.loads(json.dumps(prompt.tools))[0]["function"] == {"name": "add", "since": str(when)}
+    written_as = f"{when:%Y-%m-%d %H:%M:%S.%f}Z"
+    assert json.loads(json.dumps(prompt.messages)) == [PLAIN[0] | {"timestamp": written_as}]
+    assert json.loads(json.dumps(prompt.tools))[0]["function"] == {"name": "add", "since": written_as}
 
 
 def test_the_prompt_template_reaches_the_last_message_of_the_user(tmp_path, plain):
@@ -207,4 +209,4 @@ def test_graders_see_special_tokens_but_the_end_and_padding(marked, end):
     ids = np.array(tokenizer(text + end, add_special_tokens=False)["input_ids"])
     padded = np.concatenate([[tokenizer.pad_token_id], ids])
     assert decoder(tokenizer, model)(ids) == decoder(tokenizer, model)(padded) == text
-    assert decoder(tokenizer, model, True)(ids) == '2+3{"name": "add"}'
+    assert decoder(tokenizer, model, SamplingConfig(skip_special_tokens=True))(ids) == '2+3{"name": "add"}'

@@ -29,6 +29,7 @@ from megagrpo.tools.plan.engine_memory import (
     assumed_lengths,
     engine_side,
     expert_bytes,
+    host_peak,
     lengths_of_run,
     weight_bytes,
     weight_elements,
@@ -407,6 +408,19 @@ def test_the_state_of_colocated_trainers_is_counted_on_the_host():
     memory = experiment_memory(config, described_architecture(config))
     away = memory.trainers.phases["update"].parts["optimizer"] * 8
     assert memory.trainers.host_bytes["update state"] == pytest.approx(away)
+
+
+def test_the_host_memory_of_a_node_is_judged():
+    config = with_model(shipped("qwen3_30b_a3b_one_node", "actor.optimizer.megatron={}"))
+    memory = experiment_memory(config, described_architecture(config))
+    parts = memory.trainers.host_bytes
+    peak = host_peak(config, memory.trainers, memory.engine, 8)
+    assert peak == sum(parts.values()) - min(parts["checkpoint"], parts["resume"]) > parts["update state"] > 0
+    cached = shipped("qwen3_30b_a3b_one_node", "rollout.sglang={enable_hierarchical_cache: true, hicache_size: 50}")
+    assert host_peak(cached, memory.trainers, memory.engine, 8) == pytest.approx(peak + 8 * 50e9)
+    for more in (1, -1):
+        said = str(placed_plan(config, host_gb=peak / 1e9 + more).problems)
+        assert ("host memory of the fullest node" in said) is (more < 0)
 
 
 def test_the_references_hidden_states_of_an_exact_kl_are_counted_on_the_host():

@@ -48,6 +48,12 @@ BOX = {"box": True}
         (GSM8K, {"format": "last"}, "It is \u22123.", "-3", 1),
         (GSM8K, {}, "#### -3", "so #### \u22123", 1),
         (GSM8K, {"format": "last"}, "no number", "72", 0),
+        (GSM8K, {}, "#### **72**", "72", 1),
+        (MATH, {"require_boxed": False}, "Then 2*234 = 468. Final Answer: **73**", "73", 1),
+        (MATH, {}, r"\boxed{**73**}", "73", 1),
+        (MATH, {}, r"\boxed{2**3}", "8", 1),
+        (MATH, {}, r"\boxed{4\sqrt(2)}", r"4\sqrt{2}", 1),
+        (MATH, {}, r"\boxed{4\sqrt(2)}", "4", 0),
         (GSM8K, {"format": "plain"}, " 72 ", "72", 1),
         (GSM8K, {"format": "plain"}, "it is 72", "72", 0),
         (GSM8K, {"format": "plain"}, "#### 72", "72", 0),
@@ -260,6 +266,18 @@ def test_math_takes_each_gold_for_itself(gold):
         (r"\boxed{12_7}", "12_5", 0),
         (r"\boxed{12_{5}}", "12_5", 1),
         (r"\boxed{12}", "12_5", 1),
+        # words of the same letters; math-verify multiplies them
+        (r"\boxed{BADC}", "ABCD", 0),
+        (r"\boxed{A B C}", "ACB", 0),
+        (r"\boxed{ABC}", "A B C", 1),
+        (r"\boxed{\angle ACB}", r"\angle ABC", 0),
+        (r"\boxed{THH}", "HHT", 0),
+        (r"\boxed{listen}", "silent", 0),
+        (r"\boxed{\text{live}}", "evil", 0),
+        (r"\boxed{zyx}", "xyz", 1),
+        (r"\boxed{BA}", "AB", 1),
+        (r"\boxed{2 \cdot BCA + x}", r"x + 2ABC", 0),
+        (r"\boxed{P \cdot Q \cdot R}", "PQR", 1),
         # more digits than Python reads
         (rf"\boxed{{{'1' * 5000}.\overline{{3}}}}", "5", 0),
         # equal before sympy computes it
@@ -320,6 +338,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
 
 def plain(text, answer, extra_info):
     return float(extra_info["level"])
+
+async def awaited(data_source, solution_str, ground_truth, extra_info=None):
+    return extra_info["level"] / 2
 
 def silent(completions, **columns):
     return [None]
@@ -432,6 +453,7 @@ def test_numbers_stay_what_they_are():
 def test_verls_compute_score_runs_as_it_is(file):
     assert graded(file, "compute_score", {"bonus": 0.5}).value == 3.5
     assert graded(file, "plain").value == 3.0
+    assert graded(file, "awaited").value == 1.5
     check_grader(f"{file}:compute_score", {"bonus": 1})
     with pytest.raises(ValueError, match="did you mean 'bonus'"):
         check_grader(f"{file}:compute_score", {"bonuss": 1})

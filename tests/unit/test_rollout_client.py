@@ -56,8 +56,16 @@ def test_request_as_sglang_wants_it():
     with running(FakeService()) as service:
         assert generate(service) == (ANSWER, 0)
     sampling = {"temperature": 1.0, "max_new_tokens": 4, "top_p": 1.0, "top_k": -1, "sampling_seed": 1234}
-    sampling |= {"stop_token_ids": [7], "stop": ["\n"]}
+    sampling |= {"stop_token_ids": [7], "stop": ["\n"], "stop_regex": "\\\n.{0,1}"}
     assert service.requests == [{"input_ids": [5, 6], "sampling_params": sampling, "return_logprob": True}]
+
+
+def test_a_stop_is_sought_in_as_many_tokens_as_it_has_bytes():
+    """SGLang's windows are its tokenizer's tokens of a stop, and the longest match of a pattern."""
+    body = replace(PARAMS, stop=("abcd", "</a.b>", "\u3002")).body(0)
+    assert body["stop_regex"] == r"</a\.b>.{0,6}" and body["stop"] == ["abcd", "</a.b>", "\u3002"]
+    body = replace(PARAMS, stop=("abcd", "\u3002" * 2)).body(0)
+    assert body["stop_regex"] == "\u3002\u3002.{0,6}"
 
 
 ABORTED = {"finish_reason": {"type": "abort", "message": "paused"}}

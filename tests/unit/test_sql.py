@@ -107,7 +107,8 @@ def test_many_steps_may_take_long(monkeypatch):
 def test_what_is_shown_is_bounded():
     many = "with recursive r(n) as (select 1 union all select n + 1 from r limit 99) select n from r"
     assert Sql(ROW, 0, max_rows=2).step(many)[0] == "1\n2\n...\n"
-    assert len(Sql(ROW, 0, max_chars=10).step(many)[0]) == 11
+    assert Sql(ROW, 0, max_chars=3).step(many)[0] == "1\n2\n[output cut]\n"
+    assert Sql(ROW, 0, max_chars=10).step("selec")[0] == "error: nea\n[output cut]\n"
     assert Sql(ROW, 0, max_steps=1000).step(many.replace("99", "99999"))[0] == "error: interrupted\n"
 
 

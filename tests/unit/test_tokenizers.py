@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from examples.laptop.model import character_tokenizer, make_tiny_model
@@ -100,6 +100,34 @@ def test_a_turn_that_does_not_end_as_a_response_is_advice(tmp_path, end, samplin
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     config = experiment(data={"path": "d", "chat_template": True}, sampling=sampling)
+    said = list(end_advice(config, tokenizer, Model.read(tmp_path)))
+    assert len(said) == bool(advice) and all(re.search(advice, text) for text in said), said
+
+
+@pytest.mark.parametrize(
+    ("own", "data", "written", "advice"),
+    [
+        (True, {"chat_template": True}, "<bos>", ""),
+        (True, {"chat_template": True}, "", "begins texts with <bos>, .*: write it into the chat template"),
+        (True, {}, "", "begins texts with <bos>, .*: data.add_bos: true or data.prompt_template"),
+        (True, {"add_bos": True}, "", ""),
+        (False, {"chat_template": True}, "", ""),
+        (False, {}, "", ""),
+    ],
+)
+def test_prompts_without_the_token_that_the_tokenizer_begins_with_are_advice(tmp_path, own, data, written, advice):
+    make_tiny_model(TinyModelConfig(path=str(tmp_path), alphabet=ALPHABET), seed=0)
+    tokenizer = load_tokenizer(Model.read(tmp_path))
+    if own:
+        bos = tokenizer.bos_token_id
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            "<bos> $A", special_tokens=[("<bos>", bos)]
+        )
+    tokenizer.chat_template = (
+        f"{written}{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ m.content }}}}{{% if m.role == 'assistant' %}}<eos>"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    config = experiment(data={"path": "d"} | data)
     said = list(end_advice(config, tokenizer, Model.read(tmp_path)))
     assert len(said) == bool(advice) and all(re.search(advice, text) for text in said), said
 

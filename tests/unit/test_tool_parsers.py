@@ -19,7 +19,7 @@ from examples.laptop.model import character_tokenizer
 from megagrpo.algo.statistics import alone
 from megagrpo.config.data import DataConfig
 from megagrpo.config.load import ConfigError
-from megagrpo.config.rollout import AgentConfig
+from megagrpo.config.rollout import AgentConfig, SamplingConfig
 from megagrpo.data.chat_module import take_chat_module
 from megagrpo.data.messages import render_messages
 from megagrpo.data.texts import decoder
@@ -222,7 +222,9 @@ def tokenizer_of(name: str):
 
 def heard(tokenizer, text: str, folder, skip_special_tokens: bool = False) -> str:
     """What an agent's parsers get when the model has sampled a text."""
-    decode = decoder(tokenizer, Model(folder, folder, {}, False), skip_special_tokens)
+    decode = decoder(
+        tokenizer, Model(folder, folder, {}, False), SamplingConfig(skip_special_tokens=skip_special_tokens)
+    )
     return decode(np.array(tokenizer(text, add_special_tokens=False)["input_ids"]))
 
 

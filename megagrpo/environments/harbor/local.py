@@ -3,13 +3,14 @@ per command."""
 
 import asyncio
 import json
+import math
 import os
 import re
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
@@ -119,13 +120,17 @@ class Local:
         end, said = await self.run("chmod +x /tests/test.sh; /tests/test.sh", seconds)
         if end == "time limit":
             return None
-        file = "/logs/verifier/reward"
-        # in the sandbox: the file may be a link
-        _, text = await self.run(f"cat {file}.json 2> /dev/null || cat {file}.txt", _READ_S)
-        for read in (float, json.loads):  # json reads no .5
+        shown = ""
+        reads: dict[str, Callable[[str], object]] = {"json": json.loads, "txt": float}
+        for kind, read in reads.items():  # the first may be a report, without a reward
+            # in the sandbox: the file may be a link
+            _, text = await self.run(f"cat /logs/verifier/reward.{kind} 2> /dev/null", _READ_S)
+            shown += text
             with suppress(ValueError):
-                return read(text)
-        return f"{text}{end}: {said[-500:]}"
+                rewards = read(text)
+                if reward_in(rewards) is not None:
+                    return rewards
+        return f"{shown}{end}: {said[-500:]}"
 
     async def close(self) -> None:
         """Removes the files, also from folders without rights."""
@@ -158,6 +163,15 @@ class Local:
             ("--dev", "/dev", "--proc", "/proc", "--chdir", "/"),
         ]
         return ["bwrap", *(word for mount in mounts for word in mount)]
+
+
+def reward_in(verdict: object) -> float | None:
+    """Returns the number of a verdict, or of its entry `reward`; None without one, as Harbor takes
+    a bool."""
+    number = verdict.get("reward") if isinstance(verdict, Mapping) else verdict
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return None
+    return float(number) if math.isfinite(number) else None
 
 
 def _mib(section: Mapping, name: str) -> int:

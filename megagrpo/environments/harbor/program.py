@@ -6,7 +6,6 @@ folders for `data.path`.
 """
 
 import json
-import math
 import re
 import shlex
 import sys
@@ -18,7 +17,8 @@ from pathlib import Path
 
 import aiohttp
 
-from megagrpo.environments.harbor.local import Local
+from megagrpo.environments.answers import shortened
+from megagrpo.environments.harbor.local import Local, reward_in
 from megagrpo.rollout.agents.program_worker import foreign_environment
 from megagrpo.system.errors import explained
 from megagrpo.system.worker_process import WorkerProcess
@@ -134,7 +134,7 @@ async def play_harbor(
                 end, output = await sandbox.run(command, min(command_s, limits[0] - used))
             used += time.monotonic() - began
             killed += end == "time limit"
-            said = f"{end}\n```\n{output[-_MAX_CHARS:]}\n```\n"
+            said = f"{end}\n```\n{shortened(output, _MAX_CHARS, end=True)}\n```\n"
             messages += [turn, {"role": "user", "content": said}]
         began = time.monotonic()
         rewards = await sandbox.verify(limits[1])
@@ -171,14 +171,13 @@ async def _turn(client: aiohttp.ClientSession, base_url: str, messages: list) ->
 
 def _reward(rewards: object, folder: Path) -> float:
     """Returns the reward of tests; 0 for those that reached their limit. Raises ValueError."""
-    if isinstance(rewards, Mapping):
-        rewards = rewards.get("reward", "no entry `reward`")
-    if rewards is not None and not (isinstance(rewards, int | float) and math.isfinite(rewards)):
+    number = 0.0 if rewards is None else reward_in(rewards)
+    if number is None:
         raise ValueError(
             f"{folder}/tests/test.sh wrote no number to reward.txt, and none as `reward` to "
             f"reward.json: {rewards!r:.500}"
         )
-    return float(rewards or 0.0)
+    return number
 
 
 if __name__ == "__main__":

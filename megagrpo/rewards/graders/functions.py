@@ -66,18 +66,20 @@ def call_grader(function: GraderFunction, args: GraderArgs, inputs: Sequence[obj
     them; then, for TRL's, the prompt (its messages if it is a chat) and whether it is a chat.
     """
     if _is_trls(function):
-        value = function(**_columns(function, args, inputs), **args)
-        if inspect.iscoroutine(value):
-            value = asyncio.run(value)
+        value = _awaited(function(**_columns(function, args, inputs), **args))
         if not isinstance(value, list) or len(value) != 1:
             raise ValueError(f"returned {value!r:.80}, not a list of one score for one completion")
         return value[0]  # None leaves the response out of TRL's sum
     names = ("text", "answer", "data_source", "extra_info", "solution_str", "ground_truth")
     values = dict(zip(names, (*inputs[:4], *inputs[:2]), strict=True))
     positional, named = _inputs(function)
-    return function(
-        *(values[name] for name in positional), **{name: values[name] for name in named}, **args
-    )
+    given = {name: values[name] for name in named}
+    return _awaited(function(*(values[name] for name in positional), **given, **args))
+
+
+def _awaited(value: object) -> object:
+    """Returns the value of a function that may be asynchronous, as in verl and TRL."""
+    return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
 def _is_trls(function: GraderFunction) -> bool:

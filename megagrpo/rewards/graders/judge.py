@@ -7,6 +7,7 @@ prevents that.
 
 import math
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from megagrpo.config.reward import GraderArgs, JudgeOptions
@@ -84,8 +85,7 @@ class JudgeGrader(ServiceGrader):
         raise ServiceError(f"{self.location} answered {answer!r:.100}, which is no chat completion")
 
     def _score(self, reply: str) -> float:
-        words = [match[1] for match in self._pattern.finditer(reply)]
-        word = words[-1] if words else None
+        word = ([None] + [match[1] for match in self._pattern.finditer(reply)])[-1]
         if word is None:
             raise ServiceError(
                 f"{self.location}: nothing in its reply matches the pattern: {reply[-100:]!r}"
@@ -95,10 +95,8 @@ class JudgeGrader(ServiceGrader):
             raise ServiceError(
                 f"{self.location}: its score {word!r:.60} is not one of {', '.join(scores)}"
             )
-        try:
+        with suppress(ValueError):
             score = float(scores[word] if scores else word.replace(",", ""))
-        except ValueError:
-            raise ServiceError(f"{self.location}: its score {word!r:.60} is not a number") from None
-        if not math.isfinite(score):
-            raise ServiceError(f"{self.location}: its score {word!r} is not a finite number")
-        return score
+            if math.isfinite(score):
+                return score
+        raise ServiceError(f"{self.location}: its score {word!r:.60} is not a finite number")

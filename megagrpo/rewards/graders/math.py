@@ -42,6 +42,8 @@ _QUALIFIER = re.compile(  # 2x \text{ for all real } x; math-verify multiplies b
 _EXPRESSION = re.compile(
     r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])|[\w)}]\s*[-+]|\\(?:sin|cos|tan|ln|log|exp|[bt]h?eta|omega|alpha|lambda)"
 )
+# Words: of three capital letters or more, as an order of choices, and answers of four letters or more.
+_WORD = re.compile(r"(?<![\\a-zA-Z])(?:[A-Z] ?){3,}(?![a-z])|(?<=^\\boxed\{)[a-zA-Z]{4,}(?=\}$)")
 _BASE = re.compile(r"\d_\{?(\d+)")
 _CLOCK = re.compile(r"(?<![\d:.])(\d{1,2}):([0-5]\d)(?![\d:])")
 
@@ -59,7 +61,8 @@ _SPELLINGS = (
     (re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\}|\u2009|\u202f)(?=\d{3}(?!\d))"), ""),  # 1\,000
     (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)"), r"\1 \\times 10^{\2}"),
     (re.compile(r"√\s*(\d+|[a-zA-Z])"), r"\\sqrt{\1}"),
-    (re.compile(r"√\s*[({]([^(){}]*)[)}]"), r"\\sqrt{\1}"),
+    (re.compile(r"(?:√|\\sqrt)\s*[({]([^(){}]*)[)}]"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<![\w)}])\*\*([^*\n]+)\*\*(?![\w({])"), r"\1"),  # **bold**
     (re.compile("°"), r"^{\\circ}"),
     # as calculators and sympy write: exp(2*x)
     (re.compile(r"(?<![\\a-zA-Z{])(sin|cos|tan|ln|log|exp|pi)(?![a-zA-Z])"), r"\\\1 "),
@@ -95,7 +98,8 @@ def grade(text: str, answer: str, require_boxed: bool = True) -> float:
     one answer, the set of their values. `require_boxed=False` also accepts an unboxed final answer.
     A choice, (B) 12, equals its letter and its text, and another text with that letter. An inequality
     equals its interval, and a time of day or a numeral with a base only itself. So does a list with
-    an ellipsis, or a box that math-verify cannot read: a number in it is no answer.
+    an ellipsis, or a box that math-verify cannot read: a number in it is no answer. Words of the
+    same letters, ABC and BCA, differ; two capital letters are a segment, or a product.
     `answer` is LaTeX, a number, or a text with a box or with ####, and is read like a box. As in
     math-verify, units behind a number are ignored and the right side of an equation counts, unless it is false. A
     condition in words behind only one of the two (2x for all x) is ignored.
@@ -180,14 +184,21 @@ def _tiny(parsed: list) -> list[float]:
 
 
 def _same_numerals(gold: str, response: str) -> bool:
-    """Returns whether bases agree, and times of day, which math-verify reads as ratios."""
-    bases, others = _BASE.findall(gold), _BASE.findall(response)
+    """Returns whether bases agree, words, which math-verify reads as products, and times of day,
+    which it reads as ratios."""
+    for pattern in (_BASE, _WORD):
+        wanted, said = (
+            {part.replace(" ", "").lower() for part in pattern.findall(text)}
+            for text in (gold, response)
+        )
+        if said and not wanted <= said:
+            return False
     times, found = (
         [(int(hour), int(minute)) for hour, minute in _CLOCK.findall(text)]
         for text in (gold, response)
     )
     ratio = all(math.gcd(hour, minute) == 1 and minute > 9 for hour, minute in times)
-    return (bases == others or not (bases and others)) and (ratio or found == times)
+    return ratio or found == times
 
 
 def _is_range(answer: object) -> bool:

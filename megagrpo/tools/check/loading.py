@@ -308,7 +308,7 @@ def _try_tool_turn(
     turn = render_messages(data, tokenizer, [*_ASKED, _CALLED], ready=False, tools=[_TOOL]).rstrip()
     for ready in (True, False):  # a template may begin an answer in another way than it writes one
         turn = turn.removeprefix(render_messages(data, tokenizer, _ASKED, ready, [_TOOL]))
-    decode = decoder(tokenizer, model, config.sampling.skip_special_tokens)
+    decode = decoder(tokenizer, model, config.sampling)
     text = decode(np.array(tokenizer(turn, add_special_tokens=False)["input_ids"]))
     calls = _parsed_by_sglang(text, agent.tool_parser)
     if calls != [["add", _ARGUMENTS]]:

@@ -18,16 +18,30 @@ if TYPE_CHECKING:  # seconds to import, and it pulls in torch
 def end_advice(
     config: ExperimentConfig, tokenizer: "PreTrainedTokenizerBase", model: Model
 ) -> Iterator[str]:
-    """Yields why responses may not end where a turn does. Raises what the chat template raises, and
-    ValueError for a teacher without config.json."""
+    """Yields why prompts may not begin, or responses not end, where a text or a turn does. Raises what
+    the chat template raises, and ValueError for a teacher without config.json."""
     sampling = config.sampling
+    data = config.data
+    prompt, remedy = "text", "data.add_bos: true or data.prompt_template writes it"
+    if data.chat_template:
+        prompt = render_messages(data, tokenizer, PROBE[:1])
+        remedy = "write it into the chat template, or take another model.tokenizer"
+    first, *others = (
+        tokenizer(text, add_special_tokens=special)["input_ids"][:1]
+        for text, special in (("text", True), ("text", False), (prompt, False))
+    )
+    if first not in others and not data.add_bos:
+        yield (
+            f"the tokenizer begins texts with {named(tokenizer.convert_ids_to_tokens(first))}, "
+            f"without which the model may never have read one, and prompts do not: {remedy}"
+        )
     ends = end_ids(tokenizer, model) | set(sampling.stop_token_ids)
     words = named(tokenizer.convert_ids_to_tokens(sorted(ends)))
-    if config.data.chat_template:
-        whole = render_messages(config.data, tokenizer, PROBE, ready=False)
+    if data.chat_template:
+        whole = render_messages(data, tokenizer, PROBE, ready=False)
         before, _, tail = whole.rpartition(ANSWER)
         asked, begun = (
-            render_messages(config.data, tokenizer, PROBE[:1], ready) for ready in (False, True)
+            render_messages(data, tokenizer, PROBE[:1], ready) for ready in (False, True)
         )
         begin = before.removeprefix(asked)
         if asked == begun and before.startswith(asked) and begin.strip():

@@ -13,6 +13,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.table import parameter_counts
 from megagrpo.system.arguments import positive
 from megagrpo.system.progress import Progress
+from megagrpo.tools.plan.engine_memory import host_peak
 from megagrpo.tools.plan.fitting import served_memory, served_misfits, with_model
 from megagrpo.tools.plan.hardware import usable_bytes
 from megagrpo.tools.plan.roofline import Plan, plan_step, target_of
@@ -32,6 +33,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     option("--search", type=positive, metavar="NODES", help=nodes)
     option("--gpus-per-node", type=positive, help="GPUs per node; default: cluster.gpus_per_node")
     option("--hardware", help="H100, H200, H20, B200; default: cluster.gpu")
+    option("--host-memory", type=positive, metavar="GB", help="of a node; default: not judged")
 
 
 def run(args: argparse.Namespace, config: ExperimentConfig) -> int:
@@ -39,7 +41,9 @@ def run(args: argparse.Namespace, config: ExperimentConfig) -> int:
     with Progress(f"plan {config.name}", stream=sys.stderr) as progress:
         progress.enter("memory and a bound of the step")
         config = with_model(config)
-        plan = placed_plan(config, args.hardware, args.gpus_per_node, args.lengths)
+        plan = placed_plan(
+            config, args.hardware, args.gpus_per_node, args.lengths, args.host_memory
+        )
         lines = report(plan)
         if args.search is not None:
             progress.enter(f"searches layouts of {args.search} nodes")
@@ -53,8 +57,10 @@ def placed_plan(
     hardware: str | None = None,
     gpus_per_node: int | None = None,
     lengths: str | None = None,
+    host_gb: float | None = None,
 ) -> Plan:
     """Returns the plan with the problems of its ranks' places; for the arguments see `target_of`.
+    host_gb: host memory of a node; None: not judged.
 
     Raises ValueError for an unknown model, and for layouts that do not suit the model or the nodes.
     """
@@ -62,6 +68,12 @@ def placed_plan(
     plan = plan_step(config, target)
     placed = broken(placement.before_start(Subject(config, Nodes(target.gpus_per_node))))
     misfits = served_misfits(config, target.lengths, target.hardware)
+    needed = host_peak(config, plan.trainers, plan.engine, target.gpus_per_node) / 1e9
+    if host_gb is not None and needed > host_gb:
+        misfits.append(
+            f"host memory of the fullest node: {needed:.1f} GB of {host_gb:g}; docs/scale.md has what "
+            "takes less"
+        )
     return replace(plan, problems=(*placed, *plan.problems, *misfits))
 
 
@@ -94,7 +106,8 @@ def report(plan: Plan) -> list[str]:
         f"engines    {rollout.num_engines} on {where}, each tp {rollout.tp}, ep {rollout.ep}",
         "",
         *table_lines(rows),
-        f"host memory of the fullest trainer node, in GB: {_parts(plan.trainers.host_bytes)}",
+        f"host memory of the fullest trainer node, in GB: {_parts(plan.trainers.host_bytes)} "
+        "(--host-memory judges it)",
         f"engine rank {engine.total / 1e9:.1f} of {engine.capacity / 1e9:.1f} GB: "
         f"{_parts(engine.parts)}",
         f"  cache    {engine.cache_tokens:,} tokens an engine; {engine.concurrent} samples of "

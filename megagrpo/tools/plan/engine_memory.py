@@ -254,6 +254,17 @@ def host_cache_bytes(rollout: RolloutConfig, engine: EngineSide) -> float:
     )
 
 
+def host_peak(
+    config: ExperimentConfig, trainers: TrainerSide, engine: EngineSide, gpus_per_node: int
+) -> float:
+    """Returns the bytes of host memory of the fullest node. A save and a resume do not meet; caches
+    of engines are on other nodes than trainers, unless they share GPUs."""
+    parts = trainers.host_bytes
+    trained = sum(parts.values()) - min(parts["checkpoint"], parts["resume"])
+    caches = host_cache_bytes(config.rollout, engine) * min(gpus_per_node, config.engine_ranks)
+    return trained + caches if config.rollout.colocate else max(trained, caches)
+
+
 def gpu_phases(
     config: ExperimentConfig, trainers: TrainerSide, engine: EngineSide, hidden_size: int
 ) -> dict[str, RankMemory]:
