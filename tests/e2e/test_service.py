@@ -80,6 +80,8 @@ def test_how_a_response_ends(ready):
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids.tolist() == ids[: first + 1], "the token that ended it is part of the response"
     assert len(stopped.logprobs) == first + 1
+    (other,) = generate(ready, [(PROMPTS[0], replace(greedy, stop=("</a.b>", "\u3002")), 0)])
+    assert other.token_ids.tolist() == ids, "texts that it does not write, and their pattern, end nothing"
 
 
 def test_end_of_sequence_is_part_of_the_response(ready):
