@@ -13,6 +13,7 @@ from megagrpo.config.load import Plain
 
 Scalar = str | int | float | bool | None
 Words = tuple[tuple[object, Scalar], ...]  # their values with ours
+Row = dict[str, Any]  # what some options mean together; see the head of rules.yaml
 FRAMEWORKS = {"verl": "verl", "roll": "ROLL", "trl": "TRL", "slime": "slime", "miles": "miles"}
 _FOLDER = Path(__file__).parent
 _SHORT = re.compile(r"^(actor|rollout|model|ref)\.")  # of verl's names
@@ -24,7 +25,7 @@ class Entry:
 
     keys: dict[str, tuple[str, ...]]  # framework -> its names
     to: str = ""
-    rule: str = ""
+    rule: str | Row = ""
     needs: str = ""
     values: Words = ()  # theirs, ours
     free: str = ""
@@ -33,15 +34,37 @@ class Entry:
     note: str = ""
 
 
-Row = dict[str, Any]  # what some options mean together; see the head of rules.yaml
-
-
 @cache
 def rows(framework: str) -> tuple[Row | str, ...]:
-    """Returns the rows of rules.yaml, and the names of functions among them."""
+    """Returns the rows of rules.yaml and, before its last ones, those of names, all with their full
+    names; names of functions among them."""
     every = yaml.safe_load(_text("rules.yaml"))
     own = every["slime" if framework == "miles" else framework]
-    return (*every["first"], *own, *every["last"])
+    short = [
+        {"to": entry.to, "full": entry.keys[framework], **entry.rule}
+        for entry in entries()
+        if isinstance(entry.rule, dict) and entry.keys[framework]
+    ]
+    found = (*every["first"], *own, *short, *every["last"])
+    return tuple(each if isinstance(each, str) else _row(framework, each) for each in found)
+
+
+def _row(framework: str, row: Row) -> Row:
+    source = row.get("full") or full_names(framework, row.get("from", []))
+    if not source and "is" not in row:
+        source = names_of(framework, row.get("to", ""))
+    when = {
+        full_names(framework, names.split("|")): wanted
+        for names, wanted in row.get("when", {}).items()
+    }
+    given = {source: row["given"]} if "given" in row else {}
+    by = full_names(framework, row.get("by", []))
+    return row | {"from": source, "by": by, "when": when | given}
+
+
+def names_of(framework: str, ours: str) -> tuple[str, ...]:
+    """Returns their names for our key."""
+    return tuple(key for entry in entries() if entry.to == ours for key in entry.keys[framework])
 
 
 def full_names(framework: str, names: str | list[str]) -> tuple[str, ...]:
@@ -83,7 +106,7 @@ def _entry(given: dict) -> Entry:
 def defaults(framework: str) -> dict[str, Scalar]:
     """Returns the defaults of foreign_defaults.yaml."""
     known = yaml.safe_load(_text("foreign_defaults.yaml"))
-    own = known["slime"] | known["miles"] if framework == "miles" else known[framework]
+    own = known["slime" if framework == "miles" else framework]
     return {_full_name(framework, key): value for key, value in own.items()}
 
 

@@ -19,9 +19,8 @@ from megagrpo.tools.convert.foreign import (
     Words,
     alike,
     defaults,
-    entries,
     find,
-    full_names,
+    names_of,
     rows,
     spelled,
 )
@@ -81,11 +80,13 @@ class Translation:
         self.problems: list[str] = []  # of the experiment as a whole
 
     def get(self, *keys: str) -> Plain:
-        """Returns the first of these that is given, else the first default among them, else
-        None."""
-        self._read.update(keys)
-        values = (found[key] for found in (self._set, self._all) for key in keys if key in found)
-        return next(values, None)
+        """Returns the value of the first of these that has one, given or by default, and is not set
+        to null; else the first one's default, or None."""
+        for key in keys:
+            self._read.add(key)
+            if key in self._all and self.given.get(key, ...) is not None:
+                return self._all[key]
+        return self._all.get(keys[0]) if keys else None
 
     def text(self, *keys: str) -> str:
         """Returns `get` as text; "" for None."""
@@ -139,9 +140,7 @@ class Translation:
 
     def named(self, ours: str) -> tuple[str, ...]:
         """Returns the keys that the table has for ours."""
-        return tuple(
-            key for entry in entries() if entry.to == ours for key in entry.keys[self.framework]
-        )
+        return names_of(self.framework, ours)
 
     def translated(self, ours: str, default: int = 1) -> int:
         """Returns a number that is translated already; `default` without one."""
@@ -187,22 +186,15 @@ class Translation:
 
     def _follow(self, row: Row) -> None:
         """Does what a row says if its conditions hold."""
+        source = row["from"]
         if not self._holds(row):
-            return
-        source, by = (full_names(self.framework, row.get(key, [])) for key in ("from", "by"))
-        if not source and "is" not in row:
-            source = self.named(row.get("to") or row.get("of", "nothing"))
-        # of frameworks that share rows, one may lack an option
-        source = tuple(key for key in source if find(self.framework, key))
-        if "given" in row and not _is_wanted(self._option(source, row["given"]), row["given"]):
             return
         value = self.get(*source)
         value = str(value) if "text" in row and value is not None else value
         words = tuple(row.get("values", {}).items()) or self._words(source)
         reason = row.get("lacks")
         told = {"value": value, "values": ", ".join(str(theirs) for theirs, _ in words)}
-        known = [None, "", *(theirs for theirs, _ in words)]
-        unknown = _unknown(value, known)
+        unknown = _unknown(value, [None, "", *(theirs for theirs, _ in words)])
         if unknown and "only" in row:
             reason = row["only"]
             told["value"] = ", ".join(map(str, unknown))
@@ -211,33 +203,26 @@ class Translation:
         elif reason:
             self._lack_first(source, reason.format(**told))
         elif "is" in row:
-            self.put(row["to"], row["is"], *by)
+            self.put(row["to"], row["is"], *row["by"])
         elif "to" in row and (value is not None or "else" in row):
             value = _filled(row["else"], self.values) if value is None else spelled(value, words)
             self.put(
                 row["to"],
                 _listed(value) if "listed" in row else value,
-                *[key for key in source if key in self._set][:1],
-                *by,
+                *[key for key in source if key in self._read],
+                *row["by"],
             )
 
     def _holds(self, row: Row) -> bool:
-        conditions = [
-            (self._option(full_names(self.framework, names.split("|")), wanted), wanted)
-            for names, wanted in row.get("when", {}).items()
+        theirs = [
+            (self.real(*names) if str(wanted).startswith("> ") else self.get(*names), wanted)
+            for names, wanted in row["when"].items()
         ]
-        for names, wanted in row.get("got", {}).items():
-            ours = (self.values[name] for name in names.split("|") if name in self.values)
-            conditions.append((next(ours, None), wanted))
-        return all(_is_wanted(value, wanted) for value, wanted in conditions)
-
-    def _option(self, keys: Sequence[str], wanted: object) -> Plain:
-        """Returns `get`, or `real` if a number is wanted; None for what is set to null."""
-        if str(wanted).startswith("> "):
-            return self.real(*keys)
-        value = self.get(*keys)
-        is_set = any(key in self._set for key in keys)
-        return value if is_set or not any(key in self.given for key in keys) else None
+        ours = [
+            (next((self.values[name] for name in names.split("|") if name in self.values), None), wanted)
+            for names, wanted in row.get("got", {}).items()
+        ]
+        return all(_is_wanted(value, wanted) for value, wanted in (*theirs, *ours))
 
     def outcomes(self) -> list[KeyOutcome]:
         """Returns what became of every given key, and of defaults that are not translated."""
