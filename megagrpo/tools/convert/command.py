@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from megagrpo.check.rules.table import broken_as_read
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.wording import by_path, dotted, in_words
 from megagrpo.system.run_folder import write_whole
 from megagrpo.tools.convert import rules, slime, verl
 from megagrpo.tools.convert.foreign import FRAMEWORKS
@@ -28,18 +29,13 @@ def draft_of(framework: str, source: Source) -> Translation:
     """Returns the draft of an experiment from what was read."""
     draft = Translation(framework, source.given, source.notes)
     draft.apply(vars(rules) | vars(_FUNCTIONS[framework]))
+    nested = draft.nested()
     try:
-        experiment = ExperimentConfig.model_validate(draft.nested())
+        refused = broken_as_read(ExperimentConfig.model_validate(nested))
     except ValidationError as exc:
-        for error in exc.errors(include_url=False):
-            where = ".".join(map(str, error["loc"]))
-            draft.problems.append(f"{where}: {error['msg']}" if where else error["msg"])
-        return draft
-    for keys, text in broken_as_read(experiment):
-        if keys:
-            draft.drop(".".join(map(str, keys)), text)
-        else:
-            draft.problems.append(text)
+        refused = in_words(by_path(exc, nested), nested)
+    for keys, text in refused:
+        draft.refuse(dotted(keys), text)
     return draft
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +32,7 @@ class Entry:
     lacks: str = ""
     same: tuple[Scalar, ...] = ()
     note: str = ""
+    is_section: bool = False  # ours stands for any key in it
 
 
 @cache
@@ -129,12 +130,17 @@ def _patterns(framework: str) -> list[tuple[int, re.Pattern[str], Entry]]:
 
 @cache
 def find(framework: str, key: str) -> Entry | None:
-    """Returns the entry of the most specific name that `key` has; None if it is not in the
-    table."""
-    matching = [
-        (length, entry) for length, pattern, entry in _patterns(framework) if pattern.fullmatch(key)
-    ]
-    return max(matching, key=lambda pair: pair[0])[1] if matching else None
+    """Returns the entry of the most specific name that `key` has, with the key in it for a `*` of
+    ours; None if it is not in the table."""
+    matching = [each for each in _patterns(framework) if each[1].fullmatch(key)]
+    if not matching:
+        return None
+    _, pattern, entry = max(matching, key=lambda each: each[0])
+    # all below a section, or an option's name
+    sections = (name[:-1] for name in entry.keys[framework] if name.endswith(".*"))
+    section = next(filter(key.startswith, sections), "")
+    name = key.removeprefix(section) if section else re.sub("^--(sglang-)?", "", key).replace("-", "_")
+    return replace(entry, to=entry.to.replace("*", name), is_section="*" in entry.to)
 
 
 def key_hint(key: str, value: object) -> str:

@@ -1,7 +1,6 @@
 """What rules.yaml names that frameworks share."""
 
 from megagrpo.config.load import Plain
-from megagrpo.config.objective.estimators import ESTIMATOR_CONFIGS
 from megagrpo.tools.convert.translation import Translation
 
 _TARGETS: dict[str, list[str]] = {  # by Megatron's names
@@ -10,18 +9,6 @@ _TARGETS: dict[str, list[str]] = {  # by Megatron's names
     "linear_fc1": ["gate_proj", "up_proj"],
     "linear_fc2": ["down_proj"],
 }
-
-
-def estimator(d: Translation) -> None:
-    """Puts the advantage estimator if there is one of this name."""
-    ours = "algorithm.advantage.name"
-    key = d.named(ours)[0]
-    name = d.spelled(key)
-    known = [str(variant.model_fields["name"].default) for variant in ESTIMATOR_CONFIGS]
-    if name in known:
-        d.put(ours, name, key)
-    else:
-        d.lack(key, f"no estimator {name}; there are {', '.join(known)}")
 
 
 def adapted_layers(d: Translation) -> None:

@@ -12,18 +12,8 @@ from typing import Literal, cast
 
 from megagrpo.config.load import Plain
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.tools.convert.foreign import (
-    FRAMEWORKS,
-    Entry,
-    Row,
-    Words,
-    alike,
-    defaults,
-    find,
-    names_of,
-    rows,
-    spelled,
-)
+from megagrpo.tools.convert import foreign
+from megagrpo.tools.convert.foreign import FRAMEWORKS, Entry, Row, alike, find, spelled
 from megagrpo.tools.view.texts import printable
 
 _SECRET = re.compile(r"(?i)(?:^|[._-])(?:\w*key|\w*token|\w*secret|\w*password)$")
@@ -48,14 +38,9 @@ class KeyOutcome:
     @property
     def shown(self) -> str:
         """The value as YAML, but for secrets: a key's own, and those inside a text."""
-        if self.status != "translated" and is_secret(self.key) and self.value is not None:
+        if self.status != "translated" and _is_secret(self.key) and self.value is not None:
             return '"..."'
         return _SECRET_INSIDE.sub(r"\1...", _flow(self.value))
-
-
-def is_secret(key: str) -> bool:
-    """Returns whether a key's name says that its value is a secret."""
-    return bool(_SECRET.search(key)) and not _COLUMN.search(key)
 
 
 class Translation:
@@ -67,11 +52,7 @@ class Translation:
         self.notes = list(notes)
         self.given = dict(given)
         self._set = {key: value for key, value in given.items() if value is not None}
-        self._all = defaults(framework) | self._set
-        self._theirs: dict[str, list[str]] = {}  # our key -> those set of the table's
-        for key in self._set:
-            if entry := find(framework, key):
-                self._theirs.setdefault(entry.to, []).append(key)
+        self._all = foreign.defaults(framework) | self._set
         self._read: set[str] = set()  # by the present rule
         self.values: dict[str, Plain] = {}  # by our dotted key
         self.because: dict[str, list[str]] = {}  # our key -> their keys
@@ -119,28 +100,19 @@ class Translation:
     def put(self, ours: str, value: Plain, *keys: str) -> None:
         """Sets our key because of `keys`, and of the table's that the rule has read; left out if
         none of these is given and the value is our default."""
-        read = [key for key in self._theirs.get(ours, []) if key in self._read]
-        before = self.because.get(ours, [])
-        because = [*dict.fromkeys([*before, *read, *(key for key in keys if key in self._set)])]
+        read = (key for key in self.named(ours) if key in self._read)
+        because = dict.fromkeys(self.because.get(ours, []))
+        because |= dict.fromkeys(key for key in (*read, *keys) if key in self._set)
         # their defaults depend on the variant's name
         depends_on_variant = ours.startswith(("algorithm.loss.", "algorithm.advantage."))
         if not because and (value is None or (value == _default(ours) and not depends_on_variant)):
             return
         self.values[ours] = value
-        self.because[ours] = because
-
-    def spelled(self, key: str) -> str:
-        """Returns `text` in our words."""
-        return str(spelled(self.text(key), self._words([key])))
-
-    def _words(self, keys: Sequence[str]) -> Words:
-        """Returns how values of the first of these are spelled here."""
-        entry = find(self.framework, keys[0]) if keys else None
-        return entry.values if entry else ()
+        self.because[ours] = list(because)
 
     def named(self, ours: str) -> tuple[str, ...]:
         """Returns the keys that the table has for ours."""
-        return names_of(self.framework, ours)
+        return foreign.names_of(self.framework, ours)
 
     def translated(self, ours: str, default: int = 1) -> int:
         """Returns a number that is translated already; `default` without one."""
@@ -148,16 +120,19 @@ class Translation:
         return value if isinstance(value, int) and value > 0 else default
 
     def lack(self, key: str, reason: str) -> None:
-        """Records that what `key` says, or what it stands for by default, is not translated."""
-        self._lacks[key] = reason
+        """Records why what `key` says, or stands for by default, is not translated; the first reason
+        counts."""
+        self._lacks.setdefault(key, reason)
 
-    def drop(self, ours: str, reason: str) -> None:
-        """Takes back our key, which the experiment refuses."""
-        if ours not in self.values:  # another rule has refused it, too
-            return
-        self.values.pop(ours)
-        for key in self.because.pop(ours) or [ours]:
-            self.lack(key, reason)
+    def refuse(self, ours: str, reason: str) -> None:
+        """Takes back our key, or the name of our section, which the experiment refuses; of what was
+        not translated it is a problem."""
+        known = [key for key in (ours, f"{ours}.name") if key in self.because]
+        for key in known:  # another rule may have refused it, too
+            self.values.pop(key, None)
+            for theirs in self.because[key] or [key]:
+                self.lack(theirs, reason)
+        self.problems += [] if known else [reason]
 
     def apply(self, functions: Mapping[str, Callable[["Translation"], None]]) -> None:
         """Translates every key that depends on no other, defaults included, then by the rows of
@@ -166,18 +141,13 @@ class Translation:
             entry = find(self.framework, key)
             if entry is None or entry.rule:
                 continue
-            if entry.to and "*" in entry.to and is_secret(key):
+            if entry.is_section and _is_secret(key):
                 self.lack(key, "a secret; what needs it should read a variable")
             elif entry.to:
-                # `*` stands for all below a section, or for an option's name
-                sections = (name[:-1] for name in entry.keys[self.framework] if name[-2:] == ".*")
-                section = next(filter(key.startswith, sections), "")
-                option = re.sub("^--(sglang-)?", "", key).replace("-", "_")
-                name = key.removeprefix(section) if section else option
-                self.put(entry.to.replace("*", name), spelled(value, entry.values), key)
+                self.put(entry.to, spelled(value, entry.values), key)
             elif entry.lacks and _unknown(value, entry.same):
                 self.lack(key, entry.lacks)
-        for row in rows(self.framework):
+        for row in foreign.rows(self.framework):
             self._read.clear()
             if isinstance(row, str):
                 functions[row](self)
@@ -191,7 +161,8 @@ class Translation:
             return
         value = self.get(*source)
         value = str(value) if "text" in row and value is not None else value
-        words = tuple(row.get("values", {}).items()) or self._words(source)
+        entry = find(self.framework, source[0]) if source else None
+        words = tuple(row.get("values", {}).items()) or (entry.values if entry else ())
         reason = row.get("lacks")
         told = {"value": value, "values": ", ".join(str(theirs) for theirs, _ in words)}
         unknown = _unknown(value, [None, "", *(theirs for theirs, _ in words)])
@@ -218,10 +189,7 @@ class Translation:
             (self.real(*names) if str(wanted).startswith("> ") else self.get(*names), wanted)
             for names, wanted in row["when"].items()
         ]
-        ours = [
-            (next((self.values[name] for name in names.split("|") if name in self.values), None), wanted)
-            for names, wanted in row.get("got", {}).items()
-        ]
+        ours = [(self.values.get(name), wanted) for name, wanted in row.get("got", {}).items()]
         return all(_is_wanted(value, wanted) for value, wanted in (*theirs, *ours))
 
     def outcomes(self) -> list[KeyOutcome]:
@@ -289,6 +257,11 @@ class Translation:
                 comment = ", ".join(self.because[ours]) or "its default"
                 lines.append(f"{indent}{key}: {_flow(value)}  # {shown}: {comment}")
         return lines
+
+
+def _is_secret(key: str) -> bool:
+    """Returns whether a key's name says that its value is a secret."""
+    return bool(_SECRET.search(key)) and not _COLUMN.search(key)
 
 
 def _comment(text: str) -> str:
