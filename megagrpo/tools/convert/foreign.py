@@ -58,9 +58,12 @@ def _row(framework: str, row: Row) -> Row:
         full_names(framework, names.split("|")): wanted
         for names, wanted in row.get("when", {}).items()
     }
-    given = {source: row["given"]} if "given" in row else {}
+    if "given" in row:
+        when[source] = row["given"]
+    entry = find(framework, source[0]) if source else None
+    words = tuple(row.get("values", {}).items()) or (entry.values if entry else ())
     by = full_names(framework, row.get("by", []))
-    return row | {"from": source, "by": by, "when": when | given}
+    return row | {"from": source, "by": by, "when": when, "values": words}
 
 
 def names_of(framework: str, ours: str) -> tuple[str, ...]:
@@ -135,11 +138,13 @@ def find(framework: str, key: str) -> Entry | None:
     matching = [each for each in _patterns(framework) if each[1].fullmatch(key)]
     if not matching:
         return None
-    _, pattern, entry = max(matching, key=lambda each: each[0])
+    entry = max(matching, key=lambda each: each[0])[2]
     # all below a section, or an option's name
     sections = (name[:-1] for name in entry.keys[framework] if name.endswith(".*"))
     section = next(filter(key.startswith, sections), "")
-    name = key.removeprefix(section) if section else re.sub("^--(sglang-)?", "", key).replace("-", "_")
+    name = (
+        key.removeprefix(section) if section else re.sub("^--(sglang-)?", "", key).replace("-", "_")
+    )
     return replace(entry, to=entry.to.replace("*", name), is_section="*" in entry.to)
 
 

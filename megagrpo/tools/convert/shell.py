@@ -1,7 +1,5 @@
 """A trainer's command line as bash would make it of a script's text. Nothing of the script runs: its
 syntax tree is evaluated here, and what only a run could tell is marked.
-
-A mark is in place of a text, with the reason: a variable that is not set, or something unknown.
 """
 
 import re
@@ -19,12 +17,11 @@ from megagrpo.system.environment import for_a_bare_shell
 from megagrpo.system.errors import translated
 from megagrpo.tools.convert.shell_words import (
     QUOTED,
-    UNKNOWN,
     Answer,
     Nodes,
     State,
     Value,
-    meanings,
+    is_unknown,
     plain,
     source,
     split,
@@ -61,7 +58,11 @@ def trainer_command(path: Path, trainer: str, example: str) -> tuple[list[str], 
     with translated(f"{path} is not understood; give the trainer's command alone", *errors):
         _read(state, path)
     if not state.commands:
-        without = f", without {', '.join(state.unset)}" if state.unset else ""
+        names = [
+            what.partition(" ")[0] for mark, what in state.marks.items() if not is_unknown(mark)
+        ]
+        unset = [name for name in names if name[1:].isidentifier()]
+        without = f", without {', '.join(dict.fromkeys(unset))}" if unset else ""
         ends = f"; it ends by `{state.leaving[0]}`{without}" if state.leaving else ""
         raise ValueError(f"{path}: has no command `{example}`{ends}")
     found = state.commands[0]
@@ -70,7 +71,7 @@ def trainer_command(path: Path, trainer: str, example: str) -> tuple[list[str], 
         text = plain(word)
         if text.startswith("--") or "=" in text:
             option = text.partition("=")[0]
-        for what in meanings(word):
+        for what in state.meanings(word):
             state.notes[f"expanded to nothing: {what}, in {option}"] = None
     said = list(state.notes)
     if len(state.commands) > 1:
@@ -191,7 +192,7 @@ def _case(state: State, node: Node) -> Answer:
             taken = body
         else:
             others += body
-    return _decided(state, asked, None if UNKNOWN in value else False, others, taken or [])
+    return _decided(state, asked, None if is_unknown(value) else False, others, taken or [])
 
 
 def _unknown(state: State, node: Node, names: Sequence[str]) -> None:
@@ -237,13 +238,10 @@ def _command(state: State, node: Node) -> Answer:
             _source(state, "".join(words[1:2]).strip(QUOTED))
         case "shift" | "set" if not re.match("[-+](?!-)", "".join(args)):  # not set -- --lr 1
             _unknown(state, node, "@*123456789")
-        case "eval" | "let":
-            _unknown(state, node, _ASSIGNED.findall(" ".join(args)))
-            return _program(state, node, [" ".join(words[1:])])
-        case "read" | "mapfile" | "readarray" | "getopts" | "printf":
-            _unknown(state, node, [each for each in args if each.isidentifier()])
-            state.say(UNKNOWN)
-            return None
+        case "eval" | "let" | "read" | "mapfile" | "readarray" | "getopts" | "printf" | "unset":
+            names = [*_ASSIGNED.findall(" ".join(args)), *filter(str.isidentifier, args)]
+            _unknown(state, node, names)
+            return _program(state, node, [" ".join(words[1:])] if name == "eval" else [])
         case ":" | "true" | "set" | "shopt" | "trap" | "wait":
             pass
         case _:
@@ -288,7 +286,7 @@ def _program(state: State, node: Node, words: list[str]) -> Answer:
         inside = split(plain(word))
         if len(inside) > 1 and any(re.fullmatch(state.trainer, each) for each in inside):
             place = state.place or f"line {node.start_point[0] + 1}"
-            for what in meanings(word):
+            for what in state.meanings(word):
                 state.notes[f"expanded to nothing: {what}, in its command"] = None
             return _evaluate(replace(state.subshell(), place=place), plain(word))
         if re.fullmatch(state.trainer, plain(word)):
@@ -298,7 +296,7 @@ def _program(state: State, node: Node, words: list[str]) -> Answer:
                 note = f"variables of its processes are not translated: {', '.join(names)}"
                 state.notes[note] = None
             break
-    state.say(UNKNOWN)
+    state.say(state.mark(node))
     return None
 
 
@@ -336,7 +334,7 @@ def _assign(state: State, node: Node) -> Answer:
 
 def _path(state: State, path: str) -> str:
     """Returns a path from the present folder."""
-    if UNKNOWN in path or path.startswith("~"):
+    if is_unknown(path) or path.startswith("~"):
         return path
     return normpath(join(str(state.variables["PWD"]), plain(path)))
 
@@ -346,4 +344,4 @@ def _substituted(state: State, node: Node) -> str:
     inner = replace(state.subshell(), output=[])
     _each(inner, node.named_children)
     text = "".join(inner.output or ()).rstrip("\n")
-    return state.mark(node) if UNKNOWN in text or not text else text
+    return state.mark(node) if is_unknown(text) or not text else text

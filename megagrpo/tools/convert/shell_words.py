@@ -1,6 +1,7 @@
 """Words and tests of a shell script from its syntax tree, with the values of its variables.
 
-A mark is in place of a text, with the reason: a variable that is not set, or something unknown.
+A mark, one sign of a private area of Unicode, is in place of a text: of a variable that is not set,
+or of something unknown.
 """
 
 import re
@@ -15,11 +16,9 @@ from tree_sitter import Node
 Value = str | list[str]
 Answer = bool | None  # None: only a run could tell
 Nodes = Sequence[Node]
-_MARK = re.compile("\ue000([^\ue001]*)\ue001")
-_SPACE = "\ue002"  # in a mark, where it ends no word
-UNKNOWN = "\ue003"  # begins a mark, unless it is of a variable that is not set
+_UNSET, _UNKNOWN = 0xF0000, 0x100000  # the first mark of each kind
+_MARK = re.compile("[\U000f0000-\U0010ffff]")
 QUOTED = "\ue004"  # begins a word that is kept if it is empty
-_SIGNS = re.compile("\ue000[^\ue001]*\ue001|[\ue000\ue001\ue003\ue004]")
 _OPERAND = r"[\s(]*(?:0|[1-9]\d{,17})[\s)]*"
 _CALCULATION = re.compile(rf"{_OPERAND}(?:[-+*/%]{_OPERAND}){{,20}}")
 _COMPARED = {"-eq": eq, "-ne": ne, "-lt": lt, "-le": le, "-gt": gt, "-ge": ge}
@@ -36,7 +35,7 @@ class State:
     place: str = ""  # of a text that is evaluated; else a node's line
     commands: list[list[str]] = field(default_factory=list)  # of trainers: words with their marks
     notes: dict[str, None] = field(default_factory=dict)
-    unset: dict[str, None] = field(default_factory=dict)
+    marks: dict[str, str] = field(default_factory=dict)  # what they stand for
     functions: dict[str, Node] = field(default_factory=dict)
     leaving: list[str] = field(default_factory=list)  # by exit or return
     output: list[str] | None = None  # of commands, if it counts
@@ -49,10 +48,13 @@ class State:
 
     def mark(self, node: Node, name: str = "") -> str:
         """Returns a mark for what only a run could tell, or for a variable that is not set."""
-        self.unset.update({f"${name}": None} if name.isidentifier() else {})
-        text = f"${name}" if name else source(node)
-        sign = "" if name else UNKNOWN
-        return f"\ue000{sign}{self.where(node, text).replace(' ', _SPACE)}\ue001"
+        sign = chr((_UNSET if name else _UNKNOWN) + len(self.marks))
+        self.marks[sign] = self.where(node, f"${name}" if name else source(node))
+        return sign
+
+    def meanings(self, text: str) -> list[str]:
+        """Returns what the marks of a text stand for."""
+        return [self.marks[mark] for mark in _MARK.findall(text)]
 
     def say(self, text: str) -> None:
         """Writes the output of a command."""
@@ -77,16 +79,12 @@ def source(node: Node) -> str:
 
 def plain(text: str) -> str:
     """Returns a text without marks."""
-    return _SIGNS.sub("", text).replace(_SPACE, " ")
+    return _MARK.sub("", text).replace(QUOTED, "")
 
 
-def meanings(text: str) -> list[str]:
-    """Returns what the marks of a text stand for."""
-    return [mark.strip(UNKNOWN).replace(_SPACE, " ") for mark in _MARK.findall(text)]
-
-
-def _marks(text: str) -> str:
-    return "".join(f"\ue000{mark}\ue001" for mark in _MARK.findall(text))
+def is_unknown(text: str) -> bool:
+    """Returns whether only a run could tell what a text is."""
+    return max(text, default="") >= chr(_UNKNOWN)
 
 
 def split(text: str) -> list[str]:
@@ -110,7 +108,8 @@ def _fields(state: State, node: Node) -> list[str]:
         case "simple_expansion" | "expansion":
             value = _parameter(state, node)
             whole = value if isinstance(value, str) else " ".join(value)
-            return split(whole)
+            # a quoted default is one word
+            return [whole] if re.search(r"_?string$", node.children[-2].type) else split(whole)
         case "command_substitution" | "arithmetic_expansion":
             return split(text_of(state, node))
         case "string" if re.fullmatch(r'"\$\{(\w+\[@\]|@)\}"|"\$@"', source(node)):
@@ -168,14 +167,14 @@ def _parameter(state: State, node: Node) -> Value:
         value = "".join(value[:1]).replace(QUOTED, "")
     whole = "".join(value or "")
     state.spend(len(whole))
-    if operator in (",", ",,") and UNKNOWN not in whole:
+    if operator in (",", ",,") and not is_unknown(whole):
         return whole.lower() if operator == ",," else whole[:1].lower() + whole[1:]
     kind = operator.strip(":")
     bare = operator and not parts[0].is_named  # as ${#NAME}
     cut = operator == ":"  # ${NAME:1}
     if kind not in ("", "-", "=", "+", "?") or cut or bare or index not in ("", "0]", "@]", "*]"):
-        return state.mark(node) + _marks(whole)
-    empty = value is None or (":" in operator and not plain(whole) and UNKNOWN not in whole)
+        return state.mark(node) + "".join(_MARK.findall(whole))
+    empty = value is None or (":" in operator and not plain(whole) and not is_unknown(whole))
     if kind == "+":
         empty = not empty
         value = ""
@@ -183,14 +182,11 @@ def _parameter(state: State, node: Node) -> Value:
         return value
     if kind in ("", "?"):
         return [] if index == "@]" else state.mark(node, name)
-    word = _marks(whole)
-    for part in parts[2:]:  # spaces within quotes end no word
-        text = text_of(state, part)
-        word += text.replace(" ", _SPACE) if "string" in part.type else text
+    word = "".join(text_of(state, part) for part in parts[2:])
     if kind == "=":
         state.variables[name] = word
     if not plain(word):
-        state.mark(node, name)
+        state.mark(node, name)  # it may be why the script ends
     return word
 
 
@@ -205,8 +201,8 @@ def _calculated(state: State, node: Node, text: str) -> str:
         return digits if digits.isdecimal() else "?"
 
     text = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", number, text)
-    marks = _marks("".join(read))
-    if UNKNOWN in marks:
+    marks = "".join(_MARK.findall("".join(read)))
+    if is_unknown(marks):
         return marks
     # no sign: bash rounds quotients of negative numbers otherwise
     if _CALCULATION.fullmatch(text) and not ("-" in text and re.search("[/%]", text)):
@@ -235,7 +231,7 @@ def tested(state: State, node: Node) -> Answer:
         return None if None in sides else not stop
     first, *others = [text_of(state, each) for each in named]
     second = plain("".join(others))
-    if UNKNOWN in first + "".join(others) or any("_expression" in each.type for each in named):
+    if is_unknown(first + "".join(others)) or any("_expression" in each.type for each in named):
         return None
     first = plain(first)
     if operator in ("-n", "-z"):

@@ -156,14 +156,12 @@ class Translation:
 
     def _follow(self, row: Row) -> None:
         """Does what a row says if its conditions hold."""
-        source = row["from"]
         if not self._holds(row):
             return
+        source, words, reason = row["from"], row["values"], row.get("lacks")
         value = self.get(*source)
-        value = str(value) if "text" in row and value is not None else value
-        entry = find(self.framework, source[0]) if source else None
-        words = tuple(row.get("values", {}).items()) or (entry.values if entry else ())
-        reason = row.get("lacks")
+        if "text" in row and value is not None:
+            value = str(value)
         told = {"value": value, "values": ", ".join(str(theirs) for theirs, _ in words)}
         unknown = _unknown(value, [None, "", *(theirs for theirs, _ in words)])
         if unknown and "only" in row:
@@ -177,12 +175,9 @@ class Translation:
             self.put(row["to"], row["is"], *row["by"])
         elif "to" in row and (value is not None or "else" in row):
             value = _filled(row["else"], self.values) if value is None else spelled(value, words)
-            self.put(
-                row["to"],
-                _listed(value) if "listed" in row else value,
-                *[key for key in source if key in self._read],
-                *row["by"],
-            )
+            value = _listed(value) if "listed" in row else value
+            read = (key for key in source if key in self._read)
+            self.put(row["to"], value, *read, *row["by"])
 
     def _holds(self, row: Row) -> bool:
         theirs = [
