@@ -38,7 +38,8 @@ def grade(text: str, answer: str, **options: Scalar | dict[str, Scalar]) -> tupl
     run = _run_scripts if tests.scripts else _run_calls
     num_passed = 0
     failure = ""
-    part = "" if tests.scripts else f"def {tests.function or ''}"
+    names = "|".join(_instructions(tests)["names"])
+    part = rf"\b(?:def|class) +(?:{names})\b" if names else ""
     problems = run(program_of(text, part), tests, settings, isolates(settings.isolation))
     for number, problem in enumerate(problems, start=1):
         num_passed += not problem
@@ -53,10 +54,11 @@ def grade(text: str, answer: str, **options: Scalar | dict[str, Scalar]) -> tupl
 
 def program_of(text: str, part: str) -> str:
     """Returns the last block marked as Python, else the last block, else the whole text; of several
-    blocks the last with this part, if there is one, because an example of use may follow."""
+    blocks the last with this part, a regular expression, if there is one, because an example of use
+    may follow."""
     return sorted(
         marked_programs(text) or [body for _, body in _blocks(text)] or [text],
-        key=lambda block: part in block,
+        key=lambda block: re.search(part, block) is not None,
     )[-1]
 
 

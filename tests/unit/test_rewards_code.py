@@ -390,6 +390,14 @@ def test_an_example_behind_a_solution_is_not_the_program(solution, example):
 
 
 @isolated
+@pytest.mark.parametrize("answer", [{"fn_name": "f", "inputs": [[2]], "outputs": [4]}, ["assert f(2) == 4"]])
+@pytest.mark.parametrize("example", ["def format_it(): print(f(2))", "def test_f(): assert f(2) == 4"])
+def test_functions_of_an_example_are_not_the_tested_one(answer, example):
+    text = f"```python\ndef f(a): return 2 * a\n```\nTest:\n```python\n{example}\n```"
+    assert grade(text, json.dumps(answer), **GENEROUS) == (1.0, "")
+
+
+@isolated
 def test_the_program_of_a_called_test_defines_its_function():
     text = f"```python\n{SOLUTION}\n```\n```python\nprint(Solution().f(7))\n```"
     answer = json.dumps({"fn_name": "f", "inputs": [[2]], "outputs": [2]})

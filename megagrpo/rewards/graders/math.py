@@ -44,6 +44,7 @@ _EXPRESSION = re.compile(
 )
 # Words: of three capital letters or more, as an order of choices, and answers of four letters or more.
 _WORD = re.compile(r"(?<![\\a-zA-Z])(?:[A-Z] ?){3,}(?![a-z])|(?<=^\\boxed\{)[a-zA-Z]{4,}(?=\}$)")
+_PERCENT = re.compile(r"\\?%")
 _BASE = re.compile(r"\d_\{?(\d+)")
 _CLOCK = re.compile(r"(?<![\d:.])(\d{1,2}):([0-5]\d)(?![\d:])")
 
@@ -137,6 +138,8 @@ def grade(text: str, answer: str, require_boxed: bool = True) -> float:
         allow_set_relation_comp=True,
         timeout_seconds=None,
     )
+    if not equal and ("%" in found) != ("%" in expected):  # a unit: math-verify drops it of integers
+        return grade(_PERCENT.sub("", text), _PERCENT.sub("", answer), require_boxed)
     if not equal or (_is_false(response) and "circ" not in found):
         return 0.0
     # math-verify compares 1 < x < 2 as (1, 2), which it takes for {1, 2}, too
