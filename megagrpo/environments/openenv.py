@@ -3,7 +3,7 @@ client."""
 
 import json
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 from megagrpo.rollout.agents import Unavailable
 
@@ -36,10 +36,7 @@ class OpenEnv:
         self._timeout_s = timeout_s
         self._has_reward = False  # of any step
         try:
-            self._session = ExitStack()
-            self._socket = self._session.enter_context(
-                connect(url, open_timeout=timeout_s, max_size=None)
-            )
+            self._socket = connect(url, open_timeout=timeout_s, max_size=None)
         except self._lost as exc:
             raise Unavailable(f"{url}: {exc}") from exc
 
@@ -59,7 +56,7 @@ class OpenEnv:
 
     def close(self) -> None:
         """Ends the session."""
-        with self._session, suppress(*self._lost):  # the server may have ended it
+        with self._socket, suppress(*self._lost):  # the server may have ended it
             self._socket.send(json.dumps({"type": "close"}))
 
     def _answer(self, kind: str, data: Mapping[str, object]) -> dict:

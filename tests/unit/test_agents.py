@@ -193,8 +193,8 @@ def test_the_handbooks_environment_plays(tmp_path, monkeypatch):
 
     async def run() -> list:
         async with environments.episode({"answer": "7"}, 1) as episode:
-            assert await episode.reset() is None
-            return [await episode.step(turn) for turn in ("3", "a", "7")]
+            assert await episode.call("reset") is None
+            return [await episode.call("step", turn) for turn in ("3", "a", "7")]
 
     with opened("games:Guess", character_tokenizer("0123456789 abcdefghijklmnopqrstuvwxyz?")) as environments:
         answers = asyncio.run(run())
@@ -209,11 +209,11 @@ def test_others_of_a_process_that_was_ended_begin_again():
         begin = environments.episode
         async with begin({"answer": "hang"}, 1) as hangs, begin({"answer": "x"}, 1) as other:
             with pytest.raises(EnvironmentFailed) as failed:
-                await hangs.step("3")
+                await hangs.call("step", "3")
             with pytest.raises(EnvironmentFailed) as lost:
-                await other.step("3")
+                await other.call("step", "3")
         async with begin({"answer": "x"}, 1) as again:
-            return failed.value.end, str(lost.value), (await again.step("3"))[1]
+            return failed.value.end, str(lost.value), (await again.call("step", "3"))[1]
 
     before = live_children()
     with opened(timeout_s=0.5) as environments:
@@ -250,12 +250,12 @@ def test_a_process_that_cannot_start_is_not_the_environments_mistake(monkeypatch
 def test_a_call_that_is_cancelled_leaves_no_answer_to_the_next_one():
     async def run() -> float:
         async with environments.episode({"answer": "slow"}, 1) as slow:
-            call = asyncio.create_task(slow.step("3"))
+            call = asyncio.create_task(slow.call("step", "3"))
             await asyncio.sleep(0.2)
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
         async with environments.episode({"answer": "x"}, 1) as other:
-            return (await other.step("3"))[1]
+            return (await other.call("step", "3"))[1]
 
     with opened(timeout_s=20) as environments:
         assert asyncio.run(run()) == 1.0, "its own, not the slow one's 0.5"

@@ -174,16 +174,20 @@ def test_your_own_environment_reads_the_whole_turn():
 
 
 @pytest.mark.parametrize(
-    ("parser", "prompt", "text", "parsed", "content"),
+    ("function", "parser", "prompt", "text", "parsed", "content"),
     [
-        ("", "q<think>\n", "a1</think>2", "2", "a1</think>2."),
-        ("", "q<think>\n", "a12", "", "a12."),
-        ("", "q", "12", "12", "12."),
-        ("qwen3", "q<think>\n", "a1</think>2", "<think>a1</think>2", "a1</think>2."),
-        ("qwen3", "q", "<think>a1</think>2", "<think>a1</think>2", "<think>a1</think>2."),
+        ("a:b", "", "q<think>\n", "a1</think>2", "2", "a1</think>2."),
+        ("a:b", "", "q<think>\n", "a12", "", "a12."),
+        ("a:b", "", "q", "12", "12", "12."),
+        ("a:b", "qwen3", "q<think>\n", "a1</think>2", "<think>a1</think>2", "a1</think>2."),
+        ("a:b", "qwen3", "q", "<think>a1</think>2", "<think>a1</think>2", "<think>a1</think>2."),
+        # a draft of a command is no command
+        ("harbor", "", "q<think>\n", "```bash\nrm x\n```</think>2", "2", "2."),
+        ("harbor", "", "q<think>\n", "```bash\nrm x\n```", "", "."),
+        ("harbor", "", "q", "2", "2", "2."),
     ],
 )
-def test_parsers_of_agents_find_no_call_in_the_reasoning(parser, prompt, text, parsed, content):
+def test_parsers_of_agents_find_no_call_in_the_reasoning(function, parser, prompt, text, parsed, content):
     seen = []
 
     async def parse(text: str, tools, prefix: str) -> dict:
@@ -196,11 +200,13 @@ def test_parsers_of_agents_find_no_call_in_the_reasoning(parser, prompt, text, p
     async def say() -> dict:
         task = RolloutTask(Prompt(0, prompt, (), ""), lambda whose: 0, turn, 100, lambda ids: text)
         renderer = Renderer(TOKENIZER, DataConfig(path="d"), True, END)
-        config = AgentConfig(function="a:b", tool_parser="qwen25", reasoning_parser=parser)
-        said = await Conversation(config, renderer, task, parse).say([{"role": "user", "content": "q"}])
+        config = AgentConfig(function=function, tool_parser="qwen25", reasoning_parser=parser)
+        talk, asked = Conversation(config, renderer, task, parse), {"role": "user", "content": "q"}
+        said = await talk.say([asked])
+        assert (await talk.say([asked, said.message, asked])).before is said, "its ids continue"
         return said.message
 
-    assert asyncio.run(say())["content"] == content and seen == [parsed]
+    assert asyncio.run(say())["content"] == content and seen == [parsed] * 2
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,9 @@ def grade(text: str, answer: str, require_boxed: bool = True) -> float:
         allow_set_relation_comp=True,
         timeout_seconds=None,
     )
-    if not equal and ("%" in found) != ("%" in expected):  # a unit: math-verify drops it of integers
+    if not equal and ("%" in found) != (
+        "%" in expected
+    ):  # a unit: math-verify drops it of integers
         return grade(_PERCENT.sub("", text), _PERCENT.sub("", answer), require_boxed)
     if not equal or (_is_false(response) and "circ" not in found):
         return 0.0

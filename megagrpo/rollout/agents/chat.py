@@ -56,6 +56,7 @@ def _write_openai(turn: ChatTurn, body: Body, model: str) -> Body:
     """Returns the answer. If the request asks for ids and log-probabilities, they have SGLang's and
     vLLM's names."""
     ids, logprobs = turn.response.token_ids, turn.response.logprobs
+    num_prompt = turn.num_tokens - len(ids)
     choice: dict[str, object] = {
         "index": 0,
         "message": turn.message,
@@ -76,14 +77,13 @@ def _write_openai(turn: ChatTurn, body: Body, model: str) -> Body:
         ]
         choice["logprobs"] = {"content": content}
     if body.get("return_token_ids"):
-        prompt = turn.context()[: turn.num_tokens - len(ids)]
+        prompt = turn.context()[:num_prompt]
         choice |= {"prompt_token_ids": prompt, "response_token_ids": ids, "token_ids": ids}
         answer["prompt_token_ids"] = prompt
     if body.get("return_meta_info"):
         pairs = zip(logprobs.tolist(), ids.tolist(), strict=True)
         meta = {"output_token_logprobs": [[lp, i, None] for lp, i in pairs]}
         choice["meta_info"] = meta | {"weight_version": str(turn.response.newest_version)}
-    num_prompt = turn.num_tokens - len(ids)
     usage = {
         "prompt_tokens": num_prompt,
         "completion_tokens": len(ids),

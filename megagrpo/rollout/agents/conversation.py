@@ -210,7 +210,7 @@ class Conversation:
         return turn
 
     async def _message(self, turn: ChatTurn, tools: Tools) -> Message:
-        """Returns the message of a turn. Calls inside its reasoning are text."""
+        """Returns the message of a turn. Calls inside its reasoning are text, or commands none."""
         prompt, end = self._task.prompt, self._renderer.reasoning_end
         ids = f"c{turn.number:05}"
         if self._config.reasoning_parser:  # which sees the tag that began it here only
@@ -219,7 +219,10 @@ class Conversation:
             return message | {"content": message["content"].removeprefix(begun)}
         answer = prompt.answer_in(turn.text, end)
         message = await self._parse(answer, tools, ids)
-        return message | {"content": turn.text.removesuffix(answer) + message["content"]}
+        before = turn.text.removesuffix(answer)
+        if self._config.function == "harbor":  # as a built-in environment; verifiers has parsers
+            return message | {"reasoning_content": before}
+        return message | {"content": before + message["content"]}
 
     async def _begun(self, messages: Sequence[Message], tools: Tools) -> ChatTurn:
         """Returns the turn that answers the messages, before it is sampled."""

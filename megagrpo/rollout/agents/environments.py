@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,7 +17,13 @@ from megagrpo.rewards.graders.functions import machine_problem
 from megagrpo.rollout.agents.answering import RolloutTask, SamplePart
 from megagrpo.rollout.agents.renderer import Observation, Renderer, in_time
 from megagrpo.system.user_function import load_function
-from megagrpo.system.worker_process import WorkerError, WorkerProcess, WorkerSlot, python_module
+from megagrpo.system.worker_process import (
+    Value,
+    WorkerError,
+    WorkerProcess,
+    WorkerSlot,
+    python_module,
+)
 from megagrpo.types import Outcome
 
 if TYPE_CHECKING:  # it pulls in torch, which the processes of environments need not
@@ -176,7 +182,7 @@ class Environments:
         """
         config, renderer = self.config, self.renderer
         limit_s = config.episode_timeout_s
-        observation = await episode.reset()
+        observation = await episode.call("reset")  # None: only the prompt of the data
         for number in range(config.max_turns):
             if limit_s is not None and number and episode.seconds > limit_s:
                 return result.stop("time", f"its environment took {episode.seconds:.1f} s")
@@ -210,7 +216,7 @@ class Environments:
             text = task.decode(sampled.token_ids)
             if config.function in BUILT_IN:
                 text = task.prompt.answer_in(text, renderer.reasoning_end)
-            observation, reward, done = await episode.step(text)
+            observation, reward, done = await episode.call("step", text)
             result.rewards.append((result.num_tokens - 1, reward))
             if done:
                 return None
@@ -254,19 +260,9 @@ class Episode:
         self.slot, self.process = slot, process
         self.seconds = 0.0  # of its calls
 
-    async def reset(self) -> Observation | None:
-        """Returns the environment's first message; None: only the prompt of the data."""
-        return cast(Observation | None, await self.call("reset"))
-
-    async def step(self, text: str) -> tuple[Observation | None, float, bool]:
-        """Returns the environment's reply to a turn of the model, the reward, and whether the
-        rollout is over."""
-        observation, reward, done = cast(list, await self.call("step", text))
-        return observation, reward, done
-
-    async def call(self, method: str, *arguments: object) -> object:
-        """Returns the result of a method of the environment. Ends its process if that gives no
-        answer. Raises as Environments.episode does."""
+    async def call(self, method: str, *arguments: object) -> Value:
+        """Returns the result of a method of the environment, see environment_worker.py. Ends its
+        process if that gives no answer. Raises as Environments.episode does."""
         timeout_s = self._environments.config.timeout_s
         asked = time.monotonic()
         async with self.slot.busy:
