@@ -184,12 +184,16 @@ def _with_trained_mask(
     A sequence of the correction is a sample: its tokens were sampled one after the other.
     """
     options = algorithm.mismatch
+    streams = batch.streams
+    distills = algorithm.distillation is not None and algorithm.distillation.loss == "reverse_kl"
+    # reverse_kl is corrected too, and learns from responses that rl alone leaves out
+    kept = batch.loss_mask if distills else trained
     log_ratio = None
     metrics = {}
     if options.corrects:
         assert batch.old_logprobs is not None, "see AlgorithmConfig.needs_old_logprobs"
         log_ratio = batch.old_logprobs - batch.rollout_logprobs
-        log_ratio = log_ratio.double().masked_fill_(~trained, 0.0)
+        log_ratio = log_ratio.double().masked_fill_(~kept, 0.0)
     if batch.lags is not None:
         metrics = staleness_metrics(batch.lags, log_ratio, trained, reduce)
     if log_ratio is None:
@@ -201,30 +205,20 @@ def _with_trained_mask(
         metrics["mismatch/logprob_abs_mean_before_rejection"] = moments(
             log_ratio.abs(), reduce, trained
         ).mean
-        trained = accepted_tokens(log_ratio, trained, batch.lengths, options.reject)
-        share = _total(trained, reduce) / max(_total(counted, reduce), 1)
-        metrics["mismatch/rejected_fraction"] = 1 - share
-        correction = Correction(before_rejection=counted)
-        if options.reject.keep_denominator:
-            correction = replace(correction, counted=counted)
+        kept = accepted_tokens(log_ratio, kept, batch.lengths, options.reject)
+        trained = trained & kept
+        metrics["mismatch/rejected_fraction"] = 1 - _total(trained, reduce) / max(
+            _total(counted, reduce), 1
+        )
+        in_denominators = counted if options.reject.keep_denominator else None
+        correction = Correction(counted=in_denominators, before_rejection=counted)
     if options.weight is not None:
-        weights = policy_weights(log_ratio, trained, batch.lengths, options.weight, reduce)
+        weights = policy_weights(log_ratio, kept, batch.lengths, options.weight, reduce)
         correction = replace(correction, weights=weights)
-    corrected = replace(batch, loss_mask=trained, correction=correction)
-    return _with_corrected(corrected, algorithm), metrics
-
-
-def _with_corrected(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
-    """Returns the batch with reverse_kl only on trained tokens: the correction rejects the others
-    or has no weight for them."""
-    distillation = algorithm.distillation
-    streams = batch.streams
-    if streams is None or distillation is None or distillation.loss != "reverse_kl":
-        return batch
-    weights = streams.weights["distillation"].masked_fill(~batch.loss_mask, 0.0)
-    return replace(
-        batch, streams=replace(streams, weights=streams.weights | {"distillation": weights})
-    )
+    if streams is not None and distills:
+        distilled = streams.weights["distillation"].masked_fill(~kept, 0.0)
+        streams = replace(streams, weights=streams.weights | {"distillation": distilled})
+    return replace(batch, loss_mask=trained, correction=correction, streams=streams), metrics
 
 
 def _group_metrics(stats: GroupStatistics) -> dict[str, float]:

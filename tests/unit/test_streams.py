@@ -228,7 +228,7 @@ def test_what_an_earlier_sample_has_is_of_no_component():
 
 @pytest.mark.parametrize("loss", ["reverse_kl", "teacher_topk"])
 def test_reverse_kl_has_the_tokens_that_are_corrected(loss: str):
-    """Rejected ones, and those of the response without a score, are not distilled; candidates need no correction."""
+    """Rejected ones are not distilled; candidates need no correction."""
     algorithm = algorithm_of(
         distillation={"loss": loss}, mismatch={"weight": {"name": "tis"}, "reject": {"over": "token", "high": 2.0}}
     )
@@ -236,11 +236,24 @@ def test_reverse_kl_has_the_tokens_that_are_corrected(loss: str):
     old = batch.rollout_logprobs + torch.arange(len(batch.tokens)).eq(2) * 3.0  # 20 times as likely
     batch = replace(batch, old_logprobs=old)
     done, _, _ = with_advantages(batch, algorithm, alone, AlgoState(), 8)
-    distilled = done.streams.weights["distillation"] != 0
-    if loss == "reverse_kl":
-        assert torch.equal(distilled, done.loss_mask) and distilled.sum() == 3
-    else:
-        assert distilled.sum() == 5
+    lost = (batch.streams.weights["distillation"] != 0) & (done.streams.weights["distillation"] == 0)
+    assert lost.nonzero().flatten().tolist() == ([2] if loss == "reverse_kl" else [])
+    assert not done.loss_mask[2]
+
+
+@pytest.mark.parametrize("mismatch", [{}, {"weight": {"name": "tis"}}, {"reject": {"high": 2.0}}])
+def test_rl_alone_leaves_out_responses_that_are_cut_or_have_no_score(mismatch: dict):
+    """The teacher judged them, with a correction of the mismatch as without one."""
+    algorithm = algorithm_of(distillation={}, mask_truncated=True, mismatch=mismatch)
+    batch, weights = streams_of(algorithm)
+    cut = batch.rewards.valid & (batch.rewards.valid.cumsum(0) == 1)  # one of those with a score
+    batch = replace(batch, truncated=cut, old_logprobs=batch.rollout_logprobs)
+    done, _, _ = with_advantages(batch, algorithm, alone, AlgoState(), 8)
+    assert done.streams.weights["distillation"].tolist() == weights["distillation"]
+    left_out = torch.repeat_interleave(cut | ~batch.rewards.valid, batch.lengths)
+    assert torch.equal(done.loss_mask, batch.loss_mask & ~left_out) and left_out.any()
+    if "weight" in mismatch:
+        assert (done.correction.weights[batch.loss_mask] == 1).all()
 
 
 @pytest.mark.parametrize(
