@@ -1,6 +1,8 @@
 """Rotary angles: the frequencies of engines bit by bit, and what of them stays in memory."""
 
+import gc
 import math
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,7 @@ from megagrpo.tools.certify.tiny_model import hf_config
 prepare_host("cpu")
 
 from megatron.core import tensor_parallel  # noqa: E402  Megatron needs a prepared host
+from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding  # noqa: E402  likewise
 
 from megagrpo.actor.megatron_config import kernels_here, transformer_config  # noqa: E402  likewise
 from megagrpo.config.actor import ActorConfig  # noqa: E402
@@ -59,6 +62,24 @@ def test_frequencies_wait_for_no_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: META)
     turns = Turns(Rotary(160000.0), DIM)
     assert turns._frequencies.device == META
+
+
+@pytest.mark.parametrize("kind", [RotaryEmbedding, YarnRotaryEmbedding])
+def test_angles_of_one_length_stay_in_memory(kind: type):
+    """Each micro-batch has another longest sample, and no plan counts angles."""
+    rotary = kind(DIM, rotary_percent=1.0, use_cpu_initialization=True)
+
+    def angles(length: int) -> torch.Tensor:
+        found = rotary(length, packed_seq=True)
+        return found[0] if isinstance(found, tuple) else found
+
+    longest = angles(200).clone()
+    held = []
+    for length in range(100, 110):
+        assert torch.equal(angles(length), longest[:length])
+        held.append(weakref.ref(angles(length)))
+    gc.collect()
+    assert sum(table() is not None for table in held) <= 1
 
 
 def test_angles_of_images_are_the_engines():

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from megagrpo.models.kinds.grouped_query.layer import PackedSequences, zigzag_position
+from megagrpo.models.kinds.grouped_query.layer import PackedSequences, padded_sequences
 from megagrpo.models.layers.parts import Parts
 from megagrpo.models.layers.whole_linear import linear_options
 
@@ -136,7 +136,8 @@ class RecurrentMixer(CutModule):
             self._context, borders = packed_seq_params.group, packed_seq_params.cu_seqlens_q
         group, cp = self._context, self._context.size()
         if cp > 1:
-            place = _places(len(mixed), packed_seq_params)
+            count = len(mixed)
+            place = _places(count, packed_seq_params or padded_sequences(1, count, mixed.device))
             by_group = mixed.unflatten(2, (cp, -1)).movedim(2, 0).flatten(0, 1)
             mixed = all_to_all(group, by_group.contiguous())[place.argsort()]
         out = self._mix(mixed.transpose(0, 1), borders).transpose(0, 1)
@@ -165,15 +166,11 @@ class RecurrentMixer(CutModule):
         return torch.cat([row[:n] for row, n in zip(out, lengths, strict=True)])[None]
 
 
-def _places(count: int, packed: PackedSequences | None) -> Tensor:
+def _places(count: int, packed: PackedSequences) -> Tensor:
     """Returns where the `count` tokens of each context rank, rank after rank, lie in the whole
-    sequences, or in their row [cp count]."""
-    if packed is not None:
-        sequence, position = packed.grids(count).key_at
-        return packed.cu_seqlens_q[sequence] + position
-    cp = mpu.get_context_parallel_world_size()
-    place = torch.arange(count, device=torch.cuda.current_device())
-    return torch.cat([zigzag_position(place, count, rank, cp) for rank in range(cp)])
+    sequences."""
+    sequence, position = packed.grids(count).key_at
+    return packed.cu_seqlens_q[sequence] + position
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, borders: Tensor | None) -> Tensor:

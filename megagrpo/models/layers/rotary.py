@@ -1,7 +1,8 @@
 """Rotary embeddings without Transformer Engine's kernel: float32 angles, no device synchronization.
 
-Megatron's own rounds cosines and sines to bfloat16, which no engine does, and splits packed rows by
-lengths that it reads back from the GPU, for queries and keys of every layer.
+Megatron's own rounds cosines and sines to bfloat16, which no engine does, splits packed rows by
+lengths that it reads back from the GPU, for queries and keys of every layer, and copies the numbers
+of a context rank's parts there.
 """
 
 from collections.abc import Sequence
@@ -65,6 +66,13 @@ def rotate_packed(
     return _rotated(t.unsqueeze(1), cos, sin, mla_rotary_interleaved).squeeze(1)
 
 
+def own_angles(angles: Tensor, _: int, group: torch.distributed.ProcessGroup) -> Tensor:
+    """Returns a context rank's part of the angles [s, 1, 1, d] of whole sequences."""
+    local = len(angles) // group.size()
+    place = torch.arange(local, device=angles.device)
+    return angles[zigzag_position(place, local, group.rank(), group.size())]
+
+
 def section_angles(
     positions: Tensor, dim: int, theta: float, section: Sequence[int], interleaved: bool
 ) -> Tensor:
@@ -90,7 +98,8 @@ def section_angles(
 def _rotated(t: Tensor, cos: Tensor, sin: Tensor, pairs_beside: bool) -> Tensor:
     width = cos.shape[-1]
     turned, rest = t[..., :width], t[..., width:]
-    first, second = (turned[..., 0::2], turned[..., 1::2]) if pairs_beside else turned.chunk(2, -1)
-    turned = torch.cat((first, second), -1) if pairs_beside else turned
+    if pairs_beside:
+        turned = torch.cat((turned[..., 0::2], turned[..., 1::2]), -1)
+    first, second = turned.chunk(2, -1)
     turned = turned * cos + torch.cat((-second, first), -1) * sin
     return torch.cat((turned.to(t.dtype), rest), -1)

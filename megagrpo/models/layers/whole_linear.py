@@ -34,8 +34,8 @@ def whole_parameter(
 
 def linear_options(config: TransformerConfig) -> dict[str, Any]:
     """Returns what Megatron's linear layers are built with."""
-    given = {"config": config, "init_method": config.init_method, "bias": False}
-    return {**given, "is_expert": False, "skip_bias_add": False}
+    off = dict.fromkeys(("bias", "is_expert", "skip_bias_add"), False)
+    return {"config": config, "init_method": config.init_method, **off}
 
 
 class WholeLinear(torch.nn.Module):

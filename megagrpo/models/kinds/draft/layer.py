@@ -108,6 +108,4 @@ def embed(weight: Tensor, tokens: Tensor) -> Tensor:
     elsewhere = (local < 0) | (local >= len(weight))
     found = torch.nn.functional.embedding(local.masked_fill(elsewhere, 0), weight)
     found = found.masked_fill(elsewhere[..., None], 0.0).transpose(0, 1).contiguous()
-    if mpu.get_tensor_model_parallel_world_size() == 1:
-        return found
     return reduce_scatter_to_sequence_parallel_region(found)

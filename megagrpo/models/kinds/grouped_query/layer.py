@@ -242,12 +242,10 @@ class CausalAttention(torch.nn.Module):
     def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Lays out the arguments of `_attend`."""
         mask = None
-        cp_size = mpu.get_context_parallel_world_size()
-        if cp_size > 1 or self.window is not None:
-            place = torch.arange(len(query), device=query.device)
-            by_rank = [zigzag_position(place, len(query), rank, cp_size) for rank in range(cp_size)]
-            own = by_rank[mpu.get_context_parallel_rank()]
-            mask = self._visible(own, torch.cat(by_rank))[None, None]
+        count = len(query)
+        if len(key) > count or self.window is not None:
+            grids = padded_sequences(1, count, query.device).grids(count)
+            mask = self._visible(grids.position, grids.key_at[1])[None, None]
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         out = self._attend(query, key, value, mask)
         return out.permute(2, 0, 1, 3).flatten(2)
