@@ -172,11 +172,13 @@ class MegatronActor:
         found = routers(self.chunks)
         self.router_scope = scope = RouterScope(found)
         self.expert_load = ExpertLoad(found, scope, arch, device)
-        rate = config.router_bias_update
-        losses = config.router_losses
-        self.router_bias = None if rate is None else RouterBias(found, scope, arch, device)
+        self.router_bias = (
+            None if config.router_bias_update is None else RouterBias(found, scope, arch, device)
+        )
         self.router_losses = (
-            None if losses is None else RouterLosses(found, scope, arch, losses, device)
+            None
+            if config.router_losses is None
+            else RouterLosses(found, scope, arch, config.router_losses, device)
         )
         self.routing = (
             None if config.routing_replay is None else RoutingReplay(found, scope, arch, device)
@@ -330,31 +332,26 @@ class MegatronActor:
         finite.
         """
         self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
-        metrics = {}
+        norms = {"optim/grad_norm": float(self.optimizer.get_grad_norm())}
         if self.config.trains_draft:
-            metrics["optim/draft_grad_norm"] = draft_norm(self.optimizer)
-        draft_grad_norm = metrics.get("optim/draft_grad_norm", 0.0)
+            norms["optim/draft_grad_norm"] = draft_norm(self.optimizer)
         # one decision for all ranks: a rank that steps while another does not would leave the
         # weights of no version
-        if not self.mesh.all_true(
-            math.isfinite(loss) and math.isfinite(norm) and math.isfinite(draft_grad_norm)
-        ):
+        if not self.mesh.all_true(all(map(math.isfinite, (loss, *norms.values())))):
+            found = ", ".join(f"{name} {norm}" for name, norm in norms.items())
             raise NonFiniteUpdate(
-                f"update {self.updates_done}: loss {loss}, gradient norm {norm}"
-                + (f", of the draft {draft_grad_norm}" if metrics else "")
-                + "; no weight was changed"
+                f"update {self.updates_done}: loss {loss}, {found}; no weight was changed"
             )
         lr = learning_rate(self.config.optimizer, self.updates_done, self.num_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
             # Megatron leaves it to its own scheduler to spare norms and biases
             group["weight_decay"] = self.config.optimizer.weight_decay * group.get("wd_mult", 1.0)
-        take_step(self.optimizer, norm, draft_grad_norm)
+        take_step(self.optimizer, *norms.values())
         self._to_gather = self.model[0].ddp_config.overlap_param_gather
         if not followed:
             self.gather_parameters()
         if self.router_bias is not None and self.config.router_bias_update is not None:
             self.router_bias.move(self.config.router_bias_update)
         self.updates_done += 1
-        return {"optim/grad_norm": norm, "optim/lr": lr, **metrics}
+        return {**norms, "optim/lr": lr}

@@ -126,17 +126,17 @@ def optimizer_tensors(optimizer: ChainedOptimizer) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def take_step(optimizer: ChainedOptimizer, norm: float, norm_of_draft: float = 0.0) -> None:
-    """Collective. Clips gradients by their global norm, the model's and the draft's each by its
-    own, and steps.
+def take_step(optimizer: ChainedOptimizer, *norms: float) -> None:
+    """Collective. Clips gradients by their global norms, the model's and, if it is trained, the
+    draft's, and steps.
 
     Megatron's own `step` would prepare the gradients and compute the norm again. `prepare_grads`
     and `get_grad_norm` came before.
     """
     for part in optimizer.chained_optimizers:
         most = part.config.clip_grad
-        for drafts, total in ((False, norm), (True, norm_of_draft)):
-            if most > 0 and (parameters := _parameters(part, drafts)):
+        for of_draft, total in enumerate(norms):
+            if most > 0 and (parameters := _parameters(part, bool(of_draft))):
                 clip_grad_by_total_norm_fp32(
                     parameters, most, total, use_decoupled_grad=_decoupled(part)
                 )
@@ -147,20 +147,14 @@ def take_step(optimizer: ChainedOptimizer, norm: float, norm_of_draft: float = 0
 def draft_norm(optimizer: ChainedOptimizer) -> float:
     """Collective. Returns the norm of the draft's gradients, which Megatron's norm leaves out; see
     mark_parameters."""
-    squares = 0.0
+    norms = []
     for part in optimizer.chained_optimizers:
         attribute = "decoupled_grad" if _decoupled(part) else "grad"
         found = [p for p in _parameters(part, True) if param_is_not_tensor_parallel_duplicate(p)]
         gradients = [g for g in (getattr(p, attribute, None) for p in found) if g is not None]
-        squares += (
-            float(
-                get_grad_norm_fp32(
-                    gradients, grad_stats_parallel_group=part.get_grad_stats_parallel_group()
-                )
-            )
-            ** 2
-        )
-    return math.sqrt(squares)
+        group = part.get_grad_stats_parallel_group()
+        norms.append(float(get_grad_norm_fp32(gradients, grad_stats_parallel_group=group)))
+    return math.hypot(*norms)
 
 
 def _parameters(part: MegatronOptimizer, drafts: bool) -> list[Tensor]:

@@ -152,8 +152,7 @@ def from_context(actor: MegatronActor, values: Tensor) -> Tensor:
 def sum_over_ranks(actor: MegatronActor, collected: list[dict[str, Tensor]]) -> dict[str, float]:
     """Collective. Sums over micro-batches, then data- and context-parallel ranks, in float64; every
     rank gets the last stage's."""
-    names = sorted({name for sums in collected for name in sums})
-    box = [names]
+    box = [sorted({name for sums in collected for name in sums})]
     if mpu.get_pipeline_model_parallel_world_size() > 1:
         dist.broadcast_object_list(
             box,
@@ -164,7 +163,7 @@ def sum_over_ranks(actor: MegatronActor, collected: list[dict[str, Tensor]]) -> 
     values = torch.zeros(len(names), dtype=torch.float64, device=actor.mesh.device)
     for sums in collected:
         for i, name in enumerate(names):
-            values[i] += sums[name].double() if name in sums else 0.0
+            values[i] += sums.get(name, 0.0)
     values = actor.mesh.reduce(from_last_stage(values), "sum")
     dist.all_reduce(values, group=mpu.get_context_parallel_group())
     router = {} if actor.router_losses is None else actor.router_losses.take()
