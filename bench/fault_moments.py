@@ -55,5 +55,11 @@ def arm() -> None:
                 del left[module, name]
 
 
-if "train" in sys.orig_argv and "RANK" in os.environ:
+def begin() -> None:
     threading.Thread(target=arm, daemon=True).start()
+
+
+if "megagrpo.cpu.ranks" in sys.orig_argv:  # ranks fork from it
+    os.register_at_fork(after_in_child=begin)
+elif "train" in sys.orig_argv and "RANK" in os.environ:
+    begin()

@@ -294,7 +294,6 @@ FAULTS = {
     "engine killed in a weight update": Fault(kill_engine_in_transfer, *ENGINE),
     "engine killed at a random moment": Fault(kill_engine_at_random, *ENGINE),
     "engine's scheduler hung (SIGSTOP)": Fault(hang_engine, *ENGINE),
-    "engine's Ray actor killed": Fault(kill_now("ray::EngineNode"), *ENGINE),
     "trainer rank 1 killed in a rollout": Fault(kill_rank(1, prefill), *TRAINER),
     "trainer rank 0 killed in a publish": Fault(ask("die_in_transfer_0"), *TRAINER),
     "trainer rank 1 killed in the forward": Fault(ask("die_in_forward_1"), *TRAINER),

@@ -153,6 +153,7 @@ async def serve(engines: int) -> None:
 
     from megagrpo.config.load import load_config
     from megagrpo.rollout.service import server
+    from megagrpo.rollout.service.node import ThisMachine
     from megagrpo.rollout.service.supervisor import SupervisedEngine
     from megagrpo.system.run_folder import RunFolder
 
@@ -161,12 +162,15 @@ async def serve(engines: int) -> None:
         config = load_config(
             root / "configs" / "quickstart.yaml", [f"output_dir={folder}", "rollout.host=127.0.0.1"]
         )
-        service = server._Service(config, RunFolder(Path(folder)), cuda=False, api_key=KEY)
+        service = server._Service(
+            config, RunFolder(Path(folder)), machines=ThisMachine(["0"]), api_key=KEY
+        )
         service._http = None
         played = await serve_requests(engines)
         for index in range(engines):
             engine = SupervisedEngine(
-                index, config, cuda=False, api_key=KEY, log_dir=Path(folder), may_start=asyncio.Event()
+                index, config, machines=ThisMachine(["0"]), api_key=KEY, log_dir=Path(folder),
+                may_start=asyncio.Event(),
             )  # fmt: skip
             engine.url = f"http://127.1.{index // 250}.{index % 250 + 1}:{played}"
             engine.state, engine.incarnation = "stale", 1

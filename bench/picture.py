@@ -86,7 +86,7 @@ def _engines() -> list[str]:
         *ranks(696, 190, "engine 0", _ENGINES, _GREEN),
         *ranks(696, 270, "engine 1", _ENGINES, _GREEN),
         text(696, 346, "a supervisor for each engine starts, watches", size=12, color=_SOFT),
-        text(696, 362, "and restarts it, in a Ray actor", size=12, color=_SOFT),
+        text(696, 362, "and restarts it, on other nodes through Ray", size=12, color=_SOFT),
         text(696, 378, "engines have their own GPUs, or the trainers'", size=12, color=_SOFT),
     ]
 

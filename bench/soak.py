@@ -53,6 +53,7 @@ from faults import (
     strike,
     write_experiment,
 )
+from run_megagrpo import is_parent_of_ranks
 
 STEP_S = 60.0  # the most that a step may take, faults included, on a busy machine
 GROWTH = 1.1  # of what a process holds over the steps that it lived, after its first ten
@@ -62,7 +63,6 @@ WARM_STEPS_OF_AGENTS = 40
 END = 0.2  # the first and the last fifth of the run are compared
 ENGINES_KILLED = ("engine killed in a weight update", "engine killed at a random moment")
 _NAME_CHARACTERS = 15  # of a process, in Linux
-RAYS_OWN = ("ray", "raylet", "gcs_server", "ray::DashboardA", "ray::RuntimeEnv")
 
 
 ANSWERS = {  # what answers the model, in the place of a grader
@@ -106,10 +106,10 @@ def held(job: Job) -> dict[str, Held]:
             kind = process.name()[:_NAME_CHARACTERS]
             if process.pid == job.process.pid:
                 kind = "launcher"
-            elif "train" in words and "torch.distributed.run" not in words:
+            elif "torch.distributed.run" in words or is_parent_of_ranks(process):
+                kind = "torchrun"
+            elif "train" in words:
                 kind = "trainer"
-            elif any("/ray/" in word for word in words):
-                kind = "ray"
             if is_live(process):
                 memory = process.memory_info().rss / 2**20
                 found[f"{kind} {process.pid}"] = Held(memory, process.num_fds())
@@ -170,22 +170,11 @@ def soak(
 
 
 def growths(seen: list[dict[str, Held]], answers: str) -> dict[str, float]:
-    """Of this project's processes and SGLang's; and of Ray's own, which lives as long as the run:
-    its log monitor keeps two files of each worker that it has seen, 200 at most."""
-
-    def of(kinds: Callable[[str], bool]) -> tuple[float, float]:
-        warm = WARM_STEPS_OF_AGENTS if answers == "agent" else WARM_STEPS
-        return (
-            growth(seen, lambda each: each.memory, kinds, warm),
-            growth(seen, lambda each: each.files, kinds, warm),
-        )
-
-    ours, of_ray = of(lambda kind: kind not in RAYS_OWN), of(RAYS_OWN.__contains__)
+    """Of memory and of open files, of any process."""
+    warm = WARM_STEPS_OF_AGENTS if answers == "agent" else WARM_STEPS
     return {
-        "growth": ours[0],
-        "files": ours[1],
-        "growth_of_ray": of_ray[0],
-        "files_of_ray": of_ray[1],
+        "growth": growth(seen, lambda each: each.memory, warm),
+        "files": growth(seen, lambda each: each.files, warm),
     }
 
 
@@ -204,13 +193,12 @@ def watched(scene: Scene, seen: list[dict[str, Held]]) -> int:
 def growth(
     seen: list[dict[str, Held]],
     of: Callable[[Held], float],
-    kinds: Callable[[str], bool],
     warm: int,
 ) -> float:
     """Largest ratio of the least that a process held in its last ten steps, requests come and go, to
     that of ten after its first; 1 when none lived so long."""
     ratios = [1.0]
-    for name in {name for sample in seen for name in sample if kinds(name.rpartition(" ")[0])}:
+    for name in {name for sample in seen for name in sample}:
         life = [of(sample[name]) for sample in seen if name in sample][warm:]
         if len(life) > AT_REST:
             ratios.append(min(life[-AT_REST:]) / max(min(life[:AT_REST]), 1))
@@ -343,10 +331,6 @@ def table(result: dict) -> list[tuple[str, str]]:
         ),
         ("largest growth of a process's memory", f"{result['growth']:.3f} times"),
         ("largest growth of a process's open files", f"{result['files']:.3f} times"),
-        (
-            "of Ray's own processes: memory, open files",
-            f"{result['growth_of_ray']:.3f}, {result['files_of_ray']:.3f} times",
-        ),
         ("processes left", "0"),
     ]
 

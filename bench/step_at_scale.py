@@ -250,6 +250,7 @@ def play(case: dict, folder: str, text: bool) -> None:
     from megagrpo.models.folder import Model
     from megagrpo.rollout.answer_arrays import pack_answer
     from megagrpo.rollout.service import server
+    from megagrpo.rollout.service.node import ThisMachine
     from megagrpo.rollout.service.supervisor import SupervisedEngine
     from megagrpo.system.processes import raise_file_limit
     from megagrpo.system.run_folder import RunFolder
@@ -283,7 +284,9 @@ def play(case: dict, folder: str, text: bool) -> None:
         return web.json_response(found)
 
     async def serve() -> None:
-        service = server._Service(config, RunFolder(Path(folder)), cuda=False, api_key=KEY)
+        service = server._Service(
+            config, RunFolder(Path(folder)), machines=ThisMachine(["0"]), api_key=KEY
+        )
         service._http = aiohttp.ClientSession()
         engines = web.Application(client_max_size=2**28)
         engines.add_routes([web.post("/generate", generate), web.get("/seen", seen)])
@@ -298,7 +301,8 @@ def play(case: dict, folder: str, text: bool) -> None:
             urls.append(listening.getsockname()[1])
         for index in range(of.engines):
             engine = SupervisedEngine(
-                index, config, cuda=False, api_key=KEY, log_dir=Path(folder), may_start=asyncio.Event()
+                index, config, machines=ThisMachine(["0"]), api_key=KEY, log_dir=Path(folder),
+                may_start=asyncio.Event(),
             )  # fmt: skip
             engine.url = f"http://127.1.{index // 250}.{index % 250 + 1}:{urls[0]}"
             engine.state, engine.incarnation = "stale", 1

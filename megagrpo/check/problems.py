@@ -44,13 +44,14 @@ def check_against_model(config: ExperimentConfig, hf: HfConfig) -> list[str]:
 
 
 def refuse_for_engines(config: ExperimentConfig) -> None:
-    """Raises ValueError if engines cannot load or cut the model; the trainers' layout is not
-    judged."""
+    """Raises ValueError if engines cannot load or cut the model or served ones; the trainers' layout
+    is not judged."""
     description = model_description(config)
     if description is None:
         raise ValueError(f"model.path: {config.model.path} holds no config.json")
     subject = Subject.of(config, description)
-    rules = (*model.before_start(subject), *engine_layout.before_start(subject))
+    parts = (model, engine_layout, served_models)
+    rules = [rule for part in parts for rule in part.before_start(subject)]
     refuse("engines do not fit the model", broken(rules))
 
 

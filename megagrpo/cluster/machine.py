@@ -1,12 +1,9 @@
 """Runs an experiment on one machine: rollout service and trainers, or another command's ranks."""
 
-import ctypes
 import os
-import re
 import secrets
 import signal
 from contextlib import suppress
-from itertools import takewhile
 from pathlib import Path
 
 from megagrpo.check.rules.placement import place
@@ -18,9 +15,10 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import interface_of, own_address
 from megagrpo.rollout.service.engine_command import on_gpus
 from megagrpo.system import environment
+from megagrpo.system.environment import visible_gpus
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
-_SERVICE_GRACE_S = 30.0  # for engines and Ray to shut down in order
+_SERVICE_GRACE_S = 30.0  # for engines to shut down in order
 
 
 def run(config: ExperimentConfig) -> int:
@@ -86,7 +84,7 @@ def _beside_service(
     folder = config.run_folder
     with alone_in(folder), launch:
         service = start_service(launch, config, service_env)
-        options = [*torchrun(config.actor.world_size, max_restarts), *ALONE]
+        options = [*torchrun(config.actor.world_size, max_restarts, forks=not visible), *ALONE]
         sharing = config.num_gpus if trainer_env else 0
         variables = trainer_variables(config, sharing, interface_of_engines(config))
         ranks = launch.start_ranks(command, options, variables | trainer_env)
@@ -126,26 +124,6 @@ def start_service(launch: Launch, config: ExperimentConfig, env: dict[str, str])
     return launch.start(["serve", str(folder.config)], "service", env)
 
 
-def visible_gpus() -> list[str]:
-    """Returns the numbers or names of the GPUs that this process may use."""
-    shown = environment.get("CUDA_VISIBLE_DEVICES")
-    if shown is None:
-        if not _has_driver():
-            return []
-        import torch  # takes seconds
-
-        return list(map(str, range(torch.cuda.device_count())))
-    # as CUDA reads it: what follows -1, NoDevFiles, void is not visible either
-    return list(takewhile(re.compile(r"\s*(\d+|(GPU|MIG)-\S+)").match, shown.split(",")))
-
-
-def _has_driver() -> bool:
-    """Returns whether CUDA's driver is installed, without which torch sees no GPU."""
-    with suppress(OSError):
-        return bool(ctypes.CDLL("libcuda.so.1"))
-    return False
-
-
 def trainer_gpus(config: ExperimentConfig) -> list[str]:
     """Returns visible_gpus, [] for trainers on a CPU."""
     if config.actor.device == "cpu":
@@ -165,7 +143,7 @@ def _devices(config: ExperimentConfig, visible: list[str]) -> tuple[dict[str, st
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
     nodes = _this_node(config, visible)
-    if not visible:  # Ray would count -1 as a GPU
+    if not visible:
         return {}, only([])
     if nodes.gpus != len(visible):
         return {}, {}
@@ -201,7 +179,8 @@ def train_ranks(config: ExperimentConfig, name: str, words: list[str]) -> int:
         )
     files = f"{name}_{secrets.token_hex(4)}"  # another one may run in this folder
     with Launch(config.run_folder, name, end=ENDING, ranks=files) as launch:
-        command, options = [name, own_copy(config, files), *words], [*torchrun(ranks), *ALONE]
+        command = [name, own_copy(config, files), *words]
+        options = [*torchrun(ranks, forks=not gpus), *ALONE]
         env = trainer_variables(config, min(gpus, ranks))
         launch.status = launch.watch(launch.start_ranks(command, options, env))
     return launch.status

@@ -262,10 +262,10 @@ class _Ended(BaseException):
     """A signal that ends everything."""
 
 
-def torchrun(ranks: int, max_restarts: int = 0) -> list[str]:
+def torchrun(ranks: int, max_restarts: int = 0, forks: bool = False) -> list[str]:
     """Returns Python's arguments for `ranks` processes. If one fails, all restart, up to
-    `max_restarts` times."""
-    module = "-m torch.distributed.run"
+    `max_restarts` times. forks: without a GPU, from one process that has imported the libraries."""
+    module = "-u -m megagrpo.cpu.ranks" if forks else "-m torch.distributed.run"
     return f"{module} --nproc-per-node {ranks} --max-restarts {max_restarts}".split()
 
 

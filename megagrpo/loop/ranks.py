@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from importlib import import_module
+from multiprocessing import parent_process
 from typing import TYPE_CHECKING
 
 from megagrpo.config.schema import ExperimentConfig
@@ -104,8 +105,9 @@ def guarded(
         status = 1
     # The rank's work is on disk. Python's normal exit destroys process groups whose threads still
     # run, which sometimes aborts ("terminate called without an active exception"); torchrun would
-    # then report a finished run as failed.
-    if environment.under_torchrun():
+    # then report a finished run as failed. A forked rank ends without that, and torchrun waits until
+    # it has returned.
+    if environment.under_torchrun() and (status or parent_process() is None):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

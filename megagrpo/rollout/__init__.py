@@ -1,1 +1,1 @@
-"""Sampling: the Ray-supervised SGLang service, its clients, and the source of the loop's groups."""
+"""Sampling: the supervised SGLang service, its clients, and the source of the loop's groups."""

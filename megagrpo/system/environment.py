@@ -1,9 +1,12 @@
 """The only reader of os.environ; builds the environments of child processes."""
 
+import ctypes
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 
 import megagrpo
@@ -113,6 +116,26 @@ def temporarily(name: str, value: str) -> Iterator[None]:
 def hide_gpus() -> None:
     """Hides all GPUs from this process and its children. No effect after CUDA was initialized."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def visible_gpus() -> list[str]:
+    """Returns the numbers or names of the GPUs that this process may use."""
+    shown = get("CUDA_VISIBLE_DEVICES")
+    if shown is None:
+        if not _has_driver():
+            return []
+        import torch  # takes seconds
+
+        return list(map(str, range(torch.cuda.device_count())))
+    # as CUDA reads it: what follows -1, NoDevFiles, void is not visible either
+    return list(takewhile(re.compile(r"\s*(\d+|(GPU|MIG)-\S+)").match, shown.split(",")))
+
+
+def _has_driver() -> bool:
+    """Returns whether CUDA's driver is installed, without which torch sees no GPU."""
+    with suppress(OSError):
+        return bool(ctypes.CDLL("libcuda.so.1"))
+    return False
 
 
 def nccl_variables(connect_s: float) -> dict[str, str]:

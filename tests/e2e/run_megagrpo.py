@@ -34,6 +34,8 @@ LONG_RUN = {
 }
 _TORCHVISION_HOOK = str(Path(__file__).parents[2] / "megagrpo" / "cpu" / "engine")  # see its sitecustomize
 
+_FORKS = "megagrpo.cpu.ranks"
+
 GRADERS = '''
 import time
 from pathlib import Path
@@ -247,14 +249,23 @@ def trainer(job: Job, rank: int) -> psutil.Process | None:
 
 def trainer_below(pid: int, rank: int) -> psutil.Process | None:
     """The same, of the launcher with this process id."""
+    forked = []
     for process in process_tree(pid):
         try:
             words = process.cmdline()
-            if "train" in words and "torch.distributed.run" not in words and process.environ().get("RANK") == str(rank):
+            if _FORKS in words:
+                forked += [] if is_parent_of_ranks(process) else [process]
+            elif "train" in words and process.environ().get("RANK") == str(rank):
                 return process
         except psutil.NoSuchProcess:
             continue
-    return None
+    return dict(enumerate(sorted(forked, key=lambda process: process.pid))).get(rank)
+
+
+def is_parent_of_ranks(process: psutil.Process) -> bool:
+    """Whether ranks on a CPU fork from this process, in their order, rather than that it is one of them."""
+    parent = process.parent()
+    return _FORKS in process.cmdline() and (parent is None or _FORKS not in parent.cmdline())
 
 
 def killed_and_run_again(experiment: Path) -> None:

@@ -25,7 +25,7 @@ def test_killed_in_an_update_of_the_weights_and_in_a_rollout(long_run):
         job.wait_for(again, "the first restart", 300)
         kill_rank(job, folder, 1, during_rollout)
         done = job.succeed()
-    assert "for the 2. of 3 times" in done.stdout and "continues after step 2" in done.stdout
+    assert "(restart 2 of 3)" in done.stdout and "continues after step 2" in done.stdout
     assert_same_run(folder, long_run[0], NUM_STEPS)
     assert_agrees(folder)
     lines = (folder / "metrics.jsonl").read_text().splitlines()

@@ -95,14 +95,7 @@ def test_nothing_is_left_when_the_service_is_killed(service, tmp_path):
     finally:
         process.kill()
         process.wait()
-    names = {process: process.name() for process in psutil.wait_procs(tree, timeout=1)[1] if is_live(process)}
-    # Ray's agents end by themselves, but wait a minute for Ray's dead server to take their report.
-    ray_agents = {process for process, name in names.items() if name.startswith("ray::") and "Agent" in name}
-    _, left = psutil.wait_procs(names.keys() - ray_agents, timeout=60)
-    for agent in ray_agents:
-        if is_live(agent):
-            agent.kill()
-    assert not left, left
+    until(lambda: not any(map(is_live, tree)), 60)
 
 
 def below(pid: int) -> dict[psutil.Process, list[str]]:

@@ -32,7 +32,7 @@ if sys.argv[2] != "refused":
     machine.refuse_what_cannot_run = lambda *_: None
 machine.visible_gpus = list
 machine.start_service = start_service
-machine.torchrun = lambda *_: [str(here / "ranks.py"), str(here), sys.argv[2]]
+machine.torchrun = lambda *_, **__: [str(here / "ranks.py"), str(here), sys.argv[2]]
 sys.exit(cli.main(["run", *sys.argv[3:]]))
 """
 _SERVICE = """

@@ -517,7 +517,7 @@ def test_a_command_beside_a_run_has_an_experiment_of_its_own(words, tmp_path, mo
     """The run's ranks restart from config.yaml, even if they are lost while another command runs."""
     (tmp_path / "torchrun.py").write_text(_NOTES_WORDS)
     noted = tmp_path / "words.json"
-    monkeypatch.setattr(machine, "torchrun", lambda ranks: [str(tmp_path / "torchrun.py"), noted])
+    monkeypatch.setattr(machine, "torchrun", lambda ranks, **_: [str(tmp_path / "torchrun.py"), noted])
     monkeypatch.setattr(f"megagrpo.tools.ranks.{words[0]}.refuse_{words[0]}", lambda *_: None)  # of what is not there
     where = [f"output_dir={tmp_path / 'run'}", "actor.device=cpu"]
     trained = load_config(QUICKSTART, where)

@@ -4,11 +4,9 @@ import asyncio
 import json
 import socket
 import stat
-import subprocess
-import sys
 import threading
-import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,9 +18,10 @@ from fake_service import FakeService, running
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.control import ServiceControl
-from megagrpo.rollout.service import ray_cluster, server, supervisor
+from megagrpo.rollout.service import ray_cluster, server
 from megagrpo.rollout.service.addresses import interface_of, own_address
-from megagrpo.rollout.service.node import free_port, server_ports
+from megagrpo.rollout.service.engine_command import ServerPlace
+from megagrpo.rollout.service.node import EngineDied, Placed, ThisMachine, free_port, server_ports
 from megagrpo.rollout.service.server import make_key
 from megagrpo.rollout.service.sleep import SleepFailed
 from megagrpo.rollout.service.supervisor import SupervisedEngine
@@ -84,39 +83,11 @@ def test_no_connection_outlives_its_call():
             until(lambda: not [one for one in connections() if one.status == psutil.CONN_ESTABLISHED], 5)
 
 
-BUSY = Exception("The current node timed out during startup. This could happen because\nsome of the raylet failed")
-
-
-class FakeRay:
-    """Plays ray.init: fails so many times, each time leaving a process behind."""
-
-    def __init__(self, monkeypatch, failures: int):
-        self.failures, self.attempts, self.left = failures, [], []
-        monkeypatch.setattr(ray, "init", self.init)
-        monkeypatch.setattr(ray_cluster, "_PAUSE_S", 0.01)
-
-    def init(self, **options) -> None:
-        self.attempts.append(options)
-        if len(self.attempts) <= self.failures:
-            self.left.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
-            raise BUSY
+ADDRESS = "10.0.0.1:6379"
 
 
 def experiment(folder: Path, **rollout) -> ExperimentConfig:
     return experiments.experiment(output_dir=str(folder), rollout=rollout)
-
-
-def test_ray_is_tried_again_and_failed_attempts_leave_nothing(tmp_path, monkeypatch):
-    fake = FakeRay(monkeypatch, failures=2)
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    with ray_cluster.in_ray_cluster(experiment(tmp_path), None):
-        folder = Path(fake.attempts[-1]["_temp_dir"]).parent
-        assert folder.is_dir() and len(fake.attempts) == 3
-        assert all(process.wait(10) != 0 for process in fake.left), "a failed attempt left a process"
-        assert other.poll() is None, "a process that was there before was ended"
-    assert not folder.exists()
-    other.kill()
-    other.wait()
 
 
 def test_a_second_service_of_a_running_run_is_refused(tmp_path):
@@ -148,46 +119,65 @@ def test_a_service_that_ends_late_leaves_the_key_of_the_next_start(tmp_path, mon
     folder = RunFolder(tmp_path)
 
     @contextmanager
-    def ends(config: ExperimentConfig, address: str | None):
+    def ends(address: str):
         if starts_again:
             folder.service.write_text(json.dumps({"url": "http://127.0.0.1:1"}))
             make_key(folder.service_key)
-        raise ray_cluster.RayNotStarted("it was ended")
+        raise ValueError("it was ended")
         yield
 
-    monkeypatch.setattr(server, "in_ray_cluster", ends)
+    monkeypatch.setattr(ray_cluster, "in_ray_cluster", ends)
     for starts_again in (True, False):
-        assert server.serve(experiment(tmp_path), tmp_path) == 1
+        with pytest.raises(ValueError, match="it was ended"):
+            server.serve(experiment(tmp_path), tmp_path, ADDRESS)
         assert {file.exists() for file in (folder.service, folder.service_key)} == {starts_again}
 
 
-def test_the_service_gives_up_with_one_line(tmp_path, monkeypatch, capfd):
-    fake, started = FakeRay(monkeypatch, failures=1000), time.monotonic()
-    assert server.serve(experiment(tmp_path, start_timeout_s=1.0), tmp_path) == 1
-    assert time.monotonic() - started < 30
-    printed = capfd.readouterr()
-    *tries, last = printed.out.splitlines()
-    assert len(tries) == len(fake.attempts) - 1 and all("trying again" in line for line in tries)
-    assert last.startswith("rollout service failed: Ray on ") and "The current node timed out during startup" in last
-    assert f"in {len(fake.attempts)} attempt(s) within 1 s" in last and "raise rollout.start_timeout_s" in last
-    assert "Traceback" not in printed.out + printed.err
-    assert list(tmp_path.iterdir()) == [] and all(process.poll() is not None for process in fake.left)
+def test_a_cluster_that_cannot_be_joined_is_named(tmp_path, monkeypatch):
+    def init(address: str, **options) -> None:
+        raise Exception(f"no GCS at {address}")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(
+        ValueError, match=f"--ray-address {ADDRESS}: see whether Ray runs there: .* no GCS at {ADDRESS}"
+    ):
+        server.serve(experiment(tmp_path), tmp_path, ADDRESS)
+    assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])
-def test_a_given_address_is_joined_and_a_private_cluster_is_small(tmp_path, monkeypatch, address):
-    fake = FakeRay(monkeypatch, failures=0)
-    with ray_cluster.in_ray_cluster(experiment(tmp_path, num_engines=3), address):
-        [options] = fake.attempts
-    assert options["address"] == (address or "local")
-    assert options.get("num_cpus") == (5 if address is None else None)
+def test_engines_on_this_machine_have_gpus_of_their_own(tmp_path):
+    """As many as fit, in order; an engine that ended leaves its own to the next."""
+    config = experiment(tmp_path, tp=2, host="127.0.0.1")
+
+    def gpus(placed: Placed) -> list[list[str]]:
+        return [ask.__closure__[0].cell_contents._gpus for ask in placed.asks]
+
+    async def run() -> list:
+        machine = ThisMachine(["0", "GPU-a", "4", "5", "6"])
+        place = partial(machine.place, place=ServerPlace(0, cuda=True), cores_share=1, api_key="")
+        first, second = await place(config, 2), await place(config, 2)
+        with pytest.raises(EngineDied, match="1 x 2 GPUs for an engine: 1 of 5 are free on this machine"):
+            await place(config, 2)
+        first.release()
+        again = await place(config, 2)
+        second.release()
+        wide = experiment(tmp_path, tp=2, nodes_per_engine=2, host="127.0.0.1")
+        on_cpu = await ThisMachine([]).place(wide, 0, ServerPlace(0), 1, "")
+        return [gpus(placed) for placed in (first, second, again, await place(wide, 1), on_cpu)]
+
+    assert asyncio.run(run()) == [[["0", "GPU-a"]], [["4", "5"]], [["0", "GPU-a"]], [["4"], ["5"]], [[], []]]
 
 
 def test_whoever_asks_an_engine_to_sleep_is_answered_when_its_memory_is_free(tmp_path):
     async def run() -> list[bool]:
         free = asyncio.Event()
         engine = SupervisedEngine(
-            0, experiments.experiment(), cuda=False, api_key="", log_dir=tmp_path, may_start=asyncio.Event()
+            0,
+            experiments.experiment(),
+            machines=ThisMachine([]),
+            api_key="",
+            log_dir=tmp_path,
+            may_start=asyncio.Event(),
         )
         engine.state = "ready"
         engine._memory = SimpleNamespace(release=lambda http: free.wait())
@@ -201,17 +191,21 @@ def test_whoever_asks_an_engine_to_sleep_is_answered_when_its_memory_is_free(tmp
     assert asyncio.run(run()) == [False, False]
 
 
-def test_an_engine_that_refuses_to_sleep_is_gone_when_trainers_take_its_gpu(tmp_path, monkeypatch):
+def test_an_engine_that_refuses_to_sleep_is_gone_when_trainers_take_its_gpu(tmp_path):
     """Its server process ends in order, which takes seconds, and holds its memory until then."""
-    monkeypatch.setattr(ray, "kill", lambda node: None)
 
     async def run() -> list[bool]:
         ended = asyncio.Event()
         engine = SupervisedEngine(
-            0, experiments.experiment(), cuda=False, api_key="", log_dir=tmp_path, may_start=asyncio.Event()
+            0,
+            experiments.experiment(),
+            machines=ThisMachine([]),
+            api_key="",
+            log_dir=tmp_path,
+            may_start=asyncio.Event(),
         )
         engine.state, engine._lost = "ready", asyncio.get_running_loop().create_future()
-        engine._nodes = [SimpleNamespace(stop=SimpleNamespace(remote=ended.wait))]
+        engine._placed = Placed([lambda method: ended.wait()], lambda: None)
 
         async def refuses(http: object) -> None:
             raise SleepFailed("it refuses")
@@ -230,32 +224,50 @@ def test_an_engine_that_refuses_to_sleep_is_gone_when_trainers_take_its_gpu(tmp_
     assert asyncio.run(run()) == [False, False]
 
 
-def test_an_engine_whose_actor_raised_without_a_text_has_died_like_any_other(tmp_path):
+@pytest.mark.parametrize(
+    ("raised", "reason"),
+    [
+        (ray.exceptions.RayTaskError("EngineNode.start", "", AssertionError()), ""),
+        (ray.exceptions.ActorDiedError(), "its node was lost: ActorDiedError: "),
+        (ray.exceptions.ActorUnavailableError("for now", b"x" * 16), "The actor "),
+        (ValueError("rollout.host is not reachable"), "rollout.host is not reachable"),
+        (PermissionError("no log"), "no log"),
+    ],
+)
+def test_an_engine_whose_node_raised_has_died_like_any_other(raised, reason, tmp_path):
     config = experiments.experiment(rollout={"max_restarts": 1})
 
+    class Raises:
+        def __getattr__(self, name: str):
+            return self
+
+        async def remote(self, *arguments):
+            raise raised
+
     async def run() -> SupervisedEngine:
-        engine = SupervisedEngine(0, config, cuda=False, api_key="", log_dir=tmp_path, may_start=asyncio.Event())
+        machine = ThisMachine([])
+        engine = SupervisedEngine(0, config, machines=machine, api_key="", log_dir=tmp_path, may_start=asyncio.Event())
 
-        async def start(http: object) -> None:
-            raise ray.exceptions.RayTaskError("EngineNode.start", "", AssertionError())
+        async def place(*arguments) -> Placed:
+            return Placed([ray_cluster._ask_actor(Raises())], lambda: None)
 
-        engine._start = start
+        machine.place = place
         await engine._run(None)
         return engine
 
     engine = asyncio.run(run())
-    assert engine.gave_up and (engine.state, engine.restarts, engine.reason) == ("dead", 1, "")
+    assert engine.gave_up and (engine.state, engine.restarts) == ("dead", 1) and engine.reason.startswith(reason)
 
 
 def test_a_report_is_of_many_engines_and_names_those_that_have_ended(tmp_path):
     config = experiments.experiment(output_dir=str(tmp_path), rollout={"host": "127.0.0.1"})
 
     async def run() -> list:
-        service = server._Service(config, RunFolder(tmp_path), cuda=False, api_key="a key")
+        service = server._Service(config, RunFolder(tmp_path), machines=ThisMachine([]), api_key="a key")
         service._http = None
         for index in range(3):
             engine = SupervisedEngine(
-                index, config, cuda=False, api_key="", log_dir=tmp_path, may_start=asyncio.Event()
+                index, config, machines=ThisMachine([]), api_key="", log_dir=tmp_path, may_start=asyncio.Event()
             )
             engine.url, engine.state, engine.incarnation = "http://127.0.0.1:1", "stale", 1 + index // 2
             service._engines[engine.id] = engine
@@ -287,12 +299,18 @@ def test_the_service_answers_while_ray_does_not(tmp_path, monkeypatch):
         answer.wait(20)
         return {"state": "CREATED"}
 
-    monkeypatch.setattr(supervisor, "placement_group", lambda bundles, strategy: None)
-    monkeypatch.setattr(supervisor, "placement_group_table", table)
-    engine = SimpleNamespace(_config=experiment(tmp_path), _cuda=False)
+    actor = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *arguments, **others: None))
+    played = {
+        "placement_group": lambda bundles, strategy: None, "placement_group_table": table, "_EngineNodeActor": actor,
+        "PlacementGroupSchedulingStrategy": lambda *arguments, **options: None,
+    }  # fmt: skip
+    for name, plays in played.items():
+        monkeypatch.setattr(ray_cluster, name, plays)
+    monkeypatch.setattr(ray, "cluster_resources", dict)
 
     async def waits() -> bool:
-        reserving = asyncio.create_task(SupervisedEngine._reserve_machines(engine))
+        machines = ray_cluster.RayMachines()
+        reserving = asyncio.create_task(machines.place(experiment(tmp_path), 0, ServerPlace(0), 1, ""))
         while not asked.is_set():
             await asyncio.sleep(0.01)
         waited = not reserving.done()

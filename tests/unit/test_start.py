@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from megagrpo import cli
-from megagrpo.cluster import machine
 from megagrpo.cluster.machine import write_experiment
+from megagrpo.system.environment import visible_gpus
 from megagrpo.tools import status
 from tests import experiments
 
@@ -24,9 +24,9 @@ def test_torch_is_asked_for_gpus_only_beside_their_driver(driver, gpus, monkeypa
         return load(None if driver else "libabsent.so.1")
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(machine.ctypes, "CDLL", driver_library)
+    monkeypatch.setattr(ctypes, "CDLL", driver_library)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(device_count=lambda: 2)))
-    assert machine.visible_gpus() == gpus
+    assert visible_gpus() == gpus
 
 
 PROCESSES = {
@@ -41,6 +41,10 @@ assert torch.compile(len) is torch.compile(mode="default")(len) is len
 import runpy, sys
 runpy.run_module("megagrpo.rollout.service.engine_process", run_name="__mp_main__")
 assert sys.modules["megatron"] is sys.modules["mcp"] is None
+""",
+    "a service of engines on this machine": """
+import megagrpo.rollout.service.server, sys
+assert not {"ray", "torch", "transformers"} & set(sys.modules)
 """,
     "large imports": """
 import gc

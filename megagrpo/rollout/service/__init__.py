@@ -1,4 +1,4 @@
-"""The rollout service: Ray places engines, and a supervisor watches each.
+"""The rollout service: a supervisor for each engine, which Ray places if there are several machines.
 
 No other package imports ray.
 """

@@ -1,8 +1,13 @@
 """Resolves `rollout.host` to an address of this machine and its network interface."""
 
 import socket
+import sys
+from contextlib import suppress
+from importlib import import_module
 
 import psutil
+
+from megagrpo.system.processes import route_address
 
 LOOPBACK = ("127.0.0.1", "localhost", "lo")
 EVERYWHERE = ("0.0.0.0", "::")
@@ -27,6 +32,18 @@ def own_address(host: str) -> str:
         f"rollout.host {host} is no interface and no IPv4 address of "
         f"{socket.gethostname()}, which has {interfaces}"
     )
+
+
+def reachable_host(address: str) -> str:
+    """Returns the address at which other machines reach a service that listens on `address`
+    here."""
+    if address not in EVERYWHERE:
+        return address
+    if "ray" in sys.modules:  # this process has joined a cluster, which knows this machine
+        return import_module("ray.util").get_node_ip_address()
+    with suppress(OSError):  # without a route to the internet
+        return route_address("8.8.8.8", 53)
+    return LOOPBACK[0]
 
 
 def interface_of(address: str) -> str | None:

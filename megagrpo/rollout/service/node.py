@@ -1,19 +1,18 @@
-"""One node of one engine: a Ray actor that starts the SGLang server process on its machine and
-reports on it."""
+"""One node of one engine, which starts the SGLang server process on its machine and reports on it; and
+this machine as the only one for engines."""
 
+import asyncio
 import os
 import random
 import socket
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import Popen
-from typing import Any
-
-import ray
+from typing import Any, Protocol
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.rollout.service.addresses import EVERYWHERE, interface_of, own_address
+from megagrpo.rollout.service.addresses import interface_of, own_address, reachable_host
 from megagrpo.rollout.service.engine_command import (
     ServerPlace,
     engine_command,
@@ -26,6 +25,7 @@ from megagrpo.system.environment import (
     get,
     nccl_interface,
     nccl_variables,
+    unless_set,
 )
 from megagrpo.system.processes import namespaces, spawn, stop_tree
 
@@ -36,14 +36,6 @@ _PORTS = range(20_000, 30_000)  # below the kernel's ephemeral ports, above Ray'
 _SLOT = 16
 _CUDA_GRACE_S = 15.0  # to release GPU memory in order
 _CPU_GRACE_S = 0.5  # nothing to release; SGLang itself takes 5 s to notice the signal
-
-
-def reachable_host(address: str) -> str:
-    """Returns the address at which other machines reach a service that listens on `address`
-    here."""
-    if address in EVERYWHERE:
-        return ray.util.get_node_ip_address()
-    return address
 
 
 def server_ports(slot: int, incarnation: int) -> tuple[list[int], list[int]]:
@@ -76,18 +68,24 @@ def free_port(bind_host: str, preferred: Sequence[int] = ()) -> int:
 
 
 class EngineNode:
-    """Runs one server process of one incarnation of an engine; the process ends with this actor,
+    """Runs one server process of one incarnation of an engine; the process ends with this one,
     however it ends.
 
     place: without what its machine and its start decide. cores_share: server processes that share
-    the CPU cores of this machine. Ray assigns its GPUs.
+    the CPU cores of this machine. gpus: of the server process; None: this process's.
     """
 
     def __init__(
-        self, config: ExperimentConfig, place: ServerPlace, cores_share: int, api_key: str
+        self,
+        config: ExperimentConfig,
+        place: ServerPlace,
+        cores_share: int,
+        api_key: str,
+        gpus: list[str] | None = None,
     ):
         self.config = config
         self.api_key = api_key
+        self._gpus = gpus
         cores = max(1, len(os.sched_getaffinity(0)) // cores_share)
         host = own_address(config.rollout.host)
         self.place = replace(place, bind_host=host, num_cores=cores)
@@ -124,8 +122,12 @@ class EngineNode:
         # hosts files give to loopback: other nodes of an engine would wait for its messages for
         # ever.
         network["SGLANG_HOST_IP"] = get("SGLANG_HOST_IP") or reachable_host(place.bind_host)
+        own = {}
+        if self._gpus is not None:  # Ray sets both
+            own = unless_set(OMP_NUM_THREADS="1") | {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus)}
         variables = (
-            engine_environment(self.config, place)
+            own
+            | engine_environment(self.config, place)
             | network
             | nccl_variables(self.config.weights.connect_timeout_s)
             | {API_KEY: self.api_key}
@@ -147,5 +149,90 @@ class EngineNode:
             self.process.wait()
 
 
-# Ray gives its actors methods that a type checker cannot see
-EngineNodeActor: Any = ray.remote(EngineNode)
+Ask = Callable[..., Awaitable[Any]]
+
+
+class EngineDied(Exception):
+    """Raised with the reason when an incarnation has ended or must end."""
+
+
+class NodeSilent(Exception):
+    """Raised if the connection to a node is broken; perhaps for a while, and the node runs on."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The nodes of one incarnation of an engine.
+
+    asks: by rank; calls a method of that EngineNode by its name. Raises EngineDied or NodeSilent
+    if the node is on another machine, else what the method raises. release: forgets the nodes,
+    after their `stop`.
+    """
+
+    asks: list[Ask]
+    release: Callable[[], None]
+
+
+class Machines(Protocol):
+    """The machines of engines. num_gpus: over all of them."""
+
+    num_gpus: float
+
+    async def place(
+        self,
+        config: ExperimentConfig,
+        gpus: int,
+        place: ServerPlace,
+        cores_share: int,
+        api_key: str,
+    ) -> Placed:
+        """Reserves the nodes of an engine, at every start: those of the previous one may be gone.
+
+        gpus: for each node. place: without rank. The last two as of EngineNode. Raises
+        EngineDied if the nodes do not fit.
+        """
+        ...
+
+
+class ThisMachine:
+    """Server processes are children of this process, each with GPUs that no other one has."""
+
+    def __init__(self, gpus: list[str]):
+        self.num_gpus: float = len(gpus)
+        self._free = dict(enumerate(gpus))
+
+    async def place(
+        self,
+        config: ExperimentConfig,
+        gpus: int,
+        place: ServerPlace,
+        cores_share: int,
+        api_key: str,
+    ) -> Placed:
+        """Takes the first free GPUs for an engine's nodes. Raises EngineDied."""
+        nodes = config.rollout.nodes_per_engine
+        taken = sorted(self._free.items())[: gpus * nodes]
+        if len(taken) < gpus * nodes:
+            raise EngineDied(
+                f"{nodes} x {gpus} GPUs for an engine: {len(taken)} of {self.num_gpus} are free on "
+                "this machine. Lower rollout.num_engines or rollout.tp"
+            )
+        for number, _ in taken:
+            del self._free[number]
+        names = [name for _, name in taken]
+        asks = []
+        for rank in range(nodes):
+            own = names[rank * gpus : (rank + 1) * gpus]
+            node = EngineNode(config, replace(place, node_rank=rank), cores_share, api_key, own)
+            asks.append(_ask_here(node))
+        return Placed(asks, lambda: self._free.update(taken))
+
+
+def _ask_here(node: EngineNode) -> Ask:
+    async def ask(method: str, *arguments: object) -> object:
+        call = getattr(node, method)
+        if method == "stop":  # takes seconds
+            return await asyncio.to_thread(call)
+        return call(*arguments)  # `spawn` demands a thread that lasts
+
+    return ask

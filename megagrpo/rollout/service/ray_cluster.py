@@ -1,106 +1,115 @@
-"""The Ray cluster that places engines: a running one, or a private one on this machine that ends
-with the service."""
+"""A running Ray cluster that places engines on its machines."""
 
-import os
-import socket
-import tempfile
+import asyncio
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
-import psutil
 import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import (
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.rollout.service.engine_command import ServerPlace
+from megagrpo.rollout.service.node import (
+    Ask,
+    EngineDied,
+    EngineNode,
+    NodeSilent,
+    Placed,
+)
 from megagrpo.system.errors import explained
-from megagrpo.system.processes import stop_tree
 
-# for engines added later; a CPU of the private cluster is one slot for a node, GPUs are counted
-_SPARE_NODES = 2
-_OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum: no batch passes through it
-_PAUSE_S = 1.0  # between two attempts
-_GRACE_S = 1.0  # for processes of a failed attempt
+_RESERVE_POLL_S = 0.5
 
-Options = dict[str, Any]  # of ray.init
-
-
-class RayNotStarted(RuntimeError):
-    """Raised when Ray could not be started or joined within rollout.start_timeout_s."""
+# Ray gives its actors methods that a type checker cannot see
+_EngineNodeActor: Any = ray.remote(EngineNode)
 
 
 @contextmanager
-def in_ray_cluster(config: ExperimentConfig, address: str | None) -> Iterator[None]:
-    """Connects this process to Ray inside the block; a private cluster ends with it.
-
-    address: "host:port" of a running cluster, None for a private one. Raises RayNotStarted.
-    """
+def in_ray_cluster(address: str) -> Iterator["RayMachines"]:
+    """Connects this process to the Ray cluster at "host:port" inside the block. Raises
+    ValueError."""
     with ExitStack() as stack:
-        options: Options = {
-            "log_to_driver": False,
-            "logging_level": "ERROR",
-            "configure_logging": False,
-        }
-        if address is None:
-            # A short path, not below TMPDIR: those of Unix sockets end at 107 characters, of which
-            # Ray takes 77.
-            short = tempfile.TemporaryDirectory(
-                prefix="mgr-", dir="/tmp", ignore_cleanup_errors=True
-            )
-            folder = stack.enter_context(short)
-            options |= {
-                # "local": a Ray of our own, whatever else runs on this machine. It ends with this
-                # process, even by SIGKILL.
-                "address": "local",
-                "num_cpus": config.num_servers + _SPARE_NODES,
-                "object_store_memory": _OBJECT_STORE_BYTES,
-                "include_dashboard": False,
-                "_system_config": {"worker_niceness": 0},  # else engines have a low priority
-                # Ray makes it readable and writable for all, so it lies in one that only this user
-                # enters.
-                "_temp_dir": f"{folder}/r",
-            }
-        else:
-            options["address"] = address
         stack.callback(ray.shutdown)
-        _connect(options, config.rollout.start_timeout_s)
-        yield
-
-
-def _connect(options: Options, timeout_s: float) -> None:
-    """Starts or joins Ray, with retries that end within `timeout_s`. Raises RayNotStarted.
-
-    Ray's own limit of 30 s for a start is fixed, and a busy machine may need longer.
-    """
-    deadline, attempts = time.monotonic() + timeout_s, 0
-    while True:
-        began, before = time.monotonic(), _children()
-        attempts += 1
-        try:
-            # Ray has no type for it: "The current node timed out during startup" is an Exception
-            with explained("ray.init"):
-                ray.init(**options)
-            return
-        except ValueError as exc:
-            problem = str(exc).partition(os.linesep)[0]
-        # A failed start returns nothing to shut down, but leaves its processes running.
-        ray.shutdown()
-        for pid in _children() - before:
-            stop_tree(pid, _GRACE_S)
-        where = f"Ray at {options['address']}"
-        remedy = "see whether it runs there"
-        if options["address"] == "local":
-            where = f"Ray on {socket.gethostname()}"
-            remedy = "end other programs there"
-        now = time.monotonic()
-        if now + _PAUSE_S + (now - began) > deadline:
-            raise RayNotStarted(
-                f"{where} did not start in {attempts} attempt(s) within {timeout_s:.0f} s; "
-                f"{remedy} or raise rollout.start_timeout_s. The last problem: {problem}"
+        # Ray has no type for some: "The current node timed out during startup" is an Exception
+        with explained(f"--ray-address {address}: see whether Ray runs there"):
+            ray.init(
+                address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False
             )
-        print(f"{where} did not start, trying again ({problem})", flush=True)
-        time.sleep(_PAUSE_S)
+        yield RayMachines()
 
 
-def _children() -> set[int]:
-    return {process.pid for process in psutil.Process().children()}
+class RayMachines:
+    """Each node of an engine is a Ray actor, to which Ray assigns a machine and GPUs."""
+
+    def __init__(self) -> None:
+        self.num_gpus: float = ray.cluster_resources().get("GPU", 0)
+
+    async def place(
+        self,
+        config: ExperimentConfig,
+        gpus: int,
+        place: ServerPlace,
+        cores_share: int,
+        api_key: str,
+    ) -> Placed:
+        """Reserves machines within start_timeout_s, and starts an actor on each. Raises
+        EngineDied."""
+        nodes, limit_s = config.rollout.nodes_per_engine, config.rollout.start_timeout_s
+        bundle = {"CPU": 1.0}
+        if gpus:
+            bundle["GPU"] = float(gpus)
+        # Ray fills up one machine before the next, and spreads the nodes of one engine over several
+        # if it can.
+        group = placement_group(
+            [bundle] * nodes, strategy="STRICT_PACK" if nodes == 1 else "SPREAD"
+        )
+        deadline = time.monotonic() + limit_s
+        with ExitStack() as stack:
+            stack.callback(remove_placement_group, group)
+            # In a thread: Ray's head may take long, and this loop answers the trainers' /status.
+            while (await asyncio.to_thread(placement_group_table, group)).get("state") != "CREATED":
+                if time.monotonic() > deadline:
+                    resources = await asyncio.to_thread(ray.cluster_resources)
+                    have = {name: resources[name] for name in ("CPU", "GPU") if name in resources}
+                    raise EngineDied(
+                        f"{nodes} x {bundle} did not fit on the machines within {limit_s:.0f} s "
+                        f"(rollout.start_timeout_s); they have {have} in all. Lower "
+                        "rollout.num_engines or rollout.tp, or add machines"
+                    )
+                await asyncio.sleep(_RESERVE_POLL_S)
+            asks = []
+            for rank in range(nodes):
+                strategy = PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=rank
+                )
+                options = _EngineNodeActor.options(
+                    num_cpus=1, num_gpus=gpus, scheduling_strategy=strategy, max_restarts=0
+                )
+                actor = options.remote(config, replace(place, node_rank=rank), cores_share, api_key)
+                stack.callback(ray.kill, actor)
+                asks.append(_ask_actor(actor))
+            return Placed(asks, stack.pop_all().close)
+
+
+def _ask_actor(actor: ActorHandle) -> Ask:
+    async def ask(method: str, *arguments: object) -> object:
+        try:
+            return await getattr(actor, method).remote(*arguments)
+        except ray.exceptions.ActorUnavailableError as exc:
+            raise NodeSilent(str(exc)) from exc
+        except ray.exceptions.RayTaskError as exc:  # its machine is reachable, but the call raised
+            raise EngineDied(str(exc.cause)) from exc
+        except ray.exceptions.RayError as exc:
+            raise EngineDied(f"its node was lost: {type(exc).__name__}: {exc}") from exc
+
+    return ask

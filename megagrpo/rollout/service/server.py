@@ -1,5 +1,5 @@
-"""The rollout service: SGLang engines under Ray's placement, a supervisor for each, and a small
-HTTP endpoint through which trainers list the engines and report the verified ones.
+"""The rollout service: SGLang engines, a supervisor for each, and a small HTTP endpoint through which
+trainers list the engines and report the verified ones.
 
 - GET /status: {"failed", "engines": [{"id", "url", "state", "serves", ...}]}
 - GET /metrics: the engines and the run's last step, for Prometheus
@@ -25,28 +25,26 @@ import random
 import secrets
 import signal
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 
 import aiohttp
 import orjson
-import ray
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.data.vocabulary import different_tokens
 from megagrpo.monitor.prometheus import exposition
 from megagrpo.rollout.control import ServiceFailed, ServiceUnreachable, find_service
-from megagrpo.rollout.service.addresses import own_address
+from megagrpo.rollout.service.addresses import own_address, reachable_host
 from megagrpo.rollout.service.engine_command import on_gpus
 from megagrpo.rollout.service.engine_model import as_engines_see_it
-from megagrpo.rollout.service.node import free_port, reachable_host
-from megagrpo.rollout.service.ray_cluster import RayNotStarted, in_ray_cluster
+from megagrpo.rollout.service.node import Machines, ThisMachine, free_port
 from megagrpo.rollout.service.sleep import CACHE
 from megagrpo.rollout.service.supervisor import StaleReport, SupervisedEngine
 from megagrpo.system import environment
 from megagrpo.system.background import end_tasks
+from megagrpo.system.environment import visible_gpus
 from megagrpo.system.run_folder import RunFolder, write_whole
 
 _FAILED_LINGER_S = 60.0  # a failed service stays that long, so that waiting trainers can read why
@@ -59,26 +57,26 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = None) -> int:
     """Runs the service until SIGTERM, SIGINT or failure; returns the exit code. No process remains.
 
-    ray_address: "host:port" of a running Ray cluster to join; without it a private one is started
-    on this machine. When the engines are up, run_dir/service.json holds {"url": ...}. Raises
+    ray_address: "host:port" of a running Ray cluster, whose machines engines share; without it they
+    run on this machine. When the engines are up, run_dir/service.json holds {"url": ...}. Raises
     ValueError if rollout.host is not an address or interface of this machine, engines cannot start
-    from a quantized model, they require GPUs and none is visible, or a teacher has other tokens.
+    from a quantized model, they require GPUs and none is visible, or Ray cannot be joined.
     """
-    _refuse_other_tokens(config)
     folder = RunFolder(run_dir.absolute())
     _refuse_beside_another(folder)
     folder.service.unlink(missing_ok=True)  # an older run's URL would mislead trainers
     api_key = make_key(folder.service_key)
-    write_whole(folder.service_progress, "Ray starts")
     try:
-        with in_ray_cluster(config, ray_address):
-            cuda = on_gpus(config, ray.cluster_resources().get("GPU", 0))
+        with ExitStack() as stack:
+            machines: Machines = ThisMachine(visible_gpus())
+            if ray_address is not None:
+                from megagrpo.rollout.service.ray_cluster import in_ray_cluster  # takes a second
+
+                machines = stack.enter_context(in_ray_cluster(ray_address))
+            cuda = on_gpus(config, machines.num_gpus)
             engine_config = as_engines_see_it(config, folder, cuda)
-            service = _Service(engine_config, folder, cuda=cuda, api_key=api_key)
+            service = _Service(engine_config, folder, machines=machines, api_key=api_key)
             return asyncio.run(service.run())
-    except RayNotStarted as exc:
-        print(f"rollout service failed: {exc}", flush=True)
-        return 1
     finally:
         # with another key they are of a start since this run's launcher was killed
         with suppress(FileNotFoundError):
@@ -98,15 +96,6 @@ def _refuse_beside_another(folder: RunFolder) -> None:
         )
 
 
-def _refuse_other_tokens(config: ExperimentConfig) -> None:
-    tokenizer = Path(config.model.tokenizer or config.model.path)
-    for name, teacher in config.teachers.items():
-        if teacher.path is not None:
-            problem = different_tokens(Path(teacher.path), tokenizer)
-            if problem:
-                raise ValueError(f"teachers.{name}.path: {teacher.path} {problem}")
-
-
 def make_key(file: Path) -> str:
     """Returns the API key of this run: that of the environment, else a new one. It is written to
     `file` for the run's trainers, `status`, `engines` and Prometheus.
@@ -124,8 +113,11 @@ def make_key(file: Path) -> str:
 class _Service:
     """Runs the engines and the control endpoint, from their start to their end."""
 
-    def __init__(self, config: ExperimentConfig, folder: RunFolder, *, cuda: bool, api_key: str):
-        self._config, self._folder, self._cuda, self._api_key = config, folder, cuda, api_key
+    def __init__(
+        self, config: ExperimentConfig, folder: RunFolder, *, machines: Machines, api_key: str
+    ):
+        self._machines = machines
+        self._config, self._folder, self._api_key = config, folder, api_key
         self._address = own_address(config.rollout.host)
         self._host = reachable_host(self._address)
         self._engines: dict[str, SupervisedEngine] = {}
@@ -169,7 +161,7 @@ class _Service:
         engine = SupervisedEngine(
             index,
             self._config,
-            cuda=self._cuda,
+            machines=self._machines,
             api_key=self._api_key,
             log_dir=self._folder.logs,
             may_start=self._may_start,

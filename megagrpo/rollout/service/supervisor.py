@@ -18,28 +18,25 @@ the scheduler, and the trainer's deadlines apply instead.
 import asyncio
 import json
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import ray
-from ray.actor import ActorHandle
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.control import bearer
 from megagrpo.rollout.engine_choice import LOOK_S
-from megagrpo.rollout.service.engine_command import ServerPlace
-from megagrpo.rollout.service.node import LOOPBACK, EngineNodeActor
+from megagrpo.rollout.service.engine_command import ServerPlace, on_gpus
+from megagrpo.rollout.service.node import (
+    LOOPBACK,
+    EngineDied,
+    Machines,
+    NodeSilent,
+    Placed,
+)
 from megagrpo.rollout.service.sleep import WEIGHTS, EngineMemory, SleepFailed
 from megagrpo.system.processes import end_of, namespaces
 from megagrpo.types import LOADS, EngineInfo
@@ -47,15 +44,10 @@ from megagrpo.types import LOADS, EngineInfo
 _WATCH_S = 1.0  # between two checks of the processes
 _DRAIN_POLL_S = 0.5
 _LAST_REQUEST_S = 2 * LOOK_S  # until all who send requests know that it serves no more
-_RESERVE_POLL_S = 0.5
 _START_POLL_S = 0.25
-_LOST_NODE_S = 30.0  # limit for an engine's Ray actors to stop it
+_LOST_NODE_S = 30.0  # limit for an engine's nodes to stop it
 _ANSWERING = ("stale", "ready", "asleep")
 _LOG_TAIL = 2000  # bytes of the engine's log in an error
-
-
-class EngineDied(Exception):
-    """Raised with the reason when an incarnation has ended or must end."""
 
 
 class StaleReport(ValueError):
@@ -77,7 +69,7 @@ class SupervisedEngine:
         index: int,
         config: ExperimentConfig,
         *,
-        cuda: bool,
+        machines: Machines,
         api_key: str,
         log_dir: Path,
         may_start: asyncio.Event,
@@ -85,6 +77,7 @@ class SupervisedEngine:
     ):
         self.id = f"{model or 'engine'}-{index}"
         self.model, self._index, self._may_start = model, index, may_start
+        self._machines, self._cuda = machines, on_gpus(config, machines.num_gpus)
         self._num_servers, self._slot = config.num_servers, 0
         if model:
             config = config.for_model(model)
@@ -96,10 +89,9 @@ class SupervisedEngine:
         self.load_now: dict[str, float] = {}
         self.cache_tokens: int | None = None
         self.gave_up = self._was_up = False
-        self._config, self._cuda, self._api_key, self._log_dir = config, cuda, api_key, log_dir
-        self._patience_s = config.rollout.patience_s(cuda)
-        self._group: PlacementGroup | None = None
-        self._nodes: list[ActorHandle] = []  # of type EngineNode
+        self._config, self._api_key, self._log_dir = config, api_key, log_dir
+        self._patience_s = config.rollout.patience_s(self._cuda)
+        self._placed: Placed | None = None
         # done when a trainer reports this incarnation as lost
         self._lost: asyncio.Future[None] | None = None
         self._life: asyncio.Task[None] | None = None
@@ -139,7 +131,7 @@ class SupervisedEngine:
             incarnation = self.incarnation
             self._stop_serving("asleep")
             await self._move_memory(self._memory.release(http), incarnation)
-        while self._nodes and self.state not in _ANSWERING:
+        while self._placed and self.state not in _ANSWERING:
             await asyncio.sleep(_START_POLL_S)
 
     async def _move_memory(self, work: Coroutine[object, None, None], incarnation: int) -> None:
@@ -214,17 +206,12 @@ class SupervisedEngine:
             try:
                 await self._start(http)
                 await self._watch(http)
-            except EngineDied as exc:
-                self.reason = str(exc)
             except TimeoutError:  # of _ask
                 limit_s = self._config.rollout.start_timeout_s
                 limit = f"{limit_s:.0f} s (rollout.start_timeout_s)"
-                self.reason = f"a Ray actor of its nodes gave no answer in {limit}"
-            # its machine is reachable, but the call raised
-            except ray.exceptions.RayTaskError as exc:
-                self.reason = str(exc.cause)
-            except ray.exceptions.RayError as exc:
-                self.reason = f"its node was lost: {type(exc).__name__}: {exc}"
+                self.reason = f"one of its nodes gave no answer in {limit}"
+            except (EngineDied, NodeSilent, ValueError, OSError) as exc:
+                self.reason = str(exc)
             self._stop_serving("dead")
             first, _, _ = self.reason.partition("\n")
             print(f"{self.id} died: {first}", flush=True)
@@ -240,42 +227,46 @@ class SupervisedEngine:
             self.restarts += 1
 
     async def stop(self) -> None:
-        """Ends the server processes and their Ray actors, and removes their placement group."""
-        if self._nodes:
-            # If an actor is gone, the kernel has ended its server process with it.
-            stopping = asyncio.gather(
-                *(node.stop.remote() for node in self._nodes), return_exceptions=True
-            )
-            await asyncio.wait([stopping], timeout=_LOST_NODE_S)
-            stopping.cancel()
-        for node in self._nodes:
-            ray.kill(node)
-        self._nodes = []
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
+        """Ends the server processes, and gives their machines back."""
+        if self._placed is None:
+            return
+        # If a node is lost, the kernel has ended its server process with it.
+        stopping = asyncio.gather(
+            *(ask("stop") for ask in self._placed.asks), return_exceptions=True
+        )
+        await asyncio.wait([stopping], timeout=_LOST_NODE_S)
+        stopping.cancel()
+        self._placed.release()
+        self._placed = None
 
     async def _start(self, http: aiohttp.ClientSession) -> None:
         """Starts the next incarnation.
 
-        Raises EngineDied if it does not answer within start_timeout_s, TimeoutError if a Ray actor
-        does not, RayError if its node is lost.
+        Raises EngineDied if it does not answer within start_timeout_s or its node is lost,
+        TimeoutError if a node does not answer.
         """
         rollout = self._config.rollout
         self.incarnation += 1
         self.state, self.weight_version, self.url, self.pid = "starting", None, "", 0
         self._lost = asyncio.get_running_loop().create_future()
-        await self._reserve_machines()
+        scores = self.model.startswith("teacher-")
+        place = ServerPlace(0, cuda=self._cuda, scores=scores, engine=self._index)
+        # On a CPU all engines of the experiment may share one machine; its cores are divided among
+        # them.
+        gpus = rollout.tp // rollout.nodes_per_engine if self._cuda else 0
+        self._placed = await self._machines.place(
+            self._config, gpus, place, self._num_servers, self._api_key
+        )
         deadline = time.monotonic() + rollout.start_timeout_s
-        self._nodes = [self._make_node(rank) for rank in range(rollout.nodes_per_engine)]
+        nodes = list(enumerate(self._placed.asks))
+        loopback = namespaces(LOOPBACK)
         addresses = await self._ask(
-            node.address.remote(namespaces(LOOPBACK), self._slot + rank, self.incarnation)
-            for rank, node in enumerate(self._nodes)
+            ask("address", loopback, self._slot + rank, self.incarnation) for rank, ask in nodes
         )
         rendezvous = f"{addresses[0][0]}:{addresses[0][2]}"
         pids = await self._ask(
-            node.start.remote(address[1], rendezvous, str(self._log(rank)))
-            for rank, (node, address) in enumerate(zip(self._nodes, addresses, strict=True))
+            ask("start", addresses[rank][1], rendezvous, str(self._log(rank)))
+            for rank, ask in nodes
         )
         self.pid = pids[0]
         url = f"http://{addresses[0][0]}:{addresses[0][1]}"
@@ -294,37 +285,11 @@ class SupervisedEngine:
             f"{self.id} is up at {url} (incarnation {self.incarnation}, pid {self.pid})", flush=True
         )
 
-    async def _reserve_machines(self) -> None:
-        """Reserves machines, at every start: those of the previous one may be gone. Raises
-        EngineDied."""
-        rollout = self._config.rollout
-        bundle = {"CPU": 1.0}
-        if self._cuda:
-            bundle["GPU"] = float(rollout.tp // rollout.nodes_per_engine)
-        # Ray fills up one machine before the next, and spreads the nodes of one engine over several
-        # if it can.
-        strategy = "STRICT_PACK" if rollout.nodes_per_engine == 1 else "SPREAD"
-        self._group = placement_group([bundle] * rollout.nodes_per_engine, strategy=strategy)
-        deadline = time.monotonic() + rollout.start_timeout_s
-        # In a thread: Ray's head may take long, and this loop answers the trainers' /status.
-        while (await asyncio.to_thread(placement_group_table, self._group)).get(
-            "state"
-        ) != "CREATED":
-            if time.monotonic() > deadline:
-                resources = await asyncio.to_thread(ray.cluster_resources)
-                have = {name: resources[name] for name in ("CPU", "GPU") if name in resources}
-                raise EngineDied(
-                    f"{rollout.nodes_per_engine} x {bundle} did not fit on the machines within "
-                    f"{rollout.start_timeout_s:.0f} s (rollout.start_timeout_s); they have "
-                    f"{have} in all. Lower rollout.num_engines or rollout.tp, or add machines"
-                )
-            await asyncio.sleep(_RESERVE_POLL_S)
-
     async def _watch(self, http: aiohttp.ClientSession) -> None:
         """Watches this incarnation until it ends.
 
-        Raises EngineDied if a process ended or does not answer, TimeoutError if a Ray actor does
-        not, RayError if its node is lost.
+        Raises EngineDied if a process ended or does not answer or its node is lost, TimeoutError
+        if a node does not answer.
         """
         patience_s = self._patience_s
         answered = time.monotonic()
@@ -358,11 +323,12 @@ class SupervisedEngine:
         await self._check_processes()
 
     async def _check_processes(self) -> None:
+        assert self._placed is not None, "checked before its start"
         try:
-            codes = await self._ask(node.exit_code.remote() for node in self._nodes)
-        except ray.exceptions.ActorUnavailableError:
-            # a broken connection: Ray reports later if the node is lost; until then the probe's
-            # limit applies
+            codes = await self._ask(ask("exit_code") for ask in self._placed.asks)
+        except (
+            NodeSilent
+        ):  # Ray reports later if the node is lost; until then the probe's limit applies
             return
         for rank, code in enumerate(codes):
             if code is not None:
@@ -371,33 +337,11 @@ class SupervisedEngine:
                     f"the server process of node {rank} ended, {end}\n{self._log_tail(rank)}"
                 )
 
-    async def _ask(self, calls: Iterable[Any]) -> list[Any]:
-        """Returns the results of Ray calls. Raises TimeoutError without an answer, RayError if a
-        node is lost."""
+    async def _ask(self, calls: Iterable[Awaitable[Any]]) -> list[Any]:
+        """Returns the nodes' answers. Raises TimeoutError without one, EngineDied if a node is
+        lost."""
         # Ray starts a process for the first call; later ones are answered at once.
         return await asyncio.wait_for(asyncio.gather(*calls), self._config.rollout.start_timeout_s)
-
-    def _make_node(self, rank: int) -> ActorHandle:
-        rollout = self._config.rollout
-        assert self._group is not None, "placed before"
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
-        num_gpus = rollout.tp // rollout.nodes_per_engine if self._cuda else 0
-        options = EngineNodeActor.options(
-            num_cpus=1, num_gpus=num_gpus, scheduling_strategy=strategy, max_restarts=0
-        )
-        return options.remote(
-            self._config,
-            ServerPlace(
-                rank,
-                cuda=self._cuda,
-                scores=self.model.startswith("teacher-"),
-                engine=self._index,
-            ),
-            # On a CPU all engines of the experiment may share one machine; its cores are divided
-            # among them.
-            cores_share=self._num_servers,
-            api_key=self._api_key,
-        )
 
     def _log(self, rank: int) -> Path:
         return self._log_dir / f"{self.id}.node-{rank}.log"

@@ -9,12 +9,12 @@ import yaml
 
 from megagrpo.check.problems import describe_model, layout_problems
 from megagrpo.check.rules.table import broken_as_read
-from megagrpo.cluster.machine import visible_gpus
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.load import Dumper, Plain, load_config, plain_yaml
 from megagrpo.data.hub import with_local_files
 from megagrpo.models.table import architecture_of, parameter_counts
 from megagrpo.system.arguments import positive
+from megagrpo.system.environment import visible_gpus
 from megagrpo.system.progress import Progress
 from megagrpo.system.run_folder import write_whole
 from megagrpo.tools.check.loading import try_loading
