@@ -34,12 +34,17 @@ def load_function(name: str, built_in: Mapping[str, str], key: str) -> Callable[
             f"{key} {name!r} is unknown{hint} (your own is written "
             "package.module:function, or file.py:function)"
         )
-    path_hint = "; is its folder on PYTHONPATH?"
+    hints = {
+        ModuleNotFoundError: "; is its folder on PYTHONPATH?",
+        FileNotFoundError: "; paths begin in the folder where megagrpo starts",
+    }
     if Path(f"{module_name}.py").is_file():
-        path_hint = f"; write {module_name}.py:{function_name}"
-    failed = f"{key} {name!r}: importing {module_name} failed"
+        hints[ModuleNotFoundError] = f"; write {module_name}.py:{function_name}"
     with (
-        explained(failed, lambda exc: path_hint * isinstance(exc, ModuleNotFoundError)),
+        explained(
+            f"{key} {name!r}: importing {module_name} failed",
+            lambda exc: hints.get(type(exc), ""),
+        ),
         translated("it calls sys.exit", SystemExit, raised=ImportError),
     ):
         if module_name.endswith(".py"):

@@ -64,6 +64,7 @@ def test_a_folder_may_have_a_colon(tmp_path):
         ),
         ("xyz", "a.key 'xyz' is unknown; known: join, split (your own"),
         ("no.such:f", "importing no.such failed: ModuleNotFoundError: No module named 'no'; is its folder"),
+        ("no_such.py:f", "no_such.py'; paths begin in the folder where megagrpo starts"),
         ("broken_functions:f", "importing broken_functions failed: KeyError: 'on purpose'"),
         ("script_functions:f", "importing script_functions failed: ImportError: it calls sys.exit: 0"),
         ("own_functions:lenght", "own_functions has no function lenght; did you mean 'length'?"),
