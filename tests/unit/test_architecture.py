@@ -23,6 +23,7 @@ CEILINGS = {
     name: entry["landed"] + entry["allowed"]
     for name, entry in tomllib.loads((ROOT / "tests" / "ceilings.toml").read_text()).items()
 }
+OVER = "more than tests/ceilings.toml allows: delete some, or raise `allowed` there and say why"
 MANY_ARGUMENTS = {  # "path:function" -> whose signature it is
     "weights/digests/triton_kernel.py:_block_sums": "a Triton kernel takes pointers and sizes one by one",
     "algo/logprob.py:forward": "torch.autograd.Function takes its inputs one by one",
@@ -192,8 +193,8 @@ def test_the_core_is_small():
     sizes = Counter()
     for path in sources():
         sizes["wings" if part_of(path) in WINGS else "core"] += len(tokens(PACKAGE / path))
-    assert sizes["core"] <= CEILINGS["core_tokens"], sizes
-    assert sizes.total() <= CEILINGS["package_tokens"], sizes
+    assert sizes["core"] <= CEILINGS["core_tokens"], f"{sizes['core']} code tokens, {OVER}"
+    assert sizes.total() <= CEILINGS["package_tokens"], f"{sizes.total()} code tokens, {OVER}"
 
 
 def test_the_core_does_not_know_what_stands_beside_it():
@@ -252,7 +253,8 @@ def test_arrows_between_rooms_are_few():
 
 def test_settings_are_few():
     """Distinct keys of an experiment, those of copies of a section included."""
-    assert len(leaves(ExperimentConfig)) <= CEILINGS["settings"]
+    count = len(leaves(ExperimentConfig))
+    assert count <= CEILINGS["settings"], f"{count} settings, {OVER}"
 
 
 def leaves(section: type[Section]) -> set[str]:
