@@ -135,7 +135,7 @@ def _local_files(path: str, splits: Sequence[str], cached_only: bool) -> list[st
     files = [
         str(folder / name)
         for name in names
-        if name.endswith(_ENDINGS) and any(fnmatch(name, pattern) for pattern in patterns)
+        if name.endswith(_ENDINGS) and any(_fits(name, pattern) for pattern in patterns)
     ]
     if not files:
         raise ValueError(
@@ -143,6 +143,14 @@ def _local_files(path: str, splits: Sequence[str], cached_only: bool) -> list[st
             f"hf://datasets/{matched['repo']}/FILE, which may have * in it"
         )
     return files
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Returns whether the Hub's pattern names a file: a `*` is inside one folder, and `**/` any
+    folders or none."""
+    flat = pattern.replace("**/", "")
+    inside = fnmatch(name, flat) and name.count("/") == flat.count("/")
+    return inside or ("**" in pattern and fnmatch(name, pattern))
 
 
 def _patterns(
@@ -184,7 +192,7 @@ def _named_by(split: str, start: str = "") -> list[str]:
     """Returns the patterns of files by their names, as the Hub itself finds them."""
     gaps = ("", "*[!a-zA-Z]")  # no letter beside the split: contest.csv is no test
     ends = ("json*", "csv*", "parquet")
-    return [f"{start}{gap}{split}[!a-zA-Z]*{end}" for gap in gaps for end in ends]
+    return [f"{start}{gap}{split}[!a-zA-Z]**{end}" for gap in gaps for end in ends]
 
 
 def _configurations(readme: Path, split: str) -> _Configurations:
@@ -232,7 +240,7 @@ def _snapshot(
             repo,
             repo_type=kind,
             revision=name["revision"],
-            allow_patterns=patterns,
+            allow_patterns=[pattern.replace("**/", "*") for pattern in patterns],
             ignore_patterns=ignored,
             local_files_only=cached_only or constants.HF_HUB_OFFLINE,  # not even to look
         )

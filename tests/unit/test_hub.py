@@ -34,6 +34,14 @@ GSM8K = {
     "main/test-0.jsonl": "c",
     "socratic/train-0.jsonl": "d",
 }
+# a folder of a configuration inside that of another
+NESTED = """---
+configs:
+- {config_name: main, data_files: "data/*.jsonl", default: true}
+- {config_name: hard, data_files: "data/hard/*.jsonl"}
+- {config_name: all, data_files: "data/**/*.jsonl"}
+---
+"""
 PLAIN = {"README.md": "# no front matter", "train.csv": "a", "test.csv": "b", "notes.txt": "c"}
 # of the second kind: packed, and files that only sound like a split's
 PLAIN |= {"train_2.jsonl.gz": "d", "contest.csv": "e", "constraints.json": "f", "y/latest.csv": "g"}
@@ -57,6 +65,7 @@ def cache(tmp_path, monkeypatch) -> Path:
     cached(tmp_path, "dataset", "openai/gsm8k", GSM8K)
     cached(tmp_path, "dataset", "me/plain", PLAIN)
     cached(tmp_path, "dataset", "me/folders", GSM8K | {"README.md": FOLDERS})
+    cached(tmp_path, "dataset", "me/nested", {"README.md": NESTED, "data/a.jsonl": "x", "data/hard/b.jsonl": "y"})
     cached(tmp_path, "dataset", "me/here", PLAIN | {"README.md": FOLDERS.replace("./main", ".")})
     cached(tmp_path, "model", "Qwen/Qwen3-1.7B", MODEL)
     cached(tmp_path, "model", "me/described", {"config.json": "{}"})
@@ -78,6 +87,10 @@ def read(**sections) -> tuple[dict, list[str]]:
         ("me/folders", ["main/train-0.jsonl", "main/train-1.jsonl"]),
         ("me/folders?split=test", ["main/test-0.jsonl"]),
         ("me/folders?config=socratic", ["socratic/train-0.jsonl"]),
+        ("me/nested", ["data/a.jsonl"]),
+        ("me/nested?config=hard", ["data/hard/b.jsonl"]),
+        ("me/nested?config=all", ["data/a.jsonl", "data/hard/b.jsonl"]),
+        ("hf://datasets/me/nested/data/*", ["data/a.jsonl"]),
         ("me/plain", ["train.csv", "train_2.jsonl.gz"]),
         ("me/here", ["train.csv", "train_2.jsonl.gz"]),
         ("hf://datasets/me/plain/train_2.jsonl.gz", ["train_2.jsonl.gz"]),
