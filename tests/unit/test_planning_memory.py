@@ -16,8 +16,9 @@ from megagrpo.models.table import architecture_of, parameter_counts
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.explain import explain
 from megagrpo.tools.plan import search
-from megagrpo.tools.plan.checkpoint_cost import checkpoint_cost, disk_advice
+from megagrpo.tools.plan.checkpoint_cost import checkpoint_cost, checkpoint_lines, disk_advice
 from megagrpo.tools.plan.fitting import load_of, with_model
+from megagrpo.tools.plan.hardware import gigabytes
 from megagrpo.tools.plan.roofline import target_of
 from megagrpo.tools.plan.trainer_memory import Load, in_flight, trainer_stages
 from megagrpo.tools.plan.work import optimizer_bytes
@@ -207,6 +208,11 @@ def test_checkpoints_of_an_earlier_start_are_on_the_disk_already(tmp_path, monke
     for step in (5, 10):
         (config.run_folder.checkpoints / f"step_{step:06d}").mkdir(parents=True)
     assert disk_advice(config, arch) == []
+    exports = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"hf_every": 1, "keep": 4})})
+    alone = exports.model_copy(update={"checkpoint": exports.checkpoint.model_copy(update={"hf_every": 0})})
+    on_disk = [checkpoint_lines(each, arch, False)[-1] for each in (exports, alone)]
+    size = checkpoint_cost(arch, config.actor, 2).file_bytes + 4 * parameter_counts(arch).total
+    assert gigabytes(5 * size) in on_disk[0] and on_disk[0] != on_disk[1]
 
 
 def test_a_folder_that_this_user_may_not_search_ends_no_check(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from pathlib import Path
 from megagrpo.checkpoint.folder import finished_checkpoints
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
 from megagrpo.models.architecture import Architecture
-from megagrpo.models.table import tensor_groups
+from megagrpo.models.table import parameter_counts, tensor_groups
 from megagrpo.models.tensors import TensorSpec
 from megagrpo.tools.plan.hardware import gigabytes
 
@@ -141,8 +141,8 @@ def checkpoint_lines(
     if arch is None:
         return lines
     per_node, cost = _per_node(config, arch)
-    most = cost.file_bytes * (c.keep + 1)
-    lines.append(f"  on disk    up to {gigabytes(most)}, while one is written")
+    most = gigabytes(_kept_bytes(config, arch, cost) * (c.keep + 1))
+    lines.append(f"  on disk    up to {most}, while one is written")
     if not everything:
         return lines
     forms = {True: "for any layout", False: "for this layout alone"}
@@ -168,6 +168,13 @@ def _per_node(config: ExperimentConfig, arch: Architecture) -> tuple[int, Checkp
     return ranks, checkpoint_cost(arch, config.actor, ranks)
 
 
+def _kept_bytes(config: ExperimentConfig, arch: Architecture, cost: CheckpointCost) -> float:
+    """Returns the bytes of a checkpoint and of its Hugging Face folder, adapters merged."""
+    width = 2 if config.actor.dtype == "bfloat16" else 4
+    exported = parameter_counts(arch).total * width * (config.checkpoint.hf_every > 0)
+    return cost.file_bytes + exported
+
+
 def disk_advice(config: ExperimentConfig, arch: Architecture | None) -> list[str]:
     """Returns that the disk has no room for the checkpoints, as it is seen from here."""
     if arch is None:
@@ -180,7 +187,7 @@ def disk_advice(config: ExperimentConfig, arch: Architecture | None) -> list[str
     _, cost = _per_node(config, arch)
     # by an earlier start
     saved = len(finished_checkpoints(config.run_folder.checkpoints)) if folder == place else 0
-    wanted = cost.file_bytes * max(config.checkpoint.keep + 1 - saved, 1)
+    wanted = _kept_bytes(config, arch, cost) * max(config.checkpoint.keep + 1 - saved, 1)
     if wanted <= free:
         return []
     return [
