@@ -234,6 +234,9 @@ def test_a_text_that_becomes_too_long_stays_plain():
     for text in (table * 14, table[:-1].replace("\n", "\r> ") * 14):
         started = time.monotonic()
         assert rendered(text, {}) == "" and time.monotonic() - started < 5
+    for text in ("[" * 20_000, "![[" * 6_000, r"\[" * 10_000, r"\(" * 10_000):  # each looks for its end
+        started = time.monotonic()
+        assert rendered(text, {}) == "" and time.monotonic() - started < 0.2
     small = "|a|b|\n|-|-|\n" + "|1|2|\n" * 1_000
     assert rendered(small, {}).count("<td>") == 2_000
     found: dict[str, str] = {}

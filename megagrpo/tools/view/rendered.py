@@ -11,6 +11,7 @@ from latex2mathml.converter import convert_to_element
 from markdown_it import MarkdownIt
 
 _MOST = 500_000  # characters of a text's HTML and formulas
+_MOST_BRACKETS = 2_000  # of a text, each of which is searched for the end of a link or formula
 _MOST_CELLS = 10_000  # of a text's tables, whose short rows are filled up
 # Dollars are no prices: $5 and $6. Bounded, because an end is searched for from every begin.
 _FORMULA = re.compile(
@@ -29,6 +30,8 @@ def rendered(text: str, mathml: dict[str, str]) -> str:
     """Returns the HTML of a text, "" if it has no mark or becomes too long, and adds the MathML of
     its formulas; "" for what is no LaTeX. Formulas keep their delimiters, also in code, where they
     are none."""
+    if text.count("[") + text.count("\\(") > _MOST_BRACKETS:
+        return ""
     found: list[str] = []
 
     def place(formula: re.Match[str]) -> str:  # which is no Markdown
