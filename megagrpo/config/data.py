@@ -176,6 +176,11 @@ class DataConfig(Section):
         return DataPart.model_construct(**{**dict(self), "sources": [], **given, **keys})
 
     @property
+    def ratios(self) -> list[float]:
+        """The ratios of the sources; [] if they are read as one."""
+        return [source.ratio for source in self.sources if source.ratio is not None]
+
+    @property
     def paths(self) -> list[str]:
         """The files of all sources, in order."""
         paths_by_part = (
@@ -193,7 +198,7 @@ class DataConfig(Section):
         chat = self.chat_template
         names = [source.source for source in self.sources]
         same = repeated(names)
-        with_ratio = sum(source.ratio is not None for source in self.sources)
+        with_ratio = len(self.ratios)
         return [
             Rule(
                 not (self.path or names),

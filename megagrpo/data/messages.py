@@ -4,7 +4,7 @@ rendered."""
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -32,7 +32,7 @@ def checked_messages(messages: Sequence[Message]) -> list[Message]:
     A message with tool calls may have no content. Raises ValueError for any other without one, and
     for a content that is neither a text nor parts.
     """
-    checked = [without_nulls(message) for message in messages]
+    checked = cast(list[Message], plain(messages))
     for number, message in enumerate(checked, start=1):
         content = message.get("content", [] if message.get("tool_calls") else None)
         if not isinstance(content, str | list):
@@ -91,8 +91,9 @@ def render_whole(
     if tools and "tools" not in str(tokenizer.chat_template):
         raise ValueError("it leaves out the tools")
     for message in messages:
-        role, said = message["role"], str(message.get("content", ""))
-        if role == "assistant" or said.strip() in text:
+        role, said = message["role"], str(message.get("content", "")).strip()
+        others = "".join(str(each.get("content")) for each in messages if each is not message)
+        if role == "assistant" or (said in text and said not in others):
             continue
         # it may write a content in another way
         other = [m | {"content": _PROBE} if m is message else m for m in messages]
@@ -137,16 +138,12 @@ def text_of(message: Message) -> str:
     return "".join(map(str, texts))
 
 
-def without_nulls(message: Message) -> Message:
-    """Returns an object without null members, at any depth."""
-    return {key: _item(item) for key, item in message.items() if item is not None}
-
-
-def _item(value: object) -> object:
+def plain(value: object) -> object:
+    """Returns a value of a row without null members of objects, at any depth."""
     if isinstance(value, dict):
-        return without_nulls(value)
+        return {key: plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [_item(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 

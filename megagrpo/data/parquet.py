@@ -31,7 +31,9 @@ def parquet_rows(path: Path) -> Iterator[tuple[int, object]]:
             for floats in (pyarrow.string(), pyarrow.float64())
         )
         batches = file.iter_batches(batch_size=_ROWS_AT_ONCE)
-        rows = (batch.cast(texts).cast(values).to_pylist() for batch in batches)
+        rows = (
+            batch.cast(texts).cast(values).to_pylist(maps_as_pydicts="strict") for batch in batches
+        )
         yield from enumerate(chain.from_iterable(rows))
 
 
@@ -39,14 +41,14 @@ def _read_as(kind: pyarrow.DataType, floats: pyarrow.DataType) -> pyarrow.DataTy
     """Returns the type of a column, or inside one, as rows have it: times are texts, because Python
     has no nanoseconds and no year 10000. floats: of numbers of 32 bits, which have the digits of
     their text: 0.1 is no 0.10000000149011612."""
-    if types.is_temporal(kind):
+    if types.is_temporal(kind) or types.is_null(kind):  # a cast to null loses rows in lists
         return pyarrow.string()
     if types.is_float32(kind):
         return floats
     if types.is_struct(kind):
         return pyarrow.struct([(part.name, _read_as(part.type, floats)) for part in kind])
     if types.is_map(kind):
-        return pyarrow.map_(kind.key_type, _read_as(kind.item_type, floats))
-    if types.is_list(kind):
+        return pyarrow.map_(_read_as(kind.key_type, floats), _read_as(kind.item_type, floats))
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return pyarrow.list_(_read_as(kind.value_type, floats))
     return kind

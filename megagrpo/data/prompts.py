@@ -7,7 +7,7 @@ state to save.
 import json
 import math
 import random
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -28,7 +28,7 @@ from megagrpo.data.messages import (
     tokens_behind,
     with_system,
 )
-from megagrpo.data.rows import Row, fingerprint, iterate_rows, unknown_teachers
+from megagrpo.data.rows import Row, fingerprint, iterate_rows
 from megagrpo.data.stored import StoredPrompts
 from megagrpo.models.config_json import text_part
 from megagrpo.models.folder import Model
@@ -102,22 +102,15 @@ def interleaved(ratios: Sequence[float], start: int, count: int) -> list[tuple[i
     shares = [ratio / sum(ratios) for ratio in ratios]
     margin = len(ratios)
     begin = max(start - margin, 0)
-    firsts = [_first_from(begin, share) for share in shares]
+    # each a prompt or two early
+    firsts = [max(math.floor(begin * share) - 1, 0) for share in shares]
     times = [
         ((j + 0.5) / share, k, j)
         for k, (share, first) in enumerate(zip(shares, firsts, strict=True))
-        for j in range(first, first + math.ceil((count + 2 * margin) * share) + margin)
+        for j in range(first, first + math.ceil((count + 2 * margin) * share) + 3)
     ]
     before = start - sum(firsts)
     return [(k, j) for _, k, j in sorted(times)[before : before + count]]
-
-
-def _first_from(begin: int, share: float) -> int:
-    """Returns the first prompt of a source that does not come before the time `begin`."""
-    j = max(math.ceil(begin * share - 0.5) - 1, 0)
-    while (j + 0.5) / share < begin:
-        j += 1
-    return j
 
 
 def load_tokenizer(model: Model) -> "PreTrainedTokenizerBase":
@@ -201,7 +194,10 @@ def _restore_parts(tokenizer: "PreTrainedTokenizerFast", file: Path) -> None:
 
 
 def load_prompts(
-    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", store: ImageStore | None = None
+    data: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    store: ImageStore | None = None,
+    most: int | None = None,
 ) -> PromptSet:
     """Returns the rendered and tokenized rows of data.path or data.sources; Prompt.id is the row's
     id.
@@ -209,7 +205,7 @@ def load_prompts(
     Raises ValueError with file and line for a missing file, a broken line, a missing key, a value
     of the wrong type, an empty prompt, and an image that cannot be read; also if no prompt of the
     file, or of a source with a ratio, is short enough. store: keeps the images of a vision-language
-    model.
+    model. most: the first prompts suffice, so many at least, and rows behind them are not read.
     """
     prompts = StoredPrompts()
     sizes = [0] * len(data.parts)
@@ -219,7 +215,7 @@ def load_prompts(
         """Yields the rows of short prompts; holds one block of rows, because they may have
         images."""
         rows = iterate_rows(data)
-        while block := list(islice(rows, _BLOCK)):
+        while block := list(islice(rows, min(most or _BLOCK, _BLOCK))):
             short: list[tuple[Row, Prompt]] = []
             for row, prompt in zip(block, render_rows(data, tokenizer, block, store), strict=True):
                 lengths.append((row.part, len(prompt.token_ids)))
@@ -229,10 +225,10 @@ def load_prompts(
             prompts.extend(prompt for _, prompt in short)
             yield from (row for row, _ in short)
 
-    in_use = fingerprint(rows_in_use())
-    refuse_long(data, lengths)
-    ratios = [source.ratio for source in data.sources if source.ratio is not None]
-    mixture = tuple(zip(ratios, sizes, strict=True)) if ratios else ()
+    in_use = fingerprint(islice(rows_in_use(), most))
+    if most is None or not prompts:
+        refuse_long(data, lengths)
+    mixture = tuple(zip(data.ratios, sizes, strict=True)) if data.ratios else ()
     return PromptSet(prompts, len(lengths) - len(prompts), data.shuffle, mixture, in_use)
 
 
@@ -310,7 +306,7 @@ def refuse_long(data: DataConfig, lengths: Sequence[tuple[int, int]]) -> None:
     lengths: (part of the section, number of tokens) for each prompt.
     """
     most = data.max_prompt_tokens
-    mixed = any(source.ratio is not None for source in data.sources)
+    mixed = bool(data.ratios)
     for number, part in enumerate(data.parts if mixed else [data]):
         tokens = [length for index, length in lengths if index == number or not mixed]
         if not tokens:
@@ -320,13 +316,6 @@ def refuse_long(data: DataConfig, lengths: Sequence[tuple[int, int]]) -> None:
                 f"{part.name}: no prompt of at most {most} tokens (data.max_prompt_tokens); the "
                 f"shortest has {min(tokens)} tokens"
             )
-
-
-def refuse_unknown_teacher(prompts: Iterable[Prompt], known: Collection[str]) -> None:
-    """Raises ValueError for a row that names a teacher which the experiment does not have."""
-    for prompt in prompts:
-        for problem in unknown_teachers(prompt, known):
-            raise ValueError(problem)
 
 
 def refuse_long_demonstration(prompts: Iterable[Prompt], most: int) -> None:
@@ -366,11 +355,10 @@ def _with_images(
 
     rank = environment.get_int("RANK", 0)
     world = environment.get_int("WORLD_SIZE", 1)
-    if store is None:
-        return [prompt for prompt in map(expanded, prompts) if prompt is not None]
     first = len(prompts) * rank // world
     with ThreadPoolExecutor() as pool:  # Pillow lets other threads run
-        done = list(pool.map(expanded, [*prompts[first:], *prompts[:first]]))
+        over = map if store is None else pool.map
+        done = list(over(expanded, [*prompts[first:], *prompts[:first]]))
     last = len(prompts) - first
     return [prompt for prompt in done[last:] + done[:last] if prompt is not None]
 

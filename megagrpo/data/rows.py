@@ -12,7 +12,7 @@ from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import IO, cast, get_args
@@ -20,10 +20,9 @@ from typing import IO, cast, get_args
 from megagrpo.config.data import DataConfig, DataPart
 from megagrpo.config.fields import LARGEST, repeated
 from megagrpo.config.objective.streams import Component
-from megagrpo.data.messages import checked_messages, without_nulls
+from megagrpo.data.messages import checked_messages, plain
 from megagrpo.data.parquet import parquet_rows
 from megagrpo.system.errors import collected, translated
-from megagrpo.types import Prompt
 
 Values = dict[str, object]
 Numbered = Iterator[tuple[int, object]]  # rows with the number of rows or lines before each
@@ -51,8 +50,9 @@ class Row:
 
 
 def read_rows(data: DataConfig, problems: list[str] | None = None) -> list[Row]:
-    """Returns the rows in use, all at once. Raises as `iterate_rows`."""
-    return list(iterate_rows(data, problems))
+    """Returns the rows in use, all at once, without their images, which may be gigabytes. Raises
+    as `iterate_rows`."""
+    return [replace(row, images=()) for row in iterate_rows(data, problems)]
 
 
 def iterate_rows(data: DataConfig, problems: list[str] | None = None) -> Iterator[Row]:
@@ -143,7 +143,7 @@ def _row(data: DataPart, part: int, row_id: int, location: str, values: Values) 
                 f"data.grader_by_source; it has {known}"
             )
     extra = _extra(values, data.extra_key, location)
-    images = data.images_key and values.get(data.images_key)  # a text row may lack the column
+    images = _optional(values, data.images_key, location)
     if images is None:
         images = []
     elif not isinstance(images, list):
@@ -183,7 +183,7 @@ def _teachers(values: Values, key: str | None, location: str) -> tuple[tuple[str
     return tuple((name, weight / total) for name, weight in weights.items())
 
 
-def unknown_teachers(row: Row | Prompt, known: Collection[str]) -> list[str]:
+def unknown_teachers(row: Row, known: Collection[str]) -> list[str]:
     """Returns a sentence for each teacher of a row that the experiment does not have."""
     return [
         f"{row.location}: teacher {name!r} is not among teachers ({', '.join(known)})"
@@ -198,13 +198,10 @@ def _extra(values: Values, key: str | list[str] | None, location: str) -> Values
         return {}
     extra: Values = {}
     for name in [key] if isinstance(key, str) else key:
-        value = _opened(_field(values, name, location))
-        if value and isinstance(value, list) and all(isinstance(pair, tuple) for pair in value):
-            value = {str(name): item for name, item in value}  # a map of Arrow's
-        extra[name] = value
+        extra[name] = plain(_opened(_field(values, name, location)))
     whole = extra.get(str(key))
     if isinstance(whole, dict):
-        extra = without_nulls(whole)
+        extra = whole
     # what JSON holds of it: a parquet file has dates, and bytes
     return cast(Values, json.loads(json.dumps(extra, default=str)))
 
@@ -228,22 +225,21 @@ def _weights(values: Values, data: DataConfig, location: str) -> dict[str, float
 def _by_name(values: Values, key: str | None, location: str) -> object:
     """Returns the value of a column: an object, also if it is JSON in a text, without nulls (a
     parquet file has every name in every row); or any other value as it is."""
-    column = None if key is None else _opened(_field(values, key, location))
+    column = _opened(_field(values, key, location))
     if isinstance(column, str) and column.startswith("{"):
         raise ValueError(f"{location}: {key!r} is not JSON")
-    return without_nulls(column) if isinstance(column, dict) else column
+    return plain(column)
 
 
 def _demonstration(values: Values, key: str | None, location: str) -> str:
     """Returns a row's demonstration, "" if it has none."""
-    if key is None or _field(values, key, location) is None:
-        return ""
-    return _text_field(values, key, location)
+    text = _field(values, key, location)
+    return "" if text is None else _text(text, str(key), location)
 
 
 def _tools(values: Values, data: DataConfig, location: str) -> tuple[Values, ...]:
     """Returns the tools that a row offers the model; the column has a list of them, or its JSON."""
-    tools = data.tools_key and _opened(values.get(data.tools_key))
+    tools = _opened(_optional(values, data.tools_key, location))
     if tools is None or tools == "":
         return ()
     if not isinstance(tools, list) or not all(
@@ -253,7 +249,7 @@ def _tools(values: Values, data: DataConfig, location: str) -> tuple[Values, ...
             f'{location}: {data.tools_key!r} should be a list of {{"type": "function", '
             f'"function": {{"name", "parameters", ...}}}}, is {tools!r:.80}'
         )
-    spelled = json.dumps([*map(without_nulls, tools)], ensure_ascii=False, default=str)
+    spelled = json.dumps(plain(tools), ensure_ascii=False, default=str)
     _refuse_half(spelled, f"{location}: {data.tools_key!r}")
     return tuple(json.loads(spelled))
 
@@ -392,9 +388,7 @@ def _values(line: object, location: str) -> Values:
 
 def _answer(values: Values, key: str, location: str) -> str:
     """Returns an answer as text; a list or an object, such as test cases, as JSON."""
-    value = _field(values, key, location)
-    if isinstance(value, dict):
-        value = without_nulls(value)
+    value = plain(_field(values, key, location))
     if isinstance(value, dict | list):
         value = json.dumps(value, ensure_ascii=False, default=str)
     return _text(value, key, location)
@@ -412,8 +406,11 @@ def _text_field(values: Values, key: str, location: str) -> str:
     return _text(_field(values, key, location), key, location)
 
 
-def _field(row: object, key: str, location: str) -> object:
-    """Returns the value of column `key`, or of the path that its parts between dots make."""
+def _field(row: object, key: str | None, location: str) -> object:
+    """Returns the value of column `key`, or of the path that its parts between dots make; None
+    without a key."""
+    if key is None:
+        return None
     if isinstance(row, dict) and key in row:
         return row[key]
     value = row
@@ -432,6 +429,13 @@ def _field(row: object, key: str, location: str) -> object:
             where = f" at {part!r}" if part != key else ""
             raise ValueError(f"{location}: no key {key!r}{where}; keys found: {keys or 'none'}")
     return value
+
+
+def _optional(values: Values, key: str | None, location: str) -> object:
+    """Returns the value of a column that a row may lack, as one of text lacks images."""
+    with suppress(ValueError):
+        return _field(values, key, location)
+    return None
 
 
 def well_formed(text: str) -> str:

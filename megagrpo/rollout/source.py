@@ -21,7 +21,6 @@ from megagrpo.data.prompts import (
     load_prompts,
     load_tokenizer,
     refuse_long_demonstration,
-    refuse_unknown_teacher,
 )
 from megagrpo.data.texts import decoder, reasoning_end
 from megagrpo.mesh import Mesh, RunStopped
@@ -294,7 +293,6 @@ class Inputs:
         tokenizer = load_tokenizer(model)
         images = ImageStore.of(model, config.run_folder.images)
         prompts = load_prompts(config.data, tokenizer, images)
-        refuse_unknown_teacher(prompts.prompts, config.teachers)
         refuse_long_demonstration(prompts.prompts, config.sampling.max_response_tokens)
         held_out = config.eval_data
         eval_prompts = load_prompts(held_out, tokenizer, images) if held_out else None

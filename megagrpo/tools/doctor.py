@@ -320,8 +320,7 @@ def import_findings(driver: bool) -> list[Finding]:
 
 
 def machine_findings(gpu: bool) -> list[Finding]:
-    """Returns what the machine offers: memory, disk, cores, files, a compiler."""
-    cores = psutil.cpu_count() or 1
+    """Returns what the machine offers: memory, files, a compiler."""
     memory = psutil.virtual_memory().available
     shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # raised to the hard limit by now
@@ -337,15 +336,7 @@ def machine_findings(gpu: bool) -> list[Finding]:
     )
     return [
         at_least("free memory", memory, 6 * _GIB, 4 * _GIB, "fewer ranks or engines"),
-        at_least(
-            "free disk here",
-            shutil.disk_usage(Path.cwd()).free,
-            10 * _GIB,
-            2 * _GIB,
-            "free some, or set output_dir to a larger disk",
-        ),
         at_least("free /dev/shm", shared, _GIB, _GIB // 16, "docker --shm-size=4g, or remount it"),
-        _judge("CPU cores", "2", str(cores), cores >= 2, "all share one core: slow", "warning"),
         _judge("open files", "4096", str(files), many, more_files, "warning"),
         _judge(
             "C++ compiler",

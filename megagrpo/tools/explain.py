@@ -34,7 +34,7 @@ from megagrpo.models.table import (
     model_problems,
     parameter_counts,
 )
-from megagrpo.rewards.graders.functions import SERVICES, machine_problem
+from megagrpo.rewards.graders.functions import machine_problem
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.tools.check.loading import LoadingTest, try_loading
 from megagrpo.tools.plan.checkpoint_cost import checkpoint_lines, disk_advice, rank_coordinates
@@ -131,7 +131,7 @@ def explain(
         if problems
         else ["no problems found"]
     )
-    verdict += [f"ADVICE   {text}" for text in _advice(config, arch, cut, trial)]
+    verdict += [f"ADVICE   {text}" for text in _advice(config, steps, arch, cut, trial)]
     parts = [
         [
             f"{config.name}: {'?' if steps is None else steps} steps into {config.output_dir}, seed {config.seed}"
@@ -153,6 +153,7 @@ def explain(
 
 def _advice(
     config: ExperimentConfig,
+    steps: int | None,
     arch: Architecture | None,
     cut: Architecture | None,
     trial: LoadingTest | None,
@@ -160,7 +161,7 @@ def _advice(
     """Returns what runs, but is probably not meant. cut: the model, if the layout can cut it."""
     actor, rollout, weights = config.actor, config.rollout, config.weights
     optimizer = actor.optimizer
-    updates = (_num_steps(config) or math.inf) * config.train.updates_of_step
+    updates = (steps or math.inf) * config.train.updates_of_step
     rounded = "bfloat16" in (actor.dtype, rollout.dtype)
     unplayed = (
         arch is not None
@@ -198,13 +199,6 @@ def _advice(
         ),
     }
     graders = [] if config.sampling.rewarding else config.reward.entries
-    services = [
-        f"grader {entry.short_name} asks {entry.args[key]}, which was not tried"
-        for entry in graders
-        if entry.grader in SERVICES
-        for key in ("url", "path")
-        if key in entry.args
-    ]
     not_here = [
         f"grader {entry.short_name} does not run here: {problem}"
         for entry in graders
@@ -213,7 +207,7 @@ def _advice(
     loading = trial.advice if trial else []
     general = [text for text, given in told.items() if given]
     disk = disk_advice(config, cut)
-    return [*config.algorithm.advice, *general, *services, *not_here, *loading, *disk]
+    return [*config.algorithm.advice, *general, *not_here, *loading, *disk]
 
 
 def _model(
@@ -317,12 +311,8 @@ def _step(config: ExperimentConfig, num_steps: int | None, everything: bool) -> 
     train, actor = config.train, config.actor
     prompts = train.num_prompts_per_step
     updates = train.num_updates_per_step
-    dp = actor.dp
     samples = prompts * train.group_size
     longest = longest_samples(config)["data"]
-    per_rank = math.ceil(samples / updates / dp)
-    at_most = math.ceil(per_rank / max(actor.micro_batch_tokens // longest, 1))
-    shares = sorted({prompts // dp, math.ceil(prompts / dp)})
     total = train.updates_of_step
     packed = "packed" if actor.packing else "padded"
     run = "its length is known when the prompts are there"
@@ -345,25 +335,19 @@ def _step(config: ExperimentConfig, num_steps: int | None, everything: bool) -> 
     return [
         head,
         *curriculum,
-        f"  asked for by {dp} data-parallel leaders, {' or '.join(map(str, shares))} prompts each",
         sample,
         f"  updates    {updates} of {prompts // updates} prompts = {samples // updates} samples"
         + (f", {train.num_epochs_per_step} passes: {total} updates" if total > updates else ""),
-        f"  micro-batches  {actor.micro_batch_tokens} tokens {packed}, longer samples by themselves; "
-        f"a rank has about {per_rank} samples an update, in at most about {at_most}",
+        f"  micro-batches  {actor.micro_batch_tokens} tokens {packed}, longer samples by themselves",
         f"the run    {run}",
     ]
 
 
 def _rollout(config: ExperimentConfig) -> list[str]:
     r, sampling, e = config.rollout, config.sampling, config.eval
-    at_once = r.num_engines * r.max_running_requests
-    samples = config.train.num_prompts_per_step * config.train.group_size
     lines = [
         f"rollout    SGLang engines: {r.num_engines} of tp {r.tp}, ep {r.ep} on "
         f"{r.nodes_per_engine} node(s), {r.dtype}; {config.weights.transport} after each step",
-        f"  {at_once} samples at once, so a step's {samples} come in "
-        f"{math.ceil(samples / at_once)} waves at best",
         f"  reward     {_reward(config)}",
     ]
     for name, model in config.served_models.items():

@@ -34,8 +34,6 @@ _COURSE = (  # of the table: metric, label, format, better of two values
     ("mismatch/logprob_abs_mean", "mean abs(trainer - rollout) log-prob", "{:.1e}", min),
     ("moe/load_imbalance", "expert load imbalance", "{:.2f}", None),
     ("batch/padding_waste", "padding waste, fraction", "{:.3f}", min),
-    ("schedule/wait_max_s", "longest wait for another rank, s", "{:.2f}", min),
-    ("schedule/pipeline_bubble", "pipeline bubble, fraction", "{:.3f}", min),
     ("perf/tokens_per_s", "tokens per second", "{:,.0f}", max),
     ("time/framework_fraction", "framework's share of time", "{:.3f}", min),
 )

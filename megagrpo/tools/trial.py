@@ -61,7 +61,7 @@ def try_out(config: ExperimentConfig, num_prompts: int) -> int:
     model = Model.of(config)
     tokenizer = load_tokenizer(model)
     images = ImageStore.of(model, folder.images)
-    prompts = load_prompts(config.data, tokenizer, images).prompts[:num_prompts]
+    prompts = load_prompts(config.data, tokenizer, images, num_prompts).prompts[:num_prompts]
     decode = decoder(tokenizer, model, config.sampling)
     with alone_in(folder), Launch(folder, "try", end=ENDING) as launch, ExitStack() as stack:
         answering = stack.enter_context(closing(make_answering(config, tokenizer)))

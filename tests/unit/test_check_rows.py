@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 
@@ -158,6 +159,14 @@ def test_images_that_are_not_read_are_said(tried, row, column):
     trial, _ = tried([{**RIGHT, **row}])
     said = f"a.jsonl: its rows have images, which are not read; data.images_key: {column} names their column"
     assert named(trial.advice) == ([said] if column else [])
+
+
+def test_a_column_of_tools_that_no_row_has_is_said(tried, tmp_path, model):
+    folder = shutil.copytree(model, tmp_path / "chat")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    keys = {"chat_template": True, "tools_key": "tolls"}
+    trial, _ = tried([RIGHT | {"tools": []}], data=keys, model={"path": str(folder)})
+    assert "a.jsonl: no row has data.tools_key 'tolls'" in named(trial.advice)
 
 
 def test_a_grader_that_rewards_what_is_no_answer_is_said(tried, tmp_path):

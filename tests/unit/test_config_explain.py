@@ -149,7 +149,6 @@ def test_explain_says_what_a_step_is(prepared):
     for said in (
         "8 trainer ranks = tp 2 x cp 1 x dp 2 x pp 2; experts: etp 1 x ep 2 x dp 2 x pp 2; sequence parallel",
         "12 prompts x 4 samples = 48 samples",
-        "asked for by 2 data-parallel leaders, 6 prompts each",
         "updates    2 of 6 prompts = 24 samples",
         "the run    10 optimizer updates, 240 samples",
         "no problems found",

@@ -7,8 +7,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from examples.laptop.model import character_tokenizer
 from megagrpo.config.schema import DataConfig
-from megagrpo.data.rows import read_rows
+from megagrpo.data.prompts import load_prompts
+from megagrpo.data.rows import iterate_rows, read_rows
 from tests.unit.report_cases import rows_file
 
 ROWS = ['{"prompt": "1+1=", "answer": 2}', '{"prompt": "2+2=", "answer": 4}']
@@ -59,6 +61,7 @@ def test_columns_without_a_name_and_commas_in_quotes_are_read(tmp_path):
     assert [row.answer for row in read_rows(DataConfig(path=str(tmp_path / "a.csv")))] == ["1002", "1"]
 
 
+AT = "1970-01-01 00:00:00.000000001"
 TESTS = {"inputs": ["1"], "outputs": ["2"]}
 
 
@@ -68,12 +71,14 @@ TESTS = {"inputs": ["1"], "outputs": ["2"]}
     [
         ("answer", {"answer": ["a", "b"]}, '["a", "b"]', None),
         ("answer", {"answer": TESTS}, json.dumps(TESTS), None),
+        ("answer", {"answer": [{"in": "1", "name": None}, {"in": "2"}]}, '[{"in": "1"}, {"in": "2"}]', None),
         ("model.truth", {"model": {"truth": ["a"]}}, '["a"]', None),
         ("model.truth", {"model": '{"truth": "a"}'}, "a", None),
         ("model.0.truth", {"model": '[{"truth": "a"}]'}, "a", None),
         ("answer", {"answer": "a", "extra": {"lower": 1, "upper": None}}, "a", {"lower": 1}),
         ("answer", {"answer": "a", "extra": '{"lower": 1, "upper": null}'}, "a", {"lower": 1}),
         ("answer", {"answer": "a", "extra": {"of": [{"x": None, "y": 2}]}}, "a", {"of": [{"y": 2}]}),
+        ("answer", {"answer": "a", "extra": [{"x": None, "y": 2}]}, "a", {"extra": [{"y": 2}]}),
         ("answer", {"answer": "a", "extra": "{x} and y"}, "a", {"extra": "{x} and y"}),
         ("answer", {"answer": "a", "extra": "seconds"}, "a", {"extra": "seconds"}),
     ],
@@ -121,9 +126,13 @@ def test_short_floats_have_the_digits_that_were_written_and_times_inside_are_tex
             "more": pyarrow.list_(short),
             "at": pyarrow.timestamp("ns"),
             "of": pyarrow.map_("string", short),
+            "large": pyarrow.large_list(short),  # as polars writes lists
+            "times": pyarrow.large_list(pyarrow.timestamp("ns")),
+            "pair": pyarrow.list_(short, 2),
         }
     )
     whole = {"truth": 3.3, "more": [0.1], "at": 1, "of": [("a", 0.7)]}
+    whole |= {"large": [0.1], "times": [1], "pair": [0.1, 0.2]}
     table = pyarrow.table(
         {"prompt": ["1"], "answer": pyarrow.array([0.1], short), "extra": pyarrow.array([whole], kind)}
     )
@@ -131,7 +140,13 @@ def test_short_floats_have_the_digits_that_were_written_and_times_inside_are_tex
     read = lambda **keys: read_rows(DataConfig(path=str(tmp_path / "a.parquet"), extra_key="extra", **keys))[0]  # noqa: E731
     assert read().answer == "0.1" and read(answer_key="extra.truth").answer == "3.3"
     assert read(answer_key="extra.more").answer == "[0.1]"
-    assert read().extra == whole | {"at": "1970-01-01 00:00:00.000000001", "of": [["a", 0.7]]}
+    assert read().extra == whole | {"at": AT, "of": {"a": 0.7}, "times": [AT]}
+
+
+def test_rows_read_at_once_hold_no_images(tmp_path):
+    path = rows_file([{"prompt": "1", "answer": "1", "images": ["a.png"]}])
+    data = DataConfig(path=path, images_key="images", chat_template=True)
+    assert read_rows(data)[0].images == () and next(iterate_rows(data)).images == ("a.png",)
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path):
@@ -161,3 +176,14 @@ def test_a_page_of_parquet_that_is_damaged_is_named_by_its_file(tmp_path):
     path.write_bytes(data[:60] + bytes(340) + data[400:])  # its footer is whole
     with pytest.raises(ValueError, match="a.parquet: not a readable parquet file"):
         read_rows(DataConfig(path=str(path)))
+
+
+def test_rows_behind_the_first_prompts_are_not_read(tmp_path):
+    rows = [{"prompt": text, "answer": "1"} for text in ("1+1+1=", "1=", "2=", "3=")]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{")
+    tokenizer = character_tokenizer("123+=")
+    found = load_prompts(DataConfig(path=str(path), max_prompt_tokens=5), tokenizer, most=2)
+    assert [prompt.id for prompt in found.prompts][:2] == [1, 2]
+    with pytest.raises(ValueError, match="no prompt of at most 1 tokens"):
+        load_prompts(DataConfig(path=str(path), max_prompt_tokens=1, limit=4), tokenizer, most=2)

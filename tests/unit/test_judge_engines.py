@@ -119,7 +119,6 @@ def test_a_plan_counts_the_memory_of_a_judge(tmp_path):
 def test_a_check_names_the_engines_of_a_judge(tmp_path):
     text = explain(with_judges(tmp_path, {"path": "j", "num_engines": 2}, {"url": "http://h/", "model": "m"}))
     assert "judge-0: j, 2 engine(s) of tp 1, ep 1" in text and "judge-1: elsewhere, http://h/" in text
-    assert "grader 0 asks j, which was not tried" in text and "grader 1 asks http://h/, which was" in text
 
 
 def test_one_engine_is_tried_with_the_judge_and_bisected_without(tmp_path):

@@ -128,6 +128,8 @@ def test_a_message_that_the_template_leaves_out_is_refused(tmp_path, plain, role
     said = row_error(tmp_path, plain, [{"role": role, "content": "be brief"}, *PLAIN])
     assert "a.jsonl:2: the chat template refuses this prompt" in said
     assert f"it leaves out the message of the role {role!r}" in said
+    part_of_another = row_error(tmp_path, plain, [*PLAIN, {"role": role, "content": "3"}])
+    assert f"it leaves out the message of the role {role!r}" in part_of_another
     read = texts(tmp_path, plain, [{"prompt": [{"role": "user", "content": "2+3/think"}], "answer": ""}])
     assert read == ["<user>2+3"]  # written in another way
 
@@ -185,6 +187,8 @@ def test_a_rows_tools_reach_its_template(tmp_path, plain):
     ]
     with_tool = '[{"type": "function", "function": {"name": "add"}}]<user>2+3<assistant>'
     assert texts(tmp_path, plain, rows, tools_key="tools") == [with_tool, with_tool, "<user>2+3<assistant>"]
+    inside = [{"prompt": "2+3", "answer": "", "of": {"tools": [tool]}}]
+    assert texts(tmp_path, plain, inside, tools_key="of.tools") == [with_tool]
     rows[0]["tools"] = ["add"]
     with pytest.raises(ValueError, match=r"t.jsonl:1: 'tools' should be a list of"):
         texts(tmp_path, plain, rows, tools_key="tools")

@@ -17,7 +17,6 @@ from megagrpo.check.rules.subject import Nodes
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.data import DataConfig
 from megagrpo.config.load import ConfigError, dump_config
-from megagrpo.data.prompts import refuse_unknown_teacher
 from megagrpo.data.rows import read_rows
 from megagrpo.mesh import LeaderError
 from megagrpo.monitor.metrics import Metrics
@@ -30,7 +29,7 @@ from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.one_engine import with_one_engine
-from megagrpo.types import EngineInfo, Prompt, TeacherScores
+from megagrpo.types import EngineInfo, TeacherScores
 from tests.experiments import placement_problems, read_experiment
 
 URL = "http://somewhere:30000"
@@ -341,13 +340,6 @@ def test_one_engine_alone_has_nothing_of_teachers_and_streams(tmp_path):
     dump_config(alone, tmp_path / "config.yaml")
     read = read_experiment(str(tmp_path / "config.yaml"), [])
     assert read.teachers == {} and read.algorithm.components == ()
-
-
-def test_a_row_of_an_unknown_teacher_is_refused_at_the_start():
-    prompt = Prompt(0, "", [1], "", location="a.jsonl:3", teachers=(("mth", 1.0),))
-    with pytest.raises(ValueError, match="a.jsonl:3: teacher 'mth' is not among teachers"):
-        refuse_unknown_teacher([prompt], {"math"})
-    refuse_unknown_teacher([prompt], {"mth"})
 
 
 def test_limits_of_requests_are_a_share_of_the_engines_that_answer():

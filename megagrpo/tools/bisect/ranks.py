@@ -33,8 +33,7 @@ def bisect_ranks(config: ExperimentConfig, args: Namespace, device: torch.device
     """
     model = model_to_train(config)
     images = ImageStore.of(model, config.run_folder.images)
-    prompts = load_prompts(config.data, load_tokenizer(model), images)
-    chosen = prompts.batch(0, min(args.prompts, len(prompts)), config.seed)
+    prompts = load_prompts(config.data, load_tokenizer(model), images, args.prompts).prompts
     actor = make_actor(config, model.arch, device)
     actor.images = images.pixels if images else None
     weights = load_initial_weights(actor, config.model.path)
@@ -58,7 +57,9 @@ def bisect_ranks(config: ExperimentConfig, args: Namespace, device: torch.device
             engine = ProbedEngine(info, config.rollout.tp, control.api_key, folder, limit_s, images)
             stack.callback(engine.close)
             engine.resume()
-        findings = bisect_pair(actor, engine, chosen, args.max_new_tokens, folder, bounds, expected)
+        findings = bisect_pair(
+            actor, engine, prompts[: args.prompts], args.max_new_tokens, folder, bounds, expected
+        )
 
     def write() -> None:
         assert findings is not None, "runs on the main rank"

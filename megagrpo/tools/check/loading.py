@@ -35,7 +35,7 @@ from megagrpo.data.prompts import (
     render_rows,
     require_template,
 )
-from megagrpo.data.rows import Row, fingerprint, raw_rows, read_rows
+from megagrpo.data.rows import Row, fingerprint, iterate_rows, raw_rows, read_rows
 from megagrpo.data.texts import decoder, reasoning_end
 from megagrpo.models.folder import Model
 from megagrpo.rollout.agents.make import make_answering
@@ -168,9 +168,7 @@ def _try_rows(
     first: list = []
     unread: list[str] = []  # among the problems of preflight
     rows = read_rows(data, unread)
-    most = _MOST_ROWS if data.images_key is None else _ROWS_WITH_IMAGES
-    every = max(1, -(-len(rows) // most))
-    tried = rows[::every]
+    every, tried = _spread(data, rows)
     which = "every row" if every == 1 else f"one row in {every}"
     lengths: dict[int, int] = {}  # tokens, by row
     said = time.monotonic()
@@ -202,10 +200,20 @@ def _try_rows(
         )
     trial.loaded.append(f"{which} of {data.name}: {len(lengths):,} rows, {longest}")
     if len(lengths) == len(rows) and not unread:
-        refuse_long(data, [(row.part, lengths[row.id]) for row in rows])
+        refuse_long(data, [(row.part, lengths[row.id]) for row in tried])
         if data == config.data:
-            _try_rows_in_use(config, [row for row in rows if row.id in kept], trial)
+            _try_rows_in_use(config, [row for row in tried if row.id in kept], trial)
     return list(first_of_each(first))
+
+
+def _spread(data: DataConfig, rows: Sequence[Row]) -> tuple[int, Sequence[Row]]:
+    """Returns the distance of the rows that are tried, and these rows, with their images."""
+    most = _MOST_ROWS if data.images_key is None else _ROWS_WITH_IMAGES
+    every = max(1, -(-len(rows) // most))
+    if data.images_key is None:
+        return every, rows[::every]
+    chosen = {row.id for row in rows[::every]}
+    return every, [row for row in iterate_rows(data, []) if row.id in chosen]
 
 
 def _unread_images(data: DataConfig) -> Iterator[str]:
@@ -223,7 +231,10 @@ def _unread_images(data: DataConfig) -> Iterator[str]:
 
 
 def _repetitions(data: DataConfig, rows: Sequence[Row], trained: set[str]) -> Iterator[str]:
-    """Yields how many rows have the prompt of others, here or among those that a run trains on."""
+    """Yields how many rows have the prompt of others, here or among those that a run trains on, and
+    that none has tools."""
+    if data.tools_key and not any(row.tools for row in rows):
+        yield f"{data.name}: no row has data.tools_key {data.tools_key!r}"
     answers: dict[str, set[str]] = {}
     for row in rows:
         answers.setdefault(str(row.prompt), set()).add(row.answer)
@@ -243,7 +254,7 @@ def _repetitions(data: DataConfig, rows: Sequence[Row], trained: set[str]) -> It
 def _try_rows_in_use(config: ExperimentConfig, rows: Sequence[Row], trial: LoadingTest) -> None:
     """Raises ValueError if a curriculum cannot draw from them; notes that a checkpoint has
     others."""
-    ratios = [source.ratio for source in config.data.sources if source.ratio is not None]
+    ratios = config.data.ratios
     sizes = [sum(row.part == number for row in rows) for number in range(len(ratios))]
     Curriculum.of(config, rows, tuple(zip(ratios, sizes, strict=True)))
     source = latest(config.run_folder.checkpoints)

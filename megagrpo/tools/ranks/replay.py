@@ -52,7 +52,7 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     Raises ValueError if the folder is not a finished dump, or has another data-parallel size.
     """
     # these import Megatron, which the host must be prepared for
-    from megagrpo.actor.start import initial_weights, make_actor, plan_schedule
+    from megagrpo.actor.start import initial_weights, make_actor, plan_schedule, steps_in_all
     from megagrpo.actor.step import update, with_reference
     from megagrpo.checkpoint.resume import latest_checkpoint, resume
     from megagrpo.data.images import ImageStore
@@ -71,8 +71,9 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     if source is None and config.checkpoint.load is not None:  # the run began with it
         source = Path(config.checkpoint.load)
     initial_weights(config, dump.algorithm, source, actor)
-    version = resume(config, source, actor, ()).step
-    plan_schedule(actor, config.train, config.train.steps(num_prompts) - version)
+    state = resume(config, source, actor, ())
+    version = state.step
+    plan_schedule(actor, config.train, steps_in_all(config, num_prompts, state) - version)
     batch = dump.batch(actor.mesh, actor.routed_layers)
     sampling = config.sampling
     if dump.algorithm.uses_reference and dump.algorithm.kl.estimator == "full":
