@@ -436,6 +436,9 @@ class Batch:
     advantages: "Tensor | None" = None  # [T] float32, 0 off the loss mask
     # [T] float32, by the actor before the first update of the step
     old_logprobs: "Tensor | None" = None
+    # [T] float32, sums over the vocabulary of squared probabilities, with old_logprobs; only for an
+    # estimator that needs them
+    squares: "Tensor | None" = None
     ref_logprobs: "Tensor | None" = None  # [T] float32, by the reference model
     chosen: "Tensor | None" = None  # [T] bool, the tokens that a CovarianceLoss treats apart
     reference: ReferenceStates | None = None  # KL estimator "full", instead of ref_logprobs

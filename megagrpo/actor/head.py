@@ -42,6 +42,7 @@ class TokenValues:
 
     logprobs: Tensor
     entropy: Tensor
+    squares: Callable[[], Tensor]  # computes the sums of the vocabulary's squared probabilities
     full_kl: Tensor | None  # where batch.reference is there
     candidates: Candidates | None = None  # where they are asked for, and batch.streams has them
 
@@ -79,6 +80,11 @@ def over_tokens(
             values = empty.index_put((micro.target_order,), by_token)
             return _all_context_ranks(values, micro.context)
 
+        def squares() -> Tensor:
+            # sum e^2l / (sum e^l)^2, by log p of the same token at half the temperature
+            of_half, _ = token_values(actor, chunk, at_targets, tokens[:, 0], temperature / 2)
+            return spread((2 * logprobs[:, 0] - of_half).exp())
+
         full_kl = None
         if (reference := batch.reference) is not None:
             index = reference.index[micro.target_places]
@@ -90,7 +96,7 @@ def over_tokens(
             )
             weight = chunk.output_weight()
             theirs = on_device(reference.hidden[index], flat.device)
-            options = temperature, actor.config.logprob_chunk_tokens, _vocabulary(actor, weight)
+            options = _head_options(actor, weight, temperature)
             full_kl = spread(
                 chunked_full_kl(at_targets, weight, theirs, reference.output_weight, *options)
             )
@@ -98,8 +104,8 @@ def over_tokens(
         if streams is not None and streams.top_logprobs is not None:
             teacher = micro.at_targets(streams.top_logprobs)
             candidates = Candidates(logprobs[:, 1:], teacher, spread)
-        values = TokenValues(spread(logprobs[:, 0]), spread(entropy), full_kl, candidates)
-        return token_loss(micro, values)
+        sampled = spread(logprobs[:, 0]), spread(entropy), squares
+        return token_loss(micro, TokenValues(*sampled, full_kl, candidates))
 
     return from_hidden
 
@@ -118,7 +124,7 @@ def with_draft(
         proposed, follows = drafted
         flat = micro.targets.flat
         weight = chunk.output_weight().detach()
-        options = temperature, actor.config.logprob_chunk_tokens, _vocabulary(actor, weight)
+        options = _head_options(actor, weight, temperature)
         with torch.no_grad():
             every = gather_context(gathered(actor, hidden.detach()), micro.context)
             next_hidden = every[follows.places[flat]]
@@ -136,8 +142,7 @@ def token_values(
     """Returns log-probabilities of `tokens` [T] or [T, k], and entropy [T], from the hidden states
     [T, h] that predict them, the same on every tensor-parallel rank."""
     weight = chunk.output_weight()
-    rows = actor.config.logprob_chunk_tokens
-    return chunked_logprobs(hidden, weight, tokens, temperature, rows, _vocabulary(actor, weight))
+    return chunked_logprobs(hidden, weight, tokens, *_head_options(actor, weight, temperature))
 
 
 def gathered(actor: MegatronActor, hidden: Tensor) -> Tensor:
@@ -149,19 +154,22 @@ def gathered(actor: MegatronActor, hidden: Tensor) -> Tensor:
     return hidden.transpose(0, 1).flatten(0, 1)
 
 
-def _vocabulary(actor: MegatronActor, weight: Tensor) -> VocabularyShard:
-    """Describes this rank's shard `weight` [padded vocab / tp, h]."""
+def _head_options(
+    actor: MegatronActor, weight: Tensor, temperature: float
+) -> tuple[float, int, VocabularyShard]:
+    """Returns the last arguments of `chunked_logprobs`; weight: [padded vocab / tp, h]."""
     group = mpu.get_tensor_model_parallel_group()
 
     def all_reduce(tensor: Tensor, op: str) -> Tensor:
         dist.all_reduce(tensor, op=_TP_OPS[op], group=group)
         return tensor
 
-    return VocabularyShard(
+    shard = VocabularyShard(
         start=mpu.get_tensor_model_parallel_rank() * weight.shape[0],
         size=actor.arch.vocab_size,
         reduce=all_reduce if actor.config.parallel.tp > 1 else None,
     )
+    return temperature, actor.config.logprob_chunk_tokens, shard
 
 
 def _all_context_ranks(values: Tensor, size: int) -> Tensor:

@@ -56,11 +56,10 @@ def run_schedule(
     padded = sum(height * width for height, width in micros.shapes)
     real = int(batch.lengths[list(rows)].sum())
     _begin(actor, len(rows), real, forward_only)
-    iterators = [iter(micros) for _ in actor.model]
     collected = get_forward_backward_func()(
         forward_step_func=partial(_forward, actor, batch, on_last_stage, forward_only),
-        data_iterator=iterators if len(iterators) > 1 else iterators[0],
-        model=actor.model if len(actor.model) > 1 else actor.model[0],
+        data_iterator=[iter(micros) for _ in actor.model],
+        model=actor.model,
         num_microbatches=len(micros),
         # of all ranks' parts; Megatron divides by cp and tp for what a stage receives
         seq_length=micros.shapes[0][1] * actor.config.parallel.cp,

@@ -43,10 +43,21 @@ def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Te
 
     Every rank of a replica gets them, on the host.
     """
-    out = torch.full((len(batch.tokens),), torch.nan, device=actor.mesh.device)
+    return _forward_values(actor, batch, temperature)[0]
+
+
+def _forward_values(
+    actor: MegatronActor, batch: Batch, temperature: float, squares: bool = False
+) -> Tensor:
+    """Collective. Returns log-probabilities as token_logprobs, and below them the sums of squared
+    probabilities if asked: [1 or 2, T]."""
+    size = 1 + squares, len(batch.tokens)
+    out = torch.full(size, torch.nan, device=actor.mesh.device)
 
     def token_loss(micro: MicroBatch, values: TokenValues) -> Loss:
-        put_tokens(out, micro, values.logprobs)
+        put_tokens(out[0], micro, values.logprobs)
+        if squares:
+            put_tokens(out[1], micro, values.squares())
         return values.logprobs.sum() * 0.0, {}
 
     every = range(len(batch.lengths))
@@ -111,24 +122,28 @@ def with_logprobs(
     and the update would fail too.
     """
     if algorithm.computes_old_logprobs(batch.num_updates):
-        batch = with_old_logprobs(actor, batch, temperature)
+        batch = with_old_logprobs(actor, batch, temperature, algorithm.advantage.needs_squares)
     if algorithm.uses_reference:
         batch = with_reference(actor, batch, algorithm.kl.estimator, temperature)
     return batch
 
 
-def with_old_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Batch:
-    """Collective. Returns the batch with old_logprobs. Raises NonFiniteUpdate.
+def with_old_logprobs(
+    actor: MegatronActor, batch: Batch, temperature: float, squares: bool = False
+) -> Batch:
+    """Collective. Returns the batch with old_logprobs, and squares if asked. Raises
+    NonFiniteUpdate.
 
     With actor.routing_replay old, this forward records the experts for the updates.
     """
     if actor.routing is not None and actor.config.routing_replay == "old":
         with actor.routing.recording(batch) as recorded:
-            logprobs = token_logprobs(actor, batch, temperature)
+            found = _forward_values(actor, batch, temperature, squares)
         batch = recorded()
     else:
-        logprobs = token_logprobs(actor, batch, temperature)
-    return replace(batch, old_logprobs=_finite(actor, logprobs, "the actor"))
+        found = _forward_values(actor, batch, temperature, squares)
+    logprobs = _finite(actor, found, "the actor")[0]
+    return replace(batch, old_logprobs=logprobs, squares=found[1] if squares else None)
 
 
 def with_reference(actor: MegatronActor, batch: Batch, estimator: str, temperature: float) -> Batch:
@@ -189,9 +204,8 @@ def update(
             if denominators.nothing:
                 skipped += 1
                 continue
-            first = batch.old_logprobs is None and not optim
             computed += rows
-            recorded = seen if first else None
+            recorded = None if optim or batch.old_logprobs is not None else seen
             sums = backward(actor, batch, rows, algorithm, temperature, denominators, recorded)
             try:
                 optim.append(actor.optimizer_step(sums["loss/total"], followed=True))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from megagrpo.algo.correction import accepted_tokens, policy_weights, staleness_metrics
-from megagrpo.algo.estimators import EstimatorInputs, estimate, whiten
+from megagrpo.algo.estimators import EstimatorInputs, estimate, squared_gradients, whiten
 from megagrpo.algo.kl import adapted_kl_coef, token_kl
 from megagrpo.algo.policy_loss import chosen_tokens
 from megagrpo.algo.reward_shaping import RewardInputs, shape_rewards
@@ -47,7 +47,7 @@ def with_advantages(
     """
     rollouts = by_rollout(batch)
     rewards = rollouts.rewards
-    sampled = _only(rewards.valid, rollouts.loss_mask, rollouts.lengths)
+    sampled = rollouts.loss_mask & to_tokens(rewards.valid, rollouts.lengths)
     metrics = _spread("reward", rewards.values, reduce, rewards.valid)
     inputs = RewardInputs(
         response_lengths=longest_responses(batch),
@@ -63,9 +63,11 @@ def with_advantages(
     )
     trained = sampled
     if algorithm.mask_truncated:
-        trained = _only(~rollouts.truncated, sampled, rollouts.lengths)
+        trained = sampled & to_tokens(~rollouts.truncated, rollouts.lengths)
     batch, mismatch_metrics = _with_trained_mask(batch, trained, algorithm, reduce)
     to_estimate = _estimator_inputs(rollouts, sampled, inputs, shaped.values, kl_rewards, algorithm)
+    if algorithm.advantage.needs_squares:
+        to_estimate = replace(to_estimate, squared_gradients=squared_gradients(batch))
     advantages = estimate(to_estimate, algorithm.advantage)
     trained = counted = batch.rl_mask
     shared = len(advantages) == len(rollouts.lengths)  # by the tokens of a rollout
@@ -84,14 +86,6 @@ def with_advantages(
     if isinstance(algorithm.loss, CovarianceLoss):
         batch = replace(batch, chosen=chosen_tokens(batch, algorithm.loss, reduce))
     return batch, state, metrics
-
-
-def _only(kept: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the mask [T] without the tokens of other rollouts than those kept [N]; the same one if
-    it would not differ."""
-    if bool(kept.all()):
-        return mask
-    return mask & to_tokens(kept, lengths)
 
 
 def _estimator_inputs(

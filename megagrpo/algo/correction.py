@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.algo.kl import LOG_RATIO_LIMIT, kl_penalty, probability_ratio
-from megagrpo.algo.statistics import Reduce, exact_row_sums, moments, row_counts, row_max, to_tokens
+from megagrpo.algo.statistics import Reduce, by_row, exact_row_sums, moments, row_counts, to_tokens
 from megagrpo.config.objective.correction import Band, Rejection, TruncatedImportance
 
 
@@ -40,7 +40,7 @@ def policy_weights(
                 # A sequence's weight counts once, whatever its length.
                 sampled = weights[mask]
                 if options.over != "token":
-                    sampled = row_max(weights, lengths)[row_counts(mask, lengths) > 0]
+                    sampled = by_row(weights, lengths, "amax")[row_counts(mask, lengths) > 0]
                 weights = weights / max(moments(sampled.double(), reduce).mean, 1e-8)
         case Band():
             ratio = probability_ratio(log_ratio)
@@ -68,7 +68,7 @@ def accepted_tokens(log_ratio: Tensor, mask: Tensor, lengths: Tensor, options: R
         case "sum":
             value = exact_row_sums(value, lengths)[None]
         case "max":  # the masked are 0, as if a token agreed
-            value = torch.stack((row_max(value, lengths), -row_max(-value, lengths)))
+            value = torch.stack((by_row(value, lengths, "amax"), -by_row(-value, lengths, "amax")))
         case "token":
             value = value[None]
     if options.measure == "ratio":

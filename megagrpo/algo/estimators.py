@@ -21,7 +21,6 @@ from megagrpo.algo.statistics import (
     exact_group_sums,
     group_range,
     group_statistics,
-    in_runs,
     moments,
     row_counts,
     to_tokens,
@@ -35,6 +34,7 @@ from megagrpo.config.objective.estimators import (
     GrpoPassKAdvantage,
     MaxRlAdvantage,
     OpoAdvantage,
+    OptimalTokenAdvantage,
     OwnAdvantage,
     ReinforceAdvantage,
     ReinforcePlusPlusAdvantage,
@@ -42,6 +42,7 @@ from megagrpo.config.objective.estimators import (
     RemaxAdvantage,
     RlooAdvantage,
 )
+from megagrpo.types import Batch
 
 WHITEN_EPS = 1e-8
 
@@ -72,6 +73,8 @@ class EstimatorInputs:
     sampled: Tensor  # [T] bool, tokens that the policy sampled in valid responses
     stats: GroupStatistics  # of the valid totals, over all ranks
     reduce: Reduce
+    # [T] float64, see squared_gradients; None unless the estimator needs_squares
+    squared_gradients: Tensor | None = None
 
     def to_responses(self, per_group: Tensor) -> Tensor:
         """Returns for every response [N] the value of its group, from [G]."""
@@ -160,21 +163,63 @@ def optimal_baseline(inputs: EstimatorInputs, options: OpoAdvantage) -> Tensor:
     """Returns r - sum_j T_j r_j / sum_j T_j [N], T_j the sampled tokens of a response. OPO, arXiv
     2505.23585."""
     valid = inputs.valid
-    num_groups = len(inputs.stats.count)
     num_tokens = row_counts(inputs.sampled, inputs.lengths)
     g_valid = inputs.group_ids[valid]
+    tokens = torch.zeros_like(inputs.stats.count).scatter_add_(0, g_valid, num_tokens[valid])
     # Relative to the mean, which changes nothing but keeps the precision of 1000 + {0, .1}.
     products = (_centered(inputs) * num_tokens)[valid]
-    low, high = group_range(products, g_valid, num_groups, inputs.reduce)
-    tokens = torch.zeros(num_groups, dtype=torch.int64, device=products.device)
-    tokens.scatter_add_(0, g_valid, num_tokens[valid])
-    sums, tokens = exact_group_sums(
-        products, g_valid, torch.maximum(low.abs(), high.abs()), inputs.reduce, along=tokens
-    )
+    sums, tokens = exact_group_sums(products, g_valid, tokens, inputs.reduce)
     baseline = sums / tokens.clamp(min=1)
     return _within_groups(
         _centered(inputs) - inputs.to_responses(baseline), inputs, options.single_sample
     )
+
+
+def squared_gradients(batch: Batch) -> Tensor:
+    """Returns |w d log p / d logits|^2 = w^2 (1 - 2 p + sum p^2) [T] float64 of the policy before
+    the step, w its weight for the mismatch with the engine. arXiv 2602.07078."""
+    assert batch.old_logprobs is not None and batch.squares is not None
+    logprobs = batch.old_logprobs.double()
+    # (1 - p)^2 and those of other tokens, which are together at most as large: exact for p near 1
+    own = logprobs.expm1().square()
+    others = batch.squares - (2 * logprobs).exp()
+    squares = own + others.clamp(min=0).minimum(own)
+    weights = batch.correction.weights
+    return squares if weights is None else squares * weights.double().square()
+
+
+def optimal_token_baseline(inputs: EstimatorInputs, options: OptimalTokenAdvantage) -> Tensor:
+    """Collective. Returns G_t - sum W_t G_t / sum W_t [T], W_t = sum over s <= t of
+    squared_gradients; the sums are over the group's responses with a t-th sampled token. arXiv
+    2602.07078."""
+    assert inputs.squared_gradients is not None, "see AlgorithmConfig.needs_old_logprobs"
+    sampled = inputs.sampled
+    counts = row_counts(sampled, inputs.lengths)
+    width = int(inputs.reduce(torch.tensor(max(counts.tolist(), default=0)), "max"))
+    inside = torch.arange(width) < counts[:, None]
+    rows, steps = inside.nonzero().unbind(1)
+    groups = inputs.group_ids[rows]
+    energies = torch.zeros(inside.shape, dtype=torch.float64)
+    energies.masked_scatter_(inside, inputs.squared_gradients[sampled])
+    energies = energies.cumsum(1)[inside]
+    returns = discounted_returns(inputs, gamma=1.0)[sampled]
+    advantages = returns - inputs.stats.mean[groups]  # as in optimal_baseline
+    # the weights of a group's t-th tokens, and behind all of them the products
+    ids = groups * width + steps
+    size = len(inputs.stats.count) * width
+    sums, number = exact_group_sums(
+        torch.cat((energies, energies * advantages)),
+        torch.cat((ids, ids + size)),
+        torch.bincount(ids, minlength=2 * size),
+        inputs.reduce,
+    )
+    total, weighted = sums.view(2, size)
+    advantages -= (weighted / total.masked_fill(total == 0, 1.0))[ids]
+    if inputs.token_rewards is None:
+        advantages.masked_fill_(inputs.stats.degenerate[groups], 0.0)
+    single = returns if options.single_sample == "raw" else 0.0
+    advantages = torch.where(number[ids] == 1, single, advantages)
+    return torch.zeros(len(sampled), dtype=torch.float64).masked_scatter_(sampled, advantages)
 
 
 def gdpo(inputs: EstimatorInputs, options: GdpoAdvantage) -> Tensor:
@@ -231,6 +276,7 @@ ESTIMATORS: dict[type[Estimator], EstimatorFunction] = {
     ReinforcePlusPlusBaselineAdvantage: centered,
     RemaxAdvantage: remax,
     OpoAdvantage: optimal_baseline,
+    OptimalTokenAdvantage: optimal_token_baseline,
     GdpoAdvantage: gdpo,
     GpgAdvantage: gpg,
     OwnAdvantage: own_estimator,
@@ -252,36 +298,22 @@ def discounted_returns(inputs: EstimatorInputs, gamma: float) -> Tensor:
     tokens (tool output) undiscounted, as if they were not there.
     """
 
-    def returns(rows: slice, tokens: slice) -> Tensor:
-        rewards = inputs.token_rewards
-        if rewards is not None:
-            rewards = rewards[tokens]
-        sampled = inputs.sampled[tokens]
-        return _returns(inputs.rewards[rows], rewards, sampled, inputs.lengths[rows], gamma)
-
-    return in_runs(returns, inputs.lengths)
-
-
-def _returns(
-    rewards: Tensor, token_rewards: Tensor | None, sampled: Tensor, lengths: Tensor, gamma: float
-) -> Tensor:
-    places = sampled.nonzero().flatten()
-    counts = row_counts(sampled, lengths)
-    ends = counts.cumsum(0)
-    following = to_tokens(ends, counts) - torch.arange(len(places)) - 1  # in the same response
-    returns = torch.zeros(len(places), dtype=torch.float64)
-    if token_rewards is not None:
-        returns += token_rewards[places]
-    returns[ends[counts > 0] - 1] += rewards[counts > 0]
-    # of the next 1, 2, 4, ... tokens, in turn
-    num_tokens, factor = 1, gamma
-    while num_tokens < max(counts.tolist(), default=0):
-        inside = following[:-num_tokens] >= num_tokens
-        returns[:-num_tokens] += factor * torch.where(inside, returns[num_tokens:], 0.0)
-        num_tokens, factor = 2 * num_tokens, factor * factor
-    out = torch.zeros(len(sampled), dtype=torch.float64)
-    out[places] = returns
-    return out
+    rewards = inputs.token_rewards
+    returns = torch.zeros(len(inputs.sampled), dtype=torch.float64)
+    if rewards is not None:
+        returns += rewards
+    sizes = inputs.lengths.tolist()
+    rows = zip(returns.split(sizes), inputs.sampled.split(sizes), inputs.rewards, strict=True)
+    for row, sampled, reward in rows:
+        of_row = row[sampled]
+        of_row[-1:] += reward
+        # of the next 1, 2, 4, ... tokens, in turn
+        num_tokens, factor = 1, gamma
+        while num_tokens < len(of_row):
+            of_row[:-num_tokens] += factor * of_row[num_tokens:]
+            num_tokens, factor = 2 * num_tokens, factor * factor
+        row[sampled] = of_row
+    return returns.masked_fill_(~inputs.sampled, 0.0)
 
 
 def whiten(values: Tensor, spread: Moments) -> Tensor:

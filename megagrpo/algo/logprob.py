@@ -50,9 +50,11 @@ def chunked_logprobs(
     its columns, which the caller must all-reduce or reduce-scatter; the gradient of weight is
     complete.
     """
-    options = (temperature, chunk_tokens, shard.columns(weight), shard.reduce)
+    options = (temperature, chunk_tokens, shard.columns(weight))
     several = targets if targets.dim() > 1 else targets[:, None]
-    logprobs, entropy = _LogProbs.apply(hidden, weight, several - shard.start, *options)
+    logprobs, entropy = _LogProbs.apply(
+        hidden, weight, several - shard.start, options, shard.reduce
+    )
     return logprobs.view(targets.shape), entropy
 
 
@@ -80,29 +82,29 @@ class _Gradients:
         grad_weight = self._weight
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return self._hidden.to(hidden.dtype), grad_weight, *[None] * 6
+        return self._hidden.to(hidden.dtype), grad_weight, *[None] * 4
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, local_targets, temperature, chunk_tokens, columns, reduce):
+    def forward(ctx, hidden, weight, local_targets, options, reduce):
         top = hidden.new_full(hidden.shape[:1], _LOWEST, dtype=torch.float32)
         mass, moment = (torch.zeros_like(top) for _ in range(2))
         chosen = torch.zeros_like(local_targets, dtype=torch.float32)  # [T, k]
-        for rows, cols, logits in _tiles(hidden, weight, temperature, chunk_tokens, columns):
+        for rows, cols, logits in _tiles(hidden, weight, *options):
             inside, index = _targets_in(local_targets[rows], cols)
             chosen[rows] += logits.gather(1, index).masked_fill_(~inside, 0.0)
-            tile_top = logits.amax(1)
-            logits -= tile_top[:, None]
+            # moment = sum (l - top) e^(l - top)
+            new_top = torch.maximum(top[rows], logits.amax(1))
+            shift = top[rows] - new_top
+            earlier = shift.exp()
+            logits -= new_top[:, None]
             shifted = logits.clone()
             logits.exp_()
-            tile_mass = logits.sum(1)
-            tile_moment = torch.linalg.vecdot(logits, shifted)
-            top[rows], mass[rows], moment[rows] = _join(
-                torch.stack((top[rows], tile_top)),
-                torch.stack((mass[rows], tile_mass)),
-                torch.stack((moment[rows], tile_moment)),
-            )
+            moment[rows] = (moment[rows] + shift * mass[rows]) * earlier
+            moment[rows] += torch.linalg.vecdot(logits, shifted)
+            mass[rows] = mass[rows] * earlier + logits.sum(1)
+            top[rows] = new_top
         if reduce is not None:
             shift = top
             top = reduce(top.clone(), "max")
@@ -116,7 +118,7 @@ class _LogProbs(torch.autograd.Function):
         log_z = top + log_mass
         entropy = log_mass - moment / mass
         ctx.save_for_backward(hidden, weight, local_targets, log_z, entropy)
-        ctx.options = (temperature, chunk_tokens, columns)
+        ctx.options = options
         # what the loss does not use has no gradient, and costs nothing in backward
         ctx.set_materialize_grads(False)
         return chosen - log_z[:, None], entropy
@@ -124,15 +126,14 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprob, grad_entropy):
         hidden, weight, local_targets, log_z, entropy = ctx.saved_tensors
-        temperature, chunk_tokens, columns = ctx.options
         scale_targets, scale_entropy = (
-            None if grad is None else grad / temperature for grad in (grad_logprob, grad_entropy)
+            None if grad is None else grad / ctx.options[0] for grad in (grad_logprob, grad_entropy)
         )
         if scale_targets is None:
             scale_targets = torch.zeros_like(local_targets, dtype=torch.float32)
         scale_logprob = scale_targets.sum(1)
         gradients = _Gradients(ctx, hidden, weight)
-        for rows, cols, logits in _tiles(hidden, weight, temperature, chunk_tokens, columns):
+        for rows, cols, logits in _tiles(hidden, weight, *ctx.options):
             logits -= log_z[rows, None]  # log p
             # d logprob = onehot - p, d entropy = -p (log p + H), both over temperature
             if scale_entropy is not None:
@@ -166,21 +167,19 @@ def chunked_full_kl(
     both models. Arguments as for chunked_logprobs; the reference's [T, H'] and [V_local, H'] get no
     gradient.
     """
-    options = (temperature, chunk_tokens, shard.columns(weight), shard.reduce)
-    return _FullKl.apply(hidden, weight, ref_hidden, ref_weight, *options)
+    options = (temperature, chunk_tokens, shard.columns(weight))
+    return _FullKl.apply(hidden, weight, ref_hidden, ref_weight, options, shard.reduce)
 
 
 class _FullKl(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, hidden, weight, ref_hidden, ref_weight, temperature, chunk_tokens, columns, reduce
-    ):
+    def forward(ctx, hidden, weight, ref_hidden, ref_weight, options, reduce):
         top, ref_top = hidden.new_full((2, len(hidden)), _LOWEST, dtype=torch.float32)
         mass, ref_mass, moment = torch.zeros(
             3, len(hidden), dtype=torch.float32, device=hidden.device
         )
-        ctx.options = (temperature, chunk_tokens, columns)
-        pairs = _pairs(ctx.options, (hidden, weight), (ref_hidden, ref_weight))
+        ctx.options = options
+        pairs = _pairs(options, (hidden, weight), (ref_hidden, ref_weight))
         for (rows, _, logits), (_, _, ref_logits) in pairs:
             gap = logits - ref_logits
             earlier = _add_tile(top[rows], mass[rows], logits)
@@ -230,8 +229,8 @@ def chunked_draft_kl(
     PARTIAL sum. It is also the gradient of the cross-entropy, which is the KL plus the policy's
     entropy. Other arguments as for chunked_logprobs.
     """
-    options = (temperature, chunk_tokens, shard.columns(weight), shard.reduce)
-    return _DraftKl.apply(hidden, weight, draft_hidden, weight, *options)
+    options = (temperature, chunk_tokens, shard.columns(weight))
+    return _DraftKl.apply(hidden, weight, draft_hidden, weight, options, shard.reduce)
 
 
 class _DraftKl(torch.autograd.Function):
@@ -240,14 +239,14 @@ class _DraftKl(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_kl):
         hidden, weight, draft_hidden, _, log_z, draft_log_z, _ = ctx.saved_tensors
-        grad_draft = torch.zeros_like(draft_hidden, dtype=torch.float32)
+        gradients = _Gradients(ctx, draft_hidden, weight)
         scale = grad_kl / ctx.options[0]
         pairs = _pairs(ctx.options, (hidden, weight), (draft_hidden, weight))
         for (rows, cols, logits), (_, _, draft_logits) in pairs:
             draft_logits.sub_(draft_log_z[rows, None]).exp_()
             draft_logits -= logits.sub_(log_z[rows, None]).exp_()  # d KL = q - p
-            _accumulate(grad_draft[rows], draft_logits.mul_(scale[rows, None]), weight[cols])
-        return None, None, grad_draft.to(draft_hidden.dtype), *[None] * 5
+            gradients.add(rows, cols, draft_logits.mul_(scale[rows, None]))
+        return None, None, gradients.outputs()[0], None, None, None
 
 
 def _tiles(
@@ -312,15 +311,3 @@ def _targets_in(local_targets: Tensor, cols: slice) -> tuple[Tensor, Tensor]:
     others)."""
     inside = (local_targets >= cols.start) & (local_targets < cols.stop)
     return inside, (local_targets - cols.start).masked_fill(~inside, 0)
-
-
-def _join(top: Tensor, mass: Tensor, moment: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Joins softmax sums [k, t] of disjoint columns, each relative to its own maximum; the result
-    is relative to the common maximum.
-
-    mass = sum e^(l - top), moment = sum (l - top) e^(l - top).
-    """
-    new_top = top.amax(0)
-    shift = top - new_top
-    factor = shift.exp()
-    return new_top, (mass * factor).sum(0), ((moment + shift * mass) * factor).sum(0)

@@ -239,15 +239,13 @@ def chosen_tokens(batch: Batch, options: CovarianceLoss, reduce: Reduce) -> Tens
     for values in (logprobs[mask], batch.advantages[mask]):
         spread = moments(values, reduce)
         covariances *= values.double() - spread.mean
-    keys = ordered_bits(covariances)
-    candidates = torch.ones_like(keys, dtype=torch.bool)
+    keys = ordered_bits(covariances)  # never 0
     if isinstance(options, ClipCovLoss):
-        candidates = (covariances > options.low) & (covariances < options.high)
-        keys = candidates.long()
+        keys = ((covariances > options.low) & (covariances < options.high)).long()
     count = max(int(options.fraction * spread.count), 1)
-    keys = torch.stack((keys, _draws(batch)[mask]))
     chosen = torch.zeros_like(mask)
-    chosen[mask] = largest_of_all(keys, count, reduce) & candidates
+    order = torch.stack((keys, _draws(batch)[mask]))
+    chosen[mask] = largest_of_all(order, count, reduce) & (keys != 0)
     return chosen
 
 

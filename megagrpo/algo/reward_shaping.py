@@ -120,8 +120,6 @@ def normalize(
     A scope without spread does not divide by its std, so constant rewards stay finite. If the scope
     of the mean has no spread, the result is exactly 0.
     """
-    if options.mean == options.std == "none":
-        return rewards
     scopes, state = _scopes(rewards, inputs, options)
     location = scopes[options.mean]
     scale_ = scopes[options.std]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megagrpo.algo.statistics import row_counts, row_max, row_sums
+from megagrpo.algo.statistics import by_row, row_counts
 from megagrpo.types import Batch
 
 
@@ -35,9 +35,9 @@ def by_rollout(batch: Batch) -> Batch:
         batch,
         sample_ids=batch.sample_ids[first],
         group_ids=batch.group_ids[first],
-        lengths=row_sums(batch.lengths, sizes),
-        prompt_lengths=row_sums(batch.prompt_lengths, sizes),
-        truncated=row_sums(batch.truncated.long(), sizes) > 0,
+        lengths=by_row(batch.lengths, sizes, "sum"),
+        prompt_lengths=by_row(batch.prompt_lengths, sizes, "sum"),
+        truncated=by_row(batch.truncated.long(), sizes, "sum") > 0,
         rewards=replace(batch.rewards, **of_first),
         rollout_sizes=None,
     )
@@ -49,7 +49,7 @@ def longest_responses(batch: Batch) -> Tensor:
     lengths = batch.lengths - batch.prompt_lengths
     if batch.rollout_sizes is None:
         return lengths
-    return row_max(lengths, batch.rollout_sizes)
+    return by_row(lengths, batch.rollout_sizes, "amax")
 
 
 def to_samples(values: Tensor, batch: Batch) -> Tensor:

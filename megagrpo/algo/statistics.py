@@ -9,6 +9,7 @@ largest magnitude are dropped, identically everywhere.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -189,18 +190,16 @@ def _range_of_ends(ends: Tensor, reduce: Reduce) -> tuple[Tensor, Tensor]:
 
 
 def exact_group_sums(
-    values: Tensor, group_ids: Tensor, bound: Tensor, reduce: Reduce, along: Tensor | None = None
+    values: Tensor, group_ids: Tensor, along: Tensor, reduce: Reduce
 ) -> tuple[Tensor, Tensor]:
     """Collective. Returns the sums (float64 [G]) of each group over all ranks, and those of `along`
     (int64 [G]).
 
-    One all-reduce for both. values [n] float64; group_ids [n] int64; bound [G]: at least max|value|
-    of the group over ALL ranks, the same on every rank.
+    Two all-reduces. values [n] float64, finite; group_ids [n] int64 in 0..G-1.
     """
-    up, down = _powers_of_two(bound)
+    low, high = group_range(values, group_ids, len(along), reduce)
+    up, down = _powers_of_two(torch.maximum(-low, high))
     scaled = values * _to_values(down, group_ids)
-    if along is None:
-        along = torch.zeros_like(bound, dtype=torch.int64)
     sums, along = _sums_of_scaled([(scaled, group_ids, None)], along, reduce)
     return sums * up, along
 
@@ -210,9 +209,9 @@ def exact_row_sums(values: Tensor, lengths: Tensor) -> Tensor:
     each."""
 
     def sums(rows: slice, tokens: slice) -> Tensor:
-        bound = row_max(values[tokens].abs(), lengths[rows])
         of_row = torch.repeat_interleave(lengths[rows])
-        return exact_group_sums(values[tokens], of_row, bound, alone)[0]
+        none = torch.zeros_like(lengths[rows])
+        return exact_group_sums(values[tokens], of_row, none, alone)[0]
 
     return in_runs(sums, lengths)
 
@@ -243,12 +242,6 @@ def ordered_bits(values: Tensor) -> Tensor:
     return torch.where(bits < 0, ~bits, bits ^ torch.iinfo(torch.int64).min)
 
 
-def row_sums(values: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the sums [N] of values [T], one by one in their own type, over samples of `lengths`
-    [N] tokens each."""
-    return _by_row(values, lengths, "sum")
-
-
 def row_counts(flags: Tensor, lengths: Tensor) -> Tensor:
     """Returns how many flags [T] bool of each sample are set, [N] int64, without numbers for each
     token; lengths: [N], of the samples in tokens."""
@@ -256,13 +249,10 @@ def row_counts(flags: Tensor, lengths: Tensor) -> Tensor:
     return torch.tensor([int(part.count_nonzero()) for part in of_samples], dtype=torch.int64)
 
 
-def row_max(values: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the largest of 0 and the values [T] of each sample, [N]; lengths: [N], of the samples
-    in tokens."""
-    return _by_row(values, lengths, "amax")
+def by_row(values: Tensor, lengths: Tensor, how: Literal["sum", "amax"]) -> Tensor:
+    """Returns the sums [N] of values [T], one by one in their own type, or the largest of 0 and the
+    values, over samples of `lengths` [N] tokens each."""
 
-
-def _by_row(values: Tensor, lengths: Tensor, how: str) -> Tensor:
     def reduced(rows: slice, tokens: slice) -> Tensor:
         run = lengths[rows]
         of_row = torch.repeat_interleave(run)  # [T] int64, the sample of each token
@@ -309,9 +299,6 @@ def _sums_of_scaled(
                 limb += (leading.long() * times).sum()
             elif ids is None:
                 limb += leading.sum().long()  # exact: integers, together below 2^53
-            elif len(limb) == 1:
-                # scattering millions of tokens into one place would be serial
-                limb += leading.long().sum()
             else:
                 limb.scatter_add_(0, ids, leading.long())
     totals = reduce(totals, "sum")

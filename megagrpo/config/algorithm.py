@@ -59,13 +59,11 @@ class DynamicSampling(Section):
         return own_function(f"{key}.filter", self.filter, "values", json.dumps(self.args))
 
     @property
-    def what_is_kept(self) -> str:
-        """Says of which groups a step is made."""
-        return (
-            f"{self.metric}s {self.filter} takes"
-            if self.filter
-            else f"responses differ in {self.metric}"
-        )
+    def dropped(self) -> str:
+        """Says which groups a step is made without."""
+        if self.filter:
+            return f"groups that {self.filter} drops"
+        return f"groups of equal {self.metric}"
 
     def problems(self) -> list[Rule]:
         return [Rule(self.args and not self.filter, "args without filter", "name the filter")]
@@ -139,8 +137,8 @@ class AlgorithmConfig(Section):
             ),
             Rule(
                 self.old_logprobs == "engine" and self.needs_old_logprobs,
-                "old_logprobs engine: mismatch.weight, mismatch.reject, kl.reward_coef and kl.adaptive "
-                "need the trainer's, too",
+                "old_logprobs engine: mismatch.weight, mismatch.reject, kl.reward_coef, kl.adaptive and "
+                "advantage optimal_token_baseline need the trainer's, too",
                 "remove them, or take trainer",
             ),
             Rule(
@@ -298,7 +296,8 @@ class AlgorithmConfig(Section):
     @property
     def needs_old_logprobs(self) -> bool:
         """Returns whether advantages need old log-probabilities."""
-        return self.measures_kl_before_update or self.mismatch.corrects
+        reads = self.mismatch.corrects or self.advantage.needs_squares
+        return reads or self.measures_kl_before_update
 
     def computes_old_logprobs(self, updates: int) -> bool:
         """Returns whether a step of `updates` updates begins with the actor's forward, which gives
@@ -379,7 +378,7 @@ class AlgorithmConfig(Section):
         left_out = [
             "responses cut by length" if self.mask_truncated else "",
             reject.formula if reject else "",
-            _left_out_groups(self.dynamic_sampling) if self.dynamic_sampling else "",
+            self.dynamic_sampling.dropped if self.dynamic_sampling else "",
         ]
         reward = f"r = {self.reward.formula}"
         if self.advantage.reads_parts:
@@ -404,8 +403,3 @@ _AGGREGATION_FORMULAS: dict[Aggregation, str] = {
     "seq-mean-token-mean": "1/N_seq sum_i 1/T_i sum_t",
     "seq-mean-token-sum-norm": "1/(N_seq C) sum_it",
 }
-
-
-def _left_out_groups(options: DynamicSampling) -> str:
-    own = options.filter
-    return f"groups that {own} drops" if own else f"groups of equal {options.metric}"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megagrpo.algo.statistics import in_runs, row_counts, row_sums
+from megagrpo.algo.statistics import by_row, in_runs, row_counts
 from megagrpo.monitor.step_lines import BackgroundWriter, drop_later_steps
 from megagrpo.system.run_folder import HALF_CHARACTERS, RunFolder
 from megagrpo.types import Batch
@@ -80,7 +80,7 @@ class TrainedLog(BackgroundWriter):
 
         def sums(rows: slice, tokens: slice) -> Tensor:
             trained = (advantages_of_tokens[tokens] * mask[tokens]).double()
-            return row_sums(trained, lengths[rows])
+            return by_row(trained, lengths[rows], "sum")
 
         def differences(tokens: slice) -> Tensor:
             found = logprobs[tokens] - batch.rollout_logprobs[tokens]

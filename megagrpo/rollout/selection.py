@@ -78,8 +78,8 @@ def refuse_another_batch(
     raise RunStopped(
         f"dynamic sampling: {options.max_num_gen_batches} batches of {wanted} prompts "
         f"(algorithm.dynamic_sampling.max_num_gen_batches) gave {len(selection.chosen)} of "
-        f"{wanted} groups whose {options.what_is_kept}; {len(selection.dropped)} of {num_groups} "
-        f"groups were dropped, and {total - scored} of {total} responses could not be scored. "
+        f"{wanted} groups; {len(selection.dropped)} of {num_groups} were dropped "
+        f"({options.dropped}), and {total - scored} of {total} responses could not be scored. "
         "The prompts are too easy or too hard for this model: take others, raise "
         "train.group_size or max_num_gen_batches"
     )

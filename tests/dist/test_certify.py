@@ -66,7 +66,7 @@ ALGORITHMS["gmpo"] = {
     "aggregation": "seq-mean-token-mean",
 }
 ALGORITHMS["clip_cov"] = {"loss": {"name": "clip_cov", "fraction": 0.2, "low": 0.05, "high": 1.0}}
-ALGORITHMS["kl_cov"] = {"loss": {"name": "kl_cov", "fraction": 0.2}, "advantage": {"name": "opo"}}
+ALGORITHMS["kl_cov"] = {"loss": {"name": "kl_cov", "fraction": 0.2}, "advantage": {"name": "optimal_token_baseline"}}
 ALGORITHMS["streams, student's top-k"] = {
     "distillation": {"loss": "student_topk", "top_k": 5, "logprob_min": -6.0},
     "streams": [
@@ -182,7 +182,7 @@ def test_other_algorithms_are_certified_too(subject, tmp_path: Path, layouts: in
 
 
 def test_losses_that_choose_tokens_are_certified(subject, tmp_path: Path):
-    jobs = [subject(algorithm=name) | case(layout) for name, layout in {"clip_cov": "DP2", "kl_cov": "CP2"}.items()]
+    jobs = [subject(algorithm=name) | case(layout) for name, layout in {"clip_cov": "DP2", "kl_cov": "TP2+SP"}.items()]
     _, found = measured(tmp_path, jobs)
     assert found == [[]] * len(jobs)
 

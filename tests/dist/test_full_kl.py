@@ -113,7 +113,7 @@ def test_hidden_states_of_all_positions_are_in_memory_once(actor):
 
 
 def test_value_and_gradient_of_the_output_weight(actor):
-    batch = referred(actor, with_old_logprobs(actor, batch_of(actor), TEMPERATURE))
+    batch = referred(actor, with_old_logprobs(actor, batch_of(actor), TEMPERATURE, squares=True))
     assert batch.ref_logprobs is None and batch.old_logprobs is not None
     live, reference = hidden_states(actor, batch), batch.reference
     weight = live.output_weight.clone().requires_grad_()
@@ -124,6 +124,8 @@ def test_value_and_gradient_of_the_output_weight(actor):
     vocabulary = actor.arch.vocab_size
     p = (ours @ weight.T / TEMPERATURE)[:, :vocabulary].log_softmax(1)
     q = (theirs @ reference.output_weight.T / TEMPERATURE)[:, :vocabulary].log_softmax(1)
+    assert close("squares", batch.squares[places], p.detach().exp().square().sum(1), rtol=1e-5, atol=1e-7)
+    assert not batch.squares[~places].any()
     expected = (p.exp() * (p - q)).sum(1).mean()
     expected.backward()
     assert float(expected.detach()) > 1e-3

@@ -140,8 +140,8 @@ def test_too_few_groups_is_an_error_that_says_what_to_do():
     source = Source(alone(), experiment(max_num_gen_batches=3), always_alike=True)
     state = TrainState()
     said = (
-        r"3 batches of 4 prompts .*max_num_gen_batches.* 0 of 4 groups .* 12 of 12 groups were "
-        r"dropped"
+        r"3 batches of 4 prompts .*max_num_gen_batches.* 0 of 4 groups; 12 of 12 were dropped "
+        r"\(groups of equal reward\)"
     )
     with pytest.raises(RuntimeError, match=said):
         source.take(state, Metrics())

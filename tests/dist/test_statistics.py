@@ -62,6 +62,11 @@ ALGORITHMS = {
 }
 
 
+for NAME, SINGLE in (("optimal_token_baseline", "zero"), ("optimal_token_baseline, raw", "raw")):
+    ALGORITHMS[NAME] = {
+        "advantage": {"name": "optimal_token_baseline", "single_sample": SINGLE},
+        "mismatch": {"weight": {"name": "tis"}},
+    }
 for LOSS in ("clip_cov", "kl_cov"):
     ALGORITHMS[LOSS] = {"loss": {"name": LOSS, "fraction": 0.1} | ({"low": 0.1} if LOSS == "clip_cov" else {})}
 
@@ -93,6 +98,7 @@ def whole_batch(kind: str) -> Batch:
         greedy_rewards=torch.rand(n, generator=generator, dtype=torch.float64),
         token_scores=torch.randn(n, WIDTH, generator=generator, dtype=torch.float64),
         old_logprobs=logprobs().mul(4).round() / 4,  # some tokens have equal covariances
+        squares=torch.rand(n, WIDTH, generator=generator),
         ref_logprobs=logprobs(),
     )
 

@@ -65,3 +65,10 @@ def reward_inputs(group_ids: torch.Tensor) -> RewardInputs:
     ones, valid = torch.ones_like(group_ids), torch.ones_like(group_ids, dtype=torch.bool)
     sizes = {"num_groups": int(group_ids.max()) + 1, "max_response_tokens": 1}
     return RewardInputs(response_lengths=ones, group_ids=group_ids, valid=valid, reduce=alone, **sizes)
+
+
+def of_policy(p: list[list[float]], others: float = 0.0) -> dict[str, Tensor]:
+    """Log-probabilities before the step, and squared probabilities of p and another token that has the rest of all but
+    `others`, which many have."""
+    own = torch.tensor(p, dtype=torch.float64)
+    return {"old_logprobs": own.log(), "squares": own.square() + (1 - own - others).square()}

@@ -17,7 +17,7 @@ from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.objective.reward_shaping import RewardShapingConfig
 from megagrpo.types import AlgoState, Batch, RewardMoments
 from tests.unit import algo_inputs
-from tests.unit.algo_inputs import reward_inputs, with_advantages
+from tests.unit.algo_inputs import of_policy, reward_inputs, with_advantages
 
 EPS = 1e-6
 
@@ -247,7 +247,7 @@ def test_row_sums_do_not_depend_on_the_padding():
 
 NAMES = (
     "grpo", "dr_grpo", "grpo_passk", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg",
-    "maxrl", "gdpo",
+    "maxrl", "gdpo", "optimal_token_baseline",
 )  # fmt: skip
 REWARD = st.one_of(st.sampled_from([0.0, 1.0, 0.7, 1e-4, 1e30]), st.floats(-1e30, 1e30), st.floats(-2.0, 2.0))
 
@@ -264,6 +264,8 @@ def test_properties(samples, name, seed):
 
     def advantages_of(rewards: list, groups: list, mask: list | None, valid: list) -> torch.Tensor:
         more = of_graders([[r, r < 0.5] for r in rewards], [1.0, 0.3]) if name == "gdpo" else {}
+        if name == "optimal_token_baseline":
+            more = of_policy([[0.3, 0.5, 0.9][: len(mask[0]) if mask else 1]] * len(rewards))
         batch = batch_of(rewards, groups, mask, valid=torch.tensor(valid), num_groups=3, **more)
         return solve(batch, advantage={"name": name})[0]
 

@@ -194,8 +194,11 @@ def test_what_must_be_computed_before_the_advantages():
         {"kl": {"loss_coef": 0.1, "adaptive": {"target": 0.1, "horizon": 1e4}}},
         {"mismatch": {"weight": {"name": "tis"}}},
         {"mismatch": {"reject": {"high": 2.0}}},
+        {"advantage": {"name": "optimal_token_baseline"}},
     ):
         assert AlgorithmConfig(**options).needs_old_logprobs
+        with pytest.raises(ValueError, match="need the trainer's, too"):
+            AlgorithmConfig(**options, old_logprobs="engine")
     assert AlgorithmConfig(advantage={"name": "remax"}).needs_greedy_response
     for loss in ("clip_cov", "kl_cov"):  # they choose tokens before the first update
         assert AlgorithmConfig(loss={"name": loss}).computes_old_logprobs(1)

@@ -35,6 +35,10 @@ def test_values_and_gradients(problem, monkeypatch, tile, chunk, a, b):
     logprobs, entropy = chunked_logprobs(hidden, weight, targets, 0.7, chunk, REAL)
     right_logprobs, right_entropy = plain(hidden, weight, targets, 0.7)
     torch.testing.assert_close((logprobs, entropy), (right_logprobs, right_entropy), rtol=1e-5, atol=1e-5)
+    # the sums of squared probabilities, as the head computes them
+    squares = (2 * logprobs - chunked_logprobs(hidden, weight, targets, 0.35, chunk, REAL)[0]).exp()
+    right = ((hidden @ weight[:VOCAB].T) / 0.7).softmax(-1).square().sum(-1)
+    torch.testing.assert_close(squares, right, rtol=1e-5, atol=1e-7)
     coefficients = torch.randn(TOKENS)
     used = a * logprobs + b * entropy if b else a * logprobs  # only the log-probabilities may be used
     mine = gradients(used @ coefficients, hidden, weight)

@@ -35,6 +35,7 @@ ESTIMATORS: dict[str, dict] = {
     "reinforce_plus_plus_baseline": {},
     "remax": {},
     "opo": {},
+    "optimal_token_baseline": {},
     "gdpo": {"whiten_over": "responses"},
     "gpg": {},
 }
@@ -55,6 +56,9 @@ def advantages_of(algorithm: AlgorithmConfig, rewards: Tensor, policy: Tensor, o
         more |= {"parts": torch.stack([rewards[CHOSEN]], 1), "weights": torch.ones(1, dtype=torch.float64)}
     if algorithm.kl.reward_coef:
         more |= {"old_logprobs": old[CHOSEN][:, None], "ref_logprobs": REFERENCE[CHOSEN][:, None]}
+    if algorithm.advantage.needs_squares:
+        squares = old.exp().square().sum().expand(len(CHOSEN), 1)
+        more |= {"old_logprobs": old[CHOSEN][:, None], "squares": squares}
     batch = batch_of(rewards[CHOSEN].clone(), OF_GROUP.tolist(), ones, **more)
     return with_advantages(batch, algorithm)[0].advantages.double()
 

@@ -25,6 +25,8 @@ class Estimator(Variant):
     reads_parts: ClassVar[bool] = False
     # a token learns from the rewards behind it; the others read the sum over a rollout
     has_returns: ClassVar[bool] = False
+    # needs the policy's log-probabilities before the step, and the sums of its squared probabilities
+    needs_squares: ClassVar[bool] = False
 
     @property
     def whitens_tokens(self) -> bool:
@@ -43,7 +45,8 @@ class _ComparesResponses(Estimator):
 
     name: str
     single_sample: Literal["zero", "raw"] = "zero"
-    """Advantage in a group with one valid response: 0, or its raw reward as in verl."""
+    """Advantage in a group with one valid response, for optimal_token_baseline also of tokens that
+    only one response is long enough to have: 0, or its raw reward as in verl."""
 
     @property
     def refuses_group_of_one(self) -> tuple[str, str] | None:
@@ -172,6 +175,17 @@ class OpoAdvantage(_ComparesResponses):
     name: Literal["opo"] = "opo"
 
 
+class OptimalTokenAdvantage(_ComparesResponses):
+    """Return per token minus the mean of the group's at the same sampled token, weighted by W, the
+    policy's squared gradients up to there: sum of 1 - 2 p + sum p^2. arXiv 2602.07078."""
+
+    formula = "G_t - sum W_t G_t / sum W_t"
+    has_returns = True
+    needs_squares = True
+
+    name: Literal["optimal_token_baseline"] = "optimal_token_baseline"
+
+
 class GdpoAdvantage(_ComparesResponses):
     """Normalize the score of each grader by its group, add them with the weights in
     `reward.graders`, and whiten the sum over the step. arXiv 2601.05242."""
@@ -228,6 +242,7 @@ AdvantageConfig = Annotated[
     | ReinforcePlusPlusBaselineAdvantage
     | RemaxAdvantage
     | OpoAdvantage
+    | OptimalTokenAdvantage
     | GdpoAdvantage
     | GpgAdvantage
     | OwnAdvantage,

@@ -198,8 +198,8 @@ def _prepared(config: ExperimentConfig, actor: MegatronActor, batch: Batch, base
     mesh = actor.mesh
     both = [old := near(base, 0.15, seed=7), near(old, 0.02, seed=8)]
     old, rollout = (t[batch.sample_ids][_inside(batch)] * batch.loss_mask for t in both)
-    if config.actor.routing_replay == "old":
-        batch = with_old_logprobs(actor, batch, temperature)
+    if config.actor.routing_replay == "old" or algorithm.advantage.needs_squares:
+        batch = with_old_logprobs(actor, batch, temperature, squares=True)
     if algorithm.uses_reference:
         batch = with_reference(actor, batch, algorithm.kl.estimator, temperature)
     batch = replace(batch, old_logprobs=old, rollout_logprobs=rollout)
