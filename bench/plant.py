@@ -357,7 +357,7 @@ FAULTS = (
     Fault(
         "nulls inside lists stay",
         "data/messages.py",
-        "return [_item(item) for item in value]",
+        "return [plain(item) for item in value]",
         "return list(value)",
         ("unit/test_messages.py",),
     ),
