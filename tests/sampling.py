@@ -55,7 +55,7 @@ def _done(value) -> Future:
 def experiment(**sections) -> ExperimentConfig:
     """Two prompts of two responses a step, short time limits; each section is added to these."""
     base = {"train": {"group_size": 2, "num_prompts_per_step": 2, "num_steps": 6}}
-    base |= {"rollout": {"request_timeout_s": 20.0, "step_timeout_s": 20.0}}
+    base |= {"rollout": {"request_timeout_s": 20.0, "step_timeout_s": 30.0}}
     return experiments.experiment(**base | {name: base.get(name, {}) | section for name, section in sections.items()})
 
 

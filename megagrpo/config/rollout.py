@@ -73,7 +73,7 @@ class EnvironmentConfig(Section):
     """Processes per sampling rank. Each holds many environments and answers one call at a time."""
     timeout_s: Seconds = 30.0
     """Time limit per call. Beyond it the process is ended and the outcome is a timeout, never a
-    reward."""
+    reward. Default at most half of `rollout.step_timeout_s`."""
     episode_timeout_s: Seconds | None = None
     """Time limit for all calls in a rollout, without waits for engines or processes. Rewards up to
     then count. Default: only `rollout.step_timeout_s`."""
@@ -145,7 +145,8 @@ class AgentConfig(Section):
     """Processes per sampling rank. Each runs many programs."""
     timeout_s: Seconds = 600.0
     """Time limit per program, without the time that engines take. Beyond it the program is ended
-    and the outcome is a timeout, never a reward."""
+    and the outcome is a timeout, never a reward. Default at most half of
+    `rollout.step_timeout_s`."""
 
     def problems(self) -> list[Rule]:
         return [

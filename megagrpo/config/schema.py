@@ -28,7 +28,13 @@ from megagrpo.config.fields import (
 )
 from megagrpo.config.objective.served_models import ServedModel, TeacherConfig
 from megagrpo.config.reward import RewardConfig
-from megagrpo.config.rollout import RolloutConfig, SamplingConfig, WeightsConfig
+from megagrpo.config.rollout import (
+    AgentConfig,
+    EnvironmentConfig,
+    RolloutConfig,
+    SamplingConfig,
+    WeightsConfig,
+)
 from megagrpo.config.trackers import TrackerConfig, WandbConfig
 from megagrpo.system.run_folder import RunFolder
 
@@ -228,9 +234,9 @@ class ExperimentConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _defaults_by_other_sections(cls, given: object) -> object:
-        """Gives `rollout.dtype` the value of `actor.dtype`, and `actor.deadline_s` its longer
-        default if trainers wait, on shared GPUs, for engines that compile FP8 kernels; unless they
-        are said."""
+        """Gives `rollout.dtype` the value of `actor.dtype`, `actor.deadline_s` its longer default if
+        trainers wait, on shared GPUs, for engines that compile FP8 kernels, and what plays rollouts
+        a limit below that of a step; unless they are said."""
         if not isinstance(given, dict):
             return given
         actor, rollout = given.get("actor", {}), given.get("rollout", {})
@@ -240,6 +246,14 @@ class ExperimentConfig(Section):
             actor = {"deadline_s": _COMPILED_S} | actor
         if actor.get("dtype") in get_args(Dtype):
             rollout = {"dtype": actor["dtype"]} | rollout
+        step_s, sampling = rollout.get("step_timeout_s"), given.get("sampling")
+        if isinstance(sampling, dict) and isinstance(step_s, int | float) and step_s > 0:
+            shorter = {
+                key: {"timeout_s": min(kind.model_fields["timeout_s"].default, step_s / 2)} | player
+                for key, kind in (("agent", AgentConfig), ("environment", EnvironmentConfig))
+                if isinstance(player := sampling.get(key), dict)
+            }
+            given = given | {"sampling": sampling | shorter}
         return given | {"actor": actor, "rollout": rollout}
 
     @property

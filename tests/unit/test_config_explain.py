@@ -15,7 +15,7 @@ from megagrpo.check.rules.inputs import is_made
 from megagrpo.check.rules.model import before_start
 from megagrpo.check.rules.subject import Subject, broken
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
-from megagrpo.config.load import load_config
+from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import ActorConfig, ParallelConfig
 from megagrpo.models.folder import Model
 from megagrpo.models.table import read_description
@@ -78,6 +78,16 @@ def test_coordinates_of_ranks_are_megatrons(tp, cp, pp, ep, etp, world):
             MOE,
             ["rollout.sglang.context_length=8"],
             "^data: up to 16 tokens, but an engine's context is 8 .rollout.sglang.context_length",
+        ),
+        (
+            MOE,
+            ["rollout.sglang.context_length=2049"],
+            "context_length 2049 is more than the 2048 positions of the model",
+        ),
+        (
+            MOE,
+            ["sampling.max_response_tokens=2", "data.max_prompt_tokens=2042"],
+            r"^data: up to 2049 tokens \(5 are SGLang's\), but the model has 2048 positions",
         ),
         (MOE, ["sampling.stop_token_ids=[1, 1000000]"], "stop_token_ids: 1000000 is no token"),
         (
@@ -263,6 +273,39 @@ def test_a_tokenizer_without_a_template_is_one_problem(tmp_path, model):
         assert try_loading(config).problems == ["data.chat_template is true, but the tokenizer has no chat template"]
 
 
+@pytest.mark.parametrize(
+    ("player", "said"),
+    [
+        (
+            "environment={function: python, args: {run: 1}}",
+            r"sampling: args do not fit 'python': .* did you mean 'run_s'",
+        ),
+        ("environment={function: python, args: {seed: 1}}", "multiple values for argument 'seed'"),
+        ("agent={function: harbor, args: {rows: 1}}", "sampling: args do not fit 'harbor'"),
+        ("agent={function: harbor, args: {row: 1}}", "sampling: args do not fit 'harbor'"),
+    ],
+)
+def test_arguments_that_what_plays_rollouts_does_not_take(prepared, player, said):
+    [problem] = preflight(load_config(QUICKSTART, [f"sampling.{player}"]))
+    assert re.search(said, problem)
+
+
+def test_what_plays_rollouts_is_cut_before_a_step_is():
+    """Unless a limit is said, which the rules judge."""
+    for player, longest in (("agent", 600), ("environment", 30)):
+        given = [f"sampling.{player}.function=a:b"]
+        for settings, limit_s in (
+            ([], longest),
+            (["rollout.step_timeout_s=20"], 10),
+            (["rollout.step_timeout_s=20", f"sampling.{player}.timeout_s=7"], 7),
+        ):
+            found = getattr(load_config(QUICKSTART, [*given, *settings]).sampling, player)
+            assert found.timeout_s == limit_s
+    # the step's limit alone is wrong
+    with pytest.raises(ConfigError, match="1 problem"):
+        load_config(QUICKSTART, [*given, "rollout.step_timeout_s=-1"])
+
+
 def test_what_is_not_there_yet_is_not_tried(tmp_path, model):
     path = experiment(tmp_path, model)
     sft = "sft={model: " + str(model) + ", path: " + str(tmp_path / "rows.jsonl") + "}"
@@ -289,7 +332,7 @@ def test_a_broken_torchvision_is_a_problem_with_its_remedy(tmp_path, model):
     program = """
 import sys
 from megagrpo.tools.check.loading import try_loading
-from megagrpo.config.load import load_config
+from megagrpo.config.load import ConfigError, load_config
 print(*try_loading(load_config(sys.argv[1])).problems, sep="\\n")
 """
     environment = child_environment(python_path=[str(broken.parent)])

@@ -179,11 +179,14 @@ def test_a_window_costs_what_its_keys_cost():
         ({"dtype": "bfloat16", "transformer_engine": False}, "only Transformer Engine has a kernel"),
         ({"world_size": 2, "dtype": "bfloat16", "parallel": {"cp": 2}}, "that share a sequence"),
         ({"lora": {"rank": 4}}, "actor.lora is not supported with a gpt_oss model"),
+        # Megatron would compute silu(gate) up of halves, which are not halves here
+        ({"megatron": {"use_te_activation_func": False}}, "layers of a gpt_oss model are computed with True"),
     ],
 )
 def test_layouts_that_would_be_wrong_are_refused(actor, said):
     arch = architecture_of(TINY)
-    assert layout_problems(arch, ActorConfig(world_size=2, parallel={"cp": 2})) == []
+    for right in ({"world_size": 2, "parallel": {"cp": 2}}, {"megatron": {"moe_router_dtype": "fp64"}}):
+        assert layout_problems(arch, ActorConfig(**right)) == []
     (problem,) = layout_problems(arch, ActorConfig(**actor))
     assert said in problem
 

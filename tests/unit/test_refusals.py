@@ -96,7 +96,11 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     (["reward.group_grader=rank", "algorithm.advantage={name: remax}"], "its greedy baseline has no group"),
     ([*PLAYED, "reward={grader: exact}"], "the reward is given by sampling.environment; remove the graders"),
     ([*PLAYED, "algorithm.advantage={name: remax}"], "it needs a greedy response"),
-    ([*PLAYED, "rollout.step_timeout_s=99"], "episode_timeout_s must be below rollout.step_timeout_s"),
+    ([*PLAYED, "rollout.step_timeout_s=99"], "episode_timeout_s 100 must be below rollout.step_timeout_s 99"),
+    (
+        ["reward={}", "sampling.agent={command: [cat], timeout_s: 600}", "rollout.step_timeout_s=600"],
+        "sampling.agent.timeout_s 600 must be below rollout.step_timeout_s 600, which ends the run, not a rollout",
+    ),
     (
         ["reward={}", "sampling.environment={function: python, args: {run_s: 30}}"],
         "args.run_s 30 must be some seconds below timeout_s 30,",

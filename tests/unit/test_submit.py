@@ -46,6 +46,7 @@ REFUSED = [
     ({}, Request("one-node", gpus_per_node=8), "need 17 GPUs, and the node has 8"),
     ({}, Request("one-job", time="5", grace_s=300), "--time 5 is 300 s, not more than --grace-s 300"),
     ({}, Request("one-node", 1, 1), "trainers and engines share one node; omit --rollout-nodes"),
+    (ENGINES | {"weights": {"transport": "ipc"}}, Request("one-job", 2, 2), "engines beside the trainers' GPUs"),
     (SHARED, Request("one-job", 2), "rollout.colocate wants colocated"),
     ({}, Request("colocated", 2), "--kind colocated wants rollout.colocate: true"),
     (SHARED, Request("colocated", 2, 1), "engines share the trainers' nodes; omit --rollout-nodes"),

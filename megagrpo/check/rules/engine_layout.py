@@ -106,6 +106,18 @@ def before_start(subject: Subject) -> Iterator[Rule]:
         yield _fp8_cuts(server_of(rollout), odd, may_be)
 
 
+def context_rule(arch: Architecture, sglang: LibrarySettings, model: str) -> Rule:
+    """Returns the rule that an engine's context is no longer than a model. model: its name."""
+    context = sglang.get("context_length")
+    positions = arch.max_positions
+    return Rule(
+        isinstance(context, int) and context > positions,
+        f"rollout.sglang.context_length {context} is more than the {positions} positions of "
+        f"{model}: SGLang would not start it",
+        "lower it",
+    )
+
+
 def _cuts(rollout: RolloutConfig, arch: Architecture, remedy: str = "") -> Iterator[Rule]:
     server = server_of(rollout)
     tp = server.attention_tp

@@ -1,7 +1,7 @@
 """Rules about the inputs of a run: files, packages, checkpoints, rows and the user's functions."""
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +26,7 @@ from megagrpo.rewards.graders.functions import (
 )
 from megagrpo.rollout.agents.environments import load_environment
 from megagrpo.rollout.agents.program_worker import load_program
+from megagrpo.system.user_function import check_arguments
 
 Call = tuple[Callable[..., object], *tuple[object, ...]]  # a function and its arguments
 _NAMED = 10  # rows
@@ -231,12 +232,26 @@ def _functions(config: ExperimentConfig) -> Iterator[Rule]:
     loads += [(check_grader, entry.grader, entry.args) for entry in reward.entries]
     if reward.group_grader is not None:
         loads.append((load_group_grader, reward.group_grader, reward.group_args))
-    if sampling.environment is not None:
-        loads.append((load_environment, sampling.environment.function))
-    if sampling.agent is not None and sampling.agent.function is not None:
-        loads.append((load_program, sampling.agent.function))
+    if (played := sampling.environment) is not None:
+        loads.append(
+            (_check_player, load_environment, played.function, played.args, ("row", "seed"), ())
+        )
+    if (agent := sampling.agent) is not None and agent.function is not None:
+        inputs = ("base_url", "key", "row")
+        loads.append((_check_player, load_program, agent.function, agent.args, (), inputs))
     for call in loads:
         yield from (Rule(True, text) for text in complaints(*call))
+
+
+def _check_player(
+    load: Callable[[str], Callable[..., object]],
+    name: str,
+    args: Mapping[str, object],
+    inputs: Sequence[str],
+    named: Sequence[str],
+) -> None:
+    """Raises ValueError if what plays rollouts does not take the user's arguments."""
+    check_arguments("sampling: args do not fit", name, load(name), inputs, args, named)
 
 
 def is_made(config: ExperimentConfig, path: str) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megagrpo.check.rules.engine_layout import server_of
+from megagrpo.check.rules.engine_layout import context_rule, server_of
 from megagrpo.check.rules.placement import needs_gpus
 from megagrpo.check.rules.subject import SPARED, Subject, longest_samples
 from megagrpo.config.fields import Rule
@@ -104,9 +104,12 @@ def _lengths(config: ExperimentConfig, arch: Architecture) -> Iterator[Rule]:
     spared = SPARED * config.sampling.several_turns  # a later turn's request reads nearly all
     if config.rollout.draft_tokens:  # compute_num_reserved_tokens of SGLang's managers/utils.py
         spared += config.rollout.draft_tokens + 1
-    kept = f" ({spared} are SGLang's)" * bool(spared)
+    yield context_rule(arch, config.rollout.sglang, "the model")
     for section, length in longest_samples(config).items():
-        length += spared
+        # a first request reads the prompt
+        spare = max(spared, SPARED - (length - config.data.max_prompt_tokens))
+        kept = f" ({spare} are SGLang's)" * bool(spare)
+        length += spare
         samples = f"{section}: up to {length} tokens{kept}, but"
         yield Rule(
             length > arch.max_positions, f"{samples} the model has {arch.max_positions} positions"

@@ -64,11 +64,11 @@ class _Fit:
         self.engine_ranks = config.engine_ranks
         self.sizes = config.engine_sizes
         self.rollout = rollout
+        self.cannot_share = config.weights.needs_colocation and not rollout.colocate
+        self.on_gpus = needs_gpus(config)
         self.nodes = nodes
         everything = self.world + self.engine_ranks
-        self.gpus = nodes.gpus or (
-            config.cluster.gpus_per_node if needs_gpus(config) else everything
-        )
+        self.gpus = nodes.gpus or (config.cluster.gpus_per_node if self.on_gpus else everything)
         apart = not rollout.colocate and (nodes.trainers or 1) == 1
         small = nodes == Nodes(nodes.gpus) and everything <= self.gpus
         self.one_node = apart and (nodes.rollout == 0 or small)
@@ -114,6 +114,11 @@ class _Fit:
             yield rule
             if rule.when:
                 return
+        yield Rule(
+            self.cannot_share and (self.on_gpus or not self.one_node),
+            "weights.transport ipc: engines beside the trainers' GPUs and nodes share no memory with them",
+            "set weights.transport: reshard, or rollout.colocate: true",
+        )
         if self.one_node:
             return
         colocate = self.rollout.colocate

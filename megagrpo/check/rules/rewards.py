@@ -15,7 +15,6 @@ def as_read(subject: Subject) -> Iterator[Rule]:
     default = type(reward).model_fields["grader"].default
     graded = (reward.grader, reward.graders, reward.group_grader) != (default, [], None)
     given_by = sampling.rewarding or "sampling.agent"
-    whole_s = 0.0 if sampling.environment is None else sampling.environment.episode_timeout_s or 0.0
     yield Rule(
         sampling.rewarding and graded,
         f"reward has graders, but the reward is given by {given_by}",
@@ -33,11 +32,16 @@ def as_read(subject: Subject) -> Iterator[Rule]:
         f"credit turn with advantage {advantage.name}, which reads only the sum of a rollout's rewards",
         "take reinforce or reinforce_plus_plus, or credit: rollout",
     )
-    yield Rule(
-        whole_s >= experiment.rollout.step_timeout_s,
-        "sampling.environment.episode_timeout_s must be below rollout.step_timeout_s, that of all rollouts of a step",
-        "lower it, or raise rollout.step_timeout_s",
-    )
+    step_s = experiment.rollout.step_timeout_s
+    for key, part in (("agent", sampling.agent), ("environment", sampling.environment)):
+        for name in ("timeout_s", "episode_timeout_s"):
+            limit_s = getattr(part, name, None) or 0.0
+            yield Rule(
+                limit_s >= step_s,
+                f"sampling.{key}.{name} {limit_s:g} must be below rollout.step_timeout_s {step_s:g}, which "
+                "ends the run, not a rollout",
+                "lower it, or raise rollout.step_timeout_s",
+            )
     yield Rule(
         experiment.data.images_key is not None and sampling.several_turns,
         "sampling.environment and agent with data.images_key: they continue prompts of text only",

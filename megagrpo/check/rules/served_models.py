@@ -100,12 +100,7 @@ def _lengths(theirs: Subject, key: str, longest: int) -> Iterator[Rule]:
     positions = theirs.arch.max_positions
     given = theirs.experiment.rollout.sglang
     context = given.get("context_length")
-    yield Rule(
-        context is not None and context > positions,
-        f"rollout.sglang.context_length {context} is more than the {positions} positions of "
-        f"{key}: SGLang would not start it",
-        "lower it",
-    )
+    yield engine_layout.context_rule(theirs.arch, given, key)
     limit = min(positions, context or math.inf, given.get("max_total_tokens") or math.inf) - SPARED
     yield Rule(
         longest > limit,

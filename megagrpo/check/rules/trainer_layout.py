@@ -15,6 +15,8 @@ from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.hashed.describe import HashedExperts
 
 _FP8_ROWS = 16  # of a matrix, and columns
+# fields that kinds of layers set, and an experiment may set otherwise: kernels, and a type
+_CHOICES = {"dsa_kernel_backend", "moe_router_dtype", "moe_router_fusion"}
 
 
 def before_start(subject: Subject) -> Iterator[Rule]:
@@ -28,7 +30,19 @@ def layout_rules(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
     (world_size, vpp) are the section's."""
     for rules in (_sizes, _stages, _routers, _adapters, _vision, _sinks, _shared_choices, _fp8):
         yield from rules(arch, actor)
-    yield context_rule(actor, expected_kernels(actor))
+    kernels = expected_kernels(actor)
+    yield context_rule(actor, kernels)
+    needed = {
+        name: value
+        for kind in arch.kinds
+        for name, value in kind.fields(arch, actor, kernels).items()
+    }
+    for name in actor.megatron.keys() & needed.keys() - _CHOICES:
+        yield Rule(
+            actor.megatron[name] != needed[name],
+            f"actor.megatron.{name}: layers of a {arch.family} model are computed with {needed[name]}",
+            "remove it",
+        )
     for key, size in (("ep", actor.parallel.ep), ("etp", actor.parallel.etp)):
         yield Rule(
             size > 1 and not arch.is_moe,
@@ -73,7 +87,7 @@ def _routers(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
             f"actor.{key}: a {arch.family} model has no experts to route to",
             "remove it",
         )
-    fields = "recompute_modules moe_shared_expert_overlap bias_activation_fusion use_te_activation_func fp8"
+    fields = "recompute_modules moe_shared_expert_overlap use_te_activation_func fp8"
     given = vars(actor) | actor.megatron
     for key in ("router_losses", "routing_replay", *fields.split()):
         section = "megatron." if key in actor.megatron else ""
@@ -84,7 +98,7 @@ def _routers(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
             "attention has no products in FP8",
             "remove it",
         )
-    for key in ("moe_shared_expert_overlap", "bias_activation_fusion", "use_te_activation_func"):
+    for key in ("moe_shared_expert_overlap", "use_te_activation_func"):
         yield Rule(
             actor.megatron.get(key) and type(arch.experts) is Experts and arch.experts.limit,
             f"actor.megatron.{key}: that activation leaves out the {arch.family} model's swiglu_limit",
