@@ -3,9 +3,10 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
@@ -15,7 +16,6 @@ Scalar = str | int | float | bool | None
 Words = tuple[tuple[object, Scalar], ...]  # their values with ours
 Row = dict[str, Any]  # what some options mean together; see the head of rules.yaml
 FRAMEWORKS = {"verl": "verl", "roll": "ROLL", "trl": "TRL", "slime": "slime", "miles": "miles"}
-_FOLDER = Path(__file__).parent
 _SHORT = re.compile(r"^(actor|rollout|model|ref)\.")  # of verl's names
 
 
@@ -39,14 +39,13 @@ class Entry:
 def rows(framework: str) -> tuple[Row | str, ...]:
     """Returns the rows of rules.yaml and, before its last ones, those of names, all with their full
     names; names of functions among them."""
-    every = yaml.safe_load(_text("rules.yaml"))
-    own = every["slime" if framework == "miles" else framework]
+    every = _table("rules.yaml")
     short = [
         {"to": entry.to, "full": entry.keys[framework], **entry.rule}
         for entry in entries()
         if isinstance(entry.rule, dict) and entry.keys[framework]
     ]
-    found = (*every["first"], *own, *short, *every["last"])
+    found = (*every["first"], *every[framework], *short, *every["last"])
     return tuple(each if isinstance(each, str) else _row(framework, each) for each in found)
 
 
@@ -73,9 +72,8 @@ def names_of(framework: str, ours: str) -> tuple[str, ...]:
 
 def full_names(framework: str, names: str | list[str]) -> tuple[str, ...]:
     """Returns their names, which tables shorten."""
-    return tuple(
-        _full_name(framework, name) for name in ([names] if isinstance(names, str) else names)
-    )
+    several = [names] if isinstance(names, str) else names
+    return tuple(full_name(framework, name) for name in several)
 
 
 def alike(one: object, other: object) -> bool:
@@ -91,11 +89,12 @@ def spelled(value: Plain, words: Words) -> Plain:
 @cache
 def entries() -> tuple[Entry, ...]:
     """Returns the table, in its order."""
-    return tuple(map(_entry, yaml.safe_load(_text("foreign_names.yaml"))))
+    return tuple(map(_entry, _table("foreign_names.yaml")))
 
 
-def _text(name: str) -> str:
-    return (_FOLDER / name).read_text(encoding="utf-8")
+@cache
+def _table(name: str) -> Any:
+    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
 def _entry(given: dict) -> Entry:
@@ -109,43 +108,37 @@ def _entry(given: dict) -> Entry:
 @cache
 def defaults(framework: str) -> dict[str, Scalar]:
     """Returns the defaults of foreign_defaults.yaml."""
-    known = yaml.safe_load(_text("foreign_defaults.yaml"))
-    own = known["slime" if framework == "miles" else framework]
-    return {_full_name(framework, key): value for key, value in own.items()}
+    known = _table("foreign_defaults.yaml")[framework]
+    return {full_name(framework, key): value for key, value in known.items()}
 
 
-def _full_name(framework: str, name: str) -> str:
+def full_name(framework: str, name: str) -> str:
+    """Returns a name of theirs in full; one that is full already stays."""
     if framework in ("slime", "miles"):
-        return name if name.endswith(".py") else f"--{name}"
+        return name if name.endswith(".py") or name.startswith("--") else f"--{name}"
     if framework != "verl":
         return name
     return _SHORT.sub(r"actor_rollout_ref.\1.", name).removeprefix("/")
 
 
 @cache
-def _patterns(framework: str) -> list[tuple[int, re.Pattern[str], Entry]]:
-    return [
-        (len(name.replace("*", "")), re.compile(re.escape(name).replace(r"\*", ".+")), entry)
-        for entry in entries()
-        for name in entry.keys[framework]
-    ]
+def _names(framework: str) -> list[tuple[str, Entry]]:
+    """Returns all names with their entries, the most specific first."""
+    pairs = [(name, entry) for entry in entries() for name in entry.keys[framework]]
+    return sorted(pairs, key=lambda pair: -len(pair[0].replace("*", "")))
 
 
 @cache
 def find(framework: str, key: str) -> Entry | None:
     """Returns the entry of the most specific name that `key` has, with the key in it for a `*` of
     ours; None if it is not in the table."""
-    matching = [each for each in _patterns(framework) if each[1].fullmatch(key)]
-    if not matching:
-        return None
-    entry = max(matching, key=lambda each: each[0])[2]
-    # all below a section, or an option's name
-    sections = (name[:-1] for name in entry.keys[framework] if name.endswith(".*"))
-    section = next(filter(key.startswith, sections), "")
-    name = (
-        key.removeprefix(section) if section else re.sub("^--(sglang-)?", "", key).replace("-", "_")
-    )
-    return replace(entry, to=entry.to.replace("*", name), is_section="*" in entry.to)
+    for name, entry in _names(framework):
+        if name == key or ("*" in name and fnmatchcase(key, name)):
+            # all below a section, or an option's name
+            below = key.removeprefix(name[:-1]) if name.endswith(".*") else ""
+            inside = below or re.sub("^--(sglang-)?", "", key).replace("-", "_")
+            return replace(entry, to=entry.to.replace("*", inside), is_section="*" in entry.to)
+    return None
 
 
 def key_hint(key: str, value: object) -> str:
@@ -159,7 +152,7 @@ def key_hint(key: str, value: object) -> str:
         if hints:
             more = ", ..." if len(hints) > 4 else ""
             how = f" (`megagrpo convert {framework} FILE` translates all)"
-            return f"; {', '.join(hints[:4])}{more}{'' if shown in _others() else how}"
+            return f"; {', '.join(hints[:4])}{more}{'' if shown in _table('others.yaml') else how}"
     same_names = (
         f"; {shown}'s {name} is {entry.to} here" + (f": {entry.note}" if entry.note else "")
         for framework, shown in FRAMEWORKS.items()
@@ -193,21 +186,17 @@ def leaves_of(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
         yield from leaves_of(inner, f"{prefix}.{key}" if prefix else str(key))
 
 
-@cache
-def _others() -> dict[str, dict[str, str]]:
-    return cast(dict[str, dict[str, str]], yaml.safe_load(_text("others.yaml")))
-
-
 def whose(text: str) -> str:
     """Returns the framework, of those that are not translated, whose file a text is; else ""."""
-    return next((name for name, other in _others().items() if re.search(other["looks"], text)), "")
+    others = _table("others.yaml").items()
+    return next((name for name, other in others if re.search(other["looks"], text)), "")
 
 
 def where_to_look(name: str) -> str:
     """Returns the answer to a file of a framework that is not translated."""
-    translated = ", ".join(shown for shown in FRAMEWORKS.values() if shown not in _others())
-    keys = _others()[name]["keys"]
+    others = _table("others.yaml")
+    translated = ", ".join(shown for shown in FRAMEWORKS.values() if shown not in others)
     return (
         f"this is {name}'s, which is not translated ({translated} are). Begin with `megagrpo init` "
-        f"or docs/train.md: {keys}. docs/reference/configuration.md has all keys"
+        f"or docs/train.md: {others[name]['keys']}. docs/reference/configuration.md has all keys"
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Literal, cast
+from typing import Literal, TypeGuard, cast
 
 from megagrpo.config.load import Plain
 from megagrpo.config.schema import ExperimentConfig
@@ -45,7 +45,7 @@ class KeyOutcome:
 
 class Translation:
     """Takes values for our keys. given: their keys with values; null is as not given. notes: what
-    is to be said of them as a whole."""
+    is to be said of them as a whole. Their names may be short, as in the tables."""
 
     def __init__(self, framework: str, given: Mapping[str, Plain], notes: Sequence[str] = ()):
         self.framework = framework
@@ -63,11 +63,12 @@ class Translation:
     def get(self, *keys: str) -> Plain:
         """Returns the value of the first of these that has one, given or by default, and is not set
         to null; else the first one's default, or None."""
-        for key in keys:
+        names = self._full(keys)
+        for key in names:
             self._read.add(key)
             if key in self._all and self.given.get(key, ...) is not None:
                 return self._all[key]
-        return self._all.get(keys[0]) if keys else None
+        return self._all.get(names[0]) if names else None
 
     def text(self, *keys: str) -> str:
         """Returns `get` as text; "" for None."""
@@ -89,20 +90,24 @@ class Translation:
         value = self.get(*keys)
         if value is None:
             return default
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        if _is_number(value):
             return value
         self._lack_first(keys, "should be a number")
         return default
 
     def _lack_first(self, keys: Sequence[str], reason: str) -> None:
-        self.lack(next((key for key in keys if key in self._set), keys[0]), reason)
+        names = self._full(keys)
+        self.lack(next((key for key in names if key in self._set), names[0]), reason)
+
+    def _full(self, keys: Sequence[str]) -> tuple[str, ...]:
+        return tuple(foreign.full_name(self.framework, key) for key in keys)
 
     def put(self, ours: str, value: Plain, *keys: str) -> None:
         """Sets our key because of `keys`, and of the table's that the rule has read; left out if
         none of these is given and the value is our default."""
         read = (key for key in self.named(ours) if key in self._read)
         because = dict.fromkeys(self.because.get(ours, []))
-        because |= dict.fromkeys(key for key in (*read, *keys) if key in self._set)
+        because |= dict.fromkeys(key for key in (*read, *self._full(keys)) if key in self._set)
         # their defaults depend on the variant's name
         depends_on_variant = ours.startswith(("algorithm.loss.", "algorithm.advantage."))
         if not because and (value is None or (value == _default(ours) and not depends_on_variant)):
@@ -122,7 +127,7 @@ class Translation:
     def lack(self, key: str, reason: str) -> None:
         """Records why what `key` says, or stands for by default, is not translated; the first reason
         counts."""
-        self._lacks.setdefault(key, reason)
+        self._lacks.setdefault(foreign.full_name(self.framework, key), reason)
 
     def refuse(self, ours: str, reason: str) -> None:
         """Takes back our key, or the name of our section, which the experiment refuses; of what was
@@ -131,7 +136,7 @@ class Translation:
         for key in known:  # another rule may have refused it, too
             self.values.pop(key, None)
             for theirs in self.because[key] or [key]:
-                self.lack(theirs, reason)
+                self._lacks.setdefault(theirs, reason)
         self.problems += [] if known else [reason]
 
     def apply(self, functions: Mapping[str, Callable[["Translation"], None]]) -> None:
@@ -142,11 +147,11 @@ class Translation:
             if entry is None or entry.rule:
                 continue
             if entry.is_section and _is_secret(key):
-                self.lack(key, "a secret; what needs it should read a variable")
+                self._lacks[key] = "a secret; what needs it should read a variable"
             elif entry.to:
                 self.put(entry.to, spelled(value, entry.values), key)
             elif entry.lacks and _unknown(value, entry.same):
-                self.lack(key, entry.lacks)
+                self._lacks[key] = entry.lacks
         for row in foreign.rows(self.framework):
             self._read.clear()
             if isinstance(row, str):
@@ -189,17 +194,13 @@ class Translation:
 
     def outcomes(self) -> list[KeyOutcome]:
         """Returns what became of every given key, and of defaults that are not translated."""
-        ours: dict[str, list[str]] = {}
-        for our_key, theirs in self.because.items():
-            for key in theirs:
-                ours.setdefault(key, []).append(our_key)
         lacking = [key for key in self._lacks if key not in self.given]
-        return [
-            self._outcome(key, self.get(key), ours.get(key, [])) for key in [*self.given, *lacking]
-        ]
+        return [self._outcome(key) for key in (*self.given, *lacking)]
 
-    def _outcome(self, key: str, value: Plain, ours: list[str]) -> KeyOutcome:
+    def _outcome(self, key: str) -> KeyOutcome:
         entry = find(self.framework, key)
+        value = self._all.get(key)
+        ours = [our_key for our_key, theirs in self.because.items() if key in theirs]
         if key in self._lacks:
             return KeyOutcome(key, value, "not translated", self._lacks[key])
         if ours:
@@ -273,27 +274,29 @@ def _unknown(value: Plain, known: Sequence[object]) -> list[Plain]:
     return [one for one in _listed(value) if not any(alike(one, other) for other in known)]
 
 
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _filled(value: Plain, ours: Mapping[str, Plain]) -> Plain:
     return value.format(**ours) if isinstance(value, str) else value
 
 
 def _is_wanted(value: object, wanted: object) -> bool:
     """Returns whether a value meets a condition of rules.yaml."""
-    if isinstance(wanted, list):
-        return any(_is_wanted(value, one) for one in wanted)
-    if isinstance(wanted, dict):
-        return not _is_wanted(value, wanted["not"])
-    if isinstance(wanted, str) and wanted.startswith("> "):
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return False
-        return value > int(wanted[2:])
-    if isinstance(wanted, str) and "*" in wanted:
-        return fnmatchcase(str(value), wanted)
     match wanted:
+        case list():
+            return any(_is_wanted(value, one) for one in wanted)
+        case dict():
+            return not _is_wanted(value, wanted["not"])
         case "any":
             return value is not None
         case "truthy" | "falsy":
             return bool(value) is (wanted == "truthy")
+        case str() if wanted.startswith("> "):
+            return _is_number(value) and value > int(wanted[2:])
+        case str() if "*" in wanted:
+            return fnmatchcase(str(value), wanted)
     return alike(value, wanted)
 
 

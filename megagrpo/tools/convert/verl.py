@@ -1,26 +1,22 @@
 """verl's options that no row says."""
 
+import re
 from contextlib import suppress
 
 from megagrpo.config.load import Plain
 from megagrpo.tools.convert import rules
 from megagrpo.tools.convert.translation import Translation
 
-_A = "actor_rollout_ref.actor."
-_R = "actor_rollout_ref.rollout."
-_G = "actor_rollout_ref.actor.megatron."
-_OVERRIDE = f"{_G}override_transformer_config."
-
 
 def batches(d: Translation) -> None:
     """Puts the limit of batches of dynamic sampling, which have a step's size here."""
-    groups = "algorithm.filter_groups."
     if "algorithm.dynamic_sampling.metric" in d.values:
+        limit = "algorithm.filter_groups.max_num_gen_batches"
         prompts = d.number("data.train_batch_size")
-        most = d.number(f"{groups}max_num_gen_batches", default=0) or 1000
+        most = d.number(limit, default=0) or 1000
         most = -(-most * d.number("data.gen_batch_size", default=prompts) // prompts)
         ours = "algorithm.dynamic_sampling.max_num_gen_batches"
-        d.put(ours, most, f"{groups}max_num_gen_batches", f"{groups}enable")
+        d.put(ours, most, limit, "algorithm.filter_groups.enable")
 
 
 def own_reward(d: Translation) -> None:
@@ -72,12 +68,12 @@ def _limits(d: Translation, key: str) -> list[float]:
 
 def batch(d: Translation) -> None:
     """Puts updates of a step, and their warm-up."""
-    mini = f"{_A}ppo_mini_batch_size"
+    mini = "actor.ppo_mini_batch_size"
     prompts = d.number("data.train_batch_size")
     updates = rules.updates(d, prompts, prompts, d.number(mini), mini)
     total = "trainer.total_training_steps"
-    ratio = f"{_A}optim.lr_warmup_steps_ratio"
-    warmup = d.real(f"{_A}optim.lr_warmup_steps")
+    ratio = "actor.optim.lr_warmup_steps_ratio"
+    warmup = d.real("actor.optim.lr_warmup_steps")
     if warmup < 1 and d.get(total) is not None:
         warmup = d.real(ratio) * d.number(total)
     if warmup > 0:
@@ -86,43 +82,43 @@ def batch(d: Translation) -> None:
 
 def optimizer(d: Translation) -> None:
     """Puts the schedule's end, and Adam's betas."""
-    optim = f"{_A}optim."
     if d.values.get("actor.optimizer.lr_schedule", "constant") != "constant":
-        ratio = d.real(f"{optim}min_lr_ratio") * d.real(f"{optim}lr", default=1e-6)
-        d.put("actor.optimizer.min_lr", max(d.real(f"{optim}min_lr"), ratio))
-    betas = d.get(f"{optim}betas")
+        ratio = d.real("actor.optim.min_lr_ratio") * d.real("actor.optim.lr", default=1e-6)
+        d.put("actor.optimizer.min_lr", max(d.real("actor.optim.min_lr"), ratio))
+    betas = d.get("actor.optim.betas")
     if isinstance(betas, list) and len(betas) == 2:
         d.put("actor.optimizer.adam_beta2", betas[1])
         if betas[0] != 0.9:
-            d.put("actor.optimizer.megatron.adam_beta1", betas[0], f"{optim}betas")
+            d.put("actor.optimizer.megatron.adam_beta1", betas[0], "actor.optim.betas")
 
 
 def layout(d: Translation) -> None:
     """Puts GPUs of trainers and of engines, and a micro-batch."""
-    nodes = ("trainer.n_gpus_per_node", "trainer.nnodes")
-    gpus = d.number(nodes[0])
-    world = gpus * d.number(nodes[1])
-    engine = f"{_R}tensor_model_parallel_size"
-    copies = f"{_R}data_parallel_size"
+    gpus = d.number("trainer.n_gpus_per_node")
+    world = gpus * d.number("trainer.nnodes")
+    engine = "rollout.tensor_model_parallel_size"
+    copies = "rollout.data_parallel_size"
     tp = d.number(engine) * d.number(copies)
     if tp > d.number(engine):
         d.put("rollout.tp", tp, copies)
-    d.put("actor.world_size", world, *nodes)
-    named = ("--config-name", "defaults", f"{_A}strategy", "model_engine", f"{_A}model_engine")
-    whole = any(key.startswith((_G, f"{_A}engine.")) for key in d.given)
+    d.put("actor.world_size", world, "trainer.n_gpus_per_node", "trainer.nnodes")
+    named = ("--config-name", "defaults", "actor.strategy", "model_engine", "actor.model_engine")
+    whole = any(re.match(r"actor_rollout_ref\.actor\.(megatron|engine)\.", key) for key in d.given)
     if whole or any("megatron" in d.text(name) for name in named):
         d.put("actor.parallel.tp", d.number(*d.named("actor.parallel.tp")))
-        d.put("actor.recompute", d.get(f"{_OVERRIDE}recompute_granularity") or "none")
+        kept = d.get("actor.megatron.override_transformer_config.recompute_granularity")
+        d.put("actor.recompute", kept or "none")
     else:
         rules.put_whole_parameters(d, world, tp, engine)
-        full = d.get("actor_rollout_ref.model.enable_gradient_checkpointing")
+        full = d.get("model.enable_gradient_checkpointing")
         d.put("actor.recompute", "full" if full else "none")
     longest = d.number("data.max_prompt_length") + d.number("data.max_response_length")
     tokens = samples = 0
-    if d.get(f"{_A}use_dynamic_bsz"):
-        tokens = d.number(f"{_A}ppo_max_token_len_per_gpu")
+    if d.get("actor.use_dynamic_bsz"):
+        tokens = d.number("actor.ppo_max_token_len_per_gpu")
     else:
-        shared = max(d.number(f"{_A}ppo_micro_batch_size") // world, 1)
-        samples = d.number(f"{_A}ppo_micro_batch_size_per_gpu", default=shared)
+        shared = max(d.number("actor.ppo_micro_batch_size") // world, 1)
+        samples = d.number("actor.ppo_micro_batch_size_per_gpu", default=shared)
     rules.micro_batch(d, longest, tokens, samples)
-    rules.place(d, world, 0, gpus, tp, "actor_rollout_ref.hybrid_engine", *nodes)
+    keys = ("actor_rollout_ref.hybrid_engine", "trainer.n_gpus_per_node", "trainer.nnodes")
+    rules.place(d, world, 0, gpus, tp, *keys)
