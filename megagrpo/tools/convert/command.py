@@ -42,33 +42,28 @@ def draft_of(framework: str, source: Source) -> Translation:
 def convert(draft: Translation, source: Path, output: Path | None, partial: bool) -> int:
     """Writes the experiment and returns 0; 1, and nothing is written, if something is lost and
     `partial` is false."""
-    framework = draft.framework
-    lost = [each for each in draft.outcomes() if each.status in ("not translated", "unknown")]
-    title = (
-        f"Converted from {source.name} by `megagrpo convert {framework}`; see "
-        "docs/reference/names.md."
-    )
-    counts = Counter(each.status for each in draft.outcomes())
-    say = [
-        f"{source}: {len(draft.given)} keys of {FRAMEWORKS[framework]}: "
-        + ", ".join(f"{n} {s}" for s, n in counts.items())
+    outcomes = draft.outcomes()
+    lost = [each for each in outcomes if each.status in ("not translated", "unknown")]
+    counts = Counter(each.status for each in outcomes)
+    numbers = ", ".join(f"{number} {status}" for status, number in counts.items())
+    problems = [f"the experiment as translated: {problem}" for problem in draft.problems]
+    told = [
+        *(*draft.notes, *draft.remarks),
+        *(f"{each.shown}: {each.status}: {each.text}" for each in lost),
+        *problems,
     ]
-    say += [f"  {note}" for note in (*draft.notes, *draft.remarks)]
-    say += [f"  {each.key} = {each.shown}: {each.status}: {each.text}" for each in lost]
-    say += [f"  the experiment as translated: {problem}" for problem in draft.problems]
-    failed = bool(lost or draft.problems) and not partial
-    if failed:
-        say.append(
-            "nothing was written; --partial writes what could be translated, "
-            "with comments on the rest"
-        )
-    print("\n".join(say), file=sys.stderr)
-    if failed:
+    print(f"{source}: {len(draft.given)} keys of {draft.shown}: {numbers}", file=sys.stderr)
+    print(*(f"  {line}" for line in told), sep="\n", file=sys.stderr)
+    if (lost or problems) and not partial:
+        rest = "--partial writes what could be translated, with comments on the rest"
+        print(f"nothing was written; {rest}", file=sys.stderr)
         return 1
+    command = f"`megagrpo convert {draft.framework}`"
+    text = draft.yaml(f"Converted from {source.name} by {command}; see docs/reference/names.md.")
     if output is None:
-        print(draft.yaml(title), end="")
+        print(text, end="")
     else:
-        write_whole(output, draft.yaml(title))
+        write_whole(output, text)
     return 0
 
 
@@ -76,18 +71,10 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Adds the options of the command line."""
     option = command.add_argument
     option("framework", choices=tuple(FRAMEWORKS), help="of ROLL and TRL only names are known")
-    option(
-        "source",
-        type=Path,
-        help="shell script with the command (verl, slime, miles) or YAML (verl)",
-    )
-    option(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="experiment to write; default: standard output",
-    )
+    source = "shell script with the command (verl, slime, miles) or YAML (verl)"
+    option("source", type=Path, help=source)
+    output = "experiment to write; default: standard output"
+    option("-o", "--output", type=Path, metavar="FILE", help=output)
     option("--overwrite", action="store_true", help="replace an existing file")
     option("--partial", action="store_true", help="write the experiment even if keys are lost")
 

@@ -13,7 +13,7 @@ from typing import Literal, TypeGuard, cast
 from megagrpo.config.load import Plain
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.convert import foreign
-from megagrpo.tools.convert.foreign import FRAMEWORKS, Entry, Row, alike, find, spelled
+from megagrpo.tools.convert.foreign import Entry, Row, alike, find, spelled
 from megagrpo.tools.view.texts import printable
 
 _SECRET = re.compile(r"(?i)(?:^|[._-])(?:\w*key|\w*token|\w*secret|\w*password)$")
@@ -37,10 +37,11 @@ class KeyOutcome:
 
     @property
     def shown(self) -> str:
-        """The value as YAML, but for secrets: a key's own, and those inside a text."""
+        """The key with its value as YAML, but for secrets: a key's own, and those inside a text."""
+        value = _SECRET_INSIDE.sub(r"\1...", _flow(self.value))
         if self.status != "translated" and _is_secret(self.key) and self.value is not None:
-            return '"..."'
-        return _SECRET_INSIDE.sub(r"\1...", _flow(self.value))
+            value = '"..."'
+        return f"{self.key} = {value}"
 
 
 class Translation:
@@ -49,6 +50,7 @@ class Translation:
 
     def __init__(self, framework: str, given: Mapping[str, Plain], notes: Sequence[str] = ()):
         self.framework = framework
+        self.shown = foreign.FRAMEWORKS[framework]
         self.notes = list(notes)
         self.given = dict(given)
         self._set = {key: value for key, value in given.items() if value is not None}
@@ -232,26 +234,23 @@ class Translation:
     def yaml(self, title: str) -> str:
         """Returns the experiment as YAML with a comment on every key, and below it those that set
         nothing."""
-        shown = FRAMEWORKS[self.framework]
-        lines = [
-            *map(_comment, [title, *self.notes, *self.remarks]),
-            *self._yaml(self.nested(), "", "", shown),
-        ]
+        lines = [*map(_comment, [title, *self.notes, *self.remarks]), *self._yaml(self.nested())]
         for status in ("as here", "not translated", "unknown"):
             found = [each for each in self.outcomes() if each.status == status]
-            lines += ["", f"# {shown}'s keys {status}:"] if found else []
-            lines += [_comment(f"  {each.key} = {each.shown}: {each.text}") for each in found]
+            lines += ["", f"# {self.shown}'s keys {status}:"] if found else []
+            lines += [_comment(f"  {each.shown}: {each.text}") for each in found]
         return "\n".join([*lines, ""])
 
-    def _yaml(self, section: dict[str, Plain], path: str, indent: str, shown: str) -> list[str]:
+    def _yaml(self, section: dict[str, Plain], path: str = "") -> list[str]:
         lines = []
         for key, value in section.items():
             ours = f"{path}{key}"
+            begin = f"{'  ' * path.count('.')}{key}:"
             if isinstance(value, dict) and ours not in self.values:
-                lines += [f"{indent}{key}:", *self._yaml(value, f"{ours}.", f"{indent}  ", shown)]
+                lines += [begin, *self._yaml(value, f"{ours}.")]
             else:
                 comment = ", ".join(self.because[ours]) or "its default"
-                lines.append(f"{indent}{key}: {_flow(value)}  # {shown}: {comment}")
+                lines.append(f"{begin} {_flow(value)}  # {self.shown}: {comment}")
         return lines
 
 
