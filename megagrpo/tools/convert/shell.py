@@ -71,12 +71,10 @@ def trainer_command(path: Path, trainer: str, example: str) -> tuple[list[str], 
         text = plain(word)
         if text.startswith("--") or "=" in text:
             option = text.partition("=")[0]
-        for what in state.meanings(word):
-            state.notes[f"expanded to nothing: {what}, in {option}"] = None
-    said = list(state.notes)
+        state.note_marks(word, option)
     if len(state.commands) > 1:
-        said.append(f"{len(state.commands)} commands start a trainer; this is the first")
-    return [plain(word) for word in found if plain(word) or word == QUOTED], said
+        state.note(f"{len(state.commands)} commands start a trainer; this is the first")
+    return [plain(word) for word in found if plain(word) or word == QUOTED], list(state.notes)
 
 
 @cache
@@ -96,7 +94,7 @@ def _evaluate(state: State, text: str) -> Answer:
     program = _parser().parse(text.encode()).root_node
     if program.has_error:
         file = state.variables["BASH_SOURCE"]
-        state.notes[f"{file} is no bash that is understood; it may be read wrongly"] = None
+        state.note(f"{file} is no bash that is understood; it may be read wrongly")
     return _each(state, program.named_children)
 
 
@@ -134,8 +132,7 @@ def _run(state: State, node: Node) -> Answer:
             first, operator, *_, second = node.children
             written = len(state.output or ())
             answer = _run(state, first)
-            if answer is None and state.output:
-                # only the program's exit status counts here, not its output
+            if answer is None and state.output:  # only the program's exit status counts here
                 del state.output[written:]
             if operator.type == "||":
                 return _decided(state, first, answer, [], [second])
@@ -208,8 +205,7 @@ def _decided(state: State, asked: Node, answer: Answer, yes: Nodes, no: Nodes) -
     if state.output is not None or any("=" in source(each) for each in (*yes, *no)):
         while asked.type == "list":
             asked = asked.children[0]
-        what = state.where(asked, source(asked))
-        state.notes[f"taken as false, because nothing runs: {what}"] = None
+        state.note(f"taken as false, because nothing runs: {state.where(asked, source(asked))}")
     tried = replace(state.subshell(), notes={}, output=None)
     taken = _each(state, no)
     if state.leaving:  # what goes on was not left, so the other branch was taken
@@ -255,8 +251,8 @@ def _command(state: State, node: Node) -> Answer:
 def _call(state: State, node: Node, words: list[str], function: Node) -> None:
     """Evaluates a function; of variables that it changes only a run could tell the values."""
     called = state.subshell()
-    called.variables |= {"@": words[1:], "*": words[1:]}
-    called.variables |= {str(at): word.strip(QUOTED) for at, word in enumerate(words) if at}
+    positional = {str(at): word.strip(QUOTED) for at, word in enumerate(words) if at}
+    called.variables |= {"@": words[1:], "*": words[1:], **positional}
     _each(called, [function])
     own = called.variables.items()
     changed = [key for key, value in own if value != state.variables.get(key)]
@@ -286,15 +282,13 @@ def _program(state: State, node: Node, words: list[str]) -> Answer:
         inside = split(plain(word))
         if len(inside) > 1 and any(re.fullmatch(state.trainer, each) for each in inside):
             place = state.place or f"line {node.start_point[0] + 1}"
-            for what in state.meanings(word):
-                state.notes[f"expanded to nothing: {what}, in its command"] = None
+            state.note_marks(word, "its command")
             return _evaluate(replace(state.subshell(), place=place), plain(word))
         if re.fullmatch(state.trainer, plain(word)):
             state.commands.append(words[at:])
             # as of `ray job submit --runtime-env-json`
             if names := re.findall(r'"([A-Z]\w*)" *:', plain(" ".join(words[:at]))):
-                note = f"variables of its processes are not translated: {', '.join(names)}"
-                state.notes[note] = None
+                state.note(f"variables of its processes are not translated: {', '.join(names)}")
             break
     state.say(state.mark(node))
     return None
@@ -311,7 +305,7 @@ def _source(state: State, name: str) -> None:
         if real.is_relative_to(within.resolve()) and real.is_file():
             _read(replace(state, place=file.name, leaving=[]), real)
             return
-    state.notes[f"{plain(name)} could not be read; what it sets is missing"] = None
+    state.note(f"{plain(name)} could not be read; what it sets is missing")
 
 
 def _assign(state: State, node: Node) -> Answer:

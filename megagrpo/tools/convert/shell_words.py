@@ -52,9 +52,14 @@ class State:
         self.marks[sign] = self.where(node, f"${name}" if name else source(node))
         return sign
 
-    def meanings(self, text: str) -> list[str]:
-        """Returns what the marks of a text stand for."""
-        return [self.marks[mark] for mark in _MARK.findall(text)]
+    def note(self, text: str) -> None:
+        """Notes a text, once."""
+        self.notes[text] = None
+
+    def note_marks(self, text: str, option: str) -> None:
+        """Notes what the marks of an option's text stand for."""
+        for mark in _MARK.findall(text):
+            self.note(f"expanded to nothing: {self.marks[mark]}, in {option}")
 
     def say(self, text: str) -> None:
         """Writes the output of a command."""
