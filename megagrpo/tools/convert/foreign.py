@@ -89,11 +89,11 @@ def spelled(value: Plain, words: Words) -> Plain:
 @cache
 def entries() -> tuple[Entry, ...]:
     """Returns the table, in its order."""
-    return tuple(map(_entry, _table("foreign_names.yaml")))
+    return tuple(map(_entry, _table("foreign_names.yaml")["names"]))
 
 
 @cache
-def _table(name: str) -> Any:
+def _table(name: str) -> dict:
     return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
