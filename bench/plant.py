@@ -399,8 +399,8 @@ FAULTS = (
     Fault(
         "an export writes the run's experiment",
         "cluster/machine.py",
-        "own_copy(config, files), *words]",
-        "write_experiment(config) or own_copy(config, files), *words]",
+        'config.run_folder.logs / f"{name}.yaml"',
+        "config.run_folder.config",
         (BESIDE,),
     ),
     Fault(

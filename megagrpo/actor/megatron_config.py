@@ -121,12 +121,6 @@ def transformer_config(
     return built
 
 
-def build_problems(arch: Architecture, config: ActorConfig) -> list[str]:
-    """Returns why Megatron's three configurations cannot be built in this process; [] if they
-    can."""
-    return complaints(lambda: megatron_configs(arch, config, checked_kernels(arch, config)))
-
-
 def _built(cls: type[C], fields: Mapping[str, object], path: tuple[str, ...]) -> C:
     try:
         build: Callable[..., C] = cls

@@ -62,7 +62,8 @@ def layout_problems(arch: Architecture, actor: ActorConfig) -> list[str]:
 
 def refuse_layout(arch: Architecture, actor: ActorConfig) -> None:
     """Raises ValueError if the trainers' layout cannot cut the model; before an actor is made."""
-    refuse("the model does not fit the layout", layout_problems(arch, actor))
+    problems = layout_problems(arch, actor)
+    refuse("the model does not fit the layout", problems)
 
 
 def model_to_train(config: ExperimentConfig) -> Model:
@@ -70,15 +71,6 @@ def model_to_train(config: ExperimentConfig) -> Model:
     read = Model.of(config)
     refuse_layout(read.arch, config.actor)
     return read
-
-
-def model_to_warm_up(config: ExperimentConfig) -> Model:
-    """Reads the model of section sft, which the layout can cut."""
-    assert config.sft is not None
-    model = Model.read(config.sft.model, config.model.tokenizer, config.actor.has_draft)
-    # adapters are for the model that the warm-up writes
-    refuse_layout(model.arch, config.actor.model_copy(update={"lora": None}))
-    return model
 
 
 def finished(config: ExperimentConfig) -> str:

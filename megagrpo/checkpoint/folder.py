@@ -35,19 +35,6 @@ def latest(root: Path, at_most: int | None = None) -> Path | None:
     return next((p for p in newest_first if at_most is None or step_of(p) <= at_most), None)
 
 
-def require_finished(folder: Path) -> None:
-    """Raises ValueError if the folder that `--checkpoint` names is no finished checkpoint."""
-    if (folder / "config.json").is_file():
-        raise ValueError(
-            f"--checkpoint {folder} is a Hugging Face folder: give it as --set model.path={folder}"
-        )
-    if not (folder / "manifest.json").is_file():
-        remedy = "give a folder of a run such as <output_dir>/checkpoints/step_000010"
-        raise ValueError(
-            f"--checkpoint {folder} is no finished checkpoint: it has no manifest.json; {remedy}"
-        )
-
-
 def finished_checkpoints(root: Path, kind: str = "step") -> list[Path]:
     """Returns the finished checkpoints, or of kind "hf" the Hugging Face folders, the lowest step
     first."""

@@ -14,7 +14,6 @@ from megagrpo.checkpoint.folder import (
     OTHER_DATA,
     checkpoint_folder,
     data_problem,
-    latest,
     put_in_place,
     step_of,
 )
@@ -72,35 +71,16 @@ def _fingerprint_of(folder: str) -> str:
 
 
 def load_checkpoint(
-    config: ExperimentConfig,
-    source: Path,
-    actor: MegatronActor,
-    rows: Rows = (),
-    inputs: Mapping[str, object] | None = None,
-    with_optimizer: bool = True,
+    source: Path, identity: RunIdentity, actor: MegatronActor, with_optimizer: bool = True
 ) -> TrainState:
-    """Collective. Loads a checkpoint of this experiment's model into the actor. Raises LeaderError
-    if the model or the data differs. with_optimizer: else the weights only, in any layout."""
-    identity = run_identity(config, actor, rows, inputs)
+    """Collective. Loads a checkpoint of this identity into the actor. Raises LeaderError if the
+    model or the data differs. with_optimizer: else the weights only, in any layout."""
     return load(
         source,
         identity if with_optimizer else replace(identity, layout={}),
         lambda part: load_actor(actor, part, with_optimizer),
         actor.mesh,
     )
-
-
-def latest_checkpoint(
-    config: ExperimentConfig, mesh: Mesh, at_most: int | None = None
-) -> Path | None:
-    """Collective. Returns the finished checkpoint of the run folder with the highest step (up to
-    `at_most`), or None.
-
-    Only the main rank looks. Otherwise ranks could load parts of two checkpoints, since the run may
-    go on, and other nodes see a shared file system seconds late.
-    """
-    root = config.run_folder.checkpoints
-    return mesh.from_main(lambda: latest(root, at_most), f"look for checkpoints in {root}")
 
 
 def find_checkpoint(config: ExperimentConfig, mesh: Mesh) -> Path | None:
@@ -150,9 +130,9 @@ def _refuse_other_disks(root: Path, directory: str, mesh: Mesh) -> None:
 
 
 def resume(
-    config: ExperimentConfig, source: Path | None, actor: MegatronActor, rows: Rows
+    config: ExperimentConfig, source: Path | None, identity: RunIdentity, actor: MegatronActor
 ) -> TrainState:
-    """Collective. Continues from find_checkpoint's choice.
+    """Collective. Continues from find_checkpoint's choice, of a run of this identity.
 
     `checkpoint.load` loads another run's weights and optimizer, but not the steps, data cursor and
     statistics. Raises ValueError on every rank if the checkpoint holds more waiting groups than a
@@ -160,16 +140,16 @@ def resume(
     """
     if source is None:
         return TrainState()
+    model = replace(identity, rows=(), inputs={})
     if source.parent != config.run_folder.checkpoints:
-        load_checkpoint(config, source, actor)
+        load_checkpoint(source, model, actor)
         actor.updates_done = 0  # the learning-rate schedule starts with this run
         return TrainState()
     mesh = actor.mesh
-    compared = rows
-    inputs = run_inputs(config, mesh)
+    compared = identity
     if config.checkpoint.resume == OTHER_DATA:
-        compared = ()
-        inputs = {key: value for key, value in inputs.items() if key == REFERENCE}
+        reference = {key: value for key, value in identity.inputs.items() if key == REFERENCE}
+        compared = replace(model, inputs=reference)
     moved = config.algorithm.moved_reference(step_of(source))
     if moved and moved < step_of(source):
         folder = checkpoint_folder(source.parent, moved)
@@ -178,14 +158,16 @@ def resume(
                 f"{folder}, whose weights are the reference, is not there: bring it back, or set "
                 "algorithm.kl.reference_every to null, or to steps of which a checkpoint is there"
             )
-        load_checkpoint(config, folder, actor, with_optimizer=False)
+        load_checkpoint(folder, model, actor, with_optimizer=False)
         actor.keep_reference()
-    state = load_checkpoint(config, source, actor, compared, inputs)
+    state = load_checkpoint(source, compared, actor)
     state.ahead = saved_groups(source, "ahead", mesh)
     saved = saved_groups(source, "surplus", mesh)
     if moved == state.step > 0:
         actor.keep_reference()
-    if state.curriculum is not None and data_problem(source, rows):  # and resume is other_data
+    if state.curriculum is not None and data_problem(
+        source, identity.rows
+    ):  # and resume is other_data
         state.curriculum = None
         if mesh.is_main:
             print("data.curriculum begins anew: what it knows is of other rows", flush=True)

@@ -1,7 +1,6 @@
 """Runs an experiment on one machine: rollout service and trainers, or another command's ranks."""
 
 import os
-import secrets
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -162,28 +161,6 @@ def _this_node(config: ExperimentConfig, visible: list[str]) -> Nodes:
     elif not (weights.uses_groups or weights.needs_colocation):  # they may share GPUs
         gpus = max(gpus, ranks)
     return Nodes(gpus, 1, 0)
-
-
-def train_ranks(config: ExperimentConfig, name: str, words: list[str]) -> int:
-    """Runs a collective subcommand (sft, export) as `actor.world_size` ranks on this machine.
-
-    words: the command's arguments after the experiment. Returns the exit status. Raises ValueError
-    if the machine has GPUs, but fewer than ranks.
-    """
-    ranks, gpus = config.actor.world_size, len(trainer_gpus(config))
-    if 0 < gpus < ranks:
-        raise ValueError(
-            f"`megagrpo {name}` runs on one machine: {gpus} GPU(s) are visible for {ranks} ranks "
-            "(actor.world_size). Over several nodes start "
-            f"`torchrun --nnodes N --nproc-per-node {gpus} ... -m megagrpo.cli {name} ...` on each"
-        )
-    files = f"{name}_{secrets.token_hex(4)}"  # another one may run in this folder
-    with Launch(config.run_folder, name, end=ENDING, ranks=files) as launch:
-        command = [name, own_copy(config, files), *words]
-        options = [*torchrun(ranks, forks=not gpus), *ALONE]
-        env = trainer_variables(config, min(gpus, ranks))
-        launch.status = launch.watch(launch.start_ranks(command, options, env))
-    return launch.status
 
 
 def trainer_variables(

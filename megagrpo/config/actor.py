@@ -11,6 +11,7 @@ from megagrpo.config.fields import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
     Processes,
     Rule,
@@ -102,7 +103,7 @@ class ParallelConfig(Section):
 class OptimizerConfig(Section):
     """Adam with decoupled weight decay."""
 
-    lr: Annotated[float, Field(gt=0, le=1)] = 1e-6
+    lr: PositiveFraction = 1e-6
     """Learning rate after the warm-up."""
     min_lr: Fraction = 0.0
     """Learning rate at the last update, if the schedule decays."""

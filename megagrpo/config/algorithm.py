@@ -106,11 +106,7 @@ class AlgorithmConfig(Section):
     has weight 1 on all tokens that the policy sampled, and so has distillation if there is a
     `distillation` section."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _functions_are_named(cls, given: object) -> object:
-        """Reads `{name: "mine.py:gmpo"}` as `{name: own, function: "mine.py:gmpo"}`."""
-        return with_names_of_functions(given)
+    _named = model_validator(mode="before")(with_names_of_functions)
 
     def problems(self) -> list[Rule]:
         advantage, reward = self.advantage, self.reward

@@ -10,6 +10,7 @@ from megagrpo.config.fields import (
     NonNegativeInt,
     Number,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
     Rule,
     Section,
@@ -277,7 +278,7 @@ class EvalConfig(Section):
     """Responses per prompt. Above 1, pass@k is reported too."""
     temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
     """Sampling temperature. 0: greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: PositiveFraction = 1.0
     """As in `sampling`."""
     top_k: TopK = -1
     """As in `sampling`."""

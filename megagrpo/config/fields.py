@@ -50,6 +50,7 @@ Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
 PositiveFloat = Annotated[float, Field(gt=0, le=LARGEST)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=LARGEST)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 Processes = Annotated[int, Field(ge=1, le=1024)]  # or threads, on one machine
 LONGEST_S = 2e6  # system calls wait less than 2^31 ms
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]

@@ -117,12 +117,12 @@ class JudgeOptions(ServedModel, ServiceOptions):
         return pattern
 
     def problems(self) -> list[Rule]:
-        of_url = self.model_fields_set & {"model", *ServiceOptions.model_fields} - {"api_key_env"}
+        remote = self.model_fields_set & {"model", *ServiceOptions.model_fields} - {"api_key_env"}
         return [
             *super().problems(),
             Rule(
-                self.path and of_url,
-                f"{named(sorted(of_url))} with path: requests to the run's engines have the limits "
+                self.path and remote,
+                f"{named(sorted(remote))} with path: requests to the run's engines have the limits "
                 "of `rollout`",
                 "remove it, or write a url",
             ),

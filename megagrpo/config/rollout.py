@@ -11,6 +11,7 @@ from megagrpo.config.fields import (
     NonNegativeInt,
     Number,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
     Processes,
     Rule,
@@ -173,7 +174,7 @@ class SamplingConfig(Section):
 
     temperature: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     """Sampling temperature. Log-probabilities are those of the same distribution."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: PositiveFraction = 1.0
     """Nucleus probability. 1: all tokens."""
     top_k: TopK = -1
     """Number of most probable tokens. -1 or 0: all."""

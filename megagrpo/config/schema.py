@@ -20,6 +20,7 @@ from megagrpo.config.fields import (
     LocalPath,
     NonNegativeInt,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
     Rule,
     Section,
@@ -178,7 +179,7 @@ class SftOptimizerConfig(Section):
     """Adam in the warm-up. adam_beta2 is that in `actor.optimizer`, and everything else has its
     default."""
 
-    lr: Annotated[float, Field(gt=0, le=1)] = 1e-3
+    lr: PositiveFraction = 1e-3
     """Learning rate after the linear warm-up."""
     warmup_steps: NonNegativeInt = 0
     """Updates of linear warm-up."""

@@ -48,8 +48,8 @@ def with_local_files(
         *around, key = map(str, keys)
         section = cast(dict[str, Plain], value_at(values, keys[:-1]))
         names = _as_list(section[key])
-        of_model = around[0] in ("teachers", "reward")
-        in_full = weights == ("model" if of_model else around[0]) and key != "tokenizer"
+        is_served = around[0] in ("teachers", "reward")
+        in_full = weights == ("model" if is_served else around[0]) and key != "tokenizer"
         resolve = partial(_local_folder, weights=in_full)
         if key == "path" and around[0] in _SPLITS:
             resolve = partial(_local_files, splits=_SPLITS[around[0]])
@@ -82,6 +82,12 @@ def _places(config: ExperimentConfig, values: dict[str, Plain]) -> Iterator[KeyP
     yield from (key for key in keys if value_at(values, key))
 
 
+def _named(form: re.Pattern[str], path: str, scheme: str) -> re.Match[str] | None:
+    """Returns the parts of a name on the Hub; None of another path."""
+    is_name = path.startswith("hf://") or is_hub_name(path)
+    return form.fullmatch(path.removeprefix(scheme)) if is_name else None
+
+
 def is_hub_name(path: str) -> bool:
     """Returns whether a path does not exist and looks like the name of a model or data set on the
     Hub."""
@@ -92,22 +98,13 @@ def is_hub_name(path: str) -> bool:
     return first.strip(".") != "" and first not in _FOLDERS and not Path(first).is_dir()
 
 
-def is_from_hub(path: str) -> bool:
-    """Returns whether a path is a name on the Hub, or where the cache has the files of one."""
-    from huggingface_hub import constants
-
-    cache = Path(constants.HF_HUB_CACHE).absolute()
-    is_name = path.startswith("hf://") or is_hub_name(path)
-    return is_name or Path(path).absolute().is_relative_to(cache)
-
-
 # ---- models ------------------------------------------------------------------------------------
 
 
 def _local_folder(path: str, weights: bool, cached_only: bool) -> list[str]:
     """Returns the one folder of a model. Raises ValueError."""
-    matched = _MODEL.fullmatch(path.removeprefix("hf://"))
-    if matched is None or not (path.startswith("hf://") or is_hub_name(path)):
+    matched = _named(_MODEL, path, "hf://")
+    if matched is None:
         return [path]
     patterns = [*_DESCRIPTION, *_WEIGHTS[: int(weights)]]
     folder = _snapshot(matched, "model", patterns, cached_only, ignored=_IGNORED)
@@ -125,8 +122,8 @@ def _local_files(path: str, splits: Sequence[str], cached_only: bool) -> list[st
         patterns = [matched["pattern"]]
         folder = _snapshot(matched, "dataset", patterns, cached_only)
     else:
-        matched = _DATA.fullmatch(path.removeprefix("hf://datasets/"))
-        if matched is None or not (path.startswith("hf://") or is_hub_name(path)):
+        matched = _named(_DATA, path, "hf://datasets/")
+        if matched is None:
             return [path]
         folder = _snapshot(matched, "dataset", ["README.md"], cached_only)
         patterns = _patterns(path, folder, dict(parse_qsl(matched["query"] or "")), splits)

@@ -72,9 +72,9 @@ def iterate_rows(data: DataConfig, problems: list[str] | None = None) -> Iterato
                 if num_taken == part.limit:
                     break
                 row = None
-                with collected(problems):
-                    location = f"{path}:{i + 1}"
-                    row = _row(part, number, before + i, location, _values(raw, location))
+                location = f"{path}:{i + 1}"
+                with collected(problems), translated(location, ValueError):
+                    row = _row(part, number, before + i, location, _values(raw))
                 if row is not None:
                     num_taken += 1
                     last = row.id
@@ -86,7 +86,9 @@ def iterate_rows(data: DataConfig, problems: list[str] | None = None) -> Iterato
 def raw_rows(path: Path) -> Iterator[Values]:
     """Yields the rows of a file as they are written. Raises ValueError by file and line."""
     for i, raw in _rows(path):
-        yield _values(raw, f"{path}:{i + 1}")
+        with translated(f"{path}:{i + 1}", ValueError):
+            values = _values(raw)
+        yield values
 
 
 def _refuse_sources(data: DataConfig, sources: set[str]) -> None:
@@ -126,24 +128,23 @@ def fingerprint(rows: Iterable[Row]) -> list[list[str | int]]:
 
 
 def _row(data: DataPart, part: int, row_id: int, location: str, values: Values) -> Row:
-    prompt = _messages(_field(values, data.prompt_key, location), data, location)
-    answer = _answer(values, data.answer_key, location)
+    prompt = _messages(_field(values, data.prompt_key), data)
+    answer = _answer(values, data.answer_key)
     source = data.source or ""
     grader = data.grader
     if data.source_key is not None:
-        source = _text_field(values, data.source_key, location)
+        source = _text_field(values, data.source_key)
     if data.grader_key is not None:
-        grader = _text_field(values, data.grader_key, location)
+        grader = _text_field(values, data.grader_key)
     elif data.grader_by_source:
         grader = _grader_of(source, data.grader_by_source)
         if grader is None:
             known = ", ".join(data.grader_by_source)
             raise ValueError(
-                f"{location}: source {source!r} has no grader in "
-                f"data.grader_by_source; it has {known}"
+                f"source {source!r} has no grader in data.grader_by_source; it has {known}"
             )
-    extra = _extra(values, data.extra_key, location)
-    images = _optional(values, data.images_key, location)
+    extra = _extra(values, data.extra_key)
+    images = _optional(values, data.images_key)
     if images is None:
         images = []
     elif not isinstance(images, list):
@@ -158,17 +159,17 @@ def _row(data: DataPart, part: int, row_id: int, location: str, values: Values) 
         extra,
         part,
         tuple(images),
-        _tools(values, data, location),
-        _teachers(values, data.teacher_key, location),
-        _weights(values, data, location),
-        _demonstration(values, data.demonstration_key, location),
+        _tools(values, data),
+        _teachers(values, data.teacher_key),
+        _weights(values, data),
+        _demonstration(values, data.demonstration_key),
     )
 
 
-def _teachers(values: Values, key: str | None, location: str) -> tuple[tuple[str, float], ...]:
+def _teachers(values: Values, key: str | None) -> tuple[tuple[str, float], ...]:
     """Returns the teachers of a row and their weights, which sum to 1: one name, or weights by
     name, also as JSON."""
-    value = _by_name(values, key, location)
+    value = _by_name(values, key)
     weights = value or {}
     if value and isinstance(value, str):
         weights = {value: 1.0}
@@ -176,7 +177,7 @@ def _teachers(values: Values, key: str | None, location: str) -> tuple[tuple[str
         type(weight) in (int, float) and 0 < weight <= LARGEST for weight in weights.values()
     ):
         raise ValueError(
-            f"{location}: {key!r} should be the name of a teacher, or names with weights "
+            f"{key!r} should be the name of a teacher, or names with weights "
             f"above 0, up to {LARGEST:g}; is {value!r:.80}"
         )
     total = sum(weights.values())
@@ -192,13 +193,13 @@ def unknown_teachers(row: Row, known: Collection[str]) -> list[str]:
     ]
 
 
-def _extra(values: Values, key: str | list[str] | None, location: str) -> Values:
+def _extra(values: Values, key: str | list[str] | None) -> Values:
     """Returns the object in a column, or an object with the values of each."""
     if key is None:
         return {}
     extra: Values = {}
     for name in [key] if isinstance(key, str) else key:
-        extra[name] = plain(_opened(_field(values, name, location)))
+        extra[name] = plain(_opened(_field(values, name)))
     whole = extra.get(str(key))
     if isinstance(whole, dict):
         extra = whole
@@ -206,51 +207,51 @@ def _extra(values: Values, key: str | list[str] | None, location: str) -> Values
     return cast(Values, json.loads(json.dumps(extra, default=str)))
 
 
-def _weights(values: Values, data: DataConfig, location: str) -> dict[str, float]:
+def _weights(values: Values, data: DataConfig) -> dict[str, float]:
     """Returns a row's weights by component of the loss."""
     key = data.weight_key
-    weights = _by_name(values, key, location) or {}
+    weights = _by_name(values, key) or {}
     names = get_args(Component)
     if not isinstance(weights, dict) or not all(
         name in names and type(weight) in (int, float) and 0 <= weight <= LARGEST
         for name, weight in weights.items()
     ):
         raise ValueError(
-            f"{location}: {key!r} should be weights of components, {{rl: 0, cross_entropy: 1}}, "
+            f"{key!r} should be weights of components, {{rl: 0, cross_entropy: 1}}, "
             f"numbers from 0 to {LARGEST:g} for some of {', '.join(names)}; is {weights!r:.80}"
         )
     return {name: float(weight) for name, weight in weights.items()}
 
 
-def _by_name(values: Values, key: str | None, location: str) -> object:
+def _by_name(values: Values, key: str | None) -> object:
     """Returns the value of a column: an object, also if it is JSON in a text, without nulls (a
     parquet file has every name in every row); or any other value as it is."""
-    column = _opened(_field(values, key, location))
+    column = _opened(_field(values, key))
     if isinstance(column, str) and column.startswith("{"):
-        raise ValueError(f"{location}: {key!r} is not JSON")
+        raise ValueError(f"{key!r} is not JSON")
     return plain(column)
 
 
-def _demonstration(values: Values, key: str | None, location: str) -> str:
+def _demonstration(values: Values, key: str | None) -> str:
     """Returns a row's demonstration, "" if it has none."""
-    text = _field(values, key, location)
-    return "" if text is None else _text(text, str(key), location)
+    text = _field(values, key)
+    return "" if text is None else _text(text, str(key))
 
 
-def _tools(values: Values, data: DataConfig, location: str) -> tuple[Values, ...]:
+def _tools(values: Values, data: DataConfig) -> tuple[Values, ...]:
     """Returns the tools that a row offers the model; the column has a list of them, or its JSON."""
-    tools = _opened(_optional(values, data.tools_key, location))
+    tools = _opened(_optional(values, data.tools_key))
     if tools is None or tools == "":
         return ()
     if not isinstance(tools, list) or not all(
         isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools
     ):
         raise ValueError(
-            f'{location}: {data.tools_key!r} should be a list of {{"type": "function", '
+            f'{data.tools_key!r} should be a list of {{"type": "function", '
             f'"function": {{"name", "parameters", ...}}}}, is {tools!r:.80}'
         )
     spelled = json.dumps(plain(tools), ensure_ascii=False, default=str)
-    _refuse_half(spelled, f"{location}: {data.tools_key!r}")
+    _refuse_half(spelled, repr(data.tools_key))
     return tuple(json.loads(spelled))
 
 
@@ -260,31 +261,29 @@ def _grader_of(source: str, graders: dict[str, str]) -> str | None:
     return graders.get(source) or next((graders[key] for key in starts), None)
 
 
-def _messages(prompt: object, data: DataConfig, location: str) -> str | list[Values]:
+def _messages(prompt: object, data: DataConfig) -> str | list[Values]:
     """Returns a text, or the messages for a chat template; ROLL writes these as JSON in a text."""
     key = data.prompt_key
     if isinstance(prompt, str):
         prompt = _parsed(prompt)
     if not isinstance(prompt, list):
-        return _text(prompt, key, location)
+        return _text(prompt, key)
     if not data.chat_template:
-        raise ValueError(f"{location}: {key!r} holds chat messages; set data.chat_template: true")
+        raise ValueError(f"{key!r} holds chat messages; set data.chat_template: true")
     if not prompt or not all(
         isinstance(message, dict) and message.get("role") for message in prompt
     ):
-        raise ValueError(
-            f"{location}: {key!r} should be a list of {{role, content}}, is {prompt!r:.60}"
-        )
-    with translated(f"{location}: {key!r}", ValueError):
+        raise ValueError(f"{key!r} should be a list of {{role, content}}, is {prompt!r:.60}")
+    with translated(repr(key), ValueError):
         prompt = checked_messages(prompt)
     for number, message in enumerate(prompt, start=1):
         spelled = json.dumps(message, ensure_ascii=False, default=str)
-        _refuse_half(spelled, f"{location}: {key!r}: message {number}")
+        _refuse_half(spelled, f"{key!r}: message {number}")
     if prompt[-1]["role"] != "assistant":
         return prompt
     if not data.answer_key.startswith(f"{key}."):
         raise ValueError(
-            f"{location}: {key!r} ends with the assistant's message; with data.answer_key: "
+            f"{key!r} ends with the assistant's message; with data.answer_key: "
             f"{key}.-1.content it is the answer and no part of the prompt"
         )
     return prompt[:-1]
@@ -375,23 +374,23 @@ def _object(pairs: list[tuple[str, object]]) -> Values:
     return dict(pairs)
 
 
-def _values(line: object, location: str) -> Values:
+def _values(line: object) -> Values:
     row = line
     if isinstance(line, bytes):
         # also not UTF-8, a number of too many digits, or too deep
-        with translated(f"{location}: broken JSON {line!r:.60}", ValueError, RecursionError):
+        with translated(f"broken JSON {line!r:.60}", ValueError, RecursionError):
             row = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
     if not isinstance(row, dict):
-        raise ValueError(f'{location}: should be an object like {{"prompt": ...}}, is {line!r:.60}')
+        raise ValueError(f'should be an object like {{"prompt": ...}}, is {line!r:.60}')
     return row
 
 
-def _answer(values: Values, key: str, location: str) -> str:
+def _answer(values: Values, key: str) -> str:
     """Returns an answer as text; a list or an object, such as test cases, as JSON."""
-    value = plain(_field(values, key, location))
+    value = plain(_field(values, key))
     if isinstance(value, dict | list):
         value = json.dumps(value, ensure_ascii=False, default=str)
-    return _text(value, key, location)
+    return _text(value, key)
 
 
 def _opened(value: object) -> object:
@@ -402,11 +401,11 @@ def _opened(value: object) -> object:
     return value
 
 
-def _text_field(values: Values, key: str, location: str) -> str:
-    return _text(_field(values, key, location), key, location)
+def _text_field(values: Values, key: str) -> str:
+    return _text(_field(values, key), key)
 
 
-def _field(row: object, key: str | None, location: str) -> object:
+def _field(row: object, key: str | None) -> object:
     """Returns the value of column `key`, or of the path that its parts between dots make; None
     without a key."""
     if key is None:
@@ -427,14 +426,14 @@ def _field(row: object, key: str | None, location: str) -> object:
         else:
             keys = ", ".join(map(repr, value)) if isinstance(value, dict) else ""
             where = f" at {part!r}" if part != key else ""
-            raise ValueError(f"{location}: no key {key!r}{where}; keys found: {keys or 'none'}")
+            raise ValueError(f"no key {key!r}{where}; keys found: {keys or 'none'}")
     return value
 
 
-def _optional(values: Values, key: str | None, location: str) -> object:
+def _optional(values: Values, key: str | None) -> object:
     """Returns the value of a column that a row may lack, as one of text lacks images."""
     with suppress(ValueError):
-        return _field(values, key, location)
+        return _field(values, key)
     return None
 
 
@@ -444,16 +443,16 @@ def well_formed(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _text(value: object, key: str, location: str) -> str:
+def _text(value: object, key: str) -> str:
     # not NaN, nor 1e400
     if isinstance(value, bool) or not (
         isinstance(value, str) or (isinstance(value, int | float | Decimal) and value * 0 == 0)
     ):
-        raise ValueError(f"{location}: {key!r} should be a text or a number, is {value!r:.60}")
-    _refuse_half(str(value), f"{location}: {key!r}")
+        raise ValueError(f"{key!r} should be a text or a number, is {value!r:.60}")
+    _refuse_half(str(value), repr(key))
     return str(value)
 
 
-def _refuse_half(text: str, location: str) -> None:
-    with translated(f"{location} holds half of a character", UnicodeEncodeError):
+def _refuse_half(text: str, what: str) -> None:
+    with translated(f"{what} holds half of a character", UnicodeEncodeError):
         text.encode()

@@ -22,7 +22,7 @@ from megagrpo.checkpoint.resume import (
     run_identity,
     run_inputs,
 )
-from megagrpo.checkpoint.save import Checkpointer
+from megagrpo.checkpoint.save import Checkpointer, RunIdentity
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import LeaderError, Mesh, RunStopped
@@ -271,11 +271,11 @@ def start_run(
     progress.enter("reads prompts and the tokenizer")
     folder = config.run_folder
     stop_request = _stop_request()
-    start_timeout_s = config.rollout.start_timeout_s
-    if config.rollout.colocate:  # before any rank allocates memory on a GPU that an engine uses
-        find_service(folder.path, service_url, start_timeout_s).sleep(config.rollout.sleep_limit_s)
+    rollout = config.rollout
+    if rollout.colocate:  # before any rank allocates memory on a GPU that an engine uses
+        find_service(folder.path, service_url, rollout.start_timeout_s).sleep(rollout.sleep_limit_s)
     inputs = Inputs.load(config)
-    actor, weights, state = _loaded_actor(config, inputs, device, progress)
+    actor, weights, identity, state = _loaded_actor(config, inputs, device, progress)
     mesh = actor.mesh
     num_steps = steps_in_all(config, len(inputs.prompts), state)
     plan_schedule(actor, config.train, num_steps - state.step)
@@ -283,7 +283,7 @@ def start_run(
         stack.callback(progress.enter, "")  # what else is printed begins a line
         console = _console(config, state, num_steps, inputs, progress, mesh.is_main)
         progress.enter("waits for the engines", lambda: service_progress(folder))
-        control = find_service(folder.path, service_url, start_timeout_s)
+        control = find_service(folder.path, service_url, rollout.start_timeout_s)
         recording = stack.enter_context(RunRecord(config, mesh, state.step, console))
         watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step))
         exchange = Exchange(config, mesh, weights, control, folder.path)
@@ -307,7 +307,7 @@ def start_run(
             exchange=exchange,
             recording=recording,
             checkpointer=_checkpointer(
-                config, actor, weights, inputs, source, recording, num_steps
+                config, actor, weights, identity, source, recording, num_steps
             ),
             watchdog=watchdog,
             progress=progress,
@@ -329,7 +329,7 @@ def _stop_request() -> StopRequest | None:
 
 def _loaded_actor(
     config: ExperimentConfig, inputs: Inputs, device: torch.device, progress: Progress
-) -> tuple[MegatronActor, ActorWeights, TrainState]:
+) -> tuple[MegatronActor, ActorWeights, RunIdentity, TrainState]:
     """Collective. Returns the actor, with the weights of a checkpoint or of the model, and what the
     run continues from."""
     progress.enter(f"{config.actor.world_size} trainer ranks meet and build the model")
@@ -339,7 +339,9 @@ def _loaded_actor(
     progress.enter("loads weights")
     checkpoint = find_checkpoint(config, actor.mesh)
     weights = initial_weights(config, config.algorithm, checkpoint, actor)
-    return actor, weights, resume(config, checkpoint, actor, inputs.prompts.rows)
+    rows = inputs.prompts.rows
+    identity = run_identity(config, actor, rows, run_inputs(config, actor.mesh))
+    return actor, weights, identity, resume(config, checkpoint, identity, actor)
 
 
 def _refuse_other_rows(rows_by_rank: Sequence[list]) -> None:
@@ -356,7 +358,7 @@ def _checkpointer(
     config: ExperimentConfig,
     actor: MegatronActor,
     weights: ActorWeights,
-    inputs: Inputs,
+    identity: RunIdentity,
     source: RolloutSource,
     recording: RunRecord,
     num_steps: int,
@@ -374,7 +376,7 @@ def _checkpointer(
     return Checkpointer(
         config.checkpoint,
         recording.folder.checkpoints,
-        run_identity(config, actor, inputs.prompts.rows, run_inputs(config, actor.mesh)),
+        identity,
         lambda part, reshardable: save_actor(actor, part, reshardable, snapshot=background),
         with_groups,
         actor.mesh,
@@ -399,7 +401,7 @@ def _console(
         return None
     console = StepConsole(config.name, num_steps, state.step)
     progress.follow(console.note, console.bar)
-    notes = inputs.dropped(config)
+    notes = [*inputs.dropped]
     if restarts := environment.get_int("TORCHELASTIC_RESTART_COUNT", 0):
         notes.append(
             "a rank was lost; restarted all ranks "

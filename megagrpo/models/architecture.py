@@ -175,7 +175,8 @@ class Architecture:
         mixing: Iterator[TensorSpec] = iter(())
         norms = []
         if mixer is not None:
-            mixing = mixer.tensors(self, f"{prefix}{mixer.MODULE}.")
+            inside = f"{prefix}{mixer.MODULE}."
+            mixing = mixer.tensors(self.hidden_size, inside, self.norm)
             norms.append("input_layernorm")
         if self.has_experts(index) or self.has_mlp(index):
             norms.append("post_attention_layernorm")
@@ -184,7 +185,7 @@ class Architecture:
         for name in norms if self.norms else ():
             yield TensorSpec(f"{prefix}{name}.weight", (self.hidden_size,), self.norm)
         if self.has_experts(index):
-            yield from self.routed.tensors(self, prefix)
+            yield from self.routed.tensors(self.hidden_size, prefix)
         elif self.has_mlp(index):
             sizes = self.hidden_size, self.ffn_size
             yield from mlp_tensors(*sizes, prefix + "mlp.", names=self.mlp_names)
@@ -193,9 +194,9 @@ class Architecture:
             yield from self.streams.tensors(self.hidden_size, prefix)
         if self.ngrams and index in self.ngrams.layers:
             yield from self.ngrams.tensors(self.hidden_size, self.num_streams, prefix)
-        indexer = self.indexer
-        if indexer is not None and mixer is self.attention and indexer.source(index) == index:
-            yield from indexer.tensors(self, prefix + "self_attn.indexer.")
+        latent = self.latent
+        if latent is not None and mixer is latent:
+            yield from latent.index_tensors(self.hidden_size, prefix)
 
     def load_layer(
         self, layer: TransformerLayer, hf: Mapping[str, Tensor], place: RankPlace

@@ -31,7 +31,7 @@ from megagrpo.models.kinds.ngrams.layer import NGramRows
 from megagrpo.models.kinds.vision.layer import Tower
 from megagrpo.models.layers.context import follow_context
 from megagrpo.models.layers.lora import add_adapters, is_adapter
-from megagrpo.models.layers.parts import parts_of
+from megagrpo.models.layers.parts import Parts, parts_of
 from megagrpo.models.layers.specs import block_spec, layer_spec
 from megagrpo.models.table import FAMILIES
 from megagrpo.models.tensors import RankPlace, Shard, load_vocabulary
@@ -44,11 +44,10 @@ def build_chunk(
     actor: ActorConfig,
     config: TransformerConfig,
     vp_stage: int | None,
-    transformer_engine: bool,
+    parts: Parts,
 ) -> Body:
     """Builds this rank's model of one pipeline stage (`vp_stage` with virtual ones), its weights
     uninitialized."""
-    parts = parts_of(transformer_engine)
     chunk = Body(arch, config, block_spec(arch, config, vp_stage, parts), vp_stage)
     if arch.draft and chunk.post_process:  # its layer is like the model's last one
         layer = layer_spec(arch, config, arch.num_layers, parts)
@@ -70,7 +69,7 @@ def build_chunk(
             # gradient norm counts every weight as a replica and misses the shards of all
             # tensor-parallel ranks but the first: clipped too little.
             _mark_shard(module.weight, _SHARDED_DIM[type(module)])
-    if transformer_engine:
+    if parts.transformer_engine:
         _mark_whole_weights(chunk)
     if arch.vision is not None and chunk.pre_process:
         chunk.visual = Tower(arch.vision, actor.trained_vision, actor.recompute == "full")
@@ -106,10 +105,8 @@ def build_chunks(
     """Builds this rank's models of all its pipeline stages on `device`, in the actor's dtype,
     uninitialized."""
     stages = range(config.parallel.vpp) if config.parallel.vpp > 1 else [None]
-    chunks = [
-        build_chunk(arch, config, transformer, stage, kernels.transformer_engine).to(device)
-        for stage in stages
-    ]
+    parts = parts_of(kernels.transformer_engine)
+    chunks = [build_chunk(arch, config, transformer, stage, parts).to(device) for stage in stages]
     if config.parallel.dynamic_context:
         for chunk in chunks:
             follow_context(chunk)

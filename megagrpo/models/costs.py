@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import reduce
 from typing import TYPE_CHECKING
 
-from megagrpo.config.actor import ActorConfig, ParallelConfig
+from megagrpo.config.actor import ParallelConfig
 
 if TYPE_CHECKING:  # which describes kinds, and these import this file
-    from megagrpo.models.architecture import Architecture
+    pass
 
 ITEM = 2  # bytes of a bf16 value
 FP32 = 4
@@ -62,30 +61,6 @@ class Share:
     def gathered(self) -> float:
         """Returns the bytes of hidden states gathered along the sequence, if it is cut."""
         return self.hidden_size * self.whole * self.width if self.parallel.tp > 1 else 0.0
-
-
-def layer_cost(
-    arch: Architecture, actor: ActorConfig, tokens: float, layer: int, imbalance: float
-) -> LayerCost:
-    """Returns the cost of layer `layer`, counted from 0, of a micro-batch of `tokens`.
-
-    imbalance: tokens that the fullest expert rank gets, over the mean.
-    """
-    p = actor.parallel
-    width = 2 if actor.dtype == "bfloat16" else 4
-    at = Share(arch.hidden_size, p, tokens / p.cp, tokens / p.cp / p.tp, width)
-    mixer = arch.mixer(layer)
-    parts = [] if mixer is None else [mixer.cost(at)]
-    if arch.experts is not None and arch.has_experts(layer):
-        parts.append(arch.experts.cost(at, imbalance))
-    elif arch.has_mlp(layer):
-        parts.append(mlp_cost(at, arch.ffn_size, arch.gated))
-    if arch.streams is not None:
-        parts.append(arch.streams.cost(at))
-    # input and output of the norm before each
-    kept = 2 * len(parts) * arch.hidden_size * at.part * at.width
-    between = LayerCost(kept=kept, transient=0.0, flops=0.0, sent={})
-    return reduce(LayerCost.then, parts).then(between)
 
 
 def mlp_cost(at: Share, ffn_size: int, gated: bool) -> LayerCost:

@@ -101,7 +101,9 @@ def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels)
     p = actor.parallel
     own: Fields = {}
     for kind in arch.kinds:
-        own |= kind.fields(arch, actor, kernels)
+        own |= kind.fields(actor, kernels)
+    if arch.experts is not None and arch.experts.dense_layers:
+        own["moe_layer_freq"] = [int(arch.has_experts(index)) for index in range(arch.num_layers)]
     base = {
         "num_layers": arch.num_layers,
         "hidden_size": arch.hidden_size,

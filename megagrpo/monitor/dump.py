@@ -10,7 +10,6 @@ In run/dumps/step_000012/, numbered like the step in metrics.jsonl (the update o
 """
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch
 
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.mesh import Mesh
+from megagrpo.monitor.step_log import finite
 from megagrpo.system.run_folder import whole_file, write_whole
 from megagrpo.types import Batch, Correction, Rewards, Streams
 
@@ -58,9 +58,12 @@ def write_dump(
     _write_experts(folder, batch, mesh, layers)
 
     def describe() -> None:
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        description = {"weight_version": weight_version, "dp": mesh.dp_size, "values": finite}
-        description["algorithm"] = algorithm.model_dump(mode="json")
+        description = {
+            "weight_version": weight_version,
+            "dp": mesh.dp_size,
+            "values": finite(values),
+            "algorithm": algorithm.model_dump(mode="json"),
+        }
         write_whole(folder / DESCRIPTION, json.dumps(description, indent=1))
 
     mesh.from_main(describe, f"dump into {folder}")

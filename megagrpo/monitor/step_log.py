@@ -13,6 +13,11 @@ from megagrpo.monitor.step_lines import drop_later_steps, read_step_lines
 from megagrpo.system.run_folder import RunFolder
 
 
+def finite(values: dict[str, float]) -> dict[str, float | None]:
+    """Returns the values as JSON has them: null for those that are not finite."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
 class StepLog:
     """Writes metrics.jsonl and tensorboard/. Only on the main rank.
 
@@ -34,10 +39,7 @@ class StepLog:
     def write(self, step: int, values: dict[str, float]) -> None:
         """Appends an entry; readers merge entries of one step. Non-finite values are written as
         null."""
-        entry = {
-            "step": step,
-            **{name: value if math.isfinite(value) else None for name, value in values.items()},
-        }
+        entry = {"step": step, **finite(values)}
         with self._folder.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
         if self._board is not None:

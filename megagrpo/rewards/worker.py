@@ -16,7 +16,7 @@ from megagrpo.rewards.graders.functions import (
     load_grader,
     load_group_grader,
 )
-from megagrpo.rewards.part_rewards import Span, read_parts
+from megagrpo.rewards.part_rewards import read_parts
 from megagrpo.rewards.workers import Call, Graded
 from megagrpo.system.worker_process import answer_calls, attempted
 
@@ -48,8 +48,7 @@ def grade(kind: str, function: str, args: GraderArgs, inputs: Sequence[object]) 
         return Graded("error", detail=f"{function} raised {type(raised).__name__}: {raised}")
     detail = ""
     num_texts = len(cast(Sized, inputs[0]))
-    spans: tuple[Span, ...] = ()
-    tokens: tuple[float, ...] = ()
+    parts: list = []  # rewards of spans and of tokens
     if kind == "grade":
         if value is None:
             return Graded("none", detail=f"{function} returned None, no score")
@@ -58,7 +57,7 @@ def grade(kind: str, function: str, args: GraderArgs, inputs: Sequence[object]) 
         read, raised = attempted(lambda: read_parts(value, str(inputs[0])))
         if read is None:
             return Graded("error", detail=f"{function}: {raised}")
-        score, spans, tokens = read
+        score, *parts = read
         value = [score]
     elif not isinstance(value, list) or len(value) != num_texts:
         return Graded(
@@ -68,7 +67,7 @@ def grade(kind: str, function: str, args: GraderArgs, inputs: Sequence[object]) 
         if not isinstance(score, Real) or not math.isfinite(score):
             problem = f"{function} returned {score!r} ({type(score).__name__}), not a finite number"
             return Graded("error", detail=problem)
-    return Graded("score", tuple(map(float, value)), detail, spans, tokens)
+    return Graded("score", tuple(map(float, value)), detail, *parts)
 
 
 def main(fd: int, preload: list[Call]) -> None:

@@ -275,6 +275,7 @@ class Inputs:
     answering: Answering
     images: ImageStore | None  # of a vision-language model
     curriculum: Curriculum | None
+    dropped: Sequence[str] = ()  # a sentence for each section of which prompts were too long
 
     @property
     def rows(self) -> list[list[str | int]]:
@@ -294,8 +295,11 @@ class Inputs:
         images = ImageStore.of(model, config.run_folder.images)
         prompts = load_prompts(config.data, tokenizer, images)
         refuse_long_demonstration(prompts.prompts, config.sampling.max_response_tokens)
-        held_out = config.eval_data
-        eval_prompts = load_prompts(held_out, tokenizer, images) if held_out else None
+        dropped = [describe_dropped(config.data, prompts)]
+        eval_prompts = None
+        if (held_out := config.eval_data) is not None:
+            eval_prompts = load_prompts(held_out, tokenizer, images)
+            dropped.append(describe_dropped(held_out, eval_prompts))
         decode = decoder(tokenizer, model, config.sampling)
         return cls(
             model=model,
@@ -306,14 +310,8 @@ class Inputs:
             answering=make_answering(config, tokenizer),
             images=images,
             curriculum=Curriculum.of(config, prompts.prompts, prompts.mixture),
+            dropped=[*filter(None, dropped)],
         )
-
-    def dropped(self, config: ExperimentConfig) -> list[str]:
-        """Returns a sentence for each section of prompts of which some were dropped."""
-        said = [describe_dropped(config.data, self.prompts)]
-        if config.eval_data is not None and self.eval_prompts is not None:
-            said.append(describe_dropped(config.eval_data, self.eval_prompts))
-        return list(filter(None, said))
 
     def add_metrics(self, metrics: Metrics) -> None:
         """Adds what environments, agents and images measured since the last call."""

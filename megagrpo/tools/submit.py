@@ -17,7 +17,7 @@ from megagrpo.check.rules.inputs import absent_files, installed, read_files
 from megagrpo.check.rules.placement import needs_gpus
 from megagrpo.check.rules.subject import broken, model_description
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.data.hub import is_from_hub
+from megagrpo.data.hub import is_hub_name
 from megagrpo.system import environment
 from megagrpo.system.arguments import natural, positive
 from megagrpo.system.run_folder import RunFolder
@@ -60,7 +60,7 @@ def submit(
         elsewhere += [
             f"{key}: {path} is not in the folder of --volume, so the image must have it"
             for key, path in read_files(config)
-            if not (is_from_hub(path) or scheduler.sees(Path(path).absolute()))
+            if not (_is_from_hub(path) or scheduler.sees(Path(path).absolute()))
         ]
         if request.time or request.partition or request.options or request.srun_options:
             problems.append("--time, --partition, --sbatch and --srun are for Slurm: omit them")
@@ -314,3 +314,12 @@ def run(args: argparse.Namespace, config: ExperimentConfig) -> int:
     words = [str(Path(args.config).absolute()), *changes]
     scheduler = Scheduler(args.to, args.image, args.volume)
     return submit(config, words, request, args.dry_run, scheduler)
+
+
+def _is_from_hub(path: str) -> bool:
+    """Returns whether a path is a name on the Hub, or where the cache has the files of one."""
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE).absolute()
+    is_name = path.startswith("hf://") or is_hub_name(path)
+    return is_name or Path(path).absolute().is_relative_to(cache)

@@ -340,11 +340,11 @@ def test_a_checkpoint_gives_its_weights_only(monkeypatch):
     """One that no layout but the run's can resume has an optimizer state that bisect's ranks could not read."""
     from megagrpo.tools.bisect import ranks
 
-    def load(config, source, actor, **options):
+    def load(source, identity, actor, **options):
         raise InterruptedError(source, options)
 
     monkeypatch.setattr(ranks, "load_checkpoint", load)
-    for name in ("model_to_train", "load_tokenizer", "make_actor", "load_initial_weights"):
+    for name in ("model_to_train", "load_tokenizer", "make_actor", "run_identity", "load_initial_weights"):
         monkeypatch.setattr(ranks, name, lambda *_: SimpleNamespace(arch=None))
     monkeypatch.setattr(ranks, "load_prompts", lambda *_: PromptSet([], 0, shuffle=False))
     monkeypatch.setattr(ranks, "ImageStore", SimpleNamespace(of=lambda *_: None))

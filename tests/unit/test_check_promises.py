@@ -133,9 +133,9 @@ BUILD = """
 import json, sys
 from megagrpo.actor.host import prepare_host
 prepare_host("cpu")
-from megagrpo.actor.megatron_config import build_problems
 from megagrpo.config.actor import ActorConfig
 from megagrpo.models.table import architecture_of
+from megagrpo.tools.plan.libraries import build_problems
 description, *jobs = json.load(sys.stdin)
 for job in jobs:
     actor = ActorConfig.model_validate(job)

@@ -254,13 +254,11 @@ def start(tmp_path, monkeypatch):
     read = []
     for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(beginning, "run_identity", lambda config, actor, rows, inputs: (config, rows, inputs))
 
-    def load(folder: Path, identity: tuple, *_) -> TrainState:
-        config, rows, inputs = identity
+    def load(folder: Path, identity: RunIdentity, *_) -> TrainState:
         own = folder.parent == tmp_path / "checkpoints"  # only its own data and order are compared
-        assert ("seed" in (inputs or {})) == (own and config.checkpoint.resume != "other_data")
-        if rows:
+        assert ("seed" in identity.inputs) == (own and identity.model["resume"] != "other_data")
+        if identity.rows:
             assert own
             raise ValueError("other rows")
         read.append(folder)
@@ -275,7 +273,9 @@ def start(tmp_path, monkeypatch):
         config = experiment(**sections)
         actor = SimpleNamespace(mesh=make_mesh(0, 1, torch.device("cpu"), deadline_s=60), updates_done=5)
         source = beginning.find_checkpoint(config, actor.mesh)
-        return beginning.resume(config, source, actor, rows), actor, read
+        model = {"resume": config.checkpoint.resume}
+        identity = RunIdentity(model, {}, rows, beginning.run_inputs(config, actor.mesh))
+        return beginning.resume(config, source, identity, actor), actor, read
 
     return resume
 

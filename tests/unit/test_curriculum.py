@@ -256,8 +256,9 @@ def test_results_are_not_of_other_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(resume, "load_checkpoint", load)
     config = experiments.experiment(output_dir=str(tmp_path), checkpoint={"resume": "other_data"})
     actor = SimpleNamespace(mesh=MESH)
-    assert resume.resume(config, folder, actor, rows).curriculum == state.curriculum
-    assert resume.resume(config, folder, actor, [["a.jsonl", 5, "a5"]]).curriculum is None
+    assert resume.resume(config, folder, RunIdentity({}, {}, rows), actor).curriculum == state.curriculum
+    other = RunIdentity({}, {}, [["a.jsonl", 5, "a5"]])
+    assert resume.resume(config, folder, other, actor).curriculum is None
 
 
 def test_bytes_of_a_row_in_a_checkpoint(tmp_path):

@@ -11,7 +11,6 @@ from torch import Tensor
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.problems import check_against_model, layout_problems
 from megagrpo.config.schema import ActorConfig
-from megagrpo.models.costs import layer_cost
 from megagrpo.models.folder import Model
 from megagrpo.models.table import (
     FAMILIES,
@@ -24,7 +23,7 @@ from megagrpo.models.table import (
     parameter_counts,
 )
 from megagrpo.tools.certify.tiny_model import hf_config
-from megagrpo.tools.plan.trainer_memory import Load, stage_parameters, trainer_stages
+from megagrpo.tools.plan.trainer_memory import Load, layer_cost, stage_parameters, trainer_stages
 from megagrpo.tools.plan.work import model_work
 from megagrpo.weights.hf_folder import HfFolder
 from tests.experiments import engine_layout_problems, experiment

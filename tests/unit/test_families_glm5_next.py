@@ -5,7 +5,6 @@ import pytest
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.problems import check_against_model, layout_problems
 from megagrpo.config.schema import ActorConfig
-from megagrpo.models.costs import layer_cost
 from megagrpo.models.table import (
     FAMILIES,
     architecture_of,
@@ -18,7 +17,7 @@ from megagrpo.models.table import (
     parameter_counts,
 )
 from megagrpo.tools.certify.tiny_model import hf_config
-from megagrpo.tools.plan.trainer_memory import stage_parameters
+from megagrpo.tools.plan.trainer_memory import layer_cost, stage_parameters
 from megagrpo.tools.plan.work import model_work
 from tests.experiments import engine_layout_problems, experiment
 

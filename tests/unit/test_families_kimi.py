@@ -6,11 +6,10 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.problems import check_against_model, layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig
-from megagrpo.models.costs import layer_cost
 from megagrpo.models.table import FAMILIES, architecture_of, model_problems, model_tensors, parameter_counts
 from megagrpo.tools.bisect.compared_points import layer_points
 from megagrpo.tools.certify.tiny_model import hf_config
-from megagrpo.tools.plan.trainer_memory import stage_parameters
+from megagrpo.tools.plan.trainer_memory import layer_cost, stage_parameters
 from megagrpo.tools.plan.work import model_work
 from tests.experiments import QUICKSTART, engine_layout_problems, experiment
 

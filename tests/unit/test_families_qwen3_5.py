@@ -11,7 +11,6 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.problems import layout_problems
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.load import load_config
-from megagrpo.models.costs import layer_cost
 from megagrpo.models.folder import Model
 from megagrpo.models.table import (
     FAMILIES,
@@ -26,7 +25,7 @@ from megagrpo.models.table import (
 )
 from megagrpo.system.torchvision import prepare_torchvision
 from megagrpo.tools.certify.tiny_model import hf_config
-from megagrpo.tools.plan.trainer_memory import stage_parameters
+from megagrpo.tools.plan.trainer_memory import layer_cost, stage_parameters
 from megagrpo.weights.hf_export import untrained_tensors
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
 from tests.experiments import QUICKSTART, ROOT

@@ -13,7 +13,6 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.actor.host import prepare_host
 from megagrpo.check.problems import check_against_model, layout_problems
 from megagrpo.config.schema import ActorConfig
-from megagrpo.models.costs import layer_cost
 from megagrpo.models.folder import Model
 from megagrpo.models.table import (
     FAMILIES,
@@ -26,7 +25,7 @@ from megagrpo.models.table import (
     parameter_counts,
 )
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
-from megagrpo.tools.plan.trainer_memory import stage_parameters
+from megagrpo.tools.plan.trainer_memory import layer_cost, stage_parameters
 from megagrpo.tools.plan.work import model_work
 from megagrpo.weights.hf_export import untrained_tensors
 from tests.experiments import ROOT, experiment

@@ -1,8 +1,7 @@
 """The gated delta rule in chunks is its recurrence, token by token; and so are its gradients. With a decay
 for each channel it is Kimi Delta Attention's."""
 
-import sys
-from types import SimpleNamespace
+import inspect
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from megagrpo.actor.host import prepare_host
 
 prepare_host("cpu")
 
+from megagrpo.cpu import recurrences  # noqa: E402
 from megagrpo.models.kinds.gated_delta import layer as gated_delta  # noqa: E402  Megatron needs a prepared host
 from tests.gradients import assert_gradients_agree  # noqa: E402
 
@@ -85,42 +85,33 @@ def test_decays_of_any_size_overflow_nothing(lasting: float):
     assert torch.allclose(gated_delta.delta_rule(*tensors, None).double(), expected, atol=2e-6)
 
 
-def causal_conv1d(
-    x, weight=None, bias=None, residual=None, initial_state=None, output_final_state=False,
-    activation=None, backend="triton", cu_seqlens=None, **kwargs,
-):  # fmt: skip
-    """Takes what flash-linear-attention's takes: x [1, T, channels], weight [channels, kernel]."""
-    assert activation == "silu" and x.is_contiguous() and not kwargs
-    parts = x.split(cu_seqlens.diff().tolist(), 1)
-    return torch.cat([gated_delta.convolve(p, weight[:, None], None, None) for p in parts], 1), None
-
-
-def chunk_rule(
-    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
-    use_qk_l2norm_in_kernel=False, cu_seqlens=None, **kwargs,
-):  # fmt: skip
-    """Likewise: q, k, v [1, T, heads, ...], g [1, T, heads] or [1, T, heads, channels], beta [1, T, heads]."""
-    assert use_qk_l2norm_in_kernel and scale is None and not kwargs
-    parts = zip(*(t.split(cu_seqlens.diff().tolist(), 1) for t in (q, k, v, g, beta)), strict=True)
-    return torch.cat([gated_delta.delta_rule(*part, None) for part in parts], 1), None
-
-
 @pytest.mark.parametrize(
-    ("channels", "name"), [((), "gated_delta_rule.chunk_gated_delta_rule"), ((KEYS,), "kda.chunk_kda")]
+    ("name", "released"),
+    [
+        ("causal_conv1d", "x weight bias residual initial_state output_final_state activation backend cu_seqlens"),
+        (
+            "chunk_gated_delta_rule",
+            "q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel cu_seqlens",
+        ),
+    ],
 )
-def test_kernels_of_gpus_get_the_borders(monkeypatch, channels: tuple[int, ...], name: str):
-    """Which a CPU does not have: functions of their signatures that start anew at borders."""
-    module, function = name.split(".")
-    monkeypatch.setitem(sys.modules, "fla.modules.convolution", SimpleNamespace(causal_conv1d=causal_conv1d))
-    monkeypatch.setitem(sys.modules, f"fla.ops.{module}", SimpleNamespace(**{function: chunk_rule}))
+def test_kernels_of_gpus_take_what_their_stand_ins_take(name: str, released: str):
+    parameters = inspect.signature(getattr(recurrences, name)).parameters.values()
+    named = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert named <= {*released.split()[len(parameters) - len(named) :]}
+
+
+@pytest.mark.parametrize("channels", DECAYS)
+def test_sequences_begin_anew_at_borders(channels: tuple[int, ...]):
     tensors = [t.detach()[:1] for t in inputs(*channels)]
     borders = torch.tensor([0, 40, 41, LENGTH], dtype=torch.int32)
     x, weight = tensors[0].flatten(2), torch.rand(HEADS * KEYS, 1, 4)
-    convolved = gated_delta.convolve_fla(x, weight, None, borders)
-    found = gated_delta.rule_fla(*tensors, borders)
+    convolved = gated_delta.convolve(x, weight, borders)
+    found = gated_delta.delta_rule(*tensors, borders)
     for start, end in ((0, 40), (40, 41), (41, LENGTH)):
         part = slice(None), slice(start, end)
-        assert torch.equal(convolved[part], gated_delta.convolve(x[part], weight, None, None))
-        assert torch.equal(found[part], gated_delta.delta_rule(*(t[part] for t in tensors), None))
+        assert torch.allclose(convolved[part], gated_delta.convolve(x[part], weight, None), atol=1e-6)
+        expected = gated_delta.delta_rule(*(t[part] for t in tensors), None)
+        assert torch.allclose(found[part], expected, atol=1e-6)
     kept = gated_delta.delta_rule(*tensors, None)
     assert not torch.allclose(found[:, 41:], kept[:, 41:], atol=1e-3), "else borders hide nothing"

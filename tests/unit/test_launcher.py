@@ -26,6 +26,7 @@ from megagrpo.system.environment import child_environment
 from megagrpo.system.processes import end_of, is_live, last_lines, process_tree, spawn, stop_tree
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import ENDED, STOPPED, StopRequest
+from megagrpo.tools.ranks import start as start_of_ranks
 from megagrpo.tools.status import print_status
 from megagrpo.tools.stop import stop
 from tests import experiments
@@ -517,7 +518,7 @@ def test_a_command_beside_a_run_has_an_experiment_of_its_own(words, tmp_path, mo
     """The run's ranks restart from config.yaml, even if they are lost while another command runs."""
     (tmp_path / "torchrun.py").write_text(_NOTES_WORDS)
     noted = tmp_path / "words.json"
-    monkeypatch.setattr(machine, "torchrun", lambda ranks, **_: [str(tmp_path / "torchrun.py"), noted])
+    monkeypatch.setattr(start_of_ranks, "torchrun", lambda ranks, **_: [str(tmp_path / "torchrun.py"), noted])
     monkeypatch.setattr(f"megagrpo.tools.ranks.{words[0]}.refuse_{words[0]}", lambda *_: None)  # of what is not there
     where = [f"output_dir={tmp_path / 'run'}", "actor.device=cpu"]
     trained = load_config(QUICKSTART, where)

@@ -13,7 +13,6 @@ import torch
 from megagrpo.actor.step import _optimizer_metrics
 from megagrpo.actor.timing import mfu
 from megagrpo.algo.statistics import alone
-from megagrpo.checkpoint.resume import latest_checkpoint
 from megagrpo.config.schema import DataConfig, LogConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.data.rows import read_rows
@@ -28,6 +27,7 @@ from megagrpo.rollout.group_metrics import by_source
 from megagrpo.rollout.source import Inputs
 from megagrpo.system.run_folder import RunFolder, whole_folder, write_whole
 from megagrpo.tools.plan.work import model_work
+from megagrpo.tools.ranks.start import latest_checkpoint
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 from tests.experiments import ROOT, experiment
 

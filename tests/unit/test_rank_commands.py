@@ -15,15 +15,15 @@ from tests.experiments import QUICKSTART, python
 _TWO_EXPORTS = """
 import os, subprocess, sys, time
 from pathlib import Path
-from megagrpo.cluster import machine
 from megagrpo.system.run_folder import RunFolder, write_whole
+from megagrpo.tools.ranks import start
 from tests.experiments import experiment
 
 if len(sys.argv) == 3:
     folder, seed = sys.argv[1:]
-    machine.torchrun = lambda ranks: [__file__, folder]
+    start.torchrun = lambda ranks, **_: [__file__, folder]
     actor = {"device": "cpu"}
-    sys.exit(machine.train_ranks(experiment(output_dir=folder, seed=int(seed), actor=actor), "export", [seed]))
+    sys.exit(start.train_ranks(experiment(output_dir=folder, seed=int(seed), actor=actor), "export", [seed]))
 folder, seed = sys.argv[1], sys.argv[-1]
 own = Path(sys.argv[-2])
 assert f"seed: {seed}" in own.read_text()

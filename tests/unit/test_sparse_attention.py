@@ -8,11 +8,11 @@ import pytest
 
 from megagrpo.check.problems import check_against_model
 from megagrpo.config.schema import ActorConfig, ExperimentConfig
-from megagrpo.models.costs import layer_cost
 from megagrpo.models.families.sparse_attention import dense_config
 from megagrpo.models.table import architecture_of, attention_length, model_problems
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.plan.trainer_memory import layer_cost
 from megagrpo.tools.plan.work import model_work
 from tests.experiments import ROOT, experiment, setting_problems
 

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from megagrpo.config.fields import PositiveFloat, Variant
+from megagrpo.config.fields import PositiveFloat, PositiveFraction, Variant
 from megagrpo.config.objective.own import OwnFunction
 
 
@@ -132,7 +132,7 @@ class ReinforcePlusPlusAdvantage(Estimator):
     whitens = True
 
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
-    gamma: float = Field(default=1.0, gt=0, le=1)
+    gamma: PositiveFraction = 1.0
     """Discount per sampled token."""
 
 
@@ -144,7 +144,7 @@ class ReinforceAdvantage(Estimator):
     has_returns = True
 
     name: Literal["reinforce"] = "reinforce"
-    gamma: float = Field(default=1.0, gt=0, le=1)
+    gamma: PositiveFraction = 1.0
     """Discount per sampled token."""
 
 

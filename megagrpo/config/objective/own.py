@@ -66,7 +66,8 @@ def own_digest(key: str, name: str) -> str:
 
 
 def with_names_of_functions(given: object) -> object:
-    """Returns an `algorithm` section in which a name with a colon is that of a user's function."""
+    """Returns an `algorithm` section in which a name with a colon is that of a user's function: reads
+    `{name: "mine.py:gmpo"}` as `{name: own, function: "mine.py:gmpo"}`."""
     if not isinstance(given, dict):
         return given
     found = dict(given)

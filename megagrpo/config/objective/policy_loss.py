@@ -9,7 +9,15 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from megagrpo.config.fields import LARGEST, NonNegativeFloat, Number, PositiveFloat, Rule, Variant
+from megagrpo.config.fields import (
+    LARGEST,
+    NonNegativeFloat,
+    Number,
+    PositiveFloat,
+    PositiveFraction,
+    Rule,
+    Variant,
+)
 from megagrpo.config.objective.own import OwnFunction
 
 _LOW = "The ratio is clipped below at 1 - clip_ratio_low."
@@ -23,7 +31,7 @@ class PpoClipLoss(Variant):
     formula = "-min(rho A, clip(rho) A)"
 
     name: Literal["ppo_clip"] = "ppo_clip"
-    clip_ratio_low: float = Field(default=0.2, gt=0, le=1, description=_LOW)
+    clip_ratio_low: PositiveFraction = Field(default=0.2, description=_LOW)
     clip_ratio_high: PositiveFloat = Field(default=0.2, description=_HIGH)
     dual_clip: float | None = Field(default=None, gt=1, le=LARGEST)
     """c in the dual clip: the loss for a negative advantage is at most c |A|."""
@@ -36,7 +44,7 @@ class GspoLoss(Variant):
     aggregations = ("seq-mean-token-mean",)
 
     name: Literal["gspo"] = "gspo"
-    clip_ratio_low: float = Field(default=3e-4, gt=0, le=1, description=_LOW)
+    clip_ratio_low: PositiveFraction = Field(default=3e-4, description=_LOW)
     clip_ratio_high: PositiveFloat = Field(default=4e-4, description=_HIGH)
     clamp: Literal["both", "above"] = "both"
     """Limit on the sequence's mean log-ratio: +-20 (both), or only above, at 10, as in verl
@@ -83,7 +91,7 @@ class CispoLoss(Variant):
     formula = "-sg[clip(rho)] A log p"
 
     name: Literal["cispo"] = "cispo"
-    clip_ratio_low: float = Field(default=1.0, gt=0, le=1, description=_LOW)
+    clip_ratio_low: PositiveFraction = Field(default=1.0, description=_LOW)
     clip_ratio_high: NonNegativeFloat = Field(default=4.0, description=_HIGH)
 
 
@@ -122,7 +130,7 @@ class CovarianceLoss(Variant):
     """Treats tokens apart that lower the entropy most: those whose log-probability and advantage
     are both far from the step's means, on the same side. arXiv 2505.22617."""
 
-    fraction: float = Field(default=2e-4, gt=0, le=1)
+    fraction: PositiveFraction = 2e-4
     """Fraction of the step's tokens to choose by (log p - mean)(A - mean), before its first update.
     At least one token."""
 
@@ -134,7 +142,7 @@ class ClipCovLoss(CovarianceLoss):
     formula = "-min(rho A, clip(rho) A), 0 for drawn tokens of high covariance"
 
     name: Literal["clip_cov"] = "clip_cov"
-    clip_ratio_low: float = Field(default=0.2, gt=0, le=1, description=_LOW)
+    clip_ratio_low: PositiveFraction = Field(default=0.2, description=_LOW)
     clip_ratio_high: PositiveFloat = Field(default=0.2, description=_HIGH)
     low: Number = 1.0
     """Covariance above which a token can be drawn."""

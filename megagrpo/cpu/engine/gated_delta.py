@@ -134,9 +134,9 @@ def chunk_kda(
 def kda_update(A_log, dt_bias, q, k, v, a, b, **settings) -> Tensor:  # noqa: N803
     """Likewise, of one more token of each sequence; a [batch, heads * k], b [1, batch, heads]."""
     assert settings["lower_bound"] is None and settings["is_kda"], "as in Kimi-Linear"
-    of_heads = q.shape[2:]
+    by_head = q.shape[2:]
     return fused_sigmoid_gating_delta_rule_update_cpu(
-        A_log.view(-1, 1), dt_bias.view(of_heads), q, k, v, a.view(-1, *of_heads), b[0], **settings
+        A_log.view(-1, 1), dt_bias.view(by_head), q, k, v, a.view(-1, *by_head), b[0], **settings
     )
 
 

@@ -8,7 +8,6 @@ An indexer is frozen, as in sparse_attention.py.
 from __future__ import annotations
 
 from functools import partial
-from typing import ClassVar
 
 from megagrpo.models.config_json import (
     COMMON_SIZE_KEYS,
@@ -73,7 +72,7 @@ class DeepseekV4(Family):
     """DeepSeek-V4-Flash and Pro."""
 
     HF_CLASS = "DeepseekV4ForCausalLM"
-    REQUIRED_KEYS: ClassVar[tuple[str, ...]] = (
+    REQUIRED_KEYS = (
         *_SIZES,
         *("hc_mult", "hc_sinkhorn_iters", "hc_eps", "routed_scaling_factor", "swiglu_limit"),
         *("qk_rope_head_dim", "compress_ratios", "compress_rope_theta", "num_hash_layers"),
@@ -145,6 +144,7 @@ class DeepseekV4(Family):
             scale=float(hf["routed_scaling_factor"]),
             shared_ffn_size=hf["moe_intermediate_size"],
             hashed=hf["num_hash_layers"],
+            vocabulary=hf["vocab_size"],
             limit=float(hf["swiglu_limit"]),
         )
 

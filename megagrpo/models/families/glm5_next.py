@@ -8,7 +8,6 @@ loaded. The indexer is frozen, as in sparse_attention.py.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
 
 from megagrpo.models.config_json import HfConfig, every_scaling_refused, other_values
 from megagrpo.models.families.kimi_linear import tiny_linear_config
@@ -33,7 +32,7 @@ class Glm5Next(GlmMoeDsa):
     """Reads layers by linear_attn_config, which counts them from 0."""
 
     HF_CLASS = "Glm5NextForConditionalGeneration"
-    REQUIRED_KEYS: ClassVar[tuple[str, ...]] = (
+    REQUIRED_KEYS = (
         *GlmMoeDsa.REQUIRED_KEYS,
         *("linear_attn_config", "index_kpool", "mhc", "hc_mult", "hc_sinkhorn_iters", "hc_eps"),
         "swiglu_limit",

@@ -53,7 +53,7 @@ class GptOss(Family):
 
     def attention(self, hf: HfConfig) -> GroupedQuery:
         windows = tuple(kind == _WINDOWED for kind in hf["layer_types"])
-        own = GroupedQuery.read(hf, qkv_bias=True, output_bias=True, sinks=True)
+        own = replace(GroupedQuery.read(hf), qkv_bias=True, output_bias=True, sinks=True)
         return replace(own, window=hf["sliding_window"], windowed=windows)
 
     def experts(self, hf: HfConfig) -> ClampedExperts:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import ClassVar
 
 from megagrpo.models.config_json import (
     COMMON_SIZE_KEYS,
@@ -62,7 +61,7 @@ class KimiLinear(SigmoidMoe):
     """Reads layers by linear_attn_config, which counts them from 1."""
 
     HF_CLASS = "KimiLinearForCausalLM"
-    REQUIRED_KEYS: ClassVar[tuple[str, ...]] = (
+    REQUIRED_KEYS = (
         *(*_LATENT_SIZES, "linear_attn_config", "moe_intermediate_size", "mla_use_nope"),
         *(*_NAMES, "first_k_dense_replace", "topk_group", "routed_scaling_factor"),
     )

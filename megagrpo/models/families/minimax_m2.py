@@ -51,9 +51,9 @@ class MiniMaxM2(Family):
         return problems
 
     def attention(self, hf: HfConfig) -> GroupedQuery:
-        plain = GroupedQuery.read(hf, qk_norm=True, norm_over_heads=True)
-        fraction = hf["rotary_dim"] / plain.head_dim
-        return replace(plain, rotary=replace(plain.rotary, fraction=fraction))
+        plain = GroupedQuery.read(hf)
+        rotary = replace(plain.rotary, fraction=hf["rotary_dim"] / plain.head_dim)
+        return replace(plain, rotary=rotary, qk_norm=True, norm_over_heads=True)
 
     def experts(self, hf: HfConfig) -> Experts:
         return Experts.read(

@@ -10,7 +10,6 @@ states of later ones to earlier ones; its kernels and engines do neither, nor do
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
 
 from megagrpo.models.architecture import Part
 from megagrpo.models.config_json import (
@@ -63,7 +62,7 @@ class NemotronH(Family):
     """Reads layers by `layers_block_type`, or by `hybrid_override_pattern`."""
 
     HF_CLASS = "NemotronHForCausalLM"
-    REQUIRED_KEYS: ClassVar[tuple[str, ...]] = (*_MAMBA_SIZES, "layer_norm_epsilon")
+    REQUIRED_KEYS = (*_MAMBA_SIZES, "layer_norm_epsilon")
     SIZE_KEYS = COMMON_SIZE_KEYS | {
         *(*_MAMBA_SIZES[:4], *_EXPERT_SIZES),
         *("mamba_n_groups", "hybrid_override_pattern", "layers_block_type"),

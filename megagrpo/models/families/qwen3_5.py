@@ -7,6 +7,7 @@ nor are multi-token-prediction layers (mtp.*) of any.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from megagrpo.models.config_json import (
@@ -62,7 +63,7 @@ class Qwen35(Family):
     CENTERED_NORMS = True
     DRAFT_REFUSAL = "its multi-token-prediction layers (mtp.*) are not loaded"
     LEFT_OUT: ClassVar[tuple[str, ...]] = ("model.visual.", "mtp.")
-    GROUPED: ClassVar[bool] = False  # of GatedDelta
+    GROUPED = False  # of GatedDelta
     GATES: ClassVar[tuple[str | None, ...]] = ("swish", "silu", None)  # of its output
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
@@ -78,7 +79,7 @@ class Qwen35(Family):
         return problems
 
     def attention(self, hf: HfConfig) -> GroupedQuery:
-        return GroupedQuery.read(hf, _ROTARY_FRACTION, qk_norm=True, output_gate=True)
+        return replace(GroupedQuery.read(hf, _ROTARY_FRACTION), qk_norm=True, output_gate=True)
 
     def recurrent(self, hf: HfConfig) -> GatedDelta:
         return GatedDelta.read(hf, _are_linear(hf), self.GROUPED)
@@ -149,7 +150,7 @@ class Qwen4Exp(Qwen35Moe):
     HF_CLASS = "Qwen4ExpForConditionalGeneration"
     REQUIRED_KEYS = (*_FLASH_SIZES, *Qwen35Moe.REQUIRED_KEYS)
     SIZE_KEYS = Qwen35Moe.SIZE_KEYS | {*_FLASH_SIZES, "ple_embed_dim"}
-    GATES: ClassVar[tuple[str | None, ...]] = ("sigmoid", "swish", "silu", None)
+    GATES = ("sigmoid", "swish", "silu", None)
     FP8_REFUSAL = "no test compares Qwen3.8-Flash-Next in FP8 with SGLang's"
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
@@ -181,7 +182,7 @@ class Qwen4Exp(Qwen35Moe):
         return problems + [text for text, holds in rules.items() if not holds]
 
     def attention(self, hf: HfConfig) -> PooledQuery:
-        return PooledQuery.read(hf, _ROTARY_FRACTION, qk_norm=True, output_gate=True)
+        return replace(PooledQuery.read(hf, _ROTARY_FRACTION), qk_norm=True, output_gate=True)
 
     def streams(self, hf: HfConfig) -> GatedResidual:
         return GatedResidual(hf["hc_count"], hf["hc_lowrank"])

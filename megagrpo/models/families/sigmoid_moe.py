@@ -6,6 +6,7 @@ the published models by its best 2; it always divides the chosen scores by their
 expert a token. A model is refused if these differ.
 """
 
+from dataclasses import replace
 from typing import ClassVar
 
 from megagrpo.models.config_json import (
@@ -124,7 +125,7 @@ class Glm4Moe(SigmoidMoe):
         only."""
         bias = bool(hf.get("attention_bias"))
         norm = bool(hf.get("use_qk_norm", False))
-        return GroupedQuery.read(hf, _ROTARY_FRACTION, qkv_bias=bias, qk_norm=norm)
+        return replace(GroupedQuery.read(hf, _ROTARY_FRACTION), qkv_bias=bias, qk_norm=norm)
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         own = {

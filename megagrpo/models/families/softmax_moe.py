@@ -1,6 +1,8 @@
 """Dense families, Llama 2 and 3, Qwen2 and Qwen2.5, Qwen3; and with a softmax router over experts in
 every layer, Qwen3-MoE and Mixtral."""
 
+from dataclasses import replace
+
 from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, missing_keys, other_values
 from megagrpo.models.family import Family, TinySizes
 from megagrpo.models.kinds.experts.describe import MIXTRAL_NAMES, Experts
@@ -23,7 +25,7 @@ class Qwen2(Family):
     LOADS_ATTENTION_BIAS = True  # whatever the key says
 
     def attention(self, hf: HfConfig) -> GroupedQuery:
-        return GroupedQuery.read(hf, qkv_bias=True)
+        return replace(GroupedQuery.read(hf), qkv_bias=True)
 
 
 class Qwen3(Family):
@@ -32,7 +34,7 @@ class Qwen3(Family):
     HF_CLASS = "Qwen3ForCausalLM"
 
     def attention(self, hf: HfConfig) -> GroupedQuery:
-        return GroupedQuery.read(hf, qk_norm=True)
+        return replace(GroupedQuery.read(hf), qk_norm=True)
 
 
 class Qwen3Moe(Qwen3):

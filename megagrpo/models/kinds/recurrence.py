@@ -12,7 +12,6 @@ from megagrpo.models.tensors import Cut
 
 if TYPE_CHECKING:
     from megagrpo.config.actor import ActorConfig, ParallelConfig
-    from megagrpo.models.architecture import Architecture
     from megagrpo.models.fields import Fields, Kernels
 
 FLA_CHUNK = 64  # tokens that flash-linear-attention's kernels compute at once
@@ -50,7 +49,7 @@ class Recurrence(ABC):
     def state_size(self) -> int:
         """Counts the elements of the state of a layer."""
 
-    def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
+    def fields(self, actor: ActorConfig, kernels: Kernels) -> Fields:
         """Returns the fields of Megatron's TransformerConfig; the layer gets the sizes. Checkpoints
         would take layers for alike, and refuse to be written where they are not."""
         return {"hetereogenous_dist_checkpoint": True}

@@ -8,6 +8,7 @@ context parallelism ranks exchange tokens for groups, so that each has whole seq
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -16,50 +17,18 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    make_sharded_tensors_for_checkpoint,
-    sharded_state_dict_default,
-)
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from megagrpo.models.kinds.grouped_query.layer import PackedSequences, padded_sequences
+from megagrpo.models.layers.cut_module import CutModule
 from megagrpo.models.layers.parts import Parts
 from megagrpo.models.layers.whole_linear import linear_options
 
-CHUNK = 32  # tokens that torch computes at once; more are wasted on short sequences
 # computes a function, and for the backward once more: nothing of its float32 is kept
 again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-
-
-class CutModule(MegatronModule):
-    """A module with parameters of its own, some of which tensor-parallel ranks divide."""
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict:
-        """Returns what a checkpoint holds, any layout's slices of the same tensors."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        own: dict = {}
-        self._save_to_state_dict(own, "", keep_vars=True)
-        cuts = {name: p.partition_dim for name, p in own.items() if hasattr(p, "partition_dim")}
-        state = make_sharded_tensors_for_checkpoint(
-            own,
-            prefix,
-            cuts,
-            sharded_offsets,
-            tp_group=mpu.get_tensor_model_parallel_group(),
-            dp_cp_group=metadata["dp_cp_group"],
-        )
-        for name, module in self.named_children():
-            state |= sharded_state_dict_default(
-                module, f"{prefix}{name}.", sharded_offsets, metadata
-            )
-        return state
 
 
 class RecurrentMixer(CutModule):
@@ -140,7 +109,7 @@ class RecurrentMixer(CutModule):
             place = _places(count, packed_seq_params or padded_sequences(1, count, mixed.device))
             by_group = mixed.unflatten(2, (cp, -1)).movedim(2, 0).flatten(0, 1)
             mixed = all_to_all(group, by_group.contiguous())[place.argsort()]
-        out = self._mix(mixed.transpose(0, 1), borders).transpose(0, 1)
+        out = self.mix(mixed.transpose(0, 1), borders).transpose(0, 1)
         if cp > 1:
             out = all_to_all(group, out[place]).unflatten(0, (cp, -1)).movedim(0, 2).flatten(2, 3)
         return self.out_proj(out.flatten(2))[0], None
@@ -151,19 +120,12 @@ class RecurrentMixer(CutModule):
 
     def mix(self, mixed: Tensor, borders: Tensor | None) -> Tensor:
         """Maps whole sequences [b, s, groups, rows] to [b, s, groups, width]. borders: of packed
-        ones, on a GPU."""
+        ones."""
         raise NotImplementedError
 
     def _gated_norm(self, out: Tensor, gate: Tensor) -> Tensor:
         normed = F.rms_norm(out.float(), out.shape[-1:], None, self.config.layernorm_epsilon)
         return (normed * self.norm.float() * self._opening(gate.float())).to(gate.dtype)
-
-    def _mix(self, mixed: Tensor, borders: Tensor | None) -> Tensor:
-        if borders is None or mixed.is_cuda:
-            return self.mix(mixed, borders)
-        lengths = borders.diff().tolist()
-        out = self.mix(pad_sequence(mixed[0].split(lengths), batch_first=True), None)
-        return torch.cat([row[:n] for row, n in zip(out, lengths, strict=True)])[None]
 
 
 def _places(count: int, packed: PackedSequences) -> Tensor:
@@ -173,15 +135,6 @@ def _places(count: int, packed: PackedSequences) -> Tensor:
     return packed.cu_seqlens_q[sequence] + position
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, borders: Tensor | None) -> Tensor:
-    """Convolves each channel of x [b, s, channels] with its weight [channels, 1, kernel]."""
-    assert borders is None, "sequences are rows here"
-    past = F.pad(x.transpose(1, 2), (weight.shape[-1] - 1, 0))
-    return F.silu(F.conv1d(past, weight, bias, groups=len(weight))).transpose(1, 2)
-
-
-def in_chunks(t: Tensor) -> Tensor:
-    """Lays [b, s, heads, ...] out as [b, heads, chunks, places, ...] in float32, 0 at the end."""
-    t = t.float().transpose(1, 2)
-    after = (0, 0) * (t.dim() - 3) + (0, -t.shape[2] % CHUNK)
-    return F.pad(t, after).unflatten(2, (-1, CHUNK))
+def kernel(at: Tensor, module: str, name: str) -> Callable:
+    """Returns a kernel of GPUs for a tensor there, or what stands in for it on a CPU."""
+    return getattr(import_module(module if at.is_cuda else "megagrpo.cpu.recurrences"), name)

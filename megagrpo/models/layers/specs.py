@@ -111,7 +111,7 @@ def layer_spec(
         if isinstance(own, ClampedExperts):
             layer.mlp = clamped_spec(parts.backend, grouped)
         elif isinstance(own, HashedExperts) and index < own.hashed:
-            layer.mlp.keywords["submodules"].router = partial(HashedRouter, arch.vocab_size)
+            layer.mlp.keywords["submodules"].router = partial(HashedRouter, own.vocabulary)
     elif arch.has_mlp(index):
         # Megatron's own gated MLP, of Transformer Engine, has the norm before it inside its first
         # layer

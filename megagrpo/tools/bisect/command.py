@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megagrpo.checkpoint.folder import require_finished
 from megagrpo.cluster.machine import ranks_beside_service
 from megagrpo.config.schema import ExperimentConfig, RewardConfig
 from megagrpo.loop.ranks import guarded
@@ -17,6 +16,7 @@ from megagrpo.system.arguments import positive
 from megagrpo.system.environment import under_torchrun
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.one_engine import with_one_engine
+from megagrpo.tools.ranks.start import require_finished
 
 if TYPE_CHECKING:
     import torch

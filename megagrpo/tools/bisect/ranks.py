@@ -10,7 +10,7 @@ import torch
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.start import make_actor
 from megagrpo.check.problems import model_to_train
-from megagrpo.checkpoint.resume import load_checkpoint
+from megagrpo.checkpoint.resume import load_checkpoint, run_identity
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
@@ -40,7 +40,9 @@ def bisect_ranks(config: ExperimentConfig, args: Namespace, device: torch.device
     version = 0
     if args.checkpoint is not None:
         source = Path(args.checkpoint)  # often of another layout, for which its optimizer is not
-        version = load_checkpoint(config, source, actor, with_optimizer=False).step
+        version = load_checkpoint(
+            source, run_identity(config, actor), actor, with_optimizer=False
+        ).step
     control = find_service(Path(config.output_dir), None, config.rollout.start_timeout_s)
     expected = None if args.own_weights else version
     wrong = prove_weights(config, actor, weights, control, expected)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from megagrpo.check.problems import layout_problems
 from megagrpo.check.rules.subject import broken
-from megagrpo.cluster.machine import train_ranks, trainer_gpus
+from megagrpo.cluster.machine import trainer_gpus
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig
 from megagrpo.loop.ranks import guarded
 from megagrpo.models.architecture import Architecture
@@ -25,6 +25,7 @@ from megagrpo.system.environment import under_torchrun
 from megagrpo.tools.certify.cases import KEPT, grid, layouts_of
 from megagrpo.tools.certify.certificate import CaseResult, write_certificate
 from megagrpo.tools.certify.synthetic import make_models
+from megagrpo.tools.ranks.start import train_ranks
 
 if TYPE_CHECKING:  # the command line imports this file
     import torch

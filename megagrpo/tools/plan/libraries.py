@@ -31,6 +31,7 @@ from megagrpo.config.fields import LibrarySettings, broken_rules, complaints
 from megagrpo.config.hardware import Hardware
 from megagrpo.config.libraries import SERVER
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
+from megagrpo.models.architecture import Architecture
 from megagrpo.models.fields import expected_kernels
 from megagrpo.models.table import architecture_of, exported_config
 from megagrpo.rollout.service.engine_command import Settings, engine_settings
@@ -110,10 +111,16 @@ def resolve_all(
         return json.loads(resolved.read_text())
 
 
+def build_problems(arch: Architecture, actor: ActorConfig) -> list[str]:
+    """Returns why Megatron's three configurations cannot be built in this process; [] if they
+    can."""
+    from megagrpo.actor.megatron_config import checked_kernels, megatron_configs
+
+    return complaints(lambda: megatron_configs(arch, actor, checked_kernels(arch, actor)))
+
+
 def _build_problems(whole: list[Any]) -> Iterator[tuple[list[str], str]]:
     """whole: the actor's settings and the model's description."""
-    from megagrpo.actor.megatron_config import build_problems
-
     actor = ActorConfig.model_validate(whole[0])
     arch = architecture_of(whole[1], actor.has_draft)
     if not expected_kernels(actor).cuda:

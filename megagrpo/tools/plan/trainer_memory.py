@@ -12,7 +12,7 @@ from functools import cached_property, reduce
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.architecture import Architecture
-from megagrpo.models.costs import LayerCost, layer_cost
+from megagrpo.models.costs import LayerCost, Share, mlp_cost
 from megagrpo.models.stored.quantization import FP8_BLOCK
 from megagrpo.models.table import tensor_groups
 from megagrpo.models.tensors import TensorSpec
@@ -39,6 +39,30 @@ class Load:
     reference_positions: float = 0.0
     quantized: bool = False  # a publish is in FP8
     exports: bool = False  # after a checkpoint an HF folder is written
+
+
+def layer_cost(
+    arch: Architecture, actor: ActorConfig, tokens: float, layer: int, imbalance: float
+) -> LayerCost:
+    """Returns the cost of layer `layer`, counted from 0, of a micro-batch of `tokens`.
+
+    imbalance: tokens that the fullest expert rank gets, over the mean.
+    """
+    p = actor.parallel
+    width = 2 if actor.dtype == "bfloat16" else 4
+    at = Share(arch.hidden_size, p, tokens / p.cp, tokens / p.cp / p.tp, width)
+    mixer = arch.mixer(layer)
+    parts = [] if mixer is None else [mixer.cost(at)]
+    if arch.experts is not None and arch.has_experts(layer):
+        parts.append(arch.experts.cost(at, imbalance))
+    elif arch.has_mlp(layer):
+        parts.append(mlp_cost(at, arch.ffn_size, arch.gated))
+    if arch.streams is not None:
+        parts.append(arch.streams.cost(at))
+    # input and output of the norm before each
+    kept = 2 * len(parts) * arch.hidden_size * at.part * at.width
+    between = LayerCost(kept=kept, transient=0.0, flops=0.0, sent={})
+    return reduce(LayerCost.then, parts).then(between)
 
 
 def links(config: ExperimentConfig) -> int:

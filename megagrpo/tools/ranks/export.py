@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from megagrpo.check.problems import model_to_train
 from megagrpo.check.rules.inputs import read_files
-from megagrpo.checkpoint.folder import latest, require_finished
-from megagrpo.cluster.machine import train_ranks
+from megagrpo.checkpoint.folder import latest
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.loop.ranks import guarded
 from megagrpo.models.folder import ADAPTERS
 from megagrpo.system.environment import under_torchrun
+from megagrpo.tools.ranks.start import latest_checkpoint, require_finished, train_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -81,9 +81,10 @@ def export(config: ExperimentConfig, args: argparse.Namespace, device: torch.dev
     """
     # these import Megatron, which the host must be prepared for
     from megagrpo.actor.start import make_actor
-    from megagrpo.checkpoint.resume import latest_checkpoint, load_checkpoint
+    from megagrpo.checkpoint.resume import load_checkpoint, run_identity
+    from megagrpo.tools.ranks.peft_folder import export_peft
     from megagrpo.weights.actor_weights import load_initial_weights
-    from megagrpo.weights.hf_export import export_hf, export_peft
+    from megagrpo.weights.hf_export import export_hf
 
     actor = make_actor(config, model_to_train(config).arch, device)
     checkpoint = latest_checkpoint(config, actor.mesh)
@@ -91,7 +92,7 @@ def export(config: ExperimentConfig, args: argparse.Namespace, device: torch.dev
         checkpoint = Path(args.checkpoint)
     assert checkpoint is not None, "refuse_export refuses to begin"
     weights = load_initial_weights(actor, config.model.path, overwritten=config.actor.lora is None)
-    load_checkpoint(config, checkpoint, actor, with_optimizer=False)
+    load_checkpoint(checkpoint, run_identity(config, actor), actor, with_optimizer=False)
     if args.lora:
         adapters = actor.trained_weights(weights)
         export_peft(Path(args.output), adapters, actor.mesh, config)

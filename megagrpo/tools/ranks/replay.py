@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megagrpo.check.problems import model_to_train
-from megagrpo.cluster.machine import train_ranks
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.loop.ranks import guarded
 from megagrpo.system.environment import under_torchrun
+from megagrpo.tools.ranks.start import latest_checkpoint, train_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     # these import Megatron, which the host must be prepared for
     from megagrpo.actor.start import initial_weights, make_actor, plan_schedule, steps_in_all
     from megagrpo.actor.step import update, with_reference
-    from megagrpo.checkpoint.resume import latest_checkpoint, resume
+    from megagrpo.checkpoint.resume import resume, run_identity, run_inputs
     from megagrpo.data.images import ImageStore
     from megagrpo.data.prompts import load_prompts, load_tokenizer
     from megagrpo.tools.ranks.dumps import read_dump
@@ -71,7 +71,8 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     if source is None and config.checkpoint.load is not None:  # the run began with it
         source = Path(config.checkpoint.load)
     initial_weights(config, dump.algorithm, source, actor)
-    state = resume(config, source, actor, ())
+    identity = run_identity(config, actor, inputs=run_inputs(config, actor.mesh))
+    state = resume(config, source, identity, actor)
     version = state.step
     plan_schedule(actor, config.train, steps_in_all(config, num_prompts, state) - version)
     batch = dump.batch(actor.mesh, actor.routed_layers)

@@ -6,13 +6,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megagrpo.check.problems import model_to_warm_up
-from megagrpo.cluster.machine import train_ranks
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.loop.ranks import guarded, start_progress
 from megagrpo.system.environment import under_torchrun
 from megagrpo.system.errors import translated
 from megagrpo.tools.ranks.export import refuse_target
+from megagrpo.tools.ranks.start import model_to_warm_up, train_ranks
 
 if TYPE_CHECKING:
     import torch

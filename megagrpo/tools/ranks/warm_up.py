@@ -10,7 +10,6 @@ from megagrpo.actor.schedule import run_schedule, sum_over_ranks
 from megagrpo.actor.step import DIVIDED
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
-from megagrpo.check.problems import model_to_warm_up
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import (
@@ -22,6 +21,7 @@ from megagrpo.data.prompts import (
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.step_log import StepLog
 from megagrpo.system.progress import Progress
+from megagrpo.tools.ranks.start import model_to_warm_up
 from megagrpo.types import Batch, MicroBatch, Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.weights.actor_weights import load_initial_weights
 from megagrpo.weights.hf_export import export_hf

@@ -27,9 +27,10 @@ from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ActorConfig, CheckpointConfig, ParallelConfig
 from megagrpo.tools.certify.measure import ratios, whole
 from megagrpo.tools.certify.synthetic import near
+from megagrpo.tools.ranks.peft_folder import export_peft
 from megagrpo.types import Batch, TrainState
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
-from megagrpo.weights.hf_export import export_hf, export_peft
+from megagrpo.weights.hf_export import export_hf
 from megagrpo.weights.hf_folder import HfFolder
 from tests.dist.workers.harness import near_initial, over_ranks, weights_unreadable, with_actors
 from tests.dist.workers.held import gradient_buffers, offload, optimizer_state
@@ -113,14 +114,15 @@ def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
     records = step.holds_token_values()  # one rank of a replica
     assert sum(actor.mesh.gather_world(records)) == actor.mesh.dp_size
     seen_error = (of_update - logprobs)[batch.loss_mask].abs().max() if records else 0.0
-    hf_gradients = HfFolder(job["model"] + ".gradients")
     result = {
         "logits": error,
         "positions": positions,
         "logprobs": logprob_error,
         "seen_logprobs": float(seen_error) if math.isfinite(seen_error) else math.inf,  # a maximum would drop NaN
         "loss": abs(loss - truth["loss"]),
-        "gradients": ratios(actor.trained_weights(weights), actor.gradients(), hf_gradients, actor.mesh),
+        "gradients": ratios(
+            actor.trained_weights(weights), actor.gradients(), HfFolder(job["model"] + ".gradients"), actor.mesh
+        ),
     }
     if Path(job.get("reference", "")).is_file():
         result["rounding"] = torch.load(job["reference"], map_location="cpu")["rounding"]
@@ -275,12 +277,13 @@ def checkpoint_job(actor: MegatronActor, weights: ActorWeights, job: dict, folde
     if "load" in job:
         state = checkpoint.load(Path(job["load"]), identity(job), lambda f: load_actor(actor, f), actor.mesh)
         assert state.data_cursor == 17
-    for number in range(job.get("warm", 0)):
+    warm = job.get("warm", 0)
+    for number in range(warm):
         gradient(actor, batch_of(actor.mesh, shift=number), RICH)
         actor.optimizer_step()
     if job.get("away"):
         offload(actor)
-    torch.rand(job.get("warm", 0))  # the saved RNG state is not that of a fresh start
+    torch.rand(warm)  # the saved RNG state is not that of a fresh start
     saved = save(actor, job, job["save"]) if "save" in job else None
     if "save_own_parts" in job:
         save(actor, job, job["save_own_parts"], reshardable=False)

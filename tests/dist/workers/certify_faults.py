@@ -20,6 +20,7 @@ from megagrpo.actor.routing.tokens import own_places
 from megagrpo.algo.loss import count_streams, objective
 from megagrpo.batching import microbatch
 from megagrpo.batching.microbatch import plan_micro_batches, targets
+from megagrpo.cpu import recurrences
 from megagrpo.models import build as model
 from megagrpo.models.build import build_chunk
 from megagrpo.models.kinds.compressed import layer as compressed_layer
@@ -36,7 +37,6 @@ from megagrpo.models.kinds.latent.describe import LatentAttention
 from megagrpo.models.kinds.mamba2.layer import Mamba2Mixer
 from megagrpo.models.kinds.ngrams.layer import NGramRows
 from megagrpo.models.kinds.pooled.layer import MeanIndexer
-from megagrpo.models.kinds.recurrent import RecurrentMixer
 from megagrpo.models.layers import parts as layer_parts
 from megagrpo.models.tensors import Shard
 from megagrpo.tools.certify import measure
@@ -167,8 +167,7 @@ def _latent_projections_cut_over_tp() -> Iterator[None]:
 
 def _state_kept_over_borders() -> AbstractContextManager[None]:
     """State and convolution of a recurrent layer go on from one packed sequence to the next."""
-    mix = RecurrentMixer._mix
-    return patch.multiple(RecurrentMixer, _mix=lambda layer, mixed, borders: mix(layer, mixed, None))
+    return patch.multiple(recurrences, _by_row=lambda lengths, function, *tensors: function(*tensors))
 
 
 def _inner_norm_centered() -> AbstractContextManager[None]:
@@ -188,7 +187,7 @@ def _gate_behind_norm() -> AbstractContextManager[None]:
         normed = torch.nn.functional.rms_norm(y.float(), (layer.width,), None, layer.config.layernorm_epsilon)
         return normed * weight.view(-1, layer.width) * torch.nn.functional.silu(gate)
 
-    return patch.multiple(Mamba2Mixer, _gated_norm=norm_then_gate)
+    return patch.multiple(Mamba2Mixer, _normed=norm_then_gate)
 
 
 def _gradients_not_summed(*modules: str) -> AbstractContextManager[None]:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megagrpo.config.actor import ActorConfig, ParallelConfig
-    from megagrpo.models.architecture import Architecture
     from megagrpo.models.fields import Fields, Kernels
 
 CLAMPED_NAMES = ExpertNames(size="intermediate_size")
@@ -31,8 +30,7 @@ class ClampedExperts(Experts):
 
     limit: float = 7.0
 
-    def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
-        hidden = arch.hidden_size
+    def tensors(self, hidden: int, prefix: str) -> Iterator[TensorSpec]:
         prefix += "mlp."
         yield TensorSpec(prefix + "router.weight", (self.count, hidden), "matrix")
         yield TensorSpec(prefix + "router.bias", (self.count,), "bias")
@@ -60,10 +58,10 @@ class ClampedExperts(Experts):
         yield Cut("num_local_experts", self.count, "ep", p.ep)
         yield Cut("parts of an expert with biases", 1, "etp", p.etp)
 
-    def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
+    def fields(self, actor: ActorConfig, kernels: Kernels) -> Fields:
         """Fused kernels know neither this activation nor biases of grouped experts; the activation
         takes the place of Transformer Engine's."""
-        return super().fields(arch, actor, kernels) | {
+        return super().fields(actor, kernels) | {
             "add_bias_linear": True,
             "use_te_activation_func": True,
             "bias_dropout_fusion": False,

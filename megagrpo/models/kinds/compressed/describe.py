@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megagrpo.config.actor import ActorConfig, ParallelConfig
-    from megagrpo.models.architecture import Architecture
     from megagrpo.models.fields import Fields, Kernels
     from megagrpo.models.kinds.compressed.layer import CompressedMixer
 
@@ -61,9 +60,9 @@ class CompressedAttention(Attention):
         """Counts the heads that share an output projection."""
         return self.heads // self.groups
 
-    def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
+    def tensors(self, hidden: int, prefix: str, norm: Kind) -> Iterator[TensorSpec]:
         """Yields projections, norms and sinks, and what makes and chooses keys."""
-        for spec in self.weights(arch.hidden_size, layer_index(prefix)):
+        for spec in self.weights(hidden, layer_index(prefix)):
             yield replace(spec, name=prefix + spec.name)
 
     def weights(self, hidden: int, index: int) -> Iterator[TensorSpec]:
@@ -112,7 +111,7 @@ class CompressedAttention(Attention):
         """Yields what tensor-parallel ranks divide: groups, with their heads."""
         yield Cut("o_groups", self.groups, "tp", p.tp)
 
-    def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
+    def fields(self, actor: ActorConfig, kernels: Kernels) -> Fields:
         """Returns the fields of Megatron's TransformerConfig; the layer gets the sizes. Checkpoints
         would take layers for alike, and refuse to be written where they are not."""
         return {

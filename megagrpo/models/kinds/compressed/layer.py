@@ -37,7 +37,8 @@ from megagrpo.models.kinds.grouped_query.layer import (
 )
 from megagrpo.models.kinds.indexed.describe import BLOCK
 from megagrpo.models.kinds.indexed.layer import best_keys
-from megagrpo.models.kinds.recurrent import CutModule, again
+from megagrpo.models.kinds.recurrent import again
+from megagrpo.models.layers.cut_module import CutModule
 from megagrpo.models.layers.whole_linear import whole_parameter
 
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megagrpo.config.actor import ActorConfig, ParallelConfig
-    from megagrpo.models.architecture import Architecture
     from megagrpo.models.fields import Fields, Kernels
 
 
@@ -98,9 +97,8 @@ class Experts:
         others = self.sigmoid or self.shared_ffn_size or self.dense_layers
         return type(self) is Experts and self.names.module == "mlp" and not others
 
-    def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
+    def tensors(self, hidden: int, prefix: str) -> Iterator[TensorSpec]:
         """Yields router, shared and routed experts; prefix: of the layer."""
-        hidden = arch.hidden_size
         names = self.names
         prefix += names.module + "."
         yield TensorSpec(prefix + "gate.weight", (self.count, hidden), "matrix")
@@ -149,7 +147,7 @@ class Experts:
         yield Cut(self.names.size, self.ffn_size, "etp", p.etp)
         yield Cut(self.names.shared_size, self.shared_ffn_size, "tp", p.tp)
 
-    def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
+    def fields(self, actor: ActorConfig, kernels: Kernels) -> Fields:
         """Returns the fields of Megatron's TransformerConfig."""
         fields: Fields = {
             "num_moe_experts": self.count,
@@ -164,8 +162,6 @@ class Experts:
             "moe_shared_expert_gate": self.shared_gate,
             "moe_latent_size": self.latent_size or None,
         }
-        if self.dense_layers:
-            fields["moe_layer_freq"] = [0] * self.dense_layers + [1] * arch.expert_layers
         if self.sigmoid:
             fields |= {
                 "moe_router_score_function": "sigmoid",

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from megagrpo.models.config_json import HfConfig
 from megagrpo.models.costs import FP32, LayerCost, Share
 from megagrpo.models.kinds.recurrence import FLA_CHUNK, Recurrence, recurrent_cost
-from megagrpo.models.tensors import Shard, TensorSpec, load_groups
+from megagrpo.models.tensors import Kind, Shard, TensorSpec, load_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megagrpo.models.architecture import Architecture
     from megagrpo.models.kinds.gated_delta.layer import GatedDeltaNet
 
 
@@ -22,9 +21,9 @@ if TYPE_CHECKING:
 class GatedDelta(Recurrence):
     """Holds the sizes of linear attention, and the layers that have it in place of attention."""
 
-    CUT_KEY: ClassVar[str] = "linear_num_key_heads"
-    PACKAGES: ClassVar[tuple[str, ...]] = ("fla",)
-    TITLE: ClassVar[str] = "gated delta net"
+    CUT_KEY = "linear_num_key_heads"
+    PACKAGES = ("fla",)
+    TITLE = "gated delta net"
 
     key_heads: int
     value_heads: int  # a multiple
@@ -67,9 +66,8 @@ class GatedDelta(Recurrence):
     def state_size(self) -> int:
         return self.value_heads * self.value_dim * self.key_dim
 
-    def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
+    def tensors(self, hidden: int, prefix: str, norm: Kind) -> Iterator[TensorSpec]:
         """Yields projections, the convolution, decays and a norm."""
-        hidden = arch.hidden_size
         heads = self.value_heads
         values = heads * self.value_dim
         inputs = {"qkv": self.channels, "z": values, "b": heads, "a": heads}

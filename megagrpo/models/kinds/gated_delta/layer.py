@@ -3,9 +3,8 @@
 
     S(t) = exp(g(t)) S(t-1) (1 - beta(t) k(t) k(t)^T) + beta(t) v(t) k(t)^T,    out(t) = S(t) q(t)
 
-Queries, keys and values pass a short causal convolution first. On a GPU both are the kernels of
-flash-linear-attention, as in Megatron's own layer, which computes nothing without them; on a CPU
-torch.
+Queries, keys and values pass a short causal convolution first. Both are the kernels of
+flash-linear-attention, as in Megatron's own layer; on a CPU megagrpo/cpu/recurrences.py stands in.
 """
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megagrpo.models.kinds.gated_delta.describe import GatedDelta
-from megagrpo.models.kinds.recurrent import CHUNK, RecurrentMixer, again, convolve, in_chunks
+from megagrpo.models.kinds.recurrent import RecurrentMixer, again, kernel
 from megagrpo.models.layers.parts import Parts
 from megagrpo.models.layers.whole_linear import whole_parameter
 
@@ -54,44 +53,24 @@ class GatedDeltaNet(RecurrentMixer):
         values = self.values * self.value_dim
         value_widths = (values, self.values, self.values)
         qkv, gate, beta, alpha = mixed.split((self.channels, *value_widths), -1)
-        mixing, rule = (convolve_fla, rule_fla) if mixed.is_cuda else (convolve, delta_rule)
         conv1d, a_log, dt_bias = self.own_heads(self.conv1d, self.A_log, self.dt_bias)
-        qkv = mixing(qkv.flatten(2), conv1d, None, borders)
+        qkv = convolve(qkv.flatten(2), conv1d, borders)
         qkv = qkv.unflatten(2, (heads, -1))
         query, key, value = qkv.split((self.key_dim, self.key_dim, values), -1)
         query, key = (t.repeat_interleave(self.values, 2) for t in (query, key))
         value, gate = (t.unflatten(3, (self.values, -1)).flatten(2, 3) for t in (value, gate))
         decay = -a_log.exp() * F.softplus(alpha.flatten(2).float() + dt_bias.float())
-        out = rule(query, key, value, decay, beta.flatten(2).float().sigmoid(), borders)
+        out = delta_rule(query, key, value, decay, beta.flatten(2).float().sigmoid(), borders)
         out = again(self._gated_norm, out, gate)
         return out.flatten(2).unflatten(2, (heads, -1))
 
 
-def convolve_fla(x: Tensor, weight: Tensor, _: None, borders: Tensor | None) -> Tensor:
-    from fla.modules.convolution import causal_conv1d
-
+def convolve(x: Tensor, weight: Tensor, borders: Tensor | None) -> Tensor:
+    """Convolves each channel of x [b, s, channels] with its weight [channels, 1, kernel]; borders: of
+    packed sequences."""
+    causal_conv1d = kernel(x, "fla.modules.convolution", "causal_conv1d")
     return causal_conv1d(
         x=x.contiguous(), weight=weight.squeeze(1), activation="silu", cu_seqlens=borders
-    )[0]
-
-
-def rule_fla(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, borders: Tensor | None
-) -> Tensor:
-    """Computes delta_rule by a GPU's kernels. borders: of packed sequences."""
-    if decay.dim() == query.dim():  # of each channel
-        from fla.ops.kda import chunk_kda as kernel
-    else:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as kernel
-    query, key, value = (t.contiguous() for t in (query, key, value))
-    return kernel(
-        query,
-        key,
-        value,
-        g=decay,
-        beta=beta,
-        use_qk_l2norm_in_kernel=True,
-        cu_seqlens=borders,
     )[0]
 
 
@@ -100,53 +79,17 @@ def delta_rule(
 ) -> Tensor:
     """Computes the rule for query, key [b, s, heads, d], value [b, s, heads, e], decay [b, s,
     heads] or of each channel of the keys [b, s, heads, d], and beta [b, s, heads] in float32: [b,
-    s, heads, e]."""
-    assert borders is None, "sequences are rows here"
-    if decay.dim() < key.dim():
-        decay = decay[..., None]
-    length = query.shape[1]
-    query, key, value, decay, beta = (in_chunks(t) for t in (query, key, value, decay, beta))
-    query, key = _unit(query) * query.shape[-1] ** -0.5, _unit(key)
-    total = decay.double().cumsum(-2)  # rounded, it would be a rounded exponent
-    new, erased, inside = _inside_chunks(query, key, value, total, beta)
-    from_start, to_end = total.exp().float(), (total[..., -1:, :] - total).exp().float()
-    from_state, to_state = query * from_start, key * to_end
-    state = query.new_zeros(*query.shape[:2], key.shape[-1], value.shape[-1])
-    outputs = []
-    for i in range(query.shape[2]):
-        values = new[:, :, i] - erased[:, :, i] @ state
-        outputs.append(from_state[:, :, i] @ state + inside[:, :, i] @ values)
-        state = state * from_start[:, :, i, -1, :, None] + to_state[:, :, i].mT @ values
-    return torch.cat(outputs, 2)[:, :, :length].transpose(1, 2)
-
-
-def _unit(t: Tensor) -> Tensor:
-    return t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6)
-
-
-def _inside_chunks(
-    query: Tensor, key: Tensor, value: Tensor, total: Tensor, beta: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns of each chunk the values that it writes if its first state is 0, the keys at which
-    that state is erased, and the weights of its queries on values.
-
-    Its recurrence is one triangular system (Yang et al., arXiv 2406.06484, 3). total: sums of decays
-    from the chunk's start.
-    """
-    past = torch.ones(CHUNK, CHUNK, dtype=torch.bool).tril()
-    between = total[..., :, None, :] - total[..., None, :, :]
-    between = between.masked_fill(~past[..., None], -torch.inf).exp().float()
-    written = key * beta[..., None]
-    system = _products(written, key, between).tril(-1) + torch.eye(CHUNK)
-    right = torch.cat((value * beta[..., None], written * total.exp().float()), -1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    new, erased = solved.split((value.shape[-1], key.shape[-1]), -1)
-    return new, erased, _products(query, key, between)
-
-
-def _products(rows: Tensor, key: Tensor, between: Tensor) -> Tensor:
-    """Returns each row's product with each key, times what decays from it to the row [..., rows,
-    keys, 1 or d]."""
-    if between.shape[-1] == 1:
-        return rows @ key.mT * between[..., 0]
-    return (rows[..., :, None, :] * key[..., None, :, :] * between).sum(-1)
+    s, heads, e]. borders: of packed sequences."""
+    rule = ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+    if decay.dim() == query.dim():  # of each channel
+        rule = ("fla.ops.kda", "chunk_kda")
+    query, key, value = (t.contiguous() for t in (query, key, value))
+    return kernel(query, *rule)(
+        query,
+        key,
+        value,
+        g=decay,
+        beta=beta,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=borders,
+    )[0]

@@ -4,32 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING
 
 from megagrpo.models.config_json import HfConfig, Rotary
 from megagrpo.models.costs import FP32, LayerCost, Share
 from megagrpo.models.kinds.attention import Attention
 from megagrpo.models.points import Row
-from megagrpo.models.tensors import Cut, Shard, TensorSpec
+from megagrpo.models.tensors import Cut, Kind, Shard, TensorSpec
 
 if TYPE_CHECKING:
     from megatron.core.transformer.attention import SelfAttention
     from torch import Tensor
 
     from megagrpo.config.actor import ActorConfig, ParallelConfig
-    from megagrpo.models.architecture import Architecture
     from megagrpo.models.fields import Fields, Kernels
-
-
-class Flags(TypedDict, total=False):
-    """What a family's attention has, by the fields of GroupedQuery."""
-
-    qkv_bias: bool
-    qk_norm: bool
-    norm_over_heads: bool
-    output_gate: bool
-    output_bias: bool
-    sinks: bool
 
 
 @dataclass(frozen=True)
@@ -51,16 +39,14 @@ class GroupedQuery(Attention):
     windowed: tuple[bool, ...] = ()
 
     @classmethod
-    def read(cls, hf: HfConfig, fraction: float = 1.0, **flags: Unpack[Flags]) -> GroupedQuery:
-        """Reads a config.json; fraction: of a head that turns, if it has none. flags: of the
-        family."""
+    def read(cls, hf: HfConfig, fraction: float = 1.0) -> GroupedQuery:
+        """Reads a config.json; fraction: of a head that turns, if it has none."""
         heads = hf["num_attention_heads"]
         return cls(
             heads=heads,
             kv_heads=hf.get("num_key_value_heads") or heads,
             head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
             rotary=Rotary.read(hf, fraction),
-            **flags,
         )
 
     @property
@@ -80,9 +66,8 @@ class GroupedQuery(Attention):
     def limited_share(self) -> float:
         return sum(self.windowed) / len(self.windowed) if self.windowed else 1.0
 
-    def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
+    def tensors(self, hidden: int, prefix: str, norm: Kind) -> Iterator[TensorSpec]:
         """Yields projections, biases and norms."""
-        hidden = arch.hidden_size
         dim = self.head_dim
         outputs = {
             "q_proj": self.heads * dim * (2 if self.output_gate else 1),
@@ -102,7 +87,7 @@ class GroupedQuery(Attention):
         if self.qk_norm:
             for name, heads in (("q_norm", self.heads), ("k_norm", self.kv_heads)):
                 width = dim * heads if self.norm_over_heads else dim
-                yield TensorSpec(f"{prefix}{name}.weight", (width,), arch.norm)
+                yield TensorSpec(f"{prefix}{name}.weight", (width,), norm)
 
     def load(
         self, attention: SelfAttention, hf: Mapping[str, Tensor], prefix: str, shard: Shard
@@ -161,7 +146,7 @@ class GroupedQuery(Attention):
         if self.kv_heads > p.tp or p.tp % self.kv_heads:
             yield Cut("num_key_value_heads", self.kv_heads, "tp", p.tp)
 
-    def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
+    def fields(self, actor: ActorConfig, kernels: Kernels) -> Fields:
         """Returns the fields of Megatron's TransformerConfig."""
         fields: Fields = {
             "num_attention_heads": self.heads,

@@ -14,24 +14,20 @@ from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    is_layer_window_attention,
-    make_sharded_tensors_for_checkpoint,
-)
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.grouped_query.norm_over_heads import NormOverHeads
 from megagrpo.models.layers.context import changing_group
+from megagrpo.models.layers.cut_module import CutModule
 
 if TYPE_CHECKING:
     from megagrpo.models.layers.parts import Parts
@@ -167,12 +163,12 @@ def _takes_grouped_heads(varlen_attn: Callable) -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-class CausalAttention(torch.nn.Module):
+class CausalAttention(CutModule):
     """Computes softmax(q k^T scale) v with a causal mask inside each sequence; key/value heads are
     grouped."""
 
     def __init__(self, config, layer_number, *_, softmax_scale=None, **options):
-        super().__init__()
+        super().__init__(config)
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         # positions before its own that a query sees; None: all
         self.window: int | None = None
@@ -224,20 +220,6 @@ class CausalAttention(torch.nn.Module):
         ahead = queries[..., None] - keys
         seen = ahead >= 0
         return seen if self.window is None else seen & (ahead <= self.window)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> ShardedStateDict:
-        """Returns what a checkpoint holds: sinks, cut as the heads are."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"softmax_offset": 0},
-            sharded_offsets,
-            tp_group=mpu.get_tensor_model_parallel_group(),
-            dp_cp_group=metadata["dp_cp_group"],
-        )
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Lays out the arguments of `_attend`."""

@@ -4,7 +4,7 @@ first layers a table of the vocabulary chooses them."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megagrpo.models.kinds.experts.describe import Experts
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megagrpo.config.actor import ActorConfig
-    from megagrpo.models.architecture import Architecture
     from megagrpo.models.fields import Fields, Kernels
 
 _TABLE = "gate.tid2eid"  # of files: the experts of each token of the vocabulary
@@ -23,18 +22,19 @@ _TABLE = "gate.tid2eid"  # of files: the experts of each token of the vocabulary
 
 @dataclass(frozen=True)
 class HashedExperts(Experts):
-    """Adds the number of layers with a table."""
+    """Adds the number of layers with a table of the vocabulary."""
 
     hashed: int = 0
     limit: float = 10.0
+    vocabulary: int = field(default=0, compare=False)
 
-    def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
+    def tensors(self, hidden: int, prefix: str) -> Iterator[TensorSpec]:
         bias = f"{prefix}{self.names.module}.{self.names.bias}"
         hashed = layer_index(prefix) < self.hashed
-        for spec in super().tensors(arch, prefix):
+        for spec in super().tensors(hidden, prefix):
             if hashed and spec.name == bias:
                 name = f"{prefix}{self.names.module}.{_TABLE}"
-                shape = (arch.vocab_size, self.per_token)
+                shape = (self.vocabulary, self.per_token)
                 yield TensorSpec(
                     name, shape, "choice", dtype="int64", trained=False, below=self.count
                 )
@@ -49,9 +49,9 @@ class HashedExperts(Experts):
             own = replace(self, router_bias=False)
         super(HashedExperts, own).load(mlp, hf, prefix, place)
 
-    def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
+    def fields(self, actor: ActorConfig, kernels: Kernels) -> Fields:
         """A sigmoid router's but for the function; the fused kernel does not know a table."""
-        return super().fields(arch, actor, kernels) | {
+        return super().fields(actor, kernels) | {
             "moe_router_score_function": "sqrtsoftplus",
             "moe_router_fusion": False,
         }

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megagrpo.config.actor import ActorConfig
-    from megagrpo.models.architecture import Architecture
     from megagrpo.models.fields import Fields, Kernels
     from megagrpo.models.kinds.latent.describe import LatentAttention
 
@@ -57,12 +56,11 @@ class LightningIndexer:
         """Returns the layer, counted from 0, whose choice layer `index` sees: itself, or one before."""
         return index - max(index + 1 - self.offset, 0) % self.freq
 
-    def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
-        """Yields the tensors of a layer that chooses; engines compute with its norm in float32."""
-        hidden = arch.hidden_size
-        assert arch.latent is not None and arch.latent.q_lora_rank is not None
+    def tensors(self, hidden: int, queries: int, prefix: str) -> Iterator[TensorSpec]:
+        """Yields the tensors of a layer that chooses, from a queries' latent of this width; engines compute
+        with its norm in float32."""
         for name, rows, columns in (
-            ("wq_b", self.heads * self.head_dim, arch.latent.q_lora_rank),
+            ("wq_b", self.heads * self.head_dim, queries),
             ("wk", self.head_dim, hidden),
             ("weights_proj", self.heads, hidden),
         ):

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from megagrpo.models.config_json import HfConfig
 from megagrpo.models.costs import FP32, LayerCost, Share
 from megagrpo.models.kinds.recurrence import FLA_CHUNK, Recurrence, recurrent_cost
-from megagrpo.models.tensors import Shard, TensorSpec, load_groups
+from megagrpo.models.tensors import Kind, Shard, TensorSpec, load_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megagrpo.models.architecture import Architecture
     from megagrpo.models.kinds.kda.layer import KimiDeltaAttention
 
 _SIZES = ("num_heads", "head_dim", "short_conv_kernel_size")
@@ -40,11 +39,11 @@ def linear_refusals(hf: HfConfig, first: int) -> list[str]:
 class Kda(Recurrence):
     """Holds the sizes of Kimi Delta Attention, and the layers that have it in place of attention."""
 
-    MODULE: ClassVar[str] = "self_attn"
-    OUTPUT: ClassVar[str] = "o_proj"
-    CUT_KEY: ClassVar[str] = "linear_attn_config.num_heads"
-    PACKAGES: ClassVar[tuple[str, ...]] = ("fla",)
-    TITLE: ClassVar[str] = "Kimi Delta Attention"
+    MODULE = "self_attn"
+    OUTPUT = "o_proj"
+    CUT_KEY = "linear_attn_config.num_heads"
+    PACKAGES = ("fla",)
+    TITLE = "Kimi Delta Attention"
 
     heads: int
     dim: int  # of a head: queries, keys, values, decays and gates
@@ -88,10 +87,10 @@ class Kda(Recurrence):
     def state_size(self) -> int:
         return self.values * self.dim
 
-    def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
+    def tensors(self, hidden: int, prefix: str, norm: Kind) -> Iterator[TensorSpec]:
         """Yields projections, of decays (f) and gates (g) in two steps, convolutions, decays and a
         norm."""
-        hidden, values = arch.hidden_size, self.values
+        values = self.values
         for name in "qkv":
             yield TensorSpec(f"{prefix}{name}_proj.weight", (values, hidden), "matrix")
         for name in "qkv":

@@ -5,7 +5,7 @@ keys, in place of a layer's attention (arXiv 2510.26692).
 
 g = -exp(A_log) softplus(f + dt_bias), or with a lower bound bound sigmoid(exp(A_log) (f + dt_bias)),
 A_log one a head. Decays f and the gates of the output come through a narrow projection that the
-heads share. On a GPU convolution and rule are the kernels of flash-linear-attention; on a CPU torch.
+heads share. Convolution and rule are those of gated delta nets.
 """
 
 import torch
@@ -15,9 +15,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from megagrpo.models.kinds.gated_delta.layer import convolve_fla, delta_rule, rule_fla
+from megagrpo.models.kinds.gated_delta.layer import convolve, delta_rule
 from megagrpo.models.kinds.kda.describe import Kda
-from megagrpo.models.kinds.recurrent import RecurrentMixer, again, convolve
+from megagrpo.models.kinds.recurrent import RecurrentMixer, again
 from megagrpo.models.layers.parts import Parts
 from megagrpo.models.layers.whole_linear import WHOLE, linear_options, whole_parameter
 
@@ -65,13 +65,12 @@ class KimiDeltaAttention(RecurrentMixer):
         dim, heads = self.dim, mixed.shape[2]
         qkv, beta, decay, gate = mixed.split((3 * dim, 1, dim, dim), -1)
         conv1d, a_log, dt_bias = self.own_heads(self.conv1d, self.A_log, self.dt_bias)
-        mixing, rule = (convolve_fla, rule_fla) if mixed.is_cuda else (convolve, delta_rule)
-        qkv = mixing(qkv.flatten(2), conv1d, None, borders).unflatten(2, (heads, -1))
+        qkv = convolve(qkv.flatten(2), conv1d, borders).unflatten(2, (heads, -1))
         decay = decay.float() + dt_bias.float().view(heads, dim)
         decay = self._decays(decay, a_log.exp()[:, None])
         beta = beta[..., 0].float().sigmoid()
         queries, keys, values = qkv.split(dim, -1)
-        out = rule(queries, keys, values, decay, beta, borders)
+        out = delta_rule(queries, keys, values, decay, beta, borders)
         return again(self._gated_norm, out, gate)
 
     def _decays(self, decay: Tensor, rate: Tensor) -> Tensor:

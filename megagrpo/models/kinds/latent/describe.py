@@ -12,14 +12,13 @@ from megagrpo.models.costs import FP32, LayerCost, Share
 from megagrpo.models.kinds.attention import Attention
 from megagrpo.models.kinds.indexed.describe import LightningIndexer
 from megagrpo.models.points import Row
-from megagrpo.models.tensors import Kind, Shard, TensorSpec
+from megagrpo.models.tensors import Kind, Shard, TensorSpec, layer_index
 
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
     from torch import Tensor
 
     from megagrpo.config.actor import ActorConfig
-    from megagrpo.models.architecture import Architecture
     from megagrpo.models.fields import Fields, Kernels
 
 
@@ -61,11 +60,18 @@ class LatentAttention(Attention):
         """Returns the width of a head of queries."""
         return self.nope_dim + self.rope_dim
 
-    def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
+    def tensors(self, hidden: int, prefix: str, norm: Kind) -> Iterator[TensorSpec]:
         """Yields projections and norms."""
-        for name, _, shape, _ in self._weights(arch.hidden_size):
+        for name, _, shape, _ in self._weights(hidden):
             kind: Kind = "matrix" if len(shape) > 1 else "norm"
             yield TensorSpec(f"{prefix}{name}.weight", shape, kind)
+
+    def index_tensors(self, hidden: int, prefix: str) -> Iterator[TensorSpec]:
+        """Yields the indexer's tensors if the layer has one; prefix: of the layer."""
+        index = layer_index(prefix)
+        if self.indexer is not None and self.indexer.source(index) == index:
+            inside = f"{prefix}{self.MODULE}.indexer."
+            yield from self.indexer.tensors(hidden, self.q_lora_rank or 0, inside)
 
     def load(
         self, attention: MLASelfAttention, hf: Mapping[str, Tensor], prefix: str, shard: Shard
@@ -97,7 +103,7 @@ class LatentAttention(Attention):
         yield "kv_b_proj", "linear_kv_up_proj", (up, latent), 0
         yield "o_proj", "linear_proj", (hidden, heads * self.v_dim), 1
 
-    def fields(self, arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
+    def fields(self, actor: ActorConfig, kernels: Kernels) -> Fields:
         """Returns the fields of Megatron's MLATransformerConfig."""
         scaling = self.rotary.scaling
         yarn = {key: scaling[key] for key in YARN_KEYS if key != "factor"} if scaling else {}

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from megagrpo.models.config_json import HfConfig
 from megagrpo.models.costs import FP32, LayerCost, Share
 from megagrpo.models.kinds.recurrence import Recurrence, recurrent_cost
-from megagrpo.models.tensors import Shard, TensorSpec, load_groups
+from megagrpo.models.tensors import Kind, Shard, TensorSpec, load_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megagrpo.models.architecture import Architecture
     from megagrpo.models.kinds.mamba2.layer import Mamba2Mixer
 
 KERNEL_CHUNK = 128  # tokens that mamba-ssm's kernels compute at once
@@ -24,9 +23,9 @@ KERNEL_CHUNK = 128  # tokens that mamba-ssm's kernels compute at once
 class Mamba2(Recurrence):
     """Holds the sizes of Mamba-2, and the layers that have it in place of attention."""
 
-    CUT_KEY: ClassVar[str] = "n_groups"
-    PACKAGES: ClassVar[tuple[str, ...]] = ("mamba_ssm", "causal_conv1d")
-    TITLE: ClassVar[str] = "Mamba-2"
+    CUT_KEY = "n_groups"
+    PACKAGES = ("mamba_ssm", "causal_conv1d")
+    TITLE = "Mamba-2"
 
     heads: int
     head_dim: int
@@ -70,9 +69,8 @@ class Mamba2(Recurrence):
     def state_size(self) -> int:
         return self.values * self.state
 
-    def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
+    def tensors(self, hidden: int, prefix: str, norm: Kind) -> Iterator[TensorSpec]:
         """Yields projections, the convolution, decays, skips and a norm."""
-        hidden = arch.hidden_size
         channels = self.channels
         yield TensorSpec(prefix + "in_proj.weight", (self.rows, hidden), "matrix")
         yield TensorSpec(prefix + "conv1d.weight", (channels, 1, self.kernel), "convolution")

@@ -5,8 +5,8 @@
 
 dt is softplus(its row + a bias) and A = -exp(A_log), both one a head; B and C are shared by the
 heads of a group. x, B and C pass a short causal convolution first, y times silu(z) an RMSNorm over
-each group. On a GPU convolution and scan are the kernels of causal-conv1d and mamba-ssm, as in
-Megatron's own mixer, which is not built without them; on a CPU torch.
+each group. Convolution and scan are the kernels of causal-conv1d and mamba-ssm, as in Megatron's own
+mixer, which is not built without them; on a CPU megagrpo/cpu/recurrences.py stands in.
 """
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megagrpo.models.kinds.mamba2.describe import KERNEL_CHUNK, Mamba2
-from megagrpo.models.kinds.recurrent import CHUNK, RecurrentMixer, again, convolve, in_chunks
+from megagrpo.models.kinds.recurrent import RecurrentMixer, again, kernel
 from megagrpo.models.layers.parts import Parts
 
 
@@ -51,9 +51,7 @@ class Mamba2Mixer(RecurrentMixer):
         conv1d, bias, a_log, skip, dt_bias, weight = self.own_heads(
             self.conv1d, self.conv_bias, self.A_log, self.D, self.dt_bias, self.norm
         )
-        on_gpu = mixed.is_cuda
-        mixing, scan = (_convolve_kernel, _scan_kernel) if on_gpu else (convolve, _scan)
-        channels = mixing(channels.flatten(2), conv1d, bias, borders).unflatten(2, (groups, -1))
+        channels = _convolved(channels.flatten(2), conv1d, bias, borders).unflatten(2, (groups, -1))
         x, into, out_of = channels.split((self.width, self.state, self.state), -1)
         x = x.unflatten(3, (self.heads, -1)).flatten(2, 3)
         steps = F.softplus(steps.flatten(2).float() + dt_bias.float())
@@ -76,9 +74,8 @@ def _sequence_of_each(borders: Tensor | None, count: int) -> Tensor | None:
     return numbers.repeat_interleave(borders.diff(), output_size=count)[None]
 
 
-def _convolve_kernel(x: Tensor, weight: Tensor, bias: Tensor, borders: Tensor | None) -> Tensor:
-    from causal_conv1d import causal_conv1d_fn
-
+def _convolved(x: Tensor, weight: Tensor, bias: Tensor, borders: Tensor | None) -> Tensor:
+    causal_conv1d_fn = kernel(x, "causal_conv1d", "causal_conv1d_fn")
     # with numbers of sequences the kernel wants channels beside each other
     return causal_conv1d_fn(
         x.contiguous().transpose(1, 2),
@@ -89,7 +86,7 @@ def _convolve_kernel(x: Tensor, weight: Tensor, bias: Tensor, borders: Tensor | 
     ).transpose(1, 2)
 
 
-def _scan_kernel(
+def scan(
     x: Tensor,
     steps: Tensor,
     decay: Tensor,
@@ -98,9 +95,10 @@ def _scan_kernel(
     skip: Tensor,
     borders: Tensor | None,
 ) -> Tensor:
-    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-
-    return mamba_chunk_scan_combined(
+    """Computes the recurrence for x [b, s, heads, d], steps [b, s, heads], decay, skip [heads], into
+    and out_of (B and C) [b, s, groups, n]: [b, s, heads, d]. borders: of packed sequences."""
+    combined = kernel(x, "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
+    return combined(
         x.contiguous(),
         steps,
         decay,
@@ -110,42 +108,3 @@ def _scan_kernel(
         D=skip.float(),
         seq_idx=_sequence_of_each(borders, x.shape[1]),
     )
-
-
-def _scan(
-    x: Tensor,
-    steps: Tensor,
-    decay: Tensor,
-    into: Tensor,
-    out_of: Tensor,
-    skip: Tensor,
-    borders: Tensor | None,
-) -> Tensor:
-    """Computes the recurrence in chunks, whose inside is a masked product (arXiv 2405.21060, 6).
-
-    x [b, s, heads, d], steps [b, s, heads], decay, skip [heads], into and out_of (B and C) [b, s,
-    groups, n]; in float32: [b, s, heads, d].
-    """
-    assert borders is None, "sequences are rows here"
-    groups = into.shape[2]
-    # [b, groups, heads of each, chunks, places, d], and of into and out_of [..., 1, ..., n]
-    written, total = (
-        in_chunks(t).unflatten(1, (groups, -1))
-        for t in (x.float() * steps[..., None], steps * decay)
-    )
-    into, out_of = (in_chunks(t)[:, :, None] for t in (into, out_of))
-    total = total.double().cumsum(-1)  # rounded, it would be a rounded exponent
-    past = torch.ones(CHUNK, CHUNK, dtype=torch.bool).tril()
-    between = (total[..., :, None] - total[..., None, :]).masked_fill(~past, -torch.inf)
-    inside = (out_of @ into.mT * between.exp().float()) @ written
-    from_start = total.exp().float()
-    to_end = (total[..., -1:] - total).exp().float()
-    added = into.mT @ (written * to_end[..., None])  # [..., n, d], of each chunk
-    state = torch.zeros_like(added[:, :, :, 0])
-    outputs = []
-    for i in range(added.shape[3]):
-        carried = out_of[:, :, :, i] @ state * from_start[:, :, :, i, :, None]
-        outputs.append(inside[:, :, :, i] + carried)
-        state = state * from_start[:, :, :, i, -1:, None] + added[:, :, :, i]
-    y = torch.cat(outputs, 3).flatten(1, 2)[:, :, : x.shape[1]].transpose(1, 2)
-    return y + x.float() * skip.float()[:, None]

@@ -97,8 +97,8 @@ class NGramRows(torch.nn.Module):
                 ended |= last == own.end
             last = tokens[(places - back).clamp(min=0)].long().masked_fill(ended, own.end)
             mixed = mixed ^ last * multiplier
-            of_length = slice((back - 1) * own.heads, back * own.heads)
-            found.append(mixed[:, None] % sizes[of_length] + first[of_length])
+            heads = slice((back - 1) * own.heads, back * own.heads)
+            found.append(mixed[:, None] % sizes[heads] + first[heads])
         return torch.cat(found, 1)
 
     @torch.no_grad()

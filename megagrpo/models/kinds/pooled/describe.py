@@ -9,17 +9,13 @@ from typing import TYPE_CHECKING
 
 from megagrpo.models.config_json import HfConfig
 from megagrpo.models.costs import FP32, LayerCost, Share
-from megagrpo.models.kinds.grouped_query.describe import Flags, GroupedQuery
+from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.indexed.describe import BLOCK
-from megagrpo.models.tensors import Shard, TensorSpec
+from megagrpo.models.tensors import Kind, Shard, TensorSpec
 
 if TYPE_CHECKING:
-    from typing import Unpack
-
     from megatron.core.transformer.attention import SelfAttention
     from torch import Tensor
-
-    from megagrpo.models.architecture import Architecture
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +28,11 @@ class PooledQuery(GroupedQuery):
     topk: int  # blocks that a query sees
 
     @classmethod
-    def read(cls, hf: HfConfig, fraction: float = 1.0, **flags: Unpack[Flags]) -> PooledQuery:
+    def read(cls, hf: HfConfig, fraction: float = 1.0) -> PooledQuery:
         """As GroupedQuery's, of a config.json with the indexer's keys."""
         ratio = hf["indexer_compress_ratio"]
         return cls(
-            **vars(GroupedQuery.read(hf, fraction, **flags)),
+            **vars(GroupedQuery.read(hf, fraction)),
             index_heads=hf["indexer_n_heads"],
             index_dim=hf["indexer_head_dim"],
             ratio=ratio,
@@ -62,9 +58,9 @@ class PooledQuery(GroupedQuery):
         for name in ("q_layernorm.weight", "k_layernorm.weight"):
             yield TensorSpec(name, (self.index_dim,), "centered norm", trained=False)
 
-    def tensors(self, arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
-        yield from super().tensors(arch, prefix)
-        for spec in self.index_tensors(arch.hidden_size):
+    def tensors(self, hidden: int, prefix: str, norm: Kind) -> Iterator[TensorSpec]:
+        yield from super().tensors(hidden, prefix, norm)
+        for spec in self.index_tensors(hidden):
             yield replace(spec, name=f"{prefix}indexer.{spec.name}")
 
     def load(
