@@ -33,9 +33,7 @@ def layout_rules(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
     kernels = expected_kernels(actor)
     yield context_rule(actor, kernels)
     needed = {
-        name: value
-        for kind in arch.kinds
-        for name, value in kind.fields(arch, actor, kernels).items()
+        name: value for kind in arch.kinds for name, value in kind.fields(actor, kernels).items()
     }
     for name in actor.megatron.keys() & needed.keys() - _CHOICES:
         yield Rule(
