@@ -1,7 +1,7 @@
 """How an engine cuts a model over its ranks, and which cuts SGLang refuses. Loads no torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from megagrpo.check.rules.subject import Subject, broken
@@ -84,9 +84,11 @@ def before_start(subject: Subject) -> Iterator[Rule]:
     arch = subject.arch
     if arch is None:
         return
-    may_be = _may_be(rollout, arch)
-    cuts = list(_cuts(rollout, arch, may_be))
-    yield from cuts
+    cuts = list(_cuts(rollout, arch))
+    for rule in cuts:  # other sizes are tried only for a remedy that is told
+        yield (
+            replace(rule, remedy=_may_be(rollout, arch)) if rule.when and not rule.remedy else rule
+        )
     yield Rule(
         arch.recurrent is not None and rollout.sglang.get("enable_hierarchical_cache"),
         "rollout.sglang.enable_hierarchical_cache with recurrent layers is refused: no test "
@@ -103,7 +105,7 @@ def before_start(subject: Subject) -> Iterator[Rule]:
     if refusal := FAMILIES[arch.family].FP8_REFUSAL:
         yield Rule(fp8, f"rollout.quantization {fp8}: {refusal}", "remove it")
     elif fp8 and not broken(cuts) and (odd := _odd_parts(arch, server_of(rollout))):
-        yield _fp8_cuts(server_of(rollout), odd, may_be)
+        yield _fp8_cuts(server_of(rollout), odd, _may_be(rollout, arch))
 
 
 def context_rule(arch: Architecture, sglang: LibrarySettings, model: str) -> Rule:
@@ -118,7 +120,7 @@ def context_rule(arch: Architecture, sglang: LibrarySettings, model: str) -> Rul
     )
 
 
-def _cuts(rollout: RolloutConfig, arch: Architecture, remedy: str = "") -> Iterator[Rule]:
+def _cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[Rule]:
     server = server_of(rollout)
     tp = server.attention_tp
     ep = rollout.ep
@@ -143,7 +145,7 @@ def _cuts(rollout: RolloutConfig, arch: Architecture, remedy: str = "") -> Itera
     for cut in cuts:
         by = names.get(cut.by, whole if cut.ranks == rollout.tp else part)
         because = f"{by} does not divide the model's {cut.key} = {cut.number}"
-        yield Rule(cut.number % cut.ranks, because, remedy)
+        yield Rule(cut.number % cut.ranks, because)
     why = "has experts that SGLang gives to every rank" if experts else "has no experts"
     yield Rule(
         ep > 1 and (not experts or isinstance(experts, ClampedExperts)),
