@@ -182,13 +182,13 @@ def _unavailable(action: str) -> Iterator[None]:
 
 def _says(texts: list[str], found: object) -> bool:
     """Returns whether the texts of a result have its structured content, as a server should write
-    it; `result` is the name of a value that is no object."""
+    it; `result` is the name of a value that is no object. Without texts nothing says it, as [] of no items."""
     read: list[object] = []
     for text in texts:
         read.append(text)
         with suppress(ValueError, RecursionError):
             read[-1] = json.loads(text)
-    return any(found in (each, {"result": each}) for each in (read, *read))
+    return bool(read) and any(found in (each, {"result": each}) for each in (read, *read))
 
 
 def _words(part: mcp.types.ContentBlock) -> str:

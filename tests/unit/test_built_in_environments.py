@@ -164,6 +164,7 @@ FILE = {"uri": "file:///a.py", "mimeType": "text/x-python"}
         ),
         ({"content": [{"type": "resource_link", "name": "a.py", **FILE}]}, "[resource file:///a.py: a.py]"),
         ({"content": [], "structuredContent": {"temperature": 22.5}}, '{"temperature": 22.5}'),
+        ({"content": [], "structuredContent": {"result": []}}, '{"result": []}'),
         (
             {"content": [TEXT], "structuredContent": {"code": 7}, "isError": True},
             f'error: {TEXT["text"]}\n{{"code": 7}}',

@@ -49,6 +49,8 @@ BOX = {"box": True}
         (GSM8K, {}, "#### -3", "so #### \u22123", 1),
         (GSM8K, {"format": "last"}, "no number", "72", 0),
         (GSM8K, {}, "#### **72**", "72", 1),
+        (GSM8K, {}, "####\u00a0**\u00a072**", "72", 1),
+        (GSM8K, {}, "####\r\n72", "72", 1),
         (MATH, {"require_boxed": False}, "Then 2*234 = 468. Final Answer: **73**", "73", 1),
         (MATH, {}, r"\boxed{**73**}", "73", 1),
         (MATH, {}, r"\boxed{2**3}", "8", 1),

@@ -24,7 +24,7 @@ def grade(text: str, answer: str, format: Literal["hash", "last", "plain"] = "ha
     match format:
         case "hash":
             _, mark, end = text.rpartition("####")
-            number = _NUMBER.match(end.lstrip("* \t\n"))  # it may be **bold**
+            number = _NUMBER.match(re.sub(r"^[*\s]+", "", end))  # it may be **bold**
             got = _number(number[0]) if mark and number else None
         case "last":
             got = _number(["", *_NUMBER.findall(text)][-1])
