@@ -139,6 +139,7 @@ def test_whose_a_long_text_is_is_found_in_one_pass(text):
         ("A=(a # one\n  b\n)", '"${A[0]}"', "a"),
         ("", "${X:-d}", "d"),
         ("", '${X:-"d e"}', "d e"),
+        ("A='a.b=7 a.c=2'", '1 ${A:-"d e"}', 7),
         ("X=", "${X:-d}${X-e}", "d"),
         ("", "${X:=d}$X", "dd"),
         ("X=1", "${X:+y}${Z:+n}", "y"),

@@ -111,10 +111,14 @@ def _fields(state: State, node: Node) -> list[str]:
                 found += others
             return found if any(found) else []
         case "simple_expansion" | "expansion":
+            before = state.variables.get(source(node.children[1]))
             value = _parameter(state, node)
             whole = value if isinstance(value, str) else " ".join(value)
-            # a quoted default is one word
-            return [whole] if re.search(r"_?string$", node.children[-2].type) else split(whole)
+            # a quoted default is one word, but not the value that it stands in for
+            quoted = re.search(r"_?string$", node.children[-2].type)
+            if quoted and (value != before or "+" in node.children[2].type):
+                return [whole]
+            return split(whole)
         case "command_substitution" | "arithmetic_expansion":
             return split(text_of(state, node))
         case "string" if re.fullmatch(r'"\$\{(\w+\[@\]|@)\}"|"\$@"', source(node)):
