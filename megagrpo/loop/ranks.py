@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from importlib import import_module
 from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
 from megagrpo.config.schema import ExperimentConfig
@@ -105,12 +106,14 @@ def guarded(
         status = 1
     # The rank's work is on disk. Python's normal exit destroys process groups whose threads still
     # run, which sometimes aborts ("terminate called without an active exception"); torchrun would
-    # then report a finished run as failed. A forked rank ends without that, and torchrun waits until
-    # it has returned.
-    if environment.under_torchrun() and (status or parent_process() is None):
+    # then report a finished run as failed. It also waits for threads, such as those of a tracker that
+    # does not answer. torchrun waits until a forked rank has returned, which then ends as the others.
+    if environment.under_torchrun():
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)
+        if status or parent_process() is None:
+            os._exit(status)
+        Finalize(None, os._exit, [status], exitpriority=sys.maxsize)
     return status
 
 

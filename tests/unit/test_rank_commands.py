@@ -37,6 +37,33 @@ time.sleep(3)  # until its launcher has looked
 assert "seed: 1" in own.read_text(), "a rank that starts late reads it"
 """
 
+# A rank that forks, as on a CPU, and has done its work; a thread of a library that it called goes on.
+_FORKED = """
+import multiprocessing, os, sys, threading
+from megagrpo.loop.ranks import guarded
+from tests.experiments import experiment
+
+fork = multiprocessing.get_context("fork")
+done = fork.Event()
+
+def work(device):
+    threading.Thread(target=threading.Event().wait).start()
+    done.set()
+
+os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+config = experiment(output_dir=sys.argv[1], actor={"device": "cpu"})
+rank = fork.Process(target=guarded, args=(config, "trainer", work), daemon=True)
+rank.start()
+assert done.wait(300)
+rank.join(20)
+assert rank.exitcode == 0, "it waits for the thread"
+"""
+
+
+def test_a_forked_rank_ends_whatever_its_threads_do(tmp_path):
+    (tmp_path / "forked.py").write_text(_FORKED)
+    python(tmp_path / "forked.py", tmp_path / "run")
+
 
 def test_two_exports_of_a_run_leave_each_other_alone(tmp_path):
     (tmp_path / "exports.py").write_text(_TWO_EXPORTS)
