@@ -146,8 +146,8 @@ def test_a_cluster_that_cannot_be_joined_is_named(tmp_path, monkeypatch):
 
 
 def test_engines_on_this_machine_have_gpus_of_their_own(tmp_path):
-    """As many as fit, in order; an engine that ended leaves its own to the next."""
-    config = experiment(tmp_path, tp=2, host="127.0.0.1")
+    """As many as fit, in order; an engine that ends leaves its own to the next, which waits for them."""
+    config = experiment(tmp_path, tp=2, host="127.0.0.1", start_timeout_s=2)
 
     def gpus(placed: Placed) -> list[list[str]]:
         return [ask.__closure__[0].cell_contents._gpus for ask in placed.asks]
@@ -158,7 +158,7 @@ def test_engines_on_this_machine_have_gpus_of_their_own(tmp_path):
         first, second = await place(config, 2), await place(config, 2)
         with pytest.raises(EngineDied, match="1 x 2 GPUs for an engine: 1 of 5 are free on this machine"):
             await place(config, 2)
-        first.release()
+        asyncio.get_running_loop().call_later(0.7, first.release)
         again = await place(config, 2)
         second.release()
         wide = experiment(tmp_path, tp=2, nodes_per_engine=2, host="127.0.0.1")

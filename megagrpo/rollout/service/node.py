@@ -5,6 +5,7 @@ import asyncio
 import os
 import random
 import socket
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -209,22 +210,26 @@ class ThisMachine:
         cores_share: int,
         api_key: str,
     ) -> Placed:
-        """Takes the first free GPUs for an engine's nodes. Raises EngineDied."""
+        """Takes the first free GPUs for an engine's nodes; an engine that ends may still hold
+        them. Raises EngineDied."""
         nodes = config.rollout.nodes_per_engine
+        until = time.monotonic() + config.rollout.start_timeout_s
+        while len(self._free) < gpus * nodes <= self.num_gpus and time.monotonic() < until:
+            await asyncio.sleep(0.5)
         taken = sorted(self._free.items())[: gpus * nodes]
         if len(taken) < gpus * nodes:
             raise EngineDied(
                 f"{nodes} x {gpus} GPUs for an engine: {len(taken)} of {self.num_gpus} are free on "
                 "this machine. Lower rollout.num_engines or rollout.tp"
             )
-        for number, _ in taken:
-            del self._free[number]
         names = [name for _, name in taken]
         asks = []
         for rank in range(nodes):
             own = names[rank * gpus : (rank + 1) * gpus]
             node = EngineNode(config, replace(place, node_rank=rank), cores_share, api_key, own)
             asks.append(_ask_here(node))
+        for number, _ in taken:
+            del self._free[number]
         return Placed(asks, lambda: self._free.update(taken))
 
 
