@@ -8,12 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megagrpo.config.actor import ParallelConfig
-
-if TYPE_CHECKING:  # which describes kinds, and these import this file
-    pass
 
 ITEM = 2  # bytes of a bf16 value
 FP32 = 4
