@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_megagrpo import Job, assert_agrees, assert_same_run, megagrpo, trainer, write_experiment
+from run_megagrpo import LONG_RUN, Job, assert_agrees, assert_same_run, megagrpo, trainer, write_experiment
 from test_run_failures import WATCHED, during_rollout, during_update
 
 NUM_STEPS = 6
@@ -17,7 +17,8 @@ NUM_STEPS = 6
 def test_killed_in_an_update_of_the_weights_and_in_a_rollout(long_run):
     """First rank 0 amid giving weights to the engine, then rank 1. Steps after the checkpoint are made again."""
     folder = long_run[0].parent / "restarted"
-    config = write_experiment(folder, **WATCHED, train={"num_steps": NUM_STEPS}, checkpoint={"every": 2, "keep": 5})
+    train = LONG_RUN["train"] | {"num_steps": NUM_STEPS}
+    config = write_experiment(folder, **WATCHED, train=train, checkpoint={"every": 2, "keep": 5})
     with Job("run", config) as job:
         job.wait_for_step(3)
         first = kill_rank(job, folder, 0, during_update)
