@@ -59,7 +59,7 @@ def test_slurm_pre_empts_a_run_of_one_node_by_term(job, status, tmp_path, monkey
     config = load_config(QUICKSTART, [f"output_dir={tmp_path / 'run'}"])
     service = ["sh", "-c", "exec sleep 600"]
     log = config.run_folder.log("service")
-    monkeypatch.setattr(machine, "torchrun", lambda *_: [str(ranks)])
+    monkeypatch.setattr(machine, "torchrun", lambda *_, forks: [str(ranks)])
     monkeypatch.setattr(machine, "refuse_what_cannot_run", lambda *_: None)
     monkeypatch.setattr(machine, "start_service", lambda launch, *_: launch.spawn(service, log, {}))
     assert run(config) == status

@@ -10,6 +10,7 @@ import pytest
 
 from megagrpo import cli
 from megagrpo.cluster.machine import write_experiment
+from megagrpo.rollout.service.engine_command import environment_without_gpu
 from megagrpo.system.environment import visible_gpus
 from megagrpo.tools import status
 from tests import experiments
@@ -65,7 +66,8 @@ for failure in (None, ImportError):
 
 @pytest.mark.parametrize("name", PROCESSES)
 def test_a_process_starts_without_what_it_does_not_use(name):
-    subprocess.run([sys.executable, "-W", "ignore", "-c", PROCESSES[name]], check=True, timeout=240)
+    env = environment_without_gpu() if "engine" in name else None
+    subprocess.run([sys.executable, "-W", "ignore", "-c", PROCESSES[name]], env=env, check=True, timeout=240)
 
 
 @pytest.mark.parametrize(("words", "pause"), [([], 10), (["3"], 3)])

@@ -123,8 +123,9 @@ DEEPSEEK_V32 = (
     '\n\n<DSMLfunction_calls>{% for c in m.tool_calls %}\n<DSMLinvoke name="{{ c.function.name }}">'
     '{% for k, v in c.function.arguments.items() %}\n<DSMLparameter name="{{ k }}" '
     "string=\"{{ 'true' if v is string else 'false' }}\">{{ v if v is string else v | tojson }}</DSMLparameter>"
-    "{% endfor %}\n</DSMLinvoke>{% endfor %}\n</DSMLfunction_calls>{% endif %}<@end▁of▁sentence@>{% endif %}"
-    "{% endfor %}"
+    "{% endfor %}\n</DSMLinvoke>{% endfor %}\n</DSMLfunction_calls>{% endif %}<@end▁of▁sentence@>"
+    "{% elif m.role == 'tool' %}\n\n<function_results>\n<result>{{ m.content }}</result>\n"
+    "</function_results>\n\n<think>{% endif %}{% endfor %}"
 ).replace("DSML", DSML)
 # name: template, SGLang's parser of calls, the end of a turn, special tokens
 HERMES = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|im_start|>"]

@@ -78,7 +78,7 @@ PLAYED = {
     "calculator": ({}, {}, re.escape(QUESTION)),
     "sql": ({}, {"database": "create table t (a)"}, re.escape(QUESTION)),
     "python": ({"grader": "exact"}, {}, r"You may write Python.*\n\n" + re.escape(QUESTION)),
-    "mcp": ({"grader": "exact", "command": COMMAND}, {}, r".*<tools>.*" + re.escape(QUESTION)),
+    "mcp": ({"grader": "exact", "command": COMMAND, "timeout_s": 7.0}, {}, r".*<tools>.*" + re.escape(QUESTION)),
     "gymnasium": ({"id": "FrozenLake-v1"}, {"desc": ["SF", "HG"]}, r"\s*\[S\]F\nHG\n"),
     "openenv": ({"observation": "text"}, {"level": 3}, r'reset {"seed": \d+, "level": 3}'),
     "tests.games:Opens": ({}, {}, "Map: " + re.escape(QUESTION)),
