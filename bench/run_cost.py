@@ -1,6 +1,7 @@
 """What does a short `megagrpo run` of the quickstart cost, by process, in seconds of CPU?
 
-    megagrpo sft configs/quickstart.yaml --set sft.num_steps=60    # after examples/laptop/prepare.py
+    python examples/laptop/prepare.py configs/quickstart.yaml
+    megagrpo sft configs/quickstart.yaml --set sft.num_steps=60
     python bench/run_cost.py before=OTHER_TREE after=.    # writes bench/results/run_cost.md
 
 Each tree runs 3 steps without evaluation, --runs times in turns, in new folders. A first run of
@@ -83,13 +84,15 @@ class Tree:
 def measure(tree: Path, detail: bool) -> dict[str, float]:
     """Runs a tree's program once; returns seconds: wall, of the steps, CPU of all and by kind."""
     with tempfile.TemporaryDirectory(prefix="run-cost-") as folder:
-        words = [f"output_dir={folder}/run", "train.num_steps=3", "eval=null"]
+        prepared = ROOT / "runs" / "quickstart"
+        words = [f"output_dir={folder}/run", "train.num_steps=3", "eval=null", "sft=null"]
+        words += [f"model.path={prepared}/model", f"data.path={prepared}/data/train.jsonl"]
         settings = [part for word in words for part in ("--set", word)]
         config = str(ROOT / "configs" / "quickstart.yaml")
         command = [sys.executable, "-P", "-m", "megagrpo.cli", "run", config, *settings]
         began = time.monotonic()
         env = os.environ | {"PYTHONPATH": str(tree)}
-        run = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
+        run = subprocess.Popen(command, cwd=tree, env=env, stdout=subprocess.DEVNULL)
         processes = Tree(os.getpid())
         while run.poll() is None:
             processes.look()
