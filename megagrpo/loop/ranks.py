@@ -86,8 +86,9 @@ def guarded(
     name = environment.get(environment.REPORTS, name)
     rank = environment.get_int("RANK", 0)
     status = 0
-    for final in (False, True):
-        folder.error_report(name, rank, final).unlink(missing_ok=True)
+    # A final one stays until the launcher, which looks every two seconds, has seen it: torchrun restarts
+    # ranks sooner.
+    folder.error_report(name, rank, final=False).unlink(missing_ok=True)
     try:
         with lasting_imports():
             device = prepare_host(

@@ -8,6 +8,7 @@ import pytest
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo import cli
 from megagrpo.cluster import machine
+from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.certify.tiny_model import hf_config
 from tests.experiments import QUICKSTART, python
 
@@ -37,7 +38,8 @@ time.sleep(3)  # until its launcher has looked
 assert "seed: 1" in own.read_text(), "a rank that starts late reads it"
 """
 
-# A rank that forks, as on a CPU, and has done its work; a thread of a library that it called goes on.
+# A rank that forks, as on a CPU, fails for good, is restarted before its launcher looks, and does its work; a thread of
+# a library that it called goes on.
 _FORKED = """
 import multiprocessing, os, sys, threading
 from megagrpo.loop.ranks import guarded
@@ -50,8 +52,14 @@ def work(device):
     threading.Thread(target=threading.Event().wait).start()
     done.set()
 
+def fail(device):
+    raise ValueError("the disk is full")
+
 os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 config = experiment(output_dir=sys.argv[1], actor={"device": "cpu"})
+rank = fork.Process(target=guarded, args=(config, "trainer", fail))
+rank.start()
+rank.join()
 rank = fork.Process(target=guarded, args=(config, "trainer", work), daemon=True)
 rank.start()
 assert done.wait(300)
@@ -63,6 +71,8 @@ assert rank.exitcode == 0, "it waits for the thread"
 def test_a_forked_rank_ends_whatever_its_threads_do(tmp_path):
     (tmp_path / "forked.py").write_text(_FORKED)
     python(tmp_path / "forked.py", tmp_path / "run")
+    (report,) = RunFolder(tmp_path / "run").error_reports("trainer", True)
+    assert report.read_text() == "the disk is full"
 
 
 def test_two_exports_of_a_run_leave_each_other_alone(tmp_path):
