@@ -54,7 +54,7 @@ def try_out(config: ExperimentConfig, num_prompts: int) -> int:
             "sft` first, or name a model"
         )
     folder = RunFolder(config.run_folder.path / "try")
-    config = with_one_engine(config, folder, {"load_format": "model", "quantization": None})
+    config = with_one_engine(config, folder, own_weights=True)
     config = config.model_copy(
         update={"actor": config.actor.model_copy(update={"routing_replay": None})}
     )

@@ -252,10 +252,13 @@ def test_what_cannot_be_compared_is_said():
 
 
 def test_the_engine_is_one_whose_passes_hooks_can_see(tmp_path):
-    config = load_config(str(QUICKSTART), ["rollout.num_engines=3", "rollout.colocate=true", "weights.transport=ipc"])
+    shape = ["rollout.num_engines=3", "rollout.colocate=true", "weights.transport=ipc"]
+    draft = ["actor.draft={}", "rollout.draft_tokens=2", "rollout.quantization=fp8"]
+    config = load_config(str(QUICKSTART), [*shape, *draft])
     eager = experiment_of(config, True, RunFolder(tmp_path))
     assert (eager.rollout.num_engines, eager.rollout.colocate, eager.rollout.load_format) == (1, False, "model")
     assert (eager.output_dir, eager.weights.transport) == (str(tmp_path), "reshard")
+    assert (eager.rollout.draft_tokens, eager.rollout.quantization) == (None, None)
     graphs = {name for name, value in eager.rollout.sglang.items() if value == "disabled"}
     assert graphs == {"cuda_graph_backend_decode", "cuda_graph_backend_prefill"}
     assert not list(setting_problems(eager.actor, eager.rollout))

@@ -123,7 +123,7 @@ def test_a_check_names_the_engines_of_a_judge(tmp_path):
 
 def test_one_engine_is_tried_with_the_judge_and_bisected_without(tmp_path):
     config = with_judges(tmp_path, {"path": "j"})
-    tried = with_one_engine(config, RunFolder(tmp_path), {})
+    tried = with_one_engine(config, RunFolder(tmp_path), own_weights=False)
     assert list(tried.engine_sizes) == ["", "judge-judge"]
     assert list(experiment_of(config, False, RunFolder(tmp_path)).engine_sizes) == [""]
 

@@ -30,7 +30,7 @@ from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.one_engine import with_one_engine
 from megagrpo.types import EngineInfo, TeacherScores
-from tests.experiments import placement_problems, read_experiment
+from tests.experiments import ROOT, placement_problems, read_experiment
 
 URL = "http://somewhere:30000"
 TWO = {"math": {"path": "m1"}, "code": {"path": "m2"}}
@@ -128,6 +128,8 @@ def test_teachers_fill_the_rest_of_the_engines_nodes():
     assert len(set(gpus)) == len(gpus) == 32 and config.num_gpus == 40
     few = placement_problems(config, Nodes(8, 1, 3))
     assert "3 rollout nodes" in few[0] and "it may be 4 to 6" in few[0]
+    wide = placement_problems(distilled({"math": {"path": "m1", "tp": 16}}, actor={"world_size": 8}), Nodes(8))[0]
+    assert "an engine has 16 ranks a node" in wide and wide.endswith("raise its nodes_per_engine")
     small = distilled({"math": {"path": "m1"}}, actor={"world_size": 1})
     assert [gpu.number for (gpu,) in place(small, Nodes(3)).engines] == [1, 2]
     (problem,) = placement_problems(small, Nodes(2, 1, 0))
@@ -336,10 +338,19 @@ def test_one_engine_alone_has_nothing_of_teachers_and_streams(tmp_path):
     config = experiment(
         data=data, teachers={"math": {"path": "m1"}}, algorithm={"distillation": {}, "streams": streams}
     )
-    alone = with_one_engine(config, RunFolder(tmp_path), {})
+    alone = with_one_engine(config, RunFolder(tmp_path), own_weights=False)
     dump_config(alone, tmp_path / "config.yaml")
     read = read_experiment(str(tmp_path / "config.yaml"), [])
     assert read.teachers == {} and read.algorithm.components == ()
+
+
+def test_one_engine_of_the_models_own_weights_has_no_copy_in_fp8(tmp_path):
+    config = read_experiment(str(ROOT / "configs/glm45_355b_fp8.yaml"), [])
+    assert config.rollout.sglang["moe_a2a_backend"] == "deepep"
+    alone = with_one_engine(config, RunFolder(tmp_path), own_weights=True)
+    dump_config(alone, tmp_path / "config.yaml")
+    read = read_experiment(str(tmp_path / "config.yaml"), [])
+    assert (read.rollout.load_format, read.rollout.quantization) == ("model", None)
 
 
 def test_limits_of_requests_are_a_share_of_the_engines_that_answer():

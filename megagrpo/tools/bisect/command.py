@@ -21,10 +21,8 @@ from megagrpo.tools.ranks.start import require_finished
 if TYPE_CHECKING:
     import torch
 
-_EAGER = (
-    "cuda_graph_backend_decode",
-    "cuda_graph_backend_prefill",
-)  # hooks do not run in a replayed graph
+# hooks do not run in a replayed graph
+_EAGER = {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
 
 
 def bisect(config: ExperimentConfig, args: argparse.Namespace) -> int:
@@ -39,7 +37,7 @@ def bisect(config: ExperimentConfig, args: argparse.Namespace) -> int:
         require_finished(Path(args.checkpoint))  # before an engine starts, which takes minutes
     folder = config.run_folder.bisect
     folder.bisect_report.unlink(missing_ok=True)
-    words = ["--own-weights"] if args.own_weights else []
+    words = ["--own-weights"] * args.own_weights
     for name in ("checkpoint", "prompts", "max_new_tokens", "bound"):
         if (value := getattr(args, name)) is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
@@ -58,16 +56,18 @@ def bisect(config: ExperimentConfig, args: argparse.Namespace) -> int:
 def experiment_of(
     config: ExperimentConfig, own_weights: bool, folder: RunFolder
 ) -> ExperimentConfig:
-    """Returns the experiment with one engine without CUDA graphs, in a run folder of its own."""
-    eager: dict[str, object] = {"sglang": config.rollout.sglang | dict.fromkeys(_EAGER, "disabled")}
-    if own_weights:
-        eager["load_format"] = "model"
+    """Returns the experiment with one engine without CUDA graphs and draft, in a run folder of its
+    own."""
+    alone = with_one_engine(config, folder, own_weights)
+    sglang = alone.rollout.sglang | _EAGER
+    # SGLang would pass the requests of hooks to a draft, too
+    rollout = alone.rollout.model_copy(update={"sglang": sglang, "draft_tokens": None})
     # a fused router does not accept given experts
     actor = config.actor.model_copy(
         update={"megatron": config.actor.megatron | {"moe_router_fusion": False}}
     )
-    changes = {"actor": actor, "reward": RewardConfig()}
-    return with_one_engine(config, folder, eager).model_copy(update=changes)
+    changes = {"rollout": rollout, "actor": actor, "reward": RewardConfig()}
+    return alone.model_copy(update=changes)
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

@@ -43,10 +43,10 @@ def bisect_ranks(config: ExperimentConfig, args: Namespace, device: torch.device
         version = load_checkpoint(
             source, run_identity(config, actor), actor, with_optimizer=False
         ).step
-    control = find_service(Path(config.output_dir), None, config.rollout.start_timeout_s)
+    folder = Path(config.output_dir)
+    control = find_service(folder, None, config.rollout.start_timeout_s)
     expected = None if args.own_weights else version
     wrong = prove_weights(config, actor, weights, control, expected)
-    folder = Path(config.output_dir)
     engine = None
     dtypes = (config.actor.dtype, config.rollout.dtype)
     bounds = BOUNDS["bfloat16" if "bfloat16" in dtypes else "float32"]  # of the coarser dtype
