@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from examples.laptop.recipe import TinyModelConfig
+from megagrpo.check.problems import described_architecture
 from megagrpo.check.rules.table import broken_as_read
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
@@ -17,7 +18,8 @@ from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.tools.explain import explain
 from megagrpo.tools.plan import search
 from megagrpo.tools.plan.checkpoint_cost import checkpoint_cost, checkpoint_lines, disk_advice
-from megagrpo.tools.plan.fitting import load_of, with_model
+from megagrpo.tools.plan.engine_memory import host_peak
+from megagrpo.tools.plan.fitting import experiment_memory, load_of, with_model
 from megagrpo.tools.plan.hardware import gigabytes
 from megagrpo.tools.plan.roofline import target_of
 from megagrpo.tools.plan.trainer_memory import Load, in_flight, trainer_stages
@@ -258,3 +260,13 @@ def test_a_search_keeps_engines_that_hold_an_evaluation(most, holds):
     small = config.rollout.model_copy(update={"sglang": {"max_total_tokens": 12000}})
     config = config.model_copy(update={"rollout": small})
     assert bool(search._best_engines(config, target_of(with_model(load_config(file))), 8)) == holds
+
+
+def test_caches_of_engines_are_on_the_host_of_the_trainers_only_node():
+    hierarchical = "rollout.sglang={enable_hierarchical_cache: true, hicache_size: null, hicache_ratio: 2.0}"
+    config = with_model(load_config(MODELS.parent / "qwen3_8b_gsm8k.yaml", [hierarchical]))
+    sides = experiment_memory(config, described_architecture(config))
+    parts, caches = sides.trainers.host_bytes, 2 * sides.engine.parts["cache"] * config.engine_ranks
+    trained = sum(parts.values()) - min(parts["checkpoint"], parts["resume"])
+    peaks = [host_peak(config, sides.trainers, sides.engine, gpus) for gpus in (4, 8)]
+    assert peaks == pytest.approx([max(trained, caches), trained + caches])

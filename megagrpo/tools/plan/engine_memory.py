@@ -248,21 +248,21 @@ def host_cache_bytes(rollout: RolloutConfig, engine: EngineSide) -> float:
     settings = rollout.sglang
     if not settings.get("enable_hierarchical_cache"):
         return 0.0
-    return (
-        settings.get("hicache_size", 0) * 1e9
-        or settings.get("hicache_ratio", 0.0) * engine.parts["cache"]
-    )
+    return (settings.get("hicache_size") or 0) * 1e9 or settings.get(
+        "hicache_ratio", 0.0
+    ) * engine.parts["cache"]
 
 
 def host_peak(
     config: ExperimentConfig, trainers: TrainerSide, engine: EngineSide, gpus_per_node: int
 ) -> float:
     """Returns the bytes of host memory of the fullest node. A save and a resume do not meet; caches
-    of engines are on other nodes than trainers, unless they share GPUs."""
+    of engines are on other nodes than trainers, unless they share GPUs or the one node."""
     parts = trainers.host_bytes
     trained = sum(parts.values()) - min(parts["checkpoint"], parts["resume"])
     caches = host_cache_bytes(config.rollout, engine) * min(gpus_per_node, config.engine_ranks)
-    return trained + caches if config.rollout.colocate else max(trained, caches)
+    shared = config.rollout.colocate or config.num_gpus <= gpus_per_node
+    return trained + caches if shared else max(trained, caches)
 
 
 def gpu_phases(
