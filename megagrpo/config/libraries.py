@@ -65,6 +65,7 @@ _TRANSFORMER_REFUSED = {
     _FP8: "fp8_param fp4*",
     "a graph replays one shape; those of micro-batches change": "*cuda_graph* use_te_rng_tracker",
     "its buffers have one shape; those of micro-batches change": "tp_comm_*",
+    "updates have different numbers of micro-batches": "microbatch_group_size_per_vp_stage",
     _SPLIT: """overlap_moe_expert_parallel_comm overlap_dispatch_backward_with_experts_wgrad delay_wgrad_compute
         ep_overlap_early_attn_memory_release
         defer_embedding_wgrad_compute wgrad_deferral_limit""",
