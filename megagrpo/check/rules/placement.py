@@ -190,7 +190,7 @@ class _Fit:
         )
 
     def _too_large(self, part: int, room: str) -> Rule:
-        key = "its" if len(self.sizes) > 1 else "rollout."
+        key = "its " if len(self.sizes) > 1 else "rollout."
         return Rule(
             part > self.room,
             f"an engine has {part} ranks a node, but a node {room}: raise {key}nodes_per_engine",
