@@ -9,6 +9,7 @@ from megagrpo.check.rules.placement import place
 from megagrpo.check.rules.subject import Nodes
 from megagrpo.cluster.lock import alone_in
 from megagrpo.cluster.supervise import ALONE, Child, Launch, torchrun
+from megagrpo.config.fields import refuse
 from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import interface_of, own_address
@@ -45,8 +46,7 @@ def refuse_what_cannot_run(config: ExperimentConfig, nodes: Nodes) -> None:
     # the import takes seconds, during which signals would be missed
     from megagrpo.check.problems import preflight
 
-    if problems := preflight(config, nodes):
-        raise ValueError("this experiment cannot run:\n  " + "\n  ".join(problems))
+    refuse("this experiment cannot run", preflight(config, nodes))
     # preflight accepts a model that `megagrpo sft` makes in this experiment
     if not Path(config.model.path).exists():
         raise ValueError(f"missing: {config.model.path}; run `megagrpo sft` first")

@@ -28,12 +28,7 @@ from megagrpo.models.fields import (
     transformer_fields,
 )
 from megagrpo.models.kinds.hashed.describe import HashedExperts
-from megagrpo.models.table import (
-    architecture_of,
-    left_out,
-    model_problems,
-    parameter_counts,
-)
+from megagrpo.models.table import left_out, parameter_counts
 from megagrpo.rewards.graders.functions import machine_problem
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.tools.check.loading import LoadingTest, try_loading
@@ -122,8 +117,7 @@ def explain(
     problems = known_problems(config, trial) if problems is None else problems
     described = with_model(config)
     hf = model_description(described)
-    draft = config.actor.has_draft
-    arch = None if hf is None or model_problems(hf, draft) else architecture_of(hf, draft)
+    arch = Subject.of(config, hf).arch
     cut = None if arch is None or layout_problems(arch, config.actor) else arch
     steps = _num_steps(config)
     verdict = (

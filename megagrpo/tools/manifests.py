@@ -87,7 +87,7 @@ def manifest(job: Job, scheduler: Scheduler) -> str:
     if len(name) > _LONGEST_NAME or name != f"megagrpo-{job.name}":
         digest = sha256(str(job.run_folder).encode()).hexdigest()[:6]
         name = f"{name[: _LONGEST_NAME - 7].strip('-')}-{digest}"
-    job = replace(job, name=name.strip("-"))
+    job = replace(job, name=name)
     tree = _task(job, scheduler)
     if scheduler.to == "kubernetes":
         tree = _jobset(job, scheduler)

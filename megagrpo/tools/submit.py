@@ -16,8 +16,8 @@ from megagrpo.check.problems import preflight
 from megagrpo.check.rules.inputs import absent_files, installed, read_files
 from megagrpo.check.rules.placement import needs_gpus
 from megagrpo.check.rules.subject import broken, model_description
+from megagrpo.config.fields import refuse
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.data.hub import is_hub_name
 from megagrpo.system import environment
 from megagrpo.system.arguments import natural, positive
 from megagrpo.system.run_folder import RunFolder
@@ -64,8 +64,7 @@ def submit(
         ]
         if request.time or request.partition or request.options or request.srun_options:
             problems.append("--time, --partition, --sbatch and --srun are for Slurm: omit them")
-    if problems:
-        raise ValueError("this job cannot run:\n  " + "\n  ".join(problems))
+    refuse("this job cannot run", problems)
     for text in elsewhere + _short_grace(config, request):
         print(f"megagrpo submit: not refused: {text}", file=sys.stderr)
     request = completed(config, request)
@@ -95,8 +94,7 @@ def _machine_problems(config: ExperimentConfig, request: Request, dry_run: bool)
         return problems
     if shutil.which("sbatch") is None:
         problems.append("sbatch is not on the PATH: submit from a login node, or use --dry-run")
-    in_image = runs_in_image(request)
-    if not in_image and needs_gpus(config) and find_spec("sgl_kernel") is None:
+    if not runs_in_image(request) and needs_gpus(config) and find_spec("sgl_kernel") is None:
         problems.append(
             f"{sys.prefix} is an installation for CPUs: MEGAGRPO_KIND=gpu bash launch/install.sh"
         )
@@ -317,9 +315,8 @@ def run(args: argparse.Namespace, config: ExperimentConfig) -> int:
 
 
 def _is_from_hub(path: str) -> bool:
-    """Returns whether a path is a name on the Hub, or where the cache has the files of one."""
+    """Returns whether read_files's path is files on the Hub, or where the cache has those of a name."""
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE).absolute()
-    is_name = path.startswith("hf://") or is_hub_name(path)
-    return is_name or Path(path).absolute().is_relative_to(cache)
+    return path.startswith("hf://") or Path(path).absolute().is_relative_to(cache)

@@ -9,7 +9,7 @@ import megagrpo
 from megagrpo.check.problems import layout_problems
 from megagrpo.check.rules.engine_layout import server_of
 from megagrpo.check.rules.placement import needs_gpus
-from megagrpo.check.rules.subject import longest_samples, model_description
+from megagrpo.check.rules.subject import Subject, longest_samples, model_description
 from megagrpo.config.hardware import Hardware
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.config.wording import dotted
@@ -139,10 +139,9 @@ def served_misfits(
 def fit_problems(config: ExperimentConfig, gpus_per_node: int | None = None) -> list[str]:
     """Returns why an experiment for GPUs does not fit into their memory, or that it does not say
     whether it is for GPUs; [] for a model that nothing describes."""
-    hf = model_description(with_model(config))
-    if hf is None or model_problems(hf, config.actor.has_draft):
+    arch = Subject.of(config, model_description(with_model(config))).arch
+    if arch is None:
         return []
-    arch = architecture_of(hf, config.actor.has_draft)
     problems = []
     if not needs_gpus(config):
         size = parameter_counts(arch).total
