@@ -31,7 +31,7 @@ class Calculator:
     def step(self, text: str) -> tuple[str | None, float, bool]:
         """Returns the value, no reward, and whether the rollout is over."""
         call = _LAST_CALL.search(text)
-        value = exact_value(call.group(1)) if call else None
+        value = exact_value(call[1]) if call else None
         return value, 0.0, value is None
 
 

@@ -29,7 +29,7 @@ class OpenEnv:
         from websockets.exceptions import WebSocketException
         from websockets.sync.client import connect
 
-        self._lost = (WebSocketException, OSError, TimeoutError)
+        self._lost = (WebSocketException, OSError)
         self._reset = {"seed": seed % 2**31, **row["extra"]}
         self._action = action
         self._observation = observation

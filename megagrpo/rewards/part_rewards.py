@@ -49,8 +49,7 @@ def read_parts(value: object, text: str) -> tuple[object, tuple[Span, ...], tupl
 
 def plain(score: object) -> object:
     """Returns a score of numpy or torch, such as np.isclose's, as a Python number."""
-    item = getattr(score, "item", lambda: score)
-    return item()
+    return getattr(score, "item", lambda: score)()
 
 
 @dataclass(frozen=True)

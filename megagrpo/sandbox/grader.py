@@ -54,11 +54,11 @@ def grade(text: str, answer: str, **options: Scalar | dict[str, Scalar]) -> tupl
 
 def program_of(text: str, part: str) -> str:
     """Returns the last block marked as Python, else the last block, else the whole text; of several
-    blocks the last with this part, a regular expression, if there is one, because an example of use
-    may follow."""
+    blocks the last with the most of these parts, a regular expression, because an example of use may
+    follow."""
     return sorted(
         marked_programs(text) or [body for _, body in _blocks(text)] or [text],
-        key=lambda block: re.search(part, block) is not None,
+        key=lambda block: len({*re.findall(part, block)}),
     )[-1]
 
 

@@ -36,6 +36,7 @@ BOX = {"box": True}
         (GSM8K, {}, "####72.0", "72", 1),
         (GSM8K, {}, "#### 72 clips", "72", 1),
         (GSM8K, {}, "#### -5", "-5", 1),
+        (GSM8K, {}, "#### $-5", "-$5", 1),
         (GSM8K, {}, "#### 3 and then #### 4", "4", 1),
         (GSM8K, {}, "#### 3 and then #### 4", "3", 0),
         (GSM8K, {}, "#### 0.1", ".1", 1),
@@ -210,6 +211,7 @@ def test_math_takes_each_gold_for_itself(gold):
         (r"\boxed{50\% = 0.5}", "0.5", 1),
         # a percentage equals its number and its value, whatever number it is
         (r"\boxed{12.5\%}", "12.5", 1),
+        (r"\boxed{12.5\ \%}", "12.5", 1),
         (r"\boxed{12.5}", r"12.5\%", 1),
         (r"\boxed{12.5\%}", "0.125", 1),
         (r"\boxed{12.5\%}", r"\frac{25}{2}", 1),
@@ -285,6 +287,13 @@ def test_math_takes_each_gold_for_itself(gold):
         (r"\boxed{listen}", "silent", 0),
         (r"\boxed{\text{live}}", "evil", 0),
         (r"\boxed{zyx}", "xyz", 1),
+        # the same word in another case; math-verify takes one e for Euler's number
+        (r"\boxed{Even}", "even", 1),
+        (r"\boxed{true}", "True", 1),
+        (r"\boxed{Even}", "Eves", 0),
+        # sympy computes no number of it
+        (r"\boxed{7 \mod 3}", "1", 1),
+        (r"\boxed{2}", r"7 \mod 3", 0),
         (r"\boxed{BA}", "AB", 1),
         (r"\boxed{2 \cdot BCA + x}", r"x + 2ABC", 0),
         (r"\boxed{P \cdot Q \cdot R}", "PQR", 1),

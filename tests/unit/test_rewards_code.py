@@ -389,6 +389,10 @@ def test_an_example_behind_a_solution_is_not_the_program(solution, example):
     text = f"```python\ndef f(a): return 0\n```\nBetter:\n```python\n{solution}\n```\nTest:\n```python\n{example}\n```"
     assert program_of(text, "") == f"{example}\n" and program_of(text, "def f") == f"{solution}\n"
     assert program_of(text, "def other") == f"{example}\n", "which imports it, or fails"
+    text += "\n```python\nclass Node: pass\n```"
+    assert program_of(f"```python\nclass Node: 1\n\ndef f(a): 2\n```\n{text}", "def f|class Node").startswith(
+        "class Node: 1"
+    )
 
 
 @isolated

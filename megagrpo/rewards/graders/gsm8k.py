@@ -5,7 +5,7 @@ import re
 from decimal import Decimal
 from typing import Literal
 
-_NUMBER = re.compile(r"[-+]?\$?\d[\d,]*(?:\.\d+)?|[-+]?\$?\.\d+")
+_NUMBER = re.compile(r"(?:[-+]?\$?|\$[-+])(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
 def grade(text: str, answer: str, format: Literal["hash", "last", "plain"] = "hash") -> float:

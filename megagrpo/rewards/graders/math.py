@@ -44,7 +44,7 @@ _EXPRESSION = re.compile(
 )
 # Words: of three capital letters or more, as an order of choices, and answers of four letters or more.
 _WORD = re.compile(r"(?<![\\a-zA-Z])(?:[A-Z] ?){3,}(?![a-z])|(?<=^\\boxed\{)[a-zA-Z]{4,}(?=\}$)")
-_PERCENT = re.compile(r"\\?%")
+_PERCENT = re.compile(r"(?:\\ )?\\?%")
 _BASE = re.compile(r"\d_\{?(\d+)")
 _CLOCK = re.compile(r"(?<![\d:.])(\d{1,2}):([0-5]\d)(?![\d:])")
 
@@ -74,6 +74,8 @@ _SPELLINGS = (
         _repeated,
     ),
     (re.compile(r"(?<![\d./])(\d+) +(\d+)/(\d+)(?![\d/])"), r"\1\\frac{\2}{\3}"),  # 1 1/2
+    # math-verify takes the e of even for Euler's number, and that of Even for a name
+    (re.compile(r"^(?=.*[a-z])[a-zA-Z]{4,}$"), lambda word: word[0].lower()),
     # the full stop of a sentence, or one before a unit
     (re.compile(r"(?<=[\d)}])\.\s*(?=\\%|\\(?:text|mathrm)\s*\{\D|$)"), ""),
 )
@@ -184,7 +186,7 @@ def _tiny(parsed: list) -> list[float]:
     answer = parsed[0]
     parts = [answer] if getattr(answer, "is_number", False) else getattr(answer, "args", ())
     values = [part.evalf(20) for part in parts if part.is_number]
-    sizes = [abs(Decimal(str(value))) for value in values if value.is_real]
+    sizes = [abs(Decimal(str(value))) for value in values if value.is_Float]  # no 7 mod 3
     return sorted(float(size.log10()) for size in sizes if 0 < size < _TINY)
 
 
