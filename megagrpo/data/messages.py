@@ -90,10 +90,12 @@ def render_whole(
     text = render_messages(data, tokenizer, messages, ready, tools)
     if tools and "tools" not in str(tokenizer.chat_template):
         raise ValueError("it leaves out the tools")
-    for message in messages:
-        role, said = message["role"], str(message.get("content", "")).strip()
-        others = "".join(str(each.get("content")) for each in messages if each is not message)
-        if role == "assistant" or (said in text and said not in others):
+    contents = [str(message.get("content", "")).strip() for message in messages]
+    said = "\0".join(contents)
+    for message, content in zip(messages, contents, strict=True):
+        role = message["role"]
+        # as often as the messages say it: one may be part of another
+        if role == "assistant" or text.count(content) >= said.count(content):
             continue
         # it may write a content in another way
         other = [m | {"content": _PROBE} if m is message else m for m in messages]

@@ -201,11 +201,8 @@ class RolloutSource:
         for, or ""."""
         wanted = sum(len(batch.share) for batch in self._awaited)
         done = sum(len(batch.finished) for batch in self._awaited)
-        return (
-            f"{done} of {wanted} groups" + (" of this replica" if self._mesh.dp_size > 1 else "")
-            if wanted
-            else ""
-        )
+        share = " of this replica" * (self._mesh.dp_size > 1)
+        return f"{done} of {wanted} groups{share}" if wanted else ""
 
     def add_metrics(self, metrics: Metrics) -> None:
         """Local. Adds hits in engines' prefix caches and drafts' since the last call, and the load

@@ -71,7 +71,7 @@ TESTS = {"inputs": ["1"], "outputs": ["2"]}
     [
         ("answer", {"answer": ["a", "b"]}, '["a", "b"]', None),
         ("answer", {"answer": TESTS}, json.dumps(TESTS), None),
-        ("answer", {"answer": [{"in": "1", "name": None}, {"in": "2"}]}, '[{"in": "1"}, {"in": "2"}]', None),
+        ("answer", {"answer": [{"in": 1}, {"in": 2, "name": "f"}]}, '[{"in": 1}, {"in": 2, "name": "f"}]', None),
         ("model.truth", {"model": {"truth": ["a"]}}, '["a"]', None),
         ("model.truth", {"model": '{"truth": "a"}'}, "a", None),
         ("model.0.truth", {"model": '[{"truth": "a"}]'}, "a", None),
@@ -87,6 +87,13 @@ def test_columns_as_public_files_have_them(name, key, columns, answer, extra):
     path = rows_file([{"prompt": "1", **columns}], name)
     (row,) = read_rows(DataConfig(path=path, answer_key=key, extra_key="extra" if extra else None))
     assert row.answer == answer and row.extra == (extra or {})
+
+
+def test_a_null_that_a_result_has_is_expected_of_it():
+    """The right result of a tested program may have one; only Parquet's are filled in."""
+    answer = [{"input": [1], "output": {"a": None, "b": 1}}, {"input": [2], "output": None}]
+    (row,) = read_rows(DataConfig(path=rows_file([{"prompt": "1", "answer": answer}], "a.jsonl")))
+    assert json.loads(row.answer) == answer
 
 
 def test_a_map_of_arrow_is_an_object(tmp_path):

@@ -134,6 +134,16 @@ def test_a_message_that_the_template_leaves_out_is_refused(tmp_path, plain, role
     assert read == ["<user>2+3"]  # written in another way
 
 
+def test_texts_that_others_contain_need_no_further_rendering(tmp_path, plain, monkeypatch):
+    """An agent's conversation may say `ok` a hundred times, and every turn renders all of it."""
+    plain.chat_template = KNOWN
+    render, rendered = type(plain).apply_chat_template, []
+    monkeypatch.setattr(type(plain), "apply_chat_template", lambda *of, **how: rendered.append(1) or render(*of, **how))
+    chat = [{"role": "user", "content": text} for text in ("ok", "1", "ok, 12", "ok")]
+    assert texts(tmp_path, plain, [{"prompt": chat, "answer": ""}]) == ["<user>ok<user>1<user>ok, 12<user>ok"]
+    assert len(rendered) == 1
+
+
 def test_tools_that_the_template_leaves_out_are_refused(tmp_path, plain):
     plain.chat_template = KNOWN
     tool = {"type": "function", "function": {"name": "add"}}

@@ -84,14 +84,11 @@ def _checked(observation: object, method: str) -> object:
     if observation is None or isinstance(observation, str):
         return observation
     for message in observation if isinstance(observation, list) else [None]:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+        fields = message if isinstance(message, dict) else {}
+        if "role" not in fields or not isinstance(fields.get("content"), str):
             raise ValueError(
-                f"{method} returned {observation!r:.80}, not a text or "
-                "a list of messages with role and content"
-            )
-        if not isinstance(message["content"], str):
-            raise ValueError(
-                f"{method} returned {observation!r:.80}: the content of a message is a text"
+                f"{method} returned {observation!r:.80}, not a text or a list of messages with role "
+                "and content; the content of a message is a text"
             )
     return observation
 

@@ -105,8 +105,7 @@ class EngineNode:
                 "such as that of the service; give the name of the private interface, such as "
                 "eth0, which every machine looks up for itself"
             )
-        ports = server_ports(slot, incarnation)
-        http, meeting = (free_port(host, preferred) for preferred in ports)
+        http, meeting = (free_port(host, ports) for ports in server_ports(slot, incarnation))
         return reachable_host(host), http, meeting
 
     def start(self, port: int, rendezvous: str, log: str) -> int:
