@@ -10,13 +10,12 @@ import torch
 from bench.gpu_kit.figures import Figures, Setting, Unavailable
 from bench.gpu_kit.models import DEVICE
 from megagrpo.config.schema import ExperimentConfig, ParallelConfig
-from megagrpo.models.family import TinySizes
 from megagrpo.tools.certify.cases import LAYOUTS, NEIGHBOR, grid
 from megagrpo.tools.certify.certificate import bounds_of, errors_of
 from megagrpo.tools.certify.command import certify
 from megagrpo.tools.certify.measure import measure
 from megagrpo.tools.certify.synthetic import make_models
-from megagrpo.tools.certify.tiny_model import hf_config
+from megagrpo.tools.certify.tiny_model import TinySizes, hf_config
 
 # NCCL refuses two ranks on one GPU. Norms of experts under TP2xEP2: Megatron-LM issue 5916.
 _TWO_RANKS = ("DP2", "TP2+SP", "EP2", "TP2xEP2", "PP2")

@@ -22,8 +22,9 @@ from megagrpo.batching.updates import one_pass  # noqa: E402
 from megagrpo.config.algorithm import AlgorithmConfig  # noqa: E402
 from megagrpo.config.schema import ActorConfig, OptimizerConfig  # noqa: E402
 from megagrpo.models.architecture import Architecture  # noqa: E402
-from megagrpo.models.table import FAMILIES, model_tensors  # noqa: E402
+from megagrpo.models.table import model_tensors  # noqa: E402
 from megagrpo.tools.certify.measure import joined  # noqa: E402
+from megagrpo.tools.certify.tiny_model import TinySizes, hf_config  # noqa: E402
 from megagrpo.types import Batch, Rewards  # noqa: E402
 
 # Everything that a loss can have: the reference's KL, an entropy bonus, a clip.
@@ -68,7 +69,11 @@ def description(family: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": "float32",
     }
     common |= {"use_sliding_window": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    return {"architectures": [FAMILIES[family].HF_CLASS], "model_type": family, **common, **sizes}
+    named = {
+        "architectures": hf_config(TinySizes(family=family))["architectures"],
+        "model_type": family,
+    }
+    return {**named, **common, **sizes}
 
 
 class RandomTensors(Mapping[str, Tensor]):

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from examples.laptop.recipe import TinyModelConfig
 from examples.laptop.squares import FAMILY, make_seeing_model
 from megagrpo.models.table import FAMILIES, architecture_of, model_problems
-from megagrpo.tools.certify.tiny_model import MAX_POSITIONS, VOCAB, hf_config, random_tensors
+from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
 from megagrpo.weights.hf_folder import write_hf_folder
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0..3; the alphabet follows
@@ -38,7 +38,7 @@ def make_tiny_model(config: TinyModelConfig, seed: int) -> int:
     if config.family == FAMILY:
         return make_seeing_model(config.path, seed)
     vocab = (
-        -(-(len(SPECIAL_TOKENS) + len(config.alphabet)) // VOCAB) * VOCAB
+        -(-(len(SPECIAL_TOKENS) + len(config.alphabet)) // 32) * 32
     )  # spare rows are never sampled
     hf = (
         hf_config(config)
@@ -84,7 +84,7 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
         eos_token=eos,
         unk_token=unk,
         clean_up_tokenization_spaces=False,  # decoding must give back exactly what was sampled
-        model_max_length=MAX_POSITIONS,
+        model_max_length=2048,  # as tools/certify/tiny.yaml has it
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.models.family import TinySizes
+from megagrpo.tools.certify.tiny_model import TinySizes
 
 Part = TypeVar("Part")
 

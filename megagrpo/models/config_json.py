@@ -37,19 +37,6 @@ _REQUIRED_KEYS = (
 )
 # keys beside text_config that count when it has them, too
 _OF_THE_WHOLE = ("model_type", "tie_word_embeddings")
-# Keys of config.json that say how large a model is, not how it computes; a smaller model of the
-# kind changes them alone.
-COMMON_SIZE_KEYS = frozenset(_REQUIRED_KEYS) - {"rms_norm_eps"} | {
-    "num_key_value_heads",
-    "head_dim",
-    "dtype",
-    "torch_dtype",
-    "layer_types",
-    "max_window_layers",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-}
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,10 @@ differently."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megagrpo.models.architecture import Architecture, Attention, Part, Recurrent
 from megagrpo.models.config_json import (
-    COMMON_SIZE_KEYS,
     HfConfig,
     llama3_refusals,
     missing_keys,
@@ -28,31 +26,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class TinySizes:
-    """Sizes of a tiny model; the defaults make one of 2 million parameters. Dense families ignore
-    the experts."""
-
-    family: str = "qwen3_moe"
-    hidden_size: int = 128
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 32
-    ffn_size: int = 256
-    num_experts: int = 8
-    experts_per_token: int = 2
-    expert_ffn_size: int = 128
-    tie_embeddings: bool = False
-
-
 class Family:
     """Reads, loads and lists models of one architecture."""
 
-    HF_CLASS: ClassVar[str]  # the model's class in transformers, as config.json names it
     REQUIRED_KEYS: ClassVar[tuple[str, ...]] = ()  # of config.json, besides the common ones
-    # keys that a smaller model of the same kind changes
-    SIZE_KEYS: ClassVar[frozenset[str]] = COMMON_SIZE_KEYS
     ROPE_SCALING_REFUSALS = staticmethod(llama3_refusals)
     PARTIAL_ROTARY: ClassVar[bool] = False  # rotary embedding may apply to part of a head
     LOADS_ATTENTION_BIAS: ClassVar[bool] = False
@@ -189,7 +166,3 @@ class Family:
     def stored(self, hf: Mapping[str, Tensor], name: str) -> Tensor:
         """Returns the tensor that other families call `name`, or a view of where it lies."""
         return hf[self.stored_name(name)]
-
-    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
-        """Returns the keys of a tiny model's config.json that add to or replace the common ones."""
-        return {}

@@ -1,7 +1,7 @@
 """The table of model families, and lookups in it.
 
-To add a family: a subclass of `Family` in models/, and its row in FAMILIES. The actor, `megagrpo
-check` and the certificate then support it.
+To add a family: a subclass of `Family` in models/, its row in FAMILIES, and one of a tiny model in
+tools/certify/tiny.yaml. The actor, `megagrpo check` and the certificate then support it.
 """
 
 import json

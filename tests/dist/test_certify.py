@@ -12,12 +12,11 @@ import pytest
 
 from megagrpo.config.load import dump_config, load_config
 from megagrpo.config.schema import ExperimentConfig, ParallelConfig
-from megagrpo.models.family import TinySizes
 from megagrpo.tools.certify import command
 from megagrpo.tools.certify.cases import LAYOUTS, NEIGHBOR, REFERENCE, SMALL_BUDGET, Case
 from megagrpo.tools.certify.certificate import LARGEST, LEAST, bounds_of, errors_of, failures
 from megagrpo.tools.certify.synthetic import make_models
-from megagrpo.tools.certify.tiny_model import hf_config
+from megagrpo.tools.certify.tiny_model import TinySizes, hf_config
 from tests.dist.bounds import within
 from tests.dist.workers.launch import run_ranks
 from tests.dist.workers.pool import RankPool

@@ -10,14 +10,13 @@ from test_exchange import PlainSource, exchange_for, experiment
 from transport_cases import make_model
 
 from megagrpo.cpu import engine_settings as stand_ins
-from megagrpo.models.family import TinySizes
 from megagrpo.models.folder import Model
 from megagrpo.models.table import architecture_of
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_environment, engine_python_path
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.environment import child_environment
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.tools.certify.tiny_model import hf_config
+from megagrpo.tools.certify.tiny_model import TinySizes, hf_config
 from megagrpo.tools.plan.work import model_work
 from tests.experiments import ROOT, python
 

@@ -14,7 +14,6 @@ from megagrpo.cli import main
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet
-from megagrpo.models.family import TinySizes
 from megagrpo.models.table import architecture_of
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.bisect import hooks
@@ -25,7 +24,7 @@ from megagrpo.tools.bisect.engine import only_prefills
 from megagrpo.tools.bisect.findings import OUTPUT, UNSEEN, Findings, Pass, layer_to_open, verdict, write_findings
 from megagrpo.tools.bisect.hooks import Recorder, SeenTokens, Tap
 from megagrpo.tools.bisect.sides import Side, from_engine, from_trainer
-from megagrpo.tools.certify.tiny_model import hf_config
+from megagrpo.tools.certify.tiny_model import TinySizes, hf_config
 from megagrpo.weights.engines.loader import engine_end
 from tests.experiments import QUICKSTART, experiment, setting_problems
 

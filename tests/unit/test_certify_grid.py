@@ -12,12 +12,11 @@ from megagrpo.check.problems import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig, ParallelConfig
 from megagrpo.models.architecture import Architecture
-from megagrpo.models.family import TinySizes
 from megagrpo.models.table import FAMILIES, architecture_of
 from megagrpo.tools.certify import command, synthetic
 from megagrpo.tools.certify.cases import LAYOUTS, NEIGHBOR, REFERENCE, grid, layouts_of
 from megagrpo.tools.certify.certificate import FACTOR, LARGEST, LEAST, bounds_of, failures, write_certificate
-from megagrpo.tools.certify.tiny_model import hf_config
+from megagrpo.tools.certify.tiny_model import TinySizes, hf_config
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 

@@ -1,4 +1,4 @@
-"""The families: random tensors stay as they are, refusals go by name, one file and one row make a new family."""
+"""The families: random tensors stay as they are, refusals go by name, one file and two rows make a new family."""
 
 import hashlib
 import json
@@ -77,8 +77,6 @@ from megagrpo.models.kinds.experts.describe import MIXTRAL_NAMES
 
 
 class Toy(Qwen3Moe):
-    HF_CLASS = "ToyForCausalLM"
-
     def experts(self, hf):
         return replace(super().experts(hf), names=MIXTRAL_NAMES)
 '''
@@ -234,7 +232,7 @@ def test_division_by_the_chosen_experts_is_never_guessed():
     assert architecture_of(seeing).experts.norm_topk
 
 
-def test_a_new_family_is_one_file_and_one_row(tmp_path):
+def test_a_new_family_is_one_file_and_two_rows(tmp_path):
     """In a copy of the package: `check`, the tiny model, the certificate's models, and the actor know it at once."""
     package = tmp_path / "megagrpo"
     shutil.copytree(ROOT / "megagrpo", package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -246,6 +244,8 @@ def test_a_new_family_is_one_file_and_one_row(tmp_path):
     imported = "from megagrpo.models.families.toy import Toy\n"
     text = text.replace(rows, f'{rows}    "toy": Toy(),\n').replace("import json\n", f"import json\n\n{imported}")
     table.write_text(text)
+    with (package / "tools" / "certify" / "tiny.yaml").open("a") as file:
+        file.write("toy:\n  like: [qwen3_moe]\n")
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     described = hf_config(TinyModelConfig(family="qwen3_moe"))
     (tmp_path / "data.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')

@@ -10,13 +10,12 @@ from torch import nn
 from megagrpo.check.problems import check_against_model
 from megagrpo.cpu.engine import block_fp8
 from megagrpo.mesh import make_mesh
-from megagrpo.models.family import TinySizes
 from megagrpo.models.stored.quantization import FP8_EXEMPT, fp8_config
 from megagrpo.models.table import FAMILIES, architecture_of, model_problems, model_tensors
 from megagrpo.rollout.service.engine_command import is_recurrent
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.tools.certify.tiny_model import hf_config
+from megagrpo.tools.certify.tiny_model import TinySizes, hf_config
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.blocks import block_maxima, block_scales, dequantize, quantize
 from megagrpo.weights.copies.recorder import Copy, Recording, coverage_problems, record_whole

@@ -14,10 +14,9 @@ from examples.laptop.model import character_tokenizer
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo import cli
 from megagrpo.config.load import load_config
-from megagrpo.models.family import TinySizes
 from megagrpo.rewards.graders.functions import load_grader
 from megagrpo.system.user_function import load_function
-from megagrpo.tools.certify.tiny_model import hf_config
+from megagrpo.tools.certify.tiny_model import TinySizes, hf_config
 from megagrpo.tools.init import command
 from megagrpo.tools.init.looks import columns_of, proposed_grader
 from tests.hub import cached

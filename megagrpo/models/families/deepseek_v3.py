@@ -4,7 +4,6 @@ experts as in sigmoid_moe.py."""
 from __future__ import annotations
 
 from functools import partial
-from typing import ClassVar
 
 from megagrpo.models.config_json import (
     YARN_KEYS,
@@ -14,29 +13,20 @@ from megagrpo.models.config_json import (
     text_part,
     yarn_refusals,
 )
-from megagrpo.models.families.sigmoid_moe import SigmoidMoe, tiny_moe_options
-from megagrpo.models.family import TinySizes
+from megagrpo.models.families.sigmoid_moe import SigmoidMoe
 from megagrpo.models.kinds.latent.describe import LatentAttention
 
-_YARN = {
-    "type": "yarn",
-    "factor": 8.0,
-    "original_max_position_embeddings": 256,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
-_MLA_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+# what config.json of the plain model calls it
+DEEPSEEK_V3 = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
 
 
 class DeepseekV3(SigmoidMoe):
     """Latent attention."""
 
-    HF_CLASS = "DeepseekV3ForCausalLM"
-    REQUIRED_KEYS = (*_MLA_KEYS, *SigmoidMoe.REQUIRED_KEYS)
-    SIZE_KEYS = SigmoidMoe.SIZE_KEYS | {*_MLA_KEYS, "mlp_layer_types"}
-    TINY_ROPE: ClassVar[dict[str, object]] = {"rope_scaling": _YARN}  # of a tiny model
+    REQUIRED_KEYS = (
+        *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        *SigmoidMoe.REQUIRED_KEYS,
+    )
     ROPE_SCALING_REFUSALS = staticmethod(partial(yarn_refusals, needed=YARN_KEYS))
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
@@ -60,25 +50,6 @@ class DeepseekV3(SigmoidMoe):
     def attention(self, hf: HfConfig) -> LatentAttention:
         return LatentAttention.read(hf)
 
-    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
-        """Kimi-K2 has no groups of experts. Engines require moe_layer_freq, topk_method and
-        scoring_func."""
-        rope = sizes.head_dim // 2
-        return {
-            "num_key_value_heads": sizes.num_heads,
-            "head_dim": rope,  # as transformers writes it
-            "q_lora_rank": sizes.hidden_size // 4,
-            "kv_lora_rank": sizes.hidden_size // 2,
-            "qk_nope_head_dim": sizes.head_dim,
-            "qk_rope_head_dim": rope,
-            "v_head_dim": sizes.head_dim,
-            **self.TINY_ROPE,
-            "moe_layer_freq": 1,
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
-            **tiny_moe_options(sizes, groups=sizes.family == "deepseek_v3"),
-        }
-
 
 class KimiK25(DeepseekV3):
     """The text part of Kimi-K2.5 and 2.6, which is exported, and runs in engines, as the model of
@@ -90,14 +61,12 @@ class KimiK25(DeepseekV3):
         own = text_part(hf)
         for key in ("auto_map", "vision_config"):
             own.pop(key, None)
-        return {**own, "model_type": "deepseek_v3", "architectures": [self.HF_CLASS]}
+        return {**own, **DEEPSEEK_V3}
 
 
 class Glm4MoeLite(DeepseekV3):
     """GLM-4.7-Flash: plain rotary embedding, as published; engines set moe_layer_freq."""
 
-    HF_CLASS = "Glm4MoeLiteForCausalLM"
-    TINY_ROPE: ClassVar = {}
     FP8_REFUSAL = "no test compares GLM-4.7-Flash in FP8 with SGLang's"
 
     def own_refusals(self, hf: HfConfig) -> list[str]:

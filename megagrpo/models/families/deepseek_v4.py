@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import partial
 
 from megagrpo.models.config_json import (
-    COMMON_SIZE_KEYS,
     YARN_KEYS,
     HfConfig,
     Rotary,
@@ -19,18 +18,12 @@ from megagrpo.models.config_json import (
     rotary_fraction,
     yarn_refusals,
 )
-from megagrpo.models.families.sigmoid_moe import tiny_moe_options
-from megagrpo.models.family import Family, TinySizes
+from megagrpo.models.family import Family
 from megagrpo.models.kinds.compressed.describe import INDEXED, CompressedAttention
 from megagrpo.models.kinds.experts.describe import MIXTRAL_NAMES, ExpertNames
 from megagrpo.models.kinds.hashed.describe import HashedExperts
 from megagrpo.models.kinds.hyper_connections.describe import HyperConnections
 
-_SIZES = (
-    *("head_dim", "q_lora_rank", "o_groups", "o_lora_rank", "sliding_window"),
-    *("index_n_heads", "index_head_dim", "index_topk"),
-    *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
-)
 _ONLY: dict[str, object] = {  # the values of keys that may be absent
     "scoring_func": "sqrtsoftplus",
     "topk_method": "noaux_tc",
@@ -54,13 +47,6 @@ _NAMES = (  # what other families call parts of names, and what files do
     (".hc_attn.", ".hc_attn_"),
     (".hc_ffn.", ".hc_ffn_"),
 )
-_YARN = {  # of a tiny model
-    "type": "yarn",
-    "factor": 8.0,
-    "original_max_position_embeddings": 256,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
 _EXPERT_NAMES = ExpertNames(
     bias="gate.bias",
     projections=MIXTRAL_NAMES.projections,
@@ -71,16 +57,13 @@ _EXPERT_NAMES = ExpertNames(
 class DeepseekV4(Family):
     """DeepSeek-V4-Flash and Pro."""
 
-    HF_CLASS = "DeepseekV4ForCausalLM"
     REQUIRED_KEYS = (
-        *_SIZES,
+        *("head_dim", "q_lora_rank", "o_groups", "o_lora_rank", "sliding_window"),
+        *("index_n_heads", "index_head_dim", "index_topk"),
+        *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
         *("hc_mult", "hc_sinkhorn_iters", "hc_eps", "routed_scaling_factor", "swiglu_limit"),
         *("qk_rope_head_dim", "compress_ratios", "compress_rope_theta", "num_hash_layers"),
     )
-    SIZE_KEYS = COMMON_SIZE_KEYS | {
-        *(*_SIZES, "qk_rope_head_dim", "num_nextn_predict_layers"),
-        *("compress_ratios", "num_hash_layers", "partial_rotary_factor"),
-    }
     PARTIAL_ROTARY = True
     LEFT_OUT = ("mtp.",)
     CHAT_MODULE = "srt/entrypoints/openai/encoding_dsv4.py"
@@ -156,28 +139,3 @@ class DeepseekV4(Family):
         for theirs, stored in _NAMES:
             name = name.replace(theirs, stored)
         return name
-
-    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
-        """Samples of a certificate are longer than the window, and than four keys behind it."""
-        width = sizes.hidden_size // 4
-        return {
-            **tiny_moe_options(sizes, groups=False),
-            **_ONLY,
-            "num_experts_per_tok": max(sizes.experts_per_token, 2),
-            "qk_rope_head_dim": sizes.head_dim // 2,
-            "q_lora_rank": width,
-            "o_groups": max(sizes.num_heads // 2, 1),
-            "o_lora_rank": width,
-            "sliding_window": 8,
-            "compress_ratios": [(0, INDEXED, 8, INDEXED)[i % 4] for i in range(sizes.num_layers)],
-            "compress_rope_theta": 160000.0,
-            "rope_scaling": _YARN,
-            "index_n_heads": 16,  # so many that no two keys tie at 0
-            "index_head_dim": sizes.head_dim,
-            "index_topk": 3,
-            "hc_mult": 4,
-            "hc_sinkhorn_iters": 20,
-            "hc_eps": 1e-6,
-            "num_hash_layers": 1,
-            "swiglu_limit": 2.0,
-        }

@@ -10,9 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megagrpo.models.config_json import HfConfig, every_scaling_refused, other_values
-from megagrpo.models.families.kimi_linear import tiny_linear_config
 from megagrpo.models.families.sparse_attention import GlmMoeDsa
-from megagrpo.models.family import TinySizes
 from megagrpo.models.kinds.experts.describe import Experts
 from megagrpo.models.kinds.hyper_connections.describe import HyperConnections
 from megagrpo.models.kinds.kda.describe import Kda, linear_refusals
@@ -31,13 +29,11 @@ _ONLY: dict[str, object] = {  # the values of keys that may be absent
 class Glm5Next(GlmMoeDsa):
     """Reads layers by linear_attn_config, which counts them from 0."""
 
-    HF_CLASS = "Glm5NextForConditionalGeneration"
     REQUIRED_KEYS = (
         *GlmMoeDsa.REQUIRED_KEYS,
         *("linear_attn_config", "index_kpool", "mhc", "hc_mult", "hc_sinkhorn_iters", "hc_eps"),
         "swiglu_limit",
     )
-    SIZE_KEYS = GlmMoeDsa.SIZE_KEYS | {"linear_attn_config"}
     ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
     LEFT_OUT = ("model.visual.",)
     LAYERS = "model.language_model.layers."
@@ -75,21 +71,3 @@ class Glm5Next(GlmMoeDsa):
     def stored_name(self, name: str) -> str:
         name = name.replace(".hc_attn.", ".hc_attn_").replace(".hc_ffn.", ".hc_ffn_")
         return super().stored_name(name)
-
-    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
-        """Samples of a certificate are longer than the keys that are chosen."""
-        return {
-            **super().tiny_options(sizes),
-            **_ONLY,
-            "head_dim": 0,
-            "index_n_heads": 16,  # so many that no two pools tie at 0
-            "index_topk": 8,
-            "index_kpool": 2,
-            "hc_mult": 4,
-            "hc_sinkhorn_iters": 20,
-            "hc_eps": 1e-6,
-            "swiglu_limit": 2.0,
-            "rms_norm_eps": 1e-5,
-            # the norm behind states that do not last is steep
-            "linear_attn_config": {**tiny_linear_config(sizes, 0), "gate_lower_bound": -1.0},
-        }

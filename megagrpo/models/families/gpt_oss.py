@@ -5,13 +5,12 @@ from dataclasses import replace
 from functools import partial
 
 from megagrpo.models.config_json import (
-    COMMON_SIZE_KEYS,
     YARN_KEYS,
     HfConfig,
     other_values,
     yarn_refusals,
 )
-from megagrpo.models.family import Family, TinySizes
+from megagrpo.models.family import Family
 from megagrpo.models.kinds.clamped.describe import CLAMPED_NAMES, ClampedExperts
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 
@@ -23,7 +22,6 @@ _WHOLE = "full_attention"
 class GptOss(Family):
     """Files are in MXFP4; engines get bfloat16."""
 
-    HF_CLASS = "GptOssForCausalLM"
     REQUIRED_KEYS = (
         "num_local_experts",
         "num_experts_per_tok",
@@ -31,7 +29,6 @@ class GptOss(Family):
         "swiglu_limit",
         "layer_types",
     )
-    SIZE_KEYS = COMMON_SIZE_KEYS | {*REQUIRED_KEYS[:3], "experts_per_token"}
     # without factors of its own
     ROPE_SCALING_REFUSALS = staticmethod(
         partial(yarn_refusals, needed=YARN_KEYS[:4], more=("truncate",))
@@ -59,20 +56,3 @@ class GptOss(Family):
     def experts(self, hf: HfConfig) -> ClampedExperts:
         limit = float(hf["swiglu_limit"])
         return ClampedExperts.read(hf, "num_local_experts", CLAMPED_NAMES, limit=limit)
-
-    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
-        """A window of 8 tokens: samples of a certificate are longer."""
-        kinds = (_WINDOWED, _WHOLE)
-        yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256}
-        return {
-            "attention_bias": True,
-            "num_local_experts": sizes.num_experts,
-            "num_experts_per_tok": sizes.experts_per_token,
-            "experts_per_token": sizes.experts_per_token,
-            "intermediate_size": sizes.expert_ffn_size,
-            "sliding_window": 8,
-            "swiglu_limit": 7.0,
-            "layer_types": [kinds[index % 2] for index in range(sizes.num_layers)],
-            "rope_scaling": {**yarn, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
-            "router_aux_loss_coef": 0.0,
-        }

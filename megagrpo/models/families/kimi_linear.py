@@ -10,19 +10,16 @@ import re
 from dataclasses import replace
 
 from megagrpo.models.config_json import (
-    COMMON_SIZE_KEYS,
     HfConfig,
     every_scaling_refused,
     latent_refusals,
     other_values,
 )
-from megagrpo.models.families.sigmoid_moe import SigmoidMoe, tiny_moe_options
-from megagrpo.models.family import TinySizes
+from megagrpo.models.families.sigmoid_moe import SigmoidMoe
 from megagrpo.models.kinds.experts.describe import MIXTRAL_NAMES, ExpertNames, Experts
 from megagrpo.models.kinds.kda.describe import Kda, linear_refusals
 from megagrpo.models.kinds.latent.describe import LatentAttention
 
-_LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _NAMES = {  # of keys: other families', and of this one's config.json
     "max_position_embeddings": "model_max_length",
     "n_routed_experts": "num_experts",
@@ -37,13 +34,12 @@ _EXPERT_NAMES = ExpertNames(
     projections=MIXTRAL_NAMES.projections,
     shared_size="num_shared_experts x moe_intermediate_size",
 )
-_EPSILON = 1e-5  # of SGLang's norm in Kimi Delta Attention, whatever rms_norm_eps says
 _ABSENT = (None, False)
 # the values that are supported of keys, "linear_attn_config." before those in there
 _ONLY: dict[str, object] = {
     "mla_use_nope": True,  # SGLang turns nothing, whatever it says
     "q_lora_rank": None,  # SGLang does not load queries from a latent
-    "rms_norm_eps": _EPSILON,
+    "rms_norm_eps": 1e-5,  # of SGLang's norm in Kimi Delta Attention, whatever this says
     **dict.fromkeys(
         (
             "attn_res_block_size",
@@ -60,15 +56,11 @@ _ONLY: dict[str, object] = {
 class KimiLinear(SigmoidMoe):
     """Reads layers by linear_attn_config, which counts them from 1."""
 
-    HF_CLASS = "KimiLinearForCausalLM"
     REQUIRED_KEYS = (
-        *(*_LATENT_SIZES, "linear_attn_config", "moe_intermediate_size", "mla_use_nope"),
+        *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        *("linear_attn_config", "moe_intermediate_size", "mla_use_nope"),
         *(*_NAMES, "first_k_dense_replace", "topk_group", "routed_scaling_factor"),
     )
-    SIZE_KEYS = COMMON_SIZE_KEYS | {
-        *(*_LATENT_SIZES, "linear_attn_config", "moe_intermediate_size", "first_k_dense_replace"),
-        *(*_NAMES.values(), "topk_group", "num_nextn_predict_layers"),
-    } - {*("moe_renormalize", "moe_router_activation_func")}
     ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
     DRAFT_REFUSAL = "SGLang has no multi-token-prediction layers for it"
     SHARES_ATTENTION = False
@@ -103,33 +95,3 @@ class KimiLinear(SigmoidMoe):
             unreported="SGLang's Kimi-Linear does not say which layer chose experts",
             bias_dtype=None,  # SGLang's is of the engine's dtype
         )
-
-    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
-        routed = tiny_moe_options(sizes, groups=False)
-        return {
-            **{_NAMES.get(name, name): value for name, value in routed.items()},
-            "moe_router_activation_func": "sigmoid",
-            "model_max_length": 2048,
-            "num_key_value_heads": sizes.num_heads,
-            "rms_norm_eps": _EPSILON,
-            "mla_use_nope": True,
-            "q_lora_rank": None,
-            "kv_lora_rank": sizes.hidden_size // 2,
-            "qk_nope_head_dim": sizes.head_dim,
-            "qk_rope_head_dim": sizes.head_dim // 2,
-            "v_head_dim": sizes.head_dim,
-            "linear_attn_config": tiny_linear_config(sizes, 1),
-        }
-
-
-def tiny_linear_config(sizes: TinySizes, first: int) -> dict[str, object]:
-    """Returns the linear_attn_config of a tiny model, which counts layers from `first`."""
-    layers = range(first, first + sizes.num_layers)
-    full = sorted({*layers[3::4], layers[-1]})
-    return {
-        "kda_layers": [number for number in layers if number not in full],
-        "full_attn_layers": full,
-        "num_heads": sizes.num_heads,
-        "head_dim": sizes.head_dim // 2,
-        "short_conv_kernel_size": 4,
-    }

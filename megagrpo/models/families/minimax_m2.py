@@ -4,12 +4,11 @@ with a bias."""
 from dataclasses import replace
 
 from megagrpo.models.config_json import (
-    COMMON_SIZE_KEYS,
     HfConfig,
     every_scaling_refused,
     other_values,
 )
-from megagrpo.models.family import Family, TinySizes
+from megagrpo.models.family import Family
 from megagrpo.models.kinds.experts.describe import MIXTRAL_NAMES, Experts
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 
@@ -25,10 +24,7 @@ _EXPECTED = {
 class MiniMaxM2(Family):
     """Grouped-query attention with Mixtral's names of experts."""
 
-    HF_CLASS = "MiniMaxM2ForCausalLM"
     REQUIRED_KEYS = ("num_local_experts", "num_experts_per_tok", "rotary_dim", *_EXPECTED)
-    SIZE_KEYS = COMMON_SIZE_KEYS | {"num_local_experts", "num_experts_per_tok", "rotary_dim"}
-    SIZE_KEYS |= {"partial_rotary_factor", "rope_parameters", "attn_type_list"}
     ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
     PARTIAL_ROTARY = True
 
@@ -68,17 +64,3 @@ class MiniMaxM2(Family):
     def exported_config(self, hf: HfConfig) -> HfConfig:
         """Adds the fraction that transformers reads in the place of rotary_dim."""
         return {**hf, "partial_rotary_factor": self.attention(hf).rotary.fraction}
-
-    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
-        return {
-            **_EXPECTED,
-            "rotary_dim": sizes.head_dim // 2,
-            "partial_rotary_factor": 0.5,
-            "num_local_experts": sizes.num_experts,
-            "num_experts_per_tok": sizes.experts_per_token,
-            "intermediate_size": sizes.expert_ffn_size,
-            "shared_intermediate_size": 0,
-            "num_mtp_modules": 0,
-            "router_aux_loss_coef": 0.0,
-            "router_jitter_noise": 0.0,
-        }

@@ -13,29 +13,24 @@ from dataclasses import replace
 
 from megagrpo.models.architecture import Part
 from megagrpo.models.config_json import (
-    COMMON_SIZE_KEYS,
     HfConfig,
     every_scaling_refused,
     missing_keys,
     other_values,
 )
 from megagrpo.models.families.sigmoid_moe import group_refusals
-from megagrpo.models.family import Family, TinySizes
+from megagrpo.models.family import Family
 from megagrpo.models.kinds.experts.describe import ExpertNames, Experts
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.mamba2.describe import Mamba2
 from megagrpo.models.tensors import PLAIN_NAMES
 
 _LETTERS: dict[str, Part] = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
-_MAMBA_SIZES = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
-_EXPERT_SIZES = (
+_EXPERT_KEYS = (
     "n_routed_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
     "moe_shared_expert_intermediate_size",
-    "moe_latent_size",
-    "n_group",
-    "topk_group",
 )
 _EXPERT_NAMES = ExpertNames(
     projections=PLAIN_NAMES,
@@ -61,13 +56,10 @@ _ONLY: dict[str, object] = {  # the values of keys that may be absent
 class NemotronH(Family):
     """Reads layers by `layers_block_type`, or by `hybrid_override_pattern`."""
 
-    HF_CLASS = "NemotronHForCausalLM"
-    REQUIRED_KEYS = (*_MAMBA_SIZES, "layer_norm_epsilon")
-    SIZE_KEYS = COMMON_SIZE_KEYS | {
-        *(*_MAMBA_SIZES[:4], *_EXPERT_SIZES),
-        *("mamba_n_groups", "hybrid_override_pattern", "layers_block_type"),
-        "num_nextn_predict_layers",
-    }
+    REQUIRED_KEYS = (
+        *("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
+        "layer_norm_epsilon",
+    )
     ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
     GATED = False
     LEFT_OUT = ("mtp.",)
@@ -101,7 +93,7 @@ class NemotronH(Family):
                 "(mamba_n_groups); write both alike"
             )
         if "moe" in _words(hf):
-            lacking = missing_keys(hf, _EXPERT_SIZES[:4])
+            lacking = missing_keys(hf, _EXPERT_KEYS)
             problems += lacking or group_refusals(hf)
         return problems
 
@@ -148,33 +140,6 @@ class NemotronH(Family):
     def engine_path(self, path: str) -> str:
         stored = self.stored_name(path + ".weight").removesuffix(".weight")
         return stored.replace("backbone.", "model.").replace("embeddings", "embed_tokens")
-
-    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
-        parts = ("mamba", "moe", "attention", "moe") * sizes.num_layers
-        return {
-            "layers_block_type": list(parts[: sizes.num_layers]),
-            "layer_norm_epsilon": 1e-6,
-            "mlp_hidden_act": "relu2",
-            "mamba_num_heads": 2 * sizes.num_heads,
-            "mamba_head_dim": 16,
-            "n_groups": sizes.num_heads,
-            "mamba_n_groups": sizes.num_heads,
-            "ssm_state_size": 16,
-            "conv_kernel": 4,
-            # transformers' torch path, see above, computes this one right
-            "chunk_size": 2048,
-            "time_step_min": 1e-9,
-            "n_routed_experts": sizes.num_experts,
-            "num_experts_per_tok": max(sizes.experts_per_token, 2),
-            "moe_intermediate_size": sizes.expert_ffn_size,
-            "moe_shared_expert_intermediate_size": sizes.expert_ffn_size,
-            "moe_latent_size": sizes.hidden_size // 2,
-            "n_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 2.5,
-        }
 
 
 def _words(hf: HfConfig) -> list[str]:

@@ -11,14 +11,13 @@ from dataclasses import replace
 from typing import ClassVar
 
 from megagrpo.models.config_json import (
-    COMMON_SIZE_KEYS,
     HfConfig,
     end_tokens,
     every_scaling_refused,
     other_values,
     rotary_fraction,
 )
-from megagrpo.models.family import Family, TinySizes
+from megagrpo.models.family import Family
 from megagrpo.models.kinds.experts.describe import ExpertNames, Experts
 from megagrpo.models.kinds.gated_delta.describe import GatedDelta
 from megagrpo.models.kinds.gated_residual.describe import GatedResidual
@@ -27,13 +26,6 @@ from megagrpo.models.kinds.ngrams.describe import NGrams
 from megagrpo.models.kinds.pooled.describe import PooledQuery
 from megagrpo.models.stored.fused_experts import FusedExperts
 
-_LINEAR_SIZES = (
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_conv_kernel_dim",
-)
 _ATTENTION = ("linear_attention", "full_attention")
 _EXPERT_NAMES = ExpertNames(shared="shared_expert", shared_size="shared_expert_intermediate_size")
 _ONLY: dict[str, object] = {  # the values of keys that may be absent
@@ -42,12 +34,6 @@ _ONLY: dict[str, object] = {  # the values of keys that may be absent
     "decoder_sparse_step": 1,
     "norm_topk_prob": True,
 }
-_FLASH_SIZES = (  # of Qwen3.8-Flash-Next
-    *("hc_lowrank", "indexer_n_heads", "indexer_head_dim", "indexer_budget", "ple_layer_ids"),
-    *("ngram_vocab_size_base", "make_ngram_vocab_size_divisible_by", "split_ngram_parts"),
-    *("hc_count", "indexer_kv_heads", "indexer_compress_ratio"),
-    *("ngram_size", "heads_per_ngram", "ple_conv_kernel_size", "head_dim"),
-)
 _INTERVAL = 4  # of transformers' and SGLang's classes, if config.json has none
 _ROTARY_FRACTION = 0.25  # likewise
 
@@ -55,9 +41,13 @@ _ROTARY_FRACTION = 0.25  # likewise
 class Qwen35(Family):
     """The dense models."""
 
-    HF_CLASS = "Qwen3_5ForCausalLM"
-    REQUIRED_KEYS: ClassVar[tuple[str, ...]] = _LINEAR_SIZES
-    SIZE_KEYS = COMMON_SIZE_KEYS | {*_LINEAR_SIZES[:4], "full_attention_interval"}
+    REQUIRED_KEYS: ClassVar[tuple[str, ...]] = (
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_conv_kernel_dim",
+    )
     ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
     PARTIAL_ROTARY = True
     CENTERED_NORMS = True
@@ -84,31 +74,17 @@ class Qwen35(Family):
     def recurrent(self, hf: HfConfig) -> GatedDelta:
         return GatedDelta.read(hf, _are_linear(hf), self.GROUPED)
 
-    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
-        rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
-        return {
-            "rope_parameters": rope,
-            "linear_num_key_heads": sizes.num_heads,
-            "linear_num_value_heads": 2 * sizes.num_heads,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "linear_conv_kernel_dim": 4,
-            "full_attention_interval": 4,
-        }
-
 
 class Qwen35Moe(FusedExperts, Qwen35):
     """With experts in every layer, and one that every token meets, times a sigmoid of the token."""
 
-    HF_CLASS = "Qwen3_5MoeForCausalLM"
     REQUIRED_KEYS: ClassVar[tuple[str, ...]] = (
-        *_LINEAR_SIZES,
+        *Qwen35.REQUIRED_KEYS,
         "num_experts",
         "num_experts_per_tok",
         "moe_intermediate_size",
         "shared_expert_intermediate_size",
     )
-    SIZE_KEYS = Qwen35.SIZE_KEYS | {*REQUIRED_KEYS[5:]}
 
     def common(self, hf: HfConfig) -> HfConfig:
         # transformers' class does not write it where every layer has experts
@@ -124,20 +100,10 @@ class Qwen35Moe(FusedExperts, Qwen35):
     def fuses_experts(self) -> bool:
         return bool(self._part)
 
-    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
-        return super().tiny_options(sizes) | {
-            "num_experts": sizes.num_experts,
-            "num_experts_per_tok": sizes.experts_per_token,
-            "moe_intermediate_size": sizes.expert_ffn_size,
-            "shared_expert_intermediate_size": sizes.expert_ffn_size,
-            "router_aux_loss_coef": 0.0,
-        }
-
 
 class Qwen3Next(Qwen35Moe):
     """The text model before Qwen3.5; its files have the rows of two projections together."""
 
-    HF_CLASS = "Qwen3NextForCausalLM"
     LEFT_OUT = ("mtp.",)
     GROUPED = True
 
@@ -147,9 +113,13 @@ class Qwen4Exp(Qwen35Moe):
     and embeddings of n-grams in some layers. The indexer and the table of n-grams are frozen, the table
     in its file."""
 
-    HF_CLASS = "Qwen4ExpForConditionalGeneration"
-    REQUIRED_KEYS = (*_FLASH_SIZES, *Qwen35Moe.REQUIRED_KEYS)
-    SIZE_KEYS = Qwen35Moe.SIZE_KEYS | {*_FLASH_SIZES, "ple_embed_dim"}
+    REQUIRED_KEYS = (
+        *("hc_lowrank", "indexer_n_heads", "indexer_head_dim", "indexer_budget", "ple_layer_ids"),
+        *("ngram_vocab_size_base", "make_ngram_vocab_size_divisible_by", "split_ngram_parts"),
+        *("hc_count", "indexer_kv_heads", "indexer_compress_ratio"),
+        *("ngram_size", "heads_per_ngram", "ple_conv_kernel_size", "head_dim"),
+        *Qwen35Moe.REQUIRED_KEYS,
+    )
     GATES = ("sigmoid", "swish", "silu", None)
     FP8_REFUSAL = "no test compares Qwen3.8-Flash-Next in FP8 with SGLang's"
 
@@ -189,27 +159,6 @@ class Qwen4Exp(Qwen35Moe):
 
     def ngrams(self, hf: HfConfig) -> NGrams | None:
         return NGrams.read(hf)
-
-    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
-        """Samples of a certificate have more blocks of keys than a query sees."""
-        return super().tiny_options(sizes) | {
-            "output_gate_type": "sigmoid",
-            "hc_count": 2,  # so few that no gate of n-grams has a product near 0, where it is steep
-            "hc_lowrank": 16,
-            "indexer_n_heads": 16,  # so many that no two blocks tie at 0
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": sizes.head_dim,
-            "indexer_budget": 12,
-            "indexer_compress_ratio": 4,
-            "ple_layer_ids": [2],
-            "ple_embed_dim": sizes.hidden_size,
-            "ple_conv_kernel_size": 4,
-            "ngram_size": 3,
-            "heads_per_ngram": 2,
-            "ngram_vocab_size_base": 100,
-            "make_ngram_vocab_size_divisible_by": 16,
-            "split_ngram_parts": 3,
-        }
 
 
 def _interval(hf: HfConfig) -> int:

@@ -10,12 +10,11 @@ from dataclasses import replace
 from typing import ClassVar
 
 from megagrpo.models.config_json import (
-    COMMON_SIZE_KEYS,
     HfConfig,
     every_scaling_refused,
     other_values,
 )
-from megagrpo.models.family import Family, TinySizes
+from megagrpo.models.family import Family
 from megagrpo.models.kinds.experts.describe import Experts
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 
@@ -37,8 +36,6 @@ class SigmoidMoe(Family):
         "norm_topk_prob",
         "routed_scaling_factor",
     )
-    # the last two keys say how a model computes, not how large it is
-    SIZE_KEYS = COMMON_SIZE_KEYS | {*REQUIRED_KEYS[:-2], "num_nextn_predict_layers"}
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
         """Returns the problems of the router and of the order of layers, each by the name of its
@@ -93,29 +90,9 @@ def group_refusals(hf: HfConfig) -> list[str]:
     return []
 
 
-def tiny_moe_options(sizes: TinySizes, groups: bool) -> dict[str, object]:
-    """Returns the keys of experts in a tiny model's config.json. groups: grouped experts, if sizes
-    allow."""
-    top = sizes.experts_per_token // _GROUP_SCORE_EXPERTS
-    grouped = groups and top > 0 and sizes.num_experts % (2 * top) == 0
-    return {
-        "n_routed_experts": sizes.num_experts,
-        "num_experts_per_tok": sizes.experts_per_token,
-        "moe_intermediate_size": sizes.expert_ffn_size,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "n_group": 2 * top if grouped else 1,
-        "topk_group": top if grouped else 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "num_nextn_predict_layers": 0,
-    }
-
-
 class Glm4Moe(SigmoidMoe):
     """GLM-4.5, Air and GLM-4.6: grouped-query attention with partial rotary embedding."""
 
-    HF_CLASS = "Glm4MoeForCausalLM"
     ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
     PARTIAL_ROTARY = True
     LOADS_ATTENTION_BIAS = True
@@ -126,11 +103,3 @@ class Glm4Moe(SigmoidMoe):
         bias = bool(hf.get("attention_bias"))
         norm = bool(hf.get("use_qk_norm", False))
         return replace(GroupedQuery.read(hf, _ROTARY_FRACTION), qkv_bias=bias, qk_norm=norm)
-
-    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
-        own = {
-            "attention_bias": True,
-            "use_qk_norm": True,
-            "partial_rotary_factor": _ROTARY_FRACTION,
-        }
-        return {**own, **tiny_moe_options(sizes, groups=False)}

@@ -3,8 +3,8 @@ every layer, Qwen3-MoE and Mixtral."""
 
 from dataclasses import replace
 
-from megagrpo.models.config_json import COMMON_SIZE_KEYS, HfConfig, missing_keys, other_values
-from megagrpo.models.family import Family, TinySizes
+from megagrpo.models.config_json import HfConfig, missing_keys, other_values
+from megagrpo.models.family import Family
 from megagrpo.models.kinds.experts.describe import MIXTRAL_NAMES, Experts
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 
@@ -12,7 +12,6 @@ from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 class Llama(Family):
     """Grouped-query attention, a gated MLP, optionally Llama 3's rotary scaling."""
 
-    HF_CLASS = "LlamaForCausalLM"
     SHARES_ATTENTION = False
     FP8_REFUSAL = "SGLang 0.5.21 drops the scales of a Llama's blocks when it loads them"
 
@@ -20,7 +19,6 @@ class Llama(Family):
 class Qwen2(Family):
     """Llama with biases on the query, key and value projections."""
 
-    HF_CLASS = "Qwen2ForCausalLM"
     SHARES_ATTENTION = False
     LOADS_ATTENTION_BIAS = True  # whatever the key says
 
@@ -31,8 +29,6 @@ class Qwen2(Family):
 class Qwen3(Family):
     """Llama with an RMSNorm over each head of queries and keys."""
 
-    HF_CLASS = "Qwen3ForCausalLM"
-
     def attention(self, hf: HfConfig) -> GroupedQuery:
         return replace(GroupedQuery.read(hf), qk_norm=True)
 
@@ -40,9 +36,7 @@ class Qwen3(Family):
 class Qwen3Moe(Qwen3):
     """Qwen3's attention."""
 
-    HF_CLASS = "Qwen3MoeForCausalLM"
     REQUIRED_KEYS = ("num_experts_per_tok", "moe_intermediate_size")
-    SIZE_KEYS = COMMON_SIZE_KEYS | {"num_experts", "num_local_experts", *REQUIRED_KEYS}
 
     def refusals(self, hf: HfConfig) -> list[str]:
         if not hf.get(_count(hf)):
@@ -62,17 +56,6 @@ class Qwen3Moe(Qwen3):
         # absent only in Qwen3-VL-MoE
         return Experts.read(hf, _count(hf), norm_topk=bool(hf.get("norm_topk_prob", True)))
 
-    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
-        return {
-            "num_experts": sizes.num_experts,
-            "num_experts_per_tok": sizes.experts_per_token,
-            "moe_intermediate_size": sizes.expert_ffn_size,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "router_aux_loss_coef": 0.0,
-        }
-
 
 def _count(hf: HfConfig) -> str:
     # transformers 5 saves the second spelling
@@ -82,10 +65,8 @@ def _count(hf: HfConfig) -> str:
 class Mixtral(Family):
     """Llama's attention."""
 
-    HF_CLASS = "MixtralForCausalLM"
     SHARES_ATTENTION = False
     REQUIRED_KEYS = ("num_local_experts", "num_experts_per_tok")
-    SIZE_KEYS = COMMON_SIZE_KEYS | {*REQUIRED_KEYS}
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
         return other_values(hf, {"sliding_window": None})
@@ -93,13 +74,3 @@ class Mixtral(Family):
     def experts(self, hf: HfConfig) -> Experts:
         why = "SGLang's Mixtral does not say which layer chose experts"
         return Experts.read(hf, "num_local_experts", MIXTRAL_NAMES, unreported=why)
-
-    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
-        return {
-            "num_local_experts": sizes.num_experts,
-            "num_experts_per_tok": sizes.experts_per_token,
-            "intermediate_size": sizes.expert_ffn_size,
-            "sliding_window": None,
-            "router_aux_loss_coef": 0.0,
-            "router_jitter_noise": 0.0,
-        }

@@ -7,15 +7,11 @@ reinforcement learning as well (arXiv 2602.15763).
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from megagrpo.models.config_json import HfConfig, other_values
-from megagrpo.models.families.deepseek_v3 import DeepseekV3
-from megagrpo.models.family import TinySizes
+from megagrpo.models.families.deepseek_v3 import DEEPSEEK_V3, DeepseekV3
 from megagrpo.models.kinds.indexed.describe import LightningIndexer
 from megagrpo.models.kinds.latent.describe import LatentAttention
 
-_INDEXER_KEYS = ("index_n_heads", "index_head_dim", "index_topk")
 # keys of config.json that change how keys are chosen, with the values that mean: as here
 _PLAIN_CHOICE = {
     "index_topk_pattern": None,
@@ -29,13 +25,10 @@ _PLAIN_CHOICE = {
 class DeepseekV32(DeepseekV3):
     """DeepSeek-V3 with an indexer in every layer."""
 
-    HF_CLASS = "DeepseekV32ForCausalLM"
-    REQUIRED_KEYS = (*_INDEXER_KEYS, *DeepseekV3.REQUIRED_KEYS)
-    # a smaller model chooses fewer keys, in every layer: shared choices have no padded batches
-    SIZE_KEYS = DeepseekV3.SIZE_KEYS | {
-        *_INDEXER_KEYS,
-        *("index_topk_freq", "index_skip_topk_offset", "indexer_types"),
-    }
+    REQUIRED_KEYS = (
+        *("index_n_heads", "index_head_dim", "index_topk"),
+        *DeepseekV3.REQUIRED_KEYS,
+    )
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
         problems = super().own_refusals(hf) + other_values(hf, _PLAIN_CHOICE)
@@ -61,15 +54,6 @@ class DeepseekV32(DeepseekV3):
     def attention(self, hf: HfConfig) -> LatentAttention:
         return LatentAttention.read(hf, LightningIndexer.read(hf))
 
-    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
-        """16 keys: samples of a certificate are longer, those of the smallest runs are not."""
-        return {
-            **super().tiny_options(sizes),
-            "index_n_heads": 8,
-            "index_head_dim": sizes.head_dim,
-            "index_topk": 16,
-        }
-
 
 def dense_config(hf: HfConfig) -> dict[str, object]:
     """Returns config.json of the same model without its indexer, as a DeepSeek-V3: the same model
@@ -79,11 +63,8 @@ def dense_config(hf: HfConfig) -> dict[str, object]:
         for key, value in hf.items()
         if not key.startswith("index") and key not in ("layer_types", "mlp_layer_types")
     }
-    return kept | {"architectures": [DeepseekV3.HF_CLASS], "model_type": "deepseek_v3"}
+    return kept | DEEPSEEK_V3
 
 
 class GlmMoeDsa(DeepseekV32):
     """GLM-5, 5.1 and 5.2: plain rotary embedding, as published, in the indexer as in attention."""
-
-    HF_CLASS = "GlmMoeDsaForCausalLM"
-    TINY_ROPE: ClassVar = {}

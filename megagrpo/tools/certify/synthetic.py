@@ -15,9 +15,8 @@ from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig, ParallelConfig
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.config_json import text_part
-from megagrpo.models.family import TinySizes
-from megagrpo.models.table import FAMILIES, architecture_of
-from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
+from megagrpo.models.table import architecture_of
+from megagrpo.tools.certify.tiny_model import TinySizes, hf_config, random_tensors, size_keys
 from megagrpo.types import ImageRef, Outcome, Prompt, RolloutGroup, Sample, TeacherScores
 from megagrpo.weights.hf_folder import write_hf_folder
 
@@ -102,21 +101,16 @@ def _tiny_sizes(arch: Architecture, parallel: ParallelConfig) -> TinySizes:
 
 def _description(real: dict[str, object], sizes: TinySizes) -> dict[str, object]:
     """Returns config.json of a model of these sizes with the options of a real one."""
-    family = FAMILIES[str(real["model_type"])]
+    changed = size_keys(sizes.family)
     real = text_part(real)
-    size_keys = family.SIZE_KEYS
-    options = {key: value for key, value in real.items() if key not in size_keys}
-    absent = (
-        "q_lora_rank",
-        "n_shared_experts",
-        "first_k_dense_replace",
-    )  # parts that not every model has
-    options |= {key: real[key] for key in absent if not real.get(key, 1)}
+    options = {key: value for key, value in real.items() if key not in changed}
+    # parts that not every model has
+    for key in ("q_lora_rank", "n_shared_experts", "first_k_dense_replace"):
+        if not real.get(key, 1):
+            options[key] = real[key]
     if "n_group" in real and (real["n_group"] or 1) == 1:
         options |= {"n_group": 1, "topk_group": 1}
-    made = {
-        key: value for key, value in hf_config(sizes).items() if key in real or key in size_keys
-    }
+    made = {key: value for key, value in hf_config(sizes).items() if key in real or key in changed}
     return made | options | {"vocab_size": VOCAB, "num_hidden_layers": sizes.num_layers}
 
 

@@ -2,48 +2,97 @@
 checkpoints."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
 
 import torch
+import yaml
 from torch import Tensor
 
 from megagrpo.models.architecture import Architecture
-from megagrpo.models.family import TinySizes
-from megagrpo.models.table import FAMILIES, model_tensors
+from megagrpo.models.table import model_tensors
 from megagrpo.models.tensors import TensorSpec
 
-MAX_POSITIONS = 2048
-VOCAB = 32
+_ABSENT = "absent"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinySizes:
+    """Sizes of a tiny model; the defaults make one of 2 million parameters. Dense families ignore
+    the experts."""
+
+    family: str = "qwen3_moe"
+    hidden_size: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    ffn_size: int = 256
+    num_experts: int = 8
+    experts_per_token: int = 2
+    expert_ffn_size: int = 128
+    tie_embeddings: bool = False
 
 
 def hf_config(sizes: TinySizes) -> dict[str, object]:
     """Returns a config.json in the spelling of released checkpoints, which transformers, SGLang and
     the actor read."""
-    family = FAMILIES[sizes.family]
-    hf = {
-        "architectures": [family.HF_CLASS],
-        "model_type": sizes.family,
-        "vocab_size": VOCAB,
-        "hidden_size": sizes.hidden_size,
-        "num_hidden_layers": sizes.num_layers,
-        "num_attention_heads": sizes.num_heads,
-        "num_key_value_heads": sizes.num_kv_heads,
-        "head_dim": sizes.head_dim,
-        "intermediate_size": sizes.ffn_size,
-        "hidden_act": "silu",
-        "max_position_embeddings": MAX_POSITIONS,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "tie_word_embeddings": sizes.tie_embeddings,
-        "use_sliding_window": False,
-        "dtype": "float32",
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    return hf | family.tiny_options(sizes)
+    rows = _rows(sizes.family, "keys") | _rows(sizes.family, "sizes")
+    return {"model_type": sizes.family} | _values(rows, asdict(sizes))
+
+
+def size_keys(family: str) -> set[str]:
+    """Returns the keys of config.json that a smaller model of the family changes."""
+    return set(_rows(family, "sizes"))
+
+
+@cache
+def _table() -> dict[str, dict]:
+    return yaml.safe_load(Path(__file__).with_name("tiny.yaml").read_text(encoding="utf-8"))
+
+
+def _rows(name: str, part: str) -> dict[str, object]:
+    """Returns keys with what tiny.yaml says of them, those of rows that this one is like included."""
+    row = _table()[name]
+    found: dict[str, object] = {}
+    for other in row.get("like", ["every"]):
+        found |= _rows(other, part)
+    return found | row.get(part, {})
+
+
+def _values(rows: Mapping, numbers: Mapping[str, int]) -> dict[str, object]:
+    return {key: _value(row, numbers) for key, row in rows.items() if row != _ABSENT}
+
+
+def _value(row: object, numbers: Mapping[str, int]) -> object:
+    """Returns the value that tiny.yaml describes."""
+    match row:
+        case str():
+            return _number(row, numbers)
+        case list():
+            return [_value(each, numbers) for each in row]
+        case {"each layer": cycle}:
+            return [cycle[index % len(cycle)] for index in range(numbers["num_layers"])]
+        case {"layers from": first, **others}:
+            layers = range(first, first + numbers["num_layers"])
+            full = sorted({*layers[3::4], layers[-1]})
+            linear = [layer for layer in layers if layer not in full]
+            return {"kda_layers": linear, "full_attn_layers": full} | _values(others, numbers)
+        case dict():
+            return _values(row, numbers)
+    return row
+
+
+def _number(text: str, numbers: Mapping[str, int]) -> object:
+    name, *rest = text.split()
+    if name not in numbers:
+        return text
+    value = numbers[name]
+    for operator, other in zip(rest[::2], rest[1::2], strict=True):
+        value = value * int(other) if operator == "*" else value // int(other)
+    return value
 
 
 def random_tensors(arch: Architecture, generator: torch.Generator) -> dict[str, Tensor]:
