@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -22,6 +22,7 @@ from megagrpo.models.tensors import (
     PLAIN_NAMES,
     Cut,
     GatedNames,
+    HfTensors,
     Kind,
     RankPlace,
     TensorSpec,
@@ -33,7 +34,6 @@ from megagrpo.models.tensors import (
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_layer import TransformerLayer
-    from torch import Tensor
 
     from megagrpo.config.actor import ParallelConfig
 
@@ -198,30 +198,28 @@ class Architecture:
         if latent is not None and mixer is latent:
             yield from latent.index_tensors(self.hidden_size, prefix)
 
-    def load_layer(
-        self, layer: TransformerLayer, hf: Mapping[str, Tensor], place: RankPlace
-    ) -> None:
+    def load_layer(self, layer: TransformerLayer, hf: HfTensors, place: RankPlace) -> None:
         """Copies this rank's slices of one layer's HF tensors into Megatron's parameters: only
         slices and copies."""
         index = layer.layer_number - 1
-        prefix = layer_prefix(index)
+        hf = hf.under(layer_prefix(index))
         mixer = self.mixer(index)
         if mixer is not None:
             if self.norms:
-                layer.input_layernorm.weight.copy_(hf[prefix + "input_layernorm.weight"])
-            mixer.load(layer.self_attention, hf, f"{prefix}{mixer.MODULE}.", place.tensor)
+                layer.input_layernorm.weight.copy_(hf["input_layernorm.weight"])
+            mixer.load(layer.self_attention, hf.under(mixer.MODULE + "."), place.tensor)
         has_mlp = self.has_mlp(index)
         if self.norms and (has_mlp or self.has_experts(index)):
-            layer.pre_mlp_layernorm.weight.copy_(hf[prefix + "post_attention_layernorm.weight"])
+            layer.pre_mlp_layernorm.weight.copy_(hf["post_attention_layernorm.weight"])
         if self.has_experts(index):
-            self.routed.load(layer.mlp, hf, prefix, place)
+            self.routed.load(layer.mlp, hf, place)
         elif has_mlp:
             weights = mlp_weights(layer.mlp)
-            load_mlp(*weights, hf, prefix + "mlp.", place.tensor, self.mlp_names)
+            load_mlp(*weights, hf.under("mlp."), place.tensor, self.mlp_names)
         if self.streams is not None:
-            self.streams.load(layer, hf, prefix)
+            self.streams.load(layer, hf)
         if self.ngrams and index in self.ngrams.layers:
-            self.ngrams.load(layer.ple, hf, prefix)
+            self.ngrams.load(layer.ple, hf)
 
     def cuts(self, p: ParallelConfig) -> Iterator[Cut]:
         """Yields which numbers of config.json ranks divide."""

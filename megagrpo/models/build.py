@@ -23,7 +23,6 @@ from megagrpo.config.actor import ActorConfig
 from megagrpo.models import internals_0_19
 from megagrpo.models.architecture import Architecture
 from megagrpo.models.body import Body
-from megagrpo.models.family import Family
 from megagrpo.models.fields import Kernels
 from megagrpo.models.kinds.draft.describe import draft_norms
 from megagrpo.models.kinds.draft.layer import DraftLayer, mark_parameters
@@ -34,7 +33,7 @@ from megagrpo.models.layers.lora import add_adapters, is_adapter
 from megagrpo.models.layers.parts import Parts, parts_of
 from megagrpo.models.layers.specs import block_spec, layer_spec
 from megagrpo.models.table import FAMILIES
-from megagrpo.models.tensors import RankPlace, Shard, load_vocabulary
+from megagrpo.models.tensors import HfTensors, RankPlace, Shard, load_vocabulary
 
 _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
 
@@ -162,62 +161,47 @@ def load_hf(chunks: list[Body], arch: Architecture, hf: Mapping[str, Tensor]) ->
     """Copies this rank's slices of the HF tensors (checkpoint names and shapes) into the chunks'
     parameters."""
     place = _place()
-    stored = hf
-    hf = _Named(FAMILIES[arch.family], stored)
+    named = HfTensors(FAMILIES[arch.family], hf)
     with torch.no_grad():
         for chunk in chunks:
             if chunk.pre_process:
                 load_vocabulary(
                     chunk.embedding.word_embeddings.weight,
-                    hf["model.embed_tokens.weight"],
+                    named["model.embed_tokens.weight"],
                     place.tensor,
                 )
                 if arch.vision is not None:
-                    chunk.visual.load_hf(stored)
+                    chunk.visual.load_hf(hf)
             for layer in chunk.decoder.layers:
-                arch.load_layer(layer, hf, place)
+                arch.load_layer(layer, named, place)
             if chunk.post_process:
                 if arch.norms:
-                    chunk.decoder.final_layernorm.weight.copy_(hf["model.norm.weight"])
+                    chunk.decoder.final_layernorm.weight.copy_(named["model.norm.weight"])
                 if arch.streams is not None:
-                    arch.streams.load_head(chunk.decoder.final_layernorm, hf)
+                    arch.streams.load_head(chunk.decoder.final_layernorm, named)
                 if not arch.tied:
-                    load_vocabulary(chunk.output_layer.weight, hf["lm_head.weight"], place.tensor)
+                    load_vocabulary(
+                        chunk.output_layer.weight, named["lm_head.weight"], place.tensor
+                    )
                 elif not chunk.pre_process:  # tied over two pipeline stages: each holds a copy
                     load_vocabulary(
-                        chunk.output_layer.weight, hf["model.embed_tokens.weight"], place.tensor
+                        chunk.output_layer.weight, named["model.embed_tokens.weight"], place.tensor
                     )
             if chunk.draft is not None:
                 for spec in draft_norms(arch):
                     *_, module, _ = spec.name.split(".")
-                    getattr(chunk.draft, module).weight.copy_(hf[spec.name])
-                arch.load_layer(chunk.draft.layer, hf, place)
+                    getattr(chunk.draft, module).weight.copy_(named[spec.name])
+                arch.load_layer(chunk.draft.layer, named, place)
 
 
 def map_tables(chunks: list[Body], arch: Architecture, hf: Mapping[str, Tensor]) -> None:
     """Lets layers read rows of tables that stay in the files of an HF folder. Raises ValueError as
     NGramRows.map_table does."""
-    tables = _Named(FAMILIES[arch.family], hf)
+    tables = HfTensors(FAMILIES[arch.family], hf)
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, NGramRows):
                 module.map_table(tables)
-
-
-class _Named(dict[str, Tensor]):
-    """Looks tensors up by the names and in the shapes that loaders know, whatever the family
-    stores; holds none."""
-
-    def __init__(self, family: Family, stored: Mapping[str, Tensor]):
-        super().__init__()
-        self._family = family
-        self._stored = stored
-
-    def __missing__(self, name: str) -> Tensor:
-        return self._family.stored(self._stored, name)
-
-    def __contains__(self, name: object) -> bool:
-        return self._family.stored_name(str(name)) in self._stored
 
 
 def _place() -> RankPlace:

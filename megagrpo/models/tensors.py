@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from megagrpo.models.stored.quantization import FP8_EXEMPT
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from megagrpo.models.family import Family
 
 # a router, what latent attention projects down, a draft's projection, an indexer, and projections
 # into and out of the space of latent experts, and KDA's into a narrow one
@@ -192,11 +194,30 @@ def load_groups(target: Tensor, parts: Iterable[Tensor], groups: int, shard: Sha
         start = end
 
 
+@dataclass(frozen=True)
+class HfTensors:
+    """The tensors of a Hugging Face model whose names begin with `begin`, by the rest of their
+    names: those, and shapes, that loaders know, whatever the family stores."""
+
+    family: Family
+    stored: Mapping[str, Tensor]
+    begin: str = ""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.family.stored(self.stored, self.begin + name)
+
+    def __contains__(self, name: str) -> bool:
+        return self.family.stored_name(self.begin + name) in self.stored
+
+    def under(self, begin: str) -> HfTensors:
+        """Returns those whose names go on with `begin`."""
+        return replace(self, begin=self.begin + begin)
+
+
 def load_mlp(
     fc1: Tensor,
     fc2: Tensor,
-    hf: Mapping[str, Tensor],
-    prefix: str,
+    hf: HfTensors,
     shard: Shard,
     names: GatedNames = GATED_NAMES,
 ) -> None:
@@ -204,8 +225,8 @@ def load_mlp(
     gate, and fc2 [hidden, width / tp]."""
     inputs = [name for name in (names.gate, names.up) if name]
     for target, name in zip(fc1.chunk(len(inputs)), inputs, strict=True):
-        target.copy_(shard.rows(hf[f"{prefix}{name}.weight"]))
-    fc2.copy_(shard.columns(hf[f"{prefix}{names.down}.weight"]))
+        target.copy_(shard.rows(hf[name + ".weight"]))
+    fc2.copy_(shard.columns(hf[names.down + ".weight"]))
 
 
 def mlp_weights(

@@ -295,8 +295,8 @@ def test_ranks_that_share_a_head_hold_even_parts_of_megatrons_matrix(heads, kv_h
     sizes = {"q": heads, "k": kv_heads, "v": kv_heads}
     hf = {f"{name}_proj.{kind}": torch.randn(number * dim, *hidden) for name, number in sizes.items()}
     whole = torch.empty((heads + 2 * kv_heads) * dim, *hidden)
-    attention.load_qkv(whole, hf, "", kind, Shard(0, 1))
+    attention.load_qkv(whole, hf, kind, Shard(0, 1))
     parts = [torch.full_like(part, torch.nan) for part in whole.chunk(ranks)]
     for rank, part in enumerate(parts):
-        attention.load_qkv(part, hf, "", kind, Shard(rank, ranks))
+        attention.load_qkv(part, hf, kind, Shard(rank, ranks))
     assert torch.equal(torch.cat(parts), whole)

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from megagrpo.models.costs import FP32, LayerCost, Share
-from megagrpo.models.tensors import TensorSpec
+from megagrpo.models.tensors import HfTensors, TensorSpec
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_layer import TransformerLayer
-    from torch import Tensor
     from torch.nn import Module
 
 
@@ -67,16 +66,16 @@ class ResidualStreams(ABC):
         if self.has_head:
             yield from self.place(hidden, self.HEAD, in_layer=False)
 
-    def load(self, layer: TransformerLayer, hf: Mapping[str, Tensor], prefix: str) -> None:
-        """Copies the HF tensors of a layer; prefix: of the layer."""
+    def load(self, layer: TransformerLayer, hf: HfTensors) -> None:
+        """Copies the HF tensors of a layer."""
         for module, begin in self.PLACES.items():
-            self._load(layer.get_submodule(module), hf, prefix + begin)
+            self._load(layer.get_submodule(module), hf.under(begin))
 
-    def load_head(self, head: Module, hf: Mapping[str, Tensor]) -> None:
+    def load_head(self, head: Module, hf: HfTensors) -> None:
         """Copies the HF tensors of what contracts the streams."""
         if self.has_head:
-            self._load(head, hf, self.HEAD)
+            self._load(head, hf.under(self.HEAD))
 
-    def _load(self, module: Module, hf: Mapping[str, Tensor], prefix: str) -> None:
+    def _load(self, module: Module, hf: HfTensors) -> None:
         for name, parameter in module.named_parameters(recurse=False):
-            parameter.copy_(hf[f"{prefix}{name}{self.SUFFIX}"])
+            parameter.copy_(hf[name + self.SUFFIX])

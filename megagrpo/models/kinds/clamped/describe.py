@@ -6,17 +6,16 @@ up. Trainers and engines keep that order, so that loading copies whole matrices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megagrpo.models.kinds.experts.describe import ExpertNames, Experts
 from megagrpo.models.points import Row
-from megagrpo.models.tensors import Cut, RankPlace, TensorSpec, mlp_weights
+from megagrpo.models.tensors import Cut, HfTensors, RankPlace, TensorSpec, mlp_weights
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
-    from torch import Tensor
 
     from megagrpo.config.actor import ActorConfig, ParallelConfig
     from megagrpo.models.fields import Fields, Kernels
@@ -43,15 +42,15 @@ class ClampedExperts(Experts):
         width = self.ffn_size
         return ("gate_up_proj", hidden, 2 * width), ("down_proj", width, hidden)
 
-    def load(self, mlp: MoELayer, hf: Mapping[str, Tensor], prefix: str, place: RankPlace) -> None:
-        prefix += "mlp."
-        mlp.router.weight.copy_(hf[prefix + "router.weight"])
-        mlp.router.bias.copy_(hf[prefix + "router.bias"])
+    def load(self, mlp: MoELayer, hf: HfTensors, place: RankPlace) -> None:
+        hf = hf.under("mlp.")
+        mlp.router.weight.copy_(hf["router.weight"])
+        mlp.router.bias.copy_(hf["router.bias"])
         for local, number in enumerate(mlp.local_expert_indices):
             weights, biases = (mlp_weights(mlp.experts, local, kind) for kind in ("weight", "bias"))
             for (name, *_), weight, bias in zip(self._matrices(0), weights, biases, strict=True):
-                weight.copy_(hf[f"{prefix}experts.{name}"][number].t())
-                bias.copy_(hf[f"{prefix}experts.{name}_bias"][number])
+                weight.copy_(hf[f"experts.{name}"][number].t())
+                bias.copy_(hf[f"experts.{name}_bias"][number])
 
     def cuts(self, p: ParallelConfig) -> Iterator[Cut]:
         """An expert is whole: Megatron would add its last bias once for each rank."""

@@ -3,7 +3,7 @@ with sinks, and behind it keys that stand for several tokens each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,11 +12,9 @@ from megagrpo.models.costs import FP32, LayerCost, Share
 from megagrpo.models.kinds.attention import Attention
 from megagrpo.models.kinds.indexed.describe import BLOCK
 from megagrpo.models.points import Row
-from megagrpo.models.tensors import Cut, Kind, Shard, TensorSpec, layer_index
+from megagrpo.models.tensors import Cut, HfTensors, Kind, Shard, TensorSpec, layer_index
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megagrpo.config.actor import ActorConfig, ParallelConfig
     from megagrpo.models.fields import Fields, Kernels
     from megagrpo.models.kinds.compressed.layer import CompressedMixer
@@ -98,12 +96,10 @@ class CompressedAttention(Attention):
         widths = {"compressor.": self.head_dim} if ratio else {}
         return widths | ({"indexer.compressor.": self.index_dim} if ratio == INDEXED else {})
 
-    def load(
-        self, attention: CompressedMixer, hf: Mapping[str, Tensor], prefix: str, shard: Shard
-    ) -> None:
+    def load(self, attention: CompressedMixer, hf: HfTensors, shard: Shard) -> None:
         """Copies this rank's slices of HF tensors."""
         for spec in self.weights(0, attention.layer_number - 1):
-            whole = hf[prefix + spec.name]
+            whole = hf[spec.name]
             own = shard.part(whole, CUT[spec.name]) if spec.name in CUT else whole
             attention.weight(spec.name).copy_(own)
 

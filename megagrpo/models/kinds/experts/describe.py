@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -13,6 +13,7 @@ from megagrpo.models.tensors import (
     GATED_NAMES,
     Cut,
     GatedNames,
+    HfTensors,
     RankPlace,
     TensorSpec,
     load_mlp,
@@ -22,7 +23,6 @@ from megagrpo.models.tensors import (
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
-    from torch import Tensor
 
     from megagrpo.config.actor import ActorConfig, ParallelConfig
     from megagrpo.models.fields import Fields, Kernels
@@ -120,26 +120,25 @@ class Experts:
             size = latent or hidden
             yield from mlp_tensors(size, self.ffn_size, expert, True, names.projections)
 
-    def load(self, mlp: MoELayer, hf: Mapping[str, Tensor], prefix: str, place: RankPlace) -> None:
-        """Copies this rank's slices of HF tensors into Megatron's parameters; prefix: of the
-        layer."""
+    def load(self, mlp: MoELayer, hf: HfTensors, place: RankPlace) -> None:
+        """Copies this rank's slices of a layer's HF tensors into Megatron's parameters."""
         names = self.names
-        prefix += names.module + "."
-        mlp.router.weight.copy_(hf[prefix + "gate.weight"])
+        hf = hf.under(names.module + ".")
+        mlp.router.weight.copy_(hf["gate.weight"])
         if self.router_bias:
-            mlp.router.expert_bias.copy_(hf[prefix + names.bias])
+            mlp.router.expert_bias.copy_(hf[names.bias])
         if self.shared_ffn_size:
             shared = mlp_weights(mlp.shared_experts)
-            inside = f"{prefix}{names.shared}."
-            load_mlp(*shared, hf, inside, place.tensor, names.shared_projections)
+            inside = hf.under(names.shared + ".")
+            load_mlp(*shared, inside, place.tensor, names.shared_projections)
         if self.shared_gate:
-            mlp.shared_experts.gate_weight.copy_(hf[prefix + "shared_expert_gate.weight"])
+            mlp.shared_experts.gate_weight.copy_(hf["shared_expert_gate.weight"])
         if self.latent_size:
             for name in ("fc1_latent_proj", "fc2_latent_proj"):
-                getattr(mlp, name).weight.copy_(hf[f"{prefix}{name}.weight"])
+                getattr(mlp, name).weight.copy_(hf[name + ".weight"])
         for local, number in enumerate(mlp.local_expert_indices):
-            expert = f"{prefix}experts.{number}."
-            load_mlp(*mlp_weights(mlp.experts, local), hf, expert, place.expert, names.projections)
+            expert = hf.under(f"experts.{number}.")
+            load_mlp(*mlp_weights(mlp.experts, local), expert, place.expert, names.projections)
 
     def cuts(self, p: ParallelConfig) -> Iterator[Cut]:
         """Yields what expert- and tensor-parallel ranks divide."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megagrpo.models.config_json import HfConfig
 from megagrpo.models.costs import FP32, LayerCost, Share
 from megagrpo.models.kinds.recurrence import FLA_CHUNK, Recurrence, recurrent_cost
-from megagrpo.models.tensors import Kind, Shard, TensorSpec, load_groups
+from megagrpo.models.tensors import HfTensors, Kind, Shard, TensorSpec, load_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,9 +82,7 @@ class GatedDelta(Recurrence):
         yield TensorSpec(prefix + "norm.weight", (self.value_dim,), "norm")
         yield TensorSpec(prefix + "out_proj.weight", (hidden, values), "matrix")
 
-    def load(
-        self, layer: GatedDeltaNet, hf: Mapping[str, Tensor], prefix: str, shard: Shard
-    ) -> None:
+    def load(self, layer: GatedDeltaNet, hf: HfTensors, shard: Shard) -> None:
         """Copies this rank's slices of HF tensors, whose rows stand mostly kind by kind, into rows
         that stand key head by key head."""
         heads = self.key_heads
@@ -94,14 +92,14 @@ class GatedDelta(Recurrence):
             return [mixed[:keys], mixed[keys : 2 * keys], mixed[2 * keys :]]
 
         names = ("qkvz", "ba") if self.grouped else ("qkv", "z", "b", "a")
-        inputs = [hf[f"{prefix}in_proj_{name}.weight"] for name in names]
+        inputs = [hf[f"in_proj_{name}.weight"] for name in names]
         rows = inputs if self.grouped else by_kind(inputs[0]) + inputs[1:]
         load_groups(layer.in_proj.weight, rows, heads, shard)
-        load_groups(layer.conv1d, by_kind(hf[prefix + "conv1d.weight"]), heads, shard)
-        layer.A_log.copy_(shard.rows(hf[prefix + "A_log"]))
-        layer.dt_bias.copy_(shard.rows(hf[prefix + "dt_bias"]))
-        layer.norm.copy_(hf[prefix + "norm.weight"])
-        layer.out_proj.weight.copy_(shard.columns(hf[prefix + "out_proj.weight"]))
+        load_groups(layer.conv1d, by_kind(hf["conv1d.weight"]), heads, shard)
+        layer.A_log.copy_(shard.rows(hf["A_log"]))
+        layer.dt_bias.copy_(shard.rows(hf["dt_bias"]))
+        layer.norm.copy_(hf["norm.weight"])
+        layer.out_proj.weight.copy_(shard.columns(hf["out_proj.weight"]))
 
     def cost(self, at: Share) -> LayerCost:
         """Returns the cost of one for a micro-batch."""

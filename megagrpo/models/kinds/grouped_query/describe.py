@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from megagrpo.models.config_json import HfConfig, Rotary
 from megagrpo.models.costs import FP32, LayerCost, Share
 from megagrpo.models.kinds.attention import Attention
 from megagrpo.models.points import Row
-from megagrpo.models.tensors import Cut, Kind, Shard, TensorSpec
+from megagrpo.models.tensors import Cut, HfTensors, Kind, Shard, TensorSpec
 
 if TYPE_CHECKING:
     from megatron.core.transformer.attention import SelfAttention
@@ -89,25 +89,21 @@ class GroupedQuery(Attention):
                 width = dim * heads if self.norm_over_heads else dim
                 yield TensorSpec(f"{prefix}{name}.weight", (width,), norm)
 
-    def load(
-        self, attention: SelfAttention, hf: Mapping[str, Tensor], prefix: str, shard: Shard
-    ) -> None:
+    def load(self, attention: SelfAttention, hf: HfTensors, shard: Shard) -> None:
         """Copies this rank's slices of HF tensors into Megatron's parameters."""
-        self.load_qkv(attention.linear_qkv.weight, hf, prefix, "weight", shard)
+        self.load_qkv(attention.linear_qkv.weight, hf, "weight", shard)
         if self.qkv_bias:
-            self.load_qkv(attention.linear_qkv.bias, hf, prefix, "bias", shard)
-        attention.linear_proj.weight.copy_(shard.columns(hf[prefix + "o_proj.weight"]))
+            self.load_qkv(attention.linear_qkv.bias, hf, "bias", shard)
+        attention.linear_proj.weight.copy_(shard.columns(hf["o_proj.weight"]))
         if self.output_bias:
-            attention.linear_proj.bias.copy_(hf[prefix + "o_proj.bias"])
+            attention.linear_proj.bias.copy_(hf["o_proj.bias"])
         if self.sinks:
-            attention.core_attention.softmax_offset.copy_(shard.rows(hf[prefix + "sinks"]))
+            attention.core_attention.softmax_offset.copy_(shard.rows(hf["sinks"]))
         if self.qk_norm:
-            attention.q_layernorm.weight.copy_(hf[prefix + "q_norm.weight"])
-            attention.k_layernorm.weight.copy_(hf[prefix + "k_norm.weight"])
+            attention.q_layernorm.weight.copy_(hf["q_norm.weight"])
+            attention.k_layernorm.weight.copy_(hf["k_norm.weight"])
 
-    def load_qkv(
-        self, parameter: Tensor, hf: Mapping[str, Tensor], prefix: str, kind: str, shard: Shard
-    ) -> None:
+    def load_qkv(self, parameter: Tensor, hf: HfTensors, kind: str, shard: Shard) -> None:
         """Loads Megatron's order: for each key/value head [q of its heads, their gates, k, v].
 
         In files a head's gate follows its query. Ranks that share a key/value head hold even parts
@@ -117,7 +113,7 @@ class GroupedQuery(Attention):
         groups, dim = self.kv_heads, self.head_dim
         heads = self.heads // groups
         halves = 1 + self.output_gate
-        q, k, v = (hf[f"{prefix}{name}_proj.{kind}"] for name in "qkv")
+        q, k, v = (hf[f"{name}_proj.{kind}"] for name in "qkv")
         tail = q.shape[1:]  # (hidden,) for the weight, () for the bias
         query = q.view(groups, heads, halves, dim, *tail)
         key = k.view(groups, 1, dim, *tail)

@@ -3,16 +3,15 @@ first layers a table of the vocabulary chooses them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megagrpo.models.kinds.experts.describe import Experts
-from megagrpo.models.tensors import RankPlace, TensorSpec, layer_index
+from megagrpo.models.tensors import HfTensors, RankPlace, TensorSpec, layer_index
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
-    from torch import Tensor
 
     from megagrpo.config.actor import ActorConfig
     from megagrpo.models.fields import Fields, Kernels
@@ -41,13 +40,13 @@ class HashedExperts(Experts):
             else:
                 yield spec
 
-    def load(self, mlp: MoELayer, hf: Mapping[str, Tensor], prefix: str, place: RankPlace) -> None:
+    def load(self, mlp: MoELayer, hf: HfTensors, place: RankPlace) -> None:
         own = self
-        if layer_index(prefix) < self.hashed:
-            mlp.router.table.copy_(hf[f"{prefix}{self.names.module}.{_TABLE}"])
+        if layer_index(hf.begin) < self.hashed:
+            mlp.router.table.copy_(hf[f"{self.names.module}.{_TABLE}"])
             mlp.router.expert_bias.zero_()  # Megatron's routers have it all the same
             own = replace(self, router_bias=False)
-        super(HashedExperts, own).load(mlp, hf, prefix, place)
+        super(HashedExperts, own).load(mlp, hf, place)
 
     def fields(self, actor: ActorConfig, kernels: Kernels) -> Fields:
         """A sigmoid router's but for the function; the fused kernel does not know a table."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megagrpo.models.config_json import HfConfig
 from megagrpo.models.costs import FP32, LayerCost, Share
-from megagrpo.models.tensors import TensorSpec
+from megagrpo.models.tensors import HfTensors, TensorSpec
 
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-    from torch import Tensor
 
     from megagrpo.config.actor import ActorConfig
     from megagrpo.models.fields import Fields, Kernels
@@ -75,11 +74,11 @@ class LightningIndexer:
             shape = (self.pool, self.head_dim)
             yield TensorSpec(places, shape, "matrix", dtype="float32", trained=False)
 
-    def load(self, attention: MLASelfAttention, hf: Mapping[str, Tensor], prefix: str) -> None:
+    def load(self, attention: MLASelfAttention, hf: HfTensors) -> None:
         """Loads the indexer whole, if the layer has one."""
         if (indexer := attention.core_attention.indexer) is not None:
             for name, parameter in indexer.named_parameters():
-                parameter.copy_(hf[f"{prefix}indexer.{name}"])
+                parameter.copy_(hf["indexer." + name])
 
     def fields(self, actor: ActorConfig, kernels: Kernels) -> Fields:
         """Returns the fields of sparse attention; without dsa_indexer_loss_coeff its indexer is not

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megagrpo.models.config_json import HfConfig
 from megagrpo.models.costs import FP32, LayerCost, Share
 from megagrpo.models.kinds.recurrence import FLA_CHUNK, Recurrence, recurrent_cost
-from megagrpo.models.tensors import Kind, Shard, TensorSpec, load_groups
+from megagrpo.models.tensors import HfTensors, Kind, Shard, TensorSpec, load_groups
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megagrpo.models.kinds.kda.layer import KimiDeltaAttention
 
 _SIZES = ("num_heads", "head_dim", "short_conv_kernel_size")
@@ -107,25 +105,23 @@ class Kda(Recurrence):
         yield TensorSpec(prefix + "o_norm.weight", (self.dim,), "norm")
         yield TensorSpec(prefix + "o_proj.weight", (hidden, values), "matrix")
 
-    def load(
-        self, layer: KimiDeltaAttention, hf: Mapping[str, Tensor], prefix: str, shard: Shard
-    ) -> None:
+    def load(self, layer: KimiDeltaAttention, hf: HfTensors, shard: Shard) -> None:
         """Copies this rank's slices of HF tensors, whose rows stand kind by kind, into rows that
         stand head by head."""
-        inputs = [hf[f"{prefix}{name}_proj.weight"] for name in "qkvb"]
+        inputs = [hf[f"{name}_proj.weight"] for name in "qkvb"]
         load_groups(layer.in_proj.weight, inputs, self.heads, shard)
-        kernels = [hf[f"{prefix}{name}_conv1d.weight"] for name in "qkv"]
+        kernels = [hf[f"{name}_conv1d.weight"] for name in "qkv"]
         load_groups(layer.conv1d, kernels, self.heads, shard)
         for name, down, up in (
             ("f", layer.decay_down, layer.decay_up),
             ("g", layer.gate_down, layer.gate_up),
         ):
-            down.weight.copy_(hf[f"{prefix}{name}_a_proj.weight"])
-            up.weight.copy_(shard.rows(hf[f"{prefix}{name}_b_proj.weight"]))
-        layer.A_log.copy_(shard.rows(hf[prefix + "A_log"].flatten()))
-        layer.dt_bias.copy_(shard.rows(hf[prefix + "dt_bias"]))
-        layer.norm.copy_(hf[prefix + "o_norm.weight"])
-        layer.out_proj.weight.copy_(shard.columns(hf[prefix + "o_proj.weight"]))
+            down.weight.copy_(hf[f"{name}_a_proj.weight"])
+            up.weight.copy_(shard.rows(hf[f"{name}_b_proj.weight"]))
+        layer.A_log.copy_(shard.rows(hf["A_log"].flatten()))
+        layer.dt_bias.copy_(shard.rows(hf["dt_bias"]))
+        layer.norm.copy_(hf["o_norm.weight"])
+        layer.out_proj.weight.copy_(shard.columns(hf["o_proj.weight"]))
 
     def cost(self, at: Share) -> LayerCost:
         """Returns the cost of one for a micro-batch."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,11 +12,10 @@ from megagrpo.models.costs import FP32, LayerCost, Share
 from megagrpo.models.kinds.attention import Attention
 from megagrpo.models.kinds.indexed.describe import LightningIndexer
 from megagrpo.models.points import Row
-from megagrpo.models.tensors import Kind, Shard, TensorSpec, layer_index
+from megagrpo.models.tensors import HfTensors, Kind, Shard, TensorSpec, layer_index
 
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-    from torch import Tensor
 
     from megagrpo.config.actor import ActorConfig
     from megagrpo.models.fields import Fields, Kernels
@@ -73,17 +72,15 @@ class LatentAttention(Attention):
             inside = f"{prefix}{self.MODULE}.indexer."
             yield from self.indexer.tensors(hidden, self.q_lora_rank or 0, inside)
 
-    def load(
-        self, attention: MLASelfAttention, hf: Mapping[str, Tensor], prefix: str, shard: Shard
-    ) -> None:
+    def load(self, attention: MLASelfAttention, hf: HfTensors, shard: Shard) -> None:
         """Loads down projections whole and up projections by heads, which lie one after the other
         on both sides; the indexer whole, if the layer has one."""
         for name, module, _, dim in self._weights():
-            weight = hf[f"{prefix}{name}.weight"]
+            weight = hf[name + ".weight"]
             own = weight if dim is None else shard.part(weight, dim)
             attention.get_submodule(module).weight.copy_(own)
         if self.indexer is not None:
-            self.indexer.load(attention, hf, prefix)
+            self.indexer.load(attention, hf)
 
     def _weights(self, hidden: int = 0) -> Iterator[tuple[str, str, tuple[int, ...], int | None]]:
         """Yields the names that files and Megatron have, shape, and the dimension that

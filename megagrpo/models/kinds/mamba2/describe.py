@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megagrpo.models.config_json import HfConfig
 from megagrpo.models.costs import FP32, LayerCost, Share
 from megagrpo.models.kinds.recurrence import Recurrence, recurrent_cost
-from megagrpo.models.tensors import Kind, Shard, TensorSpec, load_groups
+from megagrpo.models.tensors import HfTensors, Kind, Shard, TensorSpec, load_groups
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megagrpo.models.kinds.mamba2.layer import Mamba2Mixer
 
 KERNEL_CHUNK = 128  # tokens that mamba-ssm's kernels compute at once
@@ -81,20 +79,20 @@ class Mamba2(Recurrence):
         yield TensorSpec(prefix + "gated_norm.weight", (self.values,), "norm")
         yield TensorSpec(prefix + "out_proj.weight", (hidden, self.values), "matrix")
 
-    def load(self, layer: Mamba2Mixer, hf: Mapping[str, Tensor], prefix: str, shard: Shard) -> None:
+    def load(self, layer: Mamba2Mixer, hf: HfTensors, shard: Shard) -> None:
         """Copies this rank's slices of HF tensors, whose rows stand kind by kind, into rows that
         stand group by group."""
         width = self.groups * self.state
         channels = (self.values, width, width)
-        inputs = hf[prefix + "in_proj.weight"].split((self.values, *channels, self.heads))
+        inputs = hf["in_proj.weight"].split((self.values, *channels, self.heads))
         load_groups(layer.in_proj.weight, inputs, self.groups, shard)
         for name, target in (("weight", layer.conv1d), ("bias", layer.conv_bias)):
-            mixed = hf[f"{prefix}conv1d.{name}"].split(channels)
+            mixed = hf[f"conv1d.{name}"].split(channels)
             load_groups(target, mixed, self.groups, shard)
         for name in ("A_log", "D", "dt_bias"):
-            getattr(layer, name).copy_(shard.rows(hf[prefix + name]))
-        layer.norm.copy_(shard.rows(hf[prefix + "gated_norm.weight"]))
-        layer.out_proj.weight.copy_(shard.columns(hf[prefix + "out_proj.weight"]))
+            getattr(layer, name).copy_(shard.rows(hf[name]))
+        layer.norm.copy_(shard.rows(hf["gated_norm.weight"]))
+        layer.out_proj.weight.copy_(shard.columns(hf["out_proj.weight"]))
 
     def cost(self, at: Share) -> LayerCost:
         """Returns the cost of one for a micro-batch."""

@@ -7,17 +7,15 @@ memory. Its rows are chosen by hashes, one for each head of each length of n-gra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 from megagrpo.models.config_json import HfConfig, end_tokens
-from megagrpo.models.tensors import Kind, TensorSpec, layer_prefix
+from megagrpo.models.tensors import HfTensors, Kind, TensorSpec, layer_prefix
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megagrpo.models.kinds.ngrams.layer import NGramRows
 
 _MODULE = "ple."  # of files, in a layer
@@ -115,10 +113,10 @@ class NGrams:
         for name, shape in self.shapes(hidden, streams).items():
             yield TensorSpec(f"{prefix}{_MODULE}{name}", shape, _KINDS[len(shape) - 1])
 
-    def load(self, rows: NGramRows, hf: Mapping[str, Tensor], prefix: str) -> None:
-        """Copies the HF tensors of a layer, which every rank has whole; prefix: of the layer."""
+    def load(self, rows: NGramRows, hf: HfTensors) -> None:
+        """Copies the HF tensors of a layer, which every rank has whole."""
         for name, parameter in rows.named_parameters():
-            parameter.copy_(hf[prefix + _MODULE + name.replace("/", ".")])
+            parameter.copy_(hf[_MODULE + name.replace("/", ".")])
 
 
 def _mixed(number: int) -> int:

@@ -10,7 +10,7 @@ gates alone, a number a stream, and each computes the values of all its tokens.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -25,6 +25,7 @@ from megagrpo.models.kinds.hyper_connections.layer import StreamLayer
 from megagrpo.models.kinds.ngrams.describe import NGrams
 from megagrpo.models.kinds.recurrent import again
 from megagrpo.models.layers.whole_linear import whole_parameter
+from megagrpo.models.tensors import HfTensors
 
 _LEAST = 1e-6  # of a product's root
 
@@ -43,7 +44,7 @@ class NGramRows(torch.nn.Module):
             parameter = whole_parameter(config, shape, config.params_dtype)
             self.register_parameter(name.replace(".", "/"), parameter)
 
-    def map_table(self, hf: Mapping[str, Tensor]) -> None:
+    def map_table(self, hf: HfTensors) -> None:
         """Lets rows be read from a folder's files, of which the mapping's tensors are memory maps.
         Raises ValueError, naming the tensor, if files have other hashes than config.json, or a scale."""
         self._table = [hf[spec.name] for spec in self._own.table(self._index)]

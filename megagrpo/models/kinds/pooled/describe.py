@@ -3,7 +3,7 @@ a frozen indexer chooses, and the tokens behind the last whole block."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -11,11 +11,10 @@ from megagrpo.models.config_json import HfConfig
 from megagrpo.models.costs import FP32, LayerCost, Share
 from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.kinds.indexed.describe import BLOCK
-from megagrpo.models.tensors import Kind, Shard, TensorSpec
+from megagrpo.models.tensors import HfTensors, Kind, Shard, TensorSpec
 
 if TYPE_CHECKING:
     from megatron.core.transformer.attention import SelfAttention
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +62,10 @@ class PooledQuery(GroupedQuery):
         for spec in self.index_tensors(hidden):
             yield replace(spec, name=f"{prefix}indexer.{spec.name}")
 
-    def load(
-        self, attention: SelfAttention, hf: Mapping[str, Tensor], prefix: str, shard: Shard
-    ) -> None:
-        super().load(attention, hf, prefix, shard)
+    def load(self, attention: SelfAttention, hf: HfTensors, shard: Shard) -> None:
+        super().load(attention, hf, shard)
         for name, parameter in attention.core_attention.indexer.named_parameters():
-            parameter.copy_(hf[f"{prefix}indexer.{name}"])
+            parameter.copy_(hf["indexer." + name])
 
     def cost(self, at: Share) -> LayerCost:
         """Returns the cost of a layer's attention for a micro-batch, as torch computes it, block of
