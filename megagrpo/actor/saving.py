@@ -75,10 +75,10 @@ def _check_kind_of_optimizer(actor: MegatronActor, metadata: dict, folder: Path)
     saved = metadata.get(_KIND, {})
     here = _kind_of_optimizer(actor)
     if saved != here:
-        names = [name for name in _KIND_FIELDS if saved.get(name) != here.get(name)]
         text = "; ".join(
             f"{name} {saved.get(name, 'not set')}, here {here.get(name, 'not set')}"
-            for name in names
+            for name in _KIND_FIELDS
+            if saved.get(name) != here.get(name)
         )
         raise ValueError(
             f"checkpoint {folder} was written with other settings in "

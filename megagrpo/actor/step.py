@@ -30,7 +30,7 @@ from megagrpo.algo.rollouts import TokenCounts, rollouts_of, to_samples, token_c
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.models.body import Body
 from megagrpo.models.table import training_flops
-from megagrpo.types import Batch, MicroBatch, ReferenceStates, on_device
+from megagrpo.types import Batch, MicroBatch, ReferenceStates, Streams, on_device
 
 _COUNTS = ("updates", "padded", "real", "tokens")  # sums of a pass that are no metrics
 # of an update, by its denominators; others are sums
@@ -348,10 +348,7 @@ def _loss_inputs(
         old = rollout
     else:  # one update a step: the policy before it is the one being differentiated, bit for bit
         old = values.logprobs.detach()
-    weights: dict[str, Tensor] = {}
-    teacher = None
-    if batch.streams is not None:
-        weights, teacher = batch.streams.weights, batch.streams.teacher_logprobs
+    streams = batch.streams or Streams({})
     return LossInputs(
         logprobs=values.logprobs,
         entropy=values.entropy,
@@ -365,8 +362,8 @@ def _loss_inputs(
         full_kl=values.full_kl,
         policy_weights=mine(batch.correction.weights),
         counted_tokens=on_device(counted[micro.members], values.logprobs.device),
-        weights={name: micro.at_trained(each) for name, each in weights.items()},
-        teacher_logprobs=mine(teacher),
+        weights={name: micro.at_trained(each) for name, each in streams.weights.items()},
+        teacher_logprobs=mine(streams.teacher_logprobs),
     )
 
 

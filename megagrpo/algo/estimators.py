@@ -195,8 +195,7 @@ def optimal_token_baseline(inputs: EstimatorInputs, options: OptimalTokenAdvanta
     assert inputs.squared_gradients is not None, "see AlgorithmConfig.needs_old_logprobs"
     sampled = inputs.sampled
     counts = row_counts(sampled, inputs.lengths)
-    width = int(inputs.reduce(torch.tensor(max(counts.tolist(), default=0)), "max"))
-    inside = torch.arange(width) < counts[:, None]
+    inside = torch.arange(max(counts.tolist(), default=0)) < counts[:, None]
     rows, steps = inside.nonzero().unbind(1)
     groups = inputs.group_ids[rows]
     energies = torch.zeros(inside.shape, dtype=torch.float64)
@@ -204,9 +203,15 @@ def optimal_token_baseline(inputs: EstimatorInputs, options: OptimalTokenAdvanta
     energies = energies.cumsum(1)[inside]
     returns = discounted_returns(inputs, gamma=1.0)[sampled]
     advantages = returns - inputs.stats.mean[groups]  # as in optimal_baseline
-    # the weights of a group's t-th tokens, and behind all of them the products
-    ids = groups * width + steps
-    size = len(inputs.stats.count) * width
+    # not by whether this rank has rewards of tokens: others may have them in the same group
+    same = returns == inputs.totals[rows]
+    advantages.masked_fill_(inputs.stats.degenerate[groups] & same, 0.0)
+    # the weights of a group's t-th tokens, up to its longest response, and behind all of them the
+    # products
+    longest = torch.zeros_like(inputs.stats.count)
+    longest = inputs.reduce(longest.scatter_reduce_(0, inputs.group_ids, counts, "amax"), "max")
+    ids = (longest.cumsum(0) - longest)[groups] + steps
+    size = int(longest.sum())
     sums, number = exact_group_sums(
         torch.cat((energies, energies * advantages)),
         torch.cat((ids, ids + size)),
@@ -215,11 +220,9 @@ def optimal_token_baseline(inputs: EstimatorInputs, options: OptimalTokenAdvanta
     )
     total, weighted = sums.view(2, size)
     advantages -= (weighted / total.masked_fill(total == 0, 1.0))[ids]
-    if inputs.token_rewards is None:
-        advantages.masked_fill_(inputs.stats.degenerate[groups], 0.0)
     single = returns if options.single_sample == "raw" else 0.0
-    advantages = torch.where(number[ids] == 1, single, advantages)
-    return torch.zeros(len(sampled), dtype=torch.float64).masked_scatter_(sampled, advantages)
+    found = torch.where(number[ids] == 1, single, advantages)
+    return torch.zeros(len(sampled), dtype=torch.float64).masked_scatter_(sampled, found)
 
 
 def gdpo(inputs: EstimatorInputs, options: GdpoAdvantage) -> Tensor:

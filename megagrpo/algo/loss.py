@@ -193,7 +193,8 @@ def _stream_values(name: str, inputs: LossInputs, algorithm: AlgorithmConfig) ->
         case _ if options is not None and options.loss == "reverse_kl":
             assert inputs.teacher_logprobs is not None, "see Streams"
             gaps = inputs.teacher_logprobs - inputs.old_logprobs
-            advantages = _limited(gaps, options.loss_max)
+            limit = options.loss_max or torch.inf
+            advantages = gaps.clamp(-limit, limit)
             policy = _policy(inputs, advantages, inputs.weights[name] != 0, algorithm)
             return _corrected(policy, inputs)
         case _:
@@ -284,12 +285,6 @@ def count_streams(tokens: dict[str, Tensor], rows: Tensor, reduce: Reduce) -> di
     return dict(zip(tokens, reduce(sums, "sum").tolist(), strict=True))
 
 
-def _limited(values: Tensor, limit: float | None) -> Tensor:
-    if limit is None:
-        return values
-    return values.clamp(-limit, limit)
-
-
 def candidate_gaps(logprobs: Tensor, teacher: Tensor, options: DistillationConfig) -> Tensor:
     """Returns the loss of each position [R] from the log-probabilities of k tokens, [R, k], under
     policy and teacher. arXiv 2606.30406, eq. 5; the plain sums: verl's docs/algo/opd.md.
@@ -310,4 +305,5 @@ def candidate_gaps(logprobs: Tensor, teacher: Tensor, options: DistillationConfi
     gaps = p.exp() * (p - q)
     if not plain:
         gaps = gaps - p.exp() + q.exp()
-    return _limited(gaps.sum(-1), options.loss_max)
+    limit = options.loss_max or torch.inf
+    return gaps.sum(-1).clamp(-limit, limit)

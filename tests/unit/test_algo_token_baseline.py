@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megagrpo.algo.estimators import squared_gradients
+from megagrpo.algo.estimators import EstimatorInputs, optimal_token_baseline, squared_gradients
+from megagrpo.algo.statistics import alone, group_statistics
 from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.objective.estimators import OptimalTokenAdvantage
 from megagrpo.types import Batch
 from tests.unit.algo_inputs import batch_of, of_policy, with_advantages
 
@@ -34,6 +36,32 @@ def test_optimal_token_baseline_weighs_by_squared_gradients_so_far():
         replace(batch, rewards=replace(batch.rewards, values=torch.full((3,), 0.7).double())), advantage=options
     )
     assert not constant.any()
+
+
+def test_optimal_token_baseline_of_a_rank_is_that_of_the_whole():
+    """A group of equal rewards, of which only another rank has rewards of tokens, and one long response in another."""
+    lengths, ids, rewards = torch.tensor([4, 4, 40, 3]), torch.tensor([0, 0, 1, 1]), torch.tensor([1, 1, 1, 0]).double()
+    squares, reduced, options = torch.arange(1, 52).double(), [], OptimalTokenAdvantage(name="optimal_token_baseline")
+
+    def record(tensor: torch.Tensor, op: str) -> torch.Tensor:
+        reduced.append(tensor)
+        return tensor
+
+    def of(rows: slice, tokens: slice, early: torch.Tensor | None, reduce) -> torch.Tensor:
+        own, valid = rewards[rows], torch.ones(len(rewards[rows]), dtype=torch.bool)
+        last = own if early is None else own - torch.tensor([0.5, 0, 0, 0])
+        stats = group_statistics(rewards, ids, 2, torch.ones(4, dtype=torch.bool), alone)
+        rest = (ids[rows], valid, lengths[rows], torch.ones(len(squares[tokens]), dtype=torch.bool), stats, reduce)
+        inputs = EstimatorInputs(last, early, own, None, None, None, *rest, squared_gradients=squares[tokens])
+        return optimal_token_baseline(inputs, options)
+
+    early = torch.zeros(51).double()
+    early[1] = 0.5
+    whole = of(slice(None), slice(None), early, record)
+    assert whole[4:8].any(), "the other response's rewards came earlier"
+    assert max(map(torch.numel, reduced)) <= 4 * 2 * (4 + 40), "sums for tokens that a group has, on each rank"
+    # what all ranks reduce is the same on each
+    assert torch.equal(of(slice(1, None), slice(4, None), None, lambda tensor, op: reduced.pop(0)), whole[4:])
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])
