@@ -32,6 +32,7 @@ class Family:
     REQUIRED_KEYS: ClassVar[tuple[str, ...]] = ()  # of config.json, besides the common ones
     ROPE_SCALING_REFUSALS = staticmethod(llama3_refusals)
     PARTIAL_ROTARY: ClassVar[bool] = False  # rotary embedding may apply to part of a head
+    ROPE_THETA: ClassVar[float] = 10_000.0  # transformers' and engines', if config.json has none
     LOADS_ATTENTION_BIAS: ClassVar[bool] = False
     FP8_REFUSAL: ClassVar[str] = ""  # why engines cannot have weights of such a model in FP8
     SHARES_ATTENTION: ClassVar[bool] = True  # with SGLang's enable_dp_attention
@@ -49,7 +50,7 @@ class Family:
 
     def common(self, hf: HfConfig) -> HfConfig:
         """Returns a config.json with the keys that other families have."""
-        return hf
+        return {"rope_theta": self.ROPE_THETA, **hf}
 
     def refusals(self, hf: HfConfig) -> list[str]:
         """Returns what would fail, or be silently wrong, with this config.json: missing keys,

@@ -17,6 +17,7 @@ from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 from megagrpo.models.table import FAMILIES, architecture_of, model_problems
 from megagrpo.models.tensors import Shard
 from megagrpo.system.environment import child_environment
+from megagrpo.system.torchvision import prepare_torchvision
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
 from tests.experiments import QUICKSTART, ROOT, python
 
@@ -155,6 +156,25 @@ def test_the_base_of_rotary_embedding_is_the_one_that_engines_read(changes, thet
     hf = hf_config(TinyModelConfig(path="x", family="qwen3"))
     del hf["rope_theta"]
     assert architecture_of(hf | changes).attention.rotary.theta == theta
+
+
+def without_theta(hf: dict) -> dict:
+    parts = {key: without_theta(value) if isinstance(value, dict) else value for key, value in hf.items()}
+    return {key: value for key, value in parts.items() if key != "rope_theta"}
+
+
+def test_a_base_that_config_json_lacks_is_that_of_transformers_class():
+    """Engines have it from there."""
+    prepare_torchvision()
+    from transformers import CONFIG_MAPPING
+
+    found, expected = {}, {}
+    for family in FAMILIES.keys() & CONFIG_MAPPING.keys():
+        kind = CONFIG_MAPPING[family]
+        expected[family] = getattr(kind.sub_configs.get("text_config", kind), "default_theta", 1e4)
+        hf = without_theta(hf_config(TinyModelConfig(path="x", family=family)))
+        found[family] = architecture_of(hf).attention.rotary.theta
+    assert found == expected and len(set(found.values())) > 4
 
 
 @pytest.mark.parametrize("family", FAMILIES)

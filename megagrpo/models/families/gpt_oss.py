@@ -22,6 +22,7 @@ _WHOLE = "full_attention"
 class GptOss(Family):
     """Files are in MXFP4; engines get bfloat16."""
 
+    ROPE_THETA = 150_000.0
     REQUIRED_KEYS = (
         "num_local_experts",
         "num_experts_per_tok",

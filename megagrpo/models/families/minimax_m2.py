@@ -24,6 +24,7 @@ _EXPECTED = {
 class MiniMaxM2(Family):
     """Grouped-query attention with Mixtral's names of experts."""
 
+    ROPE_THETA = 5e6
     REQUIRED_KEYS = ("num_local_experts", "num_experts_per_tok", "rotary_dim", *_EXPECTED)
     ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
     PARTIAL_ROTARY = True

@@ -65,6 +65,7 @@ def _count(hf: HfConfig) -> str:
 class Mixtral(Family):
     """Llama's attention."""
 
+    ROPE_THETA = 1e6
     SHARES_ATTENTION = False
     REQUIRED_KEYS = ("num_local_experts", "num_experts_per_tok")
 

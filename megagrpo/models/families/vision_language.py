@@ -29,12 +29,14 @@ class Seeing(Family):
 class Qwen25VL(Seeing, Qwen2):
     """Qwen2.5 with a tower of windowed attention."""
 
+    ROPE_THETA = 1e6
     KIND = "qwen2_5_vl"
 
 
 class Qwen3VL(Seeing, Qwen3):
     """Qwen3 with a tower whose inner features are added behind the first layers, too."""
 
+    ROPE_THETA = 500_000.0
     KIND = "qwen3_vl"
 
 
