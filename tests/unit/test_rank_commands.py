@@ -10,7 +10,8 @@ from megagrpo import cli
 from megagrpo.cluster import machine
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.certify.tiny_model import hf_config
-from tests.experiments import QUICKSTART, python
+from megagrpo.tools.ranks import start
+from tests.experiments import QUICKSTART, experiment, python
 
 # Starts an export, or is its ranks: those of the first start another one, whose ranks fail.
 _TWO_EXPORTS = """
@@ -73,6 +74,16 @@ def test_a_forked_rank_ends_whatever_its_threads_do(tmp_path):
     python(tmp_path / "forked.py", tmp_path / "run")
     (report,) = RunFolder(tmp_path / "run").error_reports("trainer", True)
     assert report.read_text() == "the disk is full"
+
+
+def test_ranks_fork_only_if_the_experiment_is_for_a_cpu(tmp_path, monkeypatch):
+    """The process that they fork from hides GPUs: asked why there is none, they would name that."""
+    asked = []
+    monkeypatch.setattr(start, "trainer_gpus", lambda config: [])
+    monkeypatch.setattr(start, "torchrun", lambda ranks, forks: asked.append(forks) or ["-c", ""])
+    for actor in ({}, {"dtype": "bfloat16"}, {"device": "cuda"}, {"dtype": "bfloat16", "device": "cpu"}):
+        assert start.train_ranks(experiment(output_dir=str(tmp_path), actor=actor), "export", []) == 0
+    assert asked == [True, False, False, True]
 
 
 def test_two_exports_of_a_run_leave_each_other_alone(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megagrpo.check.problems import refuse_layout
+from megagrpo.check.rules.placement import needs_gpus
 from megagrpo.checkpoint.folder import latest
 from megagrpo.cluster.machine import ENDING, own_copy, trainer_gpus, trainer_variables
 from megagrpo.cluster.supervise import ALONE, Launch, torchrun
@@ -34,7 +35,8 @@ def train_ranks(config: ExperimentConfig, name: str, words: list[str]) -> int:
     files = f"{name}_{secrets.token_hex(4)}"  # another one may run in this folder
     with Launch(config.run_folder, name, end=ENDING, ranks=files) as launch:
         command = [name, own_copy(config, files), *words]
-        options = [*torchrun(ranks, forks=not gpus), *ALONE]
+        # a process that hides GPUs before it forks cannot say why there are none
+        options = [*torchrun(ranks, forks=not (gpus or needs_gpus(config))), *ALONE]
         env = trainer_variables(config, min(gpus, ranks))
         launch.status = launch.watch(launch.start_ranks(command, options, env))
     return launch.status
