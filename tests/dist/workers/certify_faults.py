@@ -4,7 +4,7 @@ Each fault is a context manager around one case of the certificate.
 """
 
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,7 @@ from megagrpo.models.kinds.mamba2.layer import Mamba2Mixer
 from megagrpo.models.kinds.ngrams.layer import NGramRows
 from megagrpo.models.kinds.pooled.layer import MeanIndexer
 from megagrpo.models.layers import parts as layer_parts
-from megagrpo.models.tensors import Shard
+from megagrpo.models.tensors import HfTensors, Shard
 from megagrpo.tools.certify import measure
 
 
@@ -131,9 +131,9 @@ def _label_of_local_neighbor() -> AbstractContextManager[None]:
 
 
 class _CutTensors(UserDict[str, Tensor]):
-    """A checkpoint that has only this rank's rows of the tensors whose names end so."""
+    """Tensors of a part, but only this rank's rows of those whose names end so."""
 
-    def __init__(self, whole: Mapping[str, Tensor], shard: Shard, *ends: str):
+    def __init__(self, whole: HfTensors, shard: Shard, *ends: str):
         self.data, self._shard, self._ends = whole, shard, ends
 
     def __getitem__(self, name: str) -> Tensor:
@@ -145,8 +145,8 @@ def _loaded_cut(kind: type, *ends: str) -> AbstractContextManager[None]:
     """Attention of a kind is loaded with this rank's rows of the tensors whose names end so."""
     load = kind.load
 
-    def load_cut(own, attention, hf, prefix, shard):
-        load(own, attention, _CutTensors(hf, shard, *ends), prefix, shard)
+    def load_cut(own, attention, hf, shard):
+        load(own, attention, _CutTensors(hf, shard, *ends), shard)
 
     return patch.multiple(kind, load=load_cut)
 
@@ -301,18 +301,18 @@ def _sinks_of_another_rank() -> AbstractContextManager[None]:
     """Each rank has the sinks of another one's heads."""
     load = GroupedQuery.load
 
-    def load_turned(own, attention, hf, prefix, shard):
-        sinks = hf[prefix + "sinks"]
+    def load_turned(own, attention, hf, shard):
+        sinks = hf["sinks"]
         half = len(sinks) // 2
         turned = torch.cat((sinks[half:], sinks[:half])) if shard.size > 1 else sinks
-        load(own, attention, {**_needed(hf, prefix), prefix + "sinks": turned}, prefix, shard)
+        load(own, attention, {**_needed(hf), "sinks": turned}, shard)
 
     return patch.multiple(GroupedQuery, load=load_turned)
 
 
-def _needed(hf: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def _needed(hf: HfTensors) -> dict[str, Tensor]:
     names = [f"{part}_proj.{kind}" for part in "qkvo" for kind in ("weight", "bias")]
-    return {prefix + name: hf[prefix + name] for name in names}
+    return {name: hf[name] for name in names}
 
 
 def _window_one_wider() -> AbstractContextManager[None]:
