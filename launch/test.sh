@@ -10,14 +10,20 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${MEGAGRPO_VENV:-.venv}/bin/python"
 selection=(-m "not slow")
-if [[ "${1:-}" == --full ]]; then
-    selection=()
+changed=no
+while :; do
+    case "${1:-}" in
+        --full) selection=() ;;
+        --changed) changed=yes ;;
+        -h | --help) sed -n '2,/^set /s/^# //p' launch/test.sh && exit ;;
+        *) break ;;
+    esac
     shift
-fi
-if [[ "${1:-}" == --changed ]]; then
-    shift
+done
+if [ $changed = yes ]; then
     bash launch/install.sh
     listed="$("$python" tests/changed.py)"
+    [ -n "$listed" ] || { echo "[test] no test belongs to a file that differs from main" && exit; }
     mapfile -t unit < <(grep '^tests/unit/' <<<"$listed" || true)
     echo "[test] not run, but also theirs:" $(grep -v '^tests/unit/' <<<"$listed" || true)
     [ ${#unit[@]} -gt 0 ] || exit 0

@@ -3,21 +3,26 @@
 usage: python tests/changed.py [BASE]     BASE: what is compared with, main unless named
 
 A test belongs to a Python file if it imports it, through other files or not; to any other file if
-its text has the file's or its folder's name in quotes. launch/test.sh --changed runs those of
-tests/unit and names the others, whose programs may reach a file by a command line.
+its text has the file's or its folder's name in quotes; to all files of a folder if READERS says so.
+launch/test.sh --changed runs those of tests/unit and names the others, whose programs may reach a
+file by a command line.
 """
 
 import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("megagrpo", "tests", "bench", "examples")
 PATHS = ("", "tests", "tests/dist/workers", "tests/e2e", "bench")  # which imports begin with
+READERS = {  # folder -> tests/unit/test_*.py that read every file below it: limits of size, pages, planted faults
+    "megagrpo": ("architecture", "density", "docs", "plant"),
+    "docs": ("docs",),
+}
 PROGRAM = re.compile(rf"^(?:(?=.*\.py$)|(?=(?:{'|'.join(FOLDERS)})\.))([\w.]+?)(?:\.py|:\w+)?$")
 
 
@@ -70,16 +75,18 @@ def distances(test: Path) -> dict[Path, int]:
     return reached
 
 
-def nearest_first(files: Iterable[Path]) -> list[Path]:
+def nearest_first(files: Collection[Path]) -> list[Path]:
     """The test files that belong to any of files."""
     python = {file for file in files if file.suffix == ".py"}
     names = {name for file in files if file.suffix != ".py" for name in (file.name, file.parent.name) if name}
     quoted = re.compile("|".join(rf"[\"'/]{re.escape(name)}[\"'/]" for name in names) or r"(?!)")
+    folders = {file.parts[0] for file in files} & READERS.keys()
+    readers = {Path("tests", "unit", f"test_{name}.py") for folder in folders for name in READERS[folder]}
     found = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         test = path.relative_to(ROOT)
         near = [steps for file, steps in distances(test).items() if file in python]
-        near += [1] if quoted.search(path.read_text()) else []
+        near += [1] if test in readers or quoted.search(path.read_text()) else []
         if near:
             found[test] = min(near)
     return sorted(found, key=lambda test: (found[test], test))

@@ -19,6 +19,9 @@ ROOT = Path(__file__).parents[2]
         ("tests/dist/workers/hf_reference.py", "../dist/test_actor_families.py", "../dist/test_draft.py"),  # a program
         ("tests/unit/conftest.py", "test_batch.py", "test_view.py"),
         ("docs/algorithms.md", "test_docs.py", None),  # in quotes
+        ("docs/evidence/faults.md", "test_docs.py", None),  # which reads all pages
+        ("megagrpo/rollout/group_metrics.py", "test_architecture.py", "test_curriculum.py"),  # which reads all sources
+        ("megagrpo/config/presets/dapo.yaml", "test_docs.py", None),
     ],
 )
 def test_tests_of_a_file_are_those_that_reach_it(file: str, nearest: str, further: str | None):
@@ -36,13 +39,16 @@ def test_tests_of_a_file_are_those_that_reach_it(file: str, nearest: str, furthe
         (["--full", "tests/e2e"], ["install --with smollm2", "-m pytest tests/e2e"]),
         (["tests"], ["install --with smollm2", "-m pytest tests"]),
         (["-k", "one"], ["install --with smollm2", "lint", "tests/run_parts.py -k one"]),
+        (["--changed", "--full"], ["install", "tests/changed.py", "install", "-m pytest tests/unit/test_one.py"]),
         (["--changed", "-q"], ["install", "tests/changed.py", "install", "-m pytest tests/unit/test_one.py -q"]),
+        (["--help"], []),
     ],
 )
 def test_only_what_runs_is_installed(tmp_path: Path, arguments: list[str], said: list[str]):
     for folder in ("launch", ".venv/bin", "tests/unit", "tests/e2e"):
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "tests" / "unit" / "test_one.py").touch()
+    for name in ("tests/unit/test_one.py", "said"):
+        (tmp_path / name).touch()
     shutil.copy(ROOT / "launch" / "test.sh", tmp_path / "launch")
     programs = {"launch/install.sh": "install", "launch/lint.sh": "lint", ".venv/bin/python": "", "slurmctld": ""}
     for name, word in programs.items():
