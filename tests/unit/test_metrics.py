@@ -13,17 +13,18 @@ import torch
 from megagrpo.actor.step import _optimizer_metrics
 from megagrpo.actor.timing import mfu
 from megagrpo.algo.statistics import alone
-from megagrpo.config.schema import DataConfig, LogConfig
+from megagrpo.config.schema import DataConfig, LogConfig, TrainConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.data.rows import read_rows
 from megagrpo.loop.evaluation import evaluation_metrics
 from megagrpo.loop.run import _refuse_other_rows
+from megagrpo.mesh import Mesh, RunStopped
 from megagrpo.models.table import architecture_of, training_flops
 from megagrpo.monitor.metrics import Metrics, StepTimer
 from megagrpo.monitor.rollout_log import RolloutLog, read_rollouts
 from megagrpo.monitor.run_record import RunRecord, cut_record
 from megagrpo.monitor.step_log import StepLog, read_metrics
-from megagrpo.rollout.group_metrics import by_source
+from megagrpo.rollout.group_metrics import by_source, rollout_metrics
 from megagrpo.rollout.source import Inputs
 from megagrpo.system.run_folder import RunFolder, whole_folder, write_whole
 from megagrpo.tools.plan.work import model_work
@@ -286,6 +287,25 @@ def test_an_evaluation_measures_samples_and_scores_rollouts():
     found = metrics.reduced(alone)
     assert found["eval/pass_at_k"] == pytest.approx(5 / 6), "of six pairs one has neither of the two that passed"
     assert (found["eval/accuracy"], found["eval/unscored_fraction"]) == (0.625, 0.25)
+
+
+def test_metrics_of_responses_and_of_graders_that_fail():
+    used_tool, cut = [True, False, False, True], [True, True]
+    samples = (
+        Sample(0, (1,) * 4, (0.0,) * 4, "stop", 0, "", loss_mask=used_tool),
+        Sample(1, (1,) * 2, (0.0,) * 2, "length", 0, "", loss_mask=cut, rollout=1),
+        Sample(2, (1,) * 3, (0.0,) * 3, "stop", 0, "", rollout=1),
+    )
+    outcomes = (Outcome("score", 1.0), Outcome("timeout", detail="10 s"))
+    group = RolloutGroup(0, Prompt(0, "?", (1,), ""), samples, outcomes)
+    mesh = Mesh(0, 1, 0, 1, None, None, 0, torch.device("cpu"))
+    rollout_metrics(metrics := Metrics(), [group], mesh, TrainConfig(max_bad_fraction=0.5))
+    response = {"length_mean": 3.0, "length_max": 4.0, "truncated_fraction": 1 / 3, "turns_mean": 1.5}
+    response |= {"tool_token_fraction": 2 / 6, "tool_use_fraction": 0.5}
+    expected = {f"response/{name}": value for name, value in response.items()}
+    assert metrics.reduced(alone) == expected | {"reward/error_fraction": 0.0, "reward/timeout_fraction": 0.5}
+    with pytest.raises(RunStopped, match="1 of 2 rewards of this step are errors or timeouts"):
+        rollout_metrics(Metrics(), [group], mesh, TrainConfig(max_bad_fraction=0.49))
 
 
 def test_all_ranks_take_the_checkpoint_that_the_main_rank_found():
