@@ -55,8 +55,9 @@ class EnvironmentConfig(Section):
     [agents](../agents.md)."""
 
     function: str
-    """"package.module:function", which is called for every rollout as function(row, seed, **args).
-    All rollouts in a group get the same row and seed."""
+    """`calculator`, `sql`, `python`, `gymnasium`, `mcp`, `openenv` ([environments that
+    ship](../environments.md)), or yours, "package.module:function". It is called for every rollout
+    as function(row, seed, **args). All rollouts in a group get the same row and seed."""
     args: dict[str, str | int | float | bool] = Field(default={})
     """Keyword arguments for the function."""
     history: Literal["all", "last"] = "all"

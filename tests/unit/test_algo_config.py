@@ -213,6 +213,8 @@ def test_advice_and_formula():
     formula = "1/N_tok sum_it [-min(rho A, clip(rho) A)], A = (r - mean) / (std + eps), r = reward"
     assert AlgorithmConfig().formula == formula
     reward = {"scale": 2, "shift": -1, "overlong": {}, "mean": "batch", "std": "batch", "clip": 5}
+    fields = {name for step in REWARD_STEP_CONFIGS for name in step.model_fields}
+    assert reward.keys() == fields - {"eps"}, "the formula below shows what each of them does"
     options = {"whiten_advantages": True, "advantage_clip": 3, "mask_truncated": True, "dynamic_sampling": {}}
     options |= {"mismatch": {"weight": {"name": "tis"}, "reject": {"high": 2}}, "kl": {"reward_coef": 0.1}}
     everything = AlgorithmConfig(advantage={"name": "rloo"}, reward=reward, entropy_coef=0.01, **options)

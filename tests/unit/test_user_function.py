@@ -9,10 +9,12 @@ import sys
 import pytest
 
 from megagrpo.config.objective.own import own_digest
+from megagrpo.config.reward import RewardConfig
+from megagrpo.config.rollout import AgentConfig, EnvironmentConfig
 from megagrpo.rewards.graders import functions as graders
-from megagrpo.rollout.agents import program_worker
+from megagrpo.rollout.agents import environments, program_worker
 from megagrpo.system.user_function import load_function
-from tests.experiments import python
+from tests.experiments import ROOT, python
 
 BUILT_IN = {"join": "os.path:join", "split": "os.path:split"}
 OWN = """
@@ -40,6 +42,23 @@ def test_built_in_and_own_functions_are_found(own):
     assert load_function(f"{own}:length", BUILT_IN, "a.key")("ab", "", longest=4) == 0.5
     for table in (graders.BUILT_IN, program_worker.BUILT_IN):
         assert all(callable(load_function(name, table, "a.key")) for name in table)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "names", "page"),
+    [
+        (RewardConfig, "grader", [*graders.BUILT_IN, *graders.SERVICES], "graders.md"),
+        (RewardConfig, "group_grader", graders.GROUP_BUILT_IN, "data-and-rewards.md"),
+        (EnvironmentConfig, "function", environments.BUILT_IN, ""),
+        (AgentConfig, "function", program_worker.BUILT_IN, "environments.md"),
+    ],
+)
+def test_all_that_is_built_in_is_named_at_its_key_and_in_the_handbook(section, key, names, page):
+    texts = {key: section.model_fields[key].description}
+    if page:
+        texts[page] = (ROOT / "docs" / page).read_text()
+    missing = {place: [name for name in names if f"`{name}`" not in text] for place, text in texts.items()}
+    assert not any(missing.values()), f"not named: {missing}"
 
 
 def test_a_folder_may_have_a_colon(tmp_path):
