@@ -230,7 +230,9 @@ class Sample(WithArrays):
 class Outcome:
     """A grader's verdict on one response: a score, or the reason why there is none."""
 
-    status: str  # "score" | "error" | "timeout"; "" until graders have judged it
+    # "score" | "error" | "timeout"; "" until graders have judged it; of a part also "none": its grader
+    # leaves the score to others
+    status: str
     value: float = 0.0  # the score; meaningful only for status "score"
     detail: str = ""  # why there is no score, or the grader's note on it
     # the outcomes of several graders by name; {} for a single one

@@ -137,11 +137,11 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         outcomes: list[Outcome] = []
         token_rewards: list[tuple[int, float]] = []
         graded_by = await _all([self._graded(entry, prompt, text) for entry in entries])
-        without = "score" if any(graded.status == "score" for graded in graded_by) else "error"
+        scored = any(graded.status == "score" for graded in graded_by)
         for entry, graded in zip(entries, graded_by, strict=True):
             outcome = _outcome(graded)
-            if outcome.status == "none":
-                outcome = replace(outcome, status=without)
+            if outcome.status == "none" and not scored:
+                outcome = replace(outcome, status="error")
             if tokens is not None and outcome.ok:
                 try:
                     token_rewards += tokens.rewards(graded.spans, graded.tokens, entry.weight)
@@ -151,7 +151,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         parts = {}
         if self._config.has_parts:
             parts = {entry.short_name: part for entry, part in zip(entries, outcomes, strict=True)}
-        failures = [part for part in outcomes if not part.ok]
+        failures = [part for part in outcomes if part.status not in ("score", "none")]
         if failures:
             return replace(failures[0], parts=parts)
         if not parts:

@@ -65,7 +65,7 @@ def grader_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], reward: Rew
         return
     parts = [outcome.parts for group in groups for outcome in group.outcomes]
     for name in (entry.short_name for entry in reward.entries):
-        graded = [outcomes[name] for outcomes in parts if name in outcomes]
+        graded = [each[name] for each in parts if name in each and each[name].status != "none"]
         scores = [outcome.value for outcome in graded if outcome.ok]
         metrics.add_mean(f"grader/{name}_mean", sum(scores), len(scores))
         metrics.add_mean(f"grader/{name}_failed_fraction", len(graded) - len(scores), len(graded))

@@ -254,6 +254,15 @@ def test_the_reward_is_the_weighted_sum_and_an_error_of_one_is_the_outcome(tmp_p
     assert metrics.reduced(alone) == expected
 
 
+def test_a_grader_that_returns_none_is_in_no_mean():
+    several = [{"grader": "exact"}, {"grader": "own_graders:none"}]
+    (outcome,) = graded(several, [(prompt(), "a")], timeout_s=60)
+    assert (outcome.status, outcome.value, outcome.parts["none"].status) == ("score", 1.0, "none")
+    metrics = Metrics()
+    grader_metrics(metrics, [RolloutGroup(0, prompt(), (), (outcome,))], RewardConfig(graders=several))
+    assert metrics.reduced(alone) == {"grader/exact_mean": 1.0, "grader/exact_failed_fraction": 0.0}
+
+
 def test_metrics_do_not_depend_on_who_has_the_groups():
     """Any split of the groups over ranks adds up to the same sums; a rank without groups adds the same names."""
     config = RewardConfig(graders=[{"grader": "exact"}, {"grader": "format"}])
