@@ -290,7 +290,12 @@ def test_math_takes_each_gold_for_itself(gold):
         # the same word in another case; math-verify takes one e for Euler's number
         (r"\boxed{Even}", "even", 1),
         (r"\boxed{true}", "True", 1),
+        (r"\boxed{\text{true}}", "true", 1),
+        (r"\boxed{\text{True}}", "True", 1),
+        (r"\boxed{a \cdot b \cdot c \cdot d}", "abcd", 1),
         (r"\boxed{Even}", "Eves", 0),
+        (r"\boxed{x²+1}", "1+x^2", 1),
+        (r"\boxed{x²}", "x³", 0),
         # sympy computes no number of it
         (r"\boxed{7 \mod 3}", "1", 1),
         (r"\boxed{2}", r"7 \mod 3", 0),

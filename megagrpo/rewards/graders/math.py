@@ -57,6 +57,8 @@ def _repeated(match: re.Match[str]) -> str:
 
 
 _SPELLINGS = (
+    # a word; math-verify takes the e of even for Euler's number, that of Even for a name, and no true
+    (re.compile(r"^(?=.*[a-z])[a-zA-Z]{4,}$"), r"\\text{\g<0>}"),
     (re.compile(r"[,;]\s*(?:\\[lc]?dots(?![a-zA-Z])|\.{3,})"), ",…"),  # in a list
     (re.compile(r"\\varnothing\b|∅"), r"\\emptyset"),
     (re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\}|\u2009|\u202f)(?=\d{3}(?!\d))"), ""),  # 1\,000
@@ -74,8 +76,6 @@ _SPELLINGS = (
         _repeated,
     ),
     (re.compile(r"(?<![\d./])(\d+) +(\d+)/(\d+)(?![\d/])"), r"\1\\frac{\2}{\3}"),  # 1 1/2
-    # math-verify takes the e of even for Euler's number, and that of Even for a name
-    (re.compile(r"^(?=.*[a-z])[a-zA-Z]{4,}$"), lambda word: word[0].lower()),
     # the full stop of a sentence, or one before a unit
     (re.compile(r"(?<=[\d)}])\.\s*(?=\\%|\\(?:text|mathrm)\s*\{\D|$)"), ""),
 )
@@ -83,6 +83,8 @@ _CHARACTERS = str.maketrans(
     {
         **dict(zip("（），．：−＝", "(),.:-=", strict=True)),
         "~": " ",
+        "²": "^2",
+        "³": "^3",
         "π": r"\pi ",
         "∞": r"\infty ",
         "×": r"\times ",
