@@ -399,6 +399,7 @@ class Correction:
     weights: "Tensor | None" = None  # [T] float32, factors of the policy loss; None: 1
     # [T] bool, tokens of the loss's denominators; None: the loss mask
     counted: "Tensor | None" = None
+    distilled: "Tensor | None" = None  # likewise of distillation's; None: those with a weight
     # [T] bool, the loss mask before tokens were rejected; None: none were
     before_rejection: "Tensor | None" = None
 

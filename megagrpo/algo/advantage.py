@@ -210,8 +210,11 @@ def _with_trained_mask(
         weights = policy_weights(log_ratio, kept, batch.lengths, options.weight, reduce)
         correction = replace(correction, weights=weights)
     if streams is not None and distills:
-        distilled = streams.weights["distillation"].masked_fill(~kept, 0.0)
-        streams = replace(streams, weights=streams.weights | {"distillation": distilled})
+        own = streams.weights["distillation"]
+        if correction.counted is not None:
+            correction = replace(correction, distilled=own != 0)
+        own = own.masked_fill(~kept, 0.0)
+        streams = replace(streams, weights=streams.weights | {"distillation": own})
     return replace(batch, loss_mask=trained, correction=correction, streams=streams), metrics
 
 

@@ -77,6 +77,8 @@ def token_counts(batch: Batch) -> TokenCounts:
     if batch.streams is not None:
         trained = {name: weights != 0 for name, weights in batch.streams.weights.items()}
         counted = counted & trained.pop("rl")
+        if batch.correction.distilled is not None:
+            trained["distillation"] = batch.correction.distilled
         of_samples = {name: row_counts(each, batch.lengths) for name, each in trained.items()}
     return TokenCounts(row_counts(counted, by_rollout(batch).lengths), of_samples)
 

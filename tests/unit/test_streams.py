@@ -226,18 +226,19 @@ def test_what_an_earlier_sample_has_is_of_no_component():
     assert weights["rl"].tolist() == [0, 0, 1, 0, 1, 0, 0, 0, 0, 1]
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("loss", ["reverse_kl", "teacher_topk"])
-def test_reverse_kl_has_the_tokens_that_are_corrected(loss: str):
-    """Rejected ones are not distilled; candidates need no correction."""
-    algorithm = algorithm_of(
-        distillation={"loss": loss}, mismatch={"weight": {"name": "tis"}, "reject": {"over": "token", "high": 2.0}}
-    )
+def test_reverse_kl_has_the_tokens_that_are_corrected(loss: str, keep: bool):
+    """Rejected ones are not distilled, and divide only if they are kept; candidates need no correction."""
+    reject = {"over": "token", "high": 2.0, "keep_denominator": keep}
+    algorithm = algorithm_of(distillation={"loss": loss}, mismatch={"weight": {"name": "tis"}, "reject": reject})
     batch, _ = streams_of(algorithm)
     old = batch.rollout_logprobs + torch.arange(len(batch.tokens)).eq(2) * 3.0  # 20 times as likely
     batch = replace(batch, old_logprobs=old)
     done, _, _ = with_advantages(batch, algorithm, alone, AlgoState(), 8)
     lost = (batch.streams.weights["distillation"] != 0) & (done.streams.weights["distillation"] == 0)
     assert lost.nonzero().flatten().tolist() == ([2] if loss == "reverse_kl" else [])
+    assert token_counts(done).streams["distillation"].sum() == 5 - (loss == "reverse_kl" and not keep)
     assert not done.loss_mask[2]
 
 
