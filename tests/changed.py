@@ -20,8 +20,10 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("megagrpo", "tests", "bench", "examples")
 PATHS = ("", "tests", "tests/dist/workers", "tests/e2e", "bench")  # which imports begin with
 READERS = {  # folder -> tests/unit/test_*.py that read every file below it: limits of size, pages, planted faults
-    "megagrpo": ("architecture", "density", "docs", "plant"),
+    "megagrpo": ("architecture", "density", "device_index", "docs", "plant"),
+    "bench": ("architecture", "bench"),
     "docs": ("docs",),
+    "tests": ("architecture", "bench"),
 }
 PROGRAM = re.compile(rf"^(?:(?=.*\.py$)|(?=(?:{'|'.join(FOLDERS)})\.))([\w.]+?)(?:\.py|:\w+)?$")
 
