@@ -50,6 +50,7 @@ _ACTOR = "the actor sets it, as Megatron's training loop would"
 _FP8 = "digests compare parameters in actor.dtype; fp8 is for products only"
 _OUTPUT = "a run writes into its output_dir only"
 _SPLIT = "it requires Megatron's own forward and loss, cut into pieces"
+_LOOP = "only Megatron's own training loop reads it"
 _TRANSFORMER_REFUSED = {
     "losses have global denominators: Megatron must only sum": "calculate_per_token_loss",
     _ACTOR: """timers finalize_model_grads_func *grad_scale_func no_sync_func grad_sync_func param_sync_func
@@ -77,7 +78,8 @@ _TRANSFORMER_REFUSED = {
     "away from the one that sampled": "dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss",
     "no engine computes so": """
         fp32_residual_connection qk_clip* log_max_attention_logit test_mode *kitchen* quant_recipe
-        use_mup mup_* moe_router_quantile_balancing_ema""",
+        use_mup mup_* moe_router_quantile_balancing_ema apply_query_key_layer_scaling""",
+    "only Megatron's own generation has them": "*inference_* *_for_prefill flash_decode cache_mla_latents",
     "publishing, digests and checkpoints read parameters in place, by their names": """
         cpu_offloading_weights mla_down_proj_fusion *glu_interleave_size moe_single_grouped_*""",
     "only Megatron's own specifications of layers, or its output layer, read it": """
@@ -106,6 +108,7 @@ _OPTIMIZER_REFUSED = {
     "an update that is left out would count as one": "grad_norm_skip_threshold",
     "a graph repeats one learning rate": "optimizer_cuda_graph",
     _ACTOR: "barrier_with_L1_time timers",
+    _LOOP: "log_num_zeros_in_grad",
     _OUTPUT: "config_logger_dir",
 }
 _DDP_OURS = {
@@ -122,6 +125,7 @@ _DDP_REFUSED = {
     "Megatron refuses it with expandable_segments, with which trainers are started": """nccl_ub
         disable_symmetric_registration""",
     _SPLIT: "delay_wgrad_compute",
+    _LOOP: "num_buckets",
 }
 # our key, or who decides it -> the fields that say the same
 _SERVER_OURS = {
