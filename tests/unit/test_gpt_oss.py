@@ -155,6 +155,7 @@ def test_published_models_have_the_parameters_that_their_card_counts():
         ({"rope_scaling": YARN | {"mscale": 1.0}}, "'yarn' with mscale is not supported"),
         ({"rope_scaling": {k: v for k, v in YARN.items() if k != "factor"}}, "lacks factor"),
         ({"swiglu_limit": None}, "lacks swiglu_limit"),
+        ({"rope_scaling": None}, "take YaRN with factor 32; write that"),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused_by_name(change, said):

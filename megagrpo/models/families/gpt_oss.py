@@ -47,6 +47,11 @@ class GptOss(Family):
             )
         if not (isinstance(hf["sliding_window"], int) and hf["sliding_window"] > 0):
             problems.append(f"sliding_window {hf['sliding_window']!r} must be a number of tokens")
+        if not (hf.get("rope_scaling") or hf.get("rope_parameters")):
+            problems.append(
+                "config.json has no rope_scaling, in whose place transformers and engines take YaRN with "
+                "factor 32; write that, or rope_parameters with rope_type 'default'"
+            )
         return problems + other_values(hf, {"attention_bias": True, "hidden_act_alpha": 1.702})
 
     def attention(self, hf: HfConfig) -> GroupedQuery:
