@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from sglang.srt.server_args import ServerArgs
 
 from megagrpo.config.fields import complaints
-from megagrpo.system.errors import explained
 from megagrpo.system.user_function import did_you_mean
 
 
@@ -33,18 +32,6 @@ def server_problems(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]
             continue
         for text in complaints(_parse, parser, options[name], value):
             yield name, f"SGLang's ServerArgs refuses it: {text}"
-
-
-def resolve_here(settings: Mapping[str, object]) -> None:
-    """Lets SGLang resolve an engine's settings on this machine's CPU. Raises ValueError if SGLang
-    refuses them."""
-    import sglang.srt.model_loader.loader  # noqa: F401  # imported by the resolution
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-
-    with explained("SGLang does not resolve these arguments"):
-        load_plugins()
-        prepare_server_args(engine_words(settings)).resolve_once()
 
 
 def _parse(parser: _Parser, action: argparse.Action, value: object) -> None:

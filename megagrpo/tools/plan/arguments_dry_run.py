@@ -1,5 +1,5 @@
-"""Resolves SGLang's server arguments as on an absent GPU: SGLang's own code with a replaced device
-query.
+"""Resolves SGLang's server arguments here, or as on an absent GPU: SGLang's own code with a replaced
+device query.
 
 SGLang's imports must see no CUDA, because its kernels are not installed on a machine without it; so
 a CPU server is resolved first, which imports everything needed. The device stays replaced: run this
@@ -23,6 +23,7 @@ from megagrpo.config.hardware import Hardware, hardware_called
 from megagrpo.rollout.service.engine_command import Settings
 from megagrpo.rollout.service.engine_words import engine_words
 from megagrpo.system.environment import temporarily
+from megagrpo.system.errors import explained
 
 _CUDA_VERSION = "13.0"
 _ON_CPU = (
@@ -50,6 +51,14 @@ def resolve_servers(
             server = prepare_server_args(engine_words(settings))
             server.resolve_once()
             yield server.resolved_dict()
+
+
+def resolve_here(settings: Settings) -> None:
+    """Lets SGLang resolve an engine's settings on this machine's CPU. Raises ValueError if SGLang
+    refuses them."""
+    with explained("SGLang does not resolve these arguments"):
+        load_plugins()
+        prepare_server_args(engine_words(settings)).resolve_once()
 
 
 def _replace_device(device: Hardware, gpus: int) -> None:

@@ -129,7 +129,7 @@ def _build_problems(whole: list[Any]) -> Iterator[tuple[list[str], str]]:
 
 def _resolve_problems(whole: list[Settings]) -> Iterator[tuple[list[str], str]]:
     """whole: the settings of an engine."""
-    from megagrpo.rollout.service.engine_words import resolve_here
+    from megagrpo.tools.plan.arguments_dry_run import resolve_here
 
     yield from (([*SERVER], text) for text in complaints(resolve_here, *whole))
 
