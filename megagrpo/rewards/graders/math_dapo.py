@@ -33,11 +33,11 @@ _REMOVED = [  # in this order
     *(r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
 ]
 _REWRITTEN = (
-    (re.compile(r".*?\$(.*?)\$.*"), r"$\1$"),  # only what stands between the first dollar signs
-    *((re.compile(rf"\\{name}{{(.*?)}}"), r"\1") for name in ("text", "textbf", "overline")),
-    (re.compile(r"\\boxed{(.*)}"), r"\1"),
-    (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),  # \frac12 is \frac{1}{2}
-    (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
+    (r".*?\$(.*?)\$.*", r"$\1$"),  # only what stands between the first dollar signs
+    *((rf"\\{name}{{(.*?)}}", r"\1") for name in ("text", "textbf", "overline")),
+    (r"\\boxed{(.*)}", r"\1"),
+    (r"frac([^{])(.)", r"frac{\1}{\2}"),  # \frac12 is \frac{1}{2}
+    (r"sqrt([^{])", r"sqrt{\1}"),
 )
 
 
@@ -71,7 +71,7 @@ def _plain(text: str) -> str:
     for old, new in (*_REPLACED.items(), *((removed, "") for removed in _REMOVED)):
         text = text.replace(old, new)
     for pattern, spelled in _REWRITTEN:
-        text = pattern.sub(spelled, text)
+        text = re.sub(pattern, spelled, text)
     text = text.replace("$", "")
     digits = text.replace(",", "")
     if digits.isdigit():

@@ -53,7 +53,10 @@ def grade_trial_texts(reward: RewardConfig, prompts: Sequence[Prompt]) -> TrialS
         return trial
     local = reward.model_copy(update={"graders": here, "workers": min(reward.workers, _ROWS)})
     with RewardPool(local) as pool:
-        futures = [[pool.submit(prompt, text) for text in _texts(prompt)] for prompt in graded]
+        futures = [
+            [pool.submit(prompt, text.format(prompt.answer)) for text in (*_FORMS, "", _SENTENCE)]
+            for prompt in graded
+        ]
         outcomes = [[future.result() for future in row] for row in futures]
     rows = [(prompt, *_judge(prompt, row)) for prompt, row in zip(graded, outcomes, strict=True)]
     trial.lines.extend(line for _, line, _, _ in rows if line)
@@ -71,10 +74,6 @@ def _once(found: Sequence[tuple[Prompt, str]]) -> Iterator[str]:
         extra = f"; extra_info was {prompt.extra!r:.80}" if prompt.extra else ""
         others = f" (and {number - 1} more of the rows that were tried)" if number > 1 else ""
         yield f"{prompt.location}: {text}{extra}{others}"
-
-
-def _texts(prompt: Prompt) -> list[str]:
-    return [*(form.format(prompt.answer) for form in _FORMS), "", _SENTENCE]
 
 
 def _judge(prompt: Prompt, outcomes: Sequence[Outcome]) -> tuple[str, str, list[str]]:

@@ -181,7 +181,11 @@ class Translation:
         elif "is" in row:
             self.put(row["to"], row["is"], *row["by"])
         elif "to" in row and (value is not None or "else" in row):
-            value = _filled(row["else"], self.values) if value is None else spelled(value, words)
+            if value is None:
+                value = row["else"]
+                value = value.format(**self.values) if isinstance(value, str) else value
+            else:
+                value = spelled(value, words)
             value = _listed(value) if "listed" in row else value
             read = (key for key in source if key in self._read)
             self.put(row["to"], value, *read, *row["by"])
@@ -275,10 +279,6 @@ def _unknown(value: Plain, known: Sequence[object]) -> list[Plain]:
 
 def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _filled(value: Plain, ours: Mapping[str, Plain]) -> Plain:
-    return value.format(**ours) if isinstance(value, str) else value
 
 
 def _is_wanted(value: object, wanted: object) -> bool:
