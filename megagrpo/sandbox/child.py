@@ -19,7 +19,6 @@ import types
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
-from typing import TypedDict
 
 _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
@@ -47,30 +46,10 @@ _MIB = 2**20
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class ProgramOptions(TypedDict, total=False):
-    """The command line, written by sandbox.py: limits, paths and file descriptors."""
+def main(options: types.SimpleNamespace) -> None:
+    """Runs one program with sandbox.py's options: limits, paths and file descriptors.
 
-    mode: str
-    scratch: str
-    root: str
-    readable: list[str]
-    links: dict[str, str]
-    isolate: bool
-    user: int
-    memory_mb: int
-    disk_mb: int
-    cpu_s: int
-    open_files: int
-    processes: int
-    control: int
-    status: int
-    input: int
-    output: int
-    verdicts: int
-
-
-def main(options: ProgramOptions) -> None:
-    """Runs one program and writes {"code": exit code, "reason": text} to the status pipe; {"setup":
+    Writes {"code": exit code, "reason": text} to the status pipe; {"setup":
     text} on failure.
 
     reason: "memory limit", or "" for a program that ended by itself or because the control pipe
@@ -78,7 +57,7 @@ def main(options: ProgramOptions) -> None:
     """
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with open(
-        os.path.join(options["scratch"], "program.py"), encoding="utf-8", errors="surrogatepass"
+        os.path.join(options.scratch, "program.py"), encoding="utf-8", errors="surrogatepass"
     ) as file:
         source = file.read()
     # before others can enter the folder: of a test it has the expected results
@@ -87,16 +66,16 @@ def main(options: ProgramOptions) -> None:
     filters = _load("system_calls")
     ready, theirs = os.pipe()
     try:
-        options["user"], claim = _claim_user()
+        options.user, claim = _claim_user()
         _make_root(options)
-        if options["isolate"]:
-            _enter_namespaces(options["user"])
+        if options.isolate:
+            _enter_namespaces(options.user)
         pid = os.fork()
     except OSError as exc:
         _report(options, {"setup": str(exc)})
         return
     if pid == 0:
-        for fd in (options["status"], options["control"], ready, claim.detach()):
+        for fd in (options.status, options.control, ready, claim.detach()):
             os.close(fd)
         _confine(options, theirs, filters)
         _run(source, options, calls)
@@ -116,21 +95,21 @@ def _load(name: str) -> types.ModuleType:
     return module
 
 
-def _report(options: ProgramOptions, report: dict[str, object]) -> None:
-    os.write(options["status"], json.dumps(report).encode())
+def _report(options: types.SimpleNamespace, report: dict[str, object]) -> None:
+    os.write(options.status, json.dumps(report).encode())
 
 
 # ---- the supervisor ----------------------------------------------------------------------------
 
 
-def _make_root(options: ProgramOptions) -> None:
+def _make_root(options: types.SimpleNamespace) -> None:
     """Creates the folder of the program's private root, without namespaces its only folder. Root
     does it for the program's user, which root without capabilities becomes."""
-    options["root"] = root = os.path.join(options["scratch"], "root")
+    options.root = root = os.path.join(options.scratch, "root")
     os.mkdir(root, 0o700)
     if os.getuid() == 0:
-        os.chmod(options["scratch"], 0o711)
-        os.chown(root, options["user"], -1)
+        os.chmod(options.scratch, 0o711)
+        os.chown(root, options.user, -1)
 
 
 def _claim_user() -> tuple[int, _socket.socket]:
@@ -147,15 +126,15 @@ def _claim_user() -> tuple[int, _socket.socket]:
     raise OSError(f"{_USERS} programs run here already")
 
 
-def _supervise(pid: int, options: ProgramOptions) -> dict[str, object]:
+def _supervise(pid: int, options: types.SimpleNamespace) -> dict[str, object]:
     """Waits for the program, ends every process that it started, and returns its exit code and the
     limit it met."""
     reason = ""
-    limit = options["memory_mb"] * _MIB
+    limit = options.memory_mb * _MIB
     process = os.pidfd_open(pid)
     poll = select.poll()
     poll.register(process, select.POLLIN)
-    poll.register(options["control"], select.POLLIN)
+    poll.register(options.control, select.POLLIN)
     events = poll.poll(1000 * _TICK_S)
     while not events:
         if sum(map(_resident_bytes, _descendants(os.getpid()))) > limit:
@@ -231,7 +210,7 @@ def _call(name: str, *arguments: object) -> None:
 # ---- the program's process ---------------------------------------------------------------------
 
 
-def _confine(options: ProgramOptions, ready: int, filters: types.ModuleType) -> None:
+def _confine(options: types.SimpleNamespace, ready: int, filters: types.ModuleType) -> None:
     """Irrevocably gives up all rights that the program must not have. Writes an error to `ready`,
     or closes it."""
 
@@ -244,14 +223,14 @@ def _confine(options: ProgramOptions, ready: int, filters: types.ModuleType) -> 
     sys.excepthook = report
     os.setsid()
     os.umask(0o022)
-    if options["isolate"]:
+    if options.isolate:
         _build_root(options)
         tasks = 1  # the supervisor, if it is in the same new user namespace
     else:
-        os.chdir(options["root"])
+        os.chdir(options.root)
         tasks = 0 if os.getuid() == 0 else _tasks_of(os.getuid())
     if os.getuid() == 0:
-        _become(options["user"])
+        _become(options.user)
     _drop_capabilities()
     _limit(options, tasks)
     filters.forbid()
@@ -259,13 +238,13 @@ def _confine(options: ProgramOptions, ready: int, filters: types.ModuleType) -> 
     os.close(ready)
 
 
-def _run(source: str, options: ProgramOptions, calls: types.ModuleType) -> None:
+def _run(source: str, options: types.SimpleNamespace, calls: types.ModuleType) -> None:
     """Runs the program and exits as the interpreter would, after its threads have ended."""
     sys.argv[:] = ["program.py"]
     sys.set_int_max_str_digits(0)  # judges have Pythons without the limit
-    if options["mode"] == "script":
+    if options.mode == "script":
         calls.run_script(source)
-    elif options["mode"] == "test":
+    elif options.mode == "test":
         calls.run_tests(json.loads(source), options)
     else:
         calls.answer_requests(source, options)
@@ -281,20 +260,20 @@ def _tasks_of(uid: int) -> int:
     return number
 
 
-def _build_root(options: ProgramOptions) -> None:
+def _build_root(options: types.SimpleNamespace) -> None:
     """Builds a root with only the interpreter, the system's libraries (read-only) and a small
     /tmp."""
     _call("unshare", _CLONE_NEWNS)
     _call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
-    root = options["root"]
-    size = f"size={options['disk_mb']}m,nr_inodes=10000,mode=0755".encode()
+    root = options.root
+    size = f"size={options.disk_mb}m,nr_inodes=10000,mode=0755".encode()
     _call("mount", b"tmpfs", root.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, size)
-    for path in options["readable"]:
+    for path in options.readable:
         if not os.path.isdir(root + path):  # not inside one that is bound already
             os.makedirs(root + path)
             _call("mount", path.encode(), (root + path).encode(), None, _MS_BIND | _MS_REC, None)
             _make_read_only(root + path)
-    for path, target in options["links"].items():
+    for path, target in options.links.items():
         os.symlink(target, root + path)
     for name in ("dev", "tmp", "proc"):  # the interpreter may be in one
         os.makedirs(f"{root}/{name}", exist_ok=True)
@@ -325,15 +304,15 @@ def _drop_capabilities() -> None:
     _call("capset", header, (ctypes.c_uint32 * 6)())
 
 
-def _limit(options: ProgramOptions, tasks: int) -> None:
+def _limit(options: types.SimpleNamespace, tasks: int) -> None:
     """Sets the kernel's limits for each process. tasks: processes of this user that are not the
     program's."""
     limits = {
-        resource.RLIMIT_AS: options["memory_mb"] * _MIB,
-        resource.RLIMIT_CPU: options["cpu_s"],
-        resource.RLIMIT_FSIZE: options["disk_mb"] * _MIB,
-        resource.RLIMIT_NOFILE: options["open_files"],
-        resource.RLIMIT_NPROC: options["processes"] + tasks,
+        resource.RLIMIT_AS: options.memory_mb * _MIB,
+        resource.RLIMIT_CPU: options.cpu_s,
+        resource.RLIMIT_FSIZE: options.disk_mb * _MIB,
+        resource.RLIMIT_NOFILE: options.open_files,
+        resource.RLIMIT_NPROC: options.processes + tasks,
         resource.RLIMIT_CORE: 0,
     }
     for which, value in limits.items():
@@ -344,4 +323,4 @@ def _limit(options: ProgramOptions, tasks: int) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(types.SimpleNamespace(**json.loads(sys.argv[1])))

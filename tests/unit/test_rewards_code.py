@@ -204,6 +204,20 @@ def s(): return Stack()
 """
 
 
+RAISES = """class Bad(ValueError): pass
+def f(x):
+    if x == 4: raise StopIteration
+    if x == 5: raise EOFError("the program ended")
+    raise {1: KeyError("no"), 2: Bad("low"), 3: UnicodeDecodeError("utf-8", b"x", 0, 1, "odd")}[x]
+"""
+EXPECTS = [
+    "try: f(1)\nexcept KeyError: pass\nelse: assert False",
+    "try: f(2)\nexcept ValueError as e: assert str(e) == 'low'\nelse: assert False",
+    "try: f(3)\nexcept UnicodeError: assert False\nexcept ValueError: pass",
+]
+NOT_AS_IF_RIGHT = ["assert all(map(f, [4]))", "try: f(1)\nexcept ValueError: pass", "f(5)", "f(2)"]
+
+
 @isolated
 @pytest.mark.parametrize(
     "program, answer, score, more",
@@ -220,6 +234,11 @@ def s(): return Stack()
         ("def f(x): return iter([x])", {"asserts": ["assert list(f(1)) == [1]", "assert next(f(1)) == 1"]}, 0.5, {}),
         ("def h(x): return x + 1", ["def check(g):\n assert g(1) == 2\ncheck(h)", "assert math.sqrt(h(3))==2"], 1, {}),
         ("def f(x): return 1 / x", {"asserts": ["assert f(0) == 0", "assert f(1) == 1"]}, 0.5, {}),
+        (RAISES, EXPECTS, 1.0, {}),
+        (RAISES, NOT_AS_IF_RIGHT, 0.0, {}),
+        (RAISES, NOT_AS_IF_RIGHT[:1], (0.0, "test 1 of 1: StopIteration: "), {}),
+        (RAISES, NOT_AS_IF_RIGHT[2:], (0.0, "test 1 of 2: EOFError: the program ended"), {}),
+        (RAISES, NOT_AS_IF_RIGHT[3:], (0.0, "test 1 of 1: ValueError: low"), {}),
         ("syntax error", {"asserts": ["assert f(0) == 0"]}, 0.0, {}),
         ("print(1/3)", THIRDS, 0.0, {"tolerance": 0}),
         ("print(1/3)", THIRDS, 0.5, {"tolerance": 1e-5}),
