@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import stat
+import sys
 import threading
 from contextlib import contextmanager
 from functools import partial
@@ -18,8 +19,8 @@ from fake_service import FakeService, running
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.control import ServiceControl
-from megagrpo.rollout.service import ray_cluster, server
-from megagrpo.rollout.service.addresses import interface_of, own_address
+from megagrpo.rollout.service import addresses, ray_cluster, server
+from megagrpo.rollout.service.addresses import interface_of, own_address, reachable_host
 from megagrpo.rollout.service.engine_command import ServerPlace
 from megagrpo.rollout.service.node import EngineDied, Placed, ThisMachine, free_port, server_ports
 from megagrpo.rollout.service.server import make_key
@@ -41,6 +42,36 @@ def test_host_is_an_address_or_an_interface():
     ):
         own_address("eht0")
     assert free_port("127.0.0.1") in range(20_000, 30_000)
+
+
+@pytest.mark.parametrize("others", [{}, {"eth0": "10.0.0.5", "eth1": "10.1.0.5"}])
+def test_without_a_route_a_service_has_an_address_that_others_may_reach(monkeypatch, others):
+    def no_route(host: str, port: int) -> str:
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    monkeypatch.setattr(addresses, "route_address", no_route)
+    found = {
+        name: [
+            SimpleNamespace(family=socket.AF_INET6, address="::1"),
+            SimpleNamespace(family=socket.AF_INET, address=own),
+        ]
+        for name, own in {"lo": "127.0.0.1", **others}.items()
+    }
+    monkeypatch.setattr(addresses.psutil, "net_if_addrs", lambda: found)
+    assert reachable_host("0.0.0.0") == others.get("eth0", "127.0.0.1")
+
+
+def test_a_service_on_ray_does_not_look_for_gpus_of_its_machine(monkeypatch, tmp_path):
+    """With a driver that imports torch."""
+
+    def joined(address: str) -> None:
+        raise ValueError(f"joined {address}")
+
+    monkeypatch.setattr(server, "visible_gpus", lambda: pytest.fail("looked"))
+    monkeypatch.setattr(ray_cluster, "in_ray_cluster", joined)
+    with pytest.raises(ValueError, match="joined 10.0.0.1:1"):
+        server.serve(experiments.experiment(), tmp_path, "10.0.0.1:1")
 
 
 def test_no_two_servers_of_a_run_choose_among_the_same_ports():

@@ -4,6 +4,7 @@ import socket
 import sys
 from contextlib import suppress
 from importlib import import_module
+from itertools import chain
 
 import psutil
 
@@ -20,10 +21,7 @@ def own_address(host: str) -> str:
     """
     if host in LOOPBACK:
         return "127.0.0.1"
-    interfaces = {
-        name: [a.address for a in addresses if a.family == socket.AF_INET]
-        for name, addresses in psutil.net_if_addrs().items()
-    }
+    interfaces = _interfaces()
     if interfaces.get(host):
         return interfaces[host][0]
     if host in EVERYWHERE or any(host in addresses for addresses in interfaces.values()):
@@ -43,12 +41,18 @@ def reachable_host(address: str) -> str:
         return import_module("ray.util").get_node_ip_address()
     with suppress(OSError):  # without a route to the internet
         return route_address("8.8.8.8", 53)
-    return LOOPBACK[0]
+    own = chain.from_iterable(_interfaces().values())
+    return next((each for each in own if not each.startswith("127.")), LOOPBACK[0])
 
 
 def interface_of(address: str) -> str | None:
     """Returns the name of the network interface with that address."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if address in [a.address for a in addresses]:
-            return name
-    return None
+    return next((name for name, own in _interfaces().items() if address in own), None)
+
+
+def _interfaces() -> dict[str, list[str]]:
+    """Returns the IPv4 addresses of each network interface."""
+    return {
+        name: [a.address for a in addresses if a.family == socket.AF_INET]
+        for name, addresses in psutil.net_if_addrs().items()
+    }

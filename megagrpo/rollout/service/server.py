@@ -68,8 +68,10 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
     api_key = make_key(folder.service_key)
     try:
         with ExitStack() as stack:
-            machines: Machines = ThisMachine(visible_gpus())
-            if ray_address is not None:
+            machines: Machines
+            if ray_address is None:
+                machines = ThisMachine(visible_gpus())
+            else:
                 from megagrpo.rollout.service.ray_cluster import in_ray_cluster  # takes a second
 
                 machines = stack.enter_context(in_ray_cluster(ray_address))
