@@ -21,6 +21,11 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     (["actor.router_losses={z: -1}"], "actor.router_losses.z = -1"),
     (["actor.router_losses={z: 1}", "actor.lora.rank=4"], "their biases too; remove router_losses"),
     (["actor.router_bias_update=0.001", "actor.lora={rank: 4}"], "remove router_bias_update"),
+    (
+        ["algorithm.loss={name: 'a.py:f', clip: 0.2}"],
+        "loss.clip = 0.2: unknown key; an argument of your own function is",
+    ),
+    (["algorithm.advantage={name: 'a.py:f', argz: 2}"], "unknown key; did you mean 'args'?"),
     (["actor.lora={targets: [q_prj]}"], "actor.lora.targets.0 = 'q_prj': not a choice; did you mean 'q_proj'?"),
     (["actor.lora={targets: [q_proj, q_proj]}"], "actor.lora.targets: names q_proj twice"),
     (["actor.lora={targets: []}"], "actor.lora.targets = []"),
