@@ -216,7 +216,12 @@ def test_check_tries_the_first_rows_and_leaves_nothing_behind(model, tmp_path):
     config = experiment(model={"path": str(model.folder)}, output_dir=str(tmp_path / "run"), **sections)
     trial = try_loading(config)
     assert not trial.problems and not (tmp_path / "run").exists()
-    path.write_text(path.read_text().replace("base64,", "base64,AAAA", 2))
+    data = sections["data"] | {"images_key": "imgs"}
+    text = path.read_text()
+    path.write_text(text.replace("<image>", ""))
+    advice = try_loading(experiment(model={"path": str(model.folder)}, data=data)).advice
+    assert f"{path}: no row tried has data.images_key 'imgs'" in advice
+    path.write_text(text.replace("base64,", "base64,AAAA", 2))
     problems = sorted(try_loading(config).problems)
     rows = [f"{path}:{number}: image 1 cannot be used" for number in (2, 3)]
     assert [problem[: len(row)] for problem, row in zip(problems, rows, strict=True)] == rows

@@ -185,6 +185,8 @@ def _try_rows(
     trial.problems.extend(named_first(problems))
     if data.images_key is None:
         trial.advice.extend(chain(_unread_images(data), _repetitions(data, rows, trained)))
+    elif not any(row.images for row in tried):
+        trial.advice.append(f"{data.name}: no row tried has data.images_key {data.images_key!r}")
     if not first:
         if not rows and not unread:
             refuse_long(data, [])
