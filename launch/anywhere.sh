@@ -81,11 +81,14 @@ case "$role" in
         supervise USR1 bash "$launch/torchrun_node.sh" "$@"
         status_of_child || status=$?
         if [ -n "$ended" ] && [ "$rank" = 0 ]; then
-            mkdir -p "${ended%/*}" && touch "$ended"
+            mkdir -p "${ended%/*}"
+            [ "$status" = 0 ] || SKYPILOT_TASK_ID="" # a task may start again under its name, but not after 0
+            echo "${SKYPILOT_TASK_ID:-}" >"$ended"
         fi
         ;;
     engines)
-        before="$(last_end)" # of an earlier start
+        before="$(last_end)" # of an earlier start, if it does not name this task
+        [ "$(cat "$ended" 2>/dev/null)" != "${SKYPILOT_TASK_ID:-none}" ] || before=""
         supervise TERM bash "$launch/rollout_node.sh" "$@"
         while running && [ "$(last_end)" = "$before" ]; do
             sleep 2 &

@@ -114,6 +114,22 @@ def test_skypilots_first_nodes_train_and_the_others_sample_until_these_end(nodes
     assert [nodes.status(number) for number in range(3)] == [status, 0, 0]
 
 
+@pytest.mark.parametrize("status", [0, 85])
+def test_an_engine_that_starts_after_its_tasks_trainers_have_ended_ends(nodes, tmp_path, status):
+    """After 85 the task starts again under the same name, and its trainers will train."""
+    sky = {"MEGAGRPO_RUN_FOLDER": str(tmp_path / "run"), "SKYPILOT_TASK_ID": "sky-1", "STATUS": str(status)}
+    nodes.go.touch()
+    assert nodes.status(nodes.start(MEGAGRPO_ROLE="trainers", **sky)) == status
+    engine = nodes.start(MEGAGRPO_ROLE="engines", **sky)
+    if status == 0:
+        assert nodes.status(engine) == 0
+        sky["SKYPILOT_TASK_ID"] = "sky-2"
+        engine = nodes.start(MEGAGRPO_ROLE="engines", **sky)
+    nodes.started(engine)
+    with pytest.raises(subprocess.TimeoutExpired):
+        nodes.processes[engine].wait(timeout=3)
+
+
 def test_the_mark_of_an_earlier_start_ends_no_engine_and_an_engine_that_fails_is_a_failure(nodes, tmp_path):
     mark = tmp_path / "run/logs/trainers_ended"
     mark.parent.mkdir(parents=True)
