@@ -60,6 +60,11 @@ class Mesh:
         """Returns whether this is global rank 0, which also leads its replica."""
         return self.rank == 0
 
+    def share(self, number: int) -> slice:
+        """Returns this data-parallel rank's share of a number of things in order."""
+        first = self.dp_rank
+        return slice(number * first // self.dp_size, number * (first + 1) // self.dp_size)
+
     def reduce(self, tensor: Tensor, op: str) -> Tensor:
         """Collective over data-parallel ranks. Returns the reduction of a tensor of any shape.
 

@@ -613,7 +613,7 @@ class TrainState:
     algo_state: AlgoState = AlgoState()
     # Dynamic sampling: this rank's groups for the next step. A checkpoint has those of all ranks.
     surplus: list[RolloutGroup] = field(default_factory=list)
-    # rollout.max_staleness: all ranks' finished groups that no step has consumed. Only in a
-    # checkpoint, since the source has them while the run goes on.
+    # rollout.max_staleness: finished groups that no step has consumed, all or this leader's. Only in
+    # a checkpoint, since the source has them while the run goes on.
     ahead: list[RolloutGroup] = field(default_factory=list)
     curriculum: RowResults | None = None  # data.curriculum; None: none, or before its first step

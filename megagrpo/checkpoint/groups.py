@@ -86,20 +86,19 @@ def read_groups(path: Path) -> list[RolloutGroup]:
     return msgspec.convert(records, list[RolloutGroup], dec_hook=lambda kind, value: value)
 
 
-def saved_groups(folder: Path, name: str, mesh: Mesh) -> list[RolloutGroup]:
+def saved_groups(folder: Path, name: str, mesh: Mesh, own: bool = False) -> list[RolloutGroup]:
     """Returns the groups of all leaders' files NAME-*.npz in a checkpoint, by id; [] on other ranks
-    than leaders, which hold no texts."""
+    than leaders, which hold no texts. own: of this leader's file only, because all may take more
+    memory than a node has."""
     if not mesh.is_leader:
         return []
     # older checkpoints have one file, without a number
-    groups = chain.from_iterable(map(read_groups, folder.glob(f"{name}*.npz")))
+    files = folder.glob(f"{name}-{mesh.dp_rank:05}.npz" if own else f"{name}*.npz")
+    groups = chain.from_iterable(map(read_groups, files))
     return sorted(groups, key=lambda group: group.group_id)
 
 
-def deal_surplus(surplus: Sequence[RolloutGroup], mesh: Mesh) -> list[RolloutGroup]:
-    """Collective. Returns this rank's share of all ranks' surplus, which leaders have, for any
-    number of ranks."""
-    first, last = (len(surplus) * rank // mesh.dp_size for rank in (mesh.dp_rank, mesh.dp_rank + 1))
-    own = list(surplus[first:last])
-    others = mesh.from_leader(lambda: [group.for_other_ranks() for group in own], "deal groups")
-    return own if mesh.is_leader else others
+def shared_groups(groups: list[RolloutGroup], mesh: Mesh) -> list[RolloutGroup]:
+    """Collective. Returns the groups of this replica's leader, as its other ranks need them."""
+    others = mesh.from_leader(lambda: [group.for_other_ranks() for group in groups], "deal groups")
+    return groups if mesh.is_leader else others

@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
+import torch
+
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor
 from megagrpo.checkpoint.changes import REFERENCE, prompt_order
@@ -14,16 +16,17 @@ from megagrpo.checkpoint.folder import (
     OTHER_DATA,
     checkpoint_folder,
     data_problem,
+    description,
     put_in_place,
     step_of,
 )
-from megagrpo.checkpoint.groups import deal_surplus, saved_groups
+from megagrpo.checkpoint.groups import saved_groups, shared_groups
 from megagrpo.checkpoint.identity import adapter_numbers, architecture_numbers
 from megagrpo.checkpoint.save import RunIdentity, load
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
 from megagrpo.system import environment
-from megagrpo.types import TrainState
+from megagrpo.types import RolloutGroup, TrainState
 from megagrpo.weights.hf_folder import HfFolder
 
 _SHOWN_S = 60.0  # other nodes see a shared file system seconds late
@@ -161,8 +164,7 @@ def resume(
         load_checkpoint(folder, model, actor, with_optimizer=False)
         actor.keep_reference()
     state = load_checkpoint(source, compared, actor)
-    state.ahead = saved_groups(source, "ahead", mesh)
-    saved = saved_groups(source, "surplus", mesh)
+    state.ahead, saved = waiting_groups(source, identity, mesh)
     if moved == state.step > 0:
         actor.keep_reference()
     if state.curriculum is not None and data_problem(
@@ -182,20 +184,31 @@ def resume(
         and group.is_of(oldest)
         and (group.greedy_outcome is not None or not needs_greedy)
     ]
+    state.surplus = shared_groups(young, mesh)
+    counts = mesh.reduce(torch.tensor([len(state.surplus), len(saved)]), "sum")
+    number, number_saved = counts.tolist()
     # A step takes at least one batch, or the surplus would get too old.
     num_prompts = config.train.num_prompts_per_step
-    (number,) = mesh.largest(len(young))  # only leaders have them
     if number >= num_prompts:
         raise ValueError(
             f"checkpoint {source} has {number} groups for the next step, "
             f"train.num_prompts_per_step is {num_prompts}: take {number + 1} or more"
         )
-    if number < len(saved) and mesh.is_main:
+    if number < number_saved and mesh.is_main:
         print(
-            f"{len(saved) - number} groups that were sampled for a later step are left "
+            f"{number_saved - number} groups that were sampled for a later step are left "
             "out: their weights are older than rollout.max_staleness allows now, or teachers, "
             "graders, the advantage or dynamic sampling have changed",
             flush=True,
         )
-    state.surplus = deal_surplus(young, mesh)
     return state
+
+
+def waiting_groups(
+    source: Path, identity: RunIdentity, mesh: Mesh
+) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
+    """Returns the groups ahead, all of them if this layout is not the checkpoint's, else this
+    leader's, and this leader's part of the surplus."""
+    own = description(source).get("layout") == identity.layout
+    ahead, surplus = (saved_groups(source, name, mesh, own) for name in ("ahead", "surplus"))
+    return ahead, surplus if own else surplus[mesh.share(len(surplus))]

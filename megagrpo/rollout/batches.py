@@ -171,8 +171,8 @@ class Batches:
     restored: dict[int, RolloutGroup] = field(default_factory=dict)  # by id
 
     def restore(self, state: TrainState, changes: Sequence[str] = ()) -> None:
-        """Moves the groups that `finished` returned in an earlier start out of the state; none is
-        sampled again. Every leader has all of them.
+        """Moves this leader's groups of those that `finished` returned in an earlier start out of
+        the state; none is sampled again.
 
         changes: settings that differ from that start. If one of them samples or scores, drops these
         groups and the surplus.
@@ -181,13 +181,20 @@ class Batches:
             state.ahead.clear()
             state.surplus.clear()
         if self.mesh.is_leader and self.config.rollout.max_staleness:
-            self.restored = {group.group_id: group for group in state.ahead}
+            wanted = self.config.train.num_prompts_per_step
+            share = range(wanted)[self.mesh.share(wanted)]
+            self.restored = {
+                group.group_id: group
+                for group in state.ahead
+                # the next batch's first group has the cursor as its id
+                if (group.group_id - state.data_cursor) % wanted in share
+            }
         state.ahead.clear()
 
     def finished(self) -> list[RolloutGroup]:
         """Returns this leader's finished groups that no step has consumed; [] on other ranks."""
-        restored = self.restored.values() if self.mesh.is_main else ()
-        return [*restored, *(g for batch in self.in_flight.values() for g in batch.groups())]
+        sampled = (group for batch in self.in_flight.values() for group in batch.groups())
+        return [*self.restored.values(), *sampled]
 
     def open(self, plan: BatchPlan) -> SampledBatch:
         """Returns the batch of a plan: the one in flight, or a new one with this leader's share, of
@@ -197,17 +204,12 @@ class Batches:
             return self.in_flight[job.step]
         batch = SampledBatch(job)
         if self.mesh.is_leader:
-            rank, size = self.mesh.dp_rank, self.mesh.dp_size
             prompts = plan.numbered()
-            total = len(prompts)
-            batch.share = prompts[total * rank // size : total * (rank + 1) // size]
+            batch.share = prompts[self.mesh.share(len(prompts))]
         if job.or_newer:
             self.in_flight[job.step] = batch
-            # The other leaders' restored groups are dropped too: every leader has all of them.
-            ids = range(plan.first_id, plan.first_id + len(plan.prompts))
-            restored = {group_id: self.restored.pop(group_id, None) for group_id in ids}
             for numbered in batch.share:
-                group = restored[numbered.group_id]
+                group = self.restored.pop(numbered.group_id, None)
                 if group is not None and self._fits(group, numbered.prompt, plan):
                     batch.finished[numbered.group_id] = group
         return batch

@@ -7,7 +7,7 @@ import torch
 
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.folder import latest
-from megagrpo.checkpoint.groups import deal_surplus, read_groups, saved_groups, write_groups
+from megagrpo.checkpoint.groups import read_groups, saved_groups, shared_groups, write_groups
 from megagrpo.config.schema import CheckpointConfig, ExperimentConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, make_mesh
@@ -62,7 +62,7 @@ def run_steps(mesh: Mesh, folder: Path, num_steps: int) -> list[dict]:
     state = TrainState()
     if found := latest(folder):
         state = checkpoint.load(found, ANY, lambda _: None, mesh)
-        state.surplus = deal_surplus(saved_groups(found, "surplus", mesh), mesh)
+        state.surplus = dealt(mesh, found)
     source, steps = Source(mesh, experiment()), []
     while state.step < num_steps:
         metrics = Metrics()
@@ -121,7 +121,8 @@ def test_selection_does_not_depend_on_the_layout(tmp_path, world):
 
 
 def dealt(mesh: Mesh, folder: Path) -> list[RolloutGroup]:
-    return deal_surplus(saved_groups(folder, "surplus", mesh), mesh)
+    saved = saved_groups(folder, "surplus", mesh)
+    return shared_groups(saved[mesh.share(len(saved))], mesh)
 
 
 def test_ranks_of_a_replica_share_its_leaders_groups(tmp_path):

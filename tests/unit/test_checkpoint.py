@@ -265,6 +265,7 @@ def start(tmp_path, monkeypatch):
         return TrainState(**vars(SAVED))
 
     monkeypatch.setattr(beginning, "load", load)
+    monkeypatch.setattr(beginning, "description", lambda folder: {"layout": {}})
 
     def resume(
         sections: dict | None = None, rows: Sequence = (), **options

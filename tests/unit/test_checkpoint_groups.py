@@ -1,10 +1,16 @@
 """Groups in a binary file."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
+import pytest
+import torch
 
 from megagrpo.checkpoint.groups import read_groups, write_groups
+from megagrpo.checkpoint.resume import waiting_groups
+from megagrpo.checkpoint.save import RunIdentity
+from megagrpo.mesh import make_mesh
 from megagrpo.types import ImageRef, Outcome, Prompt, RolloutGroup, Sample
 
 
@@ -79,3 +85,18 @@ def test_samples_are_compared_with_their_arrays():
     changes = ({"token_ids": (1, 3)}, {"logprobs": (-0.5, -1.5)}, {"loss_mask": (1, 1)})
     for change in (*changes, {"token_ids": (1,), "logprobs": (-0.5,)}):
         assert one != replace(one, **change)
+
+
+@pytest.mark.parametrize(("layout", "ahead", "surplus"), [({"ranks": 2}, [1], [1]), ({"ranks": 1}, [0, 1], [0, 1])])
+def test_a_leader_reads_its_own_file_if_the_layout_is_that_of_the_save(tmp_path, layout, ahead, surplus):
+    """All of them, with the experts of each token, fill the memory of a node with several leaders."""
+    (tmp_path / "state.json").write_text(json.dumps({"layout": {"ranks": 2}}))
+    sample = Sample(0, [5, 6], [-0.5, -0.25], "stop", 3, "text")
+    group = RolloutGroup(0, Prompt(0, "text", [1, 2], "4"), (sample,), (Outcome("score", 1.0),))
+    for number in (0, 1):
+        for name in ("ahead", "surplus"):
+            write_groups(tmp_path / f"{name}-{number:05}.npz", [replace(group, group_id=number)])
+    ranks = layout["ranks"]
+    mesh = replace(make_mesh(0, 1, torch.device("cpu"), 60.0), dp_rank=ranks - 1, dp_size=ranks)
+    found = waiting_groups(tmp_path, RunIdentity({}, layout), mesh)
+    assert [[group.group_id for group in groups] for groups in found] == [ahead, surplus]
