@@ -50,6 +50,7 @@ _MORE = "--all: ranks, micro-batches, memory by phase, costs of a save, fields h
 _ON_SCREEN = 4  # of what is named without --all: data files, parts of memory
 _MAX_ROWS = 32  # of a table of GPUs
 _WIDTH = 116
+_EXPECTED_TOKENS_S = 50  # of one response among many
 _OF_A_START = ("port", "node_rank", "dist_init_addr")  # chosen at each start of an engine
 
 
@@ -168,6 +169,7 @@ def _advice(
     ranks = rollout.num_engines * rollout.tp
     used = config.num_gpus
     gpus = config.cluster.gpus_per_node
+    longest, limit_s = config.sampling.max_response_tokens, rollout.request_timeout_s
     told = {
         f"{used} of the {gpus} GPUs of a node (cluster.gpus_per_node) are used: `megagrpo plan CONFIG "
         "--search 1` finds a layout for all": needs_gpus(config) and used < gpus,
@@ -188,6 +190,9 @@ def _advice(
         ),
         f"actor.optimizer.warmup_steps {optimizer.warmup_steps} are not over after the run's "
         f"{updates} updates: lr is never reached": optimizer.warmup_steps >= updates,
+        f"rollout.request_timeout_s {limit_s:g}: a response of sampling.max_response_tokens {longest} "
+        f"must come at {longest / limit_s:.0f} tokens a second or more, else it is asked for again: "
+        "raise it": longest > _EXPECTED_TOKENS_S * limit_s,
         "checkpoint.every 0: when a rank is lost, the run begins again at its first step": (
             not config.checkpoint.every
         ),

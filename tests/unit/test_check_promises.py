@@ -88,6 +88,10 @@ def test_what_changes_nothing_is_no_problem(prepared):
     idle = "ADVICE   3 of the 8 GPUs of a node (cluster.gpus_per_node) are used: `megagrpo plan CONFIG"
     assert idle in explain(read_experiment(QUICKSTART, ["actor.dtype=bfloat16"]))
     assert "cluster.gpus_per_node" not in text
+    long = "sampling.max_response_tokens=32768"
+    late = "a response of sampling.max_response_tokens 32768 must come at 55 tokens a second or more"
+    assert late in explain(read_experiment(QUICKSTART, [long]))
+    assert late not in explain(read_experiment(QUICKSTART, [long, "rollout.request_timeout_s=700"]))
 
 
 def test_problems_of_all_stages_come_at_once_with_their_places(prepared, monkeypatch, capsys):
