@@ -55,11 +55,12 @@ def _tests(data: object, tolerance: float) -> TestCases:
     if isinstance(data, str):
         data = _parsed(data)
     if isinstance(data, Mapping):
+        data = _given(data)
         if {"inputs", "outputs"} <= data.keys():
             return _from_columns(data, tolerance)
         for key in _NESTED:
             if key in data:
-                return _tests(data[key] or [], tolerance)
+                return _tests(data[key], tolerance)
         if {"input", "output"} <= data.keys():
             data = [data]
     if not isinstance(data, Sequence) or isinstance(data, str) or not data:
@@ -70,7 +71,7 @@ def _tests(data: object, tolerance: float) -> TestCases:
     if all(isinstance(test, str) for test in data):
         return TestCases(statements=tuple(_checked(test) for test in data))
     if all(isinstance(test, Mapping) for test in data):
-        return _from_objects(data, tolerance)
+        return _from_objects([*map(_given, data)], tolerance)
     if all(isinstance(test, list) and len(test) == 2 for test in data):
         return _from_columns(
             {"inputs": [test[0] for test in data], "outputs": [test[1] for test in data]}, tolerance
@@ -79,6 +80,12 @@ def _tests(data: object, tolerance: float) -> TestCases:
         "each test is a text of assertions, an object with input and output, or such a pair; "
         f"the answer has {data!r:.80}"
     )
+
+
+def _given(data: Mapping[str, object]) -> Mapping[str, object]:
+    """Returns an object without the nulls of keys that others have; an expected result may be
+    null."""
+    return {key: value for key, value in data.items() if value is not None or key == "output"}
 
 
 def _from_objects(tests: Sequence[Mapping[str, object]], tolerance: float) -> TestCases:

@@ -294,6 +294,8 @@ def test_math_takes_each_gold_for_itself(gold):
         (r"\boxed{\text{True}}", "True", 1),
         (r"\boxed{a \cdot b \cdot c \cdot d}", "abcd", 1),
         (r"\boxed{Even}", "Eves", 0),
+        (r"\boxed{infinity}", r"\infty", 1),
+        (r"\boxed{\infty}", "infinity", 1),
         (r"\boxed{x²+1}", "1+x^2", 1),
         (r"\boxed{x²}", "x³", 0),
         # sympy computes no number of it

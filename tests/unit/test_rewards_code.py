@@ -430,6 +430,25 @@ def test_the_program_of_a_called_test_defines_its_function():
 
 
 @pytest.mark.parametrize(
+    "with_nulls, plain",
+    [
+        ({"test_cases": None, "inputs": None, "outputs": None, "asserts": ["assert f()"]}, ["assert f()"]),
+        (
+            [{"input": "1", "output": "2", "testtype": None, "type": "function_call", "fn_name": "f"}],
+            {"fn_name": "f", "inputs": [[1]], "outputs": [2]},
+        ),
+        (
+            {"input": [1], "output": None, "testtype": None, "fn_name": "f"},
+            {"fn_name": "f", "inputs": [[1]], "outputs": [None]},
+        ),
+    ],
+)
+def test_a_null_key_of_tests_is_one_that_they_lack(with_nulls, plain):
+    """JSON lines that were Parquet have the keys of other rows, too; an expected null stays."""
+    assert read_tests(json.dumps(with_nulls)) == read_tests(json.dumps(plain))
+
+
+@pytest.mark.parametrize(
     "answer, said",
     [
         ("72", "should be a list with at least one test"),

@@ -57,8 +57,9 @@ def _repeated(match: re.Match[str]) -> str:
 
 
 _SPELLINGS = (
-    # a word; math-verify takes the e of even for Euler's number, that of Even for a name, and no true
-    (re.compile(r"^(?=.*[a-z])[a-zA-Z]{4,}$"), r"\\text{\g<0>}"),
+    # a word but infinity; math-verify takes the e of even for Euler's number, that of Even for a name, and
+    # no true
+    (re.compile(r"^(?!infinity$)(?=.*[a-z])[a-zA-Z]{4,}$"), r"\\text{\g<0>}"),
     (re.compile(r"[,;]\s*(?:\\[lc]?dots(?![a-zA-Z])|\.{3,})"), ",…"),  # in a list
     (re.compile(r"\\varnothing\b|∅"), r"\\emptyset"),
     (re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\}|\u2009|\u202f)(?=\d{3}(?!\d))"), ""),  # 1\,000
