@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megagrpo.config.libraries import REFUSED, refusal
 from megagrpo.weights.engines.fleet import EngineRegistry
 from tests.experiments import ROOT, python
 
@@ -63,6 +64,13 @@ def test_the_engines_registry_of_the_exchange_answers_what_a_fleet_asks():
         if inspect.isfunction(method) and not name.startswith("_"):
             asked = inspect.signature(method).parameters
             assert inspect.signature(getattr(registry, name)).parameters == asked, name
+
+
+def test_no_setting_that_the_fuzz_draws_as_right_is_refused_by_its_name(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    right = runpy.run_path(str(ROOT / "bench" / "fuzz.py"))["SPECIAL"]
+    drawn = [(path, name) for path in REFUSED for value in right[".".join(path)] for name in value]
+    assert [each for each in drawn if refusal(*each)] == []
 
 
 def test_a_step_at_scale_runs_at_a_tiny_one(tmp_path):
