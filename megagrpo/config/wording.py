@@ -153,7 +153,7 @@ def _remedy_unknown(path: KeyPath, loc: KeyPath) -> str:
     key = str(path[-1])
     siblings = _keys(path[:-1], loc)
     elsewhere = [known for known in all_paths(ExperimentConfig) if known.split(".")[-1] == key]
-    if "own" in loc and not did_you_mean(key, siblings):
+    if "own" in {*loc} - {*path} and not did_you_mean(key, siblings):
         return f"; an argument of your own function is written args: {{{key}: ...}}"
     if dotted(path) in elsewhere:  # of another variant
         return f"; known: {', '.join(siblings)}"

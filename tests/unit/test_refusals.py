@@ -26,6 +26,7 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
         "loss.clip = 0.2: unknown key; an argument of your own function is",
     ),
     (["algorithm.advantage={name: 'a.py:f', argz: 2}"], "unknown key; did you mean 'args'?"),
+    (["teachers={own: {path: m, foo: 1}}"], "teachers.own.foo = 1: unknown key; known: path, "),
     (["actor.lora={targets: [q_prj]}"], "actor.lora.targets.0 = 'q_prj': not a choice; did you mean 'q_proj'?"),
     (["actor.lora={targets: [q_proj, q_proj]}"], "actor.lora.targets: names q_proj twice"),
     (["actor.lora={targets: []}"], "actor.lora.targets = []"),
