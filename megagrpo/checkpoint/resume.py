@@ -209,6 +209,9 @@ def waiting_groups(
 ) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
     """Returns the groups ahead, all of them if this layout is not the checkpoint's, else this
     leader's, and this leader's part of the surplus."""
-    own = description(source).get("layout") == identity.layout
-    ahead, surplus = (saved_groups(source, name, mesh, own) for name in ("ahead", "surplus"))
+    names = ("ahead", "surplus")
+    own = description(source).get("layout") == identity.layout and not any(
+        (source / f"{name}.npz").exists() for name in names
+    )  # of all leaders, in older checkpoints
+    ahead, surplus = (saved_groups(source, name, mesh, own) for name in names)
     return ahead, surplus if own else surplus[mesh.share(len(surplus))]

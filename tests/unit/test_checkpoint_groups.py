@@ -87,15 +87,21 @@ def test_samples_are_compared_with_their_arrays():
         assert one != replace(one, **change)
 
 
-@pytest.mark.parametrize(("layout", "ahead", "surplus"), [({"ranks": 2}, [1], [1]), ({"ranks": 1}, [0, 1], [0, 1])])
-def test_a_leader_reads_its_own_file_if_the_layout_is_that_of_the_save(tmp_path, layout, ahead, surplus):
-    """All of them, with the experts of each token, fill the memory of a node with several leaders."""
+@pytest.mark.parametrize(
+    ("layout", "older", "ahead", "surplus"),
+    [({"ranks": 2}, False, [1], [1]), ({"ranks": 1}, False, [0, 1], [0, 1]), ({"ranks": 2}, True, [0, 1], [1])],
+)
+def test_a_leader_reads_its_own_file_if_the_layout_is_that_of_the_save(tmp_path, layout, older, ahead, surplus):
+    """All of them, with the experts of each token, fill the memory of a node with several leaders. An older checkpoint
+    has one file of all."""
     (tmp_path / "state.json").write_text(json.dumps({"layout": {"ranks": 2}}))
     sample = Sample(0, [5, 6], [-0.5, -0.25], "stop", 3, "text")
     group = RolloutGroup(0, Prompt(0, "text", [1, 2], "4"), (sample,), (Outcome("score", 1.0),))
-    for number in (0, 1):
-        for name in ("ahead", "surplus"):
-            write_groups(tmp_path / f"{name}-{number:05}.npz", [replace(group, group_id=number)])
+    groups = [replace(group, group_id=number) for number in (0, 1)]
+    for name in ("ahead", "surplus"):
+        files = {"": groups} if older else {f"-{number:05}": [groups[number]] for number in (0, 1)}
+        for number, of_file in files.items():
+            write_groups(tmp_path / f"{name}{number}.npz", of_file)
     ranks = layout["ranks"]
     mesh = replace(make_mesh(0, 1, torch.device("cpu"), 60.0), dp_rank=ranks - 1, dp_size=ranks)
     found = waiting_groups(tmp_path, RunIdentity({}, layout), mesh)
