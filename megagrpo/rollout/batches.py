@@ -172,7 +172,8 @@ class Batches:
 
     def restore(self, state: TrainState, changes: Sequence[str] = ()) -> None:
         """Moves this leader's groups of those that `finished` returned in an earlier start out of
-        the state; none is sampled again.
+        the state; none is sampled again, unless another number of prompts a step gives a group to a
+        leader that has not read it.
 
         changes: settings that differ from that start. If one of them samples or scores, drops these
         groups and the surplus.
