@@ -193,8 +193,7 @@ def _stream_values(name: str, inputs: LossInputs, algorithm: AlgorithmConfig) ->
         case _ if options is not None and options.loss == "reverse_kl":
             assert inputs.teacher_logprobs is not None, "see Streams"
             gaps = inputs.teacher_logprobs - inputs.old_logprobs
-            limit = options.loss_max or torch.inf
-            advantages = gaps.clamp(-limit, limit)
+            advantages = _limited(gaps, options)
             policy = _policy(inputs, advantages, inputs.weights[name] != 0, algorithm)
             return _corrected(policy, inputs)
         case _:
@@ -305,5 +304,9 @@ def candidate_gaps(logprobs: Tensor, teacher: Tensor, options: DistillationConfi
     gaps = p.exp() * (p - q)
     if not plain:
         gaps = gaps - p.exp() + q.exp()
+    return _limited(gaps.sum(-1), options)
+
+
+def _limited(values: Tensor, options: DistillationConfig) -> Tensor:
     limit = options.loss_max or torch.inf
-    return gaps.sum(-1).clamp(-limit, limit)
+    return values.clamp(-limit, limit)

@@ -48,6 +48,7 @@ _EXPECTED = (
     ArithmeticError, AssertionError, AttributeError, IndexError, KeyError, LookupError, NameError,
     NotImplementedError, OverflowError, RecursionError, TypeError, ValueError, ZeroDivisionError,
 )  # fmt: skip
+_BY_NAME = {kind.__name__: kind for kind in _EXPECTED}
 RIGHT = "_is_right"  # the name in tests of the function that calls and compares
 _LONGEST_LINE = 2**24  # characters
 Value = Any  # an object of a program, or the JSON that stands for it
@@ -253,9 +254,8 @@ def run_tests(tests: dict[str, Value], options: types.SimpleNamespace) -> None:
 def _exception(names: list[str], text: str) -> Exception:
     """Returns what a program raised. names: of its type and of those above it."""
     for name in names:
-        for kind in _EXPECTED:
-            if kind.__name__ == name:
-                return kind(text)
+        if name in _BY_NAME:
+            return _BY_NAME[name](text)
     return RuntimeError(f"{names[0]}: {text}")
 
 

@@ -46,10 +46,30 @@ _MIB = 2**20
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def main(options: types.SimpleNamespace) -> None:
-    """Runs one program with sandbox.py's options: limits, paths and file descriptors.
+class ProgramOptions(types.SimpleNamespace):
+    """The command line, written by sandbox.py: limits, paths and file descriptors."""
 
-    Writes {"code": exit code, "reason": text} to the status pipe; {"setup":
+    mode: str
+    scratch: str
+    root: str
+    readable: list[str]
+    links: dict[str, str]
+    isolate: bool
+    user: int
+    memory_mb: int
+    disk_mb: int
+    cpu_s: int
+    open_files: int
+    processes: int
+    control: int
+    status: int
+    input: int
+    output: int
+    verdicts: int
+
+
+def main(options: ProgramOptions) -> None:
+    """Runs one program and writes {"code": exit code, "reason": text} to the status pipe; {"setup":
     text} on failure.
 
     reason: "memory limit", or "" for a program that ended by itself or because the control pipe
@@ -95,14 +115,14 @@ def _load(name: str) -> types.ModuleType:
     return module
 
 
-def _report(options: types.SimpleNamespace, report: dict[str, object]) -> None:
+def _report(options: ProgramOptions, report: dict[str, object]) -> None:
     os.write(options.status, json.dumps(report).encode())
 
 
 # ---- the supervisor ----------------------------------------------------------------------------
 
 
-def _make_root(options: types.SimpleNamespace) -> None:
+def _make_root(options: ProgramOptions) -> None:
     """Creates the folder of the program's private root, without namespaces its only folder. Root
     does it for the program's user, which root without capabilities becomes."""
     options.root = root = os.path.join(options.scratch, "root")
@@ -126,7 +146,7 @@ def _claim_user() -> tuple[int, _socket.socket]:
     raise OSError(f"{_USERS} programs run here already")
 
 
-def _supervise(pid: int, options: types.SimpleNamespace) -> dict[str, object]:
+def _supervise(pid: int, options: ProgramOptions) -> dict[str, object]:
     """Waits for the program, ends every process that it started, and returns its exit code and the
     limit it met."""
     reason = ""
@@ -210,7 +230,7 @@ def _call(name: str, *arguments: object) -> None:
 # ---- the program's process ---------------------------------------------------------------------
 
 
-def _confine(options: types.SimpleNamespace, ready: int, filters: types.ModuleType) -> None:
+def _confine(options: ProgramOptions, ready: int, filters: types.ModuleType) -> None:
     """Irrevocably gives up all rights that the program must not have. Writes an error to `ready`,
     or closes it."""
 
@@ -238,7 +258,7 @@ def _confine(options: types.SimpleNamespace, ready: int, filters: types.ModuleTy
     os.close(ready)
 
 
-def _run(source: str, options: types.SimpleNamespace, calls: types.ModuleType) -> None:
+def _run(source: str, options: ProgramOptions, calls: types.ModuleType) -> None:
     """Runs the program and exits as the interpreter would, after its threads have ended."""
     sys.argv[:] = ["program.py"]
     sys.set_int_max_str_digits(0)  # judges have Pythons without the limit
@@ -260,7 +280,7 @@ def _tasks_of(uid: int) -> int:
     return number
 
 
-def _build_root(options: types.SimpleNamespace) -> None:
+def _build_root(options: ProgramOptions) -> None:
     """Builds a root with only the interpreter, the system's libraries (read-only) and a small
     /tmp."""
     _call("unshare", _CLONE_NEWNS)
@@ -304,7 +324,7 @@ def _drop_capabilities() -> None:
     _call("capset", header, (ctypes.c_uint32 * 6)())
 
 
-def _limit(options: types.SimpleNamespace, tasks: int) -> None:
+def _limit(options: ProgramOptions, tasks: int) -> None:
     """Sets the kernel's limits for each process. tasks: processes of this user that are not the
     program's."""
     limits = {
@@ -323,4 +343,4 @@ def _limit(options: types.SimpleNamespace, tasks: int) -> None:
 
 
 if __name__ == "__main__":
-    main(types.SimpleNamespace(**json.loads(sys.argv[1])))
+    main(ProgramOptions(**json.loads(sys.argv[1])))

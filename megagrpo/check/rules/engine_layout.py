@@ -85,10 +85,10 @@ def before_start(subject: Subject) -> Iterator[Rule]:
     if arch is None:
         return
     cuts = list(_cuts(rollout, arch))
-    for rule in cuts:  # other sizes are tried only for a remedy that is told
-        yield (
-            replace(rule, remedy=_may_be(rollout, arch)) if rule.when and not rule.remedy else rule
-        )
+    for rule in cuts:
+        if rule.when and not rule.remedy:  # so a layout that fits tries no other sizes
+            rule = replace(rule, remedy=_may_be(rollout, arch))
+        yield rule
     yield Rule(
         arch.recurrent is not None and rollout.sglang.get("enable_hierarchical_cache"),
         "rollout.sglang.enable_hierarchical_cache with recurrent layers is refused: no test "

@@ -13,7 +13,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.table import parameter_counts
 from megagrpo.system.arguments import positive
 from megagrpo.system.progress import Progress
-from megagrpo.tools.plan.engine_memory import host_peak
+from megagrpo.tools.plan.engine_memory import host_peak, shares_nodes
 from megagrpo.tools.plan.fitting import served_memory, served_misfits, with_model
 from megagrpo.tools.plan.hardware import usable_bytes
 from megagrpo.tools.plan.roofline import Plan, plan_step, target_of
@@ -85,7 +85,7 @@ def report(plan: Plan) -> list[str]:
     rollout = plan.config.rollout
     trainer_nodes = -(-actor.world_size // target.gpus_per_node)
     engine_nodes = -(-plan.config.engine_ranks // target.gpus_per_node)
-    shared = rollout.colocate or plan.config.num_gpus <= target.gpus_per_node
+    shared = shares_nodes(plan.config, target.gpus_per_node)
     where = "the same nodes" if shared else f"{engine_nodes} nodes"
     room = usable_bytes(target.hardware)
     rows = [["trainers", "fullest rank", "GB", f"of {room / 1e9:.1f}", "parts in GB"]]

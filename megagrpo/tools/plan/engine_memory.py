@@ -248,9 +248,9 @@ def host_cache_bytes(rollout: RolloutConfig, engine: EngineSide) -> float:
     settings = rollout.sglang
     if not settings.get("enable_hierarchical_cache"):
         return 0.0
-    return (settings.get("hicache_size") or 0) * 1e9 or settings.get(
-        "hicache_ratio", 0.0
-    ) * engine.parts["cache"]
+    if size := settings.get("hicache_size"):
+        return size * 1e9
+    return settings.get("hicache_ratio", 0.0) * engine.parts["cache"]
 
 
 def host_peak(
@@ -261,8 +261,12 @@ def host_peak(
     parts = trainers.host_bytes
     trained = sum(parts.values()) - min(parts["checkpoint"], parts["resume"])
     caches = host_cache_bytes(config.rollout, engine) * min(gpus_per_node, config.engine_ranks)
-    shared = config.rollout.colocate or config.num_gpus <= gpus_per_node
-    return trained + caches if shared else max(trained, caches)
+    return trained + caches if shares_nodes(config, gpus_per_node) else max(trained, caches)
+
+
+def shares_nodes(config: ExperimentConfig, gpus_per_node: int) -> bool:
+    """Returns whether engines and trainers are on the same nodes."""
+    return config.rollout.colocate or config.num_gpus <= gpus_per_node
 
 
 def gpu_phases(
