@@ -56,6 +56,10 @@ def test_values_inside_sections_keep_their_place():
     draft = verl("custom_reward_function.path=f.py", given, "+data.apply_chat_template_kwargs.thinking-mode=off")
     assert lost(draft) == {} and draft.nested()["data"]["chat_template_args"] == {"thinking-mode": "off"}
     assert draft.nested()["reward"]["args"] == {"weights": {"length": 0.2}, "penalty": {"length": 7}, "cap": 1}
+    hydras = "{thinking-mode:off,url: http://h:1/x,other:{a:'b: c'}}"  # Hydra needs no space after a colon
+    found = overrides([f"+data.apply_chat_template_kwargs={hydras}", "a=[b:1,c:2]", 'd={"e":1}'])
+    args = {key.removeprefix("data.apply_chat_template_kwargs."): value for key, value in found.items()}
+    assert args == {"thinking-mode": "off", "url": "http://h:1/x", "other.a": "b: c", "a": ["b:1", "c:2"], "d.e": 1}
 
 
 def test_files_that_hydra_reads_besides_and_words_that_are_no_overrides_are_named():

@@ -247,6 +247,12 @@ def test_what_only_a_run_could_tell_is_said_with_its_line(tmp_path, before, word
         (f'srun -N 2 bash -c "{TRAINER} a.b=1"', False),
         (f"ray job submit --x=y -- {TRAINER} a.b=1", False),
         (f"run() {{ nohup {TRAINER} a.b=$1 > log & }}; run 1", False),
+        (f"pkill -9 -f main_ppo; mkdir -p logs/main_ppo\n{TRAINER} a.b=1 | tee main_ppo.log", False),
+        (f"ps aux | grep main_ppo | awk '{{print $2}}' | xargs kill\n{TRAINER} a.b=1", False),
+        (f"if ! {TRAINER} a.b=1; then exit 1; fi", False),
+        (f"until {TRAINER} a.b=1; do sleep 5; done", False),
+        (f"while ! {TRAINER} a.b=1; do sleep 5; done", False),
+        (f"if ! [ -z ${{UNSET}} ]; then {TRAINER} a.b=2; else {TRAINER} a.b=1; fi", False),
     ],
 )
 def test_the_command_is_found_where_it_is(tmp_path, text, several):

@@ -48,7 +48,8 @@ def convert(draft: Translation, source: Path, output: Path | None, partial: bool
     numbers = ", ".join(f"{number} {status}" for status, number in counts.items())
     problems = [f"the experiment as translated: {problem}" for problem in draft.problems]
     told = [
-        *(*draft.notes, *draft.remarks),
+        *draft.notes,
+        *draft.remarks,
         *(f"{each.shown}: {each.status}: {each.text}" for each in lost),
         *problems,
     ]

@@ -1,7 +1,7 @@
 """The options of other frameworks by their names there, and hints for keys that came from there."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -70,7 +70,7 @@ def names_of(framework: str, ours: str) -> tuple[str, ...]:
     return tuple(key for entry in entries() if entry.to == ours for key in entry.keys[framework])
 
 
-def full_names(framework: str, names: str | list[str]) -> tuple[str, ...]:
+def full_names(framework: str, names: str | Sequence[str]) -> tuple[str, ...]:
     """Returns their names, which tables shorten."""
     several = [names] if isinstance(names, str) else names
     return tuple(full_name(framework, name) for name in several)
@@ -141,7 +141,7 @@ def find(framework: str, key: str) -> Entry | None:
     return None
 
 
-def key_hint(key: str, value: object) -> str:
+def key_hint(key: str, value: Plain) -> str:
     """Returns what an unknown key of an experiment is called here, if it is one of another
     framework's; else ""."""
     leaves = [name for name, _ in leaves_of(value, key)]
@@ -177,7 +177,7 @@ def value_hint(key: str, value: Plain) -> str:
     return "" if ours is None else f"; {value!r} is {ours!r} here"
 
 
-def leaves_of(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+def leaves_of(value: Plain, prefix: str = "") -> Iterator[tuple[str, Plain]]:
     """Yields the dotted key of every value inside nested sections, below `prefix`."""
     if not isinstance(value, dict) or not value:
         yield prefix, value

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 from megagrpo.config.load import ConfigError, Plain, plain_yaml
 from megagrpo.tools.convert.foreign import FRAMEWORKS, leaves_of, where_to_look, whose
@@ -14,6 +13,8 @@ from megagrpo.tools.convert.shell import trainer_command
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,\s*([^{}]*))?\}")
 # key=value, +key=value, group@package=file
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
+# a key of Hydra's {key:value}, which YAML reads only with a space after the colon
+_KEY = re.compile(r"([{,]\s*[\w.$/-]+):(?=\S)")
 _SHORT = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
 # options whose words stay texts, also if they look like numbers
 _TEXTS = re.compile(r"--(.*-)?(data|key|path|dir|checkpoint|load|save|group|project|stop)")
@@ -53,7 +54,7 @@ def _read_yaml(path: Path) -> dict[str, Plain]:
     given = plain_yaml(path.read_text(encoding="utf-8"), str(path))
     if not isinstance(given, dict):
         raise ValueError(f"{path}: should be sections or keys, is {given!r:.60}")
-    leaves = ((key, cast(Plain, value)) for key, value in leaves_of(given))
+    leaves = leaves_of(given)
     return _interpolated({key: value for key, value in leaves if not key.endswith("_target_")})
 
 
@@ -68,8 +69,10 @@ def overrides(words: Sequence[str]) -> dict[str, Plain]:
         if option in _SHORT.values():
             given[option] = value if has_value else next(rest, "")
         elif match := _OVERRIDE.fullmatch(word):
-            leaves = leaves_of(plain_yaml(match[2], match[1]), match[1])
-            given |= cast(dict[str, Plain], dict(leaves))
+            text = match[2]
+            if text.startswith("{"):
+                text = _KEY.sub(r"\1: ", text)
+            given |= leaves_of(plain_yaml(text, match[1]), match[1])
         else:
             given[word] = "taken away" if word.startswith("~") else "no override"
     return _interpolated(given)

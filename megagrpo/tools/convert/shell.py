@@ -65,16 +65,22 @@ def trainer_command(path: Path, trainer: str, example: str) -> tuple[list[str], 
         without = f", without {', '.join(dict.fromkeys(unset))}" if unset else ""
         ends = f"; it ends by `{state.leaving[0]}`{without}" if state.leaving else ""
         raise ValueError(f"{path}: has no command `{example}`{ends}")
-    found = state.commands[0]
+    # `pkill -f train.py`, `mkdir logs/main_ppo` and the like name a trainer without options
+    started = [words for words in state.commands if any(map(_is_option, words))] or state.commands
+    found = started[0]
     option = "its command"
     for word in found:
         text = plain(word)
-        if text.startswith("--") or "=" in text:
+        if _is_option(text):
             option = text.partition("=")[0]
         state.note_marks(word, option)
-    if len(state.commands) > 1:
-        state.note(f"{len(state.commands)} commands start a trainer; this is the first")
+    if len(started) > 1:
+        state.note(f"{len(started)} commands start a trainer; this is the first")
     return [plain(word) for word in found if plain(word) or word == QUOTED], list(state.notes)
+
+
+def _is_option(word: str) -> bool:
+    return word.strip(QUOTED).startswith("--") or "=" in word
 
 
 @cache
@@ -137,12 +143,17 @@ def _run(state: State, node: Node) -> Answer:
             if operator.type == "||":
                 return _decided(state, first, answer, [], [second])
             return _decided(state, first, answer, [second], []) and answer
+        case "negated_command":
+            answer = _each(state, inside)
+            return None if answer is None else not answer
         case "if_statement" | "elif_clause":
             return _condition(state, node)
         case "case_statement":
             return _case(state, node)
         case "while_statement" | "for_statement" | "c_style_for_statement":
             _unknown(state, node, re.findall(r"^for[ (]+(\w+)", source(node)))
+            if node.type == "while_statement":  # or until
+                _each(state, inside[:-1])
             return _decided(state, node, None, inside[-1:], [])
         case "redirected_statement":
             return _each(state, node.children_by_field_name("body"))
@@ -254,9 +265,12 @@ def _call(state: State, node: Node, words: list[str], function: Node) -> None:
     positional = {str(at): word.strip(QUOTED) for at, word in enumerate(words) if at}
     called.variables |= {"@": words[1:], "*": words[1:], **positional}
     _each(called, [function])
-    own = called.variables.items()
-    changed = [key for key, value in own if value != state.variables.get(key)]
-    _unknown(state, node, [key for key in changed if key.isidentifier()])
+    changed = [
+        key
+        for key, value in called.variables.items()
+        if key.isidentifier() and value != state.variables.get(key)
+    ]
+    _unknown(state, node, changed)
 
 
 def _written(state: State, name: str, words: list[str]) -> str | None:

@@ -65,7 +65,7 @@ class Translation:
     def get(self, *keys: str) -> Plain:
         """Returns the value of the first of these that has one, given or by default, and is not set
         to null; else the first one's default, or None."""
-        names = self._full(keys)
+        names = foreign.full_names(self.framework, keys)
         for key in names:
             self._read.add(key)
             if key in self._all and self.given.get(key, ...) is not None:
@@ -98,18 +98,17 @@ class Translation:
         return default
 
     def _lack_first(self, keys: Sequence[str], reason: str) -> None:
-        names = self._full(keys)
+        names = foreign.full_names(self.framework, keys)
         self.lack(next((key for key in names if key in self._set), names[0]), reason)
-
-    def _full(self, keys: Sequence[str]) -> tuple[str, ...]:
-        return tuple(foreign.full_name(self.framework, key) for key in keys)
 
     def put(self, ours: str, value: Plain, *keys: str) -> None:
         """Sets our key because of `keys`, and of the table's that the rule has read; left out if
         none of these is given and the value is our default."""
         read = (key for key in self.named(ours) if key in self._read)
         because = dict.fromkeys(self.because.get(ours, []))
-        because |= dict.fromkeys(key for key in (*read, *self._full(keys)) if key in self._set)
+        because |= dict.fromkeys(
+            key for key in (*read, *foreign.full_names(self.framework, keys)) if key in self._set
+        )
         # their defaults depend on the variant's name
         depends_on_variant = ours.startswith(("algorithm.loss.", "algorithm.advantage."))
         if not because and (value is None or (value == _default(ours) and not depends_on_variant)):
