@@ -49,6 +49,7 @@ _EXPECTED = (
     NotImplementedError, OverflowError, RecursionError, TypeError, ValueError, ZeroDivisionError,
 )  # fmt: skip
 _BY_NAME = {kind.__name__: kind for kind in _EXPECTED}
+_KINDS = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
 RIGHT = "_is_right"  # the name in tests of the function that calls and compares
 _LONGEST_LINE = 2**24  # characters
 Value = Any  # an object of a program, or the JSON that stands for it
@@ -150,7 +151,7 @@ def _encode(value: Value, objects: list[Value] | None) -> Value:
         case bytes() | bytearray():
             return {"bytes": bytes(value).hex()}
         case list() | tuple() | set() | frozenset():
-            kind = next(k.__name__ for k in (list, tuple, set, frozenset) if isinstance(value, k))
+            kind = next(name for name in _KINDS if isinstance(value, _KINDS[name]))
             return {kind: [_encode(item, objects) for item in value]}
         case dict():
             return {"dict": [[_encode(k, objects), _encode(v, objects)] for k, v in value.items()]}
@@ -179,7 +180,7 @@ def _decode(value: Value, stand_in: Callable[[int], Value]) -> Value:
         case "dict":
             return {_decode(k, stand_in): _decode(v, stand_in) for k, v in content}
     items = (_decode(item, stand_in) for item in content)
-    return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
+    return _KINDS[kind](items)
 
 
 class _Remote:
@@ -187,14 +188,19 @@ class _Remote:
     judge itself."""
 
     def __init__(self, ask: Callable[..., Value], number: int):
-        self._ask = ask
-        self._number = number
+        vars(self).update(_ask=ask, _number=number)
 
     def __call__(self, *args: Value, **kwargs: Value) -> Value:
         return self._ask("call", self._number, None, args, kwargs)
 
     def __getattr__(self, name: str) -> Value:
         return self._ask("attribute", self._number, name)
+
+    def __setattr__(self, name: str, value: Value) -> None:
+        self.__getattr__("__setattr__")(name, value)
+
+    def __str__(self) -> str:
+        return self.__getattr__("__str__")()
 
     def __iter__(self) -> Iterator[Value]:
         return iter(self._ask("list", self._number, None))
@@ -238,7 +244,7 @@ def run_tests(tests: dict[str, Value], options: types.SimpleNamespace) -> None:
             requests.flush()
             return _decode(receive(), lambda number: _Remote(ask, number))
 
-        space: dict[str, Value] = {"__name__": "tests", RIGHT: _is_right}
+        space: dict[str, Value] = {"__name__": "__main__", RIGHT: _is_right}
         space |= {name: importlib.import_module(name) for name in tests["modules"]}
         problem = _problem(receive)
         for name in tests["names"] if problem is None else ():

@@ -46,9 +46,7 @@ def grade(text: str, answer: str, **options: Scalar | dict[str, Scalar]) -> tupl
         if problem:
             failure = failure or f"test {number} of {len(tests)}: {problem}"
             if settings.score == "all":
-                break
-    if settings.score == "all":
-        return float(num_passed == len(tests)), failure
+                return 0.0, failure
     return num_passed / len(tests), failure
 
 
@@ -120,7 +118,7 @@ def _same_word(got: str, expected: str, tolerance: float) -> bool:
         return got == expected
     value = Decimal(expected)
     # a count must be exact: a millionth of it is no rounding error
-    scale = max(Decimal(1), abs(value)) if any(number.groups()) else Decimal(1)
+    scale = max(Decimal(1), abs(value) * any(number.groups()))
     return abs(Decimal(got) - value) <= Decimal(tolerance) * scale
 
 

@@ -11,6 +11,8 @@ from megagrpo.sandbox.calls import RIGHT
 from megagrpo.system.errors import explained
 
 _FUNCTIONAL = ("functional", "function_call")  # LiveCodeBench's word, PrimeIntellect's
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_CHECKS = (ast.Assert, ast.Raise, ast.Call)
 _NESTED = ("input_output", "test_cases", "tests", "asserts")  # keys that hold all tests
 
 
@@ -57,13 +59,14 @@ def _tests(data: object, tolerance: float) -> TestCases:
     if isinstance(data, Mapping):
         data = _given(data)
         if {"inputs", "outputs"} <= data.keys():
-            return _from_columns(data, tolerance)
+            name = data.get("fn_name")
+            return _from_columns(_list(data, "inputs"), _list(data, "outputs"), name, tolerance)
         for key in _NESTED:
             if key in data:
                 return _tests(data[key], tolerance)
         if {"input", "output"} <= data.keys():
             data = [data]
-    if not isinstance(data, Sequence) or isinstance(data, str) or not data:
+    if not isinstance(data, list) or not data:
         raise ValueError(
             f"the answer {data!r:.60} should be a list with at least one test, or have "
             '"inputs" and "outputs", or one of ' + ", ".join(f'"{key}"' for key in _NESTED)
@@ -73,9 +76,8 @@ def _tests(data: object, tolerance: float) -> TestCases:
     if all(isinstance(test, Mapping) for test in data):
         return _from_objects([*map(_given, data)], tolerance)
     if all(isinstance(test, list) and len(test) == 2 for test in data):
-        return _from_columns(
-            {"inputs": [test[0] for test in data], "outputs": [test[1] for test in data]}, tolerance
-        )
+        inputs, outputs = map(list, zip(*data, strict=True))
+        return _from_columns(inputs, outputs, None, tolerance)
     raise ValueError(
         "each test is a text of assertions, an object with input and output, or such a pair; "
         f"the answer has {data!r:.80}"
@@ -98,12 +100,8 @@ def _from_objects(tests: Sequence[Mapping[str, object]], tolerance: float) -> Te
         raise ValueError(
             f"the tests call several functions, or mix calls and standard input: {names}"
         )
-    columns = {
-        "inputs": [test["input"] for test in tests],
-        "outputs": [test["output"] for test in tests],
-        "fn_name": names.pop(),
-    }
-    return _from_columns(columns, tolerance)
+    inputs, outputs = ([test[key] for test in tests] for key in ("input", "output"))
+    return _from_columns(inputs, outputs, names.pop(), tolerance)
 
 
 def _function(test: Mapping[str, object]) -> str | None:
@@ -120,13 +118,10 @@ def _function(test: Mapping[str, object]) -> str | None:
     return str(name)
 
 
-def _from_columns(data: Mapping[str, object], tolerance: float) -> TestCases:
-    inputs = _list(data, "inputs")
-    outputs = _list(data, "outputs")
+def _from_columns(inputs: list, outputs: list, name: object, tolerance: float) -> TestCases:
     if len(inputs) != len(outputs):
         raise ValueError(f"the answer has {len(inputs)} inputs and {len(outputs)} outputs")
     pairs = list(zip(inputs, outputs, strict=True))
-    name = data.get("fn_name")
     if not name:
         return TestCases(scripts=tuple((_lines(input), _lines(output)) for input, output in pairs))
     if not isinstance(name, str) or not name.isidentifier():
@@ -175,9 +170,21 @@ def _call(name: str, arguments: object, expected: object, tolerance: float) -> s
 
 def _checked(statement: str) -> str:
     """Returns assertions as they are. Raises ValueError if Python cannot read them, or if they
-    could not fail."""
-    with explained(f"the answer's test {statement!r:.80} is not Python"):
+    could not fail, or not pass."""
+    test = f"the answer's test {statement!r:.80}"
+    with explained(f"{test} is not Python"):
         tree = ast.parse(statement)
-    if not any(isinstance(node, ast.Assert | ast.Call | ast.Raise) for node in ast.walk(tree)):
-        raise ValueError(f"the answer's test {statement!r:.80} asserts nothing")
+    for node in tree.body:
+        match node:
+            case ast.Import(names=[ast.alias(name=name), *_]) | ast.ImportFrom(module=str(name)):
+                if name.partition(".")[0] not in sys.stdlib_module_names:
+                    raise ValueError(f"{test} imports {name}; only Python's own modules are there")
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, _DEFINITIONS)}
+    executed: list[ast.AST] = [tree]
+    for each in executed:  # grows
+        executed += (n for n in ast.iter_child_nodes(each) if not isinstance(n, _DEFINITIONS))
+    # another call, such as unittest.main's, does not reach what is defined here
+    called = not defined or any(getattr(n, "id", "") in defined for n in executed)
+    if not any(isinstance(n, _CHECKS[: 2 + called]) for n in executed):
+        raise ValueError(f"{test} asserts nothing, or only in functions that it does not call")
     return statement

@@ -204,6 +204,13 @@ def s(): return Stack()
 """
 
 
+ACCOUNT = """class Account:
+    def add(self, x): self.total += x
+    def __str__(self): return f"{self.total} $"
+"""
+SETS = "a = Account()\na.total = 50\na.add(10)\nassert a.total == 60\nassert str(a) == '60 $'"
+
+
 RAISES = """class Bad(ValueError): pass
 def f(x):
     if x == 4: raise StopIteration
@@ -234,6 +241,10 @@ NOT_AS_IF_RIGHT = ["assert all(map(f, [4]))", "try: f(1)\nexcept ValueError: pas
         ("def f(x): return iter([x])", {"asserts": ["assert list(f(1)) == [1]", "assert next(f(1)) == 1"]}, 0.5, {}),
         ("def h(x): return x + 1", ["def check(g):\n assert g(1) == 2\ncheck(h)", "assert math.sqrt(h(3))==2"], 1, {}),
         ("def f(x): return 1 / x", {"asserts": ["assert f(0) == 0", "assert f(1) == 1"]}, 0.5, {}),
+        (ACCOUNT, SETS, 1.0, {}),
+        (ACCOUNT.replace("+=", "-="), SETS, (0.0, "test 1 of 1: a wrong result"), {}),
+        ("def f(): return 2", "try: import numpy\nexcept ImportError: pass\nassert f() == 2", 1.0, {}),
+        ("def f(): return 2", "if __name__ == '__main__':\n assert f() == 3", 0.0, {}),
         (RAISES, EXPECTS, 1.0, {}),
         (RAISES, NOT_AS_IF_RIGHT, 0.0, {}),
         (RAISES, NOT_AS_IF_RIGHT[:1], (0.0, "test 1 of 1: StopIteration: "), {}),
@@ -455,6 +466,12 @@ def test_a_null_key_of_tests_is_one_that_they_lack(with_nulls, plain):
         ("[]", "at least one test"),
         ('[""]', "asserts nothing"),
         ('["x = 1"]', "asserts nothing"),
+        ("def test_f():\n assert f() == 1", "only in functions that it does not call"),
+        ("def check(candidate):\n assert candidate() == 1", "asserts nothing"),
+        ("import random\nrandom.seed(0)\ndef test_f():\n assert f() == 1", "asserts nothing"),
+        ("class Tests(unittest.TestCase):\n def test_f(self): assert f() == 1\nunittest.main()", "asserts nothing"),
+        ("import numpy as np\nassert f() == np.pi", "imports numpy; only Python's own modules"),
+        ("from solution import f\nassert f() == 1", "imports solution"),
         ("[null]", "an object with input and output"),
         ("[1, 2]", "an object with input and output"),
         ('{"asserts": [{"code": "assert f()"}]}', 'no "input" and "output"'),
