@@ -206,7 +206,7 @@ def _configurations(readme: Path, split: str) -> _Configurations:
         files = config.get("data_files") or []
         if isinstance(files, str) or (files and isinstance(files[0], str)):
             files = [{"split": "train", "path": files}]
-        name = config["config_name"]
+        name = str(config["config_name"])  # it may be a year
         folder = config.get("data_dir") or ""
         if files or folder:
             patterns = {

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from megagrpo.config.reward import CodeOptions
 from megagrpo.environments.answers import answer_grader, shortened
 from megagrpo.sandbox.grader import marked_programs, program_limits
-from megagrpo.sandbox.sandbox import isolates, run_program
+from megagrpo.sandbox.sandbox import Limits, isolates, run_program
 
 _ABOUT = """You may write Python programs: a program between ```python and ``` runs, and what it prints follows.
 Nothing is kept between two programs. Without a program your text is the answer.
@@ -32,6 +32,8 @@ class PythonPrograms:
         run_s: float = 5.0,
         **limits: int | str,
     ):
+        if unknown := limits.keys() - {*Limits.__annotations__, "isolation"}:
+            raise ValueError(f"args of environment python: nothing reads {min(unknown)!r}")
         options = CodeOptions.model_validate(limits)
         self._limits = program_limits(options, run_s)
         self._isolate = isolates(options.isolation)

@@ -22,7 +22,7 @@ _ALLOWED = {
     sqlite3.SQLITE_FUNCTION,
     sqlite3.SQLITE_RECURSIVE,
 }
-_SCHEMA = {"sqlite_master", "sqlite_schema"}
+_SCHEMA = {"sqlite_master", "sqlite_schema", "sqlite_temp_master", "sqlite_temp_schema"}
 # texts, names and comments
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|\[[^\[\]]*\]|--[^\n]*|/\*.*?\*/", re.DOTALL)
 _FENCE = re.compile(r"\A```(?:(?!(?:select|with|values)\b)\w+\s*\n|sql(?:ite)?\b)?", re.IGNORECASE)

@@ -25,7 +25,7 @@ def read_parts(value: object, text: str) -> tuple[object, tuple[Span, ...], tupl
     and "tokens" (like the list). Other keys of a dict, as in verl's graders, are ignored. Raises
     ValueError.
     """
-    if isinstance(value, list):
+    if value and isinstance(value, list):
         value = {"tokens": value}
     if not isinstance(value, dict):
         return plain(value), (), ()

@@ -299,6 +299,12 @@ def environment(**args: object) -> PythonPrograms:
     return PythonPrograms(QUESTION, 0, **{"grader": "math", **args})
 
 
+@pytest.mark.parametrize("name", ["total_s", "test_s", "tolerance", "score", "mem"])
+def test_an_argument_without_effect_on_programs_is_refused(name):
+    with pytest.raises(ValueError, match=f"nothing reads '{name}'"):
+        environment(**{name: 1})
+
+
 def test_a_program_runs_and_a_turn_without_one_is_the_answer():
     played = environment()
     assert played.reset().endswith("17 * 23?") and "```python" in played.reset()

@@ -54,6 +54,7 @@ configs:
   data_files: [{split: train, path: tr*}]
 ---
 """
+YEARS = "---\nconfigs:\n- {config_name: 2024, data_files: a.csv}\n- {config_name: 2025, data_files: b.csv}\n---\n"
 # each file its own text: the cache keeps equal ones once
 MODEL = {"config.json": "{}", "tokenizer.json": "[]", "model.safetensors": "w", "model.bin": "b"}
 
@@ -67,6 +68,7 @@ def cache(tmp_path, monkeypatch) -> Path:
     cached(tmp_path, "dataset", "me/folders", GSM8K | {"README.md": FOLDERS})
     cached(tmp_path, "dataset", "me/nested", {"README.md": NESTED, "data/a.jsonl": "x", "data/hard/b.jsonl": "y"})
     cached(tmp_path, "dataset", "me/here", PLAIN | {"README.md": FOLDERS.replace("./main", ".")})
+    cached(tmp_path, "dataset", "me/years", {"README.md": YEARS, "a.csv": "x", "b.csv": "y"})
     cached(tmp_path, "model", "Qwen/Qwen3-1.7B", MODEL)
     cached(tmp_path, "model", "me/described", {"config.json": "{}"})
     return tmp_path
@@ -91,6 +93,7 @@ def read(**sections) -> tuple[dict, list[str]]:
         ("me/nested?config=hard", ["data/hard/b.jsonl"]),
         ("me/nested?config=all", ["data/a.jsonl", "data/hard/b.jsonl"]),
         ("hf://datasets/me/nested/data/*", ["data/a.jsonl"]),
+        ("me/years?config=2025", ["b.csv"]),
         ("me/plain", ["train.csv", "train_2.jsonl.gz"]),
         ("me/here", ["train.csv", "train_2.jsonl.gz"]),
         ("hf://datasets/me/plain/train_2.jsonl.gz", ["train_2.jsonl.gz"]),

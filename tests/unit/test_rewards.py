@@ -152,6 +152,7 @@ def test_math_takes_each_gold_for_itself(gold):
         (r"\boxed{5}", r"\boxed{2} and \boxed{5}", 0),
         (r"\boxed{5, 2}", r"\boxed{2} and \boxed{5}", 1),
         (r"\boxed{7} \boxed{7}", "7", 1),
+        (r"\boxed{7\ }", "7", 1),
         (r"\boxedtext{7}", "7", 0),
         (r"\boxed{1000}", r"1\,000", 1),
         (r"\boxed{\emptyset}", r"\varnothing", 1),
@@ -472,6 +473,7 @@ def test_what_cannot_be_read_is_an_error_of_this_sample(file, name, args, messag
 
 def test_numbers_stay_what_they_are():
     assert read_parts(0.5, "x") == (0.5, (), ())
+    assert read_parts([], "x") == ([], (), ())  # no reward for a token: no number, so an error
     with pytest.raises(ValueError, match="the reward nan of a part"):
         read_parts([float("nan")], "x")
 

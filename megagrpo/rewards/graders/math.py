@@ -77,6 +77,7 @@ _SPELLINGS = (
         _repeated,
     ),
     (re.compile(r"(?<![\d./])(\d+) +(\d+)/(\d+)(?![\d/])"), r"\1\\frac{\2}{\3}"),  # 1 1/2
+    (re.compile(r"\\+$"), ""),  # of a space behind the number, `5\ `
     # the full stop of a sentence, or one before a unit
     (re.compile(r"(?<=[\d)}])\.\s*(?=\\%|\\(?:text|mathrm)\s*\{\D|$)"), ""),
 )
