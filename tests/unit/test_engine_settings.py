@@ -257,9 +257,9 @@ def test_engine_over_two_nodes():
 
 def test_no_two_engines_and_no_two_replicas_of_one_draw_the_same_numbers():
     """Else they would give the same responses to a group's prompt."""
-    places = [replace(place(False), engine=number) for number in range(1000)]
+    places = [replace(place(False), engine=number) for number in range(3000)]
     seeds = [engine_settings(config(), each)["random_seed"] for each in places]
-    assert len({seed + rank for seed in seeds for rank in range(64)}) == 64_000
+    assert len({seed + rank for seed in seeds for rank in range(64)}) == 192_000
     code = """
 import runpy, torch
 runpy.run_module("megagrpo.rollout.service.engine_process", run_name="__mp_main__")

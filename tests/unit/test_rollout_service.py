@@ -37,10 +37,11 @@ def test_host_is_an_address_or_an_interface():
     assert own_address("127.0.0.1") == own_address("lo") == own_address("localhost") == "127.0.0.1"
     assert own_address("0.0.0.0") == "0.0.0.0" and interface_of("0.0.0.0") is None
     assert interface_of("127.0.0.1") == "lo"
-    with pytest.raises(
-        ValueError, match=r"rollout.host eht0 is no interface and no IPv4 address of .*'lo': \['127.0.0.1'\]"
-    ):
-        own_address("eht0")
+    for host in ("eht0", "::"):
+        with pytest.raises(
+            ValueError, match=rf"rollout.host {host} is no interface and no IPv4 address of .*'lo': \['127.0.0.1'\]"
+        ):
+            own_address(host)
     assert free_port("127.0.0.1") in range(20_000, 30_000)
 
 
@@ -267,6 +268,7 @@ def test_an_engine_that_refuses_to_sleep_is_gone_when_trainers_take_its_gpu(tmp_
 )
 def test_an_engine_whose_node_raised_has_died_like_any_other(raised, reason, tmp_path):
     config = experiments.experiment(rollout={"max_restarts": 1})
+    numbers = []
 
     class Raises:
         def __getattr__(self, name: str):
@@ -279,7 +281,8 @@ def test_an_engine_whose_node_raised_has_died_like_any_other(raised, reason, tmp
         machine = ThisMachine([])
         engine = SupervisedEngine(0, config, machines=machine, api_key="", log_dir=tmp_path, may_start=asyncio.Event())
 
-        async def place(*arguments) -> Placed:
+        async def place(config, gpus: int, place: ServerPlace, *arguments) -> Placed:
+            numbers.append(place.engine)
             return Placed([ray_cluster._ask_actor(Raises())], lambda: None)
 
         machine.place = place
@@ -288,6 +291,7 @@ def test_an_engine_whose_node_raised_has_died_like_any_other(raised, reason, tmp
 
     engine = asyncio.run(run())
     assert engine.gave_up and (engine.state, engine.restarts) == ("dead", 1) and engine.reason.startswith(reason)
+    assert numbers == [0, 1024], "each start draws numbers of its own"
 
 
 def test_a_report_is_of_many_engines_and_names_those_that_have_ended(tmp_path):

@@ -11,7 +11,7 @@ import psutil
 from megagrpo.system.processes import route_address
 
 LOOPBACK = ("127.0.0.1", "localhost", "lo")
-EVERYWHERE = ("0.0.0.0", "::")
+EVERYWHERE = "0.0.0.0"  # of IPv4, in which all services listen
 
 
 def own_address(host: str) -> str:
@@ -24,7 +24,7 @@ def own_address(host: str) -> str:
     interfaces = _interfaces()
     if interfaces.get(host):
         return interfaces[host][0]
-    if host in EVERYWHERE or any(host in addresses for addresses in interfaces.values()):
+    if host == EVERYWHERE or interface_of(host):
         return host
     raise ValueError(
         f"rollout.host {host} is no interface and no IPv4 address of "
@@ -35,7 +35,7 @@ def own_address(host: str) -> str:
 def reachable_host(address: str) -> str:
     """Returns the address at which other machines reach a service that listens on `address`
     here."""
-    if address not in EVERYWHERE:
+    if address != EVERYWHERE:
         return address
     if "ray" in sys.modules:  # this process has joined a cluster, which knows this machine
         return import_module("ray.util").get_node_ip_address()

@@ -47,7 +47,7 @@ class ServerPlace:
     cuda: bool = False
     num_cores: int = 1  # CPU cores for this server process
     scores: bool = False  # whether it is a teacher's
-    engine: int = 0  # the engine's number among those of its model
+    engine: int = 0  # the engine's number among those of its model, another one after each restart
 
 
 def on_gpus(config: ExperimentConfig, num_gpus: float) -> bool:
@@ -96,8 +96,8 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
         "max_running_requests": rollout.max_running_requests,
         "custom_weight_loader": WEIGHT_LOADER,
         "log_level_http": "warning",  # the supervisor's probes come every second
-        # Engines with one seed would draw the same responses to a prompt; _draw_apart of
-        # engine_process.py adds the numbers of replicas.
+        # Engines with one seed would draw the same responses to a prompt, as would a restarted one;
+        # _draw_apart of engine_process.py adds the numbers of replicas.
         "random_seed": (config.seed + 1024 * place.engine) % 2**31,
         "skip_server_warmup": True,  # a request before the weights are verified proves nothing
     }

@@ -250,7 +250,8 @@ class SupervisedEngine:
         self.state, self.weight_version, self.url, self.pid = "starting", None, "", 0
         self._lost = asyncio.get_running_loop().create_future()
         scores = self.model.startswith("teacher-")
-        place = ServerPlace(0, cuda=self._cuda, scores=scores, engine=self._index)
+        number = self._index + 1024 * self.restarts  # above those of other engines
+        place = ServerPlace(0, cuda=self._cuda, scores=scores, engine=number)
         # On a CPU all engines of the experiment may share one machine; its cores are divided among
         # them.
         gpus = rollout.tp // rollout.nodes_per_engine if self._cuda else 0
