@@ -112,9 +112,7 @@ class Prompt(WithArrays):
     @property
     def words(self) -> str:
         """Returns the words of the last message, or the text if there is no chat template."""
-        if self.messages:
-            return words_of(self.messages[-1])
-        return self.text
+        return words_of(self.messages[-1]) if self.messages else self.text
 
     def reasoning_begun(self, end: str) -> str:
         """Returns the tag that begins the reasoning which `end` ends, such as <think>, if the
@@ -203,9 +201,7 @@ class Sample(WithArrays):
     @property
     def rollout_index(self) -> int:
         """Returns the index of the sample's rollout within the group."""
-        if self.rollout is None:
-            return self.index
-        return self.rollout
+        return self.index if self.rollout is None else self.rollout
 
     @property
     def num_candidates(self) -> int | None:
@@ -290,9 +286,7 @@ class RolloutGroup:
 
         every_row: rows that name no teacher need scores too.
         """
-        expected: int | None = None
-        if every_row or self.prompt.teachers:
-            expected = num_candidates
+        expected = num_candidates if every_row or self.prompt.teachers else None
         return all(
             sample.num_candidates == expected
             and (sample.teacher is None or sample.teacher.loss == loss)

@@ -20,8 +20,7 @@ REFERENCE = "model.path"  # the input that is its files' fingerprint
 def prompt_order(config: ExperimentConfig) -> dict[str, object]:
     """Returns the settings that fix the order of the prompts, as state.json has them."""
     data = config.data
-    ratios = data.ratios
-    order: dict[str, object] = {"data.shuffle": data.shuffle, "data.sources.ratio": ratios}
+    order: dict[str, object] = {"data.shuffle": data.shuffle, "data.sources.ratio": data.ratios}
     if data.shuffle:  # else no prompt's place depends on it
         order["seed"] = config.seed
     return order

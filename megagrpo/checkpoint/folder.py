@@ -64,9 +64,7 @@ def place_problem(root: Path, directory: str | None) -> str:
     if directory is not None and not os.path.lexists(root):
         # a user who moved the checkpoints, as the message below says, has no link yet
         place = Path(directory)
-    name = ""
-    if saved.exists():
-        name = saved.read_text()
+    name = saved.read_text() if saved.exists() else ""
     # perhaps with a user's suffix, or for restore_replaced; an interrupted save does not count
     if name and not any(p.name != name + PARTIAL for p in place.glob(f"{name}*")):
         return (

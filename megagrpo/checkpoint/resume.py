@@ -167,22 +167,23 @@ def resume(
     state.ahead, saved = waiting_groups(source, identity, mesh)
     if moved == state.step > 0:
         actor.keep_reference()
-    if state.curriculum is not None and data_problem(
-        source, identity.rows
-    ):  # and resume is other_data
-        state.curriculum = None
+    others = config.checkpoint.resume == OTHER_DATA and (state.curriculum or saved)
+    if others and data_problem(source, identity.rows):
+        # groups ahead are compared with their prompts later
+        state.curriculum, saved = None, []
         if mesh.is_main:
-            print("data.curriculum begins anew: what it knows is of other rows", flush=True)
+            print(
+                "data.curriculum and dynamic sampling begin anew: the rows are others", flush=True
+            )
     # A surplus is one version old even without max_staleness.
     oldest = state.step - max(config.rollout.max_staleness, 1)
-    needs_greedy = config.algorithm.needs_greedy_response
     young = [
         group
         for group in saved
         if config.algorithm.dynamic_sampling is not None
         and group.is_scored(*config.scoring)
         and group.is_of(oldest)
-        and (group.greedy_outcome is not None or not needs_greedy)
+        and (group.greedy_outcome is not None or not config.algorithm.needs_greedy_response)
     ]
     state.surplus = shared_groups(young, mesh)
     counts = mesh.reduce(torch.tensor([len(state.surplus), len(saved)]), "sum")

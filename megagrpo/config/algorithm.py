@@ -28,7 +28,6 @@ from megagrpo.config.objective.own import (
 )
 from megagrpo.config.objective.policy_loss import (
     CovarianceLoss,
-    DppoLoss,
     GpgLoss,
     PolicyLossConfig,
     PpoClipLoss,
@@ -114,12 +113,11 @@ class AlgorithmConfig(Section):
         changes_sum = [f"reward.{step}" for step in reward.turned_on()]
         changes_sum += ["kl.reward_coef"] if self.kl.reward_coef else []
         below_0 = self._below_0()
+        engine_ratio = getattr(self.loss, "against", "") == "rollout"
         return [
             *self._stream_problems(),
             Rule(
-                isinstance(self.loss, DppoLoss)
-                and self.loss.against == "rollout"
-                and self.mismatch.weight is not None,
+                engine_ratio and self.mismatch.weight is not None,
                 "loss dppo against rollout weighs tokens by actor / engine, and so does mismatch.weight",
                 "remove mismatch.weight, or write against: old",
             ),
@@ -234,7 +232,7 @@ class AlgorithmConfig(Section):
         """Returns the user's functions by the keys that name them."""
         sections = (self.loss, self.advantage)
         found = {each.key: each.function for each in sections if isinstance(each, OwnFunction)}
-        if self.dynamic_sampling is not None and self.dynamic_sampling.filter is not None:
+        if self.dynamic_sampling and self.dynamic_sampling.filter:
             found["algorithm.dynamic_sampling.filter"] = self.dynamic_sampling.filter
         return found
 
@@ -243,7 +241,7 @@ class AlgorithmConfig(Section):
         """Returns what loads the user's functions, each of which raises ValueError."""
         found = [each.load for each in (self.loss, self.advantage) if isinstance(each, OwnFunction)]
         groups = self.dynamic_sampling
-        return [*found, *([groups.load_filter] if groups is not None else [])]
+        return [*found, *([groups.load_filter] if groups else [])]
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -304,7 +302,8 @@ class AlgorithmConfig(Section):
     @property
     def corrects_staleness(self) -> bool:
         """Returns whether the loss takes into account which probabilities a token was sampled by."""
-        return self.mismatch.corrects or self.old_logprobs == "engine"
+        engines = self.old_logprobs == "engine" or getattr(self.loss, "against", "") == "rollout"
+        return self.mismatch.corrects or engines
 
     @property
     def needs_greedy_response(self) -> bool:

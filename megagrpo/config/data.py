@@ -179,7 +179,7 @@ class DataConfig(Section):
     @property
     def ratios(self) -> list[float]:
         """The ratios of the sources; [] if they are read as one."""
-        return [source.ratio for source in self.sources if source.ratio is not None]
+        return [source.ratio for source in self.sources if source.ratio]
 
     @property
     def paths(self) -> list[str]:

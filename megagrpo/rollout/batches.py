@@ -26,8 +26,11 @@ from megagrpo.rollout.selection import refuse_another_batch, select
 from megagrpo.system.processes import return_freed_memory
 from megagrpo.types import Prompt, RolloutGroup, RowResults, Sample, TrainState
 
-# the settings that sample or score a group, whatever its prompt is
-_SCORES = re.compile(r"(reward|sampling|teachers)\.|data\.(sources\.\d+\.)?(grader|extra_key)")
+# the settings that render a row, and that sample or score its group
+_SCORES = re.compile(
+    r"(reward|sampling|teachers)\.|model\.tokenizer|"
+    r"data\.(sources\.\d+\.)?(grader|extra_key|prompt_template|system_prompt|chat_template|add_bos)"
+)
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,7 @@ class Batches:
         the state; none is sampled again, unless another number of prompts a step gives a group to a
         leader that has not read it.
 
-        changes: settings that differ from that start. If one of them samples or scores, drops these
+        changes: settings that differ from that start. If one of them renders, samples or scores, drops these
         groups and the surplus.
         """
         if any(map(_SCORES.match, changes)):

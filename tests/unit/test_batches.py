@@ -220,6 +220,8 @@ def test_nothing_is_restored_without_staleness():
         ("data.grader_key: not set -> grader from step 3", False),
         ("data.sources.1.grader: math -> exact from step 3", False),
         ("data.extra_key: not set -> extra from step 3", False),
+        ("data.sources.0.prompt_template: not set -> Q: {prompt} from step 3", False),
+        ("model.tokenizer: not set -> other from step 3", False),
         ("data.path: old -> new from step 3", True),
         ("eval.data.grader_key: not set -> grader from step 3", True),
     ],

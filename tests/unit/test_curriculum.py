@@ -22,7 +22,7 @@ from megagrpo.data.curriculum import Curriculum, describe_curriculum, load_curri
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import LeaderError
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.types import Outcome, Prompt, RolloutGroup, RowResults, TrainState
+from megagrpo.types import Outcome, Prompt, RolloutGroup, RowResults, Sample, TrainState
 from tests import experiments
 from tests.curricula import NoActor, Steps, assert_left_out, continued, dropping, prompt_set, section
 
@@ -249,16 +249,20 @@ def test_preflight_loads_the_function_and_a_record_has_its_digest(own, tmp_path)
 def test_results_are_not_of_other_rows(tmp_path, monkeypatch):
     rows = [["a.jsonl", 4, "a4"]]
     state = TrainState(step=3, curriculum=results([None, 1.0, 0.5, 0.0]))
+    surplus = [RolloutGroup(0, Prompt(0, "text", [1, 2], "4"), (Sample(0, [5], [-0.5], "stop", 3, "5"),), ())]
+    saved = replace(state, surplus=surplus)
     folder = PendingSave(
-        tmp_path / "checkpoints", state, RunIdentity({}, {}, rows), CheckpointConfig(), NoActor, MESH
+        tmp_path / "checkpoints", saved, RunIdentity({}, {}, rows), CheckpointConfig(), NoActor, MESH
     ).finish()
     load = lambda *_: checkpoint.load(folder, RunIdentity({}, {}), lambda part: None, MESH)  # noqa: E731
     monkeypatch.setattr(resume, "load_checkpoint", load)
-    config = experiments.experiment(output_dir=str(tmp_path), checkpoint={"resume": "other_data"})
+    config = experiments.experiment(
+        output_dir=str(tmp_path), checkpoint={"resume": "other_data"}, algorithm={"dynamic_sampling": {}}
+    )
     actor = SimpleNamespace(mesh=MESH)
-    assert resume.resume(config, folder, RunIdentity({}, {}, rows), actor).curriculum == state.curriculum
-    other = RunIdentity({}, {}, [["a.jsonl", 5, "a5"]])
-    assert resume.resume(config, folder, other, actor).curriculum is None
+    assert resume.resume(config, folder, RunIdentity({}, {}, rows), actor) == saved
+    other = resume.resume(config, folder, RunIdentity({}, {}, [["a.jsonl", 5, "a5"]]), actor)
+    assert other.curriculum is None and other.surplus == [], "nor are groups, with answers that the data had"
 
 
 def test_bytes_of_a_row_in_a_checkpoint(tmp_path):

@@ -126,6 +126,9 @@ def test_keys_and_values_in_fp8_want_a_correction():
     with pytest.raises(ValueError, match="a cache in fp8_e4m3 rounds, which needs a correction"):
         experiment(**cache)
     experiment(**cache, algorithm={"mismatch": {"weight": {"name": "tis"}}})
+    experiment(**cache, algorithm={"loss": {"name": "dppo"}})  # which weighs by the engine's probabilities itself
+    with pytest.raises(ValueError, match="needs a correction"):
+        experiment(**cache, algorithm={"loss": {"name": "dppo", "against": "old"}})
 
 
 def test_right_ones_arrive_and_take_the_place_of_our_defaults():
