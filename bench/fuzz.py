@@ -104,7 +104,7 @@ SPECIAL: dict[str, list[object] | None] = {
         {"cpu_offloading": True, "cpu_offloading_num_layers": 1}, {"moe_token_dispatcher_type": "allgather"},
         {"moe_router_dtype": "fp64"}, {"recompute_modules": ["core_attn"]}, {"apply_rope_fusion": True},
         {"gradient_accumulation_fusion": True}, {"deallocate_pipeline_outputs": True}, {"fp8": "hybrid"},
-        {"overlap_p2p_comm": True}, {"attention_softmax_in_fp32": True}, {"masked_softmax_fusion": False},
+        {"overlap_p2p_comm": True},
     ],
     "rollout.sglang": [
         {"page_size": 1}, {"page_size": 16}, {"chunked_prefill_size": -1}, {"chunked_prefill_size": 64},

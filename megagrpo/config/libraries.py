@@ -69,7 +69,7 @@ _TRANSFORMER_REFUSED = {
     "updates have different numbers of micro-batches": "microbatch_group_size_per_vp_stage",
     _SPLIT: """overlap_moe_expert_parallel_comm overlap_dispatch_backward_with_experts_wgrad delay_wgrad_compute
         ep_overlap_early_attn_memory_release
-        defer_embedding_wgrad_compute wgrad_deferral_limit""",
+        defer_embedding_wgrad_compute wgrad_deferral_limit high_priority_a2a_comm_stream""",
     "its process groups or its transport are not created here": """hierarchical_context_parallel_sizes
         pipeline_model_parallel_comm_backend use_ring_exchange_p2p
         *gtp_weight_remat_size *tensor_parallel_num_weight_shards""",
@@ -83,7 +83,9 @@ _TRANSFORMER_REFUSED = {
     "publishing, digests and checkpoints read parameters in place, by their names": """
         cpu_offloading_weights mla_down_proj_fusion *glu_interleave_size moe_single_grouped_*""",
     "only Megatron's own specifications of layers, or its output layer, read it": """
-        use_transformer_engine_op_fuser use_grouped_gemm_for_* fused_residual_rmsnorm fp8_output_proj""",
+        use_transformer_engine_op_fuser use_grouped_gemm_for_* fused_residual_rmsnorm fp8_output_proj
+        attention_softmax_in_fp32 masked_softmax_fusion persist_layer_norm memory_efficient_layer_norm""",
+    "its kernel takes no packed sequences, and no norms of queries": "fused_single_qkv_rope",
     _OUTPUT: "config_logger_dir",
 }
 _OPTIMIZER_OURS = {

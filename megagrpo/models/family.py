@@ -84,7 +84,8 @@ class Family:
             problems.append(
                 f"partial_rotary_factor {fraction} is not supported by this family; it must be 1"
             )
-        absent = ["mlp_bias", "use_sliding_window"]
+        # queries by chunks of positions, which SGLang turns so and no attention of its takes
+        absent = ["mlp_bias", "use_sliding_window", "dual_chunk_attention_config"]
         absent += [] if self.LOADS_ATTENTION_BIAS else ["attention_bias"]
         only = {"hidden_act": "silu", **dict.fromkeys(absent, (False, None))}
         return problems + other_values(hf, only)

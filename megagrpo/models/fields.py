@@ -210,6 +210,9 @@ def _recomputed_modules(arch: Architecture, actor: ActorConfig, kernels: Kernels
     delayed = actor.megatron.get("fp8_recipe", "delayed") == "delayed"
     # with delayed scales of FP8 they would be those of another forward, says Megatron
     scaled = engine and not (actor.megatron.get("fp8") and delayed)
-    modules = ["layernorm"] if scaled else []
+    modules = ["layernorm"] * scaled
     modules += [name for kind in arch.kinds for name in kind.recomputed(engine, scaled)]
-    return modules + ["mlp"] * arch.has_dense_layers
+    modules += ["mlp"] * arch.has_dense_layers
+    # Megatron keeps what overlaps with an exchange
+    overlaps = actor.megatron.get("moe_shared_expert_overlap")
+    return [name for name in modules if name != "shared_experts" or not overlaps]

@@ -183,6 +183,7 @@ def test_what_would_be_silently_wrong_is_refused_by_name(family, tmp_path):
     assert model_problems(hf) == []
     wrong = {"hidden_act": "gelu", "mlp_bias": True, "use_sliding_window": True}
     wrong |= {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}
+    wrong |= {"dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192}}  # Qwen2.5-7B-Instruct-1M
     for key, value in wrong.items():
         problems = model_problems(hf | {key: value})
         assert len(problems) == 1 and key.replace("rope_scaling", "rope scaling") in problems[0]

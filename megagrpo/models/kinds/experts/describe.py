@@ -179,8 +179,8 @@ class Experts:
     def recomputed(self, engine: bool, scaled: bool) -> list[str]:
         """Returns Megatron's names of what is cheap to compute again; one by one experts have no
         activation of their own."""
-        shared = ["shared_experts"] if engine and self.shared_ffn_size else []
-        return [*(["moe_act"] if scaled else []), *shared, *([] if engine else ["moe"])]
+        shared = engine and bool(self.shared_ffn_size)
+        return ["moe_act"] * scaled + ["shared_experts"] * shared + ["moe"] * (not engine)
 
     @property
     def share(self) -> float:

@@ -123,7 +123,7 @@ class LatentAttention(Attention):
         }
 
     def recomputed(self, engine: bool, scaled: bool) -> list[str]:
-        return ["mla_up_proj"] if scaled else []
+        return ["mla_up_proj"] * scaled
 
     @property
     def pair_flops(self) -> float:
