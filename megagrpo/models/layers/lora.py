@@ -25,7 +25,6 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 from torch.nn import Module, Parameter, ParameterDict
 
@@ -160,7 +159,7 @@ def _sites(chunk: Body, arch: Architecture) -> Iterator[_Site]:
     dim = arch.attention.head_dim
     for layer in chunk.decoder.layers:
         prefix = layer_prefix(layer.layer_number - 1)
-        attention: SelfAttention = layer.self_attention
+        attention = layer.self_attention
         # as models/tensors.py fills it
         heads = _rows(attention.linear_qkv).view(-1, queries + 2, dim)
         qkv = {

@@ -112,10 +112,9 @@ class GroupedQuery(Attention):
         """
         groups, dim = self.kv_heads, self.head_dim
         heads = self.heads // groups
-        halves = 1 + self.output_gate
         q, k, v = (hf[f"{name}_proj.{kind}"] for name in "qkv")
         tail = q.shape[1:]  # (hidden,) for the weight, () for the bias
-        query = q.view(groups, heads, halves, dim, *tail)
+        query = q.view(groups, heads, 1 + self.output_gate, dim, *tail)
         key = k.view(groups, 1, dim, *tail)
         value = v.view(groups, 1, dim, *tail)
         parts = [*query.unbind(2), key, value]  # [groups, heads, dim, ...]
