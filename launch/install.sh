@@ -52,7 +52,10 @@ newest_of_pyenv() {
 }
 
 make_venv() {
-    if "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    # links to a Python that is gone, which venv would keep
+    find "$venv/bin" -name 'python*' -xtype l -delete 2>/dev/null || true
+    # an environment of uv has no pip
+    if "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip >/dev/null 2>&1; then
         renew_pip
         return
     fi

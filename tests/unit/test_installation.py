@@ -301,6 +301,20 @@ def test_a_pip_that_is_too_old_is_renewed(tmp_path, version, renewed):
     assert done.stdout == ("-m pip install --upgrade pip>=21.3\n" if renewed else "")
 
 
+@pytest.mark.parametrize("found", ["false", f"echo {sys._base_executable}"])
+def test_an_environment_without_pip_or_of_a_python_that_is_gone_gets_both(found, tmp_path):
+    """As uv makes it, also with a Python that find_python would not choose; and after an upgrade of the system."""
+    subprocess.run([sys._base_executable, "-m", "venv", "--without-pip", tmp_path], check=True)
+    if found != "false":
+        for link in (tmp_path / "bin").glob("python*"):
+            link.unlink()
+            link.symlink_to("/gone/python3.10")
+    functions = of_install(r"make_venv\(\) \{[\s\S]*?^renew_pip[\s\S]*?^\}")
+    code = f"say() {{ :; }}\nfind_python() {{ {found}; }}\nvenv={tmp_path}\n{functions}\nmake_venv"
+    subprocess.run(["bash", "-euc", code], check=True)
+    subprocess.run([tmp_path / "bin" / "python", "-m", "pip", "--version"], check=True)
+
+
 def test_a_machine_with_many_gpus_has_one(tmp_path):
     """A reader that ends at the first line ends nvidia-smi by SIGPIPE, which pipefail reports."""
     fake = tmp_path / "nvidia-smi"
