@@ -67,7 +67,7 @@ class Image:
         """Copies what an installation reads, and an installation and results of the machine that builds the image."""
         leave_out = shutil.ignore_patterns(*ignored)
         self.checkout.mkdir()
-        for name in (".venv", "runs", ".ruff_cache"):
+        for name in (".venv", "runs", "models", "data", ".ruff_cache"):
             if not leave_out("", [name]):
                 (self.checkout / name).mkdir()
         shutil.copytree(ROOT / "launch", self.checkout / "launch")
@@ -146,7 +146,7 @@ def test_every_step_of_a_container_recipe_runs(builder, built):
     assert not list(image.lists.iterdir()), "the lists of packages stay in no image"
     stamp = (image.checkout / ".venv" / ".megagrpo-installed").read_text()
     assert stamp.startswith("gpu ") and stamp.endswith(f" {image.checkout}\n")
-    assert not (image.checkout / "runs").exists() and not (image.checkout / ".ruff_cache").exists()
+    assert not [name for name in ("runs", "models", "data", ".ruff_cache") if (image.checkout / name).exists()]
     words = (image.folder / "words").read_text().splitlines()
     assert any("--editable .[gpu,test,lint]" in line for line in words)
     assert any("--no-build-isolation" in line for line in words), "Transformer Engine is compiled"
