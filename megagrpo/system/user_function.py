@@ -51,7 +51,7 @@ def load_function(name: str, built_in: Mapping[str, str], key: str) -> Callable[
             module = _from_file(Path(module_name).resolve())
         else:
             module = importlib.import_module(module_name)
-    function = vars(module).get(function_name)
+        function = getattr(module, function_name, None)  # also what a module imports when asked
     if not callable(function):
         functions = [word for word, value in vars(module).items() if callable(value)]
         hint = did_you_mean(function_name, functions)
