@@ -94,7 +94,8 @@ def _machine_problems(config: ExperimentConfig, request: Request, dry_run: bool)
         return problems
     if shutil.which("sbatch") is None:
         problems.append("sbatch is not on the PATH: submit from a login node, or use --dry-run")
-    if not runs_in_image(request) and needs_gpus(config) and find_spec("sgl_kernel") is None:
+    ours = environment.get("MEGAGRPO_VENV", sys.prefix) == sys.prefix and not runs_in_image(request)
+    if ours and needs_gpus(config) and find_spec("sgl_kernel") is None:
         problems.append(
             f"{sys.prefix} is an installation for CPUs: MEGAGRPO_KIND=gpu bash launch/install.sh"
         )
