@@ -240,7 +240,8 @@ def gpu_findings(answer: Answer) -> list[Finding]:
             "NVIDIA driver",
             f">={least} for CUDA {cuda}" if least else "any",
             driver or "none found",
-            driver is not None and int(driver.partition(".")[0]) >= (least or 0),
+            # an older one may do with CUDA's package for compatibility: torch then sees GPUs
+            driver is not None and (bool(gpus) or int(driver.partition(".")[0]) >= (least or 0)),
             remedy,
         ),
         _judge("GPUs that torch sees", "one or more", seen, bool(gpus), blind),

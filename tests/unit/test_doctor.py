@@ -161,6 +161,7 @@ def test_a_driver_too_old_or_missing(on_gpus):
     assert bad == {"NVIDIA driver", "GPUs that torch sees"}
     assert "newer driver" in found["NVIDIA driver"].remedy and "too old" in found["GPUs that torch sees"].found
     assert on_gpus("550.54.15", SEES | {"cuda": "12.9"})["NVIDIA driver"].status == "ok"
+    assert on_gpus("550.54.15", SEES)["NVIDIA driver"].status == "ok", "by cuda-compat-13-0"
 
     found = on_gpus(None, BLIND | {"why": ""})
     assert found["NVIDIA driver"].found == "none found" and found["NVIDIA driver"].status == "error"
