@@ -222,7 +222,7 @@ def gpu_findings(answer: Answer) -> list[Finding]:
     other. answer: ask_torch's."""
     cuda = answer["cuda"]
     driver = driver_version()
-    least = _DRIVERS.get(int(cuda.partition(".")[0])) if cuda else None
+    least = _DRIVERS.get(int(cuda.partition(".")[0]), 0) if cuda else 0
     remedy = (
         f"CUDA {cuda} of this torch needs a newer driver: update it, or take a "
         "torch for an older CUDA"
@@ -241,7 +241,7 @@ def gpu_findings(answer: Answer) -> list[Finding]:
             f">={least} for CUDA {cuda}" if least else "any",
             driver or "none found",
             # an older one may do with CUDA's package for compatibility: torch then sees GPUs
-            driver is not None and (bool(gpus) or int(driver.partition(".")[0]) >= (least or 0)),
+            driver is not None and (bool(gpus) or int(driver.partition(".")[0]) >= least),
             remedy,
         ),
         _judge("GPUs that torch sees", "one or more", seen, bool(gpus), blind),

@@ -159,8 +159,8 @@ def _advice(
     updates = (steps or math.inf) * config.train.updates_of_step
     rounded = "bfloat16" in (actor.dtype, rollout.dtype)
     unplayed = (
-        arch is not None
-        and arch.experts is not None
+        arch
+        and arch.experts
         and not isinstance(arch.experts, HashedExperts)
         and not arch.experts.unreported
         and actor.routing_replay is None
@@ -205,8 +205,7 @@ def _advice(
     ]
     loading = trial.advice if trial else []
     general = [text for text, given in told.items() if given]
-    disk = disk_advice(config, cut)
-    return [*config.algorithm.advice, *general, *not_here, *loading, *disk]
+    return [*config.algorithm.advice, *general, *not_here, *loading, *disk_advice(config, cut)]
 
 
 def _model(
@@ -237,7 +236,7 @@ def _model(
 def _layout(config: ExperimentConfig, everything: bool) -> list[str]:
     """Returns how ranks are cut and on which nodes they are; everything: also each GPU's ranks."""
     actor = config.actor
-    p = config.actor.parallel
+    p = actor.parallel
     r = config.rollout
     edp = actor.world_size // (p.etp * p.ep * p.pp)
     head = [
@@ -367,7 +366,7 @@ def _rollout(config: ExperimentConfig) -> list[str]:
 
 def _reward(config: ExperimentConfig) -> str:
     reward = config.reward
-    entries = config.reward.entries
+    entries = reward.entries
     if key := config.sampling.rewarding:
         return f"the {key.removeprefix('sampling.')}'s"
     names = " + ".join(f"{e.weight:g} {e.short_name}" for e in entries)
@@ -380,12 +379,13 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, everything: boo
     """Returns the bytes on the fullest ranks, by the closed forms of trainer_memory.py."""
     if arch is None:
         return ["memory     unknown without a config.json that the layout can cut"]
+    actor = config.actor
     memory = experiment_memory(config, arch)
     phases = memory.phases
     phase = max(phases, key=lambda name: phases[name].total)
     states = memory.engine.parts.get("recurrent states", 0.0)
     recurrent = f" and {gigabytes(states)} of recurrent states" if states else ""
-    where = {"cpu": "in a process"}.get(config.actor.device, "on a GPU")
+    where = {"cpu": "in a process"}.get(actor.device, "on a GPU")
     lines = [
         f"memory     at most  {gigabytes(phases[phase].total)} {where}, in {phase}, "
         f"rank {phases[phase].rank} ({phases[phase].kind}): "
@@ -404,9 +404,9 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, everything: boo
         ]
     host = host_peak(config, memory.trainers, memory.engine, config.cluster.gpus_per_node)
     lines.append(f"  on the fullest node's host {gigabytes(host)}")
-    if config.actor.lora is not None:
-        unadapted = config.actor.model_copy(update={"lora": None})
-        trained, total = (trained_elements(arch, actor) for actor in (config.actor, unadapted))
+    if actor.lora is not None:
+        unadapted = actor.model_copy(update={"lora": None})
+        trained, total = (trained_elements(arch, each) for each in (actor, unadapted))
         lines.append(f"  lora       trains {_count(trained)} of {_count(total)} parameters")
     return lines
 
@@ -455,7 +455,7 @@ def settings_report(
         ]
         return [f"libraries  {', '.join(shown)}"] if shown else []
     actor = config.actor
-    kernels = expected_kernels(config.actor)
+    kernels = expected_kernels(actor)
     cuda = needs_gpus(config)
     place = ServerPlace(0, config.rollout.host, cuda=cuda)
     engine = engine_settings(config, place).items()
