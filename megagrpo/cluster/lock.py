@@ -115,9 +115,7 @@ def launcher_of(folder: RunFolder) -> Launcher | None:
     with suppress(OSError), folder.lock.open() as file:
         if not _locked(file, fcntl.LOCK_SH):
             return launcher
-    if _runs(launcher, folder.lock):
-        return launcher
-    return None
+    return launcher if _runs(launcher, folder.lock) else None
 
 
 def _locked(file: IO, kind: int) -> bool:

@@ -22,7 +22,6 @@ _END_S = 10.0
 _LOOK_S = 2.0  # between two looks into a folder that all nodes share
 # all signals that a launch may handle
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-_PARAGRAPH = "\n\n"
 Handler = Callable[[int, FrameType | None], None]
 _OF_ONE_NODE = "trainer"  # ranks; those of several nodes are trainer-0, trainer-1 ...
 
@@ -192,7 +191,7 @@ class Launch:
         unread = f"{self._folder.logs} unread, looks again"
         with collected(self._unread), translated(unread, OSError):
             for page in self._folder.deadline_pages() - known:
-                first = page.read_text().split(_PARAGRAPH)[0]
+                first = page.read_text().split("\n\n")[0]
                 print(f"megagrpo: {first}\nstacks: {page}", file=sys.stderr)
                 known.add(page)
             return bool(main.reports and self._folder.error_reports(main.reports, True))

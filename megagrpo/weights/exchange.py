@@ -62,10 +62,12 @@ class Exchange:
         self._ids: list[str] = []  # of the engines to update; on the main rank
         # by kind and rank of an engine: of its slices among the digests
         self._numbers: list[list[np.ndarray]] = []
-        published = weights if config.rollout.quantization is None else quantized(weights, mesh)
-        if published is not weights and mesh.is_main:
-            print(*format_table(weights, published), sep="\n", flush=True)
-        self._weights = weights = published
+        if config.rollout.quantization is not None:
+            published = quantized(weights, mesh)
+            if mesh.is_main:
+                print(*format_table(weights, published), sep="\n", flush=True)
+            weights = published
+        self._weights = weights
         dtype: torch.dtype = getattr(torch, config.rollout.dtype)
         specs = published_specs(weights.hf_specs, dtype, weights.fixed_dtypes)
         trainers = TrainerWeights(

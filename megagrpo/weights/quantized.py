@@ -61,12 +61,11 @@ def quantized(weights: ActorWeights, mesh: Mesh) -> ActorWeights:
     collective."""
     view = _QuantizedView(weights, mesh)
     specs = quantized_specs(weights.hf_specs, weights.fp8)
-    fixed = {
+    dtypes = dict(weights.fixed_dtypes) | {
         name: dtype
         for name, (_, dtype) in specs.items()
         if name.removesuffix(SCALES) in weights.fp8
     }
-    dtypes = {**weights.fixed_dtypes, **fixed}
     return ActorWeights(view.copies, specs, view.parameters, view.merged, dtypes)
 
 

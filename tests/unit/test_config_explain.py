@@ -101,6 +101,14 @@ def test_coordinates_of_ranks_are_megatrons(tp, cp, pp, ep, etp, world):
             ["rollout={tp: 2, ep: 2, dtype: float32}", "actor={device: auto, dtype: bfloat16}"],
             "float32 on GPUs: torch's experts",
         ),
+        *(
+            (
+                hf_config(TinyModelConfig(path="x", family=family)),
+                ["rollout={sglang: {moe_runner_backend: flashinfer_cutlass}}"],
+                f"flashinfer_cutlass with a {family} model",
+            )
+            for family in ("gpt_oss", "deepseek_v4", "glm5_next")
+        ),
         ({"model_type": "gpt2"}, [], "'gpt2' is not supported; supported: llama, qwen2, qwen3, qwen3_moe"),
     ],
 )

@@ -57,6 +57,14 @@ def before_start(subject: Subject) -> Iterator[Rule]:
         f"model.path: SGLang's cache of a {arch.family} model is in FP8, which rounds and needs a correction",
         "set algorithm.mismatch.weight, such as {name: tis}, or algorithm.mismatch.reject",
     )
+    yield Rule(
+        arch.experts
+        and arch.experts.limit
+        and rollout.sglang.get("moe_runner_backend") == "flashinfer_cutlass",
+        f"rollout.sglang.moe_runner_backend flashinfer_cutlass with a {arch.family} model: SGLang computes its experts "
+        "without their biases, and a sleep loses the bounds of their activation",
+        "take triton",
+    )
     ranks = server_of(rollout).attention_tp
     yield Rule(
         ranks > 1

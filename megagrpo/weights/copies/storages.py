@@ -144,10 +144,10 @@ class TracedStorages:
     def names(self, tensor: Tensor) -> list[str]:
         """Returns the HF tensors whose elements a traced tensor or a concatenation of such tensors
         has."""
-        joined = self._known.get(storage_id(tensor))
-        parts = joined.parts if isinstance(joined, Concatenation) else [tensor]
-        known = [self._known.get(storage_id(part)) for part in parts]
-        return [view.hf for view in known if isinstance(view, HfView)]
+        known = self._known.get(storage_id(tensor))
+        if isinstance(known, Concatenation):
+            return [name for part in known.parts for name in self.names(part)]
+        return [known.hf] if isinstance(known, HfView) else []
 
     def rewrite(self, source: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Returns a new storage with the elements of `source` in the same order."""

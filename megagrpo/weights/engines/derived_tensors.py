@@ -23,8 +23,9 @@ def random_buffers(model: torch.nn.Module, recording: Recording) -> list[str]:
     # SGLang's initialize_dummy_weights fills the state dict, which leaves out non-persistent
     # buffers.
     persistent = model.state_dict()
-    filled = {copy.parameter for copy in recording.copies}
-    filled |= {fill.parameter for fill in recording.fills}
+    filled = {copy.parameter for copy in recording.copies} | {
+        fill.parameter for fill in recording.fills
+    }
     return [
         f"buffer {name} {tuple(buffer.shape)}: random since the start; set "
         "rollout.load_format: model"

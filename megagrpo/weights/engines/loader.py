@@ -247,8 +247,8 @@ class EngineEnd:
             if digest != recorded.computed[name]
         ]
         inputs = np.array(recorded.arrived or [0] * len(recorded.inputs), dtype="<i8")
-        data = np.concatenate([digests, inputs]).tobytes()
-        return {"digests": base64.b64encode(data).decode(), "problems": problems}
+        data = base64.b64encode(np.concatenate([digests, inputs]))
+        return {"digests": data.decode(), "problems": problems}
 
     def leave(self) -> dict:
         """Forgets the trainers, whatever they do."""

@@ -147,8 +147,9 @@ def receive_batches(
             ]
         )
 
-    patience_s = deadline.seconds
-    return Traffic(staging_bytes=_move(group, batches, stage, begin, finish, deadline, patience_s))
+    return Traffic(
+        staging_bytes=_move(group, batches, stage, begin, finish, deadline, deadline.seconds)
+    )
 
 
 def _counts(batch: list[_Staged]) -> list[Send]:

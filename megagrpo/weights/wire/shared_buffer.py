@@ -81,7 +81,6 @@ class SharedBuffer:
             torch.cuda.empty_cache()  # the engine's cache needs the memory
         if self._file >= 0:
             os.close(self._file)
-            self._file = -1
 
 
 @contextmanager
