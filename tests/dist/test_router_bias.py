@@ -96,7 +96,7 @@ def test_biases_move_against_the_load_alike_in_every_layout(ran: Ran):
         for count, before, after in zip(counts, one["before"][layer], one["after"][layer], strict=True):
             assert after == pytest.approx(before + RATE * ((mean > count) - (mean < count)), abs=1e-7)
     for name, result in found.items():
-        assert result["after"] == one["after"], name
+        assert (result["after"], result["load"]) == (one["after"], one["load"]), name
 
 
 def test_losses_are_what_is_by_hand_in_every_layout(ran: Ran):

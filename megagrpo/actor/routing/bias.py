@@ -19,8 +19,8 @@ from megagrpo.models.architecture import Architecture
 
 
 class ExpertLoad:
-    """Counts the tokens that each expert of each layer receives in an update, padding and
-    recomputed ones included."""
+    """Counts the real tokens that an update routes to each expert of each layer: padding depends on
+    how samples are cut, and its tokens are all alike."""
 
     def __init__(
         self,
@@ -43,12 +43,16 @@ class ExpertLoad:
     def _count(
         self, layer: int, router: TopKRouter, inputs: tuple, output: tuple[Tensor, Tensor]
     ) -> None:
-        if self._scope.now is not None and not self._scope.now.forward_only:
-            self.counts[layer] += output[1].sum(0, dtype=torch.int64)
+        scope = self._scope.counted
+        if scope is not None:
+            rows, _ = scope.own
+            # an index by a mask would wait for the device
+            real_map = output[1] & (rows >= 0)[:, None]
+            self.counts[layer] += real_map.sum(0, dtype=torch.int64)
 
 
 class RouterBias(ExpertLoad):
-    """Counts the real tokens that an update routes to each expert, and then moves the biases."""
+    """Counts the tokens of an update, and then moves the biases."""
 
     def move(self, rate: float) -> None:
         """Collective. Moves every bias by the rate, in float32: up if its expert had fewer tokens
@@ -59,13 +63,3 @@ class RouterBias(ExpertLoad):
         direction = (self.counts.sum(1, keepdim=True) - experts * self.counts).sign()
         for layer, router in self._routers.items():
             router.expert_bias.add_(direction[layer], alpha=rate)
-
-    def _count(
-        self, layer: int, router: TopKRouter, inputs: tuple, output: tuple[Tensor, Tensor]
-    ) -> None:
-        scope = self._scope.counted
-        if scope is not None:
-            rows, _ = scope.own
-            # an index by a mask would wait for the device
-            real_map = output[1] & (rows >= 0)[:, None]
-            self.counts[layer] += real_map.sum(0, dtype=torch.int64)

@@ -47,9 +47,10 @@ def bias_job(actor: MegatronActor, job: dict) -> dict:
     if "count" in job:
         result["counts"] = counted_by_hand(actor)
     for _ in range(2):  # what was counted before is not counted again
+        actor.expert_load.begin()
         gradient(actor, batch_of(actor.mesh), PLAIN)
     actor.optimizer_step()
-    return result | {"after": biases(actor)}
+    return result | {"after": biases(actor), "load": step._expert_metrics(actor)["moe/load_imbalance"]}
 
 
 def losses_by_hand(actor: MegatronActor, balance: float, z: float) -> dict[str, float]:
