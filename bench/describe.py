@@ -26,7 +26,7 @@ from megagrpo.config.fields import (
     members,
     sections,
 )
-from megagrpo.config.libraries import REFUSED
+from megagrpo.config.libraries import REFUSED, TRIED
 from megagrpo.config.objective.correction import Band, Rejection, TruncatedImportance
 from megagrpo.config.objective.served_models import TeacherConfig
 from megagrpo.config.reward import OPTIONS, JudgeOptions
@@ -76,10 +76,12 @@ _DIFFERS = re.compile(
     "|".join([r"[\d.]+|, with teachers'|None|fp8|NAME", *sorted(FAMILIES, key=len, reverse=True)])
 )
 _REFUSED_HEAD = """\
-You can set every field of the library's class in `actor.megatron`, `actor.ddp`, `actor.optimizer.megatron` and
-`rollout.sglang`, except the following fields and those that another key sets (sizes, layout, dtypes, paths, ports). The
-error names that key. `*` stands for any characters. `check` and `train` ask the library about names and types. If it is
-not installed, as on a login node, they say that they cannot judge.
+`actor.megatron`, `actor.ddp`, `actor.optimizer.megatron` and `rollout.sglang` hold fields of the library's class. You
+can set those that tests set here. Of another field nobody knows whether anything reads it, or whether a publish holds
+with it: `check` refuses it, and `+name: value` passes it on as it is. Refused with and without `+` are the fields that
+another key sets (sizes, layout, dtypes, paths, ports; the error names the key) and those below. `*` stands for any
+characters. `check` and `train` ask the library about names and types. If it is not installed, as on a login node, they
+say that they cannot judge.
 """
 _NAMES_HEAD = """# Names in verl, ROLL, TRL, slime and miles
 
@@ -124,7 +126,17 @@ def reference() -> str:
         shown.update(rows)
     lines += ["## Settings of libraries that are refused", "", _REFUSED_HEAD]
     for path, refused in REFUSED.items():
-        lines += [f"### `{'.'.join(path)}`", "", *_refused(refused), ""]
+        tried = ", ".join(f"`{name}`" for name in sorted(TRIED[path]))
+        lines += [
+            f"### `{'.'.join(path)}`",
+            "",
+            f"You can set {tried}.",
+            "",
+            "Refused:",
+            "",
+            *_refused(refused),
+            "",
+        ]
     return "\n".join(lines)
 
 

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from megagrpo.actor.host import slow_attention, uses_transformer_engine
 from megagrpo.config.fields import complaints
-from megagrpo.config.libraries import DDP, OPTIMIZER, TRANSFORMER, refusal
+from megagrpo.config.libraries import DDP, OPTIMIZER, TRANSFORMER, UNTRIED, refusal
 from megagrpo.config.schema import ActorConfig
 from megagrpo.models import internals_0_19
 from megagrpo.models.architecture import Architecture
@@ -148,14 +148,17 @@ def megatron_problems(
     cls = _CLASSES[path]
     declared = get_type_hints(cls)
     for name, value in settings.items():
-        if name not in declared:
-            known = [field for field in declared if not refusal(path, field)]
-            yield name, f"Megatron's {cls.__name__} has no such field{did_you_mean(name, known)}"
+        field = name.removeprefix(UNTRIED)
+        if field not in declared:
+            yield (
+                name,
+                f"Megatron's {cls.__name__} has no such field{did_you_mean(field, declared)}",
+            )
             continue
-        kind: TypeAdapter[object] = TypeAdapter(declared[name], config=_ANY_CLASS)
-        for text in complaints(_judge, kind, name, value):
+        kind: TypeAdapter[object] = TypeAdapter(declared[field], config=_ANY_CLASS)
+        for text in complaints(_judge, kind, field, value):
             told = text.partition("\n")[2].partition(" [type=")[0].strip() or text
-            yield name, f"Megatron's {cls.__name__} declares it as {declared[name]}: {told}"
+            yield name, f"Megatron's {cls.__name__} declares it as {declared[field]}: {told}"
 
 
 def _judge(kind: TypeAdapter[object], name: str, value: object) -> None:

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from megagrpo.check.remembered import Accepted
 from megagrpo.config.fields import KeyPath
-from megagrpo.config.libraries import SERVER, given_settings
+from megagrpo.config.libraries import SERVER, given_settings, name_problem
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.engine_command import (
     ServerPlace,
@@ -40,7 +40,10 @@ def ask_libraries(config: ExperimentConfig, module: str, wholes: Mapping[str, ob
     module: its main reads [library, [path, settings] pairs, whole] as JSON, and prints
     [key path, problem] pairs. wholes: by library, what else the module judges.
     """
-    given = given_settings(config.actor, config.rollout)
+    given = {  # the other names are refused
+        path: {name: value for name, value in settings.items() if not name_problem(path, name)}
+        for path, settings in given_settings(config.actor, config.rollout).items()
+    }
     engine_words = given.pop(SERVER)
     settings: dict[str, Mapping[tuple[str, ...], Mapping[str, object]]] = {
         "megatron": {path: value for path, value in given.items() if value},

@@ -228,8 +228,8 @@ class ActorConfig(Section):
     but not with `lora`, because adapters need Megatron's layers, and not in float32, because it
     would multiply in TF32."""
     megatron: LibrarySettings = Field(default={})
-    """Fields of Megatron's TransformerConfig, such as `moe_permute_fusion: true`. See [what is
-    refused](#settings-of-libraries-that-are-refused)."""
+    """Fields of Megatron's TransformerConfig, such as `moe_permute_fusion: true`. See [which are
+    tried and refused](#settings-of-libraries-that-are-refused)."""
     ddp: LibrarySettings = Field(default={})
     """Fields of Megatron's DistributedDataParallelConfig, such as `bucket_size: 40000000`."""
     logprob_chunk_tokens: PositiveInt = 1024

@@ -1,7 +1,10 @@
-"""Fields of Megatron-Core's and SGLang's configuration classes that an experiment may not set, and why.
+"""Fields of Megatron-Core's and SGLang's configuration classes: which an experiment may set, which
+it may not, and why.
 
-All other fields are the user's; a pattern such as tp_comm_* stands for every field that it fits. No
-library is imported: names and types are judged by the libraries themselves (check/libraries.py).
+A field that is in neither list is untried: no test sets it, so nobody knows whether it is read,
+whether a publish holds with it, or what it changes. `+name` passes it on all the same. A pattern such
+as tp_comm_* stands for every field that it fits. No library is imported: names and types are judged
+by the libraries themselves (check/libraries.py).
 """
 
 from collections.abc import Mapping
@@ -9,6 +12,7 @@ from fnmatch import fnmatchcase
 
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.rollout import RolloutConfig
+from megagrpo.system.user_function import did_you_mean
 
 _MODEL = """
     num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels layernorm_* normalization
@@ -54,7 +58,8 @@ _LOOP = "only Megatron's own training loop reads it"
 _TRANSFORMER_REFUSED = {
     "losses have global denominators: Megatron must only sum": "calculate_per_token_loss",
     _ACTOR: """timers finalize_model_grads_func *grad_scale_func no_sync_func grad_sync_func param_sync_func
-        barrier_with_L1_time variable_seq_lengths num_microbatches_with_partial_activation_checkpoints""",
+        batch_p2p_comm barrier_with_L1_time variable_seq_lengths
+        num_microbatches_with_partial_activation_checkpoints""",
     "noise would enter every ratio of new to old probabilities": """
         *_dropout moe_input_jitter_eps moe_router_force_*""",
     "weights come from a Hugging Face folder or a checkpoint": """perform_initialization init_method*
@@ -64,8 +69,10 @@ _TRANSFORMER_REFUSED = {
         moe_pad_expert_input_to_capacity""",
     "expert loads and router biases would count the padding": "moe_router_padding_for_*",
     _FP8: "fp8_param fp4*",
+    "routers would get parts of a micro-batch, and ranks that exchange tokens different numbers of "
+    "parts": "mlp_chunks_for_training",
     "a graph replays one shape; those of micro-batches change": "*cuda_graph* use_te_rng_tracker",
-    "its buffers have one shape; those of micro-batches change": "tp_comm_*",
+    "its buffers have one shape; those of micro-batches change": "tp_comm_* moe_ncclep_*",
     "updates have different numbers of micro-batches": "microbatch_group_size_per_vp_stage",
     _SPLIT: """overlap_moe_expert_parallel_comm overlap_dispatch_backward_with_experts_wgrad delay_wgrad_compute
         ep_overlap_early_attn_memory_release
@@ -230,9 +237,56 @@ REFUSED = {  # path of a map in an experiment -> name or pattern -> why
 }
 
 
+# The user's, because tests, plans or measurements of this repository set them.
+_TRIED = {
+    TRANSFORMER: """
+        attention_backend dsa_kernel_backend apply_rope_fusion bias_activation_fusion bias_dropout_fusion
+        use_te_activation_func gradient_accumulation_fusion
+        recompute_method recompute_modules recompute_num_layers
+        cpu_offloading cpu_offloading_num_layers fp8 fp8_recipe
+        moe_token_dispatcher_type moe_flex_dispatcher_backend moe_router_dtype moe_router_fusion moe_permute_fusion
+        moe_shared_expert_overlap cp_comm_type
+        overlap_p2p_comm overlap_p2p_comm_warmup_flush deallocate_pipeline_outputs""",
+    DDP: """
+        overlap_grad_reduce overlap_param_gather align_param_gather bucket_size pad_buckets_for_high_nccl_busbw""",
+    OPTIMIZER: """
+        adam_beta1 adam_eps use_precision_aware_optimizer store_param_remainders main_grads_dtype
+        optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d""",
+    SERVER: """
+        attention_backend sampling_backend moe_runner_backend moe_a2a_backend fp8_gemm_runner_backend bf16_gemm_backend
+        kv_cache_dtype page_size max_total_tokens context_length chunked_prefill_size max_prefill_tokens
+        prefill_decode_interval schedule_policy schedule_conservativeness stream_interval sleep_on_idle
+        disable_radix_cache radix_eviction_policy_config disable_overlap_schedule disable_cuda_graph
+        cuda_graph_backend_decode cuda_graph_backend_prefill cuda_graph_bs_decode cuda_graph_bs_prefill
+        dp_size enable_dp_attention enable_dp_lm_head moe_dense_tp_size enable_two_batch_overlap
+        enable_hierarchical_cache hicache_ratio hicache_size hicache_io_backend hicache_mem_layout
+        ple_offload_embedding enable_metrics log_level log_level_http decode_log_interval""",
+}
+TRIED = {path: frozenset(names.split()) for path, names in _TRIED.items()}
+UNTRIED = "+"
+
+
 def refusal(path: Path, name: str) -> str:
-    """Returns why a field is not set there; "" if it is the user's."""
+    """Returns why a field is not set there; "" if it is the user's, tried or not."""
     return next((why for pattern, why in REFUSED[path].items() if fnmatchcase(name, pattern)), "")
+
+
+def name_problem(path: Path, name: str) -> str:
+    """Returns what is wrong with a name that an experiment sets there; "" if nothing is."""
+    field = name.removeprefix(UNTRIED)
+    if why := refusal(path, field):
+        return f"is {why}"
+    if field in TRIED[path]:
+        return "" if name == field else f"is tried: write {field}"
+    if name != field:
+        return ""
+    near = did_you_mean(field, TRIED[path])
+    return f"is untried: no test here sets it{near}; '{UNTRIED}{field}' passes it on as it is"
+
+
+def passed_on(settings: Mapping[str, object]) -> dict[str, object]:
+    """Returns what the library gets: names without the mark of an untried field."""
+    return {name.removeprefix(UNTRIED): value for name, value in settings.items()}
 
 
 def given_settings(actor: ActorConfig, rollout: RolloutConfig) -> dict[Path, dict[str, object]]:

@@ -275,7 +275,8 @@ class RolloutConfig(Section):
     trains, and the actor moves optimizer state and gradients to the host while engines sample.
     Needs `weights.transport: ipc`, or `disk`."""
     sglang: LibrarySettings = Field(default={})
-    """Fields of SGLang's ServerArgs, such as `chunked_prefill_size: 8192`."""
+    """Fields of SGLang's ServerArgs, such as `chunked_prefill_size: 8192`. `+name` passes on one that
+    is [untried](#settings-of-libraries-that-are-refused)."""
     host: Text = "127.0.0.1"
     """Address for services, or an interface that all machines have, such as eth0."""
     request_timeout_s: Seconds = 600.0

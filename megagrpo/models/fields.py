@@ -10,6 +10,7 @@ from typing import Any
 
 from megagrpo.config.actor import ActorConfig, OptimizerConfig
 from megagrpo.config.fields import Rule
+from megagrpo.config.libraries import passed_on
 from megagrpo.models.architecture import Architecture
 
 Fields = dict[str, Any]  # of one of Megatron's classes, by its names
@@ -70,8 +71,7 @@ def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernel
     engine = kernels.transformer_engine
     p = actor.parallel
     given = actor.megatron
-    others = given.get("deallocate_pipeline_outputs") or given.get("batch_p2p_comm")
-    messages = kernels.cuda and p.vpp > 1 and not others
+    messages = kernels.cuda and p.vpp > 1 and not given.get("deallocate_pipeline_outputs")
     wanted = {
         "apply_rope_fusion": engine and arch.plain_rotary,
         "moe_permute_fusion": engine and arch.is_moe,
@@ -143,7 +143,7 @@ def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels)
         **transformer_defaults(arch, actor, kernels),
         **own,
         **_recompute_fields(arch, actor, kernels),
-        **actor.megatron,
+        **passed_on(actor.megatron),
     }
 
 
@@ -166,7 +166,7 @@ def ddp_fields(actor: ActorConfig, kernels: Kernels) -> Fields:
         "overlap_param_gather": overlap and sharded,
         "align_param_gather": overlap and sharded and p.vpp > 1,
     }
-    return fields | actor.ddp
+    return fields | passed_on(actor.ddp)
 
 
 def optimizer_fields(actor: ActorConfig, kernels: Kernels) -> Fields:
@@ -189,7 +189,7 @@ def optimizer_fields(actor: ActorConfig, kernels: Kernels) -> Fields:
         "params_dtype": actor.dtype,
         "overlap_param_gather": bool(ddp_fields(actor, kernels).get("overlap_param_gather")),
         **on_host,
-        **optimizer.megatron,
+        **passed_on(optimizer.megatron),
     }
 
 

@@ -153,8 +153,8 @@ def test_megatrons_configurations_are_built():
     from megagrpo.tools.certify.tiny_model import hf_config
 
     wrong = (
-        ({"megatron": {"batch_invariant_mode": True}}, "only supports FlashAttention"),
-        ({"megatron": {"fine_grained_activation_offloading": True}}, "in `assert self.offload_mod"),
+        ({"megatron": {"+batch_invariant_mode": True}}, "only supports FlashAttention"),
+        ({"megatron": {"+fine_grained_activation_offloading": True}}, "in `assert self.offload_mod"),
         ({"megatron": {"moe_token_dispatcher_type": "flex"}}, "DeepEP .* is not installed here"),
         ({"megatron": {"gradient_accumulation_fusion": True}}, "and neither is here"),
     )

@@ -72,7 +72,7 @@ def test_every_refusal_fits_a_field():
 
 def test_sglang_itself_judges_names_and_values():
     wrong = {
-        "chunked_prefil_size": (1, "no such option; did you mean 'chunked_prefill_size'?"),
+        "+chunked_prefil_size": (1, "no such option; did you mean 'chunked_prefill_size'?"),
         "page_size": ("8k", "invalid int value: '8k'"),
         "enable_metrics": (1, "no word"),
         "schedule_policy": ("best", "choose from 'lpm', 'random', 'fcfs'"),

@@ -117,11 +117,9 @@ def test_a_size_that_is_missing_is_named(key: str):
         ({"megatron": {"recompute_modules": ["moe"]}}, "actor.megatron.recompute_modules is not supported"),
         ({"megatron": {"moe_shared_expert_overlap": True}}, "actor.megatron.moe_shared_expert_overlap is not"),
         ({"megatron": {"bias_activation_fusion": True}}, "layers of a deepseek_v4 model are computed with False"),
-        ({"megatron": {"mlp_chunks_for_training": 2}}, "routers would get parts of a micro-batch"),
         ({"megatron": {"use_te_activation_func": True}}, "actor.megatron.use_te_activation_func is not"),
         ({"megatron": {"fp8": "e4m3", "fp8_recipe": "blockwise"}}, "actor.megatron.fp8 is not supported"),
-        ({"megatron": {"mlp_chunks_for_training": "2"}}, "routers would get parts of a micro-batch"),
-        ({"megatron": {"mlp_chunks_for_training": None}, "lora": {"rank": 4}}, "actor.lora is not supported"),
+        ({"lora": {"rank": 4}}, "actor.lora is not supported"),
         ({"world_size": 16, "parallel": {"tp": 16}}, "tp = 16 does not divide the model's o_groups = 8"),
     ],
 )

@@ -95,7 +95,6 @@ def test_defaults_by_kernels(arch, kernels, options, on):
         ({}, ["overlap_p2p_comm"]),
         ({"overlap_p2p_comm": False}, ["deallocate_pipeline_outputs"]),
         ({"deallocate_pipeline_outputs": True}, ["deallocate_pipeline_outputs"]),
-        ({"batch_p2p_comm": True}, ["deallocate_pipeline_outputs"]),
     ],
 )
 def test_no_output_is_freed_while_it_is_sent(given, on):
@@ -243,15 +242,15 @@ def test_every_refusal_fits_a_field_and_names_a_key():
 
 
 WRONG = [  # key, right, wrong, message
-    ("actor.megatron.moe_hybridep_num_sms_preprocessing", [5], [5.0, True, "5", None], "declares it as .*int"),
+    ("actor.megatron.+moe_hybridep_num_sms_preprocessing", [5], [5.0, True, "5", None], "declares it as .*int"),
     ("actor.megatron.apply_rope_fusion", [True], [1, "true", None], "valid boolean"),
     ("actor.megatron.fp8", ["hybrid", None], [3], "'e4m3' or 'hybrid'"),
     ("actor.megatron.attention_backend", ["flash"], ["flsh", 2], "flash, fused, unfused, local"),
     ("actor.megatron.cp_comm_type", ["p2p", ["p2p", "a2a"]], [["p2p", 1], 1], ""),
     ("actor.megatron.recompute_modules", [["mlp"], None], ["mlp", [1]], "List"),
     ("actor.megatron.moe_flex_dispatcher_backend", ["deepep"], ["other"], "deepep"),
-    ("actor.megatron.moe_permute_fusoin", [], [True], "no such field; did you mean 'moe_permute"),
-    ("actor.megatron.no_such_thing_at_all", [], [1], "TransformerConfig has no such field$"),
+    ("actor.megatron.+moe_permute_fusoin", [], [True], "no such field; did you mean 'moe_permute"),
+    ("actor.megatron.+no_such_thing_at_all", [], [1], "TransformerConfig has no such field$"),
     ("actor.optimizer.megatron.main_grads_dtype", ["bfloat16"], ["bf16"], "bf16 is no dtype"),
     ("actor.ddp.bucket_size", [40_000_000, None], ["x"], r"Optional\[int\]"),
 ]
@@ -288,6 +287,12 @@ def test_a_library_is_asked_only_if_it_is_there(missing, said, monkeypatch, caps
     ("overrides", "message"),
     [
         (["actor.megatron.tensor_model_parallel_size=2"], "set by actor.parallel.tp"),
+        (["actor.megatron.+tensor_model_parallel_size=2"], "set by actor.parallel.tp"),
+        (["actor.megatron.distribute_saved_activations=false"], r"is untried: .*; '\+dist.*' passes it on"),
+        (["actor.megatron.mlp_chunks_for_training=2"], "routers would get parts of a micro-batch"),
+        (["actor.megatron.moe_permute_fusoin=true"], "did you mean 'moe_permute_fusion'"),
+        (["actor.megatron.+moe_permute_fusion=true"], "is tried: write moe_permute_fusion"),
+        (["rollout.sglang.deepep_config=a.json"], r"'\+deepep_config' passes it on as it is"),
         (["actor.megatron.calculate_per_token_loss=false"], "Megatron must only sum"),
         (["actor.ddp.average_in_collective=true"], "gradients are sums"),
         (["actor.optimizer.megatron.loss_scale=2.0"], "gradients are not scaled"),
@@ -300,12 +305,7 @@ def test_a_library_is_asked_only_if_it_is_there(missing, said, monkeypatch, caps
         ([*OWN_LAYERS, "actor.megatron.fp8=hybrid"], "needs Transformer Engine's layers"),
         *(
             ([*ON_CPU, f"actor.megatron.{name}"], "needs Transformer Engine's layers")
-            for name in (
-                "moe_permute_fusion=true",
-                "cpu_offloading=true",
-                "symmetric_ar_type=two_shot",
-                "apply_rope_fusion=true",
-            )
+            for name in ("moe_permute_fusion=true", "cpu_offloading=true", "apply_rope_fusion=true")
         ),
         *(
             ([*lead, f"actor.optimizer.megatron.{name}=true"], "needs Transformer Engine's Adam")
@@ -316,13 +316,13 @@ def test_a_library_is_asked_only_if_it_is_there(missing, said, monkeypatch, caps
         (["actor.world_size=2", "actor.parallel.ep=2", ALLGATHER], "equal numbers of tokens .* take alltoall"),
         (["actor.world_size=2", "actor.parallel.etp=2", ALLGATHER], "equal numbers of tokens"),
         (["actor.megatron.moe_hybridep_pad_uneven_dispatch_inputs=false"], "set by .*moe_flex_dispatcher_backend"),
+        (["actor.megatron.moe_flex_dispatcher_backend=ncclep"], "first micro-batch's size, .* take deepep or hybridep"),
+        (["actor.megatron.moe_ncclep_zero_copy=true"], "its buffers have one shape"),
         (["actor.megatron.overlap_p2p_comm=true"], "messages overlap only in the schedule of virtual stages"),
         (["actor.ddp.align_param_gather=true"], "in others each would be waited for"),
         (["actor.megatron.fused_single_qkv_rope=true"], "no packed sequences"),
         (["actor.megatron.masked_softmax_fusion=false"], "only Megatron's own specifications of layers"),
         ([*MESSAGES, "actor.megatron.deallocate_pipeline_outputs=true"], "waited for before its output is freed"),
-        ([*MESSAGES, "actor.megatron.batch_p2p_comm=true"], "with overlap_p2p_comm messages are sent one by one"),
-        ([*VIRTUAL, "actor.megatron.batch_p2p_comm=true"], "a batch mixes up what is for which"),
         (["actor.optimizer.megatron.optimizer_cpu_offload=true"], "with actor.dtype float32 there are none"),
         (
             ["actor.dtype=bfloat16", "actor.optimizer.megatron.main_grads_dtype=bfloat16"],
@@ -345,10 +345,10 @@ def test_problems_of_all_maps_come_with_their_lines(tmp_path, monkeypatch):
         return json.dumps([[[*path, name], "is wrong"] for path, names in job[1] for name in names])
 
     monkeypatch.setattr(libraries, "answer_of", answer)
-    actor = "actor:\n  megatron:\n    moe_hybridep_num_sms_preprocessing: x\n    tp: 2\n  ddp: {bucket_size: x}\n"
+    actor = "actor:\n  megatron:\n    +moe_hybridep_num_sms_preprocessing: x\n    +tp: 2\n  ddp: {bucket_size: x}\n"
     text = QUICKSTART.read_text().replace("actor:\n", actor, 1)
     text = re.sub(
-        r"^rollout: .*$", "rollout:\n  sglang:\n    page_sise: 1\n    schedule_policy: x", text, flags=re.MULTILINE
+        r"^rollout: .*$", "rollout:\n  sglang:\n    +page_sise: 1\n    schedule_policy: x", text, flags=re.MULTILINE
     )
     (tmp_path / "e.yaml").write_text(text)
     with pytest.raises(ConfigError) as error:
@@ -357,4 +357,4 @@ def test_problems_of_all_maps_come_with_their_lines(tmp_path, monkeypatch):
     found = [problem.strip().removeprefix(f"{tmp_path}/") for problem in str(error.value).splitlines()[1:]]
     lines = [megatron + 1, megatron + 2, megatron + 3, sglang + 1, sglang + 2]
     assert [problem.split(": ")[0] for problem in found] == [f"e.yaml:{line}" for line in lines]
-    assert found[3].endswith(": rollout.sglang.page_sise = 1: is wrong")
+    assert found[3].endswith(": rollout.sglang.+page_sise = 1: is wrong")

@@ -14,7 +14,7 @@ from megagrpo.config.libraries import (
     UNEXAMINED,
     Path,
     given_settings,
-    refusal,
+    name_problem,
 )
 from megagrpo.config.rollout import RolloutConfig
 
@@ -56,7 +56,6 @@ _OF_ENGINE = (
     "moe_router_fusion",
     "apply_rope_fusion",
     "cpu_offloading",
-    "symmetric_ar_type",
     "use_te_activation_func",
 )
 
@@ -67,8 +66,8 @@ def as_read(subject: Subject) -> Iterator[Rule]:
     given = given_settings(actor, rollout)
     for path, settings in given.items():
         for name in settings:
-            if why := refusal(path, name):
-                yield Rule(True, f"is {why}", key=(*path, name))
+            if problem := name_problem(path, name):
+                yield Rule(True, problem, key=(*path, name))
     for name, (right, why) in VALUES.items():
         value = rollout.sglang.get(name, right[0])
         because = f"{value} is refused: {why}"
@@ -141,17 +140,16 @@ def _trainer_settings(actor: ActorConfig) -> _Together:
                 "allgather needs equal numbers of tokens on all ranks that share experts, and only "
                 "those of actor.parallel.tp have them; take alltoall",
             ),
+            (
+                "moe_flex_dispatcher_backend",
+                "ncclep" in model.values(),
+                "ncclep has buffers of the first micro-batch's size, and others are larger; take deepep or hybridep",
+            ),
             ("overlap_p2p_comm", p.vpp == 1, f"messages overlap only in {virtual}"),
             (
                 "deallocate_pipeline_outputs",
                 overlaps,
                 "with overlap_p2p_comm each message would be waited for before its output is freed",
-            ),
-            ("batch_p2p_comm", overlaps, "with overlap_p2p_comm messages are sent one by one"),
-            (
-                "batch_p2p_comm",
-                p.vpp > 1 and p.pp == 2,
-                "of two stages, each is before and after the other, and a batch mixes up what is for which",
             ),
         ],
         DDP: [

@@ -102,12 +102,6 @@ def _routers(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
             f"actor.megatron.{key}: that activation leaves out the {arch.family} model's swiglu_limit",
             "remove it",
         )
-    yield Rule(
-        arch.is_moe and actor.megatron.get("mlp_chunks_for_training") not in (None, 1),
-        "actor.megatron.mlp_chunks_for_training: routers would get parts of a micro-batch, and ranks that "
-        "exchange tokens different numbers of parts",
-        "remove it",
-    )
     if unreported := arch.experts and arch.experts.unreported:
         replayed = actor.routing_replay == "rollout"
         yield Rule(replayed, f"actor.routing_replay: {unreported}", "take old, or remove it")

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megagrpo.config.libraries import passed_on
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.models.table import (
@@ -126,7 +127,7 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
         settings["max_mamba_cache_size"] = num_states(rollout, place.cuda)
         if not place.cuda:
             settings |= _stand_ins().RECURRENT
-    return settings | rollout.sglang
+    return settings | passed_on(rollout.sglang)
 
 
 def is_recurrent(model: str) -> bool:

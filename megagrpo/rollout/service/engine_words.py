@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from sglang.srt.server_args import ServerArgs
 
 from megagrpo.config.fields import complaints
+from megagrpo.config.libraries import UNTRIED
 from megagrpo.system.user_function import did_you_mean
 
 
@@ -27,10 +28,11 @@ def server_problems(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]
     parser = _parser()
     options = _options(parser)
     for name, value in settings.items():
-        if name not in options:
-            yield name, f"SGLang's ServerArgs has no such option{did_you_mean(name, options)}"
+        field = name.removeprefix(UNTRIED)
+        if field not in options:
+            yield name, f"SGLang's ServerArgs has no such option{did_you_mean(field, options)}"
             continue
-        for text in complaints(_parse, parser, options[name], value):
+        for text in complaints(_parse, parser, options[field], value):
             yield name, f"SGLang's ServerArgs refuses it: {text}"
 
 
