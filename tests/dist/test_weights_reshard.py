@@ -147,9 +147,12 @@ def publishing(
 def of_rank(mesh: Mesh, tp: int, pp: int, dtype: str, transport: str, folder: Path) -> dict:
     actor, hf = ToyActor.of(mesh, tp, pp), hf_tensors()
     actor.load(hf)
-    with publishing(mesh, actor, folder, dtype=dtype, transport=transport) as made:
+    reads: list[None] = []
+    options = {"dtype": dtype, "transport": transport}
+    with publishing(mesh, actor, folder, read=lambda: reads.append(None), **options) as made:
         exchange, fleet, engines, rank = made.exchange, made.fleet, made.engines, mesh.rank
         first = exchange.publish(1)
+        assert len(reads) <= 1 + len(engines), "by the digests and for each link, not for each message"
         published = {name: tensor.to(getattr(torch, dtype)).float() for name, tensor in hf.items()}
         if rank == 0:
             assert_filled(engines, published)

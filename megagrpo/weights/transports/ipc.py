@@ -38,8 +38,6 @@ class _Destination(NamedTuple):
 
 # a message between two trainer ranks, which both post in the order of destination and tag
 _Post = tuple[_Destination, int, dist.P2POp]
-# values to be filled, by engine rank, peer and tag
-_Inbox = dict[tuple[_Destination, int, int], Tensor]
 
 
 class IpcTransport(LinkTransport):
@@ -68,7 +66,7 @@ class IpcTransport(LinkTransport):
 
     def _make_plan(self, cover: Cover, link: Link) -> TransferPlan:
         weights = self._weights
-        engines = self._weights.num_engines
+        engines = weights.num_engines
         # engine ranks per carrier
         carried = -(-engines * link.num_ranks // weights.mesh.world_size)
         limit = weights.bucket_bytes // (2 * carried)  # for half of the shared memory
@@ -81,6 +79,7 @@ class IpcTransport(LinkTransport):
         rank = self._mesh.rank
         plans = [self._plan(link) for link in links]
         outgoing = [plan.sent_by(rank) for plan in plans]
+        live = self._weights.parameters()  # once: it looks at all modules
         num_batches = max((int(plan.batches.max(initial=-1)) + 1 for plan in plans), default=0)
         with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
             # takes memory besides the engine's, so a rank may fail
@@ -92,6 +91,7 @@ class IpcTransport(LinkTransport):
                     links,
                     [batches.get(number, ()) for batches in outgoing],
                     handovers,
+                    live,
                     traffic,
                 )
                 for handover in handovers.values():
@@ -108,10 +108,11 @@ class IpcTransport(LinkTransport):
         links: list[Link],
         outgoing: Sequence[Sequence[Message]],
         handovers: Mapping[_Destination, Handover],
+        live: Mapping[str, Tensor],
         traffic: Traffic,
     ) -> None:
-        """Fills a batch's shared memory with the slices of this rank and others. outgoing: messages
-        by link.
+        """Fills a batch's shared memory with the slices of this rank and others, and sends other
+        carriers theirs. outgoing: messages by link.
 
         No view of shared memory may outlive this call, because `close` frees it for the engine's
         cache.
@@ -130,39 +131,23 @@ class IpcTransport(LinkTransport):
         staged = sum(handover.num_bytes for handover in handovers.values())
         for index, (link, messages) in enumerate(zip(links, outgoing, strict=True)):
             for message in messages:
-                staged += self._send(
-                    _Destination(index, message.peer), link, message, inbox, posts, traffic
-                )
+                to = _Destination(index, message.peer)
+                carrier = link.carriers[to.rank]
+                if carrier == rank:
+                    pack(message, inbox[to, rank, message.tag], live)
+                    continue
+                values, copied = read_message(message, live)
+                posts.append((to, message.tag, dist.P2POp(dist.isend, values, carrier)))
+                staged += values.nbytes * copied
+                traffic.messages += 1
+                traffic.wire_bytes += values.nbytes
+                if self._places[rank].node != self._places[carrier].node:
+                    traffic.between_bytes += values.nbytes
         posts.sort(key=lambda post: post[:2])
         if posts:
             for work in dist.batch_isend_irecv([operation for *_, operation in posts]):
                 work.wait()
         traffic.staging_bytes = max(traffic.staging_bytes, staged)
-
-    def _send(
-        self,
-        to: _Destination,
-        link: Link,
-        message: Message,
-        inbox: _Inbox,
-        posts: list[_Post],
-        traffic: Traffic,
-    ) -> int:
-        """Packs a message into this rank's inbox, or posts it to the carrier. Returns the staged
-        bytes."""
-        parameters = self._weights.parameters()
-        rank = self._mesh.rank
-        carrier = link.carriers[to.rank]
-        if carrier == rank:
-            pack(message, inbox[to, rank, message.tag], parameters)
-            return 0
-        values, copied = read_message(message, parameters)
-        posts.append((to, message.tag, dist.P2POp(dist.isend, values, carrier)))
-        traffic.wire_bytes += values.nbytes
-        if self._places[rank].node != self._places[carrier].node:
-            traffic.between_bytes += values.nbytes
-        traffic.messages += 1
-        return values.nbytes * copied
 
     def _handovers(self, links: list[Link], stack: ExitStack) -> dict[_Destination, Handover]:
         """Returns this rank's handovers to the engine ranks whose carrier it is. The stack closes
