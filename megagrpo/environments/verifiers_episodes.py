@@ -140,10 +140,6 @@ async def serve(name, connection):
                 running[number].add_done_callback(partial(report, number))
             elif number in running:
                 running[number].cancel()
-        left = list(running.values())
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
 
 
 def main(name, *options):

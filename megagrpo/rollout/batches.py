@@ -29,7 +29,7 @@ from megagrpo.types import Prompt, RolloutGroup, RowResults, Sample, TrainState
 # the settings that render a row, and that sample or score its group
 _SCORES = re.compile(
     r"(reward|sampling|teachers)\.|model\.tokenizer|"
-    r"data\.(sources\.\d+\.)?(grader|extra_key|prompt_template|system_prompt|chat_template|add_bos)"
+    r"data\.(sources\.\d+\.)?(\w+_key|source:|grader|prompt_template|system_prompt|chat_template|add_bos)"
 )
 
 

@@ -136,11 +136,11 @@ def rollout_metrics(
     metrics.add_mean("response/turns_mean", turns, len(outcomes) if masks else 0)
     _environment_metrics(metrics, samples, [outcome for outcome in outcomes if outcome.end])
     errors = [o for o in outcomes if o.status == "error"]
-    timeouts = [o for o in outcomes if o.status == "timeout"]
+    timeouts = sum(o.status == "timeout" for o in outcomes)
     metrics.add_mean("reward/error_fraction", len(errors), len(outcomes))
-    metrics.add_mean("reward/timeout_fraction", len(timeouts), len(outcomes))
+    metrics.add_mean("reward/timeout_fraction", timeouts, len(outcomes))
     parts = mesh.gather_dp(
-        (len(errors), len(timeouts), len(outcomes), errors[0].detail if errors else "")
+        (len(errors), timeouts, len(outcomes), errors[0].detail if errors else "")
     )
     bad = sum(e + t for e, t, _, _ in parts)
     total = sum(n for _, _, n, _ in parts)

@@ -297,10 +297,13 @@ class Task:
     def __init__(self, trial_dir): pass
     def mkdir(self): pass
 """,
-    "verifier/verifier": """import types
+    "verifier/verifier": """import asyncio, types
 class Verifier:
-    def __init__(self, *_): pass
-    async def verify(self): return types.SimpleNamespace(rewards={"reward": 0.5})
+    def __init__(self, task, paths, sandbox): self.folder = sandbox.log.parent
+    async def verify(self):
+        if self.folder.name == "lost": raise TimeoutError("no answer of the provider")
+        if self.folder.name == "slow": await asyncio.sleep(1000)
+        return types.SimpleNamespace(rewards={"reward": 0.5})
 """,
 }
 
@@ -318,13 +321,22 @@ def an_interpreter_with_harbor(folder: Path) -> str:
 
 def test_a_hosted_sandbox_runs_commands_gives_the_end_of_their_output_and_is_deleted(tmp_path: Path):
     task, python = a_task(tmp_path / "task", ""), an_interpreter_with_harbor(tmp_path)
-    turns = bash("yes | head -c 300000; echo end >&2; exit 3"), bash("sleep 1000"), says(".")
+    turns = bash("yes | head -c 300000; echo end >&2; exit 3"), bash("sleep 1000"), bash("exit 137"), says(".")
     args = {"python": python, "command_s": 1.0}
     outcomes, requests = work(*turns, tasks=[task], runtime="e2b", args=args)
     said = [LETTERS.decode(request["input_ids"]) for request in requests]
     assert outcomes[0].value == 0.5, outcomes
     assert "exit code 3\n" in said[1] and "\ny\ny\nend\n" in said[1] and "time limit" in said[2]
-    until(lambda: (task / "log").read_text() == "start 65536 0 find /logs/verifier/ -mindepth 1 -delete stop ")
+    assert "exit code 137\n" in said[3], "killed for memory"
+    until(lambda: (task / "log").read_text() == "start 65536 0 0 find /logs/verifier/ -mindepth 1 -delete stop ")
+
+
+def test_a_provider_that_is_late_is_an_error_and_hosted_tests_that_are_late_are_worth_nothing(tmp_path: Path):
+    args = {"python": an_interpreter_with_harbor(tmp_path)}
+    tasks = [a_task(tmp_path / name, "", config="[verifier]\ntimeout_sec = 0.5") for name in ("lost", "slow")]
+    (lost, slow), _ = work(says("."), says("."), tasks=tasks, runtime="e2b", args=args)
+    assert lost.status == "error" and "no answer of the provider" in lost.detail
+    assert (slow.status, slow.value) == ("score", 0.0)
 
 
 def test_a_hosted_sandbox_is_deleted_after_its_worker_was_killed_before_it_read_an_answer(tmp_path: Path):

@@ -66,6 +66,7 @@ def test_an_order_inside_the_answer_is_none_of_its_rows(answer):
         ("select sql from sqlite_master", "CREATE TABLE pets(name, age)\n"),
         ("select name from sqlite_temp_master union select name from sqlite_temp_schema", "\n"),
         ("pragma table_info(pets)", "0|name||0|None|0\n1|age||0|None|0\n"),
+        ("with c as (select 1) select count(*) from c", "1\n"),  # SQLite authorizes c as it does a table
         ("select 'a' union select 'c'", "a\nc\n"),  # a guess without a look at the table earns nothing
         ("select nam from pets", "error: no such column: nam\n"),
         ("selec", 'error: near "selec": syntax error\n'),

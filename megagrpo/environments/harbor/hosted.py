@@ -13,6 +13,7 @@ import shlex
 import socket
 import sys
 import tempfile
+import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -61,21 +62,25 @@ class Trial:
         if seconds is None:
             return await self.environment.start(force_build=False)
         if command is None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    # Harbor reads a verdict that a command has left there, perhaps behind a link, if the
-                    # tests write none
-                    await self.environment.exec("find /logs/verifier/ -mindepth 1 -delete")
-                    return (await self.verifier.verify()).rewards
-            return None
+            tests = asyncio.create_task(self.verdict())
+            # no asyncio.timeout: a provider's own TimeoutError is a sandbox that failed
+            await asyncio.wait([tests], timeout=seconds)
+            return tests.result() if tests.done() else None
+        began = time.monotonic()
         limited = f"timeout -k 5 {math.ceil(seconds)} bash -c {shlex.quote(command)}"
         # through a file: what a model prints has no end, and what it left may hold a pipe open
         kept = f"o=$(mktemp); {limited} > $o 2>&1; c=$?; tail -c {_TAIL} $o; rm $o; exit $c"
         ended = await self.environment.exec(kept)
-        end = f"exit code {ended.return_code}"
-        if ended.return_code in _KILLED:
-            end = "time limit"
+        late = ended.return_code in _KILLED and time.monotonic() - began >= seconds
+        end = "time limit" if late else f"exit code {ended.return_code}"
         return end, (ended.stdout or "") + (ended.stderr or "")
+
+    async def verdict(self):
+        """Returns the tests' rewards."""
+        # Harbor reads a verdict that a command has left there, perhaps behind a link, if the tests
+        # write none
+        await self.environment.exec("find /logs/verifier/ -mindepth 1 -delete")
+        return (await self.verifier.verify()).rewards
 
 
 async def serve(folder, runtime, connection, scratch):
@@ -89,7 +94,7 @@ async def serve(folder, runtime, connection, scratch):
         trial = trial or Trial(folder, runtime, scratch)
         return await trial.answer(**message)
 
-    async def answer_all():
+    with suppress(ConnectionError):  # a worker that was killed resets the socket
         async for line in reader:
             number, message = json.loads(line)
             if message is None:  # a call that was given up
@@ -104,8 +109,6 @@ async def serve(folder, runtime, connection, scratch):
                 said = [number, None, f"runtime {runtime}: {type(exc).__name__}: {exc}{hint}"]
             writer.write(json.dumps(said).encode() + b"\n")
 
-    with suppress(ConnectionError):  # a worker that was killed resets the socket
-        await answer_all()
     if trial is not None:
         await trial.environment.stop(delete=True)
 

@@ -59,9 +59,8 @@ class ChatTurn:
 
     def context(self) -> np.ndarray:
         """Returns the ids [T] int32 of its path."""
-        path = self.path()
         return np.concatenate(
-            [ids for turn in path for ids in (turn.added, turn.response.token_ids)]
+            [ids for turn in self.path() for ids in (turn.added, turn.response.token_ids)]
         )
 
     def take_back(self) -> None:
@@ -193,7 +192,7 @@ class Conversation:
         parent.num_begun += 1
         with ExitStack() as unfinished:
             unfinished.callback(parent.take_back)
-            known = 0 if turn.before is None else turn.before.num_tokens - 1
+            known = max(0, parent.num_tokens - 1)
             turn.response = await self._task.turn(turn.number, turn.context(), room, known)
             turn.text = self._task.decode(turn.response.token_ids)
             # a client that goes must not end the process of other turns
