@@ -177,15 +177,17 @@ def optimal_baseline(inputs: EstimatorInputs, options: OpoAdvantage) -> Tensor:
 
 def squared_gradients(batch: Batch) -> Tensor:
     """Returns |w d log p / d logits|^2 = w^2 (1 - 2 p + sum p^2) [T] float64 of the policy before
-    the step, w its weight for the mismatch with the engine. arXiv 2602.07078."""
+    the step, w its weight for the mismatch with the engine, 1 off the loss mask. arXiv 2602.07078."""
     assert batch.old_logprobs is not None and batch.squares is not None
     logprobs = batch.old_logprobs.double()
     # (1 - p)^2 and those of other tokens, which are together at most as large: exact for p near 1
     own = logprobs.expm1().square()
     others = batch.squares - (2 * logprobs).exp()
     squares = own + others.clamp(min=0).minimum(own)
-    weights = batch.correction.weights
-    return squares if weights is None else squares * weights.double().square()
+    if (weights := batch.correction.weights) is not None:
+        # what is left out of the loss counts in the statistics all the same
+        squares *= weights.masked_fill(~batch.loss_mask, 1.0).double().square()
+    return squares
 
 
 def optimal_token_baseline(inputs: EstimatorInputs, options: OptimalTokenAdvantage) -> Tensor:

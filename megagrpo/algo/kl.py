@@ -76,4 +76,5 @@ def adapted_kl_coef(coef: float, mean_kl: float, num_responses: int, options: Ad
     over all ranks.
     """
     error = min(max(mean_kl / options.target - 1, -KL_ERROR_LIMIT), KL_ERROR_LIMIT)
-    return coef * (1 + error * num_responses / options.horizon)
+    # at 0 no reference would be kept, and it would stay 0
+    return max(coef * (1 + error * num_responses / options.horizon), 1e-12)

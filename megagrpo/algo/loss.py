@@ -206,9 +206,14 @@ def _policy(
     inputs: LossInputs, advantages: Tensor, mask: Tensor, algorithm: AlgorithmConfig
 ) -> TokenLoss:
     """Returns the policy loss of every token [t]."""
-    old, rollout = inputs.old_logprobs, inputs.rollout_logprobs
     policy = PolicyInputs(
-        inputs.logprobs, old, advantages, mask, inputs.rows, rollout, inputs.chosen
+        inputs.logprobs,
+        inputs.old_logprobs,
+        advantages,
+        mask,
+        inputs.rows,
+        inputs.rollout_logprobs,
+        inputs.chosen,
     )
     loss = token_loss(policy, algorithm.loss)
     if algorithm.off_policy_limit is None:

@@ -86,12 +86,8 @@ def charge_overlong(
     penalty = overlong_penalty(
         inputs.response_lengths, inputs.max_response_tokens, options.overlong
     )
-    mean = moments(penalty, inputs.reduce, inputs.valid).mean
-    return replace(
-        rewards,
-        values=rewards.values + penalty,
-        metrics=rewards.metrics | {"reward/overlong_penalty": mean},
-    )
+    metrics = {"reward/overlong_penalty": moments(penalty, inputs.reduce, inputs.valid).mean}
+    return replace(rewards, values=rewards.values + penalty, metrics=rewards.metrics | metrics)
 
 
 def overlong_penalty(
@@ -103,9 +99,8 @@ def overlong_penalty(
     response_lengths: [N] int64, all response tokens, tool output included.
     """
     lengths = response_lengths.double()
-    if options is None or options.buffer(max_response_tokens) == 0:
+    if options is None or not (buffer := options.buffer(max_response_tokens)):
         return torch.zeros_like(lengths)
-    buffer = options.buffer(max_response_tokens)
     excess = lengths - (max_response_tokens - buffer)
     return -(excess / buffer).clamp(0.0, 1.0) * options.factor
 

@@ -99,10 +99,7 @@ def rows_of(
     replayed. Raises ValueError if a scored response has no score from one of `needs.graders`.
     """
     greedy = group.greedy_outcome
-    comparable = greedy is None or greedy.ok
-    greedy_reward = math.nan
-    if greedy is not None and greedy.ok:
-        greedy_reward = greedy.value
+    greedy_reward = greedy.value if greedy is not None and greedy.ok else math.nan
     order = [sample.rollout_index for sample in group.samples]
     assert order == sorted(order), "samples come one rollout after the other"
     rows = []
@@ -112,9 +109,6 @@ def rows_of(
         start = 0  # among the response tokens of the rollout
         for sample in samples:
             end = start + len(sample.token_ids)
-            prompt = sample.prompt_ids
-            if prompt is None:
-                prompt = group.prompt.token_ids
             lags = None
             if trained_version is not None and is_sampled:
                 lags = trained_version - sample.token_versions()
@@ -131,13 +125,13 @@ def rows_of(
                 sample_id=first + sample.index if is_sampled else -1 - group.group_id,
                 rollout_id=first + number if is_sampled else -1 - group.group_id,
                 group_id=group.group_id,
-                prompt=prompt,
+                prompt=group.prompt.token_ids if sample.prompt_ids is None else sample.prompt_ids,
                 response=sample.token_ids,
                 response_mask=sample.loss_mask,
                 logprobs=sample.logprobs,
                 lags=lags,
                 reward=outcome.value if outcome.ok else 0.0,
-                valid=outcome.ok and comparable,
+                valid=outcome.ok and (greedy is None or greedy.ok),
                 truncated=sample.finish_reason == "length",
                 greedy_reward=greedy_reward,
                 token_rewards=tuple(token_rewards),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.algo.kl import kl_penalty
+from megagrpo.algo.kl import adapted_kl_coef, kl_penalty, with_current_kl_coef
 from megagrpo.algo.loss import Denominators, count_denominators, objective
 from megagrpo.algo.statistics import alone
 from megagrpo.config.algorithm import AlgorithmConfig
@@ -21,6 +21,7 @@ from megagrpo.config.objective.policy_loss import (
     PpoClipLoss,
     SapoLoss,
 )
+from megagrpo.types import AlgoState
 from tests.unit.algo_inputs import aggregate, loss_inputs
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -238,3 +239,12 @@ def test_weights_multiply_the_policy_term_only(loss):
     no_policy = solve(no_policy, algorithm_of(GpgLoss(), "token-mean"), denominators)
     assert without[0] == pytest.approx(no_policy[0]) and without[0] != 0
     torch.testing.assert_close(without[1], no_policy[1])
+
+
+def test_an_adapted_coefficient_stays_above_0():
+    """Of a KL long below its target: at 0 the next step would keep no reference, and it would stay 0."""
+    algorithm = AlgorithmConfig(kl={"loss_coef": 0.1, "adaptive": {"target": 0.2, "horizon": 0.5}})
+    coef = 0.1
+    for _ in range(500):
+        coef = adapted_kl_coef(coef, 0.0, 2, algorithm.kl.adaptive)
+    assert with_current_kl_coef(algorithm, AlgoState(kl_coef=coef)).uses_reference

@@ -32,6 +32,9 @@ def test_optimal_token_baseline_weighs_by_squared_gradients_so_far():
     weighted = replace(batch, rollout_logprobs=batch.old_logprobs.float() + torch.tensor(2.0).log())
     halved = solve(weighted, advantage=options, mismatch={"weight": {"name": "tis"}})
     assert halved.tolist() == [pytest.approx(row, rel=1e-6) for row in expected], "a common weight cancels"
+    short = replace(batch, truncated=torch.tensor([False, True, False]), rollout_logprobs=batch.old_logprobs.float())
+    masked = solve(short, advantage=options, mask_truncated=True, mismatch={"weight": {"name": "tis"}})
+    assert masked.tolist() == [pytest.approx(row, rel=1e-6) for row in (expected[0], [0] * 4, expected[2])]
     constant = solve(
         replace(batch, rewards=replace(batch.rewards, values=torch.full((3,), 0.7).double())), advantage=options
     )
