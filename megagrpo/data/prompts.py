@@ -289,8 +289,16 @@ def render_rows(
 def whole_response(
     tokenizer: "PreTrainedTokenizerBase", location: str, prompt: str, text: str
 ) -> np.ndarray:
-    """Returns the tokens of a response to learn and its end of sequence, [T] int32. Raises
-    ValueError with the row's location."""
+    """Returns the tokens of a response to learn and its end of sequence, [T] int32, without the tag
+    that begins its reasoning if the prompt ends with that. Raises ValueError with the row's location."""
+    _, begun, rest = prompt.rpartition("<think>")
+    if begun and not rest.strip():
+        text = text.removeprefix(begun).removeprefix(rest)
+        if "</think>" not in text:
+            raise ValueError(
+                f"{location}: the chat template begins a reasoning, which the response {text!r:.80} does "
+                "not end; write </think> before its answer, or set data.chat_template_args to begin none"
+            )
     ids = tokens_behind(tokenizer, prompt, text)
     if tokenizer.eos_token_id is None or has_unknown(tokenizer, text, ids):
         raise ValueError(

@@ -144,6 +144,7 @@ def _row(data: DataPart, part: int, row_id: int, location: str, values: Values) 
                 f"source {source!r} has no grader in data.grader_by_source; it has {known}"
             )
     extra = _extra(values, data.extra_key)
+    shown = _field(values, data.demonstration_key)
     images = _optional(values, data.images_key)
     if images is None:
         images = []
@@ -162,7 +163,7 @@ def _row(data: DataPart, part: int, row_id: int, location: str, values: Values) 
         _tools(values, data),
         _teachers(values, data.teacher_key),
         _weights(values, data),
-        _demonstration(values, data.demonstration_key),
+        "" if shown is None else _text(shown, str(data.demonstration_key)),
     )
 
 
@@ -230,12 +231,6 @@ def _by_name(values: Values, key: str | None) -> object:
     if isinstance(column, str) and column.startswith("{"):
         raise ValueError(f"{key!r} is not JSON")
     return plain(column)
-
-
-def _demonstration(values: Values, key: str | None) -> str:
-    """Returns a row's demonstration, "" if it has none."""
-    text = _field(values, key)
-    return "" if text is None else _text(text, str(key))
 
 
 def _tools(values: Values, data: DataConfig) -> tuple[Values, ...]:

@@ -188,7 +188,8 @@ def _says(texts: list[str], found: object) -> bool:
         read.append(text)
         with suppress(ValueError, RecursionError):
             read[-1] = json.loads(text)
-    return bool(read) and any(found in (each, {"result": each}) for each in (read, *read))
+    said = (read, *read, texts, *texts)  # a text may look like a number
+    return bool(read) and any(found in (each, {"result": each}) for each in said)
 
 
 def _words(part: mcp.types.ContentBlock) -> str:

@@ -1,5 +1,7 @@
 """The algorithm section: impossible combinations are refused with the reason, presets are the papers' settings."""
 
+from typing import get_args
+
 import pytest
 
 from megagrpo.algo.estimators import ESTIMATORS
@@ -7,11 +9,12 @@ from megagrpo.algo.policy_loss import POLICY_LOSSES
 from megagrpo.algo.reward_shaping import REWARD_STEPS
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
-from megagrpo.config.objective.estimators import ESTIMATOR_CONFIGS
-from megagrpo.config.objective.policy_loss import POLICY_LOSS_CONFIGS
+from megagrpo.config.objective.estimators import AdvantageConfig
+from megagrpo.config.objective.policy_loss import PolicyLossConfig
 from megagrpo.config.objective.reward_shaping import REWARD_STEP_CONFIGS
 from tests.experiments import experiment
 
+ESTIMATOR_CONFIGS, POLICY_LOSS_CONFIGS = (get_args(get_args(union)[0]) for union in (AdvantageConfig, PolicyLossConfig))
 NO_RL, NO_DISTILLATION = ({"component": name, "weight": 0.0} for name in ("rl", "distillation"))
 REFUSED = [  # options, part of the reason
     ({"advantage": {"name": "rloo", "eps": 1e-6}}, "eps"),  # leave-one-out divides by no std

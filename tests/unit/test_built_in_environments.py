@@ -147,6 +147,7 @@ def test_an_answer_that_is_not_the_protocols_is_said(mcp_tools, listening, conte
 
 
 TEXT = {"type": "text", "text": "the file follows"}
+NUMBER = {"type": "text", "text": "7"}
 SPELLED = {"type": "text", "text": '{ "code": 7 }'}
 FILE = {"uri": "file:///a.py", "mimeType": "text/x-python"}
 
@@ -170,6 +171,8 @@ FILE = {"uri": "file:///a.py", "mimeType": "text/x-python"}
             f'error: {TEXT["text"]}\n{{"code": 7}}',
         ),
         ({"content": [TEXT], "structuredContent": {"result": TEXT["text"]}}, TEXT["text"]),
+        ({"content": [NUMBER], "structuredContent": {"result": "7"}}, "7"),
+        ({"content": [NUMBER] * 2, "structuredContent": {"result": ["7", "7"]}}, "7\n7"),
         ({"content": [SPELLED], "structuredContent": {"code": 7}}, SPELLED["text"]),
         (
             {"content": [SPELLED] * 2, "structuredContent": {"result": [{"code": 7}] * 2}},

@@ -169,6 +169,14 @@ def test_a_column_of_tools_that_no_row_has_is_said(tried, tmp_path, model):
     assert "a.jsonl: no row has data.tools_key 'tolls'" in named(trial.advice)
 
 
+def test_teachers_that_no_row_has_are_said(tried):
+    distilled = {"teachers": {"math": {"path": "m"}}, "algorithm": {"distillation": {}}}
+    said = "a.jsonl: no row has data.teacher_key 'by': no teacher is asked"
+    for teacher in ("", None, "math"):
+        trial, _ = tried([RIGHT | {"by": teacher}], data={"teacher_key": "by"}, **distilled)
+        assert (said in named(trial.advice)) == (not teacher)
+
+
 def test_a_grader_that_rewards_what_is_no_answer_is_said(tried, tmp_path):
     (tmp_path / "g.py").write_text(INVERTED.replace("text !=", "text.strip('boxed{}#\\\\ ') !="))
     trial, _ = tried([RIGHT], f"{tmp_path}/g.py:grade")

@@ -84,6 +84,15 @@ def test_columns_are_found_by_their_names(row, found):
         columns_of([{"a": 1, "b": 2}], "a", None)
 
 
+def test_an_instruction_without_its_input_is_no_prompt():
+    rows = [{"instruction": "Add.", "input": text, "output": "3"} for text in ("", "1, 2")]
+    with pytest.raises(ValueError, match="rows have an instruction and an input; join them"):
+        columns_of(rows, None, None)
+    assert columns_of(rows, "instruction", None).answer == "output"
+    assert columns_of(rows[:1], None, None).prompt == "instruction"
+    assert columns_of([row | {"prompt": "Add 1, 2."} for row in rows], None, None).prompt == "prompt"
+
+
 def test_a_laptops_experiment_passes_check(model, capsys):
     data = write_rows("train.jsonl", sums(30))
     write_rows("test.jsonl", sums(3))

@@ -309,6 +309,12 @@ def test_math_takes_each_gold_for_itself(gold):
         (rf"\boxed{{{'1' * 5000}.\overline{{3}}}}", "5", 0),
         # equal before sympy computes it
         (r"\boxed{9^{9^{9^9}}}", "9^{9^{9^9}}", 1),
+        # of names sympy makes 1 and their product
+        (r"\boxed{m+n-1}", r"m+n-\gcd(m,n)", 0),
+        (r"\boxed{mn}", r"\operatorname{lcm}(m,n)", 0),
+        (r"\boxed{\gcd(a,c)}", r"\gcd(a,b)", 0),
+        (r"\boxed{2^{\text{gcd}(n,m)}-1}", r"2^{\gcd\left(m, n\right)}-1", 1),
+        (r"\boxed{6}", r"\gcd(12,18)", 1),
     ],
 )
 def test_math_reads_both_sides_alike(text, answer, score):

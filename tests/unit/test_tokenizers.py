@@ -14,7 +14,7 @@ from examples.laptop.model import character_tokenizer, make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.config.data import DataConfig
 from megagrpo.data.messages import tokens_behind
-from megagrpo.data.prompts import load_tokenizer, render_rows
+from megagrpo.data.prompts import load_tokenizer, render_rows, whole_response
 from megagrpo.data.rows import Row
 from megagrpo.data.texts import decoder
 from megagrpo.models.folder import Model
@@ -196,3 +196,24 @@ def test_a_tokenizer_of_bytes_keeps_its_parts_whatever_its_class_is_called(model
     loaded = load_tokenizer(model)
     token_ids = loaded.encode(text, add_special_tokens=False)
     assert token_ids == stored.encode(text).ids and decoder(loaded, model)(np.array(token_ids)) == text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "learned"),
+    [
+        ("2+2<think>\n", "<think>\n4</think>4", "4</think>4"),
+        ("2+2<think>\n", "<think>4</think>4", "4</think>4"),
+        ("2+2<think>", "4</think>4", "4</think>4"),
+        ("2+2<think>\n\n</think>\n\n", "4", "4"),
+        ("<think> is a tag", "<think>4</think>4", "<think>4</think>4"),
+        ("2+2<think>\n", "4", None),
+    ],
+)
+def test_a_response_to_learn_follows_a_reasoning_that_the_prompt_begins(prompt, response, learned):
+    tokenizer = character_tokenizer(f"{ALPHABET}\n")
+    if learned is None:
+        with pytest.raises(ValueError, match="a:1: the chat template begins a reasoning, which the response '4'"):
+            whole_response(tokenizer, "a:1", prompt, response)
+        return
+    *ids, end = whole_response(tokenizer, "a:1", prompt, response)
+    assert tokenizer.decode(ids) == learned and end == tokenizer.eos_token_id

@@ -4,7 +4,7 @@ To add one: write its variant here and name it in AdvantageConfig, then write it
 row in ESTIMATORS of algo/estimators.py. tests/unit/test_algo_config.py finds a variant without a row.
 """
 
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -248,4 +248,3 @@ AdvantageConfig = Annotated[
     | OwnAdvantage,
     Field(discriminator="name"),
 ]
-ESTIMATOR_CONFIGS: tuple[type[Estimator], ...] = get_args(get_args(AdvantageConfig)[0])

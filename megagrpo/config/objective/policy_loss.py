@@ -5,7 +5,7 @@ row in POLICY_LOSSES of algo/policy_loss.py. A variant without a row fails when 
 imported.
 """
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -189,4 +189,3 @@ PolicyLossConfig = Annotated[
     | OwnLoss,
     Field(discriminator="name"),
 ]
-POLICY_LOSS_CONFIGS: tuple[type[Variant], ...] = get_args(get_args(PolicyLossConfig)[0])

@@ -27,10 +27,6 @@ BUILT_IN = {  # named, not imported: only `math` should pay for sympy
     "math": "megagrpo.rewards.graders.math:grade",
     "math_dapo": "megagrpo.rewards.graders.math_dapo:grade",
 }
-# By the same names: a check of an answer in the data, which raises ValueError, and a check of the
-# machine that grades, which returns a problem.
-_ANSWER_CHECKS = {"code": "megagrpo.sandbox.test_cases:read_tests"}
-_MACHINE_CHECKS = {"code": "megagrpo.sandbox.sandbox:machine_problem"}
 SERVICES = ("http", "judge")  # the leader calls them over the network, see services.py
 _ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "target", "label")  # as data sets name it
 GROUP_BUILT_IN = {
@@ -164,12 +160,12 @@ def check_grader(name: str, args: GraderArgs) -> None:
 
 def check_answer(name: str, answer: str) -> None:
     """Raises ValueError for an answer of the data with which a grader cannot work."""
-    if name in _ANSWER_CHECKS:
-        load_function(name, _ANSWER_CHECKS, "reward.grader")(answer)
+    if name == "code":
+        load_function("megagrpo.sandbox.test_cases:read_tests", {}, "reward.grader")(answer)
 
 
 def machine_problem(name: str, args: GraderArgs) -> str:
     """Returns why a grader cannot run on this machine, with the remedy; "" if it can."""
-    if name not in _MACHINE_CHECKS:
+    if name != "code":
         return ""
-    return load_function(name, _MACHINE_CHECKS, "reward.grader")(args)
+    return load_function("megagrpo.sandbox.sandbox:machine_problem", {}, "reward.grader")(args)

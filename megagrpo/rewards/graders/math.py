@@ -68,6 +68,16 @@ _SPELLINGS = (
     (re.compile(r"(?:√|\\sqrt)\s*[({]([^(){}]*)[)}]"), r"\\sqrt{\1}"),
     (re.compile(r"(?<![\w)}])\*\*([^*\n]+)\*\*(?![\w({])"), r"\1"),  # **bold**
     (re.compile("°"), r"^{\\circ}"),
+    # sympy takes names for coprime: gcd(m, n) would be 1, and lcm(m, n) their product
+    (
+        re.compile(
+            r"(?:\\(?:operatorname|text|mathrm)\s*\{|\\|(?<![\\a-zA-Z]))(gcd|lcm)\}?\s*(?:\\left)?"
+            r"\((?=[^()]*?[a-zA-Z])([^()]*?)(?:\\right)?\)"
+        ),
+        lambda match: (
+            rf"\text{{{match[1]}}}({','.join(sorted(match[2].replace(' ', '').split(',')))})"
+        ),
+    ),
     # as calculators and sympy write: exp(2*x)
     (re.compile(r"(?<![\\a-zA-Z{])(sin|cos|tan|ln|log|exp|pi)(?![a-zA-Z])"), r"\\\1 "),
     (re.compile(r"\*\*\s*(-?(?:\d*\.)?\d+|[a-zA-Z]|\([^()]*\))"), r"^{\1}"),

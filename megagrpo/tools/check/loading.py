@@ -234,9 +234,11 @@ def _unread_images(data: DataConfig) -> Iterator[str]:
 
 def _repetitions(data: DataConfig, rows: Sequence[Row], trained: set[str]) -> Iterator[str]:
     """Yields how many rows have the prompt of others, here or among those that a run trains on, and
-    that none has tools."""
+    that none has tools, or a teacher."""
     if data.tools_key and not any(row.tools for row in rows):
         yield f"{data.name}: no row has data.tools_key {data.tools_key!r}"
+    if data.teacher_key and not any(row.teachers for row in rows):
+        yield f"{data.name}: no row has data.teacher_key {data.teacher_key!r}: no teacher is asked"
     answers: dict[str, set[str]] = {}
     for row in rows:
         answers.setdefault(str(row.prompt), set()).add(row.answer)

@@ -10,7 +10,6 @@ from megagrpo.config.fields import complaints
 from megagrpo.data.rows import Values, raw_rows
 from megagrpo.rewards.graders.functions import check_answer
 from megagrpo.rewards.graders.gsm8k import grade as gsm8k
-from megagrpo.system.errors import collected
 
 LOOKED_AT = 200  # rows
 # as data sets call their columns, the best first
@@ -56,7 +55,12 @@ def columns_of(rows: Sequence[Values], prompt: str | None, answer: str | None) -
     """Finds the columns by their names. prompt, answer: given by the user. Raises ValueError if
     they are not found."""
     names = list(_names(rows[0]))
+    given = prompt
     prompt = prompt or next((name for name in _PROMPTS if name in names), None)
+    if given is None and prompt == "instruction" and any(row.get("input") for row in rows):
+        raise ValueError(
+            "rows have an instruction and an input; join them in a column, and say --prompt-key"
+        )
     chat = rows[0].get(prompt or "")
     last = chat[-1] if isinstance(chat, list) and chat else None
     if answer is None and isinstance(last, dict) and last.get("role") == "assistant":
@@ -91,7 +95,7 @@ def proposed_grader(answers: Sequence[str]) -> ProposedGrader:
     """Returns the grader that the looks of answers propose."""
     if not any(complaints(check_answer, "code", answer) for answer in answers):
         return ProposedGrader("code", "every answer holds test cases", tokens=4096)
-    if all(map(_is_number, answers)):
+    if not any(complaints(gsm8k, answer, answer, "last") for answer in answers):
         args: dict[str, str | bool] = {"format": "last"}
         return ProposedGrader("gsm8k", "every answer is, or ends in, a number", args)
     choices = sorted(set(answers))
@@ -108,13 +112,6 @@ def proposed_grader(answers: Sequence[str]) -> ProposedGrader:
         why = "every answer is a formula or a number"
         return ProposedGrader("math", why, template=template, tokens=4096)
     return ProposedGrader("", "no grader of the package is made for such answers")
-
-
-def _is_number(answer: str) -> bool:
-    problems: list[str] = []
-    with collected(problems):
-        return gsm8k(answer, answer, "last") == 1.0
-    return False
 
 
 def _is_formula(answer: str) -> bool:
