@@ -69,7 +69,8 @@ class McpTools:
 
     def reset(self) -> str:
         """Returns the tools and the row's prompt."""
-        return _ABOUT.format(tools="\n".join(map(json.dumps, self._tools)), prompt=self._prompt)
+        words = partial(json.dumps, ensure_ascii=False)
+        return _ABOUT.format(tools="\n".join(map(words, self._tools)), prompt=self._prompt)
 
     def step(self, text: str) -> tuple[str | None, float, bool]:
         """Returns the results of a turn's calls, or the reward of an answer."""

@@ -78,4 +78,4 @@ class OpenEnv:
             observation = observation.get(self._observation)
         if isinstance(observation, str):
             return observation
-        return json.dumps(observation) if observation else ""
+        return json.dumps(observation, ensure_ascii=False) if observation else ""

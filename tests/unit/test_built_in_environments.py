@@ -93,7 +93,7 @@ def test_a_model_calls_tools_until_it_answers(way: str, mcp_tools, listening):
     url = f"http://127.0.0.1:{listening.server_port}/mcp"
     environment = mcp_tools(ROW, 0, "exact", **({"command": COMMAND} if way == "command" else {"url": url}))
     said = environment.reset()
-    assert said.endswith("\n\n2 + 3?") and '{"name": "add", "description": "The sum."' in said
+    assert said.endswith("\n\n2 + 3?") and '{"name": "add", "description": "The sum, 和."' in said
     assert '"fail"' in said and "left out" not in said
     calls = [call("add", a=2, b=3), "and", call("fail"), call("add"), call("none"), "<tool_call>2 +</tool_call>"]
     results, reward, done = environment.step(" ".join(calls))
@@ -251,7 +251,7 @@ def url() -> Iterator[str]:
                 case "step", {"message": "unscored"}:
                     answer = {"type": "observation", "data": {"observation": {}, "reward": None, "done": True}}
                 case _, data:
-                    observation = {"text": f"{message['type']} {json.dumps(data)}"}
+                    observation = {"text": f"{message['type']} {json.dumps(data, ensure_ascii=False)}"}
                     said = {"observation": observation, "reward": 0.5 if turn else None, "done": turn == 2}
                     answer = {"type": "observation", "data": said}
             socket.send(json.dumps(answer))
@@ -272,7 +272,7 @@ def test_a_session_from_reset_to_done(url: str):
     environment.close()
     whole = OpenEnv(LEVEL_ROW, 7, url, action="code")
     assert json.loads(whole.reset() or "") == {"text": 'reset {"seed": 7, "level": 3}'}
-    assert '\\"code\\": \\"1\\"' in str(whole.step("1")[0])
+    assert '\\"code\\": \\"和\\"' in str(whole.step("和")[0]), "not as \\u548c"
     whole.close()
 
 
