@@ -22,7 +22,8 @@ class MismatchAlarm:
         self._bounds = alarm_bounds(config, is_moe)
 
     def judge(self, batch: Batch, logprobs: Tensor, counts: bool, mesh: Mesh) -> str:
-        """Collective. Returns the alarm; "" if there is none, and in every call but the first.
+        """Collective. Returns the alarm; "" if there is none, and in every call but the first whose
+        tokens the weights of now sampled.
 
         logprobs [T] of the trainer, NaN where unknown. counts: whether this is the one rank of its
         replica that has all of them.
@@ -30,18 +31,22 @@ class MismatchAlarm:
         if self._bounds is None:
             return ""
         mean, tail = self._bounds
-        self._bounds = None
         # also of tokens that the correction rejects: a wrong engine must not be hidden by it
         judged = batch.correction.before_rejection
         if judged is None:
             judged = batch.loss_mask
+        if batch.lags is not None:  # older weights differ without a fault
+            judged = judged & (batch.lags == 0)
         apart = (logprobs - batch.rollout_logprobs)[judged].double().abs()
         apart = apart[~apart.isnan() & counts]
         sums = torch.stack(
             [torch.ones_like(apart).sum(), apart.sum(), (apart > tail).sum().double()]
         )
         tokens, total, beyond = torch.stack(mesh.gather_world(sums)).sum(0).tolist()
-        if not tokens or (total / tokens <= mean and beyond / tokens <= _TAIL):
+        if not tokens:
+            return ""
+        self._bounds = None
+        if total / tokens <= mean and beyond / tokens <= _TAIL:
             return ""
         # not found here: the hooks of `bisect` do not run in a GPU engine's captured graphs
         return (

@@ -128,7 +128,7 @@ def apart_of_all(trainer: torch.Tensor, engine: torch.Tensor) -> torch.Tensor:
     return (trainer - engine).abs()
 
 
-def raised(apart: torch.Tensor, counts: bool = True, rejected: bool = False, **mismatch) -> str:
+def raised(apart: torch.Tensor, counts: bool = True, rejected: bool = False, lag: int = 0, **mismatch) -> str:
     """What the alarm says of tokens whose log-probabilities are so far apart."""
     mesh, mask = (
         make_mesh(0, 1, torch.device("cpu"), 30),
@@ -142,8 +142,10 @@ def raised(apart: torch.Tensor, counts: bool = True, rejected: bool = False, **m
     kept = mask & (apart_of_all(trainer, engine) < 1) if rejected else mask
     correction = Correction(before_rejection=mask if rejected else None)
     batch = SimpleNamespace(rollout_logprobs=engine, loss_mask=kept, correction=correction)
+    batch.lags = torch.full_like(engine, lag, dtype=torch.int32) if lag else None
     text = alarm.judge(batch, trainer, counts, mesh)
-    assert alarm.judge(batch, trainer + 10, True, mesh) == "", "only the first step is judged"
+    again = alarm.judge(batch, trainer + 10, counts, mesh)
+    assert again == "", "only the first step is judged"
     return text
 
 
@@ -191,6 +193,11 @@ def test_tokens_that_the_correction_rejects_are_judged_too():
     half = torch.zeros(TOKENS)
     half[::2] = 3.0
     assert "are 1.5 apart" in raised(half, rejected=True)
+
+
+def test_tokens_of_older_weights_are_not_judged():
+    """A resume trains first what was sampled ahead of its checkpoint."""
+    assert raised(torch.ones(TOKENS), lag=1) == ""
 
 
 def test_values_that_no_update_computed_do_not_count():
