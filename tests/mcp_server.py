@@ -6,12 +6,7 @@ import sys
 import time
 
 TOOLS = [
-    {
-        "name": "add",
-        "description": "The sum, 和.",
-        "inputSchema": {"type": "object"},
-        "annotations": {"title": "left out"},
-    },
+    {"name": "add", "description": "The sum.", "inputSchema": {"type": "object"}, "annotations": {"title": "left out"}},
     {"name": "fail", "inputSchema": {"type": "object"}},
 ]
 

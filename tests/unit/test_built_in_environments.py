@@ -15,7 +15,7 @@ from megagrpo.environments.python_programs import PythonPrograms
 from megagrpo.rollout.agents import Unavailable
 from megagrpo.sandbox.sandbox import isolation
 from tests.experiments import live_children
-from tests.mcp_server import NOTICE, answer
+from tests.mcp_server import NOTICE, TOOLS, answer
 
 ROW = {"prompt": "2 + 3?", "answer": "5", "source": "", "extra": {}, "chat": False}
 COMMAND = f"{sys.executable} {Path(__file__).parents[1] / 'mcp_server.py'}"
@@ -93,7 +93,7 @@ def test_a_model_calls_tools_until_it_answers(way: str, mcp_tools, listening):
     url = f"http://127.0.0.1:{listening.server_port}/mcp"
     environment = mcp_tools(ROW, 0, "exact", **({"command": COMMAND} if way == "command" else {"url": url}))
     said = environment.reset()
-    assert said.endswith("\n\n2 + 3?") and '{"name": "add", "description": "The sum, 和."' in said
+    assert said.endswith("\n\n2 + 3?") and '{"name": "add", "description": "The sum."' in said
     assert '"fail"' in said and "left out" not in said
     calls = [call("add", a=2, b=3), "and", call("fail"), call("add"), call("none"), "<tool_call>2 +</tool_call>"]
     results, reward, done = environment.step(" ".join(calls))
@@ -187,6 +187,13 @@ def test_every_form_of_a_result_reaches_the_model_as_text(mcp_tools, listening, 
     environment = mcp_tools(ROW, 0, "exact", url=f"http://127.0.0.1:{listening.server_port}/mcp")
     listening.found = {"result": result}
     assert environment.step(call("add", a=2, b=3))[0] == f"<tool_response>\n{said}\n</tool_response>"
+    environment.close()
+
+
+def test_the_model_reads_a_description_as_it_is_written(mcp_tools, listening, monkeypatch):
+    monkeypatch.setitem(TOOLS[0], "description", "和")
+    environment = mcp_tools(ROW, 0, "exact", url=f"http://127.0.0.1:{listening.server_port}/mcp")
+    assert '"description": "和"' in environment.reset()
     environment.close()
 
 
