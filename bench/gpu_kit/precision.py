@@ -57,6 +57,8 @@ _LATENTS = {  # as DeepSeek-V3's heads: keys are longer than values (Megatron-LM
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
     "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
     "tie_word_embeddings": False,

@@ -309,14 +309,13 @@ def is_left_out(arch: Architecture, tensor: str) -> bool:
     Some tied models store their output layer, too; it is the input embedding, whatever the file
     contains. A draft's copies of input embedding and output layer are the model's.
     """
-    if tensor.endswith("rotary_emb.inv_freq"):
-        return True
     family = FAMILIES[arch.family]
-    if tensor.startswith(family.LEFT_OUT):
-        return True
-    if TABLE in tensor and ".shard_" not in tensor:  # numbers of hashes
-        return True
-    if tensor == "lm_head.weight" and arch.tied:
+    if (
+        tensor.endswith("rotary_emb.inv_freq")
+        or tensor.startswith(family.LEFT_OUT)
+        or (TABLE in tensor and ".shard_" not in tensor)  # numbers of hashes
+        or (tensor == "lm_head.weight" and arch.tied)
+    ):
         return True
     layer = re.fullmatch(rf"{re.escape(family.LAYERS)}(\d+)\.(.+)", tensor)
     if layer is None or int(layer[1]) < arch.num_layers:

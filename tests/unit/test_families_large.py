@@ -97,6 +97,9 @@ REFUSED = [
         for key in sorted(YARN.keys() - {"type"})
     ),
     *((hf, {"moe_layer_freq": None}, 'lacks "moe_layer_freq": 1, which engines read') for hf in (V3, K2)),
+    # with it alone an engine would end at the next key
+    *((hf, {"topk_method": None}, "lacks \"topk_method\": 'noaux_tc', which") for hf in (V3, V32, GLM5, K25)),
+    (V3, {"scoring_func": None}, "lacks \"scoring_func\": 'sigmoid', which engines read"),
     (GLM, {"rope_scaling": YARN}, "yarn"),
     (GLM, {"num_experts_per_tok": 1}, "num_experts_per_tok 1"),
     (GLM, {"partial_rotary_factor": 0.3}, "partial_rotary_factor"),

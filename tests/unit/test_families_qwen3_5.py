@@ -105,6 +105,15 @@ def test_a_size_that_is_missing_is_named(key: str):
     assert f"config.json lacks {key}" in model_problems(LARGE | {"text_config": text})
 
 
+def test_a_place_of_theta_that_engines_do_not_read_is_refused():
+    """SGLang's Qwen3NextConfig has no rope_parameters, which transformers 5 writes, and would turn by 10,000."""
+    plain = {"rope_type": "default", "rope_theta": 1e7}
+    [problem] = model_problems(NEXT | {"rope_parameters": plain})
+    assert problem.startswith('config.json must have "rope_theta": 1e+07, as in rope_parameters')
+    for beside in ({"rope_theta": 1e7, "rope_parameters": plain}, {"rope_theta": 1e7}):
+        assert model_problems(NEXT | beside) == [] and architecture_of(NEXT | beside).attention.rotary.theta == 1e7
+
+
 def test_drafts_and_adapters_are_refused():
     [problem] = model_problems(LARGE, draft=True)
     assert problem.startswith("actor.draft is not supported with a qwen3_5_moe model")

@@ -13,7 +13,7 @@ from megagrpo.models.config_json import (
     text_part,
     yarn_refusals,
 )
-from megagrpo.models.families.sigmoid_moe import SigmoidMoe
+from megagrpo.models.families.sigmoid_moe import ROUTER_VALUES, SigmoidMoe
 from megagrpo.models.kinds.latent.describe import LatentAttention
 
 # what config.json of the plain model calls it
@@ -30,14 +30,14 @@ class DeepseekV3(SigmoidMoe):
     ROPE_SCALING_REFUSALS = staticmethod(partial(yarn_refusals, needed=YARN_KEYS))
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
+        problems = super().own_refusals(hf) + latent_refusals(hf)
         # else rows of the projections would have to be permuted
-        problems = super().own_refusals(hf) + other_values(hf, {"rope_interleave": True})
-        if "moe_layer_freq" not in hf:
-            problems.append(
-                'config.json lacks "moe_layer_freq": 1, which engines read; transformers 5 does '
-                "not write it"
-            )
-        problems += latent_refusals(hf)
+        problems += other_values(hf, {"rope_interleave": True})
+        problems += [
+            f'config.json lacks "{key}": {value!r}, which engines read; transformers 5 does not write it'
+            for key, value in ROUTER_VALUES.items()
+            if key not in hf
+        ]
         dense = hf["first_k_dense_replace"]
         kinds = hf.get("mlp_layer_types") or []
         if kinds and kinds != ["dense"] * dense + ["sparse"] * (hf["num_hidden_layers"] - dense):
@@ -65,12 +65,12 @@ class KimiK25(DeepseekV3):
 
 
 class Glm4MoeLite(DeepseekV3):
-    """GLM-4.7-Flash: plain rotary embedding, as published; engines set moe_layer_freq."""
+    """GLM-4.7-Flash: plain rotary embedding, as published; engines read no ROUTER_VALUES."""
 
     FP8_REFUSAL = "no test compares GLM-4.7-Flash in FP8 with SGLang's"
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
-        problems = super().own_refusals({"moe_layer_freq": 1, **hf})
+        problems = super().own_refusals({**ROUTER_VALUES, **hf})
         if hf["q_lora_rank"] is None:
             problems.append("q_lora_rank null: SGLang does not load such queries of this family")
         return problems

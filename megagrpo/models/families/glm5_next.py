@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megagrpo.models.config_json import HfConfig, every_scaling_refused, other_values
+from megagrpo.models.families.sigmoid_moe import ROUTER_VALUES
 from megagrpo.models.families.sparse_attention import GlmMoeDsa
 from megagrpo.models.kinds.experts.describe import Experts
 from megagrpo.models.kinds.hyper_connections.describe import HyperConnections
@@ -41,7 +42,7 @@ class Glm5Next(GlmMoeDsa):
     FP8_REFUSAL = "no test compares GLM-5.3-Flash in FP8 with SGLang's"
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
-        problems = super().own_refusals({"moe_layer_freq": 1, **hf, "index_kpool": 1})
+        problems = super().own_refusals({**ROUTER_VALUES, **hf, "index_kpool": 1})
         problems += other_values(hf, _ONLY) + linear_refusals(hf, 0)
         rules = {
             "linear_attn_config must have gate_lower_bound, below 0": (

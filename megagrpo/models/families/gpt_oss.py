@@ -55,10 +55,16 @@ class GptOss(Family):
         return problems + other_values(hf, {"attention_bias": True, "hidden_act_alpha": 1.702})
 
     def attention(self, hf: HfConfig) -> GroupedQuery:
-        windows = tuple(kind == _WINDOWED for kind in hf["layer_types"])
-        own = replace(GroupedQuery.read(hf), qkv_bias=True, output_bias=True, sinks=True)
-        return replace(own, window=hf["sliding_window"], windowed=windows)
+        return replace(
+            GroupedQuery.read(hf),
+            qkv_bias=True,
+            output_bias=True,
+            sinks=True,
+            window=hf["sliding_window"],
+            windowed=tuple(kind == _WINDOWED for kind in hf["layer_types"]),
+        )
 
     def experts(self, hf: HfConfig) -> ClampedExperts:
-        limit = float(hf["swiglu_limit"])
-        return ClampedExperts.read(hf, "num_local_experts", CLAMPED_NAMES, limit=limit)
+        return ClampedExperts.read(
+            hf, "num_local_experts", CLAMPED_NAMES, limit=float(hf["swiglu_limit"])
+        )

@@ -34,7 +34,6 @@ _EXPERT_NAMES = ExpertNames(
     projections=MIXTRAL_NAMES.projections,
     shared_size="num_shared_experts x moe_intermediate_size",
 )
-_ABSENT = (None, False)
 # the values that are supported of keys, "linear_attn_config." before those in there
 _ONLY: dict[str, object] = {
     "mla_use_nope": True,  # SGLang turns nothing, whatever it says
@@ -48,7 +47,7 @@ _ONLY: dict[str, object] = {
             "linear_attn_config.use_full_rank_gate",
             "linear_attn_config.gate_lower_bound",
         ),
-        _ABSENT,
+        (None, False),
     ),
 }
 

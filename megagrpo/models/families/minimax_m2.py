@@ -35,8 +35,7 @@ class MiniMaxM2(Family):
         head_dim = GroupedQuery.read(hf).head_dim
         if turning % 2 or not 0 < turning <= head_dim:
             problems.append(f"rotary_dim {turning} must be even and at most head_dim {head_dim}")
-        rope = hf.get("rope_parameters") or {}
-        for place in (hf, rope):
+        for place in (hf, hf.get("rope_parameters") or {}):
             factor = place.get("partial_rotary_factor") or turning / head_dim
             if factor * head_dim != turning:
                 problems.append(

@@ -74,10 +74,9 @@ class NemotronH(Family):
         problems = other_values(hf, _ONLY)
         unknown = sorted(set(_words(hf)) - {*_LETTERS.values()})
         if unknown or not _words(hf):
-            names = ", ".join(_LETTERS)
             problems.append(
                 f"hybrid_override_pattern (layers_block_type) has {', '.join(unknown) or 'no layer'}; "
-                f"supported: {names}"
+                f"supported: {', '.join(_LETTERS)}"
             )
         elif not {"mamba", "attention"} <= {*_words(hf)}:
             problems.append("a model without Mamba-2 layers or without attention is not supported")
@@ -93,8 +92,7 @@ class NemotronH(Family):
                 "(mamba_n_groups); write both alike"
             )
         if "moe" in _words(hf):
-            lacking = missing_keys(hf, _EXPERT_KEYS)
-            problems += lacking or group_refusals(hf)
+            problems += missing_keys(hf, _EXPERT_KEYS) or group_refusals(hf)
         return problems
 
     def attention(self, hf: HfConfig) -> GroupedQuery:
@@ -105,8 +103,7 @@ class NemotronH(Family):
         return Mamba2.read(hf, tuple(part == "mamba" for part in self.parts(hf)))
 
     def parts(self, hf: HfConfig) -> tuple[Part, ...]:
-        by_name: dict[str, Part] = {name: name for name in _LETTERS.values()}
-        return tuple(by_name[word] for word in _words(hf))
+        return tuple(_words(hf))
 
     def experts(self, hf: HfConfig) -> Experts | None:
         if "moe" not in _words(hf):
@@ -142,7 +139,7 @@ class NemotronH(Family):
         return stored.replace("backbone.", "model.").replace("embeddings", "embed_tokens")
 
 
-def _words(hf: HfConfig) -> list[str]:
+def _words(hf: HfConfig) -> list[Part]:
     """Returns what each layer is, unknown ones as they stand; engines prefer words to a pattern."""
     if (words := hf.get("layers_block_type")) is not None:
         return list(words)

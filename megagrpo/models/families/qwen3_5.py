@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from megagrpo.models.config_json import (
     HfConfig,
+    Rotary,
     end_tokens,
     every_scaling_refused,
     other_values,
@@ -91,9 +92,12 @@ class Qwen35Moe(FusedExperts, Qwen35):
         return {"intermediate_size": hf.get("moe_intermediate_size"), **hf}
 
     def experts(self, hf: HfConfig) -> Experts:
-        shared = hf["shared_expert_intermediate_size"]
         return Experts.read(
-            hf, "num_experts", _EXPERT_NAMES, shared_ffn_size=shared, shared_gate=True
+            hf,
+            "num_experts",
+            _EXPERT_NAMES,
+            shared_ffn_size=hf["shared_expert_intermediate_size"],
+            shared_gate=True,
         )
 
     @property
@@ -106,6 +110,15 @@ class Qwen3Next(Qwen35Moe):
 
     LEFT_OUT = ("mtp.",)
     GROUPED = True
+
+    def own_refusals(self, hf: HfConfig) -> list[str]:
+        theta = Rotary.read(hf).theta
+        problem = (
+            f'config.json must have "rope_theta": {theta:g}, as in rope_parameters, which '
+            "engines do not read; transformers 5 does not write it"
+        )
+        elsewhere = hf.get("rope_theta", self.ROPE_THETA) != theta
+        return super().own_refusals(hf) + [problem] * elsewhere
 
 
 class Qwen4Exp(Qwen35Moe):

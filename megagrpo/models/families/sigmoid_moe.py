@@ -20,6 +20,8 @@ from megagrpo.models.kinds.grouped_query.describe import GroupedQuery
 
 _GROUP_SCORE_EXPERTS = 2  # the published models' score of a group: its best experts' together
 _ROTARY_FRACTION = 0.5  # of transformers' Glm4MoeConfig, if config.json has none
+# of keys that may be absent
+ROUTER_VALUES = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
 
 class SigmoidMoe(Family):
@@ -40,13 +42,7 @@ class SigmoidMoe(Family):
     def own_refusals(self, hf: HfConfig) -> list[str]:
         """Returns the problems of the router and of the order of layers, each by the name of its
         key."""
-        expected = {
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-            "norm_topk_prob": True,
-            "moe_layer_freq": 1,
-        }
-        problems = other_values(hf, expected)
+        problems = other_values(hf, {"norm_topk_prob": True, **ROUTER_VALUES})
         layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
         if not 0 <= dense < layers:
             problems.append(
@@ -100,6 +96,8 @@ class Glm4Moe(SigmoidMoe):
     def attention(self, hf: HfConfig) -> GroupedQuery:
         """Reads the attention of a config.json; attention_bias is of queries, keys and values
         only."""
-        bias = bool(hf.get("attention_bias"))
-        norm = bool(hf.get("use_qk_norm", False))
-        return replace(GroupedQuery.read(hf, _ROTARY_FRACTION), qkv_bias=bias, qk_norm=norm)
+        return replace(
+            GroupedQuery.read(hf, _ROTARY_FRACTION),
+            qkv_bias=bool(hf.get("attention_bias")),
+            qk_norm=bool(hf.get("use_qk_norm")),
+        )

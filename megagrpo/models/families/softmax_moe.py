@@ -73,5 +73,9 @@ class Mixtral(Family):
         return other_values(hf, {"sliding_window": None})
 
     def experts(self, hf: HfConfig) -> Experts:
-        why = "SGLang's Mixtral does not say which layer chose experts"
-        return Experts.read(hf, "num_local_experts", MIXTRAL_NAMES, unreported=why)
+        return Experts.read(
+            hf,
+            "num_local_experts",
+            MIXTRAL_NAMES,
+            unreported="SGLang's Mixtral does not say which layer chose experts",
+        )

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.dist.workers.hf_reference import CONFIGS, random_model, stir
+from tests.dist.workers.hf_reference import CONFIGS, DROPPED, random_model, stir
 from tests.dist.workers.samples import LENGTHS, samples
 
 LAYERS = 4
@@ -32,7 +32,7 @@ def write_model(folder: Path, name: str) -> None:
     file = folder / name / "model.safetensors"
     save_file(load_file(file) | {f"{prefix}{n}.weight": t for n, t in own.items()}, file, {"format": "pt"})
     written = json.loads((folder / name / "config.json").read_text())
-    written |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1, "moe_layer_freq": 1}
+    written |= DROPPED["deepseek_v3"] | {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
     written.pop("mlp_layer_types", None), written.pop("layer_types", None)
     (folder / name / "config.json").write_text(json.dumps(written))
     layer, model.model.layers = model.model.layers[LAYERS], model.model.layers[:LAYERS]

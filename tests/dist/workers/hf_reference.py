@@ -73,7 +73,10 @@ _QWEN35_MOE = {
 }  # fmt: skip
 # what published files have and engines ask for, and transformers drops
 DROPPED = {
-    **{name: {"moe_layer_freq": 1} for name in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")},
+    **{
+        name: {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+        for name in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
+    },
     "minimax_m2": {"rotary_dim": 16, "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid",
                    "use_routing_bias": True},
     "gpt_oss": {"swiglu_limit": 7.0},
