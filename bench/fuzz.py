@@ -101,7 +101,7 @@ SPECIAL: dict[str, list[object] | None] = {
     ],
     "actor.megatron": [
         {"moe_permute_fusion": True}, {"attention_backend": "unfused"},
-        {"cpu_offloading": True, "cpu_offloading_num_layers": 1}, {"moe_token_dispatcher_type": "allgather"},
+        {"moe_token_dispatcher_type": "allgather"},
         {"moe_router_dtype": "fp64"}, {"recompute_modules": ["core_attn"]}, {"apply_rope_fusion": True},
         {"gradient_accumulation_fusion": True}, {"deallocate_pipeline_outputs": True}, {"fp8": "hybrid"},
         {"overlap_p2p_comm": True},

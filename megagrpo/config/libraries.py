@@ -243,9 +243,9 @@ _TRIED = {
         attention_backend dsa_kernel_backend apply_rope_fusion bias_activation_fusion bias_dropout_fusion
         use_te_activation_func gradient_accumulation_fusion
         recompute_method recompute_modules recompute_num_layers
-        cpu_offloading cpu_offloading_num_layers fp8 fp8_recipe
+        fp8 fp8_recipe
         moe_token_dispatcher_type moe_flex_dispatcher_backend moe_router_dtype moe_router_fusion moe_permute_fusion
-        moe_shared_expert_overlap cp_comm_type
+        moe_shared_expert_overlap
         overlap_p2p_comm overlap_p2p_comm_warmup_flush deallocate_pipeline_outputs""",
     DDP: """
         overlap_grad_reduce overlap_param_gather align_param_gather bucket_size pad_buckets_for_high_nccl_busbw""",

@@ -104,6 +104,10 @@ def test_the_folder_of_a_judge_is_judged_before_a_start(tmp_path):
     said = preflight(with_judges(tmp_path, {"path": moe}, rollout=long))
     assert any("context_length 1048576 is more than the 40960 positions of reward.args.path" in text for text in said)
     assert not any("tokenizer" in text or "embeddings" in text for text in said), "it has its own tokens"
+    replicas = {"tp": 4, "sglang": {"enable_dp_attention": True, "dp_size": 4}}
+    said = preflight(with_judges(tmp_path, {"path": moe}, rollout=replicas))
+    own = "reward.args: rollout.sglang.dp_size = 4 does not divide reward.args.tp = 1"
+    assert any(text.startswith(own) for text in said)
 
 
 def test_a_plan_counts_the_memory_of_a_judge(tmp_path):

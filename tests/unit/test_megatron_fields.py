@@ -246,7 +246,7 @@ WRONG = [  # key, right, wrong, message
     ("actor.megatron.apply_rope_fusion", [True], [1, "true", None], "valid boolean"),
     ("actor.megatron.fp8", ["hybrid", None], [3], "'e4m3' or 'hybrid'"),
     ("actor.megatron.attention_backend", ["flash"], ["flsh", 2], "flash, fused, unfused, local"),
-    ("actor.megatron.cp_comm_type", ["p2p", ["p2p", "a2a"]], [["p2p", 1], 1], ""),
+    ("actor.megatron.+cp_comm_type", ["p2p", ["p2p", "a2a"]], [["p2p", 1], 1], ""),
     ("actor.megatron.recompute_modules", [["mlp"], None], ["mlp", [1]], "List"),
     ("actor.megatron.moe_flex_dispatcher_backend", ["deepep"], ["other"], "deepep"),
     ("actor.megatron.+moe_permute_fusoin", [], [True], "no such field; did you mean 'moe_permute"),
@@ -305,7 +305,7 @@ def test_a_library_is_asked_only_if_it_is_there(missing, said, monkeypatch, caps
         ([*OWN_LAYERS, "actor.megatron.fp8=hybrid"], "needs Transformer Engine's layers"),
         *(
             ([*ON_CPU, f"actor.megatron.{name}"], "needs Transformer Engine's layers")
-            for name in ("moe_permute_fusion=true", "cpu_offloading=true", "apply_rope_fusion=true")
+            for name in ("moe_permute_fusion=true", "apply_rope_fusion=true")
         ),
         *(
             ([*lead, f"actor.optimizer.megatron.{name}=true"], "needs Transformer Engine's Adam")
@@ -319,6 +319,13 @@ def test_a_library_is_asked_only_if_it_is_there(missing, said, monkeypatch, caps
         (["actor.megatron.moe_flex_dispatcher_backend=ncclep"], "first micro-batch's size, .* take deepep or hybridep"),
         (["actor.megatron.moe_ncclep_zero_copy=true"], "its buffers have one shape"),
         (["actor.megatron.overlap_p2p_comm=true"], "messages overlap only in the schedule of virtual stages"),
+        (["actor.megatron.overlap_p2p_comm_warmup_flush=true"], "messages overlap only in the schedule"),
+        (
+            ["actor.parallel.ep=1", ALLGATHER, "actor.megatron.moe_shared_expert_overlap=true"],
+            "alltoall dispatcher only",
+        ),
+        (["actor.megatron.cpu_offloading=true"], "is untried"),  # not with stages, nor with recomputation
+        (["actor.megatron.cp_comm_type=all_gather"], "is untried"),  # it takes no packed sequences
         (["actor.ddp.align_param_gather=true"], "in others each would be waited for"),
         (["actor.megatron.fused_single_qkv_rope=true"], "no packed sequences"),
         (["actor.megatron.masked_softmax_fusion=false"], "only Megatron's own specifications of layers"),

@@ -83,7 +83,9 @@ def before_start(subject: Subject) -> Iterator[Rule]:
         hf = read_description(folder / "config.json")
         theirs = Subject.of(config.for_model(name), hf)
         for rule in engine_layout.before_start(theirs):
-            yield replace(rule, because=rule.because.replace("rollout.", f"{section}.", 1))
+            said = rule.because.replace("rollout.", f"{section}.")
+            said = said.replace(f"{section}.sglang", f"{section}: rollout.sglang")
+            yield replace(rule, because=said)
         for rule in (rule for rule in settings.as_read(theirs) if rule.when):
             setting = ".".join(map(str, rule.key))
             yield replace(rule, because=f"{section}: {setting}: {rule.because}", key=())

@@ -50,12 +50,13 @@ _AT_LEAST = {
 _Together = dict[Path, list[tuple[str, object, str]]]
 # Megatron's checkpoint of these names what Transformer Engine defines, in fp8 or not
 _RECOMPUTED_BY_ENGINE = ("layernorm", "mla_up_proj", "moe_act")
+# fields recompute_*, and the actor.recompute that reads them
+_READ_WITH = {"modules": "selective", "method": "full", "num_layers": "full"}
 _OF_ENGINE = (
     "fp8",
     "moe_permute_fusion",
     "moe_router_fusion",
     "apply_rope_fusion",
-    "cpu_offloading",
     "use_te_activation_func",
 )
 
@@ -90,12 +91,11 @@ def _trainer_settings(actor: ActorConfig) -> _Together:
     p = actor.parallel
     sharded = actor.optimizer.distributed
     own_layers = not actor.expects_transformer_engine
-    overlaps = model.get("overlap_p2p_comm")
+    dispatcher = model.get("moe_token_dispatcher_type", "alltoall")
     engine = "needs Transformer Engine's layers (actor.transformer_engine)"
     modules = str(model.get("recompute_modules"))
     engine_modules = [name for name in _RECOMPUTED_BY_ENGINE if name in modules]
     virtual = "the schedule of virtual stages (actor.parallel.vpp of 2 or more)"
-    kinds = {"modules": "selective", "method": "full", "num_layers": "full"}
     optimizer = actor.optimizer.megatron
     host = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
     share = optimizer.get("optimizer_offload_fraction")
@@ -115,7 +115,7 @@ def _trainer_settings(actor: ActorConfig) -> _Together:
                     actor.recompute != kind,
                     f"is read with actor.recompute {kind} only, which is {actor.recompute}",
                 )
-                for what, kind in kinds.items()
+                for what, kind in _READ_WITH.items()
             ),
             (
                 "recompute_modules",
@@ -131,12 +131,12 @@ def _trainer_settings(actor: ActorConfig) -> _Together:
             ),
             (
                 "moe_shared_expert_overlap",
-                model.get("moe_token_dispatcher_type") == "flex",
+                dispatcher != "alltoall",
                 "works with the alltoall dispatcher only",
             ),
             (
                 "moe_token_dispatcher_type",
-                model.get("moe_token_dispatcher_type") == "allgather" and p.tp % (p.ep * p.etp),
+                dispatcher == "allgather" and p.tp % (p.ep * p.etp),
                 "allgather needs equal numbers of tokens on all ranks that share experts, and only "
                 "those of actor.parallel.tp have them; take alltoall",
             ),
@@ -145,10 +145,13 @@ def _trainer_settings(actor: ActorConfig) -> _Together:
                 "ncclep" in model.values(),
                 "ncclep has buffers of the first micro-batch's size, and others are larger; take deepep or hybridep",
             ),
-            ("overlap_p2p_comm", p.vpp == 1, f"messages overlap only in {virtual}"),
+            *(
+                (f"overlap_p2p_comm{which}", p.vpp == 1, f"messages overlap only in {virtual}")
+                for which in ("", "_warmup_flush")
+            ),
             (
                 "deallocate_pipeline_outputs",
-                overlaps,
+                model.get("overlap_p2p_comm"),
                 "with overlap_p2p_comm each message would be waited for before its output is freed",
             ),
         ],
