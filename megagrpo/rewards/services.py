@@ -44,14 +44,11 @@ class ServiceGrader(ABC):
         headers = {"Content-Type": "application/json"}
         if key := environment.secret(options.api_key_env, f"grader {name}"):
             headers["Authorization"] = f"Bearer {key}"
-        limits = httpx.Limits(
-            max_connections=options.concurrency, max_keepalive_connections=options.concurrency
-        )
         # no proxies of the environment, but its certificates
         self._http = httpx.AsyncClient(
             verify=httpx.create_ssl_context(),
             timeout=None,
-            limits=limits,
+            limits=httpx.Limits(),  # none but _slots
             trust_env=False,
             headers=headers,
         )

@@ -9,7 +9,7 @@ from decimal import Decimal
 
 import math_verify
 from math_verify import ExprExtractionConfig, LatexExtractionConfig
-from sympy import And, Basic, E, Eq, FiniteSet, Rel
+from sympy import And, Basic, E, Eq, Expr, FiniteSet, Float, I, Rational, Rel, Symbol
 
 # The second takes the last number of what the first cannot read: none for a box.
 _BOXED_FIRST = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
@@ -64,10 +64,9 @@ _SPELLINGS = (
     (re.compile(r"\\varnothing\b|∅"), r"\\emptyset"),
     (re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\}|\u2009|\u202f)(?=\d{3}(?!\d))"), ""),  # 1\,000
     (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)"), r"\1 \\times 10^{\2}"),
-    (re.compile(r"√\s*(\d+|[a-zA-Z])"), r"\\sqrt{\1}"),
-    (re.compile(r"(?:√|\\sqrt)\s*[({]([^(){}]*)[)}]"), r"\\sqrt{\1}"),
+    (re.compile(r"√\s*(\d+|[a-zA-Z])|(?:√|\\sqrt)\s*[({]([^(){}]*)[)}]"), r"\\sqrt{\1\2}"),
+    (re.compile(r"\\mathbb\s+(\w)"), r"\\mathbb{\1}"),
     (re.compile(r"(?<![\w)}])\*\*([^*\n]+)\*\*(?![\w({])"), r"\1"),  # **bold**
-    (re.compile("°"), r"^{\\circ}"),
     # sympy takes names for coprime: gcd(m, n) would be 1, and lcm(m, n) their product
     (
         re.compile(
@@ -87,7 +86,6 @@ _SPELLINGS = (
         _repeated,
     ),
     (re.compile(r"(?<![\d./])(\d+) +(\d+)/(\d+)(?![\d/])"), r"\1\\frac{\2}{\3}"),  # 1 1/2
-    (re.compile(r"\\+$"), ""),  # of a space behind the number, `5\ `
     # the full stop of a sentence, or one before a unit
     (re.compile(r"(?<=[\d)}])\.\s*(?=\\%|\\(?:text|mathrm)\s*\{\D|$)"), ""),
 )
@@ -97,6 +95,7 @@ _CHARACTERS = str.maketrans(
         "~": " ",
         "²": "^2",
         "³": "^3",
+        "°": r"^{\circ}",
         "π": r"\pi ",
         "∞": r"\infty ",
         "×": r"\times ",
@@ -147,12 +146,15 @@ def grade(text: str, answer: str, require_boxed: bool = True) -> float:
     if found.replace(" ", "") == expected.replace(" ", ""):  # sympy could take for ever
         return 1.0
     response = _parse(found)
-    equal = math_verify.verify(
-        gold,
-        response,
-        numeric_precision=_DIGITS,
-        allow_set_relation_comp=True,
-        timeout_seconds=None,
+    equal = any(
+        math_verify.verify(
+            read(gold),
+            read(response),
+            numeric_precision=_DIGITS,
+            allow_set_relation_comp=True,
+            timeout_seconds=None,
+        )
+        for read in (list, _exact)[: 1 + (_exact(gold + response) != gold + response)]
     )
     if not equal and ("%" in found) != (
         "%" in expected
@@ -192,6 +194,23 @@ def _unqualified(content: str, other: str) -> str:
 def _parse(text: str) -> list:
     configs = _BOXED_FIRST[: 2 - text.startswith("\\boxed")]
     return math_verify.parse(text, extraction_config=configs, parsing_timeout=None)
+
+
+def _exact(parsed: list) -> list:
+    """Returns answers with the imaginary unit for the name i, all other names as real ones, which
+    math-verify says of none in a text with a separate i, and fractions for the decimals in
+    expressions, of which sympy has 15 digits."""
+    return [
+        answer.xreplace({part: Rational(str(part)) for part in answer.atoms(Float)}).subs(
+            {
+                each: I if each.name == "i" else Symbol(each.name, real=True)
+                for each in answer.free_symbols
+            }
+        )
+        if isinstance(answer, Expr)
+        else answer
+        for answer in parsed
+    ]
 
 
 def _tiny(parsed: list) -> list[float]:
@@ -245,7 +264,8 @@ def _boxed(content: str) -> str:
 
 def _spelled(text: str) -> str:
     """Returns the text with one spelling for signs that math-verify does not read."""
-    text = text.translate(_CHARACTERS).strip()
+    # a last backslash is of a space behind the number, `5\ `
+    text = text.translate(_CHARACTERS).strip().rstrip("\\")
     for pattern, spelled in _SPELLINGS:
         text = pattern.sub(spelled, text)
     return text

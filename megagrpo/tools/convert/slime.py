@@ -31,10 +31,11 @@ def data(d: Translation) -> None:
         d.put("data.path", path)
     template = "apply-chat-template-kwargs"
     arguments = d.get(template)
-    if arguments is not None and not isinstance(arguments, dict):
+    if isinstance(arguments, dict):
+        for name, value in arguments.items():
+            d.put(f"data.chat_template_args.{name}", value, template)
+    elif arguments is not None:
         d.lack(template, "should be one JSON object")
-    for name, value in (arguments if isinstance(arguments, dict) else {}).items():
-        d.put(f"data.chat_template_args.{name}", value, template)
     columns = d.get("multimodal-keys")
     if isinstance(columns, dict):
         d.put("data.images_key", columns.get("image"))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from typing import Literal, TypeGuard, cast
 
 from megagrpo.config.load import Plain
@@ -205,20 +205,21 @@ class Translation:
     def _outcome(self, key: str) -> KeyOutcome:
         entry = find(self.framework, key)
         value = self._all.get(key)
+        outcome = partial(KeyOutcome, key, value)
         ours = [our_key for our_key, theirs in self.because.items() if key in theirs]
         if key in self._lacks:
-            return KeyOutcome(key, value, "not translated", self._lacks[key])
+            return outcome("not translated", self._lacks[key])
         if ours:
-            return KeyOutcome(key, value, "translated", ", ".join(ours))
+            return outcome("translated", ", ".join(ours))
         if entry is None and value in (None, {}, []):
-            return KeyOutcome(key, value, "as here", "it says nothing")
+            return outcome("as here", "it says nothing")
         if entry is None:
-            return KeyOutcome(key, value, "unknown", "no such key in docs/reference/names.md")
+            return outcome("unknown", "no such key in docs/reference/names.md")
         if key in self._set and _is_left_out(entry, value):
             reason = f"{entry.to}, but not from this combination: write it by hand"
-            return KeyOutcome(key, value, "not translated", reason)
+            return outcome("not translated", reason)
         needs = f"{entry.to}, which needs {entry.needs}" if entry.needs else entry.to
-        return KeyOutcome(key, value, "as here", entry.free or needs or "what is done anyway")
+        return outcome("as here", entry.free or needs or "what is done anyway")
 
     def nested(self) -> dict[str, Plain]:
         """Returns the experiment as nested sections, in the order of the schema."""
