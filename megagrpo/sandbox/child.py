@@ -15,10 +15,10 @@ import resource
 import select
 import signal
 import sys
-import types
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
+from types import ModuleType, SimpleNamespace, TracebackType
 
 _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
@@ -46,32 +46,11 @@ _MIB = 2**20
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class ProgramOptions(types.SimpleNamespace):
-    """The command line, written by sandbox.py: limits, paths and file descriptors."""
-
-    mode: str
-    scratch: str
-    root: str
-    readable: list[str]
-    links: dict[str, str]
-    isolate: bool
-    user: int
-    memory_mb: int
-    disk_mb: int
-    cpu_s: int
-    open_files: int
-    processes: int
-    control: int
-    status: int
-    input: int
-    output: int
-    verdicts: int
-
-
-def main(options: ProgramOptions) -> None:
+def main(options: SimpleNamespace) -> None:
     """Runs one program and writes {"code": exit code, "reason": text} to the status pipe; {"setup":
     text} on failure.
 
+    options: the command line, written by sandbox.py: limits, paths and file descriptors.
     reason: "memory limit", or "" for a program that ended by itself or because the control pipe
     closed.
     """
@@ -107,22 +86,22 @@ def main(options: ProgramOptions) -> None:
     _report(options, {"setup": problem} if problem else ended)
 
 
-def _load(name: str) -> types.ModuleType:
+def _load(name: str) -> ModuleType:
     """Loads a file beside this one without its folder on sys.path."""
     path = os.path.join(os.path.dirname(__file__), f"{name}.py")
-    module = sys.modules[f"sandbox_{name}"] = types.ModuleType(f"sandbox_{name}")
+    module = sys.modules[f"sandbox_{name}"] = ModuleType(f"sandbox_{name}")
     SourceFileLoader(module.__name__, path).exec_module(module)
     return module
 
 
-def _report(options: ProgramOptions, report: dict[str, object]) -> None:
+def _report(options: SimpleNamespace, report: dict[str, object]) -> None:
     os.write(options.status, json.dumps(report).encode())
 
 
 # ---- the supervisor ----------------------------------------------------------------------------
 
 
-def _make_root(options: ProgramOptions) -> None:
+def _make_root(options: SimpleNamespace) -> None:
     """Creates the folder of the program's private root, without namespaces its only folder. Root
     does it for the program's user, which root without capabilities becomes."""
     options.root = root = os.path.join(options.scratch, "root")
@@ -146,7 +125,7 @@ def _claim_user() -> tuple[int, _socket.socket]:
     raise OSError(f"{_USERS} programs run here already")
 
 
-def _supervise(pid: int, options: ProgramOptions) -> dict[str, object]:
+def _supervise(pid: int, options: SimpleNamespace) -> dict[str, object]:
     """Waits for the program, ends every process that it started, and returns its exit code and the
     limit it met."""
     reason = ""
@@ -230,13 +209,11 @@ def _call(name: str, *arguments: object) -> None:
 # ---- the program's process ---------------------------------------------------------------------
 
 
-def _confine(options: ProgramOptions, ready: int, filters: types.ModuleType) -> None:
+def _confine(options: SimpleNamespace, ready: int, filters: ModuleType) -> None:
     """Irrevocably gives up all rights that the program must not have. Writes an error to `ready`,
     or closes it."""
 
-    def report(
-        kind: type[BaseException], exc: BaseException, _: types.TracebackType | None
-    ) -> None:
+    def report(kind: type[BaseException], exc: BaseException, _: TracebackType | None) -> None:
         os.write(ready, f"{kind.__name__}: {exc}".encode())
         os._exit(1)
 
@@ -248,7 +225,7 @@ def _confine(options: ProgramOptions, ready: int, filters: types.ModuleType) -> 
         tasks = 1  # the supervisor, if it is in the same new user namespace
     else:
         os.chdir(options.root)
-        tasks = 0 if os.getuid() == 0 else _tasks_of(os.getuid())
+        tasks = 0 if os.getuid() == 0 else _tasks()
     if os.getuid() == 0:
         _become(options.user)
     _drop_capabilities()
@@ -258,7 +235,7 @@ def _confine(options: ProgramOptions, ready: int, filters: types.ModuleType) -> 
     os.close(ready)
 
 
-def _run(source: str, options: ProgramOptions, calls: types.ModuleType) -> None:
+def _run(source: str, options: SimpleNamespace, calls: ModuleType) -> None:
     """Runs the program and exits as the interpreter would, after its threads have ended."""
     sys.argv[:] = ["program.py"]
     sys.set_int_max_str_digits(0)  # judges have Pythons without the limit
@@ -270,17 +247,17 @@ def _run(source: str, options: ProgramOptions, calls: types.ModuleType) -> None:
         calls.answer_requests(source, options)
 
 
-def _tasks_of(uid: int) -> int:
-    """Returns the number of processes and threads of a user, which the kernel limits together."""
+def _tasks() -> int:
+    """Returns the number of this user's processes and threads, which the kernel limits together."""
     number = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # ended meanwhile
-            if os.stat(f"/proc/{name}").st_uid == uid:
+            if os.stat(f"/proc/{name}").st_uid == os.getuid():
                 number += len(os.listdir(f"/proc/{name}/task"))
     return number
 
 
-def _build_root(options: ProgramOptions) -> None:
+def _build_root(options: SimpleNamespace) -> None:
     """Builds a root with only the interpreter, the system's libraries (read-only) and a small
     /tmp."""
     _call("unshare", _CLONE_NEWNS)
@@ -288,11 +265,14 @@ def _build_root(options: ProgramOptions) -> None:
     root = options.root
     size = f"size={options.disk_mb}m,nr_inodes=10000,mode=0755".encode()
     _call("mount", b"tmpfs", root.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, size)
+    read_only = (ctypes.c_uint64 * 4)(_READ_ONLY, 0, 0, 0)
+    attributes = (_AT_RECURSIVE, read_only, ctypes.c_size_t(ctypes.sizeof(read_only)))
     for path in options.readable:
         if not os.path.isdir(root + path):  # not inside one that is bound already
             os.makedirs(root + path)
-            _call("mount", path.encode(), (root + path).encode(), None, _MS_BIND | _MS_REC, None)
-            _make_read_only(root + path)
+            place = (root + path).encode()
+            _call("mount", path.encode(), place, None, _MS_BIND | _MS_REC, None)
+            _call("syscall", _SYS_MOUNT_SETATTR, _AT_FDCWD, place, *attributes)
     for path, target in options.links.items():
         os.symlink(target, root + path)
     for name in ("dev", "tmp", "proc"):  # the interpreter may be in one
@@ -310,13 +290,6 @@ def _build_root(options: ProgramOptions) -> None:
     os.chdir("/tmp")
 
 
-def _make_read_only(path: str) -> None:
-    attributes = (ctypes.c_uint64 * 4)(_READ_ONLY, 0, 0, 0)
-    size = ctypes.c_size_t(ctypes.sizeof(attributes))
-    arguments = (_AT_FDCWD, path.encode(), _AT_RECURSIVE, attributes, size)
-    _call("syscall", _SYS_MOUNT_SETATTR, *arguments)
-
-
 def _drop_capabilities() -> None:
     """Irrevocably drops the capabilities of a user namespace's first process."""
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -324,7 +297,7 @@ def _drop_capabilities() -> None:
     _call("capset", header, (ctypes.c_uint32 * 6)())
 
 
-def _limit(options: ProgramOptions, tasks: int) -> None:
+def _limit(options: SimpleNamespace, tasks: int) -> None:
     """Sets the kernel's limits for each process. tasks: processes of this user that are not the
     program's."""
     limits = {
@@ -343,4 +316,4 @@ def _limit(options: ProgramOptions, tasks: int) -> None:
 
 
 if __name__ == "__main__":
-    main(ProgramOptions(**json.loads(sys.argv[1])))
+    main(SimpleNamespace(**json.loads(sys.argv[1])))
