@@ -198,10 +198,9 @@ def _extra(values: Values, key: str | list[str] | None) -> Values:
     """Returns the object in a column, or an object with the values of each."""
     if key is None:
         return {}
-    extra: Values = {}
-    for name in [key] if isinstance(key, str) else key:
-        extra[name] = plain(_opened(_field(values, name)))
-    whole = extra.get(str(key))
+    names = [key] if isinstance(key, str) else key
+    extra = {name: plain(_field(values, name)) for name in names}
+    whole = plain(_opened(extra.get(str(key))))
     if isinstance(whole, dict):
         extra = whole
     # what JSON holds of it: a parquet file has dates, and bytes

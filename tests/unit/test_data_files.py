@@ -81,6 +81,7 @@ TESTS = {"inputs": ["1"], "outputs": ["2"]}
         ("answer", {"answer": "a", "extra": [{"x": None, "y": 2}]}, "a", {"extra": [{"y": 2}]}),
         ("answer", {"answer": "a", "extra": "{x} and y"}, "a", {"extra": "{x} and y"}),
         ("answer", {"answer": "a", "extra": "seconds"}, "a", {"extra": "seconds"}),
+        ("answer", {"answer": "a", "extra": "[0, 1]"}, "a", {"extra": "[0, 1]"}),  # an interval
     ],
 )
 def test_columns_as_public_files_have_them(name, key, columns, answer, extra):
