@@ -10,7 +10,6 @@ from dataclasses import replace
 from megagrpo.config.reward import GraderArgs, GraderConfig, RewardConfig
 from megagrpo.rewards.graders.functions import (
     BUILT_IN,
-    SERVICES,
     check_grader,
     load_group_grader,
     machine_problem,
@@ -27,7 +26,6 @@ _SERVICE_GRADERS: dict[str, Callable[[GraderArgs], ServiceGrader]] = {
     "http": HttpGrader,
     "judge": JudgeGrader,
 }
-assert set(_SERVICE_GRADERS) == set(SERVICES)
 # they read only the answer behind the reasoning; others, the user's own among them, a whole response
 _OF_ANSWERS = {*BUILT_IN, "judge"} - {"format"}
 
@@ -51,10 +49,10 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             check_grader(entry.grader, entry.args)
             if preload:
                 _refuse_machine(entry)
-            if entry.grader in SERVICES:
+            if entry.grader in _SERVICE_GRADERS:
                 self._services[entry.short_name] = _SERVICE_GRADERS[entry.grader](entry.args)
         calls: list[Call] = [
-            ("grade", e.grader, e.args) for e in config.entries if e.grader not in SERVICES
+            ("grade", e.grader, e.args) for e in config.entries if e.grader not in _SERVICE_GRADERS
         ]
         if config.group_grader is not None:
             load_group_grader(config.group_grader, {**config.group_args})
@@ -121,7 +119,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     async def _graded(self, entry: GraderConfig, prompt: Prompt, text: str) -> Graded:
         if entry.grader in _OF_ANSWERS:
             text = prompt.answer_in(text, self._reasoning_end)
-        if entry.grader in SERVICES:
+        if entry.grader in _SERVICE_GRADERS:
             return await self._services[entry.short_name].outcome(prompt, text)
         is_chat = bool(prompt.messages)
         inputs = (text, prompt.answer, prompt.source, prompt.extra, prompt.question, is_chat)
