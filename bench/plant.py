@@ -406,7 +406,7 @@ FAULTS = (
     Fault(
         "a function called like a service is not called",
         "rewards/pool.py",
-        "entry.grader in SERVICES:\n            return",
+        "entry.grader in _SERVICE_GRADERS:\n            return",
         "entry.short_name in self._services:\n            return",
         ("unit/test_rewards_pool.py::test_a_function_that_is_called_like_a_service_is_called",),
     ),

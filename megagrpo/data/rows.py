@@ -198,8 +198,7 @@ def _extra(values: Values, key: str | list[str] | None) -> Values:
     """Returns the object in a column, or an object with the values of each."""
     if key is None:
         return {}
-    names = [key] if isinstance(key, str) else key
-    extra = {name: plain(_field(values, name)) for name in names}
+    extra = {name: plain(_field(values, name)) for name in ([key] if isinstance(key, str) else key)}
     whole = plain(_opened(extra.get(str(key))))
     if isinstance(whole, dict):
         extra = whole

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 
-from megagrpo.config.reward import GraderArgs, GraderConfig, RewardConfig
+from megagrpo.config.reward import GraderConfig, RewardConfig
 from megagrpo.rewards.graders.functions import (
     BUILT_IN,
     check_grader,
@@ -22,7 +22,7 @@ from megagrpo.rewards.workers import Call, Graded, GraderWorkers
 from megagrpo.system.background import BackgroundLoop
 from megagrpo.types import Outcome, Prompt
 
-_SERVICE_GRADERS: dict[str, Callable[[GraderArgs], ServiceGrader]] = {
+_SERVICE_GRADERS: dict[str, Callable[..., ServiceGrader]] = {
     "http": HttpGrader,
     "judge": JudgeGrader,
 }

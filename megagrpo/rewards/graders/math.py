@@ -65,7 +65,6 @@ _SPELLINGS = (
     (re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\}|\u2009|\u202f)(?=\d{3}(?!\d))"), ""),  # 1\,000
     (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)"), r"\1 \\times 10^{\2}"),
     (re.compile(r"√\s*(\d+|[a-zA-Z])|(?:√|\\sqrt)\s*[({]([^(){}]*)[)}]"), r"\\sqrt{\1\2}"),
-    (re.compile(r"\\mathbb\s+(\w)"), r"\\mathbb{\1}"),
     (re.compile(r"(?<![\w)}])\*\*([^*\n]+)\*\*(?![\w({])"), r"\1"),  # **bold**
     # sympy takes names for coprime: gcd(m, n) would be 1, and lcm(m, n) their product
     (
