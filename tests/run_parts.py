@@ -72,7 +72,7 @@ DIST_ON_DEVICE = (
     *("router_bias", "routing_replay", "statistics"),
 )
 SHORT = {"certify": "::test_every_fault_is_found_and_nothing_else"}
-UNIT_WORKERS = min(len(os.sched_getaffinity(0)), 8)
+UNIT_WORKERS = min(len(os.sched_getaffinity(0)) + 1, 8)  # many tests wait for a process of theirs
 
 
 def parts_alone() -> dict[str, list[str]]:

@@ -227,7 +227,7 @@ print(json.dumps([[field.name for field in dataclasses.fields(kind)] for kind in
 
 @pytest.mark.verifies(
     "actor",
-    "each field of Megatron's and SGLang's classes is allowed, ours, or refused with a reason",
+    "each field of Megatron's and SGLang's classes is tried, ours, refused with a reason, or passed on as untried",
     "unit/test_engine_settings.py",
 )
 def test_every_refusal_fits_a_field_and_names_a_key():
