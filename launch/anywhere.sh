@@ -43,13 +43,16 @@ unset RANK LOCAL_RANK WORLD_SIZE MASTER_PORT "${!PET_@}"
 export SLURM_RESTART_COUNT="${SLURM_RESTART_COUNT:-${JOBSET_RESTART_ATTEMPT:-0}}"
 
 # supervise SIGNAL COMMAND...     runs a command as $child, which gets this script's signals, and SIGNAL for a TERM: USR1 again and
-# again, because a launcher that only starts ignores it, and a TERM would end it as if the run were over
+# again, because a launcher that only starts ignores it, and a TERM would end it as if the run were over. It has a process group
+# of its own (set -m): a terminal sends Ctrl-C to all of one, and with the trap's the child would get a second one, which ends it.
 supervise() {
     local name term="$1"
     shift
+    set -m
     "$@" &
     child=$!
-    for name in INT USR1 USR2; do trap "kill -$name $child 2>/dev/null || true" "$name"; done
+    set +m
+    for name in HUP INT USR1 USR2; do trap "kill -$name $child 2>/dev/null || true" "$name"; done
     trap "kill -$term $child 2>/dev/null || true" TERM
     [ "$term" != USR1 ] || trap 'while kill -USR1 "$child" 2>/dev/null; do sleep 2; done &' TERM
 }

@@ -29,6 +29,7 @@ if "IMPORTS" in os.environ:
 for number, status in ((signal.SIGUSR1, 85), (signal.SIGUSR2, 0), (signal.SIGTERM, 143)):
     signal.signal(number, lambda *_, status=status: sys.exit(status))
 record = pathlib.Path(os.environ["RECORD"])
+signal.signal(signal.SIGINT, lambda *_: record.with_suffix(".int").open("a").write("Ctrl-C "))
 part = record.with_suffix(".part")
 words = sys.argv[sys.argv.index("megagrpo.cli") + 1 :]
 part.write_text(json.dumps([words, dict(os.environ)]))
@@ -64,7 +65,7 @@ class Nodes:
         env = {"PATH": os.environ["PATH"], "MEGAGRPO_VENV": f"{self._folder}/venv", "GO": str(self.go)}
         env |= {"RECORD": f"{self._folder}/{number}.json"} | variables
         command = ["bash", str(ROOT / "launch" / script), "x.yaml", *words]
-        self.processes.append(subprocess.Popen(command, env=env, cwd=self._folder))
+        self.processes.append(subprocess.Popen(command, env=env, cwd=self._folder, start_new_session=True))
         return number
 
     def started(self, number: int) -> tuple[list[str], dict[str, str]]:
@@ -175,6 +176,16 @@ def test_a_pod_that_is_alone_saves_at_a_term(nodes):
     assert words == ["run", "x.yaml"] and env["SLURM_RESTART_COUNT"] == "2"
     nodes.processes[node].terminate()
     assert nodes.status(node) == 85
+
+
+def test_a_ctrl_c_at_a_terminal_reaches_the_launcher_once(nodes, tmp_path):
+    """A terminal sends it to all of a process group, and a second one ends a run without saving."""
+    nodes.started(nodes.start())
+    os.killpg(nodes.processes[0].pid, signal.SIGINT)
+    until((tmp_path / "0.int").exists, 60)
+    nodes.go.touch()
+    assert nodes.status(0) == 0
+    assert (tmp_path / "0.int").read_text() == "Ctrl-C "
 
 
 @pytest.mark.parametrize("script", ["rollout_node.sh", "colocated_node.sh"])
