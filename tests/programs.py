@@ -7,6 +7,7 @@ import asyncio
 import http.client
 import json
 import os
+import sys
 import time
 from urllib.parse import urlsplit
 
@@ -99,6 +100,8 @@ async def bad(base_url: str, key: str, row: dict):
             raise RuntimeError("the tool server is gone")
         case "exit":
             os._exit(3)
+        case "sys.exit":
+            sys.exit("no browser")
         case "hang":
             await asyncio.sleep(3600)
         case "block":

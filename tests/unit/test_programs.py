@@ -233,6 +233,7 @@ FAILURES = {
     "many": ("error", "it returned 2 turn_rewards for 1 turns"),
     "hang": ("timeout", "no reward in 8 s"),
     "exit": ("error", "the process of its program died"),
+    "sys.exit": ("error", "it calls sys.exit: no browser"),
     "good": ("score", ""),
     "block": ("timeout", "no reward in 8 s"),
 }

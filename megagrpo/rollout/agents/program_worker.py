@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack
 from numbers import Real
 
 from megagrpo.system.environment import API_KEY, USER_PATH, bypass_proxies, child_environment
-from megagrpo.system.errors import explained
+from megagrpo.system.errors import explained, translated
 from megagrpo.system.processes import dies_with_parent, stop_tree
 from megagrpo.system.user_function import load_function
 from megagrpo.system.worker_process import answer_calls_concurrently
@@ -141,9 +141,10 @@ async def serve_programs(fd: int, function: str, host: str) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
 
     async def run(arguments: Mapping[str, object]) -> object:
-        if is_async:
-            return read_result(await program(**arguments))
-        return read_result(await asyncio.to_thread(program, **arguments))
+        # asyncio would end the loop, with all other programs
+        with translated("it calls sys.exit", SystemExit, raised=RuntimeError):
+            result = program(**arguments) if is_async else asyncio.to_thread(program, **arguments)
+            return read_result(await result)
 
     await answer_calls_concurrently(fd, run, cancels=is_async)  # a thread would go on
     sys.stdout.flush()
