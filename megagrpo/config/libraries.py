@@ -54,7 +54,6 @@ _ACTOR = "the actor sets it, as Megatron's training loop would"
 _FP8 = "digests compare parameters in actor.dtype; fp8 is for products only"
 _OUTPUT = "a run writes into its output_dir only"
 _SPLIT = "it requires Megatron's own forward and loss, cut into pieces"
-_LOOP = "only Megatron's own training loop reads it"
 _TRANSFORMER_REFUSED = {
     "losses have global denominators: Megatron must only sum": "calculate_per_token_loss",
     _ACTOR: """timers finalize_model_grads_func *grad_scale_func no_sync_func grad_sync_func param_sync_func
@@ -92,7 +91,6 @@ _TRANSFORMER_REFUSED = {
     "only Megatron's own specifications of layers, or its output layer, read it": """
         use_transformer_engine_op_fuser use_grouped_gemm_for_* fused_residual_rmsnorm fp8_output_proj
         attention_softmax_in_fp32 masked_softmax_fusion persist_layer_norm memory_efficient_layer_norm""",
-    "its kernel takes no packed sequences, and no norms of queries": "fused_single_qkv_rope",
     _OUTPUT: "config_logger_dir",
 }
 _OPTIMIZER_OURS = {
@@ -117,7 +115,6 @@ _OPTIMIZER_REFUSED = {
     "an update that is left out would count as one": "grad_norm_skip_threshold",
     "a graph repeats one learning rate": "optimizer_cuda_graph",
     _ACTOR: "barrier_with_L1_time timers",
-    _LOOP: "log_num_zeros_in_grad",
     _OUTPUT: "config_logger_dir",
 }
 _DDP_OURS = {
@@ -134,7 +131,6 @@ _DDP_REFUSED = {
     "Megatron refuses it with expandable_segments, with which trainers are started": """nccl_ub
         disable_symmetric_registration""",
     _SPLIT: "delay_wgrad_compute",
-    _LOOP: "num_buckets",
 }
 # our key, or who decides it -> the fields that say the same
 _SERVER_OURS = {
@@ -199,7 +195,6 @@ _SERVER_REFUSED = {
         linear_attn_verify_backend""",
     "rejected requests are sent again at once, without end; set rollout.max_running_requests "
     "instead": "max_queued_requests",
-    "its value is a Python function": "custom_sigquit_handler stat_loggers",
     "it changes NCCL in engines only, and trainers share their communicators": "enable_nccl_nvls enable_symm_mem",
     "rollout.draft_tokens speculates with the model's own layer; a publish reaches no other "
     "draft": "speculative_* _speculative_* uno_lora_path enable_multi_layer_eagle spec_trace_dir",
@@ -210,7 +205,6 @@ _SERVER_REFUSED = {
     "images come with the trainers' requests, as these have read them": """mm_* enable_mm_* *_mm_inputs_*
         *prefix_mm_cache trust_mm_* limit_mm_* enable_multimodal allowed_media_domains media_url_*
         image_processor_backend disable_fast_image_processor""",
-    "diffusion models are not trained": "dllm_*",
     "an indexer's choice is not replayed (docs/experts.md)": "enable_return_indexer_topk",
     "a publish writes into a rank's parameters, which offloading replaces": """cpu_offload_gb offload_*
         ple_offload_backend ple_offload_dir""",

@@ -327,7 +327,7 @@ def test_a_library_is_asked_only_if_it_is_there(missing, said, monkeypatch, caps
         (["actor.megatron.cpu_offloading=true"], "is untried"),  # not with stages, nor with recomputation
         (["actor.megatron.cp_comm_type=all_gather"], "is untried"),  # it takes no packed sequences
         (["actor.ddp.align_param_gather=true"], "in others each would be waited for"),
-        (["actor.megatron.fused_single_qkv_rope=true"], "no packed sequences"),
+        (["actor.megatron.fused_single_qkv_rope=true"], "is untried"),
         (["actor.megatron.masked_softmax_fusion=false"], "only Megatron's own specifications of layers"),
         ([*MESSAGES, "actor.megatron.deallocate_pipeline_outputs=true"], "waited for before its output is freed"),
         (["actor.optimizer.megatron.optimizer_cpu_offload=true"], "with actor.dtype float32 there are none"),

@@ -156,6 +156,7 @@ def test_math_takes_each_gold_for_itself(gold):
         (r"\boxedtext{7}", "7", 0),
         (r"\boxed{1000}", r"1\,000", 1),
         (r"\boxed{\emptyset}", r"\varnothing", 1),
+        (r"\boxed{\mathbb R}", r"\mathbb{R}", 1),
         (r"\boxed{\frac12}", "½", 1),
         (r"\boxed{\sqrt{2}}", "√2", 1),
         (r"\boxed{1e3}", "1000", 1),

@@ -62,6 +62,7 @@ _SPELLINGS = (
     (re.compile(r"^(?!infinity$)(?=.*[a-z])[a-zA-Z]{4,}$"), r"\\text{\g<0>}"),
     (re.compile(r"[,;]\s*(?:\\[lc]?dots(?![a-zA-Z])|\.{3,})"), ",…"),  # in a list
     (re.compile(r"\\varnothing\b|∅"), r"\\emptyset"),
+    (re.compile(r"\\mathbb\s+(\w)"), r"\\mathbb{\1}"),
     (re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\}|\u2009|\u202f)(?=\d{3}(?!\d))"), ""),  # 1\,000
     (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)"), r"\1 \\times 10^{\2}"),
     (re.compile(r"√\s*(\d+|[a-zA-Z])|(?:√|\\sqrt)\s*[({]([^(){}]*)[)}]"), r"\\sqrt{\1\2}"),
