@@ -36,7 +36,6 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -71,7 +70,16 @@ def _kind_of_optimizer(actor: MegatronActor) -> dict[str, str]:
 
 
 def _check_kind_of_optimizer(actor: MegatronActor, metadata: dict, folder: Path) -> None:
-    """Raises ValueError when the state was saved by an optimizer of another kind."""
+    """Raises ValueError when the state was saved by an optimizer of another kind, or holds experts
+    in another order: Transformer Engine's are grouped."""
+    grouped = actor.transformer.moe_grouped_gemm
+    if metadata[_FORM] == _OWN_PARTS and metadata.get("grouped_experts", grouped) != grouped:
+        raise ValueError(
+            f"checkpoint {folder} was written with actor.transformer_engine {not grouped}, here it is "
+            f"{grouped}, which orders experts otherwise. Put it back once and ask the run to stop "
+            "(SIGUSR1 to the launcher), with checkpoint.reshardable last or always: it then saves "
+            "in the form that both load"
+        )
     saved = metadata.get(_KIND, {})
     here = _kind_of_optimizer(actor)
     if saved != here:
@@ -176,6 +184,7 @@ def save_actor(
     )
     metadata = {
         _KIND: _kind_of_optimizer(actor),
+        "grouped_experts": actor.transformer.moe_grouped_gemm,
         _FORM: _OWN_PARTS if divided and not reshardable else _RESHARDABLE,
         # gathered by one rank of each replica group, not by all
         "distrib_optim_fully_reshardable_mem_efficient": True,
@@ -198,17 +207,14 @@ def save_actor(
         # on the host: copies of GPU tensors, and tensors that lie there already, except for views
         # that Megatron had to copy
         buckets = internals_0_19.preloaded(request) if request.preload_fn else []
-        model_tensors = (
-            tensor for chunk in actor.chunks for tensor in (*chunk.parameters(), *chunk.buffers())
-        )
-        live: set[int] = set()
-        if snapshot:
-            live = {_memory(t) for t in (*model_tensors, *optimizer_tensors(actor.optimizer))}
+        live = set(map(_memory, optimizer_tensors(actor.optimizer)))
+        for chunk in actor.chunks:
+            live.update(map(_memory, (*chunk.parameters(), *chunk.buffers())))
 
         def kept(tensor: Tensor) -> Tensor:
             """Returns a tensor of its own, which stays what it is when a step changes the actor's
             or the optimizer's are moved."""
-            return tensor.clone() if _memory(tensor) in live else tensor.detach()
+            return tensor.clone() if snapshot and _memory(tensor) in live else tensor.detach()
 
         buckets = [
             (path, name, (blobs, [(item, kept(tensor)) for item, tensor in tensors]))
@@ -271,6 +277,11 @@ def load_actor(actor: MegatronActor, folder: Path, with_optimizer: bool = True) 
         _load_chunk(actor, chunk, state[f"model{index}"])
     if updates_done:
         _load_optimizer_state(actor, state["optimizer"], metadata[_FORM])
+        # the state brought its own; every step sets learning rate and weight decay
+        for part in actor.optimizer.chained_optimizers:
+            for group in part.param_groups:
+                group["betas"] = (part.config.adam_beta1, part.config.adam_beta2)
+                group["eps"] = part.config.adam_eps
     else:
         actor.weights_loaded()
     actor.updates_done = updates_done
@@ -315,7 +326,6 @@ def _load_optimizer_state(actor: MegatronActor, state: dict, form: str) -> None:
             group |= {"max_lr": part.config.lr, "min_lr": part.config.min_lr}
     if not isinstance(parts[0], DistributedOptimizer):
         actor.optimizer.load_state_dict(state)
-        _use_configured_betas(parts)
         return
     for part, own in zip(parts, states, strict=True):
         part.load_state_dict({key: value for key, value in own.items() if key != "param_state"})
@@ -332,16 +342,6 @@ def _load_optimizer_state(actor: MegatronActor, state: dict, form: str) -> None:
             part.load_parameter_state_from_fully_reshardable(own["param_state"])
         for parameter, step in steps.items():
             inner[parameter]["step"] = step.clone()
-    _use_configured_betas(parts)
-
-
-def _use_configured_betas(parts: list[MegatronOptimizer]) -> None:
-    """Sets what a loaded state brought along to what the experiment says now, as every step does
-    for learning rate and weight decay."""
-    for part in parts:
-        for group in part.param_groups:
-            group["betas"] = (part.config.adam_beta1, part.config.adam_beta2)
-            group["eps"] = part.config.adam_eps
 
 
 def _first_failure(exc: CheckpointException) -> str:
