@@ -99,7 +99,7 @@ class Launch:
         _ignore_signals()
         if isinstance(exc, _Ended):
             self.status = 128 + exc.args[0]
-            print(f"megagrpo {self._command}: {exc.args[0].name}; stopping", file=sys.stderr)
+            _say(f"megagrpo {self._command}: {exc.args[0].name}; stopping")
         while self._children:
             self.end(self._children[-1])
         for folder in self.scratch:
@@ -110,11 +110,8 @@ class Launch:
         if granted:
             answer, self.status = granted
             if isinstance(exc, Exception):
-                print(f"megagrpo {self._command}: {exc!r}", file=sys.stderr)
-            print(
-                f"megagrpo: stopped as requested, {answer}; the same command resumes from there",
-                file=sys.stderr,
-            )
+                _say(f"megagrpo {self._command}: {exc!r}")
+            _say(f"megagrpo: stopped as requested, {answer}; the same command resumes from there")
         if not self._ask:
             for number, handler in self._old_handlers.items():
                 signal.signal(number, handler)
@@ -192,11 +189,11 @@ class Launch:
         with collected(self._unread), translated(unread, OSError):
             for page in self._folder.deadline_pages() - known:
                 first = page.read_text().split("\n\n")[0]
-                print(f"megagrpo: {first}\nstacks: {page}", file=sys.stderr)
+                _say(f"megagrpo: {first}\nstacks: {page}")
                 known.add(page)
             return bool(main.reports and self._folder.error_reports(main.reports, True))
         if len(self._unread) == 1:
-            print(f"megagrpo: {self._unread[0]}", file=sys.stderr)
+            _say(f"megagrpo: {self._unread[0]}")
         return False
 
     def _start(self, arguments: list[str], log: Path, reports: str, env: dict[str, str]) -> Child:
@@ -220,7 +217,7 @@ class Launch:
             else:
                 reason = last_lines(child.log)
         status = f"{child.log.stem} ended with status {child.process.returncode}"
-        print(f"megagrpo: {status}\n{reason}\nwhole log: {child.log}", file=sys.stderr)
+        _say(f"megagrpo: {status}\n{reason}\nwhole log: {child.log}")
         return 1
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
@@ -236,9 +233,7 @@ class Launch:
         notes = list[str]()
         begun = self._request.listened()
         if number == signal.SIGINT and not begun and self._ranks == _OF_ONE_NODE:
-            print(
-                f"megagrpo {self._command}: no step has begun, so nothing is lost", file=sys.stderr
-            )
+            _say(f"megagrpo {self._command}: no step has begun, so nothing is lost")
             self._leave(number, frame)
         # a full or read-only file system ends no run that could be saved later
         with collected(notes), translated("not asked to stop, ask again", OSError):
@@ -249,7 +244,7 @@ class Launch:
             when = "saves after this step and ends" if begun else "ends before its first step"
             notes.append(f"{when}; Ctrl-C again ends it at once")
         for note in notes:
-            print(f"megagrpo {self._command}: {note}", file=sys.stderr)
+            _say(f"megagrpo {self._command}: {note}")
 
 
 # torchrun's options for ranks of one machine. Their default address is the host name, which may not
@@ -266,6 +261,11 @@ def torchrun(ranks: int, max_restarts: int = 0, forks: bool = False) -> list[str
     `max_restarts` times. forks: without a GPU, from one process that has imported the libraries."""
     module = "-u -m megagrpo.cpu.ranks" if forks else "-m torch.distributed.run"
     return f"{module} --nproc-per-node {ranks} --max-restarts {max_restarts}".split()
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # of `| tee`, which a Ctrl-C ends before the run has saved
+        print(text, file=sys.stderr)
 
 
 def _ignore_signals() -> None:

@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
@@ -53,8 +54,9 @@ def _write_report(output_dir: str) -> None:
     problems = list[str]()  # no reasons to train the finished run again
     with collected(problems), explained("the report"):
         print(report.write_report(output_dir), flush=True)
-    for problem in problems:
-        print(f"no summary: {problem}; `megagrpo report {output_dir}` writes it")
+    with suppress(OSError):  # of `| tee`, which a Ctrl-C ends
+        for problem in problems:
+            print(f"no summary: {problem}; `megagrpo report {output_dir}` writes it")
 
 
 def start_progress(title: str) -> Progress:

@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import TextIO
 
@@ -76,7 +77,9 @@ class StepConsole:
 
     def note(self, text: str) -> None:
         """Prints a line."""
-        if self._enabled:
+        if not self._enabled:
+            return
+        with suppress(OSError):  # a full disk, or `| tee`, which Ctrl-C ends, costs no run
             print(f"{self._begin}{self._title} {text}", file=self._stream, flush=True)
 
 

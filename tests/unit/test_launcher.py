@@ -1,5 +1,6 @@
 """One machine's launcher: GPUs of trainers and engines, one run a folder, signals; children end with their parent."""
 
+import io
 import json
 import os
 import resource
@@ -22,6 +23,8 @@ from megagrpo.cluster.machine import _devices, run, write_experiment
 from megagrpo.cluster.supervise import Child, Launch
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import CheckpointConfig, ExperimentConfig
+from megagrpo.loop.ranks import _write_report
+from megagrpo.monitor.console import StepConsole
 from megagrpo.system.environment import child_environment
 from megagrpo.system.processes import end_of, is_live, last_lines, process_tree, spawn, stop_tree
 from megagrpo.system.run_folder import RunFolder
@@ -228,6 +231,26 @@ def test_a_stop_request_that_cannot_be_written_ends_no_run(tmp_path, capsys, mon
         signal.raise_signal(signal.SIGUSR1)
         assert request.made()
     assert launch.status == 1, "the block has no other end"
+
+
+class _Gone(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_ctrl_c_that_ends_tee_too_loses_no_step(tmp_path, monkeypatch):
+    """`megagrpo run X 2>&1 | tee log`: from then on nothing can be printed."""
+    monkeypatch.setattr(StopRequest, "listened", lambda request: True)
+    monkeypatch.setattr(sys, "stderr", _Gone())
+    monkeypatch.setattr(sys, "stdout", _Gone())
+    folder = RunFolder(tmp_path)
+    with Launch(folder, "run", end=(), ask=(signal.SIGINT,)) as launch:
+        signal.raise_signal(signal.SIGINT)
+        StepConsole("a run", 4).note("of a rank")
+        _write_report(str(tmp_path))
+        StopRequest(folder.stop_request("trainer")).grant(3, False)
+        launch.status = launch.watch(launch.spawn(["false"], tmp_path / "log", {}))
+    assert launch.status == STOPPED
 
 
 # A launcher, and ranks that stop as asked; at each moment they wait until the test goes on.
