@@ -143,13 +143,20 @@ class MegatronActor:
         """Collective. `device` is prepare_host()'s; `num_updates` is where the learning-rate
         schedule ends.
 
-        Raises ValueError for a layout that cannot be computed.
+        Raises ValueError for a layout that cannot be computed, and for ranks with other layers.
         """
         self.arch = arch
         kernels = checked_kernels(arch, config)
         self.config = config
         self.transformer, ddp_settings, optimizer_settings = megatron_configs(arch, config, kernels)
         self.mesh = start_distributed(config, device)
+        engines = self.mesh.gather_world(kernels.transformer_engine)
+        if len(set(engines)) > 1:
+            raise ValueError(
+                f"rank {engines.index(False)} has no Transformer Engine and rank {engines.index(True)} has: "
+                "their experts would lie in memory in another order. Install it everywhere (its log says "
+                "why it is not used), or set actor.transformer_engine: false"
+            )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self.num_updates = num_updates
         self.chunks = build_chunks(arch, config, self.transformer, kernels, device)
@@ -283,13 +290,15 @@ class MegatronActor:
         """
         if self.config.lora is None:
             vision = self.arch.vision
-            trained = self.config.trained_vision
             # a draft's tensors
             frozen = () if self.config.trains_draft else (layer_prefix(self.arch.num_layers),)
             untrained = {
                 spec.name
                 for spec in model_tensors(self.arch)
-                if not (spec.trained and (vision is None or vision.trains(spec.name, trained)))
+                if not (
+                    spec.trained
+                    and (vision is None or vision.trains(spec.name, self.config.trained_vision))
+                )
                 or spec.name.startswith(frozen)
             }
             copies = [copy for copy in weights.copies if copy.hf not in untrained]
@@ -338,9 +347,8 @@ class MegatronActor:
         # one decision for all ranks: a rank that steps while another does not would leave the
         # weights of no version
         if not self.mesh.all_true(all(map(math.isfinite, (loss, *norms.values())))):
-            found = ", ".join(f"{name} {norm}" for name, norm in norms.items())
             raise NonFiniteUpdate(
-                f"update {self.updates_done}: loss {loss}, {found}; no weight was changed"
+                f"update {self.updates_done}: loss {loss}, {norms}; no weight was changed"
             )
         lr = learning_rate(self.config.optimizer, self.updates_done, self.num_updates)
         for group in self.optimizer.param_groups:
@@ -351,7 +359,7 @@ class MegatronActor:
         self._to_gather = self.model[0].ddp_config.overlap_param_gather
         if not followed:
             self.gather_parameters()
-        if self.router_bias is not None and self.config.router_bias_update is not None:
-            self.router_bias.move(self.config.router_bias_update)
+        if self.router_bias and (rate := self.config.router_bias_update):
+            self.router_bias.move(rate)
         self.updates_done += 1
         return {**norms, "optim/lr": lr}

@@ -86,6 +86,15 @@ def test_layers_are_as_torchs(hf_models: Path, reference: Callable[[str], Path])
     check(hf_models, reference, list(CI))
 
 
+def test_ranks_of_other_layers_are_refused(hf_models: Path):
+    """Else buckets of experts' gradients would be summed in two orders."""
+    job = {"do": "forward", "model": str(hf_models / "qwen3_moe"), **BATCHES["packed"]}
+    with pytest.raises(AssertionError, match="rank 1 has no Transformer Engine and rank 0 has"):
+        run_ranks(
+            2, hf_models / "te_mixed", [job | {"transformer_engine": [True, False]}], pool=TRANSFORMER_ENGINE_POOL
+        )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_every_layout(hf_models: Path, reference: Callable[[str], Path], model: str):

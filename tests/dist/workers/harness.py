@@ -37,9 +37,11 @@ def answer(folder: Path, of_job: Callable[[dict, Path], dict]) -> None:
 def settings(job: dict) -> tuple[ActorConfig, OptimizerConfig]:
     """What a job asks for by names of `actor`'s settings, and whether its optimizer is `distributed`.
 
-    budget: tokens of a micro-batch; optimizer: settings of Megatron's.
+    budget: tokens of a micro-batch; optimizer: settings of Megatron's; transformer_engine: perhaps one for each rank.
     """
     fields = {name: job[name] for name in ActorConfig.model_fields.keys() - {"optimizer"} if name in job}
+    if isinstance(engines := fields.get("transformer_engine"), list):
+        fields["transformer_engine"] = engines[int(os.environ["RANK"])]
     own = {"world_size": int(os.environ["WORLD_SIZE"]), "micro_batch_tokens": job.get("budget", 64)}
     distributed = job.get("distributed", False)
     megatron = EPSILON | job.get("optimizer", {})
