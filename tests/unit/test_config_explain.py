@@ -109,6 +109,14 @@ def test_coordinates_of_ranks_are_megatrons(tp, cp, pp, ep, etp, world):
             )
             for family in ("gpt_oss", "deepseek_v4", "glm5_next")
         ),
+        *(
+            (
+                hf_config(TinyModelConfig(path="x", family=family)),
+                [f"actor={{device: cuda, dtype: bfloat16, megatron: {{attention_backend: {backend}}}}}"],
+                f"attention_backend {backend}: Transformer Engine would find no kernel .* of a {family} model",
+            )
+            for family, backend in (("qwen3", "local"), ("gpt_oss", "flash"))
+        ),
         ({"model_type": "gpt2"}, [], "'gpt2' is not supported; supported: llama, qwen2, qwen3, qwen3_moe"),
     ],
 )
@@ -134,6 +142,9 @@ def test_preflight_finds_missing_files_a_wrong_grader_and_a_foreign_tokenizer(pr
     found = preflight(load_config(QUICKSTART, by_row))
     assert found[0] == "checkpoint.load: nowhere does not exist" and len(found) == 2
     assert "'exakt' is unknown; did you mean 'exact'" in found[1]
+    for load, said in (("like/a_name", "like/a_name does not exist"), (".", ". is no finished checkpoint")):
+        [problem] = preflight(load_config(QUICKSTART, [f"checkpoint.load={load}"]))
+        assert problem.startswith(f"checkpoint.load: {said}")
     Path("lines.jsonl").write_text(json.dumps(rows[0] | {"answer": '{"tests": []}', "by": "code"}))
     found = preflight(load_config(QUICKSTART, [*by_row[:2], "eval=null", "reward.timeout_s=8"]))
     assert any("reward.timeout_s 8 must be some seconds above grader code's total_s 8" in text for text in found)

@@ -42,6 +42,8 @@ def test_published_sizes():
     assert (counts.total, round(counts.active / 1e9, 1)) == (SUPER_PARAMETERS, 12.2)
     small = parameter_counts(architecture_of(NANO))
     assert (round(small.total / 1e9, 1), round(small.active / 1e9, 1)) == (31.6, 3.2)
+    # as Nemotron-H-4B, which says attention_head_dim: engines and transformers take their default
+    assert architecture_of({key: NANO[key] for key in NANO if key != "head_dim"}).attention.head_dim == 128
 
 
 def test_layers_are_of_one_part_each():

@@ -305,7 +305,7 @@ def test_a_library_is_asked_only_if_it_is_there(missing, said, monkeypatch, caps
         ([*OWN_LAYERS, "actor.megatron.fp8=hybrid"], "needs Transformer Engine's layers"),
         *(
             ([*ON_CPU, f"actor.megatron.{name}"], "needs Transformer Engine's layers")
-            for name in ("moe_permute_fusion=true", "apply_rope_fusion=true")
+            for name in ("moe_permute_fusion=true", "apply_rope_fusion=true", "attention_backend=flash")
         ),
         *(
             ([*lead, f"actor.optimizer.megatron.{name}=true"], "needs Transformer Engine's Adam")

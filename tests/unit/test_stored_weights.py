@@ -98,6 +98,9 @@ def test_adapters_beside_a_model_are_refused_whose_users_expect_them_in_it(prepa
     (START / "config.json").unlink()
     problems = preflight(read_experiment(QUICKSTART, [f"model.path={START}"]))
     assert any("holds no config.json" in each and "merge_and_unload" in each for each in problems), problems
+    for wrong in (START, START / "adapter_config.json"):
+        problems = preflight(read_experiment(QUICKSTART, [f"sft.model={wrong}"]))
+        assert any(each.startswith(f"sft.model: {wrong} holds no config.json") for each in problems), problems
 
 
 def test_a_model_whose_experts_are_fused_gets_no_remedy_for_that(tmp_path):

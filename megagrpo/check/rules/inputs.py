@@ -34,7 +34,7 @@ _NAMED = 10  # rows
 
 def before_start(subject: Subject) -> Iterator[Rule]:
     """Yields what is missing or cannot be read."""
-    for rules in (absent_files, _model_folder, installed, _rows, _functions, _checkpoints):
+    for rules in (absent_files, _model_folders, installed, _rows, _functions, _checkpoints):
         yield from rules(subject.experiment)
 
 
@@ -63,20 +63,32 @@ def read_files(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
         for name, model in config.served_models.items()
     ]
     if config.checkpoint.load is not None and not any(config.run_folder.checkpoints.glob("step_*")):
-        wanted.append(("checkpoint.load", config.checkpoint.load))
+        yield "checkpoint.load", config.checkpoint.load  # no name on the Hub
     for key, path in wanted:
         if path and not is_hub_name(path):
             yield key, path
 
 
-def _model_folder(config: ExperimentConfig) -> Iterator[Rule]:
-    model = Path(config.model.path)
-    yield Rule(
-        model.is_dir() and not (model / "config.json").is_file(),
-        f"model.path: {config.model.path} holds no config.json, so it is no Hugging Face model folder",
-        MERGE * (model / ADAPTERS).is_file(),
-    )
-    yield from _weights(config)
+def _model_folders(config: ExperimentConfig) -> Iterator[Rule]:
+    """Yields why the folders that training starts from hold no model, or weights of another. One
+    without weights is a description, as `check` and `plan` need it."""
+    wanted = {"model.path": config.model.path}
+    if config.sft is not None:
+        wanted["sft.model"] = config.sft.model
+    for key, name in wanted.items():
+        folder = Path(name)
+        described = (folder / "config.json").is_file()
+        yield Rule(
+            folder.exists() and not described,
+            f"{key}: {name} holds no config.json, so it is no Hugging Face model folder",
+            MERGE * (folder / ADAPTERS).is_file(),
+        )
+        if described:
+            model = Model.read(name, draft=config.actor.has_draft)
+            if not model_problems(model.description, model.draft):
+                yield from (
+                    Rule(True, f"{key}: {text}") for text in complaints(model.refuse_weights)
+                )
 
 
 def installed(config: ExperimentConfig) -> Iterator[Rule]:
@@ -101,21 +113,6 @@ def installed(config: ExperimentConfig) -> Iterator[Rule]:
         )
 
 
-def _weights(config: ExperimentConfig) -> Iterator[Rule]:
-    """Yields why the files of weights are not those of the models that training starts from. A
-    folder without any is a description, as `check` and `plan` need it."""
-    wanted = {"model.path": config.model.path}
-    if config.sft is not None:
-        wanted["sft.model"] = config.sft.model
-    for key, folder in wanted.items():
-        if (Path(folder) / "config.json").is_file():
-            model = Model.read(folder, draft=config.actor.has_draft)
-            if not model_problems(model.description, model.draft):
-                yield from (
-                    Rule(True, f"{key}: {text}") for text in complaints(model.refuse_weights)
-                )
-
-
 def _checkpoints(config: ExperimentConfig) -> Iterator[Rule]:
     """Yields the rules about the checkpoint that the run would start from, which must suit its
     layout, and about the place of its own."""
@@ -125,6 +122,11 @@ def _checkpoints(config: ExperimentConfig) -> Iterator[Rule]:
         yield Rule(True, problem)
     newest = latest(root)
     source = newest or (Path(load) if load else None)
+    yield Rule(
+        newest is None and source and source.exists() and not (source / "state.json").is_file(),
+        f"checkpoint.load: {load} is no finished checkpoint: it has no state.json",
+        "name a folder step_NUMBER of a run's checkpoints",
+    )
     with suppress(OSError, ValueError):  # of a damaged checkpoint, whose load gives the reason
         if source is not None and (problem := layout_problem(source, config.actor.layout)):
             yield Rule(True, f"actor: {problem}")

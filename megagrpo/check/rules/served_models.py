@@ -73,7 +73,7 @@ def before_start(subject: Subject) -> Iterator[Rule]:
     """Yields the rules about the files of served models and the cut of their engines."""
     config = subject.experiment
     for name, model in config.served_models.items():
-        if model.path is None or not (folder := Path(model.path)).is_dir():
+        if model.path is None or not (folder := Path(model.path)).exists():
             continue
         section = dotted(config.keys_of(name))
         key = f"{section}.path: {folder}"

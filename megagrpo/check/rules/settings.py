@@ -53,6 +53,7 @@ _RECOMPUTED_BY_ENGINE = ("layernorm", "mla_up_proj", "moe_act")
 # fields recompute_*, and the actor.recompute that reads them
 _READ_WITH = {"modules": "selective", "method": "full", "num_layers": "full"}
 _OF_ENGINE = (
+    "attention_backend",
     "fp8",
     "moe_permute_fusion",
     "moe_router_fusion",

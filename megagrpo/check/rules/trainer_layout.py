@@ -147,6 +147,13 @@ def _sinks(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
         f"actor.parallel.cp = {actor.parallel.cp}: sinks and windows are not compared on GPUs that share a sequence",
         "cp must be 1",
     )
+    backend = actor.megatron.get("attention_backend")
+    yield Rule(
+        kernels.transformer_engine and (backend == "local" or (sinks and backend == "flash")),
+        f"actor.megatron.attention_backend {backend}: Transformer Engine would find no kernel at the first "
+        f"forward of a {arch.family} model",
+        "remove it",
+    )
 
 
 def _adapters(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:

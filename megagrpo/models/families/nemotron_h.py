@@ -67,8 +67,12 @@ class NemotronH(Family):
     FP8_REFUSAL = "not for models with Mamba-2 layers"
 
     def common(self, hf: HfConfig) -> HfConfig:
-        named = {"num_hidden_layers": len(_words(hf)), "rms_norm_eps": hf.get("layer_norm_epsilon")}
-        return {**hf, **named}
+        return {
+            "head_dim": 128,  # of transformers' and SGLang's classes, if config.json has none
+            **hf,
+            "num_hidden_layers": len(_words(hf)),
+            "rms_norm_eps": hf.get("layer_norm_epsilon"),
+        }
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
         problems = other_values(hf, _ONLY)
