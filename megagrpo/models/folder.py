@@ -38,6 +38,7 @@ _WEIGHT_SUFFIXES = {
     ".msgpack",
 }
 ADAPTERS = "adapter_config.json"  # PEFT's
+TEMPLATES = "additional_chat_templates/*"  # transformers' files of a tokenizer's further ones
 MERGE = "merge the adapters into the model first (PEFT's merge_and_unload)"
 _NAMED = 3  # tensors in a message
 _COMPARED_ROWS = 256  # of an output layer with the input embedding
@@ -166,13 +167,15 @@ def write_description(
             f"{like / 'config.json'}: missing; it describes the checkpoint to be written"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    for file in like.iterdir():
+    for file in (*like.iterdir(), *like.glob(TEMPLATES)):
         if (
             file.is_file()
             and file.suffix not in _WEIGHT_SUFFIXES
             and not file.name.endswith(".index.json")
         ):
-            shutil.copyfile(file, folder / file.name)
+            copy = folder / file.relative_to(like)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
     config = exported_config(read_description(like / "config.json"), draft)
     if dtype is not None:
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:

@@ -14,6 +14,7 @@ from torch import Tensor
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
 from megagrpo.models.config_json import end_tokens, text_part
+from megagrpo.models.folder import TEMPLATES
 from megagrpo.models.table import begin_of_kept, read_description
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
@@ -31,6 +32,7 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "added_tokens.json",
+    TEMPLATES,
 )
 _ENDING_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
@@ -65,7 +67,9 @@ def take_tokenizer(folder: Path, source: Path) -> None:
         for file in folder.glob(pattern):
             file.unlink()
         for file in filter(Path.is_file, source.glob(pattern)):
-            shutil.copyfile(file, folder / file.name)
+            copy = folder / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
     _write_ends(folder)
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -96,6 +97,19 @@ def test_round_trip(tmp_path, like, number):
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     assert not any(p.read_bytes() == b"old weights" for p in (tmp_path / "out").iterdir())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["like", "out"], "nothing temporary stays"
+
+
+def test_an_export_has_every_chat_template(tmp_path, like):
+    """transformers saves a tokenizer's further ones, as for tools, in a folder."""
+    tokenizer, other = character_tokenizer("01"), tmp_path / "other"
+    for folder, name in ((like, "tool_use"), (other, "rag")):
+        tokenizer.chat_template = {"default": "plain", name: "more"}
+        tokenizer.save_pretrained(folder)
+    for source in (like, other):
+        finish = partial(take_tokenizer, source=source)
+        write_hf_folder(tmp_path / "out", shards(1), like, torch.float32, finish=finish)
+        found = type(tokenizer).from_pretrained(tmp_path / "out").chat_template
+        assert found == type(tokenizer).from_pretrained(source).chat_template and len(found) == 2
 
 
 def test_a_tokenizer_of_its_own_replaces_that_of_the_model(tmp_path, like):
