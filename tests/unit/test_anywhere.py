@@ -64,7 +64,8 @@ class Nodes:
         number = len(self.processes)
         env = {"PATH": os.environ["PATH"], "MEGAGRPO_VENV": f"{self._folder}/venv", "GO": str(self.go)}
         env |= {"RECORD": f"{self._folder}/{number}.json"} | variables
-        command = ["bash", str(ROOT / "launch" / script), "x.yaml", *words]
+        # in the background of a shell SIGINT is ignored, also by what it starts
+        command = ["env", "--default-signal=INT", "bash", str(ROOT / "launch" / script), "x.yaml", *words]
         self.processes.append(subprocess.Popen(command, env=env, cwd=self._folder, start_new_session=True))
         return number
 

@@ -83,8 +83,8 @@ def test_the_experiment_is_wrong_is_one_exit_code(monkeypatch, capsys):
 
 @pytest.mark.parametrize("command", [["run"], ["run", "--master-addr", "x"], ["submit", "--dry-run"]])
 def test_libraries_judge_their_settings_before_anything_starts(command, capsys, monkeypatch):
-    answer = '[[["actor", "megatron", "moe_permute_fusoin"], "no such field"]]'
+    answer = '[[["actor", "megatron", "+moe_permute_fusoin"], "no such field"]]'
     monkeypatch.setattr("megagrpo.check.libraries.answer_of", lambda *job: answer)
-    typo = ["--set", 'actor.megatron={"moe_permute_fusoin": true}']
+    typo = ["--set", 'actor.megatron={"+moe_permute_fusoin": true}']
     assert cli.main([command[0], str(QUICKSTART), *command[1:], *typo]) == 2
-    assert "moe_permute_fusoin = True: no such field" in capsys.readouterr().err
+    assert "+moe_permute_fusoin = True: no such field" in capsys.readouterr().err
