@@ -207,14 +207,16 @@ def save_actor(
         # on the host: copies of GPU tensors, and tensors that lie there already, except for views
         # that Megatron had to copy
         buckets = internals_0_19.preloaded(request) if request.preload_fn else []
-        live = set(map(_memory, optimizer_tensors(actor.optimizer)))
-        for chunk in actor.chunks:
-            live.update(map(_memory, (*chunk.parameters(), *chunk.buffers())))
+        live = set[int]()
+        if snapshot:
+            live.update(map(_memory, optimizer_tensors(actor.optimizer)))
+            for chunk in actor.chunks:
+                live.update(map(_memory, (*chunk.parameters(), *chunk.buffers())))
 
         def kept(tensor: Tensor) -> Tensor:
             """Returns a tensor of its own, which stays what it is when a step changes the actor's
             or the optimizer's are moved."""
-            return tensor.clone() if snapshot and _memory(tensor) in live else tensor.detach()
+            return tensor.clone() if _memory(tensor) in live else tensor.detach()
 
         buckets = [
             (path, name, (blobs, [(item, kept(tensor)) for item, tensor in tensors]))

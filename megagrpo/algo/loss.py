@@ -193,8 +193,7 @@ def _stream_values(name: str, inputs: LossInputs, algorithm: AlgorithmConfig) ->
         case _ if options is not None and options.loss == "reverse_kl":
             assert inputs.teacher_logprobs is not None, "see Streams"
             gaps = inputs.teacher_logprobs - inputs.old_logprobs
-            advantages = _limited(gaps, options)
-            policy = _policy(inputs, advantages, inputs.weights[name] != 0, algorithm)
+            policy = _policy(inputs, _limited(gaps, options), inputs.weights[name] != 0, algorithm)
             return _corrected(policy, inputs)
         case _:
             values = inputs.candidate_gaps

@@ -147,6 +147,13 @@ def _named(names: list[str]) -> str:
     return ", ".join(names[:_NAMED]) + ", ..." * (len(names) > _NAMED)
 
 
+def copy_file(file: Path, source: Path, folder: Path) -> None:
+    """Copies a file of one folder, or of a folder in it, to the same place in another."""
+    copy = folder / file.relative_to(source)
+    copy.parent.mkdir(exist_ok=True)
+    shutil.copyfile(file, copy)
+
+
 def write_description(
     like: str | Path,
     target: str | Path,
@@ -173,9 +180,7 @@ def write_description(
             and file.suffix not in _WEIGHT_SUFFIXES
             and not file.name.endswith(".index.json")
         ):
-            copy = folder / file.relative_to(like)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, copy)
+            copy_file(file, like, folder)
     config = exported_config(read_description(like / "config.json"), draft)
     if dtype is not None:
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:

@@ -1,7 +1,6 @@
 """Writes the actor's live weights as a Hugging Face folder."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
@@ -14,7 +13,7 @@ from torch import Tensor
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
 from megagrpo.models.config_json import end_tokens, text_part
-from megagrpo.models.folder import TEMPLATES
+from megagrpo.models.folder import TEMPLATES, copy_file
 from megagrpo.models.table import begin_of_kept, read_description
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
@@ -67,9 +66,7 @@ def take_tokenizer(folder: Path, source: Path) -> None:
         for file in folder.glob(pattern):
             file.unlink()
         for file in filter(Path.is_file, source.glob(pattern)):
-            copy = folder / file.relative_to(source)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, copy)
+            copy_file(file, source, folder)
     _write_ends(folder)
 
 
