@@ -71,27 +71,31 @@ class Node:
         """The address of this node for the others. Raises ValueError for a name that means loopback
         here, because other nodes would be told, and gloo would use, this machine's interface lo."""
         named = self.address or (self.first_address if self.rank == 0 else None)
-        if named:
-            found = ""
-            with suppress(socket.gaierror):
-                found = socket.gethostbyname(named)
-            if self.number > 1 and found.startswith("127.") and named not in (found, *LOOPBACK):
-                raise ValueError(
-                    f"{named} is {found} on this node, by its hosts file, and no other node reaches "
-                    "that: give the address that they reach as --node-addr (NODE_ADDR)"
-                )
+        if named and self.number == 1:
             return named
         assert self.first_address is not None, "a single trainer node needs no address"
         deadline = time.monotonic() + _JOIN_S
         while True:
-            # the name of a node that only starts may not be known yet
+            # the name of a node that only starts may not be known yet, not even to itself
             with suppress(socket.gaierror):
-                return route_address(self.first_address, self.first_port)
+                towards_first = route_address(self.first_address, self.first_port)
+                break
             if time.monotonic() > deadline:
                 raise ValueError(
                     f"--master-addr {self.first_address}: no such name within {_JOIN_S} s"
                 )
             time.sleep(_POLL_S)
+        if named is None:
+            return towards_first
+        found = ""
+        with suppress(socket.gaierror):
+            found = socket.gethostbyname(named)
+        if found.startswith("127.") and named not in (found, *LOOPBACK):
+            raise ValueError(
+                f"{named} is {found} on this node, by its hosts file, and no other node reaches "
+                "that: give the address that they reach as --node-addr (NODE_ADDR)"
+            )
+        return named
 
 
 def run_node(config: ExperimentConfig, node: Node) -> int:
@@ -211,11 +215,10 @@ def _start_trainers(
             towards_ranks = interface_of(socket.gethostbyname(node.own_address))
         # Without is_host the agent resolves host names, which may fail.
         # read_timeout is also torch's limit for the connection to node 0's store.
-        is_host = str(node.rank == 0).lower()
         options += [
             f"--nnodes={node.number}",
             "--rdzv-backend=c10d",
-            f"--rdzv-conf=is_host={is_host},join_timeout={_JOIN_S},read_timeout={_JOIN_S}",
+            f"--rdzv-conf=is_host={int(node.rank == 0)},join_timeout={_JOIN_S},read_timeout={_JOIN_S}",
             f"--rdzv-endpoint={node.first_address}:{node.first_port}",
             f"--local-addr={node.own_address}",
         ]

@@ -208,8 +208,8 @@ def _left_out(data: Plain, path: KeyPath) -> bool:
 def _names_any(text: str, paths: Iterable[KeyPath]) -> bool:
     """Returns whether a message names one of the keys, so that it may be a consequence of the
     value there."""
-    keys = [re.escape(str(path[-1])) for path in paths if len(path) > 1]
-    return bool(keys) and re.search(rf"\b({'|'.join(keys)})\b", text) is not None
+    keys = {str(path[-1]) for path in paths if len(path) > 1}
+    return not keys.isdisjoint(re.findall(r"\w+", text))
 
 
 def _places(source: _Source, text: str, path: KeyPath) -> str:

@@ -84,9 +84,8 @@ class Run:
         self.watchdog.enter(phase)
         if phase == "checkpoint":  # the first of a step
             self.progress.calm()
-        source, exchange = self.source, self.exchange
         self.progress.enter(
-            _PHASES.get(phase, phase), lambda: source.progress() or exchange.waiting()
+            _PHASES.get(phase, phase), lambda: self.source.progress() or self.exchange.waiting()
         )
 
     def save_on_schedule(self) -> None:
@@ -175,11 +174,14 @@ class Run:
     def build_batch(self, sampled: StepBatches, updates: Updates) -> Batch:
         """Collective. Returns this rank's share of the step's samples, with their lags if weights
         may differ; keeps of the groups what the record needs."""
-        version = self.state.step if self.config.rollout.max_staleness else None
-        layers = self.actor.routed_layers if self.config.actor.routing_replay == "rollout" else None
+        config = self.config
+        # a surplus of dynamic sampling comes from the step before
+        older = config.rollout.max_staleness or config.algorithm.dynamic_sampling
+        version = self.state.step if older else None
+        layers = self.actor.routed_layers if config.actor.routing_replay == "rollout" else None
         # on the leader for a dump
         candidates = self.mesh.is_leader or self.actor.on_last_stage
-        needs = LossNeeds(self.config.algorithm, self.config.graders_apart, candidates)
+        needs = LossNeeds(config.algorithm, config.graders_apart, candidates)
         batch = build_batch(
             sampled.groups, updates, self.mesh, self.actor.arch, version, layers, needs
         )

@@ -138,7 +138,9 @@ def test_a_command_may_have_as_many_files_open_as_the_machine_allows():
     assert int(done.stdout.split()[-1]) == (65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)), done
 
 
-def test_a_node_waits_until_the_name_of_the_first_one_is_known(monkeypatch):
+@pytest.mark.parametrize("rank, own", [(1, "10.0.0.9"), (0, "node0")])
+def test_a_node_waits_until_the_name_of_the_first_one_is_known(rank, own, monkeypatch):
+    """To the first one itself too: Kubernetes makes its name only when the pod runs."""
     answers = [socket.gaierror(), socket.gaierror(), "10.0.0.9"]
 
     def route_address(host: str, port: int) -> str:
@@ -147,13 +149,13 @@ def test_a_node_waits_until_the_name_of_the_first_one_is_known(monkeypatch):
         return answer
 
     monkeypatch.setattr(nodes, "route_address", route_address)
-    later = nodes.Node(1, 2, None, "node0", 29500)
-    assert later.own_address == "10.0.0.9" and not answers
-    assert later.own_address == "10.0.0.9", "asked for once"
+    later = nodes.Node(rank, 2, None, "node0", 29500)
+    assert later.own_address == own and not answers
+    assert later.own_address == own, "asked for once"
     answers += [socket.gaierror()] * 9
     monkeypatch.setattr(nodes, "_JOIN_S", 0.5)
     with pytest.raises(ValueError, match="--master-addr node0: no such name within 0.5 s"):
-        _ = nodes.Node(1, 2, None, "node0", 29500).own_address
+        _ = nodes.Node(rank, 2, None, "node0", 29500).own_address
 
 
 def test_a_signal_in_a_clean_up_does_not_cut_it_short(tmp_path):

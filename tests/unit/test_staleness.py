@@ -1,6 +1,7 @@
 """Batches sampled ahead of the weights: the schedule of dispatch, the bound, and which weights sampled which token."""
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from sampling import experiment as short_experiment
 from megagrpo.algo.correction import staleness_metrics
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
+from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.loop.run import Run
 from megagrpo.rollout.generation import sample_seed
 from megagrpo.types import RolloutGroup, Sample, TrainState
 from tests.experiments import until
@@ -88,6 +91,21 @@ def test_weights_may_change_in_a_response_that_was_begun_before_and_never_go_bac
     batch = build_batch(steps[1], one_pass(WANTED), MESH, trained_version=1)
     row = batch.lags.split(batch.lengths.tolist())[int(np.flatnonzero([sample.newer != () for sample in samples])[0])]
     assert row.tolist() == [0, 0, 1, 0, 0, 0] and batch.lags.max() == 1
+
+
+@pytest.mark.parametrize("carries", [False, True])
+def test_a_surplus_of_dynamic_sampling_is_older_without_staleness_too(carries: bool):
+    """Else the alarm of a start takes older weights for a fault of the engine."""
+    config = experiment(0)
+    if carries:
+        config = config.model_copy(update={"algorithm": AlgorithmConfig(dynamic_sampling={})})
+    with running(FakeService()) as service:
+        (groups,) = steps_of(service, config)[:1]
+    actor = SimpleNamespace(arch=None, on_last_stage=True)
+    state = TrainState(step=1)
+    run = SimpleNamespace(config=config, mesh=MESH, state=state, actor=actor)
+    batch = Run.build_batch(run, SimpleNamespace(groups=groups, forget_values=lambda: None), one_pass(WANTED))
+    assert (batch.lags is not None and int(batch.lags.max()) == 1) is carries
 
 
 def test_versions_of_a_sample_by_token():
