@@ -11,6 +11,7 @@
 # MEGAGRPO_RUN_FOLDER: engines end after the trainers, which say it there. Leave it out if the cluster ends the engines.
 # TERM: trainers save after the current step and end with status 85. docs/operate.md has the other ways to stop.
 set -euo pipefail
+unset CDPATH # with it, cd prints the folder
 launch="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 
 first_set() {

@@ -1,4 +1,5 @@
 # Sourced by the other *_node.sh. Sets `place`, the options for this node, and `megagrpo`, the command.
+unset CDPATH # with it, cd prints the folder
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 if [ -n "${MEGAGRPO_FOLDER:-}" ] && ! cd "$MEGAGRPO_FOLDER"; then
     echo "megagrpo: relative paths start in $PWD: this node or image has no $MEGAGRPO_FOLDER; mount it" >&2

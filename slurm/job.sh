@@ -4,9 +4,10 @@
 say() { echo "[$(date +%H:%M:%S) job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1))] $*"; }
 
 # Variables that sbatch inherits from an interactive shell would limit the steps to the shell's cores, one core, the shell's
-# memory, the job's number of tasks instead of one per node, or all GPUs of the job on some of its nodes.
-unset SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_GPUS
-unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_CPUS_PER_GPU SLURM_CPU_BIND SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU
+# memory, the job's number of tasks instead of one per node, or all GPUs of the job on some of its nodes. Tasks by GPU exclude
+# one per node. sbatch --mem=0 sets no memory per node.
+unset SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_{NODE,GPU,TRES} SLURM_GPUS SLURM_GPUS_PER_TASK
+unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_CPUS_PER_GPU SLURM_CPU_BIND SLURM_MEM_PER_{CPU,GPU,NODE}
 
 export SLURM_EXPORT_ENV=ALL # so that steps get the functions and secrets below, even after `sbatch --export=NONE`
 

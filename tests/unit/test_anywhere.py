@@ -396,6 +396,8 @@ def test_another_checkout_in_the_working_folder_is_not_the_program(tmp_path, mon
     with Launch(folder, "run", end=()) as launch:
         assert launch.start(["--help"], "service", {}).process.wait(60) == 0
         assert launch.start_ranks(["--help"], ["torchrun.py"], {}).process.wait(60) == 0
-    on_node = 'source "$0/launch/node.sh"; exec "${megagrpo[@]}" --help'
-    env = environment.child_environment({"MEGAGRPO_VENV": sys.prefix, "MEGAGRPO_FOLDER": str(tmp_path)})
-    subprocess.run(["bash", "-euc", on_node, str(ROOT)], env=env, check=True, stdout=subprocess.DEVNULL)
+    on_node = 'source launch/node.sh; test "$root" = "$0"; exec "${megagrpo[@]}" --help'
+    variables = {"MEGAGRPO_VENV": sys.prefix, "MEGAGRPO_FOLDER": str(tmp_path), "CDPATH": ".:/"}
+    env = environment.child_environment(variables)
+    words = ["bash", "-euc", on_node, str(ROOT)]
+    subprocess.run(words, env=env, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)

@@ -178,11 +178,12 @@ def test_a_job_of_thousands_of_nodes_has_a_first_one_and_its_steps_a_whole_envir
     names = "for n in $(seq 5000); do echo p4d24xlarge-dy-$n; done"
     write_programs(tmp_path, {"scontrol": names})
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1"}
-    env |= {"SLURM_NTASKS": "16", "SLURM_GPUS": "16", "SLURM_EXPORT_ENV": "NONE"}
-    shown = 'echo "$(first_node x) $SLURM_EXPORT_ENV ${SLURM_NTASKS-none} ${SLURM_GPUS-none}"'
+    inherited = ("NTASKS", "GPUS", "NTASKS_PER_GPU", "NTASKS_PER_TRES", "GPUS_PER_TASK", "MEM_PER_NODE")
+    env |= {f"SLURM_{name}": "16" for name in inherited} | {"SLURM_EXPORT_ENV": "NONE", "SLURM_GPUS_PER_NODE": "8"}
+    shown = 'echo "$(first_node x) $SLURM_EXPORT_ENV $(compgen -e SLURM_ | grep "NTASK\\|GPU\\|MEM")"'
     words = ["bash", "-c", f'set -euo pipefail; source "$0"; {shown}', str(ROOT / "slurm/job.sh")]
     done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == "p4d24xlarge-dy-1 ALL none none\n"
+    assert done.stdout == "p4d24xlarge-dy-1 ALL SLURM_GPUS_PER_NODE\n"
 
 
 @pytest.mark.parametrize("script", ["one_node.sbatch", "job.sh"])
