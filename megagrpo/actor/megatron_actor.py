@@ -52,12 +52,6 @@ def start_distributed(config: ActorConfig, device: torch.device) -> Mesh:
         raise ValueError(
             f"torchrun started {world} ranks, but actor.world_size is {config.world_size}"
         )
-    p = config.parallel
-    if device.type == "cpu" and p.etp > 1 and (p.ep > 1 or p.etp > p.tp):
-        raise ValueError(
-            f"on a CPU actor.parallel.etp {p.etp} works with ep 1 and tp >= etp only: gloo "
-            "gathers no unequal sizes"
-        )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:

@@ -56,6 +56,7 @@ def test_coordinates_of_ranks_are_megatrons(tp, cp, pp, ep, etp, world):
         (DENSE, ["actor.world_size=2", "actor.parallel={pp: 2, vpp: 4}"], "pp x vpp = 8 .* num_hidden_layers = 4"),
         (MOE, ["actor.world_size=3", "actor.parallel.ep=3"], "ep = 3 .* num_experts = 8; it may be 2 or 4"),
         (DENSE, ["actor.world_size=2", "actor.parallel={tp: 2, etp: 2}"], "etp = 2, but a qwen3 model has no experts"),
+        (MOE, ["actor.world_size=4", "actor.parallel={tp: 2, ep: 2, etp: 2}"], "etp = 2 on a CPU, .*take ep 1"),
         (DENSE, ["actor.parallel.ep=2"], "actor.parallel.ep = 2, but a qwen3 model has no experts"),
         (MOE, ["rollout.tp=3"], "rollout.tp = 3 .* num_attention_heads = 4; tp may be 1 or 2 or 4"),
         (BIG, ["rollout={tp: 6, ep: 3}"], "rollout.tp = 6 does not divide .* num_key_value_heads = 4"),

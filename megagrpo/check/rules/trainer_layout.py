@@ -41,7 +41,13 @@ def layout_rules(arch: Architecture, actor: ActorConfig) -> Iterator[Rule]:
             f"actor.megatron.{name}: layers of a {arch.family} model are computed with {needed[name]}",
             "remove it",
         )
-    for key, size in (("ep", actor.parallel.ep), ("etp", actor.parallel.etp)):
+    p = actor.parallel
+    yield Rule(
+        not kernels.cuda and p.etp > 1 and (p.ep > 1 or p.etp > p.tp),
+        f"actor.parallel.etp = {p.etp} on a CPU, where gloo gathers no unequal sizes",
+        "take ep 1 and an etp of at most tp, or set actor.device: cuda for GPUs",
+    )
+    for key, size in (("ep", p.ep), ("etp", p.etp)):
         yield Rule(
             size > 1 and not arch.is_moe,
             f"actor.parallel.{key} = {size}, but a {arch.family} model has no experts",
