@@ -83,6 +83,8 @@ def _arithmetic(config: DatasetConfig, seed: int) -> tuple[dict[str, list[Row]],
         _problem(index, side, factors)
         for index in random.Random(f"arithmetic {seed}").sample(range(total), wanted)
     ]
+    for row in rows if config.by_operation else ():
+        row["operation"] = "addition" if "+" in row["prompt"] else "subtraction"
     files = {
         "eval": rows[: config.num_eval],
         "sft": [
@@ -92,8 +94,6 @@ def _arithmetic(config: DatasetConfig, seed: int) -> tuple[dict[str, list[Row]],
         "train": rows[config.num_eval + config.num_sft :],
     }
     if config.by_operation:
-        for row in rows:
-            row["operation"] = "addition" if "+" in row["prompt"] else "subtraction"
         files |= {
             f"sft_{name}": [row for row in files["sft"] if row["operation"] == name]
             for name in ("addition", "subtraction")

@@ -10,6 +10,7 @@ from collections import deque
 SIDE, MOVES = 4, 12
 HOLE = 0.25  # of the fields between start and goal
 STEPS = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}
+MAPS = 3828  # with a way to the goal
 
 
 class Lake:
@@ -60,7 +61,13 @@ def moves_to_goal(fields: str) -> dict[int, int]:
 
 def maps(sizes: dict[str, int], maps_of_warm_up: int, seed: int) -> dict[str, list[dict[str, str]]]:
     """Returns the rows of each file; no map is in two. The warm-up's are best moves on a few
-    maps."""
+    maps. Raises ValueError if there are too few maps."""
+    numbers = sizes | {"sft": maps_of_warm_up}
+    if (wanted := sum(numbers.values())) > MAPS:
+        raise ValueError(
+            f"dataset: {wanted} maps wanted (num_train, num_eval and num_sft_maps), but only {MAPS} "
+            "have a way to the goal"
+        )
     draw, seen = random.Random(f"lake {seed}"), set[str]()
 
     def new() -> str:
@@ -74,10 +81,7 @@ def maps(sizes: dict[str, int], maps_of_warm_up: int, seed: int) -> dict[str, li
                 seen.add(fields)
                 return fields
 
-    files = {
-        name: [new() for _ in range(maps_of_warm_up if name == "sft" else num)]
-        for name, num in sizes.items()
-    }
+    files = {name: [new() for _ in range(number)] for name, number in numbers.items()}
     rows = {
         name: [{"prompt": shown(f, 0), "answer": str(moves_to_goal(f)[0])} for f in files[name]]
         for name in files

@@ -139,6 +139,8 @@ def test_arithmetic_with_a_calculator(tmp_path):
             call == f"<{before['prompt'][:-1]}>"
             and Calculator({}, 0).step(call)[0] == said == repeated == before["answer"]
         )
+    named, _ = made(tmp_path, "arithmetic", 50, 20, 10, calculator=True, by_operation=True)
+    assert {row["operation"] for file in named.values() for row in file} == {"addition", "subtraction"}
     with pytest.raises(ValueError, match="calculator belongs to kind arithmetic"):
         made(tmp_path, "word_problems", 1, 1, 1, calculator=True)
 

@@ -1,10 +1,11 @@
 """The environment `sql`: what a query may do, what counts as an answer; and the laptop examples' rows."""
 
 import time
+from itertools import product
 
 import pytest
 
-from examples.laptop.lake import MOVES, Lake, maps, moves_to_goal
+from examples.laptop.lake import MAPS, MOVES, Lake, maps, moves_to_goal
 from examples.laptop.sql import LOOK, questions
 from megagrpo.environments import sql
 from megagrpo.environments.sql import Sql
@@ -152,3 +153,6 @@ def test_lakes_can_be_crossed_and_no_map_is_in_two_files():
         moves += 1
     assert not done or (reward == 1.0 and moves == moves_to_goal(start.replace("A", "."))[0] <= MOVES)
     assert Lake({"prompt": start}, 0).step("X") == (None, 0.0, True)
+    assert sum(0 in moves_to_goal(f".{''.join(fields)}G") for fields in product(".O", repeat=14)) == MAPS
+    with pytest.raises(ValueError, match="3829 maps wanted .* only 3828 have a way to the goal"):
+        maps({"sft": 4000, "train": 3000, "eval": 800}, 29, seed=1)
