@@ -133,6 +133,8 @@ def test_an_experiment_with_an_agent_is_submitted_as_its_head_says(name):
     config, request = submitted(name)
     parallel = config.actor.parallel
     assert config.sampling.agent is not None and config.rollout.prefix_cache == "by_version"
+    # Qwen3's templates drop the thoughts of earlier turns, which enable_thinking false only empties
+    assert config.sampling.agent.history == "last" or config.model.path.endswith("-Instruct-2507")
     assert config.actor.micro_batch_tokens >= longest_samples(config)["data"]
     cut = f"cp {parallel.cp}" if parallel.cp > 1 else f"pp {parallel.pp}"
     assert rows(6)[name] == [
