@@ -23,7 +23,7 @@ TARGETS = ("q_proj", "down_proj")
 
 def test_experts_cut_more_finely_than_the_rest_are_refused():
     def problems(targets: list[str]) -> list[str]:
-        actor = {"world_size": 2, "parallel": {"tp": 1, "etp": 2}, "lora": {"targets": targets}}
+        actor = {"world_size": 2, "device": "cuda", "parallel": {"tp": 1, "etp": 2}, "lora": {"targets": targets}}
         return layout_problems(MOE, ActorConfig.model_validate(actor))
 
     assert problems(["q_proj"]) == []
