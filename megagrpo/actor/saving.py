@@ -51,6 +51,10 @@ if TYPE_CHECKING:
 _FORM = "distrib_optim_sharding_type"
 _OWN_PARTS, _RESHARDABLE = "dp_reshardable", "fully_reshardable"
 _MESSAGE_CHARACTERS = 300
+_OTHER_BUCKETS = (
+    ". Own parts are cut as actor.ddp says (bucket_size, overlap_grad_reduce). If it has changed, put it "
+    "back once and ask the run to stop (SIGUSR1 to the launcher), with checkpoint.reshardable last or always"
+)
 _KIND = "kind_of_optimizer"
 _KIND_FIELDS = (
     "use_precision_aware_optimizer",
@@ -198,7 +202,9 @@ def save_actor(
                 state,
                 str(folder),
                 FullyParallelSaveStrategyWrapper(
-                    get_default_save_sharded_strategy(), _copies_group()
+                    get_default_save_sharded_strategy(),
+                    # the ranks that hold the same slices of the dense model
+                    mpu.get_data_parallel_group(with_context_parallel=True),
                 ),
                 async_sharded_save=True,
                 async_strategy="mcore",  # by this process: the other needs NVIDIA's resiliency package
@@ -223,11 +229,6 @@ def save_actor(
             for path, name, (blobs, tensors) in buckets
         ]
     return ActorSave(request, buckets, metadata[_FORM] == _RESHARDABLE)
-
-
-def _copies_group() -> torch.distributed.ProcessGroup:
-    """Returns the ranks that hold the same slices of the dense model."""
-    return mpu.get_data_parallel_group(with_context_parallel=True)
 
 
 def _memory(tensor: Tensor) -> int:
@@ -264,16 +265,19 @@ def load_actor(actor: MegatronActor, folder: Path, with_optimizer: bool = True) 
         if common["layout"] != wanted["layout"]:
             del wanted["rng"]
         strategy = FullyParallelLoadStrategyWrapper(
-            get_default_load_sharded_strategy(str(folder)), _copies_group()
+            get_default_load_sharded_strategy(str(folder)),
+            mpu.get_data_parallel_group(with_context_parallel=True),
         )
         state = dist_checkpointing.load(wanted, str(folder), strategy)
-    except CheckpointException as exc:
+    except (
+        CheckpointException,
+        dist_checkpointing.core.CheckpointingException,
+        OSError,
+        RuntimeError,
+        KeyError,
+    ) as exc:
         raise ValueError(
             f"checkpoint {folder} does not fit this model and layout: {_first_failure(exc)}"
-        ) from exc
-    except (dist_checkpointing.core.CheckpointingException, OSError, RuntimeError, KeyError) as exc:
-        raise ValueError(
-            f"checkpoint {folder} does not fit this model and layout: {type(exc).__name__}: {exc}"
         ) from exc
     for index, chunk in enumerate(actor.chunks):
         _load_chunk(actor, chunk, state[f"model{index}"])
@@ -346,19 +350,25 @@ def _load_optimizer_state(actor: MegatronActor, state: dict, form: str) -> None:
             inner[parameter]["step"] = step.clone()
 
 
-def _first_failure(exc: CheckpointException) -> str:
+def _first_failure(exc: BaseException) -> str:
+    if not isinstance(exc, CheckpointException):
+        return (
+            f"{type(exc).__name__}: {str(exc)[:_MESSAGE_CHARACTERS]}"
+            f"{_OTHER_BUCKETS * ('.bucket_idx' in str(exc))}"
+        )
     if not exc.failures:  # only the coordinator receives them
         return "another rank failed"
     rank, (cause, _) = min(exc.failures.items())
-    return f"rank {rank}: {type(cause).__name__}: {str(cause)[:_MESSAGE_CHARACTERS]}"
+    return f"rank {rank}: {_first_failure(cause)}"
 
 
 def _sharded_state(
     actor: MegatronActor, updates_done: int, metadata: dict, is_loading: bool
 ) -> dict:
-    adapted = actor.config.lora is not None
     model = {
-        f"model{i}": sharded_adapters(chunk) if adapted else chunk.sharded_state_dict(prefix="")
+        f"model{i}": chunk.sharded_state_dict(prefix="")
+        if actor.config.lora is None
+        else sharded_adapters(chunk)
         for i, chunk in enumerate(actor.chunks)
     }
     # one flat view for the optimizer, which looks parameters up across chunks

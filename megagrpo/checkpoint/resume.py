@@ -49,6 +49,8 @@ def run_identity(
     if actor.arch.vision is not None:
         # frozen parameters have no optimizer state
         model["trained_vision"] = config.actor.trained_vision
+    if config.actor.has_draft and not config.actor.trains_draft:
+        model["trained_draft"] = False
     if config.actor.lora is not None:  # the checkpoint holds only adapters
         model["lora"] = adapter_numbers(config.actor.lora)
         model["base"] = _fingerprint(config, actor.mesh)
@@ -64,8 +66,7 @@ def run_inputs(config: ExperimentConfig, mesh: Mesh) -> dict[str, object]:
 
 
 def _fingerprint(config: ExperimentConfig, mesh: Mesh) -> str:
-    folder = config.model.path
-    return mesh.from_main(lambda: _fingerprint_of(folder), "read the model's weights")
+    return mesh.from_main(lambda: _fingerprint_of(config.model.path), "read the model's weights")
 
 
 @lru_cache  # a page of each tensor
@@ -167,8 +168,8 @@ def resume(
     state.ahead, saved = waiting_groups(source, identity, mesh)
     if moved == state.step > 0:
         actor.keep_reference()
-    others = config.checkpoint.resume == OTHER_DATA and (state.curriculum or saved)
-    if others and data_problem(source, identity.rows):
+    begun = state.curriculum or saved
+    if begun and compared is not identity and data_problem(source, identity.rows):
         # groups ahead are compared with their prompts later
         state.curriculum, saved = None, []
         if mesh.is_main:

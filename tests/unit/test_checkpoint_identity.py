@@ -1,14 +1,17 @@
 """Checkpoints of every version belong to the model that wrote them, and to no other."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.checkpoint.identity import adapter_numbers, architecture_numbers, differences
+from megagrpo.checkpoint.resume import run_identity
 from megagrpo.config.actor import LoraConfig
 from megagrpo.models.table import FAMILIES, architecture_of
 from megagrpo.tools.certify.tiny_model import hf_config
+from tests.experiments import experiment
 from tests.unit.package_source import ROOT
 
 # config.json of a tiny model of each family, and what the first form of state.json had of it
@@ -44,6 +47,16 @@ def test_what_differs_is_named(key: str, number: object, name: str):
     own = {"model": architecture_numbers(architecture_of(case["config"]))}
     (text,) = differences({"model": case["identity"] | {key: number}}, own)
     assert text.startswith(f"model.{name}: checkpoint {number!r}, this run ")
+
+
+def test_a_draft_that_is_trained_no_more_has_another_optimizer():
+    arch = architecture_of(FIRST_FORM["deepseek_v3"]["config"])
+    trained, frozen = (
+        run_identity(experiment(actor={"draft": draft}), SimpleNamespace(arch=arch)).model
+        for draft in ({}, {"train": False})
+    )
+    assert differences(trained, frozen) == ["trained_draft: checkpoint None, this run False"]
+    assert trained.keys() == run_identity(experiment(), SimpleNamespace(arch=arch)).model.keys(), "as before"
 
 
 def test_parts_of_a_layer_are_compared():
