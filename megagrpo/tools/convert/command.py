@@ -53,8 +53,8 @@ def convert(draft: Translation, source: Path, output: Path | None, partial: bool
         *(f"{each.shown}: {each.status}: {each.text}" for each in lost),
         *problems,
     ]
-    print(f"{source}: {len(draft.given)} keys of {draft.shown}: {numbers}", file=sys.stderr)
-    print(*(f"  {line}" for line in told), sep="\n", file=sys.stderr)
+    head = f"{source}: {len(draft.given)} keys of {draft.shown}: {numbers}"
+    print(head, *(f"  {line}" for line in told), sep="\n", file=sys.stderr)
     if (lost or problems) and not partial:
         rest = "--partial writes what could be translated, with comments on the rest"
         print(f"nothing was written; {rest}", file=sys.stderr)

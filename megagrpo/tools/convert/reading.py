@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megagrpo.config.load import ConfigError, Plain, plain_yaml
-from megagrpo.tools.convert.foreign import FRAMEWORKS, leaves_of, where_to_look, whose
+from megagrpo.tools.convert.foreign import FRAMEWORKS, defaults, leaves_of, where_to_look, whose
 from megagrpo.tools.convert.shell import trainer_command
 
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,\s*([^{}]*))?\}")
@@ -105,12 +105,13 @@ def _value(key: str, text: str) -> Plain:
 
 def _interpolated(values: dict[str, Plain]) -> dict[str, Plain]:
     """Returns the values with `${key}` and `${oc.select:key,default}` replaced by that key's value,
-    as Hydra does; others stay as they are."""
+    or verl's default, as Hydra does; others stay as they are."""
+    known = defaults("verl") | values
 
     def resolved(value: Plain, depth: int = 0) -> Plain:
         def found(match: re.Match[str]) -> Plain:
-            if match[1] in values:
-                return resolved(values[match[1]], depth + 1)
+            if match[1] in known:
+                return resolved(known[match[1]], depth + 1)
             return match[0] if match[2] is None else plain_yaml(match[2], match[0])
 
         if not isinstance(value, str) or depth > 5:

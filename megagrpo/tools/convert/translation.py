@@ -209,6 +209,8 @@ class Translation:
         ours = [our_key for our_key, theirs in self.because.items() if key in theirs]
         if key in self._lacks:
             return outcome("not translated", self._lacks[key])
+        if ours and "${" in str(value):
+            return outcome("not translated", "no value here is ${...}: write what it becomes")
         if ours:
             return outcome("translated", ", ".join(ours))
         if entry is None and value in (None, {}, []):

@@ -34,9 +34,8 @@ def mismatch(d: Translation) -> None:
     bypass = d.values.get("algorithm.old_logprobs") == "engine"  # then its ratio is the weight
     if over is not None and not bypass:
         low, *band = _limits(d, f"{correction}rollout_is_threshold")
-        normalized = d.get(f"{correction}rollout_is_batch_normalize") is True
         weight: dict[str, Plain] = {"name": "tis", "over": over, "cap": low}
-        weight["self_normalize"] = normalized
+        weight["self_normalize"] = d.get(f"{correction}rollout_is_batch_normalize") is True
         if band:
             weight = {"name": "icepop", "low": low, "high": band[0]}
         d.put("algorithm.mismatch.weight", weight)
@@ -72,12 +71,12 @@ def batch(d: Translation) -> None:
     prompts = d.number("data.train_batch_size")
     updates = rules.updates(d, prompts, prompts, d.number(mini), mini)
     total = "trainer.total_training_steps"
-    ratio = "actor.optim.lr_warmup_steps_ratio"
     warmup = d.real("actor.optim.lr_warmup_steps")
     if warmup < 1 and d.get(total) is not None:
-        warmup = d.real(ratio) * d.number(total)
-    if warmup > 0:
-        d.put("actor.optimizer.warmup_steps", round(warmup * updates))
+        warmup = d.real("actor.optim.lr_warmup_steps_ratio") * d.number(total)
+    if warmup > 0:  # steps there, of all passes
+        warmup *= updates * d.translated("train.num_epochs_per_step")
+        d.put("actor.optimizer.warmup_steps", round(warmup))
 
 
 def optimizer(d: Translation) -> None:
@@ -99,8 +98,7 @@ def layout(d: Translation) -> None:
     engine = "rollout.tensor_model_parallel_size"
     copies = "rollout.data_parallel_size"
     tp = d.number(engine) * d.number(copies)
-    if tp > d.number(engine):
-        d.put("rollout.tp", tp, copies)
+    d.put("rollout.tp", tp, copies)
     d.put("actor.world_size", world, "trainer.n_gpus_per_node", "trainer.nnodes")
     named = ("--config-name", "defaults", "actor.strategy", "model_engine", "actor.model_engine")
     whole = any(re.match(r"actor_rollout_ref\.actor\.(megatron|engine)\.", key) for key in d.given)
