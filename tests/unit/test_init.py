@@ -50,6 +50,7 @@ def sums(number: int) -> list[dict]:
     [
         (["12", "-3.5", "1,000"], "gsm8k"),
         (["7 and\n#### 8", "#### 9"], "gsm8k"),
+        (["1,2", "3,4"], "math"),
         (["A", "B", "A", "C", "B", "A"], "exact"),
         (["yes", "no", "no", "yes"], "exact"),
         ([r"\frac{1}{2}", "12", r"(3, \infty)", r"\text{east}", "x"], "math"),

@@ -56,14 +56,18 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns 1 if `check` finds problems in what it wrote."""
     output: Path = args.output
-    draft = Draft(output)
+    draft = Draft(
+        output,
+        {
+            "name": output.stem,
+            "output_dir": f"runs/{output.stem}",
+            "seed": 0,
+            "model": {"path": args.model},
+            "data": {"path": args.data},
+        },
+    )
     draft.beside("{}" + output.suffix)
     gpus = len(visible_gpus()) if args.gpus is None else args.gpus
-    draft.add("name", output.stem)
-    draft.add("output_dir", f"runs/{output.stem}")
-    draft.add("seed", 0)
-    draft.add("model", {"path": args.model})
-    draft.add("data", {"path": args.data})
     with ExitStack() as undo, Progress(f"init {output}", stream=sys.stderr) as progress:
         undo.callback(draft.remove)
         progress.enter("reads model and data")

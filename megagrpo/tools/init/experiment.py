@@ -137,9 +137,8 @@ def draft_experiment(
         "answer_key": columns.answer,
         "chat_template": chat,
     }
-    draft.add("data", keys, f"columns: {', '.join(columns.names)}")
     says = "has a chat template" if chat else "has no chat template: prompts are plain text"
-    draft.comments["data"].append(f"the tokenizer {says}")
+    draft.add("data", keys, f"columns: {', '.join(columns.names)}", f"the tokenizer {says}")
     if columns.images is not None and model.sees_images:
         draft.add("data", {"images_key": columns.images})
     answers = [row.answer for row in read_rows(draft.first_rows(LOOKED_AT))]

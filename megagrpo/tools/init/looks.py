@@ -95,7 +95,12 @@ def proposed_grader(answers: Sequence[str]) -> ProposedGrader:
     """Returns the grader that the looks of answers propose."""
     if not any(complaints(check_answer, "code", answer) for answer in answers):
         return ProposedGrader("code", "every answer holds test cases", tokens=4096)
-    if not any(complaints(gsm8k, answer, answer, "last") for answer in answers):
+    if not any(
+        # 1,000 is one number, but 1,2 are two
+        re.search(r"\d,(?!\d{3}(?!\d))[\d,.]*\s*$", answer)
+        or complaints(gsm8k, answer, answer, "last")
+        for answer in answers
+    ):
         args: dict[str, str | bool] = {"format": "last"}
         return ProposedGrader("gsm8k", "every answer is, or ends in, a number", args)
     choices = sorted(set(answers))
