@@ -48,7 +48,7 @@ def submit(
     """
     problems = misfits(config, request) + preflight(config, nodes_of(request))
     problems += fit_problems(config, request.gpus_per_node)
-    elsewhere = list(broken(installed(config))) if dry_run or runs_in_image(request) else []
+    elsewhere = list(broken(installed(config))) if dry_run or runs_elsewhere(request) else []
     elsewhere += broken(absent_files(config)) if dry_run else []
     problems = [problem for problem in problems if problem not in elsewhere]
     folder = config.run_folder.path.absolute()
@@ -94,8 +94,7 @@ def _machine_problems(config: ExperimentConfig, request: Request, dry_run: bool)
         return problems
     if shutil.which("sbatch") is None:
         problems.append("sbatch is not on the PATH: submit from a login node, or use --dry-run")
-    ours = environment.get("MEGAGRPO_VENV", sys.prefix) == sys.prefix and not runs_in_image(request)
-    if ours and needs_gpus(config) and find_spec("sgl_kernel") is None:
+    if not runs_elsewhere(request) and needs_gpus(config) and find_spec("sgl_kernel") is None:
         problems.append(
             f"{sys.prefix} is an installation for CPUs: MEGAGRPO_KIND=gpu bash launch/install.sh"
         )
@@ -153,9 +152,11 @@ def _call_sbatch(folder: RunFolder, command: list[str], variables: dict[str, str
     return done.returncode
 
 
-def runs_in_image(request: Request) -> bool:
-    """Returns whether the nodes run an image, so that this machine's installation does not count."""
-    return _names_image(request) or bool(environment.get("MEGAGRPO_NODE_PREFIX"))
+def runs_elsewhere(request: Request) -> bool:
+    """Returns whether the nodes run an image, or another installation, so that this one does not
+    count."""
+    other = environment.get("MEGAGRPO_VENV", sys.prefix) != sys.prefix
+    return other or _names_image(request) or bool(environment.get("MEGAGRPO_NODE_PREFIX"))
 
 
 def _names_image(request: Request) -> bool:

@@ -260,6 +260,7 @@ def test_an_image_has_its_own_installation(login_node, monkeypatch, capsys):
     monkeypatch.setenv("MEGAGRPO_VENV", "/usr/venv")
     assert submitted(IN_IMAGE)[0] == "/usr/venv"
     assert submit(experiment(**ON_GPUS), ["/x.yaml"], Request("one-node", gpus_per_node=8), dry_run=False) == 0
+    assert submitted(Request("one-node", gpus_per_node=8))[0] == "/usr/venv", "it has its own packages, too"
     monkeypatch.setenv("MEGAGRPO_NODE_PREFIX", "apptainer exec image.sif")
     assert submitted(Request("one-node", gpus_per_node=8))[0] == "/usr/venv"
     checkout = login_node / "checkout"
