@@ -394,6 +394,9 @@ def test_the_command_fails_above_the_bound_and_reports(tmp_path: Path, monkeypat
     assert failed == alone + [("DP2", True)] * 9
     assert "FAILED" in printed.out and (folder / "certify" / "report.md").read_text() in printed.out
     assert "above the bound" in printed.err
+    for status in 1, 130:  # 1 is a certificate's
+        monkeypatch.setattr(command, "train_ranks", lambda *_, status=status: status)
+        assert command.certify(config, ranks=2, only=["DP2"]) == max(status, 2)
 
 
 @pytest.mark.parametrize("ranks", ["1", pytest.param("4", marks=pytest.mark.slow)])

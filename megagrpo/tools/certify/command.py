@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # the command line imports this file
 
 def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = None) -> int:
     """Writes the certificate into `<output_dir>/certify`; returns 0 if every case is within the
-    bounds, else 1.
+    bounds, 1 if one is not, another status if ranks failed.
 
     only: layout names; default: all that fit `ranks`. Raises ValueError for a layout that is
     unknown or cannot run, and for a missing model.
@@ -59,8 +59,8 @@ def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = N
             json.dumps([asdict(case) for case in cases if case.ranks == world])
         )
         experiment = tiny_experiment(config, folder / "model", subfolder, world)
-        if train_ranks(experiment, "certify", []) != 0:
-            return 1  # the launcher has reported why
+        if status := train_ranks(experiment, "certify", []):
+            return max(status, 2)  # the launcher has reported why; 1 is a certificate's
         results += json.loads((subfolder / "results.json").read_text())
     text, passed = write_certificate(
         folder, name=config.name, family=tiny.family, results=results, left_out=left_out
