@@ -130,7 +130,7 @@ class EngineSide:
     @property
     def resident(self) -> float:
         """Returns the bytes of weights, and of those that the engine derives from them."""
-        return self.parts["weights"] + self.parts["absorbed weights"]
+        return self.weights + self.parts["absorbed weights"]
 
     @property
     def total(self) -> float:

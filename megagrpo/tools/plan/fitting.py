@@ -57,7 +57,7 @@ def step_memory(
     longest = max(longest_samples(config).values())
     rollout = config.rollout
     engine = engine_side(work, server_of(rollout), lengths, longest, gpu)
-    sent = engine.parts["weights"] * rollout.tp * rollout.num_engines
+    sent = engine.weights * rollout.tp * rollout.num_engines
     samples = config.train.num_prompts_per_step * config.train.group_size
     load = load_of(config, work.arch)
     if config.algorithm.uses_reference and config.algorithm.kl.estimator == "full":

@@ -350,6 +350,6 @@ def publish_seconds(
     world = config.actor.world_size
     link = target.link(world + (0 if config.rollout.colocate else ranks))
     received = engine.weights
-    sent = engine.weights * ranks / world
+    sent = received * ranks / world
     fullest = "sending from the trainers" if sent > received else "receiving on an engine"
     return {fullest: max(sent, received) / link}
