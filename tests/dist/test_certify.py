@@ -394,9 +394,13 @@ def test_the_command_fails_above_the_bound_and_reports(tmp_path: Path, monkeypat
     assert failed == alone + [("DP2", True)] * 9
     assert "FAILED" in printed.out and (folder / "certify" / "report.md").read_text() in printed.out
     assert "above the bound" in printed.err
-    for status in 1, 130:  # 1 is a certificate's
-        monkeypatch.setattr(command, "train_ranks", lambda *_, status=status: status)
-        assert command.certify(config, ranks=2, only=["DP2"]) == max(status, 2)
+
+
+@pytest.mark.parametrize(("status", "ends"), [(1, 2), (130, 130)])
+def test_ranks_that_fail_are_no_verdict(tmp_path: Path, monkeypatch, status: int, ends: int):
+    monkeypatch.setattr(command, "train_ranks", lambda *_: status)
+    config = load_config(str(CONFIG), [f"output_dir={tmp_path / 'run'}", *described(tmp_path)])
+    assert command.certify(config, ranks=1) == ends, "1 is a layout that differs"
 
 
 @pytest.mark.parametrize("ranks", ["1", pytest.param("4", marks=pytest.mark.slow)])
