@@ -50,12 +50,13 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "certificates")
     args = parser.parse_args()
     rows = []
+    where = provenance()  # before the first result changes the tree
     for family in FAMILIES:
         for preset in args.presets:
             rows.append(_certify(preset, family, args))
             write_results(
                 "certificates",
-                {**provenance(), "ranks": args.ranks, "rows": rows},
+                {**where, "ranks": args.ranks, "rows": rows},
                 HEADER,
                 [_line(row) for row in rows],
             )

@@ -599,7 +599,7 @@ FAULTS = (
         "tools/ranks/export.py",
         "require_finished(Path(source))",
         "assert Path(source).is_dir()",
-        ("unit/test_launcher.py",),
+        ("unit/test_rank_commands.py",),
     ),
 )
 
