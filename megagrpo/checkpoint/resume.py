@@ -173,9 +173,7 @@ def resume(
         # groups ahead are compared with their prompts later
         state.curriculum, saved = None, []
         if mesh.is_main:
-            print(
-                "data.curriculum and dynamic sampling begin anew: the rows are others", flush=True
-            )
+            print("data.curriculum and dynamic sampling begin anew: the rows are others")
     # A surplus is one version old even without max_staleness.
     oldest = state.step - max(config.rollout.max_staleness, 1)
     young = [
@@ -200,8 +198,7 @@ def resume(
         print(
             f"{number_saved - number} groups that were sampled for a later step are left "
             "out: their weights are older than rollout.max_staleness allows now, or teachers, "
-            "graders, the advantage or dynamic sampling have changed",
-            flush=True,
+            "graders, the advantage or dynamic sampling have changed"
         )
     return state
 

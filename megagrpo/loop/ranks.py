@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system import environment
 from megagrpo.system.errors import collected, explained
-from megagrpo.system.processes import lasting_imports
+from megagrpo.system.processes import end_with_parent, lasting_imports
 from megagrpo.system.progress import Progress
 from megagrpo.system.run_folder import write_whole
 
@@ -76,6 +76,8 @@ def guarded(
     report is final if a restart would fail again: torchrun restarts ranks whatever their status, so
     the launcher, which sees the file, must end it.
     """
+    if environment.under_torchrun():  # which starts it in a session of its own
+        end_with_parent()
     with lasting_imports():
         from megagrpo.actor.host import (
             prepare_host,

@@ -70,6 +70,11 @@ def dies_with_parent(parent: int, death_signal: signal.Signals) -> Callable[[], 
     return arrange
 
 
+def end_with_parent() -> None:
+    """Lets the kernel kill this process when its parent ends."""
+    dies_with_parent(os.getppid(), signal.SIGKILL)()
+
+
 def process_tree(pid: int) -> list[psutil.Process]:
     """Returns the live processes among `pid`, its descendants and its session, without zombies.
 

@@ -25,7 +25,7 @@ import orjson
 
 from megagrpo.system.background import end_tasks
 from megagrpo.system.environment import child_environment
-from megagrpo.system.processes import dies_with_parent
+from megagrpo.system.processes import end_with_parent
 
 T = TypeVar("T")
 Value = Any  # a JSON value
@@ -300,7 +300,7 @@ def python_module(name: str) -> list[str]:
 
 def answer_calls(fd: int, answer: Callable[[Value], Value]) -> None:
     """Answers the calls on socket `fd`, one at a time, until it is closed."""
-    _die_with_parent()
+    end_with_parent()
     with socket.socket(fileno=fd) as connection, connection.makefile("rwb") as stream:
         stream.write(b"null\n")
         stream.flush()
@@ -317,7 +317,7 @@ async def answer_calls_concurrently(
     """Answers the calls on socket `fd`, any number at a time. When the socket is closed, cancels
     those that are open. cancels: whether a call's task can be cancelled; else a cancelled call goes
     on."""
-    _die_with_parent()
+    end_with_parent()
     running = dict[int, asyncio.Future]()
     reader, writer = await asyncio.open_connection(
         sock=socket.socket(fileno=fd), limit=LONGEST_LINE
@@ -367,7 +367,3 @@ def _answered(number: int, attempt: Callable[[], Value]) -> bytes:
         text, _ = attempted(lambda: f"{type(raised).__name__}: {raised}")
         line = json.dumps([number, None, text or type(raised).__name__])
     return line.encode() + b"\n"
-
-
-def _die_with_parent() -> None:
-    dies_with_parent(os.getppid(), signal.SIGKILL)()

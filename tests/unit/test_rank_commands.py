@@ -40,11 +40,14 @@ assert "seed: 1" in own.read_text(), "a rank that starts late reads it"
 """
 
 # A rank that forks, as on a CPU, fails for good, is restarted before its launcher looks, and does its work; a thread of
-# a library that it called goes on.
+# a library that it called goes on. Then torchrun is killed beside a rank.
 _FORKED = """
 import multiprocessing, os, sys, threading
+from pathlib import Path
+import psutil
 from megagrpo.loop.ranks import guarded
-from tests.experiments import experiment
+from megagrpo.system.processes import is_live
+from tests.experiments import experiment, until
 
 fork = multiprocessing.get_context("fork")
 done = fork.Event()
@@ -56,6 +59,15 @@ def work(device):
 def fail(device):
     raise ValueError("the disk is full")
 
+def stay(device):
+    Path(sys.argv[1], "pid").write_text(str(os.getpid()))
+    done.set()
+    threading.Event().wait()
+
+def torchrun():
+    fork.Process(target=guarded, args=(config, "trainer", stay)).start()
+    threading.Event().wait()
+
 os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 config = experiment(output_dir=sys.argv[1], actor={"device": "cpu"})
 rank = fork.Process(target=guarded, args=(config, "trainer", fail))
@@ -66,10 +78,17 @@ rank.start()
 assert done.wait(300)
 rank.join(20)
 assert rank.exitcode == 0, "it waits for the thread"
+done.clear()
+parent = fork.Process(target=torchrun)
+parent.start()
+assert done.wait(300)
+rank = psutil.Process(int(Path(sys.argv[1], "pid").read_text()))
+parent.kill()
+until(lambda: not is_live(rank), 20)
 """
 
 
-def test_a_forked_rank_ends_whatever_its_threads_do(tmp_path):
+def test_a_forked_rank_ends_whatever_its_threads_do_and_with_torchrun(tmp_path):
     (tmp_path / "forked.py").write_text(_FORKED)
     python(tmp_path / "forked.py", tmp_path / "run")
     (report,) = RunFolder(tmp_path / "run").error_reports("trainer", True)
