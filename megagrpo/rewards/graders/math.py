@@ -46,6 +46,9 @@ _EXPRESSION = re.compile(
 _WORD = re.compile(r"(?<![\\a-zA-Z])(?:[A-Z] ?){3,}(?![a-z])|(?<=^\\boxed\{)[a-zA-Z]{4,}(?=\}$)")
 _PERCENT = re.compile(r"(?:\\ )?\\?%")
 _BASE = re.compile(r"\d_\{?(\d+)")
+_LATER = re.compile(  # numbers behind a unit, which math-verify drops: 5 ft 6 in
+    r"\\(?:text|mathrm|mbox)\s*\{(?!\s*(?:and|or)\b)[^{}]*[a-zA-Z][^{}]*\}\s*(\d+(?:\.\d+)?)"
+)
 _CLOCK = re.compile(r"(?<![\d:.])(\d{1,2}):([0-5]\d)(?![\d:])")
 
 
@@ -59,35 +62,47 @@ def _repeated(match: re.Match[str]) -> str:
 _SPELLINGS = (
     # a word but infinity; math-verify takes the e of even for Euler's number, that of Even for a name, and
     # no true
-    (re.compile(r"^(?!infinity$)(?=.*[a-z])[a-zA-Z]{4,}$"), r"\\text{\g<0>}"),
-    (re.compile(r"[,;]\s*(?:\\[lc]?dots(?![a-zA-Z])|\.{3,})"), ",…"),  # in a list
-    (re.compile(r"\\varnothing\b|∅"), r"\\emptyset"),
-    (re.compile(r"\\mathbb\s+(\w)"), r"\\mathbb{\1}"),
-    (re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\}|\u2009|\u202f)(?=\d{3}(?!\d))"), ""),  # 1\,000
-    (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)"), r"\1 \\times 10^{\2}"),
-    (re.compile(r"√\s*(\d+|[a-zA-Z])|(?:√|\\sqrt)\s*[({]([^(){}]*)[)}]"), r"\\sqrt{\1\2}"),
-    (re.compile(r"(?<![\w)}])\*\*([^*\n]+)\*\*(?![\w({])"), r"\1"),  # **bold**
+    (r"^(?!infinity$)(?=.*[a-z])[a-zA-Z]{4,}$", r"\\text{\g<0>}"),
+    (r"[,;]\s*(?:\\[lc]?dots(?![a-zA-Z])|\.{3,})", ",…"),  # in a list
+    (r"\\varnothing\b|∅", r"\\emptyset"),
+    (r"\\mathbb\s+(\w)", r"\\mathbb{\1}"),
+    # no units: bold or italic letters, upright e, i, and letters behind a sign
+    (
+        r"\\math(?:bf|it)\s*\{\s*([a-zA-Z])\s*\}|\\(?:mathrm|text)\s*\{\s*([ei])\s*\}"
+        r"|(?<=[-+])\s*\\(?:mathrm|text)\s*\{\s*([a-zA-Z])\s*\}",
+        r"{\1\2\3}",
+    ),
+    # units, which math-verify drops with all that follows: 3 cm, 4 cm
+    (
+        r"(?<=[\d})])\s*\\(?:text|mathrm|mbox)\s*\{[\sa-zA-Z/.]*\}(?:\s*\^\s*\{?\d\}?)?"
+        r"(?=\s*(?:[,;)\]]|\\\}|(?:\\text\s*\{\s*)?(?:and|or)\b))",
+        "",
+    ),
+    (r"(?<=\d)(?:\\[,!;: ]|\{,\}|\u2009|\u202f)(?=\d{3}(?!\d))", ""),  # 1\,000
+    (r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)", r"\1 \\times 10^{\2}"),
+    (r"√\s*(\d+|[a-zA-Z])|(?:√|\\sqrt)\s*[({]([^(){}]*)[)}]", r"\\sqrt{\1\2}"),
+    (r"(?<![\w)}])\*\*([^*\n]+)\*\*(?![\w({])", r"\1"),  # **bold**
     # sympy takes names for coprime: gcd(m, n) would be 1, and lcm(m, n) their product
     (
-        re.compile(
-            r"(?:\\(?:operatorname|text|mathrm)\s*\{|\\|(?<![\\a-zA-Z]))(gcd|lcm)\}?\s*(?:\\left)?"
-            r"\((?=[^()]*?[a-zA-Z])([^()]*?)(?:\\right)?\)"
-        ),
+        r"(?:\\(?:operatorname|text|mathrm)\s*\{|\\|(?<![\\a-zA-Z]))(gcd|lcm)\}?\s*(?:\\left)?"
+        r"\((?=[^()]*?[a-zA-Z])([^()]*?)(?:\\right)?\)",
         lambda match: (
             rf"\text{{{match[1]}}}({','.join(sorted(match[2].replace(' ', '').split(',')))})"
         ),
     ),
     # as calculators and sympy write: exp(2*x)
-    (re.compile(r"(?<![\\a-zA-Z{])(sin|cos|tan|ln|log|exp|pi)(?![a-zA-Z])"), r"\\\1 "),
-    (re.compile(r"\*\*\s*(-?(?:\d*\.)?\d+|[a-zA-Z]|\([^()]*\))"), r"^{\1}"),
-    (re.compile(r"(?<=[\d}])(ab|bc)$"), r"{\1}"),  # no units
+    (r"(?<![\\a-zA-Z{])(sin|cos|tan|ln|log|exp|pi)(?![a-zA-Z])", r"\\\1 "),
+    (r"\*\*\s*(-?(?:\d*\.)?\d+|[a-zA-Z]|\([^()]*\))", r"^{\1}"),
+    (r"(?<=[\d}])(ab|bc)$", r"{\1}"),  # no units
+    (r"(?<![\d.])(\d{0,30})\.(\d{0,30})\\(?:overline|bar|dot)\{(\d{1,30})\}", _repeated),
+    (r"(?<![\d./])(\d+) +(\d+)/(\d+)(?![\d/])", r"\1\\frac{\2}{\3}"),  # 1 1/2
+    # 33 1/3 %, of which math-verify reads 1/3 %
     (
-        re.compile(r"(?<![\d.])(\d{0,30})\.(\d{0,30})\\(?:overline|bar|dot)\{(\d{1,30})\}"),
-        _repeated,
+        r"(?<![\d.,}])(\d{1,30}) *\\[dt]?frac *\{?(\d{1,30})\}? *\{?(\d{1,30})\}?(?= *\\?%)",
+        lambda match: rf"\frac{{{int(match[1]) * int(match[3]) + int(match[2])}}}{{{match[3]}}}",
     ),
-    (re.compile(r"(?<![\d./])(\d+) +(\d+)/(\d+)(?![\d/])"), r"\1\\frac{\2}{\3}"),  # 1 1/2
     # the full stop of a sentence, or one before a unit
-    (re.compile(r"(?<=[\d)}])\.\s*(?=\\%|\\(?:text|mathrm)\s*\{\D|$)"), ""),
+    (r"(?<=[\d)}])\.\s*(?=\\%|\\(?:text|mathrm)\s*\{\D|$)", ""),
 )
 _CHARACTERS = str.maketrans(
     {
@@ -224,14 +239,14 @@ def _tiny(parsed: list) -> list[float]:
 
 
 def _same_numerals(gold: str, response: str) -> bool:
-    """Returns whether bases agree, words, which math-verify reads as products, and times of day,
-    which it reads as ratios."""
-    for pattern in (_BASE, _WORD):
+    """Returns whether bases agree, numbers behind units, words, which math-verify reads as products,
+    and times of day, which it reads as ratios."""
+    for pattern in (_BASE, _WORD, _LATER):
         wanted, said = (
             {part.replace(" ", "").lower() for part in pattern.findall(text)}
             for text in (gold, response)
         )
-        if said and not wanted <= said:
+        if (said or pattern is _LATER) and not wanted <= said:
             return False
     times, found = (
         [(int(hour), int(minute)) for hour, minute in _CLOCK.findall(text)]
@@ -267,7 +282,7 @@ def _spelled(text: str) -> str:
     # a last backslash is of a space behind the number, `5\ `
     text = text.translate(_CHARACTERS).strip().rstrip("\\")
     for pattern, spelled in _SPELLINGS:
-        text = pattern.sub(spelled, text)
+        text = re.sub(pattern, spelled, text)
     return text
 
 
