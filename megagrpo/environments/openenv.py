@@ -78,4 +78,5 @@ class OpenEnv:
             observation = observation.get(self._observation)
         if isinstance(observation, str):
             return observation
-        return json.dumps(observation, ensure_ascii=False) if observation else ""
+        is_empty = observation is None or observation == {}
+        return "" if is_empty else json.dumps(observation, ensure_ascii=False)

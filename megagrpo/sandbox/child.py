@@ -104,7 +104,8 @@ def _report(options: SimpleNamespace, report: dict[str, object]) -> None:
 def _make_root(options: SimpleNamespace) -> None:
     """Creates the folder of the program's private root, without namespaces its only folder. Root
     does it for the program's user, which root without capabilities becomes."""
-    options.root = root = os.path.join(options.scratch, "root")
+    # in the working folder: who becomes another user may not reach it from /
+    options.root = root = "root"
     os.mkdir(root, 0o700)
     if os.getuid() == 0:
         os.chmod(options.scratch, 0o711)

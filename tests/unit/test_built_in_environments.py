@@ -258,7 +258,7 @@ def url() -> Iterator[str]:
                 case "step", {"message": "unscored"}:
                     answer = {"type": "observation", "data": {"observation": {}, "reward": None, "done": True}}
                 case _, data:
-                    observation = {"text": f"{message['type']} {json.dumps(data, ensure_ascii=False)}"}
+                    observation = {"text": f"{message['type']} {json.dumps(data, ensure_ascii=False)}", "turn": turn}
                     said = {"observation": observation, "reward": 0.5 if turn else None, "done": turn == 2}
                     answer = {"type": "observation", "data": said}
             socket.send(json.dumps(answer))
@@ -278,9 +278,12 @@ def test_a_session_from_reset_to_done(url: str):
     assert environment.step("ho") == (None, 0.5, True)
     environment.close()
     whole = OpenEnv(LEVEL_ROW, 7, url, action="code")
-    assert json.loads(whole.reset() or "") == {"text": 'reset {"seed": 7, "level": 3}'}
+    assert json.loads(whole.reset() or "") == {"text": 'reset {"seed": 7, "level": 3}', "turn": 0}
     assert '\\"code\\": \\"和\\"' in str(whole.step("和")[0]), "not as \\u548c"
     whole.close()
+    number = OpenEnv(LEVEL_ROW, 7, url, observation="turn")
+    assert (number.reset(), number.step("hi")[0]) == ("0", "1")
+    number.close()
 
 
 def test_its_errors_and_a_server_that_is_gone(url: str):

@@ -135,7 +135,8 @@ ctypes.CDLL = lambda *args, **kwargs: Refusing()
 @isolated
 @pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
 def test_root_without_the_capability_is_isolated_as_another_user(monkeypatch):
-    """The folder is the system's own, which another user can enter; he may not read the interpreter's."""
+    """The folder of the sources is the system's own, which another user can enter; that of programs is closed
+    to others, as in a grader's process. He may not read the interpreter's."""
     ours = Path(sandbox.__file__).parent
     with tempfile.TemporaryDirectory() as folder:
         for name in ("calls.py", "system_calls.py"):
@@ -145,6 +146,9 @@ def test_root_without_the_capability_is_isolated_as_another_user(monkeypatch):
         monkeypatch.setattr(sandbox, "_CHILD", Path(folder) / "child.py")
         monkeypatch.setattr(sandbox, "system_paths", lambda: ([f for f in folders if f in sandbox._SYSTEM], links))
         limits = sandbox.Limits(20.0, 192, 64, 4, 16, 6)
+        closed = Path(folder) / "closed"
+        closed.mkdir(0o700)
+        monkeypatch.setattr(tempfile, "tempdir", str(closed))
         ended = sandbox.run_program(
             "import os\nprint(61000 <= os.getuid() < 65000, os.listdir('/tmp'))", b"", limits, True
         )

@@ -33,6 +33,7 @@ GROUP_BUILT_IN = {
     "distinct": "megagrpo.rewards.group_graders:distinct",
     "rank": "megagrpo.rewards.group_graders:rank",
 }
+_RUNNER = asyncio.Runner()  # one loop, which the clients of a user's module keep
 
 
 def load_grader(name: str, args: GraderArgs) -> GraderFunction:
@@ -75,7 +76,7 @@ def call_grader(function: GraderFunction, args: GraderArgs, inputs: Sequence[obj
 
 def _awaited(value: object) -> object:
     """Returns the value of a function that may be asynchronous, as in verl and TRL."""
-    return asyncio.run(value) if inspect.iscoroutine(value) else value
+    return _RUNNER.run(value) if inspect.iscoroutine(value) else value
 
 
 def _is_trls(function: GraderFunction) -> bool:
@@ -101,7 +102,7 @@ def _columns(
                 if parameter.default is parameter.empty or name in (*row, *_ANSWER_COLUMNS):
                     columns.append(name)
             case parameter.VAR_KEYWORD:
-                columns += ["prompts", *row]
+                columns += ["prompts", *row, *_ANSWER_COLUMNS]
     return {
         name: [known.get(name, row.get(name, answer))]
         for name in dict.fromkeys(columns)
