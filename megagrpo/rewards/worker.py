@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Sequence, Sized
 from dataclasses import astuple
 from functools import cache
 from numbers import Real
@@ -20,7 +20,7 @@ from megagrpo.rewards.part_rewards import read_parts
 from megagrpo.rewards.workers import Call, Graded
 from megagrpo.system.worker_process import answer_calls, attempted
 
-LOADERS: dict[str, Callable[[str, GraderArgs], GraderFunction]] = {
+LOADERS = {
     # inputs: text, answer, and the row's source and extra values; see call_grader
     "grade": load_grader,
     "group": load_group_grader,  # inputs: texts, answer, scores; returns a score for each text
@@ -71,10 +71,17 @@ def grade(kind: str, function: str, args: GraderArgs, inputs: Sequence[object]) 
 
 
 def main(fd: int, preload: list[Call]) -> None:
-    """Answers the calls that arrive on socket `fd` until it is closed."""
-    for kind, function, args in preload:
-        loaded_grader(kind, function, json.dumps(args))  # counts as start-up, not as grading time
-    answer_calls(fd, lambda message: astuple(grade(*message)))
+    """Answers the calls that arrive on socket `fd` until it is closed; one without inputs only loads
+    its grader."""
+
+    def answer(message: Sequence) -> Sequence:
+        kind, function, args, *inputs = message
+        loaded_grader(kind, function, json.dumps(args))
+        return inputs and astuple(grade(kind, function, args, *inputs))
+
+    for call in preload:
+        answer(call)  # counts as start-up, not as grading time
+    answer_calls(fd, answer)
 
 
 if __name__ == "__main__":

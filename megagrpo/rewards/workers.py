@@ -9,7 +9,13 @@ from functools import partial
 
 from megagrpo.config.reward import GraderArgs
 from megagrpo.rewards.part_rewards import Span
-from megagrpo.system.worker_process import WorkerError, WorkerProcess, WorkerSlot, python_module
+from megagrpo.system.worker_process import (
+    START_TIMEOUT_S,
+    WorkerError,
+    WorkerProcess,
+    WorkerSlot,
+    python_module,
+)
 
 # kind ("grade" or "group", see worker.py), function, its arguments
 Call = tuple[str, str, GraderArgs]
@@ -50,8 +56,9 @@ class GraderWorkers:
         """Returns the function's result for `inputs`."""
         slot = await self._idle.get()
         try:
-            # a start, which imports, does not count towards the time limit
+            # a start and an import of a row's grader do not count towards the time limit
             process = await slot.started()
+            await process.only_call(call, START_TIMEOUT_S)
             value, error = await process.only_call([*call, list(inputs)], self._timeout_s)
         except TimeoutError:
             return Graded("timeout", detail=f"{call[1]} gave no result in {self._timeout_s:g} s")

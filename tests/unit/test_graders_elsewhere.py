@@ -57,3 +57,30 @@ def test_math_takes_what_math_verify_takes_and_nothing_that_it_refuses():
         theirs = float(math_verify.verify(*parsed, timeout_seconds=None))
         ours = math.grade(text, gold)
         assert ours >= theirs if right else ours <= theirs, (gold, text, ours)
+
+
+@pytest.mark.parametrize(
+    "text, answer, score",
+    [
+        # numbers behind a unit count
+        (r"\boxed{12\text{ cm}, 99\text{ cm}}", r"12\text{ cm}, 16\text{ cm}", 0),
+        (r"\boxed{12}", r"12\text{ cm}, 16\text{ cm}", 0),
+        (r"\boxed{16, 12}", r"12\text{ cm}, 16\text{ cm}", 1),
+        (r"\boxed{(3\mathrm{m}, 4\text{ m}^2)}", "(3, 4)", 1),
+        (r"\boxed{x=3\text{ cm}, y=7\text{ cm}}", r"x=3\text{ cm}, y=4\text{ cm}", 0),
+        (r"\boxed{5\text{ ft }6\text{ in}}", r"5\text{ ft }8\text{ in}", 0),
+        (r"\boxed{5\text{ feet }8\text{ inches}}", r"5\text{ ft }8\text{ in}", 1),
+        (r"\boxed{3, 4}", r"3 \text{ or } 4", 1),
+        # and so do letters in another type
+        (r"\boxed{3 + 4\mathrm{i}}", "7", 0),
+        (r"\boxed{3 + 4\mathrm{i}}", "3 + 4i", 1),
+        (r"\boxed{2\mathrm{e}^2}", "2", 0),
+        (r"\boxed{\frac{1}{\mathrm{e}} - 2\mathrm{e}-1}", r"e^{-1} - 2e - 1", 1),
+        (r"\boxed{2\mathbf{i} + 9\mathbf{j}}", r"2\mathbf{i} + 3\mathbf{j}", 0),
+        (r"\boxed{3\mathbf{j} + 2\mathbf{i}}", r"2\mathbf{i} + 3\mathbf{j}", 1),
+        (r"\boxed{x^2 + \mathrm{C}}", "x^2 + C", 1),
+        (r"\boxed{5\mathrm{m}}", "5", 1),
+    ],
+)
+def test_math_keeps_what_math_verify_drops_as_a_unit(text, answer, score):
+    assert math.grade(text, answer) == score

@@ -137,10 +137,12 @@ def test_a_pool_survives_bad_responses_and_keeps_every_outcome_with_its_response
     assert [o.status for o in outcomes if not o.ok] == ["timeout", "error", "error", "error", "timeout"]
 
 
-def test_restarting_does_not_count_against_the_next_response(tmp_path):
+def test_neither_a_restart_nor_the_import_of_a_rows_grader_counts_against_a_response(tmp_path):
     (tmp_path / "own_graders.py").write_text("import time\ntime.sleep(1.5)\n" + GRADERS)
     outcomes = graded("by_text", [(prompt(), text) for text in ("hang", "7")], timeout_s=0.5)
     assert [outcome.status for outcome in outcomes] == ["timeout", "score"]
+    own = prompt(grader="own_graders:by_text")
+    assert graded([{"grader": "exact"}], [(own, "7")], timeout_s=0.5)[0].status == "score"
 
 
 def test_close_leaves_no_process_and_no_waiter():
