@@ -219,6 +219,8 @@ def test_engines_on_gpus_of_their_own(words, train, more, becomes):
         ("--hf-checkpoint /m/x-int4", "--hf-checkpoint", "name the model in bfloat16"),
         ("--global-batch-size 48", "--global-batch-size", "do not divide the 256 of a step into whole groups"),
         ("--prompt-data a.jsonl@[5:9]", "--prompt-data", "write the rows into a file"),
+        ("--advantage-estimator gspo --eps-clip-c 3", "--eps-clip-c", "no dual clip of whole responses"),
+        ("--eval-interval 5 --eval-prompt-data nq b.parquet@[0:9]", "--eval-prompt-data", "write its rows into a file"),
         ("--moe-expert-capacity-factor 1.0", "--moe-expert-capacity-factor", "engines drop no token"),
         ("--sglang-schedule-policy lpm --sglang-config x", "--sglang-config", "every engine is like the others"),
         ("--num-rollout ten", "--num-rollout", "should be a number"),
