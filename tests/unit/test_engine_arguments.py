@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.rules.subject import model_description
 from megagrpo.config.hardware import HARDWARE
@@ -73,10 +75,18 @@ def test_sglang_takes_the_arguments_of_every_experiment(tmp_path):
         assert {name: found[name] for name in wanted} == wanted, names
 
 
-def test_check_asks_sglang_about_the_gpu_that_the_experiment_names():
-    """SGLang's own rule, of which no rule here knows: this kernel takes ep 1 or ep of all ranks."""
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [  # SGLang's own rules, of which no rule here knows, at its resolution and at an engine's start
+        ({"moe_runner_backend": "flashinfer_cutlass"}, "ep"),
+        ({"page_size": 64, "chunked_prefill_size": 1000}, "chunked_prefill_size must be divisible by page_size"),
+        ({"moe_dense_tp_size": 2}, "moe_dense_tp_size only supports None, 1, or tp_size"),
+    ],
+)
+def test_check_asks_sglang_about_the_gpu_that_the_experiment_names(settings, said):
     folder = ROOT / "configs" / "models" / "Qwen3-30B-A3B"
-    rollout = {"tp": 4, "ep": 2, "dtype": "bfloat16", "sglang": {"moe_runner_backend": "flashinfer_cutlass"}}
+    rollout = {"tp": 4, "ep": 2, "dtype": "bfloat16", "sglang": settings}
     wrong = experiment(model={"path": str(folder)}, actor={"dtype": "bfloat16"}, rollout=rollout)
     [(keys, text)] = all_library_problems(wrong)
-    assert keys == ("rollout", "sglang") and text.startswith("on H100 SGLang does not resolve")
+    assert keys == ("rollout", "sglang") and text.startswith("on H100 SGLang does not resolve"), text
+    assert said in text, text

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import sglang.srt.model_loader.loader  # noqa: F401  # imported by the resolution
 import torch
 from sglang.srt.plugins import load_plugins
-from sglang.srt.server_args import prepare_server_args
+from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.utils import common
 
 from megagrpo.config.hardware import Hardware, hardware_called
@@ -48,9 +48,7 @@ def resolve_servers(
     _replace_device(device, gpus)
     with temporarily("SGLANG_USE_CPU_ENGINE", "0"):
         for settings in servers:
-            server = prepare_server_args(engine_words(settings))
-            server.resolve_once()
-            yield server.resolved_dict()
+            yield _judged(settings).resolved_dict()
 
 
 def resolve_here(settings: Settings) -> None:
@@ -58,7 +56,14 @@ def resolve_here(settings: Settings) -> None:
     refuses them."""
     with explained("SGLang does not resolve these arguments"):
         load_plugins()
-        prepare_server_args(engine_words(settings)).resolve_once()
+        _judged(settings)
+
+
+def _judged(settings: Settings) -> ServerArgs:
+    server = prepare_server_args(engine_words(settings))
+    server.resolve_once()
+    server.check_server_args()  # as an engine does at its start
+    return server
 
 
 def _replace_device(device: Hardware, gpus: int) -> None:
